@@ -1,0 +1,256 @@
+"""What a user writes for the axes and devices of a mesh, parsed and checked."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from jax.sharding import AxisType
+
+from meshlayout.errors import MeshError, did_you_mean
+
+
+AxisTypesLike: TypeAlias = (
+    AxisType | str | Mapping[str, AxisType | str] | Sequence[AxisType | str]
+)
+"""What a user may write where axis types are taken."""
+
+AXIS_TYPES = {kind.name.lower(): kind for kind in AxisType}
+
+
+def parse_axes(axes: Any) -> list[tuple[str, int]]:
+    """Returns (name, size) pairs; sizes may still hold one -1."""
+    if isinstance(axes, str):
+        axes = [_parse_axis_text(part, axes) for part in axes.split(",")]
+    elif isinstance(axes, Mapping):
+        axes = list(axes.items())
+    try:
+        pairs = [(name, size) for name, size in axes]
+    except (TypeError, ValueError):
+        msg = (
+            f"{axes!r} does not name axes and sizes. Write {{'batch': 2, 'model': 4}}, "
+            "[('batch', 2), ('model', 4)] or 'batch=2,model=4'."
+        )
+        raise MeshError(msg) from None
+    check_names([name for name, _ in pairs])
+    for name, size in pairs:
+        _check_size(name, size)
+    open_axes = [name for name, size in pairs if size == -1]
+    if len(open_axes) > 1:
+        msg = (
+            f"axes {', '.join(map(repr, open_axes))} all have size -1; one axis at "
+            "most takes what is left."
+        )
+        raise MeshError(msg)
+    return [(name, int(size)) for name, size in pairs]
+
+
+def _parse_axis_text(part: str, text: str) -> tuple[str, int]:
+    name, equals, size = (piece.strip() for piece in part.partition("="))
+    try:
+        if not equals:
+            raise ValueError
+        return name, int(size)
+    except ValueError:
+        msg = f"{part.strip()!r} of {text!r} is not NAME=SIZE, as in 'batch=2,model=4'."
+        raise MeshError(msg) from None
+
+
+def check_names(names: Sequence[Any]) -> None:
+    for name in names:
+        if not isinstance(name, str):
+            msg = (
+                f"axis name {name!r} is of type {type(name).__name__}; a name is a "
+                "string, as 'batch'."
+            )
+            raise MeshError(msg)
+        if not name or set(name) & set(",=|") or name != name.strip():
+            msg = (
+                f"axis name {name!r} is empty, begins or ends with a space, or holds "
+                "one of , = | (they separate axes in text). Give it a plain name, as "
+                "'batch'."
+            )
+            raise MeshError(msg)
+    twice = [name for at, name in enumerate(names) if name in names[:at]]
+    if twice:
+        msg = f"axis {twice[0]!r} is named twice; each axis needs a name of its own."
+        raise MeshError(msg)
+
+
+def _check_size(name: str, size: Any) -> None:
+    if isinstance(size, bool) or not isinstance(size, (int, np.integer)):
+        msg = (
+            f"axis {name!r} has size {size!r} of type {type(size).__name__}; a size is "
+            "a whole number of devices."
+        )
+        raise MeshError(msg)
+    if size < 1 and size != -1:
+        msg = (
+            f"axis {name!r} has size {size}; a size is 1 or more, or -1 for what is "
+            "left."
+        )
+        raise MeshError(msg)
+
+
+def fill_sizes(pairs: list[tuple[str, int]], count: int, *, given: bool) -> list[int]:
+    """Returns the sizes with -1 filled in, or raises if they do not make `count`."""
+    sizes = [size for _, size in pairs]
+    fixed = math.prod(size for size in sizes if size != -1)
+    text = ", ".join(f"{name}={size}" for name, size in pairs)
+    one = count == 1
+    have = (
+        f"{count} {'was' if one else 'were'} given"
+        if given
+        else f"there {'is' if one else 'are'} {count}"
+    )
+    if -1 in sizes:
+        if count % fixed:
+            msg = (
+                f"mesh ({text}) needs a multiple of {fixed} devices, and {have}. "
+                f"{_fitting(pairs, count)}"
+            )
+            raise MeshError(msg)
+        return [count // fixed if size == -1 else size for size in sizes]
+    if fixed != count:
+        subset = (
+            f", or give {fixed} of them: devices=jax.devices()[:{fixed}]"
+            if not given and fixed < count
+            else ""
+        )
+        msg = (
+            f"mesh ({text}) needs {fixed} devices, and {have}. "
+            f"{_fitting(pairs, count).rstrip('.')}{subset}."
+        )
+        raise MeshError(msg)
+    return sizes
+
+
+def _fitting(pairs: list[tuple[str, int]], count: int) -> str:
+    """Returns a sentence with a shape that keeps as many of the sizes as fit."""
+    left = count
+    fitting: list[str] = []
+    for name, size in pairs[1:][::-1]:
+        kept = math.gcd(left, size) if size != -1 else 1
+        left //= kept
+        fitting.append(f"{name}={kept}")
+    shape = ", ".join([f"{pairs[0][0]}={left}", *fitting[::-1]])
+    return f"A shape that fits: ({shape})."
+
+
+def parse_axis_types(
+    types: AxisTypesLike | None, names: list[str]
+) -> tuple[AxisType, ...]:
+    if types is None or isinstance(types, (AxisType, str)):
+        return (_parse_axis_type(types or AxisType.Auto),) * len(names)
+    if isinstance(types, Mapping):
+        for name in types:
+            if name not in names:
+                msg = f"axis_types names an axis {name!r} that the mesh does not have."
+                raise MeshError(msg + did_you_mean(name, names))
+        return tuple(_parse_axis_type(types.get(n, AxisType.Auto)) for n in names)
+    if not isinstance(types, Sequence):
+        msg = (
+            f"axis_types is {types!r} of type {type(types).__name__}; give one axis "
+            "type, a list with one per axis, or a dict by axis name."
+        )
+        raise MeshError(msg)
+    if len(types) != len(names):
+        msg = (
+            f"axis_types has {len(types)} entries for {len(names)} axes "
+            f"({', '.join(names)}); give one per axis, or one for all."
+        )
+        raise MeshError(msg)
+    return tuple(_parse_axis_type(kind) for kind in types)
+
+
+def _parse_axis_type(kind: Any) -> AxisType:
+    if isinstance(kind, AxisType):
+        return kind
+    if not isinstance(kind, str) or kind.lower() not in AXIS_TYPES:
+        msg = (
+            f"{kind!r} is not an axis type: one of {', '.join(map(repr, AXIS_TYPES))}."
+            f"{did_you_mean(kind, AXIS_TYPES)}"
+        )
+        raise MeshError(msg)
+    return AXIS_TYPES[kind.lower()]
+
+
+def parse_devices(devices: Any) -> list[Any]:
+    if isinstance(devices, str):
+        msg = f"devices is a list, and got the string {devices!r}. Write [{devices!r}]."
+        raise MeshError(msg)
+    chosen = [
+        _device_by_text(device) if isinstance(device, str) else device
+        for device in np.asarray(devices, dtype=object).flat
+    ]
+    if not chosen:
+        msg = "devices is empty; a mesh needs at least one device."
+        raise MeshError(msg)
+    for device in chosen:
+        if not hasattr(device, "platform"):
+            msg = f"{device!r} is not a device; take them from jax.devices()."
+            raise MeshError(msg)
+    if len(set(chosen)) < len(chosen):
+        twice = next(one for at, one in enumerate(chosen) if one in chosen[:at])
+        msg = (
+            f"device {twice.platform}:{twice.id} is given twice; a mesh holds each "
+            "device once."
+        )
+        raise MeshError(msg)
+    platforms = sorted({device.platform for device in chosen})
+    if len(platforms) > 1:
+        msg = (
+            f"the devices are of several platforms ({', '.join(platforms)}); a mesh is "
+            "made of one."
+        )
+        raise MeshError(msg)
+    return chosen
+
+
+def _device_by_text(text: str) -> Any:
+    platform, _, number = text.strip().lower().partition(":")
+    if not platform or not number.isdecimal():
+        msg = f"device {text!r} is not PLATFORM:ID, as in 'CPU:3'."
+        raise MeshError(msg)
+    return devices_by_id(platform, [int(number)])[0]
+
+
+def devices_by_id(platform: str, ids: Sequence[int]) -> list[Any]:
+    """Returns the devices of a platform with these ids."""
+    try:
+        known = {device.id: device for device in jax.devices(platform or "none")}
+    except RuntimeError:
+        here = sorted({device.platform for device in jax.devices()})
+        msg = (
+            f"there are no devices of platform {platform!r} here; there are "
+            f"{', '.join(here)} devices."
+        )
+        raise MeshError(msg) from None
+    missing = [number for number in ids if number not in known]
+    if missing:
+        msg = (
+            f"device {platform}:{missing[0]} is not here; there are {platform}:"
+            f"{ranges_text(sorted(known))}."
+        )
+        raise MeshError(msg)
+    return [known[number] for number in ids]
+
+
+def ranges_text(ids: Sequence[int]) -> str:
+    """Returns `"0-3,6"` for `[0, 1, 2, 3, 6]`, in the order given."""
+    runs: list[list[int]] = []
+    for number in ids:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(f"{a}-{b}" if a < b else str(a) for a, b in runs)
+
+
+def parse_ranges(text: str) -> list[int]:
+    ids: list[int] = []
+    for run in text.split(","):
+        first, dash, last = run.partition("-")
+        ids += range(int(first), int(last if dash else first) + 1)
+    return ids

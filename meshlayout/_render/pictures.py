@@ -1,0 +1,498 @@
+"""A grid of shards or devices, described once and drawn as text or as SVG."""
+
+import html
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from meshlayout._render.tables import SANS, cell_width, one_line, padded
+
+
+Held: TypeAlias = Sequence[tuple[int | str, tuple[tuple[int, int], ...]]]
+"""What each device holds: its label, and (start, stop) for every dim."""
+
+# What is drawn of each direction before its middle is left out.
+_MAX_STEPS = 16
+_MAX_PANELS = 8
+_MAX_TEXT_WIDTH = 110
+_MAX_TEXT_LABEL = 18
+
+# With more rows than this, text has no lines between them.
+_MAX_RULED = 8
+
+
+@dataclass(frozen=True)
+class Direction:
+    """One drawn direction, across or down.
+
+    Attributes:
+        title: Its title, in one or two parts.
+        steps: What each row or column stands for.
+        edges: What to write at the lines between them; if empty, `steps` are
+            written at their middles.
+        length: How long it is, in proportion to the other direction.
+        most: How many steps are drawn before the middle ones are left out.
+    """
+
+    title: tuple[str, ...] = ()
+    steps: tuple[str, ...] = ("",)
+    edges: tuple[str, ...] = ()
+    length: int = 1
+    most: int = _MAX_STEPS
+
+    @property
+    def indices(self) -> list[int | None]:
+        """Which of the steps are drawn; None once where some are left out."""
+        return _outer(len(self.steps), self.most)
+
+    @property
+    def drawn(self) -> list[str]:
+        """What the drawn steps stand for."""
+        return ["…" if at is None else self.steps[at] for at in self.indices]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One shard: who holds it, and which of the picture's shards it is."""
+
+    labels: tuple[int | str, ...]
+    number: int
+    about: str = ""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A grid, or several beside each other.
+
+    Attributes:
+        down: The direction of the rows.
+        across: The direction of the columns.
+        panels: Of each grid, its title and its cells by row and column.
+        num_shards: How many different cells there are in all panels.
+        notes: What there is to say below.
+    """
+
+    down: Direction
+    across: Direction
+    panels: tuple[tuple[str, dict[tuple[int, int], Cell]], ...]
+    num_shards: int
+    notes: tuple[str, ...] = ()
+
+
+# Describing.
+
+
+def shards_picture(shape: Sequence[int], axes: Sequence[str], held: Held) -> Picture:
+    """Describes how an array is cut into shards, and who holds which.
+
+    Two dims are drawn: the last two that are cut, filled up with the largest of the
+    others; dims cut beside these become several grids.
+
+    Args:
+        shape: The shape of the whole array.
+        axes: For each dim, the mesh axes that it lies on, as text; empty if it is
+            whole on every device.
+        held: What each device holds.
+    """
+    cuts = [sorted({slices[dim] for _, slices in held}) for dim in range(len(shape))]
+    holders: dict[tuple[int, ...], list[int | str]] = {}
+    for label, slices in held:
+        index = tuple(cut.index(one) for cut, one in zip(cuts, slices, strict=True))
+        holders.setdefault(index, []).append(label)
+    cut_dims = [dim for dim, cut in enumerate(cuts) if len(cut) > 1]
+    whole = sorted(set(range(len(shape))) - set(cut_dims), key=lambda d: -shape[d])
+    drawn = sorted((cut_dims + whole[: max(0, 2 - len(cut_dims))])[-2:])
+    stacked = [dim for dim in cut_dims if dim not in drawn]
+    directions = [
+        Direction(
+            (f"dim {dim} ({shape[dim]})", f"over {axes[dim]}" * bool(axes[dim])),
+            tuple(f"{start}:{stop}" for start, stop in cuts[dim]),
+            (*(str(start) for start, _ in cuts[dim]), str(cuts[dim][-1][1])),
+            shape[dim],
+        )
+        for dim in drawn
+    ]
+    numbers = {index: number for number, index in enumerate(sorted(holders))}
+
+    def cell(index: tuple[int, ...]) -> Cell:
+        slices = (cuts[d][i] for d, i in enumerate(index))
+        about = ", ".join(f"{start}:{stop}" for start, stop in slices)
+        return Cell(tuple(holders[index]), numbers[index], f"[{about}]")
+
+    def title(at: tuple[int, ...]) -> str:
+        steps = ((d, cuts[d][i]) for d, i in zip(stacked, at, strict=True))
+        return ", ".join(f"dim {d} at {start}:{stop}" for d, (start, stop) in steps)
+
+    panels: dict[tuple[int, ...], dict[tuple[int, int], Cell]] = {}
+    for index in numbers:
+        place = [0] * (2 - len(drawn)) + [index[dim] for dim in drawn]
+        panel = panels.setdefault(tuple(index[dim] for dim in stacked), {})
+        panel[place[0], place[1]] = cell(index)
+    return _picture(
+        directions,
+        [(title(at), panel) for at, panel in panels.items()],
+        len(numbers),
+        _whole_dims_notes(shape, [dim for dim in whole if dim not in drawn]),
+    )
+
+
+def mesh_picture(
+    axis_names: Sequence[str], shape: Sequence[int], labels: Sequence[int | str]
+) -> Picture:
+    """Describes the devices of a mesh: the last two axes are drawn as a grid.
+
+    Args:
+        axis_names: The mesh's axes.
+        shape: Their sizes.
+        labels: One label per device, in the order of the flattened mesh.
+    """
+    directions = [
+        Direction((f"{name} ({size})",), tuple(map(str, range(size))), (), size)
+        for name, size in list(zip(axis_names, shape, strict=True))[-2:]
+    ]
+    columns = shape[-1] if shape else 1
+    per_panel = math.prod(shape[-2:])
+    outer = itertools.product(*map(range, shape[:-2]))
+    panels = []
+    for number, at in enumerate(outer):
+        first = number * per_panel
+        names = zip(axis_names, at, strict=False)
+        panels.append(
+            (
+                ", ".join(f"{name} {i}" for name, i in names),
+                {
+                    divmod(i - first, columns): Cell((labels[i],), i)
+                    for i in range(first, first + per_panel)
+                },
+            )
+        )
+    return _picture(directions, panels, len(labels), [])
+
+
+def _picture(
+    directions: list[Direction],
+    panels: Sequence[tuple[str, dict[tuple[int, int], Cell]]],
+    num_shards: int,
+    notes: list[str],
+) -> Picture:
+    down, across = [Direction()] * (2 - len(directions)) + directions
+    shown = [at for at in _outer(len(panels), _MAX_PANELS) if at is not None]
+    if len(shown) < len(panels):
+        notes = [*notes, f"{len(shown)} of {len(panels)} grids are drawn."]
+    return Picture(
+        down, across, tuple(panels[at] for at in shown), num_shards, tuple(notes)
+    )
+
+
+def _whole_dims_notes(shape: Sequence[int], dims: Iterable[int]) -> list[str]:
+    dims = sorted(dims)
+    if not dims:
+        return []
+    names = ", ".join(f"{dim} ({shape[dim]})" for dim in dims)
+    if len(dims) == 1:
+        return [f"Not drawn: dim {names}, whole in every shard."]
+    return [f"Not drawn: dims {names}, whole in every shard."]
+
+
+def _outer(count: int, most: int) -> list[int | None]:
+    """Returns the indices up to `count`, their middle as one None if there are many."""
+    if count <= most:
+        return list(range(count))
+    tail = (most - 1) // 2
+    return [*range(most - 1 - tail), None, *range(count - tail, count)]
+
+
+def labels_text(labels: Iterable[int | str], room: int | None = None) -> str:
+    """Returns labels in one line, runs of numbers as ranges, shortened to `room`.
+
+    Example:
+        >>> labels_text([0, 1, 2, 3, 8]), labels_text(range(0, 64, 2), room=12)
+        ('0-3, 8', '0, …, 62')
+    """
+    labels = list(labels)
+    runs: list[list[int | str]] = []
+    for label in sorted(labels, key=lambda one: (isinstance(one, str), one)):
+        last = runs[-1][-1] if runs else None
+        if isinstance(label, int) and isinstance(last, int) and label == last + 1:
+            runs[-1] = [runs[-1][0], label]
+        else:
+            runs.append([label])
+    parts = ["-".join(map(str, run)) for run in runs]
+    text = ", ".join(parts)
+    if room is None or cell_width(text) <= room:
+        return text
+    count = len(labels)
+    tries = [f"{parts[0]}, …, {parts[-1]}", f"{count} devices", f"({count})"]
+    return next((one for one in tries if cell_width(one) <= room), "…"[:room])
+
+
+# Drawing as text.
+
+
+def picture_text(picture: Picture) -> str:
+    """Draws with box characters, no wider than a terminal."""
+    down, across = picture.down, picture.across
+    cells = [cell for _, panel in picture.panels for cell in panel.values()]
+    labels = [labels_text(map(_clean, cell.labels), _MAX_TEXT_LABEL) for cell in cells]
+    width = 2 + max(map(cell_width, [*labels, *across.drawn]))
+    margin = max(cell_width(one) for one in [*down.drawn, " ".join(down.title)])
+    most = max(3, (_MAX_TEXT_WIDTH - margin - 1) // (width + 1))
+    across = replace(across, most=min(across.most, most))
+    blocks = [
+        ([title] if title else []) + _grid_text(down, across, panel, width, margin)
+        for title, panel in picture.panels
+    ]
+    lines = [line.rstrip() for block in blocks for line in block]
+    return "\n".join([*lines, *picture.notes])
+
+
+def _grid_text(
+    down: Direction,
+    across: Direction,
+    panel: dict[tuple[int, int], Cell],
+    width: int,
+    margin: int,
+) -> list[str]:
+    columns = across.indices
+    left = " " * (margin + 1)
+    title = one_line(" ".join(across.title)).strip()
+    lines = [f"{left} {title}"] if title else []
+    if any(across.steps) or any(down.title):
+        steps = " ".join(padded(step, width, "c") for step in across.drawn)
+        lines.append(f"{padded(one_line(' '.join(down.title)), margin, 'l')}  {steps}")
+    lines.append(left + _rule("┌┬┐", len(columns), width))
+    for at, (row, step) in enumerate(zip(down.indices, down.drawn, strict=True)):
+        if at and len(down.indices) <= _MAX_RULED:
+            lines.append(left + _rule("├┼┤", len(columns), width))
+        texts = [
+            padded(_cell_text(panel, row, column), width, "c") for column in columns
+        ]
+        lines.append(f"{padded(step, margin, 'r')} │{'│'.join(texts)}│")
+    lines.append(left + _rule("└┴┘", len(columns), width))
+    return lines
+
+
+def _cell_text(
+    panel: dict[tuple[int, int], Cell], row: int | None, column: int | None
+) -> str:
+    if row is None or column is None:
+        return "…"
+    cell = panel.get((row, column))
+    return labels_text(map(_clean, cell.labels), _MAX_TEXT_LABEL) if cell else ""
+
+
+def _rule(corners: str, columns: int, width: int) -> str:
+    return corners[0] + corners[1].join(["─" * width] * columns) + corners[2]
+
+
+def _clean(label: int | str) -> int | str:
+    return one_line(label) if isinstance(label, str) else label
+
+
+# Drawing as SVG. Sizes are in pixels.
+
+_FONT = 12
+_CHAR = 7.0
+_GAP = 12
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """Where one grid lies: its cells' box and the space around it."""
+
+    left: float
+    top: float
+    width: float
+    height: float
+    right: float
+    bottom: float
+
+    @property
+    def total_width(self) -> float:
+        return self.left + self.width + self.right
+
+    @property
+    def total_height(self) -> float:
+        return self.top + self.height + self.bottom
+
+
+def picture_svg(picture: Picture) -> str:
+    """Draws as one SVG element that needs nothing around it.
+
+    Text outside the cells takes the colour of the text around the picture, so that it
+    reads on light and on dark pages.
+    """
+    frame = _frame(picture)
+    per_row = max(1, min(len(picture.panels), int(720 // frame.total_width)))
+    parts = []
+    for at, (title, panel) in enumerate(picture.panels):
+        x = at % per_row * frame.total_width
+        y = at // per_row * frame.total_height
+        inside = _grid_svg(picture, frame, title, panel)
+        parts.append(f'<g transform="translate({x:g} {y:g})">{inside}</g>')
+    width = per_row * frame.total_width
+    height = math.ceil(len(picture.panels) / per_row) * frame.total_height
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" '
+        f'height="{height:g}" viewBox="0 0 {width:g} {height:g}" role="img" '
+        f'style="max-width:100%;height:auto;font-family:{SANS};font-size:{_FONT}px" '
+        f'fill="currentColor">{"".join(parts)}</svg>'
+    )
+
+
+def _frame(picture: Picture) -> _Frame:
+    down, across = picture.down, picture.across
+    cells = [cell for _, panel in picture.panels for cell in panel.values()]
+    label = max(_wide(labels_text(cell.labels, 8)) for cell in cells) + 10
+    if across.edges:
+        scale = min(360 / max(1, across.length), 240 / max(1, down.length))
+        width = min(360, max(120, across.length * scale))
+        height = min(240, max(44, down.length * scale)) if down.edges else 44
+    else:
+        width, height = 48 * len(across.drawn), 34 * len(down.drawn)
+    width = max(width, len(across.drawn) * min(label, 60))
+    height = max(height, len(down.drawn) * 24)
+    title = max((_wide(text) for text, _ in picture.panels), default=0)
+    over = max(_wide(" ".join(across.title)), title) - width
+    ticks = max(map(_wide, down.edges or down.steps))
+    left = max(map(_wide, down.title), default=0) + ticks + 16 if down.title else 8
+    top = 18 * bool(title) + 20 * bool(across.title) + 18 * any(across.steps) + 4
+    right = max(_GAP, over + _GAP, _wide(across.edges[-1]) / 2 if across.edges else 0)
+    return _Frame(math.ceil(left), top, width, height, math.ceil(right), _GAP)
+
+
+def _grid_svg(
+    picture: Picture,
+    frame: _Frame,
+    title: str,
+    panel: dict[tuple[int, int], Cell],
+) -> str:
+    rows, columns = picture.down.indices, picture.across.indices
+    step = frame.width / len(columns), frame.height / len(rows)
+    parts = []
+    if title:
+        parts.append(_text(title, frame.left, 13, weight=600))
+    if picture.across.title:
+        heading = " ".join(picture.across.title)
+        parts.append(_text(heading, frame.left, frame.top - 24))
+    for at, line in enumerate(filter(None, picture.down.title)):
+        middle = frame.top + frame.height / 2 + 4
+        shift = (at - (sum(map(bool, picture.down.title)) - 1) / 2) * 15
+        parts.append(_text(line, 2, middle + shift))
+    for tick, offset in _ticks(picture.across, frame.width, _wide):
+        x = frame.left + offset
+        parts.append(_text(tick, x, frame.top - 6, anchor="middle", faint=True))
+    for tick, offset in _ticks(picture.down, frame.height, lambda _: _FONT):
+        y = frame.top + offset + 4
+        parts.append(_text(tick, frame.left - 6, y, anchor="end", faint=True))
+    for (i, row), (j, column) in itertools.product(enumerate(rows), enumerate(columns)):
+        cell = None if row is None or column is None else panel.get((row, column))
+        x, y = frame.left + j * step[0], frame.top + i * step[1]
+        parts.append(_cell_svg(cell, x, y, step, picture.num_shards))
+    return "".join(parts)
+
+
+def _cell_svg(
+    cell: Cell | None, x: float, y: float, step: tuple[float, float], num_shards: int
+) -> str:
+    width, height = step
+    middle = x + width / 2, y + height / 2 + 4
+    if cell is None:
+        return _text("…", *middle, anchor="middle", faint=True)
+    labels = labels_text(map(_clean, cell.labels), int((width - 8) / _CHAR))
+    fill, ink = _colors(cell.number, num_shards)
+    full = html.escape(labels_text(map(_clean, cell.labels)))
+    return (
+        f'<g><rect x="{x + 1:g}" y="{y + 1:g}" width="{width - 2:g}" '
+        f'height="{height - 2:g}" rx="4" fill="{fill}"/>'
+        f"{_text(labels, *middle, anchor='middle', fill=ink, weight=600)}"
+        f"<title>{cell.about} {full}</title></g>"
+    )
+
+
+def _text(
+    text: str,
+    x: float,
+    y: float,
+    *,
+    anchor: str = "",
+    fill: str = "",
+    weight: int = 0,
+    faint: bool = False,
+) -> str:
+    options = "".join(
+        f' {name}="{value}"'
+        for name, value in (
+            ("text-anchor", anchor),
+            ("fill", fill),
+            ("font-weight", weight),
+            ("opacity", 0.65 * faint),
+        )
+        if value
+    )
+    return (
+        f'<text x="{x:.4g}" y="{y:.4g}"{options}>{html.escape(one_line(text))}</text>'
+    )
+
+
+def _ticks(
+    direction: Direction, length: float, wide: Callable[[str], float]
+) -> list[tuple[str, float]]:
+    """Returns what to write along a direction, and where, without overlaps."""
+    indices = direction.indices
+    step = length / len(indices)
+    if direction.edges:
+        known = [(at, i) for at, i in enumerate(indices) if i is not None]
+        ticks = [(direction.edges[i], at * step) for at, i in known]
+        ticks.append((direction.edges[-1], length))
+    else:
+        ticks = [
+            (text, (at + 0.5) * step)
+            for at, text in enumerate(direction.drawn)
+            if text not in ("", "…")
+        ]
+    widest = max((wide(text) for text, _ in ticks), default=0) + 4
+    every = max(1, math.ceil(widest / step))
+    kept = [tick for at, tick in enumerate(ticks) if at % every == 0]
+    # The end of the array is always told, in place of the tick too close to it.
+    if direction.edges and kept[-1] != ticks[-1]:
+        near = len(kept) > 1 and ticks[-1][1] - kept[-1][1] < widest
+        kept[len(kept) - near :] = [ticks[-1]]
+    return kept
+
+
+def _wide(text: str) -> float:
+    return cell_width(one_line(text)) * _CHAR
+
+
+def _colors(number: int, count: int) -> tuple[str, str]:
+    """Returns the fill of one of `count` cells and the colour of its text.
+
+    The hues are evenly spaced at one perceived lightness; with many cells the
+    lightness alternates. One cell alone is grey.
+    """
+    if count == 1:
+        return "#b6bfcc", "#111827"
+    lightness = 0.8 if count <= 8 or number % 2 else 0.7
+    return _oklch(lightness, 0.1, 250 + 360 * number / count), "#111827"
+
+
+def _oklch(lightness: float, chroma: float, hue: float) -> str:
+    """Returns an OKLCH colour as `#rrggbb`."""
+    a = chroma * math.cos(math.radians(hue))
+    b = chroma * math.sin(math.radians(hue))
+    long = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3
+    medium = (lightness - 0.1055613458 * a - 0.0638541728 * b) ** 3
+    short = (lightness - 0.0894841775 * a - 1.2914855480 * b) ** 3
+    linear = (
+        4.0767416621 * long - 3.3077115913 * medium + 0.2309699292 * short,
+        -1.2684380046 * long + 2.6097574011 * medium - 0.3413193965 * short,
+        -0.0041960863 * long - 0.7034186147 * medium + 1.7076147010 * short,
+    )
+    channels = (
+        12.92 * c if c <= 0.0031308 else 1.055 * c ** (1 / 2.4) - 0.055
+        for c in (min(1, max(0, c)) for c in linear)
+    )
+    return "#" + "".join(f"{round(255 * c):02x}" for c in channels)

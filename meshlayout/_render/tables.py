@@ -1,0 +1,203 @@
+"""Rows of text as a plain table or an HTML one, and how values are written in them."""
+
+import html
+import re
+import unicodedata
+from collections.abc import Sequence
+from typing import Any
+
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+
+# More rows than this in one HTML table make a notebook slow.
+_MAX_HTML_ROWS = 1000
+
+# Neither black nor white is written down: notebooks have light and dark themes.
+_LINE = "1px solid rgba(128,128,128,0.35)"
+_MONO = "ui-monospace,SFMono-Regular,Menlo,Consolas,monospace"
+SANS = "system-ui,-apple-system,'Segoe UI',Roboto,sans-serif"
+
+
+def bytes_text(n: float) -> str:
+    """Returns a number of bytes with its unit.
+
+    Example:
+        >>> bytes_text(17), bytes_text(401408), bytes_text(3 * 2**29)
+        ('17 B', '392.0 KiB', '1.5 GiB')
+    """
+    value, unit = float(n), 0
+    # Rounded first, so that a value just below the next unit is written in it.
+    while abs(round(value, 1)) >= 1024 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.1f} {_UNITS[unit]}" if unit else f"{value:.0f} B"
+
+
+def dtype_text(dtype: Any) -> str:
+    """Returns a dtype's short name, the way JAX prints it in a type.
+
+    Example:
+        >>> dtype_text("float32"), dtype_text("bfloat16"), dtype_text("bool")
+        ('f32', 'bf16', 'bool')
+    """
+    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None)
+    name = str(name or dtype)
+    for long, short in (("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
+        name = re.sub(rf"^(b?){long}(?=\d)", rf"\g<1>{short}", name)
+    return name
+
+
+def array_text(dtype: Any, shape: Sequence[int]) -> str:
+    """Returns the type of an array.
+
+    Example:
+        >>> array_text("float32", (512, 10)), array_text("int32", ())
+        ('f32[512, 10]', 'i32[]')
+    """
+    return f"{dtype_text(dtype)}[{', '.join(map(str, shape))}]"
+
+
+def text_table(
+    headers: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    align: str | None = None,
+    max_width: int | None = None,
+    notes: Sequence[str] = (),
+) -> str:
+    """Returns a table for a terminal: a header, a line, and one line per row.
+
+    Args:
+        headers: One per column.
+        rows: One cell per column each.
+        align: One letter per column: `l`, `r` or `c`; all `l` if left out.
+        max_width: The widest a line may be; the longest cells are shortened in
+            their middle. Unlimited if left out.
+        notes: Lines to write below.
+
+    Example:
+        >>> print(text_table(["path", "bytes"], [["a/kernel", 12], ["b", 3]], "lr"))
+        path      bytes
+        ────────  ─────
+        a/kernel     12
+        b             3
+    """
+    align = align or "l" * len(headers)
+    lines = [[one_line(cell) for cell in row] for row in [headers, *rows]]
+    widths = [max(map(cell_width, column)) for column in zip(*lines, strict=True)]
+    if max_width is not None:
+        widths = _narrowed(widths, lines[0], max_width - 2 * (len(widths) - 1))
+    lines.insert(1, ["─" * width for width in widths])
+    text = [
+        "  ".join(
+            padded(shortened(cell, width), width, how)
+            for cell, width, how in zip(line, widths, align, strict=True)
+        ).rstrip()
+        for line in lines
+    ]
+    return "\n".join([*text, *notes])
+
+
+def html_table(
+    headers: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    align: str | None = None,
+    caption: str | None = None,
+    notes: Sequence[str] = (),
+) -> str:
+    """Returns a table for a notebook, in light and dark themes alike.
+
+    Args:
+        headers: One per column.
+        rows: One cell per column each; text, which is escaped.
+        align: One letter per column: `l`, `r` or `c`; all `l` if left out.
+        caption: A line above.
+        notes: Lines below.
+    """
+    align = align or "l" * len(headers)
+    head = _html_row("th", headers, align, "opacity:0.75;font-weight:600;")
+    body = [
+        _html_row("td", row, align, f"font-family:{_MONO};")
+        for row in rows[:_MAX_HTML_ROWS]
+    ]
+    if len(rows) > _MAX_HTML_ROWS:
+        left = f"{len(rows) - _MAX_HTML_ROWS:,} more rows are not shown here."
+        notes = [left, *notes]
+    table = (
+        f'<table style="border-collapse:collapse;border:none;margin:0;font-size:12px">'
+        f'<thead style="border-bottom:{_LINE}">{head}</thead>'
+        f"<tbody>{''.join(body)}</tbody></table>"
+    )
+    above = [html_line(caption, "font-weight:600;margin-bottom:4px")] if caption else []
+    below = [html_line(note, "margin-top:3px;opacity:0.85") for note in notes]
+    return html_block(
+        *above, f'<div style="overflow:auto;max-height:40em">{table}</div>', *below
+    )
+
+
+def html_block(*parts: str) -> str:
+    """Returns finished pieces of HTML one below the other, in our font."""
+    style = f"font-family:{SANS};font-size:13px;line-height:1.4;margin:4px 0"
+    return f'<div style="{style}">{"".join(parts)}</div>'
+
+
+def html_line(text: str, style: str) -> str:
+    """Returns one line of text, escaped."""
+    return f'<div style="{style}">{html.escape(text)}</div>'
+
+
+def _html_row(tag: str, cells: Sequence[object], align: str, style: str) -> str:
+    sides = {"l": "left", "r": "right", "c": "center"}
+    # The themes of notebooks stripe rows and right-align cells; we say what we mean.
+    parts = [
+        f'<{tag} style="text-align:{sides[how]};padding:3px 14px 3px 2px;border:none;'
+        f'background:transparent;white-space:nowrap;{style}">'
+        f"{html.escape(str(cell))}</{tag}>"
+        for cell, how in zip(cells, align, strict=True)
+    ]
+    line = f"border:none;border-bottom:{_LINE};background:transparent"
+    return f'<tr style="{line}">{"".join(parts)}</tr>'
+
+
+def one_line(cell: object) -> str:
+    """Returns a cell's text with control characters written out."""
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(cell)
+    )
+
+
+def cell_width(text: str) -> int:
+    """Returns how many columns of a terminal a text takes."""
+    return sum(
+        0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF")
+        for c in text
+    )
+
+
+def padded(text: str, width: int, how: str) -> str:
+    """Returns a text with spaces up to a width, `l`eft, `r`ight or `c`entred."""
+    space = max(0, width - cell_width(text))
+    before = {"l": 0, "r": space, "c": space // 2}[how]
+    return " " * before + text + " " * (space - before)
+
+
+def shortened(text: str, width: int) -> str:
+    """Returns a text with its middle left out, if it is wider than `width`."""
+    if cell_width(text) <= width:
+        return text
+    keep = max(0, width - 1)
+    tail = text[len(text) - keep // 2 :]
+    return text[: keep - keep // 2] + "…" + tail
+
+
+def _narrowed(widths: list[int], headers: list[str], room: int) -> list[int]:
+    """Returns widths that sum to `room`, taken from the widest columns."""
+    widths = list(widths)
+    least = [max(8, cell_width(header)) for header in headers]
+    while sum(widths) > room:
+        spare = [width - low for width, low in zip(widths, least, strict=True)]
+        if max(spare) <= 0:
+            break
+        at = max(
+            (i for i, free in enumerate(spare) if free > 0), key=widths.__getitem__
+        )
+        widths[at] -= 1
+    return widths

@@ -1,0 +1,66 @@
+"""Every error that meshlayout raises on purpose, and the words they share.
+
+```
+MeshLayoutError(ValueError)
+├── MeshError            devices and axes that do not make a mesh
+├── LayoutError          a layout that is not one, or does not fit an array
+├── LayoutMapError       rules that are wrong, disagree or match nothing
+│   └── LayoutMapKeyError    a pattern that the map does not hold (a KeyError too)
+├── StateError           a builder or a state that cannot be created or placed
+└── StepError            a step that does not keep its promises
+```
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class MeshLayoutError(ValueError):
+    """Base of all errors of this library; a `ValueError`."""
+
+
+class MeshError(MeshLayoutError):
+    """Devices and axes do not make a mesh, or a mesh has no such axis."""
+
+
+class LayoutError(MeshLayoutError):
+    """A layout is malformed, or does not fit the array it is given for."""
+
+
+class LayoutMapError(MeshLayoutError):
+    """A rule is malformed, disagrees with another one, or does not fit a leaf."""
+
+
+class LayoutMapKeyError(LayoutMapError, KeyError):
+    """A layout map holds no such pattern."""
+
+    # KeyError shows the repr of its argument; a sentence is shown as it is.
+    __str__ = Exception.__str__
+
+
+class StateError(MeshLayoutError):
+    """A state cannot be created, or is not what was promised."""
+
+
+class StepError(MeshLayoutError):
+    """A compiled step was given, or returned, something it cannot take."""
+
+
+def did_you_mean(name: object, candidates: Iterable[str]) -> str:
+    """Returns a sentence that names the candidate nearest to `name`, or nothing.
+
+    Args:
+        name: What the user wrote.
+        candidates: The names that would have been right.
+
+    Returns:
+        `" Did you mean 'x'?"` with its leading space, or an empty string.
+
+    Example:
+        >>> did_you_mean("modle", ["batch", "model"])
+        " Did you mean 'model'?"
+        >>> did_you_mean("zzz", ["batch", "model"])
+        ''
+    """
+    near = difflib.get_close_matches(str(name), list(candidates), n=1, cutoff=0.5)
+    return f" Did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,884 @@
+"""How one array lies on a mesh: `Layout`, and its shape arithmetic."""
+
+import json
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import Any, Final, TypeAlias, Union
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from meshlayout import _jax, _render
+from meshlayout.errors import LayoutError, did_you_mean
+from meshlayout.mesh import (
+    Mesh,
+    as_mesh,
+    create_mesh,
+    get_default_mesh,
+    register_layout_factory,
+)
+
+
+class _Match:
+    """The type of `MATCH`: "as the array already is"."""
+
+    def __repr__(self) -> str:
+        return "MATCH"
+
+    def __reduce__(self) -> str:
+        return "MATCH"
+
+
+UNSHARDED: Final = None
+"""A dim that is whole on every device; the `None` of a `PartitionSpec`."""
+
+MATCH: Final = _Match()
+"""In `relayout`: this dim keeps the sharding that the array already has."""
+
+DimSpec: TypeAlias = Union[str, tuple[str, ...], EllipsisType, _Match, None]  # noqa: UP007
+"""One entry of a layout, in its canonical form."""
+
+SpecLike: TypeAlias = Sequence[DimSpec | Sequence[str]] | PartitionSpec
+"""What a user may write where a spec is taken."""
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """One dim of a shape that does not divide into its shards.
+
+    Attributes:
+        dim: The array dim.
+        size: Its size, in elements.
+        num_shards: Over how many shards it would have to divide.
+        axes: The mesh axes that shard it.
+    """
+
+    dim: int
+    size: int
+    num_shards: int
+    axes: tuple[str, ...]
+
+    @property
+    def fact(self) -> str:
+        """What does not divide, without the full stop."""
+        return (
+            f"dim {self.dim} has size {self.size}, which does not divide into "
+            f"{self.num_shards} shards over mesh {axes_text(self.axes)}"
+        )
+
+    @property
+    def fix(self) -> str:
+        """The sizes that would fit, and the other way out."""
+        below = self.size // self.num_shards * self.num_shards
+        sizes = [below] * (below > 0) + [below + self.num_shards]
+        fit = " and ".join(map(str, sizes))
+        return (
+            f"Nearest size{'s' * (len(sizes) > 1)} that fit{'s' * (len(sizes) == 1)}: "
+            f"{fit}. To keep the size, leave dim {self.dim} UNSHARDED."
+        )
+
+    def __str__(self) -> str:
+        """Returns the fact and the way out, without saying which array."""
+        return f"{self.fact}. {self.fix}"
+
+
+def axes_text(axes: Sequence[str]) -> str:
+    """Returns `"axis 'a'"` or `"axes 'a', 'b'"`."""
+    names = ", ".join(map(repr, axes))
+    return f"axis {names}" if len(axes) == 1 else f"axes {names}"
+
+
+def _parse_entry(entry: Any, dim: int) -> DimSpec:
+    if entry is None or entry is ... or entry is MATCH or isinstance(entry, str):
+        return entry
+    if isinstance(entry, (tuple, list)):
+        if not all(isinstance(axis, str) for axis in entry):
+            msg = f"entry {dim} is {entry!r}; a tuple on one dim holds mesh axis names."
+            raise LayoutError(msg)
+        return None if not entry else entry[0] if len(entry) == 1 else tuple(entry)
+    if entry is PartitionSpec.UNCONSTRAINED:
+        msg = (
+            f"entry {dim} is PartitionSpec.UNCONSTRAINED, which leaves the dim to the "
+            "compiler; a layout says where every dim lies. Name an axis, or UNSHARDED."
+        )
+        raise LayoutError(msg)
+    msg = (
+        f"entry {dim} is {entry!r} of type {type(entry).__name__}; each entry is a "
+        "mesh axis name, a tuple of names, UNSHARDED (None), MATCH or `...`."
+    )
+    raise LayoutError(msg)
+
+
+def _parse(specs: Any) -> tuple[DimSpec, ...]:
+    """Returns the canonical entries of what a user wrote, or raises LayoutError."""
+    if isinstance(specs, str):
+        msg = (
+            f"a layout takes one entry per dim, and got the string {specs!r}. "
+            f"Write [{specs!r}] for an array of one dim, or [{specs!r}, ...] for any."
+        )
+        raise LayoutError(msg)
+    if isinstance(specs, (NamedSharding, Layout)):
+        msg = (
+            f"a layout takes a list of entries, one per dim, and got a "
+            f"{type(specs).__name__}. Use Layout.of(sharding)."
+        )
+        raise LayoutError(msg)
+    if isinstance(specs, PartitionSpec):
+        if _jax.is_unreduced(specs):
+            msg = f"{specs} holds unreduced or reduced axes; a layout has only shards."
+            raise LayoutError(msg)
+    elif not isinstance(specs, (list, tuple)):
+        msg = (
+            "a layout takes a list, a tuple or a PartitionSpec with one entry per dim, "
+            f"and got {specs!r} of type {type(specs).__name__}."
+        )
+        raise LayoutError(msg)
+    entries = tuple(_parse_entry(entry, dim) for dim, entry in enumerate(specs))
+    if sum(entry is ... for entry in entries) > 1:
+        msg = (
+            f"{_specs_text(entries)} holds `...` twice; one stands for all other dims."
+        )
+        raise LayoutError(msg)
+    return entries
+
+
+def _axes_of(entry: DimSpec) -> tuple[str, ...]:
+    """Returns the mesh axes of one entry, major first."""
+    if isinstance(entry, str):
+        return (entry,)
+    return entry if isinstance(entry, tuple) else ()
+
+
+def _check_axes(specs: tuple[DimSpec, ...], mesh: Mesh) -> None:
+    seen: dict[str, int] = {}
+    for dim, entry in enumerate(specs):
+        for axis in _axes_of(entry):
+            if axis not in mesh.axis_names:
+                msg = (
+                    f"mesh axis {axis!r} of {_specs_text(specs)} is not in {mesh!r}."
+                    f"{did_you_mean(axis, mesh.axis_names)}"
+                )
+                raise LayoutError(msg)
+            if axis in seen:
+                at = f"entry {dim}"
+                if seen[axis] != dim:
+                    at = f"entries {seen[axis]} and {dim}"
+                msg = (
+                    f"mesh axis {axis!r} is used twice in {_specs_text(specs)}, on "
+                    f"{at}; an axis shards one dim, and that once."
+                )
+                raise LayoutError(msg)
+            seen[axis] = dim
+
+
+def _entry_text(entry: DimSpec) -> str:
+    if entry is None:
+        return "unsharded"
+    if entry is ...:
+        return "..."
+    if isinstance(entry, tuple):
+        return f"({', '.join(entry)})"
+    return str(entry)
+
+
+def _specs_text(specs: Iterable[DimSpec]) -> str:
+    return f"[{', '.join(map(_entry_text, specs))}]"
+
+
+class Layout:
+    """Says how the dims of one array lie on the axes of a mesh.
+
+    A layout is an immutable value: two that mean the same compare equal and hash
+    alike. It is a `jax.sharding.NamedSharding` with a rank, so that shapes can be
+    worked out and checked before there is an array.
+
+    Args:
+        specs: One entry per dim: a mesh axis name, a tuple of names (major first),
+            `UNSHARDED` (or `None`), `MATCH` (see `relayout`), or once `...` for any
+            number of unsharded dims. A `PartitionSpec` is taken as it is.
+        mesh: A `Mesh` or `jax.sharding.Mesh`; the default mesh if left out.
+        memory_kind: Where in the devices' memories the array lies, such as
+            `"pinned_host"`; the devices' default if left out.
+
+    Raises:
+        LayoutError: If an axis is unknown or used twice, an entry is of another
+            type, there is no mesh, or the devices have no such memory.
+
+    Example:
+        >>> mesh = create_mesh({"batch": 2, "model": 4})
+        >>> layout = Layout(["batch", UNSHARDED, "model"], mesh)
+        >>> tuple(layout.spec)
+        ('batch', None, 'model')
+        >>> layout.shard_shape((6, 5, 8))
+        (3, 5, 2)
+    """
+
+    __slots__ = ("_memory_kind", "_mesh", "_specs")
+
+    def __init__(
+        self,
+        specs: SpecLike,
+        mesh: Mesh | jax.sharding.Mesh | None = None,
+        *,
+        memory_kind: str | None = None,
+    ) -> None:
+        parsed = _parse(specs)
+        mesh = get_default_mesh() if mesh is None else as_mesh(mesh)
+        if mesh is None:
+            msg = (
+                f"Layout({_specs_text(parsed)}) has no mesh. Give one as the second "
+                "argument, or set one with default_mesh(mesh)."
+            )
+            raise LayoutError(msg)
+        _check_axes(parsed, mesh)
+        object.__setattr__(self, "_specs", parsed)
+        object.__setattr__(self, "_mesh", mesh)
+        object.__setattr__(self, "_memory_kind", _memory_kind(memory_kind, mesh))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        msg = f"a Layout does not change; make another one instead of setting {name!r}."
+        raise AttributeError(msg)
+
+    def __delattr__(self, name: str) -> None:
+        msg = f"a Layout does not change; {name!r} cannot be deleted."
+        raise AttributeError(msg)
+
+    # What it is made of.
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh."""
+        return self._mesh
+
+    @property
+    def specs(self) -> tuple[DimSpec, ...]:
+        """One canonical entry per dim: `None`, an axis, axes, `...` or `MATCH`."""
+        return self._specs
+
+    @property
+    def memory_kind(self) -> str | None:
+        """The kind of memory, or None for the devices' default."""
+        return self._memory_kind
+
+    @property
+    def has_ellipsis(self) -> bool:
+        """Whether `...` leaves the rank open."""
+        return ... in self._specs
+
+    @property
+    def rank(self) -> int:
+        """The number of dims.
+
+        Raises:
+            LayoutError: If `...` leaves it open; see `with_rank`.
+        """
+        if self.has_ellipsis:
+            msg = f"{self!r} holds `...` and has no rank yet; use layout.with_rank(n)."
+            raise LayoutError(msg)
+        return len(self._specs)
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """The `PartitionSpec`.
+
+        Raises:
+            LayoutError: If `...` is not the last entry, or an entry is MATCH: JAX
+                has no word for these; see `with_rank` and `relayout`.
+        """
+        specs = self._known()
+        if self.has_ellipsis:
+            if specs[-1] is not ...:
+                msg = (
+                    f"{self!r} holds `...` before its end, which a PartitionSpec "
+                    "cannot say; use layout.with_rank(n) first."
+                )
+                raise LayoutError(msg)
+            specs = specs[:-1]
+        return PartitionSpec(*specs)
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """The `NamedSharding`, for any JAX function that takes one.
+
+        Raises:
+            LayoutError: As `spec`.
+        """
+        return NamedSharding(
+            self._mesh.jax_mesh, self.spec, memory_kind=self._memory_kind
+        )
+
+    @property
+    def is_fully_replicated(self) -> bool:
+        """Whether every device holds the whole array.
+
+        Raises:
+            LayoutError: If an entry is MATCH, which does not say.
+        """
+        return all(self._entry_shards(entry) == 1 for entry in self._known())
+
+    @property
+    def is_batch_parallel(self) -> bool:
+        """Whether the first dim, and no other, lies on mesh axes.
+
+        Raises:
+            LayoutError: If an entry is MATCH, which does not say.
+        """
+        sharded = [bool(_axes_of(entry)) for entry in self._known()]
+        return sharded[:1] == [True] and not any(sharded[1:])
+
+    # Other layouts.
+
+    @classmethod
+    def of(cls, value: Any, rank: int | None = None) -> "Layout":
+        """Returns the layout of an array, an abstract array or a sharding.
+
+        Args:
+            value: A `jax.Array`, a `jax.ShapeDtypeStruct` with a sharding, a value
+                inside jit on a mesh with Explicit axes, a `NamedSharding`, or a
+                sharding on a single device (which becomes a mesh of one device).
+            rank: Dims of the array, where a sharding alone does not tell.
+
+        Raises:
+            LayoutError: If there is no sharding to read, or JAX has no names for it.
+
+        Example:
+            >>> mesh = create_mesh({"batch": 2, "model": 4})
+            >>> x = jax.device_put(
+            ...     jax.numpy.zeros((4, 8)), Layout(["batch", None], mesh).sharding
+            ... )
+            >>> Layout.of(x)
+            Layout([batch, unsharded], Mesh(batch=2, model=4))
+        """
+        if isinstance(value, Layout):
+            return value if rank is None else value.with_rank(rank)
+        sharding = value if isinstance(value, jax.sharding.Sharding) else None
+        if sharding is None:
+            sharding = _jax.sharding_of(value)
+            ndim = getattr(value, "ndim", rank)
+            if rank is not None and ndim != rank:
+                msg = f"the array has rank {ndim}, and rank {rank} was asked for."
+                raise LayoutError(msg)
+            rank = ndim
+        if isinstance(sharding, SingleDeviceSharding):
+            (device,) = sharding.device_set
+            mesh = create_mesh({"device": 1}, devices=[device])
+            rank = 0 if rank is None else _check_rank(rank)
+            return cls([None] * rank, mesh, memory_kind=sharding.memory_kind)
+        if not isinstance(sharding, NamedSharding):
+            what = type(value).__name__ if sharding is None else repr(sharding)
+            msg = (
+                f"cannot tell a layout from {what}: it has no NamedSharding. Place the "
+                "array with relayout(x, layout); inside jit, only a mesh with Explicit "
+                "axes knows layouts while tracing."
+            )
+            raise LayoutError(msg)
+        if not isinstance(sharding.mesh, jax.sharding.Mesh):
+            mesh = _jax.concrete_mesh_for(sharding.mesh)
+            if mesh is None:
+                msg = (
+                    f"the sharding {sharding} is on an abstract mesh, which names no "
+                    "devices. Set the mesh with jax.set_mesh(mesh.jax_mesh)."
+                )
+                raise LayoutError(msg)
+            sharding = NamedSharding(mesh, sharding.spec)
+        entries = tuple(sharding.spec)
+        if rank is not None:
+            if len(entries) > _check_rank(rank):
+                msg = (
+                    f"the sharding's spec {tuple(sharding.spec)} has {len(entries)} entries, "
+                    f"which is too many for an array of rank {rank}."
+                )
+                raise LayoutError(msg)
+            entries += (None,) * (rank - len(entries))
+        return cls(entries, Mesh(sharding.mesh), memory_kind=sharding.memory_kind)
+
+    @classmethod
+    def replicated(
+        cls, mesh: Mesh | jax.sharding.Mesh | None = None, rank: int = 0
+    ) -> "Layout":
+        """Returns the layout in which every device holds the whole array.
+
+        Args:
+            mesh: The mesh; the default mesh if None.
+            rank: Dims of the array.
+        """
+        return cls([None] * _check_rank(rank), mesh)
+
+    @classmethod
+    def batch_sharded(
+        cls,
+        mesh: Mesh | jax.sharding.Mesh | None,
+        axis: str | tuple[str, ...],
+        rank: int,
+        dim: int = 0,
+    ) -> "Layout":
+        """Returns the layout that shards one dim, the first if not told otherwise.
+
+        Args:
+            mesh: The mesh; the default mesh if None.
+            axis: The mesh axis, or several.
+            rank: Dims of the array.
+            dim: Which dim lies on `axis`; negative counts from the end.
+
+        Raises:
+            LayoutError: If the axis is unknown or there is no such dim.
+
+        Example:
+            >>> mesh = create_mesh({"batch": 8})
+            >>> Layout.batch_sharded(mesh, "batch", rank=3)
+            Layout([batch, unsharded, unsharded], Mesh(batch=8))
+        """
+        if not isinstance(axis, (str, tuple, list)) or not axis:
+            msg = f"axis is a mesh axis name or a tuple of names, and got {axis!r}."
+            raise LayoutError(msg)
+        specs: list[Any] = [None] * _check_rank(rank)
+        specs[_check_dim(dim, rank)] = axis
+        return cls(specs, mesh)
+
+    @classmethod
+    def inner_sharded(
+        cls,
+        mesh: Mesh | jax.sharding.Mesh | None,
+        axis: str | tuple[str, ...],
+        rank: int,
+    ) -> "Layout":
+        """Returns the layout that shards the last dim; see `batch_sharded`."""
+        return cls.batch_sharded(mesh, axis, rank, dim=-1)
+
+    def with_rank(self, rank: int) -> "Layout":
+        """Returns this layout for arrays of `rank` dims, with `...` filled in.
+
+        Raises:
+            LayoutError: If the layout has another number of entries.
+
+        Example:
+            >>> mesh = create_mesh({"batch": 2, "model": 4})
+            >>> Layout([..., "model"], mesh).with_rank(3)
+            Layout([unsharded, unsharded, model], Mesh(batch=2, model=4))
+        """
+        rank = _check_rank(rank)
+        if not self.has_ellipsis:
+            if len(self._specs) != rank:
+                msg = (
+                    f"{self!r} is for arrays of rank {len(self._specs)}, and this one "
+                    f"has rank {rank}. Use `...` for any number of unsharded dims."
+                )
+                raise LayoutError(msg)
+            return self
+        missing = rank - (len(self._specs) - 1)
+        if missing < 0:
+            msg = (
+                f"{self!r} is for arrays of rank {len(self._specs) - 1} or more, and "
+                f"this one has rank {rank}."
+            )
+            raise LayoutError(msg)
+        at = self._specs.index(...)
+        filled = (*self._specs[:at], *[None] * missing, *self._specs[at + 1 :])
+        return self._replace(specs=filled)
+
+    def delete(self, dims: int | Iterable[int]) -> "Layout":
+        """Returns the layout without some dims, as of an array reduced over them.
+
+        Args:
+            dims: One dim or several; negative ones count from the end.
+
+        Raises:
+            LayoutError: If there is no such dim, or the rank is open.
+
+        Example:
+            >>> mesh = create_mesh({"batch": 2, "model": 4})
+            >>> Layout(["batch", None, "model"], mesh).delete([0, 1])
+            Layout([model], Mesh(batch=2, model=4))
+        """
+        if isinstance(dims, str) or not isinstance(dims, Iterable):
+            dims = [dims]
+        gone = {_check_dim(dim, self.rank) for dim in dims}
+        return self._replace(
+            specs=tuple(e for d, e in enumerate(self._specs) if d not in gone)
+        )
+
+    def with_memory_kind(self, memory_kind: str | None) -> "Layout":
+        """Returns this layout in another kind of memory."""
+        return Layout(self._specs, self._mesh, memory_kind=memory_kind)
+
+    # Arithmetic on shapes.
+
+    def num_shards(self, dim: int) -> int:
+        """Returns into how many shards a dim is cut.
+
+        Raises:
+            LayoutError: If there is no such dim, or the rank is open.
+        """
+        return self._entry_shards(self._specs[_check_dim(dim, self.rank)])
+
+    def misfits(self, global_shape: Sequence[int]) -> list[Misfit]:
+        """Returns the dims of a shape that do not divide into their shards.
+
+        Args:
+            global_shape: Shape of the whole array.
+
+        Raises:
+            LayoutError: If the rank differs.
+        """
+        shape = _check_shape(global_shape)
+        specs = self.with_rank(len(shape)).specs
+        return [
+            Misfit(dim, size, shards, _axes_of(entry))
+            for dim, (size, entry) in enumerate(zip(shape, specs, strict=True))
+            if size % (shards := self._entry_shards(entry))
+        ]
+
+    def check(self, global_shape: Sequence[int], where: str = "") -> None:
+        """Raises LayoutError if an array of this shape cannot lie so.
+
+        Args:
+            global_shape: Shape of the whole array.
+            where: Which array it is, to begin the message with.
+        """
+        prefix = f"{where}: " if where else ""
+        try:
+            misfits = self.misfits(global_shape)
+        except LayoutError as error:
+            raise LayoutError(f"{prefix}{error}") from None
+        if misfits:
+            first = misfits[0]
+            prefix = prefix or f"an array of shape {_check_shape(global_shape)}: "
+            raise LayoutError(f"{prefix}{first.fact} ({self!r}). {first.fix}")
+
+    def shard_shape(self, global_shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape of the piece that each device holds.
+
+        Every device holds a piece of the same shape; an array that does not divide
+        evenly has no shard shape, and is refused rather than rounded down.
+
+        Args:
+            global_shape: Shape of the whole array, one entry per dim of this layout.
+
+        Returns:
+            One size per dim: `global_shape[d] // num_shards(d)`, in elements.
+
+        Raises:
+            LayoutError: If the rank differs from the layout's, or a dim does not
+                divide by its number of shards.
+
+        Example:
+            >>> mesh = create_mesh({"batch": 2, "model": 4})
+            >>> Layout(["batch", ("model",)], mesh).shard_shape((6, 8))
+            (3, 2)
+        """
+        self.check(global_shape)
+        shape = _check_shape(global_shape)
+        specs = self.with_rank(len(shape)).specs
+        return tuple(
+            size // self._entry_shards(entry)
+            for size, entry in zip(shape, specs, strict=True)
+        )
+
+    def global_shape(self, shard_shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape of the whole array, from the shape of one shard.
+
+        Args:
+            shard_shape: Shape of the piece on one device, one entry per dim.
+
+        Raises:
+            LayoutError: If the rank differs from the layout's.
+        """
+        shape = _check_shape(shard_shape)
+        specs = self.with_rank(len(shape)).specs
+        return tuple(
+            size * self._entry_shards(entry)
+            for size, entry in zip(shape, specs, strict=True)
+        )
+
+    def shard_slices(
+        self, global_shape: Sequence[int], device: jax.Device | int
+    ) -> tuple[slice, ...]:
+        """Returns which part of the whole array one device holds.
+
+        Args:
+            global_shape: Shape of the whole array.
+            device: A device of the mesh, or its index in the flattened mesh.
+
+        Returns:
+            One `slice(start, stop)` per dim.
+
+        Raises:
+            LayoutError: If the shape does not fit.
+            MeshError: If the mesh has no such device.
+
+        Example:
+            >>> mesh = create_mesh({"batch": 2, "model": 4})
+            >>> Layout(["batch", "model"], mesh).shard_slices((4, 8), 5)
+            (slice(2, 4, None), slice(2, 4, None))
+        """
+        shard_shape = self.shard_shape(global_shape)
+        specs = self.with_rank(len(shard_shape)).specs
+        index = _shard_index(specs, self._mesh, self._mesh.coords(device))
+        return tuple(
+            slice(i * size, (i + 1) * size)
+            for i, size in zip(index, shard_shape, strict=True)
+        )
+
+    def bytes_per_device(self, global_shape: Sequence[int], dtype: Any) -> int:
+        """Returns how many bytes of the array each device holds.
+
+        Args:
+            global_shape: Shape of the whole array.
+            dtype: Its dtype; PRNG key dtypes count the words of their keys.
+
+        Raises:
+            LayoutError: If the shape does not fit.
+        """
+        shard_size = math.prod(self.shard_shape(global_shape))
+        try:
+            if dtype is None:
+                raise TypeError
+            return shard_size * _jax.itemsize(dtype)
+        except TypeError:
+            msg = (
+                f"{dtype!r} is not a dtype; give one such as 'float32' or jnp.bfloat16."
+            )
+            raise LayoutError(msg) from None
+
+    def offset_to_shard(self) -> list[tuple[int, ...]]:
+        """Returns, for every device in mesh order, the index of the shard it holds.
+
+        Raises:
+            LayoutError: If the rank is open.
+
+        Example:
+            >>> mesh = create_mesh({"batch": 2, "model": 4})
+            >>> Layout(["batch"], mesh).offset_to_shard()
+            [(0,), (0,), (0,), (0,), (1,), (1,), (1,), (1,)]
+        """
+        _ = self.rank, self._known()
+        return [
+            _shard_index(self._specs, self._mesh, self._mesh.coords(index))
+            for index in range(self._mesh.size)
+        ]
+
+    # Text, pickle, equality.
+
+    def to_string(self) -> str:
+        """Returns the layout as one line of JSON that `from_string` reads back."""
+        return json.dumps(
+            {
+                "specs": [_entry_to_json(entry) for entry in self._specs],
+                "mesh": json.loads(self._mesh.to_json()),
+                "memory_kind": self._memory_kind,
+            }
+        )
+
+    @classmethod
+    def from_string(cls, text: str) -> "Layout":
+        """Returns the layout that `to_string` wrote.
+
+        Raises:
+            LayoutError: If the text is not a layout's.
+            MeshError: If the mesh's devices are not here.
+        """
+        try:
+            data = json.loads(text)
+            specs = [_entry_from_json(entry) for entry in data["specs"]]
+            mesh, memory_kind = data["mesh"], data["memory_kind"]
+        except (ValueError, KeyError, TypeError):
+            msg = f"{text!r} is not a layout's text; write it with layout.to_string()."
+            raise LayoutError(msg) from None
+        return cls(specs, Mesh.from_json(json.dumps(mesh)), memory_kind=memory_kind)
+
+    def __repr__(self) -> str:
+        memory = f", memory_kind={self._memory_kind!r}" if self._memory_kind else ""
+        return f"Layout({_specs_text(self._specs)}, {self._mesh!r}{memory})"
+
+    def __str__(self) -> str:
+        memory = f" in {self._memory_kind}" if self._memory_kind else ""
+        return _specs_text(self._specs) + memory
+
+    def _repr_html_(self) -> str:
+        return _render.layout_html(
+            [_entry_text(entry) for entry in self._specs],
+            self._mesh.axis_names,
+            tuple(self._mesh.shape.values()),
+            memory_kind=self._memory_kind,
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Layout):
+            return NotImplemented
+        return self is other or self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickle, (self._specs, self._mesh, self._memory_kind)
+
+    # DTensor's spellings, for code that comes from there; not used inside.
+    @property
+    def sharding_specs(self) -> list[DimSpec]:
+        """DTensor's name for `specs`."""
+        return list(self._specs)
+
+    local_shape_from_global_shape = shard_shape
+    global_shape_from_local_shape = global_shape
+
+    # Inside.
+
+    def _key(self) -> tuple[Any, ...]:
+        return self._specs, self._mesh, self._memory_kind
+
+    def _replace(self, specs: tuple[DimSpec, ...]) -> "Layout":
+        """Returns a layout with other entries, known to be good."""
+        other = object.__new__(Layout)
+        object.__setattr__(other, "_specs", specs)
+        object.__setattr__(other, "_mesh", self._mesh)
+        object.__setattr__(other, "_memory_kind", self._memory_kind)
+        return other
+
+    def _known(self) -> tuple[DimSpec, ...]:
+        """Returns the entries, or raises LayoutError if one of them is MATCH."""
+        if MATCH in self._specs:
+            msg = (
+                f"{self!r} holds MATCH, which stands for the layout of an array that "
+                "is not here; only relayout(x, layout) can fill it in."
+            )
+            raise LayoutError(msg)
+        return self._specs
+
+    def _entry_shards(self, entry: DimSpec) -> int:
+        if entry is MATCH:
+            self._known()
+        return math.prod(self._mesh.shape[axis] for axis in _axes_of(entry))
+
+
+def as_layout(value: Any, rank: int | None = None) -> Layout:
+    """Returns a `Layout` for what a user gave as one.
+
+    Args:
+        value: A `Layout` or a `NamedSharding`.
+        rank: Dims of the array, if known: fills in `...` and, for a sharding, the
+            trailing dims that its PartitionSpec leaves out.
+
+    Raises:
+        LayoutError: If it is neither, or its rank differs.
+    """
+    if not isinstance(value, (Layout, NamedSharding)):
+        hint = ""
+        if isinstance(value, (list, tuple, PartitionSpec)):
+            hint = " A spec needs a mesh: Layout(spec, mesh)."
+        msg = (
+            f"expected a Layout or a NamedSharding, and got {value!r} of type "
+            f"{type(value).__name__}.{hint}"
+        )
+        raise LayoutError(msg)
+    return Layout.of(value, rank)
+
+
+def _shard_index(
+    specs: tuple[DimSpec, ...], mesh: Mesh, coords: Sequence[int]
+) -> tuple[int, ...]:
+    """Returns the index, per dim, of the shard at mesh coordinates."""
+    at = dict(zip(mesh.axis_names, coords, strict=True))
+    index = []
+    for entry in specs:
+        position = 0
+        for axis in _axes_of(entry):  # major first, as JAX lays them
+            position = position * mesh.shape[axis] + at[axis]
+        index.append(position)
+    return tuple(index)
+
+
+def _unpickle(
+    specs: tuple[DimSpec, ...], mesh: Mesh, memory_kind: str | None
+) -> Layout:
+    return Layout(specs, mesh, memory_kind=memory_kind)
+
+
+def _memory_kind(kind: str | None, mesh: Mesh) -> str | None:
+    """Returns the kind, or None where it is the devices' default."""
+    if kind is None:
+        return None
+    # A device of another process does not tell its memories.
+    device = next(iter(mesh.local_devices), mesh.devices.flat[0])
+    kinds, default = _jax.memory_kinds(device)
+    if kinds and kind not in kinds:
+        msg = (
+            f"memory_kind {kind!r} is not one of these devices' memories: "
+            f"{', '.join(map(repr, kinds))}.{did_you_mean(kind, kinds)}"
+        )
+        raise LayoutError(msg)
+    return None if kind == default else kind
+
+
+def _whole(value: Any) -> int | None:
+    """Returns a whole number as an int, and None for anything else."""
+    if isinstance(value, (bool, np.bool_)):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def _check_rank(rank: Any) -> int:
+    whole = _whole(rank)
+    if whole is None or whole < 0:
+        msg = f"rank is the number of dims of an array, 0 or more, and got {rank!r}."
+        raise LayoutError(msg)
+    return whole
+
+
+def _check_dim(dim: Any, rank: int) -> int:
+    whole = _whole(dim)
+    if whole is None:
+        msg = f"dim {dim!r} is of type {type(dim).__name__}; a dim is a whole number."
+        raise LayoutError(msg)
+    if not -rank <= whole < rank:
+        have = f"which has dims 0 to {rank - 1}" if rank else "which has no dims"
+        msg = f"dim {whole} is out of range for a layout of rank {rank}, {have}."
+        raise LayoutError(msg)
+    return whole % rank
+
+
+def _check_shape(shape: Any) -> tuple[int, ...]:
+    """Returns a shape as ints, or raises LayoutError."""
+    if isinstance(shape, str) or not isinstance(shape, Iterable):
+        msg = f"a shape is a tuple of sizes, one per dim, and got {shape!r}."
+        raise LayoutError(msg)
+    sizes = tuple(shape)
+    checked: list[int] = []
+    for dim, size in enumerate(sizes):
+        whole = _whole(size)
+        if whole is None or whole < 0:
+            msg = (
+                f"dim {dim} of shape {sizes} has size {size!r}; a size is a whole "
+                "number, 0 or more."
+            )
+            raise LayoutError(msg)
+        checked.append(whole)
+    return tuple(checked)
+
+
+def _entry_to_json(entry: DimSpec) -> Any:
+    if entry is ...:
+        return {"special": "..."}
+    if isinstance(entry, _Match):
+        return {"special": "match"}
+    return entry
+
+
+def _entry_from_json(entry: Any) -> Any:
+    if isinstance(entry, Mapping):
+        return {"...": ..., "match": MATCH}[entry["special"]]
+    return tuple(entry) if isinstance(entry, list) else entry
+
+
+def _mesh_layout(mesh: Mesh, specs: tuple[Any, ...], memory_kind: str | None) -> Layout:
+    return Layout(specs, mesh, memory_kind=memory_kind)
+
+
+register_layout_factory(_mesh_layout)

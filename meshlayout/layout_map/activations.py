@@ -1,0 +1,71 @@
+"""Activations: the layout map in force, and `constrain`."""
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from meshlayout import _jax
+from meshlayout.errors import LayoutMapError
+
+
+if TYPE_CHECKING:
+    from meshlayout.layout_map.layout_map import LayoutMap
+
+
+# Part of the key of every jit cache: a function that was traced under one map is
+# traced again under another one.
+_map_in_force = jax.make_user_context(None)
+
+
+class Snapshot:
+    """A layout map as it is now, hashable by identity for JAX's compilation caches."""
+
+    def __init__(self, layouts: "LayoutMap") -> None:
+        self.layouts = layouts
+
+
+def in_force(layouts: "LayoutMap") -> Any:
+    """Returns a context manager in which `constrain` follows these layouts."""
+    return _map_in_force(layouts.snapshot())
+
+
+def constrain(x: Any, name: str) -> Any:
+    """Places an activation by the layout map in force.
+
+    Inside `with layouts.scope():` (or a step compiled with `layouts=`), the rules of
+    the map are matched against `name` as against the path of a parameter. Where no
+    map is in force, or no rule matches, the value is returned as it is.
+
+    Args:
+        x: An array, of any shape and dtype.
+        name: What the map calls this activation, as `"encoder/residual"`.
+
+    Returns:
+        The same values; inside jit, laid out by the rule.
+
+    Raises:
+        LayoutMapError: If two rules disagree, or the layout does not fit.
+
+    Example:
+        >>> import meshlayout as ml
+        >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
+        >>> layouts = ml.LayoutMap(mesh, {"hidden": ("batch", "model")})
+        >>> with layouts.scope():
+        ...     h = jax.jit(lambda x: ml.constrain(x, "hidden"))(jax.numpy.ones((4, 8)))
+        >>> str(ml.Layout.of(h))
+        '[batch, model]'
+        >>> x = jax.numpy.ones(3)
+        >>> ml.constrain(x, "hidden") is x
+        True
+    """
+    if not isinstance(name, str) or not name:
+        msg = f"constrain(x, name) takes the activation's name, and got {name!r}."
+        raise LayoutMapError(msg)
+    snapshot = _map_in_force.value
+    if snapshot is None:
+        return x
+    shape, dtype = jax.numpy.shape(x), getattr(x, "dtype", None)
+    if dtype is None:
+        dtype = jax.numpy.result_type(x)
+    found = snapshot.layouts.match(name, shape, dtype)
+    return x if found is None else _jax.place(x, found.layout.sharding)

@@ -1,0 +1,626 @@
+"""A named grid of devices: `Mesh`, and how one is made, named and made the default."""
+
+import json
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ContextDecorator
+from contextvars import ContextVar, Token
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType
+
+from meshlayout import _jax, _render
+from meshlayout._axes import (
+    AXIS_TYPES,
+    AxisTypesLike,
+    check_names,
+    devices_by_id,
+    fill_sizes,
+    parse_axes,
+    parse_axis_types,
+    parse_devices,
+    parse_ranges,
+    ranges_text,
+)
+from meshlayout.errors import MeshError, did_you_mean
+
+
+if TYPE_CHECKING:
+    from meshlayout.layout import Layout
+
+
+class Mesh:
+    """A named grid of devices.
+
+    An immutable value around a `jax.sharding.Mesh`: meshes with the same devices in
+    the same places, the same axis names and axis types are equal. `create_mesh` is
+    the usual way to make one.
+
+    Args:
+        mesh: The `jax.sharding.Mesh` to wrap, or a `Mesh`.
+
+    Raises:
+        MeshError: If it is neither, has no axes or no devices, or an axis name is
+            not a plain string.
+
+    Example:
+        >>> mesh = create_mesh({"batch": 2, "model": 4})
+        >>> mesh
+        Mesh(batch=2, model=4)
+        >>> mesh.coords(5)
+        (1, 1)
+    """
+
+    __slots__ = ("_jax_mesh", "_shape")
+
+    def __init__(self, mesh: "Mesh | jax.sharding.Mesh") -> None:
+        if isinstance(mesh, Mesh):
+            mesh = mesh.jax_mesh
+        if not isinstance(mesh, jax.sharding.Mesh):
+            msg = (
+                f"expected a Mesh or a jax.sharding.Mesh, and got {mesh!r} of type "
+                f"{type(mesh).__name__}. Make one with create_mesh({{'batch': 8}})."
+            )
+            raise MeshError(msg)
+        if not mesh.axis_names:
+            msg = "the mesh has no axes; make one with create_mesh({'batch': 8})."
+            raise MeshError(msg)
+        check_names(mesh.axis_names)
+        if not mesh.size:
+            msg = f"the mesh {mesh} has no devices; a mesh needs at least one."
+            raise MeshError(msg)
+        object.__setattr__(self, "_jax_mesh", mesh)
+        object.__setattr__(self, "_shape", MappingProxyType(dict(mesh.shape)))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        msg = f"a Mesh does not change; make another one instead of setting {name!r}."
+        raise AttributeError(msg)
+
+    def __delattr__(self, name: str) -> None:
+        msg = f"a Mesh does not change; {name!r} cannot be deleted."
+        raise AttributeError(msg)
+
+    # What it is made of.
+
+    @property
+    def jax_mesh(self) -> jax.sharding.Mesh:
+        """The `jax.sharding.Mesh`, for any JAX function that takes one."""
+        return self._jax_mesh
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """The names of the axes, major first."""
+        return tuple(self._shape)
+
+    @property
+    def axis_types(self) -> tuple[AxisType, ...]:
+        """One `jax.sharding.AxisType` per axis."""
+        return self._jax_mesh.axis_types
+
+    @property
+    def shape(self) -> Mapping[str, int]:
+        """The size of each axis by name, in order; read-only."""
+        return self._shape
+
+    @property
+    def size(self) -> int:
+        """The number of devices."""
+        return math.prod(self._shape.values())
+
+    @property
+    def devices(self) -> np.ndarray[Any, Any]:
+        """The devices, in an array with one dim per axis."""
+        return self._jax_mesh.devices
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """How far apart, in the flattened mesh, neighbours along each axis are.
+
+        Example:
+            >>> create_mesh({"a": 2, "b": 2, "c": 2}).strides
+            (4, 2, 1)
+        """
+        sizes = tuple(self._shape.values())
+        return tuple(math.prod(sizes[at + 1 :]) for at in range(len(sizes)))
+
+    @property
+    def device_kind(self) -> str:
+        """What the devices are, as `"TPU v5 lite"` or `"cpu"`."""
+        return self.devices.flat[0].device_kind
+
+    @property
+    def platform(self) -> str:
+        """The devices' platform: `"cpu"`, `"gpu"` or `"tpu"`."""
+        return self.devices.flat[0].platform
+
+    @property
+    def is_multi_process(self) -> bool:
+        """Whether the devices belong to more than one process."""
+        return len({device.process_index for device in self.devices.flat}) > 1
+
+    @property
+    def local_devices(self) -> list[jax.Device]:
+        """The devices of this process, in mesh order."""
+        return list(self._jax_mesh.local_devices)
+
+    @property
+    def local_coords(self) -> list[tuple[int, ...]]:
+        """The coordinates of the devices of this process, in mesh order."""
+        return [self.coords(device) for device in self.local_devices]
+
+    def axis_size(self, axis: str | Iterable[str]) -> int:
+        """Returns the number of devices along one axis, or along several together.
+
+        Raises:
+            MeshError: If the mesh has no such axis.
+
+        Example:
+            >>> mesh = create_mesh({"batch": 2, "model": 4})
+            >>> mesh.axis_size("model"), mesh.axis_size(("batch", "model"))
+            (4, 8)
+        """
+        return math.prod(self._shape[name] for name in self._check_axes(axis))
+
+    def __contains__(self, axis: object) -> bool:
+        return axis in self.axis_names
+
+    def coords(self, device: jax.Device | int) -> tuple[int, ...]:
+        """Returns where a device is: one coordinate per axis, in order.
+
+        Args:
+            device: A device of the mesh, or its index in the flattened mesh.
+
+        Raises:
+            MeshError: If the mesh has no such device.
+        """
+        if isinstance(device, (int, np.integer)) and not isinstance(device, bool):
+            if not 0 <= device < self.size:
+                msg = (
+                    f"device index {device} is out of range: {self!r} has devices "
+                    f"0 to {self.size - 1}."
+                )
+                raise MeshError(msg)
+            flat = int(device)
+        else:
+            found = [at for at, one in enumerate(self.devices.flat) if one is device]
+            if not found:
+                msg = (
+                    f"{device!r} is not a device of {self!r}, whose devices are "
+                    f"{self._devices_text()}."
+                )
+                raise MeshError(msg)
+            (flat,) = found
+        return tuple(
+            flat // stride % size
+            for stride, size in zip(self.strides, self._shape.values(), strict=True)
+        )
+
+    def unravel_index(self) -> list[dict[str, int]]:
+        """Returns, for every device in mesh order, its coordinate on each axis.
+
+        Example:
+            >>> create_mesh({"batch": 2, "model": 4}).unravel_index()[5]
+            {'batch': 1, 'model': 1}
+        """
+        return [
+            dict(zip(self._shape, self.coords(index), strict=True))
+            for index in range(self.size)
+        ]
+
+    # Other meshes.
+
+    def __getitem__(self, axes: str | tuple[str, ...]) -> "Mesh":
+        """Returns the sub-mesh along some axes, at coordinate 0 of the others.
+
+        Args:
+            axes: One axis or a tuple of axes; they keep the order asked for.
+
+        Raises:
+            MeshError: If an axis is unknown or asked for twice.
+
+        Example:
+            >>> create_mesh({"batch": 2, "model": 4})["model"]
+            Mesh(model=4)
+        """
+        kept = self._check_axes(axes)
+        if not kept:
+            msg = f"a sub-mesh of {self!r} needs at least one axis."
+            raise MeshError(msg)
+        others = [name for name in self._shape if name not in kept]
+        devices = self._transposed([*kept, *others])
+        devices = devices.reshape([self._shape[name] for name in kept] + [-1])[..., 0]
+        return self._with(devices, kept, [self._axis_type(name) for name in kept])
+
+    def rename(self, names: Mapping[str, str]) -> "Mesh":
+        """Returns the same mesh with other names for some axes.
+
+        Args:
+            names: New name by old name.
+
+        Raises:
+            MeshError: If an axis is unknown or two would have one name.
+
+        Example:
+            >>> create_mesh({"batch": 2, "model": 4}).rename({"batch": "data"})
+            Mesh(data=2, model=4)
+        """
+        if not isinstance(names, Mapping):
+            msg = (
+                f"rename takes new names by old ones, as {{'batch': 'data'}}, and got "
+                f"{names!r}."
+            )
+            raise MeshError(msg)
+        self._check_axes(tuple(names))
+        renamed = [names.get(name, name) for name in self.axis_names]
+        check_names(renamed)
+        return self._with(self.devices, renamed, self.axis_types)
+
+    def merge(self, axes: Iterable[str], name: str) -> "Mesh":
+        """Returns a mesh in which several axes are one.
+
+        The merged axis stands where the leftmost of them stood in the mesh, and runs
+        through their devices in the order of `axes`, the first as the slowest.
+
+        Args:
+            axes: The axes to merge, slowest first.
+            name: The name of the merged axis.
+
+        Raises:
+            MeshError: If an axis is unknown, repeated, or the axes have several
+                axis types.
+
+        Example:
+            >>> create_mesh({"data": 2, "fsdp": 2, "model": 2}).merge(
+            ...     ("data", "fsdp"), "batch"
+            ... )
+            Mesh(batch=4, model=2)
+        """
+        merged = self._check_axes(axes)
+        if not merged:
+            msg = f"merge takes the axes of {self!r} to merge, and got none."
+            raise MeshError(msg)
+        types = {self._axis_type(axis) for axis in merged}
+        if len(types) > 1:
+            text = ", ".join(f"{axis}: {self._axis_type(axis).name}" for axis in merged)
+            msg = (
+                f"the axes to merge in {self!r} have several axis types ({text}); one "
+                "axis has one."
+            )
+            raise MeshError(msg)
+        order: list[str] = []
+        names: list[str] = []
+        sizes: list[int] = []
+        kinds: list[AxisType] = []
+        for axis in self._shape:
+            if axis == next(a for a in self._shape if a in merged):
+                order += merged
+                names.append(name)
+                sizes.append(self.axis_size(merged))
+                kinds.append(types.pop())
+            elif axis not in merged:
+                order.append(axis)
+                names.append(axis)
+                sizes.append(self._shape[axis])
+                kinds.append(self._axis_type(axis))
+        check_names(names)
+        return self._with(self._transposed(order).reshape(sizes), names, kinds)
+
+    def layout(self, *specs: Any, memory_kind: str | None = None) -> "Layout":
+        """Returns `Layout(specs, self)`: the short form, one argument per dim.
+
+        Args:
+            specs: One entry per dim, as for `Layout`.
+            memory_kind: As for `Layout`.
+
+        Raises:
+            LayoutError: As for `Layout`.
+
+        Example:
+            >>> create_mesh({"batch": 8}).layout("batch", None)
+            Layout([batch, unsharded], Mesh(batch=8))
+        """
+        return _layout_factory[0](self, specs, memory_kind)
+
+    # Text, pickle, equality.
+
+    def to_json(self) -> str:
+        """Returns the mesh as JSON that `from_json` reads back exactly."""
+        return json.dumps(
+            {
+                "axes": [[name, size] for name, size in self._shape.items()],
+                "axis_types": [kind.name for kind in self.axis_types],
+                "platform": self.platform,
+                "device_ids": [int(device.id) for device in self.devices.flat],
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> "Mesh":
+        """Returns the mesh that `to_json` wrote, on the devices of the same ids.
+
+        Raises:
+            MeshError: If the text is not a mesh's, or a device is not here.
+        """
+        try:
+            data = json.loads(text)
+            axes = [(name, operator.index(size)) for name, size in data["axes"]]
+            types = [AxisType[kind] for kind in data["axis_types"]]
+            platform, ids = (
+                str(data["platform"]),
+                list(map(operator.index, data["device_ids"])),
+            )
+        except (ValueError, KeyError, TypeError):
+            msg = f"{text!r} is not a mesh's text; write it with mesh.to_json()."
+            raise MeshError(msg) from None
+        return _mesh_of_text(text, axes, types, platform, ids)
+
+    def to_string(self) -> str:
+        """Returns the mesh as one readable line that `from_string` reads back exactly.
+
+        Example:
+            >>> create_mesh({"batch": 2, "model": 4}).to_string()
+            'batch=2,model=4|auto,auto|cpu:0-7'
+        """
+        axes = ",".join(f"{name}={size}" for name, size in self._shape.items())
+        types = ",".join(kind.name.lower() for kind in self.axis_types)
+        return f"{axes}|{types}|{self._devices_text()}"
+
+    @classmethod
+    def from_string(cls, text: str) -> "Mesh":
+        """Returns the mesh that `to_string` wrote, on the devices of the same ids.
+
+        Raises:
+            MeshError: If the text is not a mesh's, or a device is not here.
+        """
+        try:
+            axes, types, devices = text.rsplit("|", 2)
+            platform, ids = devices.split(":")
+            pairs = [pair.rsplit("=", 1) for pair in axes.split(",")]
+            sizes = [(name, int(size)) for name, size in pairs]
+            kinds = [AXIS_TYPES[kind] for kind in types.split(",")]
+            flat = parse_ranges(ids)
+        except (ValueError, KeyError, AttributeError):
+            msg = f"{text!r} is not a mesh's text; write it with mesh.to_string()."
+            raise MeshError(msg) from None
+        return _mesh_of_text(text, sizes, kinds, platform, flat)
+
+    def __repr__(self) -> str:
+        axes = ", ".join(f"{name}={size}" for name, size in self._shape.items())
+        return f"Mesh({axes})"
+
+    def _repr_html_(self) -> str:
+        return _render.mesh_html(
+            self.axis_names,
+            tuple(self._shape.values()),
+            [f"{device.platform}:{device.id}" for device in self.devices.flat],
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mesh):
+            return NotImplemented
+        return self._jax_mesh == other._jax_mesh
+
+    def __hash__(self) -> int:
+        return hash(self._jax_mesh)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickle, (self.to_json(),)
+
+    # DTensor's spellings, for code that comes from there; not used inside.
+    @property
+    def dim_names(self) -> tuple[str, ...]:
+        """DTensor's name for `axis_names`."""
+        return self.axis_names
+
+    @property
+    def device_type(self) -> str:
+        """DTensor's name for `platform`, in capitals as it writes them."""
+        return self.platform.upper()
+
+    @property
+    def min_global_device_id(self) -> int:
+        """The smallest device id of the mesh."""
+        return min(int(device.id) for device in self.devices.flat)
+
+    def dim_size(self, name: str) -> int:
+        """DTensor's name for `axis_size`."""
+        return self.axis_size(name)
+
+    def contains_dim(self, name: str) -> bool:
+        """DTensor's name for `name in mesh`."""
+        return name in self
+
+    def num_local_devices(self) -> int:
+        """Returns how many of the devices belong to this process."""
+        return len(self.local_devices)
+
+    def local_device_ids(self) -> list[int]:
+        """Returns the ids of the devices of this process, in mesh order."""
+        return [int(device.id) for device in self.local_devices]
+
+    def local_device_locations(self) -> list[dict[str, int]]:
+        """Returns the coordinates by axis of the devices of this process."""
+        return [dict(zip(self._shape, at, strict=True)) for at in self.local_coords]
+
+    # Inside.
+
+    def _devices_text(self) -> str:
+        ids = ranges_text([int(device.id) for device in self.devices.flat])
+        return f"{self.platform}:{ids}"
+
+    def _check_axes(self, axes: str | Iterable[str]) -> tuple[str, ...]:
+        if isinstance(axes, str) or not isinstance(axes, Iterable):
+            axes = (axes,)
+        names = tuple(axes)
+        for name in names:
+            if name not in self.axis_names:
+                hint = did_you_mean(name, self._shape)
+                msg = f"{self!r} has no axis {name!r}.{hint}"
+                raise MeshError(msg)
+        if len(set(names)) < len(names):
+            twice = next(name for at, name in enumerate(names) if name in names[:at])
+            msg = f"axis {twice!r} of {self!r} is asked for twice."
+            raise MeshError(msg)
+        return names
+
+    def _axis_type(self, axis: str) -> AxisType:
+        return self.axis_types[self.axis_names.index(axis)]
+
+    def _transposed(self, axes: Sequence[str]) -> np.ndarray[Any, Any]:
+        return self.devices.transpose([self.axis_names.index(name) for name in axes])
+
+    def _with(
+        self,
+        devices: np.ndarray[Any, Any],
+        names: Iterable[str],
+        types: Iterable[AxisType],
+    ) -> "Mesh":
+        return Mesh(jax.sharding.Mesh(devices, tuple(names), axis_types=tuple(types)))
+
+
+_layout_factory: list[Callable[[Mesh, tuple[Any, ...], str | None], "Layout"]] = []
+
+
+def register_layout_factory(
+    factory: Callable[[Mesh, tuple[Any, ...], str | None], "Layout"],
+) -> None:
+    """Says how `mesh.layout(...)` makes a layout; called once, by the layout module."""
+    _layout_factory[:] = [factory]
+
+
+def as_mesh(value: Any) -> Mesh:
+    """Returns a `Mesh` for what a user gave as one.
+
+    Raises:
+        MeshError: If it is neither a `Mesh` nor a `jax.sharding.Mesh`.
+    """
+    return value if isinstance(value, Mesh) else Mesh(value)
+
+
+def create_mesh(
+    axes: Mapping[str, int] | Iterable[tuple[str, int]] | str | None = None,
+    /,
+    *,
+    devices: Sequence[jax.Device | str] | np.ndarray[Any, Any] | None = None,
+    axis_types: AxisTypesLike | None = None,
+    **axis_sizes: int,
+) -> Mesh:
+    """Creates a mesh from names and sizes.
+
+    Without `devices`, all devices are used and JAX chooses their order: on TPU it
+    follows the chips' network. Given devices keep their order, the last axis
+    running fastest.
+
+    Args:
+        axes: Sizes by name, a list of (name, size), or text as `"batch=2,model=4"`;
+            one size may be -1, for whatever is left. Nothing at all makes one axis
+            `batch` over all devices.
+        devices: Which devices, as objects or as text such as `"CPU:3"`.
+        axis_types: `"auto"` (the default), `"explicit"`, `"manual"` or a
+            `jax.sharding.AxisType`, for all axes, one by one, or by name. Axes that
+            a mapping leaves out are Auto.
+        **axis_sizes: The axes as keywords, instead of `axes`.
+
+    Raises:
+        MeshError: If names or sizes are malformed, their product is not the number
+            of devices, or the devices are unknown, repeated or of several kinds.
+
+    Example:
+        >>> create_mesh({"batch": 2, "model": -1})
+        Mesh(batch=2, model=4)
+        >>> create_mesh("batch=2,model=2", devices=["CPU:0", "CPU:1", "CPU:2", "CPU:3"])
+        Mesh(batch=2, model=2)
+    """
+    if axes is not None and axis_sizes:
+        msg = (
+            "give the axes once: as the first argument or as keywords "
+            f"({', '.join(axis_sizes)}), not both."
+        )
+        raise MeshError(msg)
+    pairs = parse_axes(axis_sizes if axes is None else axes)
+    chosen = None if devices is None else parse_devices(devices)
+    count = jax.device_count() if chosen is None else len(chosen)
+    if not pairs:
+        if axes is not None:
+            msg = "a mesh needs at least one axis, as create_mesh({'batch': 8})."
+            raise MeshError(msg)
+        pairs = [("batch", count)]
+    names = [name for name, _ in pairs]
+    types = parse_axis_types(axis_types, names)
+    sizes = fill_sizes(pairs, count, given=chosen is not None)
+    if chosen is None:
+        return Mesh(jax.make_mesh(tuple(sizes), tuple(names), axis_types=types))
+    grid = np.empty(len(chosen), dtype=object)
+    grid[:] = chosen
+    return Mesh(jax.sharding.Mesh(grid.reshape(sizes), tuple(names), axis_types=types))
+
+
+class default_mesh(ContextDecorator):  # noqa: N801 (used like a function)
+    """Makes a mesh the default one, inside a `with` or a decorated function.
+
+    Nests, restores the outer mesh when an exception leaves, and is seen only by the
+    thread or task that entered. JAX's own mesh is left alone; where no default mesh
+    is set, `get_default_mesh` sees the one of `jax.set_mesh`.
+
+    Args:
+        mesh: A `Mesh` or `jax.sharding.Mesh`.
+
+    Raises:
+        MeshError: If it is not a mesh.
+
+    Example:
+        >>> with default_mesh(create_mesh({"batch": 8})):
+        ...     get_default_mesh()
+        Mesh(batch=8)
+    """
+
+    def __init__(self, mesh: Mesh | jax.sharding.Mesh) -> None:
+        self.mesh = as_mesh(mesh)
+        self._tokens: ContextVar[tuple[Token[Mesh | None], ...]] = ContextVar(
+            "tokens", default=()
+        )
+
+    def __enter__(self) -> Mesh:
+        """Makes the mesh the default, and returns it."""
+        self._tokens.set((*self._tokens.get(), _default_mesh.set(self.mesh)))
+        return self.mesh
+
+    def __exit__(self, *exception: object) -> None:
+        """Makes the mesh that was the default before the default again."""
+        *rest, token = self._tokens.get()
+        self._tokens.set(tuple(rest))
+        _default_mesh.reset(token)
+
+
+_default_mesh: ContextVar[Mesh | None] = ContextVar("default_mesh", default=None)
+
+
+def get_default_mesh() -> Mesh | None:
+    """Returns the default mesh, else the one of `jax.set_mesh`, else None."""
+    mesh = _default_mesh.get()
+    if mesh is not None:
+        return mesh
+    concrete = _jax.concrete_mesh()
+    return None if concrete is None else Mesh(concrete)
+
+
+def _mesh_of_text(
+    text: str,
+    axes: list[tuple[str, int]],
+    types: list[AxisType],
+    platform: str,
+    ids: list[int],
+) -> Mesh:
+    """Returns the mesh that a text tells of, every number of it written out."""
+    if not axes or math.prod(size for _, size in axes) != len(ids):
+        msg = f"{text!r} is not a mesh's text: its axes do not hold {len(ids)} devices."
+        raise MeshError(msg)
+    return create_mesh(axes, devices=devices_by_id(platform, ids), axis_types=types)
+
+
+def _unpickle(text: str) -> Mesh:
+    return Mesh.from_json(text)

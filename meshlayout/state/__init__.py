@@ -1,0 +1,11 @@
+"""States born sharded: `create`, `LayoutMap.scope`, `with_layouts`, `TrainState`."""
+
+from meshlayout.state.create import (
+    Description as Description,
+    create as create,
+    describe as describe,
+)
+from meshlayout.state.layer_layouts import with_layouts as with_layouts
+from meshlayout.state.operations import MemoryEstimate as MemoryEstimate
+from meshlayout.state.scope import Scope as Scope
+from meshlayout.state.train_state import TrainState as TrainState

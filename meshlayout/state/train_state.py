@@ -1,0 +1,353 @@
+"""`TrainState`: everything that a training step carries forward."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from flax import linen as nn, nnx
+from flax.core import meta
+
+from meshlayout import _jax, _paths, _render
+from meshlayout.errors import StateError
+from meshlayout.layout import Layout
+from meshlayout.layout_map import LayoutMap, Resolved
+from meshlayout.state.create import describe, eager_sharding_off
+
+
+class _Program:
+    """What of a train state is code: the model's structure and the optimiser.
+
+    Compared by identity first, because every call of a compiled step compares it.
+    """
+
+    def __init__(self, graphdef: Any, module: Any, boxed: Any, tx: Any) -> None:
+        self.graphdef = graphdef
+        self.module = module
+        self.boxed = boxed
+        self.tx = tx
+        self._hash = hash((type(graphdef), type(module), type(tx)))
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, _Program)
+            and self.graphdef == other.graphdef
+            and self.module == other.module
+            and self.tx == other.tx
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # An optimiser is made of local functions, which no pickle can hold.
+        return _Program, (self.graphdef, self.module, self.boxed, None)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
+class TrainState:
+    """Everything that a training step carries forward, as one pytree.
+
+    Make one with `TrainState.create`. It is a frozen dataclass whose array fields are
+    plain nested dicts (an Optax state for `opt_state`), so that `jax.tree`, `jax.jit`
+    and `jax.grad` take it and its parts as they are.
+
+    Attributes:
+        params: The trainable parameters.
+        opt_state: The optimiser's state.
+        model_state: The model's other arrays: batch statistics, RNG streams.
+        step: How many updates were applied, int32.
+        rng: A PRNG key for the step's own randomness.
+        program: The model's structure and the optimiser; no arrays.
+    """
+
+    params: Any
+    opt_state: Any
+    model_state: Any
+    step: Any
+    rng: Any
+    program: Any = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def create(
+        cls,
+        build: Callable[[], Any],
+        optimizer: optax.GradientTransformation,
+        layouts: LayoutMap,
+        *,
+        module: nn.Module | None = None,
+        rng: jax.Array | int = 0,
+    ) -> "TrainState":
+        """Makes a state, born sharded: parameters by the map, slots beside them.
+
+        Args:
+            build: Makes the NNX module; or Linen's variables, given `module`.
+            optimizer: An Optax transformation. Its state follows the parameters.
+            layouts: Where the parameters go.
+            module: For Linen: the module whose variables `build` returns.
+            rng: A PRNG key or a seed, for `state.rng`.
+
+        Raises:
+            StateError: If the builder makes neither, or cannot be traced.
+            LayoutMapError: If the rules disagree or do not fit.
+
+        Example:
+            >>> import meshlayout as ml
+            >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
+            >>> layouts = ml.LayoutMap(mesh, {"kernel": (None, "model")})
+            >>> state = ml.TrainState.create(
+            ...     lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0)), optax.adam(1e-3), layouts
+            ... )
+            >>> str(state.layouts.opt_state[0].mu["kernel"])
+            '[unsharded, model]'
+        """
+        return cls.describe(
+            build, optimizer, layouts, module=module, rng=rng
+        ).create()
+
+    @classmethod
+    def describe(
+        cls,
+        build: Callable[[], Any],
+        optimizer: optax.GradientTransformation,
+        layouts: LayoutMap,
+        *,
+        module: nn.Module | None = None,
+        rng: jax.Array | int = 0,
+    ) -> Any:
+        """Describes what `create` would make, and makes nothing; see `ml.describe`.
+
+        Args:
+            build: As for `create`.
+            optimizer: As for `create`.
+            layouts: As for `create`.
+            module: As for `create`.
+            rng: As for `create`.
+        """
+        if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+            msg = (
+                f"expected an Optax optimizer, and got {optimizer!r} of type "
+                f"{type(optimizer).__name__}. Write TrainState.create(build, "
+                "optax.adam(1e-3), layouts)."
+            )
+            raise StateError(msg)
+
+        def state() -> TrainState:
+            key = jax.random.key(rng) if isinstance(rng, int) else rng
+            params, model_state, program = _split(build(), module, optimizer)
+            opt_state = optimizer.init(params)
+            step = jax.numpy.zeros((), "int32")
+            return cls(params, opt_state, model_state, step, key, program)
+
+        return describe(state, layouts)
+
+    @property
+    def model(self) -> Any:
+        """The model with these parameters: an NNX module, or a bound Linen module.
+
+        Each access makes a new one, around the same arrays. A Linen module is bound
+        with its other collections mutable; read them back with `model_state_of`.
+        """
+        if self.program.graphdef is not None:
+            with eager_sharding_off():
+                return nnx.merge(self.program.graphdef, self.params, self.model_state)
+        variables = {"params": self.params, **self.model_state}
+        return self.program.module.bind(variables, mutable=list(self.model_state))
+
+    def model_state_of(self, model: Any) -> Any:
+        """Returns the arrays of a model that are no parameters, for `model_state`.
+
+        Args:
+            model: What `model` gave, after it was called.
+        """
+        if self.program.graphdef is not None:
+            return nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
+        variables = dict(model.variables)
+        variables.pop("params", None)
+        return variables
+
+    @property
+    def tx(self) -> optax.GradientTransformation:
+        """The optimiser.
+
+        Raises:
+            StateError: If the state was unpickled: see `with_optimizer`.
+        """
+        if self.program.tx is None:
+            msg = (
+                "this state was unpickled, and an optimizer cannot be pickled. Give "
+                "it again: state = state.with_optimizer(optax.adam(...))."
+            )
+            raise StateError(msg)
+        return self.program.tx
+
+    def with_optimizer(self, optimizer: optax.GradientTransformation) -> "TrainState":
+        """Returns this state with another optimiser for the same `opt_state`."""
+        code = self.program
+        program = _Program(code.graphdef, code.module, code.boxed, optimizer)
+        return self.replace(program=program)
+
+    def replace(self, **changes: Any) -> "TrainState":
+        """Returns this state with other values for some fields."""
+        return dataclasses.replace(self, **changes)
+
+    def apply_gradients(self, grads: Any, *, model: Any = None) -> "TrainState":
+        """Returns the state after one update.
+
+        Args:
+            grads: Gradients, in the structure of `params`.
+            model: The model after its forward pass, to take `model_state` (batch
+                statistics, RNG counts) from.
+        """
+        updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
+        changes: dict[str, Any] = {}
+        if model is not None:
+            changes["model_state"] = self.model_state_of(model)
+        return self.replace(
+            params=optax.apply_updates(self.params, updates),
+            opt_state=opt_state,
+            step=self.step + 1,
+            **changes,
+        )
+
+    @property
+    def layouts(self) -> "TrainState":
+        """The layout of every array, in the structure of the state."""
+        return jax.tree.map(Layout.of, self)
+
+    def resolve_layouts(self, layouts: LayoutMap) -> Resolved:
+        """Returns the layouts of all arrays; `LayoutMap.resolve` calls this."""
+        boxed_params, boxed_rest = self._boxed()
+        params = layouts.resolve(boxed_params)
+        rest = layouts.resolve(boxed_rest)
+        # The slots' paths begin with `opt_state`, the parameters' with no prefix.
+        opt_state = {"opt_state": self.opt_state}
+        slots = layouts.resolve_slots(opt_state, self.params, params.resolutions)
+        own = layouts.resolve({"step": self.step, "rng": self.rng})
+        tree = self.replace(
+            params=_like(self.params, params.layouts),
+            opt_state=slots.layouts["opt_state"],
+            model_state=_like(self.model_state, rest.layouts),
+            step=own.layouts["step"],
+            rng=own.layouts["rng"],
+        )
+        found = (params, slots, rest, own)
+        return Resolved(tree, tuple(r for part in found for r in part.resolutions))
+
+    def _boxed(self) -> tuple[Any, Any]:
+        """Returns parameters and the rest with the metadata that their layers gave."""
+        code = self.program
+        if code.graphdef is None:
+            params = code.boxed.unflatten(jax.tree.leaves(self.params))
+            return {"params": params}, self.model_state
+        with eager_sharding_off():
+            model = nnx.merge(code.graphdef, self.params, self.model_state)
+        return nnx.state(model, nnx.Param), nnx.state(model, nnx.Not(nnx.Param))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        leaves, treedef = jax.tree.flatten(
+            dataclasses.replace(self, program=None)  # type: ignore[arg-type]
+        )
+        del treedef
+        fields = [getattr(self, f.name) for f in dataclasses.fields(self)]
+        shells = [jax.tree.map(lambda _: 0, field) for field in fields[:-1]]
+        return _unpickle, (shells, [_packed(one) for one in leaves], self.program)
+
+    def __repr__(self) -> str:
+        count = sum(
+            leaf.size for leaf in jax.tree.leaves(self.params) if hasattr(leaf, "size")
+        )
+        head = f"TrainState(step={_scalar(self.step)}, {count:,} parameters)"
+        rows = [
+            [leaf.path, _array_text(leaf.value), _layout_text(leaf.value)]
+            for leaf in _paths.flatten(self).leaves
+        ]
+        return f"{head}\n{_render.text_table(['path', 'array', 'layout'], rows)}"
+
+    def _repr_html_(self) -> str:
+        head, _, _ = repr(self).partition("\n")
+        rows = [
+            [leaf.path, _array_text(leaf.value), _layout_text(leaf.value)]
+            for leaf in _paths.flatten(self).leaves
+        ]
+        return _render.html_table(["path", "array", "layout"], rows, caption=head)
+
+
+def _split(
+    built: Any, module: nn.Module | None, optimizer: Any
+) -> tuple[Any, Any, _Program]:
+    """Returns parameters, the model's other arrays, and the code."""
+    if module is not None:
+        variables = dict(built)
+        if "params" not in variables:
+            msg = (
+                f"the builder's variables have the collections {sorted(variables)} and "
+                "no 'params'. Return what module.init(key, sample) returns."
+            )
+            raise StateError(msg)
+        boxed = variables.pop("params")
+        params = meta.unbox(boxed)
+        program = _Program(None, module, jax.tree.structure(boxed), optimizer)
+        return params, meta.unbox(variables), program
+    if isinstance(built, nnx.Module):
+        graphdef, params, rest = nnx.split(built, nnx.Param, ...)
+        program = _Program(graphdef, None, None, optimizer)
+        return nnx.to_pure_dict(params), nnx.to_pure_dict(rest), program
+    msg = (
+        f"the builder returned a {type(built).__name__}; TrainState.create takes an NNX "
+        "module, or Linen's variables together with module=. For any other pytree use "
+        "create(build, layouts)."
+    )
+    raise StateError(msg)
+
+
+def _like(tree: Any, layouts: Any) -> Any:
+    """Returns layouts in the structure of a tree of the same leaves."""
+    is_none = lambda one: one is None  # noqa: E731
+    return jax.tree.unflatten(
+        jax.tree.structure(tree), jax.tree.leaves(layouts, is_leaf=is_none)
+    )
+
+
+def _scalar(value: Any) -> str:
+    return str(int(value)) if isinstance(value, jax.Array) and not isinstance(
+        value, jax.core.Tracer
+    ) else "?"
+
+
+def _array_text(value: Any) -> str:
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    return repr(value) if shape is None else _render.array_text(dtype, shape)
+
+
+def _layout_text(value: Any) -> str:
+    if isinstance(value, Layout):
+        return str(value)
+    return str(Layout.of(value)) if _jax.sharding_of(value) is not None else "?"
+
+
+# Pickling by value: what each device holds is gathered to the host, and placed again
+# where the same devices are.
+
+
+def _packed(leaf: Any) -> tuple[Any, Layout | None, str | None]:
+    layout = Layout.of(leaf) if isinstance(leaf, jax.Array) else None
+    if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(
+        leaf.dtype, jax.dtypes.prng_key
+    ):
+        data = jax.device_get(jax.random.key_data(leaf))
+        return data, layout, str(jax.random.key_impl(leaf))
+    return jax.device_get(leaf), layout, None
+
+
+def _unpacked(value: Any, layout: Layout | None, impl: str | None) -> Any:
+    if impl is not None:
+        value = jax.random.wrap_key_data(value, impl=impl)
+    return value if layout is None else jax.device_put(value, layout.sharding)
+
+
+def _unpickle(shells: list[Any], packed: list[Any], program: Any) -> TrainState:
+    treedef = jax.tree.structure(TrainState(*shells, program=program))
+    return treedef.unflatten([_unpacked(*one) for one in packed])

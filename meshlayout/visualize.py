@@ -1,0 +1,204 @@
+"""Pictures of how an array lies on its devices: `visualize`."""
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.core import Tracer
+from jax.sharding import NamedSharding, Sharding
+
+from meshlayout import _jax, _render
+from meshlayout.errors import LayoutError
+from meshlayout.layout import Layout, as_layout
+
+
+@dataclass(frozen=True, repr=False)
+class Shards:
+    """Which device holds which part of an array; a picture when it is shown.
+
+    Printed, it is drawn with characters; as the last line of a notebook's cell, in
+    colour. Each block is a shard, with the ids of the devices that hold it.
+
+    Attributes:
+        shape: Shape of the whole array.
+        dtype: Its dtype, where it is known.
+        layout: Its layout, where its sharding has names.
+        platform: What the devices are, as `"cpu"`.
+        held: For each device its id and, for every dim, where its part starts and
+            stops.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    layout: Layout | None
+    platform: str
+    held: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
+
+    def __repr__(self) -> str:
+        return _render.shards_text(
+            self.shape, self._axes(), self.held, self._title(), self._notes()
+        )
+
+    def _repr_html_(self) -> str:
+        return _render.shards_html(
+            self.shape, self._axes(), self.held, self._title(), self._notes()
+        )
+
+    def _axes(self) -> list[str]:
+        """Returns for each dim the mesh axes it lies on, or an empty text."""
+        if self.layout is None:
+            return [""] * len(self.shape)
+        specs = self.layout.with_rank(len(self.shape)).specs
+        return [
+            f"({', '.join(entry)})" if isinstance(entry, tuple) else str(entry or "")
+            for entry in specs
+        ]
+
+    def _title(self) -> str:
+        dims = [
+            f"{size}@{axes}" if axes else str(size)
+            for size, axes in zip(self.shape, self._axes(), strict=True)
+        ]
+        dtype = "" if self.dtype is None else _render.dtype_text(self.dtype)
+        where = f" on {self.layout.mesh!r}" if self.layout else ""
+        memory = self.layout.memory_kind if self.layout else None
+        return f"{dtype}[{', '.join(dims)}]{where}" + (
+            f" in {memory}" if memory else ""
+        )
+
+    def _notes(self) -> list[str]:
+        parts = {slices for _, slices in self.held}
+        shapes = {tuple(stop - start for start, stop in part) for part in parts}
+        num_devices, num_copies = len(self.held), len(self.held) // len(parts)
+        if len(parts) == 1:
+            what = "the whole array"
+            if self.dtype is not None:
+                what += f", {self._bytes_text(self.shape)}"
+            who = (
+                f"{num_devices} devices hold" if num_devices > 1 else "One device holds"
+            )
+            return [f"{who} {what}. {self._legend()}"]
+        shape = f" of shape {shapes.pop()}" if len(shapes) == 1 else ""
+        if shape and self.dtype is not None:
+            shape += f", {self._bytes_text(self.shape, len(parts))} each"
+        copies = f", on {num_copies} devices each" if num_copies > 1 else ""
+        return [f"{len(parts)} shards{shape}{copies}. {self._legend()}"]
+
+    def _bytes_text(self, shape: Sequence[int], parts: int = 1) -> str:
+        return _render.bytes_text(math.prod(shape) * _jax.itemsize(self.dtype) // parts)
+
+    def _legend(self) -> str:
+        return f"Numbers in the blocks are ids of {self.platform.upper()} devices."
+
+
+def visualize(
+    value: Layout | Sharding | jax.Array | jax.ShapeDtypeStruct | nnx.Variable[Any],
+    shape: Sequence[int] | None = None,
+) -> Shards:
+    """Returns a picture of which device holds which part of an array.
+
+    Nothing is moved or copied; an abstract array will do.
+
+    Args:
+        value: A `jax.Array`, an NNX variable, a `jax.ShapeDtypeStruct` with a
+            sharding, or a layout or a sharding together with `shape`.
+        shape: Shape of the whole array; only for a layout or a sharding.
+
+    Raises:
+        LayoutError: If the value lies on no devices, the shape is missing or is not
+            the array's, or it does not divide into the layout's shards.
+
+    Example:
+        >>> from meshlayout.mesh import create_mesh
+        >>> mesh = create_mesh({"batch": 2, "model": 4})
+        >>> visualize(Layout([None, "model"], mesh), shape=(4, 8))
+        [4, 8@model] on Mesh(batch=2, model=4)
+                    dim 1 (8) over model
+        dim 0 (4)   0:2    2:4    4:6    6:8
+                  ┌──────┬──────┬──────┬──────┐
+              0:4 │ 0, 4 │ 1, 5 │ 2, 6 │ 3, 7 │
+                  └──────┴──────┴──────┴──────┘
+        4 shards of shape (4, 2), on 2 devices each. Numbers in the blocks are ids of
+        CPU devices.
+    """
+    if isinstance(value, (Layout, Sharding)):
+        if shape is None:
+            kind = "layout" if isinstance(value, Layout) else "sharding"
+            msg = (
+                f"a {kind} alone has no size to draw: give the shape of the array, as "
+                f"in visualize({kind}, shape=(8, 8))."
+            )
+            raise LayoutError(msg)
+        return _shards(value, shape, None)
+    array: Any = value[...] if isinstance(value, nnx.Variable) else value
+    sharding = _jax.sharding_of(array)
+    if not isinstance(sharding, Sharding):
+        raise LayoutError(_no_sharding(array))
+    if shape is not None and _sizes(shape) != tuple(array.shape):
+        msg = (
+            f"{_render.array_text(array.dtype, array.shape)} was given with shape="
+            f"{_sizes(shape)}; an array has its own shape, so leave it out."
+        )
+        raise LayoutError(msg)
+    return _shards(sharding, array.shape, array.dtype)
+
+
+def _shards(value: Layout | Sharding, shape: Sequence[int], dtype: Any) -> Shards:
+    shape = _sizes(shape)
+    if isinstance(value, (Layout, NamedSharding)):
+        layout = as_layout(value, len(shape))
+        layout.check(shape)
+        devices = layout.mesh.devices.flat
+        slices = [layout.shard_slices(shape, at) for at in range(layout.mesh.size)]
+        held = zip(devices, slices, strict=True)
+    else:
+        layout = None
+        held = value.devices_indices_map(shape).items()
+    placed = [(device, tuple(map(_bounds, part, shape))) for device, part in held]
+    return Shards(
+        shape,
+        dtype,
+        layout,
+        placed[0][0].platform,
+        tuple((int(device.id), part) for device, part in placed),
+    )
+
+
+def _sizes(shape: Any) -> tuple[int, ...]:
+    try:
+        return tuple(operator.index(size) for size in shape)
+    except TypeError:
+        msg = f"a shape is a tuple of sizes, one per dim, and got {shape!r}."
+        raise LayoutError(msg) from None
+
+
+def _bounds(part: slice, size: int) -> tuple[int, int]:
+    start, stop, _ = part.indices(size)
+    return start, stop
+
+
+def _no_sharding(value: Any) -> str:
+    wanted = "visualize takes a jax.Array, a Layout or a sharding"
+    if isinstance(value, np.ndarray):
+        array = _render.array_text(value.dtype, value.shape)
+        return (
+            f"{wanted}, and got a NumPy array {array}, which lies on no "
+            "device. Place it first: relayout(x, layout)."
+        )
+    if isinstance(value, Tracer):
+        return (
+            f"{wanted}, and got a value inside jit whose sharding is not known while "
+            "tracing. Visualize the result, or use a mesh with Explicit axes."
+        )
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return (
+            f"{_render.array_text(value.dtype, value.shape)} is abstract and says no "
+            "sharding. Give it one: jax.ShapeDtypeStruct(shape, dtype, "
+            "sharding=layout.sharding)."
+        )
+    return f"{wanted}, and got {value!r} of type {type(value).__name__}."

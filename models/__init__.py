@@ -1,0 +1,1 @@
+"""Example models, each with its layout maps, and the program that trains them."""

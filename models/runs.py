@@ -1,0 +1,304 @@
+"""One training run on a mesh, and the comparison of two."""
+
+import contextlib
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+import meshlayout as ml
+from models.data import Dataset, batches, num_batches
+
+
+# How far two runs may be apart that differ only in where their sums are rounded. A
+# step rounds at 1e-7; Adam and ReLU multiply that where a gradient is near zero, in the
+# convnet sooner than in the MLP. So the first steps are held to rounding, and the whole
+# of training to what it learns.
+FIRST_STEPS = 10
+FIRST_LOSSES_TOLERANCE = 1e-4
+FIRST_PARAMS_TOLERANCE = 1e-3
+EPOCH_LOSSES_TOLERANCE = 1e-2
+TEST_ACCURACIES_TOLERANCE = 1e-2
+
+# Metrics are read this many steps late, so that reading never waits for the devices.
+STEPS_IN_FLIGHT = 8
+
+Batch = Mapping[str, jax.Array]
+Sums = Mapping[str, jax.Array]
+Step = Callable[[ml.TrainState, Batch], tuple[ml.TrainState, Sums]]
+
+
+class TrainingError(Exception):
+    """Training went wrong, or two runs that should agree do not."""
+
+
+@dataclass
+class Totals:
+    """Sums over the examples seen so far, and the mean loss of each step."""
+
+    loss: float = 0.0
+    correct: float = 0.0
+    weight: float = 0.0
+    step_losses: list[float] = field(default_factory=list)
+
+    def add(self, sums: Sums) -> None:
+        """Adds the sums of one step."""
+        loss, correct, weight = (float(sums[k]) for k in ("loss", "correct", "weight"))
+        self.loss += loss
+        self.correct += correct
+        self.weight += weight
+        self.step_losses.append(loss / weight)
+
+    @property
+    def mean_loss(self) -> float:
+        """Loss per example."""
+        return self.loss / self.weight if self.weight else math.nan
+
+    @property
+    def accuracy(self) -> float:
+        """Fraction of the examples that were classified correctly."""
+        return self.correct / self.weight if self.weight else math.nan
+
+
+@dataclass
+class Run:
+    """What a training run leaves for a comparison, in host memory."""
+
+    title: str
+    initial_params: list[np.ndarray]
+    num_steps: int = 0
+    first_params: list[np.ndarray] = field(default_factory=list)
+    first_losses: list[float] = field(default_factory=list)
+    epoch_losses: list[float] = field(default_factory=list)
+    test_accuracies: list[float] = field(default_factory=list)
+    params: list[np.ndarray] = field(default_factory=list)
+
+
+def make_steps(pixel_mean: float, pixel_deviation: float) -> tuple[Step, Step]:
+    """Returns the compiled steps for training and for testing.
+
+    Both return the state and three sums over the batch's examples: their losses, the
+    correct answers and the weights. Padding has weight 0 and counts for nothing.
+
+    Args:
+        pixel_mean: Subtracted from the images.
+        pixel_deviation: What the images are divided by after that.
+    """
+
+    def evaluate(model: Callable[[jax.Array], jax.Array], batch: Batch) -> Sums:
+        images = (batch["image"].astype(jnp.float32) - pixel_mean) / pixel_deviation
+        logits = model(images)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+        correct = logits.argmax(axis=-1) == batch["label"]
+        weight = batch["weight"]
+        return {
+            "loss": (losses * weight).sum(),
+            "correct": (correct * weight).sum(),
+            "weight": weight.sum(),
+        }
+
+    @ml.compile_step
+    def train_step(state: ml.TrainState, batch: Batch) -> tuple[ml.TrainState, Sums]:
+        def mean_loss(params: Any) -> tuple[jax.Array, Sums]:
+            sums = evaluate(state.replace(params=params).model, batch)
+            return sums["loss"] / sums["weight"], sums
+
+        grads, sums = jax.grad(mean_loss, has_aux=True)(state.params)
+        return state.apply_gradients(grads), sums
+
+    @ml.compile_step
+    def test_step(state: ml.TrainState, batch: Batch) -> tuple[ml.TrainState, Sums]:
+        return state, evaluate(state.model, batch)
+
+    return train_step, test_step
+
+
+def one_pass(
+    step: Step,
+    state: ml.TrainState,
+    host_batches: Iterable[Mapping[str, np.ndarray]],
+    mesh: ml.Mesh,
+    after_step: Callable[[ml.TrainState, Totals], None] = lambda state, totals: None,
+) -> tuple[ml.TrainState, Totals]:
+    """Runs a step on each batch; returns the last state and the totals.
+
+    Args:
+        step: A step of `make_steps`.
+        state: The state to begin with; it is donated.
+        host_batches: Batches in host memory.
+        mesh: Where the batches go, sharded over its axis `batch` where it has one.
+        after_step: Called with the new state and the totals so far, which are a few
+            steps behind, so that reading them does not wait for the devices.
+    """
+    layout = mesh.layout("batch", ...) if "batch" in mesh else mesh.layout(...)
+    totals, waiting = Totals(), deque()
+    for batch in host_batches:
+        state, sums = step(state, ml.relayout(batch, layout))
+        waiting.append(sums)
+        if len(waiting) > STEPS_IN_FLIGHT:
+            totals.add(waiting.popleft())
+        after_step(state, totals)
+    while waiting:
+        totals.add(waiting.popleft())
+    return state, totals
+
+
+def train(
+    title: str,
+    state: ml.TrainState,
+    mesh: ml.Mesh,
+    dataset: Dataset,
+    *,
+    epochs: int,
+    global_batch_size: int,
+    seed: int,
+) -> Run:
+    """Trains and tests one model on one mesh, and prints how it goes.
+
+    Args:
+        title: Names the run in a comparison.
+        state: The initial state, on the mesh; it is donated.
+        mesh: The mesh of the run.
+        dataset: What to train and test on.
+        epochs: Passes over the training examples.
+        global_batch_size: Examples in one step, over all devices together.
+        seed: Seeds the order of the training examples.
+
+    Raises:
+        TrainingError: If the loss is not a finite number any more.
+    """
+    train_step, test_step = make_steps(*dataset.train.pixel_statistics())
+    run = Run(title, host_arrays(state.params))
+    for epoch in range(1, epochs + 1):
+        start = time.perf_counter()
+        name = f"epoch {epoch}/{epochs}"
+        order = np.random.default_rng((seed, epoch))
+        train_batches = batches(dataset.train, global_batch_size, order=order)
+        with progress_bar(name, num_batches(dataset.train, global_batch_size)) as show:
+
+            def after_step(state: ml.TrainState, totals: Totals) -> None:
+                show(totals)
+                run.num_steps += 1
+                if run.num_steps == FIRST_STEPS:
+                    run.first_params = host_arrays(state.params)
+
+            state, trained = one_pass(
+                train_step, state, train_batches, mesh, after_step
+            )
+        test_batches = batches(dataset.test, global_batch_size)
+        state, tested = one_pass(test_step, state, test_batches, mesh)
+        print(
+            f"{name}  loss {trained.mean_loss:.4f}  accuracy {trained.accuracy:.2%}  "
+            f"test accuracy {tested.accuracy:.2%}  "
+            f"({time.perf_counter() - start:.1f} s)",
+            flush=True,
+        )
+        if not math.isfinite(trained.mean_loss):
+            raise TrainingError(
+                f"the loss is {trained.mean_loss} after epoch {epoch}; try a smaller "
+                "--learning-rate"
+            )
+        run.first_losses.extend(trained.step_losses)
+        run.epoch_losses.append(trained.mean_loss)
+        run.test_accuracies.append(tested.accuracy)
+    del run.first_losses[FIRST_STEPS:]
+    run.params = host_arrays(state.params)
+    return run
+
+
+@contextlib.contextmanager
+def progress_bar(name: str, num_steps: int) -> Iterator[Callable[[Totals], None]]:
+    """Shows a progress bar on a terminal; gives the function that updates it."""
+    console = Console()
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(
+            "loss {task.fields[loss]:.4f}  accuracy {task.fields[accuracy]:.2%}"
+        ),
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+    ) as progress:
+        task = progress.add_task(
+            name, total=num_steps, loss=math.nan, accuracy=math.nan
+        )
+        yield lambda totals: progress.update(
+            task,
+            completed=len(totals.step_losses),
+            loss=totals.mean_loss,
+            accuracy=totals.accuracy,
+        )
+
+
+def host_arrays(tree: Any) -> list[np.ndarray]:
+    """Returns the leaves of a tree as whole arrays in host memory."""
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def compare(first: Run, second: Run, num_test_examples: int) -> None:
+    """Prints how far two runs are apart that should have learned the same.
+
+    Raises:
+        TrainingError: If they are further apart than rounding explains.
+    """
+    # A few examples near the border between two classes may fall on either side.
+    accuracies_tolerance = max(TEST_ACCURACIES_TOLERANCE, 3 / num_test_examples)
+    rows = [
+        ("initial parameters", first.initial_params, second.initial_params, 0.0),
+        (
+            f"losses of the first {len(first.first_losses)} steps",
+            first.first_losses,
+            second.first_losses,
+            FIRST_LOSSES_TOLERANCE,
+        ),
+        (
+            f"parameters after {FIRST_STEPS} steps",
+            first.first_params,
+            second.first_params,
+            FIRST_PARAMS_TOLERANCE,
+        ),
+        (
+            "mean losses of the epochs",
+            first.epoch_losses,
+            second.epoch_losses,
+            EPOCH_LOSSES_TOLERANCE,
+        ),
+        (
+            "test accuracies",
+            first.test_accuracies,
+            second.test_accuracies,
+            accuracies_tolerance,
+        ),
+        ("parameters at the end", first.params, second.params, math.inf),
+    ]
+    print(f"\n{first.title} against {second.title}, largest differences")
+    apart = []
+    for what, ours, theirs, allowed in rows:
+        if not ours:
+            continue
+        difference = largest_difference(ours, theirs)
+        bound = "" if allowed == math.inf else f"   at most {allowed:.0e} is allowed"
+        print(f"  {what:<30}{difference:8.1e}{bound}")
+        if not difference <= allowed:
+            apart.append(f"{what} differ by {difference:.1e}")
+    if apart:
+        raise TrainingError(f"the runs do not agree: {'; '.join(apart)}")
+    print("Both runs agree.")
+
+
+def largest_difference(first: Sequence[Any], second: Sequence[Any]) -> float:
+    """Returns the largest absolute difference between two lists of arrays."""
+    pairs = zip(first, second, strict=True)
+    differences = [float(np.max(np.abs(np.subtract(a, b)))) for a, b in pairs]
+    return max(differences, default=0.0)

@@ -1,0 +1,359 @@
+"""Trains an example model on a mesh of devices: `python -m models.train`.
+
+Without `--mesh` and `--layouts` it trains twice, first data-parallel, then the same
+model model-parallel, and checks that both runs agree.
+"""
+
+import argparse
+import math
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import meshlayout as ml
+from meshlayout.errors import did_you_mean
+from models import convnet, mlp
+from models.data import load_dataset
+from models.prepare_data import (
+    IMAGE_SHAPE,
+    DataError,
+    default_data_dir,
+    find_builder,
+    is_prepared,
+    num_classes,
+)
+from models.runs import TrainingError, compare, train
+
+
+MODELS = {
+    ("mlp", "nnx"): mlp.MLP,
+    ("mlp", "linen"): mlp.LinenMLP,
+    ("convnet", "nnx"): convnet.ConvNet,
+    ("convnet", "linen"): convnet.LinenConvNet,
+}
+LAYOUTS = {
+    (name, layouts): getattr(module, layouts.upper())
+    for name, module in (("mlp", mlp), ("convnet", convnet))
+    for layouts in ("data_parallel", "model_parallel", "fsdp")
+}
+
+
+class OptionError(Exception):
+    """An option has a value that cannot be, alone or with the others."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A mesh and the layouts of a model's parameters on it."""
+
+    title: str
+    mesh: ml.Mesh
+    layouts: ml.LayoutMap
+    idle_axes: tuple[str, ...]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    parser = command_line()
+    options = parser.parse_args(arguments)
+    try:
+        check_options(options)
+        builder = find_builder(options.dataset, options.data_dir)
+        is_prepared(builder)
+        start_devices(options.virtual_devices)
+        settings = make_settings(options)
+        labels = num_classes(builder)
+        initial = [describe_state(options, labels, one.layouts) for one in settings]
+    except (OptionError, DataError, ml.MeshLayoutError) as error:
+        parser.error(str(error))
+    try:
+        dataset = load_dataset(options.dataset, options.data_dir)
+        print(f"Data: {dataset}", flush=True)
+        dataset = dataset.limited(options.limit_train, options.limit_test)
+        runs = []
+        for setting, description in zip(settings, initial, strict=True):
+            state = description.create()
+            print_layouts(setting, state)
+            runs.append(
+                train(
+                    setting.title,
+                    state,
+                    setting.mesh,
+                    dataset,
+                    epochs=options.epochs,
+                    global_batch_size=options.global_batch_size,
+                    seed=options.seed,
+                )
+            )
+        if len(runs) == 2:
+            compare(*runs, num_test_examples=len(dataset.test))
+    except (DataError, TrainingError) as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def print_layouts(setting: Setting, state: ml.TrainState) -> None:
+    """Prints the mesh and the table of the parameters' layouts."""
+    mesh = setting.mesh
+    numbers = np.array([device.id for device in mesh.devices.flat])
+    print(f"\n{setting.title} on {mesh!r}, whose {mesh.platform} devices are")
+    print(f"{numbers.reshape(mesh.devices.shape)}\n")
+    print(setting.layouts.explain(state.params))
+    whole = setting.layouts.explain(state)
+    print(
+        f"With Adam's state {whole.bytes_per_device / 1024:.1f} KiB; replicated it "
+        f"would be {whole.replicated_bytes / 1024:.1f} KiB.\n"
+    )
+    for axis in setting.idle_axes:
+        print(
+            f"Nothing is sharded over mesh axis {axis!r}: its "
+            f"{mesh.axis_size(axis)} devices repeat the same work.\n"
+        )
+
+
+def command_line() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m models.train",
+        usage="python -m models.train [options]",
+        description="Trains an example classifier of 28x28 images on a mesh of "
+        "devices. Without --mesh and --layouts it trains twice, data-parallel on a "
+        "mesh with one axis 'batch' and model-parallel on 'batch' and 'model', and "
+        "exits with status 1 unless both runs agree.",
+        allow_abbrev=False,
+    )
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--model",
+        choices=("mlp", "convnet"),
+        default="mlp",
+        help="784-128-10, or two convolutions and two dense layers "
+        "(default: %(default)s)",
+    )
+    model.add_argument(
+        "--flax",
+        choices=("nnx", "linen"),
+        default="nnx",
+        help="Flax's interface that the model is written in (default: %(default)s)",
+    )
+    mesh = parser.add_argument_group("devices and layouts")
+    mesh.add_argument(
+        "--mesh",
+        metavar="AXES",
+        help="the axes of the mesh and their sizes, as 'batch=2,model=4'; the batch is "
+        "sharded over 'batch', parameters over 'batch' or 'model' by --layouts; one "
+        "size may be -1 for the devices that are left (default: 'batch=-1', or "
+        "'batch=2,model=-1' for model_parallel)",
+    )
+    mesh.add_argument(
+        "--layouts",
+        choices=("data_parallel", "model_parallel", "fsdp"),
+        help="how parameters and optimiser state lie on the mesh (default: "
+        "model_parallel if --mesh has an axis 'model', else data_parallel)",
+    )
+    mesh.add_argument(
+        "--virtual-devices",
+        type=int,
+        metavar="N",
+        help="how many devices a CPU stands for (default: 8); on GPU and TPU the real "
+        "devices are used",
+    )
+    data = parser.add_argument_group("data")
+    data.add_argument(
+        "--dataset",
+        default="fashion_mnist",
+        metavar="NAME",
+        help="a TFDS dataset of labelled 28x28 images: fashion_mnist, mnist, kmnist, "
+        "emnist/letters ... (default: %(default)s)",
+    )
+    data.add_argument(
+        "--data-dir",
+        type=Path,
+        metavar="DIR",
+        help="where TFDS keeps prepared datasets (default: $TFDS_DATA_DIR, else "
+        "~/tensorflow_datasets)",
+    )
+    data.add_argument(
+        "--limit-train",
+        type=int,
+        metavar="N",
+        help="train on the first N images only",
+    )
+    data.add_argument(
+        "--limit-test",
+        type=int,
+        metavar="N",
+        help="test on the first N images only",
+    )
+    training = parser.add_argument_group("training")
+    training.add_argument(
+        "--epochs",
+        type=int,
+        default=3,
+        metavar="N",
+        help="passes over the training images (default: %(default)s)",
+    )
+    training.add_argument(
+        "--global-batch-size",
+        type=int,
+        default=128,
+        metavar="N",
+        help="images in one step, over all devices together (default: %(default)s)",
+    )
+    training.add_argument(
+        "--learning-rate",
+        type=float,
+        default=1e-3,
+        metavar="X",
+        help="Adam's step size (default: %(default)s)",
+    )
+    training.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed of the initial parameters and of the order of the images "
+        "(default: %(default)s)",
+    )
+    return parser
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Raises OptionError for the first option with a value that cannot be."""
+    for name in (
+        "epochs",
+        "global_batch_size",
+        "virtual_devices",
+        "limit_train",
+        "limit_test",
+    ):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            flag = "--" + name.replace("_", "-")
+            raise OptionError(f"argument {flag}: must be at least 1, not {value}")
+    if not 0 < options.learning_rate < math.inf:
+        raise OptionError(
+            "argument --learning-rate: must be positive and finite, not "
+            f"{options.learning_rate}"
+        )
+    if not 0 <= options.seed < 2**32:
+        raise OptionError(
+            f"argument --seed: must be from 0 to 2**32 - 1, not {options.seed}"
+        )
+    if options.data_dir is None:
+        options.data_dir = default_data_dir()
+    elif not options.data_dir.expanduser().is_dir():
+        raise OptionError(
+            f"argument --data-dir: there is no directory {str(options.data_dir)!r}; "
+            "`python -m models.prepare_data --data-dir DIR` makes and fills one"
+        )
+    options.data_dir = options.data_dir.expanduser()
+
+
+def start_devices(num_virtual: int | None) -> None:
+    """Starts JAX with its accelerators, or with virtual devices on a CPU."""
+    with warnings.catch_warnings():
+        if num_virtual is None:
+            # Who asked for no virtual devices need not hear that there are real ones.
+            warnings.simplefilter("ignore")
+        ml.virtual_devices(num_virtual or 8)
+
+
+def make_settings(options: argparse.Namespace) -> list[Setting]:
+    """Returns the runs that were asked for: one, or two to compare."""
+    if options.mesh is None and options.layouts is None:
+        layouts = ("data_parallel", "model_parallel")
+        return [make_setting(options, None, name) for name in layouts]
+    return [make_setting(options, options.mesh, options.layouts)]
+
+
+def make_setting(
+    options: argparse.Namespace, axes: str | None, layouts: str | None
+) -> Setting:
+    """Returns one mesh with its layouts, checked against the options.
+
+    Raises:
+        OptionError: If the mesh cannot be made, lacks an axis that the layouts need or
+            has one that nothing uses, or the batch does not divide over it.
+    """
+    if axes is None:
+        axes = "batch=-1"
+        if layouts == "model_parallel":
+            # A single device is a mesh too.
+            axes = "batch=2,model=-1" if jax.device_count() > 1 else "batch=1,model=1"
+    try:
+        mesh = ml.create_mesh(axes)
+    except ml.MeshError as error:
+        raise OptionError(f"argument --mesh: {error}") from error
+    for axis in mesh.axis_names:
+        if axis not in ("batch", "model"):
+            raise OptionError(
+                f"argument --mesh: no layout here uses an axis {axis!r}; the axes are "
+                f"'batch' and 'model'.{did_you_mean(axis, ('batch', 'model'))}"
+            )
+    if layouts is None:
+        layouts = "model_parallel" if "model" in mesh.axis_names else "data_parallel"
+    needed = "model" if layouts == "model_parallel" else "batch"
+    if needed not in mesh.axis_names:
+        raise OptionError(
+            f"argument --layouts: {layouts} needs a mesh with an axis {needed!r}; "
+            f"--mesh {axes} has none"
+        )
+    if "batch" in mesh.axis_names:
+        shards, size = mesh.axis_size("batch"), options.global_batch_size
+        if size % shards:
+            lower, upper = size // shards * shards, -(-size // shards) * shards
+            nearest = f"{lower} and {upper}" if lower else f"{upper}"
+            raise OptionError(
+                f"argument --global-batch-size: {size} does not divide into {shards} "
+                f"shards over mesh axis 'batch'; nearest that do: {nearest}"
+            )
+    rules = LAYOUTS[options.model, layouts]
+    used = {"batch"}.union(*rules.values())
+    return Setting(
+        layouts.replace("_", "-").replace("fsdp", "fully sharded"),
+        mesh,
+        ml.LayoutMap(mesh, rules),
+        tuple(axis for axis in mesh.axis_names if axis not in used),
+    )
+
+
+def describe_state(
+    options: argparse.Namespace, num_labels: int, layouts: ml.LayoutMap
+) -> ml.Description:
+    """Returns what the initial state will be; it creates nothing yet.
+
+    Raises:
+        LayoutMapError: If the layouts do not fit the model.
+    """
+    model_type = MODELS[options.model, options.flax]
+    optimizer = optax.adam(options.learning_rate)
+    if options.flax == "nnx":
+        return ml.TrainState.describe(
+            lambda: model_type(num_labels, rngs=nnx.Rngs(options.seed)),
+            optimizer,
+            layouts,
+        )
+    model = model_type(num_labels)
+    sample = jnp.zeros((1, *IMAGE_SHAPE))
+    return ml.TrainState.describe(
+        lambda: model.init(jax.random.key(options.seed), sample),
+        optimizer,
+        layouts,
+        module=model,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

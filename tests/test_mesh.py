@@ -1,0 +1,700 @@
+"""Meshes: how they are made, named, cut, written down, and made the default."""
+
+import asyncio
+import copy
+import math
+import pickle
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from jax.sharding import AbstractMesh, AxisType
+
+from meshlayout.errors import MeshError, MeshLayoutError
+from meshlayout.mesh import Mesh, as_mesh, create_mesh, default_mesh, get_default_mesh
+
+
+MESH = create_mesh({"batch": 2, "model": 4})
+CUBE = create_mesh({"a": 2, "b": 2, "c": 2})
+FEW = settings(max_examples=50, deadline=None)
+YES = True
+
+
+def ids(mesh):
+    return np.vectorize(lambda device: device.id)(mesh.devices).tolist()
+
+
+@st.composite
+def meshes(draw):
+    sizes = draw(
+        st.lists(st.sampled_from([1, 2, 3, 4, 5, 8]), min_size=1, max_size=4).filter(
+            lambda sizes: math.prod(sizes) <= 8
+        )
+    )
+    devices = draw(st.permutations(jax.devices()))[: math.prod(sizes)]
+    names = draw(
+        st.lists(
+            st.text("abcxyz_:;-.'\"\\ü{}[]", min_size=1, max_size=6),
+            min_size=len(sizes),
+            max_size=len(sizes),
+            unique=True,
+        )
+    )
+    types = draw(st.lists(st.sampled_from(AxisType), min_size=4, max_size=4))
+    return create_mesh(
+        list(zip(names, sizes, strict=True)),
+        devices=devices,
+        axis_types=types[: len(sizes)],
+    )
+
+
+# Making one.
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: create_mesh({"batch": 2, "model": 4}),
+        lambda: create_mesh({"batch": 2, "model": -1}),
+        lambda: create_mesh({"batch": -1, "model": 4}),
+        lambda: create_mesh([("batch", 2), ("model", 4)]),
+        lambda: create_mesh((("batch", 2), ["model", np.int64(4)])),
+        lambda: create_mesh(pair for pair in [("batch", 2), ("model", 4)]),
+        lambda: create_mesh(batch=2, model=4),
+        lambda: create_mesh("batch=2,model=4"),
+        lambda: create_mesh(" batch = 2 , model=-1"),
+        lambda: create_mesh("batch=2,model=4", devices=jax.devices()),
+        lambda: create_mesh(batch=2, model=4, devices=[f"CPU:{i}" for i in range(8)]),
+        lambda: create_mesh(batch=2, model=4, devices=[f"cpu:{i}" for i in range(8)]),
+        lambda: create_mesh(batch=2, model=4, devices=np.array(jax.devices())),
+        lambda: create_mesh(
+            batch=2, model=4, devices=np.array(jax.devices()).reshape(4, 2)
+        ),
+        lambda: create_mesh(batch=2, model=4, axis_types="auto"),
+        lambda: create_mesh(batch=2, model=4, axis_types={}),
+        lambda: Mesh(jax.make_mesh((2, 4), ("batch", "model"), axis_types=AUTO)),
+        lambda: Mesh(MESH),
+        lambda: as_mesh(MESH.jax_mesh),
+    ],
+)
+def test_every_spelling_makes_the_same_mesh(make):
+    assert make() == MESH
+    assert hash(make()) == hash(MESH)
+
+
+AUTO = (AxisType.Auto, AxisType.Auto)
+
+
+def test_no_argument_is_one_axis_over_all_devices():
+    assert create_mesh() == create_mesh({"batch": 8})
+    assert create_mesh(devices=["CPU:1"]).shape == {"batch": 1}
+
+
+def test_devices_keep_the_order_given_with_the_last_axis_fastest():
+    mesh = create_mesh(
+        "x=2,y=-1", devices=["CPU:5", "cpu:1", jax.devices()[7], "CPU:0"]
+    )
+    assert ids(mesh) == [[5, 1], [7, 0]]
+
+
+def test_axis_types_come_for_all_one_by_one_or_by_name():
+    auto, explicit, manual = AxisType.Auto, AxisType.Explicit, AxisType.Manual
+    axes = {"batch": 2, "model": 4}
+    for given_types, expected in [
+        (None, (auto, auto)),
+        ("explicit", (explicit, explicit)),
+        (AxisType.Manual, (manual, manual)),
+        (["Auto", AxisType.Explicit], (auto, explicit)),
+        ({"model": "explicit"}, (auto, explicit)),
+    ]:
+        assert create_mesh(axes, axis_types=given_types).axis_types == expected
+
+
+# What it is made of, against arithmetic done another way.
+
+
+@FEW
+@given(meshes())
+def test_coordinates_are_where_the_device_lies_in_the_grid(mesh):
+    assert mesh.size == mesh.devices.size == mesh.jax_mesh.size
+    assert tuple(mesh.shape.values()) == mesh.devices.shape
+    assert dict(mesh.shape) == dict(mesh.jax_mesh.shape)
+    assert mesh.axis_names == mesh.jax_mesh.axis_names
+    for flat, (at, device) in enumerate(np.ndenumerate(mesh.devices)):
+        assert mesh.coords(device) == at
+        assert mesh.coords(flat) == mesh.coords(np.int32(flat)) == at
+        assert sum(np.multiply(at, mesh.strides)) == flat
+        assert mesh.unravel_index()[flat] == dict(zip(mesh.axis_names, at, strict=True))
+    assert mesh.local_devices == list(mesh.devices.flat)
+    assert mesh.local_coords == list(np.ndindex(*mesh.devices.shape))
+
+
+@FEW
+@given(meshes())
+def test_text_json_pickle_and_copies_give_an_equal_mesh(mesh):
+    for twin in (
+        Mesh.from_string(mesh.to_string()),
+        Mesh.from_json(mesh.to_json()),
+        pickle.loads(pickle.dumps(mesh)),
+        copy.copy(mesh),
+        copy.deepcopy(mesh),
+        Mesh(mesh.jax_mesh),
+        mesh.rename({}),
+        mesh[mesh.axis_names],
+    ):
+        assert twin == mesh
+        assert hash(twin) == hash(mesh)
+        assert twin.axis_types == mesh.axis_types
+        assert twin.to_string() == mesh.to_string()
+        assert twin.to_json() == mesh.to_json()
+
+
+@FEW
+@given(meshes(), st.data())
+def test_a_sub_mesh_is_the_slice_through_the_corner(mesh, data):
+    axes = data.draw(st.permutations(mesh.axis_names))
+    axes = tuple(axes[: data.draw(st.integers(1, len(axes)))])
+    sub = mesh[axes]
+    assert sub.axis_names == axes
+    assert [sub.shape[axis] for axis in axes] == [mesh.shape[axis] for axis in axes]
+    for at, device in np.ndenumerate(sub.devices):
+        coords = dict.fromkeys(mesh.axis_names, 0)
+        coords |= dict(zip(axes, at, strict=True))
+        assert mesh.coords(device) == tuple(coords.values())
+    for axis in axes:
+        assert (
+            sub.axis_types[axes.index(axis)]
+            == mesh.axis_types[mesh.axis_names.index(axis)]
+        )
+
+
+def test_a_mesh_shows_what_it_is_made_of():
+    assert repr(MESH) == "Mesh(batch=2, model=4)"
+    assert MESH.axis_names == ("batch", "model")
+    assert MESH.axis_size("model") == 4
+    assert MESH.axis_size(("model", "batch")) == 8
+    assert MESH.axis_size(()) == 1
+    assert "model" in MESH
+    assert "modle" not in MESH
+    assert 0 not in MESH
+    assert ["model"] not in MESH
+    assert MESH.strides == (4, 1)
+    assert MESH.platform == "cpu"
+    assert MESH.device_kind == "cpu"
+    assert not MESH.is_multi_process
+
+
+def test_dtensor_spellings_are_aliases():
+    assert MESH.dim_names == ("batch", "model")
+    assert MESH.dim_size("model") == 4
+    assert MESH.contains_dim("batch")
+    assert not MESH.contains_dim("zzz")
+    assert MESH.device_type == "CPU"
+    assert MESH.num_local_devices() == 8
+    assert MESH.local_device_ids() == list(range(8))
+    assert MESH.local_device_locations() == MESH.unravel_index()
+    assert MESH.min_global_device_id == 0
+    assert create_mesh({"a": 2}, devices=["CPU:6", "CPU:3"]).min_global_device_id == 3
+
+
+def test_a_mesh_does_not_change():
+    with pytest.raises(AttributeError) as error:
+        MESH.size = 3
+    assert str(error.value) == (
+        "a Mesh does not change; make another one instead of setting 'size'."
+    )
+    with pytest.raises(AttributeError):
+        del MESH._shape
+    with pytest.raises(TypeError):
+        MESH.shape["batch"] = 3
+
+
+def test_meshes_of_other_meaning_differ():
+    others = [
+        create_mesh({"model": 4, "batch": 2}),
+        create_mesh({"batch": 4, "model": 2}),
+        create_mesh({"batch": 2, "modle": 4}),
+        create_mesh({"batch": 8}),
+        create_mesh({"batch": 2, "model": 2}, devices=jax.devices()[:4]),
+        create_mesh({"batch": 2, "model": 4}, devices=jax.devices()[::-1]),
+        create_mesh({"batch": 2, "model": 4}, axis_types={"batch": "explicit"}),
+    ]
+    assert MESH not in others
+    assert len({*others, MESH}) == len(others) + 1
+    assert MESH.jax_mesh != MESH
+    assert MESH != "Mesh(batch=2, model=4)"
+
+
+# Other meshes.
+
+
+def test_sub_meshes_keep_the_order_asked_for():
+    assert ids(MESH["model"]) == [0, 1, 2, 3]
+    assert ids(MESH["batch"]) == [0, 4]
+    assert ids(MESH["model", "batch"]) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert MESH[("batch",)] == MESH["batch"]
+
+
+def test_renamed_axes_keep_their_devices():
+    swapped = MESH.rename({"batch": "model", "model": "batch"})
+    assert swapped.axis_names == ("model", "batch")
+    assert ids(swapped) == ids(MESH)
+
+
+def test_merged_axes_run_slowest_first():
+    assert ids(CUBE.merge(("a", "b"), "ab")) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert ids(CUBE.merge(("c", "a"), "ca")) == [[0, 2], [4, 6], [1, 3], [5, 7]]
+    assert CUBE.merge(["b", "c"], "b").axis_names == ("a", "b")
+    assert CUBE.merge("b", "x") == CUBE.rename({"b": "x"})
+    assert CUBE.merge(CUBE.axis_names, "all") == create_mesh({"all": 8})
+
+
+# The default mesh.
+
+
+def test_default_meshes_nest_and_come_back_after_an_exception():
+    assert get_default_mesh() is None
+    with default_mesh(MESH) as entered:
+        assert entered == MESH
+        with pytest.raises(KeyError), default_mesh(CUBE.jax_mesh):
+            assert get_default_mesh() == CUBE
+            raise KeyError
+        assert get_default_mesh() == MESH
+    assert get_default_mesh() is None
+
+
+def test_default_mesh_decorates_and_its_function_may_recurse():
+    seen = []
+
+    @default_mesh(MESH)
+    def f(depth):
+        seen.append(get_default_mesh())
+        if depth:
+            f(depth - 1)
+        return depth
+
+    assert f(2) == 2
+    assert seen == [MESH] * 3
+    assert get_default_mesh() is None
+
+
+def test_one_default_mesh_can_be_entered_again_and_again():
+    again = default_mesh(MESH)
+    with again, default_mesh(CUBE), again:
+        assert get_default_mesh() == MESH
+    with again:
+        assert get_default_mesh() == MESH
+    assert get_default_mesh() is None
+
+
+def test_threads_have_default_meshes_of_their_own():
+    barrier = threading.Barrier(4, timeout=20)
+    shared = default_mesh(CUBE)
+    choices = [shared, default_mesh(MESH), shared, default_mesh(MESH)]
+
+    def work(choice):
+        barrier.wait()
+        before = get_default_mesh()
+        with choice as mesh:
+            barrier.wait()
+            inside = get_default_mesh()
+            barrier.wait()
+        return before is None and inside == mesh and get_default_mesh() is None
+
+    with default_mesh(MESH), ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, choices))
+        assert get_default_mesh() == MESH
+
+
+def test_tasks_have_default_meshes_of_their_own():
+    async def work(mesh):
+        with default_mesh(mesh):
+            await asyncio.sleep(0)
+            return get_default_mesh()
+
+    async def both():
+        return await asyncio.gather(work(MESH), work(CUBE))
+
+    assert asyncio.run(both()) == [MESH, CUBE]
+
+
+def test_the_mesh_of_jax_is_the_default_where_none_is_set():
+    with jax.set_mesh(CUBE.jax_mesh):
+        assert get_default_mesh() == CUBE
+        with default_mesh(MESH):
+            assert get_default_mesh() == MESH
+        assert get_default_mesh() == CUBE
+    assert get_default_mesh() is None
+
+
+# Text and pickle.
+
+
+@pytest.mark.parametrize(
+    ("devices", "text"),
+    [
+        (["CPU:0", "CPU:1", "CPU:2", "CPU:3"], "x=4|auto|cpu:0-3"),
+        (["CPU:6", "CPU:7", "CPU:0", "CPU:2"], "x=4|auto|cpu:6-7,0,2"),
+        (["CPU:3", "CPU:2", "CPU:1", "CPU:0"], "x=4|auto|cpu:3,2,1,0"),
+    ],
+)
+def test_the_text_of_a_mesh_is_short(devices, text):
+    mesh = create_mesh({"x": 4}, devices=devices)
+    assert mesh.to_string() == text
+    assert Mesh.from_string(text) == mesh
+
+
+def test_a_pickle_does_not_open_where_a_device_is_missing():
+    script = (
+        "import jax, pickle, sys; jax.config.update('jax_num_cpu_devices', 2); "
+        "pickle.load(sys.stdin.buffer)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script],
+        input=pickle.dumps(create_mesh({"x": 2}, devices=["CPU:1", "CPU:5"])),
+        capture_output=True,
+        check=False,
+    )
+    assert run.returncode == 1
+    assert run.stderr.decode().splitlines()[-1] == (
+        "meshlayout.errors.MeshError: device cpu:5 is not here; there are cpu:0-1."
+    )
+
+
+# Bad inputs, with what is said about them.
+
+NOT_AXES = (
+    "does not name axes and sizes. Write {'batch': 2, 'model': 4}, [('batch', 2), "
+    "('model', 4)] or 'batch=2,model=4'."
+)
+PLAIN = (
+    "is empty, begins or ends with a space, or holds one of , = | (they separate axes "
+    "in text). Give it a plain name, as 'batch'."
+)
+NOT_A_MESH = "Make one with create_mesh({'batch': 8})."
+
+BAD = {
+    "product too small": (
+        lambda: create_mesh(batch=2, model=2),
+        "mesh (batch=2, model=2) needs 4 devices, and there are 8. A shape that fits: "
+        "(batch=4, model=2), or give 4 of them: devices=jax.devices()[:4].",
+    ),
+    "product too large": (
+        lambda: create_mesh(batch=4, model=4),
+        "mesh (batch=4, model=4) needs 16 devices, and there are 8. A shape that fits: "
+        "(batch=2, model=4).",
+    ),
+    "product that has no divisor": (
+        lambda: create_mesh(batch=3),
+        "mesh (batch=3) needs 3 devices, and there are 8. A shape that fits: (batch=8), "
+        "or give 3 of them: devices=jax.devices()[:3].",
+    ),
+    "product against given devices": (
+        lambda: create_mesh("batch=2,model=4", devices=["CPU:0"]),
+        "mesh (batch=2, model=4) needs 8 devices, and 1 was given. A shape that fits: "
+        "(batch=1, model=1).",
+    ),
+    "rest that does not divide": (
+        lambda: create_mesh(batch=3, model=-1),
+        "mesh (batch=3, model=-1) needs a multiple of 3 devices, and there are 8. A "
+        "shape that fits: (batch=8, model=1).",
+    ),
+    "rest of too few given devices": (
+        lambda: create_mesh(batch=-1, model=4, devices=jax.devices()[:3]),
+        "mesh (batch=-1, model=4) needs a multiple of 4 devices, and 3 were given. A "
+        "shape that fits: (batch=3, model=1).",
+    ),
+    "two rests": (
+        lambda: create_mesh(batch=-1, model=-1),
+        "axes 'batch', 'model' all have size -1; one axis at most takes what is left.",
+    ),
+    "size 0": (
+        lambda: create_mesh({"batch": 0}),
+        "axis 'batch' has size 0; a size is 1 or more, or -1 for what is left.",
+    ),
+    "negative size": (
+        lambda: create_mesh("batch=-2"),
+        "axis 'batch' has size -2; a size is 1 or more, or -1 for what is left.",
+    ),
+    "bool size": (
+        lambda: create_mesh({"batch": YES}),
+        "axis 'batch' has size True of type bool; a size is a whole number of devices.",
+    ),
+    "float size": (
+        lambda: create_mesh(batch=8.0),
+        "axis 'batch' has size 8.0 of type float; a size is a whole number of devices.",
+    ),
+    "string size": (
+        lambda: create_mesh({"batch": "8"}),
+        "axis 'batch' has size '8' of type str; a size is a whole number of devices.",
+    ),
+    "duplicate names": (
+        lambda: create_mesh([("batch", 2), ("batch", 4)]),
+        "axis 'batch' is named twice; each axis needs a name of its own.",
+    ),
+    "duplicate names in text": (
+        lambda: create_mesh("batch=2,batch=4"),
+        "axis 'batch' is named twice; each axis needs a name of its own.",
+    ),
+    "empty name": (lambda: create_mesh({"": 8}), f"axis name '' {PLAIN}"),
+    "empty name in text": (lambda: create_mesh("=8"), f"axis name '' {PLAIN}"),
+    "name with a separator": (
+        lambda: create_mesh({"a,b": 8}),
+        f"axis name 'a,b' {PLAIN}",
+    ),
+    "name with a space at its end": (
+        lambda: create_mesh({"batch ": 8}),
+        f"axis name 'batch ' {PLAIN}",
+    ),
+    "number as name": (
+        lambda: create_mesh({0: 8}),
+        "axis name 0 is of type int; a name is a string, as 'batch'.",
+    ),
+    "number as name in a mesh of JAX": (
+        lambda: Mesh(jax.sharding.Mesh(np.array(jax.devices()), (0,))),
+        "axis name 0 is of type int; a name is a string, as 'batch'.",
+    ),
+    "no axes": (
+        lambda: create_mesh({}),
+        "a mesh needs at least one axis, as create_mesh({'batch': 8}).",
+    ),
+    "number for axes": (lambda: create_mesh(8), f"8 {NOT_AXES}"),
+    "sizes alone": (lambda: create_mesh((2, 4)), f"(2, 4) {NOT_AXES}"),
+    "text without sizes": (
+        lambda: create_mesh("batch,model=4"),
+        "'batch' of 'batch,model=4' is not NAME=SIZE, as in 'batch=2,model=4'.",
+    ),
+    "text with another size": (
+        lambda: create_mesh("batch=two"),
+        "'batch=two' of 'batch=two' is not NAME=SIZE, as in 'batch=2,model=4'.",
+    ),
+    "text that ends in a comma": (
+        lambda: create_mesh("batch=8,"),
+        "'' of 'batch=8,' is not NAME=SIZE, as in 'batch=2,model=4'.",
+    ),
+    "empty text": (
+        lambda: create_mesh(""),
+        "'' of '' is not NAME=SIZE, as in 'batch=2,model=4'.",
+    ),
+    "axes twice": (
+        lambda: create_mesh({"batch": 8}, model=2),
+        "give the axes once: as the first argument or as keywords (model), not both.",
+    ),
+    "no devices": (
+        lambda: create_mesh(batch=1, devices=[]),
+        "devices is empty; a mesh needs at least one device.",
+    ),
+    "a device twice": (
+        lambda: create_mesh(batch=2, devices=["CPU:1", jax.devices()[1]]),
+        "device cpu:1 is given twice; a mesh holds each device once.",
+    ),
+    "a device that is not here": (
+        lambda: create_mesh(batch=1, devices=["CPU:8"]),
+        "device cpu:8 is not here; there are cpu:0-7.",
+    ),
+    "a platform that is not here": (
+        lambda: create_mesh(batch=1, devices=["TPU:0"]),
+        "there are no devices of platform 'tpu' here; there are cpu devices.",
+    ),
+    "device text without a number": (
+        lambda: create_mesh(batch=1, devices=["CPU"]),
+        "device 'CPU' is not PLATFORM:ID, as in 'CPU:3'.",
+    ),
+    "device text with an odd digit": (
+        lambda: create_mesh(batch=1, devices=["CPU:²"]),
+        "device 'CPU:²' is not PLATFORM:ID, as in 'CPU:3'.",
+    ),
+    "a string for devices": (
+        lambda: create_mesh(batch=1, devices="CPU:0"),
+        "devices is a list, and got the string 'CPU:0'. Write ['CPU:0'].",
+    ),
+    "a number for devices": (
+        lambda: create_mesh(batch=4, devices=4),
+        "4 is not a device; take them from jax.devices().",
+    ),
+    "unknown axis type": (
+        lambda: create_mesh(batch=8, axis_types="explict"),
+        "'explict' is not an axis type: one of 'auto', 'explicit', 'manual'. Did you "
+        "mean 'explicit'?",
+    ),
+    "too few axis types": (
+        lambda: create_mesh(batch=2, model=4, axis_types=["auto"]),
+        "axis_types has 1 entries for 2 axes (batch, model); give one per axis, or one "
+        "for all.",
+    ),
+    "axis type of an unknown axis": (
+        lambda: create_mesh(batch=2, model=4, axis_types={"modle": "auto"}),
+        "axis_types names an axis 'modle' that the mesh does not have. Did you mean "
+        "'model'?",
+    ),
+    "number for axis types": (
+        lambda: create_mesh(batch=8, axis_types=3),
+        "axis_types is 3 of type int; give one axis type, a list with one per axis, or "
+        "a dict by axis name.",
+    ),
+    "unknown axis": (
+        lambda: MESH.axis_size("modle"),
+        "Mesh(batch=2, model=4) has no axis 'modle'. Did you mean 'model'?",
+    ),
+    "number for an axis": (
+        lambda: MESH[0],
+        "Mesh(batch=2, model=4) has no axis 0.",
+    ),
+    "list for an axis": (
+        lambda: MESH[("batch", ["model"])],
+        "Mesh(batch=2, model=4) has no axis ['model']. Did you mean 'model'?",
+    ),
+    "sub-mesh of an axis twice": (
+        lambda: MESH["batch", "batch"],
+        "axis 'batch' of Mesh(batch=2, model=4) is asked for twice.",
+    ),
+    "sub-mesh of nothing": (
+        lambda: MESH[()],
+        "a sub-mesh of Mesh(batch=2, model=4) needs at least one axis.",
+    ),
+    "rename of an unknown axis": (
+        lambda: MESH.rename({"bach": "data"}),
+        "Mesh(batch=2, model=4) has no axis 'bach'. Did you mean 'batch'?",
+    ),
+    "rename to a name that is there": (
+        lambda: MESH.rename({"batch": "model"}),
+        "axis 'model' is named twice; each axis needs a name of its own.",
+    ),
+    "rename by a list": (
+        lambda: MESH.rename(["data", "model"]),
+        "rename takes new names by old ones, as {'batch': 'data'}, and got ['data', "
+        "'model'].",
+    ),
+    "merge of nothing": (
+        lambda: MESH.merge((), "all"),
+        "merge takes the axes of Mesh(batch=2, model=4) to merge, and got none.",
+    ),
+    "merge into a name that is there": (
+        lambda: CUBE.merge(("a", "b"), "c"),
+        "axis 'c' is named twice; each axis needs a name of its own.",
+    ),
+    "merge of several axis types": (
+        lambda: create_mesh(a=2, b=4, axis_types={"a": "explicit"}).merge("ab", "c"),
+        "Mesh(a=2, b=4) has no axis 'ab'.",
+    ),
+    "merge of axes of several types": (
+        lambda: create_mesh(a=2, b=4, axis_types={"a": "explicit"}).merge(
+            ("a", "b"), "c"
+        ),
+        "the axes to merge in Mesh(a=2, b=4) have several axis types (a: Explicit, b: "
+        "Auto); one axis has one.",
+    ),
+    "index of a device too large": (
+        lambda: MESH.coords(8),
+        "device index 8 is out of range: Mesh(batch=2, model=4) has devices 0 to 7.",
+    ),
+    "index of a device negative": (
+        lambda: MESH.coords(-1),
+        "device index -1 is out of range: Mesh(batch=2, model=4) has devices 0 to 7.",
+    ),
+    "device of another mesh": (
+        lambda: MESH["model"].coords(jax.devices()[7]),
+        f"{jax.devices()[7]!r} is not a device of Mesh(model=4), whose devices are "
+        "cpu:0-3.",
+    ),
+    "text for a device": (
+        lambda: MESH.coords("cpu:0"),
+        "'cpu:0' is not a device of Mesh(batch=2, model=4), whose devices are cpu:0-7.",
+    ),
+    "text that is no mesh's": (
+        lambda: Mesh.from_string("batch=2,model=4"),
+        "'batch=2,model=4' is not a mesh's text; write it with mesh.to_string().",
+    ),
+    "JSON that is no mesh's": (
+        lambda: Mesh.from_json('{"axes": [["a", 2]]}'),
+        '\'{"axes": [["a", 2]]}\' is not a mesh\'s text; write it with mesh.to_json().',
+    ),
+    "None for text": (
+        lambda: Mesh.from_string(None),
+        "None is not a mesh's text; write it with mesh.to_string().",
+    ),
+    "text of a product that is not that of its devices": (
+        lambda: Mesh.from_string("batch=-1|auto|cpu:0-7"),
+        "'batch=-1|auto|cpu:0-7' is not a mesh's text: its axes do not hold 8 devices.",
+    ),
+    "dict for a mesh": (
+        lambda: as_mesh({"batch": 8}),
+        "expected a Mesh or a jax.sharding.Mesh, and got {'batch': 8} of type dict. "
+        + NOT_A_MESH,
+    ),
+    "None for the default mesh": (
+        lambda: default_mesh(None),
+        "expected a Mesh or a jax.sharding.Mesh, and got None of type NoneType. "
+        + NOT_A_MESH,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_said_about_a_bad_mesh(case):
+    act, message = BAD[case]
+    with pytest.raises(MeshError) as error:
+        act()
+    assert str(error.value) == message
+    assert isinstance(error.value, MeshLayoutError)
+
+
+def test_an_abstract_mesh_names_no_devices():
+    abstract = AbstractMesh((8,), ("batch",), axis_types=(AxisType.Auto,))
+    with pytest.raises(MeshError, match=r"of type AbstractMesh\. Make one with"):
+        Mesh(abstract)
+
+
+def test_a_mesh_without_axes_or_devices_is_refused():
+    with pytest.raises(MeshError) as error:
+        Mesh(jax.sharding.Mesh(np.array(jax.devices()[0]), ()))
+    assert str(error.value) == (
+        "the mesh has no axes; make one with create_mesh({'batch': 8})."
+    )
+
+
+def test_devices_of_several_platforms_make_no_mesh():
+    class Chip:
+        platform, id = "tpu", 0
+
+    with pytest.raises(MeshError) as error:
+        create_mesh(batch=2, devices=[jax.devices()[0], Chip()])
+    assert str(error.value) == (
+        "the devices are of several platforms (cpu, tpu); a mesh is made of one."
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "|",
+        "||",
+        "batch=8||cpu:0-7",
+        "batch=8|auto|cpu",
+        "batch=8|auto|:0-7",
+        "batch=8|auto|cpu:0-8",
+        "batch=8|auto|cpu:0-6",
+        "batch=8|auto|cpu:7-0",
+        "batch=8|auto|cpu:",
+        "batch=8|auto|cpu:a",
+        "batch=8|otto|cpu:0-7",
+        "batch=8|auto,auto|cpu:0-7",
+        "batch|auto|cpu:0-7",
+        "batch=8.0|auto|cpu:0-7",
+        "=8|auto|cpu:0-7",
+        "batch=2,batch=4|auto,auto|cpu:0-7",
+        "batch=0|auto|cpu:0-7",
+        "batch=2|auto|cpu:0,0",
+        "batch=-2,model=-4|auto,auto|cpu:0-7",
+        "batch=8|auto|abacus:0-7",
+    ],
+)
+def test_a_malformed_text_is_refused(text):
+    with pytest.raises(MeshError):
+        Mesh.from_string(text)

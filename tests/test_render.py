@@ -1,0 +1,272 @@
+"""Tables and pictures, as text and as HTML."""
+
+import itertools
+import math
+import operator
+import re
+import xml.etree.ElementTree as ET
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import meshlayout as ml
+from meshlayout import _render
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+html_of = operator.methodcaller("_repr_html_")
+
+
+def svg_of(html_text):
+    start, stop = html_text.index("<svg"), html_text.index("</svg>") + len("</svg>")
+    return ET.fromstring(html_text[start:stop])
+
+
+def blocks_of(svg):
+    """Returns what each coloured block says: its text and its tooltip."""
+    return [
+        (group.findtext(f"{SVG}text"), group.findtext(f"{SVG}title"))
+        for group in svg.iter(f"{SVG}g")
+        if group.find(f"{SVG}rect") is not None
+    ]
+
+
+def contrast(one, other):
+    """Returns the contrast of two colours by the WCAG's formula."""
+
+    def luminance(color):
+        channels = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        linear = [
+            c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
+            for c in channels
+        ]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+# Values.
+
+
+@pytest.mark.parametrize(
+    ("n", "text"),
+    [
+        (0, "0 B"),
+        (1, "1 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (2**20 - 1, "1.0 MiB"),
+        (3 * 2**19, "1.5 MiB"),
+        (2**40, "1.0 TiB"),
+        (5000 * 2**60, "5000.0 EiB"),
+        (-2048, "-2.0 KiB"),
+    ],
+)
+def test_bytes_have_a_unit_that_keeps_them_short(n, text):
+    assert _render.bytes_text(n) == text
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *("float32", "bfloat16", "float16", "float8_e4m3fn", "complex64"),
+        *("int4", "int32", "uint8", "bool"),
+    ],
+)
+def test_arrays_are_written_with_the_short_names_of_jax(dtype):
+    aval = jax.typeof(jnp.zeros((2, 3), dtype))
+    short = aval.str_short(short_dtypes=True)
+    for form in (dtype, jnp.dtype(dtype), aval.dtype, getattr(jnp, dtype, jnp.bool_)):
+        assert _render.array_text(form, (2, 3)).replace(", ", ",") == short
+
+
+def test_arrays_of_keys_and_scalars_have_a_type_too():
+    keys = jax.random.split(jax.random.key(0), 3)
+    assert _render.array_text(keys.dtype, keys.shape) == "key<fry>[3]"
+    assert _render.array_text(np.float32, ()) == "f32[]"
+
+
+# Tables.
+
+
+def test_the_columns_of_a_text_table_are_aligned():
+    text = _render.text_table(
+        ["path", "bytes"], [["a", 5], ["encoder/kernel", 12345]], align="lr"
+    )
+    assert text.splitlines() == [
+        "path            bytes",
+        "──────────────  ─────",
+        "a                   5",
+        "encoder/kernel  12345",
+    ]
+
+
+def test_wide_and_combining_letters_are_aligned_as_a_terminal_shows_them():
+    text = _render.text_table(["a", "b"], [["日本", "x"], ["e\u0301", "x"]])
+    assert text.splitlines()[2:] == ["日本  x", "e\u0301     x"]
+
+
+def test_line_breaks_in_a_cell_do_not_break_the_table():
+    text = _render.text_table(["a", "b"], [["x\ny", "\x1b[31mred"]])
+    assert text.splitlines()[2:] == ["x\\ny  \\x1b[31mred"]
+
+
+def test_a_table_without_rows_still_has_its_header_and_notes():
+    text = _render.text_table(["path", "bytes"], [], notes=["nothing matched"])
+    assert text.splitlines() == ["path  bytes", "────  ─────", "nothing matched"]
+
+
+@pytest.mark.parametrize("max_width", [40, 60, 100])
+def test_long_cells_lose_their_middle_in_a_narrow_table(max_width):
+    rows = [["encoder/" * 12 + "kernel", "f32[512, 10]", "x" * 30]]
+    lines = _render.text_table(
+        ["path", "array", "rule"], rows, max_width=max_width
+    ).splitlines()
+    assert max(map(len, lines)) <= max_width
+    path = lines[2].split()[0]
+    assert re.fullmatch(r"en.*….*el", path)
+
+
+def test_html_tables_escape_whatever_a_user_wrote():
+    evil = "<script>alert('x')</script>"
+    text = _render.html_table([evil], [[evil]], caption=evil, notes=[evil])
+    assert "<script" not in text
+    assert text.count("&lt;script&gt;") == 4
+
+
+def test_html_tables_name_no_colour_of_their_own():
+    text = _render.html_table(["a", "b"], [["1", "2"]], "lr", "caption", ["note"])
+    assert not re.search(r"#[0-9a-f]{3}|\b(black|white)\b(?!-)", text)
+    assert "<style" not in text
+    assert "class=" not in text
+
+
+def test_a_huge_html_table_says_how_many_rows_it_leaves_out():
+    rows = [[f"layer_{n}"] for n in range(100_000)]
+    text = _render.html_table(["path"], rows)
+    assert "99,000 more rows are not shown here." in text
+    assert len(text) < 1_000_000
+
+
+# Meshes.
+
+MESHES = [
+    (("batch",), (8,)),
+    (("batch",), (1,)),
+    (("batch", "model"), (2, 4)),
+    (("data", "fsdp", "model"), (2, 2, 2)),
+    (("a", "b", "c", "d"), (2, 2, 2, 2)),
+    (("x", "y"), (16, 16)),
+]
+
+
+def mesh_case(names, shape):
+    return names, shape, [f"cpu:{n}" for n in range(math.prod(shape))]
+
+
+@pytest.mark.parametrize(("names", "shape"), MESHES)
+def test_every_device_of_a_mesh_is_in_its_picture_once_and_in_order(names, shape):
+    case = mesh_case(names, shape)
+    devices = [str(n) for n in range(math.prod(shape))]
+    assert [text for text, _ in blocks_of(svg_of(_render.mesh_html(*case)))] == devices
+    cells = re.findall(r"(?<=│) +(\d+) +(?=│)", _render.mesh_text(*case))
+    assert cells == devices
+
+
+def test_the_picture_of_a_mesh_names_axes_and_coordinates():
+    assert _render.mesh_text(*mesh_case(("batch", "model"), (2, 4))) == (
+        "Mesh(batch=2, model=4): 8 CPU devices\n"
+        "           model (4)\n"
+        "batch (2)   0   1   2   3\n"
+        "          ┌───┬───┬───┬───┐\n"
+        "        0 │ 0 │ 1 │ 2 │ 3 │\n"
+        "          ├───┼───┼───┼───┤\n"
+        "        1 │ 4 │ 5 │ 6 │ 7 │\n"
+        "          └───┴───┴───┴───┘"
+    )
+
+
+@pytest.mark.parametrize(
+    ("names", "shape"),
+    [
+        (("x",), (4096,)),
+        (("x", "y"), (64, 64)),
+        (("a", "b", "c"), (64, 16, 16)),
+        (("long" * 9, "name" * 9), (16, 16)),
+    ],
+)
+def test_the_picture_of_a_big_mesh_stays_small(names, shape):
+    case = mesh_case(names, shape)
+    text, html_text = _render.mesh_text(*case), _render.mesh_html(*case)
+    assert max(map(len, text.splitlines())) <= 120
+    assert len(html_text) < 600_000
+    svg = svg_of(html_text)
+    assert float(svg.get("width", "nan")) <= 1400
+    last = str(math.prod(shape) - 1)
+    assert last in [block for block, _ in blocks_of(svg)]
+    assert re.search(rf"\b{last}\b", text)
+
+
+def test_the_pictures_of_many_grids_say_how_many_they_leave_out():
+    text = _render.mesh_text(*mesh_case(("a", "b", "c"), (64, 2, 2)))
+    assert text.endswith("\n7 of 64 grids are drawn.")
+
+
+def test_axis_names_are_escaped_in_pictures():
+    names = ("<script>", "a&b")
+    html_text = _render.mesh_html(*mesh_case(names, (2, 4)))
+    assert "<script" not in html_text
+    texts = [node.text for node in svg_of(html_text).iter(f"{SVG}text")]
+    assert "<script> (2)" in texts
+    assert "a&b (4)" in texts
+
+
+def test_a_mesh_and_a_layout_have_a_picture_in_notebooks():
+    mesh = ml.create_mesh({"batch": 2, "model": 4})
+    blocks = blocks_of(svg_of(html_of(mesh)))
+    assert [text for text, _ in blocks] == [str(n) for n in range(8)]
+    text = html_of(mesh.layout("batch", ..., "model"))
+    cells = re.findall(r"<td[^>]*>([^<]*)</td>", text)
+    assert cells == ["0", "batch", "2", "", "...", "", "-1", "model", "4"]
+
+
+def test_a_layout_over_several_axes_counts_their_shards():
+    mesh = ml.create_mesh({"data": 2, "fsdp": 2, "model": 2})
+    text = html_of(ml.Layout([("fsdp", "model"), None], mesh))
+    cells = re.findall(r"<td[^>]*>([^<]*)</td>", text)
+    assert cells == ["0", "(fsdp, model)", "4", "1", "unsharded", "1"]
+
+
+# Colours.
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 8, 16, 64, 256])
+def test_blocks_can_be_read_and_told_apart(count):
+    html_text = _render.mesh_html(*mesh_case(("x", "y"), (1, count)))
+    pairs = [
+        (rect.get("fill"), text.get("fill"))
+        for group in svg_of(html_text).iter(f"{SVG}g")
+        if (rect := group.find(f"{SVG}rect")) is not None
+        and (text := group.find(f"{SVG}text")) is not None
+    ]
+    assert len(pairs) == (count if count <= 16 else 15)
+    assert all(contrast(*pair) >= 4.5 for pair in pairs)
+    assert all(a != b for a, b in itertools.pairwise([fill for fill, _ in pairs]))
+
+
+def test_text_around_the_blocks_takes_the_colour_of_the_page():
+    svg = svg_of(_render.mesh_html(*mesh_case(("batch", "model"), (2, 4))))
+    assert svg.get("fill") == "currentColor"
+    blocks = {
+        text
+        for group in svg.iter(f"{SVG}g")
+        if group.find(f"{SVG}rect") is not None
+        for text in group.iter(f"{SVG}text")
+    }
+    around = [text for text in svg.iter(f"{SVG}text") if text not in blocks]
+    assert around
+    assert not any(text.get("fill") for text in around)

@@ -1,0 +1,308 @@
+"""`python -m models.train`: what it shows, what it refuses, how it ends."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from models import data, runs, train
+from models.runs import Run, TrainingError, compare
+
+
+REPOSITORY = Path(__file__).parent.parent
+SHORT = ["--epochs", "1", "--limit-train", "200", "--limit-test", "50"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_to_be_had_from_outside(monkeypatch, tmp_path):
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
+    monkeypatch.setattr(data, "unreachable", lambda builder: "the server is away")
+
+
+def command(*arguments, data_dir):
+    """Runs the real command line where no server answers."""
+    nowhere = "http://127.0.0.1:9"
+    return subprocess.run(
+        [sys.executable, "-m", "models.train", *arguments],
+        cwd=REPOSITORY,
+        env={
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "TFDS_DATA_DIR": str(data_dir),
+            "http_proxy": nowhere,
+            "https_proxy": nowhere,
+            "no_proxy": "",
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def refused(*arguments, capsys):
+    """The one sentence with which bad arguments are refused."""
+    with pytest.raises(SystemExit) as stop:
+        train.main(list(arguments))
+    assert stop.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    usage, *lines = printed.err.splitlines()
+    assert usage == "usage: python -m models.train [options]"
+    message = "\n".join(lines)
+    start = "python -m models.train: error: "
+    assert message.startswith(start)
+    return message.removeprefix(start)
+
+
+def test_without_mesh_and_layouts_two_runs_are_compared(tmp_path):
+    done = command(
+        "--epochs", "2", "--limit-train", "200", "--limit-test", "50", data_dir=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith(
+        "Data: fashion_mnist from the small part of it that is carried in models/, "
+        "5,000 training and 1,000 test images. Expect 81 to 83% test accuracy"
+    )
+    epochs = [line for line in lines if line.startswith("epoch ")]
+    assert len(epochs) == 4
+    shape = r"epoch \d/2  loss \d\.\d{4}  accuracy [\d.]+%  test accuracy [\d.]+%"
+    assert all(re.match(shape, line) for line in epochs)
+    assert lines[-1] == "Both runs agree."
+    assert "Mesh(batch=8)" in done.stdout
+    assert "Mesh(batch=2, model=4)" in done.stdout
+    for path in ("hidden/kernel", "hidden/bias", "output/kernel", "output/bias"):
+        assert done.stdout.count(path) >= 2
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "title"),
+    [
+        (["--layouts", "fsdp"], "fully sharded on Mesh(batch=8)"),
+        (["--mesh", "batch=2,model=4"], "model-parallel on Mesh(batch=2, model=4)"),
+        (["--mesh", "model=8"], "model-parallel on Mesh(model=8)"),
+        (["--mesh", "batch=4,model=-1"], "model-parallel on Mesh(batch=4, model=2)"),
+        (["--layouts", "model_parallel"], "model-parallel on Mesh(batch=2, model=4)"),
+        (["--layouts", "data_parallel"], "data-parallel on Mesh(batch=8)"),
+        (
+            ["--flax", "linen", "--mesh", "batch=8", "--global-batch-size", "24"],
+            "data-parallel on Mesh(batch=8)",
+        ),
+        (
+            ["--model", "convnet", "--mesh", "batch=2,model=4"],
+            "model-parallel on Mesh(batch=2, model=4)",
+        ),
+    ],
+)
+def test_one_run_is_trained_with_what_was_asked_for(arguments, title, capsys):
+    assert train.main([*SHORT, *arguments]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"{title}, whose cpu devices are" in lines
+    assert sum(line.startswith("epoch 1/1  loss ") for line in lines) == 1
+
+
+def test_an_axis_that_shards_nothing_is_told(capsys):
+    arguments = ["--mesh", "batch=2,model=4", "--layouts", "data_parallel"]
+    assert train.main([*SHORT, *arguments]) == 0
+    assert (
+        "Nothing is sharded over mesh axis 'model': its 4 devices repeat the same work."
+        in capsys.readouterr().out.splitlines()
+    )
+
+
+def test_the_seed_decides_the_numbers(capsys):
+    def numbers(seed):
+        arguments = [*SHORT, "--layouts", "data_parallel", "--seed", seed]
+        assert train.main(arguments) == 0
+        out = capsys.readouterr().out
+        return re.findall(r"epoch 1/1.*(?=  \()", out)
+
+    assert numbers("3") == numbers("3")
+    assert numbers("3") != numbers("4")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--epochs", "0"], "argument --epochs: must be at least 1, not 0"),
+        (
+            ["--global-batch-size", "-8"],
+            "argument --global-batch-size: must be at least 1, not -8",
+        ),
+        (
+            ["--global-batch-size", "100"],
+            "argument --global-batch-size: 100 does not divide into 8 shards over mesh "
+            "axis 'batch'; nearest that do: 96 and 104",
+        ),
+        (
+            ["--global-batch-size", "3", "--mesh", "batch=8"],
+            "argument --global-batch-size: 3 does not divide into 8 shards over mesh "
+            "axis 'batch'; nearest that do: 8",
+        ),
+        (["--limit-train", "0"], "argument --limit-train: must be at least 1, not 0"),
+        (["--limit-test", "0"], "argument --limit-test: must be at least 1, not 0"),
+        (
+            ["--virtual-devices", "0"],
+            "argument --virtual-devices: must be at least 1, not 0",
+        ),
+        (
+            ["--learning-rate", "0"],
+            "argument --learning-rate: must be positive and finite, not 0.0",
+        ),
+        (
+            ["--learning-rate", "nan"],
+            "argument --learning-rate: must be positive and finite, not nan",
+        ),
+        (["--seed", "-1"], "argument --seed: must be from 0 to 2**32 - 1, not -1"),
+        (
+            ["--data-dir", "does/not/exist"],
+            "argument --data-dir: there is no directory 'does/not/exist'; `python -m "
+            "models.prepare_data --data-dir DIR` makes and fills one",
+        ),
+        (
+            ["--mesh", "batch=2,modle=4"],
+            "argument --mesh: no layout here uses an axis 'modle'; the axes are "
+            "'batch' and 'model'. Did you mean 'model'?",
+        ),
+        (
+            ["--mesh", "batch=8", "--layouts", "model_parallel"],
+            "argument --layouts: model_parallel needs a mesh with an axis 'model'; "
+            "--mesh batch=8 has none",
+        ),
+        (
+            ["--mesh", "model=8", "--layouts", "fsdp"],
+            "argument --layouts: fsdp needs a mesh with an axis 'batch'; --mesh "
+            "model=8 has none",
+        ),
+        (
+            ["--dataset", "fashion_mnis"],
+            "TFDS has no dataset 'fashion_mnis'. Did you mean 'fashion_mnist'?",
+        ),
+        (["--epochs", "many"], "argument --epochs: invalid int value: 'many'"),
+        (["--epoch", "1"], "unrecognized arguments: --epoch 1"),
+    ],
+)
+def test_a_bad_value_is_refused_in_one_sentence(arguments, message, capsys):
+    assert refused(*arguments, capsys=capsys) == message
+
+
+@pytest.mark.parametrize("option", ["--model", "--flax", "--layouts"])
+def test_an_unknown_choice_is_refused_with_the_choices(option, capsys):
+    message = refused(option, "other", capsys=capsys)
+    assert message.startswith(f"argument {option}: invalid choice: 'other'")
+
+
+@pytest.mark.parametrize("axes", ["batch", "batch=", "batch=x", "batch=0", "batch=16"])
+def test_a_mesh_that_cannot_be_made_is_refused(axes, capsys):
+    message = refused("--mesh", axes, capsys=capsys)
+    assert message.startswith("argument --mesh: ")
+    assert "\n" not in message
+
+
+def test_layouts_that_do_not_divide_are_refused_before_any_work(tmp_path):
+    done = command("--virtual-devices", "3", "--mesh", "model=3", data_dir=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "hidden/kernel" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_dataset_that_cannot_be_had_ends_with_what_to_do(tmp_path, capsys):
+    assert train.main(["--dataset", "mnist"]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == (
+        f"python -m models.train: error: mnist is not prepared in {tmp_path} and "
+        "cannot be downloaded: the server is away. Run this once with internet, or "
+        "copy a prepared TFDS directory here and name it with --data-dir.\n"
+    )
+
+
+def test_a_loss_that_is_not_a_number_ends_the_run(capsys):
+    arguments = [*SHORT, "--layouts", "data_parallel", "--learning-rate", "1e38"]
+    assert train.main([*arguments, "--epochs", "2"]) == 1
+    error = capsys.readouterr().err
+    assert re.fullmatch(
+        r"python -m models.train: error: the loss is (nan|inf) after epoch \d; try a "
+        r"smaller --learning-rate\n",
+        error,
+    )
+
+
+def test_help_names_every_option(capsys):
+    with pytest.raises(SystemExit) as stop:
+        train.main(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for option in (
+        "--model",
+        "--flax",
+        "--mesh",
+        "--layouts",
+        "--virtual-devices",
+        "--dataset",
+        "--data-dir",
+        "--limit-train",
+        "--limit-test",
+        "--epochs",
+        "--global-batch-size",
+        "--learning-rate",
+        "--seed",
+    ):
+        assert option in text
+
+
+def a_run(title, **changes):
+    values = {
+        "initial_params": [np.ones(3)],
+        "first_params": [np.ones(3)],
+        "first_losses": [2.3, 2.2],
+        "epoch_losses": [0.5],
+        "test_accuracies": [0.8],
+        "params": [np.ones(3)],
+    }
+    return Run(title, **{**values, **changes})
+
+
+def test_equal_runs_agree(capsys):
+    compare(a_run("one"), a_run("two"), 1000)
+    assert capsys.readouterr().out.endswith("Both runs agree.\n")
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        (
+            {"initial_params": [np.ones(3) + 1e-7]},
+            "initial parameters differ by 1.0e-07",
+        ),
+        (
+            {"first_losses": [2.3, 2.201]},
+            "losses of the first 2 steps differ by 1.0e-03",
+        ),
+        (
+            {"first_params": [np.array([1, 1, 1.1])]},
+            "parameters after 10 steps differ by 1.0e-01",
+        ),
+        ({"epoch_losses": [0.6]}, "mean losses of the epochs differ by 1.0e-01"),
+        ({"test_accuracies": [0.7]}, "test accuracies differ by 1.0e-01"),
+        ({"epoch_losses": [np.nan]}, "mean losses of the epochs differ by nan"),
+    ],
+)
+def test_runs_that_are_apart_do_not_agree(changes, what):
+    with pytest.raises(TrainingError) as error:
+        compare(a_run("one"), a_run("two", **changes), 1000)
+    assert str(error.value) == f"the runs do not agree: {what}"
+
+
+def test_runs_that_do_not_agree_end_with_status_1(monkeypatch, capsys):
+    monkeypatch.setattr(runs, "FIRST_LOSSES_TOLERANCE", -1.0)
+    assert train.main(SHORT) == 1
+    printed = capsys.readouterr()
+    assert "Both runs agree" not in printed.out
+    assert "error: the runs do not agree: losses of the first 2 steps" in printed.err

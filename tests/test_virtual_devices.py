@@ -1,0 +1,110 @@
+"""`virtual_devices` decides before JAX starts, so each case has its own process."""
+
+import os
+import subprocess
+import sys
+import warnings
+
+import jax
+import pytest
+
+from meshlayout.devices import virtual_devices
+from meshlayout.errors import MeshError
+from meshlayout.mesh import create_mesh
+
+
+YES = True
+
+
+def run(body, **environment):
+    """Runs Python in a process where JAX has not started, and returns what it says."""
+    unset = {"NPROC", "XLA_FLAGS", "JAX_NUM_CPU_DEVICES"}
+    env = {key: value for key, value in os.environ.items() if key not in unset}
+    script = (
+        "import os, jax\n"
+        "from meshlayout.devices import virtual_devices\n"
+        "from meshlayout.errors import MeshError\n" + body
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script],
+        env=env | {"JAX_PLATFORMS": "cpu"} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split("\n")[:-1]
+
+
+def test_it_makes_that_many_cpu_devices_and_threads_for_them():
+    said = run(
+        "devices = virtual_devices(5)\n"
+        "print(len(devices), devices == jax.devices(), os.environ['NPROC'])\n"
+        "print(len(virtual_devices(5)))\n"
+    )
+    assert said == ["5 True 32", "5"]
+
+
+@pytest.mark.parametrize(
+    ("n", "before", "after"),
+    [(16, "2", "64"), (2, "100", "100"), (2, "many", "32")],
+)
+def test_there_are_enough_threads_for_the_devices(n, before, after):
+    body = f"virtual_devices({n}); print(jax.device_count(), os.environ['NPROC'])"
+    assert run(body, NPROC=before) == [f"{n} {after}"]
+
+
+def test_it_wins_over_the_flags_of_xla():
+    flags = "--xla_force_host_platform_device_count=4"
+    body = "print(len(virtual_devices(3)))"
+    assert run(body, XLA_FLAGS=flags) == ["3"]
+
+
+def test_it_comes_too_late_once_jax_runs_with_another_number():
+    said = run(
+        "jax.devices()\n"
+        "try:\n    virtual_devices(8)\n"
+        "except MeshError as error:\n    print(error)\n"
+        "print(len(virtual_devices(1)), os.environ.get('NPROC'))\n"
+    )
+    assert said == [
+        "virtual_devices(8) comes too late: JAX already runs with 1 CPU device, and the "
+        "number cannot change any more. Restart the kernel or process and call it "
+        "before anything else of JAX, or make a mesh over what is here: create_mesh().",
+        "1 None",
+    ]
+
+
+def test_it_gives_the_devices_that_run_already():
+    assert virtual_devices(8) == jax.devices()
+    assert create_mesh(devices=virtual_devices(8)) == create_mesh({"batch": 8})
+    with pytest.raises(MeshError, match="already runs with 8 CPU devices"):
+        virtual_devices(4)
+
+
+@pytest.mark.parametrize("n", [0, -1, 2.0, "8", None, YES])
+def test_what_is_said_about_a_bad_number(n):
+    with pytest.raises(MeshError) as error:
+        virtual_devices(n)
+    assert str(error.value) == (
+        f"virtual_devices takes a number of devices, 1 or more, and got {n!r}."
+    )
+
+
+def test_on_an_accelerator_it_changes_nothing_and_says_so(monkeypatch):
+    class Chip:
+        platform = "tpu"
+
+    chips = [Chip(), Chip(), Chip(), Chip()]
+    before = dict(os.environ)
+    monkeypatch.setattr(jax, "local_devices", lambda: chips)
+    monkeypatch.setattr(jax, "devices", lambda: chips)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert virtual_devices(8) == chips
+    assert [str(warning.message) for warning in said] == [
+        "virtual_devices(8) changes nothing here: JAX runs on 4 TPU devices, and a mesh "
+        "is made of those. To try virtual CPU devices on this machine, set "
+        "JAX_PLATFORMS=cpu before Python starts."
+    ]
+    assert dict(os.environ) == before

@@ -1,0 +1,235 @@
+"""Pictures of layouts and arrays, against what JAX says each device holds."""
+
+import dataclasses
+import operator
+import re
+import xml.etree.ElementTree as ET
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings, strategies as st
+from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
+
+import meshlayout as ml
+from meshlayout.visualize import visualize
+
+
+MESH = ml.create_mesh({"batch": 2, "model": 4})
+CUBE = ml.create_mesh({"data": 2, "fsdp": 2, "model": 2})
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def parse_ids(text):
+    ids = []
+    for run in text.split(", "):
+        first, _, last = run.partition("-")
+        ids += range(int(first), int(last or first) + 1)
+    return ids
+
+
+def held_in_svg(shards):
+    """Reads back, from the blocks' tooltips, what each device holds."""
+    html_text = operator.methodcaller("_repr_html_")(shards)
+    svg = html_text[html_text.index("<svg") : html_text.index("</svg>") + 6]
+    held = {}
+    for title in ET.fromstring(svg).iter(f"{SVG}title"):
+        [(part, ids)] = re.findall(r"^\[(.*)\] (.*)$", title.text or "")
+        slices = tuple(tuple(map(int, s.split(":"))) for s in part.split(", ") if s)
+        for device_id in parse_ids(ids):
+            assert device_id not in held, "a device is drawn once"
+            held[device_id] = slices
+    return held
+
+
+def held_by_jax(sharding, shape):
+    return {
+        device.id: tuple(
+            part.indices(size)[:2] for part, size in zip(index, shape, strict=True)
+        )
+        for device, index in sharding.devices_indices_map(shape).items()
+    }
+
+
+CASES = [
+    ([], ()),
+    (["batch"], (8,)),
+    ([None], (7,)),
+    ([("batch", "model")], (16,)),
+    ([("model", "batch")], (16,)),
+    (["batch", "model"], (4, 8)),
+    (["model", "batch"], (8, 4)),
+    ([None, "model"], (3, 8)),
+    ([None, None], (3, 5)),
+    (["batch", None, "model"], (4, 5, 8)),
+    (["batch", None, None, None], (8, 28, 28, 1)),
+    ([None, None, None, "model"], (3, 3, 32, 64)),
+    (["batch"], (0,)),
+]
+
+
+@pytest.mark.parametrize(("specs", "shape"), CASES)
+def test_every_device_is_drawn_with_the_part_that_jax_gives_it(specs, shape):
+    layout = ml.Layout(specs, MESH)
+    expected = held_by_jax(layout.sharding, shape)
+    array = jax.device_put(jnp.zeros(shape), layout.sharding)
+    abstract = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=layout.sharding)
+    for shards in (
+        visualize(layout, shape=shape),
+        visualize(layout.sharding, shape=list(shape)),
+        visualize(array),
+        visualize(array, shape=shape),
+        visualize(abstract),
+    ):
+        assert dict(shards.held) == expected
+        assert held_in_svg(shards) == expected
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_any_three_dims_over_any_axes_are_drawn_as_jax_lays_them(data):
+    dims = [[], [], []]
+    for axis in data.draw(st.permutations(CUBE.axis_names)):
+        dims[data.draw(st.integers(0, 2))].append(axis)
+    shape = tuple(8 * data.draw(st.integers(1, 3)) for _ in dims)
+    sharding = NamedSharding(CUBE.jax_mesh, P(*map(tuple, dims)))
+    assert held_in_svg(visualize(sharding, shape)) == held_by_jax(sharding, shape)
+
+
+def test_a_sharding_whose_spec_leaves_out_trailing_dims_is_drawn():
+    sharding = NamedSharding(MESH.jax_mesh, P("batch"))
+    shape = (4, 6, 2)
+    assert dict(visualize(sharding, shape).held) == held_by_jax(sharding, shape)
+
+
+def test_shardings_without_axis_names_are_drawn_too():
+    array = jnp.zeros((4, 6))
+    (device,) = array.devices()
+    for shards in (
+        visualize(array),
+        visualize(SingleDeviceSharding(device), shape=(4, 6)),
+    ):
+        assert dict(shards.held) == {device.id: ((0, 4), (0, 6))}
+        assert "One device holds the whole array" in repr(shards)
+
+
+def test_a_parameter_of_an_nnx_module_is_drawn_as_its_array():
+    layer = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    assert visualize(layer.kernel).shape == (8, 4)
+
+
+def test_the_text_of_a_picture():
+    array = jax.device_put(
+        jnp.zeros((64, 128)), ml.Layout(["batch", "model"], MESH).sharding
+    )
+    assert repr(visualize(array)) == (
+        "f32[64@batch, 128@model] on Mesh(batch=2, model=4)\n"
+        "                       dim 1 (128) over model\n"
+        "dim 0 (64) over batch    0:32    32:64    64:96    96:128\n"
+        "                      ┌────────┬────────┬────────┬────────┐\n"
+        "                 0:32 │   0    │   1    │   2    │   3    │\n"
+        "                      ├────────┼────────┼────────┼────────┤\n"
+        "                32:64 │   4    │   5    │   6    │   7    │\n"
+        "                      └────────┴────────┴────────┴────────┘\n"
+        "8 shards of shape (32, 32), 4.0 KiB each. "
+        "Numbers in the blocks are ids of CPU devices."
+    )
+
+
+def test_a_replicated_array_is_one_block_with_all_devices():
+    text = repr(visualize(ml.Layout.replicated(MESH, 2), shape=(3, 5)))
+    assert "│  0-7  │" in text or "│ 0-7 │" in text
+    assert "8 devices hold the whole array." in text
+
+
+def test_three_cut_dims_become_several_grids():
+    text = repr(visualize(ml.Layout(["data", "fsdp", "model"], CUBE), (4, 4, 4)))
+    assert "dim 0 at 0:2" in text
+    assert "dim 0 at 2:4" in text
+    assert re.findall(r"(?<=│) +(\d) +(?=│)", text) == [str(n) for n in range(8)]
+
+
+def test_dims_that_are_not_drawn_are_named():
+    layout = ml.Layout.batch_sharded(MESH, "batch", rank=4)
+    text = repr(visualize(layout, (128, 28, 28, 1)))
+    assert "Not drawn: dims 2 (28), 3 (1), whole in every shard." in text
+
+
+def test_a_picture_is_a_value():
+    layout = ml.Layout(["batch", None], MESH)
+    assert visualize(layout, (4, 4)) == visualize(layout.sharding, (4, 4))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(visualize(layout, (4, 4)), "shape", (1,))  # noqa: B010
+
+
+# What cannot be drawn.
+
+LAYOUT = ml.Layout(["batch", "model"], MESH)
+
+
+@pytest.mark.parametrize(
+    ("value", "shape", "message"),
+    [
+        (
+            LAYOUT,
+            None,
+            "a layout alone has no size to draw: give the shape of the array, as in "
+            "visualize(layout, shape=(8, 8)).",
+        ),
+        (
+            LAYOUT.sharding,
+            None,
+            "a sharding alone has no size to draw: give the shape of the array, as in "
+            "visualize(sharding, shape=(8, 8)).",
+        ),
+        (LAYOUT, 8, "a shape is a tuple of sizes, one per dim, and got 8."),
+        (LAYOUT, "ab", "a shape is a tuple of sizes, one per dim, and got 'ab'."),
+        (
+            LAYOUT,
+            (4, 6),
+            "an array of shape (4, 6): dim 1 has size 6, which does not divide into 4 "
+            "shards over mesh axis 'model' (Layout([batch, model], Mesh(batch=2, "
+            "model=4))). Nearest sizes that fit: 4 and 8. To keep the size, leave dim "
+            "1 UNSHARDED.",
+        ),
+        (
+            np.zeros((2, 3), np.float32),
+            None,
+            "visualize takes a jax.Array, a Layout or a sharding, and got a NumPy "
+            "array f32[2, 3], which lies on no device. Place it first: relayout(x, "
+            "layout).",
+        ),
+        (
+            3,
+            None,
+            "visualize takes a jax.Array, a Layout or a sharding, and got 3 of type "
+            "int.",
+        ),
+        (
+            jax.ShapeDtypeStruct((2, 3), jnp.int32),
+            None,
+            "i32[2, 3] is abstract and says no sharding. Give it one: "
+            "jax.ShapeDtypeStruct(shape, dtype, sharding=layout.sharding).",
+        ),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_with_the_way_out(value, shape, message):
+    with pytest.raises(ml.LayoutError) as error:
+        visualize(value, shape)
+    assert str(error.value) == message
+
+
+def test_the_shape_of_an_array_cannot_be_given_otherwise():
+    with pytest.raises(ml.LayoutError) as error:
+        visualize(jnp.zeros((2, 3)), shape=(3, 2))
+    assert str(error.value) == (
+        "f32[2, 3] was given with shape=(3, 2); an array has its own shape, so leave "
+        "it out."
+    )
+
+
+def test_a_value_inside_jit_is_refused():
+    with pytest.raises(ml.LayoutError, match="sharding is not known while tracing"):
+        jax.jit(visualize)(jnp.zeros(3))
