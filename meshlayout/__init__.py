@@ -1,11 +1,30 @@
 """Meshes, layouts and SPMD training for JAX and Flax."""
 
+from meshlayout.arrays import (
+    arange as arange,
+    call_with_layout as call_with_layout,
+    check_layout as check_layout,
+    copy_to_mesh as copy_to_mesh,
+    fetch_layout as fetch_layout,
+    full as full,
+    normal as normal,
+    ones as ones,
+    pack as pack,
+    relayout as relayout,
+    relayout_like as relayout_like,
+    to_numpy as to_numpy,
+    uniform as uniform,
+    unpack as unpack,
+    zeros as zeros,
+)
+from meshlayout.devices import virtual_devices as virtual_devices
 from meshlayout.errors import (
     LayoutError as LayoutError,
     LayoutMapError as LayoutMapError,
     LayoutMapKeyError as LayoutMapKeyError,
     MeshError as MeshError,
     MeshLayoutError as MeshLayoutError,
+    RecompileWarning as RecompileWarning,
     StateError as StateError,
     StepError as StepError,
 )
@@ -32,3 +51,5 @@ from meshlayout.state import (
     describe as describe,
     with_layouts as with_layouts,
 )
+from meshlayout.step import CompiledStep as CompiledStep, compile_step as compile_step
+from meshlayout.visualize import visualize as visualize

@@ -142,7 +142,8 @@ def parse_axis_types(
     types: AxisTypesLike | None, names: list[str]
 ) -> tuple[AxisType, ...]:
     if types is None or isinstance(types, (AxisType, str)):
-        return (_parse_axis_type(types or AxisType.Auto),) * len(names)
+        kind = AxisType.Auto if types is None else _parse_axis_type(types)
+        return (kind,) * len(names)
     if isinstance(types, Mapping):
         for name in types:
             if name not in names:
@@ -191,21 +192,26 @@ def parse_devices(devices: Any) -> list[Any]:
         if not hasattr(device, "platform"):
             msg = f"{device!r} is not a device; take them from jax.devices()."
             raise MeshError(msg)
-    if len(set(chosen)) < len(chosen):
-        twice = next(one for at, one in enumerate(chosen) if one in chosen[:at])
+    check_devices(chosen)
+    return chosen
+
+
+def check_devices(devices: Sequence[Any]) -> None:
+    """Raises where devices do not make one mesh."""
+    if len(set(devices)) < len(devices):
+        twice = next(one for at, one in enumerate(devices) if one in devices[:at])
         msg = (
             f"device {twice.platform}:{twice.id} is given twice; a mesh holds each "
             "device once."
         )
         raise MeshError(msg)
-    platforms = sorted({device.platform for device in chosen})
+    platforms = sorted({device.platform for device in devices})
     if len(platforms) > 1:
         msg = (
             f"the devices are of several platforms ({', '.join(platforms)}); a mesh is "
             "made of one."
         )
         raise MeshError(msg)
-    return chosen
 
 
 def _device_by_text(text: str) -> Any:
@@ -248,9 +254,12 @@ def ranges_text(ids: Sequence[int]) -> str:
     return ",".join(f"{a}-{b}" if a < b else str(a) for a, b in runs)
 
 
-def parse_ranges(text: str) -> list[int]:
-    ids: list[int] = []
+def parse_ranges(text: str) -> list[range]:
+    """Returns the runs of numbers that `ranges_text` wrote."""
+    runs: list[range] = []
     for run in text.split(","):
         first, dash, last = run.partition("-")
-        ids += range(int(first), int(last if dash else first) + 1)
-    return ids
+        runs.append(range(int(first), int(last if dash else first) + 1))
+        if not runs[-1]:
+            raise ValueError
+    return runs

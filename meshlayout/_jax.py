@@ -5,12 +5,36 @@ Everything else in the library uses the public API that jax 0.7.2 and later shar
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import numpy as np
-from jax._src import mesh as jax_mesh, xla_bridge
+from jax._src import core as jax_core, mesh as jax_mesh, xla_bridge
+from jax._src.interpreters import partial_eval
+from jax._src.lax import lax as jax_lax
+from jax._src.sharding_impls import UNSPECIFIED as UNSPECIFIED
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+
+if TYPE_CHECKING:
+    # jaxlib has no types: to a checker `jax.Device` is a variable, not a class.
+    Device: TypeAlias = Any
+else:
+    Device = jax.Device
+
+_trace_key = jax.make_user_context()
+
+
+def set_trace_key(value: Any) -> None:
+    """Makes JAX trace a compiled function again where `value` has changed.
+
+    For what a traced function reads and its arguments do not tell. Set for this
+    thread until it is set again; None is as if never set.
+    """
+    # Left without its exit: that would bring back what another task of this thread
+    # had set in the meantime.
+    _trace_key(value).__enter__()
 
 
 def is_unreduced(spec: PartitionSpec) -> bool:
@@ -23,6 +47,7 @@ def sharding_of(value: Any) -> jax.sharding.Sharding | None:
 
     While tracing, JAX knows it only on a mesh whose axes are all Explicit.
     """
+    value = concrete_value(value)
     if not isinstance(value, jax.core.Tracer):
         return getattr(value, "sharding", None)
     sharding = getattr(jax.typeof(value), "sharding", None)
@@ -39,9 +64,7 @@ def itemsize(dtype: Any) -> int:
     Arrays are 32-bit where JAX is not told otherwise, whatever NumPy's dtype says.
     """
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
-        words = jax.eval_shape(
-            jax.random.key_data, jax.ShapeDtypeStruct((), dtype)
-        )
+        words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
         return math.prod(words.shape) * np.dtype(words.dtype).itemsize
     return np.dtype(jax.dtypes.canonicalize_dtype(dtype)).itemsize
 
@@ -106,9 +129,111 @@ def concrete_mesh_for(abstract: Any) -> jax.sharding.Mesh | None:
 
 def place(x: Any, sharding: NamedSharding) -> Any:
     """Moves a value to a sharding; inside jit, constrains it."""
+    return constrain(x, sharding) if is_staged(x) else jax.device_put(x, sharding)
+
+
+def concrete_value(x: Any) -> Any:
+    """Returns the array behind a traced value where there is one, as in eager grad."""
     if not isinstance(x, jax.core.Tracer):
-        return jax.device_put(x, sharding)
-    explicit = [kind == AxisType.Explicit for kind in sharding.mesh.axis_types]
-    if any(explicit):
-        return jax.sharding.reshard(x, sharding)
-    return jax.lax.with_sharding_constraint(x, sharding)
+        return x
+    value = jax_core.to_concrete_value(x)
+    return x if value is None else value
+
+
+def is_staged(x: Any) -> bool:
+    """Tells whether an operation on a value is recorded rather than run, as in jit.
+
+    A value under vmap counts as recorded: its dims are not those of the array.
+    """
+    if isinstance(x, jax.core.Tracer):
+        return isinstance(concrete_value(x), jax.core.Tracer)
+    trace = jax_core.trace_ctx.trace
+    while hasattr(trace, "parent_trace") and not isinstance(
+        trace, partial_eval.DynamicJaxprTrace
+    ):
+        trace = trace.parent_trace  # grad and vmap, around whatever is outside them
+    return not isinstance(trace, jax_core.EvalTrace)
+
+
+def constrain(x: Any, sharding: NamedSharding) -> Any:
+    """Gives a value inside jit a sharding, on axes of whatever type.
+
+    Dims that are `PartitionSpec.UNCONSTRAINED` stay as they are on Explicit axes, and
+    are left to the compiler on Auto axes.
+
+    Raises:
+        ValueError: If JAX cannot say so.
+    """
+    mesh = sharding.mesh
+    explicit = {
+        axis
+        for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Explicit
+    }
+    now = getattr(jax.typeof(x), "sharding", None)
+    if explicit:
+        entries = _fill(sharding.spec, now, np.ndim(x))
+        wanted = [_only(entry, explicit, first=True) for entry in entries]
+        x = jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*wanted)))
+    elif not hasattr(jax, "reshard") and _is_explicit(now):
+        # jax 0.7.2 mixes up the two specs unless the Explicit one is gone.
+        x = jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))
+    auto = set(mesh.axis_names) - explicit
+    if auto:
+        left = [_only(entry, auto, first=False) for entry in sharding.spec]
+        sharding = NamedSharding(mesh, PartitionSpec(*left))
+        x = jax.lax.with_sharding_constraint(x, sharding)
+    return x
+
+
+def _is_explicit(sharding: Any) -> bool:
+    types = () if sharding is None else sharding.mesh.axis_types
+    return any(kind == AxisType.Explicit for kind in types)
+
+
+def _fill(spec: PartitionSpec, now: Any, rank: int) -> list[Any]:
+    """Replaces UNCONSTRAINED by the entries that a traced value has."""
+    known = [] if now is None else list(now.spec)
+    known += [None] * (rank - len(known))
+    return [
+        here if entry is PartitionSpec.UNCONSTRAINED else entry
+        for entry, here in zip(spec, known, strict=False)
+    ]
+
+
+def _only(entry: Any, axes: set[str], *, first: bool) -> Any:
+    """Returns the part of an entry on some axes, the first or last part of it."""
+    if not isinstance(entry, tuple):
+        return entry if entry in axes or not isinstance(entry, str) else None
+    kept = tuple(axis for axis in entry if axis in axes)
+    if kept != (entry[: len(kept)] if first else entry[len(entry) - len(kept) :]):
+        msg = f"in {entry}, the Explicit axes have to come before the Auto ones."
+        raise ValueError(msg)
+    return kept or None
+
+
+def memory_in_jit() -> bool:
+    """Tells whether a value can be moved to another memory inside jit on CPU."""
+    return hasattr(jax, "reshard")
+
+
+def is_committed(x: Any) -> bool:
+    """Tells whether an array is bound to its devices, so that jit cannot move it."""
+    return isinstance(x, jax.Array) and bool(getattr(x, "committed", True))
+
+
+def to_host(x: jax.Array) -> np.ndarray[Any, Any]:
+    """Returns the whole value of an array, from all processes if need be."""
+    if x.is_fully_addressable:
+        return np.asarray(x)
+    if x.is_fully_replicated:
+        return np.asarray(x.addressable_data(0))
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+
+def with_weak_type(x: Any, weak_type: bool) -> Any:  # noqa: FBT001
+    """Returns the value, weakly typed or not as asked."""
+    aval = jax.typeof(x)
+    if aval.weak_type == weak_type:
+        return x
+    return jax_lax._convert_element_type(x, aval.dtype, weak_type=weak_type)

@@ -4,23 +4,25 @@ import os
 import warnings
 
 import jax
+import numpy as np
 
 from meshlayout import _jax
 from meshlayout.errors import MeshError
 
 
-def virtual_devices(n: int) -> list[jax.Device]:
+def virtual_devices(n: int) -> list[_jax.Device]:
     """Gives a machine without accelerators `n` CPU devices, to try meshes on.
 
     Call it first, before anything looks at JAX's devices; calling it again with the
     same number is fine. On a machine with TPUs or GPUs it changes nothing, and warns:
-    the devices are those.
+    the devices are those. A program of several processes calls
+    `jax.distributed.initialize` before it; `n` then counts each process's devices.
 
     Args:
-        n: The number of CPU devices.
+        n: The number of CPU devices of this process.
 
     Returns:
-        The devices of JAX's default backend.
+        The devices of JAX's default backend, those of other processes included.
 
     Raises:
         MeshError: If `n` is not a positive whole number, or JAX already runs with
@@ -30,11 +32,11 @@ def virtual_devices(n: int) -> list[jax.Device]:
         >>> len(virtual_devices(8))
         8
     """
-    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+    if not isinstance(n, (int, np.integer)) or isinstance(n, bool) or n < 1:
         msg = f"virtual_devices takes a number of devices, 1 or more, and got {n!r}."
         raise MeshError(msg)
     if not _jax.backends_started():
-        _start(n)
+        _start(int(n))
     devices = jax.local_devices()
     platform = devices[0].platform
     if platform != "cpu":

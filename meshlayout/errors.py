@@ -46,6 +46,10 @@ class StepError(MeshLayoutError):
     """A compiled step was given, or returned, something it cannot take."""
 
 
+class RecompileWarning(UserWarning):
+    """A compiled step needs another program, and why."""
+
+
 def did_you_mean(name: object, candidates: Iterable[str]) -> str:
     """Returns a sentence that names the candidate nearest to `name`, or nothing.
 

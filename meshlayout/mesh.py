@@ -1,13 +1,15 @@
 """A named grid of devices: `Mesh`, and how one is made, named and made the default."""
 
+import functools
+import inspect
 import json
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ContextDecorator
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import numpy as np
@@ -17,6 +19,7 @@ from meshlayout import _jax, _render
 from meshlayout._axes import (
     AXIS_TYPES,
     AxisTypesLike,
+    check_devices,
     check_names,
     devices_by_id,
     fill_sizes,
@@ -33,19 +36,22 @@ if TYPE_CHECKING:
     from meshlayout.layout import Layout
 
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
 class Mesh:
     """A named grid of devices.
 
     An immutable value around a `jax.sharding.Mesh`: meshes with the same devices in
-    the same places, the same axis names and axis types are equal. `create_mesh` is
-    the usual way to make one.
+    the same places, the same axis names and axis types are equal. A mesh of JAX is
+    not equal to the `Mesh` around it. `create_mesh` is the usual way to make one.
 
     Args:
         mesh: The `jax.sharding.Mesh` to wrap, or a `Mesh`.
 
     Raises:
-        MeshError: If it is neither, has no axes or no devices, or an axis name is
-            not a plain string.
+        MeshError: If it is neither, has no axes or no devices, an axis name is not
+            a plain string, or the devices are repeated or of several platforms.
 
     Example:
         >>> mesh = create_mesh({"batch": 2, "model": 4})
@@ -57,6 +63,9 @@ class Mesh:
 
     __slots__ = ("_jax_mesh", "_shape")
 
+    _jax_mesh: jax.sharding.Mesh
+    _shape: Mapping[str, int]
+
     def __init__(self, mesh: "Mesh | jax.sharding.Mesh") -> None:
         if isinstance(mesh, Mesh):
             mesh = mesh.jax_mesh
@@ -66,15 +75,8 @@ class Mesh:
                 f"{type(mesh).__name__}. Make one with create_mesh({{'batch': 8}})."
             )
             raise MeshError(msg)
-        if not mesh.axis_names:
-            msg = "the mesh has no axes; make one with create_mesh({'batch': 8})."
-            raise MeshError(msg)
-        check_names(mesh.axis_names)
-        if not mesh.size:
-            msg = f"the mesh {mesh} has no devices; a mesh needs at least one."
-            raise MeshError(msg)
         object.__setattr__(self, "_jax_mesh", mesh)
-        object.__setattr__(self, "_shape", MappingProxyType(dict(mesh.shape)))
+        object.__setattr__(self, "_shape", _checked_shape(mesh))
 
     def __setattr__(self, name: str, value: object) -> None:
         msg = f"a Mesh does not change; make another one instead of setting {name!r}."
@@ -143,12 +145,12 @@ class Mesh:
         return len({device.process_index for device in self.devices.flat}) > 1
 
     @property
-    def local_devices(self) -> list[jax.Device]:
+    def local_devices(self) -> list[_jax.Device]:
         """The devices of this process, in mesh order."""
         return list(self._jax_mesh.local_devices)
 
     @property
-    def local_coords(self) -> list[tuple[int, ...]]:
+    def local_device_coords(self) -> list[tuple[int, ...]]:
         """The coordinates of the devices of this process, in mesh order."""
         return [self.coords(device) for device in self.local_devices]
 
@@ -168,7 +170,7 @@ class Mesh:
     def __contains__(self, axis: object) -> bool:
         return axis in self.axis_names
 
-    def coords(self, device: jax.Device | int) -> tuple[int, ...]:
+    def coords(self, device: _jax.Device | int) -> tuple[int, ...]:
         """Returns where a device is: one coordinate per axis, in order.
 
         Args:
@@ -356,7 +358,8 @@ class Mesh:
         except (ValueError, KeyError, TypeError):
             msg = f"{text!r} is not a mesh's text; write it with mesh.to_json()."
             raise MeshError(msg) from None
-        return _mesh_of_text(text, axes, types, platform, ids)
+        _check_count(text, axes, len(ids))
+        return _mesh_of_text(axes, types, platform, ids)
 
     def to_string(self) -> str:
         """Returns the mesh as one readable line that `from_string` reads back exactly.
@@ -382,11 +385,14 @@ class Mesh:
             pairs = [pair.rsplit("=", 1) for pair in axes.split(",")]
             sizes = [(name, int(size)) for name, size in pairs]
             kinds = [AXIS_TYPES[kind] for kind in types.split(",")]
-            flat = parse_ranges(ids)
-        except (ValueError, KeyError, AttributeError):
+            runs = parse_ranges(ids)
+        except (ValueError, KeyError, AttributeError, TypeError):
             msg = f"{text!r} is not a mesh's text; write it with mesh.to_string()."
             raise MeshError(msg) from None
-        return _mesh_of_text(text, sizes, kinds, platform, flat)
+        # Counted before they are written out: a slip of the pen may name billions.
+        _check_count(text, sizes, sum(run.stop - run.start for run in runs))
+        flat = [number for run in runs for number in run]
+        return _mesh_of_text(sizes, kinds, platform, flat)
 
     def __repr__(self) -> str:
         axes = ", ".join(f"{name}={size}" for name, size in self._shape.items())
@@ -406,6 +412,12 @@ class Mesh:
 
     def __hash__(self) -> int:
         return hash(self._jax_mesh)
+
+    def __copy__(self) -> "Mesh":
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Mesh":
+        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickle, (self.to_json(),)
@@ -434,6 +446,10 @@ class Mesh:
         """DTensor's name for `name in mesh`."""
         return name in self
 
+    def global_device_ids(self) -> list[int]:
+        """Returns the ids of all devices, in mesh order."""
+        return [int(device.id) for device in self.devices.flat]
+
     def num_local_devices(self) -> int:
         """Returns how many of the devices belong to this process."""
         return len(self.local_devices)
@@ -444,7 +460,8 @@ class Mesh:
 
     def local_device_locations(self) -> list[dict[str, int]]:
         """Returns the coordinates by axis of the devices of this process."""
-        return [dict(zip(self._shape, at, strict=True)) for at in self.local_coords]
+        coords = self.local_device_coords
+        return [dict(zip(self._shape, at, strict=True)) for at in coords]
 
     # Inside.
 
@@ -482,6 +499,20 @@ class Mesh:
         return Mesh(jax.sharding.Mesh(devices, tuple(names), axis_types=tuple(types)))
 
 
+@functools.lru_cache(maxsize=1024)
+def _checked_shape(mesh: jax.sharding.Mesh) -> Mapping[str, int]:
+    """Returns sizes by name, or raises for a mesh of JAX that is none of ours."""
+    if not mesh.axis_names:
+        msg = "the mesh has no axes; make one with create_mesh({'batch': 8})."
+        raise MeshError(msg)
+    check_names(mesh.axis_names)
+    if not mesh.size:
+        msg = f"the mesh {mesh} has no devices; a mesh needs at least one."
+        raise MeshError(msg)
+    check_devices(list(mesh.devices.flat))
+    return MappingProxyType(dict(mesh.shape))
+
+
 _layout_factory: list[Callable[[Mesh, tuple[Any, ...], str | None], "Layout"]] = []
 
 
@@ -505,7 +536,7 @@ def create_mesh(
     axes: Mapping[str, int] | Iterable[tuple[str, int]] | str | None = None,
     /,
     *,
-    devices: Sequence[jax.Device | str] | np.ndarray[Any, Any] | None = None,
+    devices: Sequence[_jax.Device | str] | np.ndarray[Any, Any] | None = None,
     axis_types: AxisTypesLike | None = None,
     **axis_sizes: int,
 ) -> Mesh:
@@ -535,6 +566,11 @@ def create_mesh(
         >>> create_mesh("batch=2,model=2", devices=["CPU:0", "CPU:1", "CPU:2", "CPU:3"])
         Mesh(batch=2, model=2)
     """
+    for name, size in axis_sizes.items():
+        hint = did_you_mean(name, ("devices", "axis_types"))
+        if hint and not isinstance(size, (int, np.integer)):
+            msg = f"create_mesh takes no {name!r}, and {size!r} is no axis size.{hint}"
+            raise MeshError(msg)
     if axes is not None and axis_sizes:
         msg = (
             "give the axes once: as the first argument or as keywords "
@@ -563,14 +599,17 @@ class default_mesh(ContextDecorator):  # noqa: N801 (used like a function)
     """Makes a mesh the default one, inside a `with` or a decorated function.
 
     Nests, restores the outer mesh when an exception leaves, and is seen only by the
-    thread or task that entered. JAX's own mesh is left alone; where no default mesh
-    is set, `get_default_mesh` sees the one of `jax.set_mesh`.
+    thread or task that entered; a new thread has none. JAX's own mesh is left alone;
+    where no default mesh is set, `get_default_mesh` sees the one of `jax.set_mesh`.
+    A compiled function is traced again under another default mesh, as under another
+    `jax.set_mesh`. It decorates `async def` functions too, but no generators: their
+    bodies run in pieces, between which the caller would see the mesh.
 
     Args:
         mesh: A `Mesh` or `jax.sharding.Mesh`.
 
     Raises:
-        MeshError: If it is not a mesh.
+        MeshError: If it is not a mesh, or decorates a generator.
 
     Example:
         >>> with default_mesh(create_mesh({"batch": 8})):
@@ -580,45 +619,70 @@ class default_mesh(ContextDecorator):  # noqa: N801 (used like a function)
 
     def __init__(self, mesh: Mesh | jax.sharding.Mesh) -> None:
         self.mesh = as_mesh(mesh)
-        self._tokens: ContextVar[tuple[Token[Mesh | None], ...]] = ContextVar(
-            "tokens", default=()
-        )
 
     def __enter__(self) -> Mesh:
         """Makes the mesh the default, and returns it."""
-        self._tokens.set((*self._tokens.get(), _default_mesh.set(self.mesh)))
+        _set_entered((*_entered.get(), self))
         return self.mesh
 
     def __exit__(self, *exception: object) -> None:
         """Makes the mesh that was the default before the default again."""
-        *rest, token = self._tokens.get()
-        self._tokens.set(tuple(rest))
-        _default_mesh.reset(token)
+        entered = list(_entered.get())
+        # Its own innermost entry, not whatever came last: a generator that holds one
+        # open may end later than the block around it.
+        for at in reversed(range(len(entered))):
+            if entered[at] is self:
+                del entered[at]
+                break
+        _set_entered(tuple(entered))
+
+    def __call__(self, func: _Function) -> _Function:
+        """Returns the function, made to run with the mesh as the default one."""
+        if inspect.isgeneratorfunction(func) or inspect.isasyncgenfunction(func):
+            msg = (
+                f"default_mesh cannot decorate the generator {func.__qualname__!r}: it "
+                "runs after the call that makes it has returned. Iterate over it "
+                "inside `with default_mesh(mesh):`."
+            )
+            raise MeshError(msg)
+        if not inspect.iscoroutinefunction(func):
+            return super().__call__(func)
+
+        @functools.wraps(func)
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return await func(*args, **kwargs)
+
+        return call  # pyright: ignore[reportReturnType]
 
 
-_default_mesh: ContextVar[Mesh | None] = ContextVar("default_mesh", default=None)
+_entered: ContextVar[tuple[default_mesh, ...]] = ContextVar("entered", default=())
+
+
+def _set_entered(entered: tuple[default_mesh, ...]) -> None:
+    _entered.set(entered)
+    _jax.set_trace_key(entered[-1].mesh if entered else None)
 
 
 def get_default_mesh() -> Mesh | None:
     """Returns the default mesh, else the one of `jax.set_mesh`, else None."""
-    mesh = _default_mesh.get()
-    if mesh is not None:
-        return mesh
+    entered = _entered.get()
+    if entered:
+        return entered[-1].mesh
     concrete = _jax.concrete_mesh()
     return None if concrete is None else Mesh(concrete)
 
 
+def _check_count(text: str, axes: list[tuple[str, int]], count: int) -> None:
+    if not axes or math.prod(size for _, size in axes) != count:
+        msg = f"{text!r} is not a mesh's text: its axes do not hold {count} devices."
+        raise MeshError(msg)
+
+
 def _mesh_of_text(
-    text: str,
-    axes: list[tuple[str, int]],
-    types: list[AxisType],
-    platform: str,
-    ids: list[int],
+    axes: list[tuple[str, int]], types: list[AxisType], platform: str, ids: list[int]
 ) -> Mesh:
     """Returns the mesh that a text tells of, every number of it written out."""
-    if not axes or math.prod(size for _, size in axes) != len(ids):
-        msg = f"{text!r} is not a mesh's text: its axes do not hold {len(ids)} devices."
-        raise MeshError(msg)
     return create_mesh(axes, devices=devices_by_id(platform, ids), axis_types=types)
 
 

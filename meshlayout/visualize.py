@@ -2,6 +2,7 @@
 
 import math
 import operator
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +11,12 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from meshlayout import _jax, _render
+from meshlayout import _jax, _paths, _render
 from meshlayout.errors import LayoutError
 from meshlayout.layout import Layout, as_layout
+from meshlayout.mesh import Mesh
 
 
 @dataclass(frozen=True, repr=False)
@@ -135,7 +137,7 @@ def visualize(
             )
             raise LayoutError(msg)
         return _shards(value, shape, None)
-    array: Any = value[...] if isinstance(value, nnx.Variable) else value
+    array: Any = _paths.box_value(value) if isinstance(value, nnx.Variable) else value
     sharding = _jax.sharding_of(array)
     if not isinstance(sharding, Sharding):
         raise LayoutError(_no_sharding(array))
@@ -201,4 +203,12 @@ def _no_sharding(value: Any) -> str:
             "sharding. Give it one: jax.ShapeDtypeStruct(shape, dtype, "
             "sharding=layout.sharding)."
         )
-    return f"{wanted}, and got {value!r} of type {type(value).__name__}."
+    short = " ".join(reprlib.repr(value).split())
+    got = f"{wanted}, and got {short} of type {type(value).__name__}."
+    if isinstance(value, (Mesh, jax.sharding.Mesh)):
+        return f"{got} To draw an array on it: visualize(mesh.layout(...), shape=...)."
+    if isinstance(value, (PartitionSpec, str)):
+        return f"{got} A spec needs a mesh: mesh.layout(...)."
+    if len(jax.tree.leaves(value)) > 1:
+        return f"{got} Give one array of it, or explain the tree by a LayoutMap."
+    return got

@@ -27,6 +27,7 @@ import numpy as np
 import requests
 import tensorflow_datasets as tfds
 from PIL import Image
+from tensorflow_datasets.core import registered
 
 from meshlayout.errors import did_you_mean
 
@@ -243,7 +244,7 @@ def without_tensorflow(builder: tfds.core.DatasetBuilder) -> tfds.core.DatasetBu
 
 def numpy_reading(base: Any) -> Any:
     """Returns a builder class that differs from `base` only in how it reads files."""
-    with tfds.core.registered.skip_registration():
+    with registered.skip_registration():
 
         class NumpyBuilder(base):
             name = base.name

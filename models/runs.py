@@ -223,22 +223,23 @@ def progress_bar(name: str, num_steps: int) -> Iterator[Callable[[Totals], None]
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn(
-            "loss {task.fields[loss]:.4f}  accuracy {task.fields[accuracy]:.2%}"
-        ),
+        TextColumn("{task.fields[numbers]}"),
         console=console,
         disable=not console.is_terminal,
         transient=True,
     ) as progress:
-        task = progress.add_task(
-            name, total=num_steps, loss=math.nan, accuracy=math.nan
-        )
-        yield lambda totals: progress.update(
-            task,
-            completed=len(totals.step_losses),
-            loss=totals.mean_loss,
-            accuracy=totals.accuracy,
-        )
+        task = progress.add_task(name, total=num_steps, numbers="")
+
+        def show(totals: Totals) -> None:
+            if totals.step_losses:
+                progress.update(
+                    task,
+                    completed=len(totals.step_losses),
+                    numbers=f"loss {totals.mean_loss:.4f}  "
+                    f"accuracy {totals.accuracy:.2%}",
+                )
+
+        yield show
 
 
 def host_arrays(tree: Any) -> list[np.ndarray]:

@@ -1,15 +1,19 @@
 """Meshes: how they are made, named, cut, written down, and made the default."""
 
 import asyncio
+import contextlib
 import copy
 import math
 import pickle
+import socket
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -19,8 +23,13 @@ from meshlayout.errors import MeshError, MeshLayoutError
 from meshlayout.mesh import Mesh, as_mesh, create_mesh, default_mesh, get_default_mesh
 
 
+# For what a type checker would not let a user write.
+anyhow: Any = create_mesh
+AnyMesh: Any = Mesh
+
 MESH = create_mesh({"batch": 2, "model": 4})
 CUBE = create_mesh({"a": 2, "b": 2, "c": 2})
+ANY_MESH: Any = MESH
 FEW = settings(max_examples=50, deadline=None)
 YES = True
 
@@ -63,7 +72,7 @@ def meshes(draw):
         lambda: create_mesh({"batch": 2, "model": -1}),
         lambda: create_mesh({"batch": -1, "model": 4}),
         lambda: create_mesh([("batch", 2), ("model", 4)]),
-        lambda: create_mesh((("batch", 2), ["model", np.int64(4)])),
+        lambda: anyhow((("batch", 2), ["model", np.int64(4)])),
         lambda: create_mesh(pair for pair in [("batch", 2), ("model", 4)]),
         lambda: create_mesh(batch=2, model=4),
         lambda: create_mesh("batch=2,model=4"),
@@ -88,6 +97,19 @@ def test_every_spelling_makes_the_same_mesh(make):
 
 
 AUTO = (AxisType.Auto, AxisType.Auto)
+
+
+@FEW
+@given(st.sampled_from([(8,), (2, 4), (8, 1), (2, 2, 2), (4, 1, 2)]), st.data())
+def test_one_size_may_be_left_open_anywhere(sizes, data):
+    names = [f"axis{at}" for at in range(len(sizes))]
+    at = data.draw(st.integers(0, len(sizes) - 1))
+    left = [-1 if i == at else size for i, size in enumerate(sizes)]
+    whole = create_mesh(list(zip(names, sizes, strict=True)))
+    assert create_mesh(list(zip(names, left, strict=True))) == whole
+    assert create_mesh(dict(zip(names, left, strict=True))) == whole
+    text = ",".join(f"{name}={size}" for name, size in zip(names, left, strict=True))
+    assert create_mesh(text) == whole
 
 
 def test_no_argument_is_one_axis_over_all_devices():
@@ -131,7 +153,7 @@ def test_coordinates_are_where_the_device_lies_in_the_grid(mesh):
         assert sum(np.multiply(at, mesh.strides)) == flat
         assert mesh.unravel_index()[flat] == dict(zip(mesh.axis_names, at, strict=True))
     assert mesh.local_devices == list(mesh.devices.flat)
-    assert mesh.local_coords == list(np.ndindex(*mesh.devices.shape))
+    assert mesh.local_device_coords == list(np.ndindex(*mesh.devices.shape))
 
 
 @FEW
@@ -197,6 +219,7 @@ def test_dtensor_spellings_are_aliases():
     assert MESH.device_type == "CPU"
     assert MESH.num_local_devices() == 8
     assert MESH.local_device_ids() == list(range(8))
+    assert MESH.global_device_ids() == list(range(8))
     assert MESH.local_device_locations() == MESH.unravel_index()
     assert MESH.min_global_device_id == 0
     assert create_mesh({"a": 2}, devices=["CPU:6", "CPU:3"]).min_global_device_id == 3
@@ -204,14 +227,14 @@ def test_dtensor_spellings_are_aliases():
 
 def test_a_mesh_does_not_change():
     with pytest.raises(AttributeError) as error:
-        MESH.size = 3
+        ANY_MESH.size = 3
     assert str(error.value) == (
         "a Mesh does not change; make another one instead of setting 'size'."
     )
     with pytest.raises(AttributeError):
-        del MESH._shape
+        del ANY_MESH._shape
     with pytest.raises(TypeError):
-        MESH.shape["batch"] = 3
+        ANY_MESH.shape["batch"] = 3
 
 
 def test_meshes_of_other_meaning_differ():
@@ -254,6 +277,102 @@ def test_merged_axes_run_slowest_first():
     assert CUBE.merge(CUBE.axis_names, "all") == create_mesh({"all": 8})
 
 
+@FEW
+@given(meshes(), st.data())
+def test_merged_coordinates_are_one_number_in_the_order_asked_for(mesh, data):
+    kind = mesh.axis_types[0]
+    mesh = create_mesh(mesh.shape, devices=list(mesh.devices.flat), axis_types=kind)
+    merged = data.draw(st.permutations(mesh.axis_names))
+    merged = merged[: data.draw(st.integers(1, len(merged)))]
+    result = mesh.merge(merged, "merged")
+    sizes = [mesh.shape[axis] for axis in merged]
+    assert result.size == mesh.size
+    assert result.axis_size("merged") == math.prod(sizes)
+    assert set(result.axis_types) == {kind}
+    for device in mesh.devices.flat:
+        before = dict(zip(mesh.axis_names, mesh.coords(device), strict=True))
+        after = dict(zip(result.axis_names, result.coords(device), strict=True))
+        at = [before.pop(axis) for axis in merged]
+        assert after.pop("merged") == np.ravel_multi_index(at, sizes)
+        assert list(after.items()) == list(before.items())
+
+
+# Devices that are only described, and several processes.
+
+
+def test_a_mesh_of_described_devices_starts_no_backend():
+    script = (
+        "import copy, jax, numpy as np\n"
+        "from meshlayout.mesh import Mesh\n"
+        "from meshlayout._jax import backends_started\n"
+        "class Chip:\n"
+        "    platform, device_kind, process_index = 'tpu', 'TPU v9', 0\n"
+        "    def __init__(self, id): self.id = id\n"
+        "chips = np.array([Chip(i) for i in range(4)], dtype=object).reshape(2, 2)\n"
+        "mesh = Mesh(jax.sharding.Mesh(chips, ('a', 'b')))\n"
+        "assert mesh['b'].rename({'b': 'c'}).merge('c', 'd').axis_size('d') == 2\n"
+        "assert mesh.coords(chips[1, 0]) == (1, 0) and mesh.device_kind == 'TPU v9'\n"
+        "assert copy.deepcopy(mesh) == copy.copy(mesh) == mesh\n"
+        "assert not mesh.is_multi_process and mesh._repr_html_()\n"
+        "print(mesh.to_string(), backends_started())\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert run.stdout == "a=2,b=2|auto,auto|tpu:0-3 False\n", run.stderr
+
+
+def test_a_mesh_of_a_described_slice_of_a_tpu_pod():
+    pytest.importorskip("libtpu")
+    from jax.experimental import topologies  # noqa: TID251
+
+    chips = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4")
+    mesh = create_mesh(batch=4, model=-1, devices=chips.devices)
+    assert mesh == Mesh(mesh.jax_mesh) == copy.deepcopy(mesh)
+    assert (mesh.platform, mesh.size, mesh.is_multi_process) == ("tpu", 16, True)
+    assert mesh.coords(chips.devices[5]) == (1, 1)
+    with pytest.raises(MeshError, match="no devices of platform 'tpu' here"):
+        Mesh.from_string(mesh.to_string())
+
+
+PROCESS = """
+import jax, pickle, sys
+from meshlayout.mesh import Mesh, create_mesh
+index, address = int(sys.argv[1]), sys.argv[2]
+jax.config.update("jax_num_cpu_devices", 2)
+jax.distributed.initialize(address, 2, index)
+mesh = create_mesh({"batch": 2, "model": -1})
+assert mesh.is_multi_process and mesh.size == 4
+assert not mesh["model"].is_multi_process
+assert mesh.local_devices == jax.local_devices()
+assert mesh.local_device_coords == [(index, 0), (index, 1)]
+assert mesh.num_local_devices() == 2
+assert Mesh.from_string(mesh.to_string()) == pickle.loads(pickle.dumps(mesh)) == mesh
+assert mesh["batch"].local_device_coords == [(index,)]
+"""
+
+
+@pytest.mark.multiprocess
+def test_each_of_several_processes_knows_its_own_devices():
+    with socket.socket() as one:
+        one.bind(("localhost", 0))
+        address = f"localhost:{one.getsockname()[1]}"
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, str(index), address],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    try:
+        said = [run.communicate(timeout=60)[1] for run in runs]
+    finally:
+        for run in runs:
+            run.kill()
+    assert [run.returncode for run in runs] == [0, 0], said
+
+
 # The default mesh.
 
 
@@ -261,7 +380,7 @@ def test_default_meshes_nest_and_come_back_after_an_exception():
     assert get_default_mesh() is None
     with default_mesh(MESH) as entered:
         assert entered == MESH
-        with pytest.raises(KeyError), default_mesh(CUBE.jax_mesh):
+        with contextlib.suppress(KeyError), default_mesh(CUBE.jax_mesh):
             assert get_default_mesh() == CUBE
             raise KeyError
         assert get_default_mesh() == MESH
@@ -323,6 +442,103 @@ def test_tasks_have_default_meshes_of_their_own():
     assert asyncio.run(both()) == [MESH, CUBE]
 
 
+def test_an_async_function_is_decorated_for_as_long_as_it_runs():
+    @default_mesh(MESH)
+    async def work(value):
+        before = get_default_mesh()
+        await asyncio.sleep(0)
+        return value, before, get_default_mesh()
+
+    assert asyncio.run(work(3)) == (3, MESH, MESH)
+    assert get_default_mesh() is None
+
+
+def test_a_generator_that_ends_late_takes_only_its_own_mesh_with_it():
+    def numbers():
+        with default_mesh(CUBE):
+            yield 1
+
+    generator = numbers()
+    with default_mesh(MESH):
+        next(generator)
+        with default_mesh(MESH):
+            generator.close()
+            assert get_default_mesh() == MESH
+    assert get_default_mesh() is None
+
+
+def test_a_compiled_function_is_traced_again_under_another_default_mesh():
+    seen = []
+
+    @jax.jit
+    def f(x):
+        seen.append(get_default_mesh())
+        return x + 1
+
+    x = jnp.zeros(4)
+    f(x)
+    for mesh in (MESH, CUBE, MESH, Mesh(MESH.jax_mesh)):
+        with default_mesh(mesh):
+            f(x)
+            f(x)
+    f(x)
+    assert seen == [None, MESH, CUBE]
+
+
+def test_tasks_that_leave_in_any_order_leave_no_mesh_behind():
+    seen = []
+
+    @jax.jit
+    def f(x):
+        seen.append(get_default_mesh())
+        return x
+
+    async def work(mesh, rounds):
+        with default_mesh(mesh):
+            for _ in range(rounds):
+                await asyncio.sleep(0)
+
+    async def both():
+        await asyncio.gather(work(MESH, 1), work(CUBE, 3))
+
+    f(1.0)
+    asyncio.run(both())
+    f(1.0)
+    with default_mesh(MESH):
+        f(1.0)
+    assert seen == [None, MESH]
+
+
+def test_threads_that_share_a_compiled_function_trace_it_for_their_own_mesh():
+    @jax.jit
+    def num_axes(x):
+        mesh = get_default_mesh()
+        assert mesh is not None
+        return x + len(mesh.axis_names)
+
+    def work(mesh):
+        with default_mesh(mesh):
+            return [int(num_axes(0)) for _ in range(20)]
+
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(work, [MESH, CUBE, MESH, CUBE]))
+    assert results == [[2] * 20, [3] * 20] * 2
+
+
+def test_the_mesh_of_jax_is_seen_inside_a_compiled_function_too():
+    seen = []
+
+    @jax.jit
+    def f(x):
+        seen.append(get_default_mesh())
+        return x
+
+    for mesh in (MESH, CUBE):
+        with jax.set_mesh(mesh.jax_mesh):
+            f(1.0)
+    assert seen == [MESH, CUBE]
+
+
 def test_the_mesh_of_jax_is_the_default_where_none_is_set():
     with jax.set_mesh(CUBE.jax_mesh):
         assert get_default_mesh() == CUBE
@@ -349,6 +565,27 @@ def test_the_text_of_a_mesh_is_short(devices, text):
     assert Mesh.from_string(text) == mesh
 
 
+def test_a_pickle_opens_in_another_process_with_the_same_devices():
+    script = (
+        "import jax, pickle, sys; jax.config.update('jax_num_cpu_devices', 8); "
+        "mesh = pickle.load(sys.stdin.buffer); print(mesh.to_string()); "
+        "assert all(d in jax.devices() for d in mesh.devices.flat)"
+    )
+    mesh = create_mesh(
+        {"x": 2, "y": 2},
+        devices=["CPU:7", "CPU:1", "CPU:2", "CPU:0"],
+        axis_types={"y": "explicit"},
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script],
+        input=pickle.dumps(mesh),
+        capture_output=True,
+        check=False,
+    )
+    assert run.stdout.decode() == "x=2,y=2|auto,explicit|cpu:7,1-2,0\n", run.stderr
+    assert mesh.to_string() + "\n" == run.stdout.decode()
+
+
 def test_a_pickle_does_not_open_where_a_device_is_missing():
     script = (
         "import jax, pickle, sys; jax.config.update('jax_num_cpu_devices', 2); "
@@ -367,6 +604,13 @@ def test_a_pickle_does_not_open_where_a_device_is_missing():
 
 
 # Bad inputs, with what is said about them.
+
+NOTHING: Any = None
+
+
+def count_up():
+    yield 1
+
 
 NOT_AXES = (
     "does not name axes and sizes. Write {'batch': 2, 'model': 4}, [('batch', 2), "
@@ -391,8 +635,8 @@ BAD = {
     ),
     "product that has no divisor": (
         lambda: create_mesh(batch=3),
-        "mesh (batch=3) needs 3 devices, and there are 8. A shape that fits: (batch=8), "
-        "or give 3 of them: devices=jax.devices()[:3].",
+        "mesh (batch=3) needs 3 devices, and there are 8. A shape that fits: "
+        "(batch=8), or give 3 of them: devices=jax.devices()[:3].",
     ),
     "product against given devices": (
         lambda: create_mesh("batch=2,model=4", devices=["CPU:0"]),
@@ -426,11 +670,11 @@ BAD = {
         "axis 'batch' has size True of type bool; a size is a whole number of devices.",
     ),
     "float size": (
-        lambda: create_mesh(batch=8.0),
+        lambda: anyhow(batch=8.0),
         "axis 'batch' has size 8.0 of type float; a size is a whole number of devices.",
     ),
     "string size": (
-        lambda: create_mesh({"batch": "8"}),
+        lambda: anyhow({"batch": "8"}),
         "axis 'batch' has size '8' of type str; a size is a whole number of devices.",
     ),
     "duplicate names": (
@@ -452,7 +696,7 @@ BAD = {
         f"axis name 'batch ' {PLAIN}",
     ),
     "number as name": (
-        lambda: create_mesh({0: 8}),
+        lambda: anyhow({0: 8}),
         "axis name 0 is of type int; a name is a string, as 'batch'.",
     ),
     "number as name in a mesh of JAX": (
@@ -463,8 +707,8 @@ BAD = {
         lambda: create_mesh({}),
         "a mesh needs at least one axis, as create_mesh({'batch': 8}).",
     ),
-    "number for axes": (lambda: create_mesh(8), f"8 {NOT_AXES}"),
-    "sizes alone": (lambda: create_mesh((2, 4)), f"(2, 4) {NOT_AXES}"),
+    "number for axes": (lambda: anyhow(8), f"8 {NOT_AXES}"),
+    "sizes alone": (lambda: anyhow((2, 4)), f"(2, 4) {NOT_AXES}"),
     "text without sizes": (
         lambda: create_mesh("batch,model=4"),
         "'batch' of 'batch,model=4' is not NAME=SIZE, as in 'batch=2,model=4'.",
@@ -514,7 +758,7 @@ BAD = {
         "devices is a list, and got the string 'CPU:0'. Write ['CPU:0'].",
     ),
     "a number for devices": (
-        lambda: create_mesh(batch=4, devices=4),
+        lambda: anyhow(batch=4, devices=4),
         "4 is not a device; take them from jax.devices().",
     ),
     "unknown axis type": (
@@ -533,7 +777,7 @@ BAD = {
         "'model'?",
     ),
     "number for axis types": (
-        lambda: create_mesh(batch=8, axis_types=3),
+        lambda: anyhow(batch=8, axis_types=3),
         "axis_types is 3 of type int; give one axis type, a list with one per axis, or "
         "a dict by axis name.",
     ),
@@ -542,11 +786,11 @@ BAD = {
         "Mesh(batch=2, model=4) has no axis 'modle'. Did you mean 'model'?",
     ),
     "number for an axis": (
-        lambda: MESH[0],
+        lambda: ANY_MESH[0],
         "Mesh(batch=2, model=4) has no axis 0.",
     ),
     "list for an axis": (
-        lambda: MESH[("batch", ["model"])],
+        lambda: ANY_MESH[("batch", ["model"])],
         "Mesh(batch=2, model=4) has no axis ['model']. Did you mean 'model'?",
     ),
     "sub-mesh of an axis twice": (
@@ -566,7 +810,7 @@ BAD = {
         "axis 'model' is named twice; each axis needs a name of its own.",
     ),
     "rename by a list": (
-        lambda: MESH.rename(["data", "model"]),
+        lambda: ANY_MESH.rename(["data", "model"]),
         "rename takes new names by old ones, as {'batch': 'data'}, and got ['data', "
         "'model'].",
     ),
@@ -578,9 +822,13 @@ BAD = {
         lambda: CUBE.merge(("a", "b"), "c"),
         "axis 'c' is named twice; each axis needs a name of its own.",
     ),
-    "merge of several axis types": (
-        lambda: create_mesh(a=2, b=4, axis_types={"a": "explicit"}).merge("ab", "c"),
-        "Mesh(a=2, b=4) has no axis 'ab'.",
+    "merge of two axes run together": (
+        lambda: CUBE.merge("ab", "d"),
+        "Mesh(a=2, b=2, c=2) has no axis 'ab'. Did you mean 'b'?",
+    ),
+    "merge into a number": (
+        lambda: ANY_MESH.merge(("batch", "model"), 3),
+        "axis name 3 is of type int; a name is a string, as 'batch'.",
     ),
     "merge of axes of several types": (
         lambda: create_mesh(a=2, b=4, axis_types={"a": "explicit"}).merge(
@@ -615,8 +863,46 @@ BAD = {
         '\'{"axes": [["a", 2]]}\' is not a mesh\'s text; write it with mesh.to_json().',
     ),
     "None for text": (
-        lambda: Mesh.from_string(None),
+        lambda: AnyMesh.from_string(None),
         "None is not a mesh's text; write it with mesh.to_string().",
+    ),
+    "bytes for text": (
+        lambda: AnyMesh.from_string(b"batch=8|auto|cpu:0-7"),
+        "b'batch=8|auto|cpu:0-7' is not a mesh's text; write it with mesh.to_string().",
+    ),
+    "text of more devices than there is memory for": (
+        lambda: Mesh.from_string(f"batch=8|auto|cpu:0-{10**30}"),
+        f"'batch=8|auto|cpu:0-{10**30}' is not a mesh's text: its axes do not hold "
+        f"{10**30 + 1} devices.",
+    ),
+    "JSON of a product that is not that of its devices": (
+        lambda: Mesh.from_json(MESH.to_json().replace("4", "3")),
+        f"{MESH.to_json().replace('4', '3')!r} is not a mesh's text: its axes do not "
+        "hold 8 devices.",
+    ),
+    "a mesh of JAX with a device twice": (
+        lambda: Mesh(jax.sharding.Mesh(np.array(jax.devices()[:1] * 2), ("a",))),
+        "device cpu:0 is given twice; a mesh holds each device once.",
+    ),
+    "a keyword of create_mesh with a slip": (
+        lambda: anyhow(batch=8, device=["CPU:0"]),
+        "create_mesh takes no 'device', and ['CPU:0'] is no axis size. Did you mean "
+        "'devices'?",
+    ),
+    "axis types in the singular": (
+        lambda: anyhow({"batch": 8}, axis_type="explicit"),
+        "create_mesh takes no 'axis_type', and 'explicit' is no axis size. Did you "
+        "mean 'axis_types'?",
+    ),
+    "empty text for axis types": (
+        lambda: create_mesh(batch=8, axis_types=""),
+        "'' is not an axis type: one of 'auto', 'explicit', 'manual'.",
+    ),
+    "a generator with a default mesh": (
+        lambda: default_mesh(MESH)(count_up),
+        "default_mesh cannot decorate the generator 'count_up': it runs after "
+        "the call that makes it has returned. Iterate over it inside `with "
+        "default_mesh(mesh):`.",
     ),
     "text of a product that is not that of its devices": (
         lambda: Mesh.from_string("batch=-1|auto|cpu:0-7"),
@@ -628,7 +914,7 @@ BAD = {
         + NOT_A_MESH,
     ),
     "None for the default mesh": (
-        lambda: default_mesh(None),
+        lambda: default_mesh(NOTHING),
         "expected a Mesh or a jax.sharding.Mesh, and got None of type NoneType. "
         + NOT_A_MESH,
     ),
@@ -645,7 +931,7 @@ def test_what_is_said_about_a_bad_mesh(case):
 
 
 def test_an_abstract_mesh_names_no_devices():
-    abstract = AbstractMesh((8,), ("batch",), axis_types=(AxisType.Auto,))
+    abstract: Any = AbstractMesh((8,), ("batch",), axis_types=(AxisType.Auto,))
     with pytest.raises(MeshError, match=r"of type AbstractMesh\. Make one with"):
         Mesh(abstract)
 

@@ -172,7 +172,9 @@ def losses_on_one_device(name, flax, split, size):
 
 
 @pytest.mark.parametrize("flax", ["nnx", "linen"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", ["mlp", pytest.param("convnet", marks=pytest.mark.slow)]
+)
 def test_any_layout_learns_what_one_device_learns(name, flax):
     split = examples(3 * 16 + 5)
     expected = losses_on_one_device(name, flax, split, 16)

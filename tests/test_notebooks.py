@@ -27,9 +27,6 @@ def test_there_is_a_notebook():
 
 
 @pytest.mark.slow
-# The client's own event loop and sockets are closed late, by the garbage collector.
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_every_cell_runs_without_errors_and_warnings(notebook, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     # Without kernel directories, `python3` is the interpreter that runs this test.
@@ -42,7 +39,7 @@ def test_every_cell_runs_without_errors_and_warnings(notebook, monkeypatch):
         timeout=600,
         resources={"metadata": {"path": str(notebook.parent)}},
     )
-    client.execute()
+    client.execute(cleanup_kc=True)
     said = [
         output.text
         for cell in read_notebook.cells

@@ -145,6 +145,17 @@ def test_html_tables_name_no_colour_of_their_own():
     assert "class=" not in text
 
 
+def test_html_tables_take_the_colour_of_the_page_even_outside_of_standards_mode():
+    (table,) = re.findall(r"<table [^>]*>", _render.html_table(["a"], [["1"]]))
+    assert "color:inherit" in table
+
+
+def test_control_characters_and_half_characters_cannot_break_an_html_table():
+    text = _render.html_table(["a"], [["\x00\ud800"]], notes=["\x1b"])
+    assert "\\x00\\ud800" in text.encode().decode()
+    assert "\\x1b" in text
+
+
 def test_a_huge_html_table_says_how_many_rows_it_leaves_out():
     rows = [[f"layer_{n}"] for n in range(100_000)]
     text = _render.html_table(["path"], rows)
@@ -214,6 +225,12 @@ def test_the_picture_of_a_big_mesh_stays_small(names, shape):
 def test_the_pictures_of_many_grids_say_how_many_they_leave_out():
     text = _render.mesh_text(*mesh_case(("a", "b", "c"), (64, 2, 2)))
     assert text.endswith("\n7 of 64 grids are drawn.")
+
+
+def test_the_blocks_of_a_mesh_tell_their_coordinates():
+    blocks = blocks_of(svg_of(_render.mesh_html(*mesh_case(("a", "b", "c"), (2,) * 3))))
+    assert blocks[0] == ("0", "a 0, b 0, c 0: 0")
+    assert blocks[6] == ("6", "a 1, b 1, c 0: 6")
 
 
 def test_axis_names_are_escaped_in_pictures():

@@ -54,6 +54,21 @@ def test_there_are_enough_threads_for_the_devices(n, before, after):
     assert run(body, NPROC=before) == [f"{n} {after}"]
 
 
+def test_a_number_may_be_that_of_numpy():
+    body = "import numpy as np; print(len(virtual_devices(np.int64(3))))"
+    assert run(body) == ["3"]
+
+
+def test_importing_the_library_starts_no_backend():
+    body = (
+        "import meshlayout\n"
+        "from meshlayout._jax import backends_started\n"
+        "print(backends_started(), 'NPROC' in os.environ)\n"
+        "print(len(virtual_devices(4)), len(meshlayout.create_mesh().local_devices))\n"
+    )
+    assert run(body) == ["False False", "4 4"]
+
+
 def test_it_wins_over_the_flags_of_xla():
     flags = "--xla_force_host_platform_device_count=4"
     body = "print(len(virtual_devices(3)))"
@@ -68,8 +83,8 @@ def test_it_comes_too_late_once_jax_runs_with_another_number():
         "print(len(virtual_devices(1)), os.environ.get('NPROC'))\n"
     )
     assert said == [
-        "virtual_devices(8) comes too late: JAX already runs with 1 CPU device, and the "
-        "number cannot change any more. Restart the kernel or process and call it "
+        "virtual_devices(8) comes too late: JAX already runs with 1 CPU device, and "
+        "the number cannot change any more. Restart the kernel or process and call it "
         "before anything else of JAX, or make a mesh over what is here: create_mesh().",
         "1 None",
     ]
@@ -103,8 +118,8 @@ def test_on_an_accelerator_it_changes_nothing_and_says_so(monkeypatch):
         warnings.simplefilter("always")
         assert virtual_devices(8) == chips
     assert [str(warning.message) for warning in said] == [
-        "virtual_devices(8) changes nothing here: JAX runs on 4 TPU devices, and a mesh "
-        "is made of those. To try virtual CPU devices on this machine, set "
+        "virtual_devices(8) changes nothing here: JAX runs on 4 TPU devices, and a "
+        "mesh is made of those. To try virtual CPU devices on this machine, set "
         "JAX_PLATFORMS=cpu before Python starts."
     ]
     assert dict(os.environ) == before

@@ -120,6 +120,15 @@ def test_a_parameter_of_an_nnx_module_is_drawn_as_its_array():
     assert visualize(layer.kernel).shape == (8, 4)
 
 
+def test_a_parameter_that_is_only_described_is_drawn():
+    layouts = ml.LayoutMap(MESH, {"kernel": ("model", None)})
+    described = ml.describe(lambda: nnx.Linear(8, 4, rngs=nnx.Rngs(0)), layouts)
+    shards = visualize(described.abstract.kernel)
+    assert dict(shards.held) == held_by_jax(
+        ml.Layout(["model", None], MESH).sharding, (8, 4)
+    )
+
+
 def test_the_text_of_a_picture():
     array = jax.device_put(
         jnp.zeros((64, 128)), ml.Layout(["batch", "model"], MESH).sharding
@@ -142,6 +151,29 @@ def test_a_replicated_array_is_one_block_with_all_devices():
     text = repr(visualize(ml.Layout.replicated(MESH, 2), shape=(3, 5)))
     assert "│  0-7  │" in text or "│ 0-7 │" in text
     assert "8 devices hold the whole array." in text
+
+
+def colors_in_svg(value):
+    """Returns the colour of each block by the label in it."""
+    html_text = operator.methodcaller("_repr_html_")(value)
+    svg = html_text[html_text.index("<svg") : html_text.index("</svg>") + 6]
+    return {
+        group.findtext(f"{SVG}text"): rect.get("fill")
+        for group in ET.fromstring(svg).iter(f"{SVG}g")
+        if (rect := group.find(f"{SVG}rect")) is not None
+    }
+
+
+@pytest.mark.parametrize(
+    "specs", [["batch", None], [None, "model"], ["model", "batch"]]
+)
+def test_a_shard_has_the_colour_of_its_first_device_in_the_mesh(specs):
+    of_mesh = colors_in_svg(MESH)
+    assert len(set(of_mesh.values())) == 8
+    for label, color in colors_in_svg(
+        visualize(ml.Layout(specs, MESH), (8, 8))
+    ).items():
+        assert color == of_mesh[str(parse_ids(label)[0])]
 
 
 def test_three_cut_dims_become_several_grids():
@@ -206,6 +238,51 @@ LAYOUT = ml.Layout(["batch", "model"], MESH)
             None,
             "visualize takes a jax.Array, a Layout or a sharding, and got 3 of type "
             "int.",
+        ),
+        (
+            None,
+            None,
+            "visualize takes a jax.Array, a Layout or a sharding, and got None of type "
+            "NoneType.",
+        ),
+        (
+            nnx.Param(None),
+            None,
+            "visualize takes a jax.Array, a Layout or a sharding, and got None of type "
+            "NoneType.",
+        ),
+        (
+            MESH,
+            None,
+            "visualize takes a jax.Array, a Layout or a sharding, and got "
+            "Mesh(batch=2, model=4) of type Mesh. To draw an array on it: "
+            "visualize(mesh.layout(...), shape=...).",
+        ),
+        (
+            "batch",
+            None,
+            "visualize takes a jax.Array, a Layout or a sharding, and got 'batch' of "
+            "type str. A spec needs a mesh: mesh.layout(...).",
+        ),
+        (
+            [0] * 1000,
+            None,
+            "visualize takes a jax.Array, a Layout or a sharding, and got [0, 0, 0, 0, "
+            "0, 0, ...] of type list. Give one array of it, or explain the tree by a "
+            "LayoutMap.",
+        ),
+        (
+            ml.Layout([ml.MATCH, None], MESH),
+            (4, 4),
+            "Layout([MATCH, unsharded], Mesh(batch=2, model=4)) holds MATCH, which "
+            "stands for the layout of an array that is not here; only relayout(x, "
+            "layout) can fill it in.",
+        ),
+        (
+            LAYOUT,
+            (8,),
+            "Layout([batch, model], Mesh(batch=2, model=4)) is for arrays of rank 2, "
+            "and this one has rank 1. Use `...` for any number of unsharded dims.",
         ),
         (
             jax.ShapeDtypeStruct((2, 3), jnp.int32),

@@ -119,7 +119,9 @@ _NOTE = "opacity:0.85;font-size:12px"
 def _mesh_title(axis_names: Sequence[str], shape: Sequence[int], kind: str) -> str:
     axes = ", ".join(f"{n}={size}" for n, size in zip(axis_names, shape, strict=True))
     count = math.prod(shape)
-    return f"Mesh({axes}): {count} {kind.upper()} device{'s' * (count != 1)}".replace("  ", " ")
+    return f"Mesh({axes}): {count} {kind.upper()} device{'s' * (count != 1)}".replace(
+        "  ", " "
+    )
 
 
 def _without_kind(labels: Sequence[str]) -> tuple[str, list[int | str]]:

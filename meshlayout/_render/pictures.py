@@ -3,7 +3,7 @@
 import html
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -55,11 +55,17 @@ class Direction:
 
 @dataclass(frozen=True)
 class Cell:
-    """One shard: who holds it, and which of the picture's shards it is."""
+    """One shard or device.
+
+    Attributes:
+        labels: The devices that hold it.
+        number: Which of the picture's colours it has.
+        about: What it is, told where a mouse rests on it.
+    """
 
     labels: tuple[int | str, ...]
     number: int
-    about: str = ""
+    about: str
 
 
 @dataclass(frozen=True)
@@ -70,14 +76,14 @@ class Picture:
         down: The direction of the rows.
         across: The direction of the columns.
         panels: Of each grid, its title and its cells by row and column.
-        num_shards: How many different cells there are in all panels.
+        num_colors: How many colours there are in all panels.
         notes: What there is to say below.
     """
 
     down: Direction
     across: Direction
     panels: tuple[tuple[str, dict[tuple[int, int], Cell]], ...]
-    num_shards: int
+    num_colors: int
     notes: tuple[str, ...] = ()
 
 
@@ -114,7 +120,7 @@ def shards_picture(shape: Sequence[int], axes: Sequence[str], held: Held) -> Pic
         )
         for dim in drawn
     ]
-    numbers = {index: number for number, index in enumerate(sorted(holders))}
+    numbers, num_colors = _numbers(holders, [label for label, _ in held])
 
     def cell(index: tuple[int, ...]) -> Cell:
         slices = (cuts[d][i] for d, i in enumerate(index))
@@ -133,9 +139,23 @@ def shards_picture(shape: Sequence[int], axes: Sequence[str], held: Held) -> Pic
     return _picture(
         directions,
         [(title(at), panel) for at, panel in panels.items()],
-        len(numbers),
+        num_colors,
         _whole_dims_notes(shape, [dim for dim in whole if dim not in drawn]),
     )
+
+
+def _numbers(
+    holders: Mapping[tuple[int, ...], Sequence[int | str]], devices: list[int | str]
+) -> tuple[dict[tuple[int, ...], int], int]:
+    """Returns the colour of each shard, and how many colours there are.
+
+    A shard has the colour of its first device in the picture of the mesh; with many
+    devices these are too close to tell a few shards apart, which get their own.
+    """
+    shards = sorted(holders)
+    if len(shards) == 1 or len(devices) > _MAX_STEPS:
+        return {index: number for number, index in enumerate(shards)}, len(shards)
+    return {index: devices.index(holders[index][0]) for index in shards}, len(devices)
 
 
 def mesh_picture(
@@ -155,6 +175,14 @@ def mesh_picture(
     columns = shape[-1] if shape else 1
     per_panel = math.prod(shape[-2:])
     outer = itertools.product(*map(range, shape[:-2]))
+
+    def about(device: int) -> str:
+        at = []
+        for name, size in reversed(list(zip(axis_names, shape, strict=True))):
+            device, coordinate = divmod(device, size)
+            at.append(f"{name} {coordinate}")
+        return f"{', '.join(reversed(at))}:"
+
     panels = []
     for number, at in enumerate(outer):
         first = number * per_panel
@@ -163,7 +191,7 @@ def mesh_picture(
             (
                 ", ".join(f"{name} {i}" for name, i in names),
                 {
-                    divmod(i - first, columns): Cell((labels[i],), i)
+                    divmod(i - first, columns): Cell((labels[i],), i, about(i))
                     for i in range(first, first + per_panel)
                 },
             )
@@ -174,7 +202,7 @@ def mesh_picture(
 def _picture(
     directions: list[Direction],
     panels: Sequence[tuple[str, dict[tuple[int, int], Cell]]],
-    num_shards: int,
+    num_colors: int,
     notes: list[str],
 ) -> Picture:
     down, across = [Direction()] * (2 - len(directions)) + directions
@@ -182,7 +210,7 @@ def _picture(
     if len(shown) < len(panels):
         notes = [*notes, f"{len(shown)} of {len(panels)} grids are drawn."]
     return Picture(
-        down, across, tuple(panels[at] for at in shown), num_shards, tuple(notes)
+        down, across, tuple(panels[at] for at in shown), num_colors, tuple(notes)
     )
 
 
@@ -390,25 +418,25 @@ def _grid_svg(
     for (i, row), (j, column) in itertools.product(enumerate(rows), enumerate(columns)):
         cell = None if row is None or column is None else panel.get((row, column))
         x, y = frame.left + j * step[0], frame.top + i * step[1]
-        parts.append(_cell_svg(cell, x, y, step, picture.num_shards))
+        parts.append(_cell_svg(cell, x, y, step, picture.num_colors))
     return "".join(parts)
 
 
 def _cell_svg(
-    cell: Cell | None, x: float, y: float, step: tuple[float, float], num_shards: int
+    cell: Cell | None, x: float, y: float, step: tuple[float, float], num_colors: int
 ) -> str:
     width, height = step
     middle = x + width / 2, y + height / 2 + 4
     if cell is None:
         return _text("…", *middle, anchor="middle", faint=True)
     labels = labels_text(map(_clean, cell.labels), int((width - 8) / _CHAR))
-    fill, ink = _colors(cell.number, num_shards)
-    full = html.escape(labels_text(map(_clean, cell.labels)))
+    fill, ink = _colors(cell.number, num_colors)
+    full = f"{one_line(cell.about)} {labels_text(map(_clean, cell.labels))}"
     return (
         f'<g><rect x="{x + 1:g}" y="{y + 1:g}" width="{width - 2:g}" '
         f'height="{height - 2:g}" rx="4" fill="{fill}"/>'
         f"{_text(labels, *middle, anchor='middle', fill=ink, weight=600)}"
-        f"<title>{cell.about} {full}</title></g>"
+        f"<title>{html.escape(full)}</title></g>"
     )
 
 

@@ -121,8 +121,10 @@ def html_table(
     if len(rows) > _MAX_HTML_ROWS:
         left = f"{len(rows) - _MAX_HTML_ROWS:,} more rows are not shown here."
         notes = [left, *notes]
+    # Outside of standards mode, a table does not take the colour around it by itself.
     table = (
-        f'<table style="border-collapse:collapse;border:none;margin:0;font-size:12px">'
+        f'<table style="border-collapse:collapse;border:none;margin:0;font-size:12px;'
+        f'color:inherit">'
         f'<thead style="border-bottom:{_LINE}">{head}</thead>'
         f"<tbody>{''.join(body)}</tbody></table>"
     )
@@ -141,7 +143,7 @@ def html_block(*parts: str) -> str:
 
 def html_line(text: str, style: str) -> str:
     """Returns one line of text, escaped."""
-    return f'<div style="{style}">{html.escape(text)}</div>'
+    return f'<div style="{style}">{html.escape(one_line(text))}</div>'
 
 
 def _html_row(tag: str, cells: Sequence[object], align: str, style: str) -> str:
@@ -150,7 +152,7 @@ def _html_row(tag: str, cells: Sequence[object], align: str, style: str) -> str:
     parts = [
         f'<{tag} style="text-align:{sides[how]};padding:3px 14px 3px 2px;border:none;'
         f'background:transparent;white-space:nowrap;{style}">'
-        f"{html.escape(str(cell))}</{tag}>"
+        f"{html.escape(one_line(cell))}</{tag}>"
         for cell, how in zip(cells, align, strict=True)
     ]
     line = f"border:none;border-bottom:{_LINE};background:transparent"

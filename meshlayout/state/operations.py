@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlayout import _jax
-from meshlayout.layout import Layout
+from meshlayout._cuts import spread, tidy
 from meshlayout.mesh import Mesh
 
 
@@ -37,51 +37,6 @@ class MemoryEstimate:
 
     state_bytes: int
     peak_bytes: int
-
-
-def spread(mesh: Mesh, shape: Sequence[int]) -> Layout:
-    """Returns a layout that cuts an array as finely as its shape allows.
-
-    No layout on this mesh that fits the array holds less of it on a device by more
-    than the axes that no dim can take.
-    """
-    entries: list[tuple[str, ...]] = [()] * len(shape)
-    left = list(shape)
-    for axis, size in sorted(mesh.shape.items(), key=lambda item: -item[1]):
-        fitting = [dim for dim, extent in enumerate(left) if extent % size == 0]
-        if fitting and size > 1:
-            dim = max(fitting, key=lambda at: left[at])
-            entries[dim] = (*entries[dim], axis)
-            left[dim] //= size
-    return Layout(entries, mesh)
-
-
-# XLA's CPU compiler runs the last elements of a loop, too few to fill a vector, as
-# scalar code that may round otherwise. Shards whose rows fill vectors have the bits
-# of the whole; arrays too small to be cut so are made whole, and cut then.
-_VECTOR = 16
-_SMALL_BYTES = 64 * 1024
-
-
-def _tidy(sharding: NamedSharding, aval: Any, mesh: Mesh) -> NamedSharding:
-    """Returns a sharding in which every element gets the bits it has in the whole."""
-    shape = aval.shape
-    if mesh.platform != "cpu" or _is_tidy(sharding, shape):
-        return sharding
-    rows = Layout([*spread(mesh, shape[:-1]).specs, None], mesh).sharding
-    if _is_tidy(rows, shape):
-        return rows
-    small = math.prod(shape) * _jax.itemsize(aval.dtype) <= _SMALL_BYTES
-    return NamedSharding(mesh.jax_mesh, PartitionSpec()) if small else sharding
-
-
-def _is_tidy(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
-    if sharding.is_fully_replicated:
-        return True
-    shard = sharding.shard_shape(shape)
-    if shard[-1] != shape[-1]:
-        return shard[-1] % _VECTOR == 0
-    return math.prod(shard) % _VECTOR == 0
 
 
 @dataclass
@@ -195,7 +150,9 @@ class Operations:
         """Gives every value a sharding: its use's where the shapes agree."""
         for var, target in zip(self._outputs, self._targets, strict=True):
             if not _is_literal(var):
-                self._shardings.setdefault(var, _tidy(target, var.aval, self._mesh))
+                self._shardings.setdefault(var, tidy(
+                    target, var.aval.shape, var.aval.dtype, self._mesh
+                ))
         for eqn in backwards:
             for out in eqn.outvars:
                 sharding = self._sharding(out)
@@ -208,7 +165,9 @@ class Operations:
             return NamedSharding(self._mesh.jax_mesh, PartitionSpec())
         if var not in self._shardings:
             cut = spread(self._mesh, var.aval.shape).sharding
-            self._shardings[var] = _tidy(cut, var.aval, self._mesh)
+            self._shardings[var] = tidy(
+                cut, var.aval.shape, var.aval.dtype, self._mesh
+            )
         return self._shardings[var]
 
     def _step(

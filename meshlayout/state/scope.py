@@ -17,10 +17,10 @@ import jax
 from flax import linen as nn, nnx
 
 from meshlayout import _paths
+from meshlayout._cuts import spread
 from meshlayout.errors import LayoutMapError
 from meshlayout.layout_map import LayoutMap, Resolved, in_force, register_scope_factory
 from meshlayout.state.create import create, eager_sharding_off, place, trace
-from meshlayout.state.operations import spread
 
 
 class Scope:

@@ -1,0 +1,75 @@
+# make demo | make test | make data; PYTHON=python3.13 picks the interpreter.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+TAG := $(shell $(PYTHON) -c 'import sys; print("py%d%d" % sys.version_info[:2])')
+CONSTRAINTS ?= constraints/$(TAG).txt
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Tests run on virtual CPU devices, whatever else the machine has.
+TEST_ENV := JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1
+DEMO_OPTIONS ?=
+
+.PHONY: demo data test lint types imports pytest test-matrix test-all lock clean
+
+demo: $(VENV)/.run-$(TAG)
+	$(BIN)/python -m models.train $(DEMO_OPTIONS)
+
+data: $(VENV)/.run-$(TAG)
+	$(BIN)/python -m models.prepare_data
+
+test: lint imports types pytest
+
+lint: $(VENV)/.dev-$(TAG)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+imports: $(VENV)/.dev-$(TAG)
+	$(BIN)/lint-imports
+
+types: $(VENV)/.dev-$(TAG)
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+pytest: $(VENV)/.dev-$(TAG)
+	$(TEST_ENV) $(BIN)/python -m pytest -q -n 2 $(PYTEST_OPTIONS)
+
+# The other supported interpreters and versions, each in an environment of its own;
+# those that are not on this machine are named and left out.
+test-matrix:
+	@for set in 3.12:py312 3.13:py313 3.13:colab; do \
+	  name=$${set##*:}; \
+	  python=$$(ls "$$(command -v python$${set%%:*} || true)" \
+	    $(HOME)/.pyenv/versions/$${set%%:*}.*/bin/python 2>/dev/null | tail -n 1); \
+	  if test -n "$$python"; then \
+	    echo "== $$name with $$python"; \
+	    $(MAKE) --no-print-directory pytest PYTHON=$$python VENV=.venv-$$name \
+	      CONSTRAINTS=constraints/$$name.txt || exit 1; \
+	  else echo "== $$name: no Python $${set%%:*} here, left out"; fi; \
+	done
+
+test-all: test test-matrix
+
+# One environment for one interpreter: another one starts it anew.
+$(VENV)/.made-$(TAG):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "meshlayout needs Python 3.11 or later; choose one with make PYTHON=python3.13")'
+	@test -e $(CONSTRAINTS) || { echo "There are no pinned versions for this Python ($(CONSTRAINTS)). Try PYTHON=python3.13."; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+$(VENV)/.run-$(TAG): $(VENV)/.made-$(TAG) pyproject.toml $(CONSTRAINTS)
+	$(PIP_INSTALL) --constraint $(CONSTRAINTS) --editable .
+	@touch $@
+
+$(VENV)/.dev-$(TAG): $(VENV)/.made-$(TAG) pyproject.toml $(CONSTRAINTS)
+	$(PIP_INSTALL) --constraint $(CONSTRAINTS) --editable '.[test,lint]'
+	@touch $@ $(VENV)/.run-$(TAG)
+
+# Writes the versions that pip resolves today: names and versions, no index address.
+lock:
+	rm -rf .venv-lock
+	$(PYTHON) -m venv .venv-lock
+	.venv-lock/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test,lint]'
+	.venv-lock/bin/python -m pip freeze --exclude-editable > constraints/$(TAG).txt
+	rm -rf .venv-lock
+
+clean:
+	rm -rf .venv .venv-*

@@ -1,0 +1,57 @@
+"""Ways to cut an array that nobody asked to cut: finely, and without other bits."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshlayout import _jax
+from meshlayout.layout import Layout
+from meshlayout.mesh import Mesh
+
+
+def spread(mesh: Mesh, shape: Sequence[int]) -> Layout:
+    """Returns a layout that cuts an array as finely as its shape allows.
+
+    No layout on this mesh that fits the array holds less of it on a device by more
+    than the axes that no dim can take.
+    """
+    entries: list[tuple[str, ...]] = [()] * len(shape)
+    left = list(shape)
+    for axis, size in sorted(mesh.shape.items(), key=lambda item: -item[1]):
+        fitting = [dim for dim, extent in enumerate(left) if extent % size == 0]
+        if fitting and size > 1:
+            dim = max(fitting, key=lambda at: left[at])
+            entries[dim] = (*entries[dim], axis)
+            left[dim] //= size
+    return Layout(entries, mesh)
+
+
+# XLA's CPU compiler runs the last elements of a loop, too few to fill a vector, as
+# scalar code that may round otherwise. Shards whose rows fill vectors have the bits
+# of the whole; arrays too small to be cut so are made whole, and cut then.
+_VECTOR = 16
+_SMALL_BYTES = 64 * 1024
+
+
+def tidy(
+    sharding: NamedSharding, shape: tuple[int, ...], dtype: Any, mesh: Mesh
+) -> NamedSharding:
+    """Returns a sharding in which every element gets the bits it has in the whole."""
+    if mesh.platform != "cpu" or _is_tidy(sharding, shape):
+        return sharding
+    rows = Layout([*spread(mesh, shape[:-1]).specs, None], mesh).sharding
+    if _is_tidy(rows, shape):
+        return rows
+    small = math.prod(shape) * _jax.itemsize(dtype) <= _SMALL_BYTES
+    return NamedSharding(mesh.jax_mesh, PartitionSpec()) if small else sharding
+
+
+def _is_tidy(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
+    if sharding.is_fully_replicated:
+        return True
+    shard = sharding.shard_shape(shape)
+    if shard[-1] != shape[-1]:
+        return shard[-1] % _VECTOR == 0
+    return math.prod(shard) % _VECTOR == 0

@@ -1,0 +1,27 @@
+"""Arrays and layouts: placing, moving, taking apart and creating arrays sharded.
+
+Every function takes an array or any pytree of arrays, with one layout for all of its
+leaves or a tree of layouts that is a prefix of it.
+"""
+
+from meshlayout.arrays.creation import (
+    arange as arange,
+    call_with_layout as call_with_layout,
+    full as full,
+    normal as normal,
+    ones as ones,
+    uniform as uniform,
+    zeros as zeros,
+)
+from meshlayout.arrays.moving import (
+    check_layout as check_layout,
+    copy_to_mesh as copy_to_mesh,
+    fetch_layout as fetch_layout,
+    relayout as relayout,
+    relayout_like as relayout_like,
+)
+from meshlayout.arrays.parts import (
+    pack as pack,
+    to_numpy as to_numpy,
+    unpack as unpack,
+)

@@ -1,0 +1,479 @@
+"""Arrays that are created sharded, never whole on a device."""
+
+import functools
+import math
+import numbers
+import operator
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike, DTypeLike
+
+from meshlayout import _jax
+from meshlayout.arrays.leaf import (
+    is_array,
+    is_concrete_array,
+    is_jax_dtype,
+    move,
+    resolve,
+    with_full_rank,
+)
+from meshlayout.arrays.tree import (
+    LayoutLike,
+    Tree,
+    describe,
+    device_ids,
+    first_line,
+    kind_text,
+)
+from meshlayout.errors import LayoutError
+from meshlayout.layout import MATCH, Layout
+from meshlayout.mesh import Mesh
+
+
+ShapeLike: TypeAlias = int | Sequence[int] | Any
+"""A shape, or a pytree of shapes."""
+
+
+def call_with_layout(
+    fn: Callable[..., Any], layout: LayoutLike, *args: Any, **kwargs: Any
+) -> Any:
+    """Calls a function so that its results are created with a layout.
+
+    The function is compiled; no result is ever whole on a device. Arguments that hold
+    arrays are traced, others (shapes, dtypes, numbers) are compiled in, so that the
+    same function called with the same ones is compiled once.
+
+    Args:
+        fn: Any function that `jax.jit` can compile.
+        layout: The layout of the result, or a tree of layouts for a pytree.
+        *args: Arguments of the function.
+        **kwargs: Keyword arguments of the function.
+
+    Returns:
+        What the function returns.
+
+    Raises:
+        LayoutError: If a layout does not fit a result, or an argument lies on other
+            devices.
+
+    Example:
+        >>> import meshlayout as ml
+        >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
+        >>> eye = ml.call_with_layout(jnp.eye, mesh.layout("batch", "model"), 8)
+        >>> eye.addressable_shards[0].data.shape
+        (4, 2)
+    """
+    if not callable(fn):
+        msg = (
+            "call_with_layout(fn, layout, ...) takes a function, and got "
+            f"{fn!r} of type {type(fn).__name__}."
+        )
+        raise LayoutError(msg)
+    static, fn, args, kwargs = _split_static(fn, args, kwargs)
+    shapes = jax.jit(fn, **static).eval_shape(*args, **kwargs)
+    results = Tree(shapes)
+    layouts = [
+        resolve(leaf, one, where, match=False, what="result")
+        for (where, leaf), one in zip(
+            results.named("result"), results.spread(layout), strict=True
+        )
+    ]
+    meshes = {one.mesh for one in layouts}
+    for where, leaf in Tree((args, kwargs)).named("argument"):
+        for mesh in meshes:
+            _check_devices(leaf, mesh, where)
+    out = results.unflatten(_in_default_memory(one) for one in layouts)
+    made = jax.jit(fn, out_shardings=out, **static)(*args, **kwargs)
+    return _to_memory(made, layouts)
+
+
+def _split_static(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[dict[str, Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Tells jit which arguments hold no array; binds those that cannot be hashed."""
+    nums = tuple(at for at, arg in enumerate(args) if not _holds_arrays(arg))
+    names = tuple(name for name, arg in kwargs.items() if not _holds_arrays(arg))
+    constants = [args[at] for at in nums] + [kwargs[name] for name in names]
+    if not all(map(_is_hashable, constants)):
+        traced = [at for at in range(len(args)) if at not in nums]
+        known = {name: kwargs.pop(name) for name in names}
+        return (
+            {},
+            _bind(fn, args, traced, known),
+            tuple(args[at] for at in traced),
+            kwargs,
+        )
+    return {"static_argnums": nums, "static_argnames": names}, fn, args, kwargs
+
+
+def _bind(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    traced: list[int],
+    known: dict[str, Any],
+) -> Callable[..., Any]:
+    def bound(*values: Any, **kwargs: Any) -> Any:
+        full = list(args)
+        for at, value in zip(traced, values, strict=True):
+            full[at] = value
+        return fn(*full, **known, **kwargs)
+
+    return bound
+
+
+def _check_devices(x: Any, mesh: Mesh, where: str) -> None:
+    """Raises LayoutError if jit could not use an argument on this mesh."""
+    if not is_concrete_array(x) or not _jax.is_committed(x):
+        return
+    if set(x.sharding.device_set) != set(mesh.devices.flat):
+        msg = (
+            f"{where}: it lies on devices {device_ids(x.sharding.device_set)}, and the "
+            f"results on those of {mesh!r}. Move it there with relayout(x, layout)."
+        )
+        raise LayoutError(msg)
+
+
+def _holds_arrays(tree: Any) -> bool:
+    return any(
+        isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
+def _is_hashable(x: Any) -> bool:
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True
+
+
+def zeros(shape: ShapeLike, layout: LayoutLike, dtype: DTypeLike | None = None) -> Any:
+    """Creates arrays of zeros, each device its own part.
+
+    Args:
+        shape: Shape of the whole array, or a pytree of shapes.
+        layout: The layout, or a tree of layouts.
+        dtype: Dtype of the elements; JAX's default float if left out.
+
+    Raises:
+        LayoutError: If the layout does not fit the shape, or the dtype is not one.
+
+    Example:
+        >>> import meshlayout as ml
+        >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
+        >>> ml.zeros((4, 8), mesh.layout("batch", "model")).addressable_shards[
+        ...     0
+        ... ].data.shape
+        (2, 2)
+    """
+    return _create(_full, shape, layout, _dtype(dtype, float), (0,))
+
+
+def ones(shape: ShapeLike, layout: LayoutLike, dtype: DTypeLike | None = None) -> Any:
+    """Creates arrays of ones, each device its own part; see `zeros`."""
+    return _create(_full, shape, layout, _dtype(dtype, float), (1,))
+
+
+def full(
+    shape: ShapeLike,
+    value: ArrayLike,
+    layout: LayoutLike,
+    dtype: DTypeLike | None = None,
+) -> Any:
+    """Creates arrays of one value, each device its own part.
+
+    Args:
+        shape: Shape of the whole array, or a pytree of shapes.
+        value: The value of every element.
+        layout: The layout, or a tree of layouts.
+        dtype: Dtype of the elements; the value's if left out.
+
+    Raises:
+        LayoutError: As for `zeros`, and if the value is not a single one.
+
+    Example:
+        >>> import meshlayout as ml
+        >>> mesh = ml.create_mesh({"batch": 8})
+        >>> ml.full((8,), 7, mesh.layout("batch")).dtype
+        dtype('int32')
+    """
+    if not is_array(value) or np.shape(value):
+        msg = (
+            f"full takes a single value, and got {describe(value)}. To place an array, "
+            "use relayout(x, layout)."
+        )
+        raise LayoutError(msg)
+    return _create(_full, shape, layout, _dtype(dtype, None), (value,))
+
+
+def normal(
+    key: Any, shape: ShapeLike, layout: LayoutLike, dtype: DTypeLike | None = None
+) -> Any:
+    """Creates arrays of standard normal values, each device its own part.
+
+    The values are those of `jax.random.normal`, bit for bit, under any layout.
+
+    Args:
+        key: A PRNG key; for a pytree of shapes, a pytree of keys of its structure.
+        shape: Shape of the whole array, or a pytree of shapes.
+        layout: The layout, or a tree of layouts.
+        dtype: A float dtype; JAX's default if left out.
+
+    Raises:
+        LayoutError: As for `zeros`, and if the key is not one.
+
+    Example:
+        >>> import meshlayout as ml
+        >>> mesh = ml.create_mesh({"batch": 8})
+        >>> x = ml.normal(jax.random.key(0), (8, 4), mesh.layout("batch", None))
+        >>> bool((ml.to_numpy(x) == jax.random.normal(jax.random.key(0), (8, 4))).all())
+        True
+    """
+    return _create(_normal, shape, layout, _dtype(dtype, float), (), keys=key)
+
+
+def uniform(
+    key: Any,
+    shape: ShapeLike,
+    layout: LayoutLike,
+    dtype: DTypeLike | None = None,
+    minval: ArrayLike = 0.0,
+    maxval: ArrayLike = 1.0,
+) -> Any:
+    """Creates arrays of uniform values in `[minval, maxval)`, each device its part.
+
+    The values are those of `jax.random.uniform`, bit for bit, under any layout.
+
+    Args:
+        key: A PRNG key; for a pytree of shapes, a pytree of keys of its structure.
+        shape: Shape of the whole array, or a pytree of shapes.
+        layout: The layout, or a tree of layouts.
+        dtype: A float dtype; JAX's default if left out.
+        minval: Lower bound, included.
+        maxval: Upper bound, excluded.
+
+    Raises:
+        LayoutError: As for `normal`.
+    """
+    dtype = _dtype(dtype, float)
+    return _create(_uniform, shape, layout, dtype, (minval, maxval), keys=key)
+
+
+def arange(
+    start: float,
+    stop: float | None = None,
+    step: float | None = None,
+    *,
+    layout: LayoutLike,
+    dtype: DTypeLike | None = None,
+) -> jax.Array:
+    """Creates evenly spaced values, each device its own part.
+
+    The values are `start + step * i`, worked out in the dtype, as `jnp.arange` does.
+
+    Args:
+        start: The first value; the end, if there is no `stop`.
+        stop: The end, which is left out.
+        step: The distance between values; 1 if left out.
+        layout: The layout.
+        dtype: Dtype of the elements; that of the arguments if left out.
+
+    Raises:
+        LayoutError: If the layout does not fit, or an argument is not a number.
+
+    Example:
+        >>> import meshlayout as ml
+        >>> mesh = ml.create_mesh({"batch": 8})
+        >>> ml.to_numpy(ml.arange(0, 16, 2, layout=mesh.layout("batch"))).tolist()
+        [0, 2, 4, 6, 8, 10, 12, 14]
+    """
+    given = {"start": start, "stop": stop, "step": step}
+    for name, value in given.items():
+        if value is None and name != "start":
+            continue
+        if not isinstance(value, numbers.Real) or isinstance(value, bool):
+            msg = f"arange takes numbers, and got {value!r} as {name}."
+            raise LayoutError(msg)
+        if not math.isfinite(value):
+            msg = f"arange takes finite numbers, and got {value!r} as {name}."
+            raise LayoutError(msg)
+    if step == 0:
+        msg = "arange cannot go in steps of 0."
+        raise LayoutError(msg)
+    result = jnp.result_type(*(value for value in given.values() if value is not None))
+    chosen = _dtype(dtype, None) or np.dtype(result)
+    first, end = (0, start) if stop is None else (start, stop)
+    size = max(0, math.ceil((end - first) / (1 if step is None else step)))
+    work = chosen
+    if jnp.issubdtype(chosen, jnp.floating) and jnp.finfo(chosen).bits < 32:
+        work = np.dtype(np.float32)  # bfloat16 cannot count
+    operands = tuple(np.asarray(value, work) for value in (first, step or 1))
+    return _create(_arange, (size,), layout, chosen, operands)
+
+
+def _full(value: Any, *, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return jnp.full(shape, value, dtype)
+
+
+def _normal(key: Any, *, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return jax.random.normal(key, shape, dtype)
+
+
+def _uniform(
+    key: Any, minval: Any, maxval: Any, *, shape: tuple[int, ...], dtype: Any
+) -> jax.Array:
+    return jax.random.uniform(key, shape, dtype, minval, maxval)
+
+
+def _arange(
+    start: jax.Array, step: jax.Array, *, shape: tuple[int, ...], dtype: Any
+) -> jax.Array:
+    steps = step * jax.lax.broadcasted_iota(start.dtype, shape, 0)
+    # Two roundings, as in jnp.arange: kept from being fused into one.
+    return (start + jax.lax.optimization_barrier(steps)).astype(dtype)
+
+
+def _create(
+    make: Callable[..., jax.Array],
+    shape: ShapeLike,
+    layout: LayoutLike,
+    dtype: Any,
+    operands: tuple[Any, ...],
+    *,
+    keys: Any = None,
+) -> Any:
+    """Creates one array per shape, by a function that is compiled once for each."""
+    tree = Tree(shape, is_leaf=_is_shape)
+    each: list[tuple[Any, ...]] = [()] * len(tree.leaves)
+    if keys is not None or make in (_normal, _uniform):
+        each = [(key,) for key in _keys_for(keys, tree)]
+    made = []
+    for (path, one), layout_, key in zip(
+        tree.items(), tree.spread(layout), each, strict=True
+    ):
+        sizes = _sizes(one, path)
+        where = " ".join(filter(None, [path, kind_text(sizes, dtype)]))
+        chosen = with_full_rank(layout_, len(sizes), where)
+        if MATCH in chosen.specs:
+            msg = f"{where}: {chosen!r} holds MATCH; a new array has nothing to match."
+            raise LayoutError(msg)
+        chosen.check(sizes, where)
+        compiled = _compiled(make, sizes, dtype, _in_default_memory(chosen))
+        placed = [_near(operand, chosen.mesh) for operand in (*key, *operands)]
+        try:
+            array = compiled(*placed)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise LayoutError(f"{where}: {first_line(error)}") from error
+        made.append(_to_memory(array, [chosen]))
+    return tree.unflatten(made)
+
+
+@functools.lru_cache(maxsize=512)
+def _compiled(
+    make: Callable[..., jax.Array],
+    shape: tuple[int, ...],
+    dtype: Any,
+    sharding: NamedSharding,
+) -> Callable[..., jax.Array]:
+    one = functools.partial(make, shape=shape, dtype=dtype)
+    return jax.jit(one, out_shardings=sharding)
+
+
+def _keys_for(keys: Any, tree: "Tree") -> list[Any]:
+    """Returns one PRNG key per shape."""
+    found = Tree(keys)
+    if found.treedef != tree.treedef:
+        msg = (
+            "a tree of shapes takes a tree of keys of its structure "
+            f"{tree.treedef}, and got {found.treedef}. Split one key with "
+            "jax.random.split."
+        )
+        raise LayoutError(msg)
+    for path, key in found.items():
+        dtype = getattr(key, "dtype", None)
+        typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+        if not (typed and not np.shape(key)) and not (
+            dtype == np.uint32 and np.ndim(key) == 1
+        ):
+            where = f"{path}: " if path else ""
+            msg = (
+                f"{where}expected a PRNG key, and got {describe(key)}. Make one with "
+                "jax.random.key(seed)."
+            )
+            raise LayoutError(msg)
+    return found.leaves
+
+
+def _near(x: Any, mesh: Mesh) -> Any:
+    """Brings a small operand of a creator to the devices of the mesh."""
+    if not is_concrete_array(x) or not _jax.is_committed(x):
+        return x
+    # On Auto axes, so that its layout says nothing about the result's.
+    auto = (jax.sharding.AxisType.Auto,) * len(mesh.axis_names)
+    devices = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=auto)
+    return jax.device_put(x, NamedSharding(devices, PartitionSpec()))
+
+
+def _in_default_memory(layout: Layout) -> NamedSharding:
+    return layout.with_memory_kind(None).sharding
+
+
+def _to_memory(made: Any, layouts: list[Layout]) -> Any:
+    """Moves what was created to the kind of memory that its layout names."""
+    if all(layout.memory_kind is None for layout in layouts):
+        return made
+    tree = Tree(made)
+    return tree.unflatten(
+        leaf if one.memory_kind is None else move(leaf, one, where, donate=True)
+        for (where, leaf), one in zip(tree.named(), layouts, strict=True)
+    )
+
+
+def _is_shape(node: Any) -> bool:
+    if isinstance(node, (list, tuple)):
+        return not any(isinstance(size, (list, tuple, dict)) for size in node)
+    return not isinstance(node, dict)
+
+
+def _sizes(shape: Any, path: str) -> tuple[int, ...]:
+    """Returns a shape as a tuple, or raises LayoutError."""
+    try:
+        sizes = tuple(
+            map(operator.index, shape if isinstance(shape, (list, tuple)) else [shape])
+        )
+    except TypeError:
+        sizes = (-1,)
+    if any(size < 0 for size in sizes):
+        where = f"{path}: " if path else ""
+        msg = f"{where}a shape is sizes of 0 or more, and got {shape!r}."
+        raise LayoutError(msg)
+    return sizes
+
+
+def _dtype(dtype: DTypeLike | None, default: Any) -> Any:
+    """Returns the dtype that JAX will use, or None if there is no default."""
+    if dtype is None and default is None:
+        return None
+    dtype = default if dtype is None else dtype
+    try:
+        wanted = jnp.dtype(dtype)
+    except TypeError:
+        wanted = None
+    if wanted is None or not is_jax_dtype(wanted):
+        msg = f"{dtype!r} is not a dtype of numbers. Write jnp.float32 or 'float32'."
+        raise LayoutError(msg)
+    used = jax.dtypes.canonicalize_dtype(wanted)
+    if used != wanted and dtype not in (bool, int, float, complex):
+        warnings.warn(
+            f"dtype {wanted} is not enabled in JAX, and {used} is used. See "
+            "jax_enable_x64.",
+            stacklevel=3,
+        )
+    return used

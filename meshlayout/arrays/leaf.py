@@ -1,0 +1,219 @@
+"""One array and one layout: whether they fit, and the move."""
+
+from collections.abc import Sequence
+from typing import Any, TypeGuard
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshlayout import _jax
+from meshlayout.arrays.tree import describe, first_line
+from meshlayout.errors import LayoutError
+from meshlayout.layout import MATCH, DimSpec, Layout, as_layout
+
+
+def resolve(
+    x: Any, layout: Any, where: str, *, match: bool = True, what: str = ""
+) -> Layout:
+    """Returns the layout for one array: of its rank, and known to fit.
+
+    `MATCH` is filled in where it can be told how the array lies, and stays otherwise.
+    """
+    if not what and not is_array(x) and not isinstance(x, jax.ShapeDtypeStruct):
+        msg = f"{where}: a layout is for arrays, and this is {describe(x)}."
+        raise LayoutError(msg)
+    shape = np.shape(x) if not hasattr(x, "shape") else x.shape
+    layout = with_full_rank(layout, len(shape), where)
+    if MATCH in layout.specs:
+        if not match:
+            msg = f"{where}: {layout!r} holds MATCH; a new array has nothing to match."
+            raise LayoutError(msg)
+        layout = _matched(x, layout, where)
+    whole = [None if entry is MATCH else entry for entry in layout.specs]
+    Layout(whole, layout.mesh).check(shape, where)
+    return layout
+
+
+def _matched(x: Any, layout: Layout, where: str) -> Layout:
+    """Fills in MATCH, if it can be told how the array lies."""
+    if not isinstance(_jax.concrete_value(x), (jax.Array, jax.ShapeDtypeStruct)):
+        now: Sequence[DimSpec] = [None] * layout.rank
+    elif _jax.is_staged(x) and _jax.sharding_of(x) is None:
+        return layout
+    elif _jax.is_staged(x):
+        spec = tuple(getattr(_jax.sharding_of(x), "spec", ()))
+        now = spec + (None,) * (layout.rank - len(spec))
+    else:
+        now = layout_of(x, where).specs
+    specs = [
+        here if entry is MATCH else entry
+        for entry, here in zip(layout.specs, now, strict=True)
+    ]
+    try:
+        return Layout(specs, layout.mesh, memory_kind=layout.memory_kind)
+    except LayoutError as error:
+        msg = f"{where}: with MATCH filled in from {Layout.of(x)!r}, {error}"
+        raise LayoutError(msg) from None
+
+
+def move(
+    x: Any, layout: Layout, where: str, *, donate: bool, shared: bool = False
+) -> Any:
+    """Moves one array to a layout that is known to fit it.
+
+    `shared` says that the result may not take over the memory of `x`.
+    """
+    spec = PartitionSpec(
+        *(PartitionSpec.UNCONSTRAINED if e is MATCH else e for e in layout.specs)
+    )
+    sharding = NamedSharding(layout.mesh.jax_mesh, spec, memory_kind=layout.memory_kind)
+    if isinstance(x, jax.ShapeDtypeStruct):
+        msg = f"{where}: an abstract array has no values to move."
+        raise LayoutError(msg)
+    if is_concrete_array(x):
+        check_alive(x, where)
+    try:
+        if _jax.is_staged(x):
+            return _constrain(x, sharding, layout, where)
+        if not isinstance(x, jax.Array):
+            return jax.device_put(_for_device(x, layout, where), sharding)
+        if not is_concrete_array(x):
+            return jax.device_put(x, sharding)
+        if shared:
+            return jax.device_put(x, sharding, may_alias=False)
+        same_memory = x.sharding.memory_kind == sharding.memory_kind
+        return jax.device_put(x, sharding, donate=donate and same_memory)
+    except (ValueError, TypeError, OverflowError) as error:
+        if isinstance(error, LayoutError):
+            raise
+        msg = f"{where}: JAX cannot move it to {layout!r}: {first_line(error)}"
+        raise LayoutError(msg) from error
+
+
+def _constrain(x: Any, sharding: NamedSharding, layout: Layout, where: str) -> Any:
+    """Places a value inside jit, also in another memory."""
+    x = _jax.constrain(x, sharding)
+    if layout.memory_kind is None:
+        return x
+    if MATCH in layout.specs:
+        msg = (
+            f"{where}: {layout!r} holds MATCH and a memory kind, and inside jit JAX "
+            "does not know how the array lies. Name the axes."
+        )
+        raise LayoutError(msg)
+    if not _jax.memory_in_jit() and layout.mesh.platform == "cpu":
+        msg = (
+            f"{where}: jax {jax.__version__} cannot move a value to another memory "
+            "of a CPU inside jit; jax 0.9 can. Move it outside of jit."
+        )
+        raise LayoutError(msg)
+    return jax.device_put(x, sharding)
+
+
+def _for_device(x: Any, layout: Layout, where: str) -> Any:
+    """Returns something that is no `jax.Array` as one to be placed."""
+    if isinstance(x, (bool, int, float, complex)):
+        return x
+    return private_copy(as_array(x, where), layout.mesh.devices.flat[0])
+
+
+def layout_of(x: Any, where: str) -> Layout:
+    """Returns the layout that an array has, or raises LayoutError."""
+    if is_concrete_array(x):
+        check_alive(x, where)
+    if not isinstance(x, (jax.Array, jax.ShapeDtypeStruct)):
+        msg = (
+            f"{where}: it is {describe(x)}, which is on no mesh. Place it with "
+            "relayout(x, layout)."
+        )
+        raise LayoutError(msg)
+    try:
+        return Layout.of(x)
+    except LayoutError as error:
+        raise LayoutError(f"{where}: {error}") from None
+
+
+def with_full_rank(layout: Any, rank: int, where: str) -> Layout:
+    """Returns what was given as a layout for arrays of a rank."""
+    try:
+        return as_layout(layout, rank)
+    except LayoutError as error:
+        raise LayoutError(f"{where}: {error}") from None
+
+
+def check_alive(x: jax.Array, where: str) -> None:
+    """Raises LayoutError if an array is deleted."""
+    if x.is_deleted():
+        msg = f"{where}: the array is deleted; it was donated, to a step or a relayout."
+        raise LayoutError(msg)
+
+
+def as_array(x: Any, where: str) -> Any:
+    """Returns a NumPy or JAX array for anything like one."""
+    if isinstance(x, jax.Array):
+        return x
+    if hasattr(x, "__jax_array__"):
+        return jnp.asarray(x)
+    try:
+        array = np.asarray(x)
+    except ValueError:
+        msg = f"{where}: {x!r} is not like an array: its rows have different lengths."
+        raise LayoutError(msg) from None
+    if not is_jax_dtype(array.dtype):
+        msg = f"{where}: {describe(x)} is not like an array of numbers."
+        raise LayoutError(msg)
+    return array
+
+
+def private_copy(x: Any, device: _jax.Device) -> Any:
+    """Returns an array that nobody else can write to.
+
+    The CPU devices may use the memory of a NumPy array as their own.
+    """
+    used = isinstance(x, np.ndarray) and device.platform == "cpu"
+    return np.array(x) if used else x
+
+
+def is_array(x: Any) -> bool:
+    """Tells whether a leaf is an array, a number, or says that it is like one."""
+    if isinstance(x, jax.Array):
+        return True
+    if isinstance(x, (np.ndarray, np.generic)):
+        return is_jax_dtype(x.dtype)
+    likes = ("__jax_array__", "__array__")
+    if isinstance(x, (bool, int, float, complex)):
+        return True
+    return not isinstance(x, type) and any(hasattr(x, name) for name in likes)
+
+
+def is_jax_dtype(dtype: Any) -> bool:
+    """Tells whether arrays can have a dtype."""
+    return any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_)) or (
+        jnp.issubdtype(dtype, jax.dtypes.extended)
+    )
+
+
+def is_concrete_array(x: Any) -> TypeGuard[jax.Array]:
+    """Tells whether a leaf is a `jax.Array` that has values now."""
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer)
+
+
+def host_value(x: Any, where: str = "") -> np.ndarray[Any, Any]:
+    """Returns the whole value of an array or number; of PRNG keys, their words."""
+    if not isinstance(x, jax.Array):
+        return np.asarray(x)
+    check_alive(x, where)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    return _jax.to_host(x)
+
+
+def dtype_of(x: Any) -> Any:
+    """Returns the dtype that an array will have in JAX."""
+    dtype = jnp.asarray(x).dtype if not hasattr(x, "dtype") else x.dtype
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return dtype
+    return jax.dtypes.canonicalize_dtype(dtype)

@@ -1,0 +1,160 @@
+"""From layout to layout: `relayout` and its kin, and what layout an array has."""
+
+from collections import Counter
+from typing import Any
+
+from meshlayout.arrays.leaf import as_array, is_concrete_array, layout_of, move, resolve
+from meshlayout.arrays.tree import LayoutLike, Tree, array_text, is_number_list
+from meshlayout.errors import LayoutError
+from meshlayout.layout import Layout
+
+
+def relayout(x: Any, layout: LayoutLike, *, donate: bool = False) -> Any:
+    """Returns the same values in another layout.
+
+    From any layout to any other one, also on other devices; from NumPy arrays and
+    numbers too. It is differentiable. Inside jit it becomes a constraint, and there
+    the mesh has the devices that the whole computation runs on.
+
+    Args:
+        x: An array or a pytree of arrays.
+        layout: The layout, or a tree of layouts. A `MATCH` entry keeps how that dim
+            of the array is sharded; inside jit on a mesh with Auto axes, where JAX
+            does not know it, the entry leaves the dim to the compiler.
+        donate: Whether to delete `x`, so that both are not held for longer than the
+            move takes. Inside jit it says nothing: the compiler frees what it can.
+
+    Returns:
+        The array or pytree. Where the layout is already so, nothing is copied.
+
+    Raises:
+        LayoutError: If the layout does not fit an array, the trees do not fit each
+            other, or a leaf is not like an array.
+
+    Example:
+        >>> import meshlayout as ml
+        >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
+        >>> x = ml.relayout(
+        ...     ml.ones((4, 8), mesh.layout(...)), mesh.layout("batch", None)
+        ... )
+        >>> ml.fetch_layout(ml.relayout(x, mesh.layout(ml.MATCH, "model")))
+        Layout([batch, model], Mesh(batch=2, model=4))
+    """
+    tree = Tree(x)
+    layouts = tree.spread(layout)
+    todo = [
+        (leaf, where, resolve(leaf, one, where))
+        for (where, leaf), one in zip(tree.named(), layouts, strict=True)
+    ]
+    times = Counter(id(leaf) for leaf in tree.leaves)
+    moved = [
+        move(leaf, one, where, donate=donate, shared=times[id(leaf)] > 1)
+        for leaf, where, one in todo
+    ]
+    for leaf in tree.leaves if donate else ():
+        if is_concrete_array(leaf) and not leaf.is_deleted():
+            leaf.delete()
+    return tree.unflatten(moved)
+
+
+def relayout_like(x: Any, other: Any, *, donate: bool = False) -> Any:
+    """Returns `x` in the layout that other arrays have; see `relayout`.
+
+    Args:
+        x: An array or a pytree of arrays.
+        other: The array or arrays with the layouts to take; a prefix of `x`.
+        donate: As for `relayout`.
+
+    Raises:
+        LayoutError: As for `relayout`, and if a layout cannot be told.
+    """
+    return relayout(x, fetch_layout(other), donate=donate)
+
+
+def copy_to_mesh(x: Any, layout: LayoutLike) -> Any:
+    """Copies arrays from the host, or from anywhere, to a mesh.
+
+    The copy is independent: it shares no memory with `x`.
+
+    Args:
+        x: Anything like an array, also a list of numbers, or a pytree of such.
+        layout: The layout, or a tree of layouts; no MATCH.
+
+    Returns:
+        The array, or a pytree of arrays.
+
+    Raises:
+        LayoutError: If the layout does not fit an array, the trees do not fit each
+            other, or a leaf is not like an array.
+
+    Example:
+        >>> import meshlayout as ml
+        >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
+        >>> ml.copy_to_mesh([[1.0, 2.0], [3.0, 4.0]], mesh.layout("batch", None)).shape
+        (2, 2)
+    """
+    tree = Tree(x, is_leaf=is_number_list)
+    copies = []
+    for (path, leaf), one in zip(tree.items(), tree.spread(layout), strict=True):
+        if is_number_list(leaf):
+            leaf = as_array(leaf, path or "the list")
+        where = array_text(path, leaf)
+        resolved = resolve(leaf, one, where, match=False)
+        copies.append(move(leaf, resolved, where, donate=False, shared=True))
+    return tree.unflatten(copies)
+
+
+def fetch_layout(x: Any) -> Any:
+    """Returns the layout of an array, or a tree of layouts.
+
+    Works inside jit where JAX knows: on a mesh whose axes are all Explicit and that
+    `jax.set_mesh` has set. An array on a single device is on a mesh of one.
+
+    Args:
+        x: An array, an abstract array with a sharding, or a pytree of such.
+
+    Raises:
+        LayoutError: If a leaf has no layout, or it cannot be told.
+
+    Example:
+        >>> import meshlayout as ml
+        >>> mesh = ml.create_mesh({"batch": 8})
+        >>> ml.fetch_layout({"w": ml.zeros((8, 2), mesh.layout("batch", None))})
+        {'w': Layout([batch, unsharded], Mesh(batch=8))}
+    """
+    tree = Tree(x)
+    return tree.unflatten(layout_of(leaf, where) for where, leaf in tree.named())
+
+
+def check_layout(x: Any, layout: LayoutLike) -> None:
+    """Raises LayoutError unless arrays lie as expected.
+
+    Layouts are compared by what they mean: every device has to hold the same piece,
+    in the same memory, whatever the axes are called and of whatever size 1 they are.
+
+    Args:
+        x: An array, an abstract array with a sharding, or a pytree of such.
+        layout: The expected layout, or a tree of layouts; a `MATCH` entry allows
+            anything for that dim.
+
+    Raises:
+        LayoutError: If an array lies otherwise, or it cannot be told how it lies.
+
+    Example:
+        >>> import meshlayout as ml
+        >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
+        >>> ml.check_layout(
+        ...     ml.zeros((4, 8), mesh.layout("batch", None)), mesh.layout("batch", ...)
+        ... )
+    """
+    tree = Tree(x)
+    for (where, leaf), one in zip(tree.named(), tree.spread(layout), strict=True):
+        actual = layout_of(leaf, where)
+        expected = resolve(leaf, one, where)
+        if not _equivalent(actual, expected):
+            msg = f"{where}: the layout is {actual!r}, and {expected!r} was expected."
+            raise LayoutError(f"{msg} Move it with relayout(x, layout).")
+
+
+def _equivalent(a: Layout, b: Layout) -> bool:
+    return a == b or a.sharding.is_equivalent_to(b.sharding, a.rank)

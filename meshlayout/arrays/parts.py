@@ -1,0 +1,249 @@
+"""Between whole arrays and their parts: `pack`, `unpack`, `to_numpy`."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding, SingleDeviceSharding
+
+from meshlayout import _jax
+from meshlayout.arrays.leaf import (
+    as_array,
+    check_alive,
+    dtype_of,
+    host_value,
+    is_array,
+    private_copy,
+    with_full_rank,
+)
+from meshlayout.arrays.tree import (
+    LayoutLike,
+    Tree,
+    describe,
+    device_ids,
+    is_number_list,
+    kind_text,
+)
+from meshlayout.errors import LayoutError
+from meshlayout.layout import MATCH, Layout
+
+
+def pack(parts: Iterable[Any], layout: LayoutLike, *, verify: bool = False) -> Any:
+    """Makes whole arrays from the parts that the devices hold.
+
+    The inverse of `unpack`. Each part goes straight to its device; nothing is
+    gathered anywhere. Devices whose parts are replicas of each other by the layout
+    have to be given equal parts, which is checked only if asked for.
+
+    Args:
+        parts: One part per device of the mesh (with several processes: per device of
+            this process), in mesh order. A part is anything like an array, also a
+            list of numbers, or a pytree of such; all parts have one structure.
+        layout: How the whole lies on the mesh, or a tree of layouts.
+        verify: Whether to compare the parts that should be replicas, bit by bit.
+
+    Returns:
+        The array, or a pytree of arrays.
+
+    Raises:
+        LayoutError: If the number of parts, their structures, shapes or dtypes do not
+            fit, or replicas differ.
+
+    Example:
+        >>> import meshlayout as ml
+        >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
+        >>> x = ml.pack([[0, 1]] * 4 + [[2, 3]] * 4, mesh.layout("batch"), verify=True)
+        >>> x.shape, ml.to_numpy(x).tolist()
+        ((4,), [0, 1, 2, 3])
+    """
+    if isinstance(parts, (dict, str)) or not isinstance(parts, Iterable):
+        msg = (
+            "pack takes a list with one part per device, and got "
+            f"{type(parts).__name__}. Put the trees of all devices into one list."
+        )
+        raise LayoutError(msg)
+    parts = list(parts)
+    if not parts:
+        msg = "pack takes one part per device, and got none."
+        raise LayoutError(msg)
+    trees = [Tree(part, is_leaf=is_number_list) for part in parts]
+    for at, tree in enumerate(trees):
+        if tree.treedef != trees[0].treedef:
+            msg = (
+                f"the parts have different structures: part 0 is {trees[0].treedef}, "
+                f"and part {at} is {tree.treedef}."
+            )
+            raise LayoutError(msg)
+    first = trees[0]
+    return first.unflatten(
+        _pack_leaf(
+            [tree.leaves[at] for tree in trees], one, first.paths[at], verify=verify
+        )
+        for at, one in enumerate(first.spread(layout))
+    )
+
+
+def _pack_leaf(parts: list[Any], layout: Any, path: str, *, verify: bool) -> jax.Array:
+    where = f"{path}: " if path else ""
+    parts = [as_array(part, f"{where}part {at}") for at, part in enumerate(parts)]
+    kinds = [(np.shape(part), dtype_of(part)) for part in parts]
+    for at, kind in enumerate(kinds):
+        if kind != kinds[0]:
+            msg = (
+                f"{where}part 0 is {kind_text(*kinds[0])}, and part {at} is "
+                f"{kind_text(*kind)}; the parts of one array have one shape and dtype."
+            )
+            raise LayoutError(msg)
+    shard_shape, _ = kinds[0]
+    text = f"{where}parts {kind_text(*kinds[0])}"
+    layout = with_full_rank(layout, len(shard_shape), text)
+    if MATCH in layout.specs:
+        msg = f"{text}: {layout!r} holds MATCH, and new arrays have nothing to match."
+        raise LayoutError(msg)
+    devices = layout.mesh.local_devices
+    if len(parts) != len(devices):
+        local = " of this process" if layout.mesh.is_multi_process else ""
+        msg = (
+            f"{text}: got {len(parts)} parts for the {len(devices)} devices{local} of "
+            f"{layout.mesh!r}. Give one part per device, in mesh order; devices that "
+            "hold replicas each take their own."
+        )
+        raise LayoutError(msg)
+    if verify:
+        _verify(parts, layout, where)
+    shards = [
+        jax.device_put(
+            private_copy(part, device),
+            SingleDeviceSharding(device, memory_kind=layout.memory_kind),
+        )
+        for part, device in zip(parts, devices, strict=True)
+    ]
+    return jax.make_array_from_single_device_arrays(
+        layout.global_shape(shard_shape), layout.sharding, shards
+    )
+
+
+def _verify(parts: list[Any], layout: Layout, where: str) -> None:
+    """Raises LayoutError if two parts for the same shard differ."""
+    index_of = layout.offset_to_shard()
+    flat = {device: at for at, device in enumerate(layout.mesh.devices.flat)}
+    seen: dict[tuple[int, ...], tuple[int, _jax.Device, np.ndarray[Any, Any]]] = {}
+    for at, device in enumerate(layout.mesh.local_devices):
+        value = host_value(parts[at])
+        index = index_of[flat[device]]
+        first, other, expected = seen.setdefault(index, (at, device, value))
+        if value.tobytes() != expected.tobytes():
+            msg = (
+                f"{where}parts {first} and {at}, for devices {other} and {device}, "
+                f"should be replicas by {layout!r} (shard {index}), and "
+                f"{_difference(expected, value)}."
+            )
+            raise LayoutError(msg)
+
+
+def _difference(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> str:
+    differ = np.atleast_1d((a != b) & ~((a != a) & (b != b)))
+    count = int(np.count_nonzero(differ))
+    if not count:
+        return "differ in the bits of zeros or NaNs"
+    at = tuple(map(int, np.argwhere(differ)[0]))[: a.ndim]
+    return f"differ in {count} of {a.size} elements, first at {at}: {a[at]} and {b[at]}"
+
+
+def unpack(x: Any) -> list[Any]:
+    """Takes arrays apart into the parts that the devices hold.
+
+    Args:
+        x: An array on a mesh, or a pytree of such on the same devices.
+
+    Returns:
+        One part per device of this process, in mesh order: an array on that device,
+        or a pytree of them. Nothing is copied.
+
+    Raises:
+        LayoutError: If a leaf is not a `jax.Array` outside jit, or the leaves lie on
+            different devices.
+
+    Example:
+        >>> import meshlayout as ml
+        >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
+        >>> [
+        ...     part.shape
+        ...     for part in ml.unpack(ml.zeros((4, 8), mesh.layout(None, "model")))
+        ... ]
+        [(4, 2), (4, 2), (4, 2), (4, 2), (4, 2), (4, 2), (4, 2), (4, 2)]
+    """
+    tree = Tree(x)
+    if not tree.leaves:
+        msg = "unpack takes arrays on a mesh, and got a tree without any."
+        raise LayoutError(msg)
+    columns = [_unpack_leaf(leaf, at) for at, leaf in tree.named()]
+    for (where, _), column in zip(tree.named(), columns, strict=True):
+        if list(column) != list(columns[0]):
+            msg = (
+                f"{where} lies on devices {device_ids(column)}, and "
+                f"{tree.named()[0][0]} on {device_ids(columns[0])}; unpack takes a "
+                "tree on one mesh, in one order."
+            )
+            raise LayoutError(msg)
+    return [
+        tree.unflatten(column[device] for column in columns) for device in columns[0]
+    ]
+
+
+def _unpack_leaf(x: Any, where: str) -> dict[_jax.Device, jax.Array]:
+    """Returns the parts by device, in mesh order."""
+    if isinstance(x, Tracer):
+        msg = f"{where}: a value inside jit has no parts yet; unpack the result of it."
+        raise LayoutError(msg)
+    if not isinstance(x, jax.Array):
+        msg = (
+            f"{where}: unpack takes arrays on a mesh, and this is {describe(x)}. "
+            "Place it with relayout(x, layout)."
+        )
+        raise LayoutError(msg)
+    check_alive(x, where)
+    held = {shard.device: shard.data for shard in x.addressable_shards}
+    if not isinstance(x.sharding, NamedSharding):
+        return held
+    devices = Layout.of(x).mesh.local_devices
+    return {device: held[device] for device in devices}
+
+
+def to_numpy(x: Any) -> Any:
+    """Returns whole values on the host.
+
+    Args:
+        x: An array, wherever it lies, or a pytree of arrays; from several processes,
+            all of which have to call this. PRNG keys become their words; what is no
+            array and no number stays as it is.
+
+    Returns:
+        A NumPy array, to be read, or a pytree of them.
+
+    Raises:
+        LayoutError: If a leaf has no value: inside jit, abstract, or deleted.
+
+    Example:
+        >>> import meshlayout as ml
+        >>> mesh = ml.create_mesh({"batch": 8})
+        >>> ml.to_numpy({"x": ml.arange(8, layout=mesh.layout("batch"))})
+        {'x': array([0, 1, 2, 3, 4, 5, 6, 7], dtype=int32)}
+    """
+    tree = Tree(x)
+    return tree.unflatten(_numpy_leaf(leaf, where) for where, leaf in tree.named())
+
+
+def _numpy_leaf(x: Any, where: str) -> Any:
+    x = _jax.concrete_value(x)
+    if isinstance(x, Tracer):
+        msg = f"{where}: a value inside jit is not known yet; return it from there."
+        raise LayoutError(msg)
+    if isinstance(x, jax.ShapeDtypeStruct):
+        msg = f"{where}: an abstract array has no values."
+        raise LayoutError(msg)
+    if not is_array(x):
+        return x
+    return host_value(x, where)

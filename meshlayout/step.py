@@ -1,0 +1,563 @@
+"""`compile_step`: one jit, state donated, layouts kept; never a silent recompile."""
+
+import contextlib
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args, overload
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshlayout import _jax, _paths, _render
+from meshlayout.errors import RecompileWarning, StepError, did_you_mean
+from meshlayout.layout_map import LayoutMap, in_force
+
+
+OnRecompile: TypeAlias = Literal["warn", "error", "ignore"]
+
+# Virtual CPU devices share one thread pool. With many collectives queued, the last
+# participant of one finds no thread, and XLA ends the process after 40 seconds.
+_MAX_IN_FLIGHT = 8
+
+
+@overload
+def compile_step(
+    step: None = None,
+    *,
+    static_argnames: Sequence[str] = (),
+    on_recompile: OnRecompile = "warn",
+    layouts: LayoutMap | None = None,
+) -> "Callable[[Callable[..., Any]], CompiledStep]": ...
+@overload
+def compile_step(
+    step: Callable[..., Any],
+    *,
+    static_argnames: Sequence[str] = (),
+    on_recompile: OnRecompile = "warn",
+    layouts: LayoutMap | None = None,
+) -> "CompiledStep": ...
+def compile_step(
+    step: Callable[..., Any] | None = None,
+    *,
+    static_argnames: Sequence[str] = (),
+    on_recompile: OnRecompile = "warn",
+    layouts: LayoutMap | None = None,
+) -> Any:
+    """Compiles `step(state, batch, ...) -> (state, aux)`; also a decorator.
+
+    The program is the one `jax.jit` makes, with the state donated and its layouts
+    the same coming out as going in. The state that was passed is used up: go on with
+    the one that is returned. On several virtual CPU devices, every eighth call waits
+    for its result, because more steps in flight can dead-lock XLA's thread pool.
+
+    Args:
+        step: A function of a state (any pytree of arrays) and other pytrees, that
+            returns the new state, in the same structure, shapes and dtypes, and
+            anything else.
+        static_argnames: Arguments that are no arrays, hashable; a new value makes a
+            new program.
+        on_recompile: When a call after the first needs a new program: `"warn"`,
+            `"error"` (nothing is run and the state is not used up) or `"ignore"`.
+        layouts: The layout map that `constrain` follows inside.
+
+    Raises:
+        StepError: If an argument here is wrong, and at calls: see `CompiledStep`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> @compile_step
+        ... def train_step(state, batch):
+        ...     return {"w": state["w"] + batch.sum()}, {"seen": batch.size}
+        >>> state, aux = train_step({"w": jnp.zeros(2)}, jnp.ones(3))
+        >>> state["w"].tolist(), int(aux["seen"])
+        ([3.0, 3.0], 3)
+    """
+    choices = get_args(OnRecompile)
+    if on_recompile not in choices:
+        msg = (
+            f"on_recompile={on_recompile!r} is not one of "
+            f"{', '.join(map(repr, choices))}.{did_you_mean(on_recompile, choices)}"
+        )
+        raise StepError(msg)
+    if layouts is not None and not isinstance(layouts, LayoutMap):
+        msg = f"layouts= takes a LayoutMap, and got a {type(layouts).__name__}."
+        raise StepError(msg)
+    names = (static_argnames,) if isinstance(static_argnames, str) else static_argnames
+    if step is None:
+        return lambda function: CompiledStep(
+            function, tuple(names), on_recompile, layouts
+        )
+    return CompiledStep(step, tuple(names), on_recompile, layouts)
+
+
+@dataclass(frozen=True)
+class _Signature:
+    """What one jitted function is made for: structures and layouts, not shapes."""
+
+    state_def: Any
+    state_layouts: tuple[Any, ...]
+    rest_def: Any
+    rest_layouts: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class _Program:
+    """One jitted function."""
+
+    signature: _Signature
+    jitted: Any
+    loose: bool  # some batch leaf has no layout of its own: look at it every call
+    bounded: bool  # several CPU devices: bound what is in flight
+
+
+class CompiledStep:
+    """A compiled step; made by `compile_step`.
+
+    Calling it raises StepError, before anything is run or used up, if what the step
+    returns is not a pair, if its state has another structure, shape or dtype than
+    the one that came in, if the state was used up before, or if its leaves are no
+    arrays; and with `on_recompile="error"` if a new program would be needed.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        static_names: tuple[str, ...],
+        on_recompile: OnRecompile,
+        layouts: LayoutMap | None,
+    ) -> None:
+        if not callable(step):
+            msg = f"compile_step takes a function, and got a {type(step).__name__}."
+            raise StepError(msg)
+        functools.update_wrapper(self, step)
+        self._step = step
+        self._name = getattr(step, "__name__", type(step).__name__)
+        self._names = _parameter_names(step, self._name)
+        for name in static_names:
+            if self._names and name == self._names[0]:
+                msg = f"{self._name}: {name!r} is the state; it cannot be static."
+                raise StepError(msg)
+            if self._names and name not in self._names and not _takes_any(step):
+                hint = did_you_mean(name, self._names)
+                msg = f"{self._name} has no argument {name!r} to be static.{hint}"
+                raise StepError(msg)
+        self._static_names = static_names
+        self._on_recompile: OnRecompile = on_recompile
+        self._layouts = layouts
+        self._programs: dict[_Signature, _Program] = {}
+        self._program: _Program | None = None
+        self._last: _Description | None = None
+        self._quiet = False
+        self._in_flight = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step.
+
+        Args:
+            *args: The state, which is donated, and the step's other arguments.
+            **kwargs: Arguments by name.
+
+        Returns:
+            What the step returns: the new state, and the rest.
+        """
+        static: tuple[Any, ...] = ()
+        if kwargs or self._static_names:
+            args, kwargs, static = self._normalised(args, kwargs)
+        program = self._program
+        try:
+            if program is None or (
+                program.loose and _layouts_of(args[1:], kwargs) != program.signature.rest_layouts
+            ):
+                program = self._switch(static, args, kwargs)
+            result = program.jitted(static, args[0], (args[1:], kwargs))
+        except Exception as error:
+            # Nothing has run: find out whether this call needs another program.
+            again = self._after_error(error, static, args, kwargs)
+            result = again.jitted(static, args[0], (args[1:], kwargs))
+            program = again
+        if program.bounded:
+            self._in_flight += 1
+            if self._in_flight == _MAX_IN_FLIGHT:
+                self._in_flight = 0
+                jax.block_until_ready(result[0])
+        return result
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """Lowers the step for these arguments, as `jax.jit(...).lower` does.
+
+        Args:
+            *args: As for a call; arrays may be `jax.ShapeDtypeStruct` with shardings.
+            **kwargs: Arguments by name.
+        """
+        args, kwargs, static = self._normalised(args, kwargs)
+        program = self._program_for(self._signature(args, kwargs))
+        before, self._quiet = self._quiet, True
+        try:
+            return program.jitted.lower(static, args[0], (args[1:], kwargs))
+        finally:
+            self._quiet = before
+
+    def __repr__(self) -> str:
+        return f"CompiledStep({self._name}, {len(self._programs)} layouts seen)"
+
+    # Arguments.
+
+    def _normalised(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
+        """Returns positional, keyword and static arguments, the state first."""
+        if not args:
+            if not self._names or self._names[0] not in kwargs:
+                msg = f"{self._name} takes the state as its first argument."
+                raise StepError(msg)
+            kwargs = dict(kwargs)
+            args = (kwargs.pop(self._names[0]),)
+        if not self._static_names:
+            return args, kwargs, ()
+        kwargs = dict(kwargs)
+        at = min(
+            (self._names.index(n) for n in self._static_names if n in self._names),
+            default=len(args),
+        )
+        if at < len(args):  # a static one among them: all from there on by name
+            for name, value in zip(self._names[at:], args[at:], strict=False):
+                if name in kwargs:
+                    msg = f"{self._name} got argument {name!r} twice."
+                    raise StepError(msg)
+                kwargs[name] = value
+            args = args[:at]
+        static = []
+        for name in self._static_names:
+            if name in kwargs:
+                value = kwargs.pop(name)
+                try:
+                    hash(value)
+                except TypeError:
+                    msg = (
+                        f"{self._name}: static argument {name!r} is a "
+                        f"{type(value).__name__}, which cannot be hashed. Give a tuple "
+                        "or a frozen dataclass, or pass it as an array argument."
+                    )
+                    raise StepError(msg) from None
+                static.append((name, value))
+        return args, kwargs, tuple(static)
+
+    # Programs.
+
+    def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Signature:
+        if _paths.holds_modules(args[0]):
+            msg = (
+                f"{self._name}: the state holds an NNX module. Pass what "
+                "nnx.split(module) gives, or a TrainState; a module would be taken "
+                "apart at every call, and what it shares would be doubled."
+            )
+            raise StepError(msg)
+        state_leaves, state_def = jax.tree.flatten(args[0])
+        rest_def = jax.tree.structure((args[1:], kwargs))
+        return _Signature(
+            state_def,
+            _one_mesh(self._name, args[0], [_layout_of(leaf) for leaf in state_leaves]),
+            rest_def,
+            _layouts_of(args[1:], kwargs),
+        )
+
+    def _switch(
+        self, static: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Program:
+        """Makes the program for these arguments the current one."""
+        signature = self._signature(args, kwargs)
+        known = signature in self._programs
+        if self._last is not None and not known:
+            self._explain(_describe(self._names, static, args, kwargs))
+        self._program = self._program_for(signature)
+        if not known:
+            self._last = _describe(self._names, static, args, kwargs)
+        return self._program
+
+    def _after_error(
+        self,
+        error: Exception,
+        static: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> _Program:
+        """Returns the program that this call needs instead, or raises."""
+        if isinstance(error, StepError) or not args:
+            raise error
+        self._check_alive(args[0])
+        self._check_leaves(args[0])
+        if self._program is None or self._signature(args, kwargs) == self._program.signature:
+            raise error
+        return self._switch(static, args, kwargs)
+
+    def _program_for(self, signature: _Signature) -> _Program:
+        if signature not in self._programs:
+            self._programs[signature] = self._make(signature)
+        return self._programs[signature]
+
+    def _make(self, signature: _Signature) -> _Program:
+        open_ = _jax.UNSPECIFIED
+        into = signature.state_def.unflatten(
+            [open_ if layout is None else layout for layout in signature.state_layouts]
+        )
+        rest = signature.rest_def.unflatten(
+            [open_ if layout is None else layout for layout in signature.rest_layouts]
+        )
+
+        def traced(static: tuple[Any, ...], state: Any, rest: Any) -> Any:
+            return self._traced(static, state, rest)
+
+        traced.__name__ = traced.__qualname__ = self._name  # shown by profilers
+        jitted = jax.jit(
+            traced,
+            static_argnums=0,
+            donate_argnums=1,
+            in_shardings=(into, rest),
+            out_shardings=(into, open_),
+        )
+        devices = {
+            device
+            for layout in signature.state_layouts
+            if layout is not None
+            for device in layout.device_set
+        }
+        return _Program(
+            signature,
+            jitted,
+            None in signature.rest_layouts,
+            len(devices) > 1 and next(iter(devices)).platform == "cpu",
+        )
+
+    # Inside the trace.
+
+    def _traced(self, static: tuple[Any, ...], state: Any, rest: Any) -> Any:
+        args, kwargs = rest
+        if not self._quiet:
+            self._on_trace(_describe(self._names, static, (state, *args), kwargs))
+        scope = in_force(self._layouts) if self._layouts else contextlib.nullcontext()
+        with scope:
+            result = self._step(state, *args, **kwargs, **dict(static))
+        if not isinstance(result, tuple) or len(result) != 2:
+            msg = (
+                f"{self._name} returned {_what(result)}; a step returns a pair, "
+                "(state, aux), with aux=None if there is nothing else."
+            )
+            raise StepError(msg)
+        new_state, aux = result
+        return self._kept(state, new_state), aux
+
+    def _on_trace(self, now: "_Description") -> None:
+        last = self._last
+        if last is not None and last.avals != now.avals:
+            self._explain(now)
+        if last is None or last.avals != now.avals:
+            self._last = now
+
+    def _explain(self, now: "_Description") -> None:
+        if self._on_recompile == "ignore" or self._last is None:
+            return
+        line = f"{self._name} recompiles: {_difference(self._last, now)}."
+        if self._on_recompile == "error":
+            raise StepError(line)
+        warnings.warn(line, RecompileWarning, stacklevel=_stacklevel())
+
+    def _kept(self, old: Any, new: Any) -> Any:
+        """Returns the new state, or raises if it is not of the old one's kind."""
+        if jax.tree.structure(old) != jax.tree.structure(new):
+            raise StepError(_structure_text(self._name, old, new))
+        leaves = []
+        named = _named_leaves(old)
+        for (path, was), now in zip(named, jax.tree.leaves(new), strict=True):
+            before, after = jax.typeof(was), jax.typeof(now)
+            if (before.shape, before.dtype) != (after.shape, after.dtype):
+                msg = (
+                    f"{self._name} returned a state whose {path!r} is "
+                    f"{_render.array_text(after.dtype, after.shape)}; it came in as "
+                    f"{_render.array_text(before.dtype, before.shape)}. A step keeps "
+                    "the shapes and dtypes of its state: cast or reshape it back."
+                )
+                raise StepError(msg)
+            # A number added can make a leaf weakly typed: that alone would recompile.
+            leaves.append(_jax.with_weak_type(now, before.weak_type))
+        return jax.tree.unflatten(jax.tree.structure(old), leaves)
+
+    def _check_alive(self, state: Any) -> None:
+        for path, leaf in _named_leaves(state):
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                msg = (
+                    f"{self._name}: the state's {path!r} was used up by an earlier "
+                    "call. Go on with the state that the call returned: "
+                    f"state, aux = {self._name}(state, ...)."
+                )
+                raise StepError(msg)
+
+    def _check_leaves(self, state: Any) -> None:
+        for path, leaf in _named_leaves(state):
+            if not hasattr(leaf, "dtype") and not isinstance(leaf, (int, float, complex)):
+                msg = (
+                    f"{self._name}: the state's {path!r} is a {type(leaf).__name__}, "
+                    "no array. Keep it out of the state, or in a static field."
+                )
+                raise StepError(msg)
+
+
+# Reading arguments.
+
+
+def _parameter_names(step: Callable[..., Any], name: str) -> tuple[str, ...]:
+    kinds = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        inspect.Parameter.KEYWORD_ONLY,
+    )
+    parameters = inspect.signature(step).parameters.values()
+    names = tuple(one.name for one in parameters if one.kind in kinds)
+    if not parameters:
+        msg = f"{name} takes no arguments; a step takes the state first."
+        raise StepError(msg)
+    return names
+
+
+def _takes_any(step: Callable[..., Any]) -> bool:
+    kinds = {one.kind for one in inspect.signature(step).parameters.values()}
+    return inspect.Parameter.VAR_KEYWORD in kinds
+
+
+def _layout_of(leaf: Any) -> Any:
+    """Returns the sharding of a leaf that has one of its own, else None."""
+    if isinstance(leaf, jax.Array):
+        return leaf.sharding if leaf.committed else None
+    return leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
+
+
+def _layouts_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple([_layout_of(leaf) for leaf in jax.tree.leaves((args, kwargs))])
+
+
+def _one_mesh(name: str, state: Any, layouts: list[Any]) -> tuple[Any, ...]:
+    """Gives leaves without a layout the replicated one, if the others have a mesh."""
+    meshes = [one.mesh for one in layouts if isinstance(one, NamedSharding)]
+    if not meshes:
+        return tuple(layouts)
+    whole = NamedSharding(meshes[0], PartitionSpec())
+    devices = whole.device_set
+    for (path, _), layout in zip(_named_leaves(state), layouts, strict=True):
+        if layout is not None and layout.device_set != devices:
+            msg = (
+                f"{name}: the state's {path!r} lies on other devices than the rest, "
+                f"which is on {_mesh_text(meshes[0])}. Move it with "
+                "relayout(x, layout)."
+            )
+            raise StepError(msg)
+    return tuple(whole if layout is None else layout for layout in layouts)
+
+
+def _mesh_text(mesh: Any) -> str:
+    return ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+
+
+def _named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    entries = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return [("/".join(map(_paths.key_name, keys)), leaf) for keys, leaf in entries]
+
+
+# Saying what changed.
+
+
+@dataclass(frozen=True)
+class _Description:
+    """Every argument of a call, by name: what a program is compiled for."""
+
+    avals: dict[str, str]
+    layouts: dict[str, str]
+
+
+def _describe(
+    names: tuple[str, ...], static: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> _Description:
+    avals = {name: f"{value!r}" for name, value in static}
+    layouts: dict[str, str] = {}
+    labels = [*names[: len(args)], *(f"args[{i}]" for i in range(len(names), len(args)))]
+    for label, value in [*zip(labels, args, strict=True), *kwargs.items()]:
+        for path, leaf in _named_leaves(value):
+            where = f"{label}/{path}" if path else label
+            avals[where] = _aval_text(leaf)
+            layout = None if isinstance(leaf, jax.core.Tracer) else _layout_of(leaf)
+            layouts[where] = _sharding_text(layout)
+    return _Description(avals, layouts)
+
+
+def _aval_text(leaf: Any) -> str:
+    if not hasattr(leaf, "dtype"):
+        leaf = np.asarray(leaf)
+        leaf = jax.ShapeDtypeStruct(
+            leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype), weak_type=True
+        )
+    dtype = leaf.dtype
+    if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+    weak = " (weakly typed)" if getattr(leaf, "weak_type", False) else ""
+    return _render.array_text(dtype, leaf.shape) + weak
+
+
+def _sharding_text(sharding: Any) -> str:
+    if isinstance(sharding, NamedSharding):
+        return f"{tuple(sharding.spec)} on ({_mesh_text(sharding.mesh)})"
+    return "no layout of its own" if sharding is None else str(sharding)
+
+
+def _difference(last: _Description, now: _Description) -> str:
+    for where in [*now.avals, *last.avals]:
+        if where not in last.avals:
+            return f"{where} is new: {now.avals[where]}"
+        if where not in now.avals:
+            return f"{where} is gone: it was {last.avals[where]}"
+        if last.avals[where] != now.avals[where]:
+            return f"{where} changed from {last.avals[where]} to {now.avals[where]}"
+    for where, layout in now.layouts.items():
+        if last.layouts.get(where, layout) != layout:
+            was = last.layouts[where]
+            return f"the layout of {where} changed from {was} to {layout}"
+    return "the structure of its arguments, the layout map in force or a JAX setting"
+
+
+def _structure_text(name: str, old: Any, new: Any) -> str:
+    was, now = dict(_named_leaves(old)), dict(_named_leaves(new))
+    lost = [repr(path) for path in was if path not in now]
+    new_ones = [repr(path) for path in now if path not in was]
+    if lost or new_ones:
+        parts = []
+        if lost:
+            parts.append(f"lacks {', '.join(lost[:3])}")
+        if new_ones:
+            parts.append(f"has {', '.join(new_ones[:3])} besides")
+        fact = " and ".join(parts)
+    else:
+        fact = f"is {_what(new)} where {_what(old)} came in"
+    return (
+        f"{name} returned a state of another structure: it {fact}. Return the state "
+        "that came in with new values."
+    )
+
+
+def _what(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)}"
+    return f"a {type(value).__name__}"
+
+
+def _stacklevel() -> int:
+    """Returns the depth of the first frame outside this module and JAX."""
+    depth = 1
+    frame = inspect.currentframe()
+    while frame is not None and (
+        frame.f_globals.get("__name__", "").partition(".")[0] in ("jax", "meshlayout")
+        or frame.f_globals.get("__name__") in ("contextlib", "functools")
+    ):
+        frame = frame.f_back
+        depth += 1
+    return max(2, depth - 1)

@@ -1,0 +1,900 @@
+"""Arrays are placed, moved, taken apart and created as JAX itself would say they are."""
+
+import itertools
+import re
+import warnings
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+import meshlayout as ml
+from meshlayout import arrays as ma
+
+
+P = PartitionSpec
+few = hypothesis.settings(max_examples=15, deadline=None, derandomize=True)
+
+
+def mesh_of(text, count=8, first=0, **kwargs):
+    return ml.create_mesh(text, devices=jax.devices()[first : first + count], **kwargs)
+
+
+BATCH_8 = mesh_of("batch=8")
+MESH_2X4 = mesh_of("batch=2,model=4")
+MESH_4X2 = mesh_of("batch=4,model=2")
+SUBSET = mesh_of("part=4", count=4, first=3)
+ONE = mesh_of("batch=1", count=1, first=5)
+EXPLICIT = mesh_of("batch=2,model=4", axis_types="explicit")
+
+LAYOUTS = [
+    BATCH_8.layout("batch", None),
+    BATCH_8.layout(...),
+    MESH_2X4.layout("batch", "model"),
+    MESH_2X4.layout(None, ("model", "batch")),
+    MESH_4X2.layout("model", "batch"),
+    SUBSET.layout(None, "part"),
+    ONE.layout("batch", None),
+    EXPLICIT.layout("model", None),
+]
+EIGHT = [layout for layout in LAYOUTS if layout.mesh.size == 8]
+
+
+@pytest.fixture
+def value():
+    return np.arange(128, dtype=np.float32).reshape(16, 8) / 7
+
+
+def assert_lies(x, layout):
+    """The oracle is JAX: the same pieces, on the same devices, in the same memory."""
+    sharding = layout.with_rank(x.ndim).sharding
+    assert x.sharding.is_equivalent_to(sharding, x.ndim), (x.sharding, sharding)
+
+
+def same_bits(a, b):
+    a, b = np.asarray(a), np.asarray(b)
+    return (a.shape, a.dtype, a.tobytes()) == (b.shape, b.dtype, b.tobytes())
+
+
+# relayout
+
+
+@pytest.mark.parametrize(("source", "target"), [*itertools.product(LAYOUTS, LAYOUTS)])
+def test_relayout_goes_from_any_layout_to_any_other(value, source, target):
+    x = jax.device_put(value, source.with_rank(2).sharding)
+    moved = ma.relayout(x, target)
+    assert_lies(moved, target)
+    assert same_bits(moved, value)
+    assert not x.is_deleted()
+
+
+@pytest.mark.parametrize(("source", "target"), [*itertools.product(LAYOUTS, LAYOUTS)])
+def test_donating_frees_the_source_and_keeps_the_values(value, source, target):
+    x = jax.device_put(value, source.with_rank(2).sharding)
+    moved = ma.relayout(x, target, donate=True)
+    assert x.is_deleted()
+    assert_lies(moved, target)
+    assert same_bits(moved, value)
+
+
+@pytest.mark.parametrize(("source", "target"), [*itertools.product(EIGHT, EIGHT)])
+def test_relayout_inside_jit_is_relayout(value, source, target):
+    x = jax.device_put(value, source.with_rank(2).sharding)
+    moved = jax.jit(lambda x: ma.relayout(x, target))(x)
+    assert_lies(moved, target)
+    assert same_bits(moved, value)
+
+
+@pytest.mark.parametrize("target", LAYOUTS)
+@pytest.mark.parametrize("source", [LAYOUTS[0], LAYOUTS[5]])
+def test_a_gradient_does_not_see_relayout(value, source, target):
+    x = jax.device_put(value, source.with_rank(2).sharding)
+    grad = jax.grad(lambda x: (ma.relayout(x, target) ** 3).sum())(x)
+    np.testing.assert_array_equal(np.asarray(grad), np.asarray(3 * jnp.square(value)))
+    assert_lies(grad, source)
+
+
+@pytest.mark.parametrize("target", EIGHT)
+def test_a_gradient_inside_jit_does_not_see_relayout(value, target):
+    x = jax.device_put(value, LAYOUTS[0].sharding)
+    loss = lambda x: (ma.relayout(x, target) * jnp.sin(x)).sum()  # noqa: E731
+    plain = jax.grad(lambda x: (x * jnp.sin(x)).sum())(jnp.asarray(value))
+    # A sum in another order: float32 rounding, nothing else.
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(x), plain, atol=2e-5)
+
+
+def test_relayout_works_under_vmap_and_keeps_the_dims_apart(value):
+    layout = BATCH_8.layout("batch")
+    moved = jax.vmap(lambda row: ma.relayout(row, layout) * 2)(value)
+    assert same_bits(moved, value * 2)
+    assert moved.sharding.is_equivalent_to(BATCH_8.layout(None, "batch").sharding, 2)
+
+
+def test_relayout_to_where_it_is_copies_nothing(value):
+    x = ma.relayout(value, LAYOUTS[2])
+    again = ma.relayout(x, LAYOUTS[2])
+    pointers = [
+        [shard.data.unsafe_buffer_pointer() for shard in one.addressable_shards]
+        for one in (x, again)
+    ]
+    assert pointers[0] == pointers[1]
+
+
+def test_a_numpy_array_changed_later_does_not_change_the_placed_one():
+    for layout in (BATCH_8.layout("batch", None), ONE.layout(...)):
+        source = np.zeros((1024, 256), np.float32)
+        placed = ma.relayout(source, layout)
+        packed = ma.pack([source] * layout.mesh.size, layout)
+        source[:] = 1
+        assert not np.asarray(placed).any()
+        assert not np.asarray(packed).any()
+
+
+def test_match_keeps_how_a_dim_is_sharded(value):
+    x = ma.relayout(value, MESH_2X4.layout("batch", None))
+    moved = ma.relayout(x, MESH_2X4.layout(ml.MATCH, "model"))
+    assert_lies(moved, MESH_2X4.layout("batch", "model"))
+    assert same_bits(moved, value)
+
+
+def test_match_takes_unplaced_arrays_as_unsharded(value):
+    layout = MESH_2X4.layout(ml.MATCH, "model")
+    for x in (value, jnp.asarray(value)):
+        assert_lies(ma.relayout(x, layout), MESH_2X4.layout(None, "model"))
+
+
+@pytest.mark.parametrize("mesh", [MESH_2X4, EXPLICIT])
+def test_match_inside_jit_keeps_how_a_dim_is_sharded(value, mesh):
+    x = ma.relayout(value, mesh.layout("batch", None))
+    moved = jax.jit(lambda x: ma.relayout(x, mesh.layout(ml.MATCH, "model")))(x)
+    assert_lies(moved, mesh.layout("batch", "model"))
+
+
+def test_relayout_inside_jit_works_on_mixed_axis_types(value):
+    mesh = mesh_of("batch=2,model=4", axis_types=["explicit", "auto"])
+    x = ma.relayout(value, mesh.layout(None, None))
+    for specs in (("batch", "model"), (("batch", "model"), None), (None, "batch")):
+        layout = mesh.layout(*specs)
+        moved = jax.jit(lambda x, layout=layout: ma.relayout(x, layout))(x)
+        assert_lies(moved, layout)
+        assert same_bits(moved, value)
+
+
+def test_relayout_inside_jit_places_constants_too(value):
+    layout = BATCH_8.layout("batch", None)
+    made = jax.jit(lambda: ma.relayout(value, layout))()
+    assert_lies(made, layout)
+    assert same_bits(made, value)
+
+
+def test_relayout_inside_scan_and_remat_is_the_identity_on_values(value):
+    layout = BATCH_8.layout(None, "batch")
+
+    def body(carry, row):
+        carry = ma.relayout(carry + row, BATCH_8.layout("batch"))
+        return carry, carry
+
+    fn = jax.checkpoint(lambda x: jax.lax.scan(body, jnp.zeros(8), x)[1])
+    made = jax.jit(lambda x: ma.relayout(fn(x), layout))(value)
+    # A running sum in float32, in the same order on every device.
+    np.testing.assert_allclose(made, np.cumsum(value, 0), rtol=1e-6)
+
+
+def test_relayout_moves_between_memories(value):
+    on_host = BATCH_8.layout("batch", None, memory_kind="pinned_host")
+    x = ma.relayout(value, on_host)
+    assert x.sharding.memory_kind == "pinned_host"
+    back = ma.relayout(x, BATCH_8.layout(None, "batch"), donate=True)
+    assert x.is_deleted()
+    assert_lies(back, BATCH_8.layout(None, "batch"))
+    assert same_bits(back, value)
+
+
+def test_a_tree_takes_one_layout_or_a_prefix_of_layouts(value):
+    tree = {"w": value, "inner": [value, (value + 1, None)], "none": None}
+    both = BATCH_8.layout("batch", ...)
+    moved = ma.relayout(tree, both)
+    assert jax.tree.structure(moved) == jax.tree.structure(tree)
+    for leaf in jax.tree.leaves(moved):
+        assert_lies(leaf, both)
+    layouts = {"w": both, "inner": MESH_2X4.layout(None, "model"), "none": None}
+    moved = ma.relayout(tree, layouts)
+    assert_lies(moved["w"], both)
+    assert_lies(moved["inner"][1][0], layouts["inner"])
+    assert moved["none"] is None
+
+
+def test_a_tree_with_one_array_twice_can_be_donated(value):
+    x = ma.relayout(value, BATCH_8.layout("batch", None))
+    moved = ma.relayout({"a": x, "b": x}, LAYOUTS[2], donate=True)
+    assert x.is_deleted()
+    assert same_bits(moved["a"], value)
+    assert same_bits(moved["b"], value)
+    x = ma.relayout(value, LAYOUTS[2])
+    moved = ma.relayout([x, x], [LAYOUTS[2], LAYOUTS[0]], donate=True)
+    assert same_bits(moved[0], value)
+    assert same_bits(moved[1], value)
+
+
+def test_nothing_is_moved_or_deleted_when_one_leaf_does_not_fit(value):
+    x = ma.relayout(value, LAYOUTS[0])
+    with pytest.raises(ml.LayoutError):
+        ma.relayout({"a": x, "b": np.ones((3, 8))}, LAYOUTS[0], donate=True)
+    assert not x.is_deleted()
+
+
+def test_relayout_like_takes_the_layouts_of_other_arrays(value):
+    other = {"a": ma.relayout(value, LAYOUTS[2]), "b": ma.relayout(value, LAYOUTS[5])}
+    moved = ma.relayout_like({"a": value * 2, "b": [value, value]}, other)
+    assert_lies(moved["a"], LAYOUTS[2])
+    assert_lies(moved["b"][1], LAYOUTS[5])
+    assert_lies(ma.relayout_like(value, other["b"]), LAYOUTS[5])
+
+
+def test_numpy_plain_and_placed_arrays_mix(value):
+    placed = ma.relayout(value, LAYOUTS[2])
+    for plain in (value, jnp.asarray(value), 2.0, np.float32(3)):
+        assert same_bits(placed + plain, value + np.asarray(plain, np.float32))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int4", "uint8", "bool", "complex64"])
+def test_every_dtype_can_be_placed_moved_packed_and_read(dtype):
+    source = np.arange(16).reshape(8, 2) % 3
+    source = source.astype(jnp.dtype(dtype))
+    x = ma.relayout(source, BATCH_8.layout("batch", None))
+    x = ma.relayout(x, MESH_4X2.layout(None, "model"), donate=True)
+    assert x.dtype == jnp.dtype(dtype)
+    again = ma.pack(ma.unpack(x), ma.fetch_layout(x), verify=True)
+    assert (ma.to_numpy(again) == source).all()
+
+
+def test_prng_keys_can_be_placed_moved_packed_and_read():
+    keys = jax.random.split(jax.random.key(0), 8)
+    layout = BATCH_8.layout("batch")
+    x = ma.relayout(keys, layout)
+    assert x.sharding.spec == layout.sharding.spec
+    moved = ma.relayout(x, MESH_2X4.layout("model"), donate=True)
+    assert ma.fetch_layout(moved) == MESH_2X4.layout("model")
+    assert same_bits(ma.to_numpy(moved), jax.random.key_data(keys))
+    again = ma.pack(ma.unpack(moved), MESH_2X4.layout("model"), verify=True)
+    assert same_bits(jax.random.key_data(again), jax.random.key_data(keys))
+
+
+def test_scalars_and_empty_arrays_can_be_placed():
+    assert_lies(ma.relayout(3, BATCH_8.layout()), BATCH_8.layout())
+    empty = ma.relayout(np.ones((0, 8), np.float32), MESH_2X4.layout("batch", "model"))
+    assert empty.shape == (0, 8)
+    assert ma.zeros((0,), BATCH_8.layout("batch")).shape == (0,)
+    parts = ma.unpack(empty)
+    assert ma.pack(parts, MESH_2X4.layout("batch", "model"), verify=True).shape == (
+        0,
+        8,
+    )
+
+
+# pack and unpack
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_unpack_gives_what_each_device_holds_in_mesh_order(value, layout):
+    parts = ma.unpack(ma.relayout(value, layout))
+    devices = list(layout.mesh.devices.flat)
+    assert [part.sharding for part in parts] == [
+        SingleDeviceSharding(device) for device in devices
+    ]
+    for part, device in zip(parts, devices, strict=True):
+        assert same_bits(part, value[layout.with_rank(2).shard_slices((16, 8), device)])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("make", [np.asarray, jnp.asarray, lambda x: x.tolist()])
+def test_pack_is_the_inverse_of_unpack(value, layout, make):
+    parts = [make(np.asarray(part)) for part in ma.unpack(ma.relayout(value, layout))]
+    packed = ma.pack(parts, layout, verify=True)
+    assert_lies(packed, layout)
+    assert same_bits(packed, value)
+
+
+def test_pack_follows_the_mesh_and_not_the_ids_of_devices():
+    mesh = ml.create_mesh("batch=8", devices=jax.devices()[::-1])
+    packed = ma.pack([[float(at)] for at in range(8)], mesh.layout("batch"))
+    assert ma.to_numpy(packed).tolist() == list(range(8))
+    assert [part.devices().pop().id for part in ma.unpack(packed)] == [
+        *range(7, -1, -1)
+    ]
+
+
+def test_pack_takes_one_tree_per_device():
+    layouts = {"x": BATCH_8.layout("batch", None), "n": BATCH_8.layout()}
+    parts = [{"x": np.full((2, 3), at), "n": 1} for at in range(8)]
+    packed = ma.pack(parts, layouts, verify=True)
+    assert packed["x"].shape == (16, 3)
+    assert int(packed["n"]) == 1
+    back = ma.unpack(packed)
+    assert same_bits(back[5]["x"], np.full((2, 3), 5, np.int32))
+
+
+def test_pack_takes_parts_that_lie_on_other_devices(value):
+    part = jax.device_put(value, jax.devices()[7])
+    packed = ma.pack([part] * 8, BATCH_8.layout(...), verify=True)
+    assert_lies(packed, BATCH_8.layout(None, None))
+
+
+def test_pack_without_verify_trusts_the_caller():
+    packed = ma.pack([[float(at)] for at in range(8)], BATCH_8.layout(None))
+    assert [float(part[0]) for part in ma.unpack(packed)] == list(range(8))
+
+
+@few
+@hypothesis.given(
+    specs=st.permutations(["batch", "model", None]),
+    sizes=st.tuples(*[st.sampled_from([0, 4, 8])] * 3),
+)
+def test_pack_and_unpack_round_trip_every_layout(specs, sizes):
+    layout = MESH_2X4.layout(*specs)
+    source = np.random.default_rng(0).standard_normal(sizes).astype(np.float32)
+    parts = ma.unpack(ma.copy_to_mesh(source, layout))
+    assert {part.shape for part in parts} == {layout.shard_shape(sizes)}
+    assert same_bits(ma.pack(parts, layout, verify=True), source)
+
+
+# copy_to_mesh, fetch_layout, check_layout, to_numpy
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_copy_to_mesh_copies(value, layout):
+    for source in (value, value.tolist(), jnp.asarray(value)):
+        copy = ma.copy_to_mesh(source, layout)
+        assert_lies(copy, layout)
+        assert same_bits(copy, value)
+
+
+def test_a_copy_outlives_its_source(value):
+    x = ma.relayout(value, LAYOUTS[2])
+    copy = ma.copy_to_mesh(x, LAYOUTS[2])
+    x.delete()
+    assert same_bits(copy, value)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fetch_layout_is_the_layout_it_was_placed_with(value, layout):
+    tree = {"a": ma.relayout(value, layout), "b": None}
+    assert ma.fetch_layout(tree) == {"a": layout.with_rank(2), "b": None}
+
+
+def test_fetch_layout_knows_single_devices_and_abstract_arrays(value):
+    alone = ma.fetch_layout(jax.device_put(value, jax.devices()[3]))
+    assert list(alone.mesh.devices.flat) == [jax.devices()[3]]
+    struct = jax.ShapeDtypeStruct(
+        (8,), np.float32, sharding=BATCH_8.layout("batch").sharding
+    )
+    assert ma.fetch_layout(struct) == BATCH_8.layout("batch")
+
+
+def test_fetch_layout_works_inside_jit_on_explicit_axes(value):
+    seen = []
+    with jax.set_mesh(EXPLICIT.jax_mesh):
+        x = ma.relayout(value, EXPLICIT.layout("batch", None))
+        jax.jit(lambda x: seen.append(ma.fetch_layout(x * 2)))(x)
+    assert seen == [EXPLICIT.layout("batch", None)]
+
+
+def test_fetch_layout_works_under_eager_grad(value):
+    seen = []
+
+    def loss(x):
+        seen.append(ma.fetch_layout(x))
+        return x.sum()
+
+    jax.grad(loss)(ma.relayout(value, LAYOUTS[2]))
+    assert seen == [LAYOUTS[2]]
+
+
+def test_check_layout_compares_by_meaning(value):
+    mesh = ml.create_mesh({"batch": 8, "one": 1})
+    x = ma.relayout(value, mesh.layout("batch", "one"))
+    for same in (mesh.layout("batch", None), mesh.layout(("batch", "one"), ...)):
+        ma.check_layout(x, same)
+    ma.check_layout(x, BATCH_8.layout("batch", None))
+    ma.check_layout(x, BATCH_8.layout(ml.MATCH, None))
+    ma.check_layout(x, NamedSharding(BATCH_8.jax_mesh, P("batch")))
+    ma.check_layout({"a": [x]}, {"a": BATCH_8.layout("batch", ...)})
+
+
+@pytest.mark.parametrize(("actual", "expected"), [*itertools.combinations(LAYOUTS, 2)])
+def test_check_layout_tells_different_layouts_apart(value, actual, expected):
+    x = ma.relayout(value, actual)
+    with pytest.raises(ml.LayoutError, match="was expected"):
+        ma.check_layout(x, expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_to_numpy_gives_whole_values(value, layout):
+    tree = {"x": ma.relayout(value, layout), "y": [value, 3, None], "name": "net"}
+    host = ma.to_numpy(tree)
+    assert isinstance(host["x"], np.ndarray)
+    assert same_bits(host["x"], value)
+    assert host["y"][1] == 3
+    assert host["name"] == "net"
+
+
+def test_to_numpy_reads_arrays_in_host_memory(value):
+    layout = BATCH_8.layout("batch", None, memory_kind="pinned_host")
+    assert same_bits(ma.to_numpy(ma.relayout(value, layout)), value)
+
+
+# Created sharded
+
+
+CREATED = [*LAYOUTS, BATCH_8.layout(None, "batch", memory_kind="pinned_host")]
+
+
+@pytest.mark.parametrize("layout", CREATED)
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "int32", bool])
+def test_zeros_ones_and_full_are_those_of_jax(layout, dtype):
+    for made, plain in (
+        (ma.zeros((16, 8), layout, dtype), jnp.zeros((16, 8), dtype)),
+        (ma.ones((16, 8), layout, dtype), jnp.ones((16, 8), dtype)),
+        (ma.full((16, 8), 1, layout, dtype), jnp.full((16, 8), 1, dtype)),
+    ):
+        assert_lies(made, layout)
+        assert same_bits(made, plain)
+
+
+@pytest.mark.parametrize("value", [2, 2.5, True, 1 + 2j, np.int8(3), jnp.bfloat16(1.5)])
+def test_full_takes_the_dtype_of_its_value(value):
+    made = ma.full((8,), value, BATCH_8.layout("batch"))
+    plain = jnp.full((8,), value)
+    assert same_bits(made, plain)
+    assert made.weak_type == plain.weak_type
+
+
+@pytest.mark.parametrize("layout", CREATED)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_random_values_are_the_unsharded_ones_bit_for_bit(layout, dtype):
+    key = jax.random.key(7)
+    made = ma.normal(key, (16, 24), layout, dtype)
+    assert_lies(made, layout)
+    assert same_bits(made, jax.random.normal(key, (16, 24), dtype))
+    made = ma.uniform(key, (16, 24), layout, dtype, minval=-2, maxval=3)
+    assert same_bits(made, jax.random.uniform(key, (16, 24), dtype, -2, 3))
+
+
+@few
+@hypothesis.given(
+    seed=st.integers(0, 2**31 - 1),
+    layout=st.sampled_from(LAYOUTS),
+    rows=st.sampled_from([8, 24, 104]),
+)
+def test_random_values_do_not_depend_on_the_layout(seed, layout, rows):
+    for key in (jax.random.key(seed), jax.random.PRNGKey(seed)):
+        plain = jax.random.normal(key, (rows, 40))
+        assert same_bits(ma.normal(key, (rows, 40), layout), plain)
+
+
+def test_keys_may_lie_anywhere():
+    plain = jax.random.normal(jax.random.key(1), (8, 8))
+    for place in (
+        jax.devices()[6],
+        EXPLICIT.layout().sharding,
+        SUBSET.layout().sharding,
+    ):
+        key = jax.device_put(jax.random.key(1), place)
+        for layout in LAYOUTS:
+            made = ma.normal(key, (8, 8), layout)
+            assert same_bits(made, plain)
+            assert_lies(made, layout)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(16,), (2, 18), (0, 32, 2), (10, -6, -1), (16.0,), (0.5, 16.5), (8, 8), (5, 1)],
+)
+def test_arange_is_that_of_jax(arguments):
+    made = ma.arange(*arguments, layout=BATCH_8.layout("batch"))
+    assert same_bits(made, jnp.arange(*arguments))
+    assert_lies(made, BATCH_8.layout("batch"))
+
+
+def test_arange_takes_a_dtype_and_counts_exactly_in_it():
+    layout = BATCH_8.layout("batch")
+    for dtype in ("uint8", "float32", "bfloat16", "int16"):
+        made = ma.arange(0, 128, layout=layout, dtype=dtype)
+        assert same_bits(made, jnp.arange(0, 128, dtype=dtype))
+
+
+@few
+@hypothesis.given(
+    start=st.floats(-100, 100, width=32), step=st.floats(0.01, 10, width=32)
+)
+def test_arange_of_floats_is_start_plus_steps_in_the_dtype(start, step):
+    count = 16
+    made = ma.arange(start, start + count * step, step, layout=ONE.layout("batch"))
+    i = np.arange(made.size, dtype=np.float32)
+    assert same_bits(made, np.float32(start) + np.float32(step) * i)
+
+
+def test_creators_take_trees_of_shapes():
+    shapes = {"w": (16, 8), "b": (8,), "n": ()}
+    layout = MESH_2X4.layout("batch", ...)
+    layouts = {"w": layout, "b": layout, "n": MESH_2X4.layout()}
+    made = ma.zeros(shapes, layouts, dtype="int32")
+    assert jax.tree.map(jnp.shape, made) == shapes
+    assert_lies(made["w"], layout)
+    keys = dict(zip(shapes, jax.random.split(jax.random.key(0), 3), strict=True))
+    made = ma.normal(keys, shapes, layouts)
+    assert same_bits(made["w"], jax.random.normal(keys["w"], (16, 8)))
+
+
+def test_creators_work_inside_jit_and_on_explicit_axes():
+    layout = EXPLICIT.layout("batch", "model")
+    with jax.set_mesh(EXPLICIT.jax_mesh):
+        made = jax.jit(lambda: ma.zeros((8, 8), layout) + ma.ones((8, 8), layout))()
+    assert_lies(made, layout)
+    layout = BATCH_8.layout("batch", None)
+    made = jax.jit(lambda key: ma.normal(key, (8, 8), layout))(jax.random.key(0))
+    assert same_bits(made, jax.random.normal(jax.random.key(0), (8, 8)))
+
+
+def test_creating_the_same_again_compiles_nothing():
+    layout = MESH_4X2.layout("batch", "model")
+
+    def everything(value):
+        ma.zeros((16, 32), layout)
+        ma.full((16, 32), value, layout)
+        ma.normal(jax.random.key(3), (16, 32), layout)
+        ma.arange(64, layout=MESH_4X2.layout("batch"))
+        ma.call_with_layout(jnp.eye, layout, 16)
+
+    everything(1.0)
+    with jax.log_compiles(), warnings.catch_warnings(), CompileLog() as compiled:
+        everything(2.0)
+    assert compiled == []
+
+
+class CompileLog(list):
+    """Collects what JAX says that it compiles."""
+
+    def __enter__(self):
+        import logging
+
+        self.handler = logging.Handler()
+        self.handler.emit = self.emit
+        logging.getLogger("jax").addHandler(self.handler)
+        return self
+
+    def emit(self, record):
+        if "Compiling" in record.getMessage():
+            self.append(record.getMessage())
+
+    def __exit__(self, *exception):
+        import logging
+
+        logging.getLogger("jax").removeHandler(self.handler)
+
+
+@pytest.mark.parametrize("name", ["zeros", "normal", "uniform", "arange"])
+def test_no_device_ever_holds_a_whole_created_array(name):
+    size = 1 << 20
+    layout = BATCH_8.layout("batch")
+    make = {
+        "zeros": lambda: ma.zeros((size,), layout),
+        "normal": lambda: ma.normal(jax.random.key(0), (size,), layout),
+        "uniform": lambda: ma.uniform(jax.random.key(0), (size,), layout),
+        "arange": lambda: ma.arange(0.5, size + 0.5, 1.0, layout=layout),
+    }[name]
+    memory = jax.jit(make).lower().compile().memory_analysis()
+    shard = 4 * size // 8
+    assert memory.output_size_in_bytes <= 1.1 * shard
+    # Threefry keeps counters and words, shard by shard: three shards, not eight.
+    assert memory.temp_size_in_bytes <= 3.1 * shard
+
+
+# call_with_layout
+
+
+def test_call_with_layout_creates_what_the_function_returns(value):
+    layout = MESH_2X4.layout("batch", "model")
+    made = ma.call_with_layout(jnp.ones, layout, shape=(4, 8), dtype="bfloat16")
+    assert_lies(made, layout)
+    assert same_bits(made, jnp.ones((4, 8), "bfloat16"))
+    made = ma.call_with_layout(jnp.add, layout, value, 2.0)
+    assert same_bits(made, value + 2)
+    assert_lies(ma.call_with_layout(jnp.zeros, layout, [4, 8]), layout)
+
+
+def test_call_with_layout_takes_trees(value):
+    def build(key, sizes, *, scale):
+        w = scale * jax.random.normal(key, sizes["w"])
+        return {"w": w, "b": jnp.zeros(sizes["b"]), "none": None}
+
+    layouts = {
+        "w": BATCH_8.layout(None, "batch"),
+        "b": BATCH_8.layout(...),
+        "none": None,
+    }
+    sizes = {"w": (4, 16), "b": (16,)}
+    made = ma.call_with_layout(build, layouts, jax.random.key(0), sizes, scale=2.0)
+    assert_lies(made["w"], layouts["w"])
+    assert_lies(made["b"], layouts["b"])
+    np.testing.assert_allclose(
+        made["w"], 2 * jax.random.normal(jax.random.key(0), (4, 16)), rtol=1e-6
+    )
+
+
+def test_call_with_layout_can_create_in_host_memory():
+    layout = BATCH_8.layout("batch", memory_kind="pinned_host")
+    made = ma.call_with_layout(jnp.arange, layout, 8)
+    assert made.sharding.memory_kind == "pinned_host"
+    assert ma.to_numpy(made).tolist() == list(range(8))
+
+
+# What is refused
+
+
+def traced(fn):
+    return lambda: jax.jit(fn)(jnp.ones((8, 8)))
+
+
+def deleted():
+    x = jnp.ones((8, 8))
+    x.delete()
+    return x
+
+
+B = BATCH_8.layout("batch", None)
+BAD = {
+    "too few parts": (
+        lambda: ma.pack([np.ones((2, 3), np.float32)] * 7, B),
+        "parts f32[2, 3]: got 7 parts for the 8 devices of Mesh(batch=8). Give one part "
+        "per device, in mesh order; devices that hold replicas each take their own.",
+    ),
+    "no parts": (
+        lambda: ma.pack([], B),
+        "pack takes one part per device, and got none.",
+    ),
+    "a tree of parts": (
+        lambda: ma.pack({"x": [1] * 8}, B),
+        "pack takes a list with one part per device, and got dict. Put the trees of all "
+        "devices into one list.",
+    ),
+    "parts of two shapes": (
+        lambda: ma.pack([{"x": np.ones(2)}] * 7 + [{"x": np.ones(3)}], B),
+        "x: part 0 is f32[2], and part 7 is f32[3]; the parts of one array have one "
+        "shape and dtype.",
+    ),
+    "parts of two dtypes": (
+        lambda: ma.pack([np.ones(2)] * 7 + [np.ones(2, np.int32)], B),
+        "part 0 is f32[2], and part 7 is i32[2]; the parts of one array have one shape "
+        "and dtype.",
+    ),
+    "parts of two structures": (
+        lambda: ma.pack([{"x": 1.0}] * 7 + [{"y": 1.0}], B),
+        "the parts have different structures: part 0 is PyTreeDef({'x': *}), and part 7 "
+        "is PyTreeDef({'y': *}).",
+    ),
+    "parts of another rank": (
+        lambda: ma.pack([np.ones(2, np.float32)] * 8, B),
+        "parts f32[2]: Layout([batch, unsharded], Mesh(batch=8)) is for arrays of rank 2, "
+        "and this one has rank 1. Use `...` for any number of unsharded dims.",
+    ),
+    "ragged parts": (
+        lambda: ma.pack([[[1, 2], [3]]] * 8, B),
+        "part 0: [[1, 2], [3]] is not like an array: its rows have different lengths.",
+    ),
+    "replicas that differ": (
+        lambda: ma.pack(
+            [{"w": [1.0, 2.0]}] * 5 + [{"w": [1.0, 3.0]}] * 3,
+            MESH_2X4.layout("model"),
+            verify=True,
+        ),
+        "w: parts 1 and 5, for devices CPU1 and CPU5, should be replicas by "
+        "Layout([model], Mesh(batch=2, model=4)) (shard (1,)), and differ in 1 of 2 "
+        "elements, first at (1,): 2.0 and 3.0.",
+    ),
+    "match for parts": (
+        lambda: ma.pack([[1.0]] * 8, BATCH_8.layout(ml.MATCH)),
+        "parts f32[1]: Layout([MATCH], Mesh(batch=8)) holds MATCH, and new arrays have "
+        "nothing to match.",
+    ),
+    "unpack of a NumPy array": (
+        lambda: ma.unpack({"w": np.ones((2, 3), np.float32)}),
+        "w f32[2, 3]: unpack takes arrays on a mesh, and this is a NumPy array "
+        "f32[2, 3]. Place it with relayout(x, layout).",
+    ),
+    "unpack inside jit": (
+        traced(ma.unpack),
+        "f32[8, 8]: a value inside jit has no parts yet; unpack the result of it.",
+    ),
+    "unpack of two meshes": (
+        lambda: ma.unpack(
+            {
+                "a": ma.ones((8,), BATCH_8.layout("batch")),
+                "b": ma.ones((8,), ONE.layout("batch")),
+            }
+        ),
+        "b f32[8] lies on devices 5, and a f32[8] on 0, 1, 2, 3, 4, 5, 6, 7; unpack "
+        "takes a tree on one mesh, in one order.",
+    ),
+    "unpack of nothing": (
+        lambda: ma.unpack({"a": None}),
+        "unpack takes arrays on a mesh, and got a tree without any.",
+    ),
+    "a dim that does not divide": (
+        lambda: ma.relayout({"net": {"w": np.ones((6, 3), np.float32)}}, B),
+        "net/w f32[6, 3]: dim 0 has size 6, which does not divide into 8 shards over "
+        "mesh axis 'batch'. Nearest size that fits: 8. To keep the size, leave dim 0 "
+        "UNSHARDED. (Layout([batch, unsharded], Mesh(batch=8)))",
+    ),
+    "a dim that does not divide, inside jit": (
+        lambda: jax.jit(lambda x: ma.relayout({"w": x}, B))(jnp.ones((9, 3))),
+        "w f32[9, 3]: dim 0 has size 9, which does not divide into 8 shards over mesh "
+        "axis 'batch'. Nearest sizes that fit: 8 and 16. To keep the size, leave dim 0 "
+        "UNSHARDED. (Layout([batch, unsharded], Mesh(batch=8)))",
+    ),
+    "another rank": (
+        lambda: ma.relayout(jnp.ones(8), B),
+        "f32[8]: Layout([batch, unsharded], Mesh(batch=8)) is for arrays of rank 2, and "
+        "this one has rank 1. Use `...` for any number of unsharded dims.",
+    ),
+    "a spec without a mesh": (
+        lambda: ma.relayout(jnp.ones(8), ["batch"]),
+        "f32[8]: expected a Layout or a NamedSharding, and got ['batch'] of type list. "
+        "A spec needs a mesh: Layout(spec, mesh).",
+    ),
+    "no layout": (
+        lambda: ma.relayout({"w": jnp.ones(8)}, "batch"),
+        "w f32[8]: expected a Layout or a NamedSharding, and got 'batch' of type str.",
+    ),
+    "layouts of another structure": (
+        lambda: ma.relayout({"w": jnp.ones(8), "b": jnp.ones(8)}, {"w": B}),
+        None,
+    ),
+    "a string for an array": (
+        lambda: ma.relayout({"name": "net"}, BATCH_8.layout(...)),
+        "name: a layout is for arrays, and this is 'net' of type str.",
+    ),
+    "an abstract array": (
+        lambda: ma.relayout(jax.ShapeDtypeStruct((8, 8), np.float32), B),
+        "f32[8, 8]: an abstract array has no values to move.",
+    ),
+    "a deleted array": (
+        lambda: ma.relayout({"w": deleted()}, B),
+        "w f32[8, 8]: the array is deleted; it was donated, to a step or a relayout.",
+    ),
+    "match that takes an axis twice": (
+        lambda: ma.relayout(
+            ma.ones((8, 8), MESH_2X4.layout("model", None)),
+            MESH_2X4.layout(ml.MATCH, "model"),
+        ),
+        "f32[8, 8]: with MATCH filled in from Layout([model, unsharded], Mesh(batch=2, "
+        "model=4)), mesh axis 'model' is used twice in [model, model], on entries 0 and "
+        "1; an axis shards one dim at most.",
+    ),
+    "match in a copy": (
+        lambda: ma.copy_to_mesh(np.ones((8, 8)), BATCH_8.layout(ml.MATCH, None)),
+        "f64[8, 8]: Layout([MATCH, unsharded], Mesh(batch=8)) holds MATCH; a new array "
+        "has nothing to match.",
+    ),
+    "the layout of a NumPy array": (
+        lambda: ma.fetch_layout({"w": np.ones((2,), np.float32)}),
+        "w f32[2]: it is a NumPy array f32[2], which is on no mesh. Place it with "
+        "relayout(x, layout).",
+    ),
+    "the layout of a value inside jit": (
+        traced(ma.fetch_layout),
+        "f32[8, 8]: cannot tell a layout from DynamicJaxprTracer: it has no "
+        "NamedSharding. Place the array with relayout(x, layout); inside jit, only a "
+        "mesh with Explicit axes knows layouts while tracing.",
+    ),
+    "another layout than expected": (
+        lambda: ma.check_layout(
+            {"w": ma.ones((8, 8), B)}, BATCH_8.layout(None, "batch")
+        ),
+        "w f32[8, 8]: the layout is Layout([batch, unsharded], Mesh(batch=8)), and "
+        "Layout([unsharded, batch], Mesh(batch=8)) was expected. Move it with "
+        "relayout(x, layout).",
+    ),
+    "a created dim that does not divide": (
+        lambda: ma.zeros({"w": (12, 8)}, B),
+        "w f32[12, 8]: dim 0 has size 12, which does not divide into 8 shards over mesh "
+        "axis 'batch'. Nearest sizes that fit: 8 and 16. To keep the size, leave dim 0 "
+        "UNSHARDED. (Layout([batch, unsharded], Mesh(batch=8)))",
+    ),
+    "a negative shape": (
+        lambda: ma.zeros((8, -1), B),
+        "a shape is sizes of 0 or more, and got (8, -1).",
+    ),
+    "a shape of floats": (
+        lambda: ma.ones({"w": (8, 2.0)}, B),
+        "w: a shape is sizes of 0 or more, and got (8, 2.0).",
+    ),
+    "an unknown dtype": (
+        lambda: ma.zeros((8, 8), B, "flot32"),
+        "'flot32' is not a dtype of numbers. Write jnp.float32 or 'float32'.",
+    ),
+    "full of an array": (
+        lambda: ma.full((8, 8), np.ones(8, np.float32), B),
+        "full takes a single value, and got a NumPy array f32[8]. To place an array, use "
+        "relayout(x, layout).",
+    ),
+    "a key that is a seed": (
+        lambda: ma.normal(0, (8, 8), B),
+        "expected a PRNG key, and got 0 of type int. Make one with "
+        "jax.random.key(seed).",
+    ),
+    "normal values of integers": (
+        lambda: ma.normal(jax.random.key(0), (8, 8), B, "int32"),
+        "i32[8, 8]: dtype argument to `normal` must be a float or complex dtype, got "
+        "int32.",
+    ),
+    "one key for a tree": (
+        lambda: ma.normal(jax.random.key(0), {"a": (8, 8), "b": (8, 8)}, B),
+        "a tree of shapes takes a tree of keys of its structure PyTreeDef({'a': *, "
+        "'b': *}), and got PyTreeDef(*). Split one key with jax.random.split.",
+    ),
+    "arange of a string": (
+        lambda: ma.arange("8", layout=BATCH_8.layout("batch")),
+        "arange takes numbers, and got '8' as start.",
+    ),
+    "arange without end": (
+        lambda: ma.arange(0, float("inf"), layout=BATCH_8.layout("batch")),
+        "arange takes finite numbers, and got inf as stop.",
+    ),
+    "arange that stands still": (
+        lambda: ma.arange(0, 8, 0, layout=BATCH_8.layout("batch")),
+        "arange cannot go in steps of 0.",
+    ),
+    "arange that does not divide": (
+        lambda: ma.arange(9, layout=BATCH_8.layout("batch")),
+        "i32[9]: dim 0 has size 9, which does not divide into 8 shards over mesh axis "
+        "'batch'. Nearest sizes that fit: 8 and 16. To keep the size, leave dim 0 "
+        "UNSHARDED. (Layout([batch], Mesh(batch=8)))",
+    ),
+    "a call of no function": (
+        lambda: ma.call_with_layout(3, B),
+        "call_with_layout(fn, layout, ...) takes a function, and got 3 of type int.",
+    ),
+    "a result that does not divide": (
+        lambda: ma.call_with_layout(lambda: {"w": jnp.ones((12, 4))}, B),
+        "result/w f32[12, 4]: dim 0 has size 12, which does not divide into 8 shards "
+        "over mesh axis 'batch'. Nearest sizes that fit: 8 and 16. To keep the size, "
+        "leave dim 0 UNSHARDED. (Layout([batch, unsharded], Mesh(batch=8)))",
+    ),
+    "an argument on other devices": (
+        lambda: ma.call_with_layout(
+            jnp.sin, B, ma.ones((8, 8), SUBSET.layout("part", None))
+        ),
+        "argument 0 f32[8, 8]: it lies on devices 3, 4, 5, 6, and the results on those "
+        "of Mesh(batch=8). Move it there with relayout(x, layout).",
+    ),
+    "the value inside jit": (
+        traced(ma.to_numpy),
+        "f32[8, 8]: a value inside jit is not known yet; return it from there.",
+    ),
+    "the value of an abstract array": (
+        lambda: ma.to_numpy({"w": jax.ShapeDtypeStruct((8,), np.float32)}),
+        "w f32[8]: an abstract array has no values.",
+    ),
+    "the value of a deleted array": (
+        lambda: ma.to_numpy(deleted()),
+        "f32[8, 8]: the array is deleted; it was donated, to a step or a relayout.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_refused_says_where_what_and_the_way_out(case):
+    call, message = BAD[case]
+    with pytest.raises(ml.LayoutError) as caught:
+        call()
+    text = str(caught.value).replace("TFRT_CPU_", "CPU").replace("cpu:", "CPU")
+    text = re.sub(r"(?<=devices )CpuDevice\(id=(\d)\)", r"CPU\1", text)
+    if message is not None:
+        assert text == message
+    else:
+        assert "do not have the structure of the arrays" in text
