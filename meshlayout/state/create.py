@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
+from flax import errors as flax_errors, nnx
 
 from meshlayout import _jax, _paths
 from meshlayout.errors import StateError
@@ -243,7 +243,7 @@ def trace(build: Callable[..., Any], *inputs: Any) -> Traced:
     try:
         with eager_sharding_off():
             jaxpr, shapes = _jax.traced(flat, *inputs)
-    except nnx.errors.TraceContextError as error:
+    except flax_errors.TraceContextError as error:
         msg = (
             "the builder changes an NNX object that was made outside of it, such as "
             "nnx.Rngs. Make it inside: create(lambda: Model(rngs=nnx.Rngs(0)), "
