@@ -12,10 +12,10 @@ DEMO_OPTIONS ?=
 .PHONY: demo data test lint types imports pytest test-matrix test-all lock clean
 
 demo: $(VENV)/.run-$(TAG)
-	$(BIN)/python -m models.train $(DEMO_OPTIONS)
+	@$(BIN)/python -m models.train $(DEMO_OPTIONS)
 
 data: $(VENV)/.run-$(TAG)
-	$(BIN)/python -m models.prepare_data
+	@$(BIN)/python -m models.prepare_data
 
 test: lint imports types pytest
 

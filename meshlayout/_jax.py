@@ -58,12 +58,17 @@ def sharding_of(value: Any) -> jax.sharding.Sharding | None:
     return sharding if known else None
 
 
+def is_extended(dtype: Any) -> bool:
+    """Tells whether a dtype is one that NumPy does not have, as that of PRNG keys."""
+    return jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+
+
 def itemsize(dtype: Any) -> int:
     """Returns the bytes of one element in an array; for PRNG keys, of a key's words.
 
     Arrays are 32-bit where JAX is not told otherwise, whatever NumPy's dtype says.
     """
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+    if is_extended(dtype):
         words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
         return math.prod(words.shape) * np.dtype(words.dtype).itemsize
     return np.dtype(jax.dtypes.canonicalize_dtype(dtype)).itemsize

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias, get_args, overload
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlayout import _jax, _paths, _render
@@ -170,7 +171,8 @@ class CompiledStep:
         program = self._program
         try:
             if program is None or (
-                program.loose and _layouts_of(args[1:], kwargs) != program.signature.rest_layouts
+                program.loose
+                and _layouts_of(args[1:], kwargs) != program.signature.rest_layouts
             ):
                 program = self._switch(static, args, kwargs)
             result = program.jitted(static, args[0], (args[1:], kwargs))
@@ -290,7 +292,10 @@ class CompiledStep:
             raise error
         self._check_alive(args[0])
         self._check_leaves(args[0])
-        if self._program is None or self._signature(args, kwargs) == self._program.signature:
+        if (
+            self._program is None
+            or self._signature(args, kwargs) == self._program.signature
+        ):
             raise error
         return self._switch(static, args, kwargs)
 
@@ -397,7 +402,9 @@ class CompiledStep:
 
     def _check_leaves(self, state: Any) -> None:
         for path, leaf in _named_leaves(state):
-            if not hasattr(leaf, "dtype") and not isinstance(leaf, (int, float, complex)):
+            if not hasattr(leaf, "dtype") and not isinstance(
+                leaf, (int, float, complex)
+            ):
                 msg = (
                     f"{self._name}: the state's {path!r} is a {type(leaf).__name__}, "
                     "no array. Keep it out of the state, or in a static field."
@@ -481,12 +488,15 @@ def _describe(
 ) -> _Description:
     avals = {name: f"{value!r}" for name, value in static}
     layouts: dict[str, str] = {}
-    labels = [*names[: len(args)], *(f"args[{i}]" for i in range(len(names), len(args)))]
+    labels = [
+        *names[: len(args)],
+        *(f"args[{i}]" for i in range(len(names), len(args))),
+    ]
     for label, value in [*zip(labels, args, strict=True), *kwargs.items()]:
         for path, leaf in _named_leaves(value):
             where = f"{label}/{path}" if path else label
             avals[where] = _aval_text(leaf)
-            layout = None if isinstance(leaf, jax.core.Tracer) else _layout_of(leaf)
+            layout = None if isinstance(leaf, Tracer) else _layout_of(leaf)
             layouts[where] = _sharding_text(layout)
     return _Description(avals, layouts)
 
@@ -498,7 +508,7 @@ def _aval_text(leaf: Any) -> str:
             leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype), weak_type=True
         )
     dtype = leaf.dtype
-    if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+    if not _jax.is_extended(dtype):
         dtype = jax.dtypes.canonicalize_dtype(dtype)
     weak = " (weakly typed)" if getattr(leaf, "weak_type", False) else ""
     return _render.array_text(dtype, leaf.shape) + weak

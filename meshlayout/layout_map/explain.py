@@ -4,7 +4,6 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from meshlayout import _render
 from meshlayout.layout_map.resolution import Resolution, Resolved
@@ -43,7 +42,11 @@ class Explanation:
     def notes(self) -> list[str]:
         """Whatever deserves a second look, one sentence each."""
         return [
-            *(f"fallback: {r.path}: {r.fallback}" for r in self.resolutions if r.fallback),
+            *(
+                f"fallback: {r.path}: {r.fallback}"
+                for r in self.resolutions
+                if r.fallback
+            ),
             *(f"note: {r.path}: {r.note}" for r in self.resolutions if r.note),
             *(
                 f"dead rule: {pattern!r} matches nothing."

@@ -555,7 +555,12 @@ class _Resolver:
             msg = f"{where}: the layout given on its layer does not fit: {error}"
             raise LayoutMapError(msg) from None
         fitted, lost, size = self._fit(
-            layout, shape, dtype, self._map._on_uneven, leaf.path, "given on its layer, "
+            layout,
+            shape,
+            dtype,
+            self._map._on_uneven,
+            leaf.path,
+            "given on its layer, ",
         )
         rules = ", ".join(repr(r.pattern) for r in self.candidates(leaf.path))
         note = f"its own layout wins over rule {rules}" if rules else None
@@ -586,19 +591,23 @@ class _Resolver:
             if layout == found.layout:
                 return found
             return _with_note(
-                found, f"the rule wins over its logical axes {names}, which mean {layout}"
+                found,
+                f"the rule wins over its logical axes {names}, which mean {layout}",
             )
         fitted, lost, size = self._fit(
-            layout, shape, dtype, self._map._on_uneven, leaf.path, f"logical axes {names}, "
+            layout,
+            shape,
+            dtype,
+            self._map._on_uneven,
+            leaf.path,
+            f"logical axes {names}, ",
         )
         reason = f"logical axes {names}"
         return Resolution(
             leaf.path, shape, dtype, fitted, None, reason, lost, None, size
         )
 
-    def _by_default(
-        self, path: str, shape: tuple[int, ...], dtype: Any
-    ) -> Resolution:
+    def _by_default(self, path: str, shape: tuple[int, ...], dtype: Any) -> Resolution:
         if not shape:
             return self._whole(path, shape, dtype, "scalar")
         if self._map._unmatched == "error":

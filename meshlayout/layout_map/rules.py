@@ -195,7 +195,9 @@ class Matcher:
 
 
 def _search(searches: list[Any], path: str) -> list[tuple[int, ParsedRule]]:
-    return [(at, r) for at, r, text, search in searches if text in path and search(path)]
+    return [
+        (at, r) for at, r, text, search in searches if text in path and search(path)
+    ]
 
 
 def required_text(pattern: str) -> str:

@@ -170,7 +170,11 @@ class Traced:
 
     def operations(self, shardings: Sequence[Any]) -> Operations:
         """Returns the operations, planned for these shardings."""
-        targets = [s for s, kind in zip(shardings, self._kinds(), strict=True) if kind == _TRACED]
+        targets = [
+            s
+            for s, kind in zip(shardings, self._kinds(), strict=True)
+            if kind == _TRACED
+        ]
         mesh = _mesh_of(shardings)
         return Operations(self._jaxpr, targets, mesh)
 
@@ -238,7 +242,9 @@ def trace(build: Callable[..., Any], *inputs: Any) -> Traced:
             (kind, None if kind == _TRACED else leaf)
             for kind, leaf in zip(kinds, leaves, strict=True)
         ]
-        return [leaf for kind, leaf in zip(kinds, leaves, strict=True) if kind == _TRACED]
+        return [
+            leaf for kind, leaf in zip(kinds, leaves, strict=True) if kind == _TRACED
+        ]
 
     try:
         with eager_sharding_off():
@@ -263,7 +269,9 @@ def eager_sharding_off() -> contextlib.AbstractContextManager[Any]:
 def _kind(leaf: Any) -> int:
     if isinstance(leaf, jax.core.Tracer):
         return _TRACED
-    return _CONCRETE if isinstance(leaf, (jax.Array, np.ndarray, np.generic)) else _OTHER
+    return (
+        _CONCRETE if isinstance(leaf, (jax.Array, np.ndarray, np.generic)) else _OTHER
+    )
 
 
 def _is_number(value: Any) -> bool:

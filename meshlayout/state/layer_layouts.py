@@ -29,7 +29,9 @@ def with_layouts(layer: Any, **layouts: Any) -> Callable[..., Any]:
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
         >>> Linear = ml.with_layouts(nnx.Linear, kernel=(None, "model"))
-        >>> layer = ml.create(lambda: Linear(4, 8, rngs=nnx.Rngs(0)), ml.LayoutMap(mesh))
+        >>> layer = ml.create(
+        ...     lambda: Linear(4, 8, rngs=nnx.Rngs(0)), ml.LayoutMap(mesh)
+        ... )
         >>> ml.Layout.of(layer.kernel[...])
         Layout([unsharded, model], Mesh(batch=2, model=4))
     """

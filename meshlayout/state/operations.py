@@ -119,7 +119,8 @@ class Operations:
             for var in step.dead:
                 held.pop(var, None)
         state = sum(
-            math.prod(target.shard_shape(var.aval.shape)) * _jax.itemsize(var.aval.dtype)
+            math.prod(target.shard_shape(var.aval.shape))
+            * _jax.itemsize(var.aval.dtype)
             for var, target in zip(self._outputs, self._targets, strict=True)
         )
         return MemoryEstimate(state, max(peak, state))
@@ -150,9 +151,9 @@ class Operations:
         """Gives every value a sharding: its use's where the shapes agree."""
         for var, target in zip(self._outputs, self._targets, strict=True):
             if not _is_literal(var):
-                self._shardings.setdefault(var, tidy(
-                    target, var.aval.shape, var.aval.dtype, self._mesh
-                ))
+                self._shardings.setdefault(
+                    var, tidy(target, var.aval.shape, var.aval.dtype, self._mesh)
+                )
         for eqn in backwards:
             for out in eqn.outvars:
                 sharding = self._sharding(out)
@@ -165,9 +166,7 @@ class Operations:
             return NamedSharding(self._mesh.jax_mesh, PartitionSpec())
         if var not in self._shardings:
             cut = spread(self._mesh, var.aval.shape).sharding
-            self._shardings[var] = tidy(
-                cut, var.aval.shape, var.aval.dtype, self._mesh
-            )
+            self._shardings[var] = tidy(cut, var.aval.shape, var.aval.dtype, self._mesh)
         return self._shardings[var]
 
     def _step(
@@ -292,32 +291,20 @@ def _is_literal(var: Any) -> bool:
 
 
 def _literal(var: Any) -> Any:
-    return np.asarray(var.val, dtype=var.aval.dtype) if not isinstance(
-        var.val, jax.Array
-    ) else var.val
+    return (
+        np.asarray(var.val, dtype=var.aval.dtype)
+        if not isinstance(var.val, jax.Array)
+        else var.val
+    )
 
 
 # Operations that give each element the same bits however the array is cut: one
 # element at a time, moving elements about, or counter-based random numbers.
 _SAFE = frozenset(
-    """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type
-    broadcast_in_dim cbrt ceil clamp clz complex concatenate conj convert_element_type
-    copy copy_p cos cosh digamma div dynamic_slice dynamic_update_slice empty eq erf
-    erf_inv erfc exp exp2 expand_dims expm1 floor full gather ge gt imag integer_pow
-    iota is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or
-    optimization_barrier pad population_count pow random_bits random_clone
-    random_fold_in random_seed random_split random_unwrap random_wrap real
-    reduce_precision rem reshape rev round rsqrt select_n shift_left
-    shift_right_arithmetic shift_right_logical sign sin sinh slice split sqrt square
-    squeeze stop_gradient sub tan tanh threefry2x32 transpose xor
-    """.split()
+    ["abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bitcast_convert_type", "broadcast_in_dim", "cbrt", "ceil", "clamp", "clz", "complex", "concatenate", "conj", "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "dynamic_slice", "dynamic_update_slice", "empty", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expand_dims", "expm1", "floor", "full", "gather", "ge", "gt", "imag", "integer_pow", "iota", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or", "optimization_barrier", "pad", "population_count", "pow", "random_bits", "random_clone", "random_fold_in", "random_seed", "random_split", "random_unwrap", "random_wrap", "real", "reduce_precision", "rem", "reshape", "rev", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "slice", "split", "sqrt", "square", "squeeze", "stop_gradient", "sub", "tan", "tanh", "threefry2x32", "transpose", "xor"]
 )
 _CONTAINERS = frozenset(
-    """
-    jit pjit closed_call core_call custom_jvp_call custom_vjp_call
-    custom_vjp_call_jaxpr remat checkpoint scan while cond
-    """.split()
+    ["jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "remat", "checkpoint", "scan", "while", "cond"]
 )
 
 

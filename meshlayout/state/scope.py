@@ -195,4 +195,3 @@ def _adopt(made: nnx.Module, copies: Any, originals: list[Any]) -> None:
         for name, value in list(vars(node).items()) if _is_module(node) else ():
             if id(value) in same:
                 setattr(node, name, same[id(value)])
-

@@ -98,14 +98,14 @@ class TrainState:
             >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
             >>> layouts = ml.LayoutMap(mesh, {"kernel": (None, "model")})
             >>> state = ml.TrainState.create(
-            ...     lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0)), optax.adam(1e-3), layouts
+            ...     lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0)),
+            ...     optax.adam(1e-3),
+            ...     layouts,
             ... )
             >>> str(state.layouts.opt_state[0].mu["kernel"])
             '[unsharded, model]'
         """
-        return cls.describe(
-            build, optimizer, layouts, module=module, rng=rng
-        ).create()
+        return cls.describe(build, optimizer, layouts, module=module, rng=rng).create()
 
     @classmethod
     def describe(
@@ -312,9 +312,11 @@ def _like(tree: Any, layouts: Any) -> Any:
 
 
 def _scalar(value: Any) -> str:
-    return str(int(value)) if isinstance(value, jax.Array) and not isinstance(
-        value, jax.core.Tracer
-    ) else "?"
+    return (
+        str(int(value))
+        if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+        else "?"
+    )
 
 
 def _array_text(value: Any) -> str:
