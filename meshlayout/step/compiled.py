@@ -9,13 +9,23 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args, overload
 
 import jax
-import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlayout import _jax, _paths, _render
 from meshlayout.errors import RecompileWarning, StepError, did_you_mean
 from meshlayout.layout_map import LayoutMap, in_force
+from meshlayout.step.changes import (
+    SETTING,
+    Description,
+    describe,
+    differences,
+    layout_of,
+    mesh_text,
+    named_leaves,
+    structure_text,
+    what,
+)
 
 
 OnRecompile: TypeAlias = Literal["warn", "error", "ignore"]
@@ -111,6 +121,8 @@ class _Program:
 
     signature: _Signature
     jitted: Any
+    first_call: Description
+    seen: list[Description]  # what it was traced for
     loose: bool  # some batch leaf has no layout of its own: look at it every call
     bounded: bool  # several CPU devices: bound what is in flight
 
@@ -151,7 +163,6 @@ class CompiledStep:
         self._layouts = layouts
         self._programs: dict[_Signature, _Program] = {}
         self._program: _Program | None = None
-        self._last: _Description | None = None
         self._quiet = False
         self._in_flight = 0
 
@@ -196,7 +207,11 @@ class CompiledStep:
             **kwargs: Arguments by name.
         """
         args, kwargs, static = self._normalised(args, kwargs)
-        program = self._program_for(self._signature(args, kwargs))
+        signature = self._signature(args, kwargs)
+        if signature not in self._programs:
+            now = describe(self._names, static, args, kwargs)
+            self._programs[signature] = self._make(signature, now)
+        program = self._programs[signature]
         before, self._quiet = self._quiet, True
         try:
             return program.jitted.lower(static, args[0], (args[1:], kwargs))
@@ -262,7 +277,7 @@ class CompiledStep:
         rest_def = jax.tree.structure((args[1:], kwargs))
         return _Signature(
             state_def,
-            _one_mesh(self._name, args[0], [_layout_of(leaf) for leaf in state_leaves]),
+            _one_mesh(self._name, args[0], [layout_of(leaf) for leaf in state_leaves]),
             rest_def,
             _layouts_of(args[1:], kwargs),
         )
@@ -272,12 +287,13 @@ class CompiledStep:
     ) -> _Program:
         """Makes the program for these arguments the current one."""
         signature = self._signature(args, kwargs)
-        known = signature in self._programs
-        if self._last is not None and not known:
-            self._explain(_describe(self._names, static, args, kwargs))
-        self._program = self._program_for(signature)
-        if not known:
-            self._last = _describe(self._names, static, args, kwargs)
+        if signature not in self._programs:
+            now = describe(self._names, static, args, kwargs)
+            self._explain(
+                now, [p.first_call for p in self._programs.values() if p.seen]
+            )
+            self._programs[signature] = self._make(signature, now)
+        self._program = self._programs[signature]
         return self._program
 
     def _after_error(
@@ -299,12 +315,7 @@ class CompiledStep:
             raise error
         return self._switch(static, args, kwargs)
 
-    def _program_for(self, signature: _Signature) -> _Program:
-        if signature not in self._programs:
-            self._programs[signature] = self._make(signature)
-        return self._programs[signature]
-
-    def _make(self, signature: _Signature) -> _Program:
+    def _make(self, signature: _Signature, now: Description) -> _Program:
         open_ = _jax.UNSPECIFIED
         into = signature.state_def.unflatten(
             [open_ if layout is None else layout for layout in signature.state_layouts]
@@ -312,9 +323,10 @@ class CompiledStep:
         rest = signature.rest_def.unflatten(
             [open_ if layout is None else layout for layout in signature.rest_layouts]
         )
+        seen: list[Description] = []
 
         def traced(static: tuple[Any, ...], state: Any, rest: Any) -> Any:
-            return self._traced(static, state, rest)
+            return self._traced(seen, static, state, rest)
 
         traced.__name__ = traced.__qualname__ = self._name  # shown by profilers
         jitted = jax.jit(
@@ -333,39 +345,47 @@ class CompiledStep:
         return _Program(
             signature,
             jitted,
+            now,
+            seen,
             None in signature.rest_layouts,
             len(devices) > 1 and next(iter(devices)).platform == "cpu",
         )
 
     # Inside the trace.
 
-    def _traced(self, static: tuple[Any, ...], state: Any, rest: Any) -> Any:
+    def _traced(
+        self,
+        seen: list[Description],
+        static: tuple[Any, ...],
+        state: Any,
+        rest: Any,
+    ) -> Any:
         args, kwargs = rest
-        if not self._quiet:
-            self._on_trace(_describe(self._names, static, (state, *args), kwargs))
+        now = describe(self._names, static, (state, *args), kwargs)
+        if seen and not self._quiet:
+            self._explain(now, seen)
         scope = in_force(self._layouts) if self._layouts else contextlib.nullcontext()
         with scope:
             result = self._step(state, *args, **kwargs, **dict(static))
         if not isinstance(result, tuple) or len(result) != 2:
             msg = (
-                f"{self._name} returned {_what(result)}; a step returns a pair, "
+                f"{self._name} returned {what(result)}; a step returns a pair, "
                 "(state, aux), with aux=None if there is nothing else."
             )
             raise StepError(msg)
         new_state, aux = result
-        return self._kept(state, new_state), aux
+        kept = self._kept(state, new_state)
+        if not self._quiet:
+            seen.append(now)
+        return kept, aux
 
-    def _on_trace(self, now: "_Description") -> None:
-        last = self._last
-        if last is not None and last.avals != now.avals:
-            self._explain(now)
-        if last is None or last.avals != now.avals:
-            self._last = now
-
-    def _explain(self, now: "_Description") -> None:
-        if self._on_recompile == "ignore" or self._last is None:
+    def _explain(self, now: Description, before: list[Description]) -> None:
+        """Says what is unlike the most similar call before, if there was one."""
+        if self._on_recompile == "ignore" or not before:
             return
-        line = f"{self._name} recompiles: {_difference(self._last, now)}."
+        found = min((differences(one, now) for one in before), key=len)
+        first, *_ = [*found, SETTING]
+        line = f"{self._name} recompiles: {first}."
         if self._on_recompile == "error":
             raise StepError(line)
         warnings.warn(line, RecompileWarning, stacklevel=_stacklevel())
@@ -373,9 +393,9 @@ class CompiledStep:
     def _kept(self, old: Any, new: Any) -> Any:
         """Returns the new state, or raises if it is not of the old one's kind."""
         if jax.tree.structure(old) != jax.tree.structure(new):
-            raise StepError(_structure_text(self._name, old, new))
+            raise StepError(structure_text(self._name, old, new))
         leaves = []
-        named = _named_leaves(old)
+        named = named_leaves(old)
         for (path, was), now in zip(named, jax.tree.leaves(new), strict=True):
             before, after = jax.typeof(was), jax.typeof(now)
             if (before.shape, before.dtype) != (after.shape, after.dtype):
@@ -391,8 +411,9 @@ class CompiledStep:
         return jax.tree.unflatten(jax.tree.structure(old), leaves)
 
     def _check_alive(self, state: Any) -> None:
-        for path, leaf in _named_leaves(state):
-            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        for path, leaf in named_leaves(state):
+            array = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+            if array and leaf.is_deleted():
                 msg = (
                     f"{self._name}: the state's {path!r} was used up by an earlier "
                     "call. Go on with the state that the call returned: "
@@ -401,7 +422,7 @@ class CompiledStep:
                 raise StepError(msg)
 
     def _check_leaves(self, state: Any) -> None:
-        for path, leaf in _named_leaves(state):
+        for path, leaf in named_leaves(state):
             if not hasattr(leaf, "dtype") and not isinstance(
                 leaf, (int, float, complex)
             ):
@@ -434,15 +455,8 @@ def _takes_any(step: Callable[..., Any]) -> bool:
     return inspect.Parameter.VAR_KEYWORD in kinds
 
 
-def _layout_of(leaf: Any) -> Any:
-    """Returns the sharding of a leaf that has one of its own, else None."""
-    if isinstance(leaf, jax.Array):
-        return leaf.sharding if leaf.committed else None
-    return leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
-
-
 def _layouts_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple([_layout_of(leaf) for leaf in jax.tree.leaves((args, kwargs))])
+    return tuple([layout_of(leaf) for leaf in jax.tree.leaves((args, kwargs))])
 
 
 def _one_mesh(name: str, state: Any, layouts: list[Any]) -> tuple[Any, ...]:
@@ -452,112 +466,15 @@ def _one_mesh(name: str, state: Any, layouts: list[Any]) -> tuple[Any, ...]:
         return tuple(layouts)
     whole = NamedSharding(meshes[0], PartitionSpec())
     devices = whole.device_set
-    for (path, _), layout in zip(_named_leaves(state), layouts, strict=True):
+    for (path, _), layout in zip(named_leaves(state), layouts, strict=True):
         if layout is not None and layout.device_set != devices:
             msg = (
                 f"{name}: the state's {path!r} lies on other devices than the rest, "
-                f"which is on {_mesh_text(meshes[0])}. Move it with "
+                f"which is on {mesh_text(meshes[0])}. Move it with "
                 "relayout(x, layout)."
             )
             raise StepError(msg)
     return tuple(whole if layout is None else layout for layout in layouts)
-
-
-def _mesh_text(mesh: Any) -> str:
-    return ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
-
-
-def _named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    entries = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return [("/".join(map(_paths.key_name, keys)), leaf) for keys, leaf in entries]
-
-
-# Saying what changed.
-
-
-@dataclass(frozen=True)
-class _Description:
-    """Every argument of a call, by name: what a program is compiled for."""
-
-    avals: dict[str, str]
-    layouts: dict[str, str]
-
-
-def _describe(
-    names: tuple[str, ...], static: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> _Description:
-    avals = {name: f"{value!r}" for name, value in static}
-    layouts: dict[str, str] = {}
-    labels = [
-        *names[: len(args)],
-        *(f"args[{i}]" for i in range(len(names), len(args))),
-    ]
-    for label, value in [*zip(labels, args, strict=True), *kwargs.items()]:
-        for path, leaf in _named_leaves(value):
-            where = f"{label}/{path}" if path else label
-            avals[where] = _aval_text(leaf)
-            layout = None if isinstance(leaf, Tracer) else _layout_of(leaf)
-            layouts[where] = _sharding_text(layout)
-    return _Description(avals, layouts)
-
-
-def _aval_text(leaf: Any) -> str:
-    if not hasattr(leaf, "dtype"):
-        leaf = np.asarray(leaf)
-        leaf = jax.ShapeDtypeStruct(
-            leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype), weak_type=True
-        )
-    dtype = leaf.dtype
-    if not _jax.is_extended(dtype):
-        dtype = jax.dtypes.canonicalize_dtype(dtype)
-    weak = " (weakly typed)" if getattr(leaf, "weak_type", False) else ""
-    return _render.array_text(dtype, leaf.shape) + weak
-
-
-def _sharding_text(sharding: Any) -> str:
-    if isinstance(sharding, NamedSharding):
-        return f"{tuple(sharding.spec)} on ({_mesh_text(sharding.mesh)})"
-    return "no layout of its own" if sharding is None else str(sharding)
-
-
-def _difference(last: _Description, now: _Description) -> str:
-    for where in [*now.avals, *last.avals]:
-        if where not in last.avals:
-            return f"{where} is new: {now.avals[where]}"
-        if where not in now.avals:
-            return f"{where} is gone: it was {last.avals[where]}"
-        if last.avals[where] != now.avals[where]:
-            return f"{where} changed from {last.avals[where]} to {now.avals[where]}"
-    for where, layout in now.layouts.items():
-        if last.layouts.get(where, layout) != layout:
-            was = last.layouts[where]
-            return f"the layout of {where} changed from {was} to {layout}"
-    return "the structure of its arguments, the layout map in force or a JAX setting"
-
-
-def _structure_text(name: str, old: Any, new: Any) -> str:
-    was, now = dict(_named_leaves(old)), dict(_named_leaves(new))
-    lost = [repr(path) for path in was if path not in now]
-    new_ones = [repr(path) for path in now if path not in was]
-    if lost or new_ones:
-        parts = []
-        if lost:
-            parts.append(f"lacks {', '.join(lost[:3])}")
-        if new_ones:
-            parts.append(f"has {', '.join(new_ones[:3])} besides")
-        fact = " and ".join(parts)
-    else:
-        fact = f"is {_what(new)} where {_what(old)} came in"
-    return (
-        f"{name} returned a state of another structure: it {fact}. Return the state "
-        "that came in with new values."
-    )
-
-
-def _what(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"a tuple of {len(value)}"
-    return f"a {type(value).__name__}"
 
 
 def _stacklevel() -> int:

@@ -1,0 +1,122 @@
+"""What a call of a step is compiled for, and what of it changed, in words."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding
+
+from meshlayout import _jax, _paths, _render
+
+
+@dataclass(frozen=True)
+class Description:
+    """Every argument of a call, by name: what a program is compiled for."""
+
+    avals: dict[str, str]
+    layouts: dict[str, str]  # empty for a call seen while tracing
+
+
+def describe(
+    names: tuple[str, ...], static: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Description:
+    avals = {name: f"{value!r}" for name, value in static}
+    layouts: dict[str, str] = {}
+    labels = [
+        *names[: len(args)],
+        *(f"args[{i}]" for i in range(len(names), len(args))),
+    ]
+    for label, value in [*zip(labels, args, strict=True), *kwargs.items()]:
+        for path, leaf in named_leaves(value):
+            where = f"{label}/{path}" if path else label
+            avals[where] = _aval_text(leaf)
+            if not isinstance(leaf, Tracer):
+                layouts[where] = _sharding_text(layout_of(leaf))
+    return Description(avals, layouts)
+
+
+def _aval_text(leaf: Any) -> str:
+    if not hasattr(leaf, "dtype"):
+        leaf = np.asarray(leaf)
+        leaf = jax.ShapeDtypeStruct(
+            leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype), weak_type=True
+        )
+    dtype = leaf.dtype
+    if not _jax.is_extended(dtype):
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+    weak = " (weakly typed)" if getattr(leaf, "weak_type", False) else ""
+    return _render.array_text(dtype, leaf.shape) + weak
+
+
+def _sharding_text(sharding: Any) -> str:
+    if isinstance(sharding, NamedSharding):
+        return f"{tuple(sharding.spec)} on ({mesh_text(sharding.mesh)})"
+    return "no layout of its own" if sharding is None else str(sharding)
+
+
+SETTING = (
+    "something changed that is no argument: the default mesh, the layout map in force "
+    "or a JAX setting"
+)
+
+
+def differences(last: Description, now: Description) -> list[str]:
+    """Returns what changed between two calls, one phrase each."""
+    found = []
+    for where in dict.fromkeys([*now.avals, *last.avals]):
+        before, after = last.avals.get(where), now.avals.get(where)
+        if before is None:
+            found.append(f"{where} is new: {after}")
+        elif after is None:
+            found.append(f"{where} is gone: it was {before}")
+        elif before != after:
+            found.append(f"{where} changed from {before} to {after}")
+        was, is_ = last.layouts.get(where), now.layouts.get(where)
+        if was is not None and is_ is not None and was != is_:
+            found.append(f"the layout of {where} changed from {was} to {is_}")
+    return found
+
+
+def structure_text(name: str, old: Any, new: Any) -> str:
+    was, now = dict(named_leaves(old)), dict(named_leaves(new))
+    lost = [repr(path) for path in was if path not in now]
+    new_ones = [repr(path) for path in now if path not in was]
+    if lost or new_ones:
+        parts = []
+        if lost:
+            parts.append(f"lacks {', '.join(lost[:3])}")
+        if new_ones:
+            parts.append(f"has {', '.join(new_ones[:3])} besides")
+        fact = " and ".join(parts)
+    else:
+        fact = f"is {what(new)} where {what(old)} came in"
+    return (
+        f"{name} returned a state of another structure: it {fact}. Return the state "
+        "that came in with new values."
+    )
+
+
+def what(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)}"
+    return f"a {type(value).__name__}"
+
+
+def layout_of(leaf: Any) -> Any:
+    """Returns the sharding of a leaf that has one of its own, else None."""
+    if isinstance(leaf, Tracer):  # the step is called inside another jit
+        return None
+    if isinstance(leaf, jax.Array):
+        return leaf.sharding if leaf.committed else None
+    return leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
+
+
+def mesh_text(mesh: Any) -> str:
+    return ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+
+
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    entries = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return [("/".join(map(_paths.key_name, keys)), leaf) for keys, leaf in entries]
