@@ -22,6 +22,14 @@ class Description:
 def describe(
     names: tuple[str, ...], static: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Description:
+    """Describes a call.
+
+    Args:
+        names: The step's parameter names, in order.
+        static: Names and values of its static arguments.
+        args: Its other positional arguments, arrays or tracers in them.
+        kwargs: Its other keyword arguments.
+    """
     avals = {name: f"{value!r}" for name, value in static}
     layouts: dict[str, str] = {}
     labels = [
@@ -57,8 +65,8 @@ def _sharding_text(sharding: Any) -> str:
 
 
 SETTING = (
-    "something changed that is no argument: the default mesh, the layout map in force "
-    "or a JAX setting"
+    "something changed that is no shape, dtype or layout: the default mesh, the layout "
+    "map in force, a JAX setting, or whether an array is bound to its devices"
 )
 
 
@@ -80,6 +88,7 @@ def differences(last: Description, now: Description) -> list[str]:
 
 
 def structure_text(name: str, old: Any, new: Any) -> str:
+    """Says how the state that a step returned is unlike the one that came in."""
     was, now = dict(named_leaves(old)), dict(named_leaves(new))
     lost = [repr(path) for path in was if path not in now]
     new_ones = [repr(path) for path in now if path not in was]
@@ -99,6 +108,7 @@ def structure_text(name: str, old: Any, new: Any) -> str:
 
 
 def what(value: Any) -> str:
+    """Returns what kind of thing a value is, with its article."""
     if isinstance(value, tuple):
         return f"a tuple of {len(value)}"
     return f"a {type(value).__name__}"
@@ -114,9 +124,11 @@ def layout_of(leaf: Any) -> Any:
 
 
 def mesh_text(mesh: Any) -> str:
+    """Returns the axes of a mesh as `"batch=2, model=4"`."""
     return ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """Returns the path and value of every leaf."""
     entries = jax.tree_util.tree_flatten_with_path(tree)[0]
     return [("/".join(map(_paths.key_name, keys)), leaf) for keys, leaf in entries]

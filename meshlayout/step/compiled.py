@@ -177,7 +177,7 @@ class CompiledStep:
             What the step returns: the new state, and the rest.
         """
         static: tuple[Any, ...] = ()
-        if kwargs or self._static_names:
+        if kwargs or self._static_names or not args:
             args, kwargs, static = self._normalised(args, kwargs)
         program = self._program
         try:
@@ -185,13 +185,12 @@ class CompiledStep:
                 program.loose
                 and _layouts_of(args[1:], kwargs) != program.signature.rest_layouts
             ):
-                program = self._switch(static, args, kwargs)
+                program, args = self._switch(static, args, kwargs)
             result = program.jitted(static, args[0], (args[1:], kwargs))
         except Exception as error:
             # Nothing has run: find out whether this call needs another program.
-            again = self._after_error(error, static, args, kwargs)
-            result = again.jitted(static, args[0], (args[1:], kwargs))
-            program = again
+            program, args = self._after_error(error, static, args, kwargs)
+            result = program.jitted(static, args[0], (args[1:], kwargs))
         if program.bounded:
             self._in_flight += 1
             if self._in_flight == _MAX_IN_FLIGHT:
@@ -284,8 +283,8 @@ class CompiledStep:
 
     def _switch(
         self, static: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> _Program:
-        """Makes the program for these arguments the current one."""
+    ) -> tuple[_Program, tuple[Any, ...]]:
+        """Makes the program for these arguments the current one, and places them."""
         signature = self._signature(args, kwargs)
         if signature not in self._programs:
             now = describe(self._names, static, args, kwargs)
@@ -293,8 +292,8 @@ class CompiledStep:
                 now, [p.first_call for p in self._programs.values() if p.seen]
             )
             self._programs[signature] = self._make(signature, now)
-        self._program = self._programs[signature]
-        return self._program
+        program = self._program = self._programs[signature]
+        return program, (_placed(args[0], signature), *args[1:])
 
     def _after_error(
         self,
@@ -302,7 +301,7 @@ class CompiledStep:
         static: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> _Program:
+    ) -> tuple[_Program, tuple[Any, ...]]:
         """Returns the program that this call needs instead, or raises."""
         if isinstance(error, StepError) or not args:
             raise error
@@ -457,6 +456,17 @@ def _takes_any(step: Callable[..., Any]) -> bool:
 
 def _layouts_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     return tuple([layout_of(leaf) for leaf in jax.tree.leaves((args, kwargs))])
+
+
+def _placed(state: Any, signature: _Signature) -> Any:
+    """Places the leaves that had no layout: else the next call would be another one."""
+    leaves = [
+        leaf if layout is None or layout_of(leaf) else jax.device_put(leaf, layout)
+        for leaf, layout in zip(
+            jax.tree.leaves(state), signature.state_layouts, strict=True
+        )
+    ]
+    return signature.state_def.unflatten(leaves)
 
 
 def _one_mesh(name: str, state: Any, layouts: list[Any]) -> tuple[Any, ...]:

@@ -1,0 +1,452 @@
+"""A compiled step runs the step, keeps its state's layouts, and explains itself."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import meshlayout as ml
+
+
+def doubled(state, batch):
+    return jax.tree.map(lambda leaf: leaf * 2 + batch.sum(), state), {"n": batch.size}
+
+
+def deleted(tree):
+    return [leaf.is_deleted() for leaf in jax.tree.leaves(tree)]
+
+
+@pytest.fixture
+def mesh() -> ml.Mesh:
+    return ml.create_mesh({"batch": 2, "model": 4})
+
+
+@pytest.fixture
+def state(mesh):
+    return {
+        "w": ml.relayout(np.arange(32.0).reshape(8, 4), mesh.layout("model", None)),
+        "b": ml.relayout(np.ones(4, np.float32), mesh.layout("model")),
+        "n": ml.relayout(np.float32(3), mesh.layout()),
+    }
+
+
+# What it computes.
+
+
+def test_three_steps_equal_the_plain_function(state, mesh):
+    plain = jax.tree.map(np.asarray, state)
+    step = ml.compile_step(doubled)
+    for seed in range(3):
+        batch = np.random.default_rng(seed).normal(size=(8, 2)).astype("float32")
+        plain, _ = doubled(plain, batch)
+        state, aux = step(state, ml.relayout(batch, mesh.layout("batch", None)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), state, plain)
+    assert aux == {"n": 16}
+
+
+def test_the_layouts_that_come_in_go_out(state, mesh):
+    before = jax.tree.map(ml.Layout.of, state)
+    # Left alone, the compiler would lay the product out by its operands.
+    step = ml.compile_step(lambda s, b: (jax.tree.map(lambda v: v + b.sum(), s), None))
+    for _ in range(3):
+        state, _ = step(state, ml.ones((8, 8), mesh.layout("batch", "model")))
+    assert jax.tree.map(ml.Layout.of, state) == before
+
+
+def test_the_state_is_donated_and_the_batch_is_not(state):
+    batch = jnp.ones(3)
+    ml.compile_step(doubled)(state, batch)
+    assert deleted(state) == [True] * 3
+    assert not batch.is_deleted()
+
+
+def test_it_is_a_decorator_with_and_without_options(state):
+    @ml.compile_step
+    def one(state, batch):
+        """Doc."""
+        return doubled(state, batch)
+
+    @ml.compile_step(on_recompile="error")
+    def two(state, batch):
+        return doubled(state, batch)
+
+    assert one.__name__ == "one"
+    assert one.__doc__ == "Doc."
+    assert isinstance(one, ml.CompiledStep)
+    state, _ = one(state, jnp.ones(2))
+    two(state, jnp.ones(2))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda step, s, b: step(s, b, True, scale=3.0),
+        lambda step, s, b: step(s, b, train=True, scale=3.0),
+        lambda step, s, b: step(s, batch=b, train=True, scale=3.0),
+        lambda step, s, b: step(state=s, batch=b, train=True, scale=3.0),
+        lambda step, s, b: step(s, b, True, 3.0),
+    ],
+)
+def test_static_and_keyword_arguments(call):
+    def step(state, batch, train, scale=1.0):
+        assert isinstance(train, bool)
+        return state + batch.sum() * scale * (2 if train else 1), train
+
+    compiled = ml.compile_step(step, static_argnames="train")
+    state, aux = call(compiled, jnp.zeros(2), jnp.ones(3))
+    assert state.tolist() == [18.0, 18.0]
+    assert bool(aux) is True
+
+
+def test_several_batches_and_any_pytrees(mesh):
+    def step(state, first, *, second):
+        (w, extra), count = state
+        assert extra is None
+        return ((w + first["x"].sum() - second[0], None), count + 1), (second, None)
+
+    state = ((ml.zeros(8, mesh.layout("model")), None), jnp.int32(0))
+    compiled = ml.compile_step(step)
+    for _ in range(2):
+        state, aux = compiled(state, {"x": np.ones(4)}, second=[jnp.float32(1)])
+    assert state[0][0].tolist() == [6.0] * 8
+    assert int(state[1]) == 2
+    assert float(aux[0][0]) == 1.0
+
+
+def test_numpy_and_number_leaves_of_a_state_are_placed_beside_the_others(mesh):
+    state = {"w": ml.ones(8, mesh.layout("model")), "n": 1, "m": np.float32(2)}
+    step = ml.compile_step(lambda s, b: (jax.tree.map(lambda v: v + b, s), None))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            state, _ = step(state, 1)
+    assert int(state["n"]) == 4
+    assert ml.Layout.of(state["n"]) == mesh.layout()
+
+
+# How often it compiles, and what it says.
+
+
+class Traces:
+    """Counts how often a step's Python runs: once for each program."""
+
+    def __init__(self, step=doubled):
+        self.step, self.count = step, 0
+
+    def __call__(self, state, *args, **kwargs):
+        self.count += 1
+        return self.step(state, *args, **kwargs)
+
+
+def test_one_program_for_many_calls(state, mesh):
+    traces = Traces()
+    step = ml.compile_step(traces)
+    batch = ml.ones(8, mesh.layout("batch"))
+    for _ in range(5):
+        state, _ = step(state, batch)
+    assert traces.count == 1
+
+
+def test_a_weakly_typed_update_does_not_compile_twice():
+    traces = Traces(lambda s, b: ({"n": jnp.where(b > 0, 1, 2), "x": s["x"] + 1}, None))
+    step = ml.compile_step(traces)
+    state = {"n": jnp.int32(0), "x": 0}
+    for _ in range(3):
+        state, _ = step(state, jnp.float32(1))
+    assert traces.count == 1
+    assert state["n"].dtype == jnp.int32
+
+
+CHANGES = {
+    "shape": (
+        lambda m: ((jnp.ones(4),), {}),
+        "changing recompiles: batch changed from f32[8] to f32[4].",
+    ),
+    "dtype": (
+        lambda m: ((jnp.ones(8, jnp.bfloat16),), {}),
+        "changing recompiles: batch changed from f32[8] to bf16[8].",
+    ),
+    "structure": (
+        lambda m: (({"x": jnp.ones(8)},), {}),
+        "changing recompiles: batch/x is new: f32[8].",
+    ),
+    "layout": (
+        lambda m: ((ml.ones(8, m.layout("batch")),), {}),
+        "changing recompiles: the layout of batch changed from no layout of its own to "
+        "('batch',) on (batch=2, model=4).",
+    ),
+    "static": (
+        lambda m: ((jnp.ones(8),), {"train": False}),
+        "changing recompiles: train changed from True to False.",
+    ),
+    "keyword": (
+        lambda m: ((jnp.ones(8),), {"scale": jnp.float32(2)}),
+        "changing recompiles: scale is new: f32[].",
+    ),
+}
+
+
+def changing(state, batch, train=True, scale=1):
+    total = sum(leaf.astype("float32").sum() for leaf in jax.tree.leaves(batch))
+    return jax.tree.map(lambda v: v + total * scale * (2 if train else 1), state), None
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_change_that_recompiles_is_named(name, state, mesh):
+    change, message = CHANGES[name]
+    args, kwargs = change(mesh)
+    step = ml.compile_step(changing, static_argnames=("train",))
+    state, _ = step(state, jnp.ones(8), train=True)
+    with pytest.warns(ml.RecompileWarning) as caught:
+        state, _ = step(state, *args, **{"train": True, **kwargs})
+    assert [str(one.message) for one in caught] == [message]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # both programs are known now
+        state, _ = step(state, jnp.ones(8), train=True)
+        step(state, *args, **{"train": True, **kwargs})
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_with_error_a_recompilation_is_refused_and_nothing_is_lost(name, state, mesh):
+    change, message = CHANGES[name]
+    args, kwargs = change(mesh)
+    step = ml.compile_step(changing, static_argnames=("train",), on_recompile="error")
+    state, _ = step(state, jnp.ones(8), train=True)
+    with pytest.raises(ml.StepError) as caught:
+        step(state, *args, **{"train": True, **kwargs})
+    assert str(caught.value) == message
+    assert deleted(state) == [False] * 3
+    step(state, jnp.ones(8), train=True)
+
+
+def test_a_state_in_another_layout_is_named_too(state, mesh):
+    step = ml.compile_step(doubled, on_recompile="error")
+    step(state, jnp.ones(2))
+    other = {
+        "w": ml.ones((8, 4), mesh.layout("batch", None)),
+        "b": ml.ones(4, mesh.layout("model")),
+        "n": ml.ones((), mesh.layout()),
+    }
+    with pytest.raises(ml.StepError) as caught:
+        step(other, jnp.ones(2))
+    assert str(caught.value) == (
+        "doubled recompiles: the layout of state/w changed from ('model', None) on "
+        "(batch=2, model=4) to ('batch', None) on (batch=2, model=4)."
+    )
+    assert deleted(other) == [False] * 3
+
+
+def test_ignore_says_nothing(state):
+    step = ml.compile_step(doubled, on_recompile="ignore")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state, _ = step(state, jnp.ones(2))
+        step(state, jnp.ones(3))
+
+
+def test_another_map_in_force_makes_another_program_and_says_so(mesh):
+    traces = Traces(lambda s, b: (s + ml.constrain(b, "hidden").sum(), None))
+    step = ml.compile_step(traces)
+    state, _ = step(ml.zeros(8, mesh.layout("model")), jnp.ones((2, 4)))
+    with (
+        ml.LayoutMap(mesh, {"hidden": ("batch", "model")}).scope(),
+        pytest.warns(ml.RecompileWarning, match="the layout map in force"),
+    ):
+        step(state, jnp.ones((2, 4)))
+    assert traces.count == 2
+
+
+def test_the_given_map_is_in_force_inside(mesh):
+    layouts = ml.LayoutMap(mesh, {"hidden": ("batch", "model")})
+    step = ml.compile_step(
+        lambda s, b: (s, ml.constrain(b * 2, "hidden")), layouts=layouts
+    )
+    _, hidden = step(ml.zeros(8, mesh.layout("model")), jnp.ones((2, 4)))
+    assert ml.Layout.of(hidden) == mesh.layout("batch", "model")
+
+
+# Inside and outside.
+
+
+def test_lower_takes_abstract_arguments_and_runs_nothing(state, mesh):
+    step = ml.compile_step(doubled)
+    abstract = jax.tree.map(
+        lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.sharding), state
+    )
+    lowered = step.lower(abstract, jax.ShapeDtypeStruct((3,), "float32"))
+    held = sum(
+        leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state)
+    )
+    assert lowered.compile().memory_analysis().alias_size_in_bytes == held
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(state, jnp.ones(3))
+
+
+def test_it_can_be_called_inside_jit(state):
+    step = ml.compile_step(doubled)
+    expected, _ = doubled(state, jnp.ones(3))
+    result, _ = jax.jit(lambda s, b: step(s, b))(state, jnp.ones(3))
+    jax.tree.map(np.testing.assert_array_equal, result, expected)
+
+
+def test_a_train_state_trains(mesh):
+    layouts = ml.LayoutMap(mesh, {"kernel": (None, "model")})
+    state = ml.TrainState.create(
+        lambda: nnx.Linear(4, 8, rngs=nnx.Rngs(0)), optax.adam(1e-2), layouts
+    )
+    before = state.layouts
+
+    @ml.compile_step
+    def step(state, batch):
+        loss, grads = jax.value_and_grad(
+            lambda p: (state.replace(params=p).model(batch) ** 2).mean()
+        )(state.params)
+        return state.apply_gradients(grads), loss
+
+    losses = []
+    for _ in range(5):
+        state, loss = step(state, ml.ones((8, 4), mesh.layout("batch", None)))
+        losses.append(float(loss))
+    assert losses == sorted(losses, reverse=True)
+    assert int(state.step) == 5
+    assert jax.tree.leaves(state.layouts) == jax.tree.leaves(before)
+
+
+# What it refuses.
+
+
+def used_up():
+    step = ml.compile_step(doubled)
+    state = {"w": jnp.ones(3)}
+    step(state, jnp.ones(2))
+    return step(state, jnp.ones(2))
+
+
+def two_meshes():
+    mesh = ml.create_mesh({"batch": 8})
+    half = ml.create_mesh({"batch": 4}, devices=jax.devices()[:4])
+    state = {
+        "a": ml.zeros(8, mesh.layout("batch")),
+        "b": ml.zeros(8, half.layout("batch")),
+    }
+    return ml.compile_step(doubled)(state, jnp.ones(2))
+
+
+def shared_module():
+    return ml.compile_step(doubled)(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), jnp.ones(2))
+
+
+REFUSED = {
+    "not a function": (
+        lambda: ml.compile_step(3),
+        "compile_step takes a function, and got a int.",
+    ),
+    "no arguments": (
+        lambda: ml.compile_step(lambda: 1),
+        "<lambda> takes no arguments; a step takes the state first.",
+    ),
+    "bad option": (
+        lambda: ml.compile_step(doubled, on_recompile="wrn"),
+        "on_recompile='wrn' is not one of 'warn', 'error', 'ignore'. Did you mean "
+        "'warn'?",
+    ),
+    "bad map": (
+        lambda: ml.compile_step(doubled, layouts={"w": None}),
+        "layouts= takes a LayoutMap, and got a dict.",
+    ),
+    "unknown static name": (
+        lambda: ml.compile_step(doubled, static_argnames="bach"),
+        "doubled has no argument 'bach' to be static. Did you mean 'batch'?",
+    ),
+    "static state": (
+        lambda: ml.compile_step(doubled, static_argnames="state"),
+        "doubled: 'state' is the state; it cannot be static.",
+    ),
+    "unhashable static": (
+        lambda: ml.compile_step(changing, static_argnames="train")(
+            jnp.ones(2), jnp.ones(2), train=[1]
+        ),
+        "changing: static argument 'train' is a list, which cannot be hashed. Give a "
+        "tuple or a frozen dataclass, or pass it as an array argument.",
+    ),
+    "no state": (
+        lambda: ml.compile_step(doubled)(),
+        "doubled takes the state as its first argument.",
+    ),
+    "no pair": (
+        lambda: ml.compile_step(lambda s: {"a": s})(jnp.ones(2)),
+        "<lambda> returned a dict; a step returns a pair, (state, aux), with aux=None if "
+        "there is nothing else.",
+    ),
+    "three results": (
+        lambda: ml.compile_step(lambda s: (s, 1, 2))(jnp.ones(2)),
+        "<lambda> returned a tuple of 3; a step returns a pair, (state, aux), with "
+        "aux=None if there is nothing else.",
+    ),
+    "another structure": (
+        lambda: ml.compile_step(lambda s: ({"b": s["a"]}, None))({"a": jnp.ones(2)}),
+        "<lambda> returned a state of another structure: it lacks 'a' and has 'b' "
+        "besides. Return the state that came in with new values.",
+    ),
+    "another container": (
+        lambda: ml.compile_step(lambda s: (tuple(s), None))([jnp.ones(2)]),
+        "<lambda> returned a state of another structure: it is a tuple of 1 where a list "
+        "came in. Return the state that came in with new values.",
+    ),
+    "another dtype": (
+        lambda: ml.compile_step(lambda s: ({"a": s["a"].astype("bfloat16")}, 0))(
+            {"a": jnp.ones(2)}
+        ),
+        "<lambda> returned a state whose 'a' is bf16[2]; it came in as f32[2]. A step "
+        "keeps the shapes and dtypes of its state: cast or reshape it back.",
+    ),
+    "another shape": (
+        lambda: ml.compile_step(lambda s: ({"a": s["a"][None]}, 0))({"a": jnp.ones(2)}),
+        "<lambda> returned a state whose 'a' is f32[1, 2]; it came in as f32[2]. A step "
+        "keeps the shapes and dtypes of its state: cast or reshape it back.",
+    ),
+    "a state used up": (
+        used_up,
+        "doubled: the state's 'w' was used up by an earlier call. Go on with the state "
+        "that the call returned: state, aux = doubled(state, ...).",
+    ),
+    "a leaf that is no array": (
+        lambda: ml.compile_step(doubled)({"a": "x"}, jnp.ones(2)),
+        "doubled: the state's 'a' is a str, no array. Keep it out of the state, or in a "
+        "static field.",
+    ),
+    "two meshes": (
+        two_meshes,
+        "doubled: the state's 'b' lies on other devices than the rest, which is on "
+        "batch=8. Move it with relayout(x, layout).",
+    ),
+    "a module": (
+        shared_module,
+        "doubled: the state holds an NNX module. Pass what nnx.split(module) gives, or a "
+        "TrainState; a module would be taken apart at every call, and what it shares "
+        "would be doubled.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_say_what_and_how_else(name):
+    call, message = REFUSED[name]
+    with pytest.raises(ml.StepError) as caught:
+        call()
+    assert str(caught.value) == message
+
+
+def test_an_error_of_the_step_itself_comes_through_and_loses_nothing(state):
+    def failing(state, batch):
+        msg = "mine"
+        raise KeyError(msg)
+
+    with pytest.raises(KeyError, match="mine"):
+        ml.compile_step(failing)(state, jnp.ones(2))
+    assert deleted(state) == [False] * 3
