@@ -3,6 +3,9 @@
 Everything else in the library uses the public API that jax 0.7.2 and later share.
 """
 
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+# pyright: reportAttributeAccessIssue=false
+
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -72,6 +75,13 @@ def itemsize(dtype: Any) -> int:
         words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
         return math.prod(words.shape) * np.dtype(words.dtype).itemsize
     return np.dtype(jax.dtypes.canonicalize_dtype(dtype)).itemsize
+
+
+def canonical_dtype(dtype: Any) -> Any:
+    """Returns the dtype that a NumPy array's values have on a device."""
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        return dtype
+    return jax.dtypes.canonicalize_dtype(dtype)
 
 
 def memory_kinds(device: Any) -> tuple[tuple[str, ...], str | None]:
@@ -160,6 +170,11 @@ def is_staged(x: Any) -> bool:
     return not isinstance(trace, jax_core.EvalTrace)
 
 
+def is_tracing() -> bool:
+    """Tells whether this is inside jit, grad, vmap or another transformation."""
+    return not isinstance(jax_core.trace_ctx.trace, jax_core.EvalTrace)
+
+
 def constrain(x: Any, sharding: NamedSharding) -> Any:
     """Gives a value inside jit a sharding, on axes of whatever type.
 
@@ -180,8 +195,8 @@ def constrain(x: Any, sharding: NamedSharding) -> Any:
         entries = _fill(sharding.spec, now, np.ndim(x))
         wanted = [_only(entry, explicit, first=True) for entry in entries]
         x = jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*wanted)))
-    elif not hasattr(jax, "reshard") and _is_explicit(now):
-        # jax 0.7.2 mixes up the two specs unless the Explicit one is gone.
+    elif _is_explicit(now):
+        # JAX mixes up the two specs, or refuses, unless the Explicit one is gone.
         x = jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))
     auto = set(mesh.axis_names) - explicit
     if auto:
@@ -192,7 +207,7 @@ def constrain(x: Any, sharding: NamedSharding) -> Any:
 
 
 def _is_explicit(sharding: Any) -> bool:
-    types = () if sharding is None else sharding.mesh.axis_types
+    types = getattr(getattr(sharding, "mesh", None), "axis_types", ())
     return any(kind == AxisType.Explicit for kind in types)
 
 
@@ -215,6 +230,22 @@ def _only(entry: Any, axes: set[str], *, first: bool) -> Any:
         msg = f"in {entry}, the Explicit axes have to come before the Auto ones."
         raise ValueError(msg)
     return kept or None
+
+
+def movable(x: jax.Array, mesh: jax.sharding.Mesh) -> jax.Array:
+    """Returns an array as one that `device_put` can move to a mesh; nothing is copied.
+
+    jax 0.7.2 cannot move one from Explicit axes to a mesh with other names.
+    """
+    now = x.sharding
+    if hasattr(jax, "reshard") or not _is_explicit(now) or now.mesh == mesh:
+        return x
+    devices = now.mesh.devices
+    types = (AxisType.Auto,) * devices.ndim
+    auto = jax.sharding.Mesh(devices, now.mesh.axis_names, axis_types=types)
+    parts = [shard.data for shard in x.addressable_shards]
+    sharding = NamedSharding(auto, now.spec, memory_kind=now.memory_kind)
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
 
 
 def memory_in_jit() -> bool:

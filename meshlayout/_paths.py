@@ -135,8 +135,8 @@ def _is_module_type(kind: type) -> bool:
 
 def _params_prefix(
     tree: Any, entries: list[tuple[tuple[Any, ...], Any]]
-) -> DictKey | None:
-    """Returns the key of Linen's `params` collection, where it can be left out."""
+) -> Any:
+    """Returns the key of Linen's `params` collection if it can be left out, or None."""
     if not isinstance(tree, Mapping) or not isinstance(tree.get("params"), Mapping):
         return None
     key = DictKey("params")

@@ -376,8 +376,9 @@ class Layout:
                 "axes knows layouts while tracing."
             )
             raise LayoutError(msg)
-        if not isinstance(sharding.mesh, jax.sharding.Mesh):
-            mesh = _jax.concrete_mesh_for(sharding.mesh)
+        mesh: Any = sharding.mesh
+        if not isinstance(mesh, jax.sharding.Mesh):
+            mesh = _jax.concrete_mesh_for(mesh)
             if mesh is None:
                 msg = (
                     f"the sharding {sharding} is on an abstract mesh, which names no "
@@ -389,12 +390,12 @@ class Layout:
         if rank is not None:
             if len(entries) > _check_rank(rank):
                 msg = (
-                    f"the sharding's spec {tuple(sharding.spec)} has {len(entries)} entries, "
-                    f"which is too many for an array of rank {rank}."
+                    f"the sharding's spec {tuple(sharding.spec)} has {len(entries)} "
+                    f"entries, which is too many for an array of rank {rank}."
                 )
                 raise LayoutError(msg)
             entries += (None,) * (rank - len(entries))
-        return cls(entries, Mesh(sharding.mesh), memory_kind=sharding.memory_kind)
+        return cls(entries, Mesh(mesh), memory_kind=sharding.memory_kind)
 
     @classmethod
     def replicated(
@@ -476,8 +477,9 @@ class Layout:
                 f"this one has rank {rank}."
             )
             raise LayoutError(msg)
-        at = self._specs.index(...)
-        filled = (*self._specs[:at], *[None] * missing, *self._specs[at + 1 :])
+        open_at = self._specs.index(...)
+        before, after = self._specs[:open_at], self._specs[open_at + 1 :]
+        filled = (*before, *[None] * missing, *after)
         return self._replace(specs=filled)
 
     def delete(self, dims: int | Iterable[int]) -> "Layout":
@@ -494,9 +496,9 @@ class Layout:
             >>> Layout(["batch", None, "model"], mesh).delete([0, 1])
             Layout([model], Mesh(batch=2, model=4))
         """
-        if isinstance(dims, str) or not isinstance(dims, Iterable):
-            dims = [dims]
-        gone = {_check_dim(dim, self.rank) for dim in dims}
+        alone = isinstance(dims, str) or not isinstance(dims, Iterable)
+        every: Iterable[Any] = [dims] if alone else dims  # type: ignore[assignment]
+        gone = {_check_dim(dim, self.rank) for dim in every}
         return self._replace(
             specs=tuple(e for d, e in enumerate(self._specs) if d not in gone)
         )
@@ -595,7 +597,7 @@ class Layout:
         )
 
     def shard_slices(
-        self, global_shape: Sequence[int], device: jax.Device | int
+        self, global_shape: Sequence[int], device: _jax.Device | int
     ) -> tuple[slice, ...]:
         """Returns which part of the whole array one device holds.
 
@@ -752,7 +754,7 @@ class Layout:
     def _entry_shards(self, entry: DimSpec) -> int:
         if entry is MATCH:
             self._known()
-        return math.prod(self._mesh.shape[axis] for axis in _axes_of(entry))
+        return self._mesh.axis_size(_axes_of(entry))
 
 
 def as_layout(value: Any, rank: int | None = None) -> Layout:

@@ -1,5 +1,6 @@
 """The README's program runs as it stands."""
 
+import os
 import re
 import subprocess
 import sys
@@ -18,7 +19,7 @@ def test_the_readme_program_trains(tmp_path: Path):
         capture_output=True,
         text=True,
         check=False,
-        cwd=README.parent,
+        env={**os.environ, "PYTHONPATH": str(README.parent)},
     )
     assert run.returncode == 0, run.stderr
     *table, loss = run.stdout.strip().splitlines()

@@ -63,14 +63,8 @@ def by_hand(build, axes, rules, images, labels):
     def sharding(path, leaf):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         spec = next((s for p, s in rules.items() if re.search(p, name)), ())
-        spec = (
-            spec
-            if ... not in spec
-            else (
-                *[None] * (leaf.ndim - len(spec) + 1),
-                *(axis for axis in spec if axis is not ...),
-            )
-        )
+        if ... in spec:  # in these maps it always comes first
+            spec = (None,) * (leaf.ndim - len(spec) + 1) + tuple(spec[1:])
         return NamedSharding(mesh, P(*spec))
 
     whole = NamedSharding(mesh, P())

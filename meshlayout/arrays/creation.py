@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from meshlayout import _jax
+from meshlayout._cuts import tidy
 from meshlayout.arrays.leaf import (
     is_array,
     is_concrete_array,
@@ -85,12 +86,17 @@ def call_with_layout(
         )
     ]
     meshes = {one.mesh for one in layouts}
-    for where, leaf in Tree((args, kwargs)).named("argument"):
-        for mesh in meshes:
-            _check_devices(leaf, mesh, where)
-    out = results.unflatten(_in_default_memory(one) for one in layouts)
+    for name, argument in [*enumerate(args), *kwargs.items()]:
+        for where, leaf in Tree(argument).named(f"argument {name}"):
+            for mesh in meshes:
+                _check_devices(leaf, mesh, where)
+    # jax 0.7.2 has no sharded results without elements.
+    out = results.unflatten(
+        None if 0 in leaf.shape else _in_default_memory(one)
+        for leaf, one in zip(results.leaves, layouts, strict=True)
+    )
     made = jax.jit(fn, out_shardings=out, **static)(*args, **kwargs)
-    return _to_memory(made, layouts)
+    return _finish(made, layouts)
 
 
 def _split_static(
@@ -314,8 +320,14 @@ def arange(
     work = chosen
     if jnp.issubdtype(chosen, jnp.floating) and jnp.finfo(chosen).bits < 32:
         work = np.dtype(np.float32)  # bfloat16 cannot count
-    operands = tuple(np.asarray(value, work) for value in (first, step or 1))
-    return _create(_arange, (size,), layout, chosen, operands)
+    start_, step_ = (np.asarray(value, work) for value in (first, step or 1))
+    if not jnp.issubdtype(work, jnp.floating) or step in (None, 1) or first == 0:
+        return _create(_arange, (size,), layout, chosen, (start_, step_))
+    # Two roundings, as in jnp.arange: one program would fuse them into one.
+    where = kind_text((size,), chosen)
+    main = with_full_rank(layout, 1, where).with_memory_kind(None)
+    steps = _create(_arange, (size,), main, work, (np.zeros_like(start_), step_))
+    return call_with_layout(_shifted, layout, steps, start_, dtype=chosen)
 
 
 def _full(value: Any, *, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -335,9 +347,12 @@ def _uniform(
 def _arange(
     start: jax.Array, step: jax.Array, *, shape: tuple[int, ...], dtype: Any
 ) -> jax.Array:
-    steps = step * jax.lax.broadcasted_iota(start.dtype, shape, 0)
-    # Two roundings, as in jnp.arange: kept from being fused into one.
-    return (start + jax.lax.optimization_barrier(steps)).astype(dtype)
+    steps = jax.lax.broadcasted_iota(start.dtype, shape, 0)
+    return (start + step * steps).astype(dtype)
+
+
+def _shifted(steps: jax.Array, start: jax.Array, *, dtype: Any) -> jax.Array:
+    return (start + steps).astype(dtype)
 
 
 def _create(
@@ -365,14 +380,30 @@ def _create(
             msg = f"{where}: {chosen!r} holds MATCH; a new array has nothing to match."
             raise LayoutError(msg)
         chosen.check(sizes, where)
-        compiled = _compiled(make, sizes, dtype, _in_default_memory(chosen))
         placed = [_near(operand, chosen.mesh) for operand in (*key, *operands)]
         try:
-            array = compiled(*placed)
+            array = _made(make, sizes, dtype, chosen, placed)
         except (TypeError, ValueError, OverflowError) as error:
             raise LayoutError(f"{where}: {first_line(error)}") from error
-        made.append(_to_memory(array, [chosen]))
+        made.append(_finish(array, [chosen]))
     return tree.unflatten(made)
+
+
+def _made(
+    make: Callable[..., jax.Array],
+    shape: tuple[int, ...],
+    dtype: Any,
+    layout: Layout,
+    operands: list[Any],
+) -> jax.Array:
+    """Makes one array, if need be in another layout that has the same bits."""
+    sharding = _in_default_memory(layout)
+    if 0 in shape and not _jax.is_staged(None):
+        used = jnp.result_type(operands[0]) if dtype is None else dtype
+        return jax.device_put(np.empty(shape, used), sharding)
+    if make in (_normal, _uniform) and not _jax.is_staged(None):
+        sharding = tidy(sharding, shape, dtype, layout.mesh)
+    return _compiled(make, shape, dtype, sharding)(*operands)
 
 
 @functools.lru_cache(maxsize=512)
@@ -425,15 +456,21 @@ def _in_default_memory(layout: Layout) -> NamedSharding:
     return layout.with_memory_kind(None).sharding
 
 
-def _to_memory(made: Any, layouts: list[Layout]) -> Any:
-    """Moves what was created to the kind of memory that its layout names."""
-    if all(layout.memory_kind is None for layout in layouts):
-        return made
+def _finish(made: Any, layouts: list[Layout]) -> Any:
+    """Moves what is not where it should be yet.
+
+    Inside jit, `out_shardings` say nothing on Explicit axes, and not every backend can
+    compile results into another memory.
+    """
     tree = Tree(made)
     return tree.unflatten(
-        leaf if one.memory_kind is None else move(leaf, one, where, donate=True)
+        leaf if _is_final(leaf, one) else move(leaf, one, where, donate=True)
         for (where, leaf), one in zip(tree.named(), layouts, strict=True)
     )
+
+
+def _is_final(x: jax.Array, layout: Layout) -> bool:
+    return not _jax.is_staged(x) and x.sharding == layout.sharding
 
 
 def _is_shape(node: Any) -> bool:

@@ -1,13 +1,15 @@
 """One array and one layout: whether they fit, and the move."""
 
-from collections.abc import Sequence
+import functools
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshlayout import _jax
 from meshlayout.arrays.tree import describe, first_line
@@ -60,11 +62,11 @@ def _matched(x: Any, layout: Layout, where: str) -> Layout:
 
 
 def move(
-    x: Any, layout: Layout, where: str, *, donate: bool, shared: bool = False
+    x: Any, layout: Layout, where: str, *, donate: bool = False, copy: bool = False
 ) -> Any:
     """Moves one array to a layout that is known to fit it.
 
-    `shared` says that the result may not take over the memory of `x`.
+    With `donate` or `copy`, the result does not share memory with an `x` that lives on.
     """
     spec = PartitionSpec(
         *(PartitionSpec.UNCONSTRAINED if e is MATCH else e for e in layout.specs)
@@ -82,15 +84,60 @@ def move(
             return jax.device_put(_for_device(x, layout, where), sharding)
         if not is_concrete_array(x):
             return jax.device_put(x, sharding)
-        if shared:
-            return jax.device_put(x, sharding, may_alias=False)
-        same_memory = x.sharding.memory_kind == sharding.memory_kind
-        return jax.device_put(x, sharding, donate=donate and same_memory)
+        x = _jax.movable(x, layout.mesh.jax_mesh)
+        if not (donate or copy):
+            return jax.device_put(x, sharding)
+        if donate and _is_one_program(x, layout):
+            return _donated(x, sharding)
+        return _independent(x, layout, sharding)
+    except LayoutError:
+        raise
     except (ValueError, TypeError, OverflowError) as error:
-        if isinstance(error, LayoutError):
-            raise
         msg = f"{where}: JAX cannot move it to {layout!r}: {first_line(error)}"
         raise LayoutError(msg) from error
+
+
+def _is_one_program(x: jax.Array, layout: Layout) -> bool:
+    """Tells whether jit can move an array: same devices, Auto axes, main memory."""
+    if not isinstance(x.sharding, NamedSharding):
+        return False
+    now = Layout.of(x)
+    return (
+        {*now.mesh.axis_types, *layout.mesh.axis_types} == {AxisType.Auto}
+        and list(now.mesh.devices.flat) == list(layout.mesh.devices.flat)
+        and now.memory_kind is None
+        and layout.memory_kind is None
+    )
+
+
+def _donated(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Moves an array, in its own memory where the pieces stay where they are."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+        return _mover(sharding)(x)
+
+
+@functools.lru_cache(maxsize=512)
+def _mover(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda x: x, out_shardings=sharding, donate_argnums=0)
+
+
+def _independent(x: jax.Array, layout: Layout, sharding: NamedSharding) -> jax.Array:
+    """Moves an array, and shares none of its memory: `may_alias=False` is a hint."""
+    kind = sharding.memory_kind
+    if x.sharding.memory_kind != kind or x.sharding.device_set.isdisjoint(
+        sharding.device_set
+    ):
+        return jax.device_put(x, sharding)
+    main = NamedSharding(sharding.mesh, sharding.spec)
+    if layout.memory_kind is not None:
+        return jax.device_put(jax.device_put(x, main), sharding)
+    return _copier(main)(jax.device_put(x, main))
+
+
+@functools.lru_cache(maxsize=512)
+def _copier(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(jnp.copy, out_shardings=sharding)
 
 
 def _constrain(x: Any, sharding: NamedSharding, layout: Layout, where: str) -> Any:

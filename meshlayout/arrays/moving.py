@@ -14,7 +14,9 @@ def relayout(x: Any, layout: LayoutLike, *, donate: bool = False) -> Any:
 
     From any layout to any other one, also on other devices; from NumPy arrays and
     numbers too. It is differentiable. Inside jit it becomes a constraint, and there
-    the mesh has the devices that the whole computation runs on.
+    the mesh has the devices that the whole computation runs on; where the arguments
+    lie on a mesh of another shape, JAX may need `out_shardings` to name the layouts
+    of the results.
 
     Args:
         x: An array or a pytree of arrays.
@@ -48,7 +50,7 @@ def relayout(x: Any, layout: LayoutLike, *, donate: bool = False) -> Any:
     ]
     times = Counter(id(leaf) for leaf in tree.leaves)
     moved = [
-        move(leaf, one, where, donate=donate, shared=times[id(leaf)] > 1)
+        move(leaf, one, where, donate=donate and times[id(leaf)] == 1, copy=donate)
         for leaf, where, one in todo
     ]
     for leaf in tree.leaves if donate else ():
@@ -100,7 +102,7 @@ def copy_to_mesh(x: Any, layout: LayoutLike) -> Any:
             leaf = as_array(leaf, path or "the list")
         where = array_text(path, leaf)
         resolved = resolve(leaf, one, where, match=False)
-        copies.append(move(leaf, resolved, where, donate=False, shared=True))
+        copies.append(move(leaf, resolved, where, copy=True))
     return tree.unflatten(copies)
 
 

@@ -1,18 +1,19 @@
 """`create`: describe a state, place it, make it; never bigger than its shards."""
 
 import contextlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import numpy as np
-from flax import errors as flax_errors, nnx
+from flax import errors as flax_errors, linen as nn, nnx
 
-from meshlayout import _jax, _paths
+from meshlayout import _jax, _paths, _render
 from meshlayout.errors import StateError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutBox, LayoutMap, Resolution, Resolved
+from meshlayout.mesh import Mesh
 from meshlayout.state.operations import MemoryEstimate, Operations
 
 
@@ -25,21 +26,25 @@ class Description:
             every array; for NNX modules, an abstract module.
         layouts: The state's tree with a `Layout` for every array.
         resolutions: One `Resolution` per array.
+        placed: The traced builder and where its arrays go.
     """
 
     abstract: Any
     layouts: Any
     resolutions: tuple[Resolution, ...]
-    _traced: "Traced"
-    _shardings: list[Any]
+    placed: "Placed" = field(repr=False, compare=False)
 
     def create(self) -> Any:
-        """Makes the state, as `create` does."""
-        return self._traced.made(self._shardings)
+        """Makes the state, as `create` does.
+
+        Raises:
+            StateError: If this is called inside a transformed function.
+        """
+        return self.placed.make()
 
     def memory(self) -> MemoryEstimate:
         """Compiles what makes the state and reads off what each device holds."""
-        return self._traced.operations(self._shardings).memory()
+        return self.placed.memory()
 
 
 def describe(build: Callable[[], Any], layouts: LayoutMap) -> Description:
@@ -101,7 +106,17 @@ def place(
     layouts: LayoutMap,
     resolve: Callable[[Any], Resolved] | None = None,
 ) -> Description:
-    """Gives every array of a traced state its layout."""
+    """Gives every array of a traced state its layout.
+
+    Args:
+        traced: The state.
+        layouts: The layout map.
+        resolve: What resolves the state's layouts, if not the map.
+
+    Raises:
+        StateError: If `layouts` is no layout map.
+        LayoutMapError: If the rules disagree or do not fit.
+    """
     if not isinstance(layouts, LayoutMap):
         msg = (
             f"expected a LayoutMap, and got {layouts!r} of type "
@@ -109,107 +124,151 @@ def place(
         )
         raise StateError(msg)
     resolved = (resolve or layouts.resolve)(traced.node)
-    flat = jax.tree.leaves(resolved.layouts, is_leaf=lambda one: one is None)
-    arrays = [one for one in flat if isinstance(one, Layout)]
-    shardings = [layout.sharding for layout in arrays]
+    found = (
+        layout.sharding
+        for layout in jax.tree.leaves(resolved.layouts)
+        if isinstance(layout, Layout)
+    )
+    shardings = [next(found) if leaf.has_layout else None for leaf in traced.leaves]
+    placed = Placed(traced, shardings, layouts.mesh)
     return Description(
-        traced.abstract(shardings),
-        resolved.layouts,
-        resolved.resolutions,
-        traced,
-        shardings,
+        placed.abstract(), resolved.layouts, resolved.resolutions, placed
     )
 
 
-# What a leaf of the built tree is.
-_TRACED, _CONCRETE, _OTHER = range(3)
+@dataclass(frozen=True)
+class Leaf:
+    """A leaf of what a builder returned.
+
+    Attributes:
+        value: The leaf; for an array that the builder makes, its
+            `ShapeDtypeStruct`.
+        is_traced: Whether the builder makes it.
+    """
+
+    value: Any
+    is_traced: bool
+
+    @property
+    def is_array(self) -> bool:
+        """Whether it is an array: one that the builder makes, or one that exists."""
+        return hasattr(self.value, "shape") and hasattr(self.value, "dtype")
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype that the array has on a device, where NumPy's 64 bits are 32."""
+        dtype = self.value.dtype
+        return dtype if self.is_traced else _jax.canonical_dtype(dtype)
+
+    @property
+    def has_layout(self) -> bool:
+        """Whether a layout map gives it a layout; a Python number gets one too."""
+        return self.is_array or isinstance(self.value, (bool, int, float, complex))
 
 
+@dataclass(frozen=True)
 class Traced:
     """A builder, traced: its operations, and the tree that it makes.
 
     Attributes:
-        node: The tree with a `ShapeDtypeStruct` for every array, in the structure
-            that is laid out: for NNX modules, their state.
+        jaxpr: The operations, closed; their results are the traced leaves.
+        leaves: The leaves of the tree.
+        treedef: Its structure; for NNX modules, that of their state.
+        graphdef: The modules' structure, if there are modules.
     """
 
-    def __init__(
-        self,
-        jaxpr: Any,
-        shapes: list[jax.ShapeDtypeStruct],
-        leaves: list[tuple[int, Any]],
-        treedef: Any,
-        graphdef: Any,
-    ) -> None:
-        self._jaxpr = jaxpr
-        self._shapes = shapes
-        self._leaves = leaves
-        self._treedef = treedef
-        self._graphdef = graphdef
-        traced = iter(shapes)
+    jaxpr: Any
+    leaves: list[Leaf]
+    treedef: Any
+    graphdef: Any
+
+    @property
+    def node(self) -> Any:
+        """The tree that is laid out, with a `ShapeDtypeStruct` for every array."""
         with eager_sharding_off():
-            self.node = treedef.unflatten(
-                [next(traced) if k == _TRACED else v for k, v in leaves]
-            )
+            return self.treedef.unflatten([leaf.value for leaf in self.leaves])
 
-    def abstract(self, shardings: Sequence[Any]) -> Any:
+    def rebuild(self, leaves: list[Any]) -> Any:
+        """Returns what the builder would return, with these leaves."""
+        with eager_sharding_off():
+            tree = self.treedef.unflatten(leaves)
+            if self.graphdef is not None:
+                return nnx.merge(self.graphdef, tree)
+        return _without_layout_boxes(tree)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A traced builder, and where its arrays go.
+
+    Attributes:
+        traced: The builder.
+        shardings: One per leaf; None where it has no layout.
+        mesh: The mesh.
+    """
+
+    traced: Traced
+    shardings: list[Any]
+    mesh: Mesh
+
+    def abstract(self) -> Any:
         """Returns the tree with shapes, dtypes and shardings for arrays."""
-        traced, at = iter(self._shapes), iter(shardings)
-        leaves = []
-        for kind, value in self._leaves:
-            if kind == _OTHER:
-                placed = _is_number(value) and next(at)
-                del placed
-                leaves.append(value)
-                continue
-            like = next(traced) if kind == _TRACED else value
-            leaves.append(
-                jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=next(at))
-            )
-        return self._rebuild(leaves)
+        return self.traced.rebuild(
+            [
+                jax.ShapeDtypeStruct(leaf.value.shape, leaf.dtype, sharding=sharding)
+                if leaf.is_array
+                else leaf.value
+                for leaf, sharding in self._leaves()
+            ]
+        )
 
-    def operations(self, shardings: Sequence[Any]) -> Operations:
-        """Returns the operations, planned for these shardings."""
-        targets = [
-            s
-            for s, kind in zip(shardings, self._kinds(), strict=True)
-            if kind == _TRACED
-        ]
-        mesh = _mesh_of(shardings)
-        return Operations(self._jaxpr, targets, mesh)
-
-    def made(self, shardings: Sequence[Any], inputs: Sequence[Any] = ()) -> Any:
+    def make(self, inputs: Sequence[Any] = ()) -> Any:
         """Makes the tree.
 
         Args:
-            shardings: One per array.
             inputs: The arguments that it was traced with, flat.
+
+        Raises:
+            StateError: If this is called inside a transformed function.
         """
-        made = iter(self.operations(shardings).run(inputs) if shardings else ())
-        at = iter(shardings)
-        leaves = []
-        for kind, value in self._leaves:
-            if kind == _TRACED:
-                next(at)
-                leaves.append(next(made))
-            elif kind == _CONCRETE:
-                leaves.append(jax.device_put(value, next(at)))
-            else:
-                if _is_number(value):
-                    next(at)
-                leaves.append(value)
-        return self._rebuild(leaves)
+        if _jax.is_tracing():
+            msg = (
+                "create makes arrays on devices, and was called inside a function that "
+                "JAX transforms (jit, eval_shape, vmap, or another create's builder). "
+                "Call it outside; describe(build, layouts).abstract has the shapes "
+                "alone."
+            )
+            raise StateError(msg)
+        made = iter(self._operations().run(inputs))
+        return self.traced.rebuild(
+            [self._made(leaf, sharding, made) for leaf, sharding in self._leaves()]
+        )
 
-    def _kinds(self) -> list[int]:
-        """Returns the kind of each leaf that has a layout."""
-        return [k for k, v in self._leaves if k != _OTHER or _is_number(v)]
+    def memory(self) -> MemoryEstimate:
+        """Compiles every operation and reads off what the devices hold."""
+        made = self._operations().memory()
+        moved = sum(
+            math.prod(sharding.shard_shape(leaf.value.shape))
+            * _jax.itemsize(leaf.value.dtype)
+            for leaf, sharding in self._leaves()
+            if leaf.is_array and not leaf.is_traced
+        )
+        return MemoryEstimate(made.state_bytes + moved, made.peak_bytes + moved)
 
-    def _rebuild(self, leaves: list[Any]) -> Any:
-        with eager_sharding_off():
-            tree = self._treedef.unflatten(leaves)
-            if self._graphdef is not None:
-                return nnx.merge(self._graphdef, tree)
-        return _without_layout_boxes(tree)
+    def _leaves(self) -> Iterator[tuple[Leaf, Any]]:
+        return zip(self.traced.leaves, self.shardings, strict=True)
+
+    def _operations(self) -> Operations:
+        targets = [sharding for leaf, sharding in self._leaves() if leaf.is_traced]
+        return Operations(self.traced.jaxpr, targets, self.mesh)
+
+    def _made(self, leaf: Leaf, sharding: Any, made: Iterator[Any]) -> Any:
+        if leaf.is_traced:
+            return next(made)
+        if leaf.is_array:
+            # Donating the state must not delete the caller's array.
+            return jax.device_put(leaf.value, sharding, may_alias=False)
+        return leaf.value
 
 
 def trace(build: Callable[..., Any], *inputs: Any) -> Traced:
@@ -222,12 +281,7 @@ def trace(build: Callable[..., Any], *inputs: Any) -> Traced:
     Raises:
         StateError: If it cannot be traced.
     """
-    if not callable(build):
-        msg = (
-            f"expected a function that builds the state, and got {build!r} of type "
-            f"{type(build).__name__}. Write create(lambda: Model(...), layouts)."
-        )
-        raise StateError(msg)
+    check_builder(build)
     kept: dict[str, Any] = {}
 
     def flat(*values: Any) -> list[Any]:
@@ -236,15 +290,12 @@ def trace(build: Callable[..., Any], *inputs: Any) -> Traced:
         if _paths.holds_modules(built):
             graphdef, built = nnx.split(built)
         leaves, treedef = jax.tree.flatten(built)
-        kinds = [_kind(leaf) for leaf in leaves]
         kept.update(graphdef=graphdef, treedef=treedef)
+        kept["is_traced"] = [isinstance(leaf, jax.core.Tracer) for leaf in leaves]
         kept["leaves"] = [
-            (kind, None if kind == _TRACED else leaf)
-            for kind, leaf in zip(kinds, leaves, strict=True)
+            None if isinstance(leaf, jax.core.Tracer) else leaf for leaf in leaves
         ]
-        return [
-            leaf for kind, leaf in zip(kinds, leaves, strict=True) if kind == _TRACED
-        ]
+        return [leaf for leaf in leaves if isinstance(leaf, jax.core.Tracer)]
 
     try:
         with eager_sharding_off():
@@ -256,7 +307,57 @@ def trace(build: Callable[..., Any], *inputs: Any) -> Traced:
             f"layouts); or build inside layouts.scope(). ({error})"
         )
         raise StateError(msg) from error
-    return Traced(jaxpr, shapes, kept["leaves"], kept["treedef"], kept["graphdef"])
+    except _READS_A_VALUE as error:
+        msg = (
+            "the builder reads the value of an array it computed, as float(x), "
+            "np.asarray(x) or 'if x > 0' do, and while it is traced there is none. "
+            "Compute such values with NumPy, or outside of the builder."
+        )
+        raise StateError(msg) from error
+    shape = iter(shapes)
+    leaves = [
+        Leaf(next(shape) if is_traced else value, is_traced)
+        for value, is_traced in zip(kept["leaves"], kept["is_traced"], strict=True)
+    ]
+    traced = Traced(jaxpr, leaves, kept["treedef"], kept["graphdef"])
+    _check_values(traced)
+    return traced
+
+
+_READS_A_VALUE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+
+def _check_values(traced: Traced) -> None:
+    """Raises StateError where the builder returned a shape in place of an array."""
+    at = next((i for i, leaf in enumerate(traced.leaves) if _is_hollow(leaf)), None)
+    if at is None:
+        return
+    leaf = _paths.flatten(traced.node).leaves[at]
+    msg = (
+        f"{leaf.path or 'the result'} "
+        f"{_render.array_text(leaf.value.dtype, leaf.value.shape)}: the builder "
+        "returned a shape without values, as jax.eval_shape does. Return what makes "
+        "the array."
+    )
+    raise StateError(msg)
+
+
+def _is_hollow(leaf: Leaf) -> bool:
+    return isinstance(leaf.value, jax.ShapeDtypeStruct) and not leaf.is_traced
+
+
+def check_builder(build: Any) -> None:
+    """Raises StateError for what is no builder, such as a module that was made."""
+    if not callable(build) or isinstance(build, (nnx.Pytree, nn.Module)):
+        msg = (
+            f"expected a function that builds the state, and got {build!r} of type "
+            f"{type(build).__name__}. Write create(lambda: Model(...), layouts)."
+        )
+        raise StateError(msg)
 
 
 def eager_sharding_off() -> contextlib.AbstractContextManager[Any]:
@@ -264,22 +365,6 @@ def eager_sharding_off() -> contextlib.AbstractContextManager[Any]:
     if hasattr(nnx, "use_eager_sharding"):  # not in flax 0.11
         return nnx.use_eager_sharding(False)
     return contextlib.nullcontext()
-
-
-def _kind(leaf: Any) -> int:
-    if isinstance(leaf, jax.core.Tracer):
-        return _TRACED
-    return (
-        _CONCRETE if isinstance(leaf, (jax.Array, np.ndarray, np.generic)) else _OTHER
-    )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (bool, int, float, complex))
-
-
-def _mesh_of(shardings: Sequence[Any]) -> Any:
-    return Layout.of(shardings[0]).mesh
 
 
 def _without_layout_boxes(tree: Any) -> Any:

@@ -1,8 +1,8 @@
 """Layouts given layer by layer: `with_layouts`."""
 
-import dataclasses
+import copyreg
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from flax import linen as nn, nnx
@@ -23,7 +23,7 @@ def with_layouts(layer: Any, **layouts: Any) -> Callable[..., Any]:
 
     Raises:
         StateError: If it is no layer class, no layout is given, or the layer has no
-            such parameter (for NNX, when a layer is made).
+            such parameter (said when a layer is made or initialised).
 
     Example:
         >>> import meshlayout as ml
@@ -44,13 +44,23 @@ def with_layouts(layer: Any, **layouts: Any) -> Callable[..., Any]:
     if not layouts:
         msg = f"with_layouts({layer.__name__}) gives no layouts; name a parameter's."
         raise StateError(msg)
-    given = tuple(
-        (name, tuple(spec) if isinstance(spec, list) else spec)
-        for name, spec in layouts.items()
-    )
+    given = tuple((name, _hashable(spec)) for name, spec in layouts.items())
     if issubclass(layer, nn.Module):
         return _linen_class(layer, given)
     return functools.partial(_make_nnx, layer, given)
+
+
+def _hashable(spec: Any) -> Any:
+    """Returns a spec with tuples for its lists."""
+    return tuple(map(_hashable, spec)) if isinstance(spec, list) else spec
+
+
+def _unknown(layer: type[Any], name: str, names: list[str]) -> StateError:
+    has = f"it has {', '.join(map(repr, names))}" if names else "it has none"
+    return StateError(
+        f"{layer.__name__} has no parameter {name!r}; {has}."
+        f"{did_you_mean(name, names)}"
+    )
 
 
 def _make_nnx(
@@ -61,28 +71,21 @@ def _make_nnx(
         variable = getattr(made, name, None)
         if not isinstance(variable, nnx.Variable):
             names = [k for k, v in vars(made).items() if isinstance(v, nnx.Variable)]
-            msg = (
-                f"{layer.__name__} has no parameter {name!r}; it has "
-                f"{', '.join(map(repr, names))}.{did_you_mean(name, names)}"
-            )
-            raise StateError(msg)
+            raise _unknown(layer, name, names)
         variable.set_metadata(**{OWN_LAYOUT: spec})
     return made
+
+
+class _LinenClass(type(nn.Module)):
+    """The type of the subclasses made here; they pickle by how they are made."""
+
+    made_from: tuple[Any, ...]
 
 
 @functools.cache
 def _linen_class(layer: type[Any], given: tuple[tuple[str, Any], ...]) -> type[Any]:
     """Returns a subclass that boxes the named parameters; the same one each time."""
     specs = dict(given)
-    inits = [field.name for field in dataclasses.fields(layer)]
-    known = [name.removesuffix("_init") for name in inits if name.endswith("_init")]
-    for name in specs:
-        if known and name not in known:
-            msg = (
-                f"{layer.__name__} has no parameter {name!r}; it has "
-                f"{', '.join(map(repr, known))}.{did_you_mean(name, known)}"
-            )
-            raise StateError(msg)
 
     def param(
         self: Any, name: str, init_fn: Callable[..., Any], *args: Any, **kwargs: Any
@@ -96,6 +99,29 @@ def _linen_class(layer: type[Any], given: tuple[tuple[str, Any], ...]) -> type[A
 
         return parent(name, boxed, *args, **kwargs)
 
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = super(made, self).__call__(*args, **kwargs)  # type: ignore[misc]
+        if self.is_initializing():
+            own = self.variables.get("params", {})
+            names = [name for name in own if not isinstance(own[name], Mapping)]
+            for name in specs:
+                if name not in names:
+                    raise _unknown(layer, name, names)
+        return result
+
     # The same name, so that Linen's automatic names do not change.
-    made = type(layer.__name__, (layer,), {"param": param, "__doc__": layer.__doc__})
+    made = _LinenClass(
+        layer.__name__,
+        (layer,),
+        {
+            "param": param,
+            "__call__": functools.wraps(layer.__call__)(call),
+            "__doc__": layer.__doc__,
+            "__module__": layer.__module__,
+            "made_from": (layer, given),
+        },
+    )
     return made
+
+
+copyreg.pickle(_LinenClass, lambda made: (_linen_class, made.made_from))

@@ -13,7 +13,7 @@ sharded ones would give other bits.
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,7 @@ class _Step:
     shardings_out: list[NamedSharding]
     donated: tuple[int, ...]
     dead: list[Any]
+    is_whole: bool
 
 
 class Operations:
@@ -94,10 +95,17 @@ class Operations:
             values.update(zip(step.outputs, results, strict=True))
             for var in step.dead:
                 del values[var]
-        return [
-            jax.device_put(_literal(var) if _is_literal(var) else values[var], target)
-            for var, target in zip(self._outputs, self._targets, strict=True)
-        ]
+        # Every result has memory of its own: a step may donate them all.
+        taken = {*self._inputs, *self._consts}
+        results = []
+        for var, target in zip(self._outputs, self._targets, strict=True):
+            if _is_literal(var):
+                results.append(jax.device_put(_literal(var), target))
+                continue
+            alias = None if var not in taken else False
+            results.append(jax.device_put(values[var], target, may_alias=alias))
+            taken.add(var)
+        return results
 
     def memory(self) -> MemoryEstimate:
         """Compiles every operation and reads off what the devices hold."""
@@ -180,7 +188,8 @@ class Operations:
         outputs = list(eqn.outvars)
         shardings_in = [self._sharding(var) for var in inputs]
         shardings_out = [self._sharding(var) for var in outputs]
-        if not _keeps_bits_when_sharded(eqn):
+        is_whole = not _keeps_bits_when_sharded(eqn)
+        if is_whole:
             whole = NamedSharding(self._mesh.jax_mesh, PartitionSpec())
             shardings_in = [whole] * len(inputs)
         donated = _reusable(inputs, outputs, shardings_in, shardings_out, dead)
@@ -188,7 +197,9 @@ class Operations:
         donated = tuple(at for at in donated if inputs[at] not in given)
         # What nobody reads is not kept.
         dead += [v for v in outputs if v not in last_use and v not in kept]
-        return _Step(eqn, inputs, outputs, shardings_in, shardings_out, donated, dead)
+        return _Step(
+            eqn, inputs, outputs, shardings_in, shardings_out, donated, dead, is_whole
+        )
 
     def _bytes(self, var: Any) -> int:
         shape = self._sharding(var).shard_shape(var.aval.shape)
@@ -250,40 +261,55 @@ class _Key:
         return self._hash
 
 
-@functools.lru_cache(maxsize=1024)
-def _compile(key: _Key) -> Any:
-    step = key.step
+class _Program:
+    """An operation, compiled."""
 
-    def operation(*operands: Any) -> list[Any]:
-        return _jax.apply_operation(step.eqn, list(operands))
-
-    abstract = [
-        jax.ShapeDtypeStruct(
-            var.aval.shape,
-            var.aval.dtype,
-            sharding=sharding,
-            weak_type=var.aval.weak_type,
+    def __init__(self, step: _Step) -> None:
+        self._shardings = step.shardings_in
+        operands = [
+            jax.ShapeDtypeStruct(
+                var.aval.shape,
+                var.aval.dtype,
+                sharding=sharding,
+                weak_type=var.aval.weak_type,
+            )
+            for var, sharding in zip(step.inputs, step.shardings_in, strict=True)
+        ]
+        jitted = jax.jit(
+            functools.partial(_apply, step),
+            in_shardings=tuple(step.shardings_in),
+            out_shardings=list(step.shardings_out),
+            donate_argnums=step.donated,
         )
-        for var, sharding in zip(step.inputs, step.shardings_in, strict=True)
+        with jax.disable_jit(False):
+            self._compiled = jitted.lower(*operands).compile()
+        self.memory_analysis: Callable[[], Any] = self._compiled.memory_analysis
+        self.as_text: Callable[[], str] = self._compiled.as_text
+
+    def __call__(self, *operands: Any) -> Any:
+        """Runs it, on operands that lie anywhere."""
+        moved = [
+            jax.device_put(operand, sharding)
+            for operand, sharding in zip(operands, self._shardings, strict=True)
+        ]
+        with jax.disable_jit(False):
+            return self._compiled(*moved)
+
+
+def _apply(step: _Step, *operands: Any) -> list[Any]:
+    results = _jax.apply_operation(step.eqn, list(operands))
+    if not step.is_whole:
+        return results
+    # Or else the compiler cuts the operation as its result is cut.
+    return [
+        _jax.constrain(result, NamedSharding(sharding.mesh, PartitionSpec()))
+        for result, sharding in zip(results, step.shardings_out, strict=True)
     ]
-    jitted = jax.jit(
-        operation,
-        in_shardings=tuple(step.shardings_in),
-        out_shardings=list(step.shardings_out),
-        donate_argnums=step.donated,
-    )
-    compiled = jitted.lower(*abstract).compile()
 
-    def call(*operands: Any) -> Any:
-        return compiled(
-            *[
-                jax.device_put(operand, sharding)
-                for operand, sharding in zip(operands, step.shardings_in, strict=True)
-            ]
-        )
 
-    call.memory_analysis = compiled.memory_analysis  # type: ignore[attr-defined]
-    return call
+@functools.lru_cache(maxsize=1024)
+def _compile(key: _Key) -> _Program:
+    return _Program(key.step)
 
 
 def _is_literal(var: Any) -> bool:
@@ -300,12 +326,25 @@ def _literal(var: Any) -> Any:
 
 # Operations that give each element the same bits however the array is cut: one
 # element at a time, moving elements about, or counter-based random numbers.
-_SAFE = frozenset(
-    ["abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bitcast_convert_type", "broadcast_in_dim", "cbrt", "ceil", "clamp", "clz", "complex", "concatenate", "conj", "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "dynamic_slice", "dynamic_update_slice", "empty", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expand_dims", "expm1", "floor", "full", "gather", "ge", "gt", "imag", "integer_pow", "iota", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or", "optimization_barrier", "pad", "population_count", "pow", "random_bits", "random_clone", "random_fold_in", "random_seed", "random_split", "random_unwrap", "random_wrap", "real", "reduce_precision", "rem", "reshape", "rev", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "slice", "split", "sqrt", "square", "squeeze", "stop_gradient", "sub", "tan", "tanh", "threefry2x32", "transpose", "xor"]
-)
-_CONTAINERS = frozenset(
-    ["jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "remat", "checkpoint", "scan", "while", "cond"]
-)
+_SAFE_NAMES = """
+abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type
+broadcast_in_dim cbrt ceil clamp clz complex concatenate conj
+convert_element_type copy copy_p cos cosh digamma div dynamic_slice
+dynamic_update_slice empty eq erf erf_inv erfc exp exp2 expand_dims expm1 floor
+full gather ge gt imag integer_pow iota is_finite le lgamma log log1p logistic
+lt max min mul ne neg nextafter not or optimization_barrier pad population_count
+pow random_bits random_clone random_fold_in random_seed random_split
+random_unwrap random_wrap real reduce_precision rem reshape rev round rsqrt
+select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh
+slice split sqrt square squeeze stop_gradient sub tan tanh threefry2x32
+transpose xor
+"""
+_SAFE = frozenset(_SAFE_NAMES.split())
+_CONTAINERS_NAMES = """
+jit pjit closed_call core_call custom_jvp_call custom_vjp_call
+custom_vjp_call_jaxpr remat checkpoint scan while cond
+"""
+_CONTAINERS = frozenset(_CONTAINERS_NAMES.split())
 
 
 def _keeps_bits_when_sharded(eqn: Any) -> bool:

@@ -5,6 +5,8 @@ through `create`. Modules that are parts of others are constructed inside their
 parent's creation. A module that is given to another one later (the layers of an
 `nnx.Sequential`) was created first, under a path that is not its last: its arrays
 are spread as finely as they divide, and take their layouts when the parent is made.
+Inside jit, vmap and other transformations there are no arrays to lay out, and a
+module is constructed as without a scope.
 """
 
 import contextlib
@@ -16,7 +18,7 @@ from typing import Any
 import jax
 from flax import linen as nn, nnx
 
-from meshlayout import _paths
+from meshlayout import _jax, _paths
 from meshlayout._cuts import spread
 from meshlayout.errors import LayoutMapError
 from meshlayout.layout_map import LayoutMap, Resolved, in_force, register_scope_factory
@@ -71,7 +73,7 @@ class Scope:
 
         traced = trace(build, *inputs)
         description = place(traced, self.layouts, self._lenient)
-        made, nodes = traced.made(description._shardings, inputs)
+        made, nodes = description.placed.make(inputs)
         _adopt(made, nodes, given)
         return made
 
@@ -148,14 +150,14 @@ _linen_init = nn.Module.init
 
 def _call(cls: Any, *args: Any, **kwargs: Any) -> Any:
     scope = _scope.get()
-    if scope is None:
+    if scope is None or _jax.is_tracing():
         return _construct(cls, *args, **kwargs)
     return scope.construct(cls, args, kwargs)
 
 
 def _init(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     scope = _scope.get()
-    if scope is None:
+    if scope is None or _jax.is_tracing():
         return _linen_init(self, *args, **kwargs)
 
     def build() -> Any:

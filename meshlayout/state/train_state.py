@@ -1,7 +1,9 @@
 """`TrainState`: everything that a training step carries forward."""
 
+import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -10,10 +12,10 @@ from flax import linen as nn, nnx
 from flax.core import meta
 
 from meshlayout import _jax, _paths, _render
-from meshlayout.errors import StateError
+from meshlayout.errors import StateError, did_you_mean
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, Resolved
-from meshlayout.state.create import describe, eager_sharding_off
+from meshlayout.state.create import check_builder, describe, eager_sharding_off
 
 
 class _Program:
@@ -126,16 +128,12 @@ class TrainState:
             module: As for `create`.
             rng: As for `create`.
         """
-        if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-            msg = (
-                f"expected an Optax optimizer, and got {optimizer!r} of type "
-                f"{type(optimizer).__name__}. Write TrainState.create(build, "
-                "optax.adam(1e-3), layouts)."
-            )
-            raise StateError(msg)
+        check_builder(build)
+        _check_optimizer(optimizer)
+        _check_rng(rng)
 
         def state() -> TrainState:
-            key = jax.random.key(rng) if isinstance(rng, int) else rng
+            key = jax.random.key(rng) if isinstance(rng, Integral) else rng
             params, model_state, program = _split(build(), module, optimizer)
             opt_state = optimizer.init(params)
             step = jax.numpy.zeros((), "int32")
@@ -161,7 +159,17 @@ class TrainState:
 
         Args:
             model: What `model` gave, after it was called.
+
+        Raises:
+            StateError: If it is not such a model.
         """
+        kind = nn.Module if self.program.graphdef is None else nnx.Module
+        if not isinstance(model, kind):
+            msg = (
+                f"expected the model that state.model gave, and got {model!r} of type "
+                f"{type(model).__name__}."
+            )
+            raise StateError(msg)
         if self.program.graphdef is not None:
             return nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
         variables = dict(model.variables)
@@ -184,23 +192,53 @@ class TrainState:
         return self.program.tx
 
     def with_optimizer(self, optimizer: optax.GradientTransformation) -> "TrainState":
-        """Returns this state with another optimiser for the same `opt_state`."""
+        """Returns this state with another optimiser for the same `opt_state`.
+
+        Args:
+            optimizer: An Optax transformation.
+
+        Raises:
+            StateError: If it is none.
+        """
+        _check_optimizer(optimizer)
         code = self.program
         program = _Program(code.graphdef, code.module, code.boxed, optimizer)
         return self.replace(program=program)
 
     def replace(self, **changes: Any) -> "TrainState":
-        """Returns this state with other values for some fields."""
+        """Returns this state with other values for some fields.
+
+        Args:
+            **changes: New values, by field.
+
+        Raises:
+            StateError: If a field does not exist.
+        """
+        names = [field.name for field in dataclasses.fields(self)]
+        for name in changes:
+            if name not in names:
+                msg = (
+                    f"a TrainState has no field {name!r}; it has "
+                    f"{', '.join(map(repr, names))}.{did_you_mean(name, names)}"
+                )
+                raise StateError(msg)
         return dataclasses.replace(self, **changes)
 
     def apply_gradients(self, grads: Any, *, model: Any = None) -> "TrainState":
         """Returns the state after one update.
 
         Args:
-            grads: Gradients, in the structure of `params`.
+            grads: Gradients, in the structure of `params`; or what `nnx.grad` gives.
             model: The model after its forward pass, to take `model_state` (batch
                 statistics, RNG counts) from.
+
+        Raises:
+            StateError: If the gradients have another structure than `params`, the
+                state was unpickled, or the model is none of its own.
         """
+        if isinstance(grads, nnx.State):
+            grads = nnx.to_pure_dict(grads)
+        _check_structure(grads, self.params)
         updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
         changes: dict[str, Any] = {}
         if model is not None:
@@ -247,32 +285,38 @@ class TrainState:
         return nnx.state(model, nnx.Param), nnx.state(model, nnx.Not(nnx.Param))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        leaves, treedef = jax.tree.flatten(
-            dataclasses.replace(self, program=None)  # type: ignore[arg-type]
-        )
-        del treedef
-        fields = [getattr(self, f.name) for f in dataclasses.fields(self)]
-        shells = [jax.tree.map(lambda _: 0, field) for field in fields[:-1]]
-        return _unpickle, (shells, [_packed(one) for one in leaves], self.program)
+        packed = {
+            name: jax.tree.map(_Packed.of, getattr(self, name)) for name in _ARRAY_FIELDS
+        }
+        return _unpickle, (packed, self.program)
+
+    def __copy__(self) -> "TrainState":
+        return self.replace()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TrainState":
+        return jax.tree.map(lambda leaf: copy.deepcopy(leaf, memo), self)
+
+    def _table(self) -> tuple[str, list[str], list[list[str]]]:
+        """Returns a heading, and a table of the leaves."""
+        leaves = _paths.flatten(self).leaves
+        if leaves and all(isinstance(leaf.value, Layout) for leaf in leaves):
+            rows = [[leaf.path, str(leaf.value)] for leaf in leaves]
+            return "TrainState of layouts", ["path", "layout"], rows
+        sizes = (getattr(leaf, "size", 0) for leaf in jax.tree.leaves(self.params))
+        head = f"TrainState(step={_scalar(self.step)}, {sum(sizes):,} parameters)"
+        rows = [
+            [leaf.path, _array_text(leaf.value), _layout_text(leaf.value)]
+            for leaf in leaves
+        ]
+        return head, ["path", "array", "layout"], rows
 
     def __repr__(self) -> str:
-        count = sum(
-            leaf.size for leaf in jax.tree.leaves(self.params) if hasattr(leaf, "size")
-        )
-        head = f"TrainState(step={_scalar(self.step)}, {count:,} parameters)"
-        rows = [
-            [leaf.path, _array_text(leaf.value), _layout_text(leaf.value)]
-            for leaf in _paths.flatten(self).leaves
-        ]
-        return f"{head}\n{_render.text_table(['path', 'array', 'layout'], rows)}"
+        head, columns, rows = self._table()
+        return f"{head}\n{_render.text_table(columns, rows)}"
 
     def _repr_html_(self) -> str:
-        head, _, _ = repr(self).partition("\n")
-        rows = [
-            [leaf.path, _array_text(leaf.value), _layout_text(leaf.value)]
-            for leaf in _paths.flatten(self).leaves
-        ]
-        return _render.html_table(["path", "array", "layout"], rows, caption=head)
+        head, columns, rows = self._table()
+        return _render.html_table(columns, rows, caption=head)
 
 
 def _split(
@@ -280,6 +324,13 @@ def _split(
 ) -> tuple[Any, Any, _Program]:
     """Returns parameters, the model's other arrays, and the code."""
     if module is not None:
+        if not isinstance(module, nn.Module) or not isinstance(built, Mapping):
+            msg = (
+                "module= is for Linen: a Linen module, beside a builder that returns "
+                f"what module.init(key, sample) returns. Got a {type(module).__name__} "
+                f"and a builder that returns a {type(built).__name__}."
+            )
+            raise StateError(msg)
         variables = dict(built)
         if "params" not in variables:
             msg = (
@@ -299,6 +350,40 @@ def _split(
         f"the builder returned a {type(built).__name__}; TrainState.create takes an NNX "
         "module, or Linen's variables together with module=. For any other pytree use "
         "create(build, layouts)."
+    )
+    raise StateError(msg)
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if not isinstance(optimizer, optax.GradientTransformation):
+        msg = (
+            f"expected an Optax optimizer, and got {optimizer!r} of type "
+            f"{type(optimizer).__name__}. Write TrainState.create(build, "
+            "optax.adam(1e-3), layouts)."
+        )
+        raise StateError(msg)
+
+
+def _check_rng(rng: Any) -> None:
+    if not isinstance(rng, (Integral, jax.Array)) or isinstance(rng, bool):
+        msg = (
+            f"rng is a seed or a PRNG key, and got {rng!r} of type "
+            f"{type(rng).__name__}. Write rng=0 or rng=jax.random.key(0)."
+        )
+        raise StateError(msg)
+
+
+def _check_structure(grads: Any, params: Any) -> None:
+    if jax.tree.structure(grads) == jax.tree.structure(params):
+        return
+    found = {leaf.path for leaf in _paths.flatten(grads).leaves}
+    wanted = {leaf.path for leaf in _paths.flatten(params).leaves}
+    missing, extra = sorted(wanted - found), sorted(found - wanted)
+    msg = (
+        "the gradients have another structure than state.params"
+        + (f"; missing: {', '.join(missing)}" if missing else "")
+        + (f"; not a parameter: {', '.join(extra)}" if extra else "")
+        + ". Differentiate with respect to state.params, and pass the result as it is."
     )
     raise StateError(msg)
 
@@ -334,22 +419,35 @@ def _layout_text(value: Any) -> str:
 # where the same devices are.
 
 
-def _packed(leaf: Any) -> tuple[Any, Layout | None, str | None]:
-    layout = Layout.of(leaf) if isinstance(leaf, jax.Array) else None
-    if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(
-        leaf.dtype, jax.dtypes.prng_key
-    ):
-        data = jax.device_get(jax.random.key_data(leaf))
-        return data, layout, str(jax.random.key_impl(leaf))
-    return jax.device_get(leaf), layout, None
+@dataclasses.dataclass(frozen=True)
+class _Packed:
+    """A leaf as it is pickled; `layout` is None for what is no array on devices."""
+
+    value: Any
+    layout: Layout | None
+    key_impl: str | None
+
+    @classmethod
+    def of(cls, leaf: Any) -> "_Packed":
+        if not isinstance(leaf, jax.Array):
+            return cls(leaf, None, None)
+        layout = Layout.of(leaf)
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            data = _jax.to_host(jax.random.key_data(leaf))
+            return cls(data, layout, str(jax.random.key_impl(leaf)))
+        return cls(_jax.to_host(leaf), layout, None)
+
+    def unpacked(self) -> Any:
+        if self.layout is None:
+            return self.value
+        value = self.value
+        if self.key_impl is not None:
+            value = jax.random.wrap_key_data(value, impl=self.key_impl)
+        return jax.device_put(value, self.layout.sharding)
 
 
-def _unpacked(value: Any, layout: Layout | None, impl: str | None) -> Any:
-    if impl is not None:
-        value = jax.random.wrap_key_data(value, impl=impl)
-    return value if layout is None else jax.device_put(value, layout.sharding)
+_ARRAY_FIELDS = ("params", "opt_state", "model_state", "step", "rng")
 
 
-def _unpickle(shells: list[Any], packed: list[Any], program: Any) -> TrainState:
-    treedef = jax.tree.structure(TrainState(*shells, program=program))
-    return treedef.unflatten([_unpacked(*one) for one in packed])
+def _unpickle(packed: dict[str, Any], program: Any) -> TrainState:
+    return jax.tree.map(_Packed.unpacked, TrainState(**packed, program=program))
