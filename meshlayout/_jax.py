@@ -237,7 +237,7 @@ def movable(x: jax.Array, mesh: jax.sharding.Mesh) -> jax.Array:
 
     jax 0.7.2 cannot move one from Explicit axes to a mesh with other names.
     """
-    now = x.sharding
+    now: Any = x.sharding
     if hasattr(jax, "reshard") or not _is_explicit(now) or now.mesh == mesh:
         return x
     devices = now.mesh.devices

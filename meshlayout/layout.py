@@ -477,10 +477,10 @@ class Layout:
                 f"this one has rank {rank}."
             )
             raise LayoutError(msg)
-        open_at = self._specs.index(...)
-        before, after = self._specs[:open_at], self._specs[open_at + 1 :]
-        filled = (*before, *[None] * missing, *after)
-        return self._replace(specs=filled)
+        filled: list[DimSpec] = []
+        for entry in self._specs:
+            filled += [None] * missing if entry is ... else [entry]
+        return self._replace(specs=tuple(filled))
 
     def delete(self, dims: int | Iterable[int]) -> "Layout":
         """Returns the layout without some dims, as of an array reduced over them.

@@ -10,12 +10,13 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
 
 import meshlayout as ml
-from meshlayout.state.operations import Operations
+from meshlayout.state import operations
 from models.convnet import ConvNet, LinenConvNet
 from models.mlp import MLP, LinenMLP
-from tests.same_bits import assert_same_bits
+from tests.same_bits import assert_same_bits, plain
 
 
 MESHES = {
@@ -27,11 +28,6 @@ MESHES = {
         {"batch": 2, "model": 2}, devices=jax.devices()[4:]
     ),
 }
-
-
-@pytest.fixture(params=list(MESHES))
-def mesh(request):
-    return MESHES[request.param]()
 
 
 def first_dim(path, shape, dtype):
@@ -63,6 +59,16 @@ def maps(mesh):
         name: ml.LayoutMap(mesh, rule, on_uneven="replicate")
         for name, rule in rules.items()
     }
+
+
+# Which maps are tried on which mesh: each pair of them costs many compilations.
+TRIED = {
+    "8": ("all on the last", "first"),
+    "2x4": ("first", "last", "replicated"),
+    "2x2x2": ("all on the first",),
+    "1": ("last",),
+    "last 4": ("all on the last",),
+}
 
 
 class Block(nnx.Module):
@@ -214,8 +220,378 @@ BUILDERS = {
 }
 
 
+@pytest.mark.parametrize("mesh_name", list(TRIED))
 @pytest.mark.parametrize("name", list(BUILDERS))
-def test_values_are_those_of_building_without_a_mesh(mesh, name):
+def test_values_are_those_of_building_without_a_mesh(mesh_name, name):
     expected = BUILDERS[name]()
-    for layouts in maps(mesh).values():
-        assert_same_bits(ml.create(BUILDERS[name], layouts), expected)
+    layouts = maps(MESHES[mesh_name]())
+    for one in TRIED[mesh_name]:
+        assert_same_bits(ml.create(BUILDERS[name], layouts[one]), expected)
+
+
+@pytest.mark.parametrize("mesh_name", ["2x2x2", "last 4"])
+@pytest.mark.parametrize("name", ["convnet", "linen everything", "stacked", "pytree"])
+def test_every_array_lies_as_the_map_says(mesh_name, name):
+    layouts = maps(MESHES[mesh_name]())["all on the last"]
+    made = ml.create(BUILDERS[name], layouts)
+    wanted = plain(layouts.resolve(BUILDERS[name]()).layouts)
+    sharded = 0
+    for path, leaf in jax.tree.leaves_with_path(plain(made)):
+        if not isinstance(leaf, jax.Array):
+            continue
+        (layout,) = (v for p, v in jax.tree.leaves_with_path(wanted) if p == path)
+        assert ml.Layout.of(leaf) == layout
+        shapes = {shard.data.shape for shard in leaf.addressable_shards}
+        assert shapes == {layout.shard_shape(leaf.shape)}
+        sharded += not layout.is_fully_replicated
+    assert sharded > 3
+
+
+# No leaf is ever whole on a device.
+
+LAYERS, WIDTH = 32, 256
+
+
+class Tower(nnx.Module):
+    def __init__(self, *, rngs):
+        self.layers = nnx.List(
+            [nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(LAYERS)]
+        )
+
+
+def test_making_a_model_takes_little_more_than_its_shards():
+    mesh = ml.create_mesh({"model": 8})
+    layouts = ml.LayoutMap(mesh, {".*": (..., "model")})
+    plan = ml.describe(lambda: Tower(rngs=nnx.Rngs(0)), layouts)
+    memory = plan.memory()
+    whole = LAYERS * (WIDTH * WIDTH + WIDTH) * 4
+    assert memory.state_bytes == whole // 8
+    assert memory.peak_bytes <= 1.1 * memory.state_bytes
+
+
+@pytest.mark.parametrize("spec", [("model", None), (None, "model")])
+def test_a_train_state_takes_little_more_than_its_shards(spec):
+    mesh = ml.create_mesh({"model": 8})
+    layouts = ml.LayoutMap(mesh, {"kernel": spec, "bias": ("model",)})
+    plan = ml.TrainState.describe(
+        lambda: Tower(rngs=nnx.Rngs(0)), optax.adam(1e-3), layouts
+    )
+    memory = plan.memory()
+    assert memory.state_bytes <= 3 * LAYERS * (WIDTH * WIDTH + WIDTH) * 4 // 8 + 64
+    assert memory.peak_bytes <= 1.1 * memory.state_bytes
+
+
+def test_no_compiled_operation_holds_a_whole_leaf(monkeypatch):
+    """Reads the compiled programs themselves, apart from the library's accounting."""
+    programs = []
+
+    class Recorded(operations._Program):
+        def __init__(self, step):
+            super().__init__(step)
+            programs.append(self)
+
+    monkeypatch.setattr(operations, "_Program", Recorded)
+    operations._compile.cache_clear()
+    mesh = ml.create_mesh({"model": 8})
+    layouts = ml.LayoutMap(mesh, {".*": (..., "model")})
+
+    def build():
+        rngs = nnx.Rngs(0)
+        return {
+            "dense": nnx.Linear(256, 768, rngs=rngs),
+            "embed": nnx.Embed(1536, 512, rngs=rngs),
+            "ones": nnx.Param(jnp.ones((384, 640))),
+            "uniform": nnx.Param(jax.random.uniform(rngs(), (640, 896))),
+        }
+
+    try:
+        ml.create(build, layouts)
+    finally:
+        operations._compile.cache_clear()
+    assert len(programs) > 10
+    leaves = [(256, 768), (1536, 512), (384, 640), (640, 896)]
+    smallest = min(rows * columns for rows, columns in leaves) * 4
+    for program in programs:
+        for shape in re.findall(r"\w+\[([\d,]+)\]", program.as_text()):
+            dims = tuple(map(int, shape.split(",")))
+            assert dims not in leaves
+        analysis = program.memory_analysis()
+        assert analysis.output_size_in_bytes < smallest
+        assert analysis.temp_size_in_bytes < smallest
+        assert analysis.argument_size_in_bytes < smallest
+
+
+def test_a_description_makes_nothing_and_knows_everything(mesh_2x4):
+    layouts = ml.LayoutMap(mesh_2x4, {"kernel": (None, "model")}, on_uneven="replicate")
+    before = len(jax.live_arrays())
+    plan = ml.describe(lambda: MLP(rngs=nnx.Rngs(0)), layouts)
+    assert len(jax.live_arrays()) == before
+    kernel = nnx.to_pure_dict(nnx.state(plan.abstract))["hidden"]["kernel"]
+    assert kernel.shape == (784, 128)
+    assert ml.Layout.of(kernel) == mesh_2x4.layout(None, "model")
+    assert [one.path for one in plan.resolutions] == [
+        "hidden/bias",
+        "hidden/kernel",
+        "output/bias",
+        "output/kernel",
+    ]
+    assert_same_bits(plan.create(), MLP(rngs=nnx.Rngs(0)))
+    assert_same_bits(plan.create(), plan.create())
+
+
+def test_an_abstract_state_has_the_dtypes_of_the_state(mesh_2x4):
+    layouts = ml.LayoutMap(mesh_2x4)
+    abstract = ml.describe(pytree, layouts).abstract
+    made = ml.create(pytree, layouts)
+    for one, other in zip(jax.tree.leaves(abstract), jax.tree.leaves(made), strict=True):
+        if isinstance(other, jax.Array):
+            assert (one.shape, one.dtype) == (other.shape, other.dtype)
+            assert one.sharding == other.sharding
+        else:
+            assert one == other
+
+
+def test_memory_counts_arrays_that_exist_already(mesh_2x4):
+    layouts = ml.LayoutMap(mesh_2x4, {"a": ("model",)})
+    plan = ml.describe(lambda: {"a": np.ones(8), "b": jnp.ones(4), "n": 3}, layouts)
+    assert plan.memory().state_bytes == 2 * 4 + 4 * 4
+    assert ml.describe(lambda: None, layouts).memory().state_bytes == 0
+
+
+# What a state shares with nothing else, and what it keeps.
+
+
+def pointers(tree):
+    return [
+        shard.data.unsafe_buffer_pointer()
+        for leaf in jax.tree.leaves(tree)
+        for shard in leaf.addressable_shards
+    ]
+
+
+def test_every_leaf_has_memory_of_its_own():
+    given = jnp.arange(8.0)
+    one_device = ml.create_mesh({"model": 1})
+    for mesh in (one_device, ml.create_mesh({"model": 8})):
+
+        def build():
+            x = jnp.ones((8,))
+            return {"x": x, "same": x, "given": given, "given twice": given}
+
+        made = ml.create(build, ml.LayoutMap(mesh, {".*": ("model",)}))
+        found = pointers([made, given])
+        assert len(set(found)) == len(found)
+        jax.jit(lambda tree: tree, donate_argnums=0)(made)
+        assert given.sum() == 28
+
+
+def test_numpy_arrays_may_change_after_they_were_given():
+    host = np.ones(8, np.float32)
+    mesh = ml.create_mesh({"model": 1})
+    made = ml.create(lambda: {"w": host}, ml.LayoutMap(mesh))
+    host[:] = 2
+    assert made["w"].sum() == 8
+
+
+def test_tied_parameters_stay_one_parameter(mesh_2x4):
+    def build():
+        rngs = nnx.Rngs(0)
+        one, other = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
+        other.kernel = one.kernel
+        return nnx.Sequential(one, other)
+
+    made = ml.create(build, ml.LayoutMap(mesh_2x4, {"kernel": (None, "model")}))
+    assert made.layers[0].kernel is made.layers[1].kernel
+
+
+def test_linen_metadata_boxes_stay_as_init_gives_them(mesh_2x4):
+    dense = nn.Dense(
+        8, kernel_init=nn.with_partitioning(nn.initializers.ones, (None, "model"))
+    )
+    layouts = ml.LayoutMap(mesh_2x4)
+    made = ml.create(lambda: dense.init(jax.random.key(0), jnp.ones((1, 8))), layouts)
+    kernel = made["params"]["kernel"]
+    assert isinstance(kernel, nn.Partitioned)
+    assert ml.Layout.of(kernel.value) == mesh_2x4.layout(None, "model")
+
+
+def test_the_builder_runs_once(mesh_2x4):
+    runs = []
+
+    def build():
+        runs.append(1)
+        return jnp.ones(8)
+
+    ml.create(build, ml.LayoutMap(mesh_2x4))
+    assert len(runs) == 1
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        lambda mesh: jax.set_mesh(mesh.jax_mesh),
+        lambda mesh: jax.set_mesh(jax.make_mesh((8,), ("other",), (AxisType.Auto,))),
+        ml.default_mesh,
+        lambda mesh: jax.default_device(jax.devices()[5]),
+        lambda mesh: jax.disable_jit(),
+        lambda mesh: jax.debug_nans(True),
+        lambda mesh: jax.default_matmul_precision("float32"),
+    ],
+)
+def test_values_do_not_depend_on_the_context(mesh_2x4, context):
+    expected = Block(16, rngs=nnx.Rngs(0))
+    layouts = ml.LayoutMap(mesh_2x4, {"kernel": ("batch", "model")})
+    with context(mesh_2x4):
+        made = ml.create(lambda: Block(16, rngs=nnx.Rngs(0)), layouts)
+    assert_same_bits(made, expected)
+    assert ml.Layout.of(made.dense.kernel[...]) == mesh_2x4.layout("batch", "model")
+
+
+def test_64_bit_values_stay_so(mesh_2x4):
+    layouts = ml.LayoutMap(mesh_2x4, {".*": ("model", ...)})
+
+    def build():
+        return {"w": jax.random.normal(jax.random.key(0), (8, 8)), "n": np.arange(8.0)}
+
+    with jax.enable_x64(True):
+        made, expected = ml.create(build, layouts), build()
+        assert made["w"].dtype == made["n"].dtype == np.float64
+        assert_same_bits(made, expected)
+
+
+@pytest.mark.parametrize("types", [AxisType.Explicit, (AxisType.Auto, AxisType.Explicit)])
+def test_explicit_axes_change_no_bits(types):
+    mesh = ml.create_mesh({"batch": 2, "model": 4}, axis_types=types)
+    layouts = ml.LayoutMap(mesh, {".*": last_dim}, on_uneven="replicate")
+    made = ml.create(lambda: Expressions(rngs=nnx.Rngs(0)), layouts)
+    assert_same_bits(made, Expressions(rngs=nnx.Rngs(0)))
+
+
+# What is refused, and how.
+
+
+def outer_rngs():
+    rngs = nnx.Rngs(0)
+    return lambda: nnx.Linear(8, 8, rngs=rngs)
+
+
+READS = (
+    "the builder reads the value of an array it computed, as float(x), np.asarray(x) or "
+    "'if x > 0' do, and while it is traced there is none. Compute such values with "
+    "NumPy, or outside of the builder."
+)
+NO_TRANSFORMS = (
+    "create makes arrays on devices, and was called inside a function that JAX "
+    "transforms (jit, eval_shape, vmap, or another create's builder). Call it outside; "
+    "describe(build, layouts).abstract has the shapes alone."
+)
+BAD_BUILDERS = [
+    (
+        lambda: 3,
+        "expected a function that builds the state, and got 3 of type int. Write "
+        "create(lambda: Model(...), layouts).",
+    ),
+    (
+        lambda: {"w": np.float32(1)},
+        f"expected a function that builds the state, and got {{'w': {np.float32(1)!r}}} "
+        "of type dict. Write create(lambda: Model(...), layouts).",
+    ),
+    (
+        lambda: LinenMLP(),
+        f"expected a function that builds the state, and got {LinenMLP()!r} of type "
+        "LinenMLP. Write create(lambda: Model(...), layouts).",
+    ),
+    (lambda: lambda: float(jnp.ones(())), READS),
+    (lambda: lambda: np.asarray(jnp.ones(3)), READS),
+    (lambda: lambda: 1 if jnp.ones(()) > 0 else 2, READS),
+    (lambda: lambda: range(jnp.arange(3)[0]), READS),
+    (
+        lambda: lambda: {"a": jax.eval_shape(lambda: jnp.ones((8, 8)))},
+        "a f32[8, 8]: the builder returned a shape without values, as jax.eval_shape "
+        "does. Return what makes the array.",
+    ),
+    (
+        lambda: lambda: jax.eval_shape(lambda: jnp.ones((8, 8))),
+        "the result f32[8, 8]: the builder returned a shape without values, as "
+        "jax.eval_shape does. Return what makes the array.",
+    ),
+    (
+        lambda: lambda: nnx.eval_shape(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0))),
+        "bias f32[3]: the builder returned a shape without values, as jax.eval_shape "
+        "does. Return what makes the array.",
+    ),
+    (
+        lambda: lambda: ml.create(lambda: jnp.ones(8), ml.LayoutMap(ONE)),
+        NO_TRANSFORMS,
+    ),
+]
+ONE = ml.create_mesh({"model": 1})
+
+
+@pytest.mark.parametrize(("make", "message"), BAD_BUILDERS)
+def test_what_is_no_builder_is_refused(make, message):
+    build = make()
+    with pytest.raises(ml.StateError) as error:
+        ml.create(build, ml.LayoutMap(ONE))
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap, jax.grad])
+def test_create_is_refused_inside_a_transformation(transform):
+    def inside(x):
+        made = ml.create(lambda: jnp.ones(()), ml.LayoutMap(ONE))
+        return x * made
+
+    with pytest.raises(ml.StateError) as error:
+        transform(inside)(np.ones((2,)) if transform is jax.vmap else 1.0)
+    assert str(error.value) == NO_TRANSFORMS
+
+
+def test_random_numbers_from_outside_are_refused():
+    with pytest.raises(ml.StateError) as error:
+        ml.create(outer_rngs(), ml.LayoutMap(ONE))
+    assert str(error.value).startswith(
+        "the builder changes an NNX object that was made outside of it, such as "
+        "nnx.Rngs. Make it inside: create(lambda: Model(rngs=nnx.Rngs(0)), layouts); "
+        "or build inside layouts.scope(). ("
+    )
+
+
+@pytest.mark.parametrize(
+    ("layouts", "message"),
+    [
+        (
+            {"a": ("model",)},
+            "expected a LayoutMap, and got {'a': ('model',)} of type dict. For "
+            "replicated: LayoutMap(mesh).",
+        ),
+        (
+            ONE,
+            "expected a LayoutMap, and got Mesh(model=1) of type Mesh. For replicated: "
+            "LayoutMap(mesh).",
+        ),
+    ],
+)
+def test_what_is_no_layout_map_is_refused(layouts, message):
+    with pytest.raises(ml.StateError) as error:
+        ml.create(lambda: jnp.ones(3), layouts)
+    assert str(error.value) == message
+
+
+def test_layouts_that_do_not_fit_are_refused_before_anything_is_made(mesh_2x4):
+    layouts = ml.LayoutMap(mesh_2x4, {"output/kernel": (None, "model")})
+    before = len(jax.live_arrays())
+    with pytest.raises(ml.LayoutMapError) as error:
+        ml.create(lambda: MLP(rngs=nnx.Rngs(0)), layouts)
+    assert len(jax.live_arrays()) == before
+    assert str(error.value) == (
+        "output/kernel f32[128, 10]: dim 1 has size 10, which does not divide into 4 "
+        "shards over mesh axis 'model' (rule 'output/kernel', Layout([unsharded, "
+        "model], Mesh(batch=2, model=4))). Nearest sizes that fit: 8 and 12. To keep "
+        "the size, leave dim 1 UNSHARDED, or give the rule on_uneven='replicate'."
+    )
+
+
+def test_an_error_in_the_builder_is_the_users_own():
+    with pytest.raises(ZeroDivisionError):
+        ml.create(lambda: 1 // 0, ml.LayoutMap(ONE))

@@ -110,17 +110,10 @@ def _linen_class(layer: type[Any], given: tuple[tuple[str, Any], ...]) -> type[A
         return result
 
     # The same name, so that Linen's automatic names do not change.
-    made = _LinenClass(
-        layer.__name__,
-        (layer,),
-        {
-            "param": param,
-            "__call__": functools.wraps(layer.__call__)(call),
-            "__doc__": layer.__doc__,
-            "__module__": layer.__module__,
-            "made_from": (layer, given),
-        },
-    )
+    contents = {"param": param, "__doc__": layer.__doc__, "made_from": (layer, given)}
+    if any("__call__" in vars(base) for base in layer.__mro__):
+        contents["__call__"] = call
+    made = _LinenClass(layer.__name__, (layer,), contents)
     return made
 
 
