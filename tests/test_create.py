@@ -371,7 +371,7 @@ def pointers(tree):
 
 def test_every_leaf_has_memory_of_its_own():
     given = jnp.arange(8.0)
-    one_device = ml.create_mesh({"model": 1})
+    one_device = ONE
     for mesh in (one_device, ml.create_mesh({"model": 8})):
 
         def build():
@@ -387,7 +387,7 @@ def test_every_leaf_has_memory_of_its_own():
 
 def test_numpy_arrays_may_change_after_they_were_given():
     host = np.ones(8, np.float32)
-    mesh = ml.create_mesh({"model": 1})
+    mesh = ONE
     made = ml.create(lambda: {"w": host}, ml.LayoutMap(mesh))
     host[:] = 2
     assert made["w"].sum() == 8
@@ -525,7 +525,7 @@ BAD_BUILDERS = [
         NO_TRANSFORMS,
     ),
 ]
-ONE = ml.create_mesh({"model": 1})
+ONE = ml.create_mesh({"model": 1}, devices=jax.devices()[:1])
 
 
 @pytest.mark.parametrize(("make", "message"), BAD_BUILDERS)

@@ -234,7 +234,7 @@ class LayoutMap(MutableMapping[str, Any]):
                 pytree. For a module, the layouts come as an `nnx.State`.
             params: For an optimiser state: the parameters that it belongs to. Its
                 slots then take the parameters' layouts by structure; a rule that
-                matches a slot's path but not its parameter's overrides this.
+                matches a slot's path and no parameter's overrides this.
 
         Raises:
             LayoutMapError: If rules disagree, a layout does not fit its leaf, or
@@ -265,9 +265,15 @@ class LayoutMap(MutableMapping[str, Any]):
         """
         resolver = _Resolver(self)
         flat = _paths.flatten(opt_state)
+        taken: set[ParsedRule] = set()
         slots = find_slots(opt_state, params)
+        # A rule that speaks for any parameter is no rule for slots: it would match
+        # their paths by accident of names.
+        for owner in owners:
+            if owner is not None:
+                taken.update(resolver.speaking_for(owner.path))
         found = [
-            resolver.slot(leaf, slot, owners)
+            resolver.slot(leaf, slot, owners, taken)
             for leaf, slot in zip(flat.leaves, slots, strict=True)
         ]
         return _resolved(flat, found)
@@ -427,16 +433,22 @@ class _Resolver:
         leaf: _paths.Leaf,
         slot: Slot | None,
         params: Sequence[Resolution | None],
+        taken: set[ParsedRule],
     ) -> Resolution | None:
-        """Returns the resolution of a leaf of an optimiser state."""
+        """Returns the resolution of a leaf of an optimiser state.
+
+        Args:
+            leaf: The leaf.
+            slot: Which parameter it belongs to, if any.
+            params: The parameters' resolutions.
+            taken: The rules that speak for parameters.
+        """
         array = _shape_and_dtype(leaf.value)
         if array is None:
             return None
         shape, dtype = array
         owner = None if slot is None else params[slot.param]
-        # A rule on the parameter says nothing of its slots; one on the slot alone does.
-        meant_for_param = () if owner is None else self._matcher.matching(owner.path)
-        rules = [r for r in self.candidates(leaf.path) if r not in meant_for_param]
+        rules = [rule for rule in self.candidates(leaf.path) if rule not in taken]
         if rules:
             found = self._decide(leaf.path, shape, dtype, rules)
             if found is not None:
@@ -463,6 +475,10 @@ class _Resolver:
     def candidates(self, path: str) -> tuple[ParsedRule, ...]:
         """Returns the rules that speak for a path: the exact one, or all that match."""
         return self._matcher.exact(path) or self._matcher.matching(path)
+
+    def speaking_for(self, path: str) -> tuple[ParsedRule, ...]:
+        """Returns every rule that matches a path, hidden by the exact one or not."""
+        return (*self._matcher.exact(path), *self._matcher.matching(path))
 
     def _decide(
         self, path: str, shape: tuple[int, ...], dtype: Any, rules: Iterable[ParsedRule]

@@ -1,0 +1,170 @@
+"""An optimiser's slots lie as their parameters do, by structure and not by name."""
+
+import jax
+import optax
+import pytest
+from flax import nnx
+
+import meshlayout as ml
+
+
+# Names that mislead: a match by name, or by the end of a path, would mix these up.
+PARAMS = {
+    "mu": {"kernel": (16, 32), "nu": {"kernel": (32, 16)}},
+    "kernel": (64, 8),
+    "nu": {"kernel": (8, 64), "count": (4,)},
+    "trace": (16, 4),
+    "count": (8, 8),
+    "square": {"v_row": (32, 32)},
+}
+RULES = {
+    "mu/kernel": ("model", "batch"),
+    "mu/nu/kernel": (None, "model"),
+    "kernel": ("model", None),
+    "nu/kernel": ("batch", "model"),
+    "nu/count": ("model",),
+    "trace": (None, "model"),
+    "count": ("batch", None),
+    "square/v_row": ("batch", "model"),
+}
+LABELS = {
+    "mu": "a", "kernel": "b", "nu": "b", "trace": "a", "count": "a", "square": "b",
+}  # fmt: skip
+MASK = {
+    "mu": True, "kernel": False, "nu": True, "trace": True, "count": False,
+    "square": True,
+}  # fmt: skip
+OPTIMIZERS = {
+    "sgd with momentum": lambda: optax.sgd(0.1, momentum=0.9),
+    "adam": lambda: optax.adam(1e-3),
+    "adamw": lambda: optax.adamw(1e-3),
+    "adamw on a schedule": lambda: optax.adamw(optax.cosine_decay_schedule(1e-3, 10)),
+    "lion": lambda: optax.lion(1e-3),
+    "chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)),
+    "masked": lambda: optax.masked(optax.adam(1e-3), MASK),
+    "multi_transform": lambda: optax.multi_transform(
+        {"a": optax.adam(1e-3), "b": optax.sgd(0.1, momentum=0.9)}, LABELS
+    ),
+    "MultiSteps": lambda: optax.MultiSteps(optax.adam(1e-3), 4),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adamw)(
+        learning_rate=1e-3
+    ),
+    "apply_if_finite": lambda: optax.apply_if_finite(optax.adam(1e-3), 3),
+    "ema": lambda: optax.chain(optax.ema(0.9), optax.trace(0.9)),
+}
+
+
+@pytest.fixture
+def mesh() -> ml.Mesh:
+    return ml.create_mesh({"batch": 2, "model": 4})
+
+
+@pytest.fixture
+def params():
+    return jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, "float32"),
+        PARAMS,
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
+
+
+def paths(tree):
+    return {
+        jax.tree_util.keystr(keys, simple=True, separator="/"): leaf
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def mirrors(tree, params):
+    """Every subtree with the structure of the parameters, masked parts allowed."""
+    masked = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
+    if isinstance(tree, dict) and tree.keys() == params.keys():
+        yield jax.tree.map(
+            lambda one, part: jax.tree.map(lambda _: None, part) if masked(one) else one,
+            tree,
+            params,
+            is_leaf=masked,
+        )
+        return
+    children = tree.values() if isinstance(tree, dict) else tree
+    if isinstance(tree, (dict, tuple, list)):
+        for child in children:
+            yield from mirrors(child, params)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_slot_lies_as_its_parameter(name, mesh, params):
+    layouts = ml.LayoutMap(mesh, RULES)
+    expected = paths(layouts.resolve(params).layouts)
+    state = jax.eval_shape(OPTIMIZERS[name]().init, params)
+    resolved = layouts.resolve(state, params=params)
+    assert jax.tree.structure(resolved.layouts) == jax.tree.structure(state)
+    slots = 0
+    for mirror in mirrors(resolved.layouts, params):
+        found = paths(mirror)
+        slots += len(found)
+        assert found == {path: expected[path] for path in found}
+    assert slots >= len(expected) // 2
+    rest = len(jax.tree.leaves(state)) - slots
+    alone = [r for r in resolved.resolutions if r.reason == "belongs to no parameter"]
+    assert len(alone) == rest
+    assert all(one.layout.is_fully_replicated for one in alone)
+
+
+def test_adafactor_rows_and_columns_keep_the_dims_they_have(mesh, params):
+    layouts = ml.LayoutMap(mesh, RULES)
+    tx = optax.adafactor(1e-3, min_dim_size_to_factor=16)
+    state = jax.eval_shape(tx.init, params)
+    found = {
+        one.path.partition("/")[2]: str(one.layout)
+        for one in layouts.resolve(state, params=params).resolutions
+    }
+    # Rows lack the largest dim, columns the second: mu/kernel is 16x32 over
+    # (model, batch), the square one 32x32 over (batch, model).
+    assert found["v_row/mu/kernel"] == "[model]"
+    assert found["v_col/mu/kernel"] == "[batch]"
+    assert found["v_row/mu/nu/kernel"] == "[model]"
+    assert found["v_col/mu/nu/kernel"] == "[unsharded]"
+    assert found["v_row/square/v_row"] == "[batch]"
+    assert found["v_col/square/v_row"] == "[model]"
+    # Too small to be factored: the whole slot is there, its rows are a placeholder.
+    assert found["v/count"] == "[batch, unsharded]"
+    assert found["v_row/count"] == "[unsharded]"
+    assert found["v/mu/kernel"] == "[unsharded]"
+
+
+def test_a_rule_on_the_slot_alone_overrides(mesh, params):
+    rules = {**RULES, r"0/mu/trace": ("batch", None)}
+    state = jax.eval_shape(optax.adam(1e-3).init, params)
+    resolved = ml.LayoutMap(mesh, rules).resolve(state, params=params)
+    assert str(resolved["0/mu/trace"].layout) == "[batch, unsharded]"
+    assert resolved["0/mu/trace"].rule == "0/mu/trace"
+    assert str(resolved["0/nu/trace"].layout) == "[unsharded, model]"
+
+
+def test_a_single_array_of_parameters(mesh):
+    params = jax.ShapeDtypeStruct((8, 4), "float32")
+    state = jax.eval_shape(optax.adam(1e-3).init, params)
+    layouts = ml.LayoutMap(mesh, {".*": ("model", ...)}, on_uneven="replicate")
+    resolved = ml.LayoutMap(mesh, default=("model", ...)).resolve(state, params=params)
+    assert str(resolved["0/mu"].layout) == "[model, unsharded]"
+    assert resolved["0/count"].layout.is_fully_replicated
+    assert layouts.mesh == mesh
+
+
+def test_nnx_states_and_their_slots(mesh):
+    model = nnx.eval_shape(lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0)))
+    params = nnx.state(model, nnx.Param)
+    layouts = ml.LayoutMap(mesh, {"kernel": ("batch", "model")})
+    state = jax.eval_shape(optax.adam(1e-3).init, params)
+    resolved = layouts.resolve(state, params=params)
+    assert str(resolved["0/mu/kernel"].layout) == "[batch, model]"
+    assert resolved["0/mu/kernel"].reason == "follows parameter 'kernel'"
+    assert resolved["0/nu/bias"].layout.is_fully_replicated
+
+
+def test_a_rule_that_an_exact_one_hides_is_still_no_rule_for_slots(mesh, params):
+    layouts = ml.LayoutMap(mesh, {**RULES, "kernel$": (None, "batch")})
+    state = jax.eval_shape(optax.adam(1e-3).init, params)
+    resolved = layouts.resolve(state, params=params)
+    assert str(resolved["0/mu/mu/kernel"].layout) == "[model, batch]"
