@@ -343,7 +343,9 @@ def test_an_abstract_state_has_the_dtypes_of_the_state(mesh_2x4):
     layouts = ml.LayoutMap(mesh_2x4)
     abstract = ml.describe(pytree, layouts).abstract
     made = ml.create(pytree, layouts)
-    for one, other in zip(jax.tree.leaves(abstract), jax.tree.leaves(made), strict=True):
+    for one, other in zip(
+        jax.tree.leaves(abstract), jax.tree.leaves(made), strict=True
+    ):
         if isinstance(other, jax.Array):
             assert (one.shape, one.dtype) == (other.shape, other.dtype)
             assert one.sharding == other.sharding
@@ -459,7 +461,9 @@ def test_64_bit_values_stay_so(mesh_2x4):
         assert_same_bits(made, expected)
 
 
-@pytest.mark.parametrize("types", [AxisType.Explicit, (AxisType.Auto, AxisType.Explicit)])
+@pytest.mark.parametrize(
+    "types", [AxisType.Explicit, (AxisType.Auto, AxisType.Explicit)]
+)
 def test_explicit_axes_change_no_bits(types):
     mesh = ml.create_mesh({"batch": 2, "model": 4}, axis_types=types)
     layouts = ml.LayoutMap(mesh, {".*": last_dim}, on_uneven="replicate")

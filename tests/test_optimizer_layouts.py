@@ -80,7 +80,9 @@ def mirrors(tree, params):
     masked = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
     if isinstance(tree, dict) and tree.keys() == params.keys():
         yield jax.tree.map(
-            lambda one, part: jax.tree.map(lambda _: None, part) if masked(one) else one,
+            lambda one, part: (
+                jax.tree.map(lambda _: None, part) if masked(one) else one
+            ),
             tree,
             params,
             is_leaf=masked,

@@ -300,7 +300,7 @@ class LayoutMap(MutableMapping[str, Any]):
         resolver = _Resolver(self)
         matching: dict[str, list[str]] = {pattern: [] for pattern in self._rules}
         for found in resolved.resolutions:
-            for rule in resolver.candidates(found.path):
+            for rule in set(resolver.speaking_for(found.path)):
                 matching[rule.pattern].append(found.path)
         return explain(self._mesh, resolved, matching)
 

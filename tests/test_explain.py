@@ -1,0 +1,132 @@
+"""The report on a layout map, and its lock text."""
+
+import jax
+import pytest
+
+import meshlayout as ml
+
+
+TREE = {
+    "embed": {"embedding": (4096, 64)},
+    "layers": [{"attention": {"kernel": (64, 64), "bias": (64,)}} for _ in range(2)],
+    "head": {"kernel": (64, 4096)},
+}
+RULES = {
+    r"attention/kernel": (None, "model"),
+    r"embed/embeding": ("model", None),  # sic
+    r"head": ("batch", "model"),
+    r"head/kernel": ("batch", "model"),
+}
+
+
+@pytest.fixture
+def mesh() -> ml.Mesh:
+    return ml.create_mesh({"batch": 2, "model": 4})
+
+
+@pytest.fixture
+def tree():
+    return jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, "float32"),
+        TREE,
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
+
+
+def test_the_totals_are_the_sums(mesh, tree):
+    report = ml.LayoutMap(mesh, RULES).explain(tree)
+    whole = 4 * (2 * 4096 * 64 + 2 * (64 * 64 + 64))
+    here = 4 * (4096 * 64 + 64 * 4096 // 8 + 2 * (64 * 64 // 4 + 64))
+    assert report.replicated_bytes == whole
+    assert report.bytes_per_device == here
+    assert f"saving {100 - round(100 * here / whole)}%" in str(report)
+
+
+def test_a_rule_that_matches_nothing_is_named_with_what_it_almost_matched(mesh, tree):
+    report = ml.LayoutMap(mesh, RULES).explain(tree)
+    assert report.dead_rules == {"embed/embeding": ("embed/embedding",)}
+    assert (
+        "dead rule: 'embed/embeding' matches nothing. Nearest: embed/embedding."
+        in report.notes
+    )
+
+
+def test_a_rule_that_another_one_hides_is_named(mesh, tree):
+    report = ml.LayoutMap(mesh, {**RULES, "kernel$": [...]}, conflict="first").explain(
+        tree
+    )
+    assert set(report.shadowed_rules) == {"head", "kernel$"}
+    assert report.shadowed_rules["kernel$"] == ("attention/kernel", "head/kernel")
+
+
+def test_large_leaves_that_stay_whole_are_named(mesh, tree):
+    report = ml.LayoutMap(mesh, RULES).explain(tree)
+    assert report.large_replicated == ("embed/embedding",)
+
+
+def test_a_good_map_has_nothing_to_note(mesh, tree):
+    rules = {
+        r"attention/kernel": (None, "model"),
+        r"embed": ("model", None),
+        r"head/kernel": ("batch", "model"),
+    }
+    assert ml.LayoutMap(mesh, rules).explain(tree).notes == []
+
+
+def test_text_and_html_tell_every_leaf(mesh, tree):
+    report = ml.LayoutMap(mesh, RULES).explain(tree)
+    html = report._repr_html_()
+    for found in report.resolutions:
+        assert found.path in str(report)
+        assert found.path in html
+        assert str(found.layout) in str(report)
+    assert "<table" in html
+    assert repr(report) == str(report)
+
+
+def test_markup_in_a_path_is_escaped(mesh):
+    tree = {"<script>": jax.ShapeDtypeStruct((2,), "float32")}
+    assert "<script>" not in ml.LayoutMap(mesh).explain(tree)._repr_html_()
+
+
+def test_the_lock_is_stable_text(mesh, tree):
+    resolved = ml.LayoutMap(mesh, RULES).resolve(tree)
+    lock = resolved.to_lock()
+    assert lock == (
+        "# layouts on Mesh(batch=2, model=4)\n"
+        "embed/embedding: f32[4096, 64] [unsharded, unsharded]\n"
+        "head/kernel: f32[64, 4096] [batch, model]\n"
+        "layers/0/attention/bias: f32[64] [unsharded]\n"
+        "layers/0/attention/kernel: f32[64, 64] [unsharded, model]\n"
+        "layers/1/attention/bias: f32[64] [unsharded]\n"
+        "layers/1/attention/kernel: f32[64, 64] [unsharded, model]\n"
+    )
+    resolved.check_lock(lock)
+    resolved.check_lock(lock.replace("\n", "\r\n"))
+
+
+def test_a_rename_that_changes_a_layout_breaks_the_lock(mesh, tree):
+    layouts = ml.LayoutMap(mesh, RULES)
+    lock = layouts.resolve(tree).to_lock()
+    tree["top"] = tree.pop("head")
+    with pytest.raises(ml.LayoutMapError) as caught:
+        layouts.resolve(tree).check_lock(lock)
+    assert str(caught.value) == (
+        "the layouts are not the locked ones (- locked, + now):\n"
+        "  -head/kernel: f32[64, 4096] [batch, model]\n"
+        "  +top/kernel: f32[64, 4096] [unsharded, unsharded]\n"
+        "If this is meant, write the lock anew with to_lock()."
+    )
+
+
+def test_a_resolution_is_found_by_path(mesh, tree):
+    resolved = ml.LayoutMap(mesh, RULES).resolve(tree)
+    assert resolved["head/kernel"].rule == "head/kernel"
+    layouts, resolutions = resolved
+    assert layouts["head"]["kernel"] == resolved["head/kernel"].layout
+    assert len(resolutions) == 6
+    with pytest.raises(ml.LayoutMapError) as caught:
+        resolved["head/kernle"]
+    assert str(caught.value) == (
+        "no leaf has the path 'head/kernle'. Did you mean 'head/kernel'?"
+    )

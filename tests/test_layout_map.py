@@ -1,0 +1,519 @@
+"""A layout map: what it holds, what it refuses, and which rule decides."""
+
+import pickle
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn, nnx
+from hypothesis import given, settings, strategies as st
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import meshlayout as ml
+
+
+@pytest.fixture
+def mesh() -> ml.Mesh:
+    return ml.create_mesh({"batch": 2, "model": 4})
+
+
+def array(*shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def text(layouts, path, *shape, dtype="float32"):
+    found = layouts.match(path, shape, jnp.dtype(dtype))
+    return found and str(found.layout)
+
+
+# A mapping.
+
+
+def test_it_is_a_mapping(mesh):
+    layouts = ml.LayoutMap(mesh, [("a", ("batch", None)), ("b", P("model"))])
+    layouts["c.*d"] = ml.Layout([None], mesh)
+    assert list(layouts) == ["a", "b", "c.*d"]
+    assert len(layouts) == 3
+    assert "a" in layouts
+    assert "cd" not in layouts
+    assert layouts["a"] == ml.Layout(["batch", None], mesh)
+    assert layouts["b"] == ml.Layout(["model", ...], mesh)
+    assert layouts.get("zz") is None
+    assert dict(layouts) == dict(layouts.items())
+    del layouts["a"]
+    assert layouts.pop("b") == ml.Layout(["model", ...], mesh)
+    layouts.update({"e": [...]})
+    assert list(layouts) == ["c.*d", "e"]
+
+
+def test_what_a_map_gives_back_makes_an_equal_map(mesh):
+    function = lambda path, shape, dtype: None  # noqa: E731
+    layouts = ml.LayoutMap(
+        mesh,
+        {
+            "a": ("batch",),
+            "b": function,
+            "c": ml.Rule(("model",), on_uneven="replicate"),
+        },
+        default=("batch", ...),
+        conflict="first",
+        on_uneven="replicate",
+    )
+    again = ml.LayoutMap(
+        mesh,
+        dict(layouts),
+        default=("batch", ...),
+        conflict="first",
+        on_uneven="replicate",
+    )
+    assert again == layouts == layouts.copy()
+    assert again != ml.LayoutMap(mesh, dict(layouts))
+
+
+def test_a_map_pickles(mesh):
+    layouts = ml.LayoutMap(mesh, {"a": ("batch", ...)}, unmatched="error")
+    assert pickle.loads(pickle.dumps(layouts)) == layouts
+
+
+def test_any_mesh_and_any_spelling_of_a_layout(mesh):
+    sharding = NamedSharding(mesh.jax_mesh, P("model"))
+    spellings = [
+        ("model", None),
+        ["model", None],
+        ["model", ...],
+        P("model"),
+        P("model", None),
+        sharding,
+        ml.Layout(["model", None], mesh),
+        lambda path, shape, dtype: ("model", None),
+        lambda path, shape, dtype: P("model"),
+        ml.Rule(("model", None)),
+    ]
+    for value in spellings:
+        layouts = ml.LayoutMap(mesh.jax_mesh, {"w": value})
+        assert text(layouts, "w", 8, 4) == "[model, unsharded]"
+
+
+# Which rule decides.
+
+
+def test_an_exact_path_wins(mesh):
+    layouts = ml.LayoutMap(mesh, {"a/kernel": ("batch",), "kernel": ("model",)})
+    assert text(layouts, "a/kernel", 8) == "[batch]"
+    assert text(layouts, "b/kernel", 8) == "[model]"
+    assert layouts.match("a/kernel", (8,), "float32").reason == "exact path"
+
+
+def test_patterns_are_searched_and_dotted_names_match(mesh):
+    layouts = ml.LayoutMap(
+        mesh, {"feature.*kernel": ("batch", None), "model.feature_2.bias": ("batch",)}
+    )
+    assert text(layouts, "net/feature_2/kernel", 8, 8) == "[batch, unsharded]"
+    assert text(layouts, "model/feature_2/bias", 8) == "[batch]"
+    assert text(layouts, "feature/bias", 8) is None
+
+
+def test_rules_that_agree_do_not_conflict(mesh):
+    layouts = ml.LayoutMap(
+        mesh,
+        {"kernel": (None, "model"), "dense": (..., "model"), "d.*k": P(None, "model")},
+    )
+    assert text(layouts, "dense/kernel", 8, 8) == "[unsharded, model]"
+
+
+def test_the_first_rule_decides_where_the_order_is_to_decide(mesh):
+    layouts = ml.LayoutMap(
+        mesh, {"dense": ("batch", ...), "kernel": ("model", ...)}, conflict="first"
+    )
+    assert text(layouts, "dense/kernel", 8, 8) == "[batch, unsharded]"
+    assert text(layouts, "other/kernel", 8, 8) == "[model, unsharded]"
+
+
+def test_a_function_without_an_opinion_leaves_the_leaf_to_others(mesh):
+    seen = []
+
+    def large(path, shape, dtype):
+        seen.append((path, shape, str(jnp.dtype(dtype))))
+        return ("batch", ...) if shape[0] > 8 else None
+
+    layouts = ml.LayoutMap(mesh, {".*": large}, default=("model", ...))
+    tree = {"a": array(16, 2), "b": array(8, dtype="bfloat16"), "c": array(4)}
+    layouts_tree, _ = layouts.resolve(tree)
+    assert {k: str(v) for k, v in layouts_tree.items()} == {
+        "a": "[batch, unsharded]",
+        "b": "[model]",
+        "c": "[model]",
+    }
+    assert seen == [
+        ("a", (16, 2), "float32"),
+        ("b", (8,), "bfloat16"),
+        ("c", (4,), "float32"),
+    ]
+
+
+WORDS = st.text(alphabet="ab01/", min_size=1, max_size=8)
+PATTERNS = st.one_of(
+    WORDS,
+    st.sampled_from(
+        [
+            r"a\d", r"a.b", r"a..", r"(\d)\1", r"[0-5]", r"[^1]a", r"b{2}", r"^0", r"1$",
+            r"(?P<x>\d)/(?P=x)", r"\w/\w", r"a+b?", r"0|1/", r"[,-/]a", r"(?i)A", r"\x30",
+            r".?b*a", r"a|b", r"\D\D",
+        ]
+    ),
+)  # fmt: skip
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(PATTERNS, unique=True, max_size=6), st.lists(WORDS, max_size=12))
+def test_the_rules_found_are_those_that_re_search_finds(patterns, paths):
+    mesh = ml.create_mesh({"batch": 2, "model": 4})
+    layouts = ml.LayoutMap(mesh, {one: [...] for one in patterns}, conflict="first")
+    tree = {path.replace("/", "|"): array(2) for path in paths}
+    found = {one.path: one.rule for one in layouts.resolve(tree).resolutions}
+    for path in tree:
+        expected = next((p for p in patterns if re.search(p, path)), None)
+        expected = path if path in patterns else expected
+        assert found[path] == expected
+
+
+# What becomes of leaves.
+
+
+def test_unmatched_leaves_are_replicated_or_take_the_default(mesh):
+    tree = {"w": array(8, 4), "s": array()}
+    assert str(ml.LayoutMap(mesh).resolve(tree)["w"].layout) == "[unsharded, unsharded]"
+    resolved = ml.LayoutMap(mesh, default=(..., "model")).resolve(tree)
+    assert str(resolved["w"].layout) == "[unsharded, model]"
+    assert resolved["w"].reason == "default"
+    assert resolved["s"].reason == "scalar"
+    ml.LayoutMap(mesh, {"w": [...]}, unmatched="error").resolve(tree)
+
+
+def test_what_does_not_divide_is_left_unsharded_on_request_and_recorded(mesh):
+    rule = ("batch", "model")
+    layouts = ml.LayoutMap(mesh, {"w": rule}, on_uneven="replicate")
+    found = layouts.match("w", (6, 10), "float32")
+    assert str(found.layout) == "[batch, unsharded]"
+    assert found.fallback == (
+        "dim 1 left unsharded: size 10 does not divide into 4 shards over model"
+    )
+    assert found.bytes_per_device == 3 * 10 * 4
+    own = ml.LayoutMap(mesh, {"w": ml.Rule(rule, on_uneven="replicate")})
+    assert own.match("w", (6, 10), "float32") == found
+    strict = ml.LayoutMap(
+        mesh, {"w": ml.Rule(rule, on_uneven="error")}, on_uneven="replicate"
+    )
+    with pytest.raises(ml.LayoutMapError):
+        strict.match("w", (6, 10), "float32")
+
+
+def test_prng_keys_and_odd_dtypes(mesh):
+    tree = {
+        "keys": jax.random.split(jax.random.key(0), 8),
+        "half": array(8, dtype="bfloat16"),
+        "flags": array(8, dtype="bool"),
+    }
+    resolved = ml.LayoutMap(mesh, {".*": ("model",)}).resolve(tree)
+    assert {one.path: one.bytes_per_device for one in resolved.resolutions} == {
+        "flags": 2,
+        "half": 4,
+        "keys": 16,
+    }
+
+
+def test_one_rule_serves_stacked_layers(mesh):
+    layouts = ml.LayoutMap(mesh, {"kernel": (..., "model")}, unmatched="replicate")
+
+    class Stack(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            @nnx.split_rngs(splits=3)
+            @nnx.vmap(in_axes=(0,), out_axes=0)
+            def blocks(rngs: nnx.Rngs) -> nnx.Linear:
+                return nnx.Linear(4, 8, rngs=rngs)
+
+            self.blocks = blocks(rngs)
+            self.head = nnx.Linear(8, 8, rngs=rngs)
+
+    model = nnx.eval_shape(lambda: Stack(nnx.Rngs(0)))
+    resolved = layouts.resolve(model)
+    assert resolved["blocks/kernel"].shape == (3, 4, 8)
+    assert str(resolved["blocks/kernel"].layout) == "[unsharded, unsharded, model]"
+    assert str(resolved["head/kernel"].layout) == "[unsharded, model]"
+
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return nn.Dense(8)(x), None
+
+    scanned = nn.scan(
+        Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=3
+    )
+    variables = jax.eval_shape(
+        lambda: scanned().init(jax.random.key(0), jnp.ones((2, 8)), None)
+    )
+    (kernel,) = (
+        r for r in layouts.resolve(variables).resolutions if "kernel" in r.path
+    )
+    assert kernel.shape == (3, 8, 8)
+    assert str(kernel.layout) == "[unsharded, unsharded, model]"
+
+
+def test_the_tree_of_layouts_places_the_tree(mesh):
+    layouts = ml.LayoutMap(mesh, {"kernel": (None, "model")})
+    model = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
+    state = nnx.state(model)
+    shardings = jax.tree.map(lambda one: one.sharding, layouts.resolve(model).layouts)
+    placed = jax.device_put(state, shardings)
+    assert ml.Layout.of(placed["kernel"][...]) == mesh.layout(None, "model")
+
+
+# Flax's own metadata.
+
+
+def test_logical_axes_decide_where_no_pattern_matches(mesh):
+    dense = nn.Dense(
+        8, kernel_init=nn.with_logical_partitioning(nn.initializers.ones, ("in", "out"))
+    )
+    variables = jax.eval_shape(lambda: dense.init(jax.random.key(0), jnp.ones((2, 4))))
+    layouts = ml.LayoutMap(mesh, logical_axes={"in": None, "out": "model"})
+    found = layouts.resolve(variables)["kernel"]
+    assert str(found.layout) == "[unsharded, model]"
+    assert found.reason == "logical axes ('in', 'out')"
+    with nn.logical_axis_rules([("in", "batch"), ("out", None)]):
+        found = ml.LayoutMap(mesh).resolve(variables)["kernel"]
+    assert str(found.layout) == "[batch, unsharded]"
+
+
+def test_a_pattern_wins_over_logical_axes_and_says_so(mesh):
+    dense = nn.Dense(
+        8, kernel_init=nn.with_partitioning(nn.initializers.ones, (None, "model"))
+    )
+    variables = jax.eval_shape(lambda: dense.init(jax.random.key(0), jnp.ones((2, 4))))
+    found = ml.LayoutMap(mesh, {"kernel": ("batch", None)}).resolve(variables)["kernel"]
+    assert str(found.layout) == "[batch, unsharded]"
+    assert found.note == (
+        "the rule wins over its logical axes (None, 'model'), which mean "
+        "[unsharded, model]"
+    )
+    agrees = ml.LayoutMap(mesh, {"kernel": (None, "model")})
+    assert agrees.resolve(variables)["kernel"].note is None
+
+
+# Activations.
+
+
+def test_constrain_follows_the_map_in_force(mesh):
+    layouts = ml.LayoutMap(mesh, {"hidden": ("batch", ..., "model")})
+    traced = jax.jit(lambda x: ml.constrain(x * 2, "block/hidden"))
+    x = jnp.ones((4, 3, 8))
+    assert len(traced(x).devices()) == 1
+    with layouts.scope():
+        assert ml.Layout.of(traced(x)) == mesh.layout("batch", None, "model")
+        assert ml.Layout.of(ml.constrain(x, "hidden")) == mesh.layout(
+            "batch", None, "model"
+        )
+        assert ml.constrain(x, "other") is x
+    assert len(traced(x).devices()) == 1
+    assert ml.constrain(x, "hidden") is x
+
+
+def test_a_map_that_changes_is_traced_again(mesh):
+    layouts = ml.LayoutMap(mesh, {"hidden": ("batch",)})
+    traced = jax.jit(lambda x: ml.constrain(x * 2, "hidden"))
+    with layouts.scope():
+        assert str(ml.Layout.of(traced(jnp.ones(8)))) == "[batch]"
+    del layouts["hidden"]
+    layouts["hidden"] = ("model",)
+    with layouts.scope():
+        assert str(ml.Layout.of(traced(jnp.ones(8)))) == "[model]"
+
+
+# What is refused.
+
+MESH = "Mesh(batch=2, model=4)"
+INSERTIONS = {
+    "a key that is no string": (
+        lambda m: m.__setitem__(3, ("batch",)),
+        "a pattern is a string, and got 3 of type int.",
+    ),
+    "the empty pattern": (
+        lambda m: m.__setitem__("", ("batch",)),
+        "the empty pattern matches every path; use default=... instead.",
+    ),
+    "no regular expression": (
+        lambda m: m.__setitem__("a(b", ("batch",)),
+        "pattern 'a(b' is not a regular expression: missing ), unterminated subpattern "
+        "at position 1.",
+    ),
+    "a pattern that is there": (
+        lambda m: m.__setitem__("there", ("batch",)),
+        f"pattern 'there' is in the map already, with Layout([batch], {MESH}). Delete it "
+        "first to change it.",
+    ),
+    "an unknown axis": (
+        lambda m: m.__setitem__("w", ("modle", None)),
+        f"rule 'w': mesh axis 'modle' of [modle, unsharded] is not in {MESH}. Did you "
+        "mean 'model'?",
+    ),
+    "an axis twice": (
+        lambda m: m.__setitem__("w", ("model", ("batch", "model"))),
+        None,
+    ),
+    "a string": (
+        lambda m: m.__setitem__("w", "model"),
+        "rule 'w': expected a Layout, a tuple or list with one entry per dim, a "
+        "PartitionSpec, or a function (path, shape, dtype) -> spec, and got 'model' of "
+        "type str. Write ('model', ...) to shard the first dim.",
+    ),
+    "None": (
+        lambda m: m.__setitem__("w", None),
+        "rule 'w': expected a Layout, a tuple or list with one entry per dim, a "
+        "PartitionSpec, or a function (path, shape, dtype) -> spec, and got None of type "
+        "NoneType. Write [...] for replicated.",
+    ),
+    "a number in a spec": (lambda m: m.__setitem__("w", (1, None)), None),
+    "two ellipses": (lambda m: m.__setitem__("w", (..., "model", ...)), None),
+    "MATCH": (
+        lambda m: m.__setitem__("w", (ml.MATCH, "model")),
+        "rule 'w': [MATCH, model] holds MATCH, which is for relayout; there is no array "
+        "yet.",
+    ),
+    "another mesh": (
+        lambda m: m.__setitem__("w", ml.Layout(["x"], ml.create_mesh({"x": 8}))),
+        f"rule 'w': Layout([x], Mesh(x=8)) is on another mesh than the map's {MESH}. Give "
+        "the spec alone, or a layout on the map's mesh.",
+    ),
+    "a bad option of a rule": (
+        lambda m: m.__setitem__("w", ml.Rule(("batch",), on_uneven="pad")),
+        "on_uneven='pad' is not one of 'error', 'replicate'.",
+    ),
+    "a missing pattern": (
+        lambda m: m["ther"],
+        "no rule has the pattern 'ther'. Did you mean 'there'? To find the layout of a "
+        "path, use match(path, shape, dtype).",
+    ),
+    "deleting a missing pattern": (
+        lambda m: m.__delitem__("x"),
+        "no rule has the pattern 'x'. To find the layout of a path, use match(path, "
+        "shape, dtype).",
+    ),
+    "a bad conflict": (
+        lambda m: ml.LayoutMap(m.mesh, conflict="frist"),
+        "conflict='frist' is not one of 'error', 'first'. Did you mean 'first'?",
+    ),
+    "a bad unmatched": (
+        lambda m: ml.LayoutMap(m.mesh, unmatched="ignore"),
+        "unmatched='ignore' is not one of 'replicate', 'error'.",
+    ),
+    "a default that is never used": (
+        lambda m: ml.LayoutMap(m.mesh, default=("batch",), unmatched="error"),
+        "default= is never used with unmatched='error'; give one of them.",
+    ),
+    "a bad default": (
+        lambda m: ml.LayoutMap(m.mesh, default="batch"),
+        "rule 'default': expected a Layout, a tuple or list with one entry per dim, a "
+        "PartitionSpec, or a function (path, shape, dtype) -> spec, and got 'batch' of "
+        "type str. Write ('batch', ...) to shard the first dim.",
+    ),
+    "rules that are no pairs": (
+        lambda m: ml.LayoutMap(m.mesh, ["kernel"]),
+        "rules are a mapping or pairs of pattern and layout, and got ['kernel']. Write "
+        "{'dense/kernel': (None, 'model')}.",
+    ),
+    "pairs with a pattern twice": (
+        lambda m: ml.LayoutMap(m.mesh, [("a", ("batch",)), ("a", ("model",))]),
+        f"pattern 'a' is in the map already, with Layout([batch], {MESH}). Delete it "
+        "first to change it.",
+    ),
+    "logical axes on an unknown mesh axis": (
+        lambda m: ml.LayoutMap(m.mesh, logical_axes={"mlp": "modle"}),
+        f"logical_axes maps 'mlp' to 'modle', which is no axis of {MESH}. Did you mean "
+        "'model'?",
+    ),
+    "constrain without a name": (
+        lambda m: ml.constrain(jnp.ones(2), ""),
+        "constrain(x, name) takes the activation's name, and got ''.",
+    ),
+}
+LEAVES = {
+    "two rules that disagree": (
+        ({"dense": ("batch", None), "kernel": (None, "model")}, {}),
+        array(8, 8),
+        "dense/kernel f32[8, 8]: rules 'dense' and 'kernel' both match and disagree: "
+        "[batch, unsharded] against [unsharded, model]. "
+        "Make the patterns exclusive, add a rule for the exact path, or let the order "
+        "decide with conflict='first'.",
+    ),
+    "a rank too many": (
+        ({"kernel": (None, "model")}, {}),
+        array(8),
+        f"dense/kernel f32[8]: rule 'kernel': Layout([unsharded, model], {MESH}) is for "
+        "arrays of rank 2, and this one has rank 1. Use `...` for any number of "
+        "unsharded dims.",
+    ),
+    "a size that does not divide": (
+        ({"dense.*kernel": (None, "model")}, {}),
+        array(512, 10),
+        "dense/kernel f32[512, 10]: dim 1 has size 10, which does not divide into 4 "
+        "shards over mesh axis 'model' (rule 'dense.*kernel', Layout([unsharded, model], "
+        f"{MESH})). Nearest sizes that fit: 8 and 12. To keep the size, leave dim 1 "
+        "UNSHARDED, or give the rule on_uneven='replicate'.",
+    ),
+    "nothing that matches": (
+        ({"bias": ("model",)}, {"unmatched": "error"}),
+        array(8, 8),
+        "dense/kernel f32[8, 8]: no rule matches, and the map has unmatched='error'. Add "
+        "a rule, for instance layouts['dense/kernel'] = [...] for replicated.",
+    ),
+    "a function that gives nonsense": (
+        ({"kernel": lambda path, shape, dtype: "model"}, {}),
+        array(8, 8),
+        "dense/kernel f32[8, 8]: rule 'kernel': expected a Layout, a tuple or list with "
+        "one entry per dim, a PartitionSpec, or a function (path, shape, dtype) -> spec, "
+        "and got 'model' of type str. Write ('model', ...) to shard the first dim.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INSERTIONS)
+def test_bad_rules_are_refused_when_they_are_inserted(name, mesh):
+    insert, message = INSERTIONS[name]
+    layouts = ml.LayoutMap(mesh, {"there": ("batch",)})
+    with pytest.raises(ml.MeshLayoutError) as caught:
+        insert(layouts)
+    if message is None:  # the layout's own message, compared in its tests
+        assert str(caught.value).startswith("rule 'w': ")
+    else:
+        assert str(caught.value) == message
+    assert list(layouts) == ["there"]
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_leaves_that_a_map_cannot_place_are_named(name, mesh):
+    (rules, options), leaf, message = LEAVES[name]
+    layouts = ml.LayoutMap(mesh, rules, **options)
+    with pytest.raises(ml.LayoutMapError) as caught:
+        layouts.resolve({"dense": {"kernel": leaf}})
+    assert str(caught.value) == message
+
+
+def test_a_logical_axis_that_means_nothing_is_refused(mesh):
+    dense = nn.Dense(
+        8,
+        kernel_init=nn.with_logical_partitioning(nn.initializers.ones, ("in", "mdel")),
+    )
+    variables = jax.eval_shape(lambda: dense.init(jax.random.key(0), jnp.ones((2, 4))))
+    with pytest.raises(ml.LayoutMapError) as caught:
+        ml.LayoutMap(mesh, logical_axes={"in": None}).resolve(variables)
+    assert str(caught.value) == (
+        "kernel f32[4, 8]: logical axes ('in', 'mdel'): logical axis 'mdel' has no rule "
+        f"and is no axis of {MESH}. Did you mean 'model'? Give "
+        "logical_axes={'mdel': <mesh axis or None>}."
+    )
+
+
+def test_a_missing_pattern_is_a_key_error_too(mesh):
+    with pytest.raises(KeyError):
+        ml.LayoutMap(mesh)["x"]

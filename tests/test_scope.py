@@ -1,0 +1,419 @@
+"""`with layouts.scope():` unchanged code, the same bits, the final paths' layouts."""
+
+import threading
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import meshlayout as ml
+from models.convnet import ConvNet
+from models.mlp import MLP, LinenMLP
+from tests.same_bits import assert_same_bits, plain
+
+
+MESH = ml.create_mesh({"batch": 2, "model": 4})
+
+
+def kernels(spec=(..., "model"), **options):
+    options = {"on_uneven": "replicate", **options}
+    return ml.LayoutMap(MESH, {"kernel": spec}, **options)
+
+
+class Composed(nnx.Module):
+    """Takes layers that exist, and static and keyword arguments."""
+
+    def __init__(self, layers, scale=2.0, *, name="x", activation=nnx.relu):
+        self.layers = nnx.List(layers)
+        self.scale = scale
+        self.name = name
+        self.activation = activation
+        self.table = {"a": (1, 2)}
+        self.kernel = nnx.Param(jnp.ones((8, 8)) * scale)
+
+
+class Head(nnx.Module):
+    """Takes one layer that exists, makes another one, and keeps its Rngs."""
+
+    def __init__(self, base, *, rngs):
+        self.base = base
+        self.head = nnx.Linear(8, 8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.rngs = rngs
+
+
+class Configured(nnx.Module):
+    def __init__(self, config, *, rngs, dtype, function, array):
+        self.config = config
+        self.linear = nnx.Linear(config["in"], 8, rngs=rngs, param_dtype=dtype)
+        self.function = function
+        self.array = nnx.Variable(array)
+        if array.shape[0] > 3 and float(array[0]) == 1.0:
+            self.extra = nnx.Param(jnp.zeros((8, 8)))
+
+
+def sequential():
+    rngs = nnx.Rngs(0)
+    return nnx.Sequential(
+        nnx.Linear(8, 16, rngs=rngs),
+        nnx.relu,
+        nnx.BatchNorm(16, rngs=rngs),
+        nnx.Dropout(0.1, rngs=rngs),
+        nnx.Linear(16, 10, rngs=rngs),
+    )
+
+
+def nested():
+    rngs = nnx.Rngs(0)
+    first = nnx.Sequential(nnx.Linear(8, 16, rngs=rngs), nnx.relu)
+    return nnx.Sequential(
+        first, nnx.Sequential(*[nnx.Linear(16, 16, rngs=rngs) for _ in range(3)])
+    )
+
+
+def composed():
+    rngs = nnx.Rngs(0)
+    layers = []
+    for _ in range(3):
+        layers.append(nnx.Linear(8, 8, rngs=rngs))
+    return Composed(layers, 3.0, name="hi")
+
+
+def assigned():
+    rngs = nnx.Rngs(0)
+    model = MLP(rngs=rngs)
+    model.extra = nnx.Linear(8, 8, rngs=rngs)
+    model.kernel = nnx.Param(jnp.ones((8, 8)))
+    return model
+
+
+def mixed():
+    rngs = nnx.Rngs(params=1, dropout=2)
+    base = nnx.Linear(8, 8, rngs=rngs)
+    model = Head(base, rngs=rngs)
+    assert model.base is base
+    assert model.rngs is rngs
+    return model
+
+
+def tied():
+    rngs = nnx.Rngs(0)
+    one, other = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
+    other.kernel = one.kernel
+    model = nnx.Sequential(one, other)
+    assert model.layers[0].kernel is model.layers[1].kernel
+    return model
+
+
+def configured():
+    return Configured(
+        {"in": 8, "text": "x"},
+        rngs=nnx.Rngs(0),
+        dtype=jnp.bfloat16,
+        function=nnx.relu,
+        array=np.ones(8),
+    )
+
+
+def vmapped():
+    @nnx.split_rngs(splits=4)
+    @nnx.vmap(in_axes=(0,), out_axes=0)
+    def make(rngs):
+        return nnx.Linear(8, 8, rngs=rngs)
+
+    return nnx.Sequential(make(nnx.Rngs(0)))
+
+
+MODELS = {
+    "subclass": lambda: MLP(rngs=nnx.Rngs(0)),
+    "convnet": lambda: ConvNet(rngs=nnx.Rngs(0)),
+    "sequential": sequential,
+    "nested": nested,
+    "composed": composed,
+    "assigned": assigned,
+    "mixed": mixed,
+    "tied": tied,
+    "configured": configured,
+    "vmapped": vmapped,
+    "list": lambda: nnx.List([nnx.Linear(8, 8, rngs=nnx.Rngs(n)) for n in range(2)]),
+    "dict": lambda: nnx.Dict(a=nnx.Linear(8, 8, rngs=nnx.Rngs(1))),
+    "lora": lambda: nnx.LoRA(
+        8, 2, 8, base_module=nnx.Linear(8, 8, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1)
+    ),
+    "own layout": lambda: nnx.Sequential(
+        ml.with_layouts(nnx.Linear, kernel=("batch", None))(8, 8, rngs=nnx.Rngs(0))
+    ),
+    "metadata": lambda: nnx.Linear(
+        8,
+        8,
+        bias_init=nnx.with_partitioning(nnx.initializers.ones, ("model",)),
+        rngs=nnx.Rngs(0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_models_are_born_as_the_map_says_with_the_same_bits(name):
+    layouts = kernels()
+    expected = MODELS[name]()
+    with layouts.scope():
+        model = MODELS[name]()
+    assert type(model) is type(expected)
+    assert_same_bits(model, expected)
+    wanted = plain(layouts.resolve(model).layouts)
+    assert jax.tree.map(ml.Layout.of, plain(model)) == wanted
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_a_scope_and_create_give_the_same(name):
+    layouts = kernels()
+    with layouts.scope():
+        model = MODELS[name]()
+    created = plain(ml.create(MODELS[name], layouts))
+    assert jax.tree.map(ml.Layout.of, plain(model)) == jax.tree.map(
+        ml.Layout.of, created
+    )
+
+
+def test_layers_made_first_get_the_layouts_of_their_final_paths():
+    rules = {
+        r"layers/0/layers/0/kernel": (None, "model"),
+        r"layers/1/.*kernel": ("model", None),
+        "bias": ("batch",),
+    }
+    with ml.LayoutMap(MESH, rules, unmatched="error").scope():
+        model = nested()
+    assert str(ml.Layout.of(model.layers[0].layers[0].kernel[...])) == (
+        "[unsharded, model]"
+    )
+    for layer in model.layers[1].layers:
+        assert str(ml.Layout.of(layer.kernel[...])) == "[model, unsharded]"
+
+
+def test_a_layer_with_no_rule_yet_is_never_whole_on_a_device():
+    with ml.LayoutMap(MESH, {"layers/0/kernel": ("model", None)}).scope():
+        layer = nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0))
+        shape = layer.kernel[...].addressable_shards[0].data.shape
+        assert np.prod(shape) == 64 * 64 // 8
+        nnx.Sequential(layer)
+    assert ml.Layout.of(layer.kernel[...]) == MESH.layout("model", None)
+
+
+def test_modules_from_before_the_scope_move_with_their_new_parent():
+    layer = nnx.Linear(8, 16, rngs=nnx.Rngs(0))
+    with kernels().scope():
+        model = nnx.Sequential(layer)
+    assert model.layers[0] is layer
+    assert ml.Layout.of(layer.kernel[...]) == MESH.layout(None, "model")
+
+
+@pytest.mark.parametrize("seed", [lambda: nnx.Rngs(0), lambda: nnx.Rngs(0, dropout=3)])
+def test_the_callers_rngs_advance_as_without_a_scope(seed):
+    def draws(rngs):
+        Head(nnx.Linear(8, 8, rngs=rngs), rngs=rngs)
+        MLP(rngs=rngs)
+        nnx.Linear(8, 8, rngs=rngs.fork())
+        return [jax.random.key_data(rngs[name]()) for name in ("params", "dropout")]
+
+    expected = draws(seed())
+    with kernels().scope():
+        assert_same_bits(draws(seed()), expected)
+    rngs = seed()
+    with kernels().scope():
+        MLP(rngs=rngs)
+    plain_rngs = seed()
+    MLP(rngs=plain_rngs)
+    assert_same_bits(rngs, plain_rngs)
+
+
+def test_modules_share_the_callers_rngs():
+    with kernels().scope():
+        rngs = nnx.Rngs(0)
+        one, other = (Head(nnx.Linear(8, 8, rngs=rngs), rngs=rngs) for _ in range(2))
+    assert one.rngs is other.rngs is rngs
+
+
+def test_a_model_trains_as_one_made_without_a_scope():
+    def loss_after_steps(model):
+        optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+        x = np.linspace(-1, 1, 16 * 784, dtype=np.float32).reshape(16, 784)
+
+        @nnx.jit
+        def step(model, optimizer):
+            loss, grads = nnx.value_and_grad(lambda m: (m(x) ** 2).mean())(model)
+            optimizer.update(model, grads)
+            return loss
+
+        return [float(step(model, optimizer)) for _ in range(3)]
+
+    with ml.LayoutMap(MESH, {"hidden/kernel": (None, "model")}).scope():
+        model = MLP(rngs=nnx.Rngs(0))
+        losses = loss_after_steps(model)
+    expected = loss_after_steps(MLP(rngs=nnx.Rngs(0)))
+    # Sums of 784 float32 in another order.
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert ml.Layout.of(model.hidden.kernel[...]) == MESH.layout(None, "model")
+
+
+# Linen.
+
+
+def test_linen_variables_are_born_sharded():
+    sample = jnp.ones((1, 28, 28, 1))
+    with kernels().scope():
+        variables = LinenMLP().init(jax.random.key(0), sample)
+    assert_same_bits(variables, LinenMLP().init(jax.random.key(0), sample))
+    kernel = variables["params"]["hidden"]["kernel"]
+    assert ml.Layout.of(kernel) == MESH.layout(None, "model")
+    # Outside of the scope, init is as it was.
+    kernel = LinenMLP().init(jax.random.key(0), sample)["params"]["hidden"]["kernel"]
+    assert isinstance(kernel.sharding, jax.sharding.SingleDeviceSharding)
+
+
+def test_linen_init_takes_keyword_and_mutable_arguments():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x, *, train):
+            x = nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x))
+            self.sow("intermediates", "seen", x)
+            return x
+
+    rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    expected = Model().init(rngs, x=jnp.ones((2, 4)), train=True, mutable=["params"])
+    with kernels().scope():
+        variables = Model().init(
+            rngs, x=jnp.ones((2, 4)), train=True, mutable=["params"]
+        )
+    assert list(variables) == ["params"]
+    assert_same_bits(variables, expected)
+
+
+# Where a scope begins and ends.
+
+
+def lies(model):
+    return str(ml.Layout.of(model.kernel[...]))
+
+
+def linear():
+    return nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+
+
+def is_plain(model):
+    return isinstance(model.kernel[...].sharding, jax.sharding.SingleDeviceSharding)
+
+
+def test_scopes_nest():
+    with kernels().scope():
+        one = linear()
+        with kernels(("batch", None)).scope():
+            two = linear()
+        three = linear()
+    assert is_plain(linear())
+    found = [lies(one), lies(two), lies(three)]
+    assert found == ["[unsharded, model]", "[batch, unsharded]", "[unsharded, model]"]
+
+
+def test_a_scope_ends_with_an_exception():
+    with pytest.raises(KeyError), kernels().scope():
+        linear()
+        raise KeyError
+    assert is_plain(linear())
+
+
+def test_a_constructor_that_raises_leaves_the_scope_open():
+    class Bad(nnx.Module):
+        def __init__(self):
+            self.part = linear()
+            raise RuntimeError
+
+    with kernels().scope():
+        with pytest.raises(RuntimeError):
+            Bad()
+        assert lies(linear()) == "[unsharded, model]"
+    assert is_plain(linear())
+
+
+def test_a_scope_is_of_its_thread():
+    found = []
+    with kernels().scope():
+        thread = threading.Thread(target=lambda: found.append(linear()))
+        thread.start()
+        thread.join()
+
+    def own():
+        with kernels(("batch", None)).scope():
+            found.append(linear())
+
+    thread = threading.Thread(target=own)
+    with kernels().scope():
+        thread.start()
+        thread.join()
+        assert lies(linear()) == "[unsharded, model]"
+    assert is_plain(found[0])
+    assert lies(found[1]) == "[batch, unsharded]"
+
+
+def test_a_scope_is_a_decorator():
+    @kernels().scope()
+    def build():
+        return linear()
+
+    assert lies(build()) == "[unsharded, model]"
+    assert lies(build()) == "[unsharded, model]"
+    assert is_plain(linear())
+
+
+def test_transformations_are_as_without_a_scope():
+    with kernels().scope():
+        abstract = nnx.eval_shape(linear)
+        jitted = nnx.jit(linear)()
+        shapes = jax.eval_shape(LinenMLP().init, jax.random.key(0), jnp.ones((1, 784)))
+    assert abstract.kernel.shape == (8, 8)
+    assert is_plain(jitted)
+    assert shapes["params"]["hidden"]["kernel"].shape == (784, 128)
+
+
+def test_clones_and_merges_keep_their_layouts():
+    with kernels().scope():
+        model = linear()
+        assert lies(nnx.clone(model)) == "[unsharded, model]"
+        assert lies(nnx.merge(*nnx.split(model))) == "[unsharded, model]"
+
+
+@pytest.mark.parametrize(
+    ("build", "path", "shape"),
+    [
+        (lambda: MLP(rngs=nnx.Rngs(0)), "hidden/bias", "128"),
+        (sequential, "layers/0/bias", "16"),
+        (nested, "layers/0/layers/0/bias", "16"),
+        (composed, "layers/0/bias", "8"),
+        (linear, "bias", "8"),
+    ],
+)
+def test_what_no_rule_matches_is_named_by_its_final_path(build, path, shape):
+    layouts = kernels(unmatched="error")
+    with pytest.raises(ml.LayoutMapError) as error, layouts.scope():
+        build()
+    assert str(error.value) == (
+        f"{path} f32[{shape}]: no rule matches, and the map has unmatched='error'. Add a "
+        f"rule, for instance layouts[{path!r}] = [...] for replicated."
+    )
+    assert is_plain(linear())
+
+
+def test_rules_that_disagree_are_refused_at_the_end():
+    layouts = kernels()
+    layouts["layers"] = (..., "batch")
+    with pytest.raises(ml.LayoutMapError) as error, layouts.scope():
+        nnx.Sequential(nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0)))
+    assert str(error.value) == (
+        "layers/0/kernel f32[8, 8]: rules 'kernel' and 'layers' both match and "
+        "disagree: [unsharded, model] against [unsharded, batch]. Make the patterns "
+        "exclusive, add a rule for the exact path, or let the order decide with "
+        "conflict='first'."
+    )
