@@ -7,7 +7,6 @@ Everything else in the library uses the public API that jax 0.7.2 and later shar
 # pyright: reportAttributeAccessIssue=false
 
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
@@ -79,7 +78,7 @@ def itemsize(dtype: Any) -> int:
 
 def canonical_dtype(dtype: Any) -> Any:
     """Returns the dtype that a NumPy array's values have on a device."""
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+    if is_extended(dtype):
         return dtype
     return jax.dtypes.canonicalize_dtype(dtype)
 
@@ -94,15 +93,6 @@ def memory_kinds(device: Any) -> tuple[tuple[str, ...], str | None]:
         return kinds, device.default_memory().kind
     except (AttributeError, jax.errors.JaxRuntimeError, NotImplementedError):
         return (), None
-
-
-def traced(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Any]:
-    """Traces a function once.
-
-    Returns:
-        Its jaxpr, closed, and the tree of `ShapeDtypeStruct` of its results.
-    """
-    return jax.make_jaxpr(function, return_shape=True)(*arguments)
 
 
 def apply_operation(eqn: Any, operands: list[Any]) -> list[Any]:

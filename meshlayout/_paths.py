@@ -133,9 +133,7 @@ def _is_module_type(kind: type) -> bool:
     return issubclass(kind, nnx.Pytree)
 
 
-def _params_prefix(
-    tree: Any, entries: list[tuple[tuple[Any, ...], Any]]
-) -> Any:
+def _params_prefix(tree: Any, entries: list[tuple[tuple[Any, ...], Any]]) -> Any:
     """Returns the key of Linen's `params` collection if it can be left out, or None."""
     if not isinstance(tree, Mapping) or not isinstance(tree.get("params"), Mapping):
         return None

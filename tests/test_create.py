@@ -1,5 +1,6 @@
 """States born sharded: the same bits as without a mesh, and never whole on a device."""
 
+import gc
 import re
 
 import flax.linen as nn
@@ -310,19 +311,24 @@ def test_no_compiled_operation_holds_a_whole_leaf(monkeypatch):
         operations._compile.cache_clear()
     assert len(programs) > 10
     leaves = [(256, 768), (1536, 512), (384, 640), (640, 896)]
-    smallest = min(rows * columns for rows, columns in leaves) * 4
+    shards = {rows * columns * 4 // 8 for rows, columns in leaves}
+    seen = set()
     for program in programs:
         for shape in re.findall(r"\w+\[([\d,]+)\]", program.as_text()):
             dims = tuple(map(int, shape.split(",")))
             assert dims not in leaves
         analysis = program.memory_analysis()
-        assert analysis.output_size_in_bytes < smallest
-        assert analysis.temp_size_in_bytes < smallest
-        assert analysis.argument_size_in_bytes < smallest
+        # Making random bits takes three shards for one; a whole leaf is eight.
+        made = analysis.output_size_in_bytes
+        assert analysis.temp_size_in_bytes <= 3 * made + 4096
+        assert analysis.argument_size_in_bytes <= 3 * made + 4096
+        seen.update(shards.intersection({made}))
+    assert seen == shards
 
 
 def test_a_description_makes_nothing_and_knows_everything(mesh_2x4):
     layouts = ml.LayoutMap(mesh_2x4, {"kernel": (None, "model")}, on_uneven="replicate")
+    gc.collect()
     before = len(jax.live_arrays())
     plan = ml.describe(lambda: MLP(rngs=nnx.Rngs(0)), layouts)
     assert len(jax.live_arrays()) == before
@@ -435,7 +441,6 @@ def test_the_builder_runs_once(mesh_2x4):
         lambda mesh: jax.set_mesh(jax.make_mesh((8,), ("other",), (AxisType.Auto,))),
         ml.default_mesh,
         lambda mesh: jax.default_device(jax.devices()[5]),
-        lambda mesh: jax.disable_jit(),
         lambda mesh: jax.debug_nans(True),
         lambda mesh: jax.default_matmul_precision("float32"),
     ],
@@ -447,6 +452,13 @@ def test_values_do_not_depend_on_the_context(mesh_2x4, context):
         made = ml.create(lambda: Block(16, rngs=nnx.Rngs(0)), layouts)
     assert_same_bits(made, expected)
     assert ml.Layout.of(made.dense.kernel[...]) == mesh_2x4.layout("batch", "model")
+
+
+def test_values_without_jit_are_those_of_building_without_jit(mesh_2x4):
+    layouts = ml.LayoutMap(mesh_2x4, {"kernel": ("batch", "model")})
+    with jax.disable_jit():
+        made = ml.create(lambda: Block(16, rngs=nnx.Rngs(0)), layouts)
+        assert_same_bits(made, Block(16, rngs=nnx.Rngs(0)))
 
 
 def test_64_bit_values_stay_so(mesh_2x4):
@@ -584,6 +596,7 @@ def test_what_is_no_layout_map_is_refused(layouts, message):
 
 def test_layouts_that_do_not_fit_are_refused_before_anything_is_made(mesh_2x4):
     layouts = ml.LayoutMap(mesh_2x4, {"output/kernel": (None, "model")})
+    gc.collect()
     before = len(jax.live_arrays())
     with pytest.raises(ml.LayoutMapError) as error:
         ml.create(lambda: MLP(rngs=nnx.Rngs(0)), layouts)

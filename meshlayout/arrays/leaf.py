@@ -85,7 +85,8 @@ def move(
         if not is_concrete_array(x):
             return jax.device_put(x, sharding)
         x = _jax.movable(x, layout.mesh.jax_mesh)
-        if not (donate or copy):
+        # Of an empty array there is nothing to share, and jit does not cut it.
+        if not (donate or copy) or not x.size:
             return jax.device_put(x, sharding)
         if donate and _is_one_program(x, layout):
             return _donated(x, sharding)

@@ -12,36 +12,23 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
 import jax
-import numpy as np
 
 from meshlayout import _paths, _render
-from meshlayout.errors import (
-    LayoutError,
-    LayoutMapError,
-    LayoutMapKeyError,
-    did_you_mean,
-)
+from meshlayout.errors import LayoutMapError, LayoutMapKeyError, did_you_mean
 from meshlayout.layout import Layout
 from meshlayout.layout_map.activations import Snapshot
 from meshlayout.layout_map.explain import Explanation, explain
-from meshlayout.layout_map.follow import Slot, find_slots, slot_layout
-from meshlayout.layout_map.metadata import (
-    axis_rules,
-    logical_axes,
-    logical_layout,
-    own_layout_metadata,
-)
+from meshlayout.layout_map.follow import find_slots
 from meshlayout.layout_map.resolution import Resolution, Resolved
+from meshlayout.layout_map.resolver import Options, Resolver
 from meshlayout.layout_map.rules import (
     Conflict,
-    Matcher,
     OnUneven,
     ParsedRule,
     RuleLike,
     Unmatched,
     check_option,
     parse_rule,
-    parse_spec,
 )
 from meshlayout.mesh import Mesh, as_mesh
 
@@ -103,13 +90,14 @@ class LayoutMap(MutableMapping[str, Any]):
         on_uneven: OnUneven = "error",
         logical_axes: Mapping[str, Any] | None = None,
     ) -> None:
-        self._mesh = as_mesh(mesh)
-        self._conflict = check_option("conflict", conflict, Conflict)
-        self._unmatched = check_option("unmatched", unmatched, Unmatched)
-        self._on_uneven = check_option("on_uneven", on_uneven, OnUneven)
-        self._logical_axes = _check_logical(logical_axes, self._mesh)
-        self._default = (
-            None if default is None else parse_rule("default", default, self._mesh)
+        mesh = as_mesh(mesh)
+        self._options = Options(
+            mesh,
+            None if default is None else parse_rule("default", default, mesh),
+            check_option("conflict", conflict, Conflict),
+            check_option("unmatched", unmatched, Unmatched),
+            check_option("on_uneven", on_uneven, OnUneven),
+            _check_logical(logical_axes, mesh),
         )
         if default is not None and unmatched == "error":
             msg = "default= is never used with unmatched='error'; give one of them."
@@ -122,7 +110,7 @@ class LayoutMap(MutableMapping[str, Any]):
     @property
     def mesh(self) -> Mesh:
         """The mesh of all layouts."""
-        return self._mesh
+        return self._options.mesh
 
     # The mapping protocol.
 
@@ -151,7 +139,7 @@ class LayoutMap(MutableMapping[str, Any]):
                 f"{self._rules[pattern].value()!r}. Delete it first to change it."
             )
             raise LayoutMapError(msg)
-        self._rules[pattern] = parse_rule(pattern, value, self._mesh)
+        self._rules[pattern] = parse_rule(pattern, value, self.mesh)
         self._snapshot = None
 
     def __delitem__(self, pattern: str) -> None:
@@ -177,31 +165,27 @@ class LayoutMap(MutableMapping[str, Any]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, LayoutMap):
             return NotImplemented
-        return self._options() == other._options() and (
-            list(self.items()) == list(other.items())
-        )
+        return self._parts() == other._parts()
 
     __hash__ = None  # it changes
 
     def copy(self) -> "LayoutMap":
         """Returns a map with the same rules and options."""
-        options = self._options()
-        del options["mesh"]
-        return LayoutMap(self._mesh, list(self.items()), **options)
+        return LayoutMap(**self._parts())
 
     def __repr__(self) -> str:
         rules = ", ".join(f"{p!r}: {_value_text(v)}" for p, v in self.items())
         options = "".join(
             f", {name}={_value_text(value)}"
-            for name, value in self._options().items()
-            if name != "mesh" and value != _DEFAULTS[name]
+            for name, value in self._parts().items()
+            if name in _DEFAULTS and value != _DEFAULTS[name]
         )
-        return f"LayoutMap({self._mesh!r}, {{{rules}}}{options})"
+        return f"LayoutMap({self.mesh!r}, {{{rules}}}{options})"
 
     def _repr_html_(self) -> str:
         rows = [[pattern, _value_text(value)] for pattern, value in self.items()]
         return _render.html_table(
-            ["pattern", "layout"], rows, caption=f"LayoutMap on {self._mesh!r}"
+            ["pattern", "layout"], rows, caption=f"LayoutMap on {self.mesh!r}"
         )
 
     # Resolving.
@@ -217,12 +201,11 @@ class LayoutMap(MutableMapping[str, Any]):
         Raises:
             LayoutMapError: If two rules disagree, or the layout does not fit.
         """
-        resolver = _Resolver(self)
-        return resolver.by_rules(path, tuple(shape), dtype)
+        return self._resolver().by_rules(path, tuple(shape), dtype)
 
     def resolve_leaf(self, leaf: _paths.Leaf) -> Resolution | None:
         """Returns the resolution of one named leaf; None if it is no array."""
-        return _Resolver(self).leaf(leaf)
+        return self._resolver().leaf(leaf)
 
     def resolve(self, tree: Any, *, params: Any = None) -> Resolved:
         """Returns the layout of every leaf, and why.
@@ -242,7 +225,7 @@ class LayoutMap(MutableMapping[str, Any]):
         """
         if isinstance(tree, Resolvable):
             return tree.resolve_layouts(self)
-        resolver = _Resolver(self)
+        resolver = self._resolver()
         if params is not None:
             owners = [resolver.leaf(leaf) for leaf in _paths.flatten(params).leaves]
             return self.resolve_slots(tree, params, owners)
@@ -263,7 +246,7 @@ class LayoutMap(MutableMapping[str, Any]):
         Raises:
             LayoutMapError: If rules for the slots alone disagree or do not fit.
         """
-        resolver = _Resolver(self)
+        resolver = self._resolver()
         flat = _paths.flatten(opt_state)
         taken: set[ParsedRule] = set()
         slots = find_slots(opt_state, params)
@@ -297,12 +280,12 @@ class LayoutMap(MutableMapping[str, Any]):
 
     def explain_resolved(self, resolved: Resolved) -> Explanation:
         """Returns the report on layouts that were resolved before; see `explain`."""
-        resolver = _Resolver(self)
+        resolver = self._resolver()
         matching: dict[str, list[str]] = {pattern: [] for pattern in self._rules}
         for found in resolved.resolutions:
             for rule in set(resolver.speaking_for(found.path)):
                 matching[rule.pattern].append(found.path)
-        return explain(self._mesh, resolved, matching)
+        return explain(self.mesh, resolved, matching)
 
     def scope(self) -> AbstractContextManager["LayoutMap"]:
         """Returns a context in which models are born with these layouts.
@@ -333,14 +316,20 @@ class LayoutMap(MutableMapping[str, Any]):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_snapshot": None}
 
-    def _options(self) -> dict[str, Any]:
+    def _resolver(self) -> Resolver:
+        return Resolver(self._options, self._rules.values())
+
+    def _parts(self) -> dict[str, Any]:
+        """Returns the constructor's arguments for an equal map."""
+        options = self._options
         return {
-            "mesh": self._mesh,
-            "default": self._default and self._default.value(),
-            "conflict": self._conflict,
-            "unmatched": self._unmatched,
-            "on_uneven": self._on_uneven,
-            "logical_axes": self._logical_axes,
+            "mesh": options.mesh,
+            "rules": list(self.items()),
+            "default": options.default and options.default.value(),
+            "conflict": options.conflict,
+            "unmatched": options.unmatched,
+            "on_uneven": options.on_uneven,
+            "logical_axes": options.logical_axes,
         }
 
     def _missing(self, pattern: object) -> str:
@@ -402,297 +391,3 @@ def _check_logical(axes: Any, mesh: Mesh) -> dict[str, Any] | None:
 
 def _value_text(value: Any) -> str:
     return str(value) if isinstance(value, Layout) else repr(value)
-
-
-class _Resolver:
-    """Resolves leaves one after another, and remembers what repeats."""
-
-    def __init__(self, layouts: LayoutMap) -> None:
-        self._map = layouts
-        self._matcher = Matcher(layouts._rules.values())
-        self._replicated: dict[int, Layout] = {}
-        self._fitted: dict[Any, tuple[Layout, str | None, int]] = {}
-
-    def leaf(self, leaf: _paths.Leaf) -> Resolution | None:
-        """Returns the resolution of a leaf; None if it is no array."""
-        array = _shape_and_dtype(leaf.value)
-        if array is None:
-            return None
-        shape, dtype = array
-        own = None if leaf.box is None else own_layout_metadata(leaf.box)
-        if own is not None:
-            return self._by_own(leaf, own, shape, dtype)
-        names = None if leaf.box is None else logical_axes(leaf.box)
-        found = self.by_rules(leaf.path, shape, dtype)
-        if names is None:
-            return found or self._by_default(leaf.path, shape, dtype)
-        return self._by_names(leaf, names, found, shape, dtype)
-
-    def slot(
-        self,
-        leaf: _paths.Leaf,
-        slot: Slot | None,
-        params: Sequence[Resolution | None],
-        taken: set[ParsedRule],
-    ) -> Resolution | None:
-        """Returns the resolution of a leaf of an optimiser state.
-
-        Args:
-            leaf: The leaf.
-            slot: Which parameter it belongs to, if any.
-            params: The parameters' resolutions.
-            taken: The rules that speak for parameters.
-        """
-        array = _shape_and_dtype(leaf.value)
-        if array is None:
-            return None
-        shape, dtype = array
-        owner = None if slot is None else params[slot.param]
-        rules = [rule for rule in self.candidates(leaf.path) if rule not in taken]
-        if rules:
-            found = self._decide(leaf.path, shape, dtype, rules)
-            if found is not None:
-                return found
-        if owner is None or slot is None:
-            return self._whole(leaf.path, shape, dtype, "belongs to no parameter")
-        if slot.kept is None:
-            why = f"of shape unlike its parameter {owner.path!r}"
-            lost = "replicated: its dims cannot be told from the parameter's"
-            return self._whole(leaf.path, shape, dtype, why, lost)
-        layout = slot_layout(slot, len(shape), owner.layout)
-        reason = f"follows parameter {owner.path!r}"
-        fitted, lost, size = self._fit(layout, shape, dtype, "replicate", leaf.path, "")
-        return Resolution(
-            leaf.path, shape, dtype, fitted, owner.rule, reason, lost, None, size
-        )
-
-    def by_rules(
-        self, path: str, shape: tuple[int, ...], dtype: Any
-    ) -> Resolution | None:
-        """Returns what the rules say, or None where none matches."""
-        return self._decide(path, shape, dtype, self.candidates(path))
-
-    def candidates(self, path: str) -> tuple[ParsedRule, ...]:
-        """Returns the rules that speak for a path: the exact one, or all that match."""
-        return self._matcher.exact(path) or self._matcher.matching(path)
-
-    def speaking_for(self, path: str) -> tuple[ParsedRule, ...]:
-        """Returns every rule that matches a path, hidden by the exact one or not."""
-        return (*self._matcher.exact(path), *self._matcher.matching(path))
-
-    def _decide(
-        self, path: str, shape: tuple[int, ...], dtype: Any, rules: Iterable[ParsedRule]
-    ) -> Resolution | None:
-        chosen: tuple[ParsedRule, Layout] | None = None
-        for rule in rules:
-            layout = self._expand(rule, path, shape, dtype)
-            if layout is None:
-                continue
-            if chosen is None:
-                chosen = (rule, layout)
-                if self._map._conflict == "first":
-                    break
-            elif layout != chosen[1]:
-                raise LayoutMapError(
-                    _conflict_text(path, shape, dtype, chosen, (rule, layout))
-                )
-        if chosen is None:
-            return None
-        rule, layout = chosen
-        policy = rule.on_uneven or self._map._on_uneven
-        fitted, lost, size = self._fit(
-            layout, shape, dtype, policy, path, f"rule {rule.pattern!r}, "
-        )
-        reason = "exact path" if rule.pattern == path else "pattern"
-        return Resolution(
-            path, shape, dtype, fitted, rule.pattern, reason, lost, None, size
-        )
-
-    def _expand(
-        self, rule: ParsedRule, path: str, shape: tuple[int, ...], dtype: Any
-    ) -> Layout | None:
-        """Returns the rule's layout for an array of this rank."""
-        try:
-            if rule.function is not None:
-                given = rule.function(path, shape, dtype)
-                if given is None:
-                    return None
-                return parse_spec(given, self._map.mesh).with_rank(len(shape))
-            assert rule.layout is not None
-            rank = len(shape)
-            if rank not in rule.expanded:
-                rule.expanded[rank] = rule.layout.with_rank(rank)
-            return rule.expanded[rank]
-        except LayoutError as error:
-            where = f"{path} {_render.array_text(dtype, shape)}"
-            msg = f"{where}: rule {rule.pattern!r}: {error}"
-            raise LayoutMapError(msg) from None
-
-    def _fit(
-        self,
-        layout: Layout,
-        shape: tuple[int, ...],
-        dtype: Any,
-        policy: OnUneven,
-        path: str,
-        source: str,
-    ) -> tuple[Layout, str | None, int]:
-        """Returns the layout that the shape takes, what was lost, and bytes."""
-        key = (layout, shape, dtype, policy)
-        if key in self._fitted:
-            return self._fitted[key]
-        misfits = layout.misfits(shape)
-        lost = None
-        if misfits and policy == "error":
-            fact = str(misfits[0]).rstrip(".")
-            where = f"{path} {_render.array_text(dtype, shape)}"
-            fact, _, fix = fact.partition(". ")
-            ways = f"{fix}, or give the rule on_uneven='replicate'."
-            raise LayoutMapError(f"{where}: {fact} ({source}{layout!r}). {ways}")
-        if misfits:
-            lost = "; ".join(
-                f"dim {one.dim} left unsharded: size {one.size} does not divide into "
-                f"{one.num_shards} shards over {', '.join(one.axes)}"
-                for one in misfits
-            )
-            gone = {one.dim for one in misfits}
-            specs = [None if d in gone else e for d, e in enumerate(layout.specs)]
-            layout = Layout(specs, layout.mesh, memory_kind=layout.memory_kind)
-        self._fitted[key] = layout, lost, layout.bytes_per_device(shape, dtype)
-        return self._fitted[key]
-
-    def _by_own(
-        self, leaf: _paths.Leaf, own: Any, shape: tuple[int, ...], dtype: Any
-    ) -> Resolution:
-        where = f"{leaf.path} {_render.array_text(dtype, shape)}"
-        try:
-            layout = parse_spec(own, self._map.mesh).with_rank(len(shape))
-        except LayoutError as error:
-            msg = f"{where}: the layout given on its layer does not fit: {error}"
-            raise LayoutMapError(msg) from None
-        fitted, lost, size = self._fit(
-            layout,
-            shape,
-            dtype,
-            self._map._on_uneven,
-            leaf.path,
-            "given on its layer, ",
-        )
-        rules = ", ".join(repr(r.pattern) for r in self.candidates(leaf.path))
-        note = f"its own layout wins over rule {rules}" if rules else None
-        reason = "given on its layer"
-        return Resolution(
-            leaf.path, shape, dtype, fitted, None, reason, lost, note, size
-        )
-
-    def _by_names(
-        self,
-        leaf: _paths.Leaf,
-        names: tuple[Any, ...],
-        found: Resolution | None,
-        shape: tuple[int, ...],
-        dtype: Any,
-    ) -> Resolution:
-        rules = axis_rules(leaf.box, self._map._logical_axes)
-        where = f"{leaf.path} {_render.array_text(dtype, shape)}"
-        try:
-            layout = logical_layout(names, rules, self._map.mesh).with_rank(len(shape))
-        except LayoutError as error:
-            if found is not None:
-                note = f"its logical axes {names} cannot be read: {error}"
-                return _with_note(found, note)
-            msg = f"{where}: logical axes {names}: {error}"
-            raise LayoutMapError(msg) from None
-        if found is not None:
-            if layout == found.layout:
-                return found
-            return _with_note(
-                found,
-                f"the rule wins over its logical axes {names}, which mean {layout}",
-            )
-        fitted, lost, size = self._fit(
-            layout,
-            shape,
-            dtype,
-            self._map._on_uneven,
-            leaf.path,
-            f"logical axes {names}, ",
-        )
-        reason = f"logical axes {names}"
-        return Resolution(
-            leaf.path, shape, dtype, fitted, None, reason, lost, None, size
-        )
-
-    def _by_default(self, path: str, shape: tuple[int, ...], dtype: Any) -> Resolution:
-        if not shape:
-            return self._whole(path, shape, dtype, "scalar")
-        if self._map._unmatched == "error":
-            hint = "" if self._map else " The map has no rules."
-            msg = (
-                f"{path} {_render.array_text(dtype, shape)}: no rule matches, and the "
-                f"map has unmatched='error'.{hint} Add a rule, for instance "
-                f"layouts[{path!r}] = [...] for replicated."
-            )
-            raise LayoutMapError(msg)
-        default = self._map._default
-        layout = default and self._expand(default, path, shape, dtype)
-        if layout is None:
-            return self._whole(path, shape, dtype, "default")
-        fitted, lost, size = self._fit(
-            layout, shape, dtype, self._map._on_uneven, path, "default, "
-        )
-        return Resolution(path, shape, dtype, fitted, None, "default", lost, None, size)
-
-    def _whole(
-        self,
-        path: str,
-        shape: tuple[int, ...],
-        dtype: Any,
-        reason: str,
-        lost: str | None = None,
-    ) -> Resolution:
-        """Returns a replicated resolution."""
-        rank = len(shape)
-        if rank not in self._replicated:
-            self._replicated[rank] = Layout.replicated(self._map.mesh, rank)
-        layout = self._replicated[rank]
-        _, _, size = self._fit(layout, shape, dtype, "error", path, "")
-        return Resolution(path, shape, dtype, layout, None, reason, lost, None, size)
-
-
-def _with_note(found: Resolution, note: str) -> Resolution:
-    return Resolution(
-        found.path,
-        found.shape,
-        found.dtype,
-        found.layout,
-        found.rule,
-        found.reason,
-        found.fallback,
-        note,
-        found.bytes_per_device,
-    )
-
-
-def _conflict_text(
-    path: str,
-    shape: tuple[int, ...],
-    dtype: Any,
-    one: tuple[ParsedRule, Layout],
-    other: tuple[ParsedRule, Layout],
-) -> str:
-    return (
-        f"{path} {_render.array_text(dtype, shape)}: rules {one[0].pattern!r} and "
-        f"{other[0].pattern!r} both match and disagree: {one[1]} against {other[1]}. "
-        "Make the patterns exclusive, add a rule for the exact path, or let the order "
-        "decide with conflict='first'."
-    )
-
-
-def _shape_and_dtype(value: Any) -> tuple[tuple[int, ...], Any] | None:
-    """Returns the shape and dtype of an array-like leaf; None for anything else."""
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return tuple(value.shape), value.dtype
-    if isinstance(value, (bool, int, float, complex)):
-        return (), jax.dtypes.canonicalize_dtype(np.result_type(value))
-    return None

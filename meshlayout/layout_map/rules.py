@@ -178,6 +178,9 @@ class Matcher:
         self._sighted = [entry for entry in searches if entry not in self._blind]
         self._memo: dict[str, list[tuple[int, ParsedRule]]] = {}
 
+    def __len__(self) -> int:
+        return len(self._by_pattern)
+
     def exact(self, path: str) -> tuple[ParsedRule, ...]:
         """Returns the rule whose pattern is the path itself, if any."""
         return self._by_pattern.get(path, ())
@@ -215,10 +218,10 @@ _ZERO_DIGITS = {ord(digit): "0" for digit in "123456789"}
 
 
 def _is_digit_blind(pattern: str) -> bool:
-    """Tells whether a pattern surely treats all ASCII digits alike.
+    r"""Tells whether a pattern surely treats all ASCII digits alike.
 
     Literal digits, counts, numbered references and escapes by code all contain a
-    digit; named references and `\\N{...}` are refused by their letters. A range
+    digit; named references and `\N{...}` are refused by their letters. A range
     between two other characters holds all ASCII digits or none.
     """
     has_digit = any(character.isdigit() for character in pattern)

@@ -1,15 +1,16 @@
 """`create`: describe a state, place it, make it; never bigger than its shards."""
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 from flax import errors as flax_errors, linen as nn, nnx
+from jax.core import Tracer
 
 from meshlayout import _jax, _paths, _render
+from meshlayout.arrays import copy_to_mesh
 from meshlayout.errors import StateError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutBox, LayoutMap, Resolution, Resolved
@@ -124,13 +125,9 @@ def place(
         )
         raise StateError(msg)
     resolved = (resolve or layouts.resolve)(traced.node)
-    found = (
-        layout.sharding
-        for layout in jax.tree.leaves(resolved.layouts)
-        if isinstance(layout, Layout)
-    )
-    shardings = [next(found) if leaf.has_layout else None for leaf in traced.leaves]
-    placed = Placed(traced, shardings, layouts.mesh)
+    found = iter(jax.tree.leaves(resolved.layouts))
+    flat = [next(found) if leaf.has_layout else None for leaf in traced.leaves]
+    placed = Placed(traced, flat, layouts.mesh)
     return Description(
         placed.abstract(), resolved.layouts, resolved.resolutions, placed
     )
@@ -203,22 +200,24 @@ class Placed:
 
     Attributes:
         traced: The builder.
-        shardings: One per leaf; None where it has no layout.
+        layouts: One per leaf; None where it has none.
         mesh: The mesh.
     """
 
     traced: Traced
-    shardings: list[Any]
+    layouts: list[Layout | None]
     mesh: Mesh
 
     def abstract(self) -> Any:
         """Returns the tree with shapes, dtypes and shardings for arrays."""
         return self.traced.rebuild(
             [
-                jax.ShapeDtypeStruct(leaf.value.shape, leaf.dtype, sharding=sharding)
-                if leaf.is_array
+                jax.ShapeDtypeStruct(
+                    leaf.value.shape, leaf.dtype, sharding=layout.sharding
+                )
+                if leaf.is_array and layout is not None
                 else leaf.value
-                for leaf, sharding in self._leaves()
+                for leaf, layout in self._leaves()
             ]
         )
 
@@ -241,34 +240,38 @@ class Placed:
             raise StateError(msg)
         made = iter(self._operations().run(inputs))
         return self.traced.rebuild(
-            [self._made(leaf, sharding, made) for leaf, sharding in self._leaves()]
+            [_made(leaf, layout, made) for leaf, layout in self._leaves()]
         )
 
     def memory(self) -> MemoryEstimate:
         """Compiles every operation and reads off what the devices hold."""
         made = self._operations().memory()
         moved = sum(
-            math.prod(sharding.shard_shape(leaf.value.shape))
-            * _jax.itemsize(leaf.value.dtype)
-            for leaf, sharding in self._leaves()
-            if leaf.is_array and not leaf.is_traced
+            layout.bytes_per_device(leaf.value.shape, leaf.value.dtype)
+            for leaf, layout in self._leaves()
+            if leaf.is_array and not leaf.is_traced and layout is not None
         )
         return MemoryEstimate(made.state_bytes + moved, made.peak_bytes + moved)
 
-    def _leaves(self) -> Iterator[tuple[Leaf, Any]]:
-        return zip(self.traced.leaves, self.shardings, strict=True)
+    def _leaves(self) -> Iterator[tuple[Leaf, Layout | None]]:
+        return zip(self.traced.leaves, self.layouts, strict=True)
 
     def _operations(self) -> Operations:
-        targets = [sharding for leaf, sharding in self._leaves() if leaf.is_traced]
+        targets = [
+            layout
+            for leaf, layout in self._leaves()
+            if leaf.is_traced and layout is not None
+        ]
         return Operations(self.traced.jaxpr, targets, self.mesh)
 
-    def _made(self, leaf: Leaf, sharding: Any, made: Iterator[Any]) -> Any:
-        if leaf.is_traced:
-            return next(made)
-        if leaf.is_array:
-            # Donating the state must not delete the caller's array.
-            return jax.device_put(leaf.value, sharding, may_alias=False)
-        return leaf.value
+
+def _made(leaf: Leaf, layout: Layout | None, made: Iterator[Any]) -> Any:
+    if leaf.is_traced:
+        return next(made)
+    if leaf.is_array and layout is not None:
+        # Donating the state must not delete the caller's array.
+        return copy_to_mesh(leaf.value, layout)
+    return leaf.value
 
 
 def trace(build: Callable[..., Any], *inputs: Any) -> Traced:
@@ -282,24 +285,25 @@ def trace(build: Callable[..., Any], *inputs: Any) -> Traced:
         StateError: If it cannot be traced.
     """
     check_builder(build)
-    kept: dict[str, Any] = {}
+    graphdef, treedef = None, None
+    leaves: list[Leaf] = []
 
     def flat(*values: Any) -> list[Any]:
+        nonlocal graphdef, treedef
         built = build(*values)
-        graphdef = None
         if _paths.holds_modules(built):
             graphdef, built = nnx.split(built)
-        leaves, treedef = jax.tree.flatten(built)
-        kept.update(graphdef=graphdef, treedef=treedef)
-        kept["is_traced"] = [isinstance(leaf, jax.core.Tracer) for leaf in leaves]
-        kept["leaves"] = [
-            None if isinstance(leaf, jax.core.Tracer) else leaf for leaf in leaves
-        ]
-        return [leaf for leaf in leaves if isinstance(leaf, jax.core.Tracer)]
+        found, treedef = jax.tree.flatten(built)
+        traced = [isinstance(leaf, Tracer) for leaf in found]
+        leaves.extend(
+            Leaf(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if made else leaf, made)
+            for leaf, made in zip(found, traced, strict=True)
+        )
+        return [leaf for leaf, made in zip(found, traced, strict=True) if made]
 
     try:
         with eager_sharding_off():
-            jaxpr, shapes = _jax.traced(flat, *inputs)
+            jaxpr = jax.make_jaxpr(flat)(*inputs)
     except flax_errors.TraceContextError as error:
         msg = (
             "the builder changes an NNX object that was made outside of it, such as "
@@ -314,12 +318,7 @@ def trace(build: Callable[..., Any], *inputs: Any) -> Traced:
             "Compute such values with NumPy, or outside of the builder."
         )
         raise StateError(msg) from error
-    shape = iter(shapes)
-    leaves = [
-        Leaf(next(shape) if is_traced else value, is_traced)
-        for value, is_traced in zip(kept["leaves"], kept["is_traced"], strict=True)
-    ]
-    traced = Traced(jaxpr, leaves, kept["treedef"], kept["graphdef"])
+    traced = Traced(jaxpr, leaves, treedef, graphdef)
     _check_values(traced)
     return traced
 
@@ -363,7 +362,7 @@ def check_builder(build: Any) -> None:
 def eager_sharding_off() -> contextlib.AbstractContextManager[Any]:
     """Keeps Flax from placing parameters by their metadata: the layout map does."""
     if hasattr(nnx, "use_eager_sharding"):  # not in flax 0.11
-        return nnx.use_eager_sharding(False)
+        return nnx.use_eager_sharding(False)  # noqa: FBT003
     return contextlib.nullcontext()
 
 

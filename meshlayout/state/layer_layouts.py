@@ -58,8 +58,7 @@ def _hashable(spec: Any) -> Any:
 def _unknown(layer: type[Any], name: str, names: list[str]) -> StateError:
     has = f"it has {', '.join(map(repr, names))}" if names else "it has none"
     return StateError(
-        f"{layer.__name__} has no parameter {name!r}; {has}."
-        f"{did_you_mean(name, names)}"
+        f"{layer.__name__} has no parameter {name!r}; {has}.{did_you_mean(name, names)}"
     )
 
 

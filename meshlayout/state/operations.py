@@ -13,16 +13,19 @@ sharded ones would give other bits.
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshlayout import _jax
 from meshlayout._cuts import spread, tidy
+from meshlayout.arrays import copy_to_mesh
+from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh
 
 
@@ -53,26 +56,40 @@ class _Step:
     is_whole: bool
 
 
+@dataclass
+class _Result:
+    """A value that was asked for, and the layout it was asked for in.
+
+    Every result has memory of its own, so that a step may donate them all:
+    `is_copied` is False where the value lies as asked and nothing else holds it.
+    """
+
+    var: Any
+    layout: Layout
+    is_copied: bool
+    is_last: bool
+
+
 class Operations:
     """The operations of a traced function, planned on a mesh.
 
     Args:
         jaxpr: The traced function, closed.
-        targets: The sharding of each of its results.
+        targets: The layout of each of its results, of its rank.
         mesh: The mesh.
     """
 
-    def __init__(
-        self, jaxpr: Any, targets: Sequence[NamedSharding], mesh: Mesh
-    ) -> None:
+    def __init__(self, jaxpr: Any, targets: Sequence[Layout], mesh: Mesh) -> None:
         inner = getattr(jaxpr, "jaxpr", jaxpr)
-        self._mesh = mesh
+        # On Explicit axes, operations ask what JAX without a mesh does not.
+        self._mesh = _with_auto_axes(mesh)
         self._inputs = list(inner.invars)
         self._outputs = list(inner.outvars)
-        self._targets = list(targets)
         self._consts = dict(zip(inner.constvars, jaxpr.consts, strict=True))
+        self._given = {*self._inputs, *self._consts}
         self._shardings: dict[Any, NamedSharding] = {}
-        self._steps = self._plan(list(inner.eqns))
+        self._steps = self._plan(list(inner.eqns), targets)
+        self._results = self._finish(targets)
 
     def run(self, inputs: Sequence[Any] = ()) -> list[jax.Array]:
         """Makes the results.
@@ -95,16 +112,16 @@ class Operations:
             values.update(zip(step.outputs, results, strict=True))
             for var in step.dead:
                 del values[var]
-        # Every result has memory of its own: a step may donate them all.
-        taken = {*self._inputs, *self._consts}
-        results = []
-        for var, target in zip(self._outputs, self._targets, strict=True):
-            if _is_literal(var):
-                results.append(jax.device_put(_literal(var), target))
-                continue
-            alias = None if var not in taken else False
-            results.append(jax.device_put(values[var], target, may_alias=alias))
-            taken.add(var)
+        results: list[Any] = []
+        for result in self._results:
+            var, layout = result.var, result.layout
+            value = _literal(var) if _is_literal(var) else values[var]
+            if result.is_copied:
+                results.append(copy_to_mesh(value, layout))
+            else:
+                results.append(jax.device_put(value, layout.sharding))
+            if result.is_last:
+                del values[var]
         return results
 
     def memory(self) -> MemoryEstimate:
@@ -126,23 +143,26 @@ class Operations:
             held.update({var: self._bytes(var) for var in step.outputs})
             for var in step.dead:
                 held.pop(var, None)
-        state = sum(
-            math.prod(target.shard_shape(var.aval.shape))
-            * _jax.itemsize(var.aval.dtype)
-            for var, target in zip(self._outputs, self._targets, strict=True)
-        )
-        return MemoryEstimate(state, max(peak, state))
+        finished = 0
+        for result in self._results:
+            aval = result.var.aval
+            finished += result.layout.bytes_per_device(aval.shape, aval.dtype)
+            if result.is_copied:
+                peak = max(peak, sum(held.values()) + finished)
+            if result.is_last:
+                del held[result.var]
+        return MemoryEstimate(finished, max(peak, finished))
 
     # Planning.
 
-    def _plan(self, eqns: list[Any]) -> list[_Step]:
+    def _plan(self, eqns: list[Any], targets: Sequence[Layout]) -> list[_Step]:
         needed: list[Any] = []
         wanted = {var for var in self._outputs if not _is_literal(var)}
         for eqn in reversed(eqns):
             if wanted.intersection(eqn.outvars):
                 needed.append(eqn)
                 wanted.update(var for var in eqn.invars if not _is_literal(var))
-        self._choose_shardings(needed)
+        self._choose_shardings(needed, targets)
         last_use = {
             var: at
             for at, eqn in enumerate(reversed(needed))
@@ -155,13 +175,25 @@ class Operations:
             for at, eqn in enumerate(reversed(needed))
         ]
 
-    def _choose_shardings(self, backwards: Iterable[Any]) -> None:
+    def _finish(self, targets: Sequence[Layout]) -> list[_Result]:
+        left = Counter(map(id, self._outputs))
+        results = []
+        for var, layout in zip(self._outputs, targets, strict=True):
+            left[id(var)] -= 1
+            is_last = not left[id(var)] and not _is_literal(var)
+            is_own = is_last and var not in self._given
+            made = Layout(layout.specs, self._mesh).sharding
+            lies_so = self._sharding(var) == made and layout.memory_kind is None
+            results.append(_Result(var, layout, not (is_own and lies_so), is_last))
+        return results
+
+    def _choose_shardings(
+        self, backwards: Iterable[Any], targets: Sequence[Layout]
+    ) -> None:
         """Gives every value a sharding: its use's where the shapes agree."""
-        for var, target in zip(self._outputs, self._targets, strict=True):
+        for var, target in zip(self._outputs, targets, strict=True):
             if not _is_literal(var):
-                self._shardings.setdefault(
-                    var, tidy(target, var.aval.shape, var.aval.dtype, self._mesh)
-                )
+                self._shardings.setdefault(var, self._tidy(var, target.specs))
         for eqn in backwards:
             for out in eqn.outvars:
                 sharding = self._sharding(out)
@@ -173,9 +205,13 @@ class Operations:
         if _is_literal(var):
             return NamedSharding(self._mesh.jax_mesh, PartitionSpec())
         if var not in self._shardings:
-            cut = spread(self._mesh, var.aval.shape).sharding
-            self._shardings[var] = tidy(cut, var.aval.shape, var.aval.dtype, self._mesh)
+            cut = spread(self._mesh, var.aval.shape).specs
+            self._shardings[var] = self._tidy(var, cut)
         return self._shardings[var]
+
+    def _tidy(self, var: Any, specs: Sequence[Any]) -> NamedSharding:
+        sharding = Layout(specs, self._mesh).sharding
+        return tidy(sharding, var.aval.shape, var.aval.dtype, self._mesh)
 
     def _step(
         self, at: int, eqn: Any, last_use: dict[Any, int], kept: set[Any]
@@ -193,8 +229,7 @@ class Operations:
             whole = NamedSharding(self._mesh.jax_mesh, PartitionSpec())
             shardings_in = [whole] * len(inputs)
         donated = _reusable(inputs, outputs, shardings_in, shardings_out, dead)
-        given = {*self._inputs, *self._consts}
-        donated = tuple(at for at in donated if inputs[at] not in given)
+        donated = tuple(at for at in donated if inputs[at] not in self._given)
         # What nobody reads is not kept.
         dead += [v for v in outputs if v not in last_use and v not in kept]
         return _Step(
@@ -281,10 +316,10 @@ class _Program:
             out_shardings=list(step.shardings_out),
             donate_argnums=step.donated,
         )
-        with jax.disable_jit(False):
+        with jax.disable_jit(disable=False):
             self._compiled = jitted.lower(*operands).compile()
         self.memory_analysis: Callable[[], Any] = self._compiled.memory_analysis
-        self.as_text: Callable[[], str] = self._compiled.as_text
+        self.as_text: Callable[[], str | None] = self._compiled.as_text
 
     def __call__(self, *operands: Any) -> Any:
         """Runs it, on operands that lie anywhere."""
@@ -292,7 +327,7 @@ class _Program:
             jax.device_put(operand, sharding)
             for operand, sharding in zip(operands, self._shardings, strict=True)
         ]
-        with jax.disable_jit(False):
+        with jax.disable_jit(disable=False):
             return self._compiled(*moved)
 
 
@@ -310,6 +345,12 @@ def _apply(step: _Step, *operands: Any) -> list[Any]:
 @functools.lru_cache(maxsize=1024)
 def _compile(key: _Key) -> _Program:
     return _Program(key.step)
+
+
+def _with_auto_axes(mesh: Mesh) -> Mesh:
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    devices = mesh.jax_mesh.devices
+    return Mesh(jax.sharding.Mesh(devices, mesh.axis_names, axis_types=types))
 
 
 def _is_literal(var: Any) -> bool:
@@ -339,12 +380,12 @@ select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh
 slice split sqrt square squeeze stop_gradient sub tan tanh threefry2x32
 transpose xor
 """
-_SAFE = frozenset(_SAFE_NAMES.split())
-_CONTAINERS_NAMES = """
+_CONTAINER_NAMES = """
 jit pjit closed_call core_call custom_jvp_call custom_vjp_call
 custom_vjp_call_jaxpr remat checkpoint scan while cond
 """
-_CONTAINERS = frozenset(_CONTAINERS_NAMES.split())
+_SAFE = frozenset(_SAFE_NAMES.split())
+_CONTAINERS = frozenset(_CONTAINER_NAMES.split())
 
 
 def _keeps_bits_when_sharded(eqn: Any) -> bool:

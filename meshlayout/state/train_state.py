@@ -10,6 +10,7 @@ import jax
 import optax
 from flax import linen as nn, nnx
 from flax.core import meta
+from jax.core import Tracer
 
 from meshlayout import _jax, _paths, _render
 from meshlayout.errors import StateError, did_you_mean
@@ -163,18 +164,18 @@ class TrainState:
         Raises:
             StateError: If it is not such a model.
         """
-        kind = nn.Module if self.program.graphdef is None else nnx.Module
-        if not isinstance(model, kind):
-            msg = (
-                f"expected the model that state.model gave, and got {model!r} of type "
-                f"{type(model).__name__}."
-            )
-            raise StateError(msg)
-        if self.program.graphdef is not None:
+        is_linen = self.program.graphdef is None
+        if is_linen and isinstance(model, nn.Module):
+            variables = dict(model.variables)
+            variables.pop("params", None)
+            return variables
+        if not is_linen and isinstance(model, nnx.Module):
             return nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
-        variables = dict(model.variables)
-        variables.pop("params", None)
-        return variables
+        msg = (
+            f"expected the model that state.model gave, and got {model!r} of type "
+            f"{type(model).__name__}."
+        )
+        raise StateError(msg)
 
     @property
     def tx(self) -> optax.GradientTransformation:
@@ -286,7 +287,8 @@ class TrainState:
 
     def __reduce__(self) -> tuple[Any, ...]:
         packed = {
-            name: jax.tree.map(_Packed.of, getattr(self, name)) for name in _ARRAY_FIELDS
+            name: jax.tree.map(_Packed.of, getattr(self, name))
+            for name in _ARRAY_FIELDS
         }
         return _unpickle, (packed, self.program)
 
@@ -347,9 +349,9 @@ def _split(
         program = _Program(graphdef, None, None, optimizer)
         return nnx.to_pure_dict(params), nnx.to_pure_dict(rest), program
     msg = (
-        f"the builder returned a {type(built).__name__}; TrainState.create takes an NNX "
-        "module, or Linen's variables together with module=. For any other pytree use "
-        "create(build, layouts)."
+        f"the builder returned a {type(built).__name__}; TrainState.create takes an "
+        "NNX module, or Linen's variables together with module=. For any other "
+        "pytree use create(build, layouts)."
     )
     raise StateError(msg)
 
@@ -399,7 +401,7 @@ def _like(tree: Any, layouts: Any) -> Any:
 def _scalar(value: Any) -> str:
     return (
         str(int(value))
-        if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+        if isinstance(value, jax.Array) and not isinstance(value, Tracer)
         else "?"
     )
 
@@ -432,7 +434,7 @@ class _Packed:
         if not isinstance(leaf, jax.Array):
             return cls(leaf, None, None)
         layout = Layout.of(leaf)
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             data = _jax.to_host(jax.random.key_data(leaf))
             return cls(data, layout, str(jax.random.key_impl(leaf)))
         return cls(_jax.to_host(leaf), layout, None)
