@@ -4,6 +4,7 @@ import jax
 import optax
 import pytest
 from flax import nnx
+from flax.training import train_state
 
 import meshlayout as ml
 
@@ -170,3 +171,108 @@ def test_a_rule_that_an_exact_one_hides_is_still_no_rule_for_slots(mesh, params)
     state = jax.eval_shape(optax.adam(1e-3).init, params)
     resolved = layouts.resolve(state, params=params)
     assert str(resolved["0/mu/mu/kernel"].layout) == "[model, batch]"
+
+
+# In a tree that holds both, nobody has to say which parameters are meant.
+
+
+class Network(nnx.Module):
+    """Parameters, other variables, and names that mislead."""
+
+    def __init__(self, *, rngs):
+        self.mu = nnx.Linear(16, 32, rngs=rngs)
+        self.norm = nnx.BatchNorm(32, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.kernel = nnx.Param(jax.numpy.ones((32, 8)))
+        self.lora = nnx.LoRA(16, 8, 16, rngs=rngs)
+
+
+NETWORK_RULES = {
+    "model/mu/kernel": ("batch", "model"),
+    "model/kernel": ("model", None),
+    "model/lora/lora_a": (None, "batch"),
+    "model/norm/scale": ("model",),
+}
+
+
+class Training(nnx.Module):
+    def __init__(self, wrt):
+        self.model = Network(rngs=nnx.Rngs(0))
+        self.optimizer = nnx.Optimizer(self.model, optax.adam(1e-3), wrt=wrt)
+
+
+def network_and_optimizer(wrt):
+    training = Training(wrt)
+    return {"model": training.model, "train": {"optimizer": training.optimizer}}
+
+
+@pytest.mark.parametrize(
+    ("wrt", "count"), [(nnx.Param, 7), (nnx.LoRAParam, 2)], ids=["all", "lora"]
+)
+@pytest.mark.parametrize(
+    ("build", "prefix"),
+    [(Training, "optimizer"), (network_and_optimizer, "train/optimizer")],
+    ids=["module", "dict"],
+)
+def test_an_nnx_optimizer_follows_the_model_beside_it(mesh, build, prefix, wrt, count):
+    layouts = ml.LayoutMap(mesh, NETWORK_RULES, unmatched="replicate")
+    resolved = layouts.resolve(nnx.eval_shape(lambda: build(wrt)))
+    found = {one.path: one for one in resolved.resolutions}
+    for name in ("mu", "nu"):
+        start = f"{prefix}/opt_state/0/{name}/"
+        slots = [path for path in found if path.startswith(start)]
+        assert len(slots) == count
+        for path in slots:
+            owner = found[f"model/{path.removeprefix(start)}"]
+            assert found[path].layout == owner.layout
+            assert found[path].reason == f"follows parameter {owner.path!r}"
+    assert found[f"{prefix}/opt_state/0/count"].reason == "belongs to no parameter"
+    assert str(found["model/mu/kernel"].layout) == "[batch, model]"
+
+
+def test_flax_train_states_follow_their_parameters(mesh):
+    params = {"mu": {"kernel": jax.ShapeDtypeStruct((16, 32), "float32")}}
+    tx = optax.adafactor(1e-3, min_dim_size_to_factor=8, momentum=0.9)
+    state = jax.eval_shape(
+        lambda given: train_state.TrainState.create(apply_fn=None, params=given, tx=tx),
+        params,
+    )
+    layouts = ml.LayoutMap(mesh, {"^params/mu/kernel": ("batch", "model")})
+    found = {
+        path.split("/", 2)[2]: str(layout)
+        for path, layout in paths(layouts.resolve(state).layouts).items()
+        if path.startswith("opt_state") and "kernel" in path
+    }
+    assert found == {
+        "v_row/mu/kernel": "[batch]",
+        "v_col/mu/kernel": "[model]",
+        "v/mu/kernel": "[unsharded]",
+        "ema/mu/kernel": "[batch, model]",
+    }
+
+
+def test_linen_variables_and_plain_dicts_beside_an_optimiser_state(mesh):
+    params = {"a": {"kernel": jax.numpy.ones((8, 8))}, "kernel": jax.numpy.ones(8)}
+    tree = {
+        "step": jax.numpy.zeros(()),
+        "params": params,
+        "ema": params,
+        "opt_state": optax.adam(1e-3).init(params),
+    }
+    rules = {
+        "^a/kernel": (None, "model"),
+        "ema/a/kernel": ("batch", None),
+        "opt_state/0/nu/kernel": ("model",),
+    }
+    found = ml.LayoutMap(mesh, rules, conflict="first").resolve(tree)
+    assert str(found["opt_state/0/mu/a/kernel"].layout) == "[unsharded, model]"
+    assert str(found["opt_state/0/mu/kernel"].layout) == "[unsharded]"
+    # A rule for the slot alone overrides, here too.
+    assert str(found["opt_state/0/nu/kernel"].layout) == "[model]"
+
+
+def test_an_optimiser_state_alone_is_laid_out_by_rules(mesh):
+    state = {"opt_state": optax.adam(1e-3).init({"a": jax.numpy.ones(8)})}
+    found = ml.LayoutMap(mesh, {"mu/a": ("model",)}).resolve(state)
+    assert str(found["opt_state/0/mu/a"].layout) == "[model]"
+    assert str(found["opt_state/0/nu/a"].layout) == "[unsharded]"

@@ -270,6 +270,37 @@ def test_a_model_trains_as_one_made_without_a_scope():
     assert ml.Layout.of(model.hidden.kernel[...]) == MESH.layout(None, "model")
 
 
+@pytest.mark.parametrize("composed_later", [False, True])
+def test_an_optimizer_made_in_a_scope_follows_its_model(composed_later):
+    rules = {r"^(layers/0/)?kernel": ("batch", "model"), "v_row": (None,)}
+    with ml.LayoutMap(MESH, rules).scope():
+        model = linear()
+        adam = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+        factored = optax.adafactor(1e-3, min_dim_size_to_factor=8)
+        factored = nnx.Optimizer(model, factored, wrt=nnx.Param)
+        if composed_later:
+            nnx.Sequential(model)
+    found = {
+        "/".join(map(str, path)): str(ml.Layout.of(leaf))
+        for optimizer in (adam, factored)
+        for path, leaf in nnx.to_flat_state(nnx.state(optimizer))
+    }
+    assert found == {
+        "opt_state/0/count": "[]",
+        "opt_state/0/mu/bias": "[unsharded]",
+        "opt_state/0/mu/kernel": "[batch, model]",
+        "opt_state/0/nu/bias": "[unsharded]",
+        "opt_state/0/nu/kernel": "[batch, model]",
+        "opt_state/0/v/bias": "[unsharded]",
+        "opt_state/0/v/kernel": "[unsharded]",
+        "opt_state/0/v_col/bias": "[unsharded]",
+        "opt_state/0/v_col/kernel": "[model]",
+        "opt_state/0/v_row/bias": "[unsharded]",
+        "opt_state/0/v_row/kernel": "[unsharded]",
+        "step": "[]",
+    }
+
+
 # Linen.
 
 MUTABLE = ["params", "batch_stats"]

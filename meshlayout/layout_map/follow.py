@@ -67,11 +67,11 @@ def _walk(
         for leaf, number in numbers:
             yield Slot(number, _kept_dims(leaf, params[number], owner))
         return
-    children = _children(node)
-    if children is None:
+    parts = children(node)
+    if parts is None:
         yield None
         return
-    for name, child in children:
+    for name, child in parts:
         yield from _walk(child, numbered, params, _owner(node, name, owner))
 
 
@@ -85,7 +85,10 @@ class _Column:
 
 
 def _owner(node: Any, name: str, owner: type) -> type:
-    if isinstance(node, optax.FactoredState):
+    # In an NNX state, a dict stands for it.
+    if isinstance(node, optax.FactoredState) or (
+        isinstance(node, dict) and node.keys() == {*optax.FactoredState._fields}
+    ):
         return {"v_row": _Row, "v_col": _Column}.get(name, type(None))
     return owner
 
@@ -113,8 +116,12 @@ def _is_masked(node: Any) -> bool:
     return isinstance(node, optax.MaskedNode)
 
 
-def _children(node: Any) -> list[tuple[str, Any]] | None:
-    """Returns the named children of one node, or None for a leaf."""
+def children(node: Any) -> list[tuple[str, Any]] | None:
+    """Returns the named children of one node, or None for a leaf.
+
+    Args:
+        node: Any pytree.
+    """
     one_level = jax.tree_util.tree_flatten_with_path(
         node, is_leaf=lambda other: other is not node
     )[0]

@@ -17,6 +17,7 @@ from meshlayout import _paths, _render
 from meshlayout.errors import LayoutMapError, LayoutMapKeyError, did_you_mean
 from meshlayout.layout import Layout
 from meshlayout.layout_map.activations import Snapshot
+from meshlayout.layout_map.beside import find_beside
 from meshlayout.layout_map.explain import Explanation, explain
 from meshlayout.layout_map.follow import find_slots
 from meshlayout.layout_map.resolution import Resolution, Resolved
@@ -217,7 +218,9 @@ class LayoutMap(MutableMapping[str, Any]):
                 pytree. For a module, the layouts come as an `nnx.State`.
             params: For an optimiser state: the parameters that it belongs to. Its
                 slots then take the parameters' layouts by structure; a rule that
-                matches a slot's path and no parameter's overrides this.
+                matches a slot's path and no parameter's overrides this. Where the
+                tree holds both, as a subtree `opt_state` and the parameters beside
+                it, they need not be given.
 
         Raises:
             LayoutMapError: If rules disagree, a layout does not fit its leaf, or
@@ -230,7 +233,17 @@ class LayoutMap(MutableMapping[str, Any]):
             owners = [resolver.leaf(leaf) for leaf in _paths.flatten(params).leaves]
             return self.resolve_slots(tree, params, owners)
         flat = _paths.flatten(tree)
-        found = [resolver.leaf(leaf) for leaf in flat.leaves]
+        inside = list(find_beside(tree))
+        slots = {at for one in inside for at in one.places}
+        found = [
+            None if at in slots else resolver.leaf(leaf)
+            for at, leaf in enumerate(flat.leaves)
+        ]
+        for one in inside:
+            owners = [found[at] for at in one.params]
+            leaves = [flat.leaves[at] for at in one.places]
+            own = resolver.slots(leaves, one.slots, owners)
+            found[one.places.start : one.places.stop] = own
         return _resolved(flat, found)
 
     def resolve_slots(
@@ -246,20 +259,9 @@ class LayoutMap(MutableMapping[str, Any]):
         Raises:
             LayoutMapError: If rules for the slots alone disagree or do not fit.
         """
-        resolver = self._resolver()
         flat = _paths.flatten(opt_state)
-        taken: set[ParsedRule] = set()
         slots = find_slots(opt_state, params)
-        # A rule that speaks for any parameter is no rule for slots: it would match
-        # their paths by accident of names.
-        for owner in owners:
-            if owner is not None:
-                taken.update(resolver.speaking_for(owner.path))
-        found = [
-            resolver.slot(leaf, slot, owners, taken)
-            for leaf, slot in zip(flat.leaves, slots, strict=True)
-        ]
-        return _resolved(flat, found)
+        return _resolved(flat, self._resolver().slots(flat.leaves, slots, owners))
 
     def explain(self, tree: Any, *, params: Any = None) -> Explanation:
         """Returns a report on how this map lies on a tree; print or display it.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshlayout import _jax, _render
-from meshlayout.errors import LayoutMapError
+from meshlayout.errors import LayoutMapError, did_you_mean
 from meshlayout.layout import Layout
 
 
@@ -78,9 +78,7 @@ class Resolved:
             if resolution.path == path:
                 return resolution
         paths = [resolution.path for resolution in self.resolutions]
-        near = difflib.get_close_matches(path, paths, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        msg = f"no leaf has the path {path!r}.{hint}"
+        msg = f"no leaf has the path {path!r}.{did_you_mean(path, paths)}"
         raise LayoutMapError(msg)
 
     @property

@@ -94,21 +94,39 @@ class Resolver:
             return self._by_names(array, names, rules, found)
         return found or self._by_default(array)
 
-    def slot(
+    def slots(
+        self,
+        leaves: Sequence[_paths.Leaf],
+        slots: Sequence[Slot | None],
+        owners: Sequence[Resolution | None],
+    ) -> list[Resolution | None]:
+        """Returns the resolutions of an optimiser state.
+
+        Args:
+            leaves: Its leaves.
+            slots: Which parameter each belongs to, if any.
+            owners: The parameters' resolutions.
+        """
+        # A rule that speaks for any parameter is no rule for slots: it would match
+        # their paths by accident of names.
+        taken = {
+            rule
+            for owner in owners
+            if owner is not None
+            for rule in self.speaking_for(owner.path)
+        }
+        return [
+            self._slot(leaf, slot, owners, taken)
+            for leaf, slot in zip(leaves, slots, strict=True)
+        ]
+
+    def _slot(
         self,
         leaf: _paths.Leaf,
         slot: Slot | None,
-        params: Sequence[Resolution | None],
+        owners: Sequence[Resolution | None],
         taken: set[ParsedRule],
     ) -> Resolution | None:
-        """Returns the resolution of a leaf of an optimiser state.
-
-        Args:
-            leaf: The leaf.
-            slot: Which parameter it belongs to, if any.
-            params: The parameters' resolutions.
-            taken: The rules that speak for parameters.
-        """
         array = _array_of(leaf)
         if array is None:
             return None
@@ -116,7 +134,7 @@ class Resolver:
         found = self._by_rules(array, rules)
         if found is not None:
             return found
-        owner = None if slot is None else params[slot.param]
+        owner = None if slot is None else owners[slot.param]
         if owner is None or slot is None:
             return self._whole(array, "belongs to no parameter")
         if slot.kept is None:

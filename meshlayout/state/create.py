@@ -126,7 +126,7 @@ def place(
         raise StateError(msg)
     resolved = (resolve or layouts.resolve)(traced.node)
     found = iter(jax.tree.leaves(resolved.layouts))
-    flat = [next(found) if leaf.has_layout else None for leaf in traced.leaves]
+    flat = [next(found) if has_layout(leaf.value) else None for leaf in traced.leaves]
     placed = Placed(traced, flat, layouts.mesh)
     return Description(
         placed.abstract(), resolved.layouts, resolved.resolutions, placed
@@ -149,18 +149,13 @@ class Leaf:
     @property
     def is_array(self) -> bool:
         """Whether it is an array: one that the builder makes, or one that exists."""
-        return hasattr(self.value, "shape") and hasattr(self.value, "dtype")
+        return _is_array(self.value)
 
     @property
     def dtype(self) -> Any:
         """The dtype that the array has on a device, where NumPy's 64 bits are 32."""
         dtype = self.value.dtype
         return dtype if self.is_traced else _jax.canonical_dtype(dtype)
-
-    @property
-    def has_layout(self) -> bool:
-        """Whether a layout map gives it a layout; a Python number gets one too."""
-        return self.is_array or isinstance(self.value, (bool, int, float, complex))
 
 
 @dataclass(frozen=True)
@@ -347,6 +342,19 @@ def _check_values(traced: Traced) -> None:
 
 def _is_hollow(leaf: Leaf) -> bool:
     return isinstance(leaf.value, jax.ShapeDtypeStruct) and not leaf.is_traced
+
+
+def has_layout(value: Any) -> bool:
+    """Tells whether a layout map gives a leaf a layout; a Python number gets one too.
+
+    Args:
+        value: The leaf.
+    """
+    return _is_array(value) or isinstance(value, (bool, int, float, complex))
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
 def check_builder(build: Any) -> None:

@@ -5,13 +5,15 @@ through `create`. Modules that are parts of others are constructed inside their
 parent's creation. A module that is given to another one later (the layers of an
 `nnx.Sequential`) was created first, under a path that is not its last: its arrays
 are spread as finely as they divide, and take their layouts when the parent is made.
-Inside jit, vmap and other transformations there are no arrays to lay out, and a
-module is constructed as without a scope.
+An `nnx.Optimizer` is made for a model that is complete, and its slots lie as the
+model's parameters do. Inside jit, vmap and other transformations there are no arrays
+to lay out, and everything is constructed as without a scope.
 """
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -21,8 +23,21 @@ from flax import linen as nn, nnx
 from meshlayout import _jax, _paths
 from meshlayout._cuts import spread
 from meshlayout.errors import LayoutMapError
-from meshlayout.layout_map import LayoutMap, Resolved, in_force, register_scope_factory
-from meshlayout.state.create import create, eager_sharding_off, place, trace
+from meshlayout.layout import Layout
+from meshlayout.layout_map import (
+    LayoutMap,
+    Resolution,
+    Resolved,
+    in_force,
+    register_scope_factory,
+)
+from meshlayout.state.create import (
+    create,
+    eager_sharding_off,
+    has_layout,
+    place,
+    trace,
+)
 
 
 class Scope:
@@ -35,6 +50,7 @@ class Scope:
     def __init__(self, layouts: LayoutMap) -> None:
         self.layouts = layouts
         self._roots: list[nnx.Module] = []
+        self._optimizers: list[tuple[nnx.Optimizer[Any], nnx.Module]] = []
 
     def construct(self, cls: Any, args: Any, kwargs: Any) -> Any:
         """Constructs one NNX module that is not part of another construction."""
@@ -54,6 +70,23 @@ class Scope:
         """Gives every module the layouts of its final paths, or raises."""
         for root in self._roots:
             self._move(root, strict=True)
+        for optimizer, model in self._optimizers:
+            self._follow(optimizer, model)
+
+    def start_optimizer(
+        self, optimizer: nnx.Optimizer[Any], model: nnx.Module, start: Callable[[], Any]
+    ) -> None:
+        """Makes an optimiser's state for a model, which it takes to be complete.
+
+        Args:
+            optimizer: The optimiser, without its state.
+            model: The model.
+            start: Makes the state.
+        """
+        self._move(model, strict=False)
+        start()
+        self._follow(optimizer, model)
+        self._optimizers.append((optimizer, model))
 
     def _born(self, cls: Any, args: Any, kwargs: Any, given: list[Any]) -> Any:
         """Constructs a module through `create`, drawing from the caller's Rngs."""
@@ -104,17 +137,37 @@ class Scope:
             if strict:
                 raise
             return
-        state = nnx.state(module)
-        flat = _paths.flatten(state)
-        targets = _paths.flatten(layouts)
-        moved = [
-            jax.device_put(leaf.value, target.value.sharding)
-            if isinstance(leaf.value, jax.Array)
-            else leaf.value
-            for leaf, target in zip(flat.leaves, targets.leaves, strict=True)
-        ]
-        with eager_sharding_off():
-            nnx.update(module, flat.unflatten(moved))
+        _lay_out(module, layouts)
+
+    def _follow(self, optimizer: nnx.Optimizer[Any], model: nnx.Module) -> None:
+        """Relays an optimiser's state out as its parameters lie now."""
+        params = nnx.state(model, optimizer.wrt)
+        owners = [_as_it_lies(leaf) for leaf in _paths.flatten(params).leaves]
+        resolved = self.layouts.resolve_slots(optimizer, params, owners)
+        _lay_out(optimizer, resolved.layouts)
+
+
+def _as_it_lies(leaf: _paths.Leaf) -> Resolution:
+    x = leaf.value
+    layout = Layout.of(x)
+    size = layout.bytes_per_device(x.shape, x.dtype)
+    why = "as it lies"
+    return Resolution(leaf.path, x.shape, x.dtype, layout, None, why, None, None, size)
+
+
+def _lay_out(node: Any, layouts: Any) -> None:
+    """Moves the arrays of an NNX object."""
+    flat = _paths.flatten(nnx.state(node))
+    found = iter(jax.tree.leaves(layouts))
+    moved = []
+    for leaf in flat.leaves:
+        layout = next(found) if has_layout(leaf.value) else None
+        if layout is not None and isinstance(leaf.value, jax.Array):
+            moved.append(jax.device_put(leaf.value, layout.sharding))
+        else:
+            moved.append(leaf.value)
+    with eager_sharding_off():
+        nnx.update(node, flat.unflatten(moved))
 
 
 _scope: ContextVar[Scope | None] = ContextVar("scope", default=None)
@@ -141,11 +194,13 @@ def _open_scope(layouts: LayoutMap) -> Iterator[LayoutMap]:
     scope.finish()
 
 
-# Flax has no hook for "a module is being constructed", so the metaclass's call and
-# Linen's init are replaced, once, by ones that ask whether a scope is open.
+# Flax has no hook for "a module is being constructed", so the metaclass's call,
+# Linen's init and an optimizer's are replaced, once, by ones that ask whether a scope
+# is open.
 _MODULE_TYPE: Any = type(nnx.Module)
 _construct = _MODULE_TYPE.__call__
 _linen_init = nn.Module.init
+_optimizer_init = nnx.Optimizer.__init__
 
 
 def _call(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -167,9 +222,19 @@ def _init(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return create(build, scope.layouts)
 
 
+def _start_optimizer(self: Any, model: nnx.Module, *args: Any, **kwargs: Any) -> None:
+    start = functools.partial(_optimizer_init, self, model, *args, **kwargs)
+    scope = _scope.get()
+    if scope is None or _jax.is_tracing():
+        start()
+    else:
+        scope.start_optimizer(self, model, start)
+
+
 def _scope_factory(layouts: LayoutMap) -> Any:
     _MODULE_TYPE.__call__ = _call
     nn.Module.init = _init
+    nnx.Optimizer.__init__ = _start_optimizer
     return _open_scope(layouts)
 
 

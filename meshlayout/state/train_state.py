@@ -16,7 +16,12 @@ from meshlayout import _jax, _paths, _render
 from meshlayout.errors import StateError, did_you_mean
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, Resolved
-from meshlayout.state.create import check_builder, describe, eager_sharding_off
+from meshlayout.state.create import (
+    check_builder,
+    describe,
+    eager_sharding_off,
+    has_layout,
+)
 
 
 class _Program:
@@ -392,10 +397,8 @@ def _check_structure(grads: Any, params: Any) -> None:
 
 def _like(tree: Any, layouts: Any) -> Any:
     """Returns layouts in the structure of a tree of the same leaves."""
-    is_none = lambda one: one is None  # noqa: E731
-    return jax.tree.unflatten(
-        jax.tree.structure(tree), jax.tree.leaves(layouts, is_leaf=is_none)
-    )
+    found = iter(jax.tree.leaves(layouts))
+    return jax.tree.map(lambda leaf: next(found) if has_layout(leaf) else None, tree)
 
 
 def _scalar(value: Any) -> str:
