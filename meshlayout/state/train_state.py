@@ -2,10 +2,12 @@
 
 import copy
 import dataclasses
+import uuid
 from collections.abc import Callable, Mapping
 from numbers import Integral
 from typing import Any
 
+import cloudpickle
 import jax
 import optax
 from flax import linen as nn, nnx
@@ -27,30 +29,46 @@ from meshlayout.state.create import (
 class _Program:
     """What of a train state is code: the model's structure and the optimiser.
 
-    Compared by identity first, because every call of a compiled step compares it.
+    Compared by identity first, because every call of a compiled step compares it. A
+    copy that was pickled equals the original by its token.
     """
 
-    def __init__(self, graphdef: Any, module: Any, boxed: Any, tx: Any) -> None:
+    def __init__(
+        self, graphdef: Any, module: Any, boxed: Any, tx: Any, token: str | None = None
+    ) -> None:
         self.graphdef = graphdef
         self.module = module
         self.boxed = boxed
         self.tx = tx
-        self._hash = hash((type(graphdef), type(module), type(tx)))
+        self.token = token or uuid.uuid4().hex
+        kinds = (type(graphdef), type(module), type(tx))
+        self._hash = hash(tuple(kind.__qualname__ for kind in kinds))
 
     def __eq__(self, other: object) -> bool:
         return self is other or (
             isinstance(other, _Program)
-            and self.graphdef == other.graphdef
-            and self.module == other.module
-            and self.tx == other.tx
+            and (
+                self.token == other.token
+                or (
+                    self.graphdef == other.graphdef
+                    and self.module == other.module
+                    and self.tx == other.tx
+                )
+            )
         )
 
     def __hash__(self) -> int:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # An optimiser is made of local functions, which no pickle can hold.
-        return _Program, (self.graphdef, self.module, self.boxed, None)
+        # An optimiser is made of local functions, which pickle alone cannot hold.
+        code = (self.graphdef, self.module, self.boxed, self.tx)
+        return _load_program, (cloudpickle.dumps(code), self.token)
+
+
+def _load_program(code: bytes, token: str) -> _Program:
+    graphdef, module, boxed, tx = cloudpickle.loads(code)
+    return _Program(graphdef, module, boxed, tx, token)
 
 
 @jax.tree_util.register_dataclass
@@ -184,32 +202,8 @@ class TrainState:
 
     @property
     def tx(self) -> optax.GradientTransformation:
-        """The optimiser.
-
-        Raises:
-            StateError: If the state was unpickled: see `with_optimizer`.
-        """
-        if self.program.tx is None:
-            msg = (
-                "this state was unpickled, and an optimizer cannot be pickled. Give "
-                "it again: state = state.with_optimizer(optax.adam(...))."
-            )
-            raise StateError(msg)
+        """The optimiser."""
         return self.program.tx
-
-    def with_optimizer(self, optimizer: optax.GradientTransformation) -> "TrainState":
-        """Returns this state with another optimiser for the same `opt_state`.
-
-        Args:
-            optimizer: An Optax transformation.
-
-        Raises:
-            StateError: If it is none.
-        """
-        _check_optimizer(optimizer)
-        code = self.program
-        program = _Program(code.graphdef, code.module, code.boxed, optimizer)
-        return self.replace(program=program)
 
     def replace(self, **changes: Any) -> "TrainState":
         """Returns this state with other values for some fields.
@@ -239,8 +233,8 @@ class TrainState:
                 statistics, RNG counts) from.
 
         Raises:
-            StateError: If the gradients have another structure than `params`, the
-                state was unpickled, or the model is none of its own.
+            StateError: If the gradients have another structure than `params`, or the
+                model is none of its own.
         """
         if isinstance(grads, nnx.State):
             grads = nnx.to_pure_dict(grads)

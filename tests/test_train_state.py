@@ -1,0 +1,431 @@
+"""`TrainState`: a plain pytree that knows its model, its optimiser and its layouts."""
+
+import copy
+import dataclasses
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import meshlayout as ml
+from tests.same_bits import assert_same_bits
+
+
+MESH = ml.create_mesh({"batch": 2, "model": 4})
+RULES = {"hidden/kernel": (None, "model"), "hidden/bias": ("model",)}
+X = np.linspace(-1, 1, 16 * 8, dtype=np.float32).reshape(16, 8)
+Y = np.arange(16) % 4
+
+
+class Net(nnx.Module):
+    def __init__(self, *, rngs):
+        self.hidden = nnx.Linear(8, 16, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.output = nnx.Linear(16, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.output(self.dropout(nnx.relu(self.norm(self.hidden(x)))))
+
+
+class LinenNet(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(16, name="hidden")(x)
+        x = nn.BatchNorm(use_running_average=False, name="norm")(x)
+        return nn.Dense(4, name="output")(nn.relu(x))
+
+
+def nnx_state(optimizer=None, rules=RULES, **options):
+    return ml.TrainState.create(
+        lambda: Net(rngs=nnx.Rngs(0)),
+        optimizer or optax.adam(1e-2),
+        ml.LayoutMap(MESH, rules),
+        **options,
+    )
+
+
+def linen_state(optimizer=None, rules=RULES, **options):
+    net = LinenNet()
+    return ml.TrainState.create(
+        lambda: net.init(jax.random.key(0), X),
+        optimizer or optax.adam(1e-2),
+        ml.LayoutMap(MESH, rules),
+        module=net,
+        **options,
+    )
+
+
+STATES = {"nnx": nnx_state, "linen": linen_state}
+
+
+@pytest.fixture(params=list(STATES))
+def make(request):
+    return STATES[request.param]
+
+
+def loss(logits):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, Y).mean()
+
+
+def train_step(state):
+    def loss_of(params):
+        model = state.replace(params=params).model
+        return loss(model(X)), state.model_state_of(model)
+
+    (value, model_state), grads = jax.value_and_grad(loss_of, has_aux=True)(
+        state.params
+    )
+    return state.apply_gradients(grads).replace(model_state=model_state), value
+
+
+def test_the_fields_are_plain_trees_with_readable_names(make):
+    state = make()
+    names = [field.name for field in dataclasses.fields(state)]
+    assert names == ["params", "opt_state", "model_state", "step", "rng", "program"]
+    assert sorted(state.params) == ["hidden", "norm", "output"]
+    assert sorted(state.params["hidden"]) == ["bias", "kernel"]
+    assert sorted(state.opt_state[0].mu["hidden"]) == ["bias", "kernel"]
+    assert (state.step, state.step.dtype) == (0, np.int32)
+    assert jnp.issubdtype(state.rng.dtype, jax.dtypes.prng_key)
+
+
+def test_every_array_lies_as_the_map_says(make):
+    state = make()
+    layouts = state.layouts
+    assert isinstance(layouts, ml.TrainState)
+    for tree in (layouts.params, layouts.opt_state[0].mu, layouts.opt_state[0].nu):
+        assert tree["hidden"]["kernel"] == MESH.layout(None, "model")
+        assert tree["hidden"]["bias"] == MESH.layout("model")
+        assert tree["output"]["kernel"] == MESH.layout(None, None)
+    rest = (layouts.model_state, layouts.step, layouts.rng, layouts.opt_state[0].count)
+    for layout in jax.tree.leaves(rest):
+        assert layout.is_fully_replicated
+        assert layout.mesh == MESH
+
+
+def test_a_rule_for_a_slot_overrides(make):
+    rules = {**RULES, "opt_state/0/nu/hidden/kernel": ("batch", "model")}
+    layouts = make(rules=rules).layouts
+    assert layouts.opt_state[0].nu["hidden"]["kernel"] == MESH.layout("batch", "model")
+    assert layouts.opt_state[0].mu["hidden"]["kernel"] == MESH.layout(None, "model")
+
+
+def test_values_are_those_without_a_mesh():
+    state = nnx_state()
+    net = Net(rngs=nnx.Rngs(0))
+    assert_same_bits(state.params, nnx.to_pure_dict(nnx.state(net, nnx.Param)))
+    assert_same_bits(
+        state.model_state, nnx.to_pure_dict(nnx.state(net, nnx.Not(nnx.Param)))
+    )
+    state = linen_state()
+    variables = LinenNet().init(jax.random.key(0), X)
+    assert_same_bits(state.params, variables["params"])
+    assert_same_bits(state.model_state, {"batch_stats": variables["batch_stats"]})
+    assert_same_bits(state.opt_state, optax.adam(1e-2).init(variables["params"]))
+
+
+def reference_nnx(steps):
+    net = Net(rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(net, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+    losses = []
+    for _ in range(steps):
+        value, grads = nnx.value_and_grad(lambda model: loss(model(X)))(net)
+        optimizer.update(net, grads)
+        losses.append(value)
+    return losses, nnx.to_pure_dict(nnx.state(net, nnx.BatchStat))["norm"]["mean"]
+
+
+def reference_linen(steps):
+    net = LinenNet()
+    variables = net.init(jax.random.key(0), X)
+    params, stats = variables["params"], variables["batch_stats"]
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    opt_state = optimizer.init(params)
+    losses = []
+
+    def loss_of(params, stats):
+        logits, updates = net.apply(
+            {"params": params, "batch_stats": stats}, X, mutable=["batch_stats"]
+        )
+        return loss(logits), updates["batch_stats"]
+
+    for _ in range(steps):
+        (value, stats), grads = jax.value_and_grad(loss_of, has_aux=True)(params, stats)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        losses.append(value)
+    return losses, stats["norm"]["mean"]
+
+
+@pytest.mark.parametrize(
+    ("make", "reference", "mean"),
+    [
+        (nnx_state, reference_nnx, lambda state: state["norm"]["mean"]),
+        (linen_state, reference_linen, lambda s: s["batch_stats"]["norm"]["mean"]),
+    ],
+    ids=["nnx", "linen"],
+)
+def test_training_is_that_of_a_plain_loop(make, reference, mean):
+    # Adam would make updates of what is rounding: a bias before a normalisation.
+    state, losses = make(optax.sgd(0.1, momentum=0.9)), []
+    layouts = state.layouts
+    step = ml.compile_step(train_step)
+    for _ in range(4):
+        state, value = step(state)
+        losses.append(value)
+    expected, expected_mean = reference(4)
+    # Sums of a few hundred float32 in another order, through four updates.
+    np.testing.assert_allclose(losses, expected, rtol=2e-5)
+    np.testing.assert_allclose(mean(state.model_state), expected_mean, atol=1e-5)
+    assert state.step == 4
+    assert jax.tree.leaves(state.layouts) == jax.tree.leaves(layouts)
+
+
+def test_a_state_is_one_pytree_and_round_trips(make):
+    state = make()
+    leaves, treedef = jax.tree.flatten(state)
+    again = treedef.unflatten(leaves)
+    assert type(again) is ml.TrainState
+    assert jax.tree.structure(again) == treedef
+    assert all(
+        one is other for one, other in zip(jax.tree.leaves(again), leaves, strict=True)
+    )
+    doubled = jax.tree.map(lambda x: x, state)
+    assert_same_bits(doubled, state)
+    # Equal states, made apart, are one structure: no call of a step recompiles.
+    assert jax.tree.structure(state.replace(step=3)) == treedef
+    paths = [
+        jax.tree_util.keystr(keys, simple=True, separator="/")
+        for keys, _ in jax.tree_util.tree_leaves_with_path(state)
+    ]
+    assert "params/hidden/kernel" in paths
+    assert "opt_state/0/mu/hidden/kernel" in paths
+
+
+def test_it_pickles_by_value_with_its_layouts(make):
+    step = ml.compile_step(train_step, on_recompile="error")
+    state, _ = step(make())
+    data = pickle.dumps(state)
+    again = pickle.loads(data)
+    assert_same_bits(again, state)
+    assert jax.tree.leaves(again.layouts) == jax.tree.leaves(state.layouts)
+    resumed, value = step(again)
+    expected, expected_value = step(state)
+    assert value == expected_value
+    assert_same_bits(resumed, expected)
+
+
+RESUME = """
+import pickle, sys
+import jax, numpy as np
+with open(sys.argv[1], "rb") as file:
+    state = pickle.load(file)
+grads = jax.tree.map(np.ones_like, state.params)
+state = state.apply_gradients(grads)
+print(state.layouts.params["hidden"]["kernel"], state.model(np.ones((2, 8))).shape)
+with open(sys.argv[1], "wb") as file:
+    pickle.dump(jax.tree.map(np.asarray, state.params), file)
+"""
+
+
+def test_another_process_goes_on_from_the_pickle(make, tmp_path):
+    state = make()
+    file = tmp_path / "state.pkl"
+    file.write_bytes(pickle.dumps(state))
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    root = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", RESUME, file],
+        env={**os.environ, **flags, "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr == ""
+    assert done.stdout == "[unsharded, model] (2, 4)\n"
+    grads = jax.tree.map(jnp.ones_like, state.params)
+    assert_same_bits(
+        pickle.loads(file.read_bytes()),
+        jax.tree.map(np.asarray, state.apply_gradients(grads).params),
+    )
+
+
+def test_copies_are_independent_where_they_should_be(make):
+    state = make()
+    shallow, deep = copy.copy(state), copy.deepcopy(state)
+    assert jax.tree.leaves(shallow)[0] is jax.tree.leaves(state)[0]
+    assert_same_bits(deep, state)
+    jax.jit(lambda tree: tree, donate_argnums=0)(deep)
+    assert np.isfinite(np.asarray(state.params["hidden"]["kernel"])).all()
+
+
+def test_a_described_state_has_every_layout_and_no_memory():
+    layouts = ml.LayoutMap(MESH, RULES)
+    plan = ml.TrainState.describe(
+        lambda: Net(rngs=nnx.Rngs(0)), optax.adam(1e-2), layouts
+    )
+    made = nnx_state()
+    assert jax.tree.map(ml.Layout.of, plan.abstract).params == made.layouts.params
+    for one, other in zip(
+        jax.tree.leaves(plan.abstract), jax.tree.leaves(made), strict=True
+    ):
+        assert isinstance(one, jax.ShapeDtypeStruct)
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+    per_device = sum(
+        leaf.addressable_shards[0].data.nbytes
+        for leaf in jax.tree.leaves(made)
+        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    )
+    keys = 2 * 8  # two threefry keys: the state's and the dropout's
+    assert plan.memory().state_bytes == per_device + keys
+
+
+def test_its_text_shows_paths_arrays_and_layouts(make):
+    text = repr(make())
+    assert text.startswith("TrainState(step=0, 244 parameters)\n")
+    (line,) = (one for one in text.splitlines() if " params/hidden/kernel" in f" {one}")
+    assert line.split() == [
+        "params/hidden/kernel",
+        "f32[8,",
+        "16]",
+        "[unsharded,",
+        "model]",
+    ]
+    layouts = repr(make().layouts)
+    assert layouts.startswith("TrainState of layouts\n")
+    assert "opt_state/0/mu/hidden/kernel" in layouts
+    html = make()._repr_html_()
+    assert "params/hidden/kernel" in html
+    assert "<table" in html
+    jax.eval_shape(lambda state: repr(state) and state, make())
+
+
+def test_rng_is_a_seed_or_a_key():
+    key = jax.random.key(7)
+    assert_same_bits(nnx_state(rng=7).rng, key)
+    assert_same_bits(nnx_state(rng=key).rng, key)
+    # The caller's key stays the caller's: donating the state must not delete it.
+    state = nnx_state(rng=key)
+    jax.jit(lambda tree: tree, donate_argnums=0)(state)
+    assert key.shape == ()
+    jax.random.split(key)
+
+
+def test_nnx_gradients_are_taken_as_they_come():
+    state = nnx_state(optax.sgd(0.1))
+    model = state.model
+    grads = nnx.grad(lambda model: loss(model(X)))(model)
+    one = state.apply_gradients(grads, model=model)
+    two = state.apply_gradients(nnx.to_pure_dict(grads))
+    assert_same_bits(one.params, two.params)
+    assert one.step == 1
+    means = one.model_state["norm"]["mean"], state.model_state["norm"]["mean"]
+    assert not np.array_equal(*means)
+    assert_same_bits(two.model_state, state.model_state)
+
+
+# What is refused, and how.
+
+
+def with_missing_gradient(state):
+    grads = dict(state.params)
+    del grads["output"]
+    return state.apply_gradients({**grads, "extra": {"w": 1}})
+
+
+LINEN = LinenNet()
+ADAM = optax.adam(1e-3)
+
+
+def create(build, optimizer=ADAM, **options):
+    return ml.TrainState.create(build, optimizer, ml.LayoutMap(MESH), **options)
+
+
+REFUSED = [
+    (
+        lambda: create(lambda: {"w": jnp.ones(3)}),
+        "the builder returned a dict; TrainState.create takes an NNX module, or Linen's "
+        "variables together with module=. For any other pytree use create(build, "
+        "layouts).",
+    ),
+    (
+        lambda: create(Net(rngs=nnx.Rngs(0)).__class__.__name__),
+        "expected a function that builds the state, and got 'Net' of type str. Write "
+        "create(lambda: Model(...), layouts).",
+    ),
+    (
+        lambda: create(lambda: Net(rngs=nnx.Rngs(0)), 0.1),
+        "expected an Optax optimizer, and got 0.1 of type float. Write "
+        "TrainState.create(build, optax.adam(1e-3), layouts).",
+    ),
+    (
+        lambda: create(lambda: Net(rngs=nnx.Rngs(0)), rng=0.5),
+        "rng is a seed or a PRNG key, and got 0.5 of type float. Write rng=0 or "
+        "rng=jax.random.key(0).",
+    ),
+    (
+        lambda: create(lambda: Net(rngs=nnx.Rngs(0)), rng=True),
+        "rng is a seed or a PRNG key, and got True of type bool. Write rng=0 or "
+        "rng=jax.random.key(0).",
+    ),
+    (
+        lambda: create(lambda: Net(rngs=nnx.Rngs(0)), module=LINEN),
+        "module= is for Linen: a Linen module, beside a builder that returns what "
+        "module.init(key, sample) returns. Got a LinenNet and a builder that returns a "
+        "Net.",
+    ),
+    (
+        lambda: create(lambda: LINEN.init(jax.random.key(0), X), module=Net),
+        "module= is for Linen: a Linen module, beside a builder that returns what "
+        "module.init(key, sample) returns. Got a ModuleMeta and a builder that "
+        "returns a dict.",
+    ),
+    (
+        lambda: create(
+            lambda: LINEN.init(jax.random.key(0), X)["params"], module=LINEN
+        ),
+        "the builder's variables have the collections ['hidden', 'norm', 'output'] and "
+        "no 'params'. Return what module.init(key, sample) returns.",
+    ),
+    (
+        lambda: ml.TrainState.create(lambda: Net(rngs=nnx.Rngs(0)), ADAM, RULES),
+        f"expected a LayoutMap, and got {RULES!r} of type dict. For replicated: "
+        "LayoutMap(mesh).",
+    ),
+    (
+        lambda: nnx_state().replace(parms={}),
+        "a TrainState has no field 'parms'; it has 'params', 'opt_state', "
+        "'model_state', 'step', 'rng', 'program'. Did you mean 'params'?",
+    ),
+    (
+        lambda: with_missing_gradient(nnx_state()),
+        "the gradients have another structure than state.params; missing: output/bias, "
+        "output/kernel; not a parameter: extra/w. Differentiate with respect to "
+        "state.params, and pass the result as it is.",
+    ),
+    (
+        lambda: nnx_state().model_state_of({"a": 1}),
+        "expected the model that state.model gave, and got {'a': 1} of type dict.",
+    ),
+    (
+        lambda: linen_state().model_state_of(3),
+        "expected the model that state.model gave, and got 3 of type int.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED)
+def test_what_does_not_fit_is_refused(call, message):
+    with pytest.raises(ml.StateError) as error:
+        call()
+    assert str(error.value) == message
