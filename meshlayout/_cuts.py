@@ -32,7 +32,7 @@ def spread(mesh: Mesh, shape: Sequence[int]) -> Layout:
 # scalar code that may round otherwise. Shards whose rows fill vectors have the bits
 # of the whole; arrays too small to be cut so are made whole, and cut then.
 _VECTOR = 16
-_SMALL_BYTES = 64 * 1024
+_SMALL_BYTES = 512 * 1024
 
 
 def tidy(
