@@ -11,6 +11,10 @@ from meshlayout import _paths
 from meshlayout.layout_map.follow import Slot, children, find_slots
 
 
+# What Flax and most loops call it.
+OPT_STATE = "opt_state"
+
+
 @dataclass(frozen=True)
 class Beside:
     """An optimiser state in a tree. Places count the leaves of the whole tree.
@@ -65,7 +69,7 @@ def _walk(part: _Part, around: list[_Part]) -> Iterator[Beside]:
         nearest = [other for other in parts if other is not one]
         # Others may have the same structure, such as an average of the parameters.
         nearest.sort(key=lambda other: other.name not in ("params", "model"))
-        if one.name == "opt_state":
+        if one.name == OPT_STATE:
             yield from _owned(one, nearest + around)
         else:
             yield from _walk(one, nearest + around)

@@ -17,7 +17,7 @@ from meshlayout import _paths, _render
 from meshlayout.errors import LayoutMapError, LayoutMapKeyError, did_you_mean
 from meshlayout.layout import Layout
 from meshlayout.layout_map.activations import Snapshot
-from meshlayout.layout_map.beside import find_beside
+from meshlayout.layout_map.beside import OPT_STATE, find_beside
 from meshlayout.layout_map.explain import Explanation, explain
 from meshlayout.layout_map.follow import find_slots
 from meshlayout.layout_map.resolution import Resolution, Resolved
@@ -233,7 +233,7 @@ class LayoutMap(MutableMapping[str, Any]):
             owners = [resolver.leaf(leaf) for leaf in _paths.flatten(params).leaves]
             return self.resolve_slots(tree, params, owners)
         flat = _paths.flatten(tree)
-        inside = list(find_beside(tree))
+        inside = list(find_beside(tree)) if _has_optimizer(flat) else []
         slots = {at for one in inside for at in one.places}
         found = [
             None if at in slots else resolver.leaf(leaf)
@@ -358,6 +358,10 @@ def register_scope_factory(
 ) -> None:
     """Says what `scope()` does; called once, by the module that creates states."""
     _scope_factory[:] = [factory]
+
+
+def _has_optimizer(flat: _paths.Flat) -> bool:
+    return any(OPT_STATE in leaf.path for leaf in flat.leaves)
 
 
 def _resolved(flat: _paths.Flat, found: list[Resolution | None]) -> Resolved:
