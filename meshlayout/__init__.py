@@ -1,5 +1,9 @@
 """Meshes, layouts and SPMD training for JAX and Flax."""
 
+from meshlayout._default_mesh import (
+    default_mesh as default_mesh,
+    get_default_mesh as get_default_mesh,
+)
 from meshlayout.arrays import (
     arange as arange,
     call_with_layout as call_with_layout,
@@ -40,8 +44,6 @@ from meshlayout.layout_map import (
 from meshlayout.mesh import (
     Mesh as Mesh,
     create_mesh as create_mesh,
-    default_mesh as default_mesh,
-    get_default_mesh as get_default_mesh,
 )
 from meshlayout.state import (
     Description as Description,

@@ -3,190 +3,36 @@
 import json
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from types import EllipsisType
-from typing import Any, Final, TypeAlias, Union
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from meshlayout import _jax, _render
+from meshlayout._default_mesh import get_default_mesh
+from meshlayout._specs import (
+    MATCH as MATCH,
+    UNSHARDED as UNSHARDED,
+    DimSpec as DimSpec,
+    Misfit,
+    SpecLike,
+    axes_of,
+    check_axes,
+    entry_from_json,
+    entry_text,
+    entry_to_json,
+    parse_specs,
+    specs_text,
+)
 from meshlayout.errors import LayoutError, did_you_mean
 from meshlayout.mesh import (
     Mesh,
     as_mesh,
     create_mesh,
-    get_default_mesh,
     register_layout_factory,
 )
-
-
-class _Match:
-    """The type of `MATCH`: "as the array already is"."""
-
-    def __repr__(self) -> str:
-        return "MATCH"
-
-    def __reduce__(self) -> str:
-        return "MATCH"
-
-
-UNSHARDED: Final = None
-"""A dim that is whole on every device; the `None` of a `PartitionSpec`."""
-
-MATCH: Final = _Match()
-"""In `relayout`: this dim keeps the sharding that the array already has."""
-
-DimSpec: TypeAlias = Union[str, tuple[str, ...], EllipsisType, _Match, None]  # noqa: UP007
-"""One entry of a layout, in its canonical form."""
-
-SpecLike: TypeAlias = Sequence[DimSpec | Sequence[str]] | PartitionSpec
-"""What a user may write where a spec is taken."""
-
-
-@dataclass(frozen=True)
-class Misfit:
-    """One dim of a shape that does not divide into its shards.
-
-    Attributes:
-        dim: The array dim.
-        size: Its size, in elements.
-        num_shards: Over how many shards it would have to divide.
-        axes: The mesh axes that shard it.
-    """
-
-    dim: int
-    size: int
-    num_shards: int
-    axes: tuple[str, ...]
-
-    @property
-    def fact(self) -> str:
-        """What does not divide, without the full stop."""
-        return (
-            f"dim {self.dim} has size {self.size}, which does not divide into "
-            f"{self.num_shards} shards over mesh {axes_text(self.axes)}"
-        )
-
-    @property
-    def fix(self) -> str:
-        """The sizes that would fit, and the other way out."""
-        below = self.size // self.num_shards * self.num_shards
-        sizes = [below] * (below > 0) + [below + self.num_shards]
-        fit = " and ".join(map(str, sizes))
-        return (
-            f"Nearest size{'s' * (len(sizes) > 1)} that fit{'s' * (len(sizes) == 1)}: "
-            f"{fit}. To keep the size, leave dim {self.dim} UNSHARDED."
-        )
-
-    def __str__(self) -> str:
-        """Returns the fact and the way out, without saying which array."""
-        return f"{self.fact}. {self.fix}"
-
-
-def axes_text(axes: Sequence[str]) -> str:
-    """Returns `"axis 'a'"` or `"axes 'a', 'b'"`."""
-    names = ", ".join(map(repr, axes))
-    return f"axis {names}" if len(axes) == 1 else f"axes {names}"
-
-
-def _parse_entry(entry: Any, dim: int) -> DimSpec:
-    if entry is None or entry is ... or entry is MATCH or isinstance(entry, str):
-        return entry
-    if isinstance(entry, (tuple, list)):
-        if not all(isinstance(axis, str) for axis in entry):
-            msg = f"entry {dim} is {entry!r}; a tuple on one dim holds mesh axis names."
-            raise LayoutError(msg)
-        return None if not entry else entry[0] if len(entry) == 1 else tuple(entry)
-    if entry is PartitionSpec.UNCONSTRAINED:
-        msg = (
-            f"entry {dim} is PartitionSpec.UNCONSTRAINED, which leaves the dim to the "
-            "compiler; a layout says where every dim lies. Name an axis, or UNSHARDED."
-        )
-        raise LayoutError(msg)
-    msg = (
-        f"entry {dim} is {entry!r} of type {type(entry).__name__}; each entry is a "
-        "mesh axis name, a tuple of names, UNSHARDED (None), MATCH or `...`."
-    )
-    raise LayoutError(msg)
-
-
-def _parse(specs: Any) -> tuple[DimSpec, ...]:
-    """Returns the canonical entries of what a user wrote, or raises LayoutError."""
-    if isinstance(specs, str):
-        msg = (
-            f"a layout takes one entry per dim, and got the string {specs!r}. "
-            f"Write [{specs!r}] for an array of one dim, or [{specs!r}, ...] for any."
-        )
-        raise LayoutError(msg)
-    if isinstance(specs, (NamedSharding, Layout)):
-        msg = (
-            f"a layout takes a list of entries, one per dim, and got a "
-            f"{type(specs).__name__}. Use Layout.of(sharding)."
-        )
-        raise LayoutError(msg)
-    if isinstance(specs, PartitionSpec):
-        if _jax.is_unreduced(specs):
-            msg = f"{specs} holds unreduced or reduced axes; a layout has only shards."
-            raise LayoutError(msg)
-    elif not isinstance(specs, (list, tuple)):
-        msg = (
-            "a layout takes a list, a tuple or a PartitionSpec with one entry per dim, "
-            f"and got {specs!r} of type {type(specs).__name__}."
-        )
-        raise LayoutError(msg)
-    entries = tuple(_parse_entry(entry, dim) for dim, entry in enumerate(specs))
-    if sum(entry is ... for entry in entries) > 1:
-        msg = (
-            f"{_specs_text(entries)} holds `...` twice; one stands for all other dims."
-        )
-        raise LayoutError(msg)
-    return entries
-
-
-def _axes_of(entry: DimSpec) -> tuple[str, ...]:
-    """Returns the mesh axes of one entry, major first."""
-    if isinstance(entry, str):
-        return (entry,)
-    return entry if isinstance(entry, tuple) else ()
-
-
-def _check_axes(specs: tuple[DimSpec, ...], mesh: Mesh) -> None:
-    seen: dict[str, int] = {}
-    for dim, entry in enumerate(specs):
-        for axis in _axes_of(entry):
-            if axis not in mesh.axis_names:
-                msg = (
-                    f"mesh axis {axis!r} of {_specs_text(specs)} is not in {mesh!r}."
-                    f"{did_you_mean(axis, mesh.axis_names)}"
-                )
-                raise LayoutError(msg)
-            if axis in seen:
-                at = f"entry {dim}"
-                if seen[axis] != dim:
-                    at = f"entries {seen[axis]} and {dim}"
-                msg = (
-                    f"mesh axis {axis!r} is used twice in {_specs_text(specs)}, on "
-                    f"{at}; an axis shards one dim, and that once."
-                )
-                raise LayoutError(msg)
-            seen[axis] = dim
-
-
-def _entry_text(entry: DimSpec) -> str:
-    if entry is None:
-        return "unsharded"
-    if entry is ...:
-        return "..."
-    if isinstance(entry, tuple):
-        return f"({', '.join(entry)})"
-    return str(entry)
-
-
-def _specs_text(specs: Iterable[DimSpec]) -> str:
-    return f"[{', '.join(map(_entry_text, specs))}]"
 
 
 class Layout:
@@ -226,15 +72,21 @@ class Layout:
         *,
         memory_kind: str | None = None,
     ) -> None:
-        parsed = _parse(specs)
+        if isinstance(specs, (NamedSharding, Layout)):
+            msg = (
+                f"a layout takes a list of entries, one per dim, and got a "
+                f"{type(specs).__name__}. Use Layout.of(sharding)."
+            )
+            raise LayoutError(msg)
+        parsed = parse_specs(specs)
         mesh = get_default_mesh() if mesh is None else as_mesh(mesh)
         if mesh is None:
             msg = (
-                f"Layout({_specs_text(parsed)}) has no mesh. Give one as the second "
+                f"Layout({specs_text(parsed)}) has no mesh. Give one as the second "
                 "argument, or set one with default_mesh(mesh)."
             )
             raise LayoutError(msg)
-        _check_axes(parsed, mesh)
+        check_axes(parsed, mesh)
         object.__setattr__(self, "_specs", parsed)
         object.__setattr__(self, "_mesh", mesh)
         object.__setattr__(self, "_memory_kind", _memory_kind(memory_kind, mesh))
@@ -327,7 +179,7 @@ class Layout:
         Raises:
             LayoutError: If an entry is MATCH, which does not say.
         """
-        sharded = [bool(_axes_of(entry)) for entry in self._known()]
+        sharded = [bool(axes_of(entry)) for entry in self._known()]
         return sharded[:1] == [True] and not any(sharded[1:])
 
     # Other layouts.
@@ -529,7 +381,7 @@ class Layout:
         shape = _check_shape(global_shape)
         specs = self.with_rank(len(shape)).specs
         return [
-            Misfit(dim, size, shards, _axes_of(entry))
+            Misfit(dim, size, shards, axes_of(entry))
             for dim, (size, entry) in enumerate(zip(shape, specs, strict=True))
             if size % (shards := self._entry_shards(entry))
         ]
@@ -669,7 +521,7 @@ class Layout:
         """Returns the layout as one line of JSON that `from_string` reads back."""
         return json.dumps(
             {
-                "specs": [_entry_to_json(entry) for entry in self._specs],
+                "specs": [entry_to_json(entry) for entry in self._specs],
                 "mesh": json.loads(self._mesh.to_json()),
                 "memory_kind": self._memory_kind,
             }
@@ -685,7 +537,7 @@ class Layout:
         """
         try:
             data = json.loads(text)
-            specs = [_entry_from_json(entry) for entry in data["specs"]]
+            specs = [entry_from_json(entry) for entry in data["specs"]]
             mesh, memory_kind = data["mesh"], data["memory_kind"]
         except (ValueError, KeyError, TypeError):
             msg = f"{text!r} is not a layout's text; write it with layout.to_string()."
@@ -694,15 +546,15 @@ class Layout:
 
     def __repr__(self) -> str:
         memory = f", memory_kind={self._memory_kind!r}" if self._memory_kind else ""
-        return f"Layout({_specs_text(self._specs)}, {self._mesh!r}{memory})"
+        return f"Layout({specs_text(self._specs)}, {self._mesh!r}{memory})"
 
     def __str__(self) -> str:
         memory = f" in {self._memory_kind}" if self._memory_kind else ""
-        return _specs_text(self._specs) + memory
+        return specs_text(self._specs) + memory
 
     def _repr_html_(self) -> str:
         return _render.layout_html(
-            [_entry_text(entry) for entry in self._specs],
+            [entry_text(entry) for entry in self._specs],
             self._mesh.axis_names,
             tuple(self._mesh.shape.values()),
             memory_kind=self._memory_kind,
@@ -754,7 +606,7 @@ class Layout:
     def _entry_shards(self, entry: DimSpec) -> int:
         if entry is MATCH:
             self._known()
-        return self._mesh.axis_size(_axes_of(entry))
+        return self._mesh.axis_size(axes_of(entry))
 
 
 def as_layout(value: Any, rank: int | None = None) -> Layout:
@@ -788,7 +640,7 @@ def _shard_index(
     index = []
     for entry in specs:
         position = 0
-        for axis in _axes_of(entry):  # major first, as JAX lays them
+        for axis in axes_of(entry):  # major first, as JAX lays them
             position = position * mesh.shape[axis] + at[axis]
         index.append(position)
     return tuple(index)
@@ -863,20 +715,6 @@ def _check_shape(shape: Any) -> tuple[int, ...]:
             raise LayoutError(msg)
         checked.append(whole)
     return tuple(checked)
-
-
-def _entry_to_json(entry: DimSpec) -> Any:
-    if entry is ...:
-        return {"special": "..."}
-    if isinstance(entry, _Match):
-        return {"special": "match"}
-    return entry
-
-
-def _entry_from_json(entry: Any) -> Any:
-    if isinstance(entry, Mapping):
-        return {"...": ..., "match": MATCH}[entry["special"]]
-    return tuple(entry) if isinstance(entry, list) else entry
 
 
 def _mesh_layout(mesh: Mesh, specs: tuple[Any, ...], memory_kind: str | None) -> Layout:

@@ -1,15 +1,12 @@
-"""A named grid of devices: `Mesh`, and how one is made, named and made the default."""
+"""A named grid of devices: `Mesh`, and how one is made, named and taken apart."""
 
 import functools
-import inspect
 import json
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ContextDecorator
-from contextvars import ContextVar
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -34,9 +31,6 @@ from meshlayout.errors import MeshError, did_you_mean
 
 if TYPE_CHECKING:
     from meshlayout.layout import Layout
-
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Mesh:
@@ -593,84 +587,6 @@ def create_mesh(
     grid = np.empty(len(chosen), dtype=object)
     grid[:] = chosen
     return Mesh(jax.sharding.Mesh(grid.reshape(sizes), tuple(names), axis_types=types))
-
-
-class default_mesh(ContextDecorator):  # noqa: N801 (used like a function)
-    """Makes a mesh the default one, inside a `with` or a decorated function.
-
-    Nests, restores the outer mesh when an exception leaves, and is seen only by the
-    thread or task that entered; a new thread has none. JAX's own mesh is left alone;
-    where no default mesh is set, `get_default_mesh` sees the one of `jax.set_mesh`.
-    A compiled function is traced again under another default mesh, as under another
-    `jax.set_mesh`. It decorates `async def` functions too, but no generators: their
-    bodies run in pieces, between which the caller would see the mesh.
-
-    Args:
-        mesh: A `Mesh` or `jax.sharding.Mesh`.
-
-    Raises:
-        MeshError: If it is not a mesh, or decorates a generator.
-
-    Example:
-        >>> with default_mesh(create_mesh({"batch": 8})):
-        ...     get_default_mesh()
-        Mesh(batch=8)
-    """
-
-    def __init__(self, mesh: Mesh | jax.sharding.Mesh) -> None:
-        self.mesh = as_mesh(mesh)
-
-    def __enter__(self) -> Mesh:
-        """Makes the mesh the default, and returns it."""
-        _set_entered((*_entered.get(), self))
-        return self.mesh
-
-    def __exit__(self, *exception: object) -> None:
-        """Makes the mesh that was the default before the default again."""
-        entered = list(_entered.get())
-        # Its own innermost entry, not whatever came last: a generator that holds one
-        # open may end later than the block around it.
-        for at in reversed(range(len(entered))):
-            if entered[at] is self:
-                del entered[at]
-                break
-        _set_entered(tuple(entered))
-
-    def __call__(self, func: _Function) -> _Function:
-        """Returns the function, made to run with the mesh as the default one."""
-        if inspect.isgeneratorfunction(func) or inspect.isasyncgenfunction(func):
-            msg = (
-                f"default_mesh cannot decorate the generator {func.__qualname__!r}: it "
-                "runs after the call that makes it has returned. Iterate over it "
-                "inside `with default_mesh(mesh):`."
-            )
-            raise MeshError(msg)
-        if not inspect.iscoroutinefunction(func):
-            return super().__call__(func)
-
-        @functools.wraps(func)
-        async def call(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return await func(*args, **kwargs)
-
-        return call  # pyright: ignore[reportReturnType]
-
-
-_entered: ContextVar[tuple[default_mesh, ...]] = ContextVar("entered", default=())
-
-
-def _set_entered(entered: tuple[default_mesh, ...]) -> None:
-    _entered.set(entered)
-    _jax.set_trace_key(entered[-1].mesh if entered else None)
-
-
-def get_default_mesh() -> Mesh | None:
-    """Returns the default mesh, else the one of `jax.set_mesh`, else None."""
-    entered = _entered.get()
-    if entered:
-        return entered[-1].mesh
-    concrete = _jax.concrete_mesh()
-    return None if concrete is None else Mesh(concrete)
 
 
 def _check_count(text: str, axes: list[tuple[str, int]], count: int) -> None:

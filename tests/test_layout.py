@@ -22,9 +22,10 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
+from meshlayout._default_mesh import default_mesh
 from meshlayout.errors import LayoutError, MeshError, MeshLayoutError
 from meshlayout.layout import MATCH, UNSHARDED, Layout, as_layout
-from meshlayout.mesh import create_mesh, default_mesh
+from meshlayout.mesh import create_mesh
 
 
 MESH = create_mesh({"batch": 2, "model": 4})

@@ -19,8 +19,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import AbstractMesh, AxisType
 
+from meshlayout._default_mesh import default_mesh, get_default_mesh
 from meshlayout.errors import MeshError, MeshLayoutError
-from meshlayout.mesh import Mesh, as_mesh, create_mesh, default_mesh, get_default_mesh
+from meshlayout.mesh import Mesh, as_mesh, create_mesh
 
 
 # For what a type checker would not let a user write.

@@ -1,0 +1,184 @@
+"""The entries of a layout: what a user may write for each dim, and its one form."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import Any, Final, TypeAlias, Union
+
+from jax.sharding import PartitionSpec
+
+from meshlayout import _jax
+from meshlayout.errors import LayoutError, did_you_mean
+from meshlayout.mesh import Mesh
+
+
+class _Match:
+    """The type of `MATCH`: "as the array already is"."""
+
+    def __repr__(self) -> str:
+        return "MATCH"
+
+    def __reduce__(self) -> str:
+        return "MATCH"
+
+
+UNSHARDED: Final = None
+"""A dim that is whole on every device; the `None` of a `PartitionSpec`."""
+
+MATCH: Final = _Match()
+"""In `relayout`: this dim keeps the sharding that the array already has."""
+
+DimSpec: TypeAlias = Union[str, tuple[str, ...], EllipsisType, _Match, None]  # noqa: UP007
+"""One entry of a layout, in its canonical form."""
+
+SpecLike: TypeAlias = Sequence[DimSpec | Sequence[str]] | PartitionSpec
+"""What a user may write where a spec is taken."""
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """One dim of a shape that does not divide into its shards.
+
+    Attributes:
+        dim: The array dim.
+        size: Its size, in elements.
+        num_shards: Over how many shards it would have to divide.
+        axes: The mesh axes that shard it.
+    """
+
+    dim: int
+    size: int
+    num_shards: int
+    axes: tuple[str, ...]
+
+    @property
+    def fact(self) -> str:
+        """What does not divide, without the full stop."""
+        return (
+            f"dim {self.dim} has size {self.size}, which does not divide into "
+            f"{self.num_shards} shards over mesh {axes_text(self.axes)}"
+        )
+
+    @property
+    def fix(self) -> str:
+        """The sizes that would fit, and the other way out."""
+        below = self.size // self.num_shards * self.num_shards
+        sizes = [below] * (below > 0) + [below + self.num_shards]
+        fit = " and ".join(map(str, sizes))
+        return (
+            f"Nearest size{'s' * (len(sizes) > 1)} that fit{'s' * (len(sizes) == 1)}: "
+            f"{fit}. To keep the size, leave dim {self.dim} UNSHARDED."
+        )
+
+    def __str__(self) -> str:
+        """Returns the fact and the way out, without saying which array."""
+        return f"{self.fact}. {self.fix}"
+
+
+def axes_text(axes: Sequence[str]) -> str:
+    """Returns `"axis 'a'"` or `"axes 'a', 'b'"`."""
+    names = ", ".join(map(repr, axes))
+    return f"axis {names}" if len(axes) == 1 else f"axes {names}"
+
+
+def _parse_entry(entry: Any, dim: int) -> DimSpec:
+    if entry is None or entry is ... or entry is MATCH or isinstance(entry, str):
+        return entry
+    if isinstance(entry, (tuple, list)):
+        if not all(isinstance(axis, str) for axis in entry):
+            msg = f"entry {dim} is {entry!r}; a tuple on one dim holds mesh axis names."
+            raise LayoutError(msg)
+        return None if not entry else entry[0] if len(entry) == 1 else tuple(entry)
+    if entry is PartitionSpec.UNCONSTRAINED:
+        msg = (
+            f"entry {dim} is PartitionSpec.UNCONSTRAINED, which leaves the dim to the "
+            "compiler; a layout says where every dim lies. Name an axis, or UNSHARDED."
+        )
+        raise LayoutError(msg)
+    msg = (
+        f"entry {dim} is {entry!r} of type {type(entry).__name__}; each entry is a "
+        "mesh axis name, a tuple of names, UNSHARDED (None), MATCH or `...`."
+    )
+    raise LayoutError(msg)
+
+
+def parse_specs(specs: Any) -> tuple[DimSpec, ...]:
+    """Returns the canonical entries of what a user wrote, or raises LayoutError."""
+    if isinstance(specs, str):
+        msg = (
+            f"a layout takes one entry per dim, and got the string {specs!r}. "
+            f"Write [{specs!r}] for an array of one dim, or [{specs!r}, ...] for any."
+        )
+        raise LayoutError(msg)
+    if isinstance(specs, PartitionSpec):
+        if _jax.is_unreduced(specs):
+            msg = f"{specs} holds unreduced or reduced axes; a layout has only shards."
+            raise LayoutError(msg)
+    elif not isinstance(specs, (list, tuple)):
+        msg = (
+            "a layout takes a list, a tuple or a PartitionSpec with one entry per dim, "
+            f"and got {specs!r} of type {type(specs).__name__}."
+        )
+        raise LayoutError(msg)
+    entries = tuple(_parse_entry(entry, dim) for dim, entry in enumerate(specs))
+    if sum(entry is ... for entry in entries) > 1:
+        msg = f"{specs_text(entries)} holds `...` twice; one stands for all other dims."
+        raise LayoutError(msg)
+    return entries
+
+
+def axes_of(entry: DimSpec) -> tuple[str, ...]:
+    """Returns the mesh axes of one entry, major first."""
+    if isinstance(entry, str):
+        return (entry,)
+    return entry if isinstance(entry, tuple) else ()
+
+
+def check_axes(specs: tuple[DimSpec, ...], mesh: Mesh) -> None:
+    seen: dict[str, int] = {}
+    for dim, entry in enumerate(specs):
+        for axis in axes_of(entry):
+            if axis not in mesh.axis_names:
+                msg = (
+                    f"mesh axis {axis!r} of {specs_text(specs)} is not in {mesh!r}."
+                    f"{did_you_mean(axis, mesh.axis_names)}"
+                )
+                raise LayoutError(msg)
+            if axis in seen:
+                at = f"entry {dim}"
+                if seen[axis] != dim:
+                    at = f"entries {seen[axis]} and {dim}"
+                msg = (
+                    f"mesh axis {axis!r} is used twice in {specs_text(specs)}, on "
+                    f"{at}; an axis shards one dim, and that once."
+                )
+                raise LayoutError(msg)
+            seen[axis] = dim
+
+
+def entry_text(entry: DimSpec) -> str:
+    if entry is None:
+        return "unsharded"
+    if entry is ...:
+        return "..."
+    if isinstance(entry, tuple):
+        return f"({', '.join(entry)})"
+    return str(entry)
+
+
+def specs_text(specs: Iterable[DimSpec]) -> str:
+    return f"[{', '.join(map(entry_text, specs))}]"
+
+
+def entry_to_json(entry: DimSpec) -> Any:
+    if entry is ...:
+        return {"special": "..."}
+    if isinstance(entry, _Match):
+        return {"special": "match"}
+    return entry
+
+
+def entry_from_json(entry: Any) -> Any:
+    if isinstance(entry, Mapping):
+        return {"...": ..., "match": MATCH}[entry["special"]]
+    return tuple(entry) if isinstance(entry, list) else entry
