@@ -39,13 +39,16 @@ def tidy(
     sharding: NamedSharding, shape: tuple[int, ...], dtype: Any, mesh: Mesh
 ) -> NamedSharding:
     """Returns a sharding in which every element gets the bits it has in the whole."""
+    whole = NamedSharding(mesh.jax_mesh, PartitionSpec())
+    if not math.prod(shape):
+        return whole  # JAX does not cut what is empty, or fails
     if mesh.platform != "cpu" or _is_tidy(sharding, shape):
         return sharding
     rows = Layout([*spread(mesh, shape[:-1]).specs, None], mesh).sharding
     if _is_tidy(rows, shape):
         return rows
     small = math.prod(shape) * _jax.itemsize(dtype) <= _SMALL_BYTES
-    return NamedSharding(mesh.jax_mesh, PartitionSpec()) if small else sharding
+    return whole if small else sharding
 
 
 def _is_tidy(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:

@@ -11,14 +11,19 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax import experimental  # noqa: TID251
 from jax.sharding import AxisType
 
 import meshlayout as ml
 from meshlayout.state import operations
 from models.convnet import ConvNet, LinenConvNet
 from models.mlp import MLP, LinenMLP
+from tests.flax_versions import module_list
 from tests.same_bits import assert_same_bits, plain
 
+
+# jax 0.7.2 has it there.
+enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else experimental.enable_x64
 
 MESHES = {
     "8": lambda: ml.create_mesh({"model": 8}),
@@ -92,7 +97,7 @@ class Everything(nnx.Module):
         self.norm = nnx.BatchNorm(32, rngs=rngs)
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
         self.lora = nnx.LoRA(32, 4, 32, rngs=rngs)
-        self.blocks = nnx.List([Block(32, rngs=rngs) for _ in range(3)])
+        self.blocks = module_list([Block(32, rngs=rngs) for _ in range(3)])
         self.tied = self.blocks[0].dense.kernel
         self.lstm = nnx.LSTMCell(32, 16, rngs=rngs)
         self.name = "everything"
@@ -255,7 +260,7 @@ LAYERS, WIDTH = 32, 256
 
 class Tower(nnx.Module):
     def __init__(self, *, rngs):
-        self.layers = nnx.List(
+        self.layers = module_list(
             [nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(LAYERS)]
         )
 
@@ -467,7 +472,7 @@ def test_64_bit_values_stay_so(mesh_2x4):
     def build():
         return {"w": jax.random.normal(jax.random.key(0), (8, 8)), "n": np.arange(8.0)}
 
-    with jax.enable_x64(True):
+    with enable_x64(True):
         made, expected = ml.create(build, layouts), build()
         assert made["w"].dtype == made["n"].dtype == np.float64
         assert_same_bits(made, expected)

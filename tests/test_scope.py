@@ -13,6 +13,7 @@ from flax import nnx
 import meshlayout as ml
 from models.convnet import ConvNet
 from models.mlp import MLP, LinenMLP
+from tests.flax_versions import module_list
 from tests.same_bits import assert_same_bits, plain
 
 
@@ -28,7 +29,7 @@ class Composed(nnx.Module):
     """Takes layers that exist, and static and keyword arguments."""
 
     def __init__(self, layers, scale=2.0, *, name="x", activation=nnx.relu):
-        self.layers = nnx.List(layers)
+        self.layers = module_list(layers)
         self.scale = scale
         self.name = name
         self.activation = activation
@@ -139,8 +140,6 @@ MODELS = {
     "tied": tied,
     "configured": configured,
     "vmapped": vmapped,
-    "list": lambda: nnx.List([nnx.Linear(8, 8, rngs=nnx.Rngs(n)) for n in range(2)]),
-    "dict": lambda: nnx.Dict(a=nnx.Linear(8, 8, rngs=nnx.Rngs(1))),
     "lora": lambda: nnx.LoRA(
         8, 2, 8, base_module=nnx.Linear(8, 8, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1)
     ),
@@ -148,6 +147,15 @@ MODELS = {
         ml.with_layouts(nnx.Linear, kernel=("batch", None))(8, 8, rngs=nnx.Rngs(0))
     ),
 }
+
+
+if hasattr(nnx, "List"):  # not in flax 0.11
+    MODELS |= {
+        "list": lambda: nnx.List(
+            [nnx.Linear(8, 8, rngs=nnx.Rngs(n)) for n in range(2)]
+        ),
+        "dict": lambda: nnx.Dict(a=nnx.Linear(8, 8, rngs=nnx.Rngs(1))),
+    }
 
 
 @pytest.mark.parametrize("name", list(MODELS))

@@ -130,6 +130,10 @@ def _independent(x: jax.Array, layout: Layout, sharding: NamedSharding) -> jax.A
         sharding.device_set
     ):
         return jax.device_put(x, sharding)
+    if _jax.is_extended(x.dtype):  # jax 0.7.2 cannot copy PRNG keys inside jit
+        x = jax.device_put(x, sharding)
+        words = jnp.copy(jax.random.key_data(x))
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
     main = NamedSharding(sharding.mesh, sharding.spec)
     if layout.memory_kind is not None:
         return jax.device_put(jax.device_put(x, main), sharding)

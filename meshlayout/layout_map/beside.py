@@ -97,13 +97,9 @@ def _fits(slots: list[Slot | None]) -> bool:
 
 def _variable_types(node: Any) -> list[type]:
     """Returns what can be optimised alone: `nnx.Param`, then the types there are."""
-    found = [box.type if hasattr(box, "type") else type(box) for box in _boxes(node)]
-    return list(dict.fromkeys([nnx.Param, *found])) if found else []
-
-
-def _boxes(node: Any) -> list[nnx.Variable[Any]]:
     leaves = jax.tree.leaves(node, is_leaf=_is_variable)
-    return [leaf for leaf in leaves if _is_variable(leaf)]
+    found = [type(leaf) for leaf in leaves if _is_variable(leaf)]
+    return list(dict.fromkeys([nnx.Param, *found])) if found else []
 
 
 def _is_variable(node: Any) -> bool:

@@ -71,7 +71,10 @@ def _make_nnx(
         if not isinstance(variable, nnx.Variable):
             names = [k for k, v in vars(made).items() if isinstance(v, nnx.Variable)]
             raise _unknown(layer, name, names)
-        variable.set_metadata(**{OWN_LAYOUT: spec})
+        if hasattr(nnx.Variable, "set_metadata"):
+            variable.set_metadata(**{OWN_LAYOUT: spec})
+        else:  # flax 0.11
+            setattr(variable, OWN_LAYOUT, spec)
     return made
 
 
