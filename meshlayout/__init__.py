@@ -31,6 +31,7 @@ from meshlayout.errors import (
     RecompileWarning as RecompileWarning,
     StateError as StateError,
     StepError as StepError,
+    WholeArrayWarning as WholeArrayWarning,
 )
 from meshlayout.layout import MATCH as MATCH, UNSHARDED as UNSHARDED, Layout as Layout
 from meshlayout.layout_map import (

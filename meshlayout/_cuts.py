@@ -29,8 +29,10 @@ def spread(mesh: Mesh, shape: Sequence[int]) -> Layout:
 
 
 # XLA's CPU compiler runs the last elements of a loop, too few to fill a vector, as
-# scalar code that may round otherwise. Shards whose rows fill vectors have the bits
-# of the whole; arrays too small to be cut so are made whole, and cut then.
+# scalar code that may round otherwise, and it divides by a broadcast array otherwise
+# where nothing is broadcast. Shards that fill vectors, and are longer than 1 where the
+# whole is, have the bits of the whole; small arrays that cannot be cut so are made
+# whole, and cut then.
 _VECTOR = 16
 _SMALL_BYTES = 512 * 1024
 
@@ -44,17 +46,26 @@ def tidy(
         return whole  # JAX does not cut what is empty, or fails
     if mesh.platform != "cpu" or _is_tidy(sharding, shape):
         return sharding
-    rows = Layout([*spread(mesh, shape[:-1]).specs, None], mesh).sharding
-    if _is_tidy(rows, shape):
-        return rows
+    others = [
+        [*spread(mesh, shape[:-1]).specs, None],
+        [*[None] * (len(shape) - 1), *spread(mesh, shape[-1:]).specs],
+        spread(mesh, shape).specs,
+    ]
+    cuts = [Layout(specs, mesh).sharding for specs in others]
+    tidy_ones = [cut for cut in cuts if _is_tidy(cut, shape)]
+    finest = min([*tidy_ones, whole], key=lambda cut: math.prod(cut.shard_shape(shape)))
     small = math.prod(shape) * _jax.itemsize(dtype) <= _SMALL_BYTES
-    return whole if small else sharding
+    if not finest.is_fully_replicated or small:
+        return finest
+    return sharding
 
 
 def _is_tidy(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
     if sharding.is_fully_replicated:
         return True
     shard = sharding.shard_shape(shape)
+    if any(here == 1 < there for here, there in zip(shard, shape, strict=True)):
+        return False
     if shard[-1] != shape[-1]:
         return shard[-1] % _VECTOR == 0
     return math.prod(shard) % _VECTOR == 0

@@ -50,6 +50,10 @@ class RecompileWarning(UserWarning):
     """A compiled step needs another program, and why."""
 
 
+class WholeArrayWarning(UserWarning):
+    """An array was whole on one device before it was cut, and why."""
+
+
 def did_you_mean(name: object, candidates: Iterable[str]) -> str:
     """Returns a sentence that names the candidate nearest to `name`, or nothing.
 
@@ -66,5 +70,5 @@ def did_you_mean(name: object, candidates: Iterable[str]) -> str:
         >>> did_you_mean("zzz", ["batch", "model"])
         ''
     """
-    near = difflib.get_close_matches(str(name), list(candidates), n=1, cutoff=0.5)
+    near = difflib.get_close_matches(str(name), list(candidates), n=1, cutoff=0.6)
     return f" Did you mean {near[0]!r}?" if near else ""

@@ -310,6 +310,18 @@ def test_its_text_shows_paths_arrays_and_layouts(make):
     jax.eval_shape(lambda state: repr(state) and state, make())
 
 
+def test_multi_steps_is_an_optimizer_too(make):
+    state = make(optax.MultiSteps(optax.sgd(1.0), 2))
+    grads = jax.tree.map(jnp.ones_like, state.params)
+    one = state.apply_gradients(grads)
+    assert_same_bits(one.params, state.params)
+    two = one.apply_gradients(grads)
+    expected = jax.tree.map(lambda x: x - 1, state.params)
+    assert_same_bits(two.params, expected)
+    acc = state.layouts.opt_state.acc_grads
+    assert acc["hidden"]["kernel"] == MESH.layout(None, "model")
+
+
 def test_rng_is_a_seed_or_a_key():
     key = jax.random.key(7)
     assert_same_bits(nnx_state(rng=7).rng, key)
@@ -409,9 +421,25 @@ REFUSED = [
     ),
     (
         lambda: with_missing_gradient(nnx_state()),
-        "the gradients have another structure than state.params; missing: output/bias, "
-        "output/kernel; not a parameter: extra/w. Differentiate with respect to "
-        "state.params, and pass the result as it is.",
+        "the gradients and state.params differ in structure or shapes; missing: "
+        "output/bias, output/kernel; not in it: extra/w. Pass what was derived from "
+        "state.params, as it is.",
+    ),
+    (
+        lambda: nnx_state().apply_gradients(
+            jax.tree.map(lambda x: x[:1], nnx_state().params)
+        ),
+        "the gradients and state.params differ in structure or shapes; hidden/bias is "
+        "[1] and not [16]; hidden/kernel is [1, 16] and not [8, 16]; norm/bias is [1] "
+        "and not [16]. Pass what was derived from state.params, as it is.",
+    ),
+    (
+        lambda: nnx_state().apply_gradients(
+            nnx_state().params, model=nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+        ),
+        "the model's state and state.model_state differ in structure or shapes; "
+        "missing: dropout/rngs/count, dropout/rngs/key, norm/mean, norm/var. Pass what "
+        "was derived from state.model_state, as it is.",
     ),
     (
         lambda: nnx_state().model_state_of({"a": 1}),

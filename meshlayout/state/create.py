@@ -282,12 +282,13 @@ def trace(build: Callable[..., Any], *inputs: Any) -> Traced:
     check_builder(build)
     graphdef, treedef = None, None
     leaves: list[Leaf] = []
+    flag = eager_sharding()
 
     def flat(*values: Any) -> list[Any]:
         nonlocal graphdef, treedef
         built = build(*values)
         if _paths.holds_modules(built):
-            graphdef, built = nnx.split(built)
+            graphdef, built = nnx.split(marked(built, flag))
         found, treedef = jax.tree.flatten(built)
         traced = [isinstance(leaf, Tracer) for leaf in found]
         leaves.extend(
@@ -365,6 +366,24 @@ def check_builder(build: Any) -> None:
             f"{type(build).__name__}. Write create(lambda: Model(...), layouts)."
         )
         raise StateError(msg)
+
+
+def eager_sharding() -> bool:
+    """Tells whether Flax places parameters by their metadata when they are made."""
+    return hasattr(nnx, "using_eager_sharding") and nnx.using_eager_sharding()
+
+
+def marked(tree: Any, flag: bool) -> Any:  # noqa: FBT001
+    """Marks variables that were made without Flax's placing as it would have.
+
+    Args:
+        tree: What holds the modules that were made.
+        flag: What `eager_sharding` told before it was turned off.
+    """
+    for _, node in nnx.iter_graph(tree) if flag else ():
+        if isinstance(node, nnx.Variable):
+            node.set_metadata("eager_sharding", flag)
+    return tree
 
 
 def eager_sharding_off() -> contextlib.AbstractContextManager[Any]:

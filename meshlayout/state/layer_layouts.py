@@ -11,7 +11,7 @@ from meshlayout.errors import StateError, did_you_mean
 from meshlayout.layout_map import OWN_LAYOUT, LayoutBox
 
 
-def with_layouts(layer: Any, **layouts: Any) -> Callable[..., Any]:
+def with_layouts(layer: Any, **layouts: Any) -> type[Any]:
     """Returns a layer class whose parameters carry layouts of their own.
 
     A parameter's own layout wins over the patterns of the layout map that the model
@@ -45,9 +45,7 @@ def with_layouts(layer: Any, **layouts: Any) -> Callable[..., Any]:
         msg = f"with_layouts({layer.__name__}) gives no layouts; name a parameter's."
         raise StateError(msg)
     given = tuple((name, _hashable(spec)) for name, spec in layouts.items())
-    if issubclass(layer, nn.Module):
-        return _linen_class(layer, given)
-    return functools.partial(_make_nnx, layer, given)
+    return _layer_class(layer, given)
 
 
 def _hashable(spec: Any) -> Any:
@@ -62,47 +60,73 @@ def _unknown(layer: type[Any], name: str, names: list[str]) -> StateError:
     )
 
 
-def _make_nnx(
-    layer: type[Any], given: tuple[tuple[str, Any], ...], *args: Any, **kwargs: Any
-) -> Any:
-    made = layer(*args, **kwargs)
-    for name, spec in given:
-        variable = getattr(made, name, None)
-        if not isinstance(variable, nnx.Variable):
-            names = [k for k, v in vars(made).items() if isinstance(v, nnx.Variable)]
-            raise _unknown(layer, name, names)
-        if hasattr(nnx.Variable, "set_metadata"):
-            variable.set_metadata(**{OWN_LAYOUT: spec})
-        else:  # flax 0.11
-            setattr(variable, OWN_LAYOUT, spec)
-    return made
+class _NnxClass(type(nnx.Module)):
+    """The type of the NNX subclasses made here; they pickle by how they are made."""
+
+    made_from: tuple[Any, ...]
 
 
 class _LinenClass(type(nn.Module)):
-    """The type of the subclasses made here; they pickle by how they are made."""
+    """The same for Linen."""
 
     made_from: tuple[Any, ...]
 
 
 @functools.cache
-def _linen_class(layer: type[Any], given: tuple[tuple[str, Any], ...]) -> type[Any]:
-    """Returns a subclass that boxes the named parameters; the same one each time."""
-    specs = dict(given)
+def _layer_class(layer: type[Any], given: tuple[tuple[str, Any], ...]) -> type[Any]:
+    """Returns a subclass whose parameters carry layouts; the same one each time."""
+    make = _nnx_contents if issubclass(layer, nnx.Module) else _linen_contents
+    kind = _NnxClass if issubclass(layer, nnx.Module) else _LinenClass
+    contents = {"__doc__": layer.__doc__, "made_from": (layer, given)}
+    # The same name, so that Linen's automatic names do not change.
+    return kind(layer.__name__, (layer,), {**contents, **make(layer, dict(given))})
+
+
+def _remake(layer: type[Any], given: tuple[tuple[str, Any], ...]) -> type[Any]:
+    return _layer_class(layer, given)
+
+
+copyreg.pickle(_NnxClass, lambda made: (_remake, made.made_from))
+copyreg.pickle(_LinenClass, lambda made: (_remake, made.made_from))
+
+
+def _nnx_contents(layer: type[Any], specs: dict[str, Any]) -> dict[str, Any]:
+    """Returns an `__init__` that labels the named parameters."""
+
+    @functools.wraps(layer.__init__)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        layer.__init__(self, *args, **kwargs)
+        for name, spec in specs.items():
+            variable = getattr(self, name, None)
+            if not isinstance(variable, nnx.Variable):
+                names = [
+                    n for n, v in vars(self).items() if isinstance(v, nnx.Variable)
+                ]
+                raise _unknown(layer, name, names)
+            if hasattr(nnx.Variable, "set_metadata"):
+                variable.set_metadata(**{OWN_LAYOUT: spec})
+            else:  # flax 0.11
+                setattr(variable, OWN_LAYOUT, spec)
+
+    return {"__init__": init}
+
+
+def _linen_contents(layer: type[Any], specs: dict[str, Any]) -> dict[str, Any]:
+    """Returns methods that box the named parameters."""
 
     def param(
         self: Any, name: str, init_fn: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        parent = super(made, self).param  # type: ignore[misc]
         if name not in specs:
-            return parent(name, init_fn, *args, **kwargs)
+            return layer.param(self, name, init_fn, *args, **kwargs)
 
         def boxed(*init_args: Any, **init_kwargs: Any) -> LayoutBox:
             return LayoutBox(init_fn(*init_args, **init_kwargs), specs[name])
 
-        return parent(name, boxed, *args, **kwargs)
+        return layer.param(self, name, boxed, *args, **kwargs)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = super(made, self).__call__(*args, **kwargs)  # type: ignore[misc]
+        result = layer.__call__(self, *args, **kwargs)
         if self.is_initializing():
             own = self.variables.get("params", {})
             names = [name for name in own if not isinstance(own[name], Mapping)]
@@ -111,12 +135,5 @@ def _linen_class(layer: type[Any], given: tuple[tuple[str, Any], ...]) -> type[A
                     raise _unknown(layer, name, names)
         return result
 
-    # The same name, so that Linen's automatic names do not change.
-    contents = {"param": param, "__doc__": layer.__doc__, "made_from": (layer, given)}
-    if any("__call__" in vars(base) for base in layer.__mro__):
-        contents["__call__"] = call
-    made = _LinenClass(layer.__name__, (layer,), contents)
-    return made
-
-
-copyreg.pickle(_LinenClass, lambda made: (_linen_class, made.made_from))
+    has_call = any("__call__" in vars(base) for base in layer.__mro__)
+    return {"param": param, **({"__call__": call} if has_call else {})}

@@ -13,16 +13,17 @@ to lay out, and everything is constructed as without a scope.
 import contextlib
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
 import jax
-from flax import linen as nn, nnx
+from flax import errors as flax_errors, linen as nn, nnx
 
 from meshlayout import _jax, _paths
 from meshlayout._cuts import spread
-from meshlayout.errors import LayoutMapError
+from meshlayout.errors import LayoutMapError, StateError, WholeArrayWarning
 from meshlayout.layout import Layout
 from meshlayout.layout_map import (
     LayoutMap,
@@ -33,8 +34,10 @@ from meshlayout.layout_map import (
 )
 from meshlayout.state.create import (
     create,
+    eager_sharding,
     eager_sharding_off,
     has_layout,
+    marked,
     place,
     trace,
 )
@@ -57,10 +60,7 @@ class Scope:
         given = _module_leaves((args, kwargs))
         if any(isinstance(node, nnx.Module) for node in given):
             # A composition: its parts exist. Parts that it makes itself pass here.
-            made = _construct(cls, *args, **kwargs)
-            inside = {id(node) for _, node in nnx.iter_graph(made)}
-            self._roots = [root for root in self._roots if id(root) not in inside]
-            self._move(made, strict=False)
+            made = self._composed(cls, args, kwargs)
         else:
             made = self._born(cls, args, kwargs, given)
         self._roots.append(made)
@@ -88,6 +88,17 @@ class Scope:
         self._follow(optimizer, model)
         self._optimizers.append((optimizer, model))
 
+    def _composed(self, cls: Any, args: Any, kwargs: Any) -> Any:
+        """Constructs a module as without a scope, and moves what it holds."""
+        flag = eager_sharding()
+        with eager_sharding_off():
+            made = _construct(cls, *args, **kwargs)
+        marked(made, flag)
+        inside = {id(node) for _, node in nnx.iter_graph(made)}
+        self._roots = [root for root in self._roots if id(root) not in inside]
+        self._move(made, strict=False)
+        return made
+
     def _born(self, cls: Any, args: Any, kwargs: Any, given: list[Any]) -> Any:
         """Constructs a module through `create`, drawing from the caller's Rngs."""
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_module)
@@ -101,10 +112,20 @@ class Scope:
             for index, node in zip(at, nodes, strict=True):
                 filled[index] = node
             new_args, new_kwargs = treedef.unflatten(filled)
-            with _no_scope():
-                return _construct(cls, *new_args, **new_kwargs), nodes
+            return _construct(cls, *new_args, **new_kwargs), nodes
 
-        traced = trace(build, *inputs)
+        try:
+            traced = trace(build, *inputs)
+        except StateError as error:
+            if not isinstance(error.__cause__, flax_errors.TraceContextError):
+                raise
+            line = (
+                f"{cls.__name__} draws from an nnx.Rngs that it was not given as an "
+                "argument: its arrays are made whole on one device, and cut then. Pass "
+                "the Rngs to it, as rngs=rngs."
+            )
+            warnings.warn(line, WholeArrayWarning, stacklevel=4)
+            return self._composed(cls, args, kwargs)
         description = place(traced, self.layouts, self._lenient)
         made, nodes = description.placed.make(inputs)
         _adopt(made, nodes, given)
@@ -174,15 +195,6 @@ _scope: ContextVar[Scope | None] = ContextVar("scope", default=None)
 
 
 @contextlib.contextmanager
-def _no_scope() -> Iterator[None]:
-    token = _scope.set(None)
-    try:
-        yield
-    finally:
-        _scope.reset(token)
-
-
-@contextlib.contextmanager
 def _open_scope(layouts: LayoutMap) -> Iterator[LayoutMap]:
     scope = Scope(layouts)
     token = _scope.set(scope)
@@ -200,6 +212,8 @@ def _open_scope(layouts: LayoutMap) -> Iterator[LayoutMap]:
 _MODULE_TYPE: Any = type(nnx.Module)
 _construct = _MODULE_TYPE.__call__
 _linen_init = nn.Module.init
+_linen_init_with_output = nn.Module.init_with_output
+_linen_lazy_init = nn.Module.lazy_init
 _optimizer_init = nnx.Optimizer.__init__
 
 
@@ -215,11 +229,29 @@ def _init(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if scope is None or _jax.is_tracing():
         return _linen_init(self, *args, **kwargs)
 
-    def build() -> Any:
-        with _no_scope():
-            return _linen_init(self, *args, **kwargs)
+    return create(lambda: _linen_init(self, *args, **kwargs), scope.layouts)
 
-    return create(build, scope.layouts)
+
+def _lazy_init(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    scope = _scope.get()
+    if scope is None or _jax.is_tracing():
+        return _linen_lazy_init(self, *args, **kwargs)
+    return create(lambda: _linen_lazy_init(self, *args, **kwargs), scope.layouts)
+
+
+def _init_with_output(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    scope = _scope.get()
+    if scope is None or _jax.is_tracing():
+        return _linen_init_with_output(self, *args, **kwargs)
+
+    def resolve(node: Any) -> Resolved:
+        output, variables = node
+        whole = LayoutMap(scope.layouts.mesh).resolve(output)
+        found = scope.layouts.resolve(variables)
+        return Resolved((whole.layouts, found.layouts), found.resolutions)
+
+    traced = trace(lambda: _linen_init_with_output(self, *args, **kwargs))
+    return place(traced, scope.layouts, resolve).create()
 
 
 def _start_optimizer(self: Any, model: nnx.Module, *args: Any, **kwargs: Any) -> None:
@@ -234,6 +266,8 @@ def _start_optimizer(self: Any, model: nnx.Module, *args: Any, **kwargs: Any) ->
 def _scope_factory(layouts: LayoutMap) -> Any:
     _MODULE_TYPE.__call__ = _call
     nn.Module.init = _init
+    nn.Module.init_with_output = _init_with_output
+    nn.Module.lazy_init = _lazy_init
     nnx.Optimizer.__init__ = _start_optimizer
     return _open_scope(layouts)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import cloudpickle
 import jax
+import numpy as np
 import optax
 from flax import linen as nn, nnx
 from flax.core import meta
@@ -21,8 +22,10 @@ from meshlayout.layout_map import LayoutMap, Resolved
 from meshlayout.state.create import (
     check_builder,
     describe,
+    eager_sharding,
     eager_sharding_off,
     has_layout,
+    marked,
 )
 
 
@@ -110,7 +113,8 @@ class TrainState:
 
         Args:
             build: Makes the NNX module; or Linen's variables, given `module`.
-            optimizer: An Optax transformation. Its state follows the parameters.
+            optimizer: An Optax transformation, or `optax.MultiSteps`. Its state
+                follows the parameters.
             layouts: Where the parameters go.
             module: For Linen: the module whose variables `build` returns.
             rng: A PRNG key or a seed, for `state.rng`.
@@ -153,12 +157,16 @@ class TrainState:
             rng: As for `create`.
         """
         check_builder(build)
-        _check_optimizer(optimizer)
+        optimizer = _as_transformation(optimizer)
+        flag = eager_sharding()
         _check_rng(rng)
 
         def state() -> TrainState:
             key = jax.random.key(rng) if isinstance(rng, Integral) else rng
-            params, model_state, program = _split(build(), module, optimizer)
+            built = build()
+            if isinstance(built, nnx.Module):
+                built = marked(built, flag)
+            params, model_state, program = _split(built, module, optimizer)
             opt_state = optimizer.init(params)
             step = jax.numpy.zeros((), "int32")
             return cls(params, opt_state, model_state, step, key, program)
@@ -200,6 +208,12 @@ class TrainState:
         )
         raise StateError(msg)
 
+    def _state_after(self, model: Any) -> Any:
+        """Returns a model's other arrays, if they are those of this state."""
+        found = self.model_state_of(model)
+        _check_like("the model's state", found, "state.model_state", self.model_state)
+        return found
+
     @property
     def tx(self) -> optax.GradientTransformation:
         """The optimiser."""
@@ -233,16 +247,16 @@ class TrainState:
                 statistics, RNG counts) from.
 
         Raises:
-            StateError: If the gradients have another structure than `params`, or the
-                model is none of its own.
+            StateError: If the gradients have another structure or other shapes than
+                `params`, or the model's state than `model_state`.
         """
         if isinstance(grads, nnx.State):
             grads = nnx.to_pure_dict(grads)
-        _check_structure(grads, self.params)
+        _check_like("the gradients", grads, "state.params", self.params)
         updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
         changes: dict[str, Any] = {}
         if model is not None:
-            changes["model_state"] = self.model_state_of(model)
+            changes["model_state"] = self._state_after(model)
         return self.replace(
             params=optax.apply_updates(self.params, updates),
             opt_state=opt_state,
@@ -355,7 +369,9 @@ def _split(
     raise StateError(msg)
 
 
-def _check_optimizer(optimizer: Any) -> None:
+def _as_transformation(optimizer: Any) -> optax.GradientTransformation:
+    if hasattr(optimizer, "gradient_transformation"):  # optax.MultiSteps
+        return optimizer.gradient_transformation()
     if not isinstance(optimizer, optax.GradientTransformation):
         msg = (
             f"expected an Optax optimizer, and got {optimizer!r} of type "
@@ -363,6 +379,7 @@ def _check_optimizer(optimizer: Any) -> None:
             "optax.adam(1e-3), layouts)."
         )
         raise StateError(msg)
+    return optimizer
 
 
 def _check_rng(rng: Any) -> None:
@@ -374,19 +391,27 @@ def _check_rng(rng: Any) -> None:
         raise StateError(msg)
 
 
-def _check_structure(grads: Any, params: Any) -> None:
-    if jax.tree.structure(grads) == jax.tree.structure(params):
+def _check_like(what: str, tree: Any, name: str, like: Any) -> None:
+    """Raises StateError unless a tree has the structure and shapes of another."""
+    found = {leaf.path: np.shape(leaf.value) for leaf in _paths.flatten(tree).leaves}
+    wanted = {leaf.path: np.shape(leaf.value) for leaf in _paths.flatten(like).leaves}
+    missing, extra = sorted(wanted.keys() - found), sorted(found.keys() - wanted)
+    unlike = [
+        f"{path} is {list(found[path])} and not {list(shape)}"
+        for path, shape in wanted.items()
+        if path in found and found[path] != shape
+    ]
+    facts = [
+        f"missing: {', '.join(missing)}" * bool(missing),
+        f"not in it: {', '.join(extra)}" * bool(extra),
+        "; ".join(unlike[:3]),
+    ]
+    if not any(facts) and jax.tree.structure(tree) == jax.tree.structure(like):
         return
-    found = {leaf.path for leaf in _paths.flatten(grads).leaves}
-    wanted = {leaf.path for leaf in _paths.flatten(params).leaves}
-    missing, extra = sorted(wanted - found), sorted(found - wanted)
-    msg = (
-        "the gradients have another structure than state.params"
-        + (f"; missing: {', '.join(missing)}" if missing else "")
-        + (f"; not a parameter: {', '.join(extra)}" if extra else "")
-        + ". Differentiate with respect to state.params, and pass the result as it is."
+    msg = f"{what} and {name} differ in structure or shapes; " + "; ".join(
+        [fact for fact in facts if fact] or ["the containers are of other types"]
     )
-    raise StateError(msg)
+    raise StateError(f"{msg}. Pass what was derived from {name}, as it is.")
 
 
 def _like(tree: Any, layouts: Any) -> Any:

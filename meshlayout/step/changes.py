@@ -32,17 +32,32 @@ def describe(
     """
     avals = {name: f"{value!r}" for name, value in static}
     layouts: dict[str, str] = {}
+    for where, leaf in labelled(names, args, kwargs):
+        avals[where] = _aval_text(leaf)
+        if not isinstance(leaf, Tracer):
+            layouts[where] = _sharding_text(layout_of(leaf))
+    return Description(avals, layouts)
+
+
+def labelled(
+    names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[tuple[str, Any]]:
+    """Returns every leaf of some arguments, by argument name and path.
+
+    Args:
+        names: The names of the parameters, in order.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+    """
     labels = [
         *names[: len(args)],
         *(f"args[{i}]" for i in range(len(names), len(args))),
     ]
-    for label, value in [*zip(labels, args, strict=True), *kwargs.items()]:
-        for path, leaf in named_leaves(value):
-            where = f"{label}/{path}" if path else label
-            avals[where] = _aval_text(leaf)
-            if not isinstance(leaf, Tracer):
-                layouts[where] = _sharding_text(layout_of(leaf))
-    return Description(avals, layouts)
+    return [
+        (f"{label}/{path}" if path else label, leaf)
+        for label, value in [*zip(labels, args, strict=True), *kwargs.items()]
+        for path, leaf in named_leaves(value)
+    ]
 
 
 def _aval_text(leaf: Any) -> str:
@@ -121,6 +136,19 @@ def layout_of(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array):
         return leaf.sharding if leaf.committed else None
     return leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
+
+
+def is_array_like(leaf: Any) -> bool:
+    """Tells whether jit takes a leaf as an array."""
+    return hasattr(leaf, "dtype") or isinstance(leaf, (int, float, complex))
+
+
+def devices_text(sharding: Any) -> str:
+    """Returns where a sharding lies, in words."""
+    if isinstance(sharding, NamedSharding):
+        return f"a mesh ({mesh_text(sharding.mesh)})"
+    names = sorted(str(device) for device in sharding.device_set)
+    return ", ".join(names[:3]) + ", ..." * (len(names) > 3)
 
 
 def mesh_text(mesh: Any) -> str:

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args, overload
 
@@ -19,7 +19,10 @@ from meshlayout.step.changes import (
     SETTING,
     Description,
     describe,
+    devices_text,
     differences,
+    is_array_like,
+    labelled,
     layout_of,
     mesh_text,
     named_leaves,
@@ -124,7 +127,12 @@ class _Program:
     first_call: Description
     seen: list[Description]  # what it was traced for
     loose: bool  # some batch leaf has no layout of its own: look at it every call
+    spread: bool  # several devices: JAX may crash on memory given twice, so look
     bounded: bool  # several CPU devices: bound what is in flight
+
+
+class _Retrace(Exception):  # noqa: N818 (no error: it stops a trace that has to wait)
+    """JAX traces a program again, and nothing has said why yet."""
 
 
 class CompiledStep:
@@ -132,8 +140,9 @@ class CompiledStep:
 
     Calling it raises StepError, before anything is run or used up, if what the step
     returns is not a pair, if its state has another structure, shape or dtype than
-    the one that came in, if the state was used up before, or if its leaves are no
-    arrays; and with `on_recompile="error"` if a new program would be needed.
+    the one that came in, if the state was used up before or holds an array twice, or
+    if leaves are no arrays or lie on other devices; and with `on_recompile="error"`
+    if a new program would be needed.
     """
 
     def __init__(
@@ -149,7 +158,8 @@ class CompiledStep:
         functools.update_wrapper(self, step)
         self._step = step
         self._name = getattr(step, "__name__", type(step).__name__)
-        self._names = _parameter_names(step, self._name)
+        self._names = _parameter_names(step, self._name, _BY_PLACE | _BY_NAME)
+        self._positional = _parameter_names(step, self._name, _BY_PLACE)
         for name in static_names:
             if self._names and name == self._names[0]:
                 msg = f"{self._name}: {name!r} is the state; it cannot be static."
@@ -163,6 +173,7 @@ class CompiledStep:
         self._layouts = layouts
         self._programs: dict[_Signature, _Program] = {}
         self._program: _Program | None = None
+        self._may_trace = False
         self._quiet = False
         self._in_flight = 0
 
@@ -186,16 +197,18 @@ class CompiledStep:
                 and _layouts_of(args[1:], kwargs) != program.signature.rest_layouts
             ):
                 program, args = self._switch(static, args, kwargs)
+            if program.spread and _gives_memory_twice(args, kwargs):
+                self._check_memory(args, kwargs)
             result = program.jitted(static, args[0], (args[1:], kwargs))
         except Exception as error:
             # Nothing has run: find out whether this call needs another program.
             program, args = self._after_error(error, static, args, kwargs)
-            result = program.jitted(static, args[0], (args[1:], kwargs))
+            result = self._run_traced(program, static, args, kwargs)
         if program.bounded:
             self._in_flight += 1
             if self._in_flight == _MAX_IN_FLIGHT:
                 self._in_flight = 0
-                jax.block_until_ready(result[0])
+                jax.block_until_ready(result)
         return result
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
@@ -217,6 +230,19 @@ class CompiledStep:
         finally:
             self._quiet = before
 
+    def _run_traced(
+        self, program: _Program, static: Any, args: Any, kwargs: Any
+    ) -> Any:
+        """Runs a program that was explained, and may be traced."""
+        before, self._may_trace = self._may_trace, True
+        try:
+            return program.jitted(static, args[0], (args[1:], kwargs))
+        except Exception as error:
+            self._check_arguments(args, kwargs)
+            raise error from None
+        finally:
+            self._may_trace = before
+
     def __repr__(self) -> str:
         return f"CompiledStep({self._name}, {len(self._programs)} layouts seen)"
 
@@ -232,13 +258,18 @@ class CompiledStep:
                 raise StepError(msg)
             kwargs = dict(kwargs)
             args = (kwargs.pop(self._names[0]),)
-        if not self._static_names:
-            return args, kwargs, ()
         kwargs = dict(kwargs)
         at = min(
             (self._names.index(n) for n in self._static_names if n in self._names),
-            default=len(args),
+            default=len(self._names),
         )
+        # By name or by place is the same program.
+        for name in self._positional[len(args) : at]:
+            if name not in kwargs:
+                break
+            args = (*args, kwargs.pop(name))
+        if not self._static_names:
+            return args, kwargs, ()
         if at < len(args):  # a static one among them: all from there on by name
             for name, value in zip(self._names[at:], args[at:], strict=False):
                 if name in kwargs:
@@ -288,9 +319,8 @@ class CompiledStep:
         signature = self._signature(args, kwargs)
         if signature not in self._programs:
             now = describe(self._names, static, args, kwargs)
-            self._explain(
-                now, [p.first_call for p in self._programs.values() if p.seen]
-            )
+            before = [p.first_call for p in self._programs.values() if p.seen]
+            self._explain(now, before)
             self._programs[signature] = self._make(signature, now)
         program = self._program = self._programs[signature]
         return program, (_placed(args[0], signature), *args[1:])
@@ -305,14 +335,16 @@ class CompiledStep:
         """Returns the program that this call needs instead, or raises."""
         if isinstance(error, StepError) or not args:
             raise error
-        self._check_alive(args[0])
-        self._check_leaves(args[0])
-        if (
-            self._program is None
-            or self._signature(args, kwargs) == self._program.signature
-        ):
+        self._check_arguments(args, kwargs)
+        program = self._program
+        if program is None:
             raise error
-        return self._switch(static, args, kwargs)
+        if self._signature(args, kwargs) != program.signature:
+            return self._switch(static, args, kwargs)
+        if not isinstance(error, _Retrace):
+            raise error
+        self._explain(describe(self._names, static, args, kwargs), program.seen)
+        return program, args
 
     def _make(self, signature: _Signature, now: Description) -> _Program:
         open_ = _jax.UNSPECIFIED
@@ -337,17 +369,19 @@ class CompiledStep:
         )
         devices = {
             device
-            for layout in signature.state_layouts
+            for layout in (*signature.state_layouts, *signature.rest_layouts)
             if layout is not None
             for device in layout.device_set
         }
+        spread = len(devices) > 1
         return _Program(
             signature,
             jitted,
             now,
             seen,
-            None in signature.rest_layouts,
-            len(devices) > 1 and next(iter(devices)).platform == "cpu",
+            loose=None in signature.rest_layouts,
+            spread=spread,
+            bounded=spread and next(iter(devices)).platform == "cpu",
         )
 
     # Inside the trace.
@@ -360,9 +394,8 @@ class CompiledStep:
         rest: Any,
     ) -> Any:
         args, kwargs = rest
-        now = describe(self._names, static, (state, *args), kwargs)
-        if seen and not self._quiet:
-            self._explain(now, seen)
+        if seen and not self._quiet and not self._may_trace:
+            raise _Retrace
         scope = in_force(self._layouts) if self._layouts else contextlib.nullcontext()
         with scope:
             result = self._step(state, *args, **kwargs, **dict(static))
@@ -375,7 +408,7 @@ class CompiledStep:
         new_state, aux = result
         kept = self._kept(state, new_state)
         if not self._quiet:
-            seen.append(now)
+            seen.append(describe(self._names, static, (state, *args), kwargs))
         return kept, aux
 
     def _explain(self, now: Description, before: list[Description]) -> None:
@@ -409,25 +442,75 @@ class CompiledStep:
             leaves.append(_jax.with_weak_type(now, before.weak_type))
         return jax.tree.unflatten(jax.tree.structure(old), leaves)
 
-    def _check_alive(self, state: Any) -> None:
-        for path, leaf in named_leaves(state):
-            array = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
-            if array and leaf.is_deleted():
+    # What is said of arguments that JAX refuses, or would crash on.
+
+    def _check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises StepError for arguments that no program can take."""
+        self._check_memory(args, kwargs)
+        for path, leaf in named_leaves(args[0]):
+            if not is_array_like(leaf):
+                msg = (
+                    f"{self._name}: the state's {path!r} is a {type(leaf).__name__}, "
+                    "no array. Keep it out of the state, or in a static field."
+                )
+                raise StepError(msg)
+        rest = labelled(self._names[1:], args[1:], kwargs)
+        for path, leaf in rest:
+            if not is_array_like(leaf):
+                name = path.partition("/")[0]
+                msg = (
+                    f"{self._name}: {path!r} is {leaf!r}, a {type(leaf).__name__} and "
+                    "no array. What the program depends on is named when it is made: "
+                    f"compile_step(static_argnames={name!r})."
+                )
+                raise StepError(msg)
+        self._check_devices(args[0], rest)
+
+    def _check_devices(self, state: Any, rest: list[tuple[str, Any]]) -> None:
+        """Raises StepError if arguments lie on other devices than the state."""
+        layouts = [layout_of(leaf) for leaf in jax.tree.leaves(state)]
+        first = next((one for one in layouts if one is not None), None)
+        for path, leaf in rest:
+            layout = layout_of(leaf)
+            if first is None or layout is None:
+                continue
+            if layout.device_set != first.device_set:
+                msg = (
+                    f"{self._name}: {path!r} lies on {devices_text(layout)}, and the "
+                    f"state on {devices_text(first)}. Move it with relayout(x, layout)."
+                )
+                raise StepError(msg)
+
+    def _check_memory(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises StepError if the state is used up, or given away twice."""
+        state = [
+            (path, leaf)
+            for path, leaf in named_leaves(args[0])
+            if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+        ]
+        seen: dict[int, str] = {}
+        for path, leaf in state:
+            if leaf.is_deleted():
                 msg = (
                     f"{self._name}: the state's {path!r} was used up by an earlier "
                     "call. Go on with the state that the call returned: "
                     f"state, aux = {self._name}(state, ...)."
                 )
                 raise StepError(msg)
-
-    def _check_leaves(self, state: Any) -> None:
-        for path, leaf in named_leaves(state):
-            if not hasattr(leaf, "dtype") and not isinstance(
-                leaf, (int, float, complex)
-            ):
+            if id(leaf) in seen:
                 msg = (
-                    f"{self._name}: the state's {path!r} is a {type(leaf).__name__}, "
-                    "no array. Keep it out of the state, or in a static field."
+                    f"{self._name}: the state's {seen[id(leaf)]!r} and {path!r} are "
+                    "one array, and its memory cannot be given away twice. Copy one of "
+                    "them with jax.numpy.copy."
+                )
+                raise StepError(msg)
+            seen[id(leaf)] = path
+        for path, leaf in labelled(self._names[1:], args[1:], kwargs):
+            if id(leaf) in seen:
+                msg = (
+                    f"{self._name}: {path!r} is the state's {seen[id(leaf)]!r}, whose "
+                    "memory the step gives away. Read it from the state inside the "
+                    "step, or copy it with jax.numpy.copy."
                 )
                 raise StepError(msg)
 
@@ -435,12 +518,16 @@ class CompiledStep:
 # Reading arguments.
 
 
-def _parameter_names(step: Callable[..., Any], name: str) -> tuple[str, ...]:
-    kinds = (
-        inspect.Parameter.POSITIONAL_ONLY,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-        inspect.Parameter.KEYWORD_ONLY,
-    )
+_BY_PLACE = {
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+}
+_BY_NAME = {inspect.Parameter.KEYWORD_ONLY}
+
+
+def _parameter_names(
+    step: Callable[..., Any], name: str, kinds: Collection[Any]
+) -> tuple[str, ...]:
     parameters = inspect.signature(step).parameters.values()
     names = tuple(one.name for one in parameters if one.kind in kinds)
     if not parameters:
@@ -452,6 +539,18 @@ def _parameter_names(step: Callable[..., Any], name: str) -> tuple[str, ...]:
 def _takes_any(step: Callable[..., Any]) -> bool:
     kinds = {one.kind for one in inspect.signature(step).parameters.values()}
     return inspect.Parameter.VAR_KEYWORD in kinds
+
+
+def _gives_memory_twice(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tells, fast, whether the state may be used up, or an array be given twice."""
+    leaves = jax.tree.leaves(args[0])
+    given = {*map(id, leaves)}
+    try:
+        used_up = True in [leaf.is_deleted() for leaf in leaves]
+    except AttributeError:  # NumPy arrays, numbers, tracers
+        return True
+    rest = map(id, jax.tree.leaves((args[1:], kwargs)))
+    return used_up or len(given) != len(leaves) or not given.isdisjoint(rest)
 
 
 def _layouts_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
