@@ -7,17 +7,23 @@ Everything else in the library uses the public API that jax 0.7.2 and later shar
 # pyright: reportAttributeAccessIssue=false
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import numpy as np
 from jax._src import core as jax_core, mesh as jax_mesh, xla_bridge
-from jax._src.interpreters import partial_eval
+from jax._src.interpreters import mlir, partial_eval
 from jax._src.lax import lax as jax_lax
 from jax._src.sharding_impls import UNSPECIFIED as UNSPECIFIED
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+
+try:
+    from jax._src.random import threefry2x32 as threefry
+except ImportError:  # jax 0.7
+    from jax._src import prng as threefry
 
 if TYPE_CHECKING:
     # jaxlib has no types: to a checker `jax.Device` is a variable, not a class.
@@ -102,6 +108,25 @@ def apply_operation(eqn: Any, operands: list[Any]) -> list[Any]:
     with eqn.ctx.manager:
         results = eqn.primitive.bind(*functions, *operands, **params)
     return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def compile_frugally(jitted: Any, operands: Sequence[Any], platform: str) -> Any:
+    """Compiles a jitted function so that random numbers take no memory but their own.
+
+    On CPU, JAX makes threefry's rounds a loop, which holds three arrays for each one
+    that it makes. As on other platforms, without the loop, they are one fused
+    operation: the same integers, sooner.
+
+    Args:
+        jitted: What `jax.jit` returned.
+        operands: Its arguments, abstract.
+        platform: Where it will run.
+    """
+    if platform != "cpu":
+        return jitted.lower(*operands).compile()
+    rules = ((threefry.threefry2x32_p, threefry._threefry2x32_lowering_rule),)
+    options = mlir.LoweringParameters(override_lowering_rules=rules)
+    return jitted.trace(*operands).lower(_private_parameters=options).compile()
 
 
 def inner_jaxprs(eqn: Any) -> list[Any]:

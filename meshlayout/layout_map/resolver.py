@@ -268,6 +268,9 @@ class Resolver:
                 return parse_spec(given, self._options.mesh).with_rank(rank)
             assert rule.layout is not None
             if rank not in rule.expanded:
+                # A pattern for arrays may match a scalar, such as a step number.
+                if not rank and rule.pattern != array.path and _needs_dims(rule):
+                    return None
                 rule.expanded[rank] = rule.layout.with_rank(rank)
             return rule.expanded[rank]
         except LayoutError as error:
@@ -300,6 +303,11 @@ class Resolver:
         size = layout.bytes_per_device(array.shape, array.dtype)
         self._fits[key] = _Fit(layout, lost, size)
         return self._fits[key]
+
+
+def _needs_dims(rule: ParsedRule) -> bool:
+    layout = rule.layout
+    return layout is not None and any(entry is not ... for entry in layout.specs)
 
 
 def _resolution(

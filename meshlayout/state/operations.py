@@ -54,6 +54,7 @@ class _Step:
     donated: tuple[int, ...]
     dead: list[Any]
     is_whole: bool
+    mesh: Mesh
 
 
 @dataclass
@@ -198,8 +199,12 @@ class Operations:
             for out in eqn.outvars:
                 sharding = self._sharding(out)
                 for var in eqn.invars:
-                    if not _is_literal(var) and var.aval.shape == out.aval.shape:
-                        self._shardings.setdefault(var, sharding)
+                    if _is_literal(var) or var in self._shardings:
+                        continue
+                    if var.aval.shape == out.aval.shape:
+                        self._shardings[var] = sharding
+                    elif (specs := _specs_before(eqn, sharding)) is not None:
+                        self._shardings[var] = self._tidy(var, specs)
 
     def _sharding(self, var: Any) -> NamedSharding:
         if _is_literal(var):
@@ -233,7 +238,15 @@ class Operations:
         # What nobody reads is not kept.
         dead += [v for v in outputs if v not in last_use and v not in kept]
         return _Step(
-            eqn, inputs, outputs, shardings_in, shardings_out, donated, dead, is_whole
+            eqn=eqn,
+            inputs=inputs,
+            outputs=outputs,
+            shardings_in=shardings_in,
+            shardings_out=shardings_out,
+            donated=donated,
+            dead=dead,
+            is_whole=is_whole,
+            mesh=self._mesh,
         )
 
     def _bytes(self, var: Any) -> int:
@@ -242,6 +255,46 @@ class Operations:
 
     def _compiled(self, step: _Step) -> Any:
         return _compile(_Key(step))
+
+
+def _specs_before(eqn: Any, sharding: NamedSharding) -> list[Any] | None:
+    """Returns how an operand has to lie for a reordering to move nothing.
+
+    None for other operations, and where there is no such cut.
+    """
+    name, shape = eqn.primitive.name, eqn.invars[0].aval.shape
+    specs = [*sharding.spec, *[None] * (eqn.outvars[0].aval.ndim - len(sharding.spec))]
+    if name == "transpose":
+        return [specs[at] for at in np.argsort(eqn.params["permutation"])]
+    if name == "broadcast_in_dim":
+        placed = eqn.params["broadcast_dimensions"]
+        of = zip(placed, shape, strict=True)
+        return [specs[at] if size > 1 else None for at, size in of]
+    if name not in ("reshape", "squeeze", "expand_dims"):
+        return None
+    # A cut of one dim is one of another dim that begins at the same place in memory.
+    before: list[Any] = [None] * len(shape)
+    starts = _starts(shape)
+    cuts = zip(specs, _starts(eqn.outvars[0].aval.shape), strict=True)
+    for spec, start in cuts:
+        if spec is None:
+            continue
+        axes = spec if isinstance(spec, tuple) else (spec,)
+        count = math.prod(sharding.mesh.shape[axis] for axis in axes)
+        fitting = [
+            dim
+            for dim, size in enumerate(shape)
+            if starts[dim] == start and size % count == 0 and before[dim] is None
+        ]
+        if not fitting:
+            return None
+        before[fitting[-1]] = spec
+    return before
+
+
+def _starts(shape: tuple[int, ...]) -> list[int]:
+    """Returns, for each dim, into how many runs the dims before it cut an array."""
+    return [math.prod(shape[:dim]) for dim in range(len(shape))]
 
 
 def _reusable(
@@ -301,6 +354,7 @@ class _Program:
 
     def __init__(self, step: _Step) -> None:
         self._shardings = step.shardings_in
+        platform = step.mesh.platform
         operands = [
             jax.ShapeDtypeStruct(
                 var.aval.shape,
@@ -317,7 +371,7 @@ class _Program:
             donate_argnums=step.donated,
         )
         with jax.disable_jit(disable=False):
-            self._compiled = jitted.lower(*operands).compile()
+            self._compiled = _jax.compile_frugally(jitted, operands, platform)
         self.memory_analysis: Callable[[], Any] = self._compiled.memory_analysis
         self.as_text: Callable[[], str | None] = self._compiled.as_text
 
