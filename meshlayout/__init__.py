@@ -26,12 +26,12 @@ from meshlayout.errors import (
     LayoutError as LayoutError,
     LayoutMapError as LayoutMapError,
     LayoutMapKeyError as LayoutMapKeyError,
+    LayoutWarning as LayoutWarning,
     MeshError as MeshError,
     MeshLayoutError as MeshLayoutError,
     RecompileWarning as RecompileWarning,
     StateError as StateError,
     StepError as StepError,
-    WholeArrayWarning as WholeArrayWarning,
 )
 from meshlayout.layout import MATCH as MATCH, UNSHARDED as UNSHARDED, Layout as Layout
 from meshlayout.layout_map import (

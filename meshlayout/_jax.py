@@ -62,13 +62,26 @@ def sharding_of(value: Any) -> jax.sharding.Sharding | None:
     if not isinstance(sharding, NamedSharding):
         return None
     types = sharding.mesh.axis_types
-    known = bool(types) and all(kind == AxisType.Explicit for kind in types)
-    return sharding if known else None
+    if not types or any(kind != AxisType.Explicit for kind in types):
+        return None
+    space = getattr(jax.typeof(value), "memory_space", None)
+    on_host = getattr(space, "name", "") == "Host"
+    return sharding.with_memory_kind("pinned_host") if on_host else sharding
 
 
 def is_extended(dtype: Any) -> bool:
     """Tells whether a dtype is one that NumPy does not have, as that of PRNG keys."""
     return jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+
+
+def is_array_dtype(dtype: Any) -> bool:
+    """Tells whether JAX arrays can have a dtype.
+
+    Raises:
+        TypeError: If it is no dtype.
+    """
+    kinds = (np.number, np.bool_, jax.dtypes.extended)
+    return any(jax.numpy.issubdtype(dtype, kind) for kind in kinds)
 
 
 def itemsize(dtype: Any) -> int:
@@ -168,6 +181,13 @@ def concrete_value(x: Any) -> Any:
         return x
     value = jax_core.to_concrete_value(x)
     return x if value is None else value
+
+
+def is_manual(x: Any) -> bool:
+    """Tells whether a value is one device's own shard, as inside shard_map."""
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    types = getattr(getattr(sharding, "mesh", None), "axis_types", ())
+    return any(kind == AxisType.Manual for kind in types)
 
 
 def is_staged(x: Any) -> bool:

@@ -61,7 +61,12 @@ def flatten(tree: Any) -> Flat:
     """
     if holds_modules(tree):
         tree = nnx.state(tree)
-    entries, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_box)
+    try:
+        entries, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_box)
+    except ValueError as error:  # keys of a dict that cannot be put in order
+        first = str(error).partition("\n")[0]
+        msg = f"JAX cannot take the tree apart: {first} Use keys of one type."
+        raise MeshLayoutError(msg) from None
     skip = _params_prefix(tree, entries)
     leaves: list[Leaf] = []
     inner: list[tuple[int, Any]] = []  # per entry: leaves, and the tree in its box

@@ -12,6 +12,7 @@ MeshLayoutError(ValueError)
 """
 
 import difflib
+import inspect
 from collections.abc import Iterable
 
 
@@ -50,8 +51,23 @@ class RecompileWarning(UserWarning):
     """A compiled step needs another program, and why."""
 
 
-class WholeArrayWarning(UserWarning):
-    """An array was whole on one device before it was cut, and why."""
+class LayoutWarning(UserWarning):
+    """A layout could not be kept to all the way, and why."""
+
+
+def stack_level() -> int:
+    """Returns how far up a warning has to point to name a line outside this library."""
+    inside = ("jax", "flax", "meshlayout")
+    plumbing = ("contextlib", "functools")
+    level = 0
+    frame = inspect.currentframe()
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if name.partition(".")[0] not in inside and name not in plumbing:
+            break
+        frame = frame.f_back
+        level += 1
+    return max(1, level)
 
 
 def did_you_mean(name: object, candidates: Iterable[str]) -> str:

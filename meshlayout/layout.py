@@ -237,7 +237,8 @@ class Layout:
                     "devices. Set the mesh with jax.set_mesh(mesh.jax_mesh)."
                 )
                 raise LayoutError(msg)
-            sharding = NamedSharding(mesh, sharding.spec)
+            kind = sharding.memory_kind
+            sharding = NamedSharding(mesh, sharding.spec, memory_kind=kind)
         entries = tuple(sharding.spec)
         if rank is not None:
             if len(entries) > _check_rank(rank):
@@ -489,7 +490,7 @@ class Layout:
         """
         shard_size = math.prod(self.shard_shape(global_shape))
         try:
-            if dtype is None:
+            if dtype is None or not _jax.is_array_dtype(dtype):
                 raise TypeError
             return shard_size * _jax.itemsize(dtype)
         except TypeError:

@@ -161,6 +161,9 @@ class Mesh:
         """
         return math.prod(self._shape[name] for name in self._check_axes(axis))
 
+    # It has axes by name, and is no sequence of them: see axis_names.
+    __iter__ = None
+
     def __contains__(self, axis: object) -> bool:
         return axis in self.axis_names
 
@@ -422,12 +425,10 @@ class Mesh:
         """DTensor's name for `axis_names`."""
         return self.axis_names
 
-    @property
     def device_type(self) -> str:
         """DTensor's name for `platform`, in capitals as it writes them."""
         return self.platform.upper()
 
-    @property
     def min_global_device_id(self) -> int:
         """The smallest device id of the mesh."""
         return min(int(device.id) for device in self.devices.flat)

@@ -313,14 +313,23 @@ def arange(
     if step == 0:
         msg = "arange cannot go in steps of 0."
         raise LayoutError(msg)
-    result = jnp.result_type(*(value for value in given.values() if value is not None))
-    chosen = _dtype(dtype, None) or np.dtype(result)
+    try:
+        found = [value for value in given.values() if value is not None]
+        chosen = _dtype(dtype, None) or np.dtype(jnp.result_type(*found))
+    except OverflowError:
+        msg = f"arange takes numbers that fit into a dtype, and got {given!r}."
+        raise LayoutError(msg) from None
     first, end = (0, start) if stop is None else (start, stop)
     size = max(0, math.ceil((end - first) / (1 if step is None else step)))
     work = chosen
     if jnp.issubdtype(chosen, jnp.floating) and jnp.finfo(chosen).bits < 32:
         work = np.dtype(np.float32)  # bfloat16 cannot count
-    start_, step_ = (np.asarray(value, work) for value in (first, step or 1))
+    try:
+        last = first + max(0, size - 1) * (step or 1)
+        start_, step_, _ = (np.asarray(one, work) for one in (first, step or 1, last))
+    except OverflowError:
+        msg = f"arange from {first!r} to {end!r} does not fit into dtype {work}."
+        raise LayoutError(msg) from None
     if not jnp.issubdtype(work, jnp.floating) or step in (None, 1) or first == 0:
         return _create(_arange, (size,), layout, chosen, (start_, step_))
     # Two roundings, as in jnp.arange: one program would fuse them into one.
@@ -470,7 +479,7 @@ def _finish(made: Any, layouts: list[Layout]) -> Any:
 
 
 def _is_final(x: jax.Array, layout: Layout) -> bool:
-    return not _jax.is_staged(x) and x.sharding == layout.sharding
+    return not _jax.is_staged(x) and _jax.sharding_of(x) == layout.sharding
 
 
 def _is_shape(node: Any) -> bool:

@@ -217,6 +217,22 @@ def as_array(x: Any, where: str) -> Any:
     if not is_jax_dtype(array.dtype):
         msg = f"{where}: {describe(x)} is not like an array of numbers."
         raise LayoutError(msg)
+    return check_range(array, where)
+
+
+def check_range(array: np.ndarray[Any, Any], where: str) -> np.ndarray[Any, Any]:
+    """Returns a NumPy array, or raises if JAX would make other integers of its own."""
+    dtype = _jax.canonical_dtype(array.dtype)
+    if dtype == array.dtype or array.dtype.kind not in "iu" or not array.size:
+        return array
+    low, high = int(array.min()), int(array.max())
+    limits = np.iinfo(dtype)
+    if low < limits.min or high > limits.max:
+        msg = (
+            f"{where}: it holds {high if high > limits.max else low}, and JAX makes "
+            f"{dtype} of {array.dtype}. Set jax_enable_x64, or give it another dtype."
+        )
+        raise LayoutError(msg)
     return array
 
 

@@ -3,10 +3,17 @@
 from collections import Counter
 from typing import Any
 
-from meshlayout.arrays.leaf import as_array, is_concrete_array, layout_of, move, resolve
+from meshlayout.arrays.leaf import (
+    as_array,
+    is_concrete_array,
+    layout_of,
+    move,
+    resolve,
+    with_full_rank,
+)
 from meshlayout.arrays.tree import LayoutLike, Tree, array_text, is_number_list
 from meshlayout.errors import LayoutError
-from meshlayout.layout import Layout
+from meshlayout.layout import MATCH, Layout
 
 
 def relayout(x: Any, layout: LayoutLike, *, donate: bool = False) -> Any:
@@ -152,10 +159,29 @@ def check_layout(x: Any, layout: LayoutLike) -> None:
     tree = Tree(x)
     for (where, leaf), one in zip(tree.named(), tree.spread(layout), strict=True):
         actual = layout_of(leaf, where)
-        expected = resolve(leaf, one, where)
-        if not _equivalent(actual, expected):
+        expected = with_full_rank(one, actual.rank, where)
+        if not _equivalent(*_without_matched(actual, expected)):
             msg = f"{where}: the layout is {actual!r}, and {expected!r} was expected."
             raise LayoutError(f"{msg} Move it with relayout(x, layout).")
+
+
+def _without_matched(actual: Layout, expected: Layout) -> tuple[Layout, Layout]:
+    """Leaves out the dims for which MATCH allows anything."""
+    if MATCH not in expected.specs:
+        return actual, expected
+    any_ = [entry is MATCH for entry in expected.specs]
+    one, other = (
+        Layout(
+            [
+                None if free else entry
+                for free, entry in zip(any_, layout.specs, strict=True)
+            ],
+            layout.mesh,
+            memory_kind=layout.memory_kind,
+        )
+        for layout in (actual, expected)
+    )
+    return one, other
 
 
 def _equivalent(a: Layout, b: Layout) -> bool:

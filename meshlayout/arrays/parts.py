@@ -87,6 +87,12 @@ def pack(parts: Iterable[Any], layout: LayoutLike, *, verify: bool = False) -> A
 
 def _pack_leaf(parts: list[Any], layout: Any, path: str, *, verify: bool) -> jax.Array:
     where = f"{path}: " if path else ""
+    if any(isinstance(part, Tracer) for part in parts):
+        msg = (
+            f"{where}pack joins arrays that lie on devices, and inside jit, grad or "
+            "vmap there are none yet. Pack outside, or use relayout."
+        )
+        raise LayoutError(msg)
     parts = [as_array(part, f"{where}part {at}") for at, part in enumerate(parts)]
     kinds = [(np.shape(part), dtype_of(part)) for part in parts]
     for at, kind in enumerate(kinds):

@@ -1,11 +1,12 @@
 """Activations: the layout map in force, and `constrain`."""
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import jax
 
 from meshlayout import _jax
-from meshlayout.errors import LayoutMapError
+from meshlayout.errors import LayoutMapError, LayoutWarning, stack_level
 
 
 if TYPE_CHECKING:
@@ -44,7 +45,11 @@ def constrain(x: Any, name: str) -> Any:
         The same values; inside jit, laid out by the rule.
 
     Raises:
-        LayoutMapError: If two rules disagree, or the layout does not fit.
+        LayoutMapError: If two rules disagree, or the layout does not fit; for
+            anything but one array; and inside `shard_map`.
+
+    Warns:
+        LayoutWarning: If `on_uneven="replicate"` left a dim unsharded.
 
     Example:
         >>> import meshlayout as ml
@@ -64,8 +69,23 @@ def constrain(x: Any, name: str) -> Any:
     snapshot = _map_in_force.value
     if snapshot is None:
         return x
-    shape, dtype = jax.numpy.shape(x), getattr(x, "dtype", None)
-    if dtype is None:
-        dtype = jax.numpy.result_type(x)
-    found = snapshot.layouts.match(name, shape, dtype)
-    return x if found is None else _jax.place(x, found.layout.sharding)
+    if not hasattr(x, "dtype") and not isinstance(x, (bool, int, float, complex)):
+        msg = (
+            f"constrain places one array, and {name!r} is a {type(x).__name__}. Call "
+            "it for each array, by a name of its own."
+        )
+        raise LayoutMapError(msg)
+    x = jax.numpy.asarray(x)
+    found = snapshot.layouts.match(name, x.shape, x.dtype)
+    if found is None:
+        return x
+    if found.fallback:
+        line = f"{name} {found.array}: {found.fallback} (rule {found.rule!r})."
+        warnings.warn(line, LayoutWarning, stacklevel=stack_level())
+    if _jax.is_manual(x):
+        msg = (
+            f"{name} {found.array}: inside shard_map every device works on its own "
+            "shard, which constrain cannot move. Call it outside of shard_map."
+        )
+        raise LayoutMapError(msg)
+    return _jax.place(x, found.layout.sharding)

@@ -1,5 +1,6 @@
 """Finds optimiser states inside a tree, and the parameters that lie beside them."""
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,16 +34,39 @@ class Beside:
 def find_beside(tree: Any) -> Iterator[Beside]:
     """Yields every optimiser state whose parameters are in the same tree.
 
-    That is a subtree named `opt_state`, as `nnx.Optimizer`, Flax's `TrainState` and
-    custom loops have it, with parameters of its structure beside it or beside what
-    it is part of, the nearest first.
+    That is an Optax state, or a subtree named `opt_state` (in an NNX state, dicts
+    stand for Optax's types), with parameters of its structure beside it or beside
+    what it is part of, the nearest first.
 
     Args:
         tree: What a layout map resolves.
     """
     if _paths.holds_modules(tree):
         tree = nnx.state(tree)
-    yield from _walk(_Part("", tree, 0), [])
+    if _holds_optimizer(tree):
+        yield from _walk(_Part("", tree, 0), [])
+
+
+def _holds_optimizer(tree: Any) -> bool:
+    """Tells, fast, whether there may be an optimiser state."""
+    if any(map(_is_optax, jax.tree.leaves(tree, is_leaf=_is_optax))):
+        return True
+    paths = jax.tree_util.tree_leaves_with_path(tree)
+    return any(_is_named(key) for keys, _ in paths for key in keys)
+
+
+def _is_named(key: Any) -> bool:
+    return OPT_STATE in (getattr(key, "key", None), getattr(key, "name", None))
+
+
+def _is_optax(node: Any) -> bool:
+    """Tells whether a node is a state that one of Optax's transformations made."""
+    return _is_optax_type(type(node))
+
+
+@functools.cache
+def _is_optax_type(kind: type) -> bool:
+    return hasattr(kind, "_fields") and kind.__module__.partition(".")[0] == "optax"
 
 
 @dataclass(frozen=True)
@@ -66,13 +90,18 @@ def _walk(part: _Part, around: list[_Part]) -> Iterator[Beside]:
     """Walks down; `around` are the neighbours passed on the way, nearest first."""
     parts = part.parts()
     for one in parts:
-        nearest = [other for other in parts if other is not one]
+        others = [other for other in parts if other is not one]
+        nearest = [other for other in others if not _is_state(other)]
         # Others may have the same structure, such as an average of the parameters.
         nearest.sort(key=lambda other: other.name not in ("params", "model"))
-        if one.name == OPT_STATE:
+        if _is_state(one):
             yield from _owned(one, nearest + around)
         else:
             yield from _walk(one, nearest + around)
+
+
+def _is_state(part: _Part) -> bool:
+    return part.name == OPT_STATE or _is_optax(part.node)
 
 
 def _owned(opt_state: _Part, candidates: list[_Part]) -> Iterator[Beside]:

@@ -25,8 +25,7 @@ class Explanation:
         bytes_per_device: Bytes on each device, all leaves together.
         replicated_bytes: Bytes on each device if everything were replicated.
         dead_rules: Patterns that match nothing, with the paths they almost matched.
-        shadowed_rules: Patterns that match leaves but decide none, with the patterns
-            that win.
+        shadowed_rules: Patterns that match leaves but decide none, with what wins.
         large_replicated: Paths of large leaves that every device holds whole.
     """
 
@@ -55,7 +54,7 @@ class Explanation:
             ),
             *(
                 f"shadowed rule: {pattern!r} decides nothing; "
-                f"{', '.join(map(repr, winners))} wins wherever it matches."
+                f"where it matches, {', '.join(winners)} wins."
                 for pattern, winners in self.shadowed_rules.items()
             ),
             *(f"large and replicated: {path}" for path in self.large_replicated),
@@ -122,8 +121,11 @@ def explain(
         resolved: What was decided.
         matching: For each pattern of the map, the paths that it matches.
     """
-    deciding = {found.path: found.rule for found in resolved.resolutions}
-    used = set(deciding.values())
+    used = {found.rule for found in resolved.resolutions}
+    deciding = {
+        found.path: repr(found.rule) if found.rule else f"the layout {found.reason}"
+        for found in resolved.resolutions
+    }
     paths = list(deciding)
     dead = {
         pattern: nearest_paths(pattern, paths)
@@ -131,9 +133,7 @@ def explain(
         if not matched and pattern not in used
     }
     shadowed = {
-        pattern: tuple(
-            sorted({deciding[path] or "the layer's own layout" for path in matched})
-        )
+        pattern: tuple(sorted({deciding[path] for path in matched}))
         for pattern, matched in matching.items()
         if matched and pattern not in used
     }

@@ -1,5 +1,6 @@
 """`LayoutMap`: a mapping from patterns to layouts, and how it is resolved."""
 
+import warnings
 from collections.abc import (
     Callable,
     Iterable,
@@ -12,12 +13,19 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import numpy as np
 
 from meshlayout import _paths, _render
-from meshlayout.errors import LayoutMapError, LayoutMapKeyError, did_you_mean
+from meshlayout.errors import (
+    LayoutMapError,
+    LayoutMapKeyError,
+    LayoutWarning,
+    did_you_mean,
+    stack_level,
+)
 from meshlayout.layout import Layout
 from meshlayout.layout_map.activations import Snapshot
-from meshlayout.layout_map.beside import OPT_STATE, find_beside
+from meshlayout.layout_map.beside import find_beside
 from meshlayout.layout_map.explain import Explanation, explain
 from meshlayout.layout_map.follow import find_slots
 from meshlayout.layout_map.resolution import Resolution, Resolved
@@ -28,6 +36,7 @@ from meshlayout.layout_map.rules import (
     ParsedRule,
     RuleLike,
     Unmatched,
+    Unused,
     check_option,
     parse_rule,
 )
@@ -64,6 +73,9 @@ class LayoutMap(MutableMapping[str, Any]):
         on_uneven: What to do with a dim that does not divide into its shards:
             `"error"`, or `"replicate"` to leave that dim unsharded. Recorded in the
             resolution's `fallback`. A `Rule` can say otherwise for itself.
+        unused: What `create` and `scope` do about a rule that matches no path:
+            `"warn"`, `"error"`, or `"ignore"` for maps that also serve activations
+            and other models.
         logical_axes: Mesh axes (or None) by logical axis name, for leaves with
             Flax's partitioning metadata that no pattern matches.
 
@@ -89,7 +101,8 @@ class LayoutMap(MutableMapping[str, Any]):
         conflict: Conflict = "error",
         unmatched: Unmatched = "replicate",
         on_uneven: OnUneven = "error",
-        logical_axes: Mapping[str, Any] | None = None,
+        unused: Unused = "warn",
+        logical_axes: "Mapping[str, Any] | Iterable[tuple[str, Any]] | None" = None,
     ) -> None:
         mesh = as_mesh(mesh)
         self._options = Options(
@@ -98,6 +111,7 @@ class LayoutMap(MutableMapping[str, Any]):
             check_option("conflict", conflict, Conflict),
             check_option("unmatched", unmatched, Unmatched),
             check_option("on_uneven", on_uneven, OnUneven),
+            check_option("unused", unused, Unused),
             _check_logical(logical_axes, mesh),
         )
         if default is not None and unmatched == "error":
@@ -123,7 +137,7 @@ class LayoutMap(MutableMapping[str, Any]):
         Raises:
             LayoutMapKeyError: If no rule has this pattern.
         """
-        if pattern not in self._rules:
+        if pattern not in self:
             raise LayoutMapKeyError(self._missing(pattern))
         return self._rules[pattern].value()
 
@@ -149,7 +163,7 @@ class LayoutMap(MutableMapping[str, Any]):
         Raises:
             LayoutMapKeyError: If no rule has this pattern.
         """
-        if pattern not in self._rules:
+        if pattern not in self:
             raise LayoutMapKeyError(self._missing(pattern))
         del self._rules[pattern]
         self._snapshot = None
@@ -161,7 +175,7 @@ class LayoutMap(MutableMapping[str, Any]):
         return len(self._rules)
 
     def __contains__(self, pattern: object) -> bool:
-        return pattern in self._rules
+        return isinstance(pattern, str) and pattern in self._rules
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, LayoutMap):
@@ -233,7 +247,7 @@ class LayoutMap(MutableMapping[str, Any]):
             owners = [resolver.leaf(leaf) for leaf in _paths.flatten(params).leaves]
             return self.resolve_slots(tree, params, owners)
         flat = _paths.flatten(tree)
-        inside = list(find_beside(tree)) if _has_optimizer(flat) else []
+        inside = list(find_beside(tree))
         slots = {at for one in inside for at in one.places}
         found = [
             None if at in slots else resolver.leaf(leaf)
@@ -257,10 +271,13 @@ class LayoutMap(MutableMapping[str, Any]):
             owners: The resolution of each leaf of `params`.
 
         Raises:
-            LayoutMapError: If rules for the slots alone disagree or do not fit.
+            LayoutMapError: If rules for the slots alone disagree or do not fit, or
+                no part of the state has the structure of the parameters.
         """
         flat = _paths.flatten(opt_state)
         slots = find_slots(opt_state, params)
+        if not any(slots):
+            _check_follows_nothing(flat, params)
         return _resolved(flat, self._resolver().slots(flat.leaves, slots, owners))
 
     def explain(self, tree: Any, *, params: Any = None) -> Explanation:
@@ -288,6 +305,36 @@ class LayoutMap(MutableMapping[str, Any]):
             for rule in set(resolver.speaking_for(found.path)):
                 matching[rule.pattern].append(found.path)
         return explain(self.mesh, resolved, matching)
+
+    def check_used(self, resolved: Resolved) -> None:
+        """Warns or raises, as `unused` says, about rules that match no path.
+
+        Args:
+            resolved: The layouts of everything that was made.
+
+        Raises:
+            LayoutMapError: If `unused` is `"error"`.
+
+        Warns:
+            LayoutWarning: If it is `"warn"`.
+        """
+        used = {found.rule for found in resolved.resolutions}
+        if self._options.unused == "ignore" or used.issuperset(self._rules):
+            return
+        facts = [
+            f"rule {pattern!r} matches no path"
+            + (f" (nearest: {', '.join(near)})" if near else "")
+            for pattern, near in self.explain_resolved(resolved).dead_rules.items()
+        ]
+        if not facts:
+            return
+        line = (
+            f"{'; '.join(facts)}. Correct it, or give the map unused='ignore' if it is "
+            "for activations or other models."
+        )
+        if self._options.unused == "error":
+            raise LayoutMapError(line)
+        warnings.warn(line, LayoutWarning, stacklevel=stack_level())
 
     def scope(self) -> AbstractContextManager["LayoutMap"]:
         """Returns a context in which models are born with these layouts.
@@ -331,6 +378,7 @@ class LayoutMap(MutableMapping[str, Any]):
             "conflict": options.conflict,
             "unmatched": options.unmatched,
             "on_uneven": options.on_uneven,
+            "unused": options.unused,
             "logical_axes": options.logical_axes,
         }
 
@@ -347,6 +395,7 @@ _DEFAULTS = {
     "conflict": "error",
     "unmatched": "replicate",
     "on_uneven": "error",
+    "unused": "warn",
     "logical_axes": None,
 }
 
@@ -360,8 +409,17 @@ def register_scope_factory(
     _scope_factory[:] = [factory]
 
 
-def _has_optimizer(flat: _paths.Flat) -> bool:
-    return any(OPT_STATE in leaf.path for leaf in flat.leaves)
+def _check_follows_nothing(opt_state: _paths.Flat, params: Any) -> None:
+    """Raises LayoutMapError if a state that follows no parameter holds arrays."""
+    for leaf in opt_state.leaves:
+        if np.shape(leaf.value):
+            names = [one.path for one in _paths.flatten(params).leaves]
+            msg = (
+                f"no part of the optimiser state, such as {leaf.path!r}, has the "
+                f"structure of params=, whose paths are {', '.join(names[:3])}"
+                f"{', ...' * (len(names) > 3)}. Pass what optimizer.init was given."
+            )
+            raise LayoutMapError(msg)
 
 
 def _resolved(flat: _paths.Flat, found: list[Resolution | None]) -> Resolved:
@@ -384,15 +442,24 @@ def _pairs(rules: Any) -> list[tuple[Any, Any]]:
 def _check_logical(axes: Any, mesh: Mesh) -> dict[str, Any] | None:
     if axes is None:
         return None
+    try:
+        axes = dict(axes)  # a mapping, or pairs as Flax has them
+    except (TypeError, ValueError):
+        msg = (
+            f"logical_axes maps names to mesh axes, and got {axes!r}. Write "
+            "{'embed': 'model', 'batch': None}."
+        )
+        raise LayoutMapError(msg) from None
     for name, meant in axes.items():
-        for axis in (meant,) if isinstance(meant, str) else tuple(meant or ()):
+        meant = (meant,) if isinstance(meant, str) else () if meant is None else meant
+        for axis in meant if isinstance(meant, (tuple, list)) else (meant,):
             if axis not in mesh:
                 msg = (
                     f"logical_axes maps {name!r} to {axis!r}, which is no axis of "
                     f"{mesh!r}.{did_you_mean(axis, mesh.axis_names)}"
                 )
                 raise LayoutMapError(msg)
-    return dict(axes)
+    return axes
 
 
 def _value_text(value: Any) -> str:

@@ -108,6 +108,9 @@ class Resolved:
         Args:
             text: What `to_lock` returned when the layouts were last reviewed.
         """
+        if not isinstance(text, str):
+            msg = f"check_lock takes the text of to_lock(), and got {text!r}."
+            raise LayoutMapError(msg)
         locked = [line.rstrip() for line in text.strip().splitlines()]
         current = self.to_lock().splitlines()
         if locked == current:

@@ -25,6 +25,7 @@ from meshlayout.layout_map.rules import (
     OnUneven,
     ParsedRule,
     Unmatched,
+    Unused,
     parse_spec,
 )
 from meshlayout.mesh import Mesh
@@ -39,6 +40,7 @@ class Options:
     conflict: Conflict
     unmatched: Unmatched
     on_uneven: OnUneven
+    unused: Unused
     logical_axes: Mapping[str, Any] | None
 
 
@@ -244,7 +246,8 @@ class Resolver:
         layout = default and self._expand(default, array)
         if layout is None:
             return self._whole(array, "default")
-        fit = self._fit(array, layout, self._options.on_uneven, "default, ")
+        policy = (default and default.on_uneven) or self._options.on_uneven
+        fit = self._fit(array, layout, policy, "default, ")
         return _resolution(array, fit, None, "default")
 
     def _whole(self, array: _Array, reason: str, lost: str | None = None) -> Resolution:

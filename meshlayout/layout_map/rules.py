@@ -15,6 +15,7 @@ from meshlayout.mesh import Mesh
 
 OnUneven: TypeAlias = Literal["error", "replicate"]
 Conflict: TypeAlias = Literal["error", "first"]
+Unused: TypeAlias = Literal["warn", "error", "ignore"]
 Unmatched: TypeAlias = Literal["replicate", "error"]
 
 LayoutFunction: TypeAlias = Callable[[str, tuple[int, ...], Any], Any]

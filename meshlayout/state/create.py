@@ -125,6 +125,8 @@ def place(
         )
         raise StateError(msg)
     resolved = (resolve or layouts.resolve)(traced.node)
+    if resolve is None:
+        layouts.check_used(resolved)
     found = iter(jax.tree.leaves(resolved.layouts))
     flat = [next(found) if has_layout(leaf.value) else None for leaf in traced.leaves]
     placed = Placed(traced, flat, layouts.mesh)

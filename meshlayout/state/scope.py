@@ -23,7 +23,7 @@ from flax import errors as flax_errors, linen as nn, nnx
 
 from meshlayout import _jax, _paths
 from meshlayout._cuts import spread
-from meshlayout.errors import LayoutMapError, StateError, WholeArrayWarning
+from meshlayout.errors import LayoutMapError, LayoutWarning, StateError, stack_level
 from meshlayout.layout import Layout
 from meshlayout.layout_map import (
     LayoutMap,
@@ -68,8 +68,11 @@ class Scope:
 
     def finish(self) -> None:
         """Gives every module the layouts of its final paths, or raises."""
+        found: list[Resolution] = []
         for root in self._roots:
-            self._move(root, strict=True)
+            found.extend(self._move(root, strict=True))
+        if self._roots:
+            self.layouts.check_used(Resolved(None, tuple(found)))
         for optimizer, model in self._optimizers:
             self._follow(optimizer, model)
 
@@ -124,7 +127,7 @@ class Scope:
                 "argument: its arrays are made whole on one device, and cut then. Pass "
                 "the Rngs to it, as rngs=rngs."
             )
-            warnings.warn(line, WholeArrayWarning, stacklevel=4)
+            warnings.warn(line, LayoutWarning, stacklevel=stack_level())
             return self._composed(cls, args, kwargs)
         description = place(traced, self.layouts, self._lenient)
         made, nodes = description.placed.make(inputs)
@@ -150,15 +153,16 @@ class Scope:
             return found and found.layout
         return spread(self.layouts.mesh, found.shape)
 
-    def _move(self, module: nnx.Module, *, strict: bool) -> None:
+    def _move(self, module: nnx.Module, *, strict: bool) -> tuple[Resolution, ...]:
         """Relays a module's arrays out by their paths below it."""
         try:
-            layouts, _ = self.layouts.resolve(module)
+            resolved = self.layouts.resolve(module)
         except LayoutMapError:
             if strict:
                 raise
-            return
-        _lay_out(module, layouts)
+            return ()
+        _lay_out(module, resolved.layouts)
+        return resolved.resolutions
 
     def _follow(self, optimizer: nnx.Optimizer[Any], model: nnx.Module) -> None:
         """Relays an optimiser's state out as its parameters lie now."""

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlayout import _jax, _paths, _render
-from meshlayout.errors import RecompileWarning, StepError, did_you_mean
+from meshlayout.errors import RecompileWarning, StepError, did_you_mean, stack_level
 from meshlayout.layout_map import LayoutMap, in_force
 from meshlayout.step.changes import (
     SETTING,
@@ -420,7 +420,7 @@ class CompiledStep:
         line = f"{self._name} recompiles: {first}."
         if self._on_recompile == "error":
             raise StepError(line)
-        warnings.warn(line, RecompileWarning, stacklevel=_stacklevel())
+        warnings.warn(line, RecompileWarning, stacklevel=stack_level())
 
     def _kept(self, old: Any, new: Any) -> Any:
         """Returns the new state, or raises if it is not of the old one's kind."""
@@ -584,16 +584,3 @@ def _one_mesh(name: str, state: Any, layouts: list[Any]) -> tuple[Any, ...]:
             )
             raise StepError(msg)
     return tuple(whole if layout is None else layout for layout in layouts)
-
-
-def _stacklevel() -> int:
-    """Returns the depth of the first frame outside this module and JAX."""
-    depth = 1
-    frame = inspect.currentframe()
-    while frame is not None and (
-        frame.f_globals.get("__name__", "").partition(".")[0] in ("jax", "meshlayout")
-        or frame.f_globals.get("__name__") in ("contextlib", "functools")
-    ):
-        frame = frame.f_back
-        depth += 1
-    return max(2, depth - 1)
