@@ -59,9 +59,9 @@ def flatten(tree: Any) -> Flat:
     Raises:
         MeshLayoutError: If two leaves have the same path.
     """
-    if holds_modules(tree):
-        tree = nnx.state(tree)
     try:
+        if holds_modules(tree):
+            tree = nnx.state(tree)
         entries, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_box)
     except ValueError as error:  # keys of a dict that cannot be put in order
         first = str(error).partition("\n")[0]

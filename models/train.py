@@ -295,7 +295,10 @@ def make_setting(
     try:
         mesh = ml.create_mesh(axes)
     except ml.MeshError as error:
-        raise OptionError(f"argument --mesh: {error}") from error
+        # The rest of that sentence is for who writes Python.
+        fact, is_count, _ = str(error).partition(", or give ")
+        way = "; on CPU, --virtual-devices says how many there are" if is_count else ""
+        raise OptionError(f"argument --mesh: {fact}{way}") from error
     for axis in mesh.axis_names:
         if axis not in ("batch", "model"):
             raise OptionError(

@@ -408,6 +408,15 @@ def test_check_layout_compares_by_meaning(value):
     ma.check_layout({"a": [x]}, {"a": BATCH_8.layout("batch", ...)})
 
 
+def test_match_allows_anything_for_its_dim_whatever_the_axes_are_called(value):
+    x = ma.relayout(value, ml.create_mesh("batch=2,model=4").layout("batch", "model"))
+    other = ml.create_mesh("x=2,model=4")
+    ma.check_layout(x, other.layout(ml.MATCH, "model"))
+    ma.check_layout(x, other.layout("x", ml.MATCH))
+    with pytest.raises(ml.LayoutError, match="was expected"):
+        ma.check_layout(x, other.layout(ml.MATCH, None))
+
+
 @pytest.mark.parametrize(("actual", "expected"), [*itertools.combinations(LAYOUTS, 2)])
 def test_check_layout_tells_different_layouts_apart(value, actual, expected):
     x = ma.relayout(value, actual)
@@ -546,6 +555,17 @@ def test_creators_work_inside_jit_and_on_explicit_axes():
     assert same_bits(made, jax.random.normal(jax.random.key(0), (8, 8)))
 
 
+def test_created_arrays_have_gradients():
+    layout = BATCH_8.layout("batch", None)
+    x = jnp.linspace(0.0, 1.0, 32).reshape(8, 4)
+    grad = jax.grad(lambda v: ma.call_with_layout(jnp.sin, layout, v).sum())(x)
+    np.testing.assert_allclose(grad, np.cos(x), rtol=1e-6)
+    assert jax.grad(lambda s: ma.full((8, 4), s, layout).sum())(2.0) == 32
+    key = jax.random.key(0)
+    grad = jax.grad(lambda s: ma.uniform(key, (8, 4), layout, maxval=s).sum())(3.0)
+    np.testing.assert_allclose(grad, jax.random.uniform(key, (8, 4)).sum(), rtol=1e-6)
+
+
 def test_creating_the_same_again_compiles_nothing():
     layout = MESH_4X2.layout("batch", "model")
 
@@ -654,6 +674,34 @@ def deleted():
 
 B = BATCH_8.layout("batch", None)
 BAD = {
+    "integers that JAX would change": (
+        lambda: ma.copy_to_mesh([2**40, 1], ONE.layout(None)),
+        "the list: it holds 1099511627776, and JAX makes int32 of int64. Set "
+        "jax_enable_x64, or give it another dtype.",
+    ),
+    "NumPy integers that JAX would change": (
+        lambda: ma.relayout({"x": np.array([-(2**40), 1])}, ONE.layout(None)),
+        "x i64[2]: it holds -1099511627776, and JAX makes int32 of int64. Set "
+        "jax_enable_x64, or give it another dtype.",
+    ),
+    "parts that JAX would change": (
+        lambda: ma.pack([[2**40]] * 8, BATCH_8.layout("batch")),
+        "part 0: it holds 1099511627776, and JAX makes int32 of int64. Set "
+        "jax_enable_x64, or give it another dtype.",
+    ),
+    "packing inside jit": (
+        lambda: jax.jit(lambda x: ma.pack([x] * 8, B))(np.ones((1, 2))),
+        "pack joins arrays that lie on devices, and inside jit, grad or vmap there are "
+        "none yet. Pack outside, or use relayout.",
+    ),
+    "a range beyond the dtype": (
+        lambda: ma.arange(2**31, 2**31 + 8, layout=BATCH_8.layout("batch")),
+        "arange from 2147483648 to 2147483656 does not fit into dtype int32.",
+    ),
+    "a range that ends beyond the dtype": (
+        lambda: ma.arange(0, 2**40, 2**30, layout=BATCH_8.layout(None), dtype="int32"),
+        "arange from 0 to 1099511627776 does not fit into dtype int32.",
+    ),
     "too few parts": (
         lambda: ma.pack([np.ones((2, 3), np.float32)] * 7, B),
         "parts f32[2, 3]: got 7 parts for the 8 devices of Mesh(batch=8). Give one part "

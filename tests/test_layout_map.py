@@ -1,10 +1,12 @@
 """A layout map: what it holds, what it refuses, and which rule decides."""
 
+import functools
 import pickle
 import re
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from flax import linen as nn, nnx
 from hypothesis import given, settings, strategies as st
@@ -330,6 +332,48 @@ def test_a_map_that_changes_is_traced_again(mesh):
         assert str(ml.Layout.of(traced(jnp.ones(8)))) == "[model]"
 
 
+def test_a_dim_that_an_activation_cannot_cut_is_said(mesh):
+    rules = {"u": ml.Rule(("batch", ...), on_uneven="replicate")}
+    with ml.LayoutMap(mesh, rules).scope(), pytest.warns(ml.LayoutWarning) as caught:
+        ml.constrain(jnp.ones((3, 8)), "u")
+    assert [str(one.message) for one in caught] == [
+        "u f32[3, 8]: dim 0 left unsharded: size 3 does not divide into 2 shards over "
+        "batch (rule 'u')."
+    ]
+
+
+def test_the_default_may_have_a_policy_of_its_own(mesh):
+    default = ml.Rule(("model", ...), on_uneven="replicate")
+    found = ml.LayoutMap(mesh, default=default).resolve({"x": jnp.ones((6, 8))})["x"]
+    assert str(found.layout) == "[unsharded, unsharded]"
+    assert found.fallback == (
+        "dim 0 left unsharded: size 6 does not divide into 4 shards over model"
+    )
+
+
+def test_logical_axes_may_be_pairs_as_flax_has_them(mesh):
+    pairs = [("embed", "model"), ("batch", None)]
+    assert ml.LayoutMap(mesh, logical_axes=pairs) == ml.LayoutMap(
+        mesh, logical_axes=dict(pairs)
+    )
+
+
+def constrained(mesh, x):
+    with ml.LayoutMap(mesh, {"h": ("batch", ...)}).scope():
+        return ml.constrain(x, "h")
+
+
+def in_shard_map(mesh):
+    spec = jax.sharding.PartitionSpec("model")
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh.jax_mesh, in_specs=spec, out_specs=spec)
+    def inside(x):
+        return constrained(mesh, x)
+
+    return inside(jnp.ones(8))
+
+
 # What is refused.
 
 MESH = "Mesh(batch=2, model=4)"
@@ -475,6 +519,70 @@ LEAVES = {
         "and got 'model' of type str. Write ('model', ...) to shard the first dim.",
     ),
 }
+
+
+OPTIONS = {
+    "an option's value": (
+        lambda m: ml.LayoutMap(m, unused="eror"),
+        "unused='eror' is not one of 'warn', 'error', 'ignore'. Did you mean 'error'?",
+    ),
+    "logical axes that map nothing": (
+        lambda m: ml.LayoutMap(m, logical_axes=3),
+        "logical_axes maps names to mesh axes, and got 3. Write {'embed': 'model', "
+        "'batch': None}.",
+    ),
+    "a logical axis that is no name": (
+        lambda m: ml.LayoutMap(m, logical_axes={"x": 3}),
+        f"logical_axes maps 'x' to 3, which is no axis of {MESH}.",
+    ),
+    "a lock that is no text": (
+        lambda m: ml.LayoutMap(m).resolve({"x": 1}).check_lock(None),
+        "check_lock takes the text of to_lock(), and got None.",
+    ),
+    "a key that cannot be one": (
+        lambda m: ml.LayoutMap(m)[[]],
+        "no rule has the pattern []. To find the layout of a path, use match(path, "
+        "shape, dtype).",
+    ),
+    "keys in no order": (
+        lambda m: ml.LayoutMap(m).resolve({1: jnp.ones(2), "1": jnp.ones(2)}),
+        None,
+    ),
+    "parameters of another model": (
+        lambda m: ml.LayoutMap(m).resolve(
+            optax.adam(1.0).init({"a": jnp.ones(8)}), params={"z": jnp.ones(3)}
+        ),
+        "no part of the optimiser state, such as '0/mu/a', has the structure of params=, "
+        "whose paths are z. Pass what optimizer.init was given.",
+    ),
+    "an activation that is a tree": (
+        lambda m: constrained(m, {"a": jnp.ones(8)}),
+        "constrain places one array, and 'h' is a dict. Call it for each array, by a "
+        "name of its own.",
+    ),
+    "an activation that is a text": (
+        lambda m: constrained(m, "abc"),
+        "constrain places one array, and 'h' is a str. Call it for each array, by a "
+        "name of its own.",
+    ),
+    "an activation inside shard_map": (
+        in_shard_map,
+        "h f32[2]: inside shard_map every device works on its own shard, which constrain "
+        "cannot move. Call it outside of shard_map.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_what_else_is_refused(name, mesh):
+    call, message = OPTIONS[name]
+    with pytest.raises(ml.MeshLayoutError) as caught:
+        call(mesh)
+    if message is None:  # begins with JAX's own words
+        assert str(caught.value).startswith("JAX cannot take the tree apart: ")
+        assert str(caught.value).endswith(" Use keys of one type.")
+    else:
+        assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("name", INSERTIONS)

@@ -217,13 +217,13 @@ def test_dtensor_spellings_are_aliases():
     assert MESH.dim_size("model") == 4
     assert MESH.contains_dim("batch")
     assert not MESH.contains_dim("zzz")
-    assert MESH.device_type == "CPU"
+    assert MESH.device_type() == "CPU"
     assert MESH.num_local_devices() == 8
     assert MESH.local_device_ids() == list(range(8))
     assert MESH.global_device_ids() == list(range(8))
     assert MESH.local_device_locations() == MESH.unravel_index()
-    assert MESH.min_global_device_id == 0
-    assert create_mesh({"a": 2}, devices=["CPU:6", "CPU:3"]).min_global_device_id == 3
+    assert MESH.min_global_device_id() == 0
+    assert create_mesh({"a": 2}, devices=["CPU:6", "CPU:3"]).min_global_device_id() == 3
 
 
 def test_a_mesh_does_not_change():

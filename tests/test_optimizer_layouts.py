@@ -271,6 +271,29 @@ def test_linen_variables_and_plain_dicts_beside_an_optimiser_state(mesh):
     assert str(found["opt_state/0/nu/kernel"].layout) == "[model]"
 
 
+@pytest.mark.parametrize("key", ["opt", "optimizer_state", "x"])
+def test_an_optax_state_is_known_by_its_type(mesh, key):
+    params = {"dense": {"kernel": jax.numpy.ones((8, 16))}}
+    layouts = ml.LayoutMap(mesh, {r"^(0/|p/)dense/kernel$": ("batch", "model")})
+    tx = optax.chain(optax.ema(0.9), optax.adam(1.0), optax.trace(0.9))
+    state = tx.init(params)
+    for tree, start in (((params, state), "1"), ({"p": params, key: state}, key)):
+        found = layouts.resolve(tree)
+        slots = [one for one in found.resolutions if one.path.endswith("dense/kernel")]
+        assert len(slots) == 5
+        assert {str(one.layout) for one in slots} == {"[batch, model]"}
+        assert found[f"{start}/1/0/mu/dense/kernel"].reason.startswith("follows")
+
+
+def test_adafactor_beside_its_parameters_needs_no_rule_of_its_own(mesh):
+    params = {"dense": {"kernel": jax.numpy.ones((8, 16))}}
+    state = optax.adafactor(1.0, min_dim_size_to_factor=8).init(params)
+    layouts = ml.LayoutMap(mesh, {"dense/kernel": ("batch", "model")})
+    found = layouts.resolve((params, state))
+    assert str(found["1/0/v_row/dense/kernel"].layout) == "[batch]"
+    assert str(found["1/0/v_col/dense/kernel"].layout) == "[model]"
+
+
 def test_an_optimiser_state_alone_is_laid_out_by_rules(mesh):
     state = {"opt_state": optax.adam(1e-3).init({"a": jax.numpy.ones(8)})}
     found = ml.LayoutMap(mesh, {"mu/a": ("model",)}).resolve(state)

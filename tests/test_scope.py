@@ -249,6 +249,38 @@ def test_the_callers_rngs_advance_as_without_a_scope(seed):
     assert_same_bits(rngs, plain_rngs)
 
 
+def test_rngs_that_were_not_given_are_drawn_from_and_said():
+    def build(rngs):
+        class Drawing(nnx.Module):
+            def __init__(self):
+                self.linear = nnx.Linear(8, 8, rngs=rngs)
+
+        return Drawing()
+
+    with kernels().scope(), pytest.warns(ml.LayoutWarning) as caught:
+        model = build(nnx.Rngs(0))
+    assert [str(one.message) for one in caught] == [
+        "Drawing draws from an nnx.Rngs that it was not given as an argument: its "
+        "arrays are made whole on one device, and cut then. Pass the Rngs to it, as "
+        "rngs=rngs."
+    ]
+    assert lies(model.linear) == "[unsharded, model]"
+    assert_same_bits(model, build(nnx.Rngs(0)))
+
+
+def test_a_composite_may_have_metadata_of_its_own():
+    ones = nnx.with_partitioning(nnx.initializers.ones, ("model",))
+
+    class Headed(nnx.Module):
+        def __init__(self, base):
+            self.base = base
+            self.scale = nnx.LayerNorm(8, scale_init=ones, rngs=nnx.Rngs(0)).scale
+
+    with kernels().scope():
+        model = Headed(linear())
+    assert ml.Layout.of(model.scale[...]) == MESH.layout("model")
+
+
 def test_modules_share_the_callers_rngs():
     with kernels().scope():
         rngs = nnx.Rngs(0)
@@ -340,6 +372,19 @@ def test_linen_init_takes_keyword_and_mutable_arguments():
         variables = Model().init(rngs, x=jnp.ones((2, 4)), train=True, mutable=MUTABLE)
     assert sorted(variables) == ["batch_stats", "params"]
     assert_same_bits(variables, expected)
+
+
+def test_linens_other_inits_follow_the_map_too():
+    sample = jnp.ones((2, 28, 28, 1))
+    expected = LinenMLP().init(jax.random.key(0), sample)
+    with kernels().scope():
+        _, variables = LinenMLP().init_with_output(jax.random.key(0), sample)
+        shape = jax.ShapeDtypeStruct(sample.shape, sample.dtype)
+        lazy = LinenMLP().lazy_init(jax.random.key(0), shape)
+    for made in (variables, lazy):
+        assert_same_bits(made, expected)
+        kernel = made["params"]["hidden"]["kernel"]
+        assert ml.Layout.of(kernel) == MESH.layout(None, "model")
 
 
 # Where a scope begins and ends.

@@ -240,6 +240,39 @@ def test_a_state_in_another_layout_is_named_too(state, mesh):
     assert deleted(other) == [False] * 3
 
 
+BATCHES = {
+    "placed": lambda m: ml.ones((4, 8), m.layout("batch", None)),
+    "from NumPy": lambda m: np.ones((4, 8), np.float32),
+    "not placed": lambda m: jnp.ones((4, 8)),
+}
+
+
+@pytest.mark.parametrize("second", ["from NumPy", "not placed"])
+@pytest.mark.parametrize("first_is_placed", [True, False])
+def test_a_batch_that_lies_otherwise_is_named(second, first_is_placed, state, mesh):
+    kinds = ["placed", second] if first_is_placed else [second, "placed"]
+    step = ml.compile_step(doubled, on_recompile="error")
+    state, _ = step(state, BATCHES[kinds[0]](mesh))
+    with pytest.raises(ml.StepError) as caught:
+        step(state, BATCHES[kinds[1]](mesh))
+    lies = "('batch', None) on (batch=2, model=4)"
+    texts = [lies if kind == "placed" else "no layout of its own" for kind in kinds]
+    assert str(caught.value) == (
+        f"doubled recompiles: the layout of batch changed from {texts[0]} to {texts[1]}."
+    )
+    assert deleted(state) == [False] * 3
+
+
+def test_by_name_or_by_place_is_one_program(state):
+    step = ml.compile_step(changing, static_argnames="train", on_recompile="error")
+    state, _ = step(state, jnp.ones(8), True)
+    state, _ = step(state, batch=jnp.ones(8), train=True)
+    state, _ = step(batch=jnp.ones(8), train=True, state=state)
+    plain_step = ml.compile_step(doubled, on_recompile="error")
+    state, _ = plain_step(state, jnp.ones(8))
+    plain_step(batch=jnp.ones(8), state=state)
+
+
 def test_ignore_says_nothing(state):
     step = ml.compile_step(doubled, on_recompile="ignore")
     with warnings.catch_warnings():
@@ -325,6 +358,31 @@ def used_up():
     state = {"w": jnp.ones(3)}
     step(state, jnp.ones(2))
     return step(state, jnp.ones(2))
+
+
+def used_up_on_one_device():
+    state = {"w": jax.device_put(jnp.ones(2), jax.devices()[2])}
+    step = ml.compile_step(doubled)
+    step(state, 1.0)
+    step(state, 1.0)
+
+
+def twice(mesh):
+    w = ml.ones(8, mesh.layout("batch"))
+    return ml.compile_step(doubled)({"a": w, "b": w}, jnp.ones(2))
+
+
+def state_as_batch():
+    mesh = ml.create_mesh({"batch": 8})
+    state = {"a": ml.ones(8, mesh.layout("batch"))}
+    return ml.compile_step(doubled)(state, state["a"])
+
+
+def batch_elsewhere():
+    mesh = ml.create_mesh({"batch": 8})
+    state = {"a": ml.ones(8, mesh.layout("batch"))}
+    batch = jax.device_put(jnp.ones(2), jax.devices()[3])
+    return ml.compile_step(doubled)(state, batch)
 
 
 def two_meshes():
@@ -414,6 +472,36 @@ REFUSED = {
         used_up,
         "doubled: the state's 'w' was used up by an earlier call. Go on with the state "
         "that the call returned: state, aux = doubled(state, ...).",
+    ),
+    "a state used up, on one device": (
+        used_up_on_one_device,
+        "doubled: the state's 'w' was used up by an earlier call. Go on with the state "
+        "that the call returned: state, aux = doubled(state, ...).",
+    ),
+    "an array twice": (
+        lambda: twice(ml.create_mesh({"batch": 8})),
+        "doubled: the state's 'a' and 'b' are one array, and its memory cannot be given "
+        "away twice. Copy one of them with jax.numpy.copy.",
+    ),
+    "an array twice, on one device": (
+        lambda: twice(ml.create_mesh({"batch": 1}, devices=jax.devices()[:1])),
+        "doubled: the state's 'a' and 'b' are one array, and its memory cannot be given "
+        "away twice. Copy one of them with jax.numpy.copy.",
+    ),
+    "the state as the batch": (
+        state_as_batch,
+        "doubled: 'batch' is the state's 'a', whose memory the step gives away. Read it "
+        "from the state inside the step, or copy it with jax.numpy.copy.",
+    ),
+    "a batch that is no array": (
+        lambda: ml.compile_step(changing)(jnp.ones(2), jnp.ones(2), "yes"),
+        "changing: 'train' is 'yes', a str and no array. What the program depends on is "
+        "named when it is made: compile_step(static_argnames='train').",
+    ),
+    "a batch on another device": (
+        batch_elsewhere,
+        f"doubled: 'batch' lies on {jax.devices()[3]}, and the state on a mesh (batch=8). "
+        "Move it with relayout(x, layout).",
     ),
     "a leaf that is no array": (
         lambda: ml.compile_step(doubled)({"a": "x"}, jnp.ones(2)),

@@ -123,8 +123,7 @@ def explain(
     """
     used = {found.rule for found in resolved.resolutions}
     deciding = {
-        found.path: repr(found.rule) if found.rule else f"the layout {found.reason}"
-        for found in resolved.resolutions
+        found.path: found.rule or f"({found.reason})" for found in resolved.resolutions
     }
     paths = list(deciding)
     dead = {

@@ -196,6 +196,7 @@ class Operations:
             if not _is_literal(var):
                 self._shardings.setdefault(var, self._tidy(var, target.specs))
         for eqn in backwards:
+            self._recut(eqn)
             for out in eqn.outvars:
                 sharding = self._sharding(out)
                 for var in eqn.invars:
@@ -205,6 +206,26 @@ class Operations:
                         self._shardings[var] = sharding
                     elif (specs := _specs_before(eqn, sharding)) is not None:
                         self._shardings[var] = self._tidy(var, specs)
+
+    def _recut(self, eqn: Any) -> None:
+        """Cuts the result of a reordering otherwise, if its operand cannot lie so.
+
+        Moving it afterwards is cheap; inside the operation, XLA may make it whole.
+        """
+        operands = [var for var in eqn.invars if not _is_literal(var)]
+        if eqn.primitive.name not in _REORDERINGS or not operands:
+            return
+        (out,) = eqn.outvars
+        shape = out.aval.shape
+        for specs in (
+            tuple(self._sharding(out).spec),
+            [*spread(self._mesh, shape[:-1]).specs, None],
+            [*[None] * (len(shape) - 1), *spread(self._mesh, shape[-1:]).specs],
+        ):
+            sharding = self._tidy(out, specs)
+            if _specs_before(eqn, sharding) is not None:
+                self._shardings[out] = sharding
+                return
 
     def _sharding(self, var: Any) -> NamedSharding:
         if _is_literal(var):
@@ -257,6 +278,9 @@ class Operations:
         return _compile(_Key(step))
 
 
+_REORDERINGS = ("reshape", "squeeze", "expand_dims")
+
+
 def _specs_before(eqn: Any, sharding: NamedSharding) -> list[Any] | None:
     """Returns how an operand has to lie for a reordering to move nothing.
 
@@ -270,7 +294,7 @@ def _specs_before(eqn: Any, sharding: NamedSharding) -> list[Any] | None:
         placed = eqn.params["broadcast_dimensions"]
         of = zip(placed, shape, strict=True)
         return [specs[at] if size > 1 else None for at, size in of]
-    if name not in ("reshape", "squeeze", "expand_dims"):
+    if name not in _REORDERINGS:
         return None
     # A cut of one dim is one of another dim that begins at the same place in memory.
     before: list[Any] = [None] * len(shape)

@@ -71,10 +71,10 @@ class Scope:
         found: list[Resolution] = []
         for root in self._roots:
             found.extend(self._move(root, strict=True))
+        for optimizer, model in self._optimizers:
+            found.extend(self._follow(optimizer, model))
         if self._roots:
             self.layouts.check_used(Resolved(None, tuple(found)))
-        for optimizer, model in self._optimizers:
-            self._follow(optimizer, model)
 
     def start_optimizer(
         self, optimizer: nnx.Optimizer[Any], model: nnx.Module, start: Callable[[], Any]
@@ -164,12 +164,15 @@ class Scope:
         _lay_out(module, resolved.layouts)
         return resolved.resolutions
 
-    def _follow(self, optimizer: nnx.Optimizer[Any], model: nnx.Module) -> None:
+    def _follow(
+        self, optimizer: nnx.Optimizer[Any], model: nnx.Module
+    ) -> tuple[Resolution, ...]:
         """Relays an optimiser's state out as its parameters lie now."""
         params = nnx.state(model, optimizer.wrt)
         owners = [_as_it_lies(leaf) for leaf in _paths.flatten(params).leaves]
         resolved = self.layouts.resolve_slots(optimizer, params, owners)
         _lay_out(optimizer, resolved.layouts)
+        return resolved.resolutions
 
 
 def _as_it_lies(leaf: _paths.Leaf) -> Resolution:

@@ -1,0 +1,82 @@
+"""A rule that matches nothing is said, as the map's `unused` asks."""
+
+import warnings
+
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import meshlayout as ml
+from models.mlp import MLP
+
+
+MESH = ml.create_mesh({"batch": 2, "model": 4})
+RULES = {
+    "hidden/kernl": (None, "model"),
+    "output/bias": (None,),
+    "residual": ("batch",),
+}
+TEXT = (
+    "rule 'hidden/kernl' matches no path (nearest: hidden/kernel, hidden/bias); rule 'residual' "
+    "matches no path. Correct it, or give the map unused='ignore' if it is for "
+    "activations or other models."
+)
+
+
+def mlp():
+    return MLP(rngs=nnx.Rngs(0))
+
+
+def in_scope(layouts):
+    with layouts.scope():
+        mlp()
+
+
+WAYS = {
+    "create": lambda layouts: ml.create(mlp, layouts),
+    "describe": lambda layouts: ml.describe(mlp, layouts),
+    "train state": lambda layouts: ml.TrainState.create(mlp, optax.sgd(0.1), layouts),
+    "scope": in_scope,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_it_is_a_warning_with_the_nearest_path(way):
+    with pytest.warns(ml.LayoutWarning) as caught:
+        WAYS[way](ml.LayoutMap(MESH, RULES))
+    assert [str(one.message) for one in caught] == [TEXT]
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_or_an_error_or_nothing_where_the_map_says_so(way):
+    with pytest.raises(ml.LayoutMapError) as error:
+        WAYS[way](ml.LayoutMap(MESH, RULES, unused="error"))
+    assert str(error.value) == TEXT
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        WAYS[way](ml.LayoutMap(MESH, RULES, unused="ignore"))
+
+
+def test_a_rule_that_another_one_hides_is_not_unused():
+    rules = {"hidden/kernel": (None, "model"), "kernel$": (None, "batch")}
+    layouts = ml.LayoutMap(MESH, rules, unused="error", conflict="first")
+    ml.create(lambda: {"hidden": {"kernel": jnp.ones((8, 8))}}, layouts)
+
+
+def test_a_scope_in_which_nothing_is_made_says_nothing():
+    with ml.LayoutMap(MESH, RULES, unused="error").scope():
+        ml.constrain(jnp.ones(8), "residual")
+
+
+def test_a_scalar_is_no_array_that_a_pattern_for_arrays_speaks_for():
+    layouts = ml.LayoutMap(MESH, {".*": (..., "model")}, on_uneven="replicate")
+    found = layouts.resolve({"step": 0, "w": jnp.ones((4, 8))})
+    assert (str(found["step"].layout), found["step"].reason) == ("[]", "scalar")
+    with pytest.raises(ml.LayoutMapError) as error:
+        ml.LayoutMap(MESH, {"step": ("model",)}).resolve({"step": 0})
+    assert str(error.value) == (
+        "step i32[]: rule 'step': Layout([model], Mesh(batch=2, model=4)) is for arrays "
+        "of rank 1, and this one has rank 0. Use `...` for any number of unsharded dims."
+    )
