@@ -307,7 +307,7 @@ def arange(
         if not isinstance(value, numbers.Real) or isinstance(value, bool):
             msg = f"arange takes numbers, and got {value!r} as {name}."
             raise LayoutError(msg)
-        if not math.isfinite(value):
+        if not isinstance(value, numbers.Integral) and not math.isfinite(value):
             msg = f"arange takes finite numbers, and got {value!r} as {name}."
             raise LayoutError(msg)
     if step == 0:
