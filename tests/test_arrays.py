@@ -698,6 +698,10 @@ BAD = {
         lambda: ma.arange(2**31, 2**31 + 8, layout=BATCH_8.layout("batch")),
         "arange from 2147483648 to 2147483656 does not fit into dtype int32.",
     ),
+    "numbers beyond every dtype": (
+        lambda: ma.arange(10**400, layout=BATCH_8.layout("batch")),
+        "arange takes numbers that fit into a dtype, and these do not.",
+    ),
     "a range that ends beyond the dtype": (
         lambda: ma.arange(0, 2**40, 2**30, layout=BATCH_8.layout(None), dtype="int32"),
         "arange from 0 to 1099511627776 does not fit into dtype int32.",

@@ -313,14 +313,14 @@ def arange(
     if step == 0:
         msg = "arange cannot go in steps of 0."
         raise LayoutError(msg)
+    first, end = (0, start) if stop is None else (start, stop)
     try:
         found = [value for value in given.values() if value is not None]
         chosen = _dtype(dtype, None) or np.dtype(jnp.result_type(*found))
+        size = max(0, math.ceil((end - first) / (1 if step is None else step)))
     except OverflowError:
-        msg = f"arange takes numbers that fit into a dtype, and got {given!r}."
+        msg = "arange takes numbers that fit into a dtype, and these do not."
         raise LayoutError(msg) from None
-    first, end = (0, start) if stop is None else (start, stop)
-    size = max(0, math.ceil((end - first) / (1 if step is None else step)))
     work = chosen
     if jnp.issubdtype(chosen, jnp.floating) and jnp.finfo(chosen).bits < 32:
         work = np.dtype(np.float32)  # bfloat16 cannot count
