@@ -9,20 +9,21 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args, overload
 
 import jax
-from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlayout import _jax, _paths, _render
 from meshlayout.errors import RecompileWarning, StepError, did_you_mean, stack_level
 from meshlayout.layout_map import LayoutMap, in_force
+from meshlayout.step.arguments import (
+    check_arguments,
+    check_memory,
+    gives_memory_twice,
+)
 from meshlayout.step.changes import (
     SETTING,
     Description,
     describe,
-    devices_text,
     differences,
-    is_array_like,
-    labelled,
     layout_of,
     mesh_text,
     named_leaves,
@@ -197,8 +198,8 @@ class CompiledStep:
                 and _layouts_of(args[1:], kwargs) != program.signature.rest_layouts
             ):
                 program, args = self._switch(static, args, kwargs)
-            if program.spread and _gives_memory_twice(args, kwargs):
-                self._check_memory(args, kwargs)
+            if program.spread and gives_memory_twice(args, kwargs):
+                check_memory(self._name, self._names, args, kwargs)
             result = program.jitted(static, args[0], (args[1:], kwargs))
         except Exception as error:
             # Nothing has run: find out whether this call needs another program.
@@ -238,7 +239,7 @@ class CompiledStep:
         try:
             return program.jitted(static, args[0], (args[1:], kwargs))
         except Exception as error:
-            self._check_arguments(args, kwargs)
+            check_arguments(self._name, self._names, args, kwargs)
             raise error from None
         finally:
             self._may_trace = before
@@ -335,7 +336,7 @@ class CompiledStep:
         """Returns the program that this call needs instead, or raises."""
         if isinstance(error, StepError) or not args:
             raise error
-        self._check_arguments(args, kwargs)
+        check_arguments(self._name, self._names, args, kwargs)
         program = self._program
         if program is None:
             raise error
@@ -442,78 +443,6 @@ class CompiledStep:
             leaves.append(_jax.with_weak_type(now, before.weak_type))
         return jax.tree.unflatten(jax.tree.structure(old), leaves)
 
-    # What is said of arguments that JAX refuses, or would crash on.
-
-    def _check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raises StepError for arguments that no program can take."""
-        self._check_memory(args, kwargs)
-        for path, leaf in named_leaves(args[0]):
-            if not is_array_like(leaf):
-                msg = (
-                    f"{self._name}: the state's {path!r} is a {type(leaf).__name__}, "
-                    "no array. Keep it out of the state, or in a static field."
-                )
-                raise StepError(msg)
-        rest = labelled(self._names[1:], args[1:], kwargs)
-        for path, leaf in rest:
-            if not is_array_like(leaf):
-                name = path.partition("/")[0]
-                msg = (
-                    f"{self._name}: {path!r} is {leaf!r}, a {type(leaf).__name__} and "
-                    "no array. What the program depends on is named when it is made: "
-                    f"compile_step(static_argnames={name!r})."
-                )
-                raise StepError(msg)
-        self._check_devices(args[0], rest)
-
-    def _check_devices(self, state: Any, rest: list[tuple[str, Any]]) -> None:
-        """Raises StepError if arguments lie on other devices than the state."""
-        layouts = [layout_of(leaf) for leaf in jax.tree.leaves(state)]
-        first = next((one for one in layouts if one is not None), None)
-        for path, leaf in rest:
-            layout = layout_of(leaf)
-            if first is None or layout is None:
-                continue
-            if layout.device_set != first.device_set:
-                msg = (
-                    f"{self._name}: {path!r} lies on {devices_text(layout)}, and the "
-                    f"state on {devices_text(first)}. Move it with relayout(x, layout)."
-                )
-                raise StepError(msg)
-
-    def _check_memory(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raises StepError if the state is used up, or given away twice."""
-        state = [
-            (path, leaf)
-            for path, leaf in named_leaves(args[0])
-            if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
-        ]
-        seen: dict[int, str] = {}
-        for path, leaf in state:
-            if leaf.is_deleted():
-                msg = (
-                    f"{self._name}: the state's {path!r} was used up by an earlier "
-                    "call. Go on with the state that the call returned: "
-                    f"state, aux = {self._name}(state, ...)."
-                )
-                raise StepError(msg)
-            if id(leaf) in seen:
-                msg = (
-                    f"{self._name}: the state's {seen[id(leaf)]!r} and {path!r} are "
-                    "one array, and its memory cannot be given away twice. Copy one of "
-                    "them with jax.numpy.copy."
-                )
-                raise StepError(msg)
-            seen[id(leaf)] = path
-        for path, leaf in labelled(self._names[1:], args[1:], kwargs):
-            if id(leaf) in seen:
-                msg = (
-                    f"{self._name}: {path!r} is the state's {seen[id(leaf)]!r}, whose "
-                    "memory the step gives away. Read it from the state inside the "
-                    "step, or copy it with jax.numpy.copy."
-                )
-                raise StepError(msg)
-
 
 # Reading arguments.
 
@@ -539,18 +468,6 @@ def _parameter_names(
 def _takes_any(step: Callable[..., Any]) -> bool:
     kinds = {one.kind for one in inspect.signature(step).parameters.values()}
     return inspect.Parameter.VAR_KEYWORD in kinds
-
-
-def _gives_memory_twice(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tells, fast, whether the state may be used up, or an array be given twice."""
-    leaves = jax.tree.leaves(args[0])
-    given = {*map(id, leaves)}
-    try:
-        used_up = True in [leaf.is_deleted() for leaf in leaves]
-    except AttributeError:  # NumPy arrays, numbers, tracers
-        return True
-    rest = map(id, jax.tree.leaves((args[1:], kwargs)))
-    return used_up or len(given) != len(leaves) or not given.isdisjoint(rest)
 
 
 def _layouts_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
