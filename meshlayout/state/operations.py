@@ -14,7 +14,7 @@ sharded ones would give other bits.
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +23,10 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshlayout import _jax
-from meshlayout._cuts import spread, tidy
 from meshlayout.arrays import copy_to_mesh
 from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh
+from meshlayout.state.cuts import Cuts, is_literal, keeps_bits_when_sharded
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Operations:
         self._outputs = list(inner.outvars)
         self._consts = dict(zip(inner.constvars, jaxpr.consts, strict=True))
         self._given = {*self._inputs, *self._consts}
-        self._shardings: dict[Any, NamedSharding] = {}
+        self._cuts = Cuts(self._mesh)
         self._steps = self._plan(list(inner.eqns), targets)
         self._results = self._finish(targets)
 
@@ -103,11 +103,10 @@ class Operations:
             *zip(self._inputs, inputs, strict=True),
             *self._consts.items(),
         ]:
-            values[var] = jax.device_put(value, self._sharding(var))
+            values[var] = jax.device_put(value, self._cuts.of(var))
         for step in self._steps:
             operands = [
-                _literal(var) if _is_literal(var) else values[var]
-                for var in step.inputs
+                _literal(var) if is_literal(var) else values[var] for var in step.inputs
             ]
             results = self._compiled(step)(*operands)
             values.update(zip(step.outputs, results, strict=True))
@@ -116,7 +115,7 @@ class Operations:
         results: list[Any] = []
         for result in self._results:
             var, layout = result.var, result.layout
-            value = _literal(var) if _is_literal(var) else values[var]
+            value = _literal(var) if is_literal(var) else values[var]
             if result.is_copied:
                 results.append(copy_to_mesh(value, layout))
             else:
@@ -138,7 +137,7 @@ class Operations:
                 math.prod(sharding.shard_shape(var.aval.shape))
                 * _jax.itemsize(var.aval.dtype)
                 for var, sharding in zip(step.inputs, step.shardings_in, strict=True)
-                if sharding != self._sharding(var)
+                if sharding != self._cuts.of(var)
             )
             peak = max(peak, now + moved)
             held.update({var: self._bytes(var) for var in step.outputs})
@@ -158,19 +157,19 @@ class Operations:
 
     def _plan(self, eqns: list[Any], targets: Sequence[Layout]) -> list[_Step]:
         needed: list[Any] = []
-        wanted = {var for var in self._outputs if not _is_literal(var)}
+        wanted = {var for var in self._outputs if not is_literal(var)}
         for eqn in reversed(eqns):
             if wanted.intersection(eqn.outvars):
                 needed.append(eqn)
-                wanted.update(var for var in eqn.invars if not _is_literal(var))
-        self._choose_shardings(needed, targets)
+                wanted.update(var for var in eqn.invars if not is_literal(var))
+        self._cuts.choose(self._outputs, targets, needed)
         last_use = {
             var: at
             for at, eqn in enumerate(reversed(needed))
             for var in eqn.invars
-            if not _is_literal(var)
+            if not is_literal(var)
         }
-        kept = {var for var in self._outputs if not _is_literal(var)}
+        kept = {var for var in self._outputs if not is_literal(var)}
         return [
             self._step(at, eqn, last_use, kept)
             for at, eqn in enumerate(reversed(needed))
@@ -181,63 +180,12 @@ class Operations:
         results = []
         for var, layout in zip(self._outputs, targets, strict=True):
             left[id(var)] -= 1
-            is_last = not left[id(var)] and not _is_literal(var)
+            is_last = not left[id(var)] and not is_literal(var)
             is_own = is_last and var not in self._given
             made = Layout(layout.specs, self._mesh).sharding
-            lies_so = self._sharding(var) == made and layout.memory_kind is None
+            lies_so = self._cuts.of(var) == made and layout.memory_kind is None
             results.append(_Result(var, layout, not (is_own and lies_so), is_last))
         return results
-
-    def _choose_shardings(
-        self, backwards: Iterable[Any], targets: Sequence[Layout]
-    ) -> None:
-        """Gives every value a sharding: its use's where the shapes agree."""
-        for var, target in zip(self._outputs, targets, strict=True):
-            if not _is_literal(var):
-                self._shardings.setdefault(var, self._tidy(var, target.specs))
-        for eqn in backwards:
-            self._recut(eqn)
-            for out in eqn.outvars:
-                sharding = self._sharding(out)
-                for var in eqn.invars:
-                    if _is_literal(var) or var in self._shardings:
-                        continue
-                    if var.aval.shape == out.aval.shape:
-                        self._shardings[var] = sharding
-                    elif (specs := _specs_before(eqn, sharding)) is not None:
-                        self._shardings[var] = self._tidy(var, specs)
-
-    def _recut(self, eqn: Any) -> None:
-        """Cuts the result of a reordering otherwise, if its operand cannot lie so.
-
-        Moving it afterwards is cheap; inside the operation, XLA may make it whole.
-        """
-        operands = [var for var in eqn.invars if not _is_literal(var)]
-        if eqn.primitive.name not in _REORDERINGS or not operands:
-            return
-        (out,) = eqn.outvars
-        shape = out.aval.shape
-        for specs in (
-            tuple(self._sharding(out).spec),
-            [*spread(self._mesh, shape[:-1]).specs, None],
-            [*[None] * (len(shape) - 1), *spread(self._mesh, shape[-1:]).specs],
-        ):
-            sharding = self._tidy(out, specs)
-            if _specs_before(eqn, sharding) is not None:
-                self._shardings[out] = sharding
-                return
-
-    def _sharding(self, var: Any) -> NamedSharding:
-        if _is_literal(var):
-            return NamedSharding(self._mesh.jax_mesh, PartitionSpec())
-        if var not in self._shardings:
-            cut = spread(self._mesh, var.aval.shape).specs
-            self._shardings[var] = self._tidy(var, cut)
-        return self._shardings[var]
-
-    def _tidy(self, var: Any, specs: Sequence[Any]) -> NamedSharding:
-        sharding = Layout(specs, self._mesh).sharding
-        return tidy(sharding, var.aval.shape, var.aval.dtype, self._mesh)
 
     def _step(
         self, at: int, eqn: Any, last_use: dict[Any, int], kept: set[Any]
@@ -245,12 +193,12 @@ class Operations:
         # Literals are operands too, as they are without jit: a constant would be
         # folded into the program, and change its bits.
         inputs = list(eqn.invars)
-        values = dict.fromkeys(var for var in inputs if not _is_literal(var))
+        values = dict.fromkeys(var for var in inputs if not is_literal(var))
         dead = [var for var in values if last_use[var] == at and var not in kept]
         outputs = list(eqn.outvars)
-        shardings_in = [self._sharding(var) for var in inputs]
-        shardings_out = [self._sharding(var) for var in outputs]
-        is_whole = not _keeps_bits_when_sharded(eqn)
+        shardings_in = [self._cuts.of(var) for var in inputs]
+        shardings_out = [self._cuts.of(var) for var in outputs]
+        is_whole = not keeps_bits_when_sharded(eqn)
         if is_whole:
             whole = NamedSharding(self._mesh.jax_mesh, PartitionSpec())
             shardings_in = [whole] * len(inputs)
@@ -271,54 +219,11 @@ class Operations:
         )
 
     def _bytes(self, var: Any) -> int:
-        shape = self._sharding(var).shard_shape(var.aval.shape)
+        shape = self._cuts.of(var).shard_shape(var.aval.shape)
         return math.prod(shape) * _jax.itemsize(var.aval.dtype)
 
     def _compiled(self, step: _Step) -> Any:
         return _compile(_Key(step))
-
-
-_REORDERINGS = ("reshape", "squeeze", "expand_dims")
-
-
-def _specs_before(eqn: Any, sharding: NamedSharding) -> list[Any] | None:
-    """Returns how an operand has to lie for a reordering to move nothing.
-
-    None for other operations, and where there is no such cut.
-    """
-    name, shape = eqn.primitive.name, eqn.invars[0].aval.shape
-    specs = [*sharding.spec, *[None] * (eqn.outvars[0].aval.ndim - len(sharding.spec))]
-    if name == "transpose":
-        return [specs[at] for at in np.argsort(eqn.params["permutation"])]
-    if name == "broadcast_in_dim":
-        placed = eqn.params["broadcast_dimensions"]
-        of = zip(placed, shape, strict=True)
-        return [specs[at] if size > 1 else None for at, size in of]
-    if name not in _REORDERINGS:
-        return None
-    # A cut of one dim is one of another dim that begins at the same place in memory.
-    before: list[Any] = [None] * len(shape)
-    starts = _starts(shape)
-    cuts = zip(specs, _starts(eqn.outvars[0].aval.shape), strict=True)
-    for spec, start in cuts:
-        if spec is None:
-            continue
-        axes = spec if isinstance(spec, tuple) else (spec,)
-        count = math.prod(sharding.mesh.shape[axis] for axis in axes)
-        fitting = [
-            dim
-            for dim, size in enumerate(shape)
-            if starts[dim] == start and size % count == 0 and before[dim] is None
-        ]
-        if not fitting:
-            return None
-        before[fitting[-1]] = spec
-    return before
-
-
-def _starts(shape: tuple[int, ...]) -> list[int]:
-    """Returns, for each dim, into how many runs the dims before it cut an array."""
-    return [math.prod(shape[:dim]) for dim in range(len(shape))]
 
 
 def _reusable(
@@ -336,7 +241,7 @@ def _reusable(
     found = []
     for at, (var, sharding) in enumerate(zip(inputs, shardings_in, strict=True)):
         what = (var.aval.shape, var.aval.dtype, sharding)
-        given_once = not _is_literal(var) and inputs.count(var) == 1
+        given_once = not is_literal(var) and inputs.count(var) == 1
         if given_once and var in dead and what in free:
             free.remove(what)
             found.append(at)
@@ -431,47 +336,9 @@ def _with_auto_axes(mesh: Mesh) -> Mesh:
     return Mesh(jax.sharding.Mesh(devices, mesh.axis_names, axis_types=types))
 
 
-def _is_literal(var: Any) -> bool:
-    return hasattr(var, "val")
-
-
 def _literal(var: Any) -> Any:
     return (
         np.asarray(var.val, dtype=var.aval.dtype)
         if not isinstance(var.val, jax.Array)
         else var.val
-    )
-
-
-# Operations that give each element the same bits however the array is cut: one
-# element at a time, moving elements about, or counter-based random numbers.
-_SAFE_NAMES = """
-abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type
-broadcast_in_dim cbrt ceil clamp clz complex concatenate conj
-convert_element_type copy copy_p cos cosh digamma div dynamic_slice
-dynamic_update_slice empty eq erf erf_inv erfc exp exp2 expand_dims expm1 floor
-full gather ge gt imag integer_pow iota is_finite le lgamma log log1p logistic
-lt max min mul ne neg nextafter not or optimization_barrier pad population_count
-pow random_bits random_clone random_fold_in random_seed random_split
-random_unwrap random_wrap real reduce_precision rem reshape rev round rsqrt
-select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh
-slice split sqrt square squeeze stop_gradient sub tan tanh threefry2x32
-transpose xor
-"""
-_CONTAINER_NAMES = """
-jit pjit closed_call core_call custom_jvp_call custom_vjp_call
-custom_vjp_call_jaxpr remat checkpoint scan while cond
-"""
-_SAFE = frozenset(_SAFE_NAMES.split())
-_CONTAINERS = frozenset(_CONTAINER_NAMES.split())
-
-
-def _keeps_bits_when_sharded(eqn: Any) -> bool:
-    name = eqn.primitive.name
-    if name in _SAFE:
-        return True
-    return name in _CONTAINERS and all(
-        _keeps_bits_when_sharded(inner)
-        for jaxpr in _jax.inner_jaxprs(eqn)
-        for inner in jaxpr.eqns
     )
