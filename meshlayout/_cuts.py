@@ -44,23 +44,28 @@ def tidy(
     whole = NamedSharding(mesh.jax_mesh, PartitionSpec())
     if not math.prod(shape):
         return whole  # JAX does not cut what is empty, or fails
-    if mesh.platform != "cpu" or _is_tidy(sharding, shape):
+    if mesh.platform != "cpu" or is_tidy(sharding, shape):
         return sharding
+    if not is_large(shape, dtype):
+        return whole
     others = [
         [*spread(mesh, shape[:-1]).specs, None],
         [*[None] * (len(shape) - 1), *spread(mesh, shape[-1:]).specs],
         spread(mesh, shape).specs,
     ]
     cuts = [Layout(specs, mesh).sharding for specs in others]
-    tidy_ones = [cut for cut in cuts if _is_tidy(cut, shape)]
+    tidy_ones = [cut for cut in cuts if is_tidy(cut, shape)]
     finest = min([*tidy_ones, whole], key=lambda cut: math.prod(cut.shard_shape(shape)))
-    small = math.prod(shape) * _jax.itemsize(dtype) <= _SMALL_BYTES
-    if not finest.is_fully_replicated or small:
-        return finest
-    return sharding
+    return sharding if finest.is_fully_replicated else finest
 
 
-def _is_tidy(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
+def is_large(shape: tuple[int, ...], dtype: Any) -> bool:
+    """Tells whether an array is too large to be made whole on the way."""
+    return math.prod(shape) * _jax.itemsize(dtype) > _SMALL_BYTES
+
+
+def is_tidy(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
+    """Tells whether shards have the bits of the whole."""
     if sharding.is_fully_replicated:
         return True
     shard = sharding.shard_shape(shape)

@@ -123,20 +123,17 @@ def apply_operation(eqn: Any, operands: list[Any]) -> list[Any]:
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
-def compile_frugally(jitted: Any, operands: Sequence[Any], platform: str) -> Any:
-    """Compiles a jitted function so that random numbers take no memory but their own.
+def compile_frugally(jitted: Any, operands: Sequence[Any]) -> Any:
+    """Compiles for CPUs so that random numbers take no memory but their own.
 
-    On CPU, JAX makes threefry's rounds a loop, which holds three arrays for each one
+    There, JAX makes threefry's rounds a loop, which holds three arrays for each one
     that it makes. As on other platforms, without the loop, they are one fused
     operation: the same integers, sooner.
 
     Args:
         jitted: What `jax.jit` returned.
         operands: Its arguments, abstract.
-        platform: Where it will run.
     """
-    if platform != "cpu":
-        return jitted.lower(*operands).compile()
     rules = ((threefry.threefry2x32_p, threefry._threefry2x32_lowering_rule),)
     options = mlir.LoweringParameters(override_lowering_rules=rules)
     return jitted.trace(*operands).lower(_private_parameters=options).compile()

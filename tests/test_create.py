@@ -310,6 +310,26 @@ def test_a_leaf_that_is_moved_into_its_layout_takes_two_of_its_shards():
     assert memory.peak_bytes <= 2.1 * memory.state_bytes
 
 
+def lecun(seed, shape=(512, 512)):
+    return nnx.initializers.lecun_normal()(jax.random.key(seed), shape)
+
+
+@pytest.mark.parametrize(
+    ("build", "spec"),
+    [
+        (lambda: jnp.stack([lecun(n) for n in range(4)]), (None, None, "model")),
+        (lambda: jnp.concatenate([lecun(0), lecun(1)]), ("model", None)),
+        (lambda: jnp.concatenate([lecun(0), lecun(1)], 1), (None, "model")),
+        (lambda: lecun(0, (512, 1024)).T, ("model", None)),
+        (lambda: lecun(0).reshape(8, 64, 512), (None, None, "model")),
+    ],
+)
+def test_parts_that_are_joined_are_cut_as_the_whole_will_be(build, spec):
+    layouts = ml.LayoutMap(ml.create_mesh({"model": 8}), default=spec)
+    memory = ml.describe(build, layouts).memory()
+    assert memory.peak_bytes <= 2.1 * memory.state_bytes
+
+
 def test_no_compiled_operation_holds_a_whole_leaf(monkeypatch):
     """Reads the compiled programs themselves, apart from the library's accounting."""
     programs = []
@@ -506,6 +526,59 @@ def test_dividing_by_a_broadcast_array_keeps_its_bits(name, shape):
     expected = build()
     mesh = ml.create_mesh({"batch": 2, "model": 4})
     for spec in ((("batch", "model"), ...), ("model", ...), (..., "model")):
+        layouts = ml.LayoutMap(mesh, default=spec)
+        assert_same_bits(ml.create(build, layouts), expected)
+
+
+def wavy(x):
+    return jnp.sin(x) * 3.1 + x
+
+
+def own_jvp(x):
+    return jnp.exp(x) * 0.3 - x
+
+
+own_jvp = jax.custom_jvp(own_jvp)
+own_jvp.defjvp(lambda primals, tangents: (own_jvp(*primals), tangents[0]))
+own_vjp = jax.custom_vjp(lambda x: jnp.cos(x) / 3.0 + x)
+own_vjp.defvjp(lambda x: (own_vjp(x), None), lambda _, g: (g,))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        jax.checkpoint(wavy),
+        own_jvp,
+        own_vjp,
+        lambda x: jax.checkpoint(lambda y: own_jvp(own_vjp(y)) + wavy(y))(x),
+        jax.checkpoint(lambda x: x),
+        lambda x: jax.checkpoint(lambda _: 2.5)(x) * x,
+    ],
+)
+def test_bodies_that_jax_runs_one_by_one_keep_their_bits(mesh_2x4, function):
+    def build():
+        return function(jax.random.normal(jax.random.key(0), (8, 24)))
+
+    for layouts in (
+        ml.LayoutMap(mesh_2x4),
+        ml.LayoutMap(mesh_2x4, default=("model", None)),
+    ):
+        assert_same_bits(ml.create(build, layouts), build())
+
+
+@pytest.mark.parametrize("shape", [(1024, 1024), (64, 4096), (16, 128, 128)])
+def test_large_random_leaves_have_the_bits_of_the_whole(shape):
+    def build():
+        keys = [jax.random.key(n) for n in range(3)]
+        return {
+            "normal": jax.random.normal(keys[0], shape),
+            "uniform": jax.random.uniform(keys[1], shape),
+            "truncated": jax.random.truncated_normal(keys[2], -2, 2, shape),
+        }
+
+    expected = build()
+    mesh = ml.create_mesh({"model": 8})
+    for spec in (("model", ...), (..., "model")):
         layouts = ml.LayoutMap(mesh, default=spec)
         assert_same_bits(ml.create(build, layouts), expected)
 

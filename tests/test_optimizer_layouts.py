@@ -285,6 +285,66 @@ def test_an_optax_state_is_known_by_its_type(mesh, key):
         assert found[f"{start}/1/0/mu/dense/kernel"].reason.startswith("follows")
 
 
+class TwoNetworks(nnx.Module):
+    def __init__(self):
+        self.g = nnx.Linear(8, 16, rngs=nnx.Rngs(0))
+        self.d = nnx.Linear(8, 16, rngs=nnx.Rngs(1))
+        self.go = nnx.Optimizer(self.g, optax.adam(1.0), wrt=nnx.Param)
+        self.do = nnx.Optimizer(self.d, optax.adam(1.0), wrt=nnx.Param)
+
+
+ONE = {"k": jax.ShapeDtypeStruct((8, 16), "float32")}
+SLOTS = jax.eval_shape(optax.adam(1.0).init, ONE)
+TWINS = {
+    "names that begin alike": (
+        {"gen": ONE, "disc": ONE, "gen_opt": SLOTS, "disc_opt": SLOTS},
+        {"gen/k": (None, "model"), "disc/k": ("batch", None)},
+        {"gen_opt/0/mu/k": "gen/k", "disc_opt/0/mu/k": "disc/k"},
+    ),
+    "the same names": (
+        {"nets": {"g": ONE, "d": ONE}, "opts": {"g": SLOTS, "d": SLOTS}},
+        {"nets/g/k": (None, "model"), "nets/d/k": ("batch", None)},
+        {"opts/g/0/mu/k": "nets/g/k", "opts/d/0/mu/k": "nets/d/k"},
+    ),
+    "an average beside": (
+        {"ema": ONE, "opt": SLOTS, "params": ONE, "z": ONE},
+        {"ema/k": (None, "model"), "params/k": ("batch", None)},
+        {"opt/0/mu/k": "params/k"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_parameters_of_one_structure_are_told_apart_by_name(mesh, name):
+    tree, rules, owners = TWINS[name]
+    # A tuple around it: else `params` would be Linen's, and no part of a path.
+    rules = {f"0/{path}": spec for path, spec in rules.items()}
+    found = ml.LayoutMap(mesh, rules).resolve((tree,))
+    for slot, owner in owners.items():
+        assert found[f"0/{slot}"].reason == f"follows parameter '0/{owner}'"
+        assert found[f"0/{slot}"].layout == found[f"0/{owner}"].layout
+
+
+def test_two_nnx_optimizers_follow_their_own_models(mesh):
+    rules = {"^g/kernel": (None, "model"), "^d/kernel": ("batch", None)}
+    found = ml.LayoutMap(mesh, rules).resolve(nnx.eval_shape(TwoNetworks))
+    assert str(found["go/opt_state/0/mu/kernel"].layout) == "[unsharded, model]"
+    assert str(found["do/opt_state/0/mu/kernel"].layout) == "[batch, unsharded]"
+
+
+def test_an_owner_that_cannot_be_told_is_an_error_where_it_matters(mesh):
+    tree = {"ema": ONE, "opt": SLOTS, "weights": ONE}
+    same = ml.LayoutMap(mesh, {"^(ema|weights)/k": (None, "model")})
+    assert str(same.resolve(tree)["opt/0/mu/k"].layout) == "[unsharded, model]"
+    with pytest.raises(ml.LayoutMapError) as error:
+        ml.LayoutMap(mesh, {"^weights/k": (None, "model")}).resolve(tree)
+    assert str(error.value) == (
+        "the optimiser state 'opt/0' may belong to 'ema' or to 'weights', which are laid "
+        "out differently. Name its parameters 'params', or let the state's own name "
+        "begin with theirs, as 'gen' and 'gen_opt'."
+    )
+
+
 def test_adafactor_beside_its_parameters_needs_no_rule_of_its_own(mesh):
     params = {"dense": {"kernel": jax.numpy.ones((8, 16))}}
     state = optax.adafactor(1.0, min_dim_size_to_factor=8).init(params)

@@ -1,5 +1,7 @@
 """A compiled step runs the step, keeps its state's layouts, and explains itself."""
 
+import threading
+import time
 import warnings
 
 import jax
@@ -273,6 +275,64 @@ def test_by_name_or_by_place_is_one_program(state):
     plain_step(batch=jnp.ones(8), state=state)
 
 
+def test_threads_may_share_a_step_that_retraces():
+    traces = []
+
+    def slow(state, batch):
+        traces.append(batch.shape)
+        time.sleep(0.02)
+        return {"w": state["w"] + batch.sum()}, None
+
+    step = ml.compile_step(slow, on_recompile="ignore")
+    errors = []
+
+    def work(first):
+        try:
+            state = {"w": jnp.zeros(2)}
+            for size in range(first, first + 6):
+                state, _ = step(state, jnp.ones(size))
+            assert state["w"][0] == sum(range(first, first + 6))
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in (1, 2, 3, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    strict = ml.compile_step(slow, on_recompile="error")
+    strict({"w": jnp.zeros(2)}, jnp.ones(3))
+    with pytest.raises(ml.StepError, match="recompiles"):
+        strict({"w": jnp.zeros(2)}, jnp.ones(4))
+
+
+@pytest.mark.parametrize("transform", [jax.grad, jax.vmap])
+def test_a_step_inside_another_transformation_is_traced_and_says_nothing(
+    transform, mesh
+):
+    step = ml.compile_step(
+        lambda state, x: ({"w": state["w"] + x.mean()}, x.sum()), on_recompile="error"
+    )
+    batch = ml.ones((4, 8), mesh.layout("batch", None))
+    step({"w": jnp.ones((2, 2))}, batch)
+    inside = transform(lambda w: step({"w": w}, batch)[0]["w"].sum())
+    w = jnp.ones((8, 4))
+    expected = transform(lambda w: (w + 1.0).sum())(w)
+    np.testing.assert_allclose(inside(w), expected)
+
+
+def test_any_number_of_batches_and_a_static_argument_after_them():
+    @ml.compile_step(static_argnames="sign")
+    def step(state, *batches, sign=1):
+        return state + sign * sum(batch.sum() for batch in batches), None
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ml.RecompileWarning)
+        assert step(jnp.zeros(()), jnp.ones(2), jnp.ones(3))[0] == 5
+        assert step(jnp.zeros(()), jnp.ones(2), jnp.ones(3), sign=-1)[0] == -5
+
+
 def test_ignore_says_nothing(state):
     step = ml.compile_step(doubled, on_recompile="ignore")
     with warnings.catch_warnings():
@@ -360,6 +420,16 @@ def used_up():
     return step(state, jnp.ones(2))
 
 
+def positional_only(state, mode, /, batch):
+    return state, mode
+
+
+class WithStep:
+    @ml.compile_step
+    def step(self, state):
+        return state, None
+
+
 def used_up_on_one_device():
     state = {"w": jax.device_put(jnp.ones(2), jax.devices()[2])}
     step = ml.compile_step(doubled)
@@ -424,6 +494,23 @@ REFUSED = {
     "static state": (
         lambda: ml.compile_step(doubled, static_argnames="state"),
         "doubled: 'state' is the state; it cannot be static.",
+    ),
+    "a positional-only static name": (
+        lambda: ml.compile_step(positional_only, static_argnames="mode"),
+        "positional_only: 'mode' is positional-only, and what is static is passed by "
+        "name. Take the '/' out of the signature.",
+    ),
+    "a static name before any number of batches": (
+        lambda: ml.compile_step(lambda s, m, *b: (s, m), static_argnames="m")(
+            jnp.ones(2), 1, jnp.ones(2)
+        ),
+        "<lambda>: 'm' is static and comes before *args; make it a keyword-only "
+        "argument, after them.",
+    ),
+    "a method": (
+        lambda: WithStep().step(jnp.ones(2)),
+        "step is a method, and compile_step takes functions of a state. Compile it for "
+        "the object: self.step = compile_step(self.step).",
     ),
     "unhashable static": (
         lambda: ml.compile_step(changing, static_argnames="train")(

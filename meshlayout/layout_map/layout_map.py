@@ -25,7 +25,7 @@ from meshlayout.errors import (
 )
 from meshlayout.layout import Layout
 from meshlayout.layout_map.activations import Snapshot
-from meshlayout.layout_map.beside import find_beside
+from meshlayout.layout_map.beside import Beside, find_beside
 from meshlayout.layout_map.explain import Explanation, explain
 from meshlayout.layout_map.follow import find_slots
 from meshlayout.layout_map.resolution import Resolution, Resolved
@@ -254,7 +254,8 @@ class LayoutMap(MutableMapping[str, Any]):
             for at, leaf in enumerate(flat.leaves)
         ]
         for one in inside:
-            owners = [found[at] for at in one.params]
+            owners = [found[at] for at in one.owners[0][1]]
+            _check_rivals(one, found)
             leaves = [flat.leaves[at] for at in one.places]
             own = resolver.slots(leaves, one.slots, owners)
             found[one.places.start : one.places.stop] = own
@@ -407,6 +408,23 @@ def register_scope_factory(
 ) -> None:
     """Says what `scope()` does; called once, by the module that creates states."""
     _scope_factory[:] = [factory]
+
+
+def _check_rivals(state: Beside, found: list[Resolution | None]) -> None:
+    """Raises LayoutMapError if it matters which of several parameters are meant."""
+    layouts = [
+        [one and one.layout for one in (found[at] for at in places)]
+        for _, places in state.owners
+    ]
+    if all(one == layouts[0] for one in layouts):
+        return
+    names = " or to ".join(repr(name) for name, _ in state.owners[:3])
+    msg = (
+        f"the optimiser state {state.name!r} may belong to {names}, which are laid out "
+        "differently. Name its parameters 'params', or let the state's own name begin "
+        "with theirs, as 'gen' and 'gen_opt'."
+    )
+    raise LayoutMapError(msg)
 
 
 def _check_follows_nothing(opt_state: _paths.Flat, params: Any) -> None:

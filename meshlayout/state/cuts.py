@@ -92,7 +92,7 @@ def is_literal(var: Any) -> bool:
     return hasattr(var, "val")
 
 
-_REORDERINGS = ("reshape", "squeeze", "expand_dims")
+_REORDERINGS = ("reshape", "squeeze", "expand_dims", "concatenate", "stack")
 
 
 def _specs_before(eqn: Any, sharding: NamedSharding) -> list[Any] | None:
@@ -108,6 +108,10 @@ def _specs_before(eqn: Any, sharding: NamedSharding) -> list[Any] | None:
         placed = eqn.params["broadcast_dimensions"]
         of = zip(placed, shape, strict=True)
         return [specs[at] if size > 1 else None for at, size in of]
+    if name == "concatenate":
+        return None if specs[eqn.params["dimension"]] else specs
+    if name == "stack":
+        return None if specs.pop(eqn.params["axis"]) else specs
     if name not in _REORDERINGS:
         return None
     # A cut of one dim is one of another dim that begins at the same place in memory.
@@ -147,12 +151,12 @@ lt max min mul ne neg nextafter not or optimization_barrier pad population_count
 pow random_bits random_clone random_fold_in random_seed random_split
 random_unwrap random_wrap real reduce_precision rem reshape rev round rsqrt
 select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh
-slice split sqrt square squeeze stop_gradient sub tan tanh threefry2x32
-transpose xor
+slice split sqrt square squeeze stack stop_gradient sub tan tanh threefry2x32 tile
+transpose unstack xor
 """
 _CONTAINER_NAMES = """
-jit pjit closed_call core_call custom_jvp_call custom_vjp_call
-custom_vjp_call_jaxpr remat checkpoint scan while cond
+jit pjit closed_call core_call custom_jvp_call custom_vjp_call remat2
+scan while cond
 """
 _SAFE = frozenset(_SAFE_NAMES.split())
 _CONTAINERS = frozenset(_CONTAINER_NAMES.split())

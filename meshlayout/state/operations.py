@@ -23,10 +23,12 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshlayout import _jax
+from meshlayout._cuts import is_large, is_tidy
 from meshlayout.arrays import copy_to_mesh
 from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh
 from meshlayout.state.cuts import Cuts, is_literal, keeps_bits_when_sharded
+from meshlayout.state.inlining import inlined
 
 
 @dataclass(frozen=True)
@@ -85,11 +87,15 @@ class Operations:
         # On Explicit axes, operations ask what JAX without a mesh does not.
         self._mesh = _with_auto_axes(mesh)
         self._inputs = list(inner.invars)
-        self._outputs = list(inner.outvars)
         self._consts = dict(zip(inner.constvars, jaxpr.consts, strict=True))
+        names: dict[Any, Any] = {}
+        eqns = list(inlined(inner.eqns, names, self._consts))
+        self._outputs = [
+            var if is_literal(var) else names.get(var, var) for var in inner.outvars
+        ]
         self._given = {*self._inputs, *self._consts}
         self._cuts = Cuts(self._mesh)
-        self._steps = self._plan(list(inner.eqns), targets)
+        self._steps = self._plan(eqns, targets)
         self._results = self._finish(targets)
 
     def run(self, inputs: Sequence[Any] = ()) -> list[jax.Array]:
@@ -283,7 +289,6 @@ class _Program:
 
     def __init__(self, step: _Step) -> None:
         self._shardings = step.shardings_in
-        platform = step.mesh.platform
         operands = [
             jax.ShapeDtypeStruct(
                 var.aval.shape,
@@ -300,7 +305,11 @@ class _Program:
             donate_argnums=step.donated,
         )
         with jax.disable_jit(disable=False):
-            self._compiled = _jax.compile_frugally(jitted, operands, platform)
+            self._compiled = (
+                _jax.compile_frugally(jitted, operands)
+                if _is_worth_it(step)
+                else jitted.lower(*operands).compile()
+            )
         self.memory_analysis: Callable[[], Any] = self._compiled.memory_analysis
         self.as_text: Callable[[], str | None] = self._compiled.as_text
 
@@ -312,6 +321,17 @@ class _Program:
         ]
         with jax.disable_jit(disable=False):
             return self._compiled(*moved)
+
+
+def _is_worth_it(step: _Step) -> bool:
+    """Tells whether to save the memory in which random numbers are made on CPU.
+
+    What is small has the bits of an unsharded build for sure only as JAX compiles it.
+    """
+    return step.mesh.platform == "cpu" and all(
+        is_large(var.aval.shape, var.aval.dtype) and is_tidy(cut, var.aval.shape)
+        for var, cut in zip(step.outputs, step.shardings_out, strict=True)
+    )
 
 
 def _apply(step: _Step, *operands: Any) -> list[Any]:

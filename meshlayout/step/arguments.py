@@ -21,8 +21,8 @@ def gives_memory_twice(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     given = {*map(id, leaves)}
     try:
         used_up = True in [leaf.is_deleted() for leaf in leaves]
-    except AttributeError:  # NumPy arrays, numbers, tracers
-        return True
+    except (AttributeError, jax.errors.ConcretizationTypeError):
+        return True  # NumPy arrays, numbers, tracers: to be looked at one by one
     rest = map(id, jax.tree.leaves((args[1:], kwargs)))
     return used_up or len(given) != len(leaves) or not given.isdisjoint(rest)
 

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import threading
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -132,6 +133,13 @@ class _Program:
     bounded: bool  # several CPU devices: bound what is in flight
 
 
+class _Thread(threading.local):
+    """What one thread is doing with a step."""
+
+    may_trace = False
+    is_quiet = False
+
+
 class _Retrace(Exception):  # noqa: N818 (no error: it stops a trace that has to wait)
     """JAX traces a program again, and nothing has said why yet."""
 
@@ -169,14 +177,28 @@ class CompiledStep:
                 hint = did_you_mean(name, self._names)
                 msg = f"{self._name} has no argument {name!r} to be static.{hint}"
                 raise StepError(msg)
+            if name in _parameter_names(step, self._name, _BY_PLACE_ONLY):
+                msg = (
+                    f"{self._name}: {name!r} is positional-only, and what is static is "
+                    "passed by name. Take the '/' out of the signature."
+                )
+                raise StepError(msg)
         self._static_names = static_names
         self._on_recompile: OnRecompile = on_recompile
         self._layouts = layouts
         self._programs: dict[_Signature, _Program] = {}
         self._program: _Program | None = None
-        self._may_trace = False
-        self._quiet = False
+        self._thread = _Thread()
         self._in_flight = 0
+
+    def __get__(self, instance: object, owner: type | None = None) -> "CompiledStep":
+        if instance is None:
+            return self
+        msg = (
+            f"{self._name} is a method, and compile_step takes functions of a state. "
+            f"Compile it for the object: self.step = compile_step(self.{self._name})."
+        )
+        raise StepError(msg)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step.
@@ -203,11 +225,11 @@ class CompiledStep:
             result = program.jitted(static, args[0], (args[1:], kwargs))
         except Exception as error:
             # Nothing has run: find out whether this call needs another program.
-            program, args = self._after_error(error, static, args, kwargs)
+            program, args = self._after_error(error, program, static, args, kwargs)
             result = self._run_traced(program, static, args, kwargs)
         if program.bounded:
             self._in_flight += 1
-            if self._in_flight == _MAX_IN_FLIGHT:
+            if self._in_flight >= _MAX_IN_FLIGHT:  # threads may count past it
                 self._in_flight = 0
                 jax.block_until_ready(result)
         return result
@@ -225,24 +247,24 @@ class CompiledStep:
             now = describe(self._names, static, args, kwargs)
             self._programs[signature] = self._make(signature, now)
         program = self._programs[signature]
-        before, self._quiet = self._quiet, True
+        before, self._thread.is_quiet = self._thread.is_quiet, True
         try:
             return program.jitted.lower(static, args[0], (args[1:], kwargs))
         finally:
-            self._quiet = before
+            self._thread.is_quiet = before
 
     def _run_traced(
         self, program: _Program, static: Any, args: Any, kwargs: Any
     ) -> Any:
         """Runs a program that was explained, and may be traced."""
-        before, self._may_trace = self._may_trace, True
+        before, self._thread.may_trace = self._thread.may_trace, True
         try:
             return program.jitted(static, args[0], (args[1:], kwargs))
         except Exception as error:
             check_arguments(self._name, self._names, args, kwargs)
             raise error from None
         finally:
-            self._may_trace = before
+            self._thread.may_trace = before
 
     def __repr__(self) -> str:
         return f"CompiledStep({self._name}, {len(self._programs)} layouts seen)"
@@ -260,19 +282,26 @@ class CompiledStep:
             kwargs = dict(kwargs)
             args = (kwargs.pop(self._names[0]),)
         kwargs = dict(kwargs)
+        places = self._positional
         at = min(
-            (self._names.index(n) for n in self._static_names if n in self._names),
-            default=len(self._names),
+            (places.index(name) for name in self._static_names if name in places),
+            default=len(places),
         )
         # By name or by place is the same program.
-        for name in self._positional[len(args) : at]:
+        for name in places[len(args) : at]:
             if name not in kwargs:
                 break
             args = (*args, kwargs.pop(name))
         if not self._static_names:
             return args, kwargs, ()
-        if at < len(args):  # a static one among them: all from there on by name
-            for name, value in zip(self._names[at:], args[at:], strict=False):
+        if at < min(len(args), len(places)):  # a static one: all from there by name
+            if len(args) > len(places):
+                msg = (
+                    f"{self._name}: {places[at]!r} is static and comes before *args; "
+                    "make it a keyword-only argument, after them."
+                )
+                raise StepError(msg)
+            for name, value in zip(places[at:], args[at:], strict=False):
                 if name in kwargs:
                     msg = f"{self._name} got argument {name!r} twice."
                     raise StepError(msg)
@@ -329,6 +358,7 @@ class CompiledStep:
     def _after_error(
         self,
         error: Exception,
+        program: _Program | None,
         static: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -337,7 +367,6 @@ class CompiledStep:
         if isinstance(error, StepError) or not args:
             raise error
         check_arguments(self._name, self._names, args, kwargs)
-        program = self._program
         if program is None:
             raise error
         if self._signature(args, kwargs) != program.signature:
@@ -395,7 +424,7 @@ class CompiledStep:
         rest: Any,
     ) -> Any:
         args, kwargs = rest
-        if seen and not self._quiet and not self._may_trace:
+        if seen and not self._thread.is_quiet and not self._thread.may_trace:
             raise _Retrace
         scope = in_force(self._layouts) if self._layouts else contextlib.nullcontext()
         with scope:
@@ -408,13 +437,14 @@ class CompiledStep:
             raise StepError(msg)
         new_state, aux = result
         kept = self._kept(state, new_state)
-        if not self._quiet:
+        if not self._thread.is_quiet:
             seen.append(describe(self._names, static, (state, *args), kwargs))
         return kept, aux
 
     def _explain(self, now: Description, before: list[Description]) -> None:
         """Says what is unlike the most similar call before, if there was one."""
-        if self._on_recompile == "ignore" or not before:
+        # Inside another transformation every call is traced.
+        if self._on_recompile == "ignore" or not before or _jax.is_tracing():
             return
         found = min((differences(one, now) for one in before), key=len)
         first, *_ = [*found, SETTING]
@@ -451,6 +481,7 @@ _BY_PLACE = {
     inspect.Parameter.POSITIONAL_ONLY,
     inspect.Parameter.POSITIONAL_OR_KEYWORD,
 }
+_BY_PLACE_ONLY = {inspect.Parameter.POSITIONAL_ONLY}
 _BY_NAME = {inspect.Parameter.KEYWORD_ONLY}
 
 
