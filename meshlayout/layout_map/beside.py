@@ -2,7 +2,7 @@
 
 import bisect
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ class Beside:
     owners: list[tuple[str, list[int]]]
 
 
-def find_beside(tree: Any) -> Iterator[Beside]:
+def find_beside(tree: Any, leaves: Sequence[_paths.Leaf]) -> Iterator[Beside]:
     """Yields every optimiser state whose parameters are in the same tree.
 
     That is an Optax state, or a subtree named `opt_state` (in an NNX state, dicts
@@ -45,7 +45,13 @@ def find_beside(tree: Any) -> Iterator[Beside]:
 
     Args:
         tree: What a layout map resolves.
+        leaves: Its leaves, as `_paths.flatten` gives them.
     """
+    is_named = any(OPT_STATE in leaf.path for leaf in leaves)
+    if not is_named and not any(
+        map(_is_optax, jax.tree.leaves(tree, is_leaf=_is_optax))
+    ):
+        return
     if _paths.holds_modules(tree):
         tree = nnx.state(tree)
     states = _state_places(tree)

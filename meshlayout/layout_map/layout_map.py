@@ -247,7 +247,7 @@ class LayoutMap(MutableMapping[str, Any]):
             owners = [resolver.leaf(leaf) for leaf in _paths.flatten(params).leaves]
             return self.resolve_slots(tree, params, owners)
         flat = _paths.flatten(tree)
-        inside = list(find_beside(tree))
+        inside = list(find_beside(tree, flat.leaves))
         slots = {at for one in inside for at in one.places}
         found = [
             None if at in slots else resolver.leaf(leaf)
