@@ -1,5 +1,6 @@
 """Meshes, layouts and SPMD training for JAX and Flax."""
 
+from meshlayout import losses as losses, metrics as metrics, testing as testing
 from meshlayout._default_mesh import (
     default_mesh as default_mesh,
     get_default_mesh as get_default_mesh,
@@ -27,8 +28,10 @@ from meshlayout.errors import (
     LayoutMapError as LayoutMapError,
     LayoutMapKeyError as LayoutMapKeyError,
     LayoutWarning as LayoutWarning,
+    LossError as LossError,
     MeshError as MeshError,
     MeshLayoutError as MeshLayoutError,
+    MetricError as MetricError,
     RecompileWarning as RecompileWarning,
     StateError as StateError,
     StepError as StepError,
@@ -52,7 +55,19 @@ from meshlayout.state import (
     TrainState as TrainState,
     create as create,
     describe as describe,
+    optimizer_by_path as optimizer_by_path,
     with_layouts as with_layouts,
 )
-from meshlayout.step import CompiledStep as CompiledStep, compile_step as compile_step
+from meshlayout.state.precision import Policy as Policy
+from meshlayout.step import (
+    CompiledStep as CompiledStep,
+    EvalStep as EvalStep,
+    StepMemory as StepMemory,
+    TrainStep as TrainStep,
+    compile_step as compile_step,
+    make_eval_step as make_eval_step,
+    make_predict_step as make_predict_step,
+    make_train_step as make_train_step,
+    scan_epoch as scan_epoch,
+)
 from meshlayout.visualize import visualize as visualize

@@ -238,6 +238,13 @@ def constrain(x: Any, sharding: NamedSharding) -> Any:
     return x
 
 
+def constrain_locally(x: Any, spec: PartitionSpec) -> Any:
+    """Lays out a replica's own value, inside shard_map, on the axes that are left."""
+    if all(entry is None for entry in spec):
+        return x
+    return jax.lax.with_sharding_constraint(x, spec)
+
+
 def _is_explicit(sharding: Any) -> bool:
     types = getattr(getattr(sharding, "mesh", None), "axis_types", ())
     return any(kind == AxisType.Explicit for kind in types)
@@ -305,3 +312,35 @@ def with_weak_type(x: Any, weak_type: bool) -> Any:  # noqa: FBT001
     if aval.weak_type == weak_type:
         return x
     return jax_lax._convert_element_type(x, aval.dtype, weak_type=weak_type)
+
+
+def manual_axis_sizes() -> dict[str, int]:
+    """Returns the mesh axes that are manual here, as inside shard_map, and sizes."""
+    mesh = jax_mesh.get_abstract_mesh()
+    return {
+        axis: size
+        for axis, size, kind in zip(
+            mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True
+        )
+        if kind == AxisType.Manual
+    }
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """Returns the manual axes over which a value differs, as far as JAX tracks it."""
+    aval = jax.typeof(x)
+    if hasattr(aval, "manual_axis_type"):
+        return frozenset(aval.manual_axis_type.varying)
+    return frozenset(getattr(aval, "vma", ()))
+
+
+_RANDOM = {"random_bits", "random_gamma", "threefry2x32", "rng_bit_generator"}
+
+
+def draws_random_bits(jaxpr: Any) -> bool:
+    """Tells whether a jaxpr, or one inside it, makes random numbers."""
+    return any(
+        eqn.primitive.name in _RANDOM
+        or any(draws_random_bits(inner) for inner in inner_jaxprs(eqn))
+        for eqn in jaxpr.eqns
+    )

@@ -7,7 +7,9 @@ MeshLayoutError(ValueError)
 ├── LayoutMapError       rules that are wrong, disagree or match nothing
 │   └── LayoutMapKeyError    a pattern that the map does not hold (a KeyError too)
 ├── StateError           a builder or a state that cannot be created or placed
-└── StepError            a step that does not keep its promises
+├── StepError            a step that does not keep its promises
+├── LossError            losses, weights and denominators that do not fit
+└── MetricError          a metric that is misconfigured, or fed what does not fit
 ```
 """
 
@@ -45,6 +47,14 @@ class StateError(MeshLayoutError):
 
 class StepError(MeshLayoutError):
     """A compiled step was given, or returned, something it cannot take."""
+
+
+class LossError(MeshLayoutError):
+    """Losses, weights or a denominator do not fit each other."""
+
+
+class MetricError(MeshLayoutError):
+    """A metric is configured wrongly, or was given what it cannot measure."""
 
 
 class RecompileWarning(UserWarning):

@@ -91,7 +91,15 @@ def train_step(state):
 def test_the_fields_are_plain_trees_with_readable_names(make):
     state = make()
     names = [field.name for field in dataclasses.fields(state)]
-    assert names == ["params", "opt_state", "model_state", "step", "rng", "program"]
+    assert names == [
+        "params",
+        "opt_state",
+        "model_state",
+        "step",
+        "rng",
+        "extra",
+        "program",
+    ]
     assert sorted(state.params) == ["hidden", "norm", "output"]
     assert sorted(state.params["hidden"]) == ["bias", "kernel"]
     assert sorted(state.opt_state[0].mu["hidden"]) == ["bias", "kernel"]
@@ -417,7 +425,7 @@ REFUSED = [
     (
         lambda: nnx_state().replace(parms={}),
         "a TrainState has no field 'parms'; it has 'params', 'opt_state', "
-        "'model_state', 'step', 'rng', 'program'. Did you mean 'params'?",
+        "'model_state', 'step', 'rng', 'extra', 'program'. Did you mean 'params'?",
     ),
     (
         lambda: with_missing_gradient(nnx_state()),

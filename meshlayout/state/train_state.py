@@ -89,6 +89,8 @@ class TrainState:
         model_state: The model's other arrays: batch statistics, RNG streams.
         step: How many updates were applied, int32.
         rng: A PRNG key for the step's own randomness.
+        extra: What a train step keeps beside, by name: the moving average of the
+            parameters (`ema`), a loss scale, a count of skipped steps.
         program: The model's structure and the optimiser; no arrays.
     """
 
@@ -97,6 +99,7 @@ class TrainState:
     model_state: Any
     step: Any
     rng: Any
+    extra: dict[str, Any]
     program: Any = dataclasses.field(metadata={"static": True})
 
     @classmethod
@@ -169,7 +172,7 @@ class TrainState:
             params, model_state, program = _split(built, module, optimizer)
             opt_state = optimizer.init(params)
             step = jax.numpy.zeros((), "int32")
-            return cls(params, opt_state, model_state, step, key, program)
+            return cls(params, opt_state, model_state, step, key, {}, program)
 
         return describe(state, layouts)
 
@@ -274,9 +277,9 @@ class TrainState:
         boxed_params, boxed_rest = self._boxed()
         params = layouts.resolve(boxed_params)
         rest = layouts.resolve(boxed_rest)
-        # The slots' paths begin with `opt_state`, the parameters' with no prefix.
-        opt_state = {"opt_state": self.opt_state}
-        slots = layouts.resolve_slots(opt_state, self.params, params.resolutions)
+        # The slots' paths begin with their field, the parameters' with no prefix.
+        beside = {"opt_state": self.opt_state, "extra": self.extra}
+        slots = layouts.resolve_slots(beside, self.params, params.resolutions)
         own = layouts.resolve({"step": self.step, "rng": self.rng})
         tree = self.replace(
             params=_like(self.params, params.layouts),
@@ -284,6 +287,7 @@ class TrainState:
             model_state=_like(self.model_state, rest.layouts),
             step=own.layouts["step"],
             rng=own.layouts["rng"],
+            extra=slots.layouts["extra"],
         )
         found = (params, slots, rest, own)
         return Resolved(tree, tuple(r for part in found for r in part.resolutions))
@@ -470,7 +474,7 @@ class _Packed:
         return jax.device_put(value, self.layout.sharding)
 
 
-_ARRAY_FIELDS = ("params", "opt_state", "model_state", "step", "rng")
+_ARRAY_FIELDS = ("params", "opt_state", "model_state", "step", "rng", "extra")
 
 
 def _unpickle(packed: dict[str, Any], program: Any) -> TrainState:

@@ -1,6 +1,17 @@
-"""Steps: one compiled update or measurement over one global batch."""
+"""Compiled steps: `compile_step`, `make_train_step`, `make_eval_step`."""
 
 from meshlayout.step.compiled import (
     CompiledStep as CompiledStep,
     compile_step as compile_step,
+)
+from meshlayout.step.epoch import scan_epoch as scan_epoch
+from meshlayout.step.eval_step import (
+    EvalStep as EvalStep,
+    make_eval_step as make_eval_step,
+    make_predict_step as make_predict_step,
+)
+from meshlayout.step.train_step import (
+    StepMemory as StepMemory,
+    TrainStep as TrainStep,
+    make_train_step as make_train_step,
 )

@@ -1,0 +1,135 @@
+"""tf.distribute's two scalings, for whole programs and for replica code."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from meshlayout import _jax
+from meshlayout.errors import LossError
+
+
+def compute_average_loss(
+    per_example_loss: Any,
+    sample_weight: Any = None,
+    global_batch_size: Any = None,
+) -> jax.Array:
+    """Divides the sum of per-example losses by the global batch size.
+
+    In a program over the whole batch this is the mean. In replica code (inside
+    `jax.shard_map`) it is this replica's share of it: the shares of all replicas add up
+    to the mean over the global batch. Losses of more dims are summed, as
+    `tf.nn.compute_average_loss` sums them; average them per example first, with
+    `losses.per_example`.
+
+    Args:
+        per_example_loss: Losses of shape (batch,) or (batch, ...), of any float dtype;
+            summed in float32.
+        sample_weight: A weight per example, (batch,), or None for ones. An example of
+            weight 0 adds nothing, even if its loss is not finite.
+        global_batch_size: Examples of all replicas together, padding included. By
+            default those of this batch, times the replicas in replica code.
+
+    Returns:
+        A float32 scalar; 0 for a batch of no examples.
+
+    Raises:
+        LossError: If the losses are a scalar, the weights have another batch size, or
+            the number of replicas cannot be told.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> float(compute_average_loss(jnp.array([2.0, 3.0, 4.0, 5.0])))
+        3.5
+        >>> float(compute_average_loss(jnp.array([2.0, 3.0]), global_batch_size=4))
+        1.25
+    """
+    losses = jnp.asarray(per_example_loss)
+    if losses.ndim == 0:
+        msg = (
+            "compute_average_loss takes one loss per example, (batch,), and got a "
+            "scalar. Do not average in the loss function; optax's losses do not."
+        )
+        raise LossError(msg)
+    if global_batch_size is None:
+        global_batch_size = losses.shape[0] * num_replicas(losses)
+    total = weighted_total(losses, sample_weight)
+    size = jnp.asarray(global_batch_size, "float32")
+    return jnp.where(size > 0, total / jnp.where(size > 0, size, 1), 0)
+
+
+def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
+    """Divides a regularisation loss by the number of replicas.
+
+    In replica code every replica computes the whole regularisation loss, and the
+    replicas' losses are added up; in a program over the whole batch there is one, and
+    it stays as it is.
+
+    Args:
+        regularization_loss: A scalar, or an array whose sum is meant.
+
+    Returns:
+        A float32 scalar.
+
+    Raises:
+        LossError: If the number of replicas cannot be told.
+
+    Example:
+        >>> float(scale_regularization_loss(0.5))
+        0.5
+    """
+    loss = jnp.asarray(regularization_loss).astype("float32").sum()
+    return loss / num_replicas(None)
+
+
+def weighted_total(losses: jax.Array, weights: Any) -> jax.Array:
+    """Returns the sum of losses by weight, in float32.
+
+    Args:
+        losses: Losses of shape (batch, ...).
+        weights: Weights of a leading part of that shape, or None.
+
+    Raises:
+        LossError: If the weights' shape is no leading part of the losses'.
+    """
+    losses = losses.astype("float32")
+    if weights is None:
+        return losses.sum()
+    weights = jnp.asarray(weights).astype("float32")
+    if weights.shape != losses.shape[: weights.ndim]:
+        msg = (
+            f"weights of shape {weights.shape} do not fit losses of shape "
+            f"{losses.shape}; give one weight per example, ({losses.shape[0]},), or "
+            "one per loss."
+        )
+        raise LossError(msg)
+    spread = weights.reshape(weights.shape + (1,) * (losses.ndim - weights.ndim))
+    return jnp.where(spread != 0, losses * spread, 0).sum()
+
+
+def num_replicas(value: Any) -> int:
+    """Returns over how many replicas this code runs; 1 outside replica code.
+
+    Args:
+        value: A value of the replica's own, to tell along which axes replicas differ;
+            or None for all axes that are manual here.
+
+    Raises:
+        LossError: If several axes are manual and nothing tells which ones count.
+    """
+    axes = _jax.manual_axis_sizes()
+    if value is not None:
+        varying = _jax.varying_axes(value)
+        if varying:
+            axes = {name: size for name, size in axes.items() if name in varying}
+    if sum(size > 1 for size in axes.values()) > 1 and (
+        value is None or not _jax.varying_axes(value)
+    ):
+        msg = (
+            f"this code runs under the axes {', '.join(map(repr, axes))}, and nothing "
+            "tells which of them are replicas. Give global_batch_size=, or divide by "
+            "the number of replicas yourself."
+        )
+        raise LossError(msg)
+    return math.prod(axes.values())

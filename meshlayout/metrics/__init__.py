@@ -1,0 +1,28 @@
+"""Metrics that are exact under masks, shards and any order of merging."""
+
+from meshlayout.metrics.adapters import adapt as adapt
+from meshlayout.metrics.classification import (
+    F1 as F1,
+    Accuracy as Accuracy,
+    ConfusionMatrix as ConfusionMatrix,
+    Precision as Precision,
+    Recall as Recall,
+)
+from meshlayout.metrics.collection import Metrics as Metrics
+from meshlayout.metrics.feeding import update_from as update_from
+from meshlayout.metrics.histograms import (
+    AUC as AUC,
+    Histogram as Histogram,
+    Quantile as Quantile,
+)
+from meshlayout.metrics.means import (
+    CrossEntropy as CrossEntropy,
+    Last as Last,
+    Mean as Mean,
+    MeanAbsoluteError as MeanAbsoluteError,
+    MeanSquaredError as MeanSquaredError,
+    Perplexity as Perplexity,
+    Sum as Sum,
+)
+from meshlayout.metrics.metric import Metric as Metric
+from meshlayout.metrics.throughput import Throughput as Throughput

@@ -1,0 +1,352 @@
+"""Metrics of clu, metrax and flax.nnx, as immutable metrics."""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from inspect import Parameter
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from meshlayout.errors import MetricError
+from meshlayout.metrics.elements import as_array
+from meshlayout.metrics.feeding import Source, arguments, feed
+from meshlayout.metrics.metric import Metric
+
+
+_Names = tuple[tuple[str, Any], ...]
+
+
+def adapt(metric: Any, **sources: str | int) -> Any:
+    """Makes an immutable metric of one of clu, metrax or flax.nnx.
+
+    It has `merge`, `compute`, `reset` and goes wherever a metric of this library
+    goes; `update_from` finds its arguments by the names of its parameters.
+
+    Elements of weight 0 are blanked before the metric sees them, so that NaN in them
+    cannot leak. `mask` gets where the weights are not 0, and `weights` and
+    `sample_weights` get the weights. flax's Average, Accuracy and Welford leave out
+    what has weight 0, and merge exactly, in every version. A metric that cannot leave
+    anything out is refused when there are weights.
+
+    Args:
+        metric: A metric of flax.nnx, or a class or an instance that has
+            `from_model_output`, `merge`, `compute` and `empty`. What an instance has
+            counted already is kept.
+        **sources: For a parameter, the name of its source, as `labels="label"`.
+
+    Returns:
+        A metric; or `metric` itself, if it is one of this library.
+
+    Raises:
+        MetricError: If it is no such metric.
+
+    Example:
+        >>> from meshlayout.metrics import update_from
+        >>> average = adapt(nnx.metrics.Average("loss"))
+        >>> average = update_from(average, outputs={"loss": jnp.arange(4.0)}, batch={})
+        >>> float(average.compute())
+        1.5
+    """
+    names: _Names = tuple(sorted(sources.items()))
+    if isinstance(metric, nnx.MultiMetric):
+        parts = {name: getattr(metric, name) for name in _part_names(metric)}
+        return AdaptedParts(
+            {name: adapt(part, **sources) for name, part in parts.items()}
+        )
+    if isinstance(metric, nnx.metrics.Metric):
+        definition, state = nnx.split(metric)
+        return AdaptedNnx(_copied(state), definition, type(metric), names)
+    needed = ("from_model_output", "merge", "compute", "empty")
+    if all(hasattr(metric, name) for name in needed):
+        kind = metric if isinstance(metric, type) else type(metric)
+        state = kind.empty() if isinstance(metric, type) else metric
+        return AdaptedModelOutput(state, kind, names)
+    if isinstance(metric, Metric) and not sources:
+        return metric
+    msg = (
+        f"{metric!r} cannot be adapted: it has to be a metric of flax.nnx, or have "
+        f"{', '.join(needed)}, as those of clu and metrax."
+    )
+    raise MetricError(msg)
+
+
+def _part_names(metric: Any) -> tuple[str, ...]:
+    return tuple(metric._metric_names)  # noqa: SLF001 (there is no public list)
+
+
+def _copied(state: Any) -> Any:
+    """Returns a state of the same arrays; flax's metrics change the one they have."""
+    return jax.tree.map(lambda x: x, state)
+
+
+def _check_alike(one: Any, other: Any) -> None:
+    if type(one) is not type(other) or one.label != other.label:
+        label = getattr(other, "label", type(other).__name__)
+        msg = f"{one.label} does not merge with {label}: both have to be of one class."
+        raise MetricError(msg)
+
+
+def _blanked(value: Any, weights: Any) -> Any:
+    """Returns a value with 0 where the weight is 0."""
+    if weights is None or not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        return value
+    if value.shape[: weights.ndim] != weights.shape:
+        return value
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        return value
+    missing = tuple(range(weights.ndim, value.ndim))
+    return jnp.where(jnp.expand_dims(weights, missing) != 0, value, 0)
+
+
+def _call(function: Any, source: Source, names: _Names, label: str) -> Any:
+    """Calls a foreign metric's function with the arguments that it takes."""
+    weights = source.weights
+    if weights is not None:
+        weights = as_array(weights, "weights", label)
+    blank = Source(
+        {name: _blanked(value, weights) for name, value in source.outputs.items()},
+        jax.tree.map(lambda x: _blanked(x, weights), source.batch),
+        _blanked(source.losses, weights),
+        weights,
+    )
+    parameters = inspect.signature(function).parameters
+    takes_any = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
+    takers = {"mask", "weights", "sample_weights"} & {*parameters}
+    if weights is not None and not takers and not takes_any:
+        msg = (
+            f"{label} takes neither 'mask' nor 'sample_weights', so it cannot leave "
+            "out what has weight 0. Use a metric of meshlayout.metrics, or batches "
+            "without padding and weights."
+        )
+        raise MetricError(msg)
+    own = {name: None for name in takers if name not in dict(names)}
+    if weights is not None:
+        masks = {"mask": weights != 0, "weights": weights, "sample_weights": weights}
+        own = {name: masks[name] for name in own or (["mask"] if takes_any else [])}
+    chosen = {name: of for name, of in names if takes_any or name in parameters}
+    # What is given here comes before an output or an entry of the same name.
+    given = Source({**blank.outputs, **own}, blank.batch, blank.losses, weights)
+    args, kwargs = arguments(function, given, chosen, label)
+    return function(*args, **{**kwargs, **own})
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class AdaptedModelOutput:
+    """A metric of clu or metrax; made by `adapt`."""
+
+    state: Any
+    kind: type = field(metadata={"static": True})
+    sources: _Names = field(metadata={"static": True})
+
+    @property
+    def label(self) -> str:
+        """What it is called in messages."""
+        return f"{self.kind.__module__.partition('.')[0]}'s {self.kind.__name__}"
+
+    def _update_from(self, source: Source) -> Self:
+        make = self.kind.from_model_output
+        return self._with(
+            self.state.merge(_call(make, source, self.sources, self.label))
+        )
+
+    def _with(self, state: Any) -> Self:
+        return type(self)(state, self.kind, self.sources)
+
+    def merge(self, other: Self) -> Self:
+        """Returns the metric of what both have counted.
+
+        Raises:
+            MetricError: If the other one is of another class.
+        """
+        _check_alike(self, other)
+        return self._with(self.state.merge(other.state))
+
+    def compute(self) -> Any:
+        """Returns what the adapted metric computes."""
+        return self.state.compute()
+
+    def reset(self) -> Self:
+        """Returns the empty metric."""
+        return self._with(self.kind.empty())
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class AdaptedNnx:
+    """A metric of flax.nnx; made by `adapt`."""
+
+    state: Any
+    definition: Any = field(metadata={"static": True})
+    kind: type = field(metadata={"static": True})
+    sources: _Names = field(metadata={"static": True})
+
+    @property
+    def label(self) -> str:
+        """What it is called in messages."""
+        return f"nnx's {self.kind.__name__}"
+
+    def _metric(self) -> Any:
+        return nnx.merge(self.definition, _copied(self.state))
+
+    def _of(self, metric: Any) -> Self:
+        """Returns the same with another state, whose dtypes are kept."""
+        state = nnx.split(metric)[1]
+        state = jax.tree.map(
+            lambda new, old: jnp.asarray(new, old.dtype), state, self.state
+        )
+        return type(self)(state, self.definition, self.kind, self.sources)
+
+    def _update_from(self, source: Source) -> Self:
+        metric = self._metric()
+        if self.kind in _STATISTICS:
+            values = _values(metric, source, dict(self.sources), self.label)
+            _add(metric, *_batch_statistics(values, source.weights, self.label))
+        else:
+            _call(metric.update, source, self.sources, self.label)
+        return self._of(metric)
+
+    def merge(self, other: Self) -> Self:
+        """Returns the metric of what both have counted.
+
+        Raises:
+            MetricError: If the other one is of another class, or flax does not say
+                how such metrics are merged.
+        """
+        _check_alike(self, other)
+        if self.kind not in _STATISTICS:
+            msg = (
+                f"{self.label} cannot be merged: flax does not say how. Average, "
+                "Accuracy, Welford and MultiMetric of them can."
+            )
+            raise MetricError(msg)
+        metric = self._metric()
+        _add(metric, *_statistics(other._metric()))
+        return self._of(metric)
+
+    def compute(self) -> Any:
+        """Returns what the adapted metric computes."""
+        return self._metric().compute()
+
+    def reset(self) -> Self:
+        """Returns the empty metric."""
+        metric = self._metric()
+        metric.reset()
+        return self._of(metric)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class AdaptedParts:
+    """A MultiMetric of flax.nnx, part by part; made by `adapt`."""
+
+    parts: dict[str, Any]
+
+    @property
+    def label(self) -> str:
+        """What it is called in messages."""
+        return f"nnx's MultiMetric({', '.join(self.parts)})"
+
+    def _update_from(self, source: Source) -> Self:
+        return type(self)(
+            {name: feed(part, source) for name, part in self.parts.items()}
+        )
+
+    def merge(self, other: Self) -> Self:
+        """Returns the metric of what both have counted.
+
+        Raises:
+            MetricError: If the other one has other parts, or a part cannot be merged.
+        """
+        _check_alike(self, other)
+        return type(self)(
+            {name: part.merge(other.parts[name]) for name, part in self.parts.items()}
+        )
+
+    def compute(self) -> dict[str, Any]:
+        """Returns what each part computes, by name."""
+        return {name: part.compute() for name, part in self.parts.items()}
+
+    def reset(self) -> Self:
+        """Returns the empty metric."""
+        return type(self)({name: part.reset() for name, part in self.parts.items()})
+
+
+# flax's own metrics, whose state is a count, and a sum or a mean and its variance.
+_STATISTICS = (nnx.metrics.Average, nnx.metrics.Accuracy, nnx.metrics.Welford)
+
+
+def _values(
+    metric: Any, source: Source, names: Mapping[str, Any], label: str
+) -> jax.Array:
+    """Returns the values that one of flax's own metrics averages."""
+
+    def find(name: str) -> jax.Array:
+        return as_array(source.find(names.get(name, name), label), name, label)
+
+    if type(metric) is not nnx.metrics.Accuracy:
+        return find(metric.argname).astype(jnp.float32)
+    # Of one batch, flax's own rules of shapes and dtypes apply.
+    logits, labels = find("logits"), find("labels")
+    threshold = metric.threshold
+    binary = threshold is not None
+    if logits.ndim != labels.ndim + (not binary):
+        dims = "as many dims as" if binary else "one dim more than"
+        msg = (
+            f"{label}: logits of shape {logits.shape} and labels of shape "
+            f"{labels.shape} do not fit; logits have {dims} labels."
+        )
+        raise MetricError(msg)
+    if threshold is not None:
+        right = (logits >= threshold) == (labels > 0)
+    else:
+        right = jnp.argmax(logits, axis=-1) == labels
+    return right.astype(jnp.float32)
+
+
+def _batch_statistics(
+    values: jax.Array, weights: Any, label: str
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns count, sum and sum of squares about the mean, where weights are not 0."""
+    counts = jnp.ones(values.shape, bool)
+    if weights is not None:
+        weights = as_array(weights, "weights", label)
+        if values.ndim and weights.shape != values.shape[: weights.ndim]:
+            msg = (
+                f"{label}: weights of shape {weights.shape} do not fit values of shape "
+                f"{values.shape}."
+            )
+            raise MetricError(msg)
+        kept = weights != 0
+        missing = tuple(range(weights.ndim, values.ndim))
+        kept = jnp.expand_dims(kept, missing) if values.ndim else jnp.any(kept)
+        counts = counts & kept
+    count = jnp.sum(counts, dtype=jnp.int32)
+    total = jnp.sum(jnp.where(counts, values, 0))
+    mean = total / jnp.maximum(count, 1)
+    return count, total, jnp.sum(jnp.where(counts, jnp.square(values - mean), 0))
+
+
+def _statistics(metric: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns count, sum and sum of squares about the mean of what was counted."""
+    count = metric.count[...]
+    if isinstance(metric, nnx.metrics.Welford):
+        return count, metric.mean[...] * count, metric.m2[...]
+    return count, metric.total[...], jnp.zeros((), jnp.float32)
+
+
+def _add(metric: Any, count: jax.Array, total: jax.Array, m2: jax.Array) -> None:
+    """Adds statistics to those of a metric."""
+    before = metric.count[...]
+    after = before + count
+    metric.count[...] = after
+    if not isinstance(metric, nnx.metrics.Welford):
+        metric.total[...] = metric.total[...] + total
+        return
+    delta = total / jnp.maximum(count, 1) - metric.mean[...]
+    share = count / jnp.maximum(after, 1)
+    metric.mean[...] = metric.mean[...] + delta * share
+    metric.m2[...] = metric.m2[...] + m2 + jnp.square(delta) * before * share

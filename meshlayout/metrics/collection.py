@@ -1,0 +1,239 @@
+"""`Metrics`: named metrics that read like a dict of their values."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from meshlayout import _jax, _render
+from meshlayout.errors import MetricError, did_you_mean
+from meshlayout.metrics.feeding import update_from
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Metrics(Mapping[str, Any]):
+    """Named metrics: an immutable mapping from names to values, and a pytree.
+
+    Indexing computes a value on the device and does not wait for it; `to_host` waits
+    once for all of them. Names keep their order.
+
+    Args:
+        metrics: The metrics by name: of this library, adapted ones, or any pytrees
+            with `update`, `merge` and `compute`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from meshlayout.metrics import Accuracy, Mean
+        >>> metrics = Metrics({"loss": Mean(), "accuracy": Accuracy()})
+        >>> metrics = metrics.update_from(
+        ...     outputs={"logits": jnp.eye(2)},
+        ...     batch={"label": jnp.array([0, 0])},
+        ...     losses=jnp.array([0.5, 1.0]),
+        ... )
+        >>> metrics
+        metric    value
+        ────────  ─────
+        loss       0.75
+        accuracy    0.5
+        >>> metrics.to_host()
+        {'loss': 0.75, 'accuracy': 0.5}
+    """
+
+    __slots__ = ("_metrics",)
+
+    def __init__(self, metrics: Mapping[str, Any]) -> None:
+        if not isinstance(metrics, Mapping):
+            msg = (
+                f"Metrics takes a dict from names to metrics, and got a "
+                f"{type(metrics).__name__}."
+            )
+            raise MetricError(msg)
+        for name, metric in metrics.items():
+            if not isinstance(name, str):
+                msg = f"Metrics: the name {name!r} has to be a string."
+                raise MetricError(msg)
+            needed = ("update", "merge", "compute")
+            adapted = hasattr(metric, "_update_from")
+            if isinstance(metric, type) or not (
+                adapted or all(hasattr(metric, method) for method in needed)
+            ):
+                msg = (
+                    f"Metrics: {name!r} is {metric!r}, and has to be an object with "
+                    "update, merge and compute. For metrics of clu, metrax or "
+                    "flax.nnx, use metrics.adapt."
+                )
+                raise MetricError(msg)
+        object.__setattr__(self, "_metrics", dict(metrics))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        msg = f"Metrics cannot be changed: make new ones instead of setting {name!r}."
+        raise AttributeError(msg)
+
+    def __reduce__(self) -> Any:
+        return Metrics, (self._metrics,)
+
+    # A mapping of values.
+
+    def __getitem__(self, name: str) -> Any:
+        return self.metric(name).compute()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._metrics)
+
+    def __len__(self) -> int:
+        return len(self._metrics)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._metrics
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        # A mapping would compare arrays, which has no single answer.
+        return self is other
+
+    def metric(self, name: str) -> Any:
+        """Returns the metric of a name.
+
+        Raises:
+            KeyError: If there is none.
+        """
+        if name not in self._metrics:
+            near = did_you_mean(name, self._metrics)
+            msg = f"there is no metric {name!r} among {', '.join(self._metrics)}.{near}"
+            raise KeyError(msg)
+        return self._metrics[name]
+
+    # All metrics at once.
+
+    def update_from(
+        self,
+        *,
+        outputs: Mapping[str, Any] | None,
+        batch: Any,
+        losses: Any = None,
+        weights: Any = None,
+    ) -> "Metrics":
+        """Returns the metrics with one step's batch added; see `metrics.update_from`.
+
+        Args:
+            outputs: The outputs of the loss function, by name.
+            batch: The batch.
+            losses: Per-example losses.
+            weights: Per-example weights; None if all count.
+
+        Raises:
+            MetricError: If an argument of a metric is not there, or does not fit.
+        """
+        step = {"outputs": outputs, "batch": batch, "losses": losses}
+        updated: dict[str, Any] = {}
+        for name, metric in self._metrics.items():
+            try:
+                updated[name] = update_from(metric, **step, weights=weights)
+            except MetricError as error:
+                msg = f"metric {name!r}: {error}"
+                raise MetricError(msg) from None
+        return Metrics(updated)
+
+    def merge(self, other: "Metrics") -> "Metrics":
+        """Returns the metrics of what both have counted.
+
+        Args:
+            other: Metrics of the same names.
+
+        Raises:
+            MetricError: If a name is missing on either side, or two metrics of one
+                name do not merge.
+        """
+        if not isinstance(other, Metrics):
+            msg = f"Metrics do not merge with a {type(other).__name__}."
+            raise MetricError(msg)
+        missing = [name for name in self if name not in other]
+        extra = [name for name in other if name not in self]
+        if missing or extra:
+            parts = [f"the second lack {_names(missing)}"] if missing else []
+            parts += [f"the first lack {_names(extra)}"] if extra else []
+            msg = f"two Metrics of different names do not merge: {' and '.join(parts)}."
+            raise MetricError(msg)
+        return Metrics(
+            {name: one.merge(other.metric(name)) for name, one in self._metrics.items()}
+        )
+
+    def reset(self) -> "Metrics":
+        """Returns the empty metrics of the same configuration.
+
+        Raises:
+            MetricError: If one of them has no `reset`.
+        """
+        for name, metric in self._metrics.items():
+            if not hasattr(metric, "reset"):
+                msg = f"metric {name!r}, a {type(metric).__name__}, has no reset."
+                raise MetricError(msg)
+        return Metrics({name: one.reset() for name, one in self._metrics.items()})
+
+    def compute(self) -> dict[str, Any]:
+        """Returns the values by name, as arrays that the device may still compute."""
+        return {name: metric.compute() for name, metric in self._metrics.items()}
+
+    def to_host(self) -> dict[str, Any]:
+        """Returns the values by name, as Python floats and NumPy arrays.
+
+        All are computed first, and waited for together.
+        """
+        values = self.compute()
+        for leaf in jax.tree.leaves(values):
+            if isinstance(leaf, jax.Array) and leaf.is_fully_addressable:
+                leaf.copy_to_host_async()
+        return {name: jax.tree.map(_on_host, x) for name, x in values.items()}
+
+    # As text.
+
+    def __repr__(self) -> str:
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(self)):
+            return f"Metrics({', '.join(self)})"
+        return _render.text_table(("metric", "value"), self._rows(), "lr")
+
+    def _repr_html_(self) -> str:
+        return _render.html_table(("metric", "value"), self._rows(), "lr")
+
+    def _rows(self) -> list[list[str]]:
+        return [[name, _value_text(value)] for name, value in self.to_host().items()]
+
+    # As a pytree.
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+        """Returns the metrics with their keys, and the names."""
+        children = [
+            (jax.tree_util.DictKey(name), metric)
+            for name, metric in self._metrics.items()
+        ]
+        return tuple(children), tuple(self._metrics)
+
+    @classmethod
+    def tree_unflatten(cls, names: tuple[str, ...], metrics: Any) -> "Metrics":
+        """Returns metrics of names and whatever JAX has put in their places."""
+        made = object.__new__(cls)
+        object.__setattr__(made, "_metrics", dict(zip(names, metrics, strict=True)))
+        return made
+
+
+def _names(names: list[str]) -> str:
+    return ", ".join(map(repr, names))
+
+
+def _on_host(value: Any) -> Any:
+    value = _jax.to_host(value) if isinstance(value, jax.Array) else np.asarray(value)
+    return float(value) if value.ndim == 0 else value
+
+
+def _value_text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, np.ndarray) and value.size > 8:
+        return _render.array_text(value.dtype, value.shape)
+    if isinstance(value, np.ndarray):
+        return np.array2string(value, precision=4, separator=", ").replace("\n", "")
+    return str(value)

@@ -1,0 +1,198 @@
+"""Where a metric's arguments come from: the outputs of the step, or its batch."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from inspect import Parameter
+from typing import Any
+
+from meshlayout.errors import MetricError, did_you_mean
+from meshlayout.metrics.metric import Metric
+
+
+@dataclass(frozen=True)
+class Source:
+    """What one step has to offer to metrics.
+
+    Attributes:
+        outputs: What the loss function returned beside the losses, by name.
+        batch: The batch.
+        losses: Per example, or None.
+        weights: Per example, or None where all count.
+    """
+
+    outputs: Mapping[Any, Any]
+    batch: Any
+    losses: Any
+    weights: Any
+
+    def find(self, name: Any, where: str) -> Any:
+        """Returns what has a name: an output, an entry of the batch, or the losses.
+
+        Raises:
+            MetricError: If nothing has it.
+        """
+        if name in self.outputs:
+            return self.outputs[name]
+        entries = self._entries()
+        if name in entries:
+            return entries[name]
+        special = self.special()
+        if special.get(name) is not None:
+            return special[name]
+        msg = (
+            f"{where}: {name!r} is neither among the outputs ({_names(self.outputs)}) "
+            f"nor in the batch ({_names(entries)})."
+            f"{did_you_mean(name, map(str, [*self.outputs, *entries]))}"
+        )
+        raise MetricError(msg)
+
+    def has(self, name: str) -> bool:
+        """Tells whether an output or an entry of the batch has a name."""
+        return name in self.outputs or name in self._entries()
+
+    def special(self) -> dict[str, Any]:
+        """Returns what a step always has, by its name."""
+        return {
+            "weights": self.weights,
+            "losses": self.losses,
+            "outputs": self.outputs,
+            "batch": self.batch,
+        }
+
+    def everything(self) -> dict[str, Any]:
+        """Returns all outputs and entries of the batch whose names are strings."""
+        found = {**self._entries(), **self.outputs}
+        return {name: value for name, value in found.items() if isinstance(name, str)}
+
+    def _entries(self) -> Mapping[Any, Any]:
+        if isinstance(self.batch, Mapping):
+            return self.batch
+        if isinstance(self.batch, (tuple, list)):
+            return dict(enumerate(self.batch))
+        return {}
+
+
+def _names(found: Mapping[Any, Any]) -> str:
+    return ", ".join(map(repr, found)) or "none"
+
+
+def update_from(
+    metric: Any,
+    *,
+    outputs: Mapping[str, Any] | None,
+    batch: Any,
+    losses: Any = None,
+    weights: Any = None,
+) -> Any:
+    """Returns a metric with one step's batch added; its arguments are found by name.
+
+    A built-in metric has the names among its fields, as `Accuracy(labels="class")`:
+    an output of that name is taken, or else the batch's entry, or else `losses`.
+
+    Of any other metric, each parameter of its `update` gets what has its name among
+    the outputs, or else in the batch; and `weights`, `losses`, `outputs` and `batch`
+    get those of the step. A parameter with a default may be missing, and `**kwargs`
+    gets all outputs and all entries of the batch.
+
+    Args:
+        metric: A metric: whatever has an `update` that returns a new one.
+        outputs: The outputs of the loss function, by name; None if there are none.
+        batch: A mapping, or a tuple or list, whose entries have numbers for names.
+        losses: Per-example losses.
+        weights: Per-example weights; None if all count.
+
+    Raises:
+        MetricError: If an argument is not there, or does not fit.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from meshlayout.metrics import Accuracy
+        >>> logits, batch = jnp.eye(3), {"label": jnp.array([0, 1, 0])}
+        >>> metric = update_from(Accuracy(), outputs={"logits": logits}, batch=batch)
+        >>> round(float(metric.compute()), 3)
+        0.667
+    """
+    if outputs is not None and not isinstance(outputs, Mapping):
+        msg = (
+            f"outputs is a {type(outputs).__name__}; metrics find them by name, so it "
+            "has to be a dict, such as {'logits': logits}."
+        )
+        raise MetricError(msg)
+    source = Source({} if outputs is None else outputs, batch, losses, weights)
+    return feed(metric, source)
+
+
+def feed(metric: Any, source: Source) -> Any:
+    """Returns a metric with what a step offers added; see `update_from`."""
+    where = type(metric).__name__
+    if isinstance(metric, Metric):
+        return _update_built_in(metric, source, where)
+    take = getattr(metric, "_update_from", None)
+    if take is not None:
+        return take(source)
+    update = getattr(metric, "update", None)
+    if isinstance(metric, type) or not callable(update):
+        msg = (
+            f"{metric!r} is no metric: it has to be an object with update, merge and "
+            "compute. For metrics of clu, metrax or flax.nnx, use metrics.adapt."
+        )
+        raise MetricError(msg)
+    args, kwargs = arguments(update, source, {}, f"{where}.update")
+    updated = update(*args, **kwargs)
+    if updated is None:
+        msg = (
+            f"{where}.update returned None; it has to return a new metric. For metrics "
+            "of flax.nnx, which change themselves, use metrics.adapt."
+        )
+        raise MetricError(msg)
+    return updated
+
+
+def _update_built_in(metric: Any, source: Source, where: str) -> Any:
+    if not metric.inputs:
+        return metric.update(source.batch, source.weights)
+    found = [source.find(getattr(metric, name), where) for name in metric.inputs]
+    return metric.update(*found, source.weights)
+
+
+def arguments(
+    function: Callable[..., Any],
+    source: Source,
+    renamed: Mapping[str, Any],
+    where: str,
+) -> tuple[list[Any], dict[str, Any]]:
+    """Returns the arguments of a function, by place and by name.
+
+    Args:
+        function: What is to be called.
+        source: Where they come from.
+        renamed: For parameters whose source has another name: that name.
+        where: What to call the function in a message.
+
+    Raises:
+        MetricError: If one that has no default is not there.
+    """
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    special = source.special()
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is Parameter.VAR_POSITIONAL:
+            continue
+        if parameter.kind is Parameter.VAR_KEYWORD:
+            extra = {to: source.find(of, where) for to, of in renamed.items()}
+            kwargs = {**source.everything(), **extra, **kwargs}
+            continue
+        if name in renamed:
+            value = source.find(renamed[name], where)
+        elif name in special:
+            value = special[name]
+        elif parameter.default is not Parameter.empty and not source.has(name):
+            continue
+        else:
+            value = source.find(name, where)
+        if parameter.kind is Parameter.POSITIONAL_ONLY:
+            args.append(value)
+        else:
+            kwargs[name] = value
+    return args, kwargs

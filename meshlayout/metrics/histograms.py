@@ -1,0 +1,328 @@
+"""Metrics of how values are spread, on bins of equal width."""
+
+import math
+from typing import Any, ClassVar, Literal, Self
+
+import jax
+import jax.numpy as jnp
+
+from meshlayout.errors import MetricError, did_you_mean
+from meshlayout.metrics.classification import is_count
+from meshlayout.metrics.elements import (
+    as_float,
+    element_weights,
+    is_class,
+    is_explicit,
+    same_shape,
+)
+from meshlayout.metrics.metric import EMPTY, Metric, accumulator, metric_class, setting
+from meshlayout.metrics.total import Total
+
+
+def _binned(bins: jax.Array, weights: jax.Array, num_bins: int) -> jax.Array:
+    """Returns the weight that falls into each bin."""
+    if is_explicit(bins) or is_explicit(weights):
+        shares = jnp.where(is_class(bins, num_bins), weights[..., None], 0)
+        return jnp.sum(shares, axis=tuple(range(bins.ndim)))
+    return jnp.zeros(num_bins, jnp.float32).at[bins].add(weights)
+
+
+@metric_class
+class AUC(Metric):
+    """The area under the ROC or the precision-recall curve, from binned scores.
+
+    Scores are probabilities, sorted into `num_thresholds` bins of equal width on
+    [0, 1]; a probability outside is put into the first or last bin, and NaN makes the
+    result NaN. The state has the size of the bins, and the accuracy too:
+
+    - ROC: points joined by straight lines. Equals the chance that a positive scores
+      above a negative, where a pair in one bin counts one half.
+    - PR: the average precision, a sum of precision times the step in recall, with no
+      straight lines in between, as scikit-learn's `average_precision_score`.
+
+    Both are exact for scores that fall into bins of their own, or are equal where
+    they share one. `error_bound()` says how far off the area can be at most.
+
+    Args:
+        predictions: The name of the predictions in a step's outputs or batch.
+        labels: The name of the labels there.
+        num_thresholds: The number of bins.
+        curve: `"ROC"` or `"PR"`.
+        from_logits: Whether predictions are logits, to be put through a sigmoid.
+
+    Example:
+        >>> logits, labels = jnp.array([2.0, 1.0, -1.0, 0.5]), jnp.array([1, 0, 0, 1])
+        >>> float(AUC().update(logits, labels).compute())
+        0.75
+    """
+
+    predictions: str | int = setting(default="logits")
+    labels: str | int = setting(default="label")
+    num_thresholds: int = setting(default=1024)
+    curve: Literal["ROC", "PR"] = setting(default="ROC")
+    from_logits: bool = setting(default=True)
+    positives: Total = accumulator(default=EMPTY)
+    negatives: Total = accumulator(default=EMPTY)
+    inputs: ClassVar[tuple[str, ...]] = ("predictions", "labels")
+
+    def _check(self) -> None:
+        if not is_count(self.num_thresholds, 2):
+            msg = (
+                f"AUC: num_thresholds={self.num_thresholds!r} has to be a whole number "
+                "from 2 on."
+            )
+            raise MetricError(msg)
+        if self.curve not in ("ROC", "PR"):
+            hint = did_you_mean(str(self.curve).upper(), ("ROC", "PR"))
+            msg = f"AUC: curve={self.curve!r} is not one of 'ROC', 'PR'.{hint}"
+            raise MetricError(msg)
+        if self.from_logits is not True and self.from_logits is not False:
+            msg = f"AUC: from_logits={self.from_logits!r} has to be True or False."
+            raise MetricError(msg)
+
+    def _start(self) -> dict[str, Any]:
+        shape = (self.num_thresholds,)
+        return {"positives": Total.zeros(shape), "negatives": Total.zeros(shape)}
+
+    def update(self, predictions: Any, labels: Any, weights: Any = None) -> Self:
+        """Returns the metric with a batch added.
+
+        Args:
+            predictions: Scores of the labels' shape; a last dim of 1 may be extra.
+            labels: Positive numbers are 1, others 0.
+            weights: Per label; see `Metric`.
+
+        Raises:
+            MetricError: If the shapes do not fit.
+        """
+        scores, labels = same_shape(predictions, labels, "AUC")
+        each = element_weights(weights, labels, "labels", "AUC")
+        scores = scores.astype(jnp.float32)
+        scores = jax.nn.sigmoid(scores) if self.from_logits else scores
+        unknown = jnp.isnan(scores) & (each != 0)
+        size = self.num_thresholds
+        place = jnp.where(jnp.isnan(scores), 0, jnp.clip(scores, 0, 1)) * size
+        bins = jnp.minimum(jnp.floor(place).astype(jnp.int32), size - 1)
+        each = jnp.where(unknown, jnp.nan, each)
+        positive = _binned(bins, jnp.where(labels > 0, each, 0), size)
+        negative = _binned(bins, jnp.where(labels > 0, 0, each), size)
+        return type(self)(
+            self.predictions,
+            self.labels,
+            self.num_thresholds,
+            self.curve,
+            self.from_logits,
+            positives=self.positives.add(positive),
+            negatives=self.negatives.add(negative),
+        )
+
+    def compute(self) -> jax.Array:
+        """Returns the area; NaN where no positives, or in ROC no negatives, were."""
+        hits, misses = self._from_the_top()
+        hits_before = jnp.cumsum(hits) - hits
+        if self.curve == "ROC":
+            area = jnp.sum(misses * (hits_before + hits / 2))
+            return area / (jnp.sum(hits) * jnp.sum(misses))
+        found = jnp.cumsum(hits)
+        precision = found / jnp.maximum(found + jnp.cumsum(misses), _TINY)
+        return jnp.sum(hits * precision) / jnp.sum(hits)
+
+    def error_bound(self) -> jax.Array:
+        """Returns how far the area is at most from that of the scores themselves."""
+        hits, misses = self._from_the_top()
+        if self.curve == "ROC":
+            return jnp.sum(hits * misses) / 2 / (jnp.sum(hits) * jnp.sum(misses))
+        found, wrong = jnp.cumsum(hits), jnp.cumsum(misses)
+        middle = found / jnp.maximum(found + wrong, _TINY)
+        best = found / jnp.maximum(found + wrong - misses, _TINY)
+        worst = (found - hits) / jnp.maximum(found - hits + wrong, _TINY)
+        apart = jnp.maximum(best - middle, middle - worst)
+        return jnp.sum(hits * apart) / jnp.sum(hits)
+
+    def _from_the_top(self) -> tuple[jax.Array, jax.Array]:
+        """Returns positives and negatives per bin, highest scores first."""
+        return self.positives.value[::-1], self.negatives.value[::-1]
+
+
+_TINY = 1e-30
+
+
+@metric_class
+class Histogram(Metric):
+    """The weight of the values in bins of equal width, from `low` to `high`.
+
+    A bin holds its lower edge, and the last one its upper edge too. What lies outside
+    is counted apart, in `below` and `above`; NaN makes `above` NaN.
+
+    Args:
+        low: The lower edge of the first bin.
+        high: The upper edge of the last bin.
+        num_bins: The number of bins.
+        values: The name of the values in a step's outputs or batch.
+
+    Example:
+        >>> histogram = Histogram(0, 4, 4).update(jnp.array([0.5, 1.0, 1.5, 9.0]))
+        >>> histogram.compute().tolist(), float(histogram.above)
+        ([1.0, 2.0, 0.0, 0.0], 1.0)
+    """
+
+    low: float = setting()
+    high: float = setting()
+    num_bins: int = setting(default=100)
+    values: str | int = setting(default="losses")
+    weights: Total = accumulator(default=EMPTY)  # below, the bins, above
+    inputs: ClassVar[tuple[str, ...]] = ("values",)
+
+    def _check(self) -> None:
+        where = type(self).__name__
+        numbers = [isinstance(x, (int, float)) for x in (self.low, self.high)]
+        if not all(numbers) or not (-math.inf < self.low < self.high < math.inf):
+            msg = (
+                f"{where}: low={self.low!r} has to be less than high={self.high!r}, "
+                "and both finite numbers."
+            )
+            raise MetricError(msg)
+        if not is_count(self.num_bins):
+            msg = (
+                f"{where}: num_bins={self.num_bins!r} has to be a whole number from 1 "
+                "on."
+            )
+            raise MetricError(msg)
+
+    def _start(self) -> dict[str, Any]:
+        return {"weights": Total.zeros((self.num_bins + 2,))}
+
+    def update(self, values: Any, weights: Any = None) -> Self:
+        """Returns the metric with a batch of values added.
+
+        Args:
+            values: Any numbers.
+            weights: Per element; see `Metric`.
+
+        Raises:
+            MetricError: If the weights do not fit the values.
+        """
+        where = type(self).__name__
+        elements = as_float(values, "values", where)
+        each = element_weights(weights, elements, "values", where)
+        unknown = jnp.isnan(elements)
+        width = (self.high - self.low) / self.num_bins
+        clipped = jnp.clip(jnp.where(unknown, self.low, elements), self.low, self.high)
+        bins = jnp.floor((clipped - self.low) / width).astype(jnp.int32)
+        bins = jnp.clip(bins, 0, self.num_bins - 1) + 1
+        bins = jnp.where(elements < self.low, 0, bins)
+        bins = jnp.where(unknown | (elements > self.high), self.num_bins + 1, bins)
+        each = jnp.where(unknown & (each != 0), jnp.nan, each)
+        return self._with(self.weights.add(_binned(bins, each, self.num_bins + 2)))
+
+    def _with(self, weights: Total) -> Self:
+        return type(self)(
+            self.low, self.high, self.num_bins, self.values, weights=weights
+        )
+
+    @property
+    def edges(self) -> jax.Array:
+        """The edges of the bins, `num_bins + 1` of them."""
+        return jnp.linspace(self.low, self.high, self.num_bins + 1, dtype=jnp.float32)
+
+    @property
+    def below(self) -> jax.Array:
+        """The weight of values less than `low`."""
+        return self.weights.value[0]
+
+    @property
+    def above(self) -> jax.Array:
+        """The weight of values greater than `high`."""
+        return self.weights.value[-1]
+
+    def compute(self) -> jax.Array:
+        """Returns the weight in each bin, shape `(num_bins,)`."""
+        return self.weights.value[1:-1]
+
+    def quantile(self, q: float) -> jax.Array:
+        """Returns the value that a share `q` of the weight lies below.
+
+        Straight lines join the edges of a bin, so that the result is off by one bin's
+        width at most. It is -inf or inf where the value lies outside of the bins, and
+        NaN where nothing was counted.
+
+        Args:
+            q: From 0 to 1.
+
+        Raises:
+            MetricError: If `q` is not.
+        """
+        _check_share(q, type(self).__name__)
+        weights = self.weights.value
+        total = jnp.sum(weights)
+        wanted = q * total
+        reached = jnp.cumsum(weights)
+        # The first place that has weight and reaches what is wanted.
+        enough = (reached >= wanted) & (weights > 0)
+        last = weights.size - 1 - jnp.argmax((weights > 0)[::-1])
+        at = jnp.where(jnp.any(enough), jnp.argmax(enough), last)
+        inside = (wanted - (reached[at] - weights[at])) / weights[at]
+        width = (self.high - self.low) / self.num_bins
+        value = self.low + width * (at - 1 + jnp.clip(inside, 0, 1))
+        value = jnp.where(at == 0, -jnp.inf, value)
+        value = jnp.where(at == self.num_bins + 1, jnp.inf, value)
+        return jnp.where(total > 0, value, jnp.nan).astype(jnp.float32)
+
+
+def _check_share(q: Any, where: str) -> None:
+    if not isinstance(q, (int, float)) or not 0 <= q <= 1:
+        msg = f"{where}: q={q!r} has to be a number from 0 to 1."
+        raise MetricError(msg)
+
+
+@metric_class
+class Quantile(Metric):
+    """The value that a share `q` of the weight lies below, from a histogram.
+
+    Off by one bin's width at most; see `Histogram.quantile`.
+
+    Args:
+        q: From 0 to 1; 0.5 is the median.
+        low: The lowest value expected.
+        high: The highest value expected.
+        num_bins: The number of bins.
+        values: The name of the values in a step's outputs or batch.
+
+    Example:
+        >>> median = Quantile(0.5, 0, 10, num_bins=1000)
+        >>> round(float(median.update(jnp.array([1.0, 2.0, 7.0])).compute()), 1)
+        2.0
+    """
+
+    q: float = setting()
+    low: float = setting()
+    high: float = setting()
+    num_bins: int = setting(default=1000)
+    values: str | int = setting(default="losses")
+    histogram: Histogram = accumulator(default=EMPTY)
+    inputs: ClassVar[tuple[str, ...]] = ("values",)
+
+    def _check(self) -> None:
+        _check_share(self.q, "Quantile")
+
+    def _start(self) -> dict[str, Any]:
+        settings = (self.low, self.high, self.num_bins, self.values)
+        return {"histogram": Histogram(*settings)}
+
+    def update(self, values: Any, weights: Any = None) -> Self:
+        """Returns the metric with a batch of values added.
+
+        Args:
+            values: Any numbers.
+            weights: Per element; see `Metric`.
+
+        Raises:
+            MetricError: If the weights do not fit the values.
+        """
+        histogram = self.histogram.update(values, weights)
+        settings = (self.q, self.low, self.high, self.num_bins, self.values)
+        return type(self)(*settings, histogram=histogram)
+
+    def compute(self) -> jax.Array:
+        """Returns the quantile; NaN where nothing was counted."""
+        return self.histogram.quantile(self.q)

@@ -1,0 +1,224 @@
+"""In which dtypes a step computes, stores and reduces; dynamic loss scaling."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from meshlayout import _jax, _paths, _render
+from meshlayout.errors import StateError, did_you_mean
+
+
+def _float_dtype(name: str, value: Any) -> Any:
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        dtype = None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        msg = (
+            f"Policy({name}={value!r}): expected a floating-point dtype, as 'bfloat16'."
+        )
+        raise StateError(msg)
+    return dtype
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Dtypes of a step; None leaves one as it is.
+
+    Attributes:
+        param: The dtype the parameters are stored in; one that differs is refused.
+        compute: The dtype that layers compute in. Parameters are cast as they are
+            used; a layer that names a dtype of its own keeps it. Statistics of
+            normalisation, losses and norms stay in float32.
+        output: The dtype of what the model returns.
+        reduce: The dtype in which gradients are summed over replicas.
+    """
+
+    param: Any = None
+    compute: Any = None
+    output: Any = None
+    reduce: Any = None
+
+    def __post_init__(self) -> None:
+        for name in ("param", "compute", "output", "reduce"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, _float_dtype(name, value))
+
+
+Precision: TypeAlias = str | Policy | Mapping[str, "str | Policy"]
+
+_NAMED = {
+    "float32": Policy(),
+    "bfloat16": Policy(compute="bfloat16", output="float32"),
+    "float16": Policy(compute="float16", output="float32"),
+}
+
+
+@dataclass(frozen=True)
+class Policies:
+    """A policy for the model, and others for some of its paths.
+
+    Attributes:
+        default: For what no pattern matches.
+        by_path: Patterns, searched for in paths, and their policies; the first counts.
+    """
+
+    default: Policy
+    by_path: tuple[tuple[str, Policy], ...] = ()
+
+    def at(self, path: str) -> Policy:
+        """Returns the policy of a parameter or a submodule.
+
+        Args:
+            path: Its path.
+        """
+        for pattern, policy in self.by_path:
+            if re.search(pattern, path):
+                return policy
+        return self.default
+
+    @property
+    def computes_in(self) -> frozenset[Any]:
+        """All compute dtypes there are; without None."""
+        policies = [self.default, *(policy for _, policy in self.by_path)]
+        return frozenset(one.compute for one in policies if one.compute is not None)
+
+
+def parse_precision(precision: Any) -> Policies:
+    """Returns the policies that `precision=` stands for.
+
+    Args:
+        precision: `"float32"`, `"bfloat16"`, `"float16"`, a `Policy`, or a dict from
+            patterns of paths to those, `""` for the rest.
+
+    Raises:
+        StateError: If it is none of these.
+
+    Example:
+        >>> policies = parse_precision({"router": "float32", "": "bfloat16"})
+        >>> policies.at("mlp/up/kernel").compute
+        dtype(bfloat16)
+    """
+    if not isinstance(precision, Mapping):
+        return Policies(_policy(precision))
+    rules = []
+    for pattern, one in precision.items():
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            msg = f"precision: {pattern!r} is no regular expression: {error}."
+            raise StateError(msg) from None
+        rules.append((pattern, _policy(one)))
+    default = dict(rules).get("", Policy())
+    return Policies(default, tuple(rule for rule in rules if rule[0]))
+
+
+def _policy(precision: Any) -> Policy:
+    if isinstance(precision, Policy):
+        return precision
+    if isinstance(precision, str) and precision in _NAMED:
+        return _NAMED[precision]
+    names = ", ".join(map(repr, _NAMED))
+    msg = (
+        f"precision={precision!r} is none of {names}, a Policy(param, compute, output, "
+        f"reduce), or a dict from paths to those.{did_you_mean(precision, _NAMED)}"
+    )
+    raise StateError(msg)
+
+
+def cast_for_compute(tree: Any, policies: Policies) -> Any:
+    """Casts floating-point parameters to the dtypes they are used in.
+
+    Args:
+        tree: Parameters.
+        policies: The dtypes, by path.
+    """
+    if not policies.computes_in:
+        return tree
+    flat = _paths.flatten(tree)
+    return flat.unflatten(
+        [cast(leaf.value, policies.at(leaf.path).compute) for leaf in flat.leaves]
+    )
+
+
+def cast(value: Any, dtype: Any) -> Any:
+    """Casts floating-point arrays in a tree; None leaves them as they are."""
+    if dtype is None:
+        return value
+
+    def one(leaf: Any) -> Any:
+        kind = getattr(leaf, "dtype", None)
+        if (
+            kind is None
+            or _jax.is_extended(kind)
+            or not jnp.issubdtype(kind, jnp.floating)
+        ):
+            return leaf
+        return leaf.astype(dtype)
+
+    return jax.tree.map(one, value)
+
+
+def check_params(params: Any, policies: Policies) -> None:
+    """Raises StateError if parameters are stored in another dtype than the policy's."""
+    for leaf in _paths.flatten(params).leaves:
+        wanted = policies.at(leaf.path).param
+        dtype = leaf.value.dtype
+        if (
+            wanted is not None
+            and jnp.issubdtype(dtype, jnp.floating)
+            and dtype != wanted
+        ):
+            msg = (
+                f"{leaf.path} {_render.array_text(dtype, leaf.value.shape)}: the "
+                f"precision policy stores parameters in {wanted}. Build the model with "
+                f"param_dtype={str(wanted)!r}, or leave param out of the policy."
+            )
+            raise StateError(msg)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LossScale:
+    """A factor that keeps float16 gradients from vanishing, and how it is doing.
+
+    It doubles after `GROWTH_INTERVAL` finite steps and halves after one that is not
+    (Micikevicius et al., "Mixed Precision Training", 2018, section 3.2, with the
+    back-off that NVIDIA's and PyTorch's scalers use).
+
+    Attributes:
+        scale: The factor, float32.
+        finite_steps: Steps since it changed last, int32.
+    """
+
+    scale: jax.Array
+    finite_steps: jax.Array
+
+    @classmethod
+    def create(cls, scale: float = 2.0**15) -> "LossScale":
+        """Returns a loss scale to begin with."""
+        return cls(jnp.float32(scale), jnp.int32(0))
+
+    def after(self, finite: jax.Array) -> "LossScale":
+        """Returns the loss scale after a step.
+
+        Args:
+            finite: Whether the step's gradients were all finite.
+        """
+        steps = jnp.where(finite, self.finite_steps + 1, 0)
+        grown = steps >= GROWTH_INTERVAL
+        scale = jnp.where(
+            finite,
+            jnp.where(grown, jnp.minimum(self.scale * 2, MAX_SCALE), self.scale),
+            jnp.maximum(self.scale / 2, 1.0),
+        )
+        return LossScale(scale, jnp.where(grown, 0, steps).astype("int32"))
+
+
+GROWTH_INTERVAL = 2000
+MAX_SCALE = 2.0**24

@@ -1,0 +1,128 @@
+"""A whole epoch in one dispatch, over a dataset that is on the devices."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from meshlayout import _jax
+from meshlayout.errors import StepError
+from meshlayout.layout import Layout
+from meshlayout.mesh import Mesh
+from meshlayout.metrics import Metrics
+from meshlayout.state import TrainState
+from meshlayout.step.microbatches import Replicas
+from meshlayout.step.places import Place
+from meshlayout.step.train_step import TrainStep
+from meshlayout.step.weights import map_batch, num_examples
+
+
+def scan_epoch(
+    train_step: TrainStep,
+    state: TrainState,
+    data: Any,
+    *,
+    global_batch_size: int,
+    shuffle: jax.Array | None = None,
+    batch_axes: str | tuple[str, ...] | None = None,
+    metrics: Metrics | None = None,
+) -> tuple[TrainState, Metrics]:
+    """Runs a train step over all batches of a dataset, in a loop on the device.
+
+    The batches and the numbers are those of a loop in Python over the same rows in the
+    same order. A short last batch is filled up with rows of weight 0.
+
+    Args:
+        train_step: What `make_train_step` made.
+        state: The state; it is used up.
+        data: A tree of arrays whose first dim is the examples, on the state's devices
+            (best replicated: rows are picked from it); and a mapping, where the last
+            batch is short.
+        global_batch_size: Examples in a batch.
+        shuffle: A PRNG key for the order of this epoch; None takes the rows in order.
+        batch_axes: The mesh axes over which the rows of a batch are sharded; by
+            default `"batch"`, where the mesh has it.
+        metrics: Metrics to add to; None starts with empty ones.
+
+    Returns:
+        The state after the epoch, and the metrics.
+
+    Raises:
+        StepError: If the dataset is empty, or its last batch is short and there is no
+            place for weights; or an axis does not exist.
+
+    Example:
+        >>> import optax
+        >>> from flax import nnx
+        >>> import meshlayout as ml
+        >>> layouts = ml.LayoutMap(ml.create_mesh({"batch": 8}), {})
+        >>> state = ml.TrainState.create(
+        ...     lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), layouts
+        ... )
+        >>> def loss_fn(model, batch):
+        ...     return jnp.square(model(batch["x"]) - batch["y"])
+        >>> step = ml.make_train_step(loss_fn)
+        >>> data = {"x": jnp.ones((20, 2)), "y": jnp.zeros((20, 1))}
+        >>> state, metrics = scan_epoch(step, state, data, global_batch_size=8)
+        >>> int(state.step)
+        3
+    """
+    if not isinstance(train_step, TrainStep):
+        msg = (
+            "scan_epoch takes what make_train_step made, and got a "
+            f"{type(train_step).__name__}."
+        )
+        raise StepError(msg)
+    rows = num_examples(data)
+    if rows == 0 or global_batch_size < 1:
+        msg = f"an epoch of {rows} examples in batches of {global_batch_size} is empty."
+        raise StepError(msg)
+    key = train_step.weights
+    short = rows % global_batch_size != 0
+    if short and not isinstance(data, Mapping):
+        msg = (
+            f"{rows} examples in batches of {global_batch_size} leave a short last "
+            f"batch, and a {type(data).__name__} has no place for weights. Give a "
+            "dict of arrays, or a global batch size that divides."
+        )
+        raise StepError(msg)
+    place = _place(state, batch_axes)
+    data = place.put(data)
+
+    def batch_at(data: Any, order: Any, at: Any) -> Any:
+        picked = jax.lax.dynamic_slice_in_dim(order, at, global_batch_size)
+        real = picked >= 0
+        batch = map_batch(lambda leaf: leaf[jnp.maximum(picked, 0)], data)
+        if short:
+            given = batch.get(key, jnp.ones((), "float32"))
+            spread = real.reshape(-1, *[1] * max(0, jnp.ndim(given) - 1))
+            batch = {**batch, key: jnp.where(spread, given, 0).astype("float32")}
+        return map_batch(lambda leaf: place.replicas.constrain(leaf, 0), batch)
+
+    def order_of(shuffle: Any) -> jax.Array:
+        order = jnp.arange(rows)
+        if shuffle is not None:
+            order = jax.random.permutation(shuffle, order)
+        return jnp.pad(order, (0, -rows % global_batch_size), constant_values=-1)
+
+    return train_step.run_epoch(
+        (global_batch_size, rows, shuffle is None),
+        place,
+        (state, data, shuffle, metrics),
+        batch_at,
+        order_of,
+    )
+
+
+def _place(state: TrainState, batch_axes: Any) -> Place:
+    sharding = _jax.sharding_of(state.step)
+    if not isinstance(sharding, NamedSharding):
+        return Place(Replicas(None, ()), sharding)
+    mesh: Any = sharding.mesh
+    if batch_axes is None:
+        batch_axes = ("batch",) if "batch" in mesh.axis_names else ()
+    axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
+    Layout([axes or None], Mesh(mesh))  # refuses axes that the mesh does not have
+    return Place(Replicas(mesh, axes), sharding)

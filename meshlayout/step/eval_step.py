@@ -1,0 +1,256 @@
+"""`make_eval_step` and `make_predict_step`: what a model does, and how well."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from meshlayout import losses
+from meshlayout.errors import StepError
+from meshlayout.layout_map import LayoutMap
+from meshlayout.losses.weighting import check_denominator
+from meshlayout.metrics import Metrics
+from meshlayout.state import TrainState
+from meshlayout.state.precision import Precision, cast_for_compute, parse_precision
+from meshlayout.step.calls import intercepting
+from meshlayout.step.compiled import CompiledStep, OnRecompile, compile_step
+from meshlayout.step.gradients import Loss, forward, updated
+from meshlayout.step.measuring import (
+    Measured,
+    as_regularizers,
+    empty_metrics,
+    total_weight,
+    user_metrics,
+)
+from meshlayout.step.model_call import Casting, ModelCall, bound_model, quiet_sowing
+from meshlayout.step.objective import parts_of, penalties_of
+from meshlayout.step.places import Place, place_of
+from meshlayout.step.weights import num_examples
+
+
+def make_eval_step(
+    loss_fn: Callable[..., Any],
+    *,
+    metrics: Mapping[str, Any] | None = None,
+    regularizers: Sequence[losses.Regularizer] | losses.Regularizer = (),
+    weights: str | int = "weight",
+    denominator: losses.Denominator = "real",
+    precision: Precision = "float32",
+    layouts: LayoutMap | None = None,
+    on_recompile: OnRecompile = "warn",
+) -> "EvalStep":
+    """Makes a compiled step that measures a model and changes nothing.
+
+    The model is in evaluation mode: no dropout, running averages for batch statistics.
+
+    Args:
+        loss_fn: As for `make_train_step`; `train` is False.
+        metrics: What is measured beside the loss, by name.
+        regularizers: As for `make_train_step`; they count in the loss.
+        weights: As for `make_train_step`.
+        denominator: As for `make_train_step`.
+        precision: As for `make_train_step`.
+        layouts: The layout map that `constrain` follows in the model.
+        on_recompile: As for `compile_step`.
+
+    Raises:
+        StepError: If an option is wrong.
+        LossError: If the denominator is.
+        StateError: If the precision is.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> from flax import nnx
+        >>> import meshlayout as ml
+        >>> layouts = ml.LayoutMap(ml.create_mesh({"batch": 8}), {})
+        >>> state = ml.TrainState.create(
+        ...     lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), layouts
+        ... )
+        >>> def loss_fn(model, batch):
+        ...     return jnp.square(model(batch["x"]) - batch["y"])
+        >>> eval_step = make_eval_step(loss_fn)
+        >>> batch = {"x": jnp.zeros((8, 2)), "y": jnp.full((8, 1), 3.0)}
+        >>> metrics = eval_step(state, batch)
+        >>> float(metrics["loss"])
+        9.0
+    """
+    if not callable(loss_fn):
+        msg = (
+            "make_eval_step takes a loss function of the model and a batch first, and "
+            f"got a {type(loss_fn).__name__}."
+        )
+        raise StepError(msg)
+    check_denominator(denominator)
+    call = ModelCall(loss_fn, parse_precision(precision))
+    loss = Loss(call, weights, denominator, as_regularizers(regularizers))
+    return EvalStep(loss, user_metrics(metrics), layouts, on_recompile)
+
+
+class EvalStep:
+    """A compiled eval step; made by `make_eval_step`.
+
+    `metrics = eval_step(state, batch)` measures one batch, and
+    `eval_step(state, batch, metrics)` adds it to what was measured before. The state is
+    not donated.
+    """
+
+    def __init__(
+        self,
+        loss: Loss,
+        metrics: Mapping[str, Any],
+        layouts: LayoutMap | None,
+        on_recompile: OnRecompile,
+    ) -> None:
+        self._loss, self._metrics = loss, metrics
+        self._layouts = layouts
+        self._on_recompile: OnRecompile = on_recompile
+        self._programs: dict[Place, tuple[CompiledStep, Metrics]] = {}
+        self.__name__ = "eval_step"
+
+    def __call__(
+        self, state: TrainState, batch: Any, metrics: Metrics | None = None
+    ) -> Metrics:
+        """Measures one batch.
+
+        Args:
+            state: The state.
+            batch: The global batch.
+            metrics: Metrics to add to; None starts with empty ones.
+
+        Raises:
+            StepError: If the state or the batch does not fit.
+        """
+        compiled, empty = self._program(state, batch)
+        given = empty if metrics is None else metrics
+        return compiled((), without_optimizer(state), batch, given)[1]
+
+    def lower(
+        self, state: TrainState, batch: Any, metrics: Metrics | None = None
+    ) -> jax.stages.Lowered:
+        """Lowers the step for these arguments, as `jax.jit(...).lower` does.
+
+        Args:
+            state: A state; arrays may be `jax.ShapeDtypeStruct` with shardings.
+            batch: The global batch.
+            metrics: As for a call.
+        """
+        compiled, empty = self._program(state, batch)
+        given = empty if metrics is None else metrics
+        return compiled.lower((), without_optimizer(state), batch, given)
+
+    def _program(self, state: TrainState, batch: Any) -> tuple[CompiledStep, Metrics]:
+        check_state(self.__name__, state)
+        place = place_of(state, batch)
+        if place not in self._programs:
+            names: list[str] = []
+
+            def trace(state: TrainState, batch: Any) -> None:
+                measured, _ = self._measured(state, batch, Metrics(self._metrics))
+                names.extend(measured.values)
+
+            def eval_step(nothing: Any, state: Any, batch: Any, metrics: Any) -> Any:
+                users = Metrics({name: metrics.metric(name) for name in self._metrics})
+                measured, users = self._measured(state, batch, users)
+                found = {
+                    **measured.added_to(metrics),
+                    **{name: users.metric(name) for name in users},
+                }
+                made = Metrics({name: found[name] for name in metrics})
+                return nothing, place.everywhere(made)
+
+            jax.eval_shape(trace, without_optimizer(state), batch)
+            compiled = compile_step(
+                eval_step, layouts=self._layouts, on_recompile=self._on_recompile
+            )
+            empty = place.put(empty_metrics(names, self._metrics))
+            self._programs[place] = compiled, empty
+        return self._programs[place]
+
+    def _measured(
+        self, state: TrainState, batch: Any, users: Metrics
+    ) -> tuple[Measured, Metrics]:
+        loss, share = self._loss, self._loss.share(batch)
+        outcome = forward(loss, state, state.params, batch, state.rng, share.weights)
+        penalties = penalties_of(state.params, loss.regularizers)
+        parts = {**parts_of(outcome, share), **penalties}
+        weight = total_weight(share.weights, num_examples(batch))
+        return Measured(parts, {}, weight), updated(
+            users, outcome, batch, share.weights
+        )
+
+    def __repr__(self) -> str:
+        name = getattr(self._loss.call.loss_fn, "__name__", "loss")
+        return f"EvalStep({name}, {len(self._programs)} places seen)"
+
+
+def make_predict_step(
+    predict_fn: Callable[[Any, Any], Any],
+    *,
+    precision: Precision = "float32",
+    layouts: LayoutMap | None = None,
+    on_recompile: OnRecompile = "warn",
+) -> "Callable[[TrainState, Any], Any]":
+    """Makes a compiled step that returns what a model makes of a batch.
+
+    Args:
+        predict_fn: A function of the model, in evaluation mode, and a batch.
+        precision: As for `make_train_step`.
+        layouts: The layout map that `constrain` follows in the model.
+        on_recompile: As for `compile_step`.
+
+    Returns:
+        A function of a state, which is not donated, and a global batch.
+
+    Raises:
+        StepError: If `predict_fn` is no function.
+        StateError: If the precision is wrong.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> from flax import nnx
+        >>> import meshlayout as ml
+        >>> layouts = ml.LayoutMap(ml.create_mesh({"batch": 8}), {})
+        >>> state = ml.TrainState.create(
+        ...     lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), layouts
+        ... )
+        >>> predict_step = make_predict_step(lambda model, x: model(x))
+        >>> predict_step(state, jnp.zeros((8, 2))).shape
+        (8, 1)
+    """
+    if not callable(predict_fn):
+        msg = (
+            "make_predict_step takes a function of the model and a batch first, and "
+            f"got a {type(predict_fn).__name__}."
+        )
+        raise StepError(msg)
+    policies = parse_precision(precision)
+
+    def predict(nothing: Any, state: TrainState, batch: Any) -> Any:
+        params = cast_for_compute(state.params, policies)
+        model = bound_model(state, params, state.model_state, state.rng, train=False)
+        casting = Casting(policies)
+        with intercepting(model, casting.for_model(model)), quiet_sowing():
+            return nothing, predict_fn(model, batch)
+
+    compiled = compile_step(predict, layouts=layouts, on_recompile=on_recompile)
+
+    def predict_step(state: TrainState, batch: Any) -> Any:
+        """Returns what the model makes of a batch."""
+        check_state("predict_step", state)
+        return compiled((), without_optimizer(state), batch)[1]
+
+    return predict_step
+
+
+def without_optimizer(state: TrainState) -> TrainState:
+    """Returns a state with only what a model's forward pass needs."""
+    return state.replace(opt_state=(), extra={})
+
+
+def check_state(name: str, state: Any) -> None:
+    """Raises StepError for what is no train state."""
+    if type(state) is not TrainState:
+        article = "an" if name[0] in "aeiou" else "a"
+        words = name.replace("_", " ")
+        msg = f"{article} {words} takes a TrainState, and got a {type(state).__name__}."
+        raise StepError(msg)

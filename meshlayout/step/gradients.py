@@ -1,0 +1,191 @@
+"""Losses and gradients of one global batch, in one program over it."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshlayout import _paths, losses
+from meshlayout.metrics import Metrics
+from meshlayout.state import TrainState
+from meshlayout.step.batch_norm import Masking
+from meshlayout.step.model_call import ModelCall, Outcome
+from meshlayout.step.objective import (
+    Share,
+    check_rows,
+    example_losses,
+    parts_of,
+    penalties_of,
+)
+from meshlayout.step.weights import num_examples, weights_of
+
+
+@dataclass(frozen=True)
+class Loss:
+    """How a batch becomes one number to minimise.
+
+    Attributes:
+        call: Calls the model.
+        weights: Where a batch carries its weights.
+        denominator: What sums are divided by.
+        regularizers: Penalties on parameters.
+    """
+
+    call: ModelCall
+    weights: str | int
+    denominator: losses.Denominator
+    regularizers: tuple[losses.Regularizer, ...]
+
+    def weights_of(self, batch: Any) -> Any:
+        """Returns a batch's weights, or None."""
+        return weights_of(batch, self.weights)
+
+    def share(self, batch: Any) -> Share:
+        """Returns the share of a whole batch: all of it."""
+        weights = self.weights_of(batch)
+        return Share(weights, self.denominator_of(batch, weights), 1.0)
+
+    def denominator_of(self, batch: Any, weights: Any) -> jax.Array:
+        """Returns what the sums over a whole batch are divided by."""
+        rows = num_examples(batch)
+        count = rows if weights is None else math.prod(jnp.shape(weights))
+        return losses.denominator_of(self.denominator, weights, count)
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The gradients of one global batch, and what else came of it.
+
+    Attributes:
+        grads: In the structure of the parameters that were trained.
+        parts: The objective's parts by name; their sum is the loss.
+        model_state: The model's other arrays, after.
+        metrics: The metrics, with this batch added.
+    """
+
+    grads: Any
+    parts: dict[str, jax.Array]
+    model_state: Any
+    metrics: Metrics
+
+
+class Trainable:
+    """Which parameters a step trains.
+
+    Args:
+        params: All parameters.
+        matches: Tells of a path whether it is trained.
+    """
+
+    def __init__(self, params: Any, matches: Callable[[str], bool]) -> None:
+        flat = _paths.flatten(params)
+        self._treedef = jax.tree.structure(params)
+        self.mask = [matches(leaf.path) for leaf in flat.leaves]
+
+    @property
+    def is_all(self) -> bool:
+        """Whether all of them are trained."""
+        return all(self.mask)
+
+    def chosen(self, tree: Any) -> list[Any]:
+        """Returns the trained leaves of a tree in the parameters' structure."""
+        return [x for x, is_in in self._pairs(tree) if is_in]
+
+    def filled(self, chosen: list[Any], rest: Any) -> Any:
+        """Returns a tree of trained leaves, with the others from `rest`."""
+        new = iter(chosen)
+        return self._treedef.unflatten(
+            [next(new) if is_in else x for x, is_in in self._pairs(rest)]
+        )
+
+    def zeros_elsewhere(self, chosen: list[Any], like: Any) -> Any:
+        """Returns a tree of trained leaves, with zeros for the others."""
+        return self.filled(chosen, jax.tree.map(jnp.zeros_like, like))
+
+    def _pairs(self, tree: Any) -> list[tuple[Any, bool]]:
+        return list(zip(jax.tree.leaves(tree), self.mask, strict=True))
+
+
+def whole_batch(
+    loss: Loss,
+    state: TrainState,
+    trainable: Trainable,
+    batch: Any,
+    key: jax.Array,
+    metrics: Metrics,
+    scale: Any,
+) -> Gradients:
+    """Returns the gradients of a batch that goes through the model at once.
+
+    Args:
+        loss: What is minimised.
+        state: The state.
+        trainable: With respect to what.
+        batch: The global batch.
+        key: For this step's random numbers.
+        metrics: The metrics so far.
+        scale: A factor for the loss, which the gradients keep; None for 1.
+    """
+    share = loss.share(batch)
+
+    def objective(chosen: list[Any]) -> tuple[Any, tuple[Mapping[str, Any], Outcome]]:
+        params = trainable.filled(chosen, state.params)
+        outcome = forward(loss, state, params, batch, key, share.weights)
+        parts = {**parts_of(outcome, share), **penalties_of(params, loss.regularizers)}
+        return scaled(sum(parts.values()), scale), (parts, outcome)
+
+    chosen = trainable.chosen(state.params)
+    grads, (parts, outcome) = jax.grad(objective, has_aux=True)(chosen)
+    metrics = updated(metrics, outcome, batch, share.weights)
+    after = kept_without_examples(share, state.model_state, outcome.model_state)
+    return Gradients(grads, dict(parts), after, metrics)
+
+
+def forward(
+    loss: Loss, state: TrainState, params: Any, batch: Any, key: Any, weights: Any
+) -> Outcome:
+    """Calls the loss function on a whole batch, with batch statistics of real rows."""
+    masking = () if weights is None or not loss.call.train else (Masking(weights),)
+    outcome = loss.call(state, params, state.model_state, batch, key, masking)
+    check_rows(outcome, num_examples(batch))
+    return outcome
+
+
+def updated(metrics: Metrics, outcome: Outcome, batch: Any, weights: Any) -> Metrics:
+    """Returns metrics with a batch added."""
+    return metrics.update_from(
+        outputs=outcome.outputs,
+        batch=batch,
+        losses=example_losses(outcome, weights),
+        weights=weights,
+    )
+
+
+def kept_without_examples(share: Share, before: Any, after: Any) -> Any:
+    """Returns the model's state after a batch: as it was if that was all padding."""
+    if share.weights is None:
+        return after
+    seen = (share.weights != 0).any()
+    return select(seen, after, before)
+
+
+def select(condition: Any, ours: Any, theirs: Any) -> Any:
+    """Returns one of two trees; leaves that are the same object stay as they are."""
+    return jax.tree.map(
+        lambda a, b: a if a is b else jnp.where(condition, a, b), ours, theirs
+    )
+
+
+def scaled(loss: Any, scale: Any) -> Any:
+    """Returns a loss times a factor, which is None for 1."""
+    return loss if scale is None else loss * scale
+
+
+def is_finite(tree: Any) -> jax.Array:
+    """Tells whether all numbers in a tree are finite."""
+    leaves = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]
+    return jnp.stack(leaves).all() if leaves else jnp.asarray(np.True_)

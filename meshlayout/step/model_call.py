@@ -1,0 +1,258 @@
+"""One call of a loss function on a state's model, as a pure function of arrays."""
+
+import inspect
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn, nnx
+
+from meshlayout import _paths
+from meshlayout.errors import StepError
+from meshlayout.losses import ModelLoss
+from meshlayout.losses.recorded import COLLECTION
+from meshlayout.state import TrainState
+from meshlayout.state.precision import Policies, cast, cast_for_compute
+from meshlayout.step.batch_norm import MOMENTS, found_moments
+from meshlayout.step.calls import Call, Interceptor, intercepting, named_modules
+from meshlayout.step.remat import RematRule, Rematting
+
+
+# What a step does not hand back as the model's state.
+_PASSING = (COLLECTION, MOMENTS, "intermediates")
+
+# What plain `sow(nnx.Intermediate, name, ...)` has to be called to be a loss.
+_LOSS_NAME = re.compile(r"(^|_)loss(es)?$")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a loss function and the model gave.
+
+    Attributes:
+        losses: What the loss function returned: per-example losses, or a scalar.
+        outputs: Its dict of outputs, or an empty one.
+        recorded: The losses that the model recorded, by path.
+        model_state: The model's other arrays after the call.
+        moments: What `batch_norm.Replaying` left, if it was there.
+    """
+
+    losses: Any
+    outputs: dict[str, Any]
+    recorded: dict[str, Any]
+    model_state: Any
+    moments: dict[str, Any]
+
+
+jax.tree_util.register_dataclass(
+    Outcome, ["losses", "outputs", "recorded", "model_state", "moments"], []
+)
+
+
+@dataclass(frozen=True)
+class ModelCall:
+    """How a step calls the model.
+
+    Attributes:
+        loss_fn: The user's function of the model and the batch.
+        policies: The dtypes to compute in.
+        remat: What is recomputed.
+        train: Whether this is training.
+    """
+
+    loss_fn: Callable[..., Any]
+    policies: Policies
+    remat: tuple[RematRule, ...] = ()
+    train: bool = False
+
+    def __call__(
+        self,
+        state: TrainState,
+        params: Any,
+        model_state: Any,
+        batch: Any,
+        key: jax.Array,
+        interceptors: tuple[Interceptor, ...] = (),
+    ) -> Outcome:
+        """Calls the loss function.
+
+        Args:
+            state: Gives the model's structure.
+            params: The parameters to use instead of the state's.
+            model_state: The model's other arrays, likewise.
+            batch: The batch.
+            key: For this call's random numbers.
+            interceptors: What handles the submodules' calls, besides.
+        """
+        params = cast_for_compute(params, self.policies)
+        remat = Rematting(self.remat, params) if self.remat else None
+        model = bound_model(state, params, model_state, key, train=self.train)
+        casting = Casting(self.policies).for_model(model)
+        rematting = () if remat is None else (remat,)
+        found = (*casting, *rematting, *interceptors)
+        with intercepting(model, found), quiet_sowing():
+            result = self.loss_fn(model, batch, **self._extras(key))
+        if remat is not None:
+            remat.check_used()
+        losses, outputs = _parts(_name(self.loss_fn), result)
+        moments = found_moments(model)
+        recorded, after = collect(model, model_state)
+        return Outcome(losses, outputs, recorded, after, moments)
+
+    def _extras(self, key: jax.Array) -> dict[str, Any]:
+        """Returns what the loss function asks for by name."""
+        asked = _asked(self.loss_fn)
+        extras: dict[str, Any] = {}
+        if "rngs" in asked:
+            extras["rngs"] = nnx.Rngs(key)
+        if "train" in asked:
+            extras["train"] = self.train
+        return extras
+
+
+def bound_model(
+    state: TrainState, params: Any, model_state: Any, key: jax.Array, *, train: bool
+) -> Any:
+    """Returns a model around arrays, in training or evaluation mode.
+
+    Args:
+        state: Gives the structure.
+        params: The parameters.
+        model_state: The model's other arrays.
+        key: For Linen: what all random streams start from.
+        train: The mode of an NNX model.
+    """
+    if state.program.graphdef is None:
+        kept = {k: v for k, v in model_state.items() if k not in _PASSING}
+        return state.program.module.bind(
+            {"params": params, **kept},
+            rngs={"params": key} if train else {},
+            mutable=[*kept, *_PASSING],
+        )
+    model = state.replace(params=params, model_state=model_state).model
+    if train:
+        model.train()
+    else:
+        model.eval()
+    return model
+
+
+def collect(model: Any, before: Any) -> tuple[dict[str, Any], Any]:
+    """Returns the recorded losses of a model by path, and its other arrays.
+
+    Args:
+        model: A model that was called.
+        before: Its other arrays before the call.
+    """
+    if isinstance(model, nn.Module):
+        variables = dict(model.variables)
+        recorded = variables.get(COLLECTION, {})
+        after = {k: before[k] if k in _PASSING else variables[k] for k in before}
+        return _named(recorded, lambda name: True), after
+    sown = nnx.to_pure_dict(nnx.pop(model, ModelLoss))
+    passing = nnx.to_pure_dict(nnx.pop(model, nnx.Intermediate))
+    recorded = {
+        **_named(sown, lambda name: True),
+        **_named(passing, lambda name: bool(_LOSS_NAME.search(name))),
+    }
+    return recorded, nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
+
+
+def _named(tree: Any, is_loss: Callable[[str], bool]) -> dict[str, Any]:
+    """Returns sown values by path; those of one name are numbered from the second."""
+    found: dict[str, Any] = {}
+    for leaf in _paths.flatten(tree).leaves:
+        path, _, number = leaf.path.rpartition("/")
+        if not number.isdecimal():
+            path, number = leaf.path, "0"
+        if is_loss(path.rpartition("/")[2]):
+            found[path if number == "0" else leaf.path] = leaf.value
+    return found
+
+
+@contextmanager
+def quiet_sowing() -> Iterator[None]:
+    """Silences Flax's advice to capture what is sown: the step collects it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "\\s*Using 'Module.sow", DeprecationWarning)
+        yield
+
+
+class Casting:
+    """Lets a model compute in other dtypes; see `calls.Interceptor`.
+
+    Args:
+        policies: The dtypes, by path.
+    """
+
+    def __init__(self, policies: Policies) -> None:
+        self._policies = policies
+
+    def for_model(self, model: Any) -> tuple["Casting", ...]:
+        """Gives the layers that name no dtype the policy's; returns what is left.
+
+        Args:
+            model: A bound Linen module, or an NNX module of the caller's own.
+        """
+        if not self._policies.computes_in:
+            return ()
+        if isinstance(model, nnx.Module):
+            for path, module in named_modules(model):
+                self._set_dtype(path, module)
+        return (self,)
+
+    def wants(self, path: str, module: Any) -> bool:
+        """Tells whether a submodule's calls matter: the model's, and Linen's all."""
+        return not path or isinstance(module, nn.Module)
+
+    def call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a submodule in the policy's dtypes."""
+        if isinstance(call.module, nn.Module):
+            self._set_dtype(call.path, call.module)
+        if call.path:
+            return call.proceed(*args, **kwargs)
+        policy = self._policies.default
+        args, kwargs = cast((args, kwargs), policy.compute)
+        return cast(call.proceed(*args, **kwargs), policy.output)
+
+    def _set_dtype(self, path: str, module: Any) -> None:
+        compute = self._policies.at(path).compute
+        if compute is not None and getattr(module, "dtype", compute) is None:
+            object.__setattr__(module, "dtype", compute)
+
+
+def _parts(name: str, result: Any) -> tuple[Any, dict[str, Any]]:
+    """Returns losses and outputs from what a loss function returned."""
+    outputs: Any = {}
+    if isinstance(result, tuple):
+        if len(result) != 2 or not isinstance(result[1], Mapping):
+            msg = (
+                f"{name} returned a tuple of {len(result)}; a loss function returns "
+                "losses of shape (batch, ...), or a pair of losses and a dict of "
+                "outputs."
+            )
+            raise StepError(msg)
+        result, outputs = result
+    if not hasattr(result, "dtype") or not hasattr(result, "shape"):
+        msg = (
+            f"{name} returned a {type(result).__name__}; a loss function returns "
+            "losses of shape (batch, ...), or a pair of losses and a dict of outputs."
+        )
+        raise StepError(msg)
+    if not jnp.issubdtype(result.dtype, jnp.floating):
+        msg = f"{name} returned losses of dtype {result.dtype}; they are no floats."
+        raise StepError(msg)
+    return result, dict(outputs)
+
+
+def _asked(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", type(function).__name__)

@@ -1,0 +1,139 @@
+"""Where a state and a batch lie: what a step's program depends on besides shapes."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshlayout import _jax, _paths, _render
+from meshlayout.errors import StepError
+from meshlayout.step.microbatches import Replicas
+
+
+@dataclass(frozen=True)
+class Place:
+    """The mesh of a state, and the axes that shard a batch.
+
+    Attributes:
+        replicas: Both.
+        sharding: That of what is the same everywhere.
+    """
+
+    replicas: Replicas
+    sharding: Any
+
+    def put(self, tree: Any) -> Any:
+        """Puts arrays that are on no mesh on every device; others stay."""
+        if self.sharding is None:
+            return tree
+
+        def one(leaf: Any) -> Any:
+            now = _jax.sharding_of(leaf)
+            if now is not None and now.device_set == self.sharding.device_set:
+                return leaf
+            return jax.device_put(leaf, self.sharding)
+
+        return jax.tree.map(one, tree)
+
+    def everywhere(self, tree: Any) -> Any:
+        """Keeps values inside jit the same on every device."""
+        if not isinstance(self.sharding, NamedSharding):
+            return tree
+        return jax.tree.map(lambda x: _jax.constrain(x, self.sharding), tree)
+
+
+def place_of(state: Any, batch: Any, dim: int = 0) -> Place:
+    """Returns where a state and a batch lie.
+
+    Args:
+        state: A train state; its step number tells the mesh.
+        batch: A batch; its first array tells the axes of its rows.
+        dim: Which dim the rows are.
+    """
+    sharding = _jax.sharding_of(state.step)
+    if not isinstance(sharding, NamedSharding):
+        return Place(Replicas(None, ()), sharding)
+    return Place(Replicas(_mesh(sharding), row_axes(batch, dim)), sharding)
+
+
+def _mesh(sharding: NamedSharding) -> Any:
+    return sharding.mesh
+
+
+def row_axes(batch: Any, dim: int = 0) -> tuple[str, ...]:
+    """Returns the mesh axes that shard a dim of a batch, the first unless told."""
+    for leaf in jax.tree.leaves(batch):
+        sharding = _jax.sharding_of(leaf)
+        if isinstance(sharding, NamedSharding) and len(sharding.spec) > dim:
+            entry = sharding.spec[dim]
+            if entry is not None:
+                return entry if isinstance(entry, tuple) else (entry,)
+    return ()
+
+
+@dataclass(frozen=True)
+class ZeroLayout:
+    """How one array is sharded over the replicas, besides what it was.
+
+    Attributes:
+        path: The array's path.
+        sharding: Where it goes.
+        reason: Why it stays as it was; empty if it does not.
+    """
+
+    path: str
+    sharding: NamedSharding
+    reason: str
+
+
+def zero_layouts(tree: Any, replicas: Replicas) -> list[ZeroLayout]:
+    """Shards arrays over the axes that shard the batch, each on one dim more.
+
+    The first dim that divides takes the axes. Scalars stay as they are.
+
+    Args:
+        tree: Arrays on the mesh.
+        replicas: The axes.
+
+    Raises:
+        StepError: If the batch is sharded over no axes of a mesh of several devices.
+    """
+    mesh = replicas.mesh
+    if mesh is None or not replicas.axes:
+        if mesh is not None and mesh.size > 1:
+            msg = (
+                "zero=1 shards the optimiser's state over the axes that shard the "
+                "batch, and this batch is sharded over none. Place it with "
+                "relayout(batch, mesh.layout('batch', ...))."
+            )
+            raise StepError(msg)
+        return []
+    return [_zero_layout(leaf, replicas) for leaf in _paths.flatten(tree).leaves]
+
+
+def _zero_layout(leaf: _paths.Leaf, replicas: Replicas) -> ZeroLayout:
+    now: Any = _jax.sharding_of(leaf.value)
+    shape = leaf.value.shape
+    spec = [*now.spec, *[None] * (len(shape) - len(now.spec))]
+    used = {name for entry in spec for name in _axes(entry)}
+    axes = tuple(name for name in replicas.axes if name not in used)
+    if not shape or not axes:
+        return ZeroLayout(leaf.path, now, "")
+    for dim, size in enumerate(shape):
+        shards = 1
+        for name in (*_axes(spec[dim]), *axes):
+            shards *= now.mesh.shape[name]
+        if size % shards == 0:
+            spec[dim] = (*_axes(spec[dim]), *axes)
+            sharding = NamedSharding(now.mesh, PartitionSpec(*spec))
+            return ZeroLayout(leaf.path, sharding, "")
+    text = _render.array_text(leaf.value.dtype, shape)
+    reason = f"{text}: no dim divides over {', '.join(map(repr, axes))}"
+    return ZeroLayout(leaf.path, now, reason)
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    if entry is None:
+        return ()
+    return entry if isinstance(entry, tuple) else (entry,)

@@ -1,0 +1,149 @@
+"""The function of a train step that is compiled, for one place and one plan."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from meshlayout import _jax
+from meshlayout.metrics import Metrics
+from meshlayout.state import TrainState
+from meshlayout.step.gradients import Gradients, Loss, Trainable, select, whole_batch
+from meshlayout.step.many import Stacked, like
+from meshlayout.step.measuring import Measured, empty_metrics, total_weight
+from meshlayout.step.microbatches import accumulated
+from meshlayout.step.places import Place
+from meshlayout.step.updates import Update, learning_rate
+from meshlayout.step.weights import num_examples
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a train step does, all options checked."""
+
+    loss: Loss
+    update: Update
+    metrics: Mapping[str, Any]
+    accumulate: int
+    zero: bool
+    learning_rate: optax.Schedule | None
+    steps_per_call: int | Literal["auto"]
+
+
+class Program:
+    """The function that is compiled for one place.
+
+    Args:
+        plan: What the step does.
+        place: Where.
+        update_layouts: The shardings of the update, in the order of the parameters;
+            None for the parameters' own.
+    """
+
+    def __init__(self, plan: Plan, place: Place, update_layouts: Any) -> None:
+        self._plan, self._place = plan, place
+        self._update_layouts = update_layouts
+        self._names: tuple[str, ...] = ()
+
+    def empty_metrics(self, state: TrainState, batch: Any) -> Metrics:
+        """Returns metrics that have counted nothing, from a trace of the step."""
+
+        def trace(state: TrainState, batch: Any) -> None:
+            measured, _, _ = self._measured(state, batch, Metrics(self._plan.metrics))
+            self._names = tuple(measured.values)
+
+        jax.eval_shape(trace, state, batch)
+        return empty_metrics(self._names, self._plan.metrics)
+
+    def run(
+        self, state: TrainState, batch: Any, metrics: Metrics
+    ) -> tuple[TrainState, Metrics]:
+        """Runs one step."""
+        users = Metrics({name: metrics.metric(name) for name in self._plan.metrics})
+        measured, new, users = self._measured(state, batch, users)
+        found = {
+            **measured.added_to(metrics),
+            **{name: users.metric(name) for name in users},
+        }
+        return new, self._place.everywhere(Metrics({n: found[n] for n in metrics}))
+
+    def run_many(
+        self, state: TrainState, batches: Stacked, metrics: Metrics
+    ) -> tuple[TrainState, Metrics]:
+        """Runs one step after the other in a loop on the device."""
+
+        def body(carry: tuple[TrainState, Metrics], batch: Any) -> tuple[Any, None]:
+            state, metrics = self.run(carry[0], batch, carry[1])
+            return (like(carry[0], state), metrics), None
+
+        return jax.lax.scan(body, (state, metrics), batches.batches)[0]
+
+    def run_epoch(
+        self, batch_at: Callable[..., Any], order_of: Callable[..., Any], size: int
+    ) -> Callable[..., tuple[TrainState, Metrics]]:
+        """Returns a function that runs one step after the other over a dataset."""
+
+        def epoch(
+            state: TrainState, data: Any, shuffle: Any, metrics: Metrics
+        ) -> tuple[TrainState, Metrics]:
+            order = order_of(shuffle)
+
+            def body(carry: tuple[TrainState, Metrics], at: Any) -> tuple[Any, None]:
+                state, metrics = self.run(carry[0], batch_at(data, order, at), carry[1])
+                return (like(carry[0], state), metrics), None
+
+            starts = jnp.arange(0, order.size, size)
+            return jax.lax.scan(body, (state, metrics), starts)[0]
+
+        return epoch
+
+    def _measured(
+        self, state: TrainState, batch: Any, users: Metrics
+    ) -> tuple[Measured, TrainState, Metrics]:
+        """Returns a step's own numbers, the next state, and the user's metrics."""
+        plan = self._plan
+        trainable = plan.update.trainable_in(state.params)
+        found = self._gradients(state, trainable, batch, users)
+        new, notes = plan.update.apply(state, trainable, found, self._place_update)
+        rate = self._learning_rate(state)
+        if rate is not None:
+            notes = {"learning_rate": rate, **notes}
+        weight = total_weight(plan.loss.weights_of(batch), num_examples(batch))
+        after = found.metrics
+        if "skipped" in notes:
+            done = notes["skipped"] == 0
+            weight = jnp.where(done, weight, 0)
+            after = select(done, after, users)
+        return Measured(found.parts, notes, weight), new, after
+
+    def _gradients(
+        self, state: TrainState, trainable: Trainable, batch: Any, users: Metrics
+    ) -> Gradients:
+        plan = self._plan
+        key = jax.random.fold_in(state.rng, state.step)
+        scale = plan.update.scale(state)
+        reduce_dtype = plan.loss.call.policies.default.reduce
+        given = (plan.loss, state, trainable, batch, key, users, scale)
+        if plan.accumulate == 1 and reduce_dtype is None:
+            return whole_batch(*given)
+        return accumulated(
+            *given,
+            num_parts=plan.accumulate,
+            replicas=self._place.replicas,
+            reduce_dtype=reduce_dtype,
+        )
+
+    def _place_update(self, tree: Any) -> Any:
+        if not self._update_layouts:
+            return tree
+        leaves, treedef = jax.tree.flatten(tree)
+        pairs = zip(leaves, self._update_layouts, strict=True)
+        return treedef.unflatten([_jax.constrain(x, layout) for x, layout in pairs])
+
+    def _learning_rate(self, state: TrainState) -> Any:
+        if self._plan.learning_rate is not None:
+            return jnp.asarray(self._plan.learning_rate(state.step), "float32")
+        return learning_rate(state.opt_state)

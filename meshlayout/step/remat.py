@@ -1,0 +1,167 @@
+"""Recomputation of chosen submodules in the backward pass."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+from flax import linen as nn, nnx
+
+from meshlayout import _paths
+from meshlayout.errors import StepError
+from meshlayout.step.calls import Call, plain_call
+
+
+# What may be kept: a policy of jax.checkpoint_policies, or None for nothing.
+Policy: TypeAlias = Callable[..., Any] | None
+Remat: TypeAlias = str | Policy | Mapping[str, Policy]
+
+
+@dataclass(frozen=True)
+class RematRule:
+    """Which submodules are recomputed, and what of them is kept.
+
+    Attributes:
+        pattern: Searched for in a submodule's path; None for the blocks.
+        policy: What is kept: as for `jax.checkpoint`.
+    """
+
+    pattern: str | None
+    policy: Policy
+
+
+def parse_remat(remat: Any) -> tuple[RematRule, ...]:
+    """Returns the rules that `remat=` stands for.
+
+    Raises:
+        StepError: If it is none of what it may be.
+    """
+    if remat == "none":
+        return ()
+    if remat == "full":
+        return (RematRule("^$", None),)
+    if remat == "blocks":
+        return (RematRule(None, None),)
+    if callable(remat):
+        return (RematRule(None, remat),)
+    if isinstance(remat, Mapping):
+        return tuple(_rule(pattern, policy) for pattern, policy in remat.items())
+    msg = (
+        f"remat={remat!r} is none of 'none', 'blocks', 'full', a policy of "
+        "jax.checkpoint_policies (for the blocks), or a dict from patterns of paths to "
+        "policies (None keeps nothing)."
+    )
+    raise StepError(msg)
+
+
+def _rule(pattern: Any, policy: Any) -> RematRule:
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError) as error:
+        msg = f"remat: {pattern!r} is no regular expression: {error}."
+        raise StepError(msg) from None
+    if policy is not None and not callable(policy):
+        msg = (
+            f"remat: the policy of {pattern!r} is {policy!r}; give None, or one of "
+            "jax.checkpoint_policies."
+        )
+        raise StepError(msg)
+    return RematRule(pattern, policy)
+
+
+class Rematting:
+    """Recomputes the submodules that rules choose; see `calls.Interceptor`.
+
+    What lies inside a chosen submodule is recomputed with it, once.
+
+    Args:
+        rules: What chooses.
+        params: The model's parameters, whose paths tell which submodules are blocks.
+    """
+
+    def __init__(self, rules: tuple[RematRule, ...], params: Any) -> None:
+        self._rules = rules
+        self._blocks = block_paths(
+            [leaf.path for leaf in _paths.flatten(params).leaves]
+        )
+        self._used: set[RematRule] = set()
+
+    def _rule_for(self, path: str) -> RematRule | None:
+        for rule in self._rules:
+            if (
+                path in self._blocks
+                if rule.pattern is None
+                else re.search(rule.pattern, path)
+            ):
+                return rule
+        return None
+
+    def wants(self, path: str, module: Any) -> bool:
+        """Tells whether a rule chooses a submodule, and nothing around it."""
+        names = path.split("/")
+        around = ["/".join(names[:n]) for n in range(len(names))] if path else []
+        return self._rule_for(path) is not None and not any(
+            self._rule_for(outer) for outer in around
+        )
+
+    def call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a submodule so that its insides are recomputed."""
+        rule = self._rule_for(call.path)
+        assert rule is not None
+        self._used.add(rule)
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        at = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+
+        def inner(module: Any, *arrays: Any) -> Any:
+            filled = list(leaves)
+            for i, array in zip(at, arrays, strict=True):
+                filled[i] = array
+            args, kwargs = treedef.unflatten(filled)
+            return plain_call(module, args, kwargs)
+
+        lifted: Any = nn.remat if isinstance(call.module, nn.Module) else nnx.remat
+        recomputed = lifted(inner, policy=rule.policy)
+        return recomputed(call.module, *[leaves[i] for i in at])
+
+    def check_used(self) -> None:
+        """Raises StepError if a rule chose nothing that was called."""
+        for rule in self._rules:
+            if rule in self._used:
+                continue
+            if rule.pattern is None:
+                msg = (
+                    "remat: the model has no blocks (numbered submodules, as "
+                    "'layers/0', that hold submodules with parameters). Name what to "
+                    "recompute by path: remat={'encoder': None}."
+                )
+            else:
+                msg = f"remat: no submodule that was called matches {rule.pattern!r}."
+            raise StepError(msg)
+
+
+def block_paths(paths: Iterable[str]) -> frozenset[str]:
+    """Returns the outermost numbered places that hold submodules with parameters.
+
+    Args:
+        paths: The paths of a model's parameters.
+
+    Example:
+        >>> sorted(block_paths(["blocks/0/mlp/kernel", "blocks/1/mlp/kernel"]))
+        ['blocks/0', 'blocks/1']
+        >>> sorted(block_paths(["layers/0/kernel", "output/kernel"]))
+        []
+    """
+    found: set[str] = set()
+    for path in paths:
+        names = path.split("/")
+        numbered = [
+            n for n in range(1, len(names) - 1) if names[n - 1][-1:].isdecimal()
+        ]
+        if numbered:
+            found.add("/".join(names[: numbered[0]]))
+    return frozenset(found)
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and hasattr(leaf, "shape")

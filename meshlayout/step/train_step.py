@@ -1,0 +1,417 @@
+"""`make_train_step`: the step that an expert would have written for the mesh."""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from meshlayout import losses
+from meshlayout.errors import StepError
+from meshlayout.layout_map import LayoutMap
+from meshlayout.losses.weighting import check_denominator
+from meshlayout.metrics import Metrics
+from meshlayout.state import TrainState
+from meshlayout.state.precision import Precision, check_params, parse_precision
+from meshlayout.step.compiled import CompiledStep, OnRecompile, compile_step
+from meshlayout.step.gradients import Loss
+from meshlayout.step.many import Stacked, calls_for
+from meshlayout.step.measuring import as_regularizers, user_metrics
+from meshlayout.step.model_call import ModelCall
+from meshlayout.step.options import (
+    check_choice,
+    check_ema,
+    check_loss_fn,
+    check_pattern,
+    check_positive,
+    check_whole,
+)
+from meshlayout.step.places import Place, place_of, zero_layouts
+from meshlayout.step.program import Plan, Program
+from meshlayout.step.remat import Remat, parse_remat
+from meshlayout.step.updates import OnNonfinite, Update
+
+
+_log = logging.getLogger("meshlayout")
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes on each device while a step runs, read off the compiled program.
+
+    Attributes:
+        argument_bytes: State, batch and metrics.
+        output_bytes: What comes out, the donated state's memory included.
+        temporary_bytes: What is held in between, activations above all.
+        saved_bytes: How much more would be held in between without `remat`; 0 where
+            nothing is recomputed.
+    """
+
+    argument_bytes: int
+    output_bytes: int
+    temporary_bytes: int
+    saved_bytes: int
+
+
+def make_train_step(
+    loss_fn: Callable[..., Any],
+    *,
+    metrics: Mapping[str, Any] | None = None,
+    regularizers: Sequence[losses.Regularizer] | losses.Regularizer = (),
+    weights: str | int = "weight",
+    denominator: losses.Denominator = "real",
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    on_nonfinite: OnNonfinite = "ignore",
+    ema: float | None = None,
+    trainable: str | None = None,
+    learning_rate: optax.Schedule | None = None,
+    precision: Precision = "float32",
+    remat: Remat = "none",
+    zero: Literal[0, 1] = 0,
+    steps_per_call: int | Literal["auto"] = 1,
+    layouts: LayoutMap | None = None,
+    on_recompile: OnRecompile = "warn",
+) -> "TrainStep":
+    """Makes a compiled train step from a loss function written for one device.
+
+    The step's numbers are those of one device: sums over the real examples of the
+    global batch are divided once, whatever the layouts, the padding and the
+    microbatches. What the model records (`losses.record`, values sown in NNX under a
+    name that ends in `loss`, Linen's `losses` collection) is added to the loss.
+
+    Args:
+        loss_fn: A function of the model and a batch that returns losses of shape
+            (batch,) or (batch, ...), averaged per example; or those and a dict of
+            outputs for the metrics; or a scalar, where batches carry no weights. The
+            model is an NNX module in training mode or a bound Linen module. Parameters
+            named `rngs` and `train` are handed an `nnx.Rngs` of this step and True.
+        metrics: What is measured beside the loss, by name.
+        regularizers: Penalties on parameters, as `losses.l2(1e-5, where="kernel")`.
+        weights: Where a batch carries its weights, (batch,) or the losses' own shape:
+            a key of a mapping, or a place in a tuple. A batch without has none.
+        denominator: What the weighted sum of losses is divided by: `"real"`, the sum
+            of weights; `"global_batch_size"`, padding included; or a number.
+        accumulate: Into how many microbatches a global batch is cut. The gradient is
+            that of the whole batch, and replicas add theirs once; of a model that
+            draws random numbers, in every microbatch. Exact batch statistics take as
+            many more passes as the model has BatchNorm layers.
+        clip_norm: The largest global norm of the gradients.
+        on_nonfinite: What to do if the loss or a gradient is not finite: `"ignore"`;
+            `"skip"`, leave the state as it was and count it in `state.extra`; or
+            `"error"`, skip, and raise at one of the next calls, or at `check`.
+        ema: The decay of a moving average of the parameters, `state.extra["ema"]`.
+        trainable: A regular expression for the paths of what is trained; the rest
+            stays as it is.
+        learning_rate: The optimiser's schedule, to show its value in the metrics. A
+            rate that `optax.inject_hyperparams` keeps is shown without.
+        precision: `"float32"`, `"bfloat16"`, `"float16"` (with a dynamic loss scale),
+            a `Policy`, or a dict from patterns of paths to those.
+        remat: What the backward pass recomputes: `"none"`, `"blocks"` (numbered
+            submodules with insides), `"full"`, a policy of `jax.checkpoint_policies`
+            for the blocks, or a dict from patterns of paths to policies.
+        zero: 1 shards the optimiser's state and the update over the axes that shard
+            the batch (Rajbhandari et al., "ZeRO", 2020, stage 1).
+        steps_per_call: How many batches a call takes, as a list or stacked in a dim
+            before the batch dim, to run in one dispatch; with metrics as if run one by
+            one. `"auto"` takes a list of any length, tries both ways on the first
+            calls, goes on with the faster one, and says so in `train_step.choice`.
+        layouts: The layout map that `constrain` follows in the model.
+        on_recompile: As for `compile_step`.
+
+    Raises:
+        StepError: If an option is wrong.
+        LossError: If the denominator is.
+        StateError: If the precision is.
+
+    Example:
+        >>> import optax
+        >>> from flax import nnx
+        >>> import meshlayout as ml
+        >>> layouts = ml.LayoutMap(ml.create_mesh({"batch": 8}), {})
+        >>> state = ml.TrainState.create(
+        ...     lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), layouts
+        ... )
+        >>> def loss_fn(model, batch):
+        ...     return jnp.square(model(batch["x"]) - batch["y"])
+        >>> train_step = make_train_step(loss_fn)
+        >>> batch = {"x": jnp.ones((8, 2)), "y": jnp.zeros((8, 1))}
+        >>> state, metrics = train_step(state, batch)
+        >>> int(state.step), list(metrics)
+        (1, ['loss'])
+    """
+    check_loss_fn(loss_fn)
+    check_denominator(denominator)
+    check_whole("accumulate", accumulate)
+    check_positive("clip_norm", clip_norm)
+    check_choice("on_nonfinite", on_nonfinite, get_args(OnNonfinite))
+    check_ema(ema)
+    check_pattern("trainable", trainable)
+    check_choice("zero", zero, (0, 1))
+    if steps_per_call != "auto":
+        check_whole("steps_per_call", steps_per_call)
+    policies = parse_precision(precision)
+    call = ModelCall(loss_fn, policies, parse_remat(remat), train=True)
+    loss = Loss(call, weights, denominator, as_regularizers(regularizers))
+    has_loss_scale = jnp.dtype("float16") in policies.computes_in
+    update = Update(clip_norm, on_nonfinite, ema, has_loss_scale, trainable)
+    plan = Plan(
+        loss,
+        update,
+        user_metrics(metrics),
+        accumulate,
+        bool(zero),
+        learning_rate,
+        steps_per_call,
+    )
+    return TrainStep(plan, layouts, on_recompile)
+
+
+class TrainStep:
+    """A compiled train step; made by `make_train_step`.
+
+    Calling it as `state, metrics = train_step(state, batch)` gives the metrics of that
+    step; `train_step(state, batch, metrics)` adds them to those given, on the device.
+    The state is donated, as by `compile_step`.
+    """
+
+    def __init__(
+        self, plan: Plan, layouts: LayoutMap | None, on_recompile: OnRecompile
+    ) -> None:
+        self._plan = plan
+        self._layouts = layouts
+        self._on_recompile: OnRecompile = on_recompile
+        self._programs: dict[Any, tuple[CompiledStep, Metrics]] = {}
+        self._flags: deque[Any] = deque()
+        self._calls = calls_for(plan.steps_per_call)
+        self._wants_extra = frozenset(plan.update.names())
+        self._zero_shardings: list[Any] = []
+        # Which leaves of the optimiser's state zero=1 left as they were, and why.
+        self.zero_exceptions: tuple[str, ...] = ()
+        self.__name__ = "train_step"
+
+    def __call__(
+        self, state: TrainState, batch: Any, metrics: Metrics | None = None
+    ) -> tuple[TrainState, Metrics]:
+        """Runs one step.
+
+        Args:
+            state: The state; it is used up.
+            batch: The global batch.
+            metrics: Metrics to add to; None starts with empty ones.
+
+        Returns:
+            The next state, and the metrics.
+
+        Raises:
+            StepError: If the state or the batch does not fit, and with
+                `on_nonfinite="error"` if an earlier step was not finite.
+        """
+        if self._calls is not None:
+            return self._calls.run(self, state, batch, metrics)
+        return self.run(state, batch, metrics)
+
+    def run(
+        self, state: TrainState, batch: Any, metrics: Metrics | None = None
+    ) -> tuple[TrainState, Metrics]:
+        """Runs one step, or all batches of a call in one dispatch.
+
+        Args:
+            state: As for a call.
+            batch: A batch, or `Stacked` ones.
+            metrics: As for a call.
+        """
+        state = self.prepare(state, batch)
+        if self._flags:
+            self._look_at_flags(wait=False)
+        compiled, empty = self._program(state, batch)
+        state, found = compiled(state, batch, empty if metrics is None else metrics)
+        self._keep_flag(found)
+        return state, found
+
+    def prepare(self, state: TrainState, batch: Any) -> TrainState:
+        """Returns the state with what this step keeps beside; a call does it, too.
+
+        Args:
+            state: A state, or a state that is prepared already, which comes back as
+                it is.
+            batch: A batch as the step will get it.
+
+        Raises:
+            StepError: If it is no `TrainState`.
+        """
+        if type(state) is not TrainState:
+            msg = f"a train step takes a TrainState, and got a {type(state).__name__}."
+            raise StepError(msg)
+        if self._wants_extra <= state.extra.keys() and not self._plan.zero:
+            return state
+        is_many = isinstance(batch, Stacked)
+        place = place_of(state, batch.batches if is_many else batch, int(is_many))
+        return self._prepared(state, place)
+
+    def _prepared(self, state: TrainState, place: Place) -> TrainState:
+        missing = self._wants_extra - state.extra.keys()
+        if missing:
+            check_params(state.params, self._plan.loss.call.policies)
+            made = self._plan.update.extra(state)
+            extra = {name: place.put(made[name]) for name in sorted(missing)}
+            state = state.replace(extra={**state.extra, **extra})
+        return self._with_zero(state, place) if self._plan.zero else state
+
+    def lower(
+        self, state: TrainState, batch: Any, metrics: Metrics | None = None
+    ) -> jax.stages.Lowered:
+        """Lowers the step for these arguments, as `jax.jit(...).lower` does.
+
+        Args:
+            state: A prepared state; arrays may be `jax.ShapeDtypeStruct` with
+                shardings, here and in the batch.
+            batch: The global batch.
+            metrics: As for a call.
+        """
+        if self._calls is not None:
+            batch = self._calls.stacked(batch)
+        compiled, empty = self._program(state, batch)
+        return compiled.lower(state, batch, empty if metrics is None else metrics)
+
+    def memory(self, state: TrainState, batch: Any) -> StepMemory:
+        """Returns the bytes that the compiled step takes on each device.
+
+        Args:
+            state: A state; nothing is run, and it is not used up.
+            batch: The global batch.
+        """
+        state = self.prepare(state, batch)
+        found: Any = self.lower(state, batch).compile().memory_analysis()
+        saved = 0
+        if self._plan.loss.call.remat:
+            call = replace(self._plan.loss.call, remat=())
+            plan = replace(self._plan, loss=replace(self._plan.loss, call=call))
+            without = TrainStep(plan, self._layouts, self._on_recompile)
+            analysis: Any = without.lower(state, batch).compile().memory_analysis()
+            saved = analysis.temp_size_in_bytes - found.temp_size_in_bytes
+        return StepMemory(
+            found.argument_size_in_bytes,
+            found.output_size_in_bytes,
+            found.temp_size_in_bytes,
+            saved,
+        )
+
+    @property
+    def choice(self) -> str:
+        """How the batches of a call are run, and why; empty until that is known."""
+        return "" if self._calls is None else self._calls.choice
+
+    def check(self) -> None:
+        """Waits for the steps so far, and raises if one of them was not finite.
+
+        Raises:
+            StepError: If so, with `on_nonfinite="error"`.
+        """
+        self._look_at_flags(wait=True)
+
+    def __repr__(self) -> str:
+        name = getattr(self._plan.loss.call.loss_fn, "__name__", "loss")
+        return f"TrainStep({name}, {len(self._programs)} places seen)"
+
+    # Programs.
+
+    def _program(self, state: TrainState, batch: Any) -> tuple[CompiledStep, Metrics]:
+        """Returns the program for the place of these arguments, and empty metrics."""
+        is_many = isinstance(batch, Stacked)
+        place = place_of(state, batch.batches if is_many else batch, int(is_many))
+        if (place, is_many) not in self._programs:
+            step = Program(self._plan, place, self._update_layouts(state, place))
+            one = batch.abstract_first() if is_many else batch
+            empty = place.put(step.empty_metrics(state, one))
+            compiled = compile_step(
+                step.run_many if is_many else step.run,
+                layouts=self._layouts,
+                on_recompile=self._on_recompile,
+            )
+            self._programs[place, is_many] = compiled, empty
+        return self._programs[place, is_many]
+
+    def run_epoch(
+        self,
+        key: tuple[Any, ...],
+        place: Place,
+        given: tuple[TrainState, Any, Any, Metrics | None],
+        batch_at: Callable[..., Any],
+        order_of: Callable[..., Any],
+    ) -> tuple[TrainState, Metrics]:
+        """Runs a whole epoch; called by `scan_epoch`.
+
+        Args:
+            key: What the program depends on, besides the place.
+            place: Where the batches of the epoch lie.
+            given: State, dataset, key for the order, and metrics.
+            batch_at: Picks a batch from the dataset, given an order and a first row.
+            order_of: Makes the order of the rows from a key.
+        """
+        state, data, shuffle, metrics = given
+        first = jax.eval_shape(lambda data: batch_at(data, order_of(shuffle), 0), data)
+        state = self._prepared(state, place)
+        if (place, key) not in self._programs:
+            step = Program(self._plan, place, self._update_layouts(state, place))
+            run = step.run_epoch(batch_at, order_of, key[0])
+            compiled = compile_step(
+                run, layouts=self._layouts, on_recompile=self._on_recompile
+            )
+            empty = place.put(step.empty_metrics(state, first))
+            self._programs[place, key] = compiled, empty
+        compiled, empty = self._programs[place, key]
+        given_metrics = empty if metrics is None else metrics
+        state, found = compiled(state, data, shuffle, given_metrics)
+        self._keep_flag(found)
+        return state, found
+
+    @property
+    def weights(self) -> str | int:
+        """Where a batch carries its weights."""
+        return self._plan.loss.weights
+
+    def _keep_flag(self, metrics: Metrics) -> None:
+        if self._plan.update.on_nonfinite == "error":
+            self._flags.append(metrics.metric("skipped").compute())
+
+    def _update_layouts(self, state: TrainState, place: Place) -> Any:
+        if not self._plan.zero:
+            return None
+        return [found.sharding for found in zero_layouts(state.params, place.replicas)]
+
+    def _with_zero(self, state: TrainState, place: Place) -> TrainState:
+        """Returns the state with the optimiser's part sharded over the replicas."""
+        leaves, treedef = jax.tree.flatten(state.opt_state)
+        if [leaf.sharding for leaf in leaves] == self._zero_shardings:
+            return state
+        found = zero_layouts(state.opt_state, place.replicas)
+        if not found:
+            return state
+        self.zero_exceptions = tuple(
+            f"{one.path} {one.reason}" for one in found if one.reason
+        )
+        for line in self.zero_exceptions:
+            _log.info("zero=1 leaves %s", line)
+        self._zero_shardings = [one.sharding for one in found]
+        placed = [
+            jax.device_put(leaf, one.sharding)
+            for leaf, one in zip(leaves, found, strict=True)
+        ]
+        return state.replace(opt_state=treedef.unflatten(placed))
+
+    def _look_at_flags(self, *, wait: bool) -> None:
+        """Raises for a step that was not finite, as far as that is known."""
+        while self._flags and (wait or self._flags[0].is_ready()):
+            if float(self._flags.popleft()) > 0:
+                self._flags.clear()
+                msg = (
+                    "the loss or a gradient of an earlier step was not finite. The "
+                    "state is as it was before that step. Lower the learning rate, "
+                    'clip with clip_norm=, or use on_nonfinite="skip".'
+                )
+                raise StepError(msg)

@@ -1,0 +1,179 @@
+"""From gradients to the next state."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from meshlayout import _paths
+from meshlayout.errors import StepError
+from meshlayout.state import TrainState
+from meshlayout.state.precision import LossScale
+from meshlayout.step.gradients import Gradients, Trainable, is_finite, select
+
+
+OnNonfinite: TypeAlias = Literal["error", "skip", "ignore"]
+
+# Names in `TrainState.extra`.
+EMA = "ema"
+SKIPPED = "skipped"
+LOSS_SCALE = "loss_scale"
+
+
+@dataclass(frozen=True)
+class Update:
+    """How gradients change the state.
+
+    Attributes:
+        clip_norm: The largest global norm of the gradients; None for any.
+        on_nonfinite: What happens to a step whose loss or gradients are not finite.
+        ema: The decay of the parameters' moving average; None for none.
+        has_loss_scale: Whether the loss is scaled, and the step skipped on overflow.
+        trainable: A regular expression for the paths that are trained; None for all.
+    """
+
+    clip_norm: float | None
+    on_nonfinite: OnNonfinite
+    ema: float | None
+    has_loss_scale: bool
+    trainable: str | None
+
+    def names(self) -> tuple[str, ...]:
+        """Returns what the state has to keep beside."""
+        wanted = {
+            EMA: self.ema is not None,
+            SKIPPED: self.may_skip,
+            LOSS_SCALE: self.has_loss_scale,
+        }
+        return tuple(name for name, is_wanted in wanted.items() if is_wanted)
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether a step may leave the state as it was."""
+        return self.on_nonfinite != "ignore" or self.has_loss_scale
+
+    def extra(self, state: TrainState) -> dict[str, Any]:
+        """Returns what a state keeps beside at the start; arrays yet to be placed."""
+        makers: dict[str, Callable[[], Any]] = {
+            EMA: lambda: jax.tree.map(jnp.copy, state.params),
+            SKIPPED: lambda: jnp.int32(0),
+            LOSS_SCALE: LossScale.create,
+        }
+        return {name: makers[name]() for name in self.names()}
+
+    def trainable_in(self, params: Any) -> Trainable:
+        """Returns which parameters are trained.
+
+        Raises:
+            StepError: If none is.
+        """
+        if self.trainable is None:
+            return Trainable(params, lambda path: True)
+        pattern = re.compile(self.trainable)
+        found = Trainable(params, lambda path: bool(pattern.search(path)))
+        if not any(found.mask):
+            paths = [leaf.path for leaf in _paths.flatten(params).leaves]
+            msg = (
+                f"trainable={self.trainable!r} matches no parameter; there are "
+                f"{', '.join(map(repr, paths[:4]))}{', ...' if paths[4:] else ''}."
+            )
+            raise StepError(msg)
+        return found
+
+    def scale(self, state: TrainState) -> Any:
+        """Returns the factor of the loss, or None."""
+        return state.extra[LOSS_SCALE].scale if self.has_loss_scale else None
+
+    def apply(
+        self,
+        state: TrainState,
+        trainable: Trainable,
+        found: Gradients,
+        place: Callable[[Any], Any],
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Returns the next state, and what there is to say about the gradients.
+
+        Args:
+            state: The state before.
+            trainable: What `found.grads` are for.
+            found: The gradients, by the loss scale if there is one.
+            place: Gives a tree like the parameters the layouts of the update.
+        """
+        grads, notes = found.grads, {}
+        if self.has_loss_scale:
+            scale = self.scale(state)
+            grads = jax.tree.map(lambda g: (g / scale).astype(g.dtype), grads)
+            notes["loss_scale"] = scale
+        finite = None
+        if self.may_skip:
+            finite = is_finite((grads, list(found.parts.values())))
+        if self.clip_norm is not None:
+            norm = global_norm(grads)
+            factor = self.clip_norm / jnp.maximum(norm, self.clip_norm)
+            grads = jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
+            notes["grad_norm"] = norm
+        new = self._updated(state, trainable, grads, place)
+        new = new.replace(model_state=found.model_state)
+        if finite is not None:
+            new = self._unless(finite, state, new)
+            notes["skipped"] = 1 - finite.astype("float32")
+        return new, notes
+
+    def _updated(
+        self, state: TrainState, trainable: Trainable, grads: Any, place: Any
+    ) -> Any:
+        """Returns the state after the optimiser's update of what is trained."""
+        if not trainable.is_all:
+            grads = trainable.zeros_elsewhere(grads, state.params)
+        else:
+            grads = trainable.filled(grads, state.params)
+        params = place(state.params)
+        updates, opt_state = state.tx.update(place(grads), state.opt_state, params)
+        params = optax.apply_updates(params, updates)
+        if not trainable.is_all:  # weight decay and momentum would move them
+            params = trainable.filled(trainable.chosen(params), state.params)
+        extra = dict(state.extra)
+        if self.ema is not None:
+            decay = self.ema
+            extra[EMA] = jax.tree.map(
+                lambda old, new: (decay * old + (1 - decay) * new).astype(old.dtype),
+                extra[EMA],
+                params,
+            )
+        return state.replace(
+            params=params, opt_state=opt_state, step=state.step + 1, extra=extra
+        )
+
+    def _unless(self, finite: jax.Array, old: TrainState, new: TrainState) -> Any:
+        """Returns the new state if the step was finite, and else the old one."""
+        kept = select(finite, new, old)
+        extra = dict(kept.extra)
+        extra[SKIPPED] = old.extra[SKIPPED] + (1 - finite.astype("int32"))
+        if self.has_loss_scale:
+            extra[LOSS_SCALE] = old.extra[LOSS_SCALE].after(finite)
+        return kept.replace(extra=extra)
+
+
+def global_norm(tree: Any) -> jax.Array:
+    """Returns the square root of the sum of all squares, in float32."""
+    squares = [jnp.square(x.astype("float32")).sum() for x in jax.tree.leaves(tree)]
+    return jnp.sqrt(jnp.stack(squares).sum())
+
+
+def learning_rate(opt_state: Any) -> Any:
+    """Returns the learning rate that an optimiser's state shows, or None.
+
+    `optax.inject_hyperparams` keeps it there, also for a schedule.
+    """
+    for node in jax.tree.leaves(opt_state, is_leaf=_has_hyperparams):
+        if _has_hyperparams(node) and "learning_rate" in node.hyperparams:
+            return node.hyperparams["learning_rate"]
+    return None
+
+
+def _has_hyperparams(node: Any) -> bool:
+    return hasattr(node, "hyperparams") and hasattr(node, "inner_state")

@@ -1,0 +1,81 @@
+"""The weights that a batch carries, and how many examples it has."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from meshlayout import _paths
+from meshlayout.errors import StepError
+
+
+def weights_of(batch: Any, key: str | int) -> Any:
+    """Returns a batch's weights, or None if it carries none.
+
+    Args:
+        batch: A mapping, a tuple or list, or anything else, which has none.
+        key: Their key in a mapping, or their place in a tuple or list.
+
+    Raises:
+        StepError: If they are no array of numbers, with a dim for the examples.
+    """
+    if isinstance(batch, Mapping):
+        weights = batch.get(key)
+    elif isinstance(batch, (tuple, list)) and isinstance(key, int):
+        weights = batch[key] if -len(batch) <= key < len(batch) else None
+    else:
+        weights = None
+    if weights is None:
+        return None
+    dtype = getattr(weights, "dtype", None)
+    if dtype is None or jnp.ndim(weights) == 0 or not _is_number(dtype):
+        msg = (
+            f"the batch's {key!r} is taken for its weights, one per example, and is "
+            f"{_text(weights)}. Give the weights another name with weights=."
+        )
+        raise StepError(msg)
+    return weights
+
+
+def _is_number(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)
+
+
+def _text(value: Any) -> str:
+    if hasattr(value, "dtype"):
+        return f"of dtype {value.dtype} and shape {jnp.shape(value)}"
+    return f"a {type(value).__name__}"
+
+
+def num_examples(batch: Any) -> int:
+    """Returns the size of the batch dim.
+
+    Args:
+        batch: Any tree of arrays; its scalars do not count.
+
+    Raises:
+        StepError: If there is no array with dims, or two have another first dim.
+    """
+    sizes: dict[int, str] = {}
+    for leaf in _paths.flatten(batch).leaves:
+        shape = jnp.shape(leaf.value)
+        if shape:
+            sizes.setdefault(shape[0], leaf.path or "the batch")
+    if len(sizes) == 1:
+        return next(iter(sizes))
+    if not sizes:
+        msg = "the batch has no array with a batch dim."
+        raise StepError(msg)
+    (first, one), (second, other), *_ = sizes.items()
+    msg = (
+        f"the first dim is the batch dim, and {one!r} has {first} rows where {other!r} "
+        f"has {second}. Pass what is no part of the batch to the loss function "
+        "otherwise, for instance as a closure or a scalar."
+    )
+    raise StepError(msg)
+
+
+def map_batch(function: Any, batch: Any) -> Any:
+    """Applies a function to a batch's arrays, and leaves its scalars as they are."""
+    return jax.tree.map(lambda leaf: function(leaf) if jnp.ndim(leaf) else leaf, batch)

@@ -1,0 +1,19 @@
+"""For users' own tests: the same numbers, the layouts and the communication expected.
+
+Used as `ml.testing`. Every failed expectation is a `VerificationError`, which test
+runners show like a failed assertion.
+"""
+
+from meshlayout.testing.communication import (
+    Collective as Collective,
+    Communication as Communication,
+    expect_communication as expect_communication,
+)
+from meshlayout.testing.comparing import Difference as Difference
+from meshlayout.testing.failure import VerificationError as VerificationError
+from meshlayout.testing.layouts import assert_layout as assert_layout
+from meshlayout.testing.one_device import one_device_mesh as one_device_mesh
+from meshlayout.testing.verifying import (
+    Verification as Verification,
+    verify as verify,
+)

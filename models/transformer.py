@@ -1,0 +1,363 @@
+"""A decoder-only language model in NNX and in Linen.
+
+Token and position embeddings, blocks of causal self-attention and an MLP with layer
+normalisation before each, a last normalisation, and one logit per token of the
+vocabulary. Sequences may be packed: tokens then attend only to their own segment.
+
+Both variants are written for one device. How their parameters lie on a mesh is said
+in the layout maps at the foot of this file; the rules are regular expressions on the
+parameters' paths, which are the same in both variants. The blocks are the modules
+`blocks/0`, `blocks/1` and so on.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """The sizes of a `Transformer`.
+
+    Attributes:
+        vocab_size: Number of tokens in the vocabulary.
+        max_length: Most tokens in a sequence.
+        features: Features of each token between the blocks.
+        num_heads: Attention heads; they share the features evenly.
+        num_layers: Number of blocks.
+        mlp_features: Hidden features of each block's MLP.
+        dropout_rate: Share of the features that training drops after the embeddings
+            and after each half of a block.
+    """
+
+    vocab_size: int = 256
+    max_length: int = 128
+    features: int = 64
+    num_heads: int = 4
+    num_layers: int = 2
+    mlp_features: int = 256
+    dropout_rate: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.features % self.num_heads:
+            msg = (
+                f"features={self.features} does not divide by "
+                f"num_heads={self.num_heads}: every head has as many features. "
+                "Change one of them."
+            )
+            raise ValueError(msg)
+
+
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    num_heads: int,
+    segment_ids: jax.Array | None,
+) -> jax.Array:
+    """Returns what each token reads from itself and from the tokens before it.
+
+    Args:
+        query: Shape (batch, length, features).
+        key: Shape (batch, length, features).
+        value: Shape (batch, length, features).
+        num_heads: Into how many heads the features are split.
+        segment_ids: Shape (batch, length), int32, or None: tokens read only from those
+            with their own number.
+
+    Returns:
+        An array of shape (batch, length, features); the softmax is in float32.
+    """
+    heads = (*query.shape[:2], num_heads, query.shape[-1] // num_heads)
+    mask = None
+    if segment_ids is not None:
+        # One mask for all heads: (batch, 1, length, length).
+        mask = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
+    read = jax.nn.dot_product_attention(
+        query.reshape(heads),
+        key.reshape(heads),
+        value.reshape(heads),
+        mask=mask,
+        is_causal=True,
+    )
+    return read.reshape(query.shape)
+
+
+def default_positions(tokens: jax.Array, config: TransformerConfig) -> jax.Array:
+    """Returns 0, 1, 2 ... for every token of a sequence, in the shape (1, length).
+
+    Args:
+        tokens: Shape (batch, length).
+        config: The model's sizes.
+
+    Raises:
+        ValueError: If the sequences are longer than the model's `max_length`.
+
+    Example:
+        >>> default_positions(jnp.zeros((2, 4), "int32"), TransformerConfig()).tolist()
+        [[0, 1, 2, 3]]
+    """
+    length = tokens.shape[1]
+    if length > config.max_length:
+        msg = (
+            f"the tokens have the shape {tokens.shape}, and the model has positions "
+            f"for {config.max_length} tokens. Give shorter sequences, or make the "
+            f"model with max_length={length}."
+        )
+        raise ValueError(msg)
+    return jnp.arange(length, dtype="int32")[None]
+
+
+class Attention(nnx.Module):
+    """Causal self-attention with several heads."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
+        self.num_heads = config.num_heads
+        self.query = nnx.Linear(config.features, config.features, rngs=rngs)
+        self.key = nnx.Linear(config.features, config.features, rngs=rngs)
+        self.value = nnx.Linear(config.features, config.features, rngs=rngs)
+        self.output = nnx.Linear(config.features, config.features, rngs=rngs)
+
+    def __call__(self, x: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+        """Returns features of shape (batch, length, features)."""
+        query, key, value = self.query(x), self.key(x), self.value(x)
+        return self.output(attend(query, key, value, self.num_heads, segment_ids))
+
+
+class MLP(nnx.Module):
+    """Two layers with a GELU between them, for each token on its own."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
+        self.up = nnx.Linear(config.features, config.mlp_features, rngs=rngs)
+        self.down = nnx.Linear(config.mlp_features, config.features, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns features of shape (batch, length, features)."""
+        return self.down(nnx.gelu(self.up(x)))
+
+
+class Block(nnx.Module):
+    """Attention and an MLP, each normalised before and added to its input."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
+        self.attention_norm = nnx.LayerNorm(config.features, rngs=rngs)
+        self.attention = Attention(config, rngs=rngs)
+        self.mlp_norm = nnx.LayerNorm(config.features, rngs=rngs)
+        self.mlp = MLP(config, rngs=rngs)
+        self.dropout = nnx.Dropout(config.dropout_rate, rngs=rngs)
+
+    def __call__(self, x: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+        """Returns features of shape (batch, length, features)."""
+        x = x + self.dropout(self.attention(self.attention_norm(x), segment_ids))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+# Flax wraps lists of modules since 0.12; before, a plain list was what it held.
+module_list: Callable[[list[Block]], list[Block]] = getattr(nnx, "List", list)
+
+
+class Transformer(nnx.Module):
+    """The language model; it begins in training mode, `model.eval()` ends dropout."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        self.embed = nnx.Embed(config.vocab_size, config.features, rngs=rngs)
+        self.positions = nnx.Embed(config.max_length, config.features, rngs=rngs)
+        self.dropout = nnx.Dropout(config.dropout_rate, rngs=rngs)
+        self.blocks = module_list(
+            [Block(config, rngs=rngs) for _ in range(config.num_layers)]
+        )
+        self.norm = nnx.LayerNorm(config.features, rngs=rngs)
+        self.output = nnx.Linear(
+            config.features, config.vocab_size, use_bias=False, rngs=rngs
+        )
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+    ) -> jax.Array:
+        """Returns logits for the token after each one.
+
+        Args:
+            tokens: Shape (batch, length), int32.
+            segment_ids: Of packed sequences, the sequence that each token is in: shape
+                (batch, length), int32.
+            positions: Where each token is in its sequence: shape (batch, length),
+                int32, less than `max_length`. Left out, tokens are counted from the
+                start of their row, packed or not.
+
+        Returns:
+            An array of shape (batch, length, vocab_size).
+
+        Raises:
+            ValueError: If positions are left out and the rows are longer than
+                `max_length`.
+        """
+        if positions is None:
+            positions = default_positions(tokens, self.config)
+        x = self.dropout(self.embed(tokens) + self.positions(positions))
+        for block in self.blocks:
+            x = block(x, segment_ids)
+        return self.output(self.norm(x))
+
+
+class LinenAttention(nn.Module):
+    """`Attention` in Linen, with the same parameter paths."""
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+        """Returns features of shape (batch, length, features)."""
+        features = self.config.features
+        query = nn.Dense(features, name="query")(x)
+        key = nn.Dense(features, name="key")(x)
+        value = nn.Dense(features, name="value")(x)
+        read = attend(query, key, value, self.config.num_heads, segment_ids)
+        return nn.Dense(features, name="output")(read)
+
+
+class LinenMLP(nn.Module):
+    """`MLP` in Linen, with the same parameter paths."""
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns features of shape (batch, length, features)."""
+        x = nn.gelu(nn.Dense(self.config.mlp_features, name="up")(x))
+        return nn.Dense(self.config.features, name="down")(x)
+
+
+class LinenBlock(nn.Module):
+    """`Block` in Linen, with the same parameter paths."""
+
+    config: TransformerConfig
+    train: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+        """Returns features of shape (batch, length, features)."""
+        dropout = nn.Dropout(self.config.dropout_rate, deterministic=not self.train)
+        y = nn.LayerNorm(name="attention_norm")(x)
+        x = x + dropout(LinenAttention(self.config, name="attention")(y, segment_ids))
+        y = nn.LayerNorm(name="mlp_norm")(x)
+        return x + dropout(LinenMLP(self.config, name="mlp")(y))
+
+
+class LinenBlocks(nn.Module):
+    """All blocks, named `0`, `1` and so on."""
+
+    config: TransformerConfig
+    train: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+        """Returns features of shape (batch, length, features)."""
+        for layer in range(self.config.num_layers):
+            x = LinenBlock(self.config, self.train, name=str(layer))(x, segment_ids)
+        return x
+
+
+class LinenTransformer(nn.Module):
+    """`Transformer` in Linen, with the same parameter paths."""
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        tokens: jax.Array,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        *,
+        train: bool = False,
+    ) -> jax.Array:
+        """Returns logits for the token after each one.
+
+        Args:
+            tokens: As for `Transformer`.
+            segment_ids: As for `Transformer`.
+            positions: As for `Transformer`.
+            train: Whether to drop features, with keys of the stream `dropout`.
+
+        Returns:
+            An array of shape (batch, length, vocab_size).
+
+        Raises:
+            ValueError: As for `Transformer`.
+        """
+        config = self.config
+        if positions is None:
+            positions = default_positions(tokens, config)
+        x = nn.Embed(config.vocab_size, config.features, name="embed")(tokens)
+        x = x + nn.Embed(config.max_length, config.features, name="positions")(
+            positions
+        )
+        x = nn.Dropout(config.dropout_rate, deterministic=not train)(x)
+        x = LinenBlocks(config, train, name="blocks")(x, segment_ids)
+        x = nn.LayerNorm(name="norm")(x)
+        return nn.Dense(config.vocab_size, use_bias=False, name="output")(x)
+
+
+def next_token_losses(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Returns the cross entropy of each token given those before it, in float32.
+
+    The first token of a row is not predicted, and the last predicts nothing. In packed
+    rows the first token of a segment should get weight 0 for the same reason.
+
+    Args:
+        logits: What the model gives for `tokens`: shape (batch, length, vocab_size).
+        tokens: Shape (batch, length), int32.
+
+    Returns:
+        An array of shape (batch, length - 1), in nats.
+
+    Example:
+        >>> losses = next_token_losses(jnp.zeros((2, 5, 4)), jnp.ones((2, 5), "int32"))
+        >>> losses.shape, round(float(losses[0, 0]), 4)
+        ((2, 4), 1.3863)
+    """
+    return optax.softmax_cross_entropy_with_integer_labels(
+        logits[:, :-1].astype("float32"), tokens[:, 1:]
+    )
+
+
+# Every device holds all parameters; only the batch is sharded.
+DATA_PARALLEL = {}
+
+# Heads and hidden features are sharded over `model`: the first matrices by columns, the
+# second by rows, so that each half of a block sends one all-reduce. The embedding is
+# cut over the vocabulary, for one all-reduce more that leaves each token's features
+# whole; cut over the features, every normalisation would send. The logits stay cut.
+MODEL_PARALLEL = {
+    r"(query|key|value|up)/kernel": (None, "model"),
+    r"(query|key|value|up)/bias": ("model",),
+    r"(attention/output|down)/kernel": ("model", None),
+    r"embed/embedding": ("model", None),
+    r"^output/kernel": (None, "model"),
+}
+
+# The matrices are sharded over the axis that also shards the batch. A few numbers per
+# feature stay whole: biases, and those of the normalisation.
+FSDP = {
+    r"kernel": ("batch", None),
+    r"embedding": ("batch", None),
+}
+
+# Both: where one of them leaves a dim of a matrix whole, the other shards it.
+FSDP_MODEL_PARALLEL = {
+    r"(query|key|value|up)/kernel": ("batch", "model"),
+    r"(query|key|value|up)/bias": ("model",),
+    r"(attention/output|down)/kernel": ("model", "batch"),
+    r"embed/embedding": (("batch", "model"), None),
+    r"positions/embedding": ("batch", None),
+    r"^output/kernel": ("batch", "model"),
+}

@@ -1,0 +1,555 @@
+"""The residual network and the language model: two interfaces, any layout, one function."""
+
+import dataclasses
+import doctest
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import meshlayout as ml
+from models import resnet, transformer
+from models.resnet import LinenResNet, ResNet
+from models.transformer import (
+    LinenTransformer,
+    Transformer,
+    TransformerConfig,
+    next_token_losses,
+)
+from tests.same_bits import assert_same_bits
+
+
+SMALL = TransformerConfig(
+    vocab_size=16, max_length=8, features=8, num_heads=4, num_layers=2, mlp_features=16
+)
+NARROW = 8  # a ResNet's width, where it is run
+# Where each layout compiles a program of its own.
+SIZES = {"resnet": NARROW, "transformer": dataclasses.replace(SMALL, num_layers=1)}
+KEY = 0
+
+LAYOUTS = {
+    "resnet": ("DATA_PARALLEL", "MODEL_PARALLEL", "FSDP"),
+    "transformer": ("DATA_PARALLEL", "MODEL_PARALLEL", "FSDP", "FSDP_MODEL_PARALLEL"),
+}
+EVERY_LAYOUT = [(name, rules) for name, every in LAYOUTS.items() for rules in every]
+
+
+def random_tokens(shape, seed=0, vocab_size=SMALL.vocab_size):
+    return np.random.default_rng(seed).integers(0, vocab_size, shape).astype("int32")
+
+
+def random_images(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype("float32")
+
+
+def nnx_model(name, sizes=None):
+    if name == "resnet":
+        return ResNet(width=sizes or 16, rngs=nnx.Rngs(KEY))
+    return Transformer(sizes or TransformerConfig(), rngs=nnx.Rngs(KEY))
+
+
+def linen_model(name, sizes=None):
+    """The module, and a function that makes its variables."""
+    if name == "resnet":
+        module, sample = LinenResNet(width=sizes or 16), jnp.zeros((1, 8, 8, 1))
+    else:
+        module = LinenTransformer(sizes or TransformerConfig())
+        sample = jnp.zeros((1, 8), "int32")
+    return module, lambda: module.init(jax.random.key(KEY), sample)
+
+
+def a_model(name, sizes):
+    """An NNX model with random parameters from NumPy, none of a special value."""
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: nnx_model(name, sizes)))
+    random = np.random.default_rng(KEY)
+
+    def filled(leaf):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jax.random.key(KEY)
+        if len(leaf.shape) < 2:  # biases, scales, statistics; and counts of keys
+            return jnp.asarray(1 + 0.1 * random.normal(size=leaf.shape), leaf.dtype)
+        spread = np.sqrt(np.prod(leaf.shape[:-1]))
+        return jnp.asarray(random.normal(size=leaf.shape) / spread, leaf.dtype)
+
+    return nnx.merge(graphdef, jax.tree.map(filled, nnx.to_pure_dict(state)))
+
+
+@nnx.jit
+def run(model, *args, **kwargs):
+    """Calls a model, compiled."""
+    return model(*args, **kwargs)
+
+
+def shapes_of(name):
+    """An NNX model of the default sizes, without arrays."""
+    return nnx.eval_shape(lambda: nnx_model(name))
+
+
+def rules_of(name, rules):
+    return getattr({"resnet": resnet, "transformer": transformer}[name], rules)
+
+
+def path_text(keys):
+    return "/".join(str(getattr(key, "key", key)) for key in keys)
+
+
+def by_path(model, kind=nnx.Param):
+    """Path -> array, of an NNX model's variables of one kind."""
+    flat = nnx.to_flat_state(nnx.state(model, kind))
+    return {path_text(path): variable[...] for path, variable in flat}
+
+
+def copied(tree, arrays):
+    """A nested dict with the arrays that have its paths."""
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, _: arrays.pop(path_text(keys)), tree
+    )
+
+
+def linen_variables(name, model, sizes=None):
+    """A Linen variant, with variables that hold the arrays of an NNX model."""
+    module, init = linen_model(name, sizes)
+    variables = jax.eval_shape(init)
+    params, statistics = by_path(model), by_path(model, nnx.BatchStat)
+    variables["params"] = copied(variables["params"], params)
+    if "batch_stats" in variables:
+        variables["batch_stats"] = copied(variables["batch_stats"], statistics)
+    assert not params
+    assert not statistics
+    return module, variables
+
+
+def test_the_examples_in_docstrings_hold():
+    failed, attempted = doctest.testmod(transformer)
+    assert attempted
+    assert not failed
+
+
+# Parameters.
+
+
+def convolutions(width, in_features=1):
+    norm = lambda features: 2 * features  # noqa: E731
+    stem = 9 * in_features * width + norm(width)
+    total, features = stem, width
+    for out in (width, 2 * width, 4 * width):
+        total += 9 * features * out + norm(out) + 9 * out * out + norm(out)
+        total += features * out + norm(out) if out != features else 0
+        features = out
+    return total
+
+
+def num_params(name):
+    if name == "resnet":
+        return convolutions(16) + (64 + 1) * 10
+    vocab, length, d, layers, hidden = 256, 128, 64, 2, 256
+    attention = 4 * (d + 1) * d
+    mlp = (d + 1) * hidden + (hidden + 1) * d
+    block = 2 * d + attention + 2 * d + mlp
+    return vocab * d + length * d + layers * block + 2 * d + d * vocab
+
+
+def shapes_by_path(tree, mesh):
+    """Path -> shape, as layout maps see a tree of parameters."""
+    found = ml.LayoutMap(mesh, {}).resolve(tree).resolutions
+    return {leaf.path: leaf.shape for leaf in found}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_both_variants_have_the_same_parameters(name, mesh_2x4):
+    _, init = linen_model(name)
+    linen = {"params": jax.eval_shape(init)["params"]}
+    ours = shapes_by_path(nnx.state(shapes_of(name), nnx.Param), mesh_2x4)
+    assert ours == shapes_by_path(linen, mesh_2x4)
+    assert sum(map(np.prod, ours.values())) == num_params(name)
+
+
+def test_the_default_sizes_are_these():
+    assert num_params("resnet") == 77_754
+    assert num_params("transformer") == 141_056
+
+
+def test_the_sizes_of_a_resnet_are_those_that_were_asked_for(mesh_2x4):
+    build = lambda: ResNet(3, width=4, in_features=2, rngs=nnx.Rngs(KEY))  # noqa: E731
+    state = nnx.state(nnx.eval_shape(build), nnx.Param)
+    sizes = map(np.prod, shapes_by_path(state, mesh_2x4).values())
+    assert sum(sizes) == convolutions(4, in_features=2) + (16 + 1) * 3
+    images = jnp.ones((2, 9, 5, 2))
+    assert nnx.eval_shape(lambda: build()(images)).shape == (2, 3)
+
+
+def test_the_blocks_of_a_transformer_have_numbers_in_their_paths(mesh_2x4):
+    paths = shapes_by_path(shapes_of("transformer"), mesh_2x4)
+    assert {path for path in paths if "/query/" in path} == {
+        f"blocks/{layer}/attention/query/{leaf}"
+        for layer in (0, 1)
+        for leaf in ("kernel", "bias")
+    }
+
+
+# The residual network.
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_both_variants_of_the_resnet_compute_the_same(train):
+    model = a_model("resnet", NARROW)
+    images = random_images(4, 10, 8, 1)
+    run(model, images)  # so that the running statistics are not the initial ones
+    module, variables = linen_variables("resnet", model, NARROW)
+    model.train() if train else model.eval()
+    apply = jax.jit(module.apply, static_argnames=("train", "mutable"))
+    logits, changed = apply(variables, images, train=train, mutable="batch_stats")
+    # The same operations in the same order: only fused differently.
+    np.testing.assert_allclose(run(model, images), logits, atol=1e-5)
+    after = by_path(model, nnx.BatchStat)
+    for keys, theirs in jax.tree_util.tree_leaves_with_path(changed["batch_stats"]):
+        np.testing.assert_allclose(after[path_text(keys)], theirs, atol=1e-5)
+
+
+def test_evaluation_takes_each_image_on_its_own_and_training_does_not():
+    model = a_model("resnet", NARROW)
+    images = random_images(4, 8, 8, 1)
+    before = by_path(model, nnx.BatchStat)
+    for mode, is_alone in ((model.eval, True), (model.train, False)):
+        mode()
+        together, alone = run(model, images)[:2], run(model, images[:2])
+        assert np.allclose(together, alone, atol=1e-5) == is_alone
+        after = by_path(model, nnx.BatchStat)
+        assert all(map(np.array_equal, before.values(), after.values())) == is_alone
+
+
+# The language model.
+
+
+def layer_norm(x, params):
+    mean = x.mean(-1, keepdims=True)
+    variance = ((x - mean) ** 2).mean(-1, keepdims=True)
+    return (x - mean) / np.sqrt(variance + 1e-6) * params["scale"] + params["bias"]
+
+
+def linear(x, params):
+    return x @ params["kernel"] + params["bias"]
+
+
+def gelu(x):
+    return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def one_head(query, key, value):
+    scores = query @ key.T / np.sqrt(query.shape[-1])
+    scores[np.triu_indices(len(scores), 1)] = -np.inf
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True) @ value
+
+
+def numpy_logits(params, tokens, num_heads):
+    """The language model on one sequence, in NumPy and float64."""
+    x = params["embed"]["embedding"][tokens]
+    x = x + params["positions"]["embedding"][: len(tokens)]
+    for layer in range(len(params["blocks"])):
+        block = params["blocks"][str(layer)]
+        y = layer_norm(x, block["attention_norm"])
+        projected = (
+            np.split(linear(y, block["attention"][part]), num_heads, axis=-1)
+            for part in ("query", "key", "value")
+        )
+        heads = [one_head(*head) for head in zip(*projected, strict=True)]
+        x = x + linear(np.concatenate(heads, -1), block["attention"]["output"])
+        y = layer_norm(x, block["mlp_norm"])
+        x = x + linear(gelu(linear(y, block["mlp"]["up"])), block["mlp"]["down"])
+    return layer_norm(x, params["norm"]) @ params["output"]["kernel"]
+
+
+@pytest.fixture
+def model():
+    return a_model("transformer", SMALL)
+
+
+def test_the_language_model_is_what_numpy_computes(model):
+    tokens = random_tokens((2, 8))
+    _, variables = linen_variables("transformer", model, SMALL)
+    params = jax.tree.map(lambda leaf: np.asarray(leaf, "float64"), variables["params"])
+    expected = [numpy_logits(params, row, SMALL.num_heads) for row in tokens]
+    np.testing.assert_allclose(
+        run(model, tokens), expected, atol=2e-5
+    )  # float32's rounding
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_both_variants_of_the_language_model_compute_the_same(packed, model):
+    rows = {}
+    if packed:
+        rows["segment_ids"] = np.array([[0, 0, 0, 1, 1, 1, 2, 2]] * 2, "int32")
+        rows["positions"] = np.array([[0, 1, 2, 0, 1, 2, 0, 1]] * 2, "int32")
+    tokens = random_tokens((2, 8))
+    module, variables = linen_variables("transformer", model, SMALL)
+    np.testing.assert_allclose(
+        run(model, tokens, **rows),
+        jax.jit(module.apply)(variables, tokens, **rows),
+        atol=1e-5,
+    )
+
+
+def test_a_later_token_changes_no_earlier_logits(model):
+    tokens = random_tokens((1, 8))
+    for at in (1, 4, 7):
+        other = tokens.copy()
+        other[:, at] = (other[:, at] + 1) % SMALL.vocab_size
+        before, after = run(model, tokens), run(model, other)
+        np.testing.assert_array_equal(before[:, :at], after[:, :at])
+        assert np.all(np.any(before[:, at:] != after[:, at:], axis=-1))
+
+
+def test_packed_segments_are_what_they_are_alone(model):
+    lengths = (3, 1, 3)
+    tokens = random_tokens((2, sum(lengths)))
+    ids = np.repeat(np.arange(3, dtype="int32"), lengths)
+    counted = np.concatenate([np.arange(length, dtype="int32") for length in lengths])
+    both = [np.tile(row, (2, 1)) for row in (ids, counted)]
+    packed = run(model, tokens, segment_ids=both[0], positions=both[1])
+    alone = [
+        run(model, part) for part in np.split(tokens, np.cumsum(lengths)[:-1], axis=1)
+    ]
+    # The masked scores add exact zeros, but sums of another length.
+    np.testing.assert_allclose(packed, np.concatenate(alone, axis=1), atol=1e-5)
+
+
+def test_a_segment_may_come_back_later_in_the_row(model):
+    tokens = random_tokens((1, 6))
+    ids = np.array([[0, 1, 0, 1, 1, 0]], "int32")
+    positions = np.array([[0, 0, 1, 1, 2, 2]], "int32")
+    mixed = run(model, tokens, ids, positions)
+    for segment in (0, 1):
+        own = ids[0] == segment
+        alone = run(model, tokens[:, own])
+        np.testing.assert_allclose(mixed[:, own], alone, atol=1e-5)
+
+
+def test_the_losses_are_the_cross_entropies_of_the_next_tokens():
+    logits = random_images(2, 5, 16)
+    tokens = random_tokens((2, 5))
+    shares = np.exp(logits.astype("float64"))
+    shares /= shares.sum(-1, keepdims=True)
+    expected = [
+        [-np.log(shares[row, at, tokens[row, at + 1]]) for at in range(4)]
+        for row in range(2)
+    ]
+    np.testing.assert_allclose(next_token_losses(logits, tokens), expected, rtol=1e-5)
+
+
+def test_the_losses_of_bfloat16_logits_are_float32():
+    logits = jnp.asarray(random_images(1, 4, 16), "bfloat16")
+    tokens = random_tokens((1, 4))
+    losses = next_token_losses(logits, tokens)
+    assert losses.dtype == "float32"
+    exact = next_token_losses(logits.astype("float32"), tokens)
+    np.testing.assert_array_equal(losses, exact)
+
+
+def test_dropout_is_for_training():
+    plain = SIZES["transformer"]
+    config = dataclasses.replace(plain, dropout_rate=0.5)
+    tokens = random_tokens((2, 8))
+    model = a_model("transformer", config)
+    first, second = run(model, tokens), run(model, tokens)
+    assert not np.array_equal(first, second)
+    model.eval()
+    whole = run(a_model("transformer", plain), tokens)
+    np.testing.assert_array_equal(run(model, tokens), whole)
+
+    module, variables = linen_variables("transformer", model, config)
+    apply = jax.jit(module.apply, static_argnames="train")
+    np.testing.assert_allclose(apply(variables, tokens), whole, atol=1e-5)
+    keys = {"dropout": jax.random.key(1)}
+    dropped = apply(variables, tokens, train=True, rngs=keys)
+    assert not np.allclose(dropped, whole, atol=1e-2)
+
+
+@pytest.mark.parametrize("flax", ["nnx", "linen"])
+def test_too_long_sequences_are_refused(flax):
+    tokens = jnp.zeros((2, 9), "int32")
+    message = (
+        "the tokens have the shape (2, 9), and the model has positions for 8 tokens. "
+        "Give shorter sequences, or make the model with max_length=9."
+    )
+    build = lambda: Transformer(SMALL, rngs=nnx.Rngs(KEY))(tokens)  # noqa: E731
+    if flax == "linen":
+        build = lambda: LinenTransformer(SMALL).init(jax.random.key(KEY), tokens)  # noqa: E731
+    with pytest.raises(ValueError, match="the tokens have the shape") as refused:
+        jax.eval_shape(build)
+    assert str(refused.value).partition("\n")[0] == message  # JAX adds lines to it
+
+
+def test_heads_that_do_not_share_the_features_evenly_are_refused():
+    message = (
+        "features=64 does not divide by num_heads=5: every head has as many features. "
+        "Change one of them."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        TransformerConfig(num_heads=5)
+
+
+# Layouts.
+
+
+def whole_patterns(name, rules):
+    """What stays whole on every device, as the layout maps say."""
+    if rules == "DATA_PARALLEL":
+        return r".*"
+    norms = r"norm\w*/(scale|bias|mean|var)$"
+    if name == "transformer":
+        if rules == "FSDP":
+            return rf"{norms}|(query|key|value|output|up|down)/bias$"
+        positions = "|^positions/" if rules == "MODEL_PARALLEL" else ""
+        return rf"{norms}|(output|down)/bias$" + positions
+    if rules == "FSDP":
+        return rf"{norms}|^output/bias$"
+    return r"(^|^batch_stats/)stem|^output|norm2/|projection"
+
+
+@pytest.mark.parametrize("flax", ["nnx", "linen"])
+@pytest.mark.parametrize(("name", "rules"), EVERY_LAYOUT)
+def test_every_rule_places_parameters(name, rules, flax, mesh_2x4):
+    if flax == "nnx":
+        tree = nnx.state(shapes_of(name), nnx.Any(nnx.Param, nnx.BatchStat))
+    else:
+        tree = jax.eval_shape(linen_model(name)[1])
+    report = ml.LayoutMap(mesh_2x4, rules_of(name, rules)).explain(tree)
+    assert not report.dead_rules
+    assert not report.shadowed_rules
+    whole = {r.path for r in report.resolutions if r.layout.is_fully_replicated}
+    pattern = whole_patterns(name, rules)
+    assert whole == {r.path for r in report.resolutions if re.search(pattern, r.path)}
+
+
+def batch_of(name):
+    if name == "transformer":
+        tokens = random_tokens((8, 8))
+        ids = np.sort(random_tokens((8, 8), seed=1, vocab_size=3), axis=1)
+        return {"tokens": tokens, "segment_ids": ids}
+    labels = random_tokens(16, vocab_size=10)
+    return {"images": random_images(16, 8, 8, 1), "labels": labels}
+
+
+def mean_loss(name, model, batch):
+    if name == "transformer":
+        logits = model(batch["tokens"], batch["segment_ids"])
+        return next_token_losses(logits, batch["tokens"]).mean()
+    picked = optax.softmax_cross_entropy_with_integer_labels
+    return picked(model(batch["images"]), batch["labels"]).mean()
+
+
+@dataclasses.dataclass(frozen=True)
+class OneStep:
+    """What a step finds on one device."""
+
+    loss: float
+    grads: dict
+    statistics: dict
+
+
+@pytest.fixture(scope="module")
+def on_one_device():
+    """Name -> the step of plain Flax."""
+    found = {}
+    for name in LAYOUTS:
+        model = a_model(name, SIZES[name])
+        loss_of = lambda model, batch, name=name: mean_loss(name, model, batch)  # noqa: E731
+        loss, grads = nnx.jit(nnx.value_and_grad(loss_of))(model, batch_of(name))
+        flat = nnx.to_flat_state(grads)
+        grads = {path_text(path): leaf[...] for path, leaf in flat}
+        statistics = by_path(model, nnx.BatchStat)
+        found[name] = OneStep(float(loss), grads, statistics)
+    return found
+
+
+def sgd_step(state, batch, name):
+    """One step of SGD, for the NNX variants."""
+
+    def loss_of(params):
+        model = state.replace(params=params).model
+        return mean_loss(name, model, batch), state.model_state_of(model)
+
+    (loss, model_state), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
+    return state.apply_gradients(grads).replace(model_state=model_state), loss
+
+
+def flat_dict(tree):
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {path_text(keys): np.asarray(leaf) for keys, leaf in leaves}
+
+
+@pytest.mark.parametrize(("name", "rules"), EVERY_LAYOUT)
+def test_a_step_on_a_mesh_is_the_step_on_one_device(name, rules, on_one_device):
+    is_2d = rules == "FSDP_MODEL_PARALLEL"
+    mesh = ml.create_mesh(
+        {"batch": 4, "model": 2} if is_2d else {"batch": 2, "model": 4}
+    )
+    expected = on_one_device[name]
+    layouts = ml.LayoutMap(mesh, rules_of(name, rules))
+    state = ml.TrainState.create(
+        lambda: a_model(name, SIZES[name]), optax.sgd(1.0), layouts
+    )
+    before = flat_dict(state.params)
+    batch = ml.relayout(batch_of(name), mesh.layout("batch", ...))
+    state, loss = ml.compile_step(sgd_step, static_argnames="name")(state, batch, name)
+    # Sums are split over the devices, and rounded in another order.
+    assert float(loss) == pytest.approx(expected.loss, abs=1e-5)
+    after = flat_dict(state.params)
+    assert after.keys() == expected.grads.keys()
+    for path, grad in expected.grads.items():
+        np.testing.assert_allclose(before[path] - after[path], grad, atol=2e-5)
+    running = by_path(state.model, nnx.BatchStat)
+    for path, statistic in expected.statistics.items():
+        np.testing.assert_allclose(running[path], statistic, atol=1e-5)
+
+
+def convolved(images, kernel):
+    """A 3x3 convolution of one feature with zero padding, in NumPy."""
+    padded = np.pad(images.astype("float64"), ((0, 0), (1, 1), (1, 1), (0, 0)))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(1, 2))
+    return np.einsum("bhwcij,ijcf->bhwf", windows, np.asarray(kernel, "float64"))
+
+
+def test_batch_statistics_are_of_the_global_batch(on_one_device):
+    """Against NumPy, so that what the steps above agree on is also right."""
+    expected = on_one_device["resnet"]
+    model = a_model("resnet", NARROW)
+    kernel = model.stem.kernel[...]
+    features = convolved(batch_of("resnet")["images"], kernel)
+    for name, before, statistic in (
+        ("mean", model.stem_norm.mean[...], features.mean((0, 1, 2))),
+        ("var", model.stem_norm.var[...], features.var((0, 1, 2))),
+    ):
+        running = expected.statistics[f"stem_norm/{name}"]
+        np.testing.assert_allclose(running, 0.9 * before + 0.1 * statistic, atol=1e-6)
+
+
+@pytest.mark.parametrize("rules", ["MODEL_PARALLEL", "FSDP_MODEL_PARALLEL"])
+def test_transformers_are_born_sharded_with_the_same_bits(rules, mesh_2x4):
+    build = lambda: nnx_model("transformer", SIZES["transformer"])  # noqa: E731
+    check_birth(build, ml.LayoutMap(mesh_2x4, rules_of("transformer", rules)))
+
+
+def test_blocks_of_a_resnet_are_born_sharded_with_the_same_bits(mesh_2x4):
+    build = lambda: resnet.Block(8, 8, strides=2, rngs=nnx.Rngs(KEY))  # noqa: E731
+    check_birth(build, ml.LayoutMap(mesh_2x4, resnet.MODEL_PARALLEL))
+
+
+def check_birth(build, layouts):
+    """Checks the bits and the layouts of what `create` makes."""
+    made = by_path(ml.create(build, layouts))
+    model = build()
+    assert_same_bits(made, by_path(model))
+    for found in layouts.resolve(nnx.state(model, nnx.Param)).resolutions:
+        assert ml.Layout.of(made[found.path]) == found.layout
+
+
+def test_linen_models_are_born_sharded_with_the_same_bits(mesh_2x4):
+    _, init = linen_model("transformer", SIZES["transformer"])
+    layouts = ml.LayoutMap(mesh_2x4, transformer.MODEL_PARALLEL)
+    assert_same_bits(ml.create(init, layouts), init())

@@ -1,0 +1,811 @@
+"""`ml.testing` finds what is not the same on a mesh, and lets pass what is."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import meshlayout as ml
+from meshlayout import testing
+from models.mlp import MLP, MODEL_PARALLEL
+
+
+P = jax.sharding.PartitionSpec
+
+CAUSES = (
+    "Usual causes: a mean of per-shard means, a denominator or batch statistics of one "
+    "device, a sum over shards that is missing, a random key made from a device's "
+    "index. If it is rounding (Adam divides gradients that are almost zero by "
+    "themselves; the step computes in bfloat16), say so with rtol= or atol=."
+)
+
+
+@pytest.fixture
+def mesh():
+    """A mesh that is in force, for steps that ask for it."""
+    with ml.default_mesh(ml.create_mesh({"batch": 2, "model": 4})) as mesh:
+        yield mesh
+
+
+def message(call):
+    with pytest.raises(testing.VerificationError) as info:
+        call()
+    return str(info.value)
+
+
+def rows(mesh, *shape, seed=0):
+    values = np.random.default_rng(seed).normal(size=shape).astype("float32")
+    return ml.relayout(values, mesh.layout("batch", ...))
+
+
+def mlp_state(mesh, rules, optimizer):
+    return ml.TrainState.create(
+        lambda: MLP(10, hidden_features=16, in_features=8, rngs=nnx.Rngs(0)),
+        optimizer,
+        ml.LayoutMap(mesh, rules),
+    )
+
+
+def mlp_step(state, batch):
+    def loss_fn(params):
+        logits = state.replace(params=params).model(batch["image"])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+        return (losses * batch["weight"]).sum() / batch["weight"].sum()
+
+    loss, grads = jax.value_and_grad(loss_fn)(state.params)
+    return state.apply_gradients(grads), {"loss": loss, "grads": grads}
+
+
+def mlp_batch(mesh, seed=0):
+    rng = np.random.default_rng(seed)
+    return {
+        "image": rows(mesh, 16, 8, seed=seed),
+        "label": ml.relayout(rng.integers(0, 10, 16), mesh.layout("batch")),
+        "weight": ml.relayout(
+            np.float32(np.arange(16) < 11), mesh.layout("batch")
+        ),  # an uneven end, as of a short last batch
+    }
+
+
+# What agrees.
+
+
+@pytest.mark.parametrize(
+    ("axes", "rules"),
+    [({"batch": 2, "model": 4}, MODEL_PARALLEL), ({"batch": 8, "model": 1}, {})],
+)
+def test_a_right_step_agrees_on_any_mesh(axes, rules):
+    mesh = ml.create_mesh(axes)
+    state = mlp_state(mesh, rules, optax.sgd(0.1, momentum=0.9))
+    batches = iter([mlp_batch(mesh, seed) for seed in range(3)])
+    found = testing.verify(ml.compile_step(mlp_step), state, batches, num_steps=3)
+    paths = [one.path for one in found.differences]
+    assert len(paths) == 4 + 4 + 2 + 1 + 4  # params, momentum, step, rng; loss, grads
+    assert {"state/params/hidden/kernel", "state/rng", "aux/loss"} <= {*paths}
+    assert found.num_steps == 3
+    assert found.mesh == mesh
+    assert all(one.largest <= one.allowed for one in found.differences)
+    assert any(one.largest > 0 for one in found.differences)
+
+
+def test_the_state_is_not_used_up_and_not_changed(mesh):
+    state = mlp_state(mesh, MODEL_PARALLEL, optax.sgd(0.1))
+    batch = mlp_batch(mesh)
+    before = ml.to_numpy((state, batch))
+    testing.verify(ml.compile_step(mlp_step), state, batch, num_steps=2)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((state, batch)))
+    jax.tree.map(np.testing.assert_array_equal, ml.to_numpy((state, batch)), before)
+
+
+def test_leaves_of_every_kind_are_copied(mesh):
+    state = {
+        "w": ml.ones(8, mesh.layout("model")),
+        "numpy": np.ones(2, np.float32),
+        "number": 1.5,
+        "unplaced": jnp.ones(3),
+        "key": jax.random.key(0),
+        "keys": ml.relayout(
+            jax.random.split(jax.random.key(1), 4), mesh.layout("model")
+        ),
+        "half": ml.ones((4, 2), mesh.layout("batch", None), dtype="bfloat16"),
+        "weak": jax.device_put(jnp.asarray(1.0), mesh.layout().sharding),
+    }
+
+    @ml.compile_step
+    def step(state, batch):
+        assert jax.typeof(state["weak"]).weak_type
+        keys = jax.vmap(lambda key: jax.random.split(key)[0])(state["keys"])
+        return {**state, "keys": keys, "w": state["w"] * batch}, None
+
+    testing.verify(step, state, 2.0, num_steps=2)
+    assert not any(
+        leaf.is_deleted()
+        for leaf in jax.tree.leaves(state)
+        if isinstance(leaf, jax.Array)
+    )
+    assert state["numpy"].tolist() == [1, 1]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("on_recompile", ["warn", "error"])
+def test_nothing_is_said_of_recompiling(mesh, on_recompile):
+    def step(state, batch, train, *, scale):
+        assert train is True
+        return state + ml.constrain(batch, "rows").sum() * scale, None
+
+    layouts = ml.LayoutMap(mesh, {"rows": ("batch", "model")}, unused="ignore")
+    compiled = ml.compile_step(
+        step, static_argnames="train", on_recompile=on_recompile, layouts=layouts
+    )
+    state, batch = ml.ones(8, mesh.layout("model")), rows(mesh, 8, 4)
+    testing.verify(compiled, state, batch, True, scale=2.0)
+    state, _ = compiled(state, batch, True, scale=2.0)
+    testing.verify(compiled, state, batch, train=True, scale=2.0)
+    compiled(state, batch, True, scale=2.0)
+
+
+def test_a_plain_function_and_a_jitted_one_are_steps_too(mesh):
+    def step(state, batch):
+        return state + batch.mean(), None
+
+    state, batch = ml.ones(8, mesh.layout("model")), rows(mesh, 8, 4)
+    assert len(testing.verify(step, state, batch).differences) == 1
+    jitted = jax.jit(step, donate_argnums=0)
+    assert len(testing.verify(jitted, state, batch).differences) == 1
+
+
+def test_a_layout_map_in_force_is_not_in_the_way(mesh):
+    layouts = ml.LayoutMap(mesh, {"rows": ("batch", "model")}, unused="ignore")
+    state, batch = ml.ones(8, mesh.layout("model")), rows(mesh, 8, 4)
+    with layouts.scope():
+        testing.verify(
+            lambda s, b: (s + ml.constrain(b, "rows").sum(), None), state, batch
+        )
+
+
+def test_explicit_axes_and_the_mesh_of_jax_are_taken_to_one_device():
+    mesh = ml.create_mesh({"batch": 2, "model": 4}, axis_types="explicit")
+    with jax.set_mesh(mesh.jax_mesh):
+        state, batch = ml.ones(8, mesh.layout("model")), rows(mesh, 8, 4)
+
+        def step(state, batch):
+            total = jax.shard_map(
+                lambda x: jax.lax.psum(x.sum(), "batch"),
+                in_specs=P("batch"),
+                out_specs=P(),
+            )(batch)
+            return state + total, total
+
+        testing.verify(step, state, batch)
+
+
+def test_nan_is_nan_and_infinity_infinity_in_the_same_place(mesh):
+    def step(state, batch):
+        return state + batch.sum(), jnp.array([np.nan, np.inf, -np.inf, 1.0])
+
+    testing.verify(step, ml.ones(8, mesh.layout("model")), rows(mesh, 8, 4))
+
+
+def test_a_verification_is_a_table(mesh):
+    state, batch = ml.ones(8, mesh.layout("model")), ml.ones(4, mesh.layout("batch"))
+    found = testing.verify(
+        lambda s, b: (s + b.sum(), {"n": b.astype("int32").sum()}), state, batch
+    )
+    text = (
+        "2 leaves agree on Mesh(batch=2, model=4) and on one device, after 1 step.\n"
+        "leaf   array         largest difference  allowed\n"
+        "─────  ────────────  ──────────────────  ───────\n"
+        "state  f32[8@model]                   0  7.9e-05\n"
+        "aux/n  i32[]                          0        0"
+    )
+    assert str(found) == repr(found) == text
+    assert "f32[8@model]" in found._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error", "is_let_pass"),
+    [
+        ("float32", 1e-5, True),
+        ("float32", 1e-4, False),
+        ("bfloat16", 1e-2, True),
+        ("bfloat16", 1e-1, False),
+        ("float16", 3e-3, True),
+        ("float16", 1e-2, False),
+        ("complex64", 1e-5, True),
+        ("complex64", 1e-4, False),
+    ],
+)
+def test_the_tolerance_is_relative_to_the_largest_value(
+    mesh, dtype, error, is_let_pass
+):
+    def step(state, batch):
+        wrong = 1000 * error * (ml.get_default_mesh().size > 1)
+        return state, jnp.array([1000, 1 + wrong], dtype)
+
+    state, batch = ml.ones(8, mesh.layout("model")), None
+    if is_let_pass:
+        testing.verify(step, state, batch)
+    else:
+        assert "Elements that differ: 1 of 2." in message(
+            lambda: testing.verify(step, state, batch)
+        )
+        testing.verify(step, state, batch, rtol=2 * error)
+        testing.verify(step, state, batch, atol=2000 * error)
+
+
+# What does not agree.
+
+
+def per_shard(function, out_specs):
+    """Runs a function on every shard of rows, on the mesh in force."""
+    return jax.shard_map(
+        function,
+        mesh=ml.get_default_mesh().jax_mesh,
+        in_specs=P("batch"),
+        out_specs=out_specs,
+    )
+
+
+def mean_of_means(state, batch):
+    def mean(x, weights):
+        return jax.lax.pmean((x * weights).sum() / weights.sum(), "batch")
+
+    loss = per_shard(mean, P())(batch["x"], batch["weight"])
+    return state, {"loss": loss}
+
+
+def test_a_mean_of_per_shard_means_is_found(mesh):
+    batch = {
+        "x": ml.relayout(np.float32([1, 2, 3, 4]), mesh.layout("batch")),
+        "weight": ml.relayout(np.float32([1, 1, 1, 0]), mesh.layout("batch")),
+    }
+    state = {"w": ml.ones(8, mesh.layout("model"))}
+    assert message(lambda: testing.verify(mean_of_means, state, batch)) == (
+        "step 1: aux/loss f32[] is not the same on Mesh(batch=2, model=4) as on one "
+        "device. The largest difference is 0.25: 2.25 on the mesh and 2.0 on one "
+        "device, where 3.1e-05 is allowed. Elements that differ: 1 of 1.\n"
+        f"Leaves that differ: 1 of 2.\n{CAUSES}"
+    )
+    even = {**batch, "weight": ml.ones(4, mesh.layout("batch"))}
+    testing.verify(mean_of_means, state, even)
+
+
+def test_batch_statistics_of_one_shard_are_found(mesh):
+    def step(state, batch):
+        def normalise(x):
+            mean = x.mean(0)
+            return x - mean[None], jax.lax.pmean(mean, "batch")
+
+        x, mean = per_shard(normalise, (P("batch"), P()))(batch)
+        return {"mean": 0.9 * state["mean"] + 0.1 * mean}, {"x": x}
+
+    state = {"mean": ml.zeros(2, mesh.layout(None))}
+    text = message(lambda: testing.verify(step, state, rows(mesh, 8, 2)))
+    assert text.startswith(
+        "step 1: aux/x f32[8@batch, 2] is not the same on Mesh(batch=2, model=4) as on "
+        "one device. The largest difference is "
+    )
+    assert "Elements that differ: 16 of 16.\nLeaves that differ: 1 of 2.\n" in text
+
+
+def test_a_denominator_of_one_device_is_found_with_the_leaf_named(mesh):
+    def step(state, batch):
+        rows_here = batch["image"].shape[0] // ml.get_default_mesh().axis_size("batch")
+        new, aux = mlp_step(state, batch)
+        scale = batch["image"].shape[0] / rows_here
+        params = jax.tree.map(
+            lambda old, new: old + (new - old) * scale, state.params, new.params
+        )
+        return new.replace(params=params), {"loss": aux["loss"] * scale}
+
+    state = mlp_state(mesh, MODEL_PARALLEL, optax.sgd(0.1))
+    text = message(lambda: testing.verify(step, state, mlp_batch(mesh)))
+    first, second, causes = text.split("\n")
+    assert first.startswith(
+        "step 1: state/params/hidden/bias f32[16@model] is not the same on "
+        "Mesh(batch=2, model=4) as on one device. The largest difference is "
+    )
+    assert second == (
+        "Leaves that differ: 5 of 7: also state/params/hidden/kernel, state/params/output/bias, "
+        "state/params/output/kernel, aux/loss."
+    )
+    assert causes == CAUSES
+
+
+def test_a_random_key_made_from_the_device_is_found(mesh):
+    def step(state, batch):
+        def dropout(x):
+            key = jax.random.fold_in(jax.random.key(0), jax.lax.axis_index("batch"))
+            return x * jax.random.bernoulli(key, shape=x.shape)
+
+        return state, per_shard(dropout, P("batch"))(batch)
+
+    state = ml.ones((), mesh.layout())
+    text = message(
+        lambda: testing.verify(step, state, ml.ones(64, mesh.layout("batch")))
+    )
+    assert text.startswith("step 1: aux f32[64@batch] is not the same on ")
+    assert "The largest difference is 1 at [" in text
+
+
+def test_keys_and_integers_have_to_be_equal(mesh):
+    def step(state, batch):
+        size = ml.get_default_mesh().size
+        return {
+            "key": jax.random.fold_in(state["key"], size),
+            "n": state["n"] + size,
+        }, state["n"] > 0
+
+    state = ml.relayout(
+        {"key": jax.random.key(0), "n": jnp.int32([2**30] * 2)}, mesh.layout(...)
+    )
+    text = message(lambda: testing.verify(step, state, None, rtol=1, atol=10))
+    assert "step 1: state/key key<fry>[] is not the same on" in text
+    assert (
+        "where 0 is allowed. Elements that differ: 2 of 2.\nLeaves that differ: 2 of 3: also state/n.\n"
+        in text
+    )
+    just_n = {"n": state["n"], "key": state["key"]}
+    text = message(
+        lambda: testing.verify(
+            lambda s, b: ({**s, "n": step(s, b)[0]["n"]}, None), just_n, None
+        )
+    )
+    assert text.startswith(
+        "step 1: state/n i32[2] is not the same on Mesh(batch=2, model=4) as on one "
+        "device. The largest difference is 7 at [0]: 1073741832 on the mesh and "
+        "1073741825 on one device, where 0 is allowed. Elements that differ: 2 of 2.\n"
+    )
+
+
+def test_nan_on_the_mesh_alone_is_found(mesh):
+    def step(state, batch):
+        bad = jnp.where(ml.get_default_mesh().size > 1, jnp.nan, 1.0)
+        return state, jnp.array([[1.0, 2.0], [bad, 4.0]])
+
+    text = message(lambda: testing.verify(step, ml.ones(8, mesh.layout("model")), None))
+    assert (
+        "The largest difference is inf at [1, 0]: nan on the mesh and 1.0 on one device, "
+        "where 6.3e-05 is allowed. Elements that differ: 1 of 4.\n"
+    ) in text
+
+
+def test_the_first_step_that_differs_is_named(mesh):
+    state = {"w": ml.ones(8, mesh.layout("model"))}
+    weights = [[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0]]
+    batches = [
+        {
+            "x": ml.relayout(np.float32([1, 2, 3, 4]), mesh.layout("batch")),
+            "weight": ml.relayout(np.float32(one), mesh.layout("batch")),
+        }
+        for one in weights
+    ]
+    step = ml.compile_step(mean_of_means)
+    assert testing.verify(step, state, iter(batches), num_steps=2).num_steps == 2
+    text = message(lambda: testing.verify(step, state, iter(batches), num_steps=4))
+    assert text.startswith("step 3: aux/loss f32[] is not the same")
+
+
+def test_shapes_and_leaves_that_depend_on_the_mesh_are_found(mesh):
+    def losses(state, batch):
+        return state, per_shard(lambda x: x.mean()[None], P("batch"))(batch)
+
+    def named(state, batch):
+        size = ml.get_default_mesh().size
+        return state, {f"n{size}": batch.sum(), "loss": batch.sum()}
+
+    state, batch = ml.ones((), mesh.layout()), ml.ones(4, mesh.layout("batch"))
+    assert message(lambda: testing.verify(losses, state, batch)) == (
+        "step 1: aux f32[2@batch] is not the same on Mesh(batch=2, model=4) as on one "
+        "device: it is f32[2] on the mesh and f32[1] on one device.\n"
+        f"Leaves that differ: 1 of 2.\n{CAUSES}"
+    )
+    assert message(lambda: testing.verify(named, state, batch)) == (
+        "step 1: the step returns 'aux/n8' only on the mesh and 'aux/n1' only on one "
+        "device. What it returns must not depend on the number of devices."
+    )
+
+
+# A step that names its mesh.
+
+
+def make_step(mesh):
+    def step(state, batch):
+        loss = jax.shard_map(
+            lambda x: jax.lax.pmean(x.mean(), "batch"),
+            mesh=mesh.jax_mesh,
+            in_specs=P("batch"),
+            out_specs=P(),
+        )(batch)
+        return state, loss
+
+    return step
+
+
+def test_a_step_that_names_its_mesh_is_refused_unless_it_has_a_reference():
+    mesh = ml.create_mesh({"batch": 2, "model": 4})
+    state, batch = ml.ones(8, mesh.layout("model")), rows(mesh, 8)
+    text = message(lambda: testing.verify(make_step(mesh), state, batch))
+    assert re.fullmatch(
+        r"the step runs on Mesh\(batch=2, model=4\), and not on one device: .+\. A mesh "
+        r"that the step names itself cannot be replaced: take it from get_default_mesh\(\) "
+        r"inside the step, or give reference= the step made for one_device_mesh\(mesh\)\.",
+        text,
+    )
+    alone = make_step(testing.one_device_mesh(mesh))
+    testing.verify(make_step(mesh), state, batch, reference=alone)
+    testing.verify(make_step(mesh), state, batch, reference=lambda s, b: (s, b.mean()))
+    assert "aux f32[] is not the same" in message(
+        lambda: testing.verify(
+            make_step(mesh), state, batch, reference=lambda s, b: (s, b.sum())
+        )
+    )
+
+
+def test_the_mesh_of_one_device_has_the_same_axes():
+    mesh = ml.create_mesh({"batch": 2, "model": 4}, axis_types={"model": "explicit"})
+    one = testing.one_device_mesh(mesh)
+    assert dict(one.shape) == {"batch": 1, "model": 1}
+    assert one.axis_types == mesh.axis_types
+    assert list(one.devices.flat) == [mesh.devices.flat[0]]
+
+
+# Arguments that are refused.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "expected"),
+    [
+        (
+            lambda mesh: (3, ml.ones(8, mesh.layout("model")), None),
+            {},
+            "verify takes a function (state, batch, ...) -> (state, aux) as its step, "
+            "and got 3 of type int.",
+        ),
+        (
+            lambda mesh: (mlp_step, jnp.ones(3), jnp.ones(3)),
+            {},
+            "the state lies on no mesh, and there is nothing to compare with one device. "
+            "Create it on a mesh of several; virtual_devices(8) makes eight on any "
+            "machine.",
+        ),
+        (
+            lambda mesh: (
+                mlp_step,
+                ml.ones(3, testing.one_device_mesh(mesh).layout(None)),
+                None,
+            ),
+            {},
+            "the state lies on a mesh of one device, and there is nothing to compare with "
+            "one device. Create it on a mesh of several; virtual_devices(8) makes eight "
+            "on any machine.",
+        ),
+        (
+            lambda mesh: (
+                lambda s, b: (s, None),
+                ml.ones(8, mesh.layout("model")),
+                iter([1, 2]),
+            ),
+            {"num_steps": 3},
+            "the batches ended after 2 of num_steps=3. Give more of them, or run fewer "
+            "steps.",
+        ),
+        (
+            lambda mesh: (mlp_step, ml.ones(8, mesh.layout("model")), None),
+            {"num_steps": 0},
+            "num_steps is a whole number, 1 or more, and got 0.",
+        ),
+        (
+            lambda mesh: (mlp_step, ml.ones(8, mesh.layout("model")), None),
+            {"rtol": -1.0},
+            "rtol is a number, 0 or more, and got -1.0.",
+        ),
+        (
+            lambda mesh: (mlp_step, ml.ones(8, mesh.layout("model")), None),
+            {"reference": "plain"},
+            "verify takes a function (state, batch, ...) -> (state, aux) as its "
+            "reference, and got 'plain' of type str.",
+        ),
+        (
+            lambda mesh: (jax.jit(lambda s, b: s), ml.ones(8, mesh.layout("model")), 1),
+            {},
+            "the step returned a value of type ArrayImpl; a step returns a pair, (state, aux).",
+        ),
+    ],
+)
+def test_wrong_arguments_are_refused(mesh, arguments, options, expected):
+    assert message(lambda: testing.verify(*arguments(mesh), **options)) == expected
+
+
+def test_a_failure_is_an_assertion_and_one_of_the_library():
+    assert issubclass(testing.VerificationError, (AssertionError, ml.MeshLayoutError))
+
+
+# Layouts.
+
+
+def test_layouts_are_asserted_in_every_form(mesh):
+    kernel = ml.zeros((4, 8), mesh.layout(None, "model"))
+    for expected in (
+        mesh.layout(None, "model"),
+        mesh.layout(..., "model"),
+        mesh.layout(None, "model").sharding,
+        (None, "model"),
+        [..., "model"],
+        (ml.MATCH, "model"),
+        P(None, "model"),
+        ml.LayoutMap(mesh, {"kernel": (None, "model")}),
+        ml.create_mesh({"a": 2, "b": 4}).layout(None, "b"),
+    ):
+        testing.assert_layout({"kernel": kernel}, expected)
+    testing.assert_layout(
+        jax.ShapeDtypeStruct((4, 8), "float32", sharding=kernel.sharding),
+        (None, "model"),
+    )
+    testing.assert_layout(ml.zeros((4, 8), mesh.layout("batch", None)), P("batch"))
+
+
+@pytest.mark.parametrize("tree", ["state", "module", "variables"])
+def test_a_layout_map_is_asserted_for_whole_states(mesh, tree):
+    state = mlp_state(mesh, MODEL_PARALLEL, optax.adam(1e-3))
+    tree = {
+        "state": state,
+        "module": state.model,
+        "variables": {"params": state.params},
+    }[tree]
+    testing.assert_layout(tree, ml.LayoutMap(mesh, MODEL_PARALLEL))
+    other = {**MODEL_PARALLEL, "hidden/kernel": ("model", None)}
+    text = message(lambda: testing.assert_layout(tree, ml.LayoutMap(mesh, other)))
+    assert re.search(
+        r"hidden/kernel f32\[8, 16@model\]: the layout is Layout\(\[unsharded, model\], "
+        r"Mesh\(batch=2, model=4\)\), and Layout\(\[model, unsharded\], Mesh\(batch=2, "
+        r"model=4\)\) was expected\.",
+        text,
+    )
+    assert len(text.split("\n")) == (3 if tree is state else 1)
+
+
+def test_every_layout_that_is_wrong_is_listed(mesh):
+    tree = {f"w{i:02}": ml.zeros(8, mesh.layout("model")) for i in range(12)}
+    tree["ok"] = ml.zeros(8, mesh.layout(("batch", "model")))
+    lines = message(lambda: testing.assert_layout(tree, [("batch", "model")])).split(
+        "\n"
+    )
+    assert lines[0] == (
+        "w00 f32[8@model]: the layout is Layout([model], Mesh(batch=2, model=4)), and "
+        "Layout([(batch, model)], Mesh(batch=2, model=4)) was expected."
+    )
+    assert len(lines) == 11
+    assert lines[-1] == "... and 2 more."
+
+
+def test_what_is_no_array_on_a_mesh_is_named(mesh):
+    assert message(lambda: testing.assert_layout(np.ones(3), (None,))) == (
+        "f64[3]: it is on no mesh, and (None,) was expected."
+    )
+    assert message(lambda: testing.assert_layout({}, (None,))) == (
+        "there is no array in {}, and so no layout to check."
+    )
+    with pytest.raises(ml.LayoutError) as info:
+        testing.assert_layout({"w": ml.zeros(8, mesh.layout("model"))}, "model")
+    assert str(info.value) == (
+        "w f32[8@model]: expected a Layout, a NamedSharding, a PartitionSpec, a tuple of "
+        "entries or a LayoutMap, and got 'model' of type str."
+    )
+
+
+# Communication.
+
+
+@ml.compile_step
+def scanned(state, batch):
+    def add(total, x):
+        mean = (x @ state["w"]).mean()
+        return total + mean, None
+
+    total, _ = jax.lax.scan(add, 0.0, batch)
+    return state, {"loss": total, "rows": batch.sum((1, 2))}
+
+
+@pytest.fixture
+def scanned_arguments(mesh):
+    state = {"w": ml.ones((8, 4), mesh.layout(...))}
+    batch = ml.ones((3, 4, 8), mesh.layout(None, "batch", None))
+    return state, batch
+
+
+def test_collectives_are_counted_and_told_apart_in_loops(scanned_arguments):
+    state, batch = scanned_arguments
+    found = testing.expect_communication(
+        scanned, state, batch, all_reduce=2, all_gather=0, in_loops={"all_reduce": 1}
+    )
+    testing.expect_communication(scanned, state, batch, all_reduce=2, only=True)
+    assert found["all_reduce"] == 2
+    assert found.in_loops["all_reduce"] == 1
+    assert dict(found) == dict.fromkeys(found, 0) | {"all_reduce": 2}
+    assert {one.arrays for one in found.collectives} == {("f32[]",), ("f32[3]",)}
+    assert {one.nbytes for one in found.collectives} == {4, 12}
+    assert not state["w"].is_deleted()
+
+
+def test_lowered_and_compiled_and_plain_programs_are_read(scanned_arguments):
+    lowered = scanned.lower(*scanned_arguments)
+    for program in (lowered, lowered.compile()):
+        testing.expect_communication(program, all_reduce=2)
+    plain = scanned.__wrapped__
+    testing.expect_communication(plain, *scanned_arguments, all_reduce=2)
+    testing.expect_communication(jax.jit(plain), *scanned_arguments, all_reduce=2)
+
+
+def test_what_shard_map_asks_for_is_counted(mesh):
+    def shift(x):
+        x = jax.lax.all_to_all(x, "model", 0, 0, tiled=True)
+        x = jax.lax.ppermute(x, "model", [(i, (i + 1) % 4) for i in range(4)])
+        x = jax.lax.psum_scatter(x, "model", tiled=True)
+        return jax.lax.all_gather(x, "model", tiled=True)
+
+    @jax.jit
+    def program(x):
+        return jax.shard_map(
+            shift, mesh=mesh.jax_mesh, in_specs=P("model"), out_specs=P("model")
+        )(x)
+
+    found = testing.expect_communication(
+        program,
+        ml.ones(64, mesh.layout("model")),
+        all_to_all=1,
+        collective_permute=1,
+        reduce_scatter=1,
+        all_gather=1,
+        only=True,
+    )
+    sizes = {one.kind: one.nbytes for one in found.collectives}
+    assert sizes == {
+        "all_to_all": 64,
+        "collective_permute": 64,
+        "reduce_scatter": 16,
+        "all_gather": 64,
+    }
+
+
+def test_an_unexpected_count_lists_every_collective(scanned_arguments):
+    text = message(
+        lambda: testing.expect_communication(
+            scanned,
+            *scanned_arguments,
+            all_reduce=0,
+            all_gather=1,
+            in_loops={"all_reduce": 0},
+        )
+    )
+    lines = text.split("\n")
+    assert lines[0] == (
+        "scanned has 2 all_reduce where 0 was expected, and 0 all_gather where 1 was "
+        "expected, and 1 all_reduce in loops where 0 was expected."
+    )
+    assert lines[1].split() == [
+        "collective",
+        "array",
+        "bytes",
+        "in",
+        "a",
+        "loop",
+        "operation",
+    ]
+    assert re.fullmatch(
+        r"all_reduce  f32\[\]   +4 B  yes        jit\(scanned\)/while/.+", lines[3]
+    )
+    assert re.fullmatch(
+        r"all_reduce  f32\[3\]  +12 B  no         jit\(scanned\)/.+", lines[4]
+    )
+    assert len(lines) == 5
+
+
+def test_a_program_without_collectives_says_so(mesh):
+    program = jax.jit(lambda x: x * 2).lower(ml.ones(8, mesh.layout("batch")))
+    found = testing.expect_communication(program, only=True)
+    assert str(found) == "The program has no collectives."
+    assert message(lambda: testing.expect_communication(program, all_reduce=1)) == (
+        "the program has 0 all_reduce where 1 was expected.\n"
+        "The program has no collectives."
+    )
+
+
+class Text:
+    """A compiled program of another platform, as its text."""
+
+    def __init__(self, text):
+        self.text = text
+
+    def as_text(self):
+        return self.text
+
+
+ASYNCHRONOUS = """HloModule jit_step, is_scheduled=true
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %add.1 = f32[] add(%a, %b)
+}
+
+%inner (p: bf16[8,4]) -> bf16[8,4] {
+  %p = bf16[8,4]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %ar = (bf16[8,4]{1,0:T(8,128)(2,1)}, f32[4]{0}) all-reduce-start(%p, %p), to_apply=%add, metadata={op_name="jit(step)/while/body/add"}
+  ROOT %done = (bf16[8,4]{1,0}, f32[4]{0}) all-reduce-done(%ar)
+}
+
+%other (p: bf16[8,4]) -> bf16[8,4] {
+  ROOT %cp = (bf16[8,4]{1,0}, bf16[8,4]{1,0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%p), source_target_pairs={{0,1}}
+}
+
+%body (t: (s32[], bf16[8,4])) -> (s32[], bf16[8,4]) {
+  %c = bf16[8,4]{1,0} conditional(%i, %x, %x), branch_computations={%inner, %other}
+}
+
+%cond (t: (s32[], bf16[8,4])) -> pred[] {
+  ROOT %lt = pred[] compare(%i, %n), direction=LT
+}
+
+ENTRY %main (x: bf16[2,4]) -> bf16[8,4] {
+  %ag = (bf16[2,4]{1,0}, bf16[8,4]{1,0}) all-gather-start(%x), dimensions={0}, metadata={op_name="jit(step)/all_gather"}
+  %agd = bf16[8,4]{1,0} all-gather-done(%ag)
+  %w = (s32[], bf16[8,4]{1,0}) while(%t), condition=%cond, body=%body
+  ROOT %rs = pred[16]{0} reduce-scatter(%agd), dimensions={0}, to_apply=%add
+}
+"""
+
+
+def test_operations_that_start_and_end_are_counted_once():
+    found = testing.expect_communication(
+        Text(ASYNCHRONOUS),
+        all_reduce=1,
+        collective_permute=1,
+        all_gather=1,
+        reduce_scatter=1,
+        only=True,
+        in_loops={"all_reduce": 1, "collective_permute": 1, "all_gather": 0},
+    )
+    assert [
+        (one.kind, one.arrays, one.nbytes, one.in_loop) for one in found.collectives
+    ] == [
+        ("all_reduce", ("bf16[8, 4]", "f32[4]"), 64 + 16, True),
+        ("collective_permute", ("bf16[8, 4]",), 64, True),
+        ("all_gather", ("bf16[8, 4]",), 64, False),
+        ("reduce_scatter", ("pred[16]",), 16, False),
+    ]
+    assert found.in_loops["reduce_scatter"] == 0
+    assert "bf16[8, 4], f32[4]" in found._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (
+            lambda: testing.expect_communication(Text(""), all_reduces=1),
+            "'all_reduces' is no kind of collective; there are all_reduce, all_gather, "
+            "reduce_scatter, all_to_all, collective_permute, ragged_all_to_all, "
+            "collective_broadcast. Did you mean 'all_reduce'?",
+        ),
+        (
+            lambda: testing.expect_communication(Text(""), all_reduce=-1),
+            "all_reduce is a count, 0 or more, and got -1.",
+        ),
+        (
+            lambda: testing.expect_communication(Text(""), 1, 2),
+            "a Text program is made for its arguments already; leave out the 2 that were "
+            "given.",
+        ),
+        (
+            lambda: testing.expect_communication("step", all_reduce=1),
+            "expect_communication takes a step with its arguments, or what lowering or "
+            "compiling it returned, and got 'step' of type str.",
+        ),
+    ],
+)
+def test_wrong_expectations_are_refused(call, expected):
+    assert message(call) == expected
