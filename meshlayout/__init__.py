@@ -44,6 +44,7 @@ from meshlayout.layout_map import (
     Resolved as Resolved,
     Rule as Rule,
     constrain as constrain,
+    zero_rule as zero_rule,
 )
 from meshlayout.mesh import (
     Mesh as Mesh,
@@ -69,5 +70,10 @@ from meshlayout.step import (
     make_predict_step as make_predict_step,
     make_train_step as make_train_step,
     scan_epoch as scan_epoch,
+)
+from meshlayout.trainer import (
+    History as History,
+    Trainer as Trainer,
+    callbacks as callbacks,
 )
 from meshlayout.visualize import visualize as visualize

@@ -19,3 +19,4 @@ from meshlayout.layout_map.resolution import (
     Resolved as Resolved,
 )
 from meshlayout.layout_map.rules import Rule as Rule
+from meshlayout.layout_map.zero import zero_rule as zero_rule

@@ -425,11 +425,8 @@ def _like(tree: Any, layouts: Any) -> Any:
 
 
 def _scalar(value: Any) -> str:
-    return (
-        str(int(value))
-        if isinstance(value, jax.Array) and not isinstance(value, Tracer)
-        else "?"
-    )
+    is_known = isinstance(value, jax.Array) and not isinstance(value, Tracer)
+    return str(int(value)) if is_known and not value.is_deleted() else "?"
 
 
 def _array_text(value: Any) -> str:

@@ -24,7 +24,7 @@ from meshlayout.step.measuring import (
 )
 from meshlayout.step.model_call import Casting, ModelCall, bound_model, quiet_sowing
 from meshlayout.step.objective import parts_of, penalties_of
-from meshlayout.step.places import Place, place_of
+from meshlayout.step.places import place_of
 from meshlayout.step.weights import num_examples
 
 
@@ -104,7 +104,7 @@ class EvalStep:
         self._loss, self._metrics = loss, metrics
         self._layouts = layouts
         self._on_recompile: OnRecompile = on_recompile
-        self._programs: dict[Place, tuple[CompiledStep, Metrics]] = {}
+        self._programs: dict[Any, tuple[CompiledStep, Metrics]] = {}
         self.__name__ = "eval_step"
 
     def __call__(
@@ -141,7 +141,8 @@ class EvalStep:
     def _program(self, state: TrainState, batch: Any) -> tuple[CompiledStep, Metrics]:
         check_state(self.__name__, state)
         place = place_of(state, batch)
-        if place not in self._programs:
+        key = (place, state.program)
+        if key not in self._programs:
             names: list[str] = []
 
             def trace(state: TrainState, batch: Any) -> None:
@@ -163,8 +164,8 @@ class EvalStep:
                 eval_step, layouts=self._layouts, on_recompile=self._on_recompile
             )
             empty = place.put(empty_metrics(names, self._metrics))
-            self._programs[place] = compiled, empty
-        return self._programs[place]
+            self._programs[key] = compiled, empty
+        return self._programs[key]
 
     def _measured(
         self, state: TrainState, batch: Any, users: Metrics

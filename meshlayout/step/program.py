@@ -32,6 +32,21 @@ class Plan:
     learning_rate: optax.Schedule | None
     steps_per_call: int | Literal["auto"]
 
+    @property
+    def needs_rows(self) -> bool:
+        """Whether the program depends on how the batch is sharded."""
+        return self.is_cut or self.zero
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether gradients are summed by replica before they are reduced."""
+        return self.accumulate > 1 or self.reduce_dtype is not None
+
+    @property
+    def reduce_dtype(self) -> Any:
+        """The dtype in which replicas' gradients are added; None for any."""
+        return self.loss.call.policies.default.reduce
+
 
 class Program:
     """The function that is compiled for one place.
@@ -58,7 +73,7 @@ class Program:
         jax.eval_shape(trace, state, batch)
         return empty_metrics(self._names, self._plan.metrics)
 
-    def run(
+    def train_step(
         self, state: TrainState, batch: Any, metrics: Metrics
     ) -> tuple[TrainState, Metrics]:
         """Runs one step."""
@@ -70,35 +85,37 @@ class Program:
         }
         return new, self._place.everywhere(Metrics({n: found[n] for n in metrics}))
 
-    def run_many(
+    def train_steps(
         self, state: TrainState, batches: Stacked, metrics: Metrics
     ) -> tuple[TrainState, Metrics]:
         """Runs one step after the other in a loop on the device."""
 
         def body(carry: tuple[TrainState, Metrics], batch: Any) -> tuple[Any, None]:
-            state, metrics = self.run(carry[0], batch, carry[1])
+            state, metrics = self.train_step(carry[0], batch, carry[1])
             return (like(carry[0], state), metrics), None
 
         return jax.lax.scan(body, (state, metrics), batches.batches)[0]
 
-    def run_epoch(
+    def train_epoch(
         self, batch_at: Callable[..., Any], order_of: Callable[..., Any], size: int
     ) -> Callable[..., tuple[TrainState, Metrics]]:
         """Returns a function that runs one step after the other over a dataset."""
 
-        def epoch(
+        def train_epoch(
             state: TrainState, data: Any, shuffle: Any, metrics: Metrics
         ) -> tuple[TrainState, Metrics]:
             order = order_of(shuffle)
 
             def body(carry: tuple[TrainState, Metrics], at: Any) -> tuple[Any, None]:
-                state, metrics = self.run(carry[0], batch_at(data, order, at), carry[1])
+                state, metrics = self.train_step(
+                    carry[0], batch_at(data, order, at), carry[1]
+                )
                 return (like(carry[0], state), metrics), None
 
             starts = jnp.arange(0, order.size, size)
             return jax.lax.scan(body, (state, metrics), starts)[0]
 
-        return epoch
+        return train_epoch
 
     def _measured(
         self, state: TrainState, batch: Any, users: Metrics
@@ -125,15 +142,14 @@ class Program:
         plan = self._plan
         key = jax.random.fold_in(state.rng, state.step)
         scale = plan.update.scale(state)
-        reduce_dtype = plan.loss.call.policies.default.reduce
         given = (plan.loss, state, trainable, batch, key, users, scale)
-        if plan.accumulate == 1 and reduce_dtype is None:
+        if not plan.is_cut:
             return whole_batch(*given)
         return accumulated(
             *given,
             num_parts=plan.accumulate,
             replicas=self._place.replicas,
-            reduce_dtype=reduce_dtype,
+            reduce_dtype=plan.reduce_dtype,
         )
 
     def _place_update(self, tree: Any) -> Any:

@@ -186,6 +186,7 @@ class TrainStep:
         self._layouts = layouts
         self._on_recompile: OnRecompile = on_recompile
         self._programs: dict[Any, tuple[CompiledStep, Metrics]] = {}
+        self._last: tuple[Any, Place, bool, tuple[CompiledStep, Metrics]] | None = None
         self._flags: deque[Any] = deque()
         self._calls = calls_for(plan.steps_per_call)
         self._wants_extra = frozenset(plan.update.names())
@@ -249,14 +250,11 @@ class TrainStep:
             raise StepError(msg)
         if self._wants_extra <= state.extra.keys() and not self._plan.zero:
             return state
-        is_many = isinstance(batch, Stacked)
-        place = place_of(state, batch.batches if is_many else batch, int(is_many))
-        return self._prepared(state, place)
+        return self._prepared(state, self._place(state, batch))
 
     def _prepared(self, state: TrainState, place: Place) -> TrainState:
         missing = self._wants_extra - state.extra.keys()
         if missing:
-            check_params(state.params, self._plan.loss.call.policies)
             made = self._plan.update.extra(state)
             extra = {name: place.put(made[name]) for name in sorted(missing)}
             state = state.replace(extra={**state.extra, **extra})
@@ -323,22 +321,41 @@ class TrainStep:
     def _program(self, state: TrainState, batch: Any) -> tuple[CompiledStep, Metrics]:
         """Returns the program for the place of these arguments, and empty metrics."""
         is_many = isinstance(batch, Stacked)
-        place = place_of(state, batch.batches if is_many else batch, int(is_many))
-        if (place, is_many) not in self._programs:
+        place = self._place(state, batch)
+        last = self._last
+        if (
+            last is not None
+            and last[0] is state.program
+            and last[1:3] == (place, is_many)
+        ):
+            return last[3]
+        key = (place, state.program, is_many)
+        if key not in self._programs:
+            check_params(state.params, self._plan.loss.call.policies)
             step = Program(self._plan, place, self._update_layouts(state, place))
             one = batch.abstract_first() if is_many else batch
             empty = place.put(step.empty_metrics(state, one))
             compiled = compile_step(
-                step.run_many if is_many else step.run,
+                step.train_steps if is_many else step.train_step,
                 layouts=self._layouts,
                 on_recompile=self._on_recompile,
             )
-            self._programs[place, is_many] = compiled, empty
-        return self._programs[place, is_many]
+            self._programs[key] = compiled, empty
+        # Comparing two states' programs leaf by leaf takes time: remember the last.
+        self._last = (state.program, place, is_many, self._programs[key])
+        return self._programs[key]
+
+    def _place(self, state: TrainState, batch: Any) -> Place:
+        """Returns what a program depends on: rows matter to some plans only."""
+        if not self._plan.needs_rows:
+            return place_of(state, (), 0)
+        if isinstance(batch, Stacked):
+            return place_of(state, batch.batches, 1)
+        return place_of(state, batch, 0)
 
     def run_epoch(
         self,
-        key: tuple[Any, ...],
+        sizes: tuple[Any, ...],
         place: Place,
         given: tuple[TrainState, Any, Any, Metrics | None],
         batch_at: Callable[..., Any],
@@ -347,7 +364,7 @@ class TrainStep:
         """Runs a whole epoch; called by `scan_epoch`.
 
         Args:
-            key: What the program depends on, besides the place.
+            sizes: What the program depends on: first of all the global batch size.
             place: Where the batches of the epoch lie.
             given: State, dataset, key for the order, and metrics.
             batch_at: Picks a batch from the dataset, given an order and a first row.
@@ -356,15 +373,16 @@ class TrainStep:
         state, data, shuffle, metrics = given
         first = jax.eval_shape(lambda data: batch_at(data, order_of(shuffle), 0), data)
         state = self._prepared(state, place)
-        if (place, key) not in self._programs:
+        key = (place, state.program, *sizes)
+        if key not in self._programs:
             step = Program(self._plan, place, self._update_layouts(state, place))
-            run = step.run_epoch(batch_at, order_of, key[0])
+            run = step.train_epoch(batch_at, order_of, sizes[0])
             compiled = compile_step(
                 run, layouts=self._layouts, on_recompile=self._on_recompile
             )
             empty = place.put(step.empty_metrics(state, first))
-            self._programs[place, key] = compiled, empty
-        compiled, empty = self._programs[place, key]
+            self._programs[key] = compiled, empty
+        compiled, empty = self._programs[key]
         given_metrics = empty if metrics is None else metrics
         state, found = compiled(state, data, shuffle, given_metrics)
         self._keep_flag(found)
@@ -389,7 +407,7 @@ class TrainStep:
         leaves, treedef = jax.tree.flatten(state.opt_state)
         if [leaf.sharding for leaf in leaves] == self._zero_shardings:
             return state
-        found = zero_layouts(state.opt_state, place.replicas)
+        found = zero_layouts({"opt_state": state.opt_state}, place.replicas)
         if not found:
             return state
         self.zero_exceptions = tuple(

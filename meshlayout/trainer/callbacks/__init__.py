@@ -1,0 +1,15 @@
+"""What a trainer can do beside training; and the base of a user's own."""
+
+from meshlayout.trainer.callbacks.callback import Callback as Callback
+from meshlayout.trainer.callbacks.checkpoint import Checkpoint as Checkpoint
+from meshlayout.trainer.callbacks.loggers import (
+    CSVLogger as CSVLogger,
+    JSONLLogger as JSONLLogger,
+    TensorBoard as TensorBoard,
+)
+from meshlayout.trainer.callbacks.profiler import ProfilerTrace as ProfilerTrace
+from meshlayout.trainer.callbacks.progress import Progress as Progress
+from meshlayout.trainer.callbacks.stopping import (
+    EarlyStopping as EarlyStopping,
+    StopOnNaN as StopOnNaN,
+)

@@ -1,0 +1,81 @@
+"""Metrics that are read when the device has got there, so that nobody waits."""
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshlayout.metrics import Metrics, Throughput
+from meshlayout.trainer.position import Position
+
+
+class Late:
+    """A queue of metrics, each read once its values are there.
+
+    The values are computed from this process's copy, so that processes may look at
+    different times. `Throughput` reads the clock, and waits: it is left out.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Position, dict[str, Any]]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, position: Position, metrics: Metrics) -> None:
+        """Puts metrics in the queue.
+
+        Args:
+            position: Where they were measured.
+            metrics: The metrics, on the device.
+        """
+        mine = {
+            name: jax.tree.map(_local, metrics.metric(name))
+            for name in metrics
+            if not isinstance(metrics.metric(name), Throughput)
+        }
+        self._waiting.append((position, Metrics(mine).compute()))
+
+    def ready(self) -> Iterator[tuple[Position, dict[str, float]]]:
+        """Gives what is there by now, oldest first: the values that are one number."""
+        while self._waiting and all(
+            getattr(leaf, "is_ready", _is_there)()
+            for leaf in jax.tree.leaves(self._waiting[0][1])
+        ):
+            yield self._first()
+
+    def drain(self) -> Iterator[tuple[Position, dict[str, float]]]:
+        """Gives all the rest, and waits for it."""
+        while self._waiting:
+            yield self._first()
+
+    def clear(self) -> None:
+        """Forgets what is in the queue."""
+        self._waiting.clear()
+
+    def _first(self) -> tuple[Position, dict[str, float]]:
+        position, values = self._waiting.popleft()
+        return position, numbers(values)
+
+
+def _is_there() -> bool:
+    """Says of what is no JAX array that it is there."""
+    return True
+
+
+def numbers(values: Any) -> dict[str, float]:
+    """Returns the values that are one number each.
+
+    Args:
+        values: Values by name: numbers and arrays.
+    """
+    return {name: float(value) for name, value in values.items() if not np.ndim(value)}
+
+
+def _local(leaf: Any) -> Any:
+    """Returns this process's copy of what is the same everywhere."""
+    if isinstance(leaf, jax.Array) and leaf.is_fully_replicated:
+        return leaf.addressable_data(0)
+    return leaf

@@ -1,0 +1,90 @@
+"""`History`: what the epochs of a trainer measured."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from meshlayout import _render
+from meshlayout.errors import did_you_mean
+
+
+class History(Mapping[str, list[Any]]):
+    """What was measured in each epoch: a mapping from names to one value per epoch.
+
+    Values are floats, or NumPy arrays of metrics that have dims. An epoch in which a
+    name was not measured has NaN there.
+
+    Attributes:
+        epochs: The numbers of the finished epochs, from 1.
+        stopped: Why the last `fit` ended before its epochs; empty if it did not.
+
+    Example:
+        >>> history = History()
+        >>> history.add(1, {"loss": 0.5, "val_loss": 0.75})
+        >>> history.add(2, {"loss": 0.25, "val_loss": 0.5})
+        >>> history["val_loss"]
+        [0.75, 0.5]
+        >>> history
+        epoch  loss  val_loss
+        ─────  ────  ────────
+            1   0.5      0.75
+            2  0.25       0.5
+    """
+
+    def __init__(self) -> None:
+        self.epochs: list[int] = []
+        self.stopped = ""
+        self._values: dict[str, list[Any]] = {}
+
+    def add(self, epoch: int, logs: Mapping[str, Any]) -> None:
+        """Adds an epoch.
+
+        Args:
+            epoch: Its number.
+            logs: What was measured, by name.
+        """
+        for name in logs:
+            self._values.setdefault(name, [math.nan] * len(self.epochs))
+        self.epochs.append(epoch)
+        for name, values in self._values.items():
+            values.append(logs.get(name, math.nan))
+
+    def to_dict(self) -> dict[str, list[Any]]:
+        """Returns the values by name, one per epoch, as lists of their own."""
+        return {name: list(values) for name, values in self._values.items()}
+
+    def __getitem__(self, name: str) -> list[Any]:
+        if name not in self._values:
+            near = did_you_mean(name, self._values)
+            known = ", ".join(map(repr, self._values)) or "nothing yet"
+            msg = f"{name!r} was not measured; there is {known}.{near}"
+            raise KeyError(msg)
+        return list(self._values[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        if not self.epochs:
+            return "History(no epochs)"
+        return _render.text_table(*self._table(), notes=self._notes())
+
+    def _repr_html_(self) -> str:
+        return _render.html_table(*self._table(), notes=self._notes())
+
+    def _table(self) -> tuple[list[str], list[list[str]], str]:
+        columns = [list(map(_text, values)) for values in self._values.values()]
+        rows = [list(row) for row in zip(map(str, self.epochs), *columns, strict=True)]
+        return ["epoch", *self._values], rows, "r" * (1 + len(columns))
+
+    def _notes(self) -> list[str]:
+        return [f"stopped: {self.stopped}"] if self.stopped else []
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return _render.array_text(value.dtype, value.shape)

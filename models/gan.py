@@ -1,0 +1,162 @@
+"""A generative adversarial network for 28x28 images, and its trainer.
+
+Two models and two optimisers: the generator makes images of noise, and the
+discriminator tells them from real ones (Goodfellow et al., "Generative Adversarial
+Nets", 2014, with the non-saturating loss). Both are updated in one compiled step; the
+rest of training is the library's.
+
+Both models are written for one device. How their parameters lie on a mesh is said in
+the layout maps at the foot of this file, whose rules fit both.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+import meshlayout as ml
+
+
+LATENT_FEATURES = 64
+
+
+class Generator(nnx.Module):
+    """Noise to images: a hidden layer with ReLU, and pixels from -1 to 1."""
+
+    def __init__(self, hidden_features: int = 256, *, rngs: nnx.Rngs) -> None:
+        self.hidden = nnx.Linear(LATENT_FEATURES, hidden_features, rngs=rngs)
+        self.output = nnx.Linear(hidden_features, 28 * 28, rngs=rngs)
+
+    def __call__(self, noise: jax.Array) -> jax.Array:
+        """Returns images of shape (batch, 28, 28, 1) of noise (batch, latent)."""
+        x = nnx.relu(self.hidden(noise))
+        return jnp.tanh(self.output(x)).reshape(-1, 28, 28, 1)
+
+
+class Discriminator(nnx.Module):
+    """Images to one logit each: positive for real ones."""
+
+    def __init__(self, hidden_features: int = 256, *, rngs: nnx.Rngs) -> None:
+        self.hidden = nnx.Linear(28 * 28, hidden_features, rngs=rngs)
+        self.output = nnx.Linear(hidden_features, 1, rngs=rngs)
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        """Returns logits of shape (batch,)."""
+        x = images.reshape(images.shape[0], -1)
+        return self.output(nnx.leaky_relu(self.hidden(x), 0.2))[:, 0]
+
+
+def create_state(
+    layouts: ml.LayoutMap,
+    learning_rate: float = 2e-4,
+    *,
+    hidden_features: int = 256,
+    seed: int = 0,
+) -> dict[str, ml.TrainState]:
+    """Returns the states of both models, each with its own Adam.
+
+    Args:
+        layouts: Where the parameters go.
+        learning_rate: Of both optimisers.
+        hidden_features: Of both models.
+        seed: Seeds the parameters and the noise.
+    """
+
+    def state(model: Any, key: int) -> ml.TrainState:
+        return ml.TrainState.create(
+            lambda: model(hidden_features, rngs=nnx.Rngs(key)),
+            optax.adam(learning_rate, b1=0.5),
+            layouts,
+            rng=key,
+        )
+
+    models = {"generator": Generator, "discriminator": Discriminator}
+    return {
+        name: state(model, seed + at) for at, (name, model) in enumerate(models.items())
+    }
+
+
+def gan_step(
+    state: dict[str, ml.TrainState],
+    batch: dict[str, jax.Array],
+    metrics: ml.metrics.Metrics,
+) -> tuple[dict[str, ml.TrainState], ml.metrics.Metrics]:
+    """Updates both models against each other's old parameters.
+
+    Args:
+        state: The states of both models.
+        batch: Images from -1 to 1, (batch, 28, 28, 1), and their weights.
+        metrics: The means of both losses so far.
+    """
+    images, weights = batch["image"], batch["weight"]
+    generator, discriminator = state["generator"], state["discriminator"]
+    key = jax.random.fold_in(generator.rng, generator.step)
+    noise = jax.random.normal(key, (images.shape[0], LATENT_FEATURES))
+
+    def mean(each: jax.Array) -> tuple[jax.Array, jax.Array]:
+        total = ml.losses.weighted_sum(each, weights)
+        return total / ml.losses.denominator_of("real", weights, len(each)), each
+
+    def generator_loss(params: Any) -> tuple[jax.Array, jax.Array]:
+        fakes = generator.replace(params=params).model(noise)
+        return mean(-jax.nn.log_sigmoid(discriminator.model(fakes)))
+
+    def discriminator_loss(params: Any) -> tuple[jax.Array, jax.Array]:
+        model = discriminator.replace(params=params).model
+        fakes = generator.model(noise)
+        real, fake = (
+            jax.nn.log_sigmoid(model(images)),
+            jax.nn.log_sigmoid(-model(fakes)),
+        )
+        return mean(-real - fake)
+
+    new, found = {}, {}
+    for name, loss in (
+        ("generator", generator_loss),
+        ("discriminator", discriminator_loss),
+    ):
+        grads, each = jax.grad(loss, has_aux=True)(state[name].params)
+        new[name] = state[name].apply_gradients(grads)
+        found[name] = metrics.metric(name).update(each, weights)
+    return new, ml.metrics.Metrics(found)
+
+
+class GANTrainer(ml.Trainer):
+    """Trains both models: a step of its own, and the library's loop.
+
+    Args:
+        state: What `create_state` returns.
+        mesh: The mesh that it lies on.
+    """
+
+    def __init__(self, state: dict[str, ml.TrainState], mesh: ml.Mesh) -> None:
+        super().__init__(state)
+        self._step = ml.compile_step(gan_step)
+        empty = ml.metrics.Metrics({name: ml.metrics.Mean() for name in state})
+        self._empty = ml.relayout(empty, mesh.layout())
+
+    def train_step(self, state: Any, batch: Any, metrics: Any) -> Any:
+        """Runs one step of both models."""
+        return self._step(state, batch, self._empty if metrics is None else metrics)
+
+
+# Every device holds all parameters; only the batch is sharded.
+DATA_PARALLEL = {}
+
+# The hidden features are sharded over `model`: the first matrix by columns, the second
+# by rows.
+MODEL_PARALLEL = {
+    r"hidden/kernel": (None, "model"),
+    r"hidden/bias": ("model",),
+    r"output/kernel": ("model", None),
+}
+
+# The parameters are sharded over the axis that also shards the batch; the output bias
+# stays whole.
+FSDP = {
+    r"hidden/kernel": (None, "batch"),
+    r"hidden/bias": ("batch",),
+    r"output/kernel": ("batch", None),
+}

@@ -1,0 +1,511 @@
+"""Callbacks show, log, save and stop, and cost the loop no waiting."""
+
+import csv
+import importlib
+import io
+import json
+import math
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from rich.console import Console
+
+import meshlayout as ml
+
+
+FEATURES = 4
+
+
+@pytest.fixture
+def state():
+    mesh = ml.create_mesh({"batch": 4}, devices=jax.devices()[:4])
+    return create_state(mesh, lambda: nnx.Linear(FEATURES, 1, rngs=nnx.Rngs(0)))
+
+
+def create_state(mesh, build):
+    optimizer = optax.inject_hyperparams(optax.sgd)(0.05)
+    return ml.TrainState.create(build, optimizer, ml.LayoutMap(mesh, {}))
+
+
+def loss_fn(model, batch):
+    return jnp.square(model(batch["x"])[:, 0] - batch["y"])
+
+
+def batches(count=3):
+    x = np.random.default_rng(0).normal(size=(8 * count, FEATURES)).astype("float32")
+    y = x @ np.arange(FEATURES).astype("float32")
+    return [{"x": x[at : at + 8], "y": y[at : at + 8]} for at in range(0, len(x), 8)]
+
+
+def fit(trainer, *callbacks, epochs=1, data=None, **options):
+    data = batches() if data is None else data
+    options = {"progress": False, **options}
+    return trainer.fit(data, epochs, callbacks=callbacks, **options)
+
+
+class Scripted(ml.Trainer):
+    """Measures what it is told to, epoch by epoch; its parameter counts the epochs."""
+
+    def __init__(self, *values, name="loss"):
+        super().__init__({"w": jnp.zeros(2)}, pad=False)
+        self.values, self.name = values, name
+        self._step = ml.compile_step(lambda state, batch: ({"w": state["w"] + 1}, None))
+
+    def train_step(self, state, batch, metrics):
+        state, _ = self._step(state, batch["x"])
+        value = jnp.float32(self.values[(self.position.epoch - 1) % len(self.values)])
+        return state, ml.metrics.Metrics({self.name: ml.metrics.Last().update(value)})
+
+    def run(self, *callbacks, **options):
+        data = [{"x": np.ones(1, np.float32)}]
+        return fit(self, *callbacks, epochs=len(self.values), data=data, **options)
+
+
+def message_of(function):
+    with pytest.raises(ml.MeshLayoutError) as caught:
+        function()
+    return str(caught.value)
+
+
+# A user's own.
+
+
+def test_a_callback_is_called_at_every_moment_in_order(state):
+    calls = []
+
+    class Own(ml.callbacks.Callback):
+        def on_fit_start(self, trainer):
+            calls.append("fit start")
+
+        def on_epoch_start(self, trainer, epoch):
+            calls.append(f"epoch {epoch}")
+
+        def on_step_end(self, trainer, step, metrics):
+            assert isinstance(metrics["loss"], jax.Array)
+            calls.append(f"step {step}")
+
+        def on_validation_start(self, trainer):
+            calls.append("validation")
+
+        def on_epoch_end(self, trainer, epoch, logs):
+            assert all(isinstance(value, float) for value in logs.values())
+            calls.append(sorted(logs))
+
+        def on_fit_end(self, trainer):
+            calls.append("fit end")
+
+        def close(self):
+            calls.append("close")
+
+    trainer = ml.Trainer(state, loss_fn)
+    fit(trainer, Own(), epochs=2, data=batches(1), validation_data=batches(1))
+    logs = ["learning_rate", "loss", "val_loss"]
+    assert calls == [
+        "fit start",
+        *("epoch 1", "step 1", "validation", logs),
+        *("epoch 2", "step 2", "validation", logs),
+        "fit end",
+        "close",
+    ]
+
+
+# Progress.
+
+
+def lines_of(state, **options):
+    out = io.StringIO()
+    trainer = ml.Trainer(state, loss_fn)
+    progress = ml.callbacks.Progress(Console(file=out, width=40, **options))
+    fit(trainer, progress, epochs=3, validation_data=batches(1))
+    return out.getvalue()
+
+
+def test_a_log_has_one_plain_line_per_epoch(state):
+    lines = lines_of(state, force_terminal=False).splitlines()
+    assert len(lines) == 3
+    for number, line in enumerate(lines, start=1):
+        assert line.startswith(f"epoch {number}/3  loss ")
+        assert "  learning_rate 0.05  val_loss " in line
+        assert "examples/s" in line
+        assert "\x1b" not in line
+    assert lines[0].endswith(" left)")
+    assert lines[2].endswith("examples/s)")
+
+
+def test_progress_is_shown_unless_it_is_switched_off(state, capsys):
+    trainer = ml.Trainer(state, loss_fn)
+    fit(trainer, progress=True)
+    assert capsys.readouterr().out.startswith("epoch 1/1  loss ")
+    fit(trainer, progress=False)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_terminal_has_a_bar_and_the_lines(state):
+    text = lines_of(state, force_terminal=True, color_system=None)
+    assert "step 0" in text
+    for number in (1, 2, 3):
+        assert f"epoch {number}/3  loss " in text
+    assert text.endswith("\x1b[2K")  # the bar is taken away
+
+
+def test_a_notebook_has_one_display_that_is_updated(state, monkeypatch):
+    shown = []
+
+    class Handle:
+        def update(self, html):
+            shown.append(html)
+
+    display = types.ModuleType("IPython.display")
+    display.HTML = str
+    display.display = lambda html, display_id: Handle()
+    ipython = types.ModuleType("IPython")
+    ipython.get_ipython = lambda: types.SimpleNamespace(kernel=object())
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    fit(ml.Trainer(state, loss_fn), epochs=2, progress=True)
+    assert "<progress" in shown[0]
+    assert "epoch 1/2  loss " in shown[-1]
+    assert "epoch 2/2  loss " in shown[-1]
+    assert "<progress" not in shown[-1]
+
+
+def test_a_stopped_training_says_why(capsys):
+    trainer = Scripted(1.0, math.nan, 1.0)
+    history = trainer.run(ml.callbacks.StopOnNaN(), progress=True)
+    assert capsys.readouterr().out.splitlines()[-1] == "stopped: loss is nan at step 2"
+    assert repr(history).splitlines()[-1] == "stopped: loss is nan at step 2"
+
+
+@pytest.mark.parametrize("kind", ["progress", "csv", "jsonl", "profile"])
+def test_only_process_zero_talks(kind, state, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    path = tmp_path / "log"
+    callback = {
+        "progress": ml.callbacks.Progress,
+        "csv": lambda: ml.callbacks.CSVLogger(path),
+        "jsonl": lambda: ml.callbacks.JSONLLogger(path, every=1),
+        "profile": lambda: ml.callbacks.ProfilerTrace(path, start_step=1),
+    }[kind]()
+    fit(ml.Trainer(state, loss_fn), callback)
+    assert capsys.readouterr().out == ""
+    assert not path.exists()
+
+
+# Stopping.
+
+
+def test_early_stopping_waits_for_its_patience():
+    trainer = Scripted(3.0, 2.0, 2.5, 1.95, 2.1, 0.0)
+    stopping = ml.callbacks.EarlyStopping("loss", patience=2, min_delta=0.1)
+    history = trainer.run(stopping)
+    assert history["loss"] == pytest.approx([3.0, 2.0, 2.5, 1.95])
+    assert history.stopped == "loss has not become better since epoch 2"
+
+
+def test_early_stopping_knows_that_more_may_be_better():
+    trainer = Scripted(0.5, 0.6, 0.55, 0.7, name="accuracy")
+    history = trainer.run(ml.callbacks.EarlyStopping("accuracy", mode="max"))
+    assert history.epochs == [1, 2, 3]
+
+
+def test_nan_is_never_better():
+    trainer = Scripted(math.nan, math.nan, 1.0)
+    history = trainer.run(ml.callbacks.EarlyStopping("loss", patience=2))
+    assert history.epochs == [1, 2]
+
+
+@pytest.mark.parametrize("last", [(9.0,), (9.0, 9.0)])
+def test_the_best_parameters_come_back_stopped_or_not(last):
+    trainer = Scripted(3.0, 1.0, *last)
+    stopping = ml.callbacks.EarlyStopping("loss", patience=2, restore_best=True)
+    trainer.run(stopping)
+    assert trainer.state["w"].tolist() == [2.0, 2.0]
+    trainer.run()
+    assert trainer.state["w"].tolist() == [2.0 + len(trainer.values)] * 2
+
+
+def test_the_best_parameters_keep_layout_step_and_random_streams():
+    class Noisy(nnx.Module):
+        def __init__(self, rngs):
+            self.dense = nnx.Linear(FEATURES, 1, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x):
+            return self.dense(self.dropout(x))
+
+    mesh = ml.create_mesh({"batch": 4}, devices=jax.devices()[:4])
+    layouts = ml.LayoutMap(mesh, {"kernel": ("batch", None)})
+    trainer = ml.Trainer(
+        ml.TrainState.create(lambda: Noisy(nnx.Rngs(0)), optax.sgd(0.1), layouts),
+        loss_fn,
+        ema=0.9,
+    )
+    kept = []
+
+    class Keep(ml.callbacks.Callback):
+        def on_epoch_end(self, trainer, epoch, logs):
+            state = trainer.state
+            kept.append(jax.tree.map(np.array, (state.params, state.extra["ema"])))
+
+    # Epochs are better only if the loss falls by more than it can.
+    stopping = ml.callbacks.EarlyStopping(
+        "loss", patience=9, min_delta=1e6, restore_best=True
+    )
+    fit(trainer, Keep(), stopping, epochs=3)
+    state = trainer.state
+    jax.tree.map(
+        np.testing.assert_array_equal, (state.params, state.extra["ema"]), kept[0]
+    )
+    assert ml.fetch_layout(state.params["dense"]["kernel"]) == mesh.layout(
+        "batch", None
+    )
+    assert int(state.step) == 9
+    fit(trainer)
+
+
+def test_an_interrupt_leaves_the_last_state_not_the_best():
+    class Bang(ml.callbacks.Callback):
+        def on_epoch_end(self, trainer, epoch, logs):
+            if epoch == 3:
+                raise KeyboardInterrupt
+
+    trainer = Scripted(1.0, 2.0, 3.0)
+    stopping = ml.callbacks.EarlyStopping("loss", patience=9, restore_best=True)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run(stopping, Bang())
+    assert trainer.state["w"].tolist() == [3.0, 3.0]
+
+
+def test_nan_stops_training_within_the_epoch(state):
+    data = [batches(1)[0] for _ in range(200)]
+    data[2] = {**data[2], "y": np.full(8, np.nan, np.float32)}
+    history = fit(
+        ml.Trainer(state, loss_fn), ml.callbacks.StopOnNaN(), epochs=5, data=data
+    )
+    assert history.epochs == [1]
+    assert history.stopped == "loss is nan at step 3"
+
+
+def test_early_stopping_refuses_what_is_wrong():
+    stopping = ml.callbacks.EarlyStopping
+    assert message_of(lambda: stopping(mode="least")) == (
+        "EarlyStopping: mode='least' is not 'min' or 'max'."
+    )
+    assert message_of(lambda: stopping(patience=0)) == (
+        "EarlyStopping: patience=0 is no whole number from 1 on."
+    )
+    assert message_of(lambda: stopping(min_delta=-1)) == (
+        "EarlyStopping: min_delta=-1 is below 0."
+    )
+    assert message_of(
+        lambda: Scripted(1.0, name="val_loss").run(stopping("val_los"))
+    ) == (
+        "EarlyStopping: there is no 'val_los' among 'val_loss'. Did you mean 'val_loss'?"
+    )
+    assert message_of(lambda: ml.callbacks.StopOnNaN(every=0)) == (
+        "StopOnNaN: every=0 is no whole number of steps from 1 on."
+    )
+
+
+# Logs.
+
+
+def test_a_csv_file_has_a_line_per_epoch_of_every_fit(state, tmp_path):
+    path = tmp_path / "runs" / "log.csv"
+    path.parent.mkdir()
+    path.write_text("old\n")
+    trainer, logger = ml.Trainer(state, loss_fn), ml.callbacks.CSVLogger(path)
+    fit(trainer, logger, epochs=2)
+    history = fit(trainer, logger)
+    rows = list(csv.DictReader(path.read_text().splitlines()))
+    assert [*rows[0]] == ["epoch", "step", *history]
+    assert [int(row["epoch"]) for row in rows] == [1, 2, 3]
+    assert [int(row["step"]) for row in rows] == [3, 6, 9]
+    assert [float(row["loss"]) for row in rows] == history["loss"]
+    assert {float(row["learning_rate"]) for row in rows} == {float(np.float32(0.05))}
+    fit(trainer, ml.callbacks.CSVLogger(path, append=True))
+    assert len(path.read_text().splitlines()) == 5
+
+
+def test_a_csv_file_refuses_other_columns(tmp_path):
+    path = tmp_path / "log.csv"
+    Scripted(1.0).run(ml.callbacks.CSVLogger(path))
+    other = ml.callbacks.CSVLogger(path, append=True)
+    assert message_of(lambda: Scripted(1.0, name="error").run(other)) == (
+        f"CSVLogger: 'error' is no column of {str(path)!r}, which has 'epoch', 'step', "
+        "'loss'. Write to another file, or use JSONLLogger, whose lines may differ."
+    )
+
+
+def test_json_lines_have_steps_and_epochs_in_order(state, tmp_path):
+    path = tmp_path / "log.jsonl"
+    trainer = Scripted(1.0, math.nan, 0.5)
+    trainer.run(ml.callbacks.JSONLLogger(path, every=2))
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert rows == [
+        {"epoch": 1, "step": 1, "loss": 1.0},
+        {"epoch": 2, "step": 2, "loss": None},
+        {"epoch": 2, "step": 2, "loss": None},
+        {"epoch": 3, "step": 3, "loss": 0.5},
+    ]
+
+
+def test_metrics_with_dims_are_arrays_lists_or_left_out(tmp_path):
+    class Counting(ml.Trainer):
+        def train_step(self, state, batch, metrics):
+            counted = ml.metrics.ConfusionMatrix(2).update(
+                jnp.eye(2), jnp.array([0, 0])
+            )
+            return state, ml.metrics.Metrics({"counts": counted})
+
+    loggers = [
+        ml.callbacks.CSVLogger(tmp_path / "log.csv"),
+        ml.callbacks.JSONLLogger(tmp_path / "log.jsonl"),
+    ]
+    history = fit(Counting({"n": 0}), *loggers, data=[{"x": np.ones(2)}])
+    counts = history["counts"][0].tolist()
+    assert sum(map(sum, counts)) == 2
+    row = json.loads((tmp_path / "log.jsonl").read_text())
+    assert row == {"epoch": 1, "step": 1, "counts": counts}
+    assert (tmp_path / "log.csv").read_text().split() == ["epoch,step", "1,1"]
+    assert "f32[2, 2]" in repr(history)
+
+
+@pytest.mark.parametrize(("every", "steps"), [(2, [2, 4, 6]), (3, [4, 6])])
+def test_steps_of_many_at_once_are_due_when_they_pass(every, steps, state, tmp_path):
+    path = tmp_path / "log.jsonl"
+    trainer = ml.Trainer(state, loss_fn, steps_per_call=2)
+    fit(trainer, ml.callbacks.JSONLLogger(path, every=every), data=batches(6))
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [*steps, 6]
+
+
+class FakeWriter:
+    """What tensorboardX.SummaryWriter is told."""
+
+    def __init__(self, logdir):
+        self.logdir, self.scalars, self.is_closed = logdir, [], False
+        written.append(self)
+
+    def add_scalar(self, name, value, step):
+        self.scalars.append((name, value, step))
+
+    def flush(self):
+        pass
+
+    def close(self):
+        self.is_closed = True
+
+
+written: list[FakeWriter] = []
+
+
+def test_tensorboard_is_told_epochs_and_steps(monkeypatch, tmp_path):
+    package = types.ModuleType("tensorboardX")
+    package.SummaryWriter = FakeWriter
+    monkeypatch.setitem(sys.modules, "tensorboardX", package)
+    Scripted(1.0, 0.5).run(ml.callbacks.TensorBoard(tmp_path, every=2))
+    writer = written[-1]
+    assert writer.logdir == str(tmp_path)
+    assert writer.scalars == [
+        ("loss", 1.0, 1),
+        ("steps/loss", 0.5, 2),
+        ("loss", 0.5, 2),
+    ]
+    assert writer.is_closed
+
+
+def test_tensorboard_writes_event_files(tmp_path):
+    pytest.importorskip("tensorboardX")
+    Scripted(1.0).run(ml.callbacks.TensorBoard(tmp_path))
+    (path,) = tmp_path.glob("events.out.tfevents.*")
+    assert b"loss" in path.read_bytes()
+
+
+def test_tensorboard_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    importlib.invalidate_caches()
+    assert message_of(lambda: ml.callbacks.TensorBoard(tmp_path)) == (
+        "TensorBoard writes with tensorboardX, which is not installed: pip install "
+        "meshlayout[tensorboard]. CSVLogger and JSONLLogger need nothing else."
+    )
+
+
+# Saving and tracing.
+
+
+class Saver:
+    """Keeps copies of what it is told to save."""
+
+    def __init__(self):
+        self.saved = []
+
+    def save(self, step, state, *, metadata):
+        self.saved.append((step, int(state.step), metadata))
+
+
+def test_states_are_saved_every_epoch_with_what_was_measured(state):
+    saver = Saver()
+    history = fit(ml.Trainer(state, loss_fn), ml.callbacks.Checkpoint(saver), epochs=2)
+    assert [saved[:2] for saved in saver.saved] == [(3, 3), (6, 6)]
+    assert saver.saved[1][2] == {
+        "epoch": 2,
+        "logs": {name: history[name][1] for name in history},
+    }
+
+
+def test_states_are_saved_every_so_many_steps(state):
+    saver = Saver()
+    callback = ml.callbacks.Checkpoint(saver, every=2)
+    fit(ml.Trainer(state, loss_fn), callback, epochs=2)
+    assert saver.saved == [
+        (2, 2, {"epoch": 1}),
+        (4, 4, {"epoch": 2}),
+        (6, 6, {"epoch": 2}),
+    ]
+
+
+def test_a_checkpointer_has_to_save():
+    assert message_of(lambda: ml.callbacks.Checkpoint("runs")) == (
+        "Checkpoint takes an object with a save(step, state, metadata=), and got a str."
+    )
+    assert message_of(lambda: ml.callbacks.Checkpoint(Saver(), every="step")) == (
+        "Checkpoint: every='step' is no whole number of steps from 1 on."
+    )
+
+
+@pytest.mark.parametrize(
+    ("start", "count", "window"),
+    [(2, 1, (1, 2)), (1, 2, (0, 2)), (3, 9, (2, 3)), (9, 1, ())],
+)
+def test_the_traced_window_is_the_steps_asked_for(
+    start, count, window, state, tmp_path, monkeypatch
+):
+    trainer, seen = ml.Trainer(state, loss_fn), []
+
+    def note(*args):
+        seen.append(trainer.position.step_in_fit)
+
+    monkeypatch.setattr(jax.profiler, "start_trace", note)
+    monkeypatch.setattr(jax.profiler, "stop_trace", note)
+    trace = ml.callbacks.ProfilerTrace(tmp_path, start_step=start, num_steps=count)
+    fit(trainer, trace)
+    assert tuple(seen) == window
+
+
+def test_a_trace_is_written(tmp_path):
+    trace = ml.callbacks.ProfilerTrace(tmp_path, start_step=1, num_steps=1)
+    Scripted(1.0, 1.0).run(trace)
+    assert list(tmp_path.rglob("*.xplane.pb"))
+
+
+def test_a_window_of_no_steps_is_refused(tmp_path):
+    assert message_of(lambda: ml.callbacks.ProfilerTrace(tmp_path, num_steps=0)) == (
+        "ProfilerTrace: num_steps=0 is no whole number from 1 on."
+    )

@@ -1,0 +1,688 @@
+"""The trainer trains as a loop written by hand does, and leaves the state usable."""
+
+import doctest
+import inspect
+import io
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from rich.console import Console
+
+import meshlayout as ml
+from models import gan
+from tests.same_bits import assert_same_bits
+
+
+FEATURES = 4
+
+
+@pytest.fixture
+def mesh() -> ml.Mesh:
+    return ml.create_mesh({"batch": 4}, devices=jax.devices()[:4])
+
+
+def create_state(mesh, optimizer=None):
+    return ml.TrainState.create(
+        lambda: nnx.Linear(FEATURES, 1, rngs=nnx.Rngs(0)),
+        optimizer or optax.sgd(0.05),
+        ml.LayoutMap(mesh, {}),
+    )
+
+
+def loss_fn(model, batch):
+    out = model(batch["x"])[:, 0]
+    return jnp.square(out - batch["y"]), {"out": out}
+
+
+def examples(count, seed=0):
+    x = np.random.default_rng(seed).normal(size=(count, FEATURES)).astype("float32")
+    return {"x": x, "y": x @ np.arange(1, FEATURES + 1).astype("float32")}
+
+
+def cut(data, size):
+    count = len(data["x"])
+    return [
+        {name: rows[at : at + size] for name, rows in data.items()}
+        for at in range(0, count, size)
+    ]
+
+
+def quiet_fit(trainer, data, epochs=1, **options):
+    return trainer.fit(data, epochs, progress=False, **options)
+
+
+def params_of(state):
+    return jax.tree.map(np.array, state.params)
+
+
+def numpy_epochs(state, batches, epochs, rate=0.05):
+    """Gradient descent on the mean squared error, and each epoch's mean loss."""
+    params = params_of(state)
+    w, b = params["kernel"][:, 0].astype("float64"), params["bias"].astype("float64")
+    losses = []
+    for _ in range(epochs):
+        seen = []
+        for batch in batches:
+            error = batch["x"] @ w + b - batch["y"]
+            seen.append(error**2)
+            w = w - rate * 2 * (error[:, None] * batch["x"]).mean(axis=0)
+            b = b - rate * 2 * error.mean()
+        losses.append(np.concatenate(seen).mean())
+    return w, b, losses
+
+
+# Training.
+
+
+def test_fit_is_gradient_descent_on_the_real_examples(mesh):
+    state = create_state(mesh)
+    batches = cut(examples(22), 8)  # the last one has 6
+    w, b, losses = numpy_epochs(state, batches, epochs=3)
+    trainer = ml.Trainer(state, loss_fn)
+    history = quiet_fit(trainer, batches, epochs=3)
+    params = params_of(trainer.state)
+    # float32 against float64 over nine steps
+    np.testing.assert_allclose(params["kernel"][:, 0], w, atol=1e-5)
+    np.testing.assert_allclose(params["bias"], b, atol=1e-5)
+    np.testing.assert_allclose(history["loss"], losses, rtol=1e-5)
+    assert history.epochs == [1, 2, 3]
+    assert history is trainer.history
+
+
+def test_fit_has_the_bits_of_the_loop_written_by_hand(mesh):
+    batches = cut(examples(24), 8)
+    accuracy = {"error": ml.metrics.Mean("out")}
+    trainer = ml.Trainer(create_state(mesh), loss_fn, metrics=accuracy, clip_norm=1.0)
+    history = quiet_fit(trainer, batches, epochs=2)
+    state = create_state(mesh)
+    train_step = ml.make_train_step(loss_fn, metrics=accuracy, clip_norm=1.0)
+    for epoch in range(2):
+        metrics = None
+        for batch in batches:
+            weighted = {**batch, "weight": np.ones(8, np.float32)}
+            placed = ml.relayout(weighted, mesh.layout("batch", ...))
+            state, metrics = train_step(state, placed, metrics)
+        assert {name: history[name][epoch] for name in history} == metrics.to_host()
+    assert_same_bits(params_of(trainer.state), params_of(state))
+
+
+def test_one_program_serves_full_and_short_batches(mesh):
+    # A warning is an error here, and a second program warns.
+    trainer = ml.Trainer(create_state(mesh), loss_fn, on_recompile="error")
+    quiet_fit(trainer, cut(examples(22), 8), 2, validation_data=cut(examples(13), 8))
+    assert trainer.position.step == 6
+
+
+def test_a_first_batch_that_does_not_divide_is_padded(mesh):
+    batches = cut(examples(9), 9)
+    state = create_state(mesh)
+    _, _, (loss,) = numpy_epochs(state, batches, epochs=1)
+    history = quiet_fit(ml.Trainer(state, loss_fn), batches)
+    np.testing.assert_allclose(history["loss"], [loss], rtol=1e-6)
+
+
+def test_steps_per_call_makes_the_same_steps_and_counts_them(mesh):
+    batches = cut(examples(56), 8)
+    one = ml.Trainer(create_state(mesh), loss_fn)
+    many = ml.Trainer(create_state(mesh), loss_fn, steps_per_call=3)
+    single, grouped = quiet_fit(one, batches), quiet_fit(many, batches)
+    assert int(many.state.step) == many.position.step == 7
+    np.testing.assert_allclose(single["loss"], grouped["loss"], rtol=1e-6)
+
+
+def test_tuples_carry_weights_in_the_place_that_is_named(mesh):
+    def tuple_loss(model, batch):
+        x, y, _ = batch
+        return loss_fn(model, {"x": x, "y": y})
+
+    data = cut(examples(14), 8)
+    state = create_state(mesh)
+    _, _, (loss,) = numpy_epochs(state, data, epochs=1)
+    trainer = ml.Trainer(state, tuple_loss, weights=2)
+    history = quiet_fit(trainer, [(one["x"], one["y"]) for one in data])
+    np.testing.assert_allclose(history["loss"], [loss], rtol=1e-6)
+
+
+def test_weights_that_batches_carry_are_kept(mesh):
+    data = examples(8)
+    weight = np.array([1, 2, 0, 1, 3, 0, 1, 1], "float32")
+    state = create_state(mesh)
+    params = params_of(state)
+    errors = data["x"] @ params["kernel"][:, 0] + params["bias"] - data["y"]
+    expected = (errors**2 * weight).sum() / weight.sum()
+    found = ml.Trainer(state, loss_fn).evaluate([{**data, "weight": weight}])
+    np.testing.assert_allclose(found["loss"], expected, rtol=1e-6)
+
+
+def test_batches_that_lie_on_devices_are_taken_as_they_are(mesh):
+    seen = []
+
+    class Spy(ml.Trainer):
+        def train_step(self, state, batch, metrics):
+            seen.append(batch)
+            return super().train_step(state, batch, metrics)
+
+    batch = ml.relayout(examples(8), mesh.layout("batch", ...))
+    quiet_fit(Spy(create_state(mesh), loss_fn), [batch])
+    assert seen[0] is batch
+
+
+def test_without_padding_a_scalar_loss_is_taken(mesh):
+    def scalar_loss(model, batch):
+        return loss_fn(model, batch)[0].mean()
+
+    state, batches = create_state(mesh), cut(examples(16), 8)
+    _, _, (loss,) = numpy_epochs(state, batches, epochs=1)
+    history = quiet_fit(ml.Trainer(state, scalar_loss, pad=False), batches)
+    np.testing.assert_allclose(history["loss"], [loss], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("axes", "given", "expected"),
+    [
+        ({"batch": 2, "model": 2}, None, "batch"),
+        ({"data": 2, "fsdp": 2}, None, ("data", "fsdp")),
+        ({"model": 4}, None, None),
+        ({"model": 4}, ("model", ...), "model"),
+    ],
+)
+def test_batches_are_sharded_over_the_axes_for_it(axes, given, expected):
+    layouts = []
+
+    class Spy(ml.Trainer):
+        def eval_step(self, state, batch, metrics):
+            layouts.append(ml.fetch_layout(batch["x"]))
+            return ml.metrics.Metrics({})
+
+    mesh = ml.create_mesh(axes, devices=jax.devices()[:4])
+    Spy(create_state(mesh), data_layout=given).evaluate([examples(8)])
+    assert layouts == [mesh.layout(expected, None)]
+
+
+def test_a_state_on_one_device_needs_no_mesh():
+    mesh = ml.create_mesh({"batch": 1}, devices=jax.devices()[:1])
+    state = jax.device_put(create_state(mesh), jax.devices()[0])
+    trainer = ml.Trainer(state, loss_fn)
+    assert quiet_fit(trainer, cut(examples(6), 4))["loss"][0] > 0
+    assert trainer.predict(cut(examples(6), 4))["out"].shape == (6,)
+
+
+# Data.
+
+
+class Counted(ml.Trainer):
+    """Counts instead of training, and keeps what it saw."""
+
+    def __init__(self):
+        super().__init__({"n": jnp.int32(0)}, pad=False)
+        self.seen = []
+
+    def train_step(self, state, batch, metrics):
+        self.seen.append(int(batch["i"][0]))
+        return state, ml.metrics.Metrics({"i": ml.metrics.Last().update(batch["i"][0])})
+
+
+def numbered(*numbers):
+    return [{"i": np.array([number], np.float32)} for number in numbers]
+
+
+def test_a_list_and_a_function_begin_anew_each_epoch():
+    for data in (numbered(1, 2), lambda: iter(numbered(1, 2))):
+        trainer = Counted()
+        quiet_fit(trainer, data, 2)
+        assert trainer.seen == [1, 2, 1, 2]
+
+
+def test_epochs_of_a_number_of_steps_leave_nothing_out():
+    trainer = Counted()
+    history = quiet_fit(trainer, numbered(1, 2, 3), 3, steps_per_epoch=2)
+    assert trainer.seen == [1, 2, 3, 1, 2, 3]
+    assert history["i"] == [2, 1, 3]
+
+
+def test_an_iterator_goes_on_where_it_stopped_in_a_later_fit_too():
+    trainer, data = Counted(), itertools.count(1)
+    batches = (numbered(i)[0] for i in data)
+    quiet_fit(trainer, batches, 2, steps_per_epoch=2)
+    quiet_fit(trainer, batches, 1, steps_per_epoch=1)
+    assert trainer.seen == [1, 2, 3, 4, 5]
+    assert trainer.history.epochs == [1, 2, 3]
+
+
+@pytest.mark.parametrize("steps", [3, 4])
+def test_an_iterator_that_ends_ends_training(steps):
+    trainer = Counted()
+    history = quiet_fit(trainer, iter(numbered(1, 2, 3, 4)), 9, steps_per_epoch=steps)
+    assert trainer.seen == [1, 2, 3, 4]
+    assert history.stopped == "the training data ended at step 4"
+    assert len(history.epochs) == (2 if steps == 3 else 1)
+
+
+def test_predict_returns_the_real_examples_in_order(mesh):
+    data = examples(21)
+    state = create_state(mesh)
+    params = params_of(state)
+    expected = data["x"] @ params["kernel"][:, 0] + params["bias"]
+    by_loss = ml.Trainer(state, loss_fn).predict(cut(data, 8))
+    np.testing.assert_allclose(by_loss["out"], expected, atol=1e-6)
+    of_arrays = ml.Trainer(state, predict_fn=lambda model, x: {"o": (model(x), x)})
+    found, x = of_arrays.predict([one["x"] for one in cut(data, 8)])["o"]
+    np.testing.assert_allclose(found[:, 0], expected, atol=1e-6)
+    np.testing.assert_array_equal(x, data["x"])
+
+
+def test_predict_leaves_out_rows_of_weight_zero_that_the_data_has(mesh):
+    batch = {**examples(8), "weight": np.array([1] * 5 + [0] * 3, "float32")}
+    placed = ml.relayout(batch, mesh.layout("batch", ...))
+    trainer = ml.Trainer(create_state(mesh), predict_fn=lambda model, b: b["x"])
+    np.testing.assert_array_equal(trainer.predict([placed]), batch["x"][:5])
+
+
+def test_evaluate_measures_the_real_examples_and_changes_nothing(mesh):
+    data = examples(13)
+    trainer = ml.Trainer(create_state(mesh), loss_fn)
+    params = params_of(trainer.state)
+    errors = data["x"] @ params["kernel"][:, 0] + params["bias"] - data["y"]
+    for _ in range(2):
+        found = trainer.evaluate(cut(data, 8))
+        np.testing.assert_allclose(found["loss"], (errors**2).mean(), rtol=1e-6)
+    assert_same_bits(params_of(trainer.state), params)
+
+
+def test_validation_is_evaluate_after_the_epoch(mesh):
+    data, held_out = cut(examples(16), 8), cut(examples(11, seed=1), 8)
+    trainer = ml.Trainer(create_state(mesh), loss_fn)
+    history = quiet_fit(trainer, data, 2, validation_data=held_out)
+    assert list(history) == ["loss", "val_loss"]
+    assert history["val_loss"][-1] == trainer.evaluate(held_out)["loss"]
+
+
+# History.
+
+
+def test_a_history_is_a_table(mesh):
+    trainer = Counted()
+    quiet_fit(trainer, numbered(1, 2))
+    quiet_fit(trainer, numbered(5))
+    assert repr(trainer.history).splitlines() == [
+        "epoch  i",
+        "─────  ─",
+        "    1  2",
+        "    2  5",
+    ]
+    assert "<table" in trainer.history._repr_html_()
+    assert trainer.history.to_dict() == {"i": [2.0, 5.0]}
+    with pytest.raises(KeyError, match=r"'j' was not measured; there is 'i'\."):
+        trainer.history["j"]
+
+
+def test_what_was_not_measured_in_an_epoch_is_nan(mesh):
+    trainer, data = ml.Trainer(create_state(mesh), loss_fn), cut(examples(8), 8)
+    quiet_fit(trainer, data)
+    history = quiet_fit(trainer, data, validation_data=data)
+    assert np.isnan(history["val_loss"]).tolist() == [True, False]
+    quiet_fit(trainer, data)
+    assert np.isnan(history["val_loss"]).tolist() == [True, False, True]
+
+
+# No waiting.
+
+
+def test_nothing_is_read_before_the_end_of_an_epoch(mesh, monkeypatch, tmp_path):
+    reads = []
+    array = type(jnp.zeros(()))
+    for name in ("__float__", "__array__", "__int__", "__bool__", "block_until_ready"):
+        real = getattr(array, name)
+
+        def spy(self, *args, name=name, real=real, **kwargs):
+            reads.append(name)
+            return real(self, *args, **kwargs)
+
+        monkeypatch.setattr(array, name, spy)
+    # As on a device that is far behind: what is not there is not read.
+    monkeypatch.setattr(array, "is_ready", lambda self: False)
+    monkeypatch.setattr(jax, "block_until_ready", lambda x: reads.append("wait") or x)
+    counts = []
+
+    class Count(ml.callbacks.Callback):
+        def on_step_end(self, trainer, step, metrics):
+            counts.append(len(reads))
+
+    trainer = ml.Trainer(create_state(mesh), loss_fn)
+    quiet_fit(trainer, cut(examples(56), 8))  # seven steps: CPUs wait at the eighth
+    reads.clear()
+    terminal = Console(file=io.StringIO(), force_terminal=True)
+    callbacks = [
+        ml.callbacks.Progress(terminal),
+        ml.callbacks.StopOnNaN(),
+        ml.callbacks.JSONLLogger(tmp_path / "log", every=1),
+        Count(),
+    ]
+    trainer.fit(cut(examples(24), 8), callbacks=callbacks)
+    before = counts[-3]
+    assert counts[-3:] == [before] * 3
+    float(jnp.zeros(()))
+    assert len(reads) > before  # the spy sees reads
+
+
+# Overriding.
+
+
+def test_options_of_the_steps_are_those_of_make_train_step():
+    taken = set(inspect.signature(ml.make_train_step).parameters)
+    typed = set(inspect.get_annotations(ml.trainer.StepOptions))
+    assert typed == taken - {"loss_fn", "metrics", "layouts"}
+
+
+def test_a_subclass_may_override_a_step_and_keep_the_rest(mesh):
+    class Twice(ml.Trainer):
+        def train_step(self, state, batch, metrics):
+            state, _ = super().train_step(state, batch, None)
+            return super().train_step(state, batch, metrics)
+
+    trainer = Twice(create_state(mesh), loss_fn)
+    batches = cut(examples(16), 8)
+    _, _, (loss,) = numpy_epochs(
+        trainer.state, [b for b in batches for _ in range(2)], 1
+    )
+    quiet_fit(trainer, batches)
+    assert int(trainer.state.step) == 4
+    assert trainer.history["loss"][0] < loss
+
+
+def run_gan(axes, rules, steps=4):
+    size = int(np.prod(list(axes.values())))
+    mesh = ml.create_mesh(axes, devices=jax.devices()[:size])
+    layouts = ml.LayoutMap(mesh, rules)
+    state = gan.create_state(layouts, learning_rate=1e-3, hidden_features=16)
+    images = np.random.default_rng(0).uniform(-1, 1, (8 * steps - 3, 28, 28, 1))
+    images = images.astype("float32")
+    batches = [{"image": images[at : at + 8]} for at in range(0, len(images), 8)]
+    trainer = gan.GANTrainer(state, mesh)
+    history = quiet_fit(trainer, batches, 2)
+    return trainer.state, history
+
+
+def test_a_gan_on_a_mesh_is_the_gan_on_one_device():
+    alone, expected = run_gan({"batch": 1}, gan.DATA_PARALLEL)
+    for rules in (gan.MODEL_PARALLEL, gan.FSDP):
+        state, history = run_gan({"batch": 2, "model": 4}, rules)
+        for name in ("generator", "discriminator"):
+            assert np.isfinite(history[name]).all()
+            np.testing.assert_allclose(history[name], expected[name], rtol=1e-5)
+            # Adam divides by the root of squares, near zero for some gradients.
+            jax.tree.map(
+                lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4),
+                params_of(state[name]),
+                params_of(alone[name]),
+            )
+    assert int(alone["generator"].step) == int(alone["discriminator"].step) == 8
+
+
+def test_the_models_examples_run():
+    assert doctest.testmod(gan).failed == 0
+
+
+# Interrupts and errors.
+
+
+class BangError(Exception):
+    """What a user's code raises."""
+
+
+MOMENTS = [
+    "on_fit_start",
+    "on_epoch_start",
+    "on_step_end",
+    "on_epoch_end",
+    "on_fit_end",
+]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, BangError])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_training_goes_on_after_an_error_in_a_callback(moment, error, mesh):
+    def bang(self, trainer, *args):
+        if trainer.position.epoch >= 2 or moment == "on_fit_start":
+            raise error
+
+    trainer = ml.Trainer(create_state(mesh), loss_fn)
+    batches = cut(examples(16), 8)
+    callback = type("Bad", (ml.callbacks.Callback,), {moment: bang})()
+    with pytest.raises(error):
+        quiet_fit(trainer, batches, 2, callbacks=[callback])
+    steps = {"on_fit_start": 0, "on_epoch_start": 2, "on_step_end": 3}.get(moment, 4)
+    epochs = {"on_fit_start": 0, "on_epoch_start": 1, "on_step_end": 1}.get(moment, 2)
+    assert int(trainer.state.step) == steps
+    assert trainer.history.epochs == list(range(1, epochs + 1))
+    quiet_fit(trainer, batches)
+    assert int(trainer.state.step) == trainer.position.step == steps + 2
+    assert trainer.history.epochs == list(range(1, epochs + 2))
+
+
+def test_training_goes_on_after_an_error_in_the_data(mesh):
+    def bad():
+        yield from cut(examples(16), 8)
+        raise BangError
+
+    trainer = ml.Trainer(create_state(mesh), loss_fn)
+    with pytest.raises(BangError):
+        quiet_fit(trainer, bad)
+    assert int(trainer.state.step) == 2
+    quiet_fit(trainer, cut(examples(16), 8))
+    assert int(trainer.state.step) == 4
+
+
+def test_ctrl_c_within_a_step_waits_for_the_new_state(mesh):
+    class Interrupted(ml.Trainer):
+        def train_step(self, state, batch, metrics):
+            result = super().train_step(state, batch, metrics)
+            if self.position.step == 1:
+                signal.raise_signal(signal.SIGINT)
+            return result
+
+    before = signal.getsignal(signal.SIGINT)
+    trainer = Interrupted(create_state(mesh), loss_fn)
+    with pytest.raises(KeyboardInterrupt):
+        quiet_fit(trainer, cut(examples(32), 8))
+    assert signal.getsignal(signal.SIGINT) is before
+    assert int(trainer.state.step) == 2
+    assert np.isfinite(params_of(trainer.state)["kernel"]).all()
+
+
+def test_a_third_ctrl_c_ends_a_step_that_hangs(mesh):
+    class Hanging(ml.Trainer):
+        def train_step(self, state, batch, metrics) -> Any:
+            for _ in range(5):
+                presses.append(1)
+                signal.raise_signal(signal.SIGINT)
+
+    presses = []
+    with pytest.raises(KeyboardInterrupt):
+        quiet_fit(Hanging({"n": 0}), [{"x": np.ones(1)}])
+    assert len(presses) == 3
+
+
+INTERRUPTED = """
+import jax
+jax.config.update("jax_num_cpu_devices", 4)
+import sys
+import jax.numpy as jnp, numpy as np, optax
+from flax import nnx
+import meshlayout as ml
+
+def loss_fn(model, batch):
+    return jnp.square(model(batch["x"])[:, 0])
+
+layouts = ml.LayoutMap(ml.create_mesh({"batch": 4}), {})
+state = ml.TrainState.create(
+    lambda: nnx.Linear(256, 256, rngs=nnx.Rngs(0)), optax.sgd(1e-3), layouts
+)
+
+class Started(ml.callbacks.Callback):
+    def on_step_end(self, trainer, step, metrics):
+        if step == 20:
+            print("started", flush=True)
+
+def forever():
+    while True:
+        yield {"x": np.ones((64, 256), "float32")}
+
+trainer = ml.Trainer(state, loss_fn)
+try:
+    trainer.fit(forever, steps_per_epoch=10**9, callbacks=[Started()])
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+before = int(trainer.state.step)
+trainer.fit(forever, steps_per_epoch=5, progress=False)
+print(int(trainer.state.step) - before, before == trainer.position.step - 5)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX's here")
+def test_a_real_ctrl_c_leaves_a_state_to_go_on_with():
+    environment = {k: v for k, v in os.environ.items() if k != "NPROC"}
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(INTERRUPTED)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**environment, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path.cwd())},
+    ) as process:
+        assert process.stdout.readline() == "started\n", process.stderr.read()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert out.splitlines() == ["interrupted", "5 True"], err[-2000:]
+
+
+# Messages.
+
+
+def message_of(function):
+    with pytest.raises(ml.MeshLayoutError) as caught:
+        function()
+    return str(caught.value)
+
+
+def test_an_unknown_option_is_refused():
+    message = message_of(lambda: ml.Trainer({}, loss_fn, clip_nrm=1.0))
+    assert message.startswith(
+        "Trainer has no option 'clip_nrm'. Did you mean 'clip_norm'? Those of its steps "
+        "are regularizers, weights, "
+    )
+
+
+def test_options_without_a_loss_function_are_refused():
+    assert message_of(lambda: ml.Trainer({}, metrics={}, ema=0.9)) == (
+        "Trainer was given no loss function, and ema, metrics for the steps that are "
+        "made of it. Give loss_fn, or leave these to your own steps."
+    )
+
+
+@pytest.mark.parametrize(
+    ("step", "run"),
+    [
+        ("train_step", lambda trainer, data: trainer.fit(data, progress=False)),
+        ("eval_step", lambda trainer, data: trainer.evaluate(data)),
+        ("predict_step", lambda trainer, data: trainer.predict(data)),
+    ],
+)
+def test_a_trainer_without_a_loss_function_says_which_step_it_lacks(step, run):
+    trainer = ml.Trainer({"n": jnp.zeros(())})
+    assert message_of(lambda: run(trainer, [{"x": np.ones(2)}])) == (
+        f"Trainer has no loss function to make its {step} of: give loss_fn, or override "
+        f"{step} in a subclass."
+    )
+
+
+@pytest.mark.parametrize(
+    ("data", "what"),
+    [
+        ({"x": np.ones(2)}, "a dict, one batch"),
+        (np.ones(2), "a ndarray, one batch"),
+        ((np.ones(2), np.ones(2)), "a tuple, one batch"),
+        (3, "a int, no iterable"),
+    ],
+)
+def test_what_is_no_data_is_refused(data, what):
+    assert message_of(lambda: Counted().fit(data)) == (
+        f"train is {what}: it takes an iterable of batches, or a function that returns "
+        "one. A list of one batch is one, too."
+    )
+
+
+def test_data_that_gives_nothing_is_refused():
+    for data in ([], iter([]), list):
+        assert message_of(lambda data=data: quiet_fit(Counted(), data)) == (
+            "train gave no batch. An iterator that is used up gives none."
+        )
+
+
+def test_an_iterator_for_several_epochs_is_refused():
+    assert message_of(lambda: Counted().fit(iter([]), epochs=3)) == (
+        "train is an iterator, which gives its batches once, and epochs=3. Say how many "
+        "batches an epoch has, steps_per_epoch=, or give a list, or a function that "
+        "returns a new iterator."
+    )
+
+
+def test_counts_that_are_none_are_refused():
+    assert message_of(lambda: Counted().fit([], epochs=0)) == (
+        "fit: epochs=0 is no whole number from 1 on."
+    )
+    assert message_of(lambda: Counted().fit([], steps_per_epoch=1.5)) == (
+        "fit: steps_per_epoch=1.5 is no whole number from 1 on."
+    )
+
+
+def test_a_batch_that_cannot_be_padded_is_refused(mesh):
+    def tuple_loss(model, batch):
+        return loss_fn(model, {"x": batch[0], "y": batch[1]})
+
+    data = examples(6)
+    trainer = ml.Trainer(create_state(mesh), tuple_loss)
+    assert message_of(lambda: trainer.evaluate([(data["x"], data["y"])])) == (
+        "a batch has 6 rows, which do not divide into 4 shards of [batch, ...], and was "
+        "not padded: padding is marked by weights, which a dict carries under a key, and "
+        "a tuple in the place given by weights=, its last. With pad=False, nothing is "
+        "padded."
+    )
+
+
+def test_a_step_that_returns_other_metrics_is_refused():
+    class Bad(ml.Trainer):
+        def train_step(self, state, batch, metrics) -> Any:
+            return state, {"loss": 1.0}
+
+    assert message_of(lambda: quiet_fit(Bad({"n": 0}), [{"x": np.ones(1)}])) == (
+        "Bad.train_step returns (state, metrics), with metrics that are "
+        "ml.metrics.Metrics, and gave a dict."
+    )
+
+
+def test_predict_says_what_is_no_output(mesh):
+    def bare(model, batch):
+        return loss_fn(model, batch)[0]
+
+    state, data = create_state(mesh), [examples(8)]
+    assert message_of(lambda: ml.Trainer(state, bare).predict(data)) == (
+        "predict: bare returns losses and no outputs. Return a pair of losses and a dict "
+        "of outputs, or give the trainer a predict_fn(model, batch)."
+    )
+    mean = ml.Trainer(state, predict_fn=lambda model, b: b["x"].mean())
+    assert message_of(lambda: mean.predict(data)) == (
+        "predict: an output has shape () for a batch of 8 rows; it has to have one row "
+        "per example."
+    )
