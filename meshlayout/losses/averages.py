@@ -52,6 +52,10 @@ def compute_average_loss(
             "scalar. Do not average in the loss function; optax's losses do not."
         )
         raise LossError(msg)
+    is_number = isinstance(global_batch_size, (int, float))
+    if is_number and global_batch_size < 0:
+        msg = f"global_batch_size={global_batch_size!r} is negative."
+        raise LossError(msg)
     if global_batch_size is None:
         global_batch_size = losses.shape[0] * num_replicas(losses)
     total = weighted_total(losses, sample_weight)

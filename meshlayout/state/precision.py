@@ -1,7 +1,7 @@
 """In which dtypes a step computes, stores and reduces; dynamic loss scaling."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -83,6 +83,11 @@ class Policies:
         return self.default
 
     @property
+    def casts(self) -> bool:
+        """Whether anything is computed or returned in another dtype."""
+        return bool(self.computes_in) or self.default.output is not None
+
+    @property
     def computes_in(self) -> frozenset[Any]:
         """All compute dtypes there are; without None."""
         policies = [self.default, *(policy for _, policy in self.by_path)]
@@ -113,9 +118,25 @@ def parse_precision(precision: Any) -> Policies:
         except (re.error, TypeError) as error:
             msg = f"precision: {pattern!r} is no regular expression: {error}."
             raise StateError(msg) from None
-        rules.append((pattern, _policy(one)))
+        rules.append((pattern, _policy_at(pattern, one)))
     default = dict(rules).get("", Policy())
     return Policies(default, tuple(rule for rule in rules if rule[0]))
+
+
+def _policy_at(pattern: str, precision: Any) -> Policy:
+    """Returns the policy for a pattern: of a part, only what it computes in counts."""
+    policy = _policy(precision)
+    if not pattern:
+        return policy
+    if isinstance(precision, str):
+        return Policy(compute=policy.compute)
+    if policy.output is not None or policy.reduce is not None:
+        msg = (
+            f"precision: the policy of {pattern!r} names output or reduce, which are "
+            "those of the whole model: give them to the pattern ''."
+        )
+        raise StateError(msg)
+    return policy
 
 
 def _policy(precision: Any) -> Policy:
@@ -131,18 +152,26 @@ def _policy(precision: Any) -> Policy:
     raise StateError(msg)
 
 
-def cast_for_compute(tree: Any, policies: Policies) -> Any:
+def cast_for_compute(
+    tree: Any, policies: Policies, casting: Collection[str] = ()
+) -> Any:
     """Casts floating-point parameters to the dtypes they are used in.
 
     Args:
         tree: Parameters.
         policies: The dtypes, by path.
+        casting: The paths of the layers that cast their parameters themselves.
     """
     if not policies.computes_in:
         return tree
     flat = _paths.flatten(tree)
     return flat.unflatten(
-        [cast(leaf.value, policies.at(leaf.path).compute) for leaf in flat.leaves]
+        [
+            leaf.value
+            if leaf.path.rpartition("/")[0] in casting
+            else cast(leaf.value, policies.at(leaf.path).compute)
+            for leaf in flat.leaves
+        ]
     )
 
 

@@ -205,7 +205,8 @@ def _moments(module: Any, x: jax.Array, mask: Any, given: Moments | None) -> Mom
     if module.use_fast_variance:
         squares = jnp.square(x)
     else:
-        mean = first / count if given is None else given.first / given.count
+        known = Moments(first, first, count) if given is None else given
+        mean = known.first / jnp.maximum(known.count, 1)
         squares = jnp.square(x - jnp.expand_dims(mean, over))
     return Moments(first, jnp.where(kept, squares, 0).sum(axis=over), count)
 

@@ -6,7 +6,6 @@ its submodules' classes are exchanged for subclasses that ask the interceptor fi
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -98,7 +97,7 @@ def _intercepted(kind: type) -> type:
             proceed = _step_in(one, Call(calls.path, self, proceed))
         return proceed(*args, **kwargs)
 
-    members = {"__call__": __call__, "__module__": kind.__module__, "_plain": kind}
+    members = {"__call__": __call__, "__module__": kind.__module__}
     return type(kind.__name__, (kind,), members)
 
 
@@ -106,26 +105,7 @@ def _step_in(one: Interceptor, call: Call) -> Callable[..., Any]:
     return lambda *args, **kwargs: one.call(call, args, kwargs)
 
 
-def plain_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls a module as if nothing were intercepted on the module itself."""
-    if isinstance(module, nn.Module):
-        before, _thread.passed = _thread.passed, True
-        try:
-            return module(*args, **kwargs)
-        finally:
-            _thread.passed = before
-    kind = getattr(type(module), "_plain", type(module))
-    return kind.__call__(module, *args, **kwargs)
-
-
 # Linen.
-
-
-class _Thread(threading.local):
-    passed = False  # the next call was intercepted already
-
-
-_thread = _Thread()
 
 
 def _linen_call(
@@ -136,9 +116,6 @@ def _linen_call(
     context: Any,
 ) -> Any:
     if context.method_name != "__call__":
-        return next_fun(*args, **kwargs)
-    if _thread.passed:
-        _thread.passed = False
         return next_fun(*args, **kwargs)
     module = context.module
     path = "/".join(module.path)

@@ -80,8 +80,9 @@ def _sharding_text(sharding: Any) -> str:
 
 
 SETTING = (
-    "something changed that is no shape, dtype or layout: the default mesh, the layout "
-    "map in force, a JAX setting, or whether an array is bound to its devices"
+    "something changed that is no shape, dtype or layout: the code of the state (a "
+    "model or an optimizer made anew), the default mesh, the layout map in force, a "
+    "JAX setting, or whether an array is bound to its devices"
 )
 
 

@@ -11,19 +11,26 @@ from meshlayout.layout_map import LayoutMap
 from meshlayout.losses.weighting import check_denominator
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
-from meshlayout.state.precision import Precision, cast_for_compute, parse_precision
+from meshlayout.state.precision import Precision, parse_precision
 from meshlayout.step.calls import intercepting
 from meshlayout.step.compiled import CompiledStep, OnRecompile, compile_step
 from meshlayout.step.gradients import Loss, forward, updated
 from meshlayout.step.measuring import (
     Measured,
     as_regularizers,
+    check_metrics,
     empty_metrics,
     total_weight,
     user_metrics,
 )
-from meshlayout.step.model_call import Casting, ModelCall, bound_model, quiet_sowing
-from meshlayout.step.objective import parts_of, penalties_of
+from meshlayout.step.model_call import (
+    ModelCall,
+    bound_model,
+    cast_model,
+    quiet_sowing,
+)
+from meshlayout.step.objective import joined, parts_of, penalties_of
+from meshlayout.step.options import check_loss_fn, check_weights
 from meshlayout.step.places import place_of
 from meshlayout.step.weights import num_examples
 
@@ -74,13 +81,9 @@ def make_eval_step(
         >>> float(metrics["loss"])
         9.0
     """
-    if not callable(loss_fn):
-        msg = (
-            "make_eval_step takes a loss function of the model and a batch first, and "
-            f"got a {type(loss_fn).__name__}."
-        )
-        raise StepError(msg)
+    check_loss_fn("make_eval_step", loss_fn)
     check_denominator(denominator)
+    check_weights(weights)
     call = ModelCall(loss_fn, parse_precision(precision))
     loss = Loss(call, weights, denominator, as_regularizers(regularizers))
     return EvalStep(loss, user_metrics(metrics), layouts, on_recompile)
@@ -118,9 +121,12 @@ class EvalStep:
             metrics: Metrics to add to; None starts with empty ones.
 
         Raises:
-            StepError: If the state or the batch does not fit.
+            StepError: If the state, the batch or the metrics do not fit.
+            LossError: If what the loss function returns does not fit the batch.
         """
         compiled, empty = self._program(state, batch)
+        if metrics is not None:
+            check_metrics(self.__name__, metrics, empty)
         given = empty if metrics is None else metrics
         return compiled((), without_optimizer(state), batch, given)[1]
 
@@ -173,7 +179,7 @@ class EvalStep:
         loss, share = self._loss, self._loss.share(batch)
         outcome = forward(loss, state, state.params, batch, state.rng, share.weights)
         penalties = penalties_of(state.params, loss.regularizers)
-        parts = {**parts_of(outcome, share), **penalties}
+        parts = joined(parts_of(outcome, share), penalties)
         weight = total_weight(share.weights, num_examples(batch))
         return Measured(parts, {}, weight), updated(
             users, outcome, batch, share.weights
@@ -218,20 +224,20 @@ def make_predict_step(
         >>> predict_step(state, jnp.zeros((8, 2))).shape
         (8, 1)
     """
-    if not callable(predict_fn):
-        msg = (
-            "make_predict_step takes a function of the model and a batch first, and "
-            f"got a {type(predict_fn).__name__}."
-        )
-        raise StepError(msg)
+    check_loss_fn("make_predict_step", predict_fn)
     policies = parse_precision(precision)
 
     def predict(nothing: Any, state: TrainState, batch: Any) -> Any:
-        params = cast_for_compute(state.params, policies)
-        model = bound_model(state, params, state.model_state, state.rng, train=False)
-        casting = Casting(policies)
-        with intercepting(model, casting.for_model(model)), quiet_sowing():
-            return nothing, predict_fn(model, batch)
+
+        def bound(params: Any) -> Any:
+            return bound_model(state, params, state.model_state, state.rng, train=False)
+
+        def call(model: Any) -> Any:
+            return predict_fn(model, batch)
+
+        model, casting = cast_model(policies, state, state.params, bound, call)
+        with intercepting(model, casting), quiet_sowing():
+            return nothing, call(model)
 
     compiled = compile_step(predict, layouts=layouts, on_recompile=on_recompile)
 

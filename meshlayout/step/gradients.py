@@ -18,10 +18,11 @@ from meshlayout.step.objective import (
     Share,
     check_rows,
     example_losses,
+    joined,
     parts_of,
     penalties_of,
 )
-from meshlayout.step.weights import num_examples, weights_of
+from meshlayout.step.weights import num_examples, weights_of, without_nan_padding
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class Loss:
     def share(self, batch: Any) -> Share:
         """Returns the share of a whole batch: all of it."""
         weights = self.weights_of(batch)
-        return Share(weights, self.denominator_of(batch, weights), 1.0)
+        denominator = self.denominator_of(batch, weights)
+        return Share(weights, denominator, 1.0, isinstance(self.denominator, str))
 
     def denominator_of(self, batch: Any, weights: Any) -> jax.Array:
         """Returns what the sums over a whole batch are divided by."""
@@ -131,18 +133,22 @@ def whole_batch(
         scale: A factor for the loss, which the gradients keep; None for 1.
     """
     share = loss.share(batch)
+    batch = without_nan_padding(batch, share.weights)
 
     def objective(chosen: list[Any]) -> tuple[Any, tuple[Mapping[str, Any], Outcome]]:
         params = trainable.filled(chosen, state.params)
         outcome = forward(loss, state, params, batch, key, share.weights)
-        parts = {**parts_of(outcome, share), **penalties_of(params, loss.regularizers)}
+        penalties = penalties_of(params, loss.regularizers)
+        parts = joined(parts_of(outcome, share), penalties)
+        names.extend(parts)
         return scaled(sum(parts.values()), scale), (parts, outcome)
 
+    names: list[str] = []  # in their order, which JAX does not keep
     chosen = trainable.chosen(state.params)
     grads, (parts, outcome) = jax.grad(objective, has_aux=True)(chosen)
     metrics = updated(metrics, outcome, batch, share.weights)
     after = kept_without_examples(share, state.model_state, outcome.model_state)
-    return Gradients(grads, dict(parts), after, metrics)
+    return Gradients(grads, {name: parts[name] for name in names}, after, metrics)
 
 
 def forward(

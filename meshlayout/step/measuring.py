@@ -1,6 +1,6 @@
 """The metrics of a step: the loss and its parts, the update's notes, the user's own."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,11 +9,16 @@ import jax.numpy as jnp
 from meshlayout import losses
 from meshlayout.errors import StepError
 from meshlayout.metrics import Last, Mean, Metrics, Sum, adapt
-from meshlayout.step.objective import DATA
+from meshlayout.step.objective import RESERVED
 
 
 # Notes of an update that are not averaged over the examples.
-_KINDS = {"learning_rate": Last, "loss_scale": Last, "skipped": Sum}
+_KINDS = {
+    "learning_rate": Last,
+    "loss_scale": Last,
+    "skipped": Sum,
+    "nonfinite_loss": Sum,
+}
 
 
 @dataclass(frozen=True)
@@ -65,10 +70,19 @@ def user_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
         )
         raise StepError(msg)
     for name in metrics:
-        if name in ("loss", DATA, "grad_norm", *_KINDS):
+        if name in RESERVED:
             msg = f"metrics=: {name!r} is reported by every step; take another name."
             raise StepError(msg)
-    return {name: adapt(metric) for name, metric in metrics.items()}
+    return {name: _as_metric(metric) for name, metric in metrics.items()}
+
+
+def _as_metric(metric: Any) -> Any:
+    """Returns a metric as it is if it has what a metric needs, and else adapted."""
+    needed = ("update", "merge", "compute")
+    is_metric = not isinstance(metric, type)
+    if is_metric and all(hasattr(metric, name) for name in needed):
+        return metric
+    return adapt(metric)
 
 
 def empty_metrics(names: Sequence[str], users: Mapping[str, Any]) -> Metrics:
@@ -93,6 +107,12 @@ def as_regularizers(regularizers: Any) -> tuple[losses.Regularizer, ...]:
     """
     if isinstance(regularizers, losses.Regularizer):
         return (regularizers,)
+    if not isinstance(regularizers, Iterable):
+        msg = (
+            "regularizers= takes what losses.l1 and losses.l2 give, not "
+            f"{regularizers!r}."
+        )
+        raise StepError(msg)
     found = tuple(regularizers)
     names = [getattr(one, "name", None) for one in found]
     for one, name in zip(found, names, strict=True):
@@ -109,7 +129,28 @@ def as_regularizers(regularizers: Any) -> tuple[losses.Regularizer, ...]:
 
 
 def total_weight(batch_weights: Any, num_examples: int) -> Any:
-    """Returns the weight of a batch's examples."""
+    """Returns the weight of a batch's examples.
+
+    That of a batch of nothing but padding is too small to count beside any other, and
+    not 0, so that its loss is shown as it is.
+    """
     if batch_weights is None:
         return jnp.float32(num_examples)
-    return jnp.asarray(batch_weights).astype("float32").sum()
+    total = jnp.asarray(batch_weights).astype("float32").sum()
+    return jnp.where(total > 0, total, 1e-30)
+
+
+def check_metrics(name: str, given: Any, empty: Metrics) -> None:
+    """Raises StepError unless metrics to add to are those of this step."""
+    if not isinstance(given, Metrics):
+        msg = (
+            f"{name}: metrics to add to are what an earlier call returned; got a "
+            f"{type(given).__name__}."
+        )
+        raise StepError(msg)
+    if tuple(given) != tuple(empty):
+        msg = (
+            f"{name}: the metrics given are {', '.join(given)}, and this step measures "
+            f"{', '.join(empty)}. Start with None, and pass on what the step returned."
+        )
+        raise StepError(msg)

@@ -36,8 +36,14 @@ from meshlayout.step.gradients import (
     updated,
 )
 from meshlayout.step.model_call import Outcome
-from meshlayout.step.objective import Share, check_rows, parts_of, penalties_of
-from meshlayout.step.weights import map_batch, num_examples
+from meshlayout.step.objective import (
+    Share,
+    check_rows,
+    joined,
+    parts_of,
+    penalties_of,
+)
+from meshlayout.step.weights import map_batch, num_examples, without_nan_padding
 
 
 @dataclass(frozen=True)
@@ -59,11 +65,18 @@ class Replicas:
             1 if self.mesh is None else math.prod(self.mesh.shape[a] for a in self.axes)
         )
 
+    @property
+    def is_explicit(self) -> bool:
+        """Whether the mesh has Explicit axes."""
+        types = () if self.mesh is None else self.mesh.axis_types
+        return jax.sharding.AxisType.Explicit in types
+
     def constrain(self, x: jax.Array, dim: int) -> jax.Array:
         """Shards a dim over the replicas, and leaves the others to the compiler."""
         if self.mesh is None or not self.axes:
             return x
-        entries: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
+        others = None if self.is_explicit else PartitionSpec.UNCONSTRAINED
+        entries: list[Any] = [others] * x.ndim
         entries[dim] = self.axes
         return _jax.constrain(x, NamedSharding(self.mesh, PartitionSpec(*entries)))
 
@@ -112,11 +125,13 @@ class _Parts:
         self._loss, self._state, self._trainable = loss, state, trainable
         self._key, self._num_parts, self._replicas = key, num_parts, replicas
         self._weights = loss.weights_of(batch)
+        batch = without_nan_padding(batch, self._weights)
         self._denominator = loss.denominator_of(batch, self._weights)
         self._rows = num_examples(batch)
         self._check_rows()
         self.parts = map_batch(self._cut, batch)
         self.facts = self._look()
+        self.is_norm = _norm_state_mask(self.facts.moments, state.model_state)
 
     def _check_rows(self) -> None:
         rows, parts, replicas = self._rows, self._num_parts, self._replicas.count
@@ -153,7 +168,8 @@ class _Parts:
         key = jax.random.fold_in(self._key, at)
         outcome = loss.call(self._state, params, model_state, part, key, (replaying,))
         check_rows(outcome, rows)
-        share = Share(weights, self._denominator, rows / self._rows)
+        is_mean = isinstance(loss.denominator, str)
+        share = Share(weights, self._denominator, rows / self._rows, is_mean)
         parts = parts_of(outcome, share)
         return sum(parts.values(), jnp.float32(0)), (parts, outcome, replaying.order)
 
@@ -191,7 +207,9 @@ class _Parts:
     @property
     def is_split(self) -> bool:
         """Whether replicas are told apart."""
-        return self.facts.splits and self._replicas.count > 1
+        replicas = self._replicas
+        # shard_map takes no values of Explicit axes from around it.
+        return self.facts.splits and replicas.count > 1 and not replicas.is_explicit
 
     def each(self, function: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
         """Scans `function(carry, part, index)` over the parts."""
@@ -238,16 +256,26 @@ class _Parts:
         """Returns the whole batch's moments, normalising by given ones."""
         chosen = self._trainable.chosen(self._state.params)
 
-        def add(total: Any, part: Any, at: Any) -> Any:
+        def add(carry: Any, part: Any, at: Any) -> Any:
+            total, state = carry
+
             def one(part: Any) -> Any:
-                _, (_, outcome, _) = self._run(
-                    chosen, given, part, at, self._state.model_state
-                )
-                return outcome.moments
+                _, (_, outcome, _) = self._run(chosen, given, part, at, state)
+                return outcome.moments, outcome.model_state
 
-            return _add(total, _sum_replicas(self.over_replicas(one, part)))
+            found, after = self.over_replicas(one, part)
+            return _add(total, _sum_replicas(found)), self.carried(state, after)
 
-        return self.each(add, _zeros(self.facts.moments))
+        start = _zeros(self.facts.moments), self._state.model_state
+        return self.each(add, start)[0]
+
+    def carried(self, before: Any, after: Any) -> Any:
+        """Returns the model's state for the next part: counts of random draws, say.
+
+        Running statistics wait for the end: they are updated once, as by one batch.
+        """
+        after = jax.tree.map(lambda x: x[0], after)
+        return _choose(self.is_norm, before, after)
 
     def statistics(self) -> Any:
         """Returns the whole batch's moments, normalised by themselves."""
@@ -283,19 +311,23 @@ class _Parts:
         chosen = self._trainable.chosen(self._state.params)
 
         def once(_: Any, adjoint: Any) -> Any:
-            def add(total: Any, part: Any, at: Any) -> Any:
+            def add(carry: Any, part: Any, at: Any) -> Any:
+                total, state = carry
+
                 def one(part: Any) -> Any:
                     def value(given: Any) -> Any:
-                        found, _ = self.lagrangian(
-                            chosen, given, adjoint, part, at, self._state.model_state
+                        found, (_, outcome) = self.lagrangian(
+                            chosen, given, adjoint, part, at, state
                         )
-                        return scaled(found, scale)
+                        return scaled(found, scale), outcome.model_state
 
-                    return jax.grad(value)(given)
+                    return jax.grad(value, has_aux=True)(given)
 
-                return _add(total, _sum_replicas(self.over_replicas(one, part)))
+                found, after = self.over_replicas(one, part)
+                return _add(total, _sum_replicas(found)), self.carried(state, after)
 
-            return _unscaled(self.each(add, _zeros(self.facts.moments)), scale)
+            start = _zeros(self.facts.moments), self._state.model_state
+            return _unscaled(self.each(add, start)[0], scale)
 
         zeros = _zeros(self.facts.moments)
         return jax.lax.fori_loop(0, self.facts.order, once, zeros)
@@ -338,7 +370,6 @@ def accumulated(
     if cut.facts.order:
         given = cut.statistics()
         adjoint = cut.adjoint(given, scale)
-    is_norm = _norm_state_mask(cut.facts.moments, state.model_state)
 
     def add(carry: Any, part: Any, at: Any) -> Any:
         grads, parts, model_state, _, metrics = carry
@@ -355,9 +386,9 @@ def accumulated(
         new, (found, outcome) = cut.over_replicas(one, part)
         each, outputs = jax.tree.map(_joined, (outcome.losses, outcome.outputs))
         seen = Outcome(each, outputs, {}, None, {})
+        carried = cut.carried(model_state, outcome.model_state)
         after = jax.tree.map(lambda x: x[0], outcome.model_state)
         metrics = updated(metrics, seen, part, loss.weights_of(part))
-        carried = _choose(is_norm, model_state, after)
         return (
             _add(grads, jax.tree.map(lambda g: g.astype("float32"), new)),
             _add(parts, _sum_replicas(found)),
@@ -375,6 +406,7 @@ def accumulated(
         metrics,
     )
     grads, parts, _, after, metrics = cut.each(add, start)
+    parts = {name: parts[name] for name in cut.facts.names}
     grads = [
         g.astype(reduce_dtype or g.dtype).sum(axis=0).astype(x.dtype)
         for g, x in zip(grads, chosen, strict=True)
@@ -401,7 +433,7 @@ def _with_penalties(
     grads, parts = jax.grad(penalty, has_aux=True)(trainable.chosen(state.params))
     return Gradients(
         _add(found.grads, grads),
-        {**found.parts, **parts},
+        joined(found.parts, {one.name: parts[one.name] for one in loss.regularizers}),
         found.model_state,
         found.metrics,
     )
@@ -410,10 +442,10 @@ def _with_penalties(
 def _norm_state_mask(moments: Any, model_state: Any) -> list[bool]:
     """Tells which of the model's other arrays are running statistics of a BatchNorm."""
     of_norms = {
-        place
+        "/".join(filter(None, (collection, path, name)))
         for path in moments
         for name in ("mean", "var")
-        for place in (f"{path}/{name}", f"batch_stats/{path}/{name}")
+        for collection in ("", "batch_stats")
     }
     return [leaf.path in of_norms for leaf in _paths.flatten(model_state).leaves]
 

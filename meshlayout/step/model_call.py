@@ -3,6 +3,7 @@
 import inspect
 import re
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -89,14 +90,19 @@ class ModelCall:
             key: For this call's random numbers.
             interceptors: What handles the submodules' calls, besides.
         """
-        params = cast_for_compute(params, self.policies)
         remat = Rematting(self.remat, params) if self.remat else None
-        model = bound_model(state, params, model_state, key, train=self.train)
-        casting = Casting(self.policies).for_model(model)
+
+        def call(model: Any) -> Any:
+            return self.loss_fn(model, batch, **self._extras(key))
+
+        def bound(params: Any) -> Any:
+            return bound_model(state, params, model_state, key, train=self.train)
+
+        model, casting = cast_model(self.policies, state, params, bound, call)
         rematting = () if remat is None else (remat,)
         found = (*casting, *rematting, *interceptors)
         with intercepting(model, found), quiet_sowing():
-            result = self.loss_fn(model, batch, **self._extras(key))
+            result = call(model)
         if remat is not None:
             remat.check_used()
         losses, outputs = _parts(_name(self.loss_fn), result)
@@ -183,6 +189,79 @@ def quiet_sowing() -> Iterator[None]:
         yield
 
 
+def cast_model(
+    policies: Policies,
+    state: TrainState,
+    params: Any,
+    bound: Callable[[Any], Any],
+    call: Callable[[Any], Any],
+) -> tuple[Any, tuple["Casting", ...]]:
+    """Returns a model that computes in a policy's dtypes, and what handles its calls.
+
+    A layer with a field `dtype` casts its own parameters, to what that says or to the
+    policy's dtype; the parameters of other layers are cast beforehand.
+
+    Args:
+        policies: The dtypes.
+        state: Gives the model's structure.
+        params: The parameters.
+        bound: Makes a model around parameters.
+        call: Calls a model; traced once for Linen, whose layers exist only in calls.
+    """
+    if not policies.casts:
+        return bound(params), ()
+    model = bound(params)
+    if isinstance(model, nn.Module):
+        own = _linen_casting_paths(state, model, call)
+    else:
+        own = {path for path, module in named_modules(model) if _has_dtype(module)}
+    model = bound(cast_for_compute(params, policies, own))
+    casting = Casting(policies)
+    if isinstance(model, nnx.Module):
+        casting.set_dtypes(model)
+    return model, (casting,)
+
+
+def _has_dtype(module: Any) -> bool:
+    return hasattr(module, "dtype")
+
+
+# By the code of a train state: a trace for each would be the same.
+_casting_paths: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+
+
+def _linen_casting_paths(
+    state: TrainState, model: nn.Module, call: Callable[[Any], Any]
+) -> set[str]:
+    """Returns the paths of a Linen model's layers that have a field `dtype`."""
+    if state.program not in _casting_paths:
+        finding = _Finding()
+
+        def trace() -> None:
+            with intercepting(model, (finding,)), quiet_sowing():
+                call(model)
+
+        jax.eval_shape(trace)
+        _casting_paths[state.program] = finding.paths
+    return _casting_paths[state.program]
+
+
+class _Finding:
+    """Notes the layers that have a field `dtype`; see `calls.Interceptor`."""
+
+    def __init__(self) -> None:
+        self.paths: set[str] = set()
+
+    def wants(self, path: str, module: Any) -> bool:
+        """Tells whether a layer has the field."""
+        return _has_dtype(module)
+
+    def call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Notes a layer and calls it."""
+        self.paths.add(call.path)
+        return call.proceed(*args, **kwargs)
+
+
 class Casting:
     """Lets a model compute in other dtypes; see `calls.Interceptor`.
 
@@ -193,18 +272,10 @@ class Casting:
     def __init__(self, policies: Policies) -> None:
         self._policies = policies
 
-    def for_model(self, model: Any) -> tuple["Casting", ...]:
-        """Gives the layers that name no dtype the policy's; returns what is left.
-
-        Args:
-            model: A bound Linen module, or an NNX module of the caller's own.
-        """
-        if not self._policies.computes_in:
-            return ()
-        if isinstance(model, nnx.Module):
-            for path, module in named_modules(model):
-                self._set_dtype(path, module)
-        return (self,)
+    def set_dtypes(self, model: nnx.Module) -> None:
+        """Gives the layers of an NNX model that name no dtype the policy's."""
+        for path, module in named_modules(model):
+            self._set_dtype(path, module)
 
     def wants(self, path: str, module: Any) -> bool:
         """Tells whether a submodule's calls matter: the model's, and Linen's all."""

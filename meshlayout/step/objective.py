@@ -15,6 +15,17 @@ from meshlayout.step.model_call import Outcome
 # What the loss function's own part is called in the metrics.
 DATA = "data_loss"
 
+# Names in a step's metrics that no part may have.
+RESERVED = (
+    "loss",
+    DATA,
+    "grad_norm",
+    "learning_rate",
+    "loss_scale",
+    "skipped",
+    "nonfinite_loss",
+)
+
 
 @dataclass(frozen=True)
 class Share:
@@ -24,11 +35,13 @@ class Share:
         weights: The part's weights, or None for ones.
         denominator: The whole batch's.
         fraction: The part's share of the examples, for scalars.
+        is_mean: Whether the denominator is that of a mean, as a scalar's is.
     """
 
     weights: Any
     denominator: Any
     fraction: float
+    is_mean: bool
 
 
 def parts_of(outcome: Outcome, share: Share) -> dict[str, jax.Array]:
@@ -42,8 +55,20 @@ def parts_of(outcome: Outcome, share: Share) -> dict[str, jax.Array]:
         LossError: If a scalar is all there is for a batch with weights, or the shapes
             of losses and weights do not fit.
     """
+    if jnp.ndim(outcome.losses) == 0 and not share.is_mean:
+        msg = (
+            "the loss function returned a scalar, which has been divided already, and "
+            "denominator= is a number. Return one loss per example, (batch,)."
+        )
+        raise LossError(msg)
     parts = {DATA: _part("the loss function returned", outcome.losses, share)}
     for path, recorded in outcome.recorded.items():
+        if path in RESERVED:
+            msg = (
+                f"the model records a loss as {path!r}, which every step reports. "
+                "Record it under another name."
+            )
+            raise LossError(msg)
         parts[path] = _part(f"the model recorded, as {path!r},", recorded, share)
     return parts
 
@@ -87,6 +112,22 @@ def example_losses(outcome: Outcome, weights: Any) -> Any:
 
 def penalties_of(
     params: Any, regularizers: tuple[losses.Regularizer, ...]
-) -> Mapping[str, jax.Array]:
+) -> dict[str, jax.Array]:
     """Returns the regularisers' penalties by name."""
     return {one.name: one(params) for one in regularizers}
+
+
+def joined(parts: Mapping[str, Any], penalties: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns all parts of the objective.
+
+    Raises:
+        LossError: If two have the same name.
+    """
+    for name in penalties:
+        if name in parts:
+            msg = (
+                f"a regularizer is called {name!r}, as another part of the loss is. "
+                f"Give it another name: losses.l2(1e-5, name='weights_{name}')."
+            )
+            raise LossError(msg)
+    return {**parts, **penalties}

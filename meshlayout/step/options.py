@@ -9,12 +9,32 @@ import numpy as np
 from meshlayout.errors import StepError, did_you_mean
 
 
-def check_loss_fn(loss_fn: Any) -> None:
+def check_loss_fn(name: str, loss_fn: Any) -> None:
     """Raises StepError unless this can be a loss function."""
     if not callable(loss_fn):
         msg = (
-            "make_train_step takes a loss function of the model and a batch first, and "
-            f"got a {type(loss_fn).__name__}."
+            f"{name} takes a function of the model and a batch first, and got a "
+            f"{type(loss_fn).__name__}."
+        )
+        raise StepError(msg)
+
+
+def check_weights(weights: Any) -> None:
+    """Raises StepError unless this is a key or a place."""
+    if not isinstance(weights, (str, int)) or isinstance(weights, bool):
+        msg = (
+            f"weights={weights!r} is neither a key of the batch, as 'weight', nor a "
+            "place in it, as 2."
+        )
+        raise StepError(msg)
+
+
+def check_schedule(schedule: Any) -> None:
+    """Raises StepError unless this is None or a function of the step."""
+    if schedule is not None and not callable(schedule):
+        msg = (
+            f"learning_rate={schedule!r} is no schedule: give the function of the step "
+            "that the optimizer was made with, as optax.cosine_decay_schedule(...)."
         )
         raise StepError(msg)
 

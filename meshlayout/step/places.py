@@ -29,6 +29,8 @@ class Place:
             return tree
 
         def one(leaf: Any) -> Any:
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                return leaf.update(sharding=leaf.sharding or self.sharding)
             now = _jax.sharding_of(leaf)
             if now is not None and now.device_set == self.sharding.device_set:
                 return leaf

@@ -125,7 +125,7 @@ class Program:
         trainable = plan.update.trainable_in(state.params)
         found = self._gradients(state, trainable, batch, users)
         new, notes = plan.update.apply(state, trainable, found, self._place_update)
-        rate = self._learning_rate(state)
+        rate = self._learning_rate(state, new)
         if rate is not None:
             notes = {"learning_rate": rate, **notes}
         weight = total_weight(plan.loss.weights_of(batch), num_examples(batch))
@@ -159,7 +159,7 @@ class Program:
         pairs = zip(leaves, self._update_layouts, strict=True)
         return treedef.unflatten([_jax.constrain(x, layout) for x, layout in pairs])
 
-    def _learning_rate(self, state: TrainState) -> Any:
+    def _learning_rate(self, state: TrainState, new: TrainState) -> Any:
         if self._plan.learning_rate is not None:
             return jnp.asarray(self._plan.learning_rate(state.step), "float32")
-        return learning_rate(state.opt_state)
+        return learning_rate(new.opt_state)

@@ -10,7 +10,7 @@ from flax import linen as nn, nnx
 
 from meshlayout import _paths
 from meshlayout.errors import StepError
-from meshlayout.step.calls import Call, plain_call
+from meshlayout.step.calls import Call
 
 
 # What may be kept: a policy of jax.checkpoint_policies, or None for nothing.
@@ -86,6 +86,7 @@ class Rematting:
             [leaf.path for leaf in _paths.flatten(params).leaves]
         )
         self._used: set[RematRule] = set()
+        self._passes = False
 
     def _rule_for(self, path: str) -> RematRule | None:
         for rule in self._rules:
@@ -107,6 +108,9 @@ class Rematting:
 
     def call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a submodule so that its insides are recomputed."""
+        if self._passes:
+            self._passes = False
+            return call.proceed(*args, **kwargs)
         rule = self._rule_for(call.path)
         assert rule is not None
         self._used.add(rule)
@@ -118,7 +122,9 @@ class Rematting:
             for i, array in zip(at, arrays, strict=True):
                 filled[i] = array
             args, kwargs = treedef.unflatten(filled)
-            return plain_call(module, args, kwargs)
+            # The module inside is another object: its call comes by here again.
+            self._passes = True
+            return module(*args, **kwargs)
 
         lifted: Any = nn.remat if isinstance(call.module, nn.Module) else nnx.remat
         recomputed = lifted(inner, policy=rule.policy)

@@ -20,7 +20,7 @@ from meshlayout.state.precision import Precision, check_params, parse_precision
 from meshlayout.step.compiled import CompiledStep, OnRecompile, compile_step
 from meshlayout.step.gradients import Loss
 from meshlayout.step.many import Stacked, calls_for
-from meshlayout.step.measuring import as_regularizers, user_metrics
+from meshlayout.step.measuring import as_regularizers, check_metrics, user_metrics
 from meshlayout.step.model_call import ModelCall
 from meshlayout.step.options import (
     check_choice,
@@ -28,12 +28,14 @@ from meshlayout.step.options import (
     check_loss_fn,
     check_pattern,
     check_positive,
+    check_schedule,
+    check_weights,
     check_whole,
 )
 from meshlayout.step.places import Place, place_of, zero_layouts
 from meshlayout.step.program import Plan, Program
 from meshlayout.step.remat import Remat, parse_remat
-from meshlayout.step.updates import OnNonfinite, Update
+from meshlayout.step.updates import EMA, OnNonfinite, Update
 
 
 _log = logging.getLogger("meshlayout")
@@ -96,10 +98,12 @@ def make_train_step(
             a key of a mapping, or a place in a tuple. A batch without has none.
         denominator: What the weighted sum of losses is divided by: `"real"`, the sum
             of weights; `"global_batch_size"`, padding included; or a number.
-        accumulate: Into how many microbatches a global batch is cut. The gradient is
-            that of the whole batch, and replicas add theirs once; of a model that
-            draws random numbers, in every microbatch. Exact batch statistics take as
-            many more passes as the model has BatchNorm layers.
+        accumulate: Into how many microbatches a global batch is cut, for a loss
+            function that treats examples one by one (but for BatchNorm, whose
+            statistics are those of the whole batch: that takes as many more passes as
+            the model has such layers). The gradient is that of the whole batch, and
+            replicas add theirs once; where random numbers are drawn, the loss is a
+            scalar, or axes are Explicit, in every microbatch.
         clip_norm: The largest global norm of the gradients.
         on_nonfinite: What to do if the loss or a gradient is not finite: `"ignore"`;
             `"skip"`, leave the state as it was and count it in `state.extra`; or
@@ -144,8 +148,10 @@ def make_train_step(
         >>> int(state.step), list(metrics)
         (1, ['loss'])
     """
-    check_loss_fn(loss_fn)
+    check_loss_fn("make_train_step", loss_fn)
     check_denominator(denominator)
+    check_weights(weights)
+    check_schedule(learning_rate)
     check_whole("accumulate", accumulate)
     check_positive("clip_norm", clip_norm)
     check_choice("on_nonfinite", on_nonfinite, get_args(OnNonfinite))
@@ -185,9 +191,11 @@ class TrainStep:
         self._plan = plan
         self._layouts = layouts
         self._on_recompile: OnRecompile = on_recompile
-        self._programs: dict[Any, tuple[CompiledStep, Metrics]] = {}
+        self._steps: dict[tuple[Place, tuple[Any, ...]], CompiledStep] = {}
+        self._empty: dict[tuple[Place, Any], Metrics] = {}
         self._last: tuple[Any, Place, bool, tuple[CompiledStep, Metrics]] | None = None
-        self._flags: deque[Any] = deque()
+        self._flags: deque[tuple[Any, bool]] = deque()
+        self._num_nonfinite = 0.0
         self._calls = calls_for(plan.steps_per_call)
         self._wants_extra = frozenset(plan.update.names())
         self._zero_shardings: list[Any] = []
@@ -209,8 +217,9 @@ class TrainStep:
             The next state, and the metrics.
 
         Raises:
-            StepError: If the state or the batch does not fit, and with
+            StepError: If the state, the batch or the metrics do not fit, and with
                 `on_nonfinite="error"` if an earlier step was not finite.
+            LossError: If what the loss function returns does not fit the batch.
         """
         if self._calls is not None:
             return self._calls.run(self, state, batch, metrics)
@@ -230,8 +239,10 @@ class TrainStep:
         if self._flags:
             self._look_at_flags(wait=False)
         compiled, empty = self._program(state, batch)
+        if metrics is not None:
+            check_metrics(self.__name__, metrics, empty)
         state, found = compiled(state, batch, empty if metrics is None else metrics)
-        self._keep_flag(found)
+        self._keep_flag(found, is_first=metrics is None)
         return state, found
 
     def prepare(self, state: TrainState, batch: Any) -> TrainState:
@@ -255,10 +266,23 @@ class TrainStep:
     def _prepared(self, state: TrainState, place: Place) -> TrainState:
         missing = self._wants_extra - state.extra.keys()
         if missing:
-            made = self._plan.update.extra(state)
+            made = self._extra(state)
             extra = {name: place.put(made[name]) for name in sorted(missing)}
             state = state.replace(extra={**state.extra, **extra})
         return self._with_zero(state, place) if self._plan.zero else state
+
+    def _extra(self, state: TrainState) -> dict[str, Any]:
+        """Returns what is kept beside, for an abstract state abstract."""
+        if not isinstance(state.step, jax.ShapeDtypeStruct):
+            return self._plan.update.extra(state)
+        made = jax.eval_shape(self._plan.update.extra, state)
+        if EMA in made:
+            made[EMA] = jax.tree.map(
+                lambda average, param: average.update(sharding=param.sharding),
+                made[EMA],
+                state.params,
+            )
+        return made
 
     def lower(
         self, state: TrainState, batch: Any, metrics: Metrics | None = None
@@ -273,6 +297,7 @@ class TrainStep:
         """
         if self._calls is not None:
             batch = self._calls.stacked(batch)
+        state = self.prepare(state, batch)
         compiled, empty = self._program(state, batch)
         return compiled.lower(state, batch, empty if metrics is None else metrics)
 
@@ -314,7 +339,7 @@ class TrainStep:
 
     def __repr__(self) -> str:
         name = getattr(self._plan.loss.call.loss_fn, "__name__", "loss")
-        return f"TrainStep({name}, {len(self._programs)} places seen)"
+        return f"TrainStep({name}, {len(self._steps)} places seen)"
 
     # Programs.
 
@@ -329,21 +354,36 @@ class TrainStep:
             and last[1:3] == (place, is_many)
         ):
             return last[3]
-        key = (place, state.program, is_many)
-        if key not in self._programs:
-            check_params(state.params, self._plan.loss.call.policies)
-            step = Program(self._plan, place, self._update_layouts(state, place))
-            one = batch.abstract_first() if is_many else batch
-            empty = place.put(step.empty_metrics(state, one))
-            compiled = compile_step(
-                step.train_steps if is_many else step.train_step,
+        one = batch.abstract_first() if is_many else batch
+        found = self._compiled(state, one, place, (is_many,))
+        # Comparing two states' programs leaf by leaf takes time: remember the last.
+        self._last = (state.program, place, is_many, found)
+        return found
+
+    def _compiled(
+        self,
+        state: TrainState,
+        batch: Any,
+        place: Place,
+        kind: tuple[Any, ...],
+        made: Callable[[Program], Callable[..., Any]] | None = None,
+    ) -> tuple[CompiledStep, Metrics]:
+        """Returns the compiled step of a place, and empty metrics for a state."""
+        layouts = self._update_layouts(state, place)
+        program = Program(self._plan, place, layouts)
+        kind = (*kind, *(layouts or ()))
+        if (place, kind) not in self._steps:
+            step = program.train_steps if kind[0] is True else program.train_step
+            self._steps[place, kind] = compile_step(
+                made(program) if made is not None else step,
                 layouts=self._layouts,
                 on_recompile=self._on_recompile,
             )
-            self._programs[key] = compiled, empty
-        # Comparing two states' programs leaf by leaf takes time: remember the last.
-        self._last = (state.program, place, is_many, self._programs[key])
-        return self._programs[key]
+        key = (place, state.program)
+        if key not in self._empty:
+            check_params(state.params, self._plan.loss.call.policies)
+            self._empty[key] = place.put(program.empty_metrics(state, batch))
+        return self._steps[place, kind], self._empty[key]
 
     def _place(self, state: TrainState, batch: Any) -> Place:
         """Returns what a program depends on: rows matter to some plans only."""
@@ -373,19 +413,18 @@ class TrainStep:
         state, data, shuffle, metrics = given
         first = jax.eval_shape(lambda data: batch_at(data, order_of(shuffle), 0), data)
         state = self._prepared(state, place)
-        key = (place, state.program, *sizes)
-        if key not in self._programs:
-            step = Program(self._plan, place, self._update_layouts(state, place))
-            run = step.train_epoch(batch_at, order_of, sizes[0])
-            compiled = compile_step(
-                run, layouts=self._layouts, on_recompile=self._on_recompile
-            )
-            empty = place.put(step.empty_metrics(state, first))
-            self._programs[key] = compiled, empty
-        compiled, empty = self._programs[key]
+        compiled, empty = self._compiled(
+            state,
+            first,
+            place,
+            sizes,
+            lambda program: program.train_epoch(batch_at, order_of, sizes[0]),
+        )
         given_metrics = empty if metrics is None else metrics
+        if metrics is not None:
+            check_metrics(self.__name__, metrics, empty)
         state, found = compiled(state, data, shuffle, given_metrics)
-        self._keep_flag(found)
+        self._keep_flag(found, is_first=metrics is None)
         return state, found
 
     @property
@@ -393,9 +432,11 @@ class TrainStep:
         """Where a batch carries its weights."""
         return self._plan.loss.weights
 
-    def _keep_flag(self, metrics: Metrics) -> None:
+    def _keep_flag(self, metrics: Metrics, *, is_first: bool) -> None:
+        """Keeps the count of steps that were not finite, to look at later."""
         if self._plan.update.on_nonfinite == "error":
-            self._flags.append(metrics.metric("skipped").compute())
+            name = self._plan.update.flag
+            self._flags.append((metrics.metric(name).compute(), is_first))
 
     def _update_layouts(self, state: TrainState, place: Place) -> Any:
         if not self._plan.zero:
@@ -417,16 +458,20 @@ class TrainStep:
             _log.info("zero=1 leaves %s", line)
         self._zero_shardings = [one.sharding for one in found]
         placed = [
-            jax.device_put(leaf, one.sharding)
+            leaf.update(sharding=one.sharding)
+            if isinstance(leaf, jax.ShapeDtypeStruct)
+            else jax.device_put(leaf, one.sharding)
             for leaf, one in zip(leaves, found, strict=True)
         ]
         return state.replace(opt_state=treedef.unflatten(placed))
 
     def _look_at_flags(self, *, wait: bool) -> None:
         """Raises for a step that was not finite, as far as that is known."""
-        while self._flags and (wait or self._flags[0].is_ready()):
-            if float(self._flags.popleft()) > 0:
-                self._flags.clear()
+        while self._flags and (wait or self._flags[0][0].is_ready()):
+            count, is_first = self._flags.popleft()
+            before = 0 if is_first else self._num_nonfinite
+            self._num_nonfinite = float(count)
+            if self._num_nonfinite > before:
                 msg = (
                     "the loss or a gradient of an earlier step was not finite. The "
                     "state is as it was before that step. Lower the learning rate, "

@@ -23,6 +23,9 @@ EMA = "ema"
 SKIPPED = "skipped"
 LOSS_SCALE = "loss_scale"
 
+# A name in the metrics.
+NONFINITE_LOSS = "nonfinite_loss"
+
 
 @dataclass(frozen=True)
 class Update:
@@ -56,10 +59,19 @@ class Update:
         """Whether a step may leave the state as it was."""
         return self.on_nonfinite != "ignore" or self.has_loss_scale
 
+    @property
+    def flag(self) -> str:
+        """The metric that counts the steps that are an error.
+
+        Overflowing gradients are none where the loss scale recovers from them.
+        """
+        is_scaled = self.has_loss_scale and self.on_nonfinite == "error"
+        return NONFINITE_LOSS if is_scaled else SKIPPED
+
     def extra(self, state: TrainState) -> dict[str, Any]:
         """Returns what a state keeps beside at the start; arrays yet to be placed."""
         makers: dict[str, Callable[[], Any]] = {
-            EMA: lambda: jax.tree.map(jnp.copy, state.params),
+            EMA: lambda: jax.tree.map(_averaged, state.params),
             SKIPPED: lambda: jnp.int32(0),
             LOSS_SCALE: LossScale.create,
         }
@@ -121,6 +133,9 @@ class Update:
         if finite is not None:
             new = self._unless(finite, state, new)
             notes["skipped"] = 1 - finite.astype("float32")
+            if self.flag not in notes:
+                lost = ~is_finite(list(found.parts.values()))
+                notes[self.flag] = lost.astype("float32")
         return new, notes
 
     def _updated(
@@ -156,6 +171,13 @@ class Update:
         if self.has_loss_scale:
             extra[LOSS_SCALE] = old.extra[LOSS_SCALE].after(finite)
         return kept.replace(extra=extra)
+
+
+def _averaged(param: jax.Array) -> jax.Array:
+    """Returns a parameter as its average begins: in float32, which small steps need."""
+    if jnp.issubdtype(param.dtype, jnp.floating):
+        return jnp.array(param, jnp.promote_types(param.dtype, "float32"))
+    return jnp.copy(param)
 
 
 def global_norm(tree: Any) -> jax.Array:

@@ -14,8 +14,9 @@ def weights_of(batch: Any, key: str | int) -> Any:
     """Returns a batch's weights, or None if it carries none.
 
     Args:
-        batch: A mapping, a tuple or list, or anything else, which has none.
-        key: Their key in a mapping, or their place in a tuple or list.
+        batch: A mapping, a tuple or list, an object with fields, or an array, which
+            has none.
+        key: Their key in a mapping, their place in a tuple or list, or their field.
 
     Raises:
         StepError: If they are no array of numbers, with a dim for the examples.
@@ -24,6 +25,8 @@ def weights_of(batch: Any, key: str | int) -> Any:
         weights = batch.get(key)
     elif isinstance(batch, (tuple, list)) and isinstance(key, int):
         weights = batch[key] if -len(batch) <= key < len(batch) else None
+    elif isinstance(key, str) and not hasattr(batch, "dtype"):
+        weights = getattr(batch, key, None)  # a named tuple, or a dataclass
     else:
         weights = None
     if weights is None:
@@ -74,6 +77,34 @@ def num_examples(batch: Any) -> int:
         "otherwise, for instance as a closure or a scalar."
     )
     raise StepError(msg)
+
+
+def without_nan_padding(batch: Any, weights: Any) -> Any:
+    """Puts 0 for what is not finite in rows of weight 0.
+
+    Their losses count for nothing, but a gradient through them is 0 times NaN.
+
+    Args:
+        batch: A batch.
+        weights: Its weights, or None.
+    """
+    if weights is None:
+        return batch
+    real = weights != 0
+
+    def clean(leaf: Any) -> Any:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        dims = min(real.ndim, leaf.ndim)
+        if leaf.shape[:dims] != real.shape[:dims]:
+            dims = 1
+        kept = (
+            real.any(axis=tuple(range(dims, real.ndim))) if dims < real.ndim else real
+        )
+        kept = kept.reshape(kept.shape + (1,) * (leaf.ndim - dims))
+        return jnp.where(kept | jnp.isfinite(leaf), leaf, 0)
+
+    return map_batch(clean, batch)
 
 
 def map_batch(function: Any, batch: Any) -> Any:

@@ -1,0 +1,296 @@
+"""Losses are averaged over the global batch, whatever a replica holds of it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec as P
+
+import meshlayout as ml
+from meshlayout import losses
+
+
+RNG = np.random.default_rng(0)
+LOSSES = RNG.uniform(1, 2, size=8).astype("float32")
+WEIGHTS = np.array([1, 0, 2, 0.5, 0, 0, 1, 3], "float32")
+
+
+def mesh_of(**axes):
+    return jax.make_mesh(
+        tuple(axes.values()),
+        tuple(axes),
+        devices=jax.devices()[: int(np.prod(list(axes.values())))],
+        axis_types=(AxisType.Auto,) * len(axes),
+    )
+
+
+def per_replica(function, *arrays):
+    """Runs a function on each of 2 replicas' rows; returns one result per replica."""
+    mesh = mesh_of(batch=2)
+    mapped = jax.shard_map(
+        lambda *rows: function(*rows)[None],
+        mesh=mesh,
+        in_specs=(P("batch"),) * len(arrays),
+        out_specs=P("batch"),
+    )
+    return np.asarray(jax.jit(mapped)(*arrays))
+
+
+# Averages.
+
+
+def test_two_replicas_give_their_shares_of_the_mean():
+    shares = per_replica(losses.compute_average_loss, jnp.array([2.0, 3.0, 4.0, 5.0]))
+    np.testing.assert_array_equal(shares, [1.25, 2.25])
+    assert shares.sum() == 3.5
+
+
+def test_the_global_batch_size_may_be_given():
+    shares = per_replica(
+        lambda rows: losses.compute_average_loss(rows, global_batch_size=8),
+        jnp.array([2.0, 3.0, 4.0, 5.0]),
+    )
+    np.testing.assert_array_equal(shares, [0.625, 1.125])
+
+
+def test_weighted_shares_add_up_to_the_weighted_sum_over_the_global_batch_size():
+    shares = per_replica(losses.compute_average_loss, LOSSES, WEIGHTS)
+    np.testing.assert_allclose(shares.sum(), (LOSSES * WEIGHTS).sum() / 8, rtol=1e-6)
+
+
+def test_a_replica_of_nothing_but_padding_gives_zero():
+    rows = np.array([1.0, 2.0, np.nan, np.inf], "float32")
+    weights = np.array([1.0, 1.0, 0.0, 0.0], "float32")
+    shares = per_replica(losses.compute_average_loss, rows, weights)
+    np.testing.assert_array_equal(shares, [0.75, 0.0])
+
+
+def test_replicas_are_counted_along_the_axes_that_tell_them_apart():
+    mesh = mesh_of(batch=2, model=4)
+    mapped = jax.shard_map(
+        lambda rows: losses.compute_average_loss(rows)[None],
+        mesh=mesh,
+        in_specs=P("batch"),
+        out_specs=P("batch"),
+    )
+    shares = jax.jit(mapped)(jnp.array([2.0, 3.0, 4.0, 5.0]))
+    np.testing.assert_array_equal(shares, [1.25, 2.25])
+
+
+def test_the_average_of_a_whole_batch_is_its_mean_on_any_mesh():
+    layout = ml.create_mesh({"batch": 8}).layout("batch")
+    average = jax.jit(losses.compute_average_loss)(ml.relayout(LOSSES, layout))
+    np.testing.assert_allclose(average, LOSSES.mean(), rtol=1e-6)
+
+
+def test_losses_of_more_dims_are_summed_as_by_tf_nn():
+    rows = RNG.normal(size=(4, 3)).astype("float32")
+    average = losses.compute_average_loss(rows, np.array([1.0, 0.0, 2.0, 1.0]))
+    expected = (rows * np.array([[1], [0], [2], [1]])).sum() / 4
+    np.testing.assert_allclose(average, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rows", "size"), [(np.zeros(0), None), (np.zeros((0, 3)), None), (LOSSES, 0)]
+)
+def test_the_average_over_no_examples_is_zero(rows, size):
+    assert losses.compute_average_loss(rows, global_batch_size=size) == 0
+
+
+def test_averages_are_taken_in_float32():
+    rows = jnp.full(4096, 1.0, "bfloat16")
+    average = losses.compute_average_loss(rows, global_batch_size=4095)
+    assert average.dtype == "float32"
+    np.testing.assert_allclose(average, 4096 / 4095, rtol=1e-6)
+
+
+def test_the_gradient_of_an_average_is_zero_where_the_weight_is():
+    rows = jnp.array([1.0, jnp.nan, jnp.inf, 2.0])
+    weights = jnp.array([2.0, 0.0, 0.0, 1.0])
+    grads = jax.grad(losses.compute_average_loss)(rows, weights)
+    np.testing.assert_array_equal(grads, [0.5, 0.0, 0.0, 0.25])
+
+
+def test_replicas_scaled_regularization_losses_add_up_to_the_loss():
+    shares = per_replica(
+        lambda rows: losses.scale_regularization_loss(jnp.float32(0.5) + 0 * rows[0]),
+        np.zeros(2, "float32"),
+    )
+    np.testing.assert_array_equal(shares, [0.25, 0.25])
+
+
+def test_regularization_of_a_value_that_replicas_share_is_divided_too():
+    shares = per_replica(
+        lambda rows: (
+            losses.scale_regularization_loss(jnp.array([0.5, 0.25])) + 0 * rows[0]
+        ),
+        np.zeros(2, "float32"),
+    )
+    np.testing.assert_array_equal(shares, [0.375, 0.375])
+
+
+def test_averages_and_scalings_as_a_gradient_of_replica_code():
+    kernel = jnp.array([1.0, -2.0])
+    rows = RNG.normal(size=(4, 2)).astype("float32")
+
+    def loss(kernel, rows):
+        average = losses.compute_average_loss(jnp.square(rows @ kernel))
+        penalty = losses.scale_regularization_loss(losses.l2(0.1)(kernel))
+        return jax.lax.psum(average + penalty + 0 * rows.sum(), "batch")
+
+    mesh = mesh_of(batch=2)
+    mapped = jax.shard_map(loss, mesh=mesh, in_specs=(P(), P("batch")), out_specs=P())
+    value, grad = jax.jit(jax.value_and_grad(mapped))(kernel, rows)
+    made = rows @ np.asarray(kernel)
+    np.testing.assert_allclose(value, (made**2).mean() + 0.1 * 5, rtol=1e-5)
+    expected = 2 * rows.T @ made / 4 + 0.2 * np.asarray(kernel)
+    np.testing.assert_allclose(grad, expected, rtol=1e-5)
+
+
+# One loss per example, and denominators.
+
+
+def test_losses_are_averaged_over_all_dims_that_weights_do_not_have():
+    rows = RNG.normal(size=(4, 3, 2)).astype("float32")
+    np.testing.assert_allclose(
+        losses.per_example(rows), rows.mean(axis=(1, 2)), rtol=1e-6
+    )
+    np.testing.assert_allclose(
+        losses.per_example(rows, np.ones(4)), rows.mean(axis=(1, 2)), rtol=1e-6
+    )
+    np.testing.assert_allclose(
+        losses.per_example(rows, np.ones((4, 3))), rows.mean(axis=2), rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("denominator", "weights", "expected"),
+    [
+        ("real", None, 8),
+        ("real", WEIGHTS, 7.5),
+        ("real", np.zeros(8), 1),
+        ("real", WEIGHTS.astype(bool), 5),
+        ("global_batch_size", WEIGHTS, 8),
+        ("global_batch_size", None, 8),
+        (20, WEIGHTS, 20),
+        (0.5, None, 0.5),
+    ],
+)
+def test_denominators(denominator, weights, expected):
+    assert losses.denominator_of(denominator, weights, 8) == expected
+
+
+# Regularisers.
+
+PARAMS = {
+    "hidden": {"kernel": jnp.array([[1.0, -2.0]]), "bias": jnp.array([3.0])},
+    "head": {"kernel": jnp.array([0.5])},
+}
+
+
+@pytest.mark.parametrize(
+    ("regularizer", "expected"),
+    [
+        (losses.l2(0.1), 0.1 * (1 + 4 + 9 + 0.25)),
+        (losses.l1(0.1), 0.1 * (1 + 2 + 3 + 0.5)),
+        (losses.l2(2, where="kernel"), 2 * (1 + 4 + 0.25)),
+        (losses.l1(2, where="^hidden/"), 2 * (1 + 2 + 3)),
+        (losses.l2(0), 0),
+    ],
+)
+def test_penalties_are_sums_over_the_parameters_that_match(regularizer, expected):
+    np.testing.assert_allclose(regularizer(PARAMS), expected, rtol=1e-6)
+
+
+def test_gradients_of_penalties():
+    grads = jax.grad(losses.l2(0.5, where="kernel"))(PARAMS)
+    np.testing.assert_array_equal(grads["hidden"]["kernel"], [[1.0, -2.0]])
+    np.testing.assert_array_equal(grads["hidden"]["bias"], [0.0])
+    grads = jax.grad(losses.l1(0.5))(PARAMS)
+    np.testing.assert_array_equal(grads["hidden"]["kernel"], [[0.5, -0.5]])
+
+
+def test_penalties_on_bfloat16_parameters_are_summed_in_float32():
+    penalty = losses.l2(1.0)({"kernel": jnp.full(4097, 1.0, "bfloat16")})
+    assert penalty.dtype == "float32"
+    assert penalty == 4097
+
+
+# Errors.
+
+
+def in_replicas_of_two_axes(function):
+    mesh = mesh_of(batch=2, model=4)
+    mapped = jax.shard_map(
+        lambda _: function()[None], mesh=mesh, in_specs=P("batch"), out_specs=P()
+    )
+    return jax.jit(mapped)(np.zeros(2, "float32"))
+
+
+WRONG = {
+    "scalar losses": (
+        lambda: losses.compute_average_loss(3.0),
+        "compute_average_loss takes one loss per example, (batch,), and got a scalar. "
+        "Do not average in the loss function; optax's losses do not.",
+    ),
+    "weights of another batch": (
+        lambda: losses.compute_average_loss(LOSSES, np.ones(4)),
+        "weights of shape (4,) do not fit losses of shape (8,); give one weight per "
+        "example, (8,), or one per loss.",
+    ),
+    "two manual axes": (
+        lambda: in_replicas_of_two_axes(lambda: losses.scale_regularization_loss(1.0)),
+        "this code runs under the axes 'batch', 'model', and nothing tells which of "
+        "them are replicas. Give global_batch_size=, or divide by the number of "
+        "replicas yourself.",
+    ),
+    "per_example of a scalar": (
+        lambda: losses.per_example(1.0),
+        "losses are a scalar, and one per example, (batch,), is needed.",
+    ),
+    "per_example of other weights": (
+        lambda: losses.per_example(np.ones((4, 3)), np.ones((4, 2))),
+        "the batch's weights have shape (4, 2) and the losses (4, 3); a loss per "
+        "example, or per weight, is needed.",
+    ),
+    "weighted_sum of other weights": (
+        lambda: losses.weighted_sum(np.ones((4, 3)), np.ones(3)),
+        "weights of shape (3,) do not fit losses of shape (4, 3); give one weight per "
+        "example, (4,), or one per loss.",
+    ),
+    "an unknown denominator": (
+        lambda: losses.denominator_of("mean", None, 8),
+        "denominator='mean' is none of 'real' (the sum of the weights), "
+        "'global_batch_size' (the examples with padding) or a positive number.",
+    ),
+    "a negative strength": (
+        lambda: losses.l2(-1),
+        "l2: the strength is a number that is not negative; got -1.",
+    ),
+    "a strength that is no number": (
+        lambda: losses.l1("a", name="sparsity"),
+        "sparsity: the strength is a number that is not negative; got 'a'.",
+    ),
+    "a broken pattern": (
+        lambda: losses.l2(1.0, where="("),
+        "l2: where='(' is no regular expression: missing ), unterminated subpattern "
+        "at position 0.",
+    ),
+    "a pattern without a match": (
+        lambda: losses.l2(1.0, where="decoder")(PARAMS),
+        "l2: no parameter's path matches 'decoder'; there are 'head/kernel', "
+        "'hidden/bias', 'hidden/kernel'.",
+    ),
+    "recording in what is no module": (
+        lambda: losses.record({}, "activity", 1.0),
+        "record takes a Flax module first, and got a dict.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_are_refused_in_words(name):
+    call, message = WRONG[name]
+    with pytest.raises(ml.LossError) as caught:
+        call()
+    assert str(caught.value) == message

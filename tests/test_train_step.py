@@ -1,0 +1,804 @@
+"""A train step's numbers are those of the same step written by hand on one device."""
+
+import collections
+import contextlib
+import pickle
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn, nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import meshlayout as ml
+from meshlayout import losses
+from tests.same_bits import assert_same_bits
+
+
+RATE = 0.1
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(16, 4)).astype("float32")
+Y = RNG.normal(size=(16, 4)).astype("float32")
+# The last rows are padding: on 8 devices, two shards of nothing else.
+WEIGHTS = np.array([1, 0.5, 2, 1, 1, 0, 3, 1, 1, 1, 0.25, 0, 0, 0, 0, 0], "float32")
+
+MESHES = {
+    "one device": ({"batch": 1}, {}),
+    "batch=8": ({"batch": 8}, {}),
+    "batch=2, model=4": ({"batch": 2, "model": 4}, {"kernel$": (None, "model")}),
+}
+
+
+def mesh_of(name="batch=8"):
+    sizes, _ = MESHES[name]
+    return ml.create_mesh(sizes, devices=jax.devices()[: np.prod([*sizes.values()])])
+
+
+def on(mesh, batch):
+    return ml.relayout(batch, mesh.layout("batch", ...))
+
+
+def create(build, mesh=None, tx=None, module=None, rules=None):
+    layouts = ml.LayoutMap(mesh or mesh_of(), rules or {})
+    return ml.TrainState.create(build, tx or optax.sgd(RATE), layouts, module=module)
+
+
+def linear():
+    return nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+
+def linear_state(mesh=None, tx=None):
+    return create(linear, mesh, tx)
+
+
+def of_linen(module, *args, mesh=None, tx=None, rules=None):
+    def build():
+        return module.init(jax.random.key(0), jnp.ones((1, 4)), *args)
+
+    return create(build, mesh, tx, module, rules)
+
+
+def squares(model, batch):
+    return jnp.square(model(batch["x"]) - batch["y"])
+
+
+def linen_squares(model, batch, train):
+    return jnp.square(model(batch["x"], train) - batch["y"])
+
+
+def on_host(tree):
+    return jax.tree.map(np.asarray, tree)
+
+
+def assert_close(made, expected, rtol=2e-5, atol=2e-6):
+    """Asserts that trees are equal but for the order of float32 sums."""
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol),
+        made,
+        expected,
+    )
+
+
+def linear_by_hand(params, weights, denominator, x=X, y=Y):
+    """Returns the parameters after one step of SGD, and the loss, in float64 NumPy.
+
+    `weights` has the losses' shape, (batch, out), and so says how much each counts.
+    """
+    error = x @ params["kernel"] + params["bias"] - y
+    share = weights / denominator
+    grads = {"kernel": x.T @ (2 * error * share), "bias": (2 * error * share).sum(0)}
+    loss = (np.square(error) * share).sum()
+    return {name: params[name] - RATE * grads[name] for name in params}, loss
+
+
+def per_dim(weights):
+    """Returns weights of the losses from those of examples, whose dims are averaged."""
+    return np.repeat(weights[:, None], 4, axis=1) / 4
+
+
+# The mean over real examples, on any mesh, in any number of parts.
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("mesh_name", MESHES)
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_three_steps_are_those_of_numpy(kind, mesh_name, accumulate):
+    mesh, rules = mesh_of(mesh_name), MESHES[mesh_name][1]
+    if kind == "nnx":
+        state = create(linear, mesh, rules=rules)
+    else:
+        state = of_linen(nn.Dense(4), mesh=mesh, rules=rules)
+    expected = on_host(state.params)
+    train_step = ml.make_train_step(squares, accumulate=accumulate)
+    for _ in range(3):
+        batch = on(mesh, {"x": X, "y": Y, "weight": WEIGHTS})
+        state, metrics = train_step(state, batch)
+        expected, loss = linear_by_hand(expected, per_dim(WEIGHTS), WEIGHTS.sum())
+        np.testing.assert_allclose(metrics["loss"], loss, rtol=2e-5)
+    assert_close(on_host(state.params), expected)
+    assert int(state.step) == 3
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("denominator", "value"),
+    [("real", WEIGHTS.sum()), ("global_batch_size", 16), (5, 5), (0.5, 0.5)],
+)
+def test_what_sums_are_divided_by(denominator, value, accumulate):
+    state = linear_state()
+    expected, loss = linear_by_hand(on_host(state.params), per_dim(WEIGHTS), value)
+    train_step = ml.make_train_step(
+        squares, denominator=denominator, accumulate=accumulate
+    )
+    batch = on(mesh_of(), {"x": X, "y": Y, "weight": WEIGHTS})
+    state, metrics = train_step(state, batch)
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=2e-5)
+    assert_close(on_host(state.params), expected)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_tokens_may_have_weights_of_their_own(accumulate):
+    weights = RNG.integers(0, 3, size=(16, 4)).astype("float32")
+    weights[-3:] = 0
+    state = linear_state()
+    expected, loss = linear_by_hand(on_host(state.params), weights, weights.sum())
+    train_step = ml.make_train_step(squares, accumulate=accumulate)
+    state, metrics = train_step(
+        state, on(mesh_of(), {"x": X, "y": Y, "weight": weights})
+    )
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=2e-5)
+    assert_close(on_host(state.params), expected)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_tuple_carries_its_weights_in_a_place(accumulate):
+    def loss_fn(model, batch):
+        x, y, _ = batch
+        return jnp.square(model(x) - y)
+
+    state = linear_state()
+    weights = per_dim(WEIGHTS)
+    expected, _ = linear_by_hand(on_host(state.params), weights, WEIGHTS.sum())
+    train_step = ml.make_train_step(loss_fn, weights=2, accumulate=accumulate)
+    state, _ = train_step(state, on(mesh_of(), (X, Y, WEIGHTS)))
+    assert_close(on_host(state.params), expected)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("mesh_name", ["one device", "batch=8"])
+def test_a_scalar_loss_is_taken_as_it_is(mesh_name, accumulate):
+    mesh = mesh_of(mesh_name)
+    state = linear_state(mesh)
+    expected, loss = linear_by_hand(on_host(state.params), np.full((16, 4), 1 / 64), 1)
+    train_step = ml.make_train_step(
+        lambda model, batch: squares(model, batch).mean(), accumulate=accumulate
+    )
+    state, metrics = train_step(state, on(mesh, {"x": X, "y": Y}))
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=2e-5)
+    assert_close(on_host(state.params), expected)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_batch_of_nothing_but_padding_changes_no_parameter(accumulate):
+    state = linear_state()
+    before = on_host(state.params)
+    train_step = ml.make_train_step(
+        squares, accumulate=accumulate, on_recompile="ignore"
+    )
+    batch = on(mesh_of(), {"x": X, "y": Y, "weight": np.zeros(16, "float32")})
+    state, metrics = train_step(state, batch)
+    assert_close(on_host(state.params), before, rtol=0, atol=0)
+    full = on(mesh_of(), {"x": X, "y": Y, "weight": WEIGHTS})
+    _, alone = train_step(linear_state(), full)
+    _, both = train_step(linear_state(), full, metrics)
+    assert_same_bits(alone["loss"], both["loss"])
+
+
+def test_a_batch_of_nothing_but_padding_has_a_loss_of_zero():
+    batch = on(mesh_of(), {"x": X, "y": Y, "weight": np.zeros(16, "float32")})
+    _, metrics = ml.make_train_step(squares, clip_norm=1.0)(linear_state(), batch)
+    assert metrics.to_host() == {"loss": 0.0, "grad_norm": 0.0}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("name", ["x", "y"])
+def test_what_padding_rows_hold_does_not_matter(name, accumulate):
+    batch = {"x": X, "y": Y, "weight": WEIGHTS}
+    batch[name] = np.where(WEIGHTS[:, None] == 0, np.nan, batch[name])
+    state = linear_state()
+    expected, loss = linear_by_hand(
+        on_host(state.params), per_dim(WEIGHTS), WEIGHTS.sum()
+    )
+    train_step = ml.make_train_step(squares, accumulate=accumulate)
+    state, metrics = train_step(state, on(mesh_of(), batch))
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=2e-5)
+    assert_close(on_host(state.params), expected)
+
+
+def test_metrics_of_several_batches_are_means_over_all_their_examples():
+    train_step = ml.make_train_step(
+        lambda model, batch: (squares(model, batch), {"off": batch["y"][:, 0]}),
+        metrics={"off": ml.metrics.Mean("off"), "mse": ml.metrics.Mean()},
+    )
+    state, metrics, sums = linear_state(), None, np.zeros(3)
+    for scale in (1, 2, 0.5):
+        params = on_host(state.params)
+        weights = np.roll(WEIGHTS, scale > 1) * (np.arange(16) < 9 * scale)
+        batch = {"x": X * scale, "y": Y, "weight": weights.astype("float32")}
+        state, metrics = train_step(state, on(mesh_of(), batch), metrics)
+        error = batch["x"] @ params["kernel"] + params["bias"] - Y
+        each = np.square(error).mean(axis=1)
+        sums += (weights * each).sum(), (weights * Y[:, 0]).sum(), weights.sum()
+    found = metrics.to_host()
+    assert list(found) == ["loss", "off", "mse"]
+    np.testing.assert_allclose(found["loss"], sums[0] / sums[2], rtol=2e-5)
+    np.testing.assert_allclose(found["mse"], sums[0] / sums[2], rtol=2e-5)
+    np.testing.assert_allclose(found["off"], sums[1] / sums[2], rtol=2e-5)
+
+
+# What the loss function is handed.
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_the_loss_function_gets_what_it_asks_for(is_training):
+    def loss_fn(model, batch, *, train, rngs):
+        assert train is is_training
+        return jnp.square(model(batch["x"])) * 0 + jax.random.normal(
+            rngs.noise(), (16, 1)
+        )
+
+    state, found = linear_state(), []
+    batch = on(mesh_of(), {"x": X})
+    step = (ml.make_train_step if is_training else ml.make_eval_step)(loss_fn)
+    for _ in range(2):
+        if is_training:
+            state, metrics = step(state, batch)
+        else:
+            metrics = step(state, batch)
+        found.append(float(metrics["loss"]))
+    assert (found[0] != found[1]) == is_training
+
+
+class Mode(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(self.dropout(self.linear(x)))
+
+
+def test_an_eval_step_measures_the_model_at_rest_and_changes_nothing():
+    state = create(lambda: Mode(nnx.Rngs(0)))
+    before = state.params, state.model_state["norm"]
+    eval_step = ml.make_eval_step(squares, metrics={"mse": ml.metrics.Mean()})
+    kept = on_host(before)
+    metrics = None
+    for weights in (WEIGHTS, WEIGHTS[::-1].copy()):
+        batch = on(mesh_of(), {"x": X, "y": Y, "weight": weights})
+        metrics = eval_step(state, batch, metrics)
+    params = kept[0]["linear"]
+    made = (X @ params["kernel"] + params["bias"]) / np.sqrt(1 + 1e-5)
+    each = np.square(made - Y).mean(axis=1)
+    total = ((WEIGHTS + WEIGHTS[::-1]) * each).sum() / WEIGHTS.sum() / 2
+    np.testing.assert_allclose(metrics["loss"], total, rtol=2e-5)
+    np.testing.assert_allclose(metrics["mse"], total, rtol=2e-5)
+    assert_same_bits(on_host(before), kept)
+
+
+def test_a_predict_step_returns_what_the_model_makes():
+    state = create(lambda: Mode(nnx.Rngs(0)))
+    params = on_host(state.params)["linear"]
+    predict_step = ml.make_predict_step(lambda model, batch: model(batch["x"]))
+    made = predict_step(state, on(mesh_of(), {"x": X}))
+    expected = (X @ params["kernel"] + params["bias"]) / np.sqrt(1 + 1e-5)
+    np.testing.assert_allclose(made, expected, rtol=1e-5, atol=1e-6)
+
+
+# What the model records.
+
+
+class Recording(nnx.Module):
+    def __init__(self, rngs):
+        self.inner = nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x):
+        made = self.inner(x)
+        losses.record(self, "activity", 0.5 * jnp.square(made))
+        losses.record(self.inner, "first", jnp.square(made[:, 0]))
+        self.sow(nnx.Intermediate, "aux_loss", jnp.abs(made))
+        self.sow(nnx.Intermediate, "features", made)
+        return made
+
+
+class LinenRecording(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        made = nn.Dense(4, name="inner")(x)
+        losses.record(self, "activity", 0.5 * jnp.square(made))
+        self.sow("losses", "aux_loss", jnp.abs(made))
+        self.sow("intermediates", "features", made)
+        return made
+
+
+def recording_by_hand(params, batch, weights, *, is_linen):
+    made = batch["x"] @ params["kernel"] + params["bias"][None]
+    parts = {
+        "data_loss": jnp.square(made - batch["y"]).mean(axis=1),
+        "activity": 0.5 * jnp.square(made).mean(axis=1),
+        "aux_loss": jnp.abs(made).mean(axis=1),
+    }
+    if not is_linen:
+        parts["inner/first"] = jnp.square(made[:, 0])
+    parts = {k: (v * weights).sum() / weights.sum() for k, v in parts.items()}
+    return sum(parts.values()), parts
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_recorded_losses_are_added_and_reported_one_by_one(kind, accumulate):
+    if kind == "nnx":
+        state = create(lambda: Recording(nnx.Rngs(0)))
+    else:
+        state = of_linen(LinenRecording())
+    params = on_host(state.params)["inner"]
+    (loss, parts), grads = jax.value_and_grad(recording_by_hand, has_aux=True)(
+        params, {"x": X, "y": Y}, WEIGHTS, is_linen=kind == "linen"
+    )
+    expected = jax.tree.map(lambda p, g: p - RATE * g, params, grads)
+    train_step = ml.make_train_step(squares, accumulate=accumulate)
+    batch = on(mesh_of(), {"x": X, "y": Y, "weight": WEIGHTS})
+    for _ in range(2):
+        new, metrics = train_step(jax.tree.map(jnp.copy, state), batch)
+    assert_close(dict(metrics), {"loss": loss, **parts})
+    assert_close(on_host(new.params)["inner"], expected)
+    assert jax.tree.structure(new.model_state) == jax.tree.structure(state.model_state)
+
+
+class ScalarRecording(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x):
+        made = self.linear(x)
+        losses.record(self, "activity", jnp.square(made).mean())
+        return made
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_recorded_scalars_are_added_as_they_are(accumulate):
+    state = create(lambda: ScalarRecording(nnx.Rngs(0)))
+    params = on_host(state.params)["linear"]
+
+    def by_hand(params):
+        made = X @ params["kernel"] + params["bias"][None]
+        return jnp.square(made - Y).mean() + jnp.square(made).mean()
+
+    loss, grads = jax.value_and_grad(by_hand)(params)
+    train_step = ml.make_train_step(squares, accumulate=accumulate)
+    state, metrics = train_step(state, on(mesh_of(), {"x": X, "y": Y}))
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=2e-5)
+    expected = jax.tree.map(lambda p, g: p - RATE * g, params, grads)
+    assert_close(on_host(state.params)["linear"], expected)
+
+
+def test_the_parts_have_one_order_in_train_and_eval_steps():
+    batch = on(mesh_of(), {"x": X, "y": Y})
+    options = {"regularizers": losses.l2(0.1)}
+    state = create(lambda: Recording(nnx.Rngs(0)))
+    evaluated = ml.make_eval_step(squares, **options)(state, batch)
+    _, trained = ml.make_train_step(squares, **options)(state, batch)
+    assert list(trained) == list(evaluated)
+
+
+class RecordingAs(nnx.Module):
+    def __init__(self, name, rngs):
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+        self.name = name
+
+    def __call__(self, x):
+        losses.record(self, self.name, jnp.full(x.shape[0], 7.0))
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("name", ["activity", "l2", "data_loss", "loss", "grad_norm"])
+def test_a_recorded_loss_counts_whatever_it_is_called(name):
+    options = {"regularizers": losses.l2(0.1), "clip_norm": 1e9}
+    batch = on(mesh_of(), {"x": X, "y": Y})
+    state = create(lambda: RecordingAs(name, nnx.Rngs(0)))
+    plain = jax.tree.map(jnp.copy, state).replace()
+    params = on_host(plain.params)["linear"]
+    error = X @ params["kernel"] + params["bias"] - Y
+    penalty = (
+        0.1 * np.square(params["kernel"]).sum() + 0.1 * np.square(params["bias"]).sum()
+    )
+    expected = np.square(error).mean() + penalty + 7
+    with contextlib.suppress(ml.MeshLayoutError):  # refusing the name is as good
+        _, metrics = ml.make_train_step(squares, **options)(state, batch)
+        np.testing.assert_allclose(metrics["loss"], expected, rtol=2e-5)
+
+
+def test_a_regularizer_does_not_replace_the_loss_whatever_it_is_called():
+    batch = on(mesh_of(), {"x": X, "y": Y})
+    state = linear_state()
+    params = on_host(state.params)
+    error = X @ params["kernel"] + params["bias"] - Y
+    expected = np.square(error).mean() + 0.1 * np.square(params["kernel"]).sum()
+    regularizer = losses.l2(0.1, where="kernel", name="data_loss")
+    with contextlib.suppress(ml.MeshLayoutError):  # refusing the name is as good
+        train_step = ml.make_train_step(squares, regularizers=regularizer)
+        _, metrics = train_step(state, batch)
+        np.testing.assert_allclose(metrics["loss"], expected, rtol=2e-5)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_regularizers_are_added_once(accumulate):
+    state = linear_state()
+    params = on_host(state.params)
+    expected, loss = linear_by_hand(params, per_dim(WEIGHTS), WEIGHTS.sum())
+    kernel = params["kernel"]
+    expected["kernel"] -= RATE * (2 * 0.1 * kernel + 0.2 * np.sign(kernel))
+    train_step = ml.make_train_step(
+        squares,
+        regularizers=[losses.l2(0.1, where="kernel"), losses.l1(0.2, where="kernel")],
+        accumulate=accumulate,
+    )
+    batch = on(mesh_of(), {"x": X, "y": Y, "weight": WEIGHTS})
+    state, metrics = train_step(state, batch)
+    parts = {
+        "data_loss": loss,
+        "l2": 0.1 * np.square(kernel).sum(),
+        "l1": 0.2 * np.abs(kernel).sum(),
+    }
+    assert_close(dict(metrics), {"loss": sum(parts.values()), **parts})
+    assert_close(on_host(state.params), expected)
+
+
+# Batch statistics.
+
+
+class Norms(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(4, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, momentum=0.5, rngs=rngs)
+        self.second = nnx.Linear(4, 4, rngs=rngs)
+        self.last = nnx.BatchNorm(4, momentum=0.5, use_fast_variance=False, rngs=rngs)
+
+    def __call__(self, x):
+        x = nnx.tanh(self.norm(self.first(x)))
+        return self.last(self.second(x))
+
+
+class LinenNorms(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        options = {"use_running_average": not train, "momentum": 0.5}
+        x = nn.Dense(4, name="first")(x)
+        x = jnp.tanh(nn.BatchNorm(**options, name="norm")(x))
+        x = nn.Dense(4, name="second")(x)
+        return nn.BatchNorm(**options, use_fast_variance=False, name="last")(x)
+
+
+def norms_by_hand(params, stats, x, y, weights):
+    """Statistics over the real rows alone, which are picked and not masked."""
+    real = weights != 0
+    x, y, weights = x[real], y[real], weights[real]
+
+    def norm(name, x):
+        mean, var = x.mean(axis=0), jnp.square(x - x.mean(axis=0)[None]).mean(axis=0)
+        old = stats[name]
+        after[name] = {
+            "mean": 0.5 * old["mean"] + 0.5 * mean,
+            "var": 0.5 * old["var"] + 0.5 * var,
+        }
+        x = (x - mean[None]) / jnp.sqrt(var + 1e-5)[None]
+        return x * params[name]["scale"][None] + params[name]["bias"][None]
+
+    def dense(name, x):
+        return x @ params[name]["kernel"] + params[name]["bias"][None]
+
+    after = {}
+    made = norm("last", dense("second", jnp.tanh(norm("norm", dense("first", x)))))
+    each = jnp.square(made - y).mean(axis=1)
+    return (each * weights).sum() / weights.sum(), after
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh_name", "options"),
+    [
+        ("nnx", "one device", {"accumulate": 4}),
+        ("nnx", "batch=8", {}),
+        ("nnx", "batch=8", {"accumulate": 2, "remat": "full"}),
+        ("nnx", "batch=2, model=4", {"accumulate": 2}),
+        ("linen", "batch=8", {}),
+        ("linen", "batch=8", {"accumulate": 2, "remat": "full"}),
+        ("nnx", "batch=8", {"remat": {"norm|last": None}}),
+        ("linen", "batch=8", {"remat": {"norm|last": None}}),
+    ],
+)
+def test_batch_statistics_are_those_of_the_real_rows_of_the_whole_batch(
+    kind, mesh_name, options
+):
+    mesh, rules = mesh_of(mesh_name), MESHES[mesh_name][1]
+    if kind == "nnx":
+        state = create(lambda: Norms(nnx.Rngs(0)), mesh, rules=rules)
+    else:
+        state = of_linen(LinenNorms(), False, mesh=mesh, rules=rules)
+
+    def stats(state):
+        return state.model_state if kind == "nnx" else state.model_state["batch_stats"]
+
+    loss_fn = squares if kind == "nnx" else linen_squares
+    params, expected = on_host(state.params), on_host(stats(state))
+    # Padding that would show; every other row, so that whole parts are padding.
+    weights = WEIGHTS * (np.arange(16) % 4 != 3)
+    x = np.where(weights[:, None] == 0, np.float32(50), X)
+    train_step = ml.make_train_step(loss_fn, **options)
+    by_hand = jax.value_and_grad(norms_by_hand, has_aux=True)
+    for _ in range(2):
+        batch = on(mesh, {"x": x, "y": Y, "weight": weights.astype("float32")})
+        state, metrics = train_step(state, batch)
+        (loss, expected), grads = by_hand(params, expected, x, Y, weights)
+        params = jax.tree.map(lambda p, g: p - RATE * g, params, grads)
+        np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-4)
+    # float32 sums of 11 rows, through two normalisations
+    assert_close(on_host(state.params), on_host(params), rtol=1e-3, atol=2e-5)
+    assert_close(on_host(stats(state)), on_host(expected), rtol=1e-3, atol=2e-5)
+
+
+def test_statistics_of_a_batch_of_nothing_but_padding_are_kept():
+    state = create(lambda: Norms(nnx.Rngs(0)))
+    before = on_host((state.params, state.model_state))
+    batch = on(mesh_of(), {"x": X, "y": Y, "weight": np.zeros(16, "float32")})
+    for accumulate in (1, 2):
+        state, _ = ml.make_train_step(squares, accumulate=accumulate)(state, batch)
+        after = on_host((state.params, state.model_state))
+        assert_close(after, before, rtol=0, atol=0)
+
+
+def test_a_batch_norm_may_be_the_whole_model():
+    found = []
+    for accumulate in (1, 2):
+        state = create(lambda: nnx.BatchNorm(4, momentum=0.5, rngs=nnx.Rngs(0)))
+        train_step = ml.make_train_step(squares, accumulate=accumulate)
+        state, _ = train_step(state, on(mesh_of(), {"x": X, "y": Y}))
+        found.append(on_host((state.params, state.model_state)))
+    np.testing.assert_allclose(found[0][1]["mean"], X.mean(axis=0) / 2, rtol=1e-5)
+    assert_close(found[1], found[0])
+
+
+class DroppedNorm(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, use_scale=False, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(self.dropout(self.linear(x)))
+
+
+class LinenDroppedNorm(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.Dropout(0.5, deterministic=not train)(nn.Dense(4)(x))
+        options = {"use_scale": False, "use_bias": False}
+        return nn.BatchNorm(use_running_average=not train, **options)(x)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_what_was_dropped_is_what_is_normalised(kind, accumulate):
+    """Normalised features have a mean square of 1, whatever was dropped before."""
+    if kind == "nnx":
+        state, loss_fn = create(lambda: DroppedNorm(nnx.Rngs(0))), squares
+    else:
+        state, loss_fn = of_linen(LinenDroppedNorm(), False), linen_squares
+    train_step = ml.make_train_step(loss_fn, accumulate=accumulate)
+    _, metrics = train_step(state, on(mesh_of(), {"x": X, "y": 0 * Y}))
+    # epsilon is 1e-5, beside variances of about 1
+    np.testing.assert_allclose(metrics["loss"], 1, rtol=1e-3)
+
+
+# Random numbers.
+
+
+class Dropped(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.linear(x))
+
+
+class LinenDropped(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        return nn.Dropout(0.5, deterministic=not train)(nn.Dense(4)(x))
+
+
+def dropped(kind, mesh, tx=None):
+    if kind == "nnx":
+        return create(lambda: Dropped(nnx.Rngs(0)), mesh, tx), squares
+    return of_linen(LinenDropped(), False, mesh=mesh, tx=tx), linen_squares
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_the_same_is_dropped_on_any_mesh(kind, accumulate):
+    found = []
+    for name in ("one device", "batch=8"):
+        mesh = mesh_of(name)
+        state, loss_fn = dropped(kind, mesh)
+        train_step = ml.make_train_step(loss_fn, accumulate=accumulate)
+        of_steps = []
+        for _ in range(2):
+            state, metrics = train_step(state, on(mesh, {"x": X, "y": Y}))
+            of_steps.append(float(metrics["loss"]))
+        found.append((of_steps, on_host(state.params)))
+    assert_close(found[0], found[1])
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_every_step_and_every_microbatch_drops_something_else(kind):
+    """All rows are alike, and so are the parameters: only what is dropped differs."""
+    state, loss_fn = dropped(kind, mesh_of(), optax.sgd(0.0))
+    train_step = ml.make_train_step(loss_fn, accumulate=2)
+    found = set()
+    for _ in range(2):
+        for part in ([1, 0], [0, 1]):
+            batch = {"x": np.repeat(X[:1], 16, 0), "y": np.repeat(Y[:1], 16, 0)}
+            batch["weight"] = np.tile(np.array(part, "float32"), 8)
+            _, metrics = train_step(jax.tree.map(jnp.copy, state), on(mesh_of(), batch))
+            found.add(float(metrics["loss"]))
+        state, _ = train_step(state, on(mesh_of(), batch))
+    assert len(found) == 4
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_a_run_that_was_pickled_in_the_middle_goes_on_bit_for_bit(kind):
+    options = {"ema": 0.9, "clip_norm": 1.0, "on_nonfinite": "skip", "accumulate": 2}
+    state, loss_fn = dropped(kind, mesh_of(), optax.adam(0.1))
+    train_step = ml.make_train_step(loss_fn, **options)
+    batch = on(mesh_of(), {"x": X, "y": Y, "weight": WEIGHTS})
+    state, _ = train_step(state, batch)
+    saved = pickle.dumps(state)
+    for _ in range(2):
+        state, metrics = train_step(state, batch)
+    resumed = pickle.loads(saved)
+    another = ml.make_train_step(loss_fn, **options)
+    for _ in range(2):
+        resumed, again = another(resumed, batch)
+    assert_same_bits(jax.tree.leaves(resumed), jax.tree.leaves(state))
+    assert_same_bits(dict(again), dict(metrics))
+
+
+# The compiled program.
+
+
+def collectives(text):
+    """Counts collectives by kind and shapes."""
+    return collections.Counter(
+        (kind, tuple(sorted(re.findall(r"[a-z]+\d*\[[\d,]*\]", shapes))))
+        for shapes, kind in re.findall(
+            r"= (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|"
+            r"collective-permute)(?:-start)?\(",
+            re.sub(r"\{[\d,]*\}", "", text),
+        )
+    )
+
+
+def flops(compiled):
+    cost = compiled.cost_analysis()
+    return (cost[0] if isinstance(cost, list) else cost)["flops"]
+
+
+def by_hand_program(mesh, build, x, y):
+    """The step that an expert writes, in plain JAX, Flax and Optax."""
+    names, sizes = mesh.axis_names, tuple(mesh.shape.values())
+    jax_mesh = jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+    whole = NamedSharding(jax_mesh, P())
+    graphdef, params, rest = nnx.split(build(), nnx.Param, ...)
+    params = nnx.to_pure_dict(params)
+    tx = optax.adam(1e-3)
+
+    def step(state, batch):
+        params, opt_state, count = state
+
+        def loss_fn(params):
+            return jnp.square(
+                nnx.merge(graphdef, params, rest)(batch[0]) - batch[1]
+            ).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state, count + 1), loss
+
+    jitted = jax.jit(
+        step,
+        in_shardings=(whole, NamedSharding(jax_mesh, P("batch"))),
+        out_shardings=(whole, whole),
+        donate_argnums=0,
+    )
+    return jitted.lower((params, tx.init(params), jnp.int32(0)), (x, y)).compile()
+
+
+def hidden():
+    rngs = nnx.Rngs(0)
+    return nnx.Sequential(
+        nnx.Linear(32, 64, rngs=rngs), nnx.relu, nnx.Linear(64, 8, rngs=rngs)
+    )
+
+
+def test_the_plain_step_is_the_hand_written_program():
+    x, y = np.ones((64, 32), "float32"), np.ones((64, 8), "float32")
+    mesh = mesh_of()
+    hand = by_hand_program(mesh, hidden, x, y)
+    train_step = ml.make_train_step(squares)
+    state = create(hidden, mesh, optax.adam(1e-3))
+    ours = train_step.lower(state, on(mesh, {"x": x, "y": y})).compile()
+    assert collectives(ours.as_text()) == collectives(hand.as_text())
+    # The metrics' own sums: a few operations on scalars, of some 100,000.
+    assert abs(flops(ours) - flops(hand)) < 0.002 * flops(hand)
+
+
+LOOP = re.compile(r'op_name="[^"]*/while/body/')
+
+
+def reduced_in_loops(compiled):
+    """Returns the shapes that all-reduces and reduce-scatters inside loops have."""
+    lines = [
+        line
+        for line in compiled.as_text().splitlines()
+        if re.search(r" (all-reduce|reduce-scatter)(-start)?\(", line)
+    ]
+    shapes = [
+        re.findall(r"f32\[[\d,]*\]", line.partition(" all-reduce")[0])
+        for line in lines
+        if LOOP.search(line)
+    ]
+    return [shape for found in shapes for shape in found]
+
+
+@pytest.mark.parametrize("build", [hidden, lambda: Wide(nnx.Rngs(0))])
+def test_replicas_add_their_gradients_once_and_not_per_microbatch(build):
+    x, y = np.ones((64, 32), "float32"), np.ones((64, 8), "float32")
+    mesh = mesh_of()
+    state = create(build, mesh)
+    kernels = {(32, 64), (64, 8)}
+    train_step = ml.make_train_step(squares, accumulate=4)
+    batch = on(mesh, {"x": x, "y": y, "weight": np.ones(64, "float32")})
+    compiled = train_step.lower(state, batch).compile()
+    texts = {f"f32[{a},{b}]" for a, b in kernels | {(b, a) for a, b in kernels}}
+    assert not texts & set(reduced_in_loops(compiled))
+    found = [shape for _, shapes in collectives(compiled.as_text()) for shape in shapes]
+    assert sum(shape in texts for shape in found) == 2
+
+
+class Wide(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(32, 64, rngs=rngs)
+        self.norm = nnx.BatchNorm(64, rngs=rngs)
+        self.last = nnx.Linear(64, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(nnx.relu(self.norm(self.first(x))))
+
+
+def test_gradients_sharded_like_their_parameters_are_added_once():
+    x, y = np.ones((64, 32), "float32"), np.ones((64, 8), "float32")
+    mesh = mesh_of("batch=2, model=4")
+    rules = {
+        "0/kernel": (None, "model"),
+        "0/bias": ("model",),
+        "2/kernel": ("model", None),
+    }
+    state = create(hidden, mesh, rules=rules)
+    train_step = ml.make_train_step(squares, accumulate=4)
+    compiled = train_step.lower(state, on(mesh, {"x": x, "y": y})).compile()
+    kernels = {"f32[32,16]", "f32[16,32]", "f32[16,8]", "f32[8,16]"}
+    assert not kernels & set(reduced_in_loops(compiled))

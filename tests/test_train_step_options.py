@@ -1,0 +1,872 @@
+"""What the options of a train step do, and which values of them are refused."""
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn, nnx
+from jax.sharding import AxisType
+
+import meshlayout as ml
+from meshlayout import losses
+from tests.flax_versions import module_list
+from tests.same_bits import assert_same_bits
+
+
+RATE = 0.1
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(16, 8)).astype("float32")
+Y = RNG.normal(size=(16, 8)).astype("float32")
+
+
+@pytest.fixture
+def mesh() -> ml.Mesh:
+    return ml.create_mesh({"batch": 8})
+
+
+@pytest.fixture
+def batch(mesh):
+    return on(mesh, {"x": X, "y": Y})
+
+
+def on(mesh, batch):
+    return ml.relayout(batch, mesh.layout("batch", ...))
+
+
+def linear(param_dtype=jnp.float32, dtype=None):
+    rngs = nnx.Rngs(0)
+    return nnx.Linear(8, 8, param_dtype=param_dtype, dtype=dtype, rngs=rngs)
+
+
+def create(mesh, tx=None, build=linear, module=None):
+    layouts = ml.LayoutMap(mesh, {})
+    return ml.TrainState.create(build, tx or optax.sgd(RATE), layouts, module=module)
+
+
+def squares(model, batch):
+    return jnp.square(model(batch["x"]) - batch["y"])
+
+
+def on_host(tree):
+    return jax.tree.map(np.asarray, tree)
+
+
+def assert_close(made, expected, rtol=2e-5, atol=2e-6):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol),
+        made,
+        expected,
+    )
+
+
+def grads_by_hand(params, x=X, y=Y):
+    """The gradients of the mean square of a linear model, in NumPy."""
+    error = x @ params["kernel"] + params["bias"] - y
+    return {
+        "kernel": 2 * x.T @ error / error.size,
+        "bias": 2 * error.sum(0) / error.size,
+    }
+
+
+def norm_of(tree):
+    return np.sqrt(sum(np.square(leaf).sum() for leaf in jax.tree.leaves(tree)))
+
+
+# Clipping, and what is not finite.
+
+
+@pytest.mark.parametrize("clip_norm", [0.05, 100.0])
+def test_gradients_are_clipped_by_their_global_norm(mesh, batch, clip_norm):
+    state = create(mesh)
+    params = on_host(state.params)
+    grads = grads_by_hand(params)
+    norm = norm_of(grads)
+    state, metrics = ml.make_train_step(squares, clip_norm=clip_norm)(state, batch)
+    np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=2e-5)
+    factor = min(1, clip_norm / norm)
+    expected = {k: params[k] - RATE * factor * grads[k] for k in params}
+    assert_close(on_host(state.params), expected)
+
+
+def test_the_norm_of_zero_gradients_is_no_problem(mesh, batch):
+    def loss_fn(model, batch):
+        return 0 * squares(model, batch)
+
+    state = create(mesh)
+    before = on_host(state.params)
+    state, metrics = ml.make_train_step(loss_fn, clip_norm=1.0)(state, batch)
+    assert metrics["grad_norm"] == 0
+    assert_close(on_host(state.params), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_that_is_not_finite_is_skipped_and_counted(mesh, batch, accumulate):
+    train_step = ml.make_train_step(
+        squares, on_nonfinite="skip", ema=0.9, accumulate=accumulate
+    )
+    state, metrics = train_step(create(mesh, optax.adam(0.1)), batch)
+    before = on_host((state.params, state.opt_state, state.extra["ema"], state.step))
+    loss = float(metrics["loss"])
+    bad = on(mesh, {"x": np.where(X[3] == X, np.inf, X).astype("float32"), "y": Y})
+    for count in (1, 2):
+        state, metrics = train_step(state, bad, metrics)
+        after = state.params, state.opt_state, state.extra["ema"], state.step
+        assert_same_bits(on_host(after), before)
+        assert int(state.extra["skipped"]) == count
+        assert metrics.to_host() == {"loss": loss, "skipped": count}
+    state, metrics = train_step(state, batch)
+    assert metrics["skipped"] == 0
+    assert int(state.step) == 2
+
+
+def test_a_step_that_is_not_finite_raises_and_leaves_the_state(mesh, batch):
+    train_step = ml.make_train_step(squares, on_nonfinite="error")
+    state, _ = train_step(create(mesh), batch)
+    train_step.check()
+    before = on_host(state.params)
+    state, metrics = train_step(state, on(mesh, {"x": X * np.nan, "y": Y}))
+    with pytest.raises(ml.StepError) as caught:
+        train_step.check()
+    assert str(caught.value) == (
+        "the loss or a gradient of an earlier step was not finite. The state is as it "
+        "was before that step. Lower the learning rate, clip with clip_norm=, or use "
+        'on_nonfinite="skip".'
+    )
+    assert_same_bits(on_host(state.params), before)
+    assert metrics["skipped"] == 1
+
+
+def test_one_step_that_is_not_finite_raises_once(mesh, batch):
+    train_step = ml.make_train_step(squares, on_nonfinite="error")
+    bad = on(mesh, {"x": X * np.nan, "y": Y})
+    state, metrics = train_step(create(mesh), bad)
+    with pytest.raises(ml.StepError):
+        train_step.check()
+    train_step(state, batch, metrics)
+    train_step.check()
+
+
+def test_by_default_nothing_is_checked(mesh):
+    bad = on(mesh, {"x": X * np.nan, "y": Y})
+    state, metrics = ml.make_train_step(squares)(create(mesh), bad)
+    assert np.isnan(np.asarray(state.params["kernel"])).all()
+    assert list(metrics) == ["loss"]
+
+
+# Moving averages, schedules, frozen parameters.
+
+
+def test_the_moving_average_of_the_parameters(mesh, batch):
+    state = create(mesh)
+    average = on_host(state.params)
+    train_step = ml.make_train_step(squares, ema=0.75)
+    for _ in range(3):
+        state, _ = train_step(state, batch)
+        new = on_host(state.params)
+        average = jax.tree.map(lambda old, new: 0.75 * old + 0.25 * new, average, new)
+    assert_close(on_host(state.extra["ema"]), average)
+
+
+def test_the_moving_average_of_bfloat16_parameters_moves(mesh):
+    def build():
+        model = linear(jnp.bfloat16)
+        model.kernel[...] = jnp.ones((8, 8), "bfloat16")
+        return model
+
+    # A loss whose gradient is 1 for every entry of the kernel.
+    def loss_fn(model, batch):
+        return batch["x"][:, 0] * 0 + model.kernel[...].astype("float32").sum()
+
+    state = create(mesh, optax.sgd(0.5), build)
+    train_step = ml.make_train_step(loss_fn, ema=0.999)
+    for _ in range(2):
+        state, _ = train_step(state, on(mesh, {"x": X}))
+    expected = 0.999 * (0.999 * 1 + 0.001 * 0.5) + 0.001 * 0
+    average = np.asarray(state.extra["ema"]["kernel"], "float32")
+    np.testing.assert_allclose(average, expected, rtol=1e-4)
+
+
+SCHEDULE = optax.linear_schedule(1.0, 0.0, 10)
+
+
+@pytest.mark.parametrize("is_injected", [True, False])
+def test_the_metrics_show_the_rate_that_the_update_used(mesh, batch, is_injected):
+    tx = optax.inject_hyperparams(optax.sgd) if is_injected else optax.sgd
+    option = {} if is_injected else {"learning_rate": SCHEDULE}
+    train_step = ml.make_train_step(squares, **option)
+    state, shown, used = create(mesh, tx(learning_rate=SCHEDULE)), [], []
+    for _ in range(3):
+        before = on_host(state.params)
+        grads = grads_by_hand(before)
+        state, metrics = train_step(state, batch)
+        shown.append(float(metrics["learning_rate"]))
+        moved = before["kernel"] - on_host(state.params)["kernel"]
+        used.append((moved * grads["kernel"]).sum() / np.square(grads["kernel"]).sum())
+    np.testing.assert_allclose(shown, used, rtol=1e-4)
+    np.testing.assert_allclose(shown, [1.0, 0.9, 0.8], rtol=1e-6)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_only_what_matches_is_trained(mesh, batch, accumulate):
+    state = create(mesh, optax.adamw(0.1, weight_decay=0.5))
+    before = on_host(state.params)
+    train_step = ml.make_train_step(
+        squares, trainable="bias$", clip_norm=100.0, accumulate=accumulate
+    )
+    for _ in range(2):
+        norm = norm_of(grads_by_hand(on_host(state.params))["bias"])
+        state, metrics = train_step(state, batch)
+        np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=2e-5)
+    after = on_host(state.params)
+    assert_same_bits(after["kernel"], before["kernel"])
+    assert (after["bias"] != before["bias"]).all()
+    assert not np.asarray(state.opt_state[0].mu["kernel"]).any()
+
+
+# Precision.
+
+
+def test_bfloat16_computes_in_bfloat16_and_keeps_the_rest(mesh, batch):
+    state = create(mesh, optax.adam(0.1))
+    params = state.params
+    kernel, bias = (params[k].astype("bfloat16") for k in ("kernel", "bias"))
+    made = jnp.asarray(X, "bfloat16") @ kernel + bias[None]
+    expected = np.square(np.asarray(made, "float32") - Y).mean()
+    dtypes = jax.tree.map(lambda leaf: leaf.dtype, (state.params, state.opt_state))
+    seen = []
+
+    def loss_fn(model, batch):
+        made = model(batch["x"])
+        seen.append(made.dtype)
+        return jnp.square(made - batch["y"])
+
+    train_step = ml.make_train_step(loss_fn, precision="bfloat16")
+    state, metrics = train_step(state, batch)
+    assert all(dtype == "float32" for dtype in seen)
+    assert metrics["loss"].dtype == "float32"
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-3)
+    after = jax.tree.map(lambda leaf: leaf.dtype, (state.params, state.opt_state))
+    assert after == dtypes
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_a_layer_that_names_its_dtype_computes_in_it(mesh, kind):
+    """Its parameters are not rounded on their way, either."""
+    if kind == "nnx":
+        state = create(mesh, build=lambda: linear(dtype=jnp.float32))
+    else:
+        module = nn.Dense(8, dtype=jnp.float32)
+        state = create(
+            mesh,
+            build=lambda: module.init(jax.random.key(0), jnp.ones((1, 8))),
+            module=module,
+        )
+    params = on_host(state.params)
+    x = np.ones((16, 8), "float32")  # exact in bfloat16
+    expected = np.square(x @ params["kernel"] + params["bias"] - Y).mean()
+    train_step = ml.make_train_step(squares, precision="bfloat16")
+    _, metrics = train_step(state, on(mesh, {"x": x, "y": Y}))
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
+
+
+class Two(nnx.Module):
+    def __init__(self, rngs):
+        self.body = Shown(nnx.Linear(8, 8, rngs=rngs))
+        self.head = Shown(nnx.Linear(8, 8, rngs=rngs))
+
+    def __call__(self, x):
+        return self.head(self.body(x))
+
+
+SEEN = []
+
+
+class Shown(nnx.Module):
+    def __init__(self, linear):
+        self.linear = linear
+
+    def __call__(self, x):
+        made = self.linear(x)
+        SEEN.append(made.dtype)
+        return made
+
+
+def test_dtypes_by_path(mesh, batch):
+    SEEN.clear()
+    precision = {"^head": "float32", "": "bfloat16"}
+    train_step = ml.make_train_step(squares, precision=precision)
+    train_step(create(mesh, build=lambda: Two(nnx.Rngs(0))), batch)
+    assert set(SEEN[0::2]) == {jnp.dtype("bfloat16")}
+    assert set(SEEN[1::2]) == {jnp.dtype("float32")}
+
+
+def test_the_output_dtype_counts_without_a_compute_dtype(mesh, batch):
+    seen = []
+
+    def loss_fn(model, batch):
+        seen.append(model(batch["x"]).dtype)
+        return squares(model, batch)
+
+    policy = ml.Policy(output="bfloat16")
+    ml.make_train_step(loss_fn, precision=policy)(create(mesh), batch)
+    assert set(seen) == {jnp.dtype("bfloat16")}
+
+
+PARAM_MESSAGE = (
+    "bias f32[8]: the precision policy stores parameters in bfloat16. Build the model "
+    "with param_dtype='bfloat16', or leave param out of the policy."
+)
+
+
+@pytest.mark.parametrize("option", [{}, {"ema": 0.9}])
+def test_parameters_of_another_dtype_than_the_policys_are_refused(mesh, batch, option):
+    policy = ml.Policy(param="bfloat16")
+    train_step = ml.make_train_step(squares, precision=policy, **option)
+    with pytest.raises(ml.StateError) as caught:
+        train_step(create(mesh), batch)
+    assert str(caught.value) == PARAM_MESSAGE
+
+
+def test_gradients_may_be_added_in_another_dtype(mesh, batch):
+    state = create(mesh)
+    params = on_host(state.params)
+    grads = grads_by_hand(params)
+    policy = ml.Policy(reduce="bfloat16")
+    state, metrics = ml.make_train_step(squares, precision=policy)(state, batch)
+    moved = jax.tree.map(lambda p, q: (p - q) / RATE, params, on_host(state.params))
+    # 8 summands and the sum rounded to 8 bits
+    assert_close(moved, grads, rtol=0.05, atol=0.01)
+    assert norm_of(jax.tree.map(np.subtract, moved, grads)) > 1e-5
+    loss = np.square(X @ params["kernel"] + params["bias"] - Y).mean()
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=2e-5)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_float16_finds_a_scale_without_overflow_and_then_trains(mesh, accumulate):
+    y = 2000 * Y  # gradients of some hundreds, times a scale of 32768
+    batch = on(mesh, {"x": X, "y": y})
+    state = create(mesh)
+    params = on_host(state.params)
+    train_step = ml.make_train_step(squares, precision="float16", accumulate=accumulate)
+    scales = []
+    while int(state.step) == 0:
+        assert_same_bits(on_host(state.params), params)
+        state, metrics = train_step(state, batch)
+        scales.append(float(metrics["loss_scale"]))
+    assert 2 <= len(scales) <= 12
+    np.testing.assert_array_equal(scales, 2.0**15 / 2.0 ** np.arange(len(scales)))
+    assert int(state.extra["skipped"]) == len(scales) - 1
+    moved = jax.tree.map(lambda p, q: (p - q) / RATE, params, on_host(state.params))
+    grads = grads_by_hand(params, y=y)
+    assert_close(moved, grads, rtol=0.02, atol=1)
+
+
+def test_float16_does_not_lose_small_gradients(mesh, batch):
+    def loss_fn(model, batch):
+        return 1e-6 * squares(model, batch)
+
+    state = create(mesh, optax.sgd(1e6 * RATE))
+    params = on_host(state.params)
+    train_step = ml.make_train_step(loss_fn, precision="float16", clip_norm=1.0)
+    state, metrics = train_step(state, batch)
+    grads = grads_by_hand(params)
+    moved = jax.tree.map(lambda p, q: (p - q) / RATE, params, on_host(state.params))
+    assert_close(moved, grads, rtol=0.03, atol=0.003)
+    np.testing.assert_allclose(metrics["grad_norm"], 1e-6 * norm_of(grads), rtol=0.01)
+
+
+# Recomputation.
+
+
+class Blocks(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = module_list([Block(rngs) for _ in range(4)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(8, 32, rngs=rngs)
+        self.down = nnx.Linear(32, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(nnx.gelu(nnx.gelu(self.up(x))))
+
+
+class LinenBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(8)(nn.gelu(nn.gelu(nn.Dense(32)(x))))
+
+
+class LinenBlocks(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for n in range(4):
+            x = LinenBlock(name=f"block{n}")(x)
+        return x
+
+
+def of_blocks(mesh, kind):
+    if kind == "nnx":
+        return create(mesh, build=lambda: Blocks(nnx.Rngs(0)))
+    module = LinenBlocks()
+
+    def build():
+        return module.init(jax.random.key(0), jnp.ones((1, 8)))
+
+    return create(mesh, build=build, module=module)
+
+
+@pytest.mark.parametrize(
+    ("kind", "remat", "num_recomputed"),
+    [
+        ("nnx", "blocks", 4),
+        ("nnx", {"[13]$": None}, 2),
+        ("linen", "blocks", 4),
+        ("linen", jax.checkpoint_policies.dots_saveable, 4),
+    ],
+)
+def test_recomputing_changes_no_number(mesh, batch, kind, remat, num_recomputed):
+    plain_step = ml.make_train_step(squares)
+    train_step = ml.make_train_step(squares, remat=remat)
+    state = of_blocks(mesh, kind)
+    texts = [step.lower(state, batch).as_text() for step in (plain_step, train_step)]
+    counts = [text.count("stablehlo.tanh") for text in texts]
+    assert counts == [8, 8 + 2 * num_recomputed]  # each gelu has one
+    plain, _ = plain_step(of_blocks(mesh, kind), batch)
+    state, _ = train_step(state, batch)
+    assert_close(on_host(state.params), on_host(plain.params))
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_recomputing_saves_memory(mesh, kind):
+    batch = on(mesh, {"x": np.tile(X, (256, 1)), "y": np.tile(Y, (256, 1))})
+    train_step = ml.make_train_step(squares, remat="blocks")
+    memory = train_step.memory(of_blocks(mesh, kind), batch)
+    assert memory.saved_bytes > 0
+
+
+def test_without_recomputing_nothing_is_saved(mesh, batch):
+    state = create(mesh, optax.adam(0.1))
+    memory = ml.make_train_step(squares, ema=0.9).memory(state, batch)
+    assert memory.saved_bytes == 0
+    kept = 4 * 72 * 4 + 4 + 4 + 8  # parameters, two slots, the average; counts; a key
+    rows = 2 * 16 * 8 * 4 // 8
+    assert kept + rows <= memory.argument_bytes <= kept + rows + 200
+    assert not state.params["kernel"].is_deleted()
+
+
+# Several steps in one call.
+
+
+@pytest.mark.parametrize("form", ["list", "stacked", "auto"])
+def test_batches_of_one_call_give_what_they_give_one_by_one(mesh, form):
+    rows = [RNG.normal(size=(2, 16, 8)).astype("float32") for _ in range(4)]
+    batches = [{"x": x, "y": y} for x, y in rows]
+    state, metrics, single = (
+        create(mesh, optax.adam(0.1)),
+        None,
+        ml.make_train_step(squares),
+    )
+    for batch in batches:
+        state, metrics = single(state, on(mesh, batch), metrics)
+    steps = "auto" if form == "auto" else 2
+    many = ml.make_train_step(squares, steps_per_call=steps)
+    other, found = create(mesh, optax.adam(0.1)), None
+    for pair in (batches[:2], batches[2:]):
+        given = [on(mesh, batch) for batch in pair]
+        if form == "stacked":
+            stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *pair)
+            given = ml.relayout(stacked, mesh.layout(None, "batch", None))
+        other, found = many(other, given, found)
+    assert_close(on_host(other.params), on_host(state.params))
+    assert int(other.step) == 4
+    assert_close(found.to_host(), metrics.to_host())
+
+
+def test_auto_says_what_it_chose(mesh, batch):
+    train_step = ml.make_train_step(squares, steps_per_call="auto")
+    state = create(mesh)
+    assert train_step.choice == ""
+    for _ in range(10):
+        state, _ = train_step(state, [batch, batch])
+    assert train_step.choice.startswith("batches of a call run ")
+    assert int(state.step) == 20
+
+
+# Optimiser states over replicas.
+
+
+def test_zero_shards_the_optimizer_and_not_the_parameters(mesh, batch):
+    def build():
+        rngs = nnx.Rngs(0)
+        return nnx.Sequential(nnx.Linear(8, 6, rngs=rngs), nnx.Linear(6, 8, rngs=rngs))
+
+    train_step = ml.make_train_step(squares, zero=1, ema=0.5)
+    plain_step = ml.make_train_step(squares, ema=0.5)
+    state, plain = (create(mesh, optax.adam(0.1), build) for _ in range(2))
+    for _ in range(3):
+        state, metrics = train_step(state, batch)
+        plain, expected = plain_step(plain, batch)
+    assert_close(on_host(state.params), on_host(plain.params))
+    assert_close(on_host(state.opt_state), on_host(plain.opt_state))
+    assert_close(metrics.to_host(), expected.to_host())
+    slots = state.opt_state[0].mu["layers"]
+    assert str(ml.Layout.of(slots[0]["kernel"])) == "[batch, unsharded]"
+    assert str(ml.Layout.of(slots[1]["kernel"])) == "[unsharded, batch]"
+    assert str(ml.Layout.of(slots[0]["bias"])) == "[unsharded]"
+    for leaf in jax.tree.leaves(state.params):
+        assert leaf.sharding.is_fully_replicated
+    assert train_step.zero_exceptions == (
+        "opt_state/0/mu/layers/0/bias f32[6]: no dim divides over 'batch'",
+        "opt_state/0/nu/layers/0/bias f32[6]: no dim divides over 'batch'",
+    )
+
+
+def test_one_zero_step_may_train_several_models(mesh, batch):
+    def build():
+        rngs = nnx.Rngs(0)
+        return nnx.Sequential(nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs))
+
+    train_step = ml.make_train_step(squares, zero=1, on_recompile="ignore")
+    train_step(create(mesh, optax.adam(0.1)), batch)
+    state, _ = train_step(create(mesh, optax.adam(0.1), build), batch)
+    assert int(state.step) == 1
+
+
+# Meshes whose axes are Explicit.
+
+
+@pytest.mark.parametrize("option", [{}, {"accumulate": 2}, {"zero": 1}])
+def test_a_mesh_of_explicit_axes(option):
+    mesh = ml.create_mesh({"batch": 8}, axis_types=AxisType.Explicit)
+    state = create(mesh)
+    params = on_host(state.params)
+    grads = grads_by_hand(params)
+    batch = on(mesh, {"x": X, "y": Y})
+    state, _ = ml.make_train_step(squares, **option)(state, batch)
+    expected = {k: params[k] - RATE * grads[k] for k in params}
+    assert_close(on_host(state.params), expected)
+
+
+# A user's own metric.
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Largest:
+    """Any pytree with update, merge and compute."""
+
+    value: Any = -np.inf
+
+    def update(self, off):
+        return Largest(jnp.maximum(self.value, off.max()))
+
+    def merge(self, other):
+        return Largest(jnp.maximum(self.value, other.value))
+
+    def compute(self):
+        return self.value
+
+
+# What is wrong.
+
+STEPS = {
+    "a loss function that is none": (
+        lambda: ml.make_train_step(3),
+        "make_train_step takes a function of the model and a batch first, and got a int.",
+    ),
+    "an eval loss that is none": (
+        lambda: ml.make_eval_step("loss"),
+        "make_eval_step takes a function of the model and a batch first, and got a str.",
+    ),
+    "a prediction that is none": (
+        lambda: ml.make_predict_step(None),
+        "make_predict_step takes a function of the model and a batch first, and got a "
+        "NoneType.",
+    ),
+    "no microbatch": (
+        lambda: ml.make_train_step(squares, accumulate=0),
+        "accumulate=0 is no whole number from 1 on.",
+    ),
+    "microbatches as a bool": (
+        lambda: ml.make_train_step(squares, accumulate=True),
+        "accumulate=True is no whole number from 1 on.",
+    ),
+    "steps_per_call": (
+        lambda: ml.make_train_step(squares, steps_per_call=1.5),
+        "steps_per_call=1.5 is no whole number from 1 on.",
+    ),
+    "clip_norm": (
+        lambda: ml.make_train_step(squares, clip_norm=0),
+        "clip_norm=0 is no positive number.",
+    ),
+    "on_nonfinite": (
+        lambda: ml.make_train_step(squares, on_nonfinite="skpi"),
+        "on_nonfinite='skpi' is not one of 'error', 'skip', 'ignore'. Did you mean "
+        "'skip'?",
+    ),
+    "ema": (
+        lambda: ml.make_train_step(squares, ema=1.0),
+        "ema=1.0 is no decay: a number from 0 on and below 1, as 0.999.",
+    ),
+    "trainable": (
+        lambda: ml.make_train_step(squares, trainable="*"),
+        "trainable='*' is no regular expression: nothing to repeat at position 0.",
+    ),
+    "zero": (
+        lambda: ml.make_train_step(squares, zero=2),
+        "zero=2 is not one of 0, 1.",
+    ),
+    "denominator": (
+        lambda: ml.make_train_step(squares, denominator=-1),
+        "denominator=-1 is none of 'real' (the sum of the weights), "
+        "'global_batch_size' (the examples with padding) or a positive number.",
+    ),
+    "precision": (
+        lambda: ml.make_train_step(squares, precision="bfloat61"),
+        "precision='bfloat61' is none of 'float32', 'bfloat16', 'float16', a "
+        "Policy(param, compute, output, reduce), or a dict from paths to those. Did "
+        "you mean 'bfloat16'?",
+    ),
+    "a policy of whole numbers": (
+        lambda: ml.Policy(compute="int8"),
+        "Policy(compute='int8'): expected a floating-point dtype, as 'bfloat16'.",
+    ),
+    "a path of a precision": (
+        lambda: ml.make_train_step(squares, precision={"(": "float32"}),
+        "precision: '(' is no regular expression: missing ), unterminated subpattern "
+        "at position 0.",
+    ),
+    "remat": (
+        lambda: ml.make_train_step(squares, remat="all"),
+        "remat='all' is none of 'none', 'blocks', 'full', a policy of "
+        "jax.checkpoint_policies (for the blocks), or a dict from patterns of paths to "
+        "policies (None keeps nothing).",
+    ),
+    "a policy of remat": (
+        lambda: ml.make_train_step(squares, remat={"x": "dots"}),
+        "remat: the policy of 'x' is 'dots'; give None, or one of "
+        "jax.checkpoint_policies.",
+    ),
+    "metrics that are no dict": (
+        lambda: ml.make_train_step(squares, metrics=[ml.metrics.Mean()]),
+        "metrics= takes a dict from names to metrics, and got a list.",
+    ),
+    "a metric named like the step's": (
+        lambda: ml.make_train_step(squares, metrics={"loss": ml.metrics.Mean()}),
+        "metrics=: 'loss' is reported by every step; take another name.",
+    ),
+    "a regularizer that is none": (
+        lambda: ml.make_train_step(squares, regularizers=[0.1]),
+        "regularizers= takes what losses.l1 and losses.l2 give, not 0.1.",
+    ),
+    "a number for the regularizers": (
+        lambda: ml.make_train_step(squares, regularizers=0.1),
+        "regularizers= takes what losses.l1 and losses.l2 give, not 0.1.",
+    ),
+    "two regularizers of one name": (
+        lambda: ml.make_train_step(
+            squares, regularizers=[losses.l2(1, "kernel"), losses.l2(2, "bias")]
+        ),
+        "two regularizers are called 'l2'; give each a name of its own: "
+        "losses.l2(1e-5, where='kernel', name='kernel_l2').",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_wrong_options_are_refused_in_words(name):
+    call, message = STEPS[name]
+    with pytest.raises(ml.MeshLayoutError) as caught:
+        call()
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    "option", [{"learning_rate": 0.1}, {"weights": 1.5}, {"weights": ["weight"]}]
+)
+def test_options_of_another_type_are_refused_when_the_step_is_made(option):
+    (name,) = option
+    with pytest.raises(ml.MeshLayoutError, match=name):
+        ml.make_train_step(squares, **option)
+
+
+def scalar(model, batch):
+    return squares(model, batch).mean()
+
+
+CALLS = {
+    "a scalar for a batch with weights": (
+        scalar,
+        {},
+        {"weight": np.ones(16, "float32")},
+        "the loss function returned a scalar, and the batch has weights: it may hold "
+        "padding, which a scalar has already averaged in. Return one loss per example, "
+        "(batch,), or take the weights out of the batch.",
+    ),
+    "a number": (
+        lambda model, batch: 1.0,
+        {},
+        {},
+        "<lambda> returned a float; a loss function returns losses of shape (batch, "
+        "...), or a pair of losses and a dict of outputs.",
+    ),
+    "a tuple of three": (
+        lambda model, batch: (1, 2, 3),
+        {},
+        {},
+        "<lambda> returned a tuple of 3; a loss function returns losses of shape "
+        "(batch, ...), or a pair of losses and a dict of outputs.",
+    ),
+    "whole numbers": (
+        lambda model, batch: jnp.ones(16, "int32"),
+        {},
+        {},
+        "<lambda> returned losses of dtype int32; they are no floats.",
+    ),
+    "losses of other rows": (
+        lambda model, batch: squares(model, batch)[:4],
+        {},
+        {},
+        "the loss function's losses have shape (4, 8) in a batch of 16 examples: the "
+        "first dim has to be the batch dim.",
+    ),
+    "weights of other examples": (
+        squares,
+        {},
+        {"weight": np.ones((16, 2), "float32")},
+        "the loss function returned losses that do not fit: the batch's weights have "
+        "shape (16, 2) and the losses (16, 8); a loss per example, or per weight, is "
+        "needed.",
+    ),
+    "rows of two lengths": (
+        squares,
+        {},
+        {"z": np.ones((8, 1), "float32")},
+        "the first dim is the batch dim, and 'x' has 16 rows where 'z' has 8. Pass "
+        "what is no part of the batch to the loss function otherwise, for instance as "
+        "a closure or a scalar.",
+    ),
+    "rows that do not divide": (
+        squares,
+        {"accumulate": 3},
+        {},
+        "a global batch of 16 examples does not divide into 3 microbatches over 8 "
+        "shards. Global batch sizes that do: 24.",
+    ),
+    "nothing to train": (
+        squares,
+        {"trainable": "decoder"},
+        {},
+        "trainable='decoder' matches no parameter; there are 'bias', 'kernel'.",
+    ),
+    "nothing to regularize": (
+        squares,
+        {"regularizers": losses.l2(1.0, where="decoder")},
+        {},
+        "l2: no parameter's path matches 'decoder'; there are 'bias', 'kernel'.",
+    ),
+    "no blocks": (
+        squares,
+        {"remat": "blocks"},
+        {},
+        "remat: the model has no blocks (numbered submodules, as 'layers/0', that hold "
+        "submodules with parameters). Name what to recompute by path: "
+        "remat={'encoder': None}.",
+    ),
+    "nothing to recompute": (
+        squares,
+        {"remat": {"decoder": None}},
+        {},
+        "remat: no submodule that was called matches 'decoder'.",
+    ),
+    "one batch of a call of two": (
+        squares,
+        {"steps_per_call": 2},
+        {},
+        "steps_per_call=2 takes a list of 2 batches, or arrays with a first dim of 2; "
+        "this call was given [16].",
+    ),
+    "one batch where a list is wanted": (
+        squares,
+        {"steps_per_call": "auto"},
+        {},
+        'steps_per_call="auto" takes a list of batches, and this call was given a '
+        "dict.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_that_do_not_fit_are_refused_in_words(mesh, name):
+    loss_fn, options, more, message = CALLS[name]
+    train_step = ml.make_train_step(loss_fn, **options)
+    with pytest.raises(ml.MeshLayoutError) as caught:
+        train_step(create(mesh), on(mesh, {"x": X, "y": Y, **more}))
+    assert str(caught.value) == message
+
+
+def test_zero_wants_a_batch_that_is_sharded(mesh):
+    train_step = ml.make_train_step(squares, zero=1)
+    with pytest.raises(ml.StepError) as caught:
+        train_step(create(mesh), {"x": X, "y": Y})
+    assert str(caught.value) == (
+        "zero=1 shards the optimiser's state over the axes that shard the batch, and "
+        "this batch is sharded over none. Place it with relayout(batch, "
+        "mesh.layout('batch', ...))."
+    )
+
+
+@pytest.mark.parametrize("make", [ml.make_train_step, ml.make_eval_step])
+def test_a_step_wants_a_train_state(make, mesh, batch):
+    state = create(mesh)
+    kind = "a train step" if make is ml.make_train_step else "an eval step"
+    with pytest.raises(ml.StepError) as caught:
+        make(squares)(state.params, batch)
+    assert str(caught.value) == f"{kind} takes a TrainState, and got a dict."
+
+
+@pytest.mark.parametrize(
+    "has_more", [True, False], ids=["a name too many", "a name too few"]
+)
+def test_metrics_of_another_step_are_refused_in_words(mesh, batch, has_more):
+    regularized = {"regularizers": losses.l2(0.1)}
+    state = create(mesh)
+    metrics = ml.make_eval_step(squares, **regularized if has_more else {})(
+        state, batch
+    )
+    train_step = ml.make_train_step(squares, **{} if has_more else regularized)
+    with pytest.raises(ml.MeshLayoutError, match="data_loss"):
+        train_step(state, batch, metrics)
+
+
+def test_a_state_that_is_not_prepared_is_refused_in_words_by_lower(mesh, batch):
+    train_step = ml.make_train_step(squares, ema=0.9)
+    with contextlib.suppress(ml.MeshLayoutError):  # or lowered, which is as good
+        train_step.lower(create(mesh), batch)
+
+
+def test_any_pytree_with_update_merge_and_compute_is_a_metric(mesh, batch):
+    state = create(mesh)
+    params = on_host(state.params)
+
+    def loss_fn(model, batch):
+        each = squares(model, batch)
+        return each, {"off": each}
+
+    largest = Largest(jnp.float32(-np.inf))
+    train_step = ml.make_train_step(loss_fn, metrics={"largest": largest})
+    _, metrics = train_step(state, batch)
+    error = X @ params["kernel"] + params["bias"] - Y
+    np.testing.assert_allclose(metrics["largest"], np.square(error).max(), rtol=1e-5)
