@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 TAG := $(shell $(PYTHON) -c 'import sys; print("py%d%d" % sys.version_info[:2])')
 CONSTRAINTS ?= constraints/$(TAG).txt
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
-# Tests run on virtual CPU devices, whatever else the machine has.
-TEST_ENV := JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1
+# Tests run on virtual CPU devices, whatever else the machine has. The TPU compiler lies
+# beside the environment: where libtpu is installed, JAX looks for a TPU at every start.
+TEST_ENV := JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 PYTHONPATH=$(abspath $(VENV))/tpu
 DEMO_OPTIONS ?=
 
 .PHONY: demo data test lint types imports pytest test-matrix test-all lock clean
@@ -61,6 +62,8 @@ $(VENV)/.run-$(TAG): $(VENV)/.made-$(TAG) pyproject.toml $(CONSTRAINTS)
 
 $(VENV)/.dev-$(TAG): $(VENV)/.made-$(TAG) pyproject.toml $(CONSTRAINTS)
 	$(PIP_INSTALL) --constraint $(CONSTRAINTS) --editable '.[test,lint]'
+	@case "$$(uname -sm)" in "Linux x86_64") \
+	  $(PIP_INSTALL) --no-deps --target $(VENV)/tpu --upgrade $$(grep ^libtpu constraints/tpu/$(notdir $(CONSTRAINTS)));; esac
 	@touch $@ $(VENV)/.run-$(TAG)
 
 # Writes the versions that pip resolves today: names and versions, no index address.

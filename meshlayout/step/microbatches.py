@@ -231,11 +231,22 @@ class _Parts:
         rows = [a for a, row in zip(arrays, is_row, strict=True) if row]
         return jax.lax.scan(body, carry, rows)[0]
 
-    def over_replicas(self, function: Callable[[Any], Any], part: Any) -> Any:
-        """Applies a function to each replica's rows; results get a leading dim."""
+    def over_replicas(
+        self, function: Callable[[Any], tuple[Any, Any]], part: Any
+    ) -> tuple[Any, Any]:
+        """Applies a function to each replica's rows.
 
-        def local(part: Any) -> Any:
-            return jax.tree.map(lambda x: x[None], function(part))
+        Args:
+            function: Returns what differs between replicas, and what does not.
+            part: A part of the batch.
+
+        Returns:
+            Both; what differs with a leading dim for the replicas.
+        """
+
+        def local(part: Any) -> tuple[Any, Any]:
+            own, common = function(part)
+            return jax.tree.map(lambda x: x[None], own), common
 
         if not self.is_split:
             return local(part)
@@ -247,7 +258,7 @@ class _Parts:
                 local,
                 mesh=self._replicas.mesh,
                 in_specs=(specs,),
-                out_specs=rows,
+                out_specs=(rows, PartitionSpec()),
                 axis_names=set(axes),
                 check_vma=False,
             )(part)
@@ -274,7 +285,6 @@ class _Parts:
 
         Running statistics wait for the end: they are updated once, as by one batch.
         """
-        after = jax.tree.map(lambda x: x[0], after)
         return _choose(self.is_norm, before, after)
 
     def statistics(self) -> Any:
@@ -381,13 +391,14 @@ def accumulated(
                 )
                 return scaled(found, scale), aux
 
-            return jax.grad(value, has_aux=True)(chosen)
+            grads, (parts, outcome) = jax.grad(value, has_aux=True)(chosen)
+            rows = (outcome.losses, outcome.outputs)
+            return (grads, parts, rows), outcome.model_state
 
-        new, (found, outcome) = cut.over_replicas(one, part)
-        each, outputs = jax.tree.map(_joined, (outcome.losses, outcome.outputs))
+        (new, found, rows), after = cut.over_replicas(one, part)
+        each, outputs = jax.tree.map(_joined, rows)
         seen = Outcome(each, outputs, {}, None, {})
-        carried = cut.carried(model_state, outcome.model_state)
-        after = jax.tree.map(lambda x: x[0], outcome.model_state)
+        carried = cut.carried(model_state, after)
         metrics = updated(metrics, seen, part, loss.weights_of(part))
         return (
             _add(grads, jax.tree.map(lambda g: g.astype("float32"), new)),

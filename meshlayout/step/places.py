@@ -18,10 +18,12 @@ class Place:
     Attributes:
         replicas: Both.
         sharding: That of what is the same everywhere.
+        is_abstract: Whether the state is only described, perhaps on devices that are.
     """
 
     replicas: Replicas
     sharding: Any
+    is_abstract: bool = False
 
     def put(self, tree: Any) -> Any:
         """Puts arrays that are on no mesh on every device; others stay."""
@@ -29,6 +31,8 @@ class Place:
             return tree
 
         def one(leaf: Any) -> Any:
+            if self.is_abstract and not isinstance(leaf, jax.ShapeDtypeStruct):
+                leaf = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 return leaf.update(sharding=leaf.sharding or self.sharding)
             now = _jax.sharding_of(leaf)
@@ -54,9 +58,11 @@ def place_of(state: Any, batch: Any, dim: int = 0) -> Place:
         dim: Which dim the rows are.
     """
     sharding = _jax.sharding_of(state.step)
-    if not isinstance(sharding, NamedSharding):
-        return Place(Replicas(None, ()), sharding)
-    return Place(Replicas(_mesh(sharding), row_axes(batch, dim)), sharding)
+    is_abstract = isinstance(state.step, jax.ShapeDtypeStruct)
+    replicas = Replicas(None, ())
+    if isinstance(sharding, NamedSharding):
+        replicas = Replicas(_mesh(sharding), row_axes(batch, dim))
+    return Place(replicas, sharding, is_abstract)
 
 
 def _mesh(sharding: NamedSharding) -> Any:

@@ -220,26 +220,40 @@ _CALLED = re.compile(
 )
 _LOOP = re.compile(r" while\(")
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
+_CHANNEL = re.compile(r"\bchannel_id=(\d+)")
+_IN_FUSION = re.compile("async_collective|fused_computation")
+_SCATTER = "reduce_scatter"
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 
 
 def _collectives(text: str) -> Iterator[Collective]:
     computations = _computations(text)
     looped = _in_loops(computations)
+    # A TPU's asynchronous collective is in several fusions, all with its channel.
+    channels: set[str] = set()
     for name, lines in computations.items():
         for line in lines:
             match = _OPERATION.match(line)
             if match is None:
                 continue
+            channel = _CHANNEL.search(line) if _IN_FUSION.match(name) else None
+            if channel and channel[1] in channels:
+                continue
+            channels.update(channel.groups() if channel else ())
             arrays = _ARRAY.findall(_result_type(match))
             op_name = _OP_NAME.search(line)
             yield Collective(
-                match["kind"].replace("-", "_"),
+                _SCATTER if _is_scatter(name) else match["kind"].replace("-", "_"),
                 tuple(f"{dtype}[{', '.join(_sizes(dims))}]" for dtype, dims in arrays),
                 sum(_nbytes(dtype, dims) for dtype, dims in arrays),
                 name in looped,
                 op_name[1] if op_name else "",
             )
+
+
+def _is_scatter(computation: str) -> bool:
+    """Whether it is a TPU's reduce-scatter: a fusion around an all-reduce."""
+    return computation.startswith("all-reduce-scatter")
 
 
 def _computations(text: str) -> dict[str, list[str]]:
