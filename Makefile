@@ -10,7 +10,7 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TEST_ENV := JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 PYTHONPATH=$(abspath $(VENV))/tpu
 DEMO_OPTIONS ?=
 
-.PHONY: demo data test lint types imports pytest test-matrix test-all lock clean
+.PHONY: demo data test lint types imports pytest test-exhaustive test-matrix test-all lock clean
 
 demo: $(VENV)/.run-$(TAG)
 	@$(BIN)/python -m models.train $(DEMO_OPTIONS)
@@ -47,7 +47,12 @@ test-matrix:
 	  else echo "== $$name: no Python $${set%%:*} here, left out"; fi; \
 	done
 
-test-all: test test-matrix
+# Every combination of what `make test` covers in pairs.
+test-exhaustive: $(VENV)/.dev-$(TAG)
+	MESHLAYOUT_EXHAUSTIVE=1 $(MAKE) --no-print-directory pytest \
+	  PYTEST_OPTIONS=tests/test_same_numbers.py
+
+test-all: test test-exhaustive test-matrix
 
 # One environment for one interpreter: another one starts it anew.
 $(VENV)/.made-$(TAG):

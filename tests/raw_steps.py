@@ -1,0 +1,380 @@
+"""Training in raw JAX on one device: what any mesh has to agree with.
+
+Nothing of meshlayout is in here. The right program averages over the real rows alone:
+padding is cut off, not masked. The wrong ones make the usual mistakes of data-parallel
+programs, for tests that have to tell them from the right one.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn, nnx
+
+
+NUM_STEPS = 20
+EPOCH_STEPS = 5
+GLOBAL_BATCH_SIZE = 32
+# Of eight shards of four rows four are full, one is short, three are all padding.
+NUM_REAL_IN_LAST = 19
+NUM_CLASSES = 10
+
+# The batches of an epoch: all full, or the last one short and padded.
+KINDS = ("full", "partial")
+
+
+@dataclass(frozen=True)
+class RawModel:
+    """A model, and what its examples look like.
+
+    Attributes:
+        make: Makes the NNX module; or, for Linen, the variables.
+        module: The Linen module, or None.
+        example_shape: Shape of one example; of tokens, (length,).
+        weights_shape: Shape of one example's weights: (), or (length,) for tokens.
+        keywords: What the model is called with besides.
+    """
+
+    make: Callable[[], Any]
+    module: nn.Module | None = None
+    example_shape: tuple[int, ...] = (8, 8, 1)
+    weights_shape: tuple[int, ...] = ()
+    keywords: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether an example is a sequence of tokens."""
+        return len(self.example_shape) == 1
+
+    def build(self) -> Any:
+        """Makes the NNX module or the variables, with values from NumPy."""
+        if self.module is not None:
+            return with_values(jax.eval_shape(self.make))
+        graphdef, shapes = nnx.split(nnx.eval_shape(self.make))
+        return nnx.merge(graphdef, with_values(nnx.to_pure_dict(shapes)))
+
+
+@dataclass(frozen=True)
+class Run:
+    """What came of training, on the host.
+
+    Attributes:
+        losses: Of every step.
+        gradients: Of every step, by path.
+        params: After the last step, by path.
+        statistics: The model's other floats after the last step, by path.
+        metrics: Over all steps, by name.
+    """
+
+    losses: np.ndarray
+    gradients: list[dict[str, np.ndarray]]
+    params: dict[str, np.ndarray]
+    statistics: dict[str, np.ndarray]
+    metrics: dict[str, float]
+
+
+def with_values(shapes: Any) -> Any:
+    """Random arrays of these shapes, none of a special value, cheap to make."""
+    rng = np.random.default_rng(0)
+
+    def values(keys: Any, leaf: Any) -> jax.Array:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jax.random.key(0)
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return jnp.zeros(leaf.shape, leaf.dtype)
+        noise = rng.normal(size=leaf.shape)
+        if len(leaf.shape) > 1:
+            noise = noise / np.sqrt(np.prod(leaf.shape[:-1]))
+        elif str(keys[-1].key) in ("scale", "var"):
+            noise = 1 + 0.1 * noise
+        else:
+            noise = 0.1 * noise
+        return jnp.asarray(noise, leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(values, shapes)
+
+
+def by_path(tree: Any) -> dict[str, np.ndarray]:
+    """The floats in a tree of dicts, on the host."""
+    return {
+        "/".join(str(key.key) for key in keys): np.asarray(leaf)
+        for keys, leaf in jax.tree.leaves_with_path(tree)
+        if jnp.issubdtype(leaf.dtype, jnp.floating)
+    }
+
+
+# Examples.
+
+
+@functools.cache
+def batches_of(model: RawModel, kind: str) -> tuple[dict[str, np.ndarray], ...]:
+    """The batches of all steps, padded to one shape, with weight 0 for padding.
+
+    Training starts with the last batch of an epoch: what a short batch does to the
+    gradients is then seen at the initial parameters.
+    """
+    rng = np.random.default_rng(0)
+    count = EPOCH_STEPS * GLOBAL_BATCH_SIZE
+    weights = np.ones((count, *model.weights_shape), "float32")
+    if model.reads_tokens:
+        (length,) = model.example_shape
+        tokens = rng.integers(0, NUM_CLASSES, (count, length + 1)).astype("int32")
+        inputs, labels = tokens[:, :-1].copy(), tokens[:, 1:].copy()
+    else:
+        inputs = rng.normal(size=(count, *model.example_shape)).astype("float32")
+        labels = rng.integers(0, NUM_CLASSES, count).astype("int32")
+    if kind == "partial":
+        if model.weights_shape:
+            weights = rng.choice(np.float32([0, 0.5, 1]), weights.shape)
+        padding = slice(count - GLOBAL_BATCH_SIZE + NUM_REAL_IN_LAST, None)
+        # Not of zeros, so that what leaks out of it is seen.
+        inputs[padding], labels[padding], weights[padding] = 9, 9, 0
+    rows = {"input": inputs, "label": labels, "weight": weights}
+    epoch = [
+        {name: x[start : start + GLOBAL_BATCH_SIZE] for name, x in rows.items()}
+        for start in range(0, count, GLOBAL_BATCH_SIZE)
+    ]
+    return (*[epoch[-1], *epoch[:-1]] * (NUM_STEPS // EPOCH_STEPS),)
+
+
+def real_rows(batch: dict[str, np.ndarray], kind: str, step: int) -> dict[str, Any]:
+    """A step's batch without its padding."""
+    is_short = kind == "partial" and step % EPOCH_STEPS == 0
+    num_real = NUM_REAL_IN_LAST if is_short else GLOBAL_BATCH_SIZE
+    return {name: x[:num_real] for name, x in batch.items()}
+
+
+# The program.
+
+
+def taken_apart(model: RawModel) -> tuple[Any, Any, Callable[..., Any]]:
+    """The parameters, the other arrays, and a function of both and the inputs."""
+    built, keywords = model.build(), dict(model.keywords)
+    if model.module is not None:
+        apply_linen = functools.partial(model.module.apply, **keywords)
+        params, rest = (
+            built["params"],
+            {k: v for k, v in built.items() if k != "params"},
+        )
+        return (
+            params,
+            rest,
+            lambda params, rest, inputs: apply_linen(
+                {"params": params, **rest}, inputs, mutable=list(rest)
+            ),
+        )
+    graphdef, params, rest = nnx.split(built, nnx.Param, ...)
+
+    def apply(params: Any, rest: Any, inputs: Any) -> tuple[jax.Array, Any]:
+        merged = nnx.merge(graphdef, params, rest)
+        logits = merged(inputs, **keywords)
+        return logits, nnx.to_pure_dict(nnx.state(merged, nnx.Not(nnx.Param)))
+
+    return nnx.to_pure_dict(params), nnx.to_pure_dict(rest), apply
+
+
+def optimizer() -> optax.GradientTransformation:
+    """SGD with momentum; linear in the gradients, so that rounding stays rounding.
+
+    The first part of its state is the last gradients, for tests to read.
+    """
+    keep = optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params),
+        lambda gradients, state, params=None: (gradients, gradients),
+    )
+    return optax.chain(keep, optax.sgd(0.002, momentum=0.9))
+
+
+def cross_entropies(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """One per label."""
+    logs = jax.nn.log_softmax(logits)
+    return -jnp.take_along_axis(logs, labels[..., None], axis=-1)[..., 0]
+
+
+def weighted_mean(losses: jax.Array, weights: jax.Array) -> jax.Array:
+    """sum(w * l) / sum(w); where rows have one weight, l is the mean of a row."""
+    losses = losses.mean(axis=tuple(range(weights.ndim, losses.ndim)))
+    return (losses * weights).sum() / weights.sum()
+
+
+def right_loss(apply: Any, params: Any, rest: Any, batch: Any) -> Any:
+    """The loss of a batch of real rows, and (logits, the other arrays after)."""
+    logits, rest = apply(params, rest, batch["input"])
+    losses = cross_entropies(logits, batch["label"])
+    return weighted_mean(losses, batch["weight"]), (logits, rest)
+
+
+@functools.cache
+def compiled(model: RawModel, loss: Callable[..., Any]) -> tuple[Any, Any, Any, Any]:
+    """A compiled step, and what it starts from: parameters, other arrays, slots."""
+    params, rest, apply = taken_apart(model)
+    tx = optimizer()
+
+    @jax.jit
+    def step(params: Any, rest: Any, opt_state: Any, batch: Any) -> Any:
+        (value, (logits, rest)), gradients = jax.value_and_grad(
+            lambda params: loss(apply, params, rest, batch), has_aux=True
+        )(params)
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        return params, rest, opt_state, value, gradients, logits
+
+    return step, params, rest, tx.init(params)
+
+
+def train(model: RawModel, kind: str, loss: Callable[..., Any] = right_loss) -> Run:
+    """Trains in raw JAX.
+
+    Args:
+        model: The model.
+        kind: Which batches.
+        loss: The right loss, which is given the real rows alone; or a wrong one, which
+            is given the padding, too.
+    """
+    step, params, rest, opt_state = compiled(model, loss)
+    losses, gradients, seen = [], [], []
+    for number, batch in enumerate(batches_of(model, kind)):
+        real = real_rows(batch, kind, number)
+        given = real if loss is right_loss else batch
+        params, rest, opt_state, value, found, logits = step(
+            params, rest, opt_state, given
+        )
+        losses.append(float(value))
+        gradients.append(by_path(found))
+        seen.append({**real, "logits": np.asarray(logits)[: len(real["label"])]})
+    names = ("logits", "label", "weight")
+    metrics = metrics_of(*[np.concatenate([one[n] for one in seen]) for n in names])
+    return Run(np.array(losses), gradients, by_path(params), by_path(rest), metrics)
+
+
+def metrics_of(
+    logits: np.ndarray, labels: np.ndarray, weights: np.ndarray
+) -> dict[str, float]:
+    """The metrics over all real rows at once, in NumPy and float64."""
+    logits = logits.astype("float64")
+    weights = weights.reshape(weights.shape + (1,) * (labels.ndim - weights.ndim))
+    weights = np.broadcast_to(weights, labels.shape).astype("float64")
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    logs = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    picked = np.take_along_axis(logs, labels[..., None], axis=-1)[..., 0]
+    mean = float(np.average(-picked, weights=weights))
+    right = np.average(logits.argmax(axis=-1) == labels, weights=weights)
+    return {"loss": mean, "cross_entropy": mean, "accuracy": float(right)}
+
+
+# Wrong programs.
+
+
+def padded_statistics(apply: Any, params: Any, rest: Any, batch: Any) -> Any:
+    """The right mean, after batch statistics that count padding."""
+    return right_loss(apply, params, rest, batch)
+
+
+def mean_of_microbatch_means(apply: Any, params: Any, rest: Any, batch: Any) -> Any:
+    """The mean of four microbatches' means, each over its own real rows."""
+    logits, rest = apply(params, rest, batch["input"])
+    losses = cross_entropies(logits, batch["label"])
+    means = [
+        weighted_mean(losses[part::4], batch["weight"][part::4]) for part in range(4)
+    ]
+    return jnp.stack(means).mean(), (logits, rest)
+
+
+def mean_of_shards(apply: Any, params: Any, rest: Any, batch: Any) -> Any:
+    """Eight devices run the one-device program on their rows, and average.
+
+    Over short batches that is a mean of means; batch statistics are those of four rows.
+    """
+    spec = jax.sharding.PartitionSpec
+    mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def of_shard(params: Any, rest: Any, batch: Any) -> Any:
+        logits, rest = apply(params, rest, batch["input"])
+        losses = cross_entropies(logits, batch["label"]) * batch["weight"]
+        mean = losses.sum() / jnp.maximum(batch["weight"].sum(), 1)
+        return jax.lax.pmean((mean, rest), "rows"), logits
+
+    (mean, rest), logits = jax.shard_map(
+        of_shard,
+        mesh=mesh,
+        in_specs=(spec(), spec(), spec("rows")),
+        out_specs=((spec(), spec()), spec("rows")),
+    )(params, rest, batch)
+    return mean, (logits, rest)
+
+
+# Agreement.
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far two runs may be apart, relative to what is compared.
+
+    Arrays are compared by their norm: |a - b| <= tolerance * |b|. An array that is less
+    than a hundredth of the largest one counts as that: the gradient of an attention's
+    key bias is zero, and rounding all there is.
+
+    Sums in another order differ by some float32 roundings of 6e-8; after 20 steps by
+    at most 1e-6 in values and 1e-5 in gradients, measured. The least of the wrong means
+    below is off by 2e-3 in losses and by 1e-1 in gradients.
+
+    Attributes:
+        values: Losses and their means, and batch statistics.
+        params: Parameters after the last step.
+        gradients: Gradients of every step.
+        first_gradients: Gradients of the first step, at the same parameters.
+        accuracy: Accuracies; less than one example.
+    """
+
+    values: float = 5e-6
+    params: float = 5e-6
+    gradients: float = 5e-5
+    first_gradients: float = 5e-5
+    accuracy: float = 1e-6
+
+
+SMOOTH = Tolerance()
+# Where two inputs of a max-pooling are equal but for rounding, or that of a ReLU is
+# zero, one example gives its gradient to another position: 6e-8 between two of a
+# million inputs changed a gradient by 3e-3, and parameters by 1e-5. Losses, which are
+# continuous there, stay as close as ever.
+KINKED = Tolerance(params=1e-4, gradients=1e-2)
+
+
+def disagreements(found: Run, expected: Run, tolerance: Tolerance) -> dict[str, str]:
+    """What is not the same in two runs, and by how much; empty if they agree."""
+    steps = zip(found.gradients, expected.gradients, strict=True)
+    apart = [distance(one, other) for one, other in steps]
+    times = {
+        "losses": np.max(abs(found.losses / expected.losses - 1)) / tolerance.values,
+        "first gradients": apart[0] / tolerance.first_gradients,
+        "gradients": np.max(apart) / tolerance.gradients,
+        "params": distance(found.params, expected.params) / tolerance.params,
+        "statistics": distance(found.statistics, expected.statistics)
+        / tolerance.values,
+    }
+    for name, value in expected.metrics.items():
+        allowed = tolerance.accuracy if name == "accuracy" else tolerance.values * value
+        times[name] = abs(found.metrics[name] - value) / allowed
+    return {
+        name: f"{number:.3g} times what is allowed"
+        for name, number in times.items()
+        if not number <= 1  # NaN is no agreement
+    }
+
+
+def distance(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
+    """The largest |a - b| / |b| of two dicts of arrays; see `Tolerance`."""
+    assert found.keys() == expected.keys()
+    norms = {path: np.linalg.norm(x) for path, x in expected.items()}
+    least = max(norms.values(), default=0) / 100
+    apart = [
+        np.linalg.norm(found[path] - x) / max(norms[path], least)
+        for path, x in expected.items()
+    ]
+    return float(np.max(apart, initial=0))
