@@ -28,6 +28,9 @@ def resolve(
         msg = f"{where}: a layout is for arrays, and this is {describe(x)}."
         raise LayoutError(msg)
     shape = np.shape(x) if not hasattr(x, "shape") else x.shape
+    fitting = _fitting(layout, shape) if isinstance(layout, Layout) else None
+    if fitting is not None:
+        return fitting
     layout = with_full_rank(layout, len(shape), where)
     if MATCH in layout.specs:
         if not match:
@@ -37,6 +40,29 @@ def resolve(
     whole = [None if entry is MATCH else entry for entry in layout.specs]
     Layout(whole, layout.mesh).check(shape, where)
     return layout
+
+
+@functools.lru_cache(maxsize=4096)
+def _fitting(layout: Layout, shape: tuple[int, ...]) -> Layout | None:
+    """Returns a layout in a shape's rank, or None unless all is well.
+
+    Looked up again in every step of a loop; what is wrong is found out elsewhere.
+    """
+    is_open = ... in layout.specs
+    spare = len(shape) - (len(layout.specs) - is_open)
+    if MATCH in layout.specs or spare < 0 or (spare and not is_open):
+        return None
+    full = as_layout(layout, len(shape))
+    return None if full.misfits(shape) else full
+
+
+@functools.lru_cache(maxsize=4096)
+def _sharding(layout: Layout) -> NamedSharding:
+    """Returns a layout's sharding; where it says MATCH, as the compiler likes."""
+    spec = PartitionSpec(
+        *(PartitionSpec.UNCONSTRAINED if e is MATCH else e for e in layout.specs)
+    )
+    return NamedSharding(layout.mesh.jax_mesh, spec, memory_kind=layout.memory_kind)
 
 
 def _matched(x: Any, layout: Layout, where: str) -> Layout:
@@ -68,10 +94,7 @@ def move(
 
     With `donate` or `copy`, the result does not share memory with an `x` that lives on.
     """
-    spec = PartitionSpec(
-        *(PartitionSpec.UNCONSTRAINED if e is MATCH else e for e in layout.specs)
-    )
-    sharding = NamedSharding(layout.mesh.jax_mesh, spec, memory_kind=layout.memory_kind)
+    sharding = _sharding(layout)
     if isinstance(x, jax.ShapeDtypeStruct):
         msg = f"{where}: an abstract array has no values to move."
         raise LayoutError(msg)
