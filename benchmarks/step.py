@@ -8,7 +8,7 @@ round. scalax and Keras take part where they are installed (`pip install scalax 
 """
 
 import argparse
-import functools
+import importlib
 import importlib.util
 import os
 import platform
@@ -149,18 +149,26 @@ class Contest:
         )
         whole = NamedSharding(mesh, PartitionSpec())
         rows = NamedSharding(mesh, PartitionSpec("batch"))
-        graphdef, params, rest = nnx.split(self.work.build(), nnx.Param, ...)
-        params, rest = nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
-        tx = optax.adam(1e-3)
-        state = jax.device_put((params, tx.init(params)), whole)
-        sums = jax.device_put((jnp.float32(0),) * 3, whole)
-
-        @functools.partial(
-            jax.jit,
+        state, step = self.plain()
+        jitted = jax.jit(
+            step,
             donate_argnums=(0,),
             in_shardings=(whole, rows, whole),
             out_shardings=(whole, whole),
         )
+        return self.loop(
+            jitted,
+            jax.device_put(state, whole),
+            jax.device_put((jnp.float32(0),) * 3, whole),
+            lambda batch: jax.device_put(batch, rows),
+        )
+
+    def plain(self) -> tuple[Any, Callable[..., Any]]:
+        """Returns a state and a step in JAX, Flax and Optax, without a sharding."""
+        graphdef, params, rest = nnx.split(self.work.build(), nnx.Param, ...)
+        params, rest = nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
+        tx = optax.adam(1e-3)
+
         def step(state: Any, batch: Any, sums: Any) -> Any:
             params, opt_state = state
 
@@ -176,12 +184,22 @@ class Contest:
             state = optax.apply_updates(params, updates), opt_state
             return state, (sums[0] + loss, sums[1] + right, sums[2] + count)
 
+        return (params, tx.init(params)), step
+
+    def loop(
+        self,
+        step: Callable[..., Any],
+        state: Any,
+        sums: Any,
+        place: Callable[[Batch], Any],
+    ) -> Window:
+        """Returns a window of a step that adds to sums."""
         held = [state]
 
         def window() -> None:
             state, total = held[0], sums
             for at, batch in enumerate(self.batches):
-                state, total = step(state, jax.device_put(batch, rows), total)
+                state, total = step(state, place(batch), total)
                 if self.is_bounded and at % IN_FLIGHT == IN_FLIGHT - 1:
                     jax.block_until_ready(total)
             held[0] = jax.block_until_ready(state)
@@ -258,44 +276,15 @@ class Contest:
         """Scalax's `sjit`, a state of arrays and its sharding rules."""
         scalax = importlib.import_module("scalax.sharding")
         mesh = scalax.MeshShardingHelper([self.mesh.size], ["batch"])
-        graphdef, params, rest = nnx.split(self.work.build(), nnx.Param, ...)
-        params, rest = nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
-        tx = optax.adam(1e-3)
+        state, step = self.plain()
         whole = scalax.PartitionSpec()
-
-        @functools.partial(
-            mesh.sjit,
+        jitted = mesh.sjit(
+            step,
             in_shardings=(whole, scalax.PartitionSpec("batch"), whole),
             out_shardings=whole,
             donate_argnums=(0,),
         )
-        def step(state: Any, batch: Any, sums: Any) -> Any:
-            params, opt_state = state
-
-            def mean_loss(params: Any) -> Any:
-                model = nnx.merge(graphdef, params, rest)
-                losses, outputs = self.work.loss_fn(model, batch)
-                return losses.mean(), accuracy_sums(outputs, batch)
-
-            (loss, (right, count)), grads = jax.value_and_grad(mean_loss, has_aux=True)(
-                params
-            )
-            updates, opt_state = tx.update(grads, opt_state, params)
-            state = optax.apply_updates(params, updates), opt_state
-            return state, (sums[0] + loss, sums[1] + right, sums[2] + count)
-
-        held = [(params, tx.init(params))]
-        zeros = (jnp.float32(0),) * 3
-
-        def window() -> None:
-            state, total = held[0], zeros
-            for at, batch in enumerate(self.batches):
-                state, total = step(state, batch, total)
-                if self.is_bounded and at % IN_FLIGHT == IN_FLIGHT - 1:
-                    jax.block_until_ready(total)
-            held[0] = jax.block_until_ready(state)
-
-        return window
+        return self.loop(jitted, state, (jnp.float32(0),) * 3, lambda batch: batch)
 
     def keras(self) -> Window:
         """Keras 3 on JAX, `fit` with its data parallelism."""
