@@ -68,7 +68,9 @@ $(VENV)/.run-$(TAG): $(VENV)/.made-$(TAG) pyproject.toml $(CONSTRAINTS)
 $(VENV)/.dev-$(TAG): $(VENV)/.made-$(TAG) pyproject.toml $(CONSTRAINTS)
 	$(PIP_INSTALL) --constraint $(CONSTRAINTS) --editable '.[test,lint]'
 	@case "$$(uname -sm)" in "Linux x86_64") \
-	  $(PIP_INSTALL) --no-deps --target $(VENV)/tpu --upgrade $$(grep ^libtpu constraints/tpu/$(notdir $(CONSTRAINTS)));; esac
+	  $(PIP_INSTALL) --no-deps --upgrade --target $(VENV)/tpu \
+	    --requirement constraints/tpu/$(notdir $(CONSTRAINTS)) \
+	    || echo "libtpu cannot be had here: the tests compile no TPU programs";; esac
 	@touch $@ $(VENV)/.run-$(TAG)
 
 # Writes the versions that pip resolves today: names and versions, no index address.
