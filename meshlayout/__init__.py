@@ -24,6 +24,9 @@ from meshlayout.arrays import (
 )
 from meshlayout.devices import virtual_devices as virtual_devices
 from meshlayout.errors import (
+    CheckpointError as CheckpointError,
+    DamagedCheckpointError as DamagedCheckpointError,
+    DataError as DataError,
     LayoutError as LayoutError,
     LayoutMapError as LayoutMapError,
     LayoutMapKeyError as LayoutMapKeyError,

@@ -9,7 +9,10 @@ MeshLayoutError(ValueError)
 ├── StateError           a builder or a state that cannot be created or placed
 ├── StepError            a step that does not keep its promises
 ├── LossError            losses, weights and denominators that do not fit
-└── MetricError          a metric that is misconfigured, or fed what does not fit
+├── MetricError          a metric that is misconfigured, or fed what does not fit
+├── DataError            a source that cannot be cut into global batches
+└── CheckpointError      a state that cannot be saved or restored
+    └── DamagedCheckpointError   a checkpoint whose files are not what was saved
 ```
 """
 
@@ -55,6 +58,18 @@ class LossError(MeshLayoutError):
 
 class MetricError(MeshLayoutError):
     """A metric is configured wrongly, or was given what it cannot measure."""
+
+
+class DataError(MeshLayoutError):
+    """A source, or what it gives, cannot be made into global batches."""
+
+
+class CheckpointError(MeshLayoutError):
+    """A state cannot be saved, or a checkpoint does not fit what is asked for."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint's files are not what was saved; names the file and the array."""
 
 
 class RecompileWarning(UserWarning):

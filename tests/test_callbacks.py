@@ -432,8 +432,8 @@ def test_tensorboard_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     importlib.invalidate_caches()
     assert message_of(lambda: ml.callbacks.TensorBoard(tmp_path)) == (
-        "TensorBoard writes with tensorboardX, which is not installed: pip install "
-        "meshlayout[tensorboard]. CSVLogger and JSONLLogger need nothing else."
+        "The TensorBoard callback needs tensorboardX, which is not installed: pip "
+        "install 'meshlayout[tensorboard]'."
     )
 
 

@@ -1,7 +1,6 @@
 """Callbacks that write down what was measured: CSV, JSON lines, TensorBoard."""
 
 import csv
-import importlib
 import json
 import math
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import jax
 import numpy as np
 
+from meshlayout import _optional
 from meshlayout.errors import MeshLayoutError
 from meshlayout.metrics import Metrics
 from meshlayout.trainer.callbacks.callback import Callback
@@ -188,15 +188,9 @@ class TensorBoard(Callback):
     def __init__(self, directory: str | Path, *, every: int | None = None) -> None:
         if every is not None:
             check_every("TensorBoard", every)
-        try:
-            self._package: Any = importlib.import_module("tensorboardX")
-        except ImportError as error:
-            msg = (
-                "TensorBoard writes with tensorboardX, which is not installed: "
-                "pip install meshlayout[tensorboard]. CSVLogger and JSONLLogger need "
-                "nothing else."
-            )
-            raise MeshLayoutError(msg) from error
+        self._package: Any = _optional.require(
+            "tensorboardX", extra="tensorboard", purpose="The TensorBoard callback"
+        )
         self._directory, self._every = Path(directory), every
         self._late = Late()
         self._writer: Any = None

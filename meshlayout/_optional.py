@@ -1,0 +1,34 @@
+"""Packages that only some users need, imported when they are first used."""
+
+import importlib
+from types import ModuleType
+
+from meshlayout.errors import MeshLayoutError
+
+
+def require(module: str, *, extra: str, purpose: str) -> ModuleType:
+    """Imports a module of an optional package.
+
+    Args:
+        module: The module's name, with dots.
+        extra: The extra of this library that installs it.
+        purpose: What it is needed for, as the start of a sentence.
+
+    Raises:
+        MeshLayoutError: If the package is not installed; says how to install it.
+
+    Example:
+        >>> require("json.decoder", extra="data", purpose="Reading").__name__
+        'json.decoder'
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        if error.name is None or error.name.partition(".")[0] != package:
+            raise
+        msg = (
+            f"{purpose} needs {package}, which is not installed: "
+            f"pip install 'meshlayout[{extra}]'."
+        )
+        raise MeshLayoutError(msg) from error
