@@ -135,7 +135,7 @@ class GANTrainer(ml.Trainer):
         super().__init__(state)
         self._step = ml.compile_step(gan_step)
         empty = ml.metrics.Metrics({name: ml.metrics.Mean() for name in state})
-        self._empty = ml.relayout(empty, mesh.layout())
+        self._empty = ml.relayout(empty, mesh.layout(...))
 
     def train_step(self, state: Any, batch: Any, metrics: Any) -> Any:
         """Runs one step of both models."""

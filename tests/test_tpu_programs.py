@@ -309,8 +309,10 @@ def test_microbatches_send_the_gradients_once(tpu, name):
     assert not [one for one in sent if one.in_loop]
 
 
-def test_zero_scatters_gradients_and_gathers_parameters(tpu):
-    state, sent = tpu.sent("mlp", "DATA_PARALLEL", EIGHT, zero=1)
+@pytest.mark.parametrize("options", [{}, {"accumulate": 4}])
+def test_zero_scatters_gradients_and_gathers_parameters(tpu, options):
+    state, sent = tpu.sent("mlp", "DATA_PARALLEL", EIGHT, zero=1, **options)
+    assert not [one for one in sent if one.in_loop]
     [scatter] = of_kind(sent, "reduce_scatter")
     moments = state.opt_state[0].mu
     assert scatter.shapes == ((1024, 512),)

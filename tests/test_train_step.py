@@ -746,6 +746,37 @@ def test_the_plain_step_is_the_hand_written_program():
     assert abs(flops(ours) - flops(hand)) < 0.002 * flops(hand)
 
 
+def test_weights_are_added_in_the_same_round_as_the_gradients():
+    """Not in one of their own, before the backward pass."""
+    mesh = mesh_of()
+    batch = {"x": np.ones((64, 32), "float32"), "y": np.ones((64, 8), "float32")}
+    batch["weight"] = np.ones(64, "float32")
+    state = create(hidden, mesh, optax.adam(1e-3))
+    compiled = ml.make_train_step(squares).lower(state, on(mesh, batch)).compile()
+    assert [kind for kind, _ in collectives(compiled.as_text()).elements()] == [
+        "all-reduce"
+    ]
+
+
+def test_zero_updates_each_parameter_on_one_replica():
+    """Each device does an eighth of Adam's work, on the shard that it then gathers."""
+    mesh = mesh_of()
+    batch = on(mesh, {"x": np.ones((8, 512), "f"), "y": np.ones((8, 512), "f")})
+
+    def work(build, optimizer, **options):
+        step = ml.make_train_step(squares, **options)
+        return flops(step.lower(create(build, mesh, optimizer), batch).compile())
+
+    def wide():
+        return nnx.Linear(512, 512, use_bias=False, rngs=nnx.Rngs(0))
+
+    adam, plain = optax.adam(1e-3), optax.sgd(0.0)
+    whole = work(wide, adam) - work(wide, plain)
+    sharded = work(wide, adam, zero=1) - work(wide, plain)
+    assert 512 * 512 < whole < 40 * 512 * 512
+    assert sharded < 0.2 * whole
+
+
 LOOP = re.compile(r'op_name="[^"]*/while/body/')
 
 

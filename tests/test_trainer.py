@@ -301,6 +301,17 @@ def test_evaluate_measures_the_real_examples_and_changes_nothing(mesh):
     assert_same_bits(params_of(trainer.state), params)
 
 
+def test_evaluate_takes_another_batch_size_than_fit_without_a_warning(mesh):
+    trainer = ml.Trainer(create_state(mesh, optax.sgd(0.0)), loss_fn)
+    data = examples(12)
+    quiet_fit(trainer, cut(data, 4), validation_data=cut(data, 12))
+    first = trainer.history["val_loss"][0]
+    for size in (8, 12):
+        found = trainer.evaluate(cut(data, size))
+        np.testing.assert_allclose(found["loss"], first, rtol=1e-6)
+        assert len(trainer.predict(cut(data, size))["out"]) == 12
+
+
 def test_validation_is_evaluate_after_the_epoch(mesh):
     data, held_out = cut(examples(16), 8), cut(examples(11, seed=1), 8)
     trainer = ml.Trainer(create_state(mesh), loss_fn)

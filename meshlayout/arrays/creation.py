@@ -27,6 +27,7 @@ from meshlayout.arrays.leaf import (
 from meshlayout.arrays.tree import (
     LayoutLike,
     Tree,
+    Where,
     describe,
     device_ids,
     first_line,
@@ -133,7 +134,7 @@ def _bind(
     return bound
 
 
-def _check_devices(x: Any, mesh: Mesh, where: str) -> None:
+def _check_devices(x: Any, mesh: Mesh, where: Where) -> None:
     """Raises LayoutError if jit could not use an argument on this mesh."""
     if not is_concrete_array(x) or not _jax.is_committed(x):
         return

@@ -12,13 +12,17 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshlayout import _jax
-from meshlayout.arrays.tree import describe, first_line
+from meshlayout.arrays.tree import Where, describe, first_line
 from meshlayout.errors import LayoutError
 from meshlayout.layout import MATCH, DimSpec, Layout, as_layout
 
 
+# Bytes; what XLA asks of memory on CPUs to use it as it is.
+_ALIGNMENT = 64
+
+
 def resolve(
-    x: Any, layout: Any, where: str, *, match: bool = True, what: str = ""
+    x: Any, layout: Any, where: Where, *, match: bool = True, what: str = ""
 ) -> Layout:
     """Returns the layout for one array: of its rank, and known to fit.
 
@@ -38,7 +42,7 @@ def resolve(
             raise LayoutError(msg)
         layout = _matched(x, layout, where)
     whole = [None if entry is MATCH else entry for entry in layout.specs]
-    Layout(whole, layout.mesh).check(shape, where)
+    Layout(whole, layout.mesh).check(shape, str(where))
     return layout
 
 
@@ -65,7 +69,7 @@ def _sharding(layout: Layout) -> NamedSharding:
     return NamedSharding(layout.mesh.jax_mesh, spec, memory_kind=layout.memory_kind)
 
 
-def _matched(x: Any, layout: Layout, where: str) -> Layout:
+def _matched(x: Any, layout: Layout, where: Where) -> Layout:
     """Fills in MATCH, if it can be told how the array lies."""
     if not isinstance(_jax.concrete_value(x), (jax.Array, jax.ShapeDtypeStruct)):
         now: Sequence[DimSpec] = [None] * layout.rank
@@ -88,7 +92,7 @@ def _matched(x: Any, layout: Layout, where: str) -> Layout:
 
 
 def move(
-    x: Any, layout: Layout, where: str, *, donate: bool = False, copy: bool = False
+    x: Any, layout: Layout, where: Where, *, donate: bool = False, copy: bool = False
 ) -> Any:
     """Moves one array to a layout that is known to fit it.
 
@@ -104,7 +108,7 @@ def move(
         if _jax.is_staged(x):
             return _constrain(x, sharding, layout, where)
         if not isinstance(x, jax.Array):
-            return jax.device_put(_for_device(x, layout, where), sharding)
+            return _placed(_for_device(x, layout, where), layout, sharding)
         if not is_concrete_array(x):
             return jax.device_put(x, sharding)
         x = _jax.movable(x, layout.mesh.jax_mesh)
@@ -168,7 +172,7 @@ def _copier(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(jnp.copy, out_shardings=sharding)
 
 
-def _constrain(x: Any, sharding: NamedSharding, layout: Layout, where: str) -> Any:
+def _constrain(x: Any, sharding: NamedSharding, layout: Layout, where: Where) -> Any:
     """Places a value inside jit, also in another memory."""
     x = _jax.constrain(x, sharding)
     if layout.memory_kind is None:
@@ -188,14 +192,27 @@ def _constrain(x: Any, sharding: NamedSharding, layout: Layout, where: str) -> A
     return jax.device_put(x, sharding)
 
 
-def _for_device(x: Any, layout: Layout, where: str) -> Any:
+def _for_device(x: Any, layout: Layout, where: Where) -> Any:
     """Returns something that is no `jax.Array` as one to be placed."""
     if isinstance(x, (bool, int, float, complex)):
         return x
     return private_copy(as_array(x, where), layout.mesh.devices.flat[0])
 
 
-def layout_of(x: Any, where: str) -> Layout:
+def _placed(x: Any, layout: Layout, sharding: NamedSharding) -> jax.Array:
+    """Places what is on the host: piece by piece, which is quicker, where it can be."""
+    if (
+        not isinstance(x, np.ndarray)
+        or layout.memory_kind is not None
+        or not sharding.is_fully_addressable
+        or _jax.is_tracing()
+    ):
+        return jax.device_put(x, sharding)
+    x = x.astype(_jax.canonical_dtype(x.dtype), copy=False)
+    return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
+
+
+def layout_of(x: Any, where: Where) -> Layout:
     """Returns the layout that an array has, or raises LayoutError."""
     if is_concrete_array(x):
         check_alive(x, where)
@@ -211,7 +228,7 @@ def layout_of(x: Any, where: str) -> Layout:
         raise LayoutError(f"{where}: {error}") from None
 
 
-def with_full_rank(layout: Any, rank: int, where: str) -> Layout:
+def with_full_rank(layout: Any, rank: int, where: Where) -> Layout:
     """Returns what was given as a layout for arrays of a rank."""
     try:
         return as_layout(layout, rank)
@@ -219,14 +236,14 @@ def with_full_rank(layout: Any, rank: int, where: str) -> Layout:
         raise LayoutError(f"{where}: {error}") from None
 
 
-def check_alive(x: jax.Array, where: str) -> None:
+def check_alive(x: jax.Array, where: Where) -> None:
     """Raises LayoutError if an array is deleted."""
     if x.is_deleted():
         msg = f"{where}: the array is deleted; it was donated, to a step or a relayout."
         raise LayoutError(msg)
 
 
-def as_array(x: Any, where: str) -> Any:
+def as_array(x: Any, where: Where) -> Any:
     """Returns a NumPy or JAX array for anything like one."""
     if isinstance(x, jax.Array):
         return x
@@ -243,7 +260,7 @@ def as_array(x: Any, where: str) -> Any:
     return check_range(array, where)
 
 
-def check_range(array: np.ndarray[Any, Any], where: str) -> np.ndarray[Any, Any]:
+def check_range(array: np.ndarray[Any, Any], where: Where) -> np.ndarray[Any, Any]:
     """Returns a NumPy array, or raises if JAX would make other integers of its own."""
     dtype = _jax.canonical_dtype(array.dtype)
     if dtype == array.dtype or array.dtype.kind not in "iu" or not array.size:
@@ -265,7 +282,16 @@ def private_copy(x: Any, device: _jax.Device) -> Any:
     The CPU devices may use the memory of a NumPy array as their own.
     """
     used = isinstance(x, np.ndarray) and device.platform == "cpu"
-    return np.array(x) if used else x
+    return _aligned_copy(x) if used else x
+
+
+def _aligned_copy(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Returns a copy that begins where XLA can use it, and makes no other one."""
+    memory = np.empty(x.nbytes + _ALIGNMENT, np.uint8)
+    start = -memory.__array_interface__["data"][0] % _ALIGNMENT
+    copy = memory[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
+    copy[...] = x
+    return copy
 
 
 def is_array(x: Any) -> bool:
@@ -292,7 +318,7 @@ def is_concrete_array(x: Any) -> TypeGuard[jax.Array]:
     return isinstance(x, jax.Array) and not isinstance(x, Tracer)
 
 
-def host_value(x: Any, where: str = "") -> np.ndarray[Any, Any]:
+def host_value(x: Any, where: Where = "") -> np.ndarray[Any, Any]:
     """Returns the whole value of an array or number; of PRNG keys, their words."""
     if not isinstance(x, jax.Array):
         return np.asarray(x)

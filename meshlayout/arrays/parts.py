@@ -21,6 +21,7 @@ from meshlayout.arrays.leaf import (
 from meshlayout.arrays.tree import (
     LayoutLike,
     Tree,
+    Where,
     describe,
     device_ids,
     is_number_list,
@@ -131,7 +132,7 @@ def _pack_leaf(parts: list[Any], layout: Any, path: str, *, verify: bool) -> jax
     )
 
 
-def _verify(parts: list[Any], layout: Layout, where: str) -> None:
+def _verify(parts: list[Any], layout: Layout, where: Where) -> None:
     """Raises LayoutError if two parts for the same shard differ."""
     index_of = layout.offset_to_shard()
     flat = {device: at for at, device in enumerate(layout.mesh.devices.flat)}
@@ -199,7 +200,7 @@ def unpack(x: Any) -> list[Any]:
     ]
 
 
-def _unpack_leaf(x: Any, where: str) -> dict[_jax.Device, jax.Array]:
+def _unpack_leaf(x: Any, where: Where) -> dict[_jax.Device, jax.Array]:
     """Returns the parts by device, in mesh order."""
     if isinstance(x, Tracer):
         msg = f"{where}: a value inside jit has no parts yet; unpack the result of it."
@@ -242,7 +243,7 @@ def to_numpy(x: Any) -> Any:
     return tree.unflatten(_numpy_leaf(leaf, where) for where, leaf in tree.named())
 
 
-def _numpy_leaf(x: Any, where: str) -> Any:
+def _numpy_leaf(x: Any, where: Where) -> Any:
     x = _jax.concrete_value(x)
     if isinstance(x, Tracer):
         msg = f"{where}: a value inside jit is not known yet; return it from there."

@@ -17,24 +17,41 @@ LayoutLike: TypeAlias = Layout | NamedSharding | Any
 """A layout, or a tree of layouts that is a prefix of the tree of arrays."""
 
 
+class Name:
+    """What a message names a leaf by: its text is made when a message is."""
+
+    __slots__ = ("_keys", "_leaf", "_root")
+
+    def __init__(self, root: str, keys: tuple[Any, ...], leaf: Any) -> None:
+        self._root, self._keys, self._leaf = root, keys, leaf
+
+    def __str__(self) -> str:
+        path = "/".join(filter(None, [self._root, _path(self._keys)]))
+        return array_text(path, self._leaf)
+
+
+Where: TypeAlias = str | Name
+
+
 class Tree:
     """A pytree taken apart into named leaves."""
 
     def __init__(self, tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> None:
-        entries, self.treedef = tree_flatten_with_path(tree, is_leaf=is_leaf)
-        self.leaves = [leaf for _, leaf in entries]
-        self.paths = [keystr(at, simple=True, separator="/") for at, _ in entries]
+        self._entries, self.treedef = tree_flatten_with_path(tree, is_leaf=is_leaf)
+        self.leaves = [leaf for _, leaf in self._entries]
+
+    @property
+    def paths(self) -> list[str]:
+        """The path of each leaf."""
+        return [_path(keys) for keys, _ in self._entries]
 
     def items(self) -> list[tuple[str, Any]]:
         """Returns the leaves with their paths."""
         return list(zip(self.paths, self.leaves, strict=True))
 
-    def named(self, root: str = "") -> list[tuple[str, Any]]:
-        """Returns the leaves with the text that a message names each by."""
-        return [
-            (array_text("/".join(filter(None, [root, path])), leaf), leaf)
-            for path, leaf in self.items()
-        ]
+    def named(self, root: str = "") -> list[tuple[Name, Any]]:
+        """Returns the leaves with what a message names each by."""
+        return [(Name(root, keys, leaf), leaf) for keys, leaf in self._entries]
 
     def unflatten(self, leaves: Iterable[Any]) -> Any:
         """Returns a tree of the same structure."""
@@ -60,6 +77,10 @@ class Tree:
             for one, part in zip(given, parts, strict=True)
             for _ in jax.tree.leaves(part)
         ]
+
+
+def _path(keys: tuple[Any, ...]) -> str:
+    return keystr(keys, simple=True, separator="/")
 
 
 def _is_layout(node: Any) -> bool:

@@ -69,8 +69,7 @@ class Accuracy(Metric):
     labels: str | int = setting(default="label")
     top_k: int = setting(default=1)
     threshold: float | None = setting(default=None)
-    correct: Total = accumulator(default=EMPTY)
-    count: Total = accumulator(default=EMPTY)
+    sums: Total = accumulator(default=EMPTY)  # of what is right, and of all
     inputs: ClassVar[tuple[str, ...]] = ("predictions", "labels")
 
     def _check(self) -> None:
@@ -90,7 +89,7 @@ class Accuracy(Metric):
             raise MetricError(msg)
 
     def _start(self) -> dict[str, Any]:
-        return {"correct": Total.zeros(), "count": Total.zeros()}
+        return {"sums": Total.zeros((2,))}
 
     def update(self, predictions: Any, labels: Any, weights: Any = None) -> Self:
         """Returns the metric with a batch added.
@@ -108,11 +107,8 @@ class Accuracy(Metric):
         right = self._right(predictions, labels)
         each = element_weights(weights, right, "labels", "Accuracy")
         settings = (self.predictions, self.labels, self.top_k, self.threshold)
-        return type(self)(
-            *settings,
-            correct=self.correct.add(jnp.sum(jnp.where(right, each, 0))),
-            count=self.count.add(jnp.sum(each)),
-        )
+        new = jnp.stack([jnp.sum(jnp.where(right, each, 0)), jnp.sum(each)])
+        return type(self)(*settings, sums=self.sums.add(new))
 
     def _right(self, predictions: Any, labels: Any) -> jax.Array:
         """Returns for each label whether it was predicted."""
@@ -142,7 +138,8 @@ class Accuracy(Metric):
 
     def compute(self) -> jax.Array:
         """Returns the accuracy; NaN where nothing was counted."""
-        return self.correct.value / self.count.value
+        correct, count = self.sums.value
+        return correct / count
 
 
 def _are_classes(predictions: jax.Array, labels: jax.Array) -> bool:

@@ -20,31 +20,32 @@ from meshlayout.metrics.metric import EMPTY, Metric, accumulator, metric_class, 
 from meshlayout.metrics.total import Total
 
 
-def _add_mean(
-    metric: "_MeanOf", elements: jax.Array, weights: Any, name: str
-) -> tuple[Total, Total]:
-    """Returns the totals of a mean with elements added."""
-    where = type(metric).__name__
-    if elements.ndim == 0 and weights is not None:
-        each = counts_any(weights, where)
-    else:
-        each = element_weights(weights, elements, name, where)
-    total = metric.total.add(jnp.sum(weighted(elements, each)))
-    return total, metric.count.add(jnp.sum(each))
-
-
 class _MeanOf(Metric):
-    """What means have in common."""
+    """What means have in common.
 
-    total: Total
-    count: Total
+    Attributes:
+        sums: The weighted sum, and the sum of the weights.
+    """
+
+    sums: Total
 
     def _start(self) -> dict[str, Any]:
-        return {"total": Total.zeros(), "count": Total.zeros()}
+        return {"sums": Total.zeros((2,))}
+
+    def _added(self, elements: jax.Array, weights: Any, name: str) -> Total:
+        """Returns the sums with elements added."""
+        where = type(self).__name__
+        if elements.ndim == 0 and weights is not None:
+            each = counts_any(weights, where)
+        else:
+            each = element_weights(weights, elements, name, where)
+        new = [jnp.sum(weighted(elements, each)), jnp.sum(each)]
+        return self.sums.add(jnp.stack(new))
 
     def compute(self) -> jax.Array:
         """Returns the weighted mean; NaN where nothing was counted."""
-        return self.total.value / self.count.value
+        total, count = self.sums.value
+        return total / count
 
 
 @metric_class
@@ -65,8 +66,7 @@ class Mean(_MeanOf):
     """
 
     values: str | int = setting(default="losses")
-    total: Total = accumulator(default=EMPTY)
-    count: Total = accumulator(default=EMPTY)
+    sums: Total = accumulator(default=EMPTY)
     inputs: ClassVar[tuple[str, ...]] = ("values",)
 
     def update(self, values: Any, weights: Any = None) -> Self:
@@ -80,8 +80,8 @@ class Mean(_MeanOf):
             MetricError: If the weights do not fit the values.
         """
         elements = as_float(values, "values", "Mean")
-        total, count = _add_mean(self, elements, weights, "values")
-        return type(self)(self.values, total=total, count=count)
+        sums = self._added(elements, weights, "values")
+        return type(self)(self.values, sums=sums)
 
 
 @metric_class
@@ -214,8 +214,7 @@ class MeanSquaredError(_ErrorOf):
 
     predictions: str | int = setting(default="predictions")
     labels: str | int = setting(default="label")
-    total: Total = accumulator(default=EMPTY)
-    count: Total = accumulator(default=EMPTY)
+    sums: Total = accumulator(default=EMPTY)
     inputs: ClassVar[tuple[str, ...]] = ("predictions", "labels")
 
     def update(self, predictions: Any, labels: Any, weights: Any = None) -> Self:
@@ -230,8 +229,8 @@ class MeanSquaredError(_ErrorOf):
             MetricError: If the shapes do not fit.
         """
         squares = jnp.square(self._differences(predictions, labels))
-        total, count = _add_mean(self, squares, weights, "labels")
-        return type(self)(self.predictions, self.labels, total=total, count=count)
+        sums = self._added(squares, weights, "labels")
+        return type(self)(self.predictions, self.labels, sums=sums)
 
 
 @metric_class
@@ -250,8 +249,7 @@ class MeanAbsoluteError(_ErrorOf):
 
     predictions: str | int = setting(default="predictions")
     labels: str | int = setting(default="label")
-    total: Total = accumulator(default=EMPTY)
-    count: Total = accumulator(default=EMPTY)
+    sums: Total = accumulator(default=EMPTY)
     inputs: ClassVar[tuple[str, ...]] = ("predictions", "labels")
 
     def update(self, predictions: Any, labels: Any, weights: Any = None) -> Self:
@@ -266,8 +264,8 @@ class MeanAbsoluteError(_ErrorOf):
             MetricError: If the shapes do not fit.
         """
         sizes = jnp.abs(self._differences(predictions, labels))
-        total, count = _add_mean(self, sizes, weights, "labels")
-        return type(self)(self.predictions, self.labels, total=total, count=count)
+        sums = self._added(sizes, weights, "labels")
+        return type(self)(self.predictions, self.labels, sums=sums)
 
 
 @metric_class
@@ -291,8 +289,7 @@ class CrossEntropy(_MeanOf):
     predictions: str | int = setting(default="logits")
     labels: str | int = setting(default="label")
     from_logits: bool = setting(default=True)
-    total: Total = accumulator(default=EMPTY)
-    count: Total = accumulator(default=EMPTY)
+    sums: Total = accumulator(default=EMPTY)
     inputs: ClassVar[tuple[str, ...]] = ("predictions", "labels")
 
     def _check(self) -> None:
@@ -325,9 +322,8 @@ class CrossEntropy(_MeanOf):
             is_own = is_class(labels, logs.shape[-1])
             losses = -jnp.sum(jnp.where(is_own, logs, 0), axis=-1)
             losses = jnp.where(jnp.any(is_own, axis=-1), losses, jnp.nan)
-        total, count = _add_mean(self, losses, weights, "labels")
         settings = (self.predictions, self.labels, self.from_logits)
-        return type(self)(*settings, total=total, count=count)
+        return type(self)(*settings, sums=self._added(losses, weights, "labels"))
 
 
 @metric_class
@@ -342,4 +338,4 @@ class Perplexity(CrossEntropy):
 
     def compute(self) -> jax.Array:
         """Returns the perplexity; NaN where nothing was counted."""
-        return jnp.exp(self.total.value / self.count.value)
+        return jnp.exp(super().compute())

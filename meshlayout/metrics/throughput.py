@@ -48,9 +48,10 @@ class Throughput(Metric):
 
     def _start(self) -> dict[str, Any]:
         now = np.inf if _jax.is_tracing() else time.perf_counter()
-        high = np.array(now, np.float32)
-        low = np.array(now - float(high) if np.isfinite(now) else 0, np.float32)
-        return {"count": Total.zeros(), "start_s": Total(high, low)}
+        high = np.float32(now)
+        low = now - float(high) if np.isfinite(now) else 0
+        start = Total(np.array([high, low], np.float32))
+        return {"count": Total.zeros(), "start_s": start}
 
     def update(self, batch: Any, weights: Any = None) -> Self:
         """Returns the metric with a batch counted.

@@ -183,7 +183,7 @@ class CompiledStep:
                     "passed by name. Take the '/' out of the signature."
                 )
                 raise StepError(msg)
-        self._static_names = static_names
+        self.static_argnames = static_names
         self._on_recompile: OnRecompile = on_recompile
         self._layouts = layouts
         self._programs: dict[_Signature, _Program] = {}
@@ -211,7 +211,7 @@ class CompiledStep:
             What the step returns: the new state, and the rest.
         """
         static: tuple[Any, ...] = ()
-        if kwargs or self._static_names or not args:
+        if kwargs or self.static_argnames or not args:
             args, kwargs, static = self._normalised(args, kwargs)
         program = self._program
         try:
@@ -284,7 +284,7 @@ class CompiledStep:
         kwargs = dict(kwargs)
         places = self._positional
         at = min(
-            (places.index(name) for name in self._static_names if name in places),
+            (places.index(name) for name in self.static_argnames if name in places),
             default=len(places),
         )
         # By name or by place is the same program.
@@ -292,7 +292,7 @@ class CompiledStep:
             if name not in kwargs:
                 break
             args = (*args, kwargs.pop(name))
-        if not self._static_names:
+        if not self.static_argnames:
             return args, kwargs, ()
         if at < min(len(args), len(places)):  # a static one: all from there by name
             if len(args) > len(places):
@@ -308,7 +308,7 @@ class CompiledStep:
                 kwargs[name] = value
             args = args[:at]
         static = []
-        for name in self._static_names:
+        for name in self.static_argnames:
             if name in kwargs:
                 value = kwargs.pop(name)
                 try:

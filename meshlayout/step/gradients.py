@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -51,11 +51,27 @@ class Loss:
         denominator = self.denominator_of(batch, weights)
         return Share(weights, denominator, 1.0, isinstance(self.denominator, str))
 
+    def provisional_share(self, batch: Any) -> tuple[Share, Any]:
+        """Returns a whole batch's share, and by what to correct what comes of it.
+
+        The sum of the weights takes the replicas a round of communication. Divided by
+        their number instead, gradients need not wait for it: both are added in one.
+        """
+        share = self.share(batch)
+        if share.weights is None or self.denominator != "real":
+            return share, None
+        count = jnp.float32(self._count(batch, share.weights))
+        return replace(share, denominator=count), count / share.denominator
+
     def denominator_of(self, batch: Any, weights: Any) -> jax.Array:
         """Returns what the sums over a whole batch are divided by."""
-        rows = num_examples(batch)
-        count = rows if weights is None else math.prod(jnp.shape(weights))
+        count = self._count(batch, weights)
         return losses.denominator_of(self.denominator, weights, count)
+
+    def _count(self, batch: Any, weights: Any) -> int:
+        """Returns how many losses count one each, where they do."""
+        rows = num_examples(batch)
+        return rows if weights is None else math.prod(jnp.shape(weights))
 
 
 @dataclass(frozen=True)
@@ -132,23 +148,48 @@ def whole_batch(
         metrics: The metrics so far.
         scale: A factor for the loss, which the gradients keep; None for 1.
     """
-    share = loss.share(batch)
+    share, factor = loss.provisional_share(batch)
     batch = without_nan_padding(batch, share.weights)
 
     def objective(chosen: list[Any]) -> tuple[Any, tuple[Mapping[str, Any], Outcome]]:
         params = trainable.filled(chosen, state.params)
         outcome = forward(loss, state, params, batch, key, share.weights)
-        penalties = penalties_of(params, loss.regularizers)
-        parts = joined(parts_of(outcome, share), penalties)
+        parts = parts_of(outcome, share)
         names.extend(parts)
         return scaled(sum(parts.values()), scale), (parts, outcome)
 
     names: list[str] = []  # in their order, which JAX does not keep
     chosen = trainable.chosen(state.params)
     grads, (parts, outcome) = jax.grad(objective, has_aux=True)(chosen)
+    if factor is not None:
+        grads = jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
+        parts = {name: part * factor for name, part in parts.items()}
     metrics = updated(metrics, outcome, batch, share.weights)
     after = kept_without_examples(share, state.model_state, outcome.model_state)
-    return Gradients(grads, {name: parts[name] for name in names}, after, metrics)
+    parts = {name: parts[name] for name in names}
+    found = Gradients(grads, parts, after, metrics)
+    return with_penalties(found, loss, state, trainable, scale)
+
+
+def with_penalties(
+    found: Gradients, loss: Loss, state: TrainState, trainable: Trainable, scale: Any
+) -> Gradients:
+    """Adds the regularisers, which do not depend on the batch."""
+    if not loss.regularizers:
+        return found
+
+    def penalty(chosen: list[Any]) -> Any:
+        params = trainable.filled(chosen, state.params)
+        parts = penalties_of(params, loss.regularizers)
+        return scaled(sum(parts.values()), scale), parts
+
+    grads, parts = jax.grad(penalty, has_aux=True)(trainable.chosen(state.params))
+    return Gradients(
+        jax.tree.map(jnp.add, found.grads, grads),
+        joined(found.parts, {one.name: parts[one.name] for one in loss.regularizers}),
+        found.model_state,
+        found.metrics,
+    )
 
 
 def forward(

@@ -34,14 +34,13 @@ from meshlayout.step.gradients import (
     kept_without_examples,
     scaled,
     updated,
+    with_penalties,
 )
 from meshlayout.step.model_call import Outcome
 from meshlayout.step.objective import (
     Share,
     check_rows,
-    joined,
     parts_of,
-    penalties_of,
 )
 from meshlayout.step.weights import map_batch, num_examples, without_nan_padding
 
@@ -424,30 +423,8 @@ def accumulated(
     ]
     share = loss.share(batch)
     after = kept_without_examples(share, state.model_state, after)
-    return _with_penalties(
-        Gradients(grads, parts, after, metrics), loss, state, trainable, scale
-    )
-
-
-def _with_penalties(
-    found: Gradients, loss: Loss, state: TrainState, trainable: Trainable, scale: Any
-) -> Gradients:
-    """Adds the regularisers, which do not depend on the batch."""
-    if not loss.regularizers:
-        return found
-
-    def penalty(chosen: list[Any]) -> Any:
-        params = trainable.filled(chosen, state.params)
-        parts = penalties_of(params, loss.regularizers)
-        return scaled(sum(parts.values()), scale), parts
-
-    grads, parts = jax.grad(penalty, has_aux=True)(trainable.chosen(state.params))
-    return Gradients(
-        _add(found.grads, grads),
-        joined(found.parts, {one.name: parts[one.name] for one in loss.regularizers}),
-        found.model_state,
-        found.metrics,
-    )
+    found = Gradients(grads, parts, after, metrics)
+    return with_penalties(found, loss, state, trainable, scale)
 
 
 def _norm_state_mask(moments: Any, model_state: Any) -> list[bool]:

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from meshlayout import _jax
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.step.gradients import Gradients, Loss, Trainable, select, whole_batch
@@ -54,13 +53,10 @@ class Program:
     Args:
         plan: What the step does.
         place: Where.
-        update_layouts: The shardings of the update, in the order of the parameters;
-            None for the parameters' own.
     """
 
-    def __init__(self, plan: Plan, place: Place, update_layouts: Any) -> None:
+    def __init__(self, plan: Plan, place: Place) -> None:
         self._plan, self._place = plan, place
-        self._update_layouts = update_layouts
         self._names: tuple[str, ...] = ()
 
     def empty_metrics(self, state: TrainState, batch: Any) -> Metrics:
@@ -124,7 +120,7 @@ class Program:
         plan = self._plan
         trainable = plan.update.trainable_in(state.params)
         found = self._gradients(state, trainable, batch, users)
-        new, notes = plan.update.apply(state, trainable, found, self._place_update)
+        new, notes = plan.update.apply(state, trainable, found)
         rate = self._learning_rate(state, new)
         if rate is not None:
             notes = {"learning_rate": rate, **notes}
@@ -151,13 +147,6 @@ class Program:
             replicas=self._place.replicas,
             reduce_dtype=plan.reduce_dtype,
         )
-
-    def _place_update(self, tree: Any) -> Any:
-        if not self._update_layouts:
-            return tree
-        leaves, treedef = jax.tree.flatten(tree)
-        pairs = zip(leaves, self._update_layouts, strict=True)
-        return treedef.unflatten([_jax.constrain(x, layout) for x, layout in pairs])
 
     def _learning_rate(self, state: TrainState, new: TrainState) -> Any:
         if self._plan.learning_rate is not None:

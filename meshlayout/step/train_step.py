@@ -198,7 +198,7 @@ class TrainStep:
         self._num_nonfinite = 0.0
         self._calls = calls_for(plan.steps_per_call)
         self._wants_extra = frozenset(plan.update.names())
-        self._zero_shardings: list[Any] = []
+        self._zero_shardings: list[Any] | None = None
         # Which leaves of the optimiser's state zero=1 left as they were, and why.
         self.zero_exceptions: tuple[str, ...] = ()
         self.__name__ = "train_step"
@@ -369,9 +369,7 @@ class TrainStep:
         made: Callable[[Program], Callable[..., Any]] | None = None,
     ) -> tuple[CompiledStep, Metrics]:
         """Returns the compiled step of a place, and empty metrics for a state."""
-        layouts = self._update_layouts(state, place)
-        program = Program(self._plan, place, layouts)
-        kind = (*kind, *(layouts or ()))
+        program = Program(self._plan, place)
         if (place, kind) not in self._steps:
             step = program.train_steps if kind[0] is True else program.train_step
             self._steps[place, kind] = compile_step(
@@ -437,11 +435,6 @@ class TrainStep:
         if self._plan.update.on_nonfinite == "error":
             name = self._plan.update.flag
             self._flags.append((metrics.metric(name).compute(), is_first))
-
-    def _update_layouts(self, state: TrainState, place: Place) -> Any:
-        if not self._plan.zero:
-            return None
-        return [found.sharding for found in zero_layouts(state.params, place.replicas)]
 
     def _with_zero(self, state: TrainState, place: Place) -> TrainState:
         """Returns the state with the optimiser's part sharded over the replicas."""

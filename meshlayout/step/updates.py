@@ -101,11 +101,7 @@ class Update:
         return state.extra[LOSS_SCALE].scale if self.has_loss_scale else None
 
     def apply(
-        self,
-        state: TrainState,
-        trainable: Trainable,
-        found: Gradients,
-        place: Callable[[Any], Any],
+        self, state: TrainState, trainable: Trainable, found: Gradients
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """Returns the next state, and what there is to say about the gradients.
 
@@ -113,7 +109,6 @@ class Update:
             state: The state before.
             trainable: What `found.grads` are for.
             found: The gradients, by the loss scale if there is one.
-            place: Gives a tree like the parameters the layouts of the update.
         """
         grads, notes = found.grads, {}
         if self.has_loss_scale:
@@ -128,7 +123,7 @@ class Update:
             factor = self.clip_norm / jnp.maximum(norm, self.clip_norm)
             grads = jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
             notes["grad_norm"] = norm
-        new = self._updated(state, trainable, grads, place)
+        new = self._updated(state, trainable, grads)
         new = new.replace(model_state=found.model_state)
         if finite is not None:
             new = self._unless(finite, state, new)
@@ -138,17 +133,14 @@ class Update:
                 notes[self.flag] = lost.astype("float32")
         return new, notes
 
-    def _updated(
-        self, state: TrainState, trainable: Trainable, grads: Any, place: Any
-    ) -> Any:
+    def _updated(self, state: TrainState, trainable: Trainable, grads: Any) -> Any:
         """Returns the state after the optimiser's update of what is trained."""
         if not trainable.is_all:
             grads = trainable.zeros_elsewhere(grads, state.params)
         else:
             grads = trainable.filled(grads, state.params)
-        params = place(state.params)
-        updates, opt_state = state.tx.update(place(grads), state.opt_state, params)
-        params = optax.apply_updates(params, updates)
+        updates, opt_state = state.tx.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
         if not trainable.is_all:  # weight decay and momentum would move them
             params = trainable.filled(trainable.chosen(params), state.params)
         extra = dict(state.extra)

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from meshlayout import _paths
 from meshlayout.errors import StepError
@@ -60,13 +61,14 @@ def num_examples(batch: Any) -> int:
     Raises:
         StepError: If there is no array with dims, or two have another first dim.
     """
+    found = {np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)}
+    if len(found) == 1:
+        return found.pop()
     sizes: dict[int, str] = {}
     for leaf in _paths.flatten(batch).leaves:
         shape = jnp.shape(leaf.value)
         if shape:
             sizes.setdefault(shape[0], leaf.path or "the batch")
-    if len(sizes) == 1:
-        return next(iter(sizes))
     if not sizes:
         msg = "the batch has no array with a batch dim."
         raise StepError(msg)

@@ -185,7 +185,7 @@ def _on_one_device(name: str, step: Any) -> Callable[..., Any]:
     """Returns what to call on one device: without the layouts of a mesh."""
     if not isinstance(step, CompiledStep):
         return _on_mesh(name, step)
-    static = step._static_names  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    static = step.static_argnames
     plain = vars(step)["__wrapped__"]
     return compile_step(plain, static_argnames=static, on_recompile="ignore")
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
@@ -61,6 +60,7 @@ class Feeder:
         self._pad, self._needs_weights = pad, needs_weights
         self._num_shards = 1 if layout is None else _num_shards(layout)
         self._size = 0
+        self._full: Any = None
 
     def __call__(self, batch: Any) -> Fed:
         """Returns a batch on the mesh.
@@ -76,6 +76,10 @@ class Feeder:
         rows = num_examples(batch)
         if any(map(_is_placed, jax.tree.leaves(batch))):
             return Fed(batch, rows)
+        if self._pad and rows == self._size and self._takes_weights(batch):
+            # Full batches share one array of weights, which is on the mesh already.
+            batch = self._placed(batch)
+            return Fed(self._with_weights(batch, self._ones()), rows)
         if self._pad:
             batch = self._padded(batch, rows)
         self._check_rows(batch, rows)
@@ -94,30 +98,37 @@ class Feeder:
         return np.any(found != 0, axis=tuple(range(1, found.ndim)))
 
     def _padded(self, batch: Any, rows: int) -> Any:
-        with_weights = self._with_weights(batch, rows)
-        if with_weights is None and self._needs_weights:
+        takes = self._takes_weights(batch)
+        if takes:
+            batch = self._with_weights(batch, np.ones(rows, np.float32))
+        elif self._needs_weights and weights_of(batch, self._weights) is None:
             return batch
-        batch = batch if with_weights is None else with_weights
         if not self._size:
             self._size = -(-rows // self._num_shards) * self._num_shards
         if rows >= self._size:
             return batch
         padded = map_batch(lambda leaf: _with_rows(leaf, self._size), batch)
-        if with_weights is None:
+        if weights_of(padded, self._weights) is None:
             return padded
-        is_real = np.arange(self._size) < rows
-        return self._masked(padded, is_real)
+        return self._masked(padded, np.arange(self._size) < rows)
 
-    def _with_weights(self, batch: Any, rows: int) -> Any:
-        """Returns the batch with weights, or None if it has no place for them."""
-        if weights_of(batch, self._weights) is not None:
-            return batch
-        ones = np.ones(rows, np.float32)
+    def _takes_weights(self, batch: Any) -> bool:
+        """Tells whether a batch has no weights, and a place for them."""
         if isinstance(batch, Mapping) and isinstance(self._weights, str):
-            return {**batch, self._weights: ones}
-        if type(batch) in (tuple, list) and self._weights == len(batch):
-            return (*batch, ones) if isinstance(batch, tuple) else [*batch, ones]
-        return None
+            return self._weights not in batch
+        return type(batch) in (tuple, list) and self._weights == len(batch)
+
+    def _with_weights(self, batch: Any, weights: Any) -> Any:
+        """Returns a batch that takes weights with them."""
+        if isinstance(batch, Mapping):
+            return {**batch, self._weights: weights}
+        return type(batch)((*batch, weights))
+
+    def _ones(self) -> jax.Array:
+        """Returns the weights of a full batch, where they belong."""
+        if self._full is None:
+            self._full = self._placed(np.ones(self._size, np.float32))
+        return self._full
 
     def _masked(self, batch: Any, is_real: np.ndarray[Any, Any]) -> Any:
         """Returns a batch with weights of 0 for its padding."""
@@ -146,9 +157,11 @@ class Feeder:
     def _placed(self, batch: Any) -> Any:
         if self._layout is None:
             return batch
+        if all(map(np.ndim, jax.tree.leaves(batch))):
+            return relayout(batch, self._layout)
         whole = self._layout.mesh.layout()
         layouts = jax.tree.map(
-            lambda leaf: self._layout if jnp.ndim(leaf) else whole, batch
+            lambda leaf: self._layout if np.ndim(leaf) else whole, batch
         )
         return relayout(batch, layouts)
 

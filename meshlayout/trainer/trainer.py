@@ -152,13 +152,15 @@ class Trainer:
     ) -> None:
         """Makes the steps; nothing is compiled before it is called."""
         self._many = self._one = self._evaluating = self._predicting = None
-        predicting = _options_for(make_predict_step, options)
+        # Data of another batch size is no accident where it is only measured.
+        measuring: StepOptions = {"on_recompile": "ignore", **options}
+        predicting = _options_for(make_predict_step, measuring)
         if self._loss_fn is not None:
             both = {"metrics": metrics, "layouts": layouts}
             self._many = make_train_step(self._loss_fn, **both, **options)
             single: StepOptions = {**options, "steps_per_call": 1}
             self._one = make_train_step(self._loss_fn, **both, **single)
-            evaluating = _options_for(make_eval_step, options)
+            evaluating = _options_for(make_eval_step, measuring)
             self._evaluating = make_eval_step(self._loss_fn, **both, **evaluating)
         predict_fn = self._predict_fn
         if predict_fn is None and self._loss_fn is not None:
