@@ -12,6 +12,7 @@ MeshLayoutError(ValueError)
 ├── MetricError          a metric that is misconfigured, or fed what does not fit
 ├── DataError            a source that cannot be cut into global batches
 └── CheckpointError      a state that cannot be saved or restored
+    ├── RestoreDiffError     what was saved is not what is wanted
     └── DamagedCheckpointError   a checkpoint whose files are not what was saved
 ```
 """
@@ -19,6 +20,7 @@ MeshLayoutError(ValueError)
 import difflib
 import inspect
 from collections.abc import Iterable
+from typing import Any
 
 
 class MeshLayoutError(ValueError):
@@ -68,8 +70,27 @@ class CheckpointError(MeshLayoutError):
     """A state cannot be saved, or a checkpoint does not fit what is asked for."""
 
 
+class RestoreDiffError(CheckpointError):
+    """What was saved differs from the state that is wanted.
+
+    Attributes:
+        diff: The `RestoreDiff`.
+    """
+
+    def __init__(self, message: str, diff: Any = None) -> None:
+        super().__init__(message)
+        self.diff = diff
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.diff)
+
+
 class DamagedCheckpointError(CheckpointError):
     """A checkpoint's files are not what was saved; names the file and the array."""
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint was damaged and another one taken, and why."""
 
 
 class RecompileWarning(UserWarning):

@@ -13,12 +13,14 @@ is the adjoint equation t = dl/ds + t dm/ds. The gradient is d(l + t m)/dw.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshlayout import _jax, _paths
@@ -42,6 +44,7 @@ from meshlayout.step.objective import (
     check_rows,
     parts_of,
 )
+from meshlayout.step.own_draws import OwnDraws, draws_like
 from meshlayout.step.weights import map_batch, num_examples, without_nan_padding
 
 
@@ -88,14 +91,14 @@ class _Facts:
         order: How many passes batch statistics take; 0 if there are none.
         moments: Their structure.
         names: What the objective's parts are called.
-        splits: Whether replicas can be told apart: nothing is drawn at random, and
-            everything that comes out has a row per example.
+        draws: How replicas draw their rows of random numbers; None if replicas cannot
+            be told apart: not all that comes out has a row per example, say.
     """
 
     order: int
     moments: Any
     names: tuple[str, ...]
-    splits: bool
+    draws: OwnDraws | None
 
 
 class _Parts:
@@ -128,6 +131,8 @@ class _Parts:
         self._denominator = loss.denominator_of(batch, self._weights)
         self._rows = num_examples(batch)
         self._check_rows()
+        # How one replica draws, and which it is, while its program is traced.
+        self._mine: tuple[OwnDraws, Any] | None = None
         self.parts = map_batch(self._cut, batch)
         self.facts = self._look()
         self.is_norm = _norm_state_mask(self.facts.moments, state.model_state)
@@ -164,13 +169,37 @@ class _Parts:
         weights = loss.weights_of(part)
         rows = num_examples(part)
         replaying = Replaying(weights, given)
-        key = jax.random.fold_in(self._key, at)
-        outcome = loss.call(self._state, params, model_state, part, key, (replaying,))
+        outcome = self._call(params, model_state, part, at, replaying)
         check_rows(outcome, rows)
         is_mean = isinstance(loss.denominator, str)
         share = Share(weights, self._denominator, rows / self._rows, is_mean)
         parts = parts_of(outcome, share)
         return sum(parts.values(), jnp.float32(0)), (parts, outcome, replaying.order)
+
+    def _call(
+        self, params: Any, model_state: Any, part: Any, at: Any, replaying: Replaying
+    ) -> Outcome:
+        """Calls the model, with a replica's keys in its program."""
+        key, before = self._key, model_state
+        if self._mine is not None:
+            draws, replica = self._mine
+            key, before = draws.keys((key, model_state), replica)
+        key = jax.random.fold_in(key, at)
+        call = self._loss.call
+        outcome = call(self._state, params, before, part, key, (replaying,))
+        if self._mine is None:
+            return outcome
+        after = self._mine[0].common(outcome.model_state, model_state)
+        return replace(outcome, model_state=after)
+
+    @contextmanager
+    def _as_replica(self, draws: OwnDraws, replica: Any) -> Iterator[None]:
+        """Calls the model as one replica does, for as long as the context lasts."""
+        self._mine = draws, replica
+        try:
+            yield
+        finally:
+            self._mine = None
 
     def _look(self) -> _Facts:
         """Traces one part to find out what it does."""
@@ -187,28 +216,52 @@ class _Parts:
         jaxpr, shapes = jax.make_jaxpr(run, return_shape=True)(
             chosen, part, self._state.model_state
         )
-        own = _norm_state_mask(shapes.moments, self._state.model_state)
+        norms = _norm_state_mask(shapes.moments, self._state.model_state)
+        given = len(chosen), len(jax.tree.leaves(part))
+        inputs = range(given[0], sum(given))
+        before = (shapes.losses, shapes.outputs, shapes.recorded)
+        first = len(jax.tree.leaves(before))  # of what comes out, before the state
         changed = [
-            not (same or norm)
-            for same, norm in zip(jax.tree.leaves(seen["same"]), own, strict=True)
+            _jax.uses(jaxpr.jaxpr, first + at, inputs)
+            for at, (same, norm) in enumerate(
+                zip(jax.tree.leaves(seen["same"]), norms, strict=True)
+            )
+            if not (same or norm)
         ]
         per_row = [shapes.losses, *jax.tree.leaves((shapes.outputs, shapes.recorded))]
         rows = self._rows // self._num_parts
-        splits = (
-            not any(changed)
-            and not _jax.draws_random_bits(jaxpr.jaxpr)
-            and all(x.shape[:1] == (rows,) for x in per_row)
-        )
-        return _Facts(seen["order"], shapes.moments, seen["names"], splits)
+        draws = None
+        if not any(changed) and all(x.shape[:1] == (rows,) for x in per_row):
+            draws = self._draws(run, chosen, part, jaxpr.jaxpr)
+        return _Facts(seen["order"], shapes.moments, seen["names"], draws)
+
+    def _draws(
+        self, run: Callable[..., Any], chosen: list[Any], part: Any, whole: Any
+    ) -> OwnDraws | None:
+        """Returns how replicas draw, or None if that cannot be told."""
+        drawn = _jax.draws(whole)
+        if not drawn or not self._may_split:
+            return OwnDraws()
+        rows = self._rows // self._num_parts // self._replicas.count
+        own = map_batch(lambda leaf: leaf[:rows], part)
+        with self._as_replica(OwnDraws(), 0):
+            jaxpr = jax.make_jaxpr(run)(chosen, own, self._state.model_state)
+        return draws_like(drawn, _jax.draws(jaxpr.jaxpr), rows)
 
     # All parts.
 
     @property
     def is_split(self) -> bool:
         """Whether replicas are told apart."""
-        replicas = self._replicas
-        # shard_map takes no values of Explicit axes from around it.
-        return self.facts.splits and replicas.count > 1 and not replicas.is_explicit
+        return self._may_split and self.facts.draws is not None
+
+    @property
+    def _may_split(self) -> bool:
+        """Whether there are several replicas, and shard_map takes what is around it.
+
+        It takes no values of Explicit axes.
+        """
+        return self._replicas.count > 1 and not self._replicas.is_explicit
 
     def each(self, function: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
         """Scans `function(carry, part, index)` over the parts."""
@@ -251,10 +304,15 @@ class _Parts:
             return local(part)
         axes = self._replicas.axes
         rows = PartitionSpec(axes)
+
+        def replica(part: Any) -> tuple[Any, Any]:
+            with self._as_replica(self.facts.draws or OwnDraws(), lax.axis_index(axes)):
+                return local(part)
+
         specs = jax.tree.map(lambda x: rows if jnp.ndim(x) else PartitionSpec(), part)
         with leaving_out(axes):
             return jax.shard_map(
-                local,
+                replica,
                 mesh=self._replicas.mesh,
                 in_specs=(specs,),
                 out_specs=(rows, PartitionSpec()),

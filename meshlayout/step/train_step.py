@@ -102,8 +102,9 @@ def make_train_step(
             function that treats examples one by one (but for BatchNorm, whose
             statistics are those of the whole batch: that takes as many more passes as
             the model has such layers). The gradient is that of the whole batch, and
-            replicas add theirs once; where random numbers are drawn, the loss is a
-            scalar, or axes are Explicit, in every microbatch.
+            replicas add theirs once; in every microbatch, where the loss is a scalar,
+            axes are Explicit, or it cannot be told which row of a random draw belongs
+            to which example (with keys of the model's own, say).
         clip_norm: The largest global norm of the gradients.
         on_nonfinite: What to do if the loss or a gradient is not finite: `"ignore"`;
             `"skip"`, leave the state as it was and count it in `state.extra`; or
