@@ -9,8 +9,9 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # beside the environment: where libtpu is installed, JAX looks for a TPU at every start.
 TEST_ENV := JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 PYTHONPATH=$(abspath $(VENV))/tpu
 DEMO_OPTIONS ?=
+EXTRAS ?= test,lint
 
-.PHONY: demo data test lint types imports pytest test-exhaustive test-matrix test-all lock clean
+.PHONY: demo data test lint types imports pytest test-exhaustive test-optional test-matrix test-all lock clean
 
 demo: $(VENV)/.run-$(TAG)
 	@$(BIN)/python -m models.train $(DEMO_OPTIONS)
@@ -52,7 +53,13 @@ test-exhaustive: $(VENV)/.dev-$(TAG)
 	MESHLAYOUT_EXHAUSTIVE=1 $(MAKE) --no-print-directory pytest \
 	  PYTEST_OPTIONS=tests/test_same_numbers.py
 
-test-all: test test-exhaustive test-matrix
+# What works with other people's packages, some of them heavy: TensorFlow, PyTorch.
+test-optional:
+	$(MAKE) --no-print-directory pytest VENV=.venv-optional EXTRAS=test,optional \
+	  PYTEST_OPTIONS="tests/test_data_heavy.py tests/test_data_adapters.py \
+	  tests/test_metrics.py tests/test_metrics_properties.py tests/test_callbacks.py"
+
+test-all: test test-exhaustive test-optional test-matrix
 
 # One environment for one interpreter: another one starts it anew.
 $(VENV)/.made-$(TAG):
@@ -66,7 +73,7 @@ $(VENV)/.run-$(TAG): $(VENV)/.made-$(TAG) pyproject.toml $(CONSTRAINTS)
 	@touch $@
 
 $(VENV)/.dev-$(TAG): $(VENV)/.made-$(TAG) pyproject.toml $(CONSTRAINTS)
-	$(PIP_INSTALL) --constraint $(CONSTRAINTS) --editable '.[test,lint]'
+	$(PIP_INSTALL) --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS)]'
 	@case "$$(uname -sm)" in "Linux x86_64") \
 	  $(PIP_INSTALL) --no-deps --upgrade --target $(VENV)/tpu \
 	    --requirement constraints/tpu/$(notdir $(CONSTRAINTS)) \

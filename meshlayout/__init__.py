@@ -1,6 +1,11 @@
 """Meshes, layouts and SPMD training for JAX and Flax."""
 
-from meshlayout import losses as losses, metrics as metrics, testing as testing
+from meshlayout import (
+    data as data,
+    losses as losses,
+    metrics as metrics,
+    testing as testing,
+)
 from meshlayout._default_mesh import (
     default_mesh as default_mesh,
     get_default_mesh as get_default_mesh,
@@ -22,6 +27,7 @@ from meshlayout.arrays import (
     unpack as unpack,
     zeros as zeros,
 )
+from meshlayout.data import distribute_dataset as distribute_dataset
 from meshlayout.devices import virtual_devices as virtual_devices
 from meshlayout.errors import (
     CheckpointError as CheckpointError,
@@ -36,6 +42,7 @@ from meshlayout.errors import (
     MeshLayoutError as MeshLayoutError,
     MetricError as MetricError,
     RecompileWarning as RecompileWarning,
+    RestoreDiffError as RestoreDiffError,
     StateError as StateError,
     StepError as StepError,
 )

@@ -1,0 +1,28 @@
+"""Any source of examples as global batches on a mesh."""
+
+from meshlayout.data.clock import PipelineReport as PipelineReport, Stage as Stage
+from meshlayout.data.dataset import (
+    DistributedDataset as DistributedDataset,
+    distribute_dataset as distribute_dataset,
+)
+from meshlayout.data.from_tfds import from_tfds as from_tfds
+from meshlayout.data.iterator import DataIterator as DataIterator
+from meshlayout.data.packed import PackedIterator as PackedIterator
+from meshlayout.data.per_replica import (
+    InputContext as InputContext,
+    distribute_datasets_from_function as distribute_datasets_from_function,
+)
+from meshlayout.data.rows import (
+    per_replica_batch_size as per_replica_batch_size,
+    process_rows as process_rows,
+)
+from meshlayout.data.sequences import (
+    PackedSequences as PackedSequences,
+    PackingReport as PackingReport,
+    pack_sequences as pack_sequences,
+)
+from meshlayout.data.tokens import (
+    ByteTokenizer as ByteTokenizer,
+    Tokenizer as Tokenizer,
+)
+from meshlayout.data.topics import python_topics as python_topics

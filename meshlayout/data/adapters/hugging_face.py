@@ -1,0 +1,296 @@
+"""Hugging Face's data sets as sources."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshlayout.data.adapters.streams import Elements, ElementStream, as_block
+from meshlayout.data.clock import Clock
+from meshlayout.data.source import Source, Stream
+from meshlayout.errors import DataError
+
+
+Array = np.ndarray[Any, Any]
+
+# Formats whose elements are arrays, or become ones.
+_FORMATS = ("numpy", "torch", "tensorflow", "jax", "custom")
+
+
+# The place before the first example, which a data set names only after it.
+_START = "start"
+
+
+def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> Source | None:
+    """Returns a Hugging Face object as a source, or None if it is of another kind.
+
+    Args:
+        obj: A Dataset or IterableDataset of the `datasets` package.
+        clock: Not needed here.
+        batched: Whether an IterableDataset gives batches; None means examples.
+
+    Raises:
+        DataError: If it holds several splits, or is formatted as tables.
+    """
+    del clock
+    kinds = [kind.__name__ for kind in type(obj).__mro__]
+    if "DatasetDict" in kinds or "IterableDatasetDict" in kinds:
+        msg = (
+            f"a {type(obj).__name__} holds the splits {', '.join(map(repr, obj))}. "
+            f"Choose one, as dataset[{next(iter(obj), 'train')!r}]."
+        )
+        raise DataError(msg)
+    if "IterableDataset" in kinds:
+        return IterableStream(obj, batched=bool(batched))
+    return DatasetRows(obj) if "Dataset" in kinds else None
+
+
+class DatasetRows:
+    """A Hugging Face Dataset as a source of rows.
+
+    Without a format of the user's, numbers come straight from the Arrow table, in the
+    dtypes of its features; images and other decoded features as NumPy arrays.
+
+    Args:
+        dataset: The data set.
+
+    Raises:
+        DataError: If it is formatted as tables.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._length = len(dataset)
+        self._readers: list[Callable[[list[int]], Mapping[str, Any]]] = []
+        kind = dataset.format["type"]
+        columns = dataset.format["columns"]
+        if kind is not None:
+            _check_format(kind)
+            self._readers.append(lambda rows: dataset[rows])
+            return
+        plain = [name for name in columns if _is_plain(dataset.features[name])]
+        decoded = [name for name in columns if name not in plain]
+        if plain:
+            table = dataset.with_format("arrow", columns=plain)
+            self._readers.append(lambda rows: _columns(table[rows]))
+        if decoded:
+            arrays = dataset.with_format("numpy", columns=decoded)
+            self._readers.append(lambda rows: arrays[rows])
+
+    def __len__(self) -> int:
+        return self._length
+
+    def rows(self, indices: Array) -> Any:
+        """Returns rows, in the order asked for."""
+        numbers = indices.tolist()
+        found: dict[str, Any] = {}
+        for reader in self._readers:
+            found.update(reader(numbers))
+        return as_block(found).rows
+
+
+class IterableStream:
+    """A Hugging Face IterableDataset as a stream.
+
+    Args:
+        dataset: The data set.
+        batched: Whether its elements are batches.
+
+    Raises:
+        DataError: If it is formatted as tables.
+    """
+
+    def __init__(self, dataset: Any, *, batched: bool) -> None:
+        self.num_rows: int | None = None
+        formatting = getattr(dataset, "_formatting", None)
+        kind = getattr(formatting, "format_type", None)
+        if kind is not None:
+            _check_format(kind)
+        self._dtypes: dict[str, Any] = {}
+        self._dataset, self._batched = dataset, batched
+        self._passes = _Passes()
+        if kind is None and dataset.features is not None and not batched:
+            self._dtypes = _dtypes(dataset.features)
+
+    def open(self, epoch: int) -> Stream:
+        """Begins a pass; a data set that shuffles is told the epoch."""
+        elements = _Examples(self._dataset, self._dtypes, epoch, self._passes)
+        return ElementStream(elements, batched=self._batched, dtypes=self._dtypes)
+
+
+class _Passes:
+    """Which pass a data set, which keeps the place of one, has begun last."""
+
+    def __init__(self) -> None:
+        self.latest: Any = None
+        self.is_mixed = False
+
+    def begin(self, one: Any) -> None:
+        self.latest, self.is_mixed = one, False
+
+    def read(self, one: Any) -> None:
+        self.is_mixed = self.is_mixed or one is not self.latest
+
+    def knows(self, one: Any) -> bool:
+        return one is self.latest and not self.is_mixed
+
+
+class _Examples(Elements):
+    """The examples of one pass, lists of numbers as arrays."""
+
+    def __init__(
+        self, dataset: Any, dtypes: dict[str, Any], epoch: int, passes: _Passes
+    ) -> None:
+        self._dataset, self._dtypes, self._epoch = dataset, dtypes, epoch
+        self._passes = passes
+        # A buffer that shuffles is filled anew after a resume, with other examples.
+        self._forgets = any(
+            "BufferShuffled" in type(step).__name__
+            for step in _steps(getattr(dataset, "_ex_iterable", None))
+        )
+        self._iterator: Any = None
+        self._begin: Any = _START  # where the first example is read from
+        self._is_closed = False
+
+    def __next__(self) -> Any:
+        if self._is_closed:
+            raise StopIteration
+        if self._iterator is None:
+            self._dataset.set_epoch(self._epoch)
+            # Without a place, the one of an earlier pass is forgotten.
+            place = None if self._begin == _START else self._begin
+            self._dataset.load_state_dict(place)
+            self._passes.begin(self)
+            self._iterator = iter(self._dataset)
+        self._passes.read(self)
+        return _as_arrays(next(self._iterator), self._dtypes)
+
+    def get_state(self) -> Any:
+        if self._iterator is None:
+            return self._begin
+        if not self._passes.knows(self) or self._forgets:
+            return None
+        # A copy: the data set goes on to change what it returns.
+        return json.loads(json.dumps(self._dataset.state_dict()))
+
+    def set_state(self, state: Any) -> None:
+        self._begin, self._iterator = state, None
+
+    def close(self) -> None:
+        self._is_closed, self._iterator = True, None
+
+
+def _steps(step: Any) -> Iterator[Any]:
+    """Yields a step of an IterableDataset, and those that it reads from."""
+    yield step
+    inner = getattr(step, "ex_iterable", None)
+    for one in [inner] if inner is not None else getattr(step, "ex_iterables", ()):
+        yield from _steps(one)
+
+
+def _check_format(kind: str) -> None:
+    if kind not in _FORMATS:
+        msg = (
+            f"the Hugging Face data set is formatted as {kind!r}, which gives no "
+            "arrays. Use with_format('numpy')."
+        )
+        raise DataError(msg)
+
+
+def _as_arrays(example: Any, dtypes: dict[str, Any]) -> Any:
+    """Returns an example with its lists of numbers as arrays."""
+    is_list = lambda node: isinstance(node, list)  # noqa: E731
+    entries, treedef = jax.tree_util.tree_flatten_with_path(example, is_leaf=is_list)
+    leaves = []
+    for keys, leaf in entries:
+        if isinstance(leaf, list):
+            path = "/".join(str(key.key) for key in keys)
+            leaves.append(np.asarray(leaf, dtypes.get(path)))
+        else:
+            leaves.append(leaf)
+    return treedef.unflatten(leaves)
+
+
+# Features: what a column holds
+
+
+def _inner(feature: Any) -> Any:
+    """Returns the feature of a list's items, or None if it is no list."""
+    if isinstance(feature, list):
+        return feature[0]
+    if type(feature).__name__ in ("List", "LargeList", "Sequence"):
+        return feature.feature
+    return None
+
+
+def _number_dtype(feature: Any) -> Any:
+    """Returns the dtype of a feature of numbers, or None if it is of another kind."""
+    while _inner(feature) is not None:
+        feature = _inner(feature)
+    kind = type(feature).__name__
+    if kind not in ("Value", "ClassLabel", "Array2D", "Array3D", "Array4D", "Array5D"):
+        return None
+    try:
+        return np.dtype(feature.dtype)
+    except TypeError:  # Arrow's types that NumPy does not have, as strings
+        return None
+
+
+def _is_plain(feature: Any) -> bool:
+    if isinstance(feature, dict):
+        return all(map(_is_plain, feature.values()))
+    return getattr(feature, "dtype", "") == "string" or (
+        _number_dtype(feature) is not None
+    )
+
+
+def _dtypes(features: Any, prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, feature in features.items():
+        if isinstance(feature, dict):
+            found |= _dtypes(feature, f"{prefix}{name}/")
+        elif (dtype := _number_dtype(feature)) is not None:
+            found[prefix + name] = dtype
+    return found
+
+
+# Arrow's columns as arrays
+
+
+def _columns(table: Any) -> dict[str, Any]:
+    return {
+        name: _column(table.column(name).combine_chunks(), name)
+        for name in table.column_names
+    }
+
+
+def _column(column: Any, path: str) -> Any:
+    """Returns a column of a table as an array with one row per example.
+
+    Raises:
+        DataError: If rows are missing, or have different lengths.
+    """
+    kind = str(column.type)
+    if column.null_count:
+        msg = (
+            f"{path}: {column.null_count} of the rows asked for are None. Fill them "
+            "in, or leave them out, with the data set's map or filter."
+        )
+        raise DataError(msg)
+    if hasattr(column, "storage"):
+        return _column(column.storage, path)
+    if kind.startswith("struct"):
+        fields = [column.type.field(i).name for i in range(column.type.num_fields)]
+        return {name: _column(column.field(name), f"{path}/{name}") for name in fields}
+    if hasattr(column, "flatten") and hasattr(column, "value_lengths"):
+        lengths = column.value_lengths().to_numpy(zero_copy_only=False)
+        if len(set(lengths.tolist())) > 1:
+            msg = (
+                f"{path}: rows have different lengths, {lengths.min()} and "
+                f"{lengths.max()}. Pad or crop them to one with the data set's map."
+            )
+            raise DataError(msg)
+        inner = _column(column.flatten(), path)
+        return inner.reshape(len(column), -1, *inner.shape[1:])
+    return column.to_numpy(zero_copy_only=False)

@@ -1,0 +1,58 @@
+"""TFDS's data sources, which need no TensorFlow, as sources of rows."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshlayout import _paths
+from meshlayout.data.clock import Clock
+from meshlayout.data.source import Source
+from meshlayout.data.stacking import stack
+
+
+def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> Source | None:
+    """Returns a TFDS data source as a source, or None if it is of another kind.
+
+    Args:
+        obj: What `tfds.data_source` or a builder's `as_data_source` returned.
+        clock: Where notes go.
+        batched: Ignored by None; a data source always gives examples.
+    """
+    kinds = {kind.__name__ for kind in type(obj).__mro__}
+    return DataSourceRows(obj) if "BaseDataSource" in kinds else None
+
+
+class DataSourceRows:
+    """A TFDS data source as a source of rows, read and decoded in one call per batch.
+
+    Args:
+        source: The data source.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self._dtypes = feature_dtypes(source.dataset_info.features)
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def rows(self, indices: np.ndarray[Any, Any]) -> Any:
+        """Returns rows, decoded, in the order asked for."""
+        return stack(self._source.__getitems__(indices.tolist()), self._dtypes)
+
+
+def feature_dtypes(features: Any) -> Mapping[str, Any]:
+    """Returns by path the dtypes of a TFDS data set's numbers.
+
+    TFDS decodes a lone number to a Python number; this is what it was stored as.
+    """
+    entries, _ = jax.tree_util.tree_flatten_with_path(features.get_tensor_info())
+    dtypes = {}
+    for keys, info in entries:
+        path = "/".join(map(_paths.key_name, keys))
+        dtype = np.dtype(info.np_dtype)
+        if dtype.kind in "biufc":
+            dtypes[path] = dtype
+    return dtypes

@@ -1,0 +1,118 @@
+"""PyTorch's DataLoader, and data sets with random access, as sources."""
+
+from typing import Any
+
+import numpy as np
+
+from meshlayout.data.adapters.streams import Elements, ElementStream
+from meshlayout.data.clock import Clock
+from meshlayout.data.source import Source, Stream
+from meshlayout.data.stacking import stack
+from meshlayout.errors import DataError
+
+
+def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> Source | None:
+    """Returns a PyTorch object as a source, or None if it is of another kind.
+
+    Args:
+        obj: A DataLoader, or a Dataset with a length.
+        clock: Where notes go.
+        batched: Whether a loader gives batches; None means what it was made for.
+
+    Raises:
+        DataError: If it is an IterableDataset without a loader.
+    """
+    kinds = {kind.__name__ for kind in type(obj).__mro__}
+    if "DataLoader" in kinds:
+        return LoaderStream(obj, clock, batched=batched)
+    if "IterableDataset" in kinds:
+        raise DataError(
+            "a PyTorch IterableDataset does not say what it gives. Put it into a "
+            "torch.utils.data.DataLoader."
+        )
+    if "Dataset" in kinds and hasattr(obj, "__len__"):
+        return DatasetRows(obj)
+    return None
+
+
+class DatasetRows:
+    """A PyTorch Dataset with a length as a source of rows.
+
+    Args:
+        dataset: The data set.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def rows(self, indices: np.ndarray[Any, Any]) -> Any:
+        """Returns rows, in the order asked for."""
+        numbers = indices.tolist()
+        if hasattr(self._dataset, "__getitems__"):
+            return stack(self._dataset.__getitems__(numbers))
+        return stack([self._dataset[number] for number in numbers])
+
+
+class LoaderStream:
+    """A PyTorch DataLoader as a stream; its tensors become arrays of the same memory.
+
+    Args:
+        loader: The loader.
+        clock: Where notes go.
+        batched: Whether it gives batches; None means that it does if it has a batch
+            size or a batch sampler.
+    """
+
+    def __init__(self, loader: Any, clock: Clock, *, batched: bool | None) -> None:
+        makes_batches = loader.batch_sampler is not None
+        self._loader = loader
+        self._batched = (makes_batches or None) if batched is None else batched
+        self.num_rows = _num_rows(loader)
+        parts = getattr(loader.sampler, "num_replicas", 1)
+        if parts > 1:
+            clock.note(
+                f"The DataLoader's sampler gives each of {parts} processes a part of "
+                "its own: say per_process=True."
+            )
+
+    def open(self, epoch: int) -> Stream:
+        """Begins a pass; a sampler that shuffles by epoch is told which."""
+        for sampler in (self._loader.sampler, self._loader.batch_sampler):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+        return ElementStream(
+            _Loaded(iter(self._loader)),
+            batched=self._batched,
+            what="the DataLoader without a batch size",
+        )
+
+
+class _Loaded(Elements):
+    """The elements of one pass over a DataLoader; the loader cannot seek."""
+
+    def __init__(self, iterator: Any) -> None:
+        self._iterator = iterator
+
+    def __next__(self) -> Any:
+        if self._iterator is None:
+            raise StopIteration
+        return next(self._iterator)
+
+    def close(self) -> None:
+        # The loader's worker processes end with its iterator.
+        self._iterator = None
+
+
+def _num_rows(loader: Any) -> int | None:
+    """Returns how many examples a pass gives, where the loader's sampler tells."""
+    if type(loader.batch_sampler).__name__ not in ("BatchSampler", "NoneType"):
+        return None
+    if not hasattr(loader.sampler, "__len__"):  # of an IterableDataset
+        return None
+    rows = len(loader.sampler)
+    if loader.drop_last and loader.batch_size:
+        return rows - rows % loader.batch_size
+    return rows

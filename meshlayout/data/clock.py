@@ -1,0 +1,185 @@
+"""How long each stage of an input pipeline takes, and what it has to say."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from meshlayout._render.tables import html_table, text_table
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one stage of a pipeline has done.
+
+    Attributes:
+        name: Its name: `read`, `batch`, `place`, or one of a source's own.
+        rows: The examples that went through it.
+        seconds: The time that it took.
+    """
+
+    name: str
+    rows: int
+    seconds: float
+
+    @property
+    def rows_per_s(self) -> float:
+        """Examples per second; infinite where no time was measured."""
+        return self.rows / self.seconds if self.seconds else float("inf")
+
+
+@dataclass(frozen=True)
+class PipelineReport:
+    """What the stages of a pipeline have done so far, on this process.
+
+    Attributes:
+        stages: In the order in which examples pass them.
+        waited_s: How long the loop waited for batches.
+        batches: How many batches it was given.
+        notes: What is worth knowing: conversions, choices, dropped rows.
+
+    Example:
+        >>> report = PipelineReport((Stage("read", 512, 0.5),), 0.25, 4, ("Note.",))
+        >>> print(report)
+        stage  rows  seconds  rows/s
+        ─────  ────  ───────  ──────
+        read    512    0.500   1,024
+        The loop waited 0.250 s for 4 batches; the slowest stage is 'read'.
+        Note.
+    """
+
+    stages: tuple[Stage, ...]
+    waited_s: float
+    batches: int
+    notes: tuple[str, ...]
+
+    @property
+    def bottleneck(self) -> str | None:
+        """The stage that gives the fewest examples per second; None before any."""
+        timed = [stage for stage in self.stages if stage.rows and stage.seconds]
+        if not timed:
+            return None
+        return min(timed, key=lambda stage: stage.rows_per_s).name
+
+    def __str__(self) -> str:
+        headers, rows, align = self._table()
+        return text_table(headers, rows, align, notes=[self._waited(), *self.notes])
+
+    def _repr_html_(self) -> str:
+        headers, rows, align = self._table()
+        return html_table(headers, rows, align, notes=[self._waited(), *self.notes])
+
+    def _table(self) -> tuple[list[str], list[list[str]], str]:
+        rows = [
+            [
+                stage.name,
+                f"{stage.rows:,}",
+                f"{stage.seconds:.3f}",
+                f"{stage.rows_per_s:,.0f}" if stage.seconds else "",
+            ]
+            for stage in self.stages
+        ]
+        return ["stage", "rows", "seconds", "rows/s"], rows, "lrrr"
+
+    def _waited(self) -> str:
+        waited = f"The loop waited {self.waited_s:.3f} s for {self.batches:,} batches"
+        slowest = self.bottleneck
+        return (
+            f"{waited}; the slowest stage is {slowest!r}." if slowest else waited + "."
+        )
+
+
+class Clock:
+    """Adds up seconds and rows by stage; any thread may use it.
+
+    Example:
+        >>> clock = Clock()
+        >>> with clock.stage("read", rows=32):
+        ...     pass
+        >>> clock.report().stages[0].rows
+        32
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running = threading.local()
+        self._seconds: dict[str, float] = {}
+        self._rows: dict[str, int] = {}
+        self._notes: dict[str, None] = {}
+        self._waited = 0.0
+        self._batches = 0
+
+    @contextlib.contextmanager
+    def stage(self, name: str, rows: int = 0) -> Iterator[None]:
+        """Measures what is done inside, without the stages that are inside of it.
+
+        Args:
+            name: The stage's name.
+            rows: The examples that go through it.
+        """
+        outer = getattr(self._running, "inner_s", None)
+        self._running.inner_s = 0.0
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - start
+            own = max(0.0, seconds - self._running.inner_s)
+            self._running.inner_s = outer
+            self._add(name, rows, own)
+            if outer is not None:
+                self._running.inner_s = outer + seconds
+
+    def add(self, name: str, rows: int, seconds: float) -> None:
+        """Adds what was measured elsewhere.
+
+        Args:
+            name: The stage's name.
+            rows: The examples that went through it.
+            seconds: The time that it took; a stage around it counts that much less.
+        """
+        inner = getattr(self._running, "inner_s", None)
+        if inner is not None:
+            self._running.inner_s = inner + seconds
+        self._add(name, rows, seconds)
+
+    def _add(self, name: str, rows: int, seconds: float) -> None:
+        with self._lock:
+            self._rows[name] = self._rows.get(name, 0) + rows
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    def waited(self, seconds: float) -> None:
+        """Adds the time for which the loop waited for one batch.
+
+        Args:
+            seconds: How long.
+        """
+        with self._lock:
+            self._waited += seconds
+            self._batches += 1
+
+    def note(self, text: str) -> None:
+        """Adds a sentence to the report, once.
+
+        Args:
+            text: The sentence.
+        """
+        with self._lock:
+            self._notes[text] = None
+
+    @property
+    def notes(self) -> list[str]:
+        """The sentences so far."""
+        with self._lock:
+            return list(self._notes)
+
+    def report(self) -> PipelineReport:
+        """Returns what was added up so far."""
+        with self._lock:
+            stages = tuple(
+                Stage(name, self._rows[name], self._seconds[name])
+                for name in self._seconds
+            )
+            notes = tuple(self._notes)
+            return PipelineReport(stages, self._waited, self._batches, notes)

@@ -1,0 +1,173 @@
+"""Sources that each process makes for itself, as in tf.distribute."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from meshlayout.data.adapters import as_source
+from meshlayout.data.adapters.arrays import looks_batched
+from meshlayout.data.adapters.iterables import IterableSource
+from meshlayout.data.clock import Clock
+from meshlayout.data.dataset import DistributedDataset, distribute_dataset
+from meshlayout.data.peeked import PeekedSource
+from meshlayout.data.rows import batch_layout, num_replicas, row_groups
+from meshlayout.data.source import Source, StreamSource
+from meshlayout.errors import DataError
+
+
+@dataclass(frozen=True)
+class InputContext:
+    """Which part of the input this process makes.
+
+    An input pipeline feeds the replicas of one process. Processes that hold parts of
+    the same replicas are one pipeline, and have to make the same input.
+
+    Attributes:
+        num_input_pipelines: How many pipelines there are.
+        input_pipeline_id: Which one this is, from 0.
+        num_replicas_in_sync: How many replicas there are, in all pipelines.
+
+    Example:
+        >>> context = InputContext(2, 0, 8)
+        >>> context.get_per_replica_batch_size(512)
+        64
+    """
+
+    num_input_pipelines: int
+    input_pipeline_id: int
+    num_replicas_in_sync: int
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """Returns how many rows of a global batch each replica gets.
+
+        Args:
+            global_batch_size: Rows of the global batch.
+
+        Raises:
+            DataError: If it does not divide.
+        """
+        replicas = self.num_replicas_in_sync
+        if global_batch_size % replicas:
+            msg = (
+                f"a global batch of {global_batch_size} rows does not divide into "
+                f"{replicas} replicas."
+            )
+            raise DataError(msg)
+        return global_batch_size // replicas
+
+    @classmethod
+    def of(cls, layout_or_mesh: Any) -> "InputContext":
+        """Returns this process's context.
+
+        Args:
+            layout_or_mesh: How batches lie on the mesh, as for `distribute_dataset`.
+
+        Raises:
+            DataError: If this process has no devices in the mesh, or shares only a
+                part of its rows with another one.
+        """
+        layout = batch_layout(layout_or_mesh)
+        replicas = num_replicas(layout)
+        groups = row_groups(layout, replicas)
+        here = jax.process_index()
+        for number, processes in enumerate(groups):
+            if here in processes:
+                return cls(len(groups), number, replicas)
+        msg = f"process {here} has no devices in {layout.mesh!r}, and feeds no replica."
+        raise DataError(msg)
+
+
+def distribute_datasets_from_function(
+    fn: Callable[[InputContext], Any],
+    layout_or_mesh: Any,
+    *,
+    global_batch_size: int | None = None,
+    remainder: str = "pad",
+    weights: str | int | None = "weight",
+    shuffle: int | None = None,
+    epochs: int = 1,
+    steps: int | None = None,
+    prefetch: int = 2,
+    strings: str = "error",
+    batched: bool | None = None,
+) -> DistributedDataset:
+    """Makes global batches from the sources that a function makes on each process.
+
+    The function decides what its process reads: nothing is sharded for it. What it
+    returns is cut into this process's part of the global batches, one replica's rows
+    after another's; a source of batches of the per-replica size, as for tf.distribute,
+    gives one batch to each replica in turn.
+
+    Args:
+        fn: Called once with an `InputContext`; returns any source that
+            `distribute_dataset` takes.
+        layout_or_mesh: How batches lie on the mesh.
+        global_batch_size: Rows of a batch, on all processes together; None for the
+            size of the first batch that the source gives times the replicas.
+        remainder: As for `distribute_dataset`, like all that follow.
+        weights: Where batches carry one weight per example.
+        shuffle: A seed for a source with random access.
+        epochs: Passes over the source in one iteration.
+        steps: Batches in one iteration; None for all.
+        prefetch: How many batches are made ready ahead.
+        strings: `"error"` or `"host"`.
+        batched: Whether the elements of an iterable are batches; None takes elements
+            that may be either for batches.
+
+    Raises:
+        DataError: As `distribute_dataset`, or if there is no batch to take the size of.
+
+    Example:
+        >>> import numpy as np
+        >>> from meshlayout import create_mesh
+        >>> def make_source(context):
+        ...     size = context.get_per_replica_batch_size(16)
+        ...     return [{"x": np.full((size, 3), i)} for i in range(16)]
+        >>> data = distribute_datasets_from_function(
+        ...     make_source, create_mesh({"batch": 8})
+        ... )
+        >>> [batch["x"][::2, 0].tolist() for batch in data]
+        [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15]]
+    """
+    layout = batch_layout(layout_or_mesh)
+    made = fn(InputContext.of(layout))
+    source = _source(made, batched=batched)
+    if global_batch_size is None:
+        source = PeekedSource(_stream(source))
+        global_batch_size = source.first.count * num_replicas(layout)
+    return distribute_dataset(
+        source,
+        layout,
+        global_batch_size=global_batch_size,
+        remainder=remainder,
+        weights=weights,
+        shuffle=shuffle,
+        epochs=epochs,
+        steps=steps,
+        prefetch=prefetch,
+        per_process=True,
+        strings=strings,
+    )
+
+
+def _source(made: Any, *, batched: bool | None) -> Source:
+    """Returns what the function made as a source; its elements may well be batches."""
+    if batched is None and isinstance(made, list) and made:
+        batched = looks_batched(made[0])
+    source = as_source(made, Clock(), batched=batched)
+    if batched is None and isinstance(source, IterableSource):
+        return IterableSource(made, batched=True)
+    return source
+
+
+def _stream(source: Source) -> StreamSource:
+    if isinstance(source, StreamSource):
+        return source
+    msg = (
+        "the function returned a source of single rows, from which the size of a batch "
+        "cannot be told. Give global_batch_size=, or return batches of the per-replica "
+        "size."
+    )
+    raise DataError(msg)

@@ -1,0 +1,224 @@
+"""Which rows of a global batch belong to which process, and how they are divided."""
+
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshlayout.errors import DataError, LayoutError
+from meshlayout.layout import Layout
+from meshlayout.mesh import Mesh, as_mesh
+
+
+# Mesh axes that shard batches where only a mesh is given.
+BATCH_AXES = ("batch", "data", "fsdp")
+
+
+def process_rows(
+    layout: Any, global_shape: Sequence[int] | int, process_index: int | None = None
+) -> np.ndarray[Any, Any]:
+    """Returns which rows of a global array a process has to load.
+
+    These are the rows of which its devices hold a part, each of them once, however
+    the mesh lies over the processes. A process without devices in the mesh has none.
+
+    Args:
+        layout: How the array lies on the mesh, or the mesh: then its first dim lies
+            over the axes called batch, data or fsdp.
+        global_shape: Shape of the whole array, or only its number of rows.
+        process_index: The process; this one if None.
+
+    Returns:
+        The numbers of the rows, ascending, as int64.
+
+    Raises:
+        LayoutError: If the shape does not fit the layout.
+        DataError: If the process index is not a whole number, 0 or more.
+
+    Example:
+        >>> from meshlayout import create_mesh
+        >>> mesh = create_mesh({"batch": 2, "model": 4})
+        >>> process_rows(mesh.layout("batch", None), (6, 5))
+        array([0, 1, 2, 3, 4, 5])
+        >>> process_rows(mesh, 6, process_index=1)
+        array([], dtype=int64)
+    """
+    shape = tuple(global_shape) if isinstance(global_shape, Sequence) else None
+    if shape is None:
+        shape = (whole("global_shape", global_shape, at_least=0),)
+    if not shape:
+        msg = "an array without dims has no rows; global_shape needs its batch dim."
+        raise LayoutError(msg)
+    if process_index is None:
+        process_index = jax.process_index()
+    process_index = whole("process_index", process_index, at_least=0)
+    full = leaf_layout(batch_layout(layout), len(shape))
+    size = full.shard_shape(shape)[0]
+    starts = {
+        full.shard_slices(shape, device)[0].start
+        for device in full.mesh.devices.flat
+        if device.process_index == process_index
+    }
+    parts = [np.arange(start, start + size) for start in sorted(starts)]
+    return np.concatenate([np.empty(0, np.int64), *parts]).astype(np.int64)
+
+
+def per_replica_batch_size(global_batch_size: int, layout_or_mesh: Any) -> int:
+    """Returns how many rows of a global batch each replica gets.
+
+    Args:
+        global_batch_size: Rows of the global batch.
+        layout_or_mesh: How batches lie on the mesh, or the mesh: then its replicas lie
+            along the axes called batch, data or fsdp.
+
+    Raises:
+        DataError: If they do not divide.
+
+    Example:
+        >>> from meshlayout import create_mesh
+        >>> per_replica_batch_size(512, create_mesh({"batch": 2, "model": 4}))
+        256
+    """
+    size = whole("global_batch_size", global_batch_size, at_least=1)
+    layout = batch_layout(layout_or_mesh)
+    replicas = num_replicas(layout)
+    if size % replicas:
+        below = size // replicas * replicas
+        nearest = [below, below + replicas] if below else [replicas]
+        msg = (
+            f"a global batch of {size} rows does not divide into {replicas} replicas "
+            f"({layout!r}). Nearest sizes that divide: "
+            f"{' and '.join(map(str, nearest))}."
+        )
+        raise DataError(msg)
+    return size // replicas
+
+
+def batch_layout(layout_or_mesh: Any) -> Layout:
+    """Returns the layout of batches.
+
+    Args:
+        layout_or_mesh: A layout, a sharding, a PartitionSpec on the default mesh, or a
+            mesh, whose axes in `BATCH_AXES` shard the first dim.
+
+    Raises:
+        DataError: If it is something else, or has an entry that JAX cannot place.
+    """
+    given = layout_or_mesh
+    if isinstance(given, (Mesh, jax.sharding.Mesh)):
+        mesh = as_mesh(given)
+        axes = tuple(axis for axis in mesh.axis_names if axis in BATCH_AXES)
+        return mesh.layout(axes, ...) if axes else mesh.layout(...)
+    if isinstance(given, PartitionSpec):
+        return Layout(given)
+    if not isinstance(given, (Layout, NamedSharding)):
+        msg = (
+            "batches need a Layout, a mesh or a NamedSharding, and got "
+            f"{type(given).__name__} {given!r}. For a list of entries, write "
+            "mesh.layout(...)."
+        )
+        raise DataError(msg)
+    layout = Layout.of(given)
+    _ = layout.is_fully_replicated  # refuses MATCH
+    return layout
+
+
+def leaf_layout(layout: Layout, rank: int) -> Layout:
+    """Returns the layout of one leaf of a batch.
+
+    Args:
+        layout: The layout of batches. Dims that it does not name are unsharded, and an
+            array of one number per example takes its first entry alone.
+        rank: Dims of the leaf, with the batch dim.
+
+    Raises:
+        LayoutError: If the layout names more dims than there are.
+    """
+    specs = layout.specs
+    if rank == 1:
+        specs = () if specs[:1] == (...,) else specs[:1]
+    elif layout.has_ellipsis:
+        return layout.with_rank(rank)
+    if len(specs) > rank:
+        msg = (
+            f"{layout!r} is for arrays of rank {len(specs)}, and this one has rank "
+            f"{rank}. Name fewer dims: those left out are unsharded."
+        )
+        raise LayoutError(msg)
+    filled = [*specs, *[None] * (rank - len(specs))]
+    return Layout(filled, layout.mesh, memory_kind=layout.memory_kind)
+
+
+@functools.lru_cache(maxsize=64)
+def num_replicas(layout: Layout) -> int:
+    """Returns into how many shards the batch dim is cut.
+
+    Args:
+        layout: The layout of batches.
+    """
+    return leaf_layout(layout, 1).num_shards(0)
+
+
+def row_groups(layout: Layout, global_batch_size: int) -> list[tuple[int, ...]]:
+    """Returns the processes, those with the same rows together.
+
+    Args:
+        layout: The layout of batches.
+        global_batch_size: Rows of a global batch.
+
+    Returns:
+        One tuple of process indices for each different set of rows, in the order of
+        their first rows.
+
+    Raises:
+        DataError: If two processes share a part of their rows, and not all.
+    """
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for process in processes_of(layout.mesh):
+        rows = process_rows(layout, global_batch_size, process)
+        groups.setdefault(tuple(rows.tolist()), []).append(process)
+    if sum(map(len, groups)) > global_batch_size:
+        msg = (
+            f"processes share a part of their rows under {layout!r}, so that no source "
+            "can give a process its own rows. Leave out per_process=True, or order the "
+            "mesh's devices by process."
+        )
+        raise DataError(msg)
+    return [tuple(groups[rows]) for rows in sorted(groups)]
+
+
+def processes_of(mesh: Mesh) -> list[int]:
+    """Returns the processes that have devices in a mesh.
+
+    Args:
+        mesh: The mesh.
+    """
+    return sorted({device.process_index for device in mesh.devices.flat})
+
+
+def whole(name: str, value: Any, *, at_least: int) -> int:
+    """Returns an argument as an int.
+
+    Args:
+        name: The argument's name.
+        value: Its value.
+        at_least: The smallest that it can be.
+
+    Raises:
+        DataError: If it is no whole number, or smaller.
+    """
+    try:
+        if isinstance(value, (bool, np.bool_)):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        msg = f"{name}= is a whole number, {at_least} or more, and got {value!r}."
+        raise DataError(msg) from None
+    if number < at_least:
+        msg = f"{name}= is a whole number, {at_least} or more, and got {number}."
+        raise DataError(msg)
+    return number

@@ -1,0 +1,1 @@
+"""The usual pipeline of a TFDS data set: find it, read, decode, map, keep, shuffle."""

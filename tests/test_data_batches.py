@@ -1,0 +1,959 @@
+"""What global batches hold: padding, weights, dtypes, layouts, and what is refused."""
+
+import dataclasses
+import typing
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import meshlayout as ml
+from meshlayout import data as md
+
+
+MESH = ml.create_mesh({"batch": 8})
+PAIR = ml.create_mesh({"batch": 2, "model": 4})
+ONE = ml.create_mesh({"batch": 1}, devices=jax.devices()[:1])
+
+few = hypothesis.settings(max_examples=25, deadline=None, derandomize=True)
+
+
+def distributed(source: Any, mesh: Any = MESH, size: int = 8, **options: Any):
+    return ml.data.distribute_dataset(source, mesh, global_batch_size=size, **options)
+
+
+def batches(source: Any, mesh: Any = MESH, size: int = 8, **options: Any) -> list[Any]:
+    """The batches of one iteration, as NumPy arrays."""
+    data = distributed(source, mesh, size, **options)
+    return [jax.tree.map(np.asarray, batch) for batch in data]
+
+
+def message(function) -> str:
+    with pytest.raises(ml.DataError) as info:
+        function()
+    return str(info.value)
+
+
+def refused(source: Any, mesh: Any = MESH, size: int = 8, **options: Any) -> str:
+    """What is said about a source, at the latest when all of it is read."""
+    return message(lambda: batches(source, mesh, size, **options))
+
+
+def columns(num_rows: int) -> dict[str, Any]:
+    x = np.arange(num_rows * 3, dtype=np.float32).reshape(num_rows, 3)
+    return {"x": x, "y": np.arange(num_rows, dtype=np.int32)}
+
+
+def padded(source: dict[str, Any], size: int) -> list[dict[str, Any]]:
+    """What batches should be, a row at a time."""
+    num_rows = len(source["y"])
+    found = []
+    for start in range(0, num_rows, size):
+        rows = [min(start + i, num_rows - 1) for i in range(size)]
+        real = [float(start + i < num_rows) for i in range(size)]
+        batch = {key: np.stack([leaf[r] for r in rows]) for key, leaf in source.items()}
+        found.append({**batch, "weight": np.array(real, np.float32)})
+    return found
+
+
+def assert_same(found: list[Any], expected: list[Any]) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert jax.tree.structure(one) == jax.tree.structure(other)
+        jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+# The same examples from all kinds of sources
+
+
+def as_examples(source):
+    rows = range(len(source["y"]))
+    return [{key: leaf[row] for key, leaf in source.items()} for row in rows]
+
+
+def as_batches(source, sizes):
+    found, start = [], 0
+    for size in sizes:
+        part = {key: leaf[start : start + size] for key, leaf in source.items()}
+        found.append(part)
+        start += size
+    return found
+
+
+class Reiterable:
+    def __init__(self, elements):
+        self.elements = elements
+
+    def __iter__(self):
+        return iter(self.elements)
+
+
+class RandomAccess:
+    def __init__(self, examples):
+        self.examples = examples
+
+    def __len__(self):
+        return len(self.examples)
+
+    def __getitem__(self, row):
+        return self.examples[row]
+
+
+def reused_buffers(source, size):
+    """A generator that gives the same arrays again and again, with other rows."""
+
+    def generate():
+        buffers = {
+            k: np.empty((size, *leaf.shape[1:]), leaf.dtype)
+            for k, leaf in source.items()
+        }
+        for batch in as_batches(source, [size] * (len(source["y"]) // size)):
+            for key, leaf in batch.items():
+                buffers[key][...] = leaf
+            yield buffers
+        for buffer in buffers.values():
+            buffer[...] = -1
+
+    return generate
+
+
+KINDS = {
+    "arrays": lambda s: (s, {}),
+    "jax arrays": lambda s: (jax.tree.map(jnp.asarray, s), {}),
+    "list of examples": lambda s: (as_examples(s), {}),
+    "random access": lambda s: (RandomAccess(as_examples(s)), {}),
+    "iterable": lambda s: (Reiterable(as_examples(s)), {}),
+    "iterator": lambda s: (iter(as_examples(s)), {}),
+    "generator function": lambda s: (lambda: (e for e in as_examples(s)), {}),
+    "batches of its own size": lambda s: (as_batches(s, [8, 8, 4]), {"batched": True}),
+    "small batches": lambda s: (as_batches(s, [3] * 6 + [2]), {"batched": True}),
+    "large batches": lambda s: (as_batches(s, [19, 1]), {"batched": True}),
+    "uneven batches": lambda s: (
+        Reiterable(as_batches(s, [1, 0, 13, 5, 1])),
+        {"batched": True},
+    ),
+    "buffers used again": lambda s: (reused_buffers(s, 5), {"batched": True}),
+}
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_source_gives_every_example_once(kind, prefetch):
+    source = columns(20)
+    given, options = KINDS[kind](source)
+    found = batches(given, prefetch=prefetch, **options)
+    assert_same(found, padded(source, 8))
+
+
+@few
+@hypothesis.given(st.data())
+def test_batches_do_not_depend_on_how_rows_come(data):
+    num_rows = data.draw(st.integers(1, 40))
+    size = data.draw(st.integers(1, 20))
+    source = columns(num_rows)
+    cuts = data.draw(st.lists(st.integers(0, 15), max_size=8))
+    sizes = [*cuts, max(num_rows - sum(cuts), 0)]
+    given = as_batches(source, sizes)
+    if data.draw(st.booleans()):
+        given = Reiterable(given)
+    found = batches(given, ONE, size, batched=True)
+    assert_same(found, padded(source, size))
+
+
+# Short batches
+
+
+def test_a_batch_larger_than_the_data_is_padded():
+    (batch,) = batches(columns(3), size=16)
+    assert batch["y"].tolist() == [0, 1, *[2] * 14]
+    assert batch["weight"].tolist() == [1, 1, 1, *[0] * 13]
+
+
+def test_one_example_is_a_batch():
+    (batch,) = batches(columns(1))
+    assert batch["x"].tolist() == [[0, 1, 2]] * 8
+    assert batch["weight"].tolist() == [1, *[0] * 7]
+
+
+def test_padding_is_as_finite_as_the_last_row():
+    source = {"x": np.full((9, 2), 1e30, np.float32)}
+    assert all(np.isfinite(batch["x"]).all() for batch in batches(source))
+
+
+def test_batches_that_are_full_have_weights_too():
+    found = batches(columns(16))
+    assert [set(batch) for batch in found] == [{"x", "y", "weight"}] * 2
+    assert all(batch["weight"].tolist() == [1] * 8 for batch in found)
+    assert found[0]["weight"].dtype == np.float32
+
+
+def test_drop_says_how_many_it_drops():
+    data = distributed(columns(20), remainder="drop")
+    assert [batch["y"].tolist() for batch in data] == [
+        list(range(8)),
+        list(range(8, 16)),
+    ]
+    assert data.report().notes == (
+        "remainder='drop' drops 4 of 20 rows in every epoch.",
+    )
+    assert set(data.element_spec) == {"x", "y"}
+
+
+def test_drop_says_how_many_it_dropped_of_a_stream():
+    data = distributed(lambda: iter(as_examples(columns(20))), remainder="drop")
+    assert len(list(data)) == 2
+    assert data.report().notes == ("Dropped the last 4 rows of an epoch.",)
+
+
+def test_dropping_all_rows_is_an_error():
+    tail = (
+        "fewer than a batch of 8: remainder='drop' drops all of them. Take a smaller "
+        "global_batch_size, or another remainder=."
+    )
+    assert message(lambda: distributed(columns(3), remainder="drop")) == (
+        f"the source has 3 rows, {tail}"
+    )
+    stream = iter(as_examples(columns(3)))
+    assert refused(stream, remainder="drop") == (
+        f"the source has 3 rows in epoch 1, {tail}"
+    )
+
+
+def test_a_remainder_can_be_an_error():
+    assert len(batches(columns(16), remainder="error")) == 2
+    assert message(lambda: distributed(columns(20), remainder="error")) == (
+        "a source of 20 rows, in batches of 8, leaves 4. Choose another remainder=, or "
+        "another global_batch_size."
+    )
+    assert refused(iter(as_examples(columns(17))), remainder="error") == (
+        "the source's epoch ends with 1 row left, in batches of 8. Choose "
+        "another remainder=, or another global_batch_size."
+    )
+
+
+@pytest.mark.parametrize("kind", ["arrays", "generator function", "large batches"])
+def test_epochs_that_repeat_run_into_each_other(kind):
+    given, options = KINDS[kind](columns(20))
+    data = distributed(given, remainder="repeat", **options)
+    rows = []
+    for _ in range(4):
+        found = [np.asarray(batch["y"]) for batch in data]
+        assert len(found) in (2, 3)
+        rows += np.concatenate(found).tolist()
+    assert rows == (list(range(20)) * 5)[: len(rows)]
+
+
+def test_repeat_gives_an_iteration_enough_batches_for_its_epochs():
+    for epochs, steps in ((1, 3), (2, 5), (3, 8)):
+        data = distributed(columns(20), remainder="repeat", epochs=epochs)
+        assert len(data) == len(list(data)) == len(list(data)) == steps
+
+
+@pytest.mark.parametrize("kind", ["arrays", "generator function"])
+def test_a_batch_larger_than_the_data_repeats_it(kind):
+    given, _ = KINDS[kind](columns(3))
+    (batch,) = batches(given, remainder="repeat")
+    assert batch["y"].tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
+
+
+def test_repeated_epochs_are_shuffled_each_in_its_own_way():
+    data = distributed(columns(12), remainder="repeat", shuffle=0, epochs=2)
+    rows = np.concatenate([np.asarray(batch["y"]) for batch in data])
+    first, second = rows[:12].tolist(), rows[12:24].tolist()
+    assert sorted(first) == sorted(second) == list(range(12))
+    assert first != second
+
+
+# Where weights ride
+
+
+def test_weights_of_the_source_stay_and_are_0_for_padding():
+    source = {**columns(9), "weight": np.arange(1, 10, dtype=np.float32) / 2}
+    found = batches(source)
+    assert found[0]["weight"].tolist() == [0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4]
+    assert found[1]["weight"].tolist() == [4.5, *[0] * 7]
+
+
+def test_weights_of_each_token_are_0_for_padding():
+    source = {**columns(9), "weight": np.ones((9, 2), np.float32)}
+    assert batches(source)[1]["weight"].tolist() == [[1, 1], *[[0, 0]] * 7]
+
+
+def test_weights_may_have_another_name():
+    found = batches(columns(9), weights="mask")
+    assert [batch["mask"].sum() for batch in found] == [8, 1]
+
+
+def test_weights_are_appended_to_a_tuple():
+    source = (np.arange(18).reshape(9, 2), np.arange(9))
+    found = batches(source, weights=2)
+    assert [len(batch) for batch in found] == [3, 3]
+    assert found[1][2].tolist() == [1, *[0] * 7]
+
+
+def test_weights_of_a_tuple_are_kept():
+    source = (np.arange(9), np.full(9, 0.5, np.float32))
+    assert batches(source, weights=1)[1][1].tolist() == [0.5, *[0] * 7]
+
+
+class Named(typing.NamedTuple):
+    x: Any
+    weight: Any
+
+
+def test_a_named_tuples_weights_are_kept():
+    found = batches(Named(np.arange(9), np.ones(9, np.float32)))
+    assert type(found[1]) is Named
+    assert found[1].weight.tolist() == [1, *[0] * 7]
+
+
+@pytest.mark.parametrize("source", [np.arange(16), (np.arange(16), np.arange(16))])
+def test_what_has_no_place_for_weights_goes_without_where_rows_divide(source):
+    found = batches(source)
+    assert len(found) == 2
+    assert jax.tree.structure(found[0]) == jax.tree.structure(source)
+
+
+def test_what_has_no_place_for_weights_is_not_padded():
+    assert message(lambda: distributed((np.arange(9), np.arange(9)))) == (
+        "a source of 9 rows, in batches of 8, leaves 1, to be padded. Padding is marked "
+        "by weights: weights=2 appends them. Or choose another remainder=."
+    )
+    assert message(lambda: distributed(np.arange(9))) == (
+        "a source of 9 rows, in batches of 8, leaves 1, to be padded. Padding is marked "
+        "by weights: a dict carries them under a key. Or choose another remainder=."
+    )
+    assert refused(iter(range(9))) == (
+        "the last batch of an epoch has 1 row, and batches have 8. Padding is marked "
+        "by weights: a dict carries them under a key. Or choose another remainder=."
+    )
+
+
+def test_weights_can_be_left_out():
+    assert set(batches(columns(8), weights=None)[0]) == {"x", "y"}
+    assert message(lambda: distributed(columns(9), weights=None)).startswith(
+        "a source of 9 rows, in batches of 8, leaves 1, to be padded."
+    )
+
+
+def test_what_is_called_weights_has_to_be_numbers():
+    source = {"x": np.arange(8), "weight": {"a": np.ones(8)}}
+    assert message(lambda: distributed(source)) == (
+        "the source's 'weight' is taken for the weights, one per example, and is a "
+        "dict. Give weights= another name."
+    )
+    source = {"x": np.arange(8), "weight": np.ones(8, np.complex64)}
+    assert message(lambda: distributed(source)) == (
+        "leaf 'weight' is taken for the weights, one number per example, and has dtype "
+        "complex64. Give weights= another name."
+    )
+
+
+# Trees
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Pair:
+    first: Any
+    second: Any
+
+
+TREES = {
+    "an array": lambda a, b: a,
+    "a tuple": lambda a, b: (a, b),
+    "nested": lambda a, b: {"in": {"a": a, "more": [b, (a,)]}, "out": b},
+    "with None": lambda a, b: {"a": a, "nothing": None, "b": b},
+    "a named tuple": lambda a, b: Named(a, b),
+    "a dataclass": lambda a, b: Pair(a, b),
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_trees_keep_their_structure(name):
+    a, b = np.arange(16, dtype=np.int32).reshape(8, 2), np.arange(8, dtype=np.float32)
+    source = TREES[name](a, b)
+    (batch,) = batches(source, remainder="error")
+    assert_same([batch], [source])
+    examples = [jax.tree.map(lambda leaf: leaf[row], source) for row in range(8)]  # noqa: B023
+    options = {"batched": False} if name == "an array" else {}
+    (batch,) = batches(examples, remainder="error", **options)
+    assert_same([batch], [source])
+
+
+def test_a_scalar_per_example_becomes_a_vector_over_the_batch_axis():
+    layout = PAIR.layout("batch", "model")
+    data = distributed(
+        ({"x": np.ones(4, np.float32), "y": i} for i in range(8)), layout
+    )
+    (batch,) = data
+    assert batch["y"].shape == (8,)
+    assert ml.fetch_layout(batch["y"]) == PAIR.layout("batch")
+    assert ml.fetch_layout(batch["x"]) == layout
+
+
+# Layouts
+
+
+LAYOUTS = {
+    "a batch axis of size 1": (
+        ml.create_mesh({"batch": 1, "model": 8}),
+        ["batch", None],
+        (16, 8),
+    ),
+    "two batch axes": (PAIR, [("batch", "model"), None], (2, 8)),
+    "the sequence dim too": (PAIR, ["batch", "model"], (8, 2)),
+    "replicated": (PAIR, [None, None], (16, 8)),
+    "only the sequence dim": (PAIR, [None, ("batch", "model")], (16, 1)),
+    "fewer entries than dims": (PAIR, ["model"], (4, 8)),
+    "the rank left open": (PAIR, ["model", ...], (4, 8)),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_batches_lie_as_they_are_told_to(name):
+    mesh, specs, shard_shape = LAYOUTS[name]
+    layout = ml.Layout(specs, mesh)
+    x = np.arange(128, dtype=np.float32).reshape(16, 8)
+    data = distributed({"x": x}, layout, 16)
+    (batch,) = data
+    np.testing.assert_array_equal(np.asarray(batch["x"]), x)
+    shards = batch["x"].addressable_shards
+    assert {shard.data.shape for shard in shards} == {shard_shape}
+    for shard in shards:
+        np.testing.assert_array_equal(np.asarray(shard.data), x[shard.index])
+    first = None if specs[0] is None else specs[0]
+    assert ml.fetch_layout(batch["weight"]) == mesh.layout(first)
+
+
+@pytest.mark.parametrize("source", ["rows", "stream"])
+def test_the_element_spec_is_what_batches_are(source):
+    given: Any = columns(9)
+    if source == "stream":
+        given = iter(as_examples(given))
+    data = distributed(given, PAIR)
+    spec = data.element_spec
+    assert {key: (leaf.shape, str(leaf.dtype)) for key, leaf in spec.items()} == {
+        "x": ((8, 3), "float32"),
+        "y": ((8,), "int32"),
+        "weight": ((8,), "float32"),
+    }
+    for batch in data:
+        assert jax.tree.structure(batch) == jax.tree.structure(spec)
+        for leaf, one in zip(
+            jax.tree.leaves(batch), jax.tree.leaves(spec), strict=True
+        ):
+            assert (leaf.shape, leaf.dtype) == (one.shape, one.dtype)
+            assert leaf.sharding == one.sharding
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_batches_lie_on_meshes_with_axes_of_all_types(kind):
+    mesh = ml.create_mesh({"batch": 8}, axis_types=kind)
+    (batch,) = distributed(columns(8), mesh)
+    assert ml.fetch_layout(batch["x"]) == mesh.layout("batch", None)
+    np.testing.assert_array_equal(np.asarray(batch["x"]), columns(8)["x"])
+
+
+def test_batches_lie_in_the_memory_that_they_are_told_to():
+    layout = ml.Layout(["batch", ...], MESH, memory_kind="pinned_host")
+    (batch,) = distributed(columns(8), layout)
+    assert {leaf.sharding.memory_kind for leaf in batch.values()} == {"pinned_host"}
+    np.testing.assert_array_equal(np.asarray(batch["x"]), columns(8)["x"])
+
+
+def test_a_mesh_without_batch_axes_replicates():
+    (batch,) = distributed(columns(8), ml.create_mesh({"model": 8}))
+    assert batch["x"].is_fully_replicated
+
+
+def test_a_global_batch_that_does_not_divide_is_refused_before_training():
+    assert message(lambda: distributed(columns(8), size=12)) == (
+        "a global batch of 12 rows does not divide into 8 replicas (Layout([batch, "
+        "...], Mesh(batch=8))). Nearest sizes that divide: 8 and 16."
+    )
+
+
+def test_a_dim_that_does_not_divide_is_refused_before_training():
+    layout = PAIR.layout("batch", "model")
+    assert message(lambda: distributed(columns(8), layout)) == (
+        "x f32[8, 3]: dim 1 has size 3, which does not divide into 4 shards over mesh "
+        "axis 'model' (Layout([batch, model], Mesh(batch=2, model=4))). Nearest size "
+        "that fits: 4. To keep the size, leave dim 1 UNSHARDED."
+    )
+
+
+def test_a_layout_of_too_many_dims_is_refused_before_training():
+    layout = PAIR.layout("batch", None, None, "model")
+    assert message(lambda: distributed(columns(8), layout)) == (
+        "x f32[8, 3]: Layout([batch, unsharded, unsharded, model], Mesh(batch=2, "
+        "model=4)) is for arrays of rank 4, and this one has rank 2. Name fewer dims: "
+        "those left out are unsharded."
+    )
+
+
+def test_an_array_without_elements_is_placed():
+    source = {"x": np.zeros((9, 0, 3), np.float32), "y": np.arange(9)}
+    found = batches(source)
+    assert [batch["x"].shape for batch in found] == [(8, 0, 3)] * 2
+
+
+# Dtypes
+
+
+DTYPES = [
+    "bool",
+    "uint8",
+    "int8",
+    "int16",
+    "int32",
+    "uint32",
+    "float16",
+    "float32",
+    "complex64",
+    "bfloat16",
+    "float8_e4m3fn",
+]
+
+
+@pytest.mark.parametrize("source", ["rows", "stream"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dtypes_stay_as_they_are(dtype, source):
+    x = np.arange(9).astype(jnp.dtype(dtype))
+    given: Any = {"x": x}
+    if source == "stream":
+        given = iter([{"x": one} for one in x])
+    data = distributed(given)
+    found = np.concatenate([np.asarray(batch["x"]) for batch in data])[:9]
+    assert found.dtype == x.dtype
+    assert found.tobytes() == x.tobytes()
+    assert data.report().notes == ()
+
+
+WIDE = {
+    "float64": "float32",
+    "int64": "int32",
+    "uint64": "uint32",
+    "complex128": "complex64",
+}
+
+
+@pytest.mark.parametrize("source", ["rows", "stream"])
+@pytest.mark.parametrize("dtype", WIDE)
+def test_wide_dtypes_become_what_jax_makes_of_them_and_are_reported(dtype, source):
+    x = np.array([1, 2, 70000, 4, 5, 6, 7, 8], dtype)
+    given: Any = {"x": x}
+    if source == "stream":
+        given = iter([{"x": one} for one in x])
+    data = distributed(given)
+    (batch,) = data
+    expected = jnp.asarray(x)
+    assert batch["x"].dtype == expected.dtype == WIDE[dtype]
+    np.testing.assert_array_equal(batch["x"], expected)
+    assert data.report().notes == (
+        f"x: {dtype} becomes {WIDE[dtype]}, as JAX does without jax_enable_x64.",
+    )
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_wide_dtypes_stay_with_jax_enable_x64(prefetch):
+    source = {"x": np.full(8, 2**40), "y": np.full(8, 0.1)}
+    jax.config.update("jax_enable_x64", True)
+    try:
+        data = distributed(source, prefetch=prefetch)
+        (batch,) = data
+    finally:
+        jax.config.update("jax_enable_x64", False)
+    assert (batch["x"].dtype, batch["y"].dtype) == ("int64", "float64")
+    np.testing.assert_array_equal(np.asarray(batch["x"]), source["x"])
+    np.testing.assert_array_equal(np.asarray(batch["y"]), source["y"])
+    assert data.report().notes == ()
+
+
+@pytest.mark.parametrize("source", ["rows", "stream"])
+@pytest.mark.parametrize(
+    ("dtype", "value", "to"),
+    [
+        ("int64", 2**31, "int32"),
+        ("int64", -(2**31) - 1, "int32"),
+        ("uint64", 2**32, "uint32"),
+    ],
+)
+def test_integers_that_do_not_fit_are_an_error(dtype, value, to, source):
+    x = np.array([1, 2, 3, 4, 5, 6, 7, value], dtype)
+    given: Any = {"x": x}
+    if source == "stream":
+        given = iter([{"x": one} for one in x])
+    assert refused(given) == (
+        f"leaf 'x' has the value {value}, which does not fit into {to}: without "
+        f"jax_enable_x64, {dtype} becomes {to}. Set jax.config.update("
+        "'jax_enable_x64', True), or give smaller numbers."
+    )
+
+
+def test_floats_too_large_become_infinite_as_in_jax():
+    (batch,) = batches({"x": np.full(8, 1e300)})
+    assert np.isinf(batch["x"]).all()
+
+
+def test_other_byte_orders_are_read_right():
+    (batch,) = batches({"x": np.arange(8, dtype=">i4")})
+    assert batch["x"].tolist() == list(range(8))
+    assert batch["x"].dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        (np.array(["2020-01-01"] * 8, "datetime64[D]"), "datetime64[D]"),
+        (np.zeros(8, np.longdouble), str(np.dtype(np.longdouble))),
+        (np.zeros(8, [("a", "i4")]), "[('a', '<i4')]"),
+    ],
+)
+def test_dtypes_that_jax_does_not_have_are_refused(values, name):
+    assert message(lambda: distributed({"x": values})) == (
+        f"leaf 'x' has dtype {name}, which JAX does not have. Convert it, for instance "
+        "with array.astype('float32')."
+    )
+
+
+# Strings and objects
+
+
+STRINGS = {
+    "text": np.array(["a", "bc", "def", "g", "h", "i", "j", "k", "l"]),
+    "bytes": np.array([b"a", b"bc", b"def", b"g", b"h", b"i", b"j", b"k", b"l"]),
+    "objects": np.array([b"a", b"b\0", b"c", "d", "e", "f", "g", "h", "i"], object),
+}
+
+
+@pytest.mark.parametrize("name", STRINGS)
+def test_strings_are_refused_unless_the_user_keeps_them_on_the_host(name):
+    source = {"id": STRINGS[name], "x": np.arange(9)}
+    assert message(lambda: distributed(source)) == (
+        "leaf 'id' holds strings, which devices do not take. Leave it out, or keep it "
+        "on the host with strings='host'."
+    )
+    data = distributed(source, strings="host")
+    found = list(data)
+    assert type(found[0]["id"]) is np.ndarray
+    assert found[0]["id"].tolist() == STRINGS[name].tolist()[:8]
+    assert found[1]["id"].tolist() == [STRINGS[name].tolist()[8]] * 8
+    spec = data.element_spec["id"]
+    assert (spec.shape, spec.dtype, spec.sharding) == ((8,), STRINGS[name].dtype, None)
+
+
+def test_strings_of_a_stream_stay_on_the_host_whole():
+    texts = ["a", "a longer one", "b\0", "", "é", "f", "g", "h"]
+    examples = [{"text": text, "x": i} for i, text in enumerate(texts)]
+    (batch,) = batches(iter(examples), strings="host")
+    assert batch["text"].tolist() == texts
+
+
+def test_objects_are_refused():
+    values = np.array([1, "two", None, 4, 5, 6, 7, 8], object)
+    assert message(lambda: distributed({"a": {"x": values}})) == (
+        "leaf 'a/x' is an array of objects, which devices do not take. Ragged rows have "
+        "to be padded to one shape; numbers need a dtype, as array.astype('float32')."
+    )
+
+
+def test_what_is_no_array_is_refused():
+    examples = [{"x": np.ones(2), "when": object()} for _ in range(8)]
+    assert refused(iter(examples)) == (
+        "leaf 'when' is of type object, which is no array, number or string. Leave it "
+        "out of the examples, or make it an array."
+    )
+
+
+def test_masked_arrays_are_refused():
+    values = np.ma.masked_array(np.arange(8), np.arange(8) > 5)
+    assert message(lambda: distributed({"x": values})) == (
+        "leaf 'x' is a masked array, whose mask would be lost. Fill it with "
+        "array.filled(value), and give the mask as a leaf of its own."
+    )
+
+
+# Ragged, empty, and what does not fit together
+
+
+def test_ragged_examples_are_refused():
+    examples = [{"x": np.zeros(2 + (i == 3)), "y": i} for i in range(8)]
+    for source in (examples, iter(examples)):
+        assert refused(source) == (
+            "leaf 'x' is ragged: an example has shape (3,), and the first one has (2,)."
+            " Pad the examples to one shape."
+        )
+
+
+def test_examples_that_change_their_dtype_are_refused():
+    examples = [{"x": 1, "y": np.zeros(2)}, {"x": 1.5, "y": np.zeros(2)}]
+    assert refused(iter(examples)) == (
+        "leaf 'x' changes its dtype: an example is f64[], and the first one is i64[]. "
+        "Give all examples one dtype."
+    )
+
+
+def test_examples_that_change_their_structure_are_refused():
+    examples = [{"x": 1, "y": np.zeros(2)}, {"x": 1}]
+    assert refused(iter(examples)) == (
+        "an example has another structure than the first one: leaves 'x' instead of "
+        "'x', 'y'. Lists of numbers count as structure: make them arrays with "
+        "np.asarray."
+    )
+
+
+def test_arrays_of_different_length_are_refused():
+    source = {"x": np.zeros((8, 2)), "y": np.zeros(7)}
+    assert message(lambda: distributed(source)) == (
+        "leaf 'x' has 8 rows and leaf 'y' 7: the first dim of every array counts the "
+        "examples."
+    )
+
+
+def test_an_array_of_length_0_among_others_is_refused():
+    source = {"x": np.zeros((8, 2)), "y": np.zeros(0)}
+    assert message(lambda: distributed(source)) == (
+        "leaf 'x' has 8 rows and leaf 'y' 0: the first dim of every array counts the "
+        "examples."
+    )
+
+
+def test_a_single_number_among_arrays_is_refused():
+    source = {"x": np.zeros((8, 2)), "rate": np.float32(0.1)}
+    assert message(lambda: distributed(source)) == (
+        "leaf 'rate' is a single float32, without a dim for the examples. Give it one "
+        "row per example, with np.full, or leave it out."
+    )
+
+
+EMPTY = {
+    "arrays": {"x": np.zeros((0, 3))},
+    "a list": [],
+    "an iterator": iter([]),
+    "a generator function": lambda: iter([]),
+    "only empty batches": Reiterable([{"x": np.zeros((0, 3))}]),
+}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_an_empty_source_is_an_error_before_training(name):
+    options = {"batched": True} if name == "only empty batches" else {}
+    assert message(lambda: distributed(EMPTY[name], **options)) == (
+        "the source is empty: it gave no examples."
+    )
+
+
+def test_an_example_without_arrays_is_refused():
+    assert message(lambda: distributed(iter([{"x": None}]))) == (
+        "an example has no leaves: there is no array in it."
+    )
+
+
+@pytest.mark.parametrize("source", [7, "a text", {}, None, {"x": None}])
+def test_what_is_no_source_is_refused(source):
+    assert message(lambda: distributed(source)) == (
+        f"a {type(source).__name__} is no source of examples. Give arrays, a list of "
+        "examples, an iterable, a function that makes a generator, or a data set of "
+        "Grain, TFDS, tf.data, PyTorch or Hugging Face."
+    )
+
+
+def test_a_function_that_returns_no_iterator_is_refused():
+    assert message(lambda: distributed(lambda: 7)) == (
+        "the source is a function that returned a int; it has to return an iterator, or "
+        "be a generator function."
+    )
+
+
+# Examples or batches
+
+
+def test_elements_that_may_be_both_need_a_word():
+    elements = [{"x": np.zeros((4, 2)), "y": np.zeros(4)}] * 4
+    sentence = (
+        "the elements of the source may be examples or batches: all their arrays have "
+        "the same first dim. Say batched=False for examples, or batched=True for "
+        "batches."
+    )
+    assert message(lambda: distributed(elements)) == sentence
+    assert message(lambda: distributed(iter(elements))) == sentence
+    assert len(batches(elements, batched=True)) == 2
+    assert batches(elements, batched=False, size=8)[0]["x"].shape == (8, 4, 2)
+
+
+def test_a_list_of_arrays_needs_a_word():
+    arrays = [np.zeros((8, 2), np.float32), np.ones((8, 2), np.float32)]
+    assert message(lambda: distributed(arrays)) == (
+        "a list of 2 arrays may be the columns of one data set, or as many examples or "
+        "batches. Give columns as a tuple or dict; say batched=False for examples, or "
+        "batched=True for batches."
+    )
+    assert len(batches(tuple(arrays))) == 1
+    assert len(batches(arrays, batched=True)) == 2
+    found = batches(arrays, batched=False, size=8, remainder="repeat")
+    assert found[0].shape == (8, 8, 2)
+
+
+def test_batched_means_nothing_for_columns():
+    assert message(lambda: distributed(columns(8), batched=True)) == (
+        "a tree of arrays is a source of rows, one per example. Leave out batched=True, "
+        "or give a list of the batches."
+    )
+
+
+def test_batches_without_a_common_first_dim_are_refused():
+    for y in (np.int32(3), np.zeros(3)):
+        elements = [{"x": np.zeros((4, 2)), "y": y}]
+        assert message(lambda: distributed(iter(elements), batched=True)) == (  # noqa: B023
+            f"the arrays of a batch have the shapes (4, 2), {y.shape}, which have no "
+            "batch dim in common. If the source gives single examples, say "
+            "batched=False."
+        )
+
+
+# Batches that are on the devices already
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_batches_that_are_on_the_mesh_pass_through_untouched(prefetch):
+    placed = [
+        {"x": ml.relayout(np.full((8, 2), i), MESH.layout("batch", None))}
+        for i in range(3)
+    ]
+    data = distributed(lambda: iter(placed), prefetch=prefetch)
+    found = list(data)
+    assert all(one["x"] is other["x"] for one, other in zip(found, placed, strict=True))
+    assert data.element_spec["x"].sharding == placed[0]["x"].sharding
+    assert len(list(data)) == 3
+
+
+def test_batches_that_are_on_another_mesh_are_refused():
+    placed = [{"x": ml.relayout(np.zeros((8, 2)), PAIR.layout("batch", None))}]
+    assert len(list(distributed(iter(placed), PAIR))) == 1
+    assert message(lambda: distributed(iter(placed), ONE)) == (
+        "the source gives arrays that are on other devices than those of "
+        "Mesh(batch=1). Place them on this mesh, or give them as NumPy arrays."
+    )
+
+
+def test_batches_that_are_on_the_mesh_have_the_global_batch_size():
+    placed = [{"x": ml.relayout(np.zeros((8, 2)), MESH.layout("batch", None))}]
+    assert message(lambda: distributed(iter(placed), size=16)) == (
+        "the source gives batches of 8 rows that are on the mesh already, and "
+        "global_batch_size=16. They pass through as they are: give their size."
+    )
+
+
+# The user's memory
+
+
+def aligned(array):
+    """A copy of an array, where JAX takes its memory on a CPU device as it is."""
+    memory = np.empty(array.nbytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+def test_batches_do_not_change_with_the_users_arrays():
+    source = {"x": aligned(np.zeros((8, 1024), np.float32))}
+    (batch,) = distributed(source, ONE)
+    source["x"][:] = 1
+    assert float(batch["x"].sum()) == 0
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_batches_do_not_change_with_the_users_buffers(prefetch):
+    def generate():
+        buffer = aligned(np.zeros((8, 1024), np.float32))
+        for step in range(4):
+            buffer[...] = step
+            yield {"x": buffer}
+
+    found = list(distributed(generate, ONE, batched=True, prefetch=prefetch))
+    means = [float(batch["x"].mean()) for batch in found]
+    assert means == [0, 1, 2, 3]
+
+
+# Arguments
+
+
+WRONG = [
+    ({"size": 0}, "global_batch_size= is a whole number, 1 or more, and got 0."),
+    ({"size": 8.0}, "global_batch_size= is a whole number, 1 or more, and got 8.0."),
+    ({"epochs": 0}, "epochs= is a whole number, 1 or more, and got 0."),
+    ({"epochs": -1}, "epochs= is a whole number, 1 or more, and got -1."),
+    ({"steps": 0}, "steps= is a whole number, 1 or more, and got 0."),
+    ({"prefetch": -1}, "prefetch= is a whole number, 0 or more, and got -1."),
+    ({"shuffle": -1}, "shuffle= is a whole number, 0 or more, and got -1."),
+    (
+        {"shuffle": True},
+        "shuffle= takes a seed, a whole number, or None, and got True. Write shuffle=0 "
+        "for a shuffle that is the same in every run.",
+    ),
+    (
+        {"remainder": "padd"},
+        "remainder= is one of 'pad', 'drop', 'repeat', 'error', and got 'padd'. Did you "
+        "mean 'pad'?",
+    ),
+    ({"strings": "keep"}, "strings= is one of 'error', 'host', and got 'keep'."),
+    (
+        {"weights": 1.5},
+        "weights= is a batch's key, or the place in a tuple, or None, and got 1.5.",
+    ),
+    ({"per_process": 1}, "per_process= is True or False, and got 1."),
+    (
+        {"per_process": True, "remainder": "repeat"},
+        "remainder='repeat' with per_process=True needs steps=: the processes may have "
+        "different numbers of rows, and have to take as many steps.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "expected"), WRONG)
+def test_wrong_arguments_are_named(options, expected):
+    assert message(lambda: distributed(columns(8), **options)) == expected
+
+
+def test_a_stream_is_not_shuffled():
+    assert message(lambda: distributed(iter(as_examples(columns(8))), shuffle=0)) == (
+        "shuffle= reorders the rows of a source with random access, and this one is "
+        "read one way. Shuffle it where it is made, and leave out shuffle=."
+    )
+
+
+def test_a_function_gets_its_context_and_makes_the_source():
+    seen = []
+
+    def fn(context):
+        seen.append(context)
+        size = context.get_per_replica_batch_size(16)
+        return ({"x": np.full(size, i)} for i in range(8))
+
+    data = md.distribute_datasets_from_function(fn, MESH)
+    assert seen == [md.InputContext(1, 0, 8)]
+    (batch,) = data
+    assert batch["x"].tolist() == np.repeat(np.arange(8), 2).tolist()
+
+
+def test_a_function_may_return_rows_and_say_the_batch_size():
+    data = md.distribute_datasets_from_function(
+        lambda context: columns(16), MESH, global_batch_size=8
+    )
+    assert [batch["y"].tolist() for batch in data] == [
+        list(range(8)),
+        list(range(8, 16)),
+    ]
+    assert message(
+        lambda: md.distribute_datasets_from_function(lambda context: columns(8), MESH)
+    ) == (
+        "the function returned a source of single rows, from which the size of a batch "
+        "cannot be told. Give global_batch_size=, or return batches of the per-replica "
+        "size."
+    )

@@ -1,0 +1,539 @@
+"""TensorFlow's, PyTorch's and Hugging Face's objects as sources, with the packages."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import meshlayout as ml
+from meshlayout.data import distribute_dataset, from_tfds
+from tests.tfds_directory import NUM_ROWS, made_up_examples, tiny_directory
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return ml.create_mesh({"batch": 4, "model": 2})
+
+
+@pytest.fixture(scope="module")
+def tf():
+    return pytest.importorskip("tensorflow")
+
+
+@pytest.fixture(scope="module")
+def torch():
+    return pytest.importorskip("torch")
+
+
+@pytest.fixture(scope="module")
+def hf():
+    return pytest.importorskip("datasets")
+
+
+X = np.arange(40, dtype=np.float32).reshape(20, 2)
+Y = np.arange(20)
+IMAGE = np.random.default_rng(0).integers(0, 256, (20, 4, 4), np.uint8)
+
+
+def rows(data):
+    """The rows of one iteration without padding, leaf by leaf."""
+    batches = [jax.tree.map(np.asarray, batch) for batch in data]
+    weights = np.concatenate([jax.tree.leaves(batch["weight"])[0] for batch in batches])
+    return {
+        key: np.concatenate([batch[key] for batch in batches])[weights > 0]
+        for key in batches[0]
+        if key != "weight"
+    }
+
+
+def check(data, expected):
+    found = rows(data)
+    assert sorted(found) == sorted(expected)
+    for key, values in expected.items():
+        np.testing.assert_array_equal(found[key], values, err_msg=key)
+
+
+# tf.data
+
+
+@pytest.mark.parametrize("batch_size", [None, 3, 8])
+def test_a_tf_dataset_gives_every_example_batched_or_not(mesh, tf, batch_size):
+    dataset = tf.data.Dataset.from_tensor_slices({"x": X, "y": Y, "image": IMAGE})
+    if batch_size:
+        dataset = dataset.batch(batch_size).map(dict).prefetch(1)
+    data = distribute_dataset(dataset, mesh, global_batch_size=8)
+    assert len(data) == 3
+    assert data.element_spec["image"].shape == (8, 4, 4)
+    assert data.element_spec["image"].dtype == np.uint8
+    for _ in range(2):
+        check(data, {"x": X, "y": Y, "image": IMAGE})
+
+
+def test_a_tf_dataset_of_batches_without_the_last_short_one(mesh, tf):
+    dataset = tf.data.Dataset.from_tensor_slices({"x": X})
+    dataset = dataset.batch(3, drop_remainder=True)
+    data = distribute_dataset(dataset, mesh, global_batch_size=8)
+    check(data, {"x": X[:18]})
+
+
+def test_a_tf_dataset_that_shuffles_gives_another_order_in_every_epoch(mesh, tf):
+    dataset = tf.data.Dataset.from_tensor_slices({"y": Y}).shuffle(20, seed=1)
+    data = distribute_dataset(dataset, mesh, global_batch_size=8)
+    first, second = rows(data)["y"], rows(data)["y"]
+    assert first.tolist() != second.tolist()
+    assert sorted(first) == sorted(second) == Y.tolist()
+
+
+def test_pairs_of_a_tf_dataset_stay_tuples(mesh, tf):
+    dataset = tf.data.Dataset.from_tensor_slices((X, Y))
+    data = distribute_dataset(dataset, mesh, global_batch_size=8, weights=2)
+    x, y, weights = next(iter(data))
+    np.testing.assert_array_equal(x, X[:8])
+    np.testing.assert_array_equal(y, Y[:8])
+    np.testing.assert_array_equal(weights, np.ones(8))
+
+
+def test_bfloat16_of_a_tf_dataset_stays_bfloat16(mesh, tf):
+    dataset = tf.data.Dataset.from_tensor_slices({"x": tf.cast(X, tf.bfloat16)})
+    data = distribute_dataset(dataset, mesh, global_batch_size=8)
+    assert data.element_spec["x"].dtype == jnp.bfloat16
+    check(data, {"x": X.astype(jnp.bfloat16)})
+
+
+def test_strings_of_a_tf_dataset_stay_on_the_host(mesh, tf):
+    dataset = tf.data.Dataset.from_tensor_slices({"s": ["a", "b\0", "ccc"], "y": Y[:3]})
+    data = distribute_dataset(dataset, mesh, global_batch_size=8, strings="host")
+    batch = next(iter(data))
+    assert batch["s"][:3].tolist() == [b"a", b"b\0", b"ccc"]
+
+
+def test_ragged_tensors_of_a_tf_dataset_are_an_error(mesh, tf):
+    ragged = tf.ragged.constant([[1], [2, 3]])
+    dataset = tf.data.Dataset.from_tensor_slices({"words": ragged, "y": Y[:2]})
+    with pytest.raises(ml.DataError) as error:
+        distribute_dataset(dataset, mesh, global_batch_size=8)
+    assert str(error.value) == (
+        "leaf 'words' of the tf.data.Dataset is a RaggedTensor, not a dense tensor. "
+        "Make it one with map, as by to_tensor() or tf.sparse.to_dense."
+    )
+
+
+def test_examples_of_a_tf_dataset_that_differ_in_shape_are_an_error(mesh, tf):
+    dataset = tf.data.Dataset.from_generator(
+        lambda: ({"t": np.zeros(n), "y": n} for n in (2, 3)),
+        output_signature={
+            "t": tf.TensorSpec((None,), tf.float32),
+            "y": tf.TensorSpec((), tf.int32),
+        },
+    )
+    data = distribute_dataset(dataset, mesh, global_batch_size=8)
+    with pytest.raises(ml.DataError) as error:
+        next(iter(data))
+    assert str(error.value) == (
+        "leaf 't' is ragged: an example has shape (3,), and the first one has (2,). "
+        "Pad the examples to one shape."
+    )
+
+
+def test_a_tf_dataset_that_does_not_tell_batches_from_examples_asks(mesh, tf):
+    dataset = tf.data.Dataset.from_generator(
+        lambda: iter([X[:3], X[3:8]]),
+        output_signature=tf.TensorSpec((None, 2), tf.float32),
+    )
+    options = {"global_batch_size": 8, "weights": None}
+    with pytest.raises(ml.DataError) as error:
+        distribute_dataset(dataset, mesh, **options)
+    assert str(error.value) == (
+        "the tf.data.Dataset gives tensors of shape (None, 2), which may be batches or "
+        "single examples. Say which with batched=True or batched=False."
+    )
+    data = distribute_dataset(dataset, mesh, batched=True, **options)
+    np.testing.assert_array_equal(next(iter(data)), X[:8])
+
+
+def test_a_tf_dataset_cannot_seek_and_skips_by_reading_where_asked(mesh, tf):
+    def new():
+        dataset = tf.data.Dataset.from_tensor_slices({"y": Y})
+        return distribute_dataset(dataset, mesh, global_batch_size=8)
+
+    iterator = iter(new())
+    next(iterator)
+    state = json.loads(json.dumps(iterator.get_state()))
+    again = iter(new())
+    with pytest.raises(ml.DataError) as error:
+        again.set_state(state)
+    assert str(error.value) == (
+        "this source cannot go to row 8 of epoch 1: it tells no place. "
+        "iterator.set_state(state, skip=True) reads the rows before it, and drops them."
+    )
+    again = iter(new())
+    again.set_state(state, skip=True)
+    np.testing.assert_array_equal(next(again)["y"], Y[8:16])
+
+
+def test_an_exception_in_a_tf_map_surfaces(mesh, tf):
+    def fail(y):
+        if y == 12:
+            raise ArithmeticError("twelve is too much")
+        return y
+
+    dataset = tf.data.Dataset.from_tensor_slices(Y).map(
+        lambda y: {"y": tf.ensure_shape(tf.numpy_function(fail, [y], tf.int64), ())}
+    )
+    with pytest.raises(tf.errors.UnknownError, match="twelve is too much"):
+        list(distribute_dataset(dataset, mesh, global_batch_size=4))
+
+
+# TFDS with TensorFlow
+
+
+@pytest.fixture(scope="module")
+def tfds(tf):
+    return pytest.importorskip("tensorflow_datasets")
+
+
+@pytest.fixture(scope="module")
+def tfrecords(tf, tmp_path_factory):
+    return tiny_directory(tmp_path_factory.mktemp("tfrecords"), "tfrecord")
+
+
+@pytest.mark.parametrize("batch_size", [None, 7])
+def test_what_tfds_loads_gives_every_example(mesh, tfds, tfrecords, batch_size):
+    dataset = tfds.load(
+        "tiny",
+        split="train",
+        data_dir=tfrecords,
+        as_supervised=True,
+        batch_size=batch_size,
+    )
+    data = distribute_dataset(dataset, mesh, global_batch_size=32, weights=2)
+    assert len(data) == 7
+    images, found = made_up_examples(), []
+    for image, number, weights in data:
+        real = np.asarray(weights) > 0
+        found += np.asarray(number)[real].tolist()
+        np.testing.assert_array_equal(
+            np.asarray(image)[..., 0], images[np.asarray(number)]
+        )
+    assert sorted(found) == list(range(NUM_ROWS))
+
+
+def test_what_tfds_makes_numpy_of_is_an_iterable(mesh, tfds, tfrecords):
+    dataset = tfds.as_numpy(
+        tfds.load("tiny", split="train", data_dir=tfrecords, as_supervised=True)
+    )
+    data = distribute_dataset(dataset, mesh, global_batch_size=40, weights=2)
+    found = [n for _, numbers, _ in data for n in np.asarray(numbers).tolist()]
+    assert sorted(found) == list(range(NUM_ROWS))
+
+
+def test_from_tfds_says_that_only_tensorflow_reads_tfrecords(mesh, tfds, tfrecords):
+    with pytest.raises(ml.DataError) as error:
+        from_tfds("tiny", "train", mesh, global_batch_size=8, data_dir=tfrecords)
+    assert str(error.value) == (
+        f"tiny/1.0.0 is prepared as tfrecord in {tfrecords}/tiny/1.0.0, which only "
+        "TensorFlow reads. Prepare it in another directory with `tfds build tiny "
+        "--file_format=array_record --data_dir=DIR`, or give distribute_dataset what "
+        "tfds.load returns."
+    )
+
+
+# PyTorch
+
+
+class Rows:
+    """A data set with random access, as PyTorch takes it."""
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, row):
+        if row == getattr(self, "bad", None):
+            raise ArithmeticError(f"row {row} is bad")
+        return {"x": X[row], "y": int(Y[row]), "image": IMAGE[row]}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_data_loader_gives_every_example(mesh, torch, num_workers):
+    # JAX runs threads, which a forked process does not survive.
+    start = "spawn" if num_workers else None
+    loader = torch.utils.data.DataLoader(
+        Rows(), batch_size=3, num_workers=num_workers, multiprocessing_context=start
+    )
+    data = distribute_dataset(loader, mesh, global_batch_size=8)
+    assert len(data) == 3
+    check(data, {"x": X, "y": Y, "image": IMAGE})
+
+
+def test_a_data_loader_without_a_batch_size_gives_examples(mesh, torch):
+    loader = torch.utils.data.DataLoader(Rows(), batch_size=None)
+    data = distribute_dataset(loader, mesh, global_batch_size=8)
+    check(data, {"x": X, "y": Y, "image": IMAGE})
+
+
+def test_a_data_loader_that_drops_knows_how_many_examples_it_has(mesh, torch):
+    loader = torch.utils.data.DataLoader(
+        Rows(), batch_size=7, shuffle=True, drop_last=True
+    )
+    data = distribute_dataset(loader, mesh, global_batch_size=8)
+    assert len(data) == 2
+    assert len(set(rows(data)["y"].tolist())) == 14
+
+
+def test_collated_lists_stay_lists_and_tensors_keep_their_dtype(mesh, torch):
+    pairs = torch.utils.data.TensorDataset(
+        torch.from_numpy(X).to(torch.bfloat16),
+        torch.from_numpy(X).to(torch.float16),
+        torch.arange(20, dtype=torch.int32),
+    )
+    loader = torch.utils.data.DataLoader(pairs, batch_size=5)
+    data = distribute_dataset(loader, mesh, global_batch_size=8, weights=3)
+    brain, half, numbers, _ = batch = next(iter(data))
+    assert isinstance(batch, list)
+    assert brain.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(brain, X[:8].astype(jnp.bfloat16))
+    assert half.dtype == jnp.float16
+    np.testing.assert_array_equal(numbers, np.arange(8, dtype=np.int32))
+
+
+def test_an_iterable_dataset_comes_in_a_data_loader(mesh, torch):
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return ({"x": X[row], "y": int(Y[row])} for row in range(20))
+
+    with pytest.raises(ml.DataError) as error:
+        distribute_dataset(Stream(), mesh, global_batch_size=8)
+    assert str(error.value) == (
+        "a PyTorch IterableDataset does not say what it gives. Put it into a "
+        "torch.utils.data.DataLoader."
+    )
+    loader = torch.utils.data.DataLoader(Stream(), batch_size=6)
+    data = distribute_dataset(loader, mesh, global_batch_size=8)
+    check(data, {"x": X, "y": Y})
+
+
+def test_a_pytorch_dataset_is_shuffled_and_resumed_by_row(mesh, torch):
+    pairs = torch.utils.data.TensorDataset(torch.arange(20))
+    options = {"global_batch_size": 8, "shuffle": 4, "weights": 1}
+    iterator = iter(distribute_dataset(pairs, mesh, **options))
+    first = next(iterator)
+    state = iterator.get_state()
+    rest = [np.asarray(batch[0]) for batch in iterator]
+    again = iter(distribute_dataset(pairs, mesh, **options))
+    again.set_state(state)
+    np.testing.assert_array_equal([np.asarray(b[0]) for b in again], rest)
+    assert sorted([*np.asarray(first[0]), *rest[0], *rest[1][:4]]) == list(range(20))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_exception_in_a_data_loader_surfaces(mesh, torch, num_workers):
+    source = Rows()
+    source.bad = 13
+    start = "spawn" if num_workers else None
+    loader = torch.utils.data.DataLoader(
+        source, batch_size=4, num_workers=num_workers, multiprocessing_context=start
+    )
+    with pytest.raises(ArithmeticError, match="row 13 is bad"):
+        list(distribute_dataset(loader, mesh, global_batch_size=8))
+
+
+def test_sparse_tensors_are_an_error(mesh, torch):
+    loader = torch.utils.data.DataLoader([torch.eye(2).to_sparse()], batch_size=None)
+    with pytest.raises(ml.DataError) as error:
+        distribute_dataset(loader, mesh, global_batch_size=8, batched=False)
+    assert str(error.value) == (
+        "a PyTorch tensor of shape (2, 2) and torch.float32 is not dense. Make it "
+        "dense with its method to_dense() or dequantize()."
+    )
+
+
+# Hugging Face
+
+
+def hf_columns(hf):
+    features = hf.Features(
+        {
+            "x": hf.Array2D((2, 1), "float32"),
+            "bytes": hf.List(hf.Value("uint8")),
+            "three": hf.List(hf.Value("int16"), length=3),
+            "y": hf.ClassLabel(num_classes=20),
+            "flag": hf.Value("bool"),
+            "inside": {"a": hf.Value("int8")},
+        }
+    )
+    columns = {
+        "x": X[:, :, None],
+        "bytes": IMAGE[:, 0],
+        "three": np.stack([Y, Y + 1, Y + 2], 1).astype(np.int16),
+        "y": Y,
+        "flag": Y % 2 == 0,
+        "inside": {"a": Y.astype(np.int8)},
+    }
+    examples = {
+        "x": list(columns["x"]),
+        "bytes": columns["bytes"].tolist(),
+        "three": columns["three"].tolist(),
+        "y": Y.tolist(),
+        "flag": columns["flag"].tolist(),
+        "inside": [{"a": int(y)} for y in Y],
+    }
+    return hf.Dataset.from_dict(examples, features=features), columns
+
+
+def flat(tree):
+    return {jax.tree_util.keystr(k): v for k, v in jax.tree.leaves_with_path(tree)}
+
+
+@pytest.mark.parametrize("shuffle", [None, 3])
+def test_a_hugging_face_dataset_gives_its_columns_in_their_own_dtypes(
+    mesh, hf, shuffle
+):
+    dataset, columns = hf_columns(hf)
+    data = distribute_dataset(dataset, mesh, global_batch_size=8, shuffle=shuffle)
+    assert len(data) == 3
+    batches = [jax.tree.map(np.asarray, batch) for batch in data]
+    weights = np.concatenate([batch.pop("weight") for batch in batches])
+    found = jax.tree.map(lambda *parts: np.concatenate(parts)[weights > 0], *batches)
+    order = found["y"]
+    assert (order.tolist() == Y.tolist()) == (shuffle is None)
+    for path, values in flat(columns).items():
+        np.testing.assert_array_equal(flat(found)[path], values[order], err_msg=path)
+        if path != "['y']":
+            assert flat(found)[path].dtype == values.dtype
+
+
+def test_selected_and_mapped_hugging_face_rows_are_those_that_it_says(mesh, hf):
+    dataset, _ = hf_columns(hf)
+    dataset = dataset.select(range(3, 15)).shuffle(seed=1).select_columns(["y", "x"])
+    data = distribute_dataset(dataset, mesh, global_batch_size=4)
+    check(data, {"y": np.array(dataset["y"]), "x": np.array(dataset["x"])})
+
+
+def test_images_of_hugging_face_become_arrays(mesh, hf):
+    from PIL import Image
+
+    dataset = hf.Dataset.from_dict(
+        {"image": [Image.fromarray(image) for image in IMAGE], "y": Y.tolist()},
+        features=hf.Features({"image": hf.Image(), "y": hf.Value("int32")}),
+    )
+    data = distribute_dataset(dataset, mesh, global_batch_size=8)
+    assert data.element_spec["image"].dtype == np.uint8
+    check(data, {"image": IMAGE, "y": Y})
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_a_hugging_face_format_is_respected(mesh, hf, kind):
+    if kind == "torch":
+        pytest.importorskip("torch")
+    dataset, columns = hf_columns(hf)
+    dataset = dataset.with_format(kind, columns=["x", "y"])
+    data = distribute_dataset(dataset, mesh, global_batch_size=8)
+    check(data, {"x": columns["x"], "y": Y})
+
+
+def test_a_hugging_face_format_of_tables_is_an_error(mesh, hf):
+    dataset, _ = hf_columns(hf)
+    with pytest.raises(ml.DataError) as error:
+        distribute_dataset(dataset.with_format("arrow"), mesh, global_batch_size=8)
+    assert str(error.value) == (
+        "the Hugging Face data set is formatted as 'arrow', which gives no arrays. Use "
+        "with_format('numpy')."
+    )
+
+
+def test_ragged_and_missing_columns_of_hugging_face_are_errors(mesh, hf):
+    ragged = hf.Dataset.from_dict({"words": [[1], [2, 3]]})
+    data = distribute_dataset(ragged, mesh, global_batch_size=8)
+    with pytest.raises(ml.DataError) as error:
+        next(iter(data))
+    assert str(error.value) == (
+        "words: rows have different lengths, 1 and 2. Pad or crop them to one with the "
+        "data set's map."
+    )
+    missing = hf.Dataset.from_dict({"age": [None, 2]})
+    with pytest.raises(ml.DataError) as error:
+        distribute_dataset(missing, mesh, global_batch_size=8)
+    assert str(error.value) == (
+        "age: 1 of the rows asked for are None. Fill them in, or leave them out, with "
+        "the data set's map or filter."
+    )
+
+
+def test_splits_of_hugging_face_ask_for_one(mesh, hf):
+    dataset, _ = hf_columns(hf)
+    splits = hf.DatasetDict({"train": dataset, "test": dataset})
+    with pytest.raises(ml.DataError) as error:
+        distribute_dataset(splits, mesh, global_batch_size=8)
+    assert str(error.value) == (
+        "a DatasetDict holds the splits 'train', 'test'. Choose one, as "
+        "dataset['train']."
+    )
+
+
+@pytest.mark.parametrize("stop", [0, 1, 4])
+def test_an_iterable_dataset_of_hugging_face_resumes_exactly(mesh, hf, stop):
+    def new():
+        dataset, _ = hf_columns(hf)
+        dataset = dataset.to_iterable_dataset(num_shards=3)
+        return distribute_dataset(dataset, mesh, global_batch_size=4)
+
+    _, columns = hf_columns(hf)
+    found = [jax.tree.map(np.asarray, batch) for batch in new()]
+    for path, values in flat(columns).items():
+        whole = np.concatenate([flat(batch)[path] for batch in found])
+        np.testing.assert_array_equal(whole, values, err_msg=path)
+        assert whole.dtype == values.dtype or path == "['y']"
+    iterator = iter(new())
+    for _ in range(stop):
+        next(iterator)
+    state = json.loads(json.dumps(iterator.get_state()))
+    again = iter(new())
+    again.set_state(state)
+    rest = [np.asarray(batch["y"]) for batch in again]
+    np.testing.assert_array_equal(np.concatenate(rest), Y[4 * stop :])
+
+
+def test_an_iterable_dataset_with_a_shuffle_buffer_says_that_it_cannot_seek(mesh, hf):
+    dataset = hf.Dataset.from_dict({"y": list(range(100))})
+    dataset = dataset.to_iterable_dataset().shuffle(seed=1, buffer_size=5)
+    data = distribute_dataset(dataset, mesh, global_batch_size=40)
+    first, second = rows(data)["y"], rows(data)["y"]
+    assert first.tolist() != second.tolist()
+    assert sorted(first) == sorted(second) == list(range(100))
+    iterator = iter(distribute_dataset(dataset, mesh, global_batch_size=40))
+    next(iterator)
+    state = iterator.get_state()
+    again = iter(distribute_dataset(dataset, mesh, global_batch_size=40))
+    with pytest.raises(ml.DataError, match="this source cannot go to row 40 of epoch"):
+        again.set_state(state)
+    again = iter(distribute_dataset(dataset, mesh, global_batch_size=40))
+    again.set_state(state, skip=True)
+    np.testing.assert_array_equal(next(again)["y"], first[40:80])
+
+
+def test_two_iterators_over_one_iterable_dataset_do_not_disturb_each_other(mesh, hf):
+    dataset = hf.Dataset.from_dict({"y": list(range(200))}).to_iterable_dataset()
+    data = distribute_dataset(dataset, mesh, global_batch_size=40)
+    first, second = iter(data), iter(data)
+    found: dict[str, list[int]] = {"first": [], "second": []}
+    for _ in range(4):
+        found["first"] += np.asarray(next(first)["y"]).tolist()
+        found["second"] += np.asarray(next(second)["y"]).tolist()
+    assert found["first"] == found["second"] == list(range(160))
+    # The data set keeps the place of one pass only, and there were two.
+    again = iter(distribute_dataset(dataset, mesh, global_batch_size=40))
+    with pytest.raises(ml.DataError, match="cannot go to row 160 of epoch 1"):
+        again.set_state(first.get_state())
+
+
+def test_a_generator_of_hugging_face_keeps_dtypes(mesh, hf):
+    def examples():
+        for row in range(20):
+            yield {"image": IMAGE[row], "y": row}
+
+    dataset = hf.IterableDataset.from_generator(examples)
+    data = distribute_dataset(dataset, mesh, global_batch_size=8)
+    assert data.element_spec["image"].dtype == np.uint8
+    check(data, {"image": IMAGE, "y": Y})

@@ -1,0 +1,800 @@
+"""Iterating: threads, leaving early, exceptions, resuming, lengths and the report."""
+
+import gc
+import itertools
+import json
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import numpy as np
+import pytest
+
+import meshlayout as ml
+from meshlayout import data as md
+
+
+MESH = ml.create_mesh({"batch": 8})
+ONE = ml.create_mesh({"batch": 1}, devices=jax.devices()[:1])
+
+few = hypothesis.settings(max_examples=40, deadline=None, derandomize=True)
+
+
+def distributed(source: Any, mesh: Any = ONE, size: int = 4, **options: Any):
+    return ml.data.distribute_dataset(source, mesh, global_batch_size=size, **options)
+
+
+def rows_of(batches: Any) -> list[list[int]]:
+    return [np.asarray(batch["y"]).tolist() for batch in batches]
+
+
+def message(function, error=ml.DataError) -> str:
+    with pytest.raises(error) as info:
+        function()
+    return str(info.value)
+
+
+def columns(num_rows: int) -> dict[str, Any]:
+    return {"y": np.arange(num_rows)}
+
+
+def examples(num_rows: int):
+    return lambda: ({"y": row} for row in range(num_rows))
+
+
+def threads() -> list[threading.Thread]:
+    return [one for one in threading.enumerate() if one.name == "meshlayout-data"]
+
+
+def wait_for(condition, seconds: float = 5.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return condition()
+
+
+def no_threads() -> bool:
+    if threads():
+        gc.collect()
+    return not threads()
+
+
+@pytest.fixture(autouse=True)
+def no_threads_stay():
+    assert wait_for(no_threads)
+    yield
+    assert wait_for(no_threads)
+
+
+# Lengths
+
+
+def test_each_iteration_gives_one_epoch():
+    data = distributed(columns(10))
+    assert len(data) == 3
+    for _ in range(3):
+        assert rows_of(data) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 9, 9]]
+
+
+@pytest.mark.parametrize("source", [columns(10), examples(10)])
+def test_an_iteration_may_have_several_epochs(source):
+    data = distributed(source, epochs=2)
+    one = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 9, 9]]
+    assert rows_of(data) == one * 2
+    assert rows_of(data) == one * 2
+
+
+@pytest.mark.parametrize("source", [columns(10), examples(10)])
+def test_steps_end_an_iteration_early(source):
+    data = distributed(source, epochs=2, steps=4)
+    assert len(data) == 4
+    one = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 9, 9]]
+    assert rows_of(data) == [*one, one[0]]
+    assert rows_of(data) == [*one, one[0]]
+
+
+def test_more_steps_than_there_are_batches_are_an_error():
+    assert message(lambda: distributed(columns(10), steps=4)) == (
+        "steps=4, and 1 epoch has 3 batches. Take more epochs=, fewer steps=, or "
+        "remainder='repeat'."
+    )
+    assert message(lambda: list(distributed(examples(10), steps=7, epochs=2))) == (
+        "the data ended after 6 of steps=7: 2 epochs had no more batches. Take more "
+        "epochs=, fewer steps=, or remainder='repeat'."
+    )
+
+
+@pytest.mark.parametrize("source", [columns(10), examples(10)])
+def test_repeated_data_has_as_many_steps_as_asked_for(source):
+    data = distributed(source, remainder="repeat", steps=4)
+    assert len(data) == 4
+    found = np.concatenate(rows_of(data) + rows_of(data))
+    assert found.tolist() == (list(range(10)) * 4)[:32]
+
+
+def test_a_generator_that_never_ends_goes_on_in_the_next_iteration():
+    opened = []
+
+    def count():
+        opened.append(1)
+        for row in itertools.count():
+            yield {"y": row}
+
+    data = distributed(count, remainder="repeat", steps=2)
+    for iteration in range(3):
+        start = 8 * iteration
+        assert np.concatenate(rows_of(data)).tolist() == list(range(start, start + 8))
+    assert len(opened) == 1
+
+
+def test_repeated_data_is_not_read_again_for_the_next_iteration():
+    opened = []
+
+    def source():
+        opened.append(1)
+        return examples(8)()
+
+    data = distributed(source, remainder="repeat")
+    for epoch in range(3):
+        assert rows_of(data) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        assert len(opened) == epoch + 1
+
+
+def test_repeated_data_goes_on_where_a_loop_was_left():
+    for source in (columns(10), examples(10)):
+        data = distributed(source, remainder="repeat", epochs=2)
+        for batch in data:
+            assert rows_of([batch]) == [[0, 1, 2, 3]]
+            break
+        assert rows_of(data)[:2] == [[4, 5, 6, 7], [8, 9, 0, 1]]
+
+
+def test_the_length_of_a_stream_is_not_known():
+    data = distributed(examples(10))
+    assert message(lambda: len(data), TypeError) == (
+        "this data set does not know how many batches it has: its source does not tell. "
+        "Give steps= to have the same number in every iteration."
+    )
+    assert len(distributed([{"y": i} for i in range(10)])) == 3
+
+
+def test_the_next_iteration_has_the_next_epochs():
+    whole = distributed(columns(12), shuffle=0, epochs=4)
+    parts = distributed(columns(12), shuffle=0)
+    assert [*itertools.chain(*(rows_of(parts) for _ in range(4)))] == rows_of(whole)
+
+
+def test_an_iteration_that_was_left_early_does_not_change_the_next():
+    data = distributed(columns(12), shuffle=0)
+    other = distributed(columns(12), shuffle=0)
+    next(iter(data))
+    rows_of(other)
+    assert rows_of(data) == rows_of(other)
+
+
+# Sources that can be read once
+
+
+def test_an_iterator_is_read_once():
+    assert message(lambda: distributed(examples(8)(), epochs=2)) == (
+        "the source is an iterator, which can be read once, and epochs=2. Give a "
+        "function that makes one, as lambda: make_iterator()."
+    )
+    data = distributed(examples(8)())
+    assert len(list(data)) == 2
+    assert message(lambda: list(data)) == (
+        "the source is an iterator (generator), which can be read once, and epoch 2 "
+        "begins. Give a function that makes one, as lambda: make_iterator()."
+    )
+
+
+def test_a_generator_that_is_exhausted_at_the_second_epoch_is_an_error():
+    once = examples(8)()
+    data = distributed(lambda: once)
+    assert len(list(data)) == 2
+    assert message(lambda: list(data)) == (
+        "the source gave no examples in epoch 2, after those before it: it can be read "
+        "once. A function that makes the generator has to make a new one at every call."
+    )
+    once = examples(8)()
+    data = distributed(lambda: once, remainder="repeat", epochs=2)
+    assert message(lambda: list(data)).startswith(
+        "the source gave no examples in epoch 2"
+    )
+
+
+def test_nothing_is_read_twice():
+    calls, seen = [], []
+
+    def source():
+        calls.append(1)
+        for row in range(8):
+            seen.append(row)
+            yield {"y": row}
+
+    data = distributed(source, prefetch=0)
+    assert (len(calls), seen) == (1, [0])
+    _ = data.element_spec
+    assert rows_of(data) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert (len(calls), seen) == (1, list(range(8)))
+
+
+# Exceptions
+
+
+class SourceError(Exception):
+    pass
+
+
+def failing(at: int, num_rows: int = 12):
+    def generate():
+        for row in range(num_rows):
+            if row == at:
+                raise SourceError(f"row {row} cannot be read")
+            yield {"y": row}
+
+    return generate
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize(("at", "before"), [(1, 0), (3, 0), (5, 1), (11, 2)])
+def test_an_exception_of_the_source_comes_after_the_batches_before_it(
+    at, before, prefetch
+):
+    it = iter(distributed(failing(at), prefetch=prefetch))
+    for batch in range(before):
+        assert rows_of([next(it)]) == [list(range(4 * batch, 4 * batch + 4))]
+    with pytest.raises(SourceError, match=f"^row {at} cannot be read$") as info:
+        next(it)
+    frames = [frame.name for frame in traceback.extract_tb(info.value.__traceback__)]
+    assert "generate" in frames
+    assert next(it, "the end") == "the end"
+
+
+def test_an_exception_at_the_first_example_comes_before_training():
+    with pytest.raises(SourceError, match=r"^row 0 cannot be read$"):
+        distributed(failing(0))
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_exception_of_a_source_of_rows_surfaces(prefetch):
+    class Broken:
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, row):
+            if row == 6:
+                raise KeyError("no such file")
+            return {"y": row}
+
+    it = iter(distributed(Broken(), prefetch=prefetch))
+    assert rows_of([next(it)]) == [[0, 1, 2, 3]]
+    with pytest.raises(KeyError, match="no such file"):
+        next(it)
+
+
+def test_an_exception_when_a_generator_is_closed_surfaces():
+    def source():
+        try:
+            for row in itertools.count():
+                yield {"y": row}
+        finally:
+            raise SourceError("cannot close")
+
+    data = distributed(source, steps=1, prefetch=2)
+    with pytest.raises(SourceError, match="cannot close"):
+        list(data)
+
+
+# Leaving early
+
+
+@pytest.mark.parametrize("prefetch", [1, 2, 5])
+def test_leaving_the_loop_stops_the_thread(prefetch):
+    closed = threading.Event()
+
+    def source():
+        try:
+            for row in itertools.count():
+                yield {"y": row}
+        finally:
+            closed.set()
+
+    data = distributed(source, prefetch=prefetch)
+    for _ in data:
+        break
+    gc.collect()
+    assert closed.wait(5)
+    assert wait_for(lambda: not threads())
+
+
+def test_closing_and_leaving_a_with_block_stop_the_thread_at_once():
+    data = distributed(columns(10_000))
+    it = iter(data)
+    next(it)
+    assert len(threads()) == 1
+    it.close()
+    assert not threads()
+    with data.iterator() as it:
+        next(it)
+        assert len(threads()) == 1
+    assert not threads()
+
+
+def test_an_iterator_that_was_closed_says_so():
+    it = iter(distributed(columns(8)))
+    next(it)
+    state = it.get_state()
+    it.close()
+    it.close()
+    sentence = "this data iterator is closed; iter(data) begins another one."
+    assert message(lambda: next(it)) == sentence
+    assert message(lambda: it.set_state(state)) == sentence
+    assert it.get_state() == state
+
+
+def test_closing_does_not_wait_for_a_source_that_blocks():
+    go_on, is_blocked = threading.Event(), threading.Event()
+
+    def source():
+        yield from examples(4)()
+        is_blocked.set()
+        go_on.wait(20)
+        yield {"y": 4}
+
+    it = iter(distributed(source))
+    next(it)
+    assert is_blocked.wait(5)
+    start = time.monotonic()
+    it.close()
+    assert time.monotonic() - start < 2
+    go_on.set()
+    assert wait_for(lambda: not threads())
+
+
+def test_closing_wakes_a_thread_that_waits_for_a_batch():
+    go_on = threading.Event()
+
+    def source():
+        yield from examples(4)()
+        go_on.wait(20)
+
+    it = iter(distributed(source))
+    next(it)
+    ended = []
+    waiting = threading.Thread(target=lambda: ended.append(next(it, "closed")))
+    waiting.start()
+    time.sleep(0.1)
+    it.close()
+    waiting.join(5)
+    go_on.set()
+    assert ended == ["closed"]
+
+
+def test_at_most_as_many_batches_as_asked_for_are_made_ready():
+    made = []
+
+    class Source:
+        def __len__(self):
+            return 400
+
+        def __getitem__(self, row):
+            made.append(row)
+            return {"y": row}
+
+    for prefetch in (0, 1, 3):
+        it = iter(distributed(Source(), prefetch=prefetch))
+        made.clear()
+        next(it)
+        wait_for(lambda: len(made) >= 4 * (1 + prefetch))  # noqa: B023
+        time.sleep(0.05)
+        assert len(made) == 4 * (1 + prefetch)
+        it.close()
+
+
+def test_without_prefetch_there_is_no_thread():
+    it = iter(distributed(columns(12), prefetch=0))
+    next(it)
+    assert not threads()
+
+
+def test_a_thousand_epochs_leave_nothing_behind():
+    data = distributed(columns(6), MESH, 8)
+    for _ in data:
+        pass
+    gc.collect()
+    before = len(jax.live_arrays()), threading.active_count()
+    for epoch in range(1000):
+        for _ in data:
+            if epoch % 3 == 0:
+                break
+    gc.collect()
+    assert wait_for(lambda: not threads())
+    gc.collect()
+    assert (len(jax.live_arrays()), threading.active_count()) == before
+
+
+LEFT_OPEN = """
+import jax, numpy as np, meshlayout as ml
+from meshlayout.data import distribute_dataset
+jax.config.update("jax_num_cpu_devices", 2)
+source = {"x": np.zeros((10_000, 64), np.float32)}
+data = distribute_dataset(source, ml.create_mesh({"batch": 2}), global_batch_size=8)
+it = iter(data)
+print(next(it)["x"].shape)
+"""
+
+
+def test_a_program_may_end_while_batches_are_made_ready():
+    run = subprocess.run(
+        [sys.executable, "-c", LEFT_OPEN], capture_output=True, text=True, timeout=60
+    )
+    assert (run.returncode, run.stdout, run.stderr) == (0, "(8, 64)\n", "")
+
+
+def test_a_data_set_that_was_never_iterated_closes_its_source():
+    closed = []
+
+    def source():
+        try:
+            yield {"y": 0}
+        finally:
+            closed.append(1)
+
+    data = distributed(source)
+    assert not closed
+    del data
+    gc.collect()
+    assert closed == [1]
+
+
+# Several at once
+
+
+def test_two_iterators_do_not_disturb_each_other():
+    data = distributed(columns(12), shuffle=0)
+    other = distributed(columns(12), shuffle=0)
+    first, second = iter(data), iter(data)
+    found: tuple[list[Any], list[Any]] = ([], [])
+    for a, b in zip(first, second, strict=True):
+        found[0].append(a)
+        found[1].append(b)
+    assert rows_of(found[0]) == rows_of(other)
+    assert rows_of(found[1]) == rows_of(other)
+
+
+def test_an_older_iterator_does_not_move_the_next_iteration():
+    data = distributed(columns(12), shuffle=0)
+    other = distributed(columns(12), shuffle=0, epochs=3)
+    first, second = iter(data), iter(data)
+    expected = rows_of(other)
+    assert rows_of(second) == expected[3:6]
+    assert rows_of(first) == expected[:3]
+    assert rows_of(data) == expected[6:]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("source", [columns(400), examples(400)])
+def test_threads_that_share_an_iterator_get_each_batch_once(source, prefetch):
+    it = iter(distributed(source, prefetch=prefetch))
+    found: list[list[int]] = []
+
+    def take():
+        for batch in it:
+            found.extend(rows_of([batch]))
+
+    takers = [threading.Thread(target=take) for _ in range(3)]
+    for taker in takers:
+        taker.start()
+    for taker in takers:
+        taker.join(20)
+    assert sorted(itertools.chain(*found)) == list(range(400))
+
+
+# Resuming
+
+
+class Seekable:
+    """An iterable whose iterator tells its place, as Grain's does."""
+
+    def __init__(self, elements):
+        self.elements = elements
+
+    def __iter__(self):
+        return SeekableIterator(self.elements)
+
+
+class SeekableIterator:
+    def __init__(self, elements):
+        self.elements, self.at = elements, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.at == len(self.elements):
+            raise StopIteration
+        self.at += 1
+        return self.elements[self.at - 1]
+
+    def get_state(self) -> Any:
+        return {"next": self.at}
+
+    def set_state(self, state):
+        self.at = state["next"]
+
+
+def in_batches(num_rows: int, sizes: list[int]) -> list[dict[str, Any]]:
+    found, start = [], 0
+    for size in sizes:
+        stop = min(start + size, num_rows)
+        found.append({"y": np.arange(start, stop)})
+        start = stop
+    found.append({"y": np.arange(start, num_rows)})
+    return found
+
+
+def sources(num_rows: int, sizes: list[int]) -> dict[str, Any]:
+    """By name: a source, its options, and how a state is set."""
+    listed = [{"y": row} for row in range(num_rows)]
+    cut = in_batches(num_rows, sizes)
+    return {
+        "arrays": (columns(num_rows), {}, {}),
+        "arrays, shuffled": (columns(num_rows), {"shuffle": 5}, {}),
+        "examples": (listed, {"shuffle": 5}, {}),
+        "list of batches": (cut, {"batched": True}, {}),
+        "seekable examples": (Seekable(listed), {}, {}),
+        "seekable batches": (Seekable(cut), {"batched": True}, {}),
+        "generator": (examples(num_rows), {}, {"skip": True}),
+        "generator of batches": (
+            lambda: iter(cut),
+            {"batched": True},
+            {"skip": True},
+        ),
+    }
+
+
+NAMES = list(sources(1, []))
+
+
+@few
+@hypothesis.given(st.data())
+def test_what_is_left_after_any_stop_comes_after_resuming(data):
+    num_rows = data.draw(st.integers(4, 25))
+    sizes = data.draw(st.lists(st.integers(0, 9), max_size=5))
+    name = data.draw(st.sampled_from(NAMES))
+    source, options, how = sources(num_rows, sizes)[name]
+    options = {
+        **options,
+        "epochs": data.draw(st.integers(1, 3)),
+        "remainder": data.draw(st.sampled_from(["pad", "drop", "repeat"])),
+        "prefetch": data.draw(st.sampled_from([0, 1, 3])),
+    }
+    before = data.draw(st.integers(0, 2))
+
+    def make():
+        made = distributed(source, **options)
+        for _ in range(before):
+            list(made)
+        return made
+
+    whole = rows_of(make())
+    stop = data.draw(st.integers(0, len(whole)))
+    first = make()
+    it = iter(first)
+    assert rows_of(itertools.islice(it, stop)) == whole[:stop]
+    state = json.loads(json.dumps(it.get_state()))
+    it.close()
+
+    fresh = distributed(source, **options)
+    resumed = iter(fresh)
+    if data.draw(st.booleans()):
+        next(resumed)
+    resumed.set_state(state, **how)
+    assert resumed.get_state() == state
+    assert rows_of(resumed) == whole[stop:]
+    continued = make()
+    list(continued)
+    assert rows_of(fresh) == rows_of(continued)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_closing_from_another_thread_ends_the_loop(prefetch):
+    it = iter(distributed(columns(10**6), prefetch=prefetch))
+    next(it)
+    ended: list[str] = []
+
+    def loop():
+        try:
+            for _ in it:
+                pass
+        except ml.DataError as error:
+            ended.append(str(error))
+        else:
+            ended.append("the end")
+
+    looping = threading.Thread(target=loop)
+    looping.start()
+    time.sleep(0.05)
+    it.close()
+    looping.join(5)
+    sentence = "this data iterator is closed; iter(data) begins another one."
+    assert ended in ([sentence], ["the end"])
+
+
+def test_a_state_does_not_count_batches_that_were_made_ready():
+    it = iter(distributed(columns(40), prefetch=5))
+    next(it)
+    time.sleep(0.05)
+    assert it.get_state()["batch"] == 1
+    it.close()
+
+
+def test_a_state_may_be_taken_from_one_mesh_to_another():
+    data = distributed(columns(40), MESH, 8, shuffle=1)
+    it = iter(data)
+    next(it)
+    next(it)
+    state = it.get_state()
+    rest = rows_of(it)
+    other = iter(distributed(columns(40), ONE, 8, shuffle=1))
+    other.set_state(state)
+    assert rows_of(other) == rest
+
+
+def test_a_source_that_cannot_seek_says_so_and_offers_to_skip():
+    it = iter(distributed(examples(12)))
+    next(it)
+    state = it.get_state()
+    it.close()
+    other = iter(distributed(examples(12)))
+    assert message(lambda: other.set_state(state)) == (
+        "this source cannot go to row 4 of epoch 1: it tells no place. "
+        "iterator.set_state(state, skip=True) reads the rows before it, and drops them."
+    )
+    assert rows_of([next(other)]) == [[0, 1, 2, 3]]
+    other.set_state(state, skip=True)
+    assert rows_of(other) == [[4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+def test_skipping_past_the_end_of_a_shorter_source_is_an_error():
+    it = iter(distributed(examples(12)))
+    next(it)
+    next(it)
+    state = it.get_state()
+    it.close()
+    other = iter(distributed(examples(5)))
+    other.set_state(state, skip=True)
+    assert message(lambda: next(other)) == (
+        "the source ended before the place of the state: it is shorter than when the "
+        "state was taken."
+    )
+
+
+WRONG_STATES = {
+    "source": (
+        lambda: distributed(examples(12)),
+        "the state is of a source of kind rows, and this data set has a source of kind "
+        "stream",
+    ),
+    "rows": (
+        lambda: distributed(columns(16)),
+        "the state is of a source of 12 rows, and this data set has a source of 16 rows",
+    ),
+    "batch size": (
+        lambda: distributed(columns(12), size=6),
+        "the state is of global_batch_size=4, and this data set has global_batch_size=6",
+    ),
+    "seed": (
+        lambda: distributed(columns(12), shuffle=1),
+        "the state is of shuffle=None, and this data set has shuffle=1",
+    ),
+    "remainder": (
+        lambda: distributed(columns(12), remainder="drop"),
+        "the state is of remainder='pad', and this data set has remainder='drop'",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_STATES)
+def test_a_state_of_another_data_set_is_refused(what):
+    state = iter(distributed(columns(12))).get_state()
+    make, sentence = WRONG_STATES[what]
+    it = iter(make())
+    assert message(lambda: it.set_state(state)) == (
+        f"{sentence}: its batches would be others. Make the data set as it was when the "
+        "state was taken."
+    )
+
+
+def test_what_is_no_state_is_refused():
+    it = iter(distributed(columns(12)))
+    for wrong in ({}, 7, None):
+        assert message(lambda: it.set_state(wrong)) == (  # noqa: B023
+            "the state is not one of a data iterator: expected what get_state() "
+            f"returned, and got {wrong!r}."
+        )
+    state = it.get_state()
+    assert message(lambda: it.set_state({**state, "version": 9})) == (
+        "the state has version 9, and this release reads version 1."
+    )
+    assert message(lambda: it.set_state({**state, "row": -1})) == (
+        "the state's 'row' is -1, and no count."
+    )
+    del state["row"]
+    assert message(lambda: it.set_state(state)) == (
+        "the state lacks 'row'; it was cut or written by hand."
+    )
+
+
+def test_a_source_whose_state_is_no_json_is_refused():
+    class Odd(SeekableIterator):
+        def get_state(self) -> Any:
+            return {1, 2}
+
+    class Source:
+        def __iter__(self):
+            return Odd([{"y": row} for row in range(8)])
+
+    data = distributed(Source(), prefetch=0)
+    assert message(lambda: next(iter(data))) == (
+        "the source's get_state() returned a set that JSON does not take: Object of "
+        "type set is not JSON serializable. Return numbers, strings, lists and dicts."
+    )
+
+
+# The report
+
+
+def test_the_report_counts_rows_and_names_the_bottleneck():
+    class Slow:
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, row):
+            time.sleep(0.005)
+            return {"y": row}
+
+    data = distributed(Slow())
+    list(data)
+    report = data.report()
+    stages = {stage.name: stage for stage in report.stages}
+    assert stages["read"].rows == stages["place"].rows == 8
+    assert stages["read"].seconds >= 0.04
+    assert stages["read"].rows_per_s <= 200
+    assert report.bottleneck == "read"
+    assert report.waited_s >= 0.02
+    assert report.batches == 2
+    assert report.notes == (
+        "y: int64 becomes int32, as JAX does without jax_enable_x64.",
+    )
+    lines = str(report).splitlines()
+    assert lines[0].split() == ["stage", "rows", "seconds", "rows/s"]
+    assert lines[-2].endswith("s for 2 batches; the slowest stage is 'read'.")
+    assert "read" in report._repr_html_()
+
+
+def test_a_report_before_any_batch_has_no_bottleneck():
+    report = distributed({"y": np.arange(8, dtype=np.int32)}).report()
+    assert (report.stages, report.bottleneck, report.notes) == ((), None, ())
+    assert str(report).splitlines()[-1] == "The loop waited 0.000 s for 0 batches."
+
+
+def test_the_public_names_are_where_users_look_for_them():
+    for name in (
+        "DistributedDataset",
+        "DataIterator",
+        "PipelineReport",
+        "InputContext",
+        "distribute_dataset",
+        "distribute_datasets_from_function",
+        "per_replica_batch_size",
+        "process_rows",
+    ):
+        assert hasattr(md, name)

@@ -1,0 +1,454 @@
+"""Input pipelines on several real processes."""
+
+import json
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import meshlayout as ml
+from meshlayout import data as md
+from tests.processes import run_processes
+
+
+pytestmark = pytest.mark.multiprocess
+
+ROWS = 22
+
+
+def mesh_of(axes: dict[str, int], order: list[int] | None = None) -> ml.Mesh:
+    devices = sorted(jax.devices(), key=lambda device: device.id)
+    if order is not None:
+        devices = [devices[i] for i in order]
+    return ml.create_mesh(axes, devices=devices)
+
+
+# Meshes over 4 devices, and how batches lie on them.
+LAYOUTS: dict[str, tuple[dict[str, int], list[int] | None, list[Any]]] = {
+    "batch": ({"batch": 4}, None, ["batch", None]),
+    "model in a process": ({"batch": 2, "model": 2}, None, ["batch", "model"]),
+    "model across processes": ({"model": 2, "batch": 2}, None, ["batch", "model"]),
+    "rows in turn": ({"batch": 4}, [0, 2, 1, 3], ["batch", None]),
+    "backwards": ({"batch": 4}, [3, 2, 1, 0], ["batch", None]),
+    "two axes": ({"a": 2, "b": 2}, None, [("b", "a"), None]),
+    "replicated": ({"batch": 4}, None, [None, "batch"]),
+    "only the second dim": ({"batch": 2, "seq": 2}, None, [None, ("seq", "batch")]),
+}
+
+
+def source() -> dict[str, Any]:
+    return {
+        "x": np.arange(ROWS * 4, dtype=np.float32).reshape(ROWS, 4),
+        "y": np.arange(ROWS, dtype=np.int32),
+    }
+
+
+def local_parts(x: Any) -> list[Any]:
+    """What this process's devices hold: start of each dim, and values."""
+    return [
+        [[s.start or 0 for s in shard.index], np.asarray(shard.data).tolist()]
+        for shard in x.addressable_shards
+    ]
+
+
+def examples():
+    data = source()
+    for row in range(ROWS):
+        yield {key: leaf[row] for key, leaf in data.items()}
+
+
+def message(function) -> str:
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def job() -> dict[str, Any]:
+    """What every process of the job does; the tests look at what it returns."""
+    here = jax.process_index()
+    mesh = mesh_of({"batch": 4})
+    return {
+        "layouts": layouts_job(),
+        "unequal": _unequal(mesh, here),
+        "resume": _resumed(mesh),
+        "messages": _messages(mesh, here),
+        "context": _context(mesh),
+        "other mesh": _without_devices(here),
+        "left": _left_early(mesh, here),
+    }
+
+
+def layouts_job() -> dict[str, Any]:
+    """What each process holds of batches, by layout."""
+    found: dict[str, Any] = {}
+    for name, (axes, order, specs) in LAYOUTS.items():
+        layout = ml.Layout(specs, mesh_of(axes, order))
+        rows = md.process_rows(layout, (8, 4))
+        x = np.arange(32, dtype=np.float32).reshape(8, 4)
+        theirs = jax.make_array_from_process_local_data(
+            layout.sharding, _local_of(x, layout), (8, 4)
+        )
+        batches = {}
+        for kind, given in (("rows", source()), ("stream", examples)):
+            data = ml.data.distribute_dataset(given, layout, global_batch_size=8)
+            batches[kind] = [
+                {key: local_parts(leaf) for key, leaf in batch.items()}
+                for batch in data
+            ]
+        found[name] = {
+            "rows": rows.tolist(),
+            "theirs": local_parts(theirs),
+            "batches": batches,
+        }
+    return found
+
+
+def _local_of(x, layout):
+    """This process's part of an array, as JAX wants it: the hull in every dim."""
+    slices = [layout.shard_slices(x.shape, d) for d in layout.mesh.local_devices]
+    grid = [
+        np.unique(
+            np.concatenate([np.arange(s[dim].start, s[dim].stop) for s in slices])
+        )
+        for dim in range(x.ndim)
+    ]
+    return x[np.ix_(*grid)]
+
+
+def _unequal(mesh, here):
+    """Steps and weights where process 0 has 5 rows, and process 1 has 13."""
+    count = 5 if here == 0 else 13
+    rows = {"y": np.arange(count, dtype=np.int32) + 100 * here}
+
+    def stream():
+        for row in range(count):
+            yield {"y": rows["y"][row]}
+
+    found = {}
+    for kind, given in (("rows", rows), ("stream", stream)):
+        for remainder in ("pad", "drop"):
+            data = ml.data.distribute_dataset(
+                given, mesh, global_batch_size=8, per_process=True, remainder=remainder
+            )
+            epochs = []
+            for _ in range(2):
+                steps = []
+                for batch in data:
+                    parts = sorted(
+                        (shard.index[0].start, np.asarray(shard.data).tolist())
+                        for shard in batch["y"].addressable_shards
+                    )
+                    weights: Any = 0
+                    if "weight" in batch:
+                        weights = float(batch["weight"].sum())
+                    steps.append([[row for _, part in parts for row in part], weights])
+                epochs.append(steps)
+            found[f"{kind} {remainder}"] = epochs
+    return found
+
+
+def _left_early(mesh, here):
+    """What is said where all leave their loops early, and where one does."""
+
+    def stream():
+        for row in range(400):
+            yield {"x": np.int32(row)}
+
+    data = ml.data.distribute_dataset(
+        stream, mesh, global_batch_size=8, per_process=True
+    )
+    for _ in data:
+        break
+    start = time.monotonic()
+    steps = []
+
+    def loop():
+        for batch in data:
+            steps.append(batch)
+            if here == 0:
+                break
+
+    said = message(loop)
+    quickly = time.monotonic() - start < 30
+    return {"said": said, "all": len(steps) == 100, "quickly": quickly}
+
+
+def _resumed(mesh):
+    data = ml.data.distribute_dataset(source(), mesh, global_batch_size=4, shuffle=7)
+    it = iter(data)
+    next(it)
+    next(it)
+    state = json.dumps(it.get_state())
+    rest = [local_parts(batch["y"]) for batch in it]
+    return {"state": state, "rest": rest}
+
+
+def _messages(mesh, here):
+    def different_size():
+        size = 4 if here == 0 else 8
+        ml.data.distribute_dataset(source(), mesh, global_batch_size=size)
+
+    def different_rows():
+        rows = np.zeros((10 + here, 2), np.float32)
+        ml.data.distribute_dataset({"x": rows}, mesh, global_batch_size=4)
+
+    def empty_on_one():
+        rows = np.zeros((0 if here else 3, 2), np.float32)
+        ml.data.distribute_dataset(
+            {"x": rows}, mesh, global_batch_size=4, per_process=True
+        )
+
+    def error_on_unequal():
+        rows = {"x": np.zeros((4 + 4 * here, 2), np.float32)}
+        ml.data.distribute_dataset(
+            rows, mesh, global_batch_size=8, per_process=True, remainder="error"
+        )
+
+    def fails_on_one():
+        def stream():
+            for row in range(12):
+                if here and row == 5:
+                    raise OSError("the disk is gone")
+                yield {"x": row}
+
+        data = ml.data.distribute_dataset(
+            stream, mesh, global_batch_size=8, per_process=True
+        )
+        for _ in data:
+            pass
+
+    def other_process():
+        data = ml.data.distribute_dataset(
+            source(), mesh, global_batch_size=8, per_process=True
+        )
+        state = iter(data).get_state()
+        state["of_process"] = [1 - here, 2]
+        iter(data).set_state(state)
+
+    tries = [
+        different_size,
+        different_rows,
+        empty_on_one,
+        error_on_unequal,
+        fails_on_one,
+        other_process,
+    ]
+    return {one.__name__: message(one) for one in tries}
+
+
+def _context(mesh):
+    across = mesh_of({"model": 2, "batch": 2})
+    contexts = [md.InputContext.of(mesh), md.InputContext.of(across)]
+
+    def fn(context):
+        size = context.get_per_replica_batch_size(8)
+        start = 100 * context.input_pipeline_id
+        return [{"x": np.full(size, start + i, np.int32)} for i in range(4)]
+
+    data = ml.data.distribute_datasets_from_function(fn, mesh)
+    batches = [local_parts(batch["x"]) for batch in data]
+    return {"contexts": [vars(one) for one in contexts], "batches": batches}
+
+
+def _without_devices(here):
+    """A mesh of process 0's devices alone, on both processes."""
+    mesh = mesh_of({"batch": 2}, [0, 1])
+    data = ml.data.distribute_dataset(source(), mesh, global_batch_size=8)
+    batches = list(data)
+    shapes = [
+        [list(batch["x"].shape), len(batch["x"].addressable_shards)]
+        for batch in batches
+    ]
+    return {"shapes": shapes, "rows": md.process_rows(mesh, 8).tolist()}
+
+
+@pytest.fixture(scope="module")
+def two() -> list[dict[str, Any]]:
+    return run_processes(2, job)
+
+
+@pytest.fixture(scope="module")
+def four() -> list[dict[str, Any]]:
+    found = run_processes(4, layouts_job, devices_per_process=1)
+    return [{"layouts": here} for here in found]
+
+
+@pytest.fixture(params=["two", "four"])
+def several(request) -> list[dict[str, Any]]:
+    return request.getfixturevalue(request.param)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_shards_are_those_of_jax_for_this_processs_own_data(several, name):
+    for here in several:
+        x = np.arange(32, dtype=np.float32).reshape(8, 4)
+        for starts, values in here["layouts"][name]["theirs"]:
+            part = np.array(values)
+            cut = tuple(
+                slice(a, a + n) for a, n in zip(starts, part.shape, strict=True)
+            )
+            np.testing.assert_array_equal(part, x[cut])
+            rows = range(starts[0], starts[0] + part.shape[0])
+            assert set(rows) <= set(here["layouts"][name]["rows"])
+    held = {
+        row
+        for here in several
+        for starts, values in here["layouts"][name]["theirs"]
+        for row in range(starts[0], starts[0] + len(values))
+    }
+    assert held == {row for here in several for row in here["layouts"][name]["rows"]}
+
+
+@pytest.mark.parametrize("kind", ["rows", "stream"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_each_process_holds_its_shards_of_the_global_batches(several, name, kind):
+    data = source()
+    expected = {key: [] for key in data}
+    order = np.minimum(np.arange(24), ROWS - 1)
+    for step in range(3):
+        for key, leaf in data.items():
+            expected[key].append(leaf[order[8 * step : 8 * step + 8]])
+    expected["weight"] = [np.ones(8), np.ones(8), np.repeat([1, 0], [6, 2])]
+    for here in several:
+        batches = here["layouts"][name]["batches"][kind]
+        assert len(batches) == 3
+        for step, batch in enumerate(batches):
+            assert set(batch) == {"x", "y", "weight"}
+            for key, parts in batch.items():
+                for starts, values in parts:
+                    part = np.array(values)
+                    cut = tuple(
+                        slice(a, a + n) for a, n in zip(starts, part.shape, strict=True)
+                    )
+                    np.testing.assert_array_equal(part, expected[key][step][cut])
+
+
+def test_processes_with_unequal_rows_take_the_same_number_of_steps(two):
+    first = [list(range(4)), [4, 4, 4, 4], [4] * 4, [4] * 4]
+    second = [
+        [100, 101, 102, 103],
+        [104, 105, 106, 107],
+        [108, 109, 110, 111],
+        [112] * 4,
+    ]
+    weights = [8.0, 5.0, 4.0, 1.0]
+    for kind in ("rows", "stream"):
+        for process, rows in enumerate((first, second)):
+            expected = [list(one) for one in zip(rows, weights, strict=True)]
+            assert two[process]["unequal"][f"{kind} pad"] == [expected, expected]
+            expected = [[rows[0], 0]]
+            assert two[process]["unequal"][f"{kind} drop"] == [expected, expected]
+
+
+def test_a_process_that_leaves_its_loop_early_ends_those_of_the_others(two):
+    assert [here["left"] for here in two] == [
+        {"said": "no error", "all": False, "quickly": True},
+        {
+            "said": (
+                "DataError: process 0 has left its loop over the data, and this one "
+                "goes on. All processes have to take the same number of steps."
+            ),
+            "all": False,
+            "quickly": True,
+        },
+    ]
+
+
+def test_a_state_of_two_processes_goes_on_in_one(two):
+    mesh = ml.create_mesh({"batch": 4}, devices=jax.devices()[:4])
+    data = ml.data.distribute_dataset(source(), mesh, global_batch_size=4, shuffle=7)
+    states = {here["resume"]["state"] for here in two}
+    assert len(states) == 1
+    it = iter(data)
+    it.set_state(json.loads(states.pop()))
+    rest = [np.asarray(batch["y"]) for batch in it]
+    assert len(rest) == 4
+    for here in two:
+        for mine, parts in zip(rest, here["resume"]["rest"], strict=True):
+            for (start,), values in parts:
+                np.testing.assert_array_equal(mine[start : start + len(values)], values)
+
+
+MESSAGES = {
+    "different_size": (
+        "DataError: process 0 makes the data set with global_batch_size=4, and "
+        "process 1 with global_batch_size=8. It has to be the same on all processes."
+    ),
+    "different_rows": (
+        "DataError: process 0 makes the data set with number of rows=10, and process 1 "
+        "with number of rows=11. It has to be the same on all processes."
+    ),
+    "error_on_unequal": (
+        "DataError: the processes have different numbers of batches: 1 on process 0, "
+        "2 on process 1. remainder='pad' pads the shorter ones."
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_a_disagreement_is_an_error_on_all_processes(two, name):
+    assert [here["messages"][name] for here in two] == [MESSAGES[name]] * 2
+
+
+def test_an_empty_source_on_one_process_is_an_error_on_all(two):
+    assert [here["messages"]["empty_on_one"] for here in two] == [
+        "DataError: process 1 cannot make the data set: the source is empty: it gave no "
+        "examples.",
+        "DataError: the source is empty: it gave no examples.",
+    ]
+
+
+def test_a_source_that_fails_on_one_process_is_an_error_on_all(two):
+    assert [here["messages"]["fails_on_one"] for here in two] == [
+        "DataError: the source of process 1 failed: OSError: the disk is gone",
+        "OSError: the disk is gone",
+    ]
+
+
+def test_a_state_of_another_process_is_refused(two):
+    assert [here["messages"]["other_process"] for here in two] == [
+        f"DataError: the state is of [process, processes]=[{1 - here}, 2], and this data "
+        f"set has [process, processes]=[{here}, 2]: its batches would be others. Make "
+        "the data set as it was when the state was taken."
+        for here in range(2)
+    ]
+
+
+def test_input_contexts_count_what_feeds_different_replicas(two):
+    for process, here in enumerate(two):
+        assert here["context"]["contexts"] == [
+            {
+                "num_input_pipelines": 2,
+                "input_pipeline_id": process,
+                "num_replicas_in_sync": 4,
+            },
+            {
+                "num_input_pipelines": 1,
+                "input_pipeline_id": 0,
+                "num_replicas_in_sync": 2,
+            },
+        ]
+
+
+def test_each_replica_takes_one_of_its_pipelines_batches_in_turn(two):
+    for process, here in enumerate(two):
+        start = 100 * process
+        found = [
+            [values for _, values in sorted(b)] for b in here["context"]["batches"]
+        ]
+        assert found == [
+            [[start] * 2, [start + 1] * 2],
+            [[start + 2] * 2, [start + 3] * 2],
+        ]
+
+
+def test_a_process_without_devices_in_the_mesh_gets_arrays_without_shards(two):
+    assert two[0]["other mesh"] == {
+        "shapes": [[[8, 4], 2]] * 3,
+        "rows": list(range(8)),
+    }
+    assert two[1]["other mesh"] == {"shapes": [[[8, 4], 0]] * 3, "rows": []}

@@ -1,0 +1,692 @@
+"""Documents become rows of one length; every token is in one of them, exactly once."""
+
+import json
+
+import grain
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from grain import experimental
+from hypothesis import given, settings, strategies as st
+
+import meshlayout as ml
+from meshlayout import data
+from models.transformer import Transformer, TransformerConfig
+
+
+TEXTS = ["to be", "", "or", "not to be, that is the question", "é", "whether"]
+
+documents_of_tokens = st.lists(
+    st.lists(st.integers(0, 300), max_size=20).map(lambda x: np.array(x, np.int64)),
+    min_size=1,
+    max_size=12,
+)
+recipes = st.fixed_dictionaries(
+    {
+        "length": st.integers(1, 9),
+        "mode": st.sampled_from(["chunk", "pack"]),
+        "open_rows": st.integers(1, 4),
+        "separator": st.sampled_from([None, 0, 7]),
+        "targets": st.booleans(),
+    }
+)
+
+
+def texts_of(rows):
+    """The text of every segment, row by row."""
+    return [
+        bytes(row["tokens"][row["segment_ids"] == segment].tolist()).decode()
+        for row in rows
+        for segment in range(1, row["segment_ids"].max() + 1)
+    ]
+
+
+def tokens_by_document(rows, num_documents):
+    """Every document's tokens, put together from the rows by number and place."""
+    found = [{} for _ in range(num_documents)]
+    for row in rows:
+        at = zip(
+            row["tokens"], row["document_ids"], row["document_positions"], strict=True
+        )
+        for token, document, place in at:
+            if document >= 0:
+                assert place not in found[document]
+                found[document][place] = token
+    return [[tokens[place] for place in range(len(tokens))] for tokens in found]
+
+
+def listed(rows):
+    return [{name: leaf.tolist() for name, leaf in row.items()} for row in rows]
+
+
+# What is in the rows.
+
+
+def test_chunks_are_the_concatenation_cut_into_rows():
+    rows = list(data.pack_sequences(["abc", "defg", "h"], 3))
+    assert [bytes(row["tokens"].tolist()) for row in rows] == [
+        b"abc",
+        b"def",
+        b"gh\0",
+    ]
+    assert [row["weight"].tolist() for row in rows] == [[1] * 3, [1] * 3, [1, 1, 0]]
+    assert {name: leaf.dtype for name, leaf in rows[0].items()} == {
+        "tokens": "int32",
+        "weight": "float32",
+    }
+
+
+def test_packed_rows_keep_documents_whole_and_apart():
+    rows = list(data.pack_sequences(["abc", "de", "fgh", "i"], 5, mode="pack"))
+    assert listed(rows) == [
+        {
+            "tokens": [*b"abcde"],
+            "segment_ids": [1, 1, 1, 2, 2],
+            "positions": [0, 1, 2, 0, 1],
+            "weight": [1, 1, 1, 1, 1],
+        },
+        {
+            "tokens": [*b"fghi", 0],
+            "segment_ids": [1, 1, 1, 2, 0],
+            "positions": [0, 1, 2, 0, 0],
+            "weight": [1, 1, 1, 1, 0],
+        },
+    ]
+
+
+def test_targets_are_the_next_tokens_of_the_same_document():
+    (row,) = data.pack_sequences(["abc", "de"], 6, mode="pack", targets=True)
+    assert bytes(row["targets"].tolist()) == b"bc\0e\0\0"
+    assert row["weight"].tolist() == [1, 1, 0, 1, 0, 0]
+
+
+def test_targets_go_on_from_row_to_row_where_a_document_was_cut():
+    rows = data.pack_sequences(["abcde"], 3, mode="pack", targets=True)
+    assert [bytes(row["targets"].tolist()) for row in rows] == [b"bcd", b"e\0\0"]
+    assert [row["weight"].tolist() for row in rows] == [[1, 1, 1], [1, 0, 0]]
+
+
+@pytest.mark.parametrize("open_rows", [1, 2, 64])
+def test_targets_of_chunks_are_the_whole_text_one_token_on(open_rows):
+    text = "".join(TEXTS)
+    rows = data.pack_sequences(TEXTS, 4, targets=True, open_rows=open_rows)
+    arrays = rows.to_arrays()
+    encoded, size = text.encode(), len(text.encode())
+    assert bytes(arrays["tokens"].reshape(-1)[:size].tolist()) == encoded
+    assert bytes(arrays["targets"].reshape(-1)[: size - 1].tolist()) == encoded[1:]
+    # All tokens but the first are predicted, once.
+    assert arrays["weight"].sum() == size - 1
+    assert arrays["targets"].reshape(-1)[size - 1 :].max() == 0
+
+
+def test_a_separator_stands_behind_every_document():
+    (row,) = data.pack_sequences(["ab", "", "c"], 6, mode="pack", separator=0)
+    assert row["tokens"].tolist() == [*b"ab", 0, 0, *b"c", 0]
+    assert row["segment_ids"].tolist() == [1, 1, 1, 2, 3, 3]
+    assert row["weight"].tolist() == [1] * 6
+
+
+@settings(max_examples=150, deadline=None)
+@given(documents=documents_of_tokens, recipe=recipes)
+def test_every_token_of_every_document_is_in_one_row_exactly_once(documents, recipe):
+    rows = data.pack_sequences(documents, document_ids=True, **recipe)
+    separator = recipe["separator"]
+    behind = [] if separator is None else [separator]
+    expected = [[*document, *behind] for document in documents]
+    made = list(rows)
+    assert tokens_by_document(made, len(documents)) == expected
+    assert {leaf.shape for row in made for leaf in row.values()} <= {
+        (recipe["length"],)
+    }
+    counts = rows.report().counts
+    total = sum(map(len, expected))
+    assert counts.documents == len(documents)
+    assert counts.empty == sum(not tokens for tokens in expected)
+    assert counts.tokens == total
+    assert (counts.rows, counts.dropped) == (len(made), 0)
+    assert counts.padding == len(made) * recipe["length"] - total
+    if not recipe["targets"]:
+        assert sum(row["weight"].sum() for row in made) == total
+
+
+@settings(max_examples=60, deadline=None)
+@given(texts=st.lists(st.text(min_size=1, max_size=4), min_size=1, max_size=20))
+def test_unpacking_by_segments_gives_back_the_texts(texts):
+    rows = list(data.pack_sequences(texts, 16, mode="pack", open_rows=3))
+    assert sorted(texts_of(rows)) == sorted(texts)
+    for row in rows:
+        used = row["segment_ids"] > 0
+        assert (row["tokens"][~used] == 0).all()
+        assert (row["weight"] == used).all()
+        starts = row["positions"][used] == 0
+        # A position 0 begins each segment, and the rest counts up by one.
+        assert starts.sum() == row["segment_ids"].max()
+        assert (np.diff(row["positions"][used])[~starts[1:]] == 1).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    documents=documents_of_tokens, recipe=recipes.filter(lambda r: r["mode"] == "pack")
+)
+def test_targets_agree_with_the_documents(documents, recipe):
+    recipe = {**recipe, "targets": True, "separator": None}
+    for row in data.pack_sequences(documents, document_ids=True, **recipe):
+        for at in range(recipe["length"]):
+            document, place = row["document_ids"][at], row["document_positions"][at]
+            has_next = document >= 0 and place + 1 < len(documents[document])
+            assert row["weight"][at] == has_next
+            assert row["targets"][at] == (
+                documents[document][place + 1] if has_next else 0
+            )
+
+
+# Beside Grain's own packing.
+
+
+@pytest.mark.parametrize("open_rows", [1, 3, 8])
+def test_packed_rows_are_those_of_grain(open_rows):
+    rng = np.random.default_rng(open_rows)
+    documents = [rng.integers(1, 256, rng.integers(1, 20)) for _ in range(200)]
+    records = grain.MapDataset.source([{"x": one} for one in documents])
+    theirs = experimental.FirstFitPackIterDataset(
+        records.to_iter_dataset(),
+        length_struct={"x": 24},
+        num_packing_bins=open_rows,
+        shuffle_bins=False,
+    )
+    ours = list(data.pack_sequences(documents, 24, mode="pack", open_rows=open_rows))
+    theirs = list(theirs)
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(one["tokens"], other["x"])
+        np.testing.assert_array_equal(one["segment_ids"], other["x_segment_ids"])
+        np.testing.assert_array_equal(one["positions"], other["x_positions"])
+
+
+def test_chunks_are_those_of_grain():
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(1, 256, rng.integers(1, 60)) for _ in range(50)]
+    records = grain.MapDataset.source([{"x": one} for one in documents])
+    theirs = experimental.ConcatThenSplitIterDataset(
+        records.to_iter_dataset(), length_struct={"x": 16}
+    )
+    ours = data.pack_sequences(documents, 16).to_arrays()["tokens"]
+    np.testing.assert_array_equal(ours, [row["x"] for row in theirs])
+
+
+# Where documents come from.
+
+
+def generated():
+    yield from TEXTS
+
+
+@pytest.mark.parametrize("mode", ["chunk", "pack"])
+@pytest.mark.parametrize(
+    "documents",
+    [
+        tuple(TEXTS),
+        np.array(TEXTS),
+        [text.encode() for text in TEXTS],
+        [np.frombuffer(text.encode(), np.uint8) for text in TEXTS],
+        [list(text.encode()) for text in TEXTS],
+        generated,
+        grain.MapDataset.source(TEXTS),
+        grain.MapDataset.source(TEXTS).to_iter_dataset(),
+        grain.MapDataset.source([*TEXTS, "x" * 99]).filter(
+            lambda text: "xx" not in text
+        ),
+        grain.DataLoader(
+            data_source=TEXTS,
+            sampler=grain.samplers.SequentialSampler(
+                len(TEXTS), shard_options=grain.sharding.NoSharding()
+            ),
+            worker_count=0,
+        ),
+    ],
+    ids=[
+        "tuple",
+        "string_array",
+        "bytes",
+        "uint8",
+        "ints",
+        "function",
+        "grain_map",
+        "grain_iter",
+        "grain_filtered",
+        "grain_loader",
+    ],
+)
+def test_every_kind_of_documents_gives_the_rows_of_a_list(documents, mode):
+    expected = listed(data.pack_sequences(TEXTS, 7, mode=mode))
+    assert listed(data.pack_sequences(documents, 7, mode=mode)) == expected
+
+
+def test_every_pass_begins_anew():
+    rows = data.pack_sequences(generated, 7)
+    assert listed(rows) == listed(rows)
+
+
+def test_a_tokenizer_is_an_object_or_a_function():
+    class Words:
+        def encode(self, text):
+            return [len(word) for word in text.split()]
+
+    expected = [[2, 2, 2, 3], [2, 3, 4, 2], [3, 8, 1, 7]]
+    for tokenizer in (Words(), Words().encode):
+        for texts in (TEXTS, [text.encode() for text in TEXTS]):
+            rows = data.pack_sequences(texts, 4, tokenizer=tokenizer)
+            assert rows.to_arrays()["tokens"].tolist() == expected
+
+
+def test_bytes_and_text_come_back_from_their_tokens():
+    tokenizer = data.ByteTokenizer()
+    text = "naïve café, 東京 🎉 \0"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.encode(text).dtype == np.int32
+    assert tokenizer.encode(b"\xff\0").tolist() == [255, 0]
+    assert tokenizer.decode([255, 97]) == "\ufffda"
+
+
+@given(st.text())
+def test_any_text_comes_back_from_its_tokens(text):
+    tokenizer = data.ByteTokenizer()
+    tokens = tokenizer.encode(text)
+    assert tokens.tolist() == list(text.encode())
+    assert tokenizer.decode(tokens) == text
+
+
+def test_the_topics_of_python_are_english_and_in_order():
+    topics = data.python_topics()
+    assert sum(map(len, topics)) > 300_000
+    assert any("The assert statement" in topic or "assert" in topic for topic in topics)
+    assert topics == data.python_topics()
+
+
+def test_short_last_chunks_are_dropped_and_counted_or_refused():
+    rows = data.pack_sequences(["abcdefgh"], 3, remainder="drop")
+    assert [bytes(row["tokens"].tolist()) for row in rows] == [b"abc", b"def"]
+    assert str(rows.report()) == (
+        "1 document with 8 tokens in 2 rows of 3: 100.0% full, 0 padding. Cut over "
+        "several rows: 1 document. Dropped from the end: 2 tokens."
+    )
+    assert len(list(data.pack_sequences(["abcdef"], 3, remainder="error"))) == 2
+    with pytest.raises(ml.DataError) as error:
+        list(data.pack_sequences(["abcdefgh"], 3, remainder="error"))
+    assert str(error.value) == (
+        "8 tokens leave 2 in a last row of 3. Choose remainder='pad' or 'drop', or "
+        "another length."
+    )
+
+
+def test_documents_without_tokens_give_no_rows():
+    rows = data.pack_sequences(["", ""], 3, mode="pack")
+    assert list(rows) == []
+    assert rows.to_arrays()["tokens"].shape == (0, 3)
+    assert str(rows.report()) == (
+        "2 documents with 0 tokens in 0 rows of 3: 0.0% full, 0 padding. Without "
+        "tokens: 2 documents."
+    )
+
+
+# Going on from a place.
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    documents=documents_of_tokens, recipe=recipes, stop=st.integers(0, 60), again=...
+)
+def test_a_pass_goes_on_where_it_stopped(documents, recipe, stop, again: bool):
+    kinds = [documents, grain.MapDataset.source(documents).to_iter_dataset()]
+    for kind in kinds[: 1 + (stop % 4 == 0)]:
+        rows = data.pack_sequences(kind, **recipe)
+        before = iter(rows)
+        for _ in zip(range(stop), before, strict=False):
+            pass
+        state = json.loads(json.dumps(before.get_state()))
+        rest = listed(before)
+        counts = rows.report().counts
+        after = iter(rows)
+        if again:
+            next(after, None)  # a state may be set at any time
+        after.set_state(state)
+        assert json.loads(json.dumps(after.get_state())) == state
+        assert listed(after) == rest
+        assert rows.report().counts == counts
+
+
+def test_documents_that_are_read_in_order_are_skipped_only_when_asked():
+    rows = data.pack_sequences(generated, 7, mode="pack", open_rows=2)
+    before = iter(rows)
+    next(before)
+    next(before)
+    state = before.get_state()
+    rest = listed(before)
+    after = iter(rows)
+    with pytest.raises(ml.DataError) as error:
+        after.set_state(state)
+    assert str(error.value) == (
+        "these documents can only be read one after another. Give a list or a Grain "
+        "dataset, or set_state(state, skip=True), which reads and drops 3 documents."
+    )
+    after.set_state(state, skip=True)
+    assert listed(after) == rest
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (
+            {"kind": "other"},
+            "the state {'kind': 'other'} is none of pack_sequences, version 1. Give "
+            "what get_state() of such an iterator returned.",
+        ),
+        (
+            iter(data.pack_sequences(TEXTS, 8)).get_state(),
+            "the state is of rows packed with length=8, and these are with length=7: "
+            "the same place is not among them.",
+        ),
+        (
+            iter(data.pack_sequences(TEXTS, 7, separator=3)).get_state(),
+            "the state is of rows packed with separator=3, and these are with "
+            "separator=None: the same place is not among them.",
+        ),
+    ],
+    ids=["other", "length", "separator"],
+)
+def test_a_state_of_other_rows_is_refused(state, message):
+    with pytest.raises(ml.DataError) as error:
+        iter(data.pack_sequences(TEXTS, 7)).set_state(state)
+    assert str(error.value) == message
+
+
+def test_a_state_of_longer_documents_is_refused():
+    rows = iter(data.pack_sequences(["abcdefgh"], 5, open_rows=1))
+    next(rows)
+    with pytest.raises(ml.DataError) as error:
+        iter(data.pack_sequences(["abc"], 5, open_rows=1)).set_state(rows.get_state())
+    assert str(error.value) == (
+        "the place is after token 5 of document 0, which is not that long: the "
+        "documents are not those of the state."
+    )
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"documents": "text"},
+            "documents is one str, and is to be several. For one document, give [text].",
+        ),
+        (
+            {"documents": {"a": "text"}},
+            "documents is a mapping, whose documents have no order. Give "
+            "list(documents.values()).",
+        ),
+        (
+            {"documents": np.arange(4)},
+            "documents is an array of shape (4,), the tokens of one document. Give "
+            "[tokens].",
+        ),
+        (
+            {"documents": 3},
+            "documents is a int. Give a list of texts, a Grain dataset, or a function "
+            "that returns a generator of them.",
+        ),
+        ({"documents": []}, "documents is empty: there is nothing to pack."),
+        ({"length": 0}, "length=0 is no positive integer."),
+        ({"length": 2.5}, "length=2.5 is no positive integer."),
+        ({"open_rows": True}, "open_rows=True is no positive integer."),
+        ({"mode": "split"}, "mode='split' is none of 'chunk', 'pack'."),
+        (
+            {"remainder": "repeat"},
+            "remainder='repeat' is none of 'pad', 'drop', 'error'.",
+        ),
+        (
+            {"mode": "pack", "remainder": "drop"},
+            "remainder='drop' is for mode='chunk', where all rows but the last are "
+            "full. Packed rows are padded where nothing fits; leave it out.",
+        ),
+        (
+            {"separator": -1},
+            "separator=-1 is no token. Give the number of the token that ends a "
+            "document, 0 for the byte that no text has, or None.",
+        ),
+        (
+            {"tokenizer": 3},
+            "tokenizer=3 has no encode(text), and is no function from a text to its "
+            "tokens. Leave it out to take a text's bytes.",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_wrong_arguments_are_refused_at_once(given, message):
+    with pytest.raises(ml.DataError) as error:
+        data.pack_sequences(**{"documents": TEXTS, "length": 4, **given})
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        (
+            {"text": "a", "label": 1},
+            "document 1 is a dict with the keys 'text', 'label'. Give the texts alone: "
+            "for instance dataset.map(lambda record: record['text']).",
+        ),
+        (
+            np.ones((2, 2), "int32"),
+            "document 1 gives an array of dtype int32 and shape (2, 2); a document is "
+            "a text, bytes, or a 1-D array of integers.",
+        ),
+        (
+            [0.5],
+            "document 1 gives a list; a document is a text, bytes, or a 1-D array of "
+            "integers.",
+        ),
+        (
+            None,
+            "document 1 gives a NoneType; a document is a text, bytes, or a 1-D array "
+            "of integers.",
+        ),
+        (
+            [[1], [2, 3]],
+            "document 1 gives a list; a document is a text, bytes, or a 1-D array of "
+            "integers.",
+        ),
+        ([4, -1], "document 1 gives the token -1; tokens are from 0 to 2147483647."),
+        (
+            [2**31],
+            "document 1 gives the token 2147483648; tokens are from 0 to 2147483647.",
+        ),
+        (
+            "a\ud800",
+            "the text's character 1 is U+D800, half of a surrogate pair, which UTF-8 "
+            "cannot write. Replace it with text.encode('utf-8', 'replace').",
+        ),
+    ],
+    ids=[
+        "dict",
+        "matrix",
+        "floats",
+        "none",
+        "ragged",
+        "negative",
+        "large",
+        "surrogate",
+    ],
+)
+def test_documents_that_are_none_are_refused_by_number(document, message):
+    with pytest.raises(ml.DataError) as error:
+        list(data.pack_sequences(["ab", document], 2))
+    assert str(error.value) == message
+
+
+def test_what_a_tokenizer_gives_is_checked():
+    with pytest.raises(ml.DataError) as error:
+        list(data.pack_sequences(["ab"], 2, tokenizer=str.upper))
+    assert str(error.value) == (
+        "the tokenizer, given document 0, gives a str; a document is a text, bytes, or "
+        "a 1-D array of integers."
+    )
+    with pytest.raises(ml.DataError) as error:
+        list(data.pack_sequences([b"a\xff"], 2, tokenizer=lambda text: [1]))
+    assert str(error.value) == (
+        "document 0 is bytes that are no UTF-8 at byte 1. Give texts, or leave "
+        "tokenizer= out to take the bytes as they are."
+    )
+    with pytest.raises(ml.DataError) as error:
+        data.ByteTokenizer().decode([97, 256])
+    assert str(error.value) == (
+        "token 256 is no byte: a ByteTokenizer has the tokens 0 to 255. Leave out "
+        "separators and padding."
+    )
+
+
+def test_an_iterator_is_read_once():
+    rows = data.pack_sequences(iter(TEXTS), 4)
+    assert listed(rows) == listed(data.pack_sequences(TEXTS, 4))
+    with pytest.raises(ml.DataError) as error:
+        iter(rows)
+    assert str(error.value) == (
+        "documents is a list_iterator, which can be read once, and was. Give a list, "
+        "or a function that returns a new one."
+    )
+
+
+# On with the rows: Grain, global batches, the transformer.
+
+
+def test_grain_goes_on_with_the_rows_and_remembers_their_place():
+    rows = data.pack_sequences(grain.MapDataset.source(TEXTS), 4)
+    batches = rows.to_grain().map(lambda row: row["tokens"]).batch(2)
+    whole = [batch.tolist() for batch in batches]
+    assert np.concatenate(whole).tolist() == rows.to_arrays()["tokens"].tolist()
+    iterator = iter(batches)
+    next(iterator)
+    state = json.loads(json.dumps(iterator.get_state()))
+    other = iter(batches)
+    other.set_state(state)
+    assert [batch.tolist() for batch in other] == whole[1:]
+
+
+def batches_of(iterator):
+    return [jax.tree.map(np.asarray, batch) for batch in iterator]
+
+
+def assert_same(some, others):
+    assert len(some) == len(others)
+    jax.tree.map(np.testing.assert_array_equal, some, others)
+
+
+@pytest.mark.parametrize("mode", ["chunk", "pack"])
+def test_global_batches_hold_the_rows_and_padding_has_no_weight(mode):
+    rows = data.pack_sequences(TEXTS, 4, mode=mode, targets=True, open_rows=3)
+    whole = rows.to_arrays()
+    num_rows = len(whole["tokens"])
+    mesh = ml.create_mesh({"batch": 2, "model": 4})
+    dataset = data.distribute_dataset(
+        rows, mesh.layout("batch", "model"), global_batch_size=8, epochs=2
+    )
+    batches = batches_of(dataset)
+    assert len(batches) % 2 == 0
+    for epoch in (batches[: len(batches) // 2], batches[len(batches) // 2 :]):
+        for name, leaf in whole.items():
+            found = np.concatenate([batch[name] for batch in epoch])
+            np.testing.assert_array_equal(found[:num_rows], leaf)
+            assert name != "weight" or found[num_rows:].sum() == 0
+    spec = dataset.element_spec["tokens"]
+    assert (spec.shape, spec.dtype) == ((8, 4), np.int32)
+    assert spec.sharding.spec == jax.sharding.PartitionSpec("batch", "model")
+
+
+@pytest.mark.parametrize("stop", [0, 1, 5, 12])
+def test_global_batches_go_on_in_the_middle_of_a_window(stop):
+    topics = data.python_topics()[:2]
+    mesh = ml.create_mesh({"batch": 8})
+    for documents in (topics, grain.MapDataset.source(topics).to_iter_dataset()):
+        rows = data.pack_sequences(documents, 64, mode="pack", open_rows=5)
+        dataset = data.distribute_dataset(rows, mesh, global_batch_size=8)
+        with dataset.iterator() as iterator:
+            for _ in range(stop):
+                next(iterator)
+            state = json.loads(json.dumps(iterator.get_state()))
+            rest = batches_of(iterator)
+        with dataset.iterator() as iterator:
+            iterator.set_state(state)
+            assert_same(batches_of(iterator), rest)
+
+
+def test_global_batches_of_a_generator_go_on_by_reading():
+    rows = data.pack_sequences(generated, 4, mode="pack", open_rows=2)
+    mesh = ml.create_mesh({"batch": 2}, devices=jax.devices()[:2])
+    dataset = data.distribute_dataset(rows, mesh, global_batch_size=4)
+    with dataset.iterator() as iterator:
+        next(iterator)
+        state = iterator.get_state()
+        rest = batches_of(iterator)
+    with dataset.iterator() as iterator:
+        with pytest.raises(ml.DataError, match="skip=True"):
+            iterator.set_state(state)
+        iterator.set_state(state, skip=True)
+        assert_same(batches_of(iterator), rest)
+
+
+def test_rows_in_memory_are_shuffled():
+    rows = data.pack_sequences(data.python_topics()[:1], 16).to_arrays()
+    mesh = ml.create_mesh({"batch": 8})
+    dataset = data.distribute_dataset(rows, mesh, global_batch_size=8, shuffle=0)
+    batches = batches_of(dataset)
+    found = np.concatenate([batch["tokens"] for batch in batches])[
+        : len(rows["tokens"])
+    ]
+    assert (found != rows["tokens"]).any()
+    assert sorted(map(bytes, found)) == sorted(map(bytes, rows["tokens"]))
+
+
+SMALL = TransformerConfig(max_length=32, features=32, num_layers=1, mlp_features=64)
+
+
+def token_losses(model, batch):
+    logits = model(batch["tokens"], batch.get("segment_ids"), batch.get("positions"))
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+
+
+def test_packed_documents_have_the_losses_that_they_have_alone():
+    texts = ["to be", "or", "not to be,", "that is the question"]
+    packed = data.pack_sequences(texts, 32, mode="pack", targets=True).to_arrays()
+    assert len(packed["tokens"]) < len(texts)
+    alone = [
+        data.pack_sequences([text], 32, targets=True).to_arrays() for text in texts
+    ]
+    alone = jax.tree.map(lambda *rows: np.concatenate(rows), *alone)
+    model = Transformer(SMALL, rngs=nnx.Rngs(0))
+    run = nnx.jit(token_losses)
+    one = np.asarray(run(model, packed))[packed["weight"] > 0]
+    other = np.asarray(run(model, alone))[alone["weight"] > 0]
+    # Float32 sums in another order.
+    np.testing.assert_allclose(np.sort(one), np.sort(other), rtol=1e-5)
+
+
+def test_a_transformer_learns_from_packed_rows():
+    mesh = ml.create_mesh({"batch": 8})
+    state = ml.TrainState.create(
+        lambda: Transformer(SMALL, rngs=nnx.Rngs(0)),
+        optax.adam(1e-2),
+        ml.LayoutMap(mesh, {}),
+    )
+    step = ml.make_train_step(token_losses)
+    rows = data.pack_sequences(
+        data.python_topics()[:4], 32, mode="pack", separator=0, targets=True
+    )
+    losses = []
+    for batch in data.distribute_dataset(rows, mesh, global_batch_size=16, steps=12):
+        state, metrics = step(state, batch)
+        losses.append(metrics.compute()["loss"])
+    assert losses[0] == pytest.approx(np.log(256), rel=0.1)
+    assert losses[-1] < 0.75 * losses[0]
