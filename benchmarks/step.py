@@ -82,7 +82,7 @@ def tokens(rng: np.random.Generator) -> Batch:
 
 
 WORKS = {
-    "mlp": Work(lambda: MLP(rngs=nnx.Rngs(0)), classify, images(128), 48),
+    "mlp": Work(lambda: MLP(rngs=nnx.Rngs(0)), classify, images(128), 240),
     "convnet": Work(lambda: ConvNet(rngs=nnx.Rngs(0)), classify, images(128), 8),
     "transformer": Work(
         lambda: Transformer(TransformerConfig(), rngs=nnx.Rngs(0)),
@@ -133,6 +133,9 @@ class Contest:
         if self.mesh.size > 1:
             found["make_train_step, zero=1"] = self.ours(zero=1)
         found["Trainer.fit"] = self.trainer()
+        found[f"Trainer.fit, steps_per_call={PER_CALL}"] = self.trainer(
+            steps_per_call=PER_CALL
+        )
         found["nnx.jit"] = self.nnx_jit()
         if importlib.util.find_spec("scalax"):
             found["scalax sjit"] = self.scalax()
@@ -234,12 +237,13 @@ class Contest:
         """Returns the metric that every way measures."""
         return ml.metrics.Accuracy()
 
-    def trainer(self) -> Window:
+    def trainer(self, **options: Any) -> Window:
         """`Trainer.fit`, an epoch a window, with its summary of the epoch."""
         trainer = ml.Trainer(
             self.state(),
             self.work.loss_fn,
             metrics={"accuracy": self.accuracy()},
+            **options,
         )
 
         def window() -> None:

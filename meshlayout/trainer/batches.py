@@ -194,6 +194,20 @@ def data_layout(mesh: Mesh | None, given: Any) -> Layout | None:
     return mesh.layout(axes, ...) if axes else mesh.layout(...)
 
 
+def is_even(data: Any, layout: Layout | None) -> bool:
+    """Tells whether data is known to need no padding.
+
+    Args:
+        data: What is gone through; only of a list or tuple is it known.
+        layout: Where batches go.
+    """
+    if not isinstance(data, (list, tuple)):
+        return False
+    sizes = {num_examples(batch) for batch in data}
+    shards = 1 if layout is None else _num_shards(layout)
+    return len(sizes) == 1 and sizes.pop() % shards == 0
+
+
 def _num_shards(layout: Layout) -> int:
     """Returns into how many shards the first dim is cut."""
     return Layout(layout.specs[:1], layout.mesh).with_rank(1).num_shards(0)

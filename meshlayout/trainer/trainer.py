@@ -23,7 +23,7 @@ from meshlayout.step import make_eval_step, make_predict_step, make_train_step
 from meshlayout.step.compiled import OnRecompile
 from meshlayout.step.remat import Remat
 from meshlayout.step.updates import OnNonfinite
-from meshlayout.trainer.batches import Fed, Feeder, data_layout, mesh_of
+from meshlayout.trainer.batches import Fed, Feeder, data_layout, is_even, mesh_of
 from meshlayout.trainer.callbacks import Callback, Progress
 from meshlayout.trainer.history import History
 from meshlayout.trainer.interrupts import Interrupts
@@ -65,8 +65,9 @@ class Trainer:
     Batches that their maker has placed on devices are taken as they are. Others, of
     NumPy arrays, are sharded over the mesh, and a short one is padded to the size of
     the first, so that one program serves all; for that they carry weights, under the
-    key `weights` of a dict, or last in a tuple if `weights` is that place. The padding
-    has weight 0.
+    key `weight` of a dict (or another one, `weights=`), or last in a tuple if `weights`
+    is that place. The padding has weight 0. A list of batches that need no padding gets
+    no weights.
 
     Args:
         state: A `TrainState`, or for a subclass any tree of arrays. It is used up by
@@ -140,6 +141,7 @@ class Trainer:
         self.steps_in_call = 1
         self._loss_fn, self._predict_fn = loss_fn, predict_fn
         self._data_layout, self._pad = data_layout, pad
+        self._has_padded = False
         self._weights = options.get("weights", "weight")
         self._group = options.get("steps_per_call", 1)
         self._make_steps(metrics, layouts, options)
@@ -261,7 +263,7 @@ class Trainer:
         """
         _check_counts(epochs=epochs, steps_per_epoch=steps_per_epoch)
         passes = Passes("train", train, steps_per_epoch, epochs)
-        feeder = self._feeder()
+        feeder = self._feeder(train)
         validation = self._validation(validation_data, epochs)
         called = [*callbacks]
         if progress and not any(isinstance(one, Progress) for one in called):
@@ -290,7 +292,7 @@ class Trainer:
         Raises:
             MeshLayoutError: If the data is none, or gives no batch.
         """
-        return self._evaluate(Passes("data", data), self._feeder())
+        return self._evaluate(Passes("data", data), self._feeder(data))
 
     def predict(self, data: Data) -> Any:
         """Returns what the model makes of some data: the real examples, in order.
@@ -308,7 +310,7 @@ class Trainer:
             MeshLayoutError: If the data is none, gives no batch, or an output has no
                 row per example.
         """
-        feeder = self._feeder(needs_weights=False)
+        feeder = self._feeder(data, needs_weights=False)
         found: list[Any] = []
         waiting: tuple[Fed, Any] | None = None
         for batch in Passes("data", data).epoch():
@@ -445,11 +447,14 @@ class Trainer:
         if data is None:
             return None
         passes = Passes("validation_data", data, num_epochs=epochs)
-        return passes, self._feeder()
+        return passes, self._feeder(data)
 
-    def _feeder(self, *, needs_weights: bool = True) -> Feeder:
+    def _feeder(self, data: Data, *, needs_weights: bool = True) -> Feeder:
         layout = data_layout(mesh_of(self.state), self._data_layout)
-        return Feeder(layout, self._weights, pad=self._pad, needs_weights=needs_weights)
+        # Once batches carry weights all do: without would be another program.
+        pad = self._has_padded or (self._pad and not is_even(data, layout))
+        self._has_padded = pad
+        return Feeder(layout, self._weights, pad=pad, needs_weights=needs_weights)
 
 
 # Helpers.
