@@ -1,10 +1,12 @@
 """Whole training steps from host batches: ours beside hand-written JAX and the peers.
 
 `python benchmarks/step.py --model mlp --devices 8` prints steps per second and ratios
-to a hand-written `jax.jit` with NamedShardings, on the same batches. Every way measures
-loss and accuracy. All ways are run in turn, window by window, in one process; the
-figures are medians over the windows, and ratios are medians of the ratios within a
-round. scalax and Keras take part where they are installed (`pip install scalax keras`).
+to a hand-written `jax.jit` with NamedShardings, on the same batches; with `--placed`,
+of calls alone, with batches that lie on the devices; and the compiled programs' figures
+beside each other. Every way measures loss and accuracy. All ways are run in turn,
+window by window, in one process; the figures are medians over the windows, and ratios
+are medians of the ratios within a round. scalax and Keras take part where they are
+installed (`pip install scalax keras`).
 """
 
 import argparse
@@ -12,8 +14,10 @@ import importlib
 import importlib.util
 import os
 import platform
+import re
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -103,13 +107,15 @@ def accuracy_sums(outputs: Any, batch: Any) -> Any:
 class Contest:
     """The ways to run one work on some devices."""
 
-    def __init__(self, work: Work, num_devices: int) -> None:
-        self.work = work
+    def __init__(self, work: Work, num_devices: int, *, placed: bool) -> None:
+        self.work, self.is_placed = work, placed
         self.mesh = ml.create_mesh({"batch": num_devices})
         self.layouts = ml.LayoutMap(self.mesh, {}, unused="ignore")
         rng = np.random.default_rng(0)
         self.batches = [work.make_batch(rng) for _ in range(work.steps)]
         self.rows = self.mesh.layout("batch", ...)
+        if placed:
+            self.batches = [ml.relayout(batch, self.rows) for batch in self.batches]
         self.is_bounded = num_devices > 1
 
     def state(self) -> ml.TrainState:
@@ -119,7 +125,7 @@ class Contest:
     def placed(self) -> Iterator[Any]:
         """Yields the batches on the mesh."""
         for batch in self.batches:
-            yield ml.relayout(batch, self.rows)
+            yield batch if self.is_placed else ml.relayout(batch, self.rows)
 
     def ways(self) -> dict[str, Window]:
         """Returns every way's window of steps."""
@@ -139,12 +145,36 @@ class Contest:
         found["nnx.jit"] = self.nnx_jit()
         if importlib.util.find_spec("scalax"):
             found["scalax sjit"] = self.scalax()
-        if importlib.util.find_spec("keras") and self.work.loss_fn is classify:
+        has_keras = importlib.util.find_spec("keras") and not self.is_placed
+        if has_keras and self.work.loss_fn is classify:
             found["Keras 3 fit"] = self.keras()
         return found
 
+    def programs(self) -> dict[str, Any]:
+        """Returns the compiled program of the hand-written step, and ours."""
+        jitted, state, sums, rows = self.jitted()
+        batch = ml.relayout(self.batches[0], self.rows)
+        step = ml.make_train_step(
+            self.work.loss_fn, metrics={"accuracy": self.accuracy()}
+        )
+        return {
+            "hand-written jax.jit": jitted.lower(
+                state, jax.device_put(batch, rows), sums
+            ).compile(),
+            "make_train_step": step.lower(self.state(), batch).compile(),
+        }
+
     def by_hand(self) -> Window:
         """Plain JAX, Flax and Optax."""
+        jitted, state, sums, rows = self.jitted()
+
+        def place(batch: Any) -> Any:
+            return batch if self.is_placed else jax.device_put(batch, rows)
+
+        return self.loop(jitted, state, sums, place)
+
+    def jitted(self) -> tuple[Any, Any, Any, NamedSharding]:
+        """Returns the hand-written step, its state and sums, and where batches go."""
         mesh = jax.make_mesh(
             (self.mesh.size,),
             ("batch",),
@@ -159,12 +189,8 @@ class Contest:
             in_shardings=(whole, rows, whole),
             out_shardings=(whole, whole),
         )
-        return self.loop(
-            jitted,
-            jax.device_put(state, whole),
-            jax.device_put((jnp.float32(0),) * 3, whole),
-            lambda batch: jax.device_put(batch, rows),
-        )
+        sums = jax.device_put((jnp.float32(0),) * 3, whole)
+        return jitted, jax.device_put(state, whole), sums, rows
 
     def plain(self) -> tuple[Any, Callable[..., Any]]:
         """Returns a state and a step in JAX, Flax and Optax, without a sharding."""
@@ -328,6 +354,21 @@ class Contest:
         return window
 
 
+def figures(compiled: Any) -> str:
+    """Returns a row of a compiled program's figures per device."""
+    cost, memory = compiled.cost_analysis(), compiled.memory_analysis()
+    cost = cost[0] if isinstance(cost, list) else cost
+    sent = Counter(
+        re.findall(
+            r" (all-reduce|all-gather|reduce-scatter|all-to-all)(?:-start)?\(",
+            compiled.as_text(),
+        )
+    )
+    collectives = ", ".join(f"{n} {kind}" for kind, n in sent.items()) or "none"
+    megabytes = memory.temp_size_in_bytes / 1e6
+    return f"{cost['flops'] / 1e6:.2f} | {collectives} | {megabytes:.2f}"
+
+
 def seconds(window: Window) -> float:
     """Returns how long a window takes."""
     start = time.perf_counter()
@@ -341,10 +382,12 @@ def main() -> None:
     parser.add_argument("--model", choices=WORKS, default="mlp")
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--placed", action="store_true", help="time calls alone")
     options = parser.parse_args()
     ml.virtual_devices(options.devices)
     work = WORKS[options.model]
-    ways = Contest(work, options.devices).ways()
+    contest = Contest(work, options.devices, placed=options.placed)
+    ways = contest.ways()
     for window in ways.values():
         window()
         window()
@@ -353,7 +396,8 @@ def main() -> None:
         for _ in range(options.rounds)
     ]
     print(
-        f"{options.model}, {options.devices} devices, {work.steps} steps a window, "
+        f"{options.model}, {options.devices} devices, "
+        f"{'placed batches, ' if options.placed else ''}{work.steps} steps a window, "
         f"{options.rounds} rounds; jax {jax.__version__}, flax {flax_version}, "
         f"Python {platform.python_version()}"
     )
@@ -363,6 +407,9 @@ def main() -> None:
         rate = statistics.median(work.steps / one[name] for one in rounds)
         ratio = statistics.median(one[first] / one[name] for one in rounds)
         print(f"| {name} | {rate:.1f} | {ratio:.2f} |")
+    print("\n| program | MFLOP | collectives | temporary MB |\n|---|---|---|---|")
+    for name, compiled in contest.programs().items():
+        print(f"| {name} | {figures(compiled)} |")
 
 
 if __name__ == "__main__":

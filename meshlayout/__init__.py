@@ -1,6 +1,7 @@
 """Meshes, layouts and SPMD training for JAX and Flax."""
 
 from meshlayout import (
+    checkpoint as checkpoint,
     data as data,
     losses as losses,
     metrics as metrics,
@@ -27,10 +28,12 @@ from meshlayout.arrays import (
     unpack as unpack,
     zeros as zeros,
 )
+from meshlayout.checkpoint import Checkpointer as Checkpointer
 from meshlayout.data import distribute_dataset as distribute_dataset
 from meshlayout.devices import virtual_devices as virtual_devices
 from meshlayout.errors import (
     CheckpointError as CheckpointError,
+    CheckpointWarning as CheckpointWarning,
     DamagedCheckpointError as DamagedCheckpointError,
     DataError as DataError,
     LayoutError as LayoutError,

@@ -7,7 +7,7 @@ Everything else in the library uses the public API that jax 0.7.2 and later shar
 # pyright: reportAttributeAccessIssue=false
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax._src import core as jax_core, distributed, mesh as jax_mesh, xla_bridge
-from jax._src.interpreters import mlir, partial_eval
+from jax._src.interpreters import mlir, partial_eval, pxla
 from jax._src.lax import lax as jax_lax
 from jax._src.sharding_impls import UNSPECIFIED as UNSPECIFIED
 from jax.experimental import multihost_utils
@@ -492,3 +492,41 @@ def x64_mode(enabled: bool) -> Any:  # noqa: FBT001
 def coordination_client() -> Any:
     """Returns what the processes of `jax.distributed` agree through, or None."""
     return distributed.global_state.client
+
+
+def shard_placer(
+    shape: tuple[int, ...], dtype: Any, sharding: Any
+) -> Callable[[list[np.ndarray[Any, Any]]], jax.Array]:
+    """Returns a function from shards on the host to a global array.
+
+    It does what `jax.make_array_from_callback` does, in one call for all devices and
+    without that function's work in Python for every shard.
+
+    Args:
+        shape: The global shape.
+        dtype: The dtype.
+        sharding: Where it goes. The function takes one shard per device of this
+            process, in the order of `sharding.addressable_devices_indices_map(shape)`.
+    """
+    aval = jax_core.ShapedArray(shape, dtype)
+    aval = jax_core.update_aval_with_sharding(aval, sharding)
+    devices = list(sharding.addressable_devices_indices_map(shape))
+    if not devices:
+        return lambda _: jax.make_array_from_single_device_arrays(
+            shape, sharding, [], dtype=dtype
+        )
+    return lambda shards: pxla.batched_device_put(aval, sharding, shards, devices)
+
+
+def reached_preemption_sync_point(turn: int) -> bool:
+    """Tells whether a process was told to end, at the same turn on all of them.
+
+    Args:
+        turn: How often it was asked, 1 more each time, the same on all processes.
+    """
+    return bool(multihost_utils.reached_preemption_sync_point(turn))
+
+
+def has_preemption_service() -> bool:
+    """Tells whether `jax.distributed` looks out for SIGTERM in this process."""
+    return distributed.global_state.preemption_sync_manager is not None

@@ -209,7 +209,17 @@ def _placed(x: Any, layout: Layout, sharding: NamedSharding) -> jax.Array:
     ):
         return jax.device_put(x, sharding)
     x = x.astype(_jax.canonical_dtype(x.dtype), copy=False)
-    return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
+    return _placer(x.shape, x.dtype, sharding)(x)
+
+
+@functools.lru_cache(maxsize=512)
+def _placer(
+    shape: tuple[int, ...], dtype: Any, sharding: NamedSharding
+) -> Callable[[np.ndarray[Any, Any]], jax.Array]:
+    """Returns what places arrays of one kind, the pieces worked out once."""
+    pieces: Any = tuple(sharding.addressable_devices_indices_map(shape).values())
+    place = _jax.shard_placer(shape, dtype, sharding)
+    return lambda x: place([x[piece] for piece in pieces])
 
 
 def layout_of(x: Any, where: Where) -> Layout:

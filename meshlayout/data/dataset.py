@@ -148,7 +148,8 @@ class DistributedDataset:
             self._next, first_epoch=self._next.epoch, first_row=self._next.row, given=0
         )
         self._latest += 1
-        moved = functools.partial(_moved, weakref.ref(self), self._latest)
+        # The iterator keeps the data set, which may have no other name, alive.
+        moved = functools.partial(self.moved, self._latest)
         self._next = self._after(start)
         plan = self._plan
         begin = functools.partial(_begin, plan, self._parking)
@@ -234,14 +235,6 @@ def _begin(
 
 def _leave(parking: _Parking, producer: Producer) -> None:
     parking.leave(producer.given, producer.reader)
-
-
-def _moved(
-    owner: "weakref.ref[DistributedDataset]", number: int, position: Position
-) -> None:
-    dataset = owner()
-    if dataset is not None:
-        dataset.moved(number, position)
 
 
 def _place(position: Position) -> Position:

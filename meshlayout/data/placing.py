@@ -1,5 +1,6 @@
 """From this process's rows of a batch to global arrays on the mesh."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,22 +17,39 @@ from meshlayout.layout import Layout
 
 
 @dataclass(frozen=True)
+class LeafPlacement:
+    """Where the arrays of one leaf go.
+
+    Attributes:
+        sharding: Where.
+        shards: For each device of this process, its part of this process's rows.
+        place: Makes a global array of these parts.
+    """
+
+    sharding: NamedSharding
+    shards: tuple[tuple[slice, ...], ...]
+    place: Callable[[list[np.ndarray[Any, Any]]], jax.Array]
+
+    def __call__(self, leaf: np.ndarray[Any, Any]) -> jax.Array:
+        """Returns the global array of this process's rows."""
+        return self.place([leaf[shard] for shard in self.shards])
+
+
+@dataclass(frozen=True)
 class Placement:
     """Where the leaves of batches go.
 
     Attributes:
         treedef: Their structure.
-        shardings: One per leaf; None for those that stay on the host.
+        leaves: One per leaf; None for those that stay on the host.
         specs: The leaves.
         num_rows: Rows of a global batch.
-        starts: For a shard's first row, the place of that row among this process's.
     """
 
     treedef: Any
-    shardings: tuple[NamedSharding | None, ...]
+    leaves: tuple[LeafPlacement | None, ...]
     specs: tuple[LeafSpec, ...]
     num_rows: int
-    starts: dict[int, int]
 
     @property
     def element_spec(self) -> Any:
@@ -40,10 +58,10 @@ class Placement:
             [
                 jax.ShapeDtypeStruct(
                     (self.num_rows, *spec.shape),
-                    spec.dtype if sharding is None else spec.to,
-                    sharding=sharding,
+                    spec.dtype if leaf is None else spec.to,
+                    sharding=None if leaf is None else leaf.sharding,
                 )
-                for spec, sharding in zip(self.specs, self.shardings, strict=True)
+                for spec, leaf in zip(self.specs, self.leaves, strict=True)
             ]
         )
 
@@ -55,24 +73,10 @@ class Placement:
         """
         return self.treedef.unflatten(
             [
-                leaf if sharding is None else self._placed(leaf, sharding)
-                for leaf, sharding in zip(leaves, self.shardings, strict=True)
+                leaf if place is None else place(leaf)
+                for leaf, place in zip(leaves, self.leaves, strict=True)
             ]
         )
-
-    def _placed(self, leaf: np.ndarray[Any, Any], sharding: NamedSharding) -> Any:
-        shape = (self.num_rows, *leaf.shape[1:])
-        if not self.starts:  # no device of the mesh is in this process
-            return jax.make_array_from_single_device_arrays(
-                shape, sharding, [], dtype=leaf.dtype
-            )
-
-        def part(index: Any) -> Any:
-            first, stop, _ = index[0].indices(self.num_rows)
-            start = self.starts[first]
-            return leaf[(slice(start, start + stop - first), *index[1:])]
-
-        return jax.make_array_from_callback(shape, sharding, part)
 
 
 def plan_placement(
@@ -94,10 +98,10 @@ def plan_placement(
     Raises:
         DataError: If a leaf does not fit the layout.
     """
-    shardings = tuple(_sharding(spec, layout, num_rows) for spec in specs)
     per_shard = num_rows // leaf_layout(layout, 1).num_shards(0)
     starts = {int(row): place for place, row in enumerate(kept) if row % per_shard == 0}
-    return Placement(treedef, shardings, specs, num_rows, starts)
+    leaves = tuple(_plan_leaf(spec, layout, num_rows, starts) for spec in specs)
+    return Placement(treedef, leaves, specs, num_rows)
 
 
 def is_on_mesh(batch: Any, layout: Layout) -> bool:
@@ -110,6 +114,23 @@ def is_on_mesh(batch: Any, layout: Layout) -> bool:
     devices = set(layout.mesh.devices.flat)
     shardings = map(_jax.sharding_of, jax.tree.leaves(batch))
     return all(s is not None and s.device_set == devices for s in shardings)
+
+
+def _plan_leaf(
+    spec: LeafSpec, layout: Layout, num_rows: int, starts: dict[int, int]
+) -> LeafPlacement | None:
+    sharding = _sharding(spec, layout, num_rows)
+    if sharding is None:
+        return None
+    shape = (num_rows, *spec.shape)
+    shards = []
+    indices: Any = sharding.addressable_devices_indices_map(shape)
+    for index in indices.values():
+        first, stop, _ = index[0].indices(num_rows)
+        here = starts[first]
+        shards.append((slice(here, here + stop - first), *index[1:]))
+    place = _jax.shard_placer(shape, spec.to, sharding)
+    return LeafPlacement(sharding, tuple(shards), place)
 
 
 def _sharding(spec: LeafSpec, layout: Layout, num_rows: int) -> NamedSharding | None:

@@ -1,7 +1,8 @@
 """Batches made ready ahead, by a thread that stops when nobody waits for it."""
 
 import atexit
-import collections
+import contextlib
+import queue
 import threading
 import weakref
 from collections.abc import Callable
@@ -111,43 +112,50 @@ class Prefetched:
 
 
 class _Room:
-    """What was made and not taken, of bounded number."""
+    """What was made and not taken, of bounded number.
+
+    Two queues of the standard library hand things over with less work for Python than
+    a condition, which matters where both sides have little else to do.
+    """
 
     def __init__(self, size: int) -> None:
-        self._size = size
-        self._ready: collections.deque[tuple[str, Any]] = collections.deque()
-        self._changed = threading.Condition()
+        self._ready: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._is_stopped = False
+        for _ in range(size):
+            self._free.put(None)
 
     def wait_for_room(self) -> bool:
         """Waits until one more may be made; False means never."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._is_stopped or len(self._ready) < self._size
-            )
-            return not self._is_stopped
+        self._free.get()
+        return not self._is_stopped
 
     def put(self, kind: str, value: Any) -> None:
-        with self._changed:
-            if not self._is_stopped:
-                self._ready.append((kind, value))
-                self._changed.notify_all()
+        self._ready.put((kind, value))
+        if self._is_stopped:
+            self._clear()
 
     def take(self) -> tuple[str, Any]:
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_stopped or self._ready)
-            if not self._ready:
-                return "ended", None
-            found = self._ready.popleft()
-            self._changed.notify_all()
-            return found
+        found = self._ready.get()
+        if found is _STOPPED:
+            self._ready.put(_STOPPED)  # for whoever else waits
+        else:
+            self._free.put(None)
+        return found
 
     def stop(self) -> None:
-        with self._changed:
-            self._is_stopped = True
-            self._ready.clear()
-            self._changed.notify_all()
+        self._is_stopped = True
+        self._free.put(None)
+        self._clear()
 
+    def _clear(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._ready.get_nowait()
+        self._ready.put(_STOPPED)
+
+
+_STOPPED: tuple[str, Any] = ("ended", None)
 
 _running: weakref.WeakSet[_Room] = weakref.WeakSet()
 

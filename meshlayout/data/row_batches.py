@@ -9,6 +9,7 @@ import numpy as np
 from meshlayout.data.clock import Clock
 from meshlayout.data.elements import Element
 from meshlayout.data.host_batches import Cut, HostBatch
+from meshlayout.data.leaves import empty
 from meshlayout.data.order import Order
 from meshlayout.data.position import Position
 from meshlayout.data.source import RowSource
@@ -61,10 +62,13 @@ class RowReader:
             return None
         start = position.batch * self._cut.size
         count = min(max(self._num_rows - start, 0), self._cut.size)
-        places = start + self._kept()
-        places = np.minimum(places, self._num_rows - 1)  # padding: the last row again
+        places = read = start + self._kept()
+        if count < self._cut.size:
+            read = np.unique(np.minimum(places, self._num_rows - 1))
+        found = self._gathered(position.epoch, read)
+        leaves = [_filled_up(leaf, len(places)) for leaf in found]
         after = replace(position, batch=position.batch + 1, row=start + count)
-        return HostBatch(self._gathered(position.epoch, places), count, after)
+        return HostBatch(leaves, count, after)
 
     def _repeated(self, position: Position) -> HostBatch | None:
         if position.row >= self._num_rows:
@@ -94,10 +98,16 @@ class RowReader:
         if not len(places):
             return [np.empty((0, *spec.shape), spec.to or object) for spec in specs]
         with self._clock.stage("read", len(places)):
-            indices = self._order(epoch).at(places)
-            rows = _of_epoch(self._source, epoch).rows(indices)
+            rows = self._rows(epoch, self._order(epoch).at(places))
         leaves = self._element.checked(rows)
         return [spec.converted(leaf) for spec, leaf in zip(specs, leaves, strict=True)]
+
+    def _rows(self, epoch: int, indices: np.ndarray[Any, Any]) -> Any:
+        try:
+            return _of_epoch(self._source, epoch).rows(indices)
+        except StopIteration as error:  # would end the epoch
+            msg = "the source raised StopIteration when it was asked for rows."
+            raise RuntimeError(msg) from error
 
     def _order(self, epoch: int) -> Order:
         if epoch not in self._orders:
@@ -121,6 +131,16 @@ def batches_in_epoch(num_rows: int, size: int, remainder: str) -> int:
         remainder: What becomes of rows that do not fill one.
     """
     return num_rows // size if remainder == "drop" else math.ceil(num_rows / size)
+
+
+def _filled_up(leaf: np.ndarray[Any, Any], num_rows: int) -> np.ndarray[Any, Any]:
+    """Returns a leaf with its last row repeated up to a number of rows."""
+    if len(leaf) == num_rows:
+        return leaf
+    found = empty((num_rows, *leaf.shape[1:]), leaf.dtype)
+    found[: len(leaf)] = leaf
+    found[len(leaf) :] = leaf[-1:]
+    return found
 
 
 def _of_epoch(source: Any, epoch: int) -> RowSource:

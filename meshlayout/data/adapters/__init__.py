@@ -22,8 +22,11 @@ from meshlayout.data.source import RowSource, Source, StreamSource
 
 def _own(obj: Any, clock: Clock, *, batched: bool | None) -> Source | None:
     """Returns what is a source already, as `pack_sequences` makes them."""
-    del clock, batched
-    return obj if isinstance(obj, (RowSource, StreamSource)) else None
+    del clock
+    if not isinstance(obj, (RowSource, StreamSource)):
+        return None
+    arrays.refuse_batches(f"a {type(obj).__name__}", batched)
+    return obj
 
 
 # By the outermost package of an object's class or one of its bases. An adapter returns

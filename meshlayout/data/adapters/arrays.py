@@ -176,6 +176,21 @@ def ambiguous(what: str) -> str:
     )
 
 
+def refuse_batches(what: str, batched: Any) -> None:
+    """Raises DataError if a source of single rows is said to give batches.
+
+    Args:
+        what: Which source.
+        batched: What was said.
+    """
+    if batched:
+        msg = (
+            f"{what} gives examples by number, one at a time. Leave out batched=True, "
+            "or give an iterable of the batches."
+        )
+        raise DataError(msg)
+
+
 def _is_array(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 

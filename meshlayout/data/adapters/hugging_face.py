@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from meshlayout.data.adapters.arrays import refuse_batches
+from meshlayout.data.adapters.arrow import columns
 from meshlayout.data.adapters.streams import Elements, ElementStream, as_block
 from meshlayout.data.clock import Clock
 from meshlayout.data.source import Source, Stream
@@ -29,10 +31,11 @@ def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> Source | None:
     Args:
         obj: A Dataset or IterableDataset of the `datasets` package.
         clock: Not needed here.
-        batched: Whether an IterableDataset gives batches; None means examples.
+        batched: Whether an IterableDataset gives batches; None looks for a batch step.
 
     Raises:
-        DataError: If it holds several splits, or is formatted as tables.
+        DataError: If it holds several splits, is formatted as tables, or is a Dataset
+            that is said to give batches.
     """
     del clock
     kinds = [kind.__name__ for kind in type(obj).__mro__]
@@ -43,8 +46,13 @@ def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> Source | None:
         )
         raise DataError(msg)
     if "IterableDataset" in kinds:
-        return IterableStream(obj, batched=bool(batched))
-    return DatasetRows(obj) if "Dataset" in kinds else None
+        if batched is None:
+            batched = _gives_batches(obj)
+        return IterableStream(obj, batched=batched)
+    if "Dataset" not in kinds:
+        return None
+    refuse_batches("a Hugging Face Dataset", batched)
+    return DatasetRows(obj)
 
 
 class DatasetRows:
@@ -64,16 +72,16 @@ class DatasetRows:
         self._length = len(dataset)
         self._readers: list[Callable[[list[int]], Mapping[str, Any]]] = []
         kind = dataset.format["type"]
-        columns = dataset.format["columns"]
+        names = dataset.format["columns"]
         if kind is not None:
             _check_format(kind)
             self._readers.append(lambda rows: dataset[rows])
             return
-        plain = [name for name in columns if _is_plain(dataset.features[name])]
-        decoded = [name for name in columns if name not in plain]
+        plain = [name for name in names if _is_plain(dataset.features[name])]
+        decoded = [name for name in names if name not in plain]
         if plain:
             table = dataset.with_format("arrow", columns=plain)
-            self._readers.append(lambda rows: _columns(table[rows]))
+            self._readers.append(lambda rows: columns(table[rows]))
         if decoded:
             arrays = dataset.with_format("numpy", columns=decoded)
             self._readers.append(lambda rows: arrays[rows])
@@ -181,6 +189,17 @@ class _Examples(Elements):
         self._is_closed, self._iterator = True, None
 
 
+def _gives_batches(dataset: Any) -> bool:
+    """Tells whether the last step that changes the number of rows is `batch`."""
+    for step in _steps(getattr(dataset, "_ex_iterable", None)):
+        if getattr(step, "batched", False):
+            function = getattr(step, "function", None)
+            function = getattr(function, "func", function)  # inside of a partial
+            name = f"{function.__module__}.{getattr(function, '__name__', '')}"
+            return name.startswith("datasets.") and "._batch" in name
+    return False
+
+
 def _steps(step: Any) -> Iterator[Any]:
     """Yields a step of an IterableDataset, and those that it reads from."""
     yield step
@@ -253,44 +272,3 @@ def _dtypes(features: Any, prefix: str = "") -> dict[str, Any]:
         elif (dtype := _number_dtype(feature)) is not None:
             found[prefix + name] = dtype
     return found
-
-
-# Arrow's columns as arrays
-
-
-def _columns(table: Any) -> dict[str, Any]:
-    return {
-        name: _column(table.column(name).combine_chunks(), name)
-        for name in table.column_names
-    }
-
-
-def _column(column: Any, path: str) -> Any:
-    """Returns a column of a table as an array with one row per example.
-
-    Raises:
-        DataError: If rows are missing, or have different lengths.
-    """
-    kind = str(column.type)
-    if column.null_count:
-        msg = (
-            f"{path}: {column.null_count} of the rows asked for are None. Fill them "
-            "in, or leave them out, with the data set's map or filter."
-        )
-        raise DataError(msg)
-    if hasattr(column, "storage"):
-        return _column(column.storage, path)
-    if kind.startswith("struct"):
-        fields = [column.type.field(i).name for i in range(column.type.num_fields)]
-        return {name: _column(column.field(name), f"{path}/{name}") for name in fields}
-    if hasattr(column, "flatten") and hasattr(column, "value_lengths"):
-        lengths = column.value_lengths().to_numpy(zero_copy_only=False)
-        if len(set(lengths.tolist())) > 1:
-            msg = (
-                f"{path}: rows have different lengths, {lengths.min()} and "
-                f"{lengths.max()}. Pad or crop them to one with the data set's map."
-            )
-            raise DataError(msg)
-        inner = _column(column.flatten(), path)
-        return inner.reshape(len(column), -1, *inner.shape[1:])
-    return column.to_numpy(zero_copy_only=False)

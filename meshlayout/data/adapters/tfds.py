@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from meshlayout import _paths
+from meshlayout.data.adapters.arrays import refuse_batches
 from meshlayout.data.clock import Clock
 from meshlayout.data.source import Source
 from meshlayout.data.stacking import stack
@@ -17,11 +18,17 @@ def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> Source | None:
 
     Args:
         obj: What `tfds.data_source` or a builder's `as_data_source` returned.
-        clock: Where notes go.
-        batched: Ignored by None; a data source always gives examples.
+        clock: Not needed here.
+        batched: Whether it gives batches, which none does.
+
+    Raises:
+        DataError: If it is said to give batches.
     """
-    kinds = {kind.__name__ for kind in type(obj).__mro__}
-    return DataSourceRows(obj) if "BaseDataSource" in kinds else None
+    del clock
+    if "BaseDataSource" not in {kind.__name__ for kind in type(obj).__mro__}:
+        return None
+    refuse_batches("a TFDS data source", batched)
+    return DataSourceRows(obj)
 
 
 class DataSourceRows:

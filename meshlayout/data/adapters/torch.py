@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from meshlayout.data.adapters.arrays import refuse_batches
 from meshlayout.data.adapters.streams import Elements, ElementStream
 from meshlayout.data.clock import Clock
 from meshlayout.data.source import Source, Stream
@@ -17,10 +18,11 @@ def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> Source | None:
     Args:
         obj: A DataLoader, or a Dataset with a length.
         clock: Where notes go.
-        batched: Whether a loader gives batches; None means what it was made for.
+        batched: Whether it gives batches; None means what a loader was made for.
 
     Raises:
-        DataError: If it is an IterableDataset without a loader.
+        DataError: If it is an IterableDataset without a loader, or a Dataset that is
+            said to give batches.
     """
     kinds = {kind.__name__ for kind in type(obj).__mro__}
     if "DataLoader" in kinds:
@@ -31,6 +33,7 @@ def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> Source | None:
             "torch.utils.data.DataLoader."
         )
     if "Dataset" in kinds and hasattr(obj, "__len__"):
+        refuse_batches("a PyTorch Dataset", batched)
         return DatasetRows(obj)
     return None
 

@@ -1,0 +1,443 @@
+"""`Checkpointer`: saves a state as training goes, and restores it on any mesh."""
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, TypeVar
+
+import jax
+
+from meshlayout import _render
+from meshlayout.checkpoint import attempts, files, retention
+from meshlayout.checkpoint.arguments import (
+    check_best,
+    check_count,
+    check_metrics,
+    check_step,
+)
+from meshlayout.checkpoint.data_state import DataState
+from meshlayout.checkpoint.encoding import encode
+from meshlayout.checkpoint.inspection import Inspection
+from meshlayout.checkpoint.manifest import Manifest
+from meshlayout.checkpoint.matching import Dtypes
+from meshlayout.checkpoint.processes import Channel, next_number
+from meshlayout.checkpoint.reading import Reader
+from meshlayout.checkpoint.restoring import Request, restore, to_numpy
+from meshlayout.checkpoint.saving import Job, Saving
+from meshlayout.checkpoint.schedule import Schedule
+from meshlayout.checkpoint.snapshots import host_bytes, take
+from meshlayout.checkpoint.steps import Steps
+from meshlayout.checkpoint.waiting import progress
+from meshlayout.errors import CheckpointError
+from meshlayout.layout_map import LayoutMap
+
+
+logger = logging.getLogger("meshlayout.checkpoint")
+
+_T = TypeVar("_T")
+
+
+class Checkpointer:
+    """Saves a state as training goes, and restores it on any mesh.
+
+    A step is saved whole or not at all: it exists once its manifest is written, which
+    is done last and in one piece. A process that is killed, a full disk or a directory
+    that cannot be written leave the steps saved before as they were. What a restore
+    reads is compared, bit for bit, with what was saved.
+
+    An asynchronous save returns as soon as the state may be donated to the next step.
+    Until it is done it holds a copy of this process's shards in host memory, as many
+    bytes as `memory(state)` says. One save goes on at a time; the next waits for it.
+    What goes wrong in the background is raised by the next call of any method, once.
+    Use it in a `with` block, or close it: where Python ends while a save goes on, that
+    step is not saved.
+
+    When it is opened, it removes what processes that died have left over. On several
+    processes all of them open it, and save and restore the same steps in one order.
+
+    Args:
+        directory: Where the steps go: a local path, or one of a store (`gs://...`).
+        keep: How many of the last steps stay; None for all.
+        keep_every: Steps that this divides stay as well.
+        every: `save` saves only where so many steps have passed.
+        every_s: `save` saves only where so many seconds have passed, by the clock of
+            process 0, which the other processes ask at every call.
+        async_save: Whether `save` returns while the files are still being written.
+        best: A metric's name and `"max"` or `"min"`: the best step stays as well.
+
+    Raises:
+        CheckpointError: If an argument is wrong, or the directory cannot be used.
+
+    Example:
+        >>> import tempfile
+        >>> import numpy as np
+        >>> directory = tempfile.mkdtemp()
+        >>> with Checkpointer(directory, keep=2) as ck:
+        ...     for step in range(1, 4):
+        ...         _ = ck.save(step, {"w": np.full(3, step, np.float32)})
+        ...     ck.wait()
+        ...     print(ck.all_steps(), ck.restore_numpy()["w"])
+        [2, 3] [3. 3. 3.]
+    """
+
+    def __init__(
+        self,
+        directory: Any,
+        *,
+        keep: int | None = 3,
+        keep_every: int | None = None,
+        every: int | None = None,
+        every_s: float | None = None,
+        async_save: bool = True,
+        best: tuple[str, Literal["max", "min"]] | None = None,
+    ) -> None:
+        self._saving: Saving | None = None
+        self._closed = False
+        self.directory = files.as_directory(directory)
+        self._keep = check_count("keep", keep)
+        self._keep_every = check_count("keep_every", keep_every)
+        self._best = check_best(best)
+        self._async = async_save
+        self._steps = Steps(self.directory)
+        number = next_number()
+        self._main = Channel("main", number)
+        self._reader = Reader(self._steps, self._best, self._main)
+        self._background = Channel("saves", number)
+        self._schedule = Schedule(check_count("every", every), every_s, self._main)
+        self._open()
+
+    def _open(self) -> None:
+        problem = ""
+        try:
+            if jax.process_index() == 0:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                attempts.clean(self.directory)
+        except OSError as error:
+            problem = f"{error}"
+        problem = self._main.from_first(problem)
+        if problem:
+            msg = (
+                f"the checkpoint directory {self.directory} cannot be used: {problem}. "
+                "Give a directory that this process may write to."
+            )
+            raise CheckpointError(msg)
+
+    # Saving.
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        data: Any = None,
+        metadata: Any = None,
+        metrics: Mapping[str, Any] | None = None,
+        force: bool = False,
+    ) -> bool:
+        """Saves a state, if it is due.
+
+        When it returns, the state may be donated. A step that exists is replaced, in
+        one piece, once the new files are complete.
+
+        Args:
+            step: The number of the step.
+            state: Any tree of arrays and numbers: a `TrainState`, an NNX module,
+                Linen variables, an Optax state.
+            data: The iterator of the input, to be continued from here: an object with
+                `get_state()` and `set_state(state)`.
+            metadata: What else to keep: numbers, texts, lists and dicts of them.
+            metrics: What was measured, by name; for `best`.
+            force: Whether to save although it is not due.
+
+        Returns:
+            Whether it was due.
+
+        Raises:
+            CheckpointError: If the state cannot be saved, or an earlier save in the
+                background could not.
+        """
+        self._raise_pending()
+        self._check_open()
+        step = check_step(step)
+        if not self._schedule.is_due(step, self._steps.all, force=force):
+            return False
+        self._finish_saving()
+        kept_data = None if data is None else DataState.of(data, self._main)
+        job = Job(
+            self._steps.folder(step),
+            step,
+            take(state),
+            None if kept_data is None else kept_data.to_bytes(),
+            encode({} if metadata is None else metadata, "metadata"),
+            check_metrics(metrics, self._best),
+        )
+        self._saving = Saving(
+            job, self._background, functools.partial(self._clear_up, step)
+        )
+        self._schedule.saved(step)
+        if not self._async:
+            self.wait()
+        return True
+
+    def wait(self) -> None:
+        """Waits until the last save is done.
+
+        Raises:
+            CheckpointError: If it could not be saved.
+        """
+        self._finish_saving()
+
+    def close(self) -> None:
+        """Waits for the last save; after this nothing can be saved.
+
+        Raises:
+            CheckpointError: If it could not be saved.
+        """
+        self._closed = True
+        self._finish_saving()
+
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except CheckpointError as problem:
+            if error is None:
+                raise
+            error.add_note(f"Moreover, {problem}")
+
+    def memory(self, state: Any) -> int:
+        """Returns the bytes that a save in the background takes on this host.
+
+        Args:
+            state: The state, or its shapes with shardings (from `ml.describe`).
+
+        Example:
+            >>> import tempfile, jax.numpy as jnp
+            >>> Checkpointer(tempfile.mkdtemp()).memory({"w": jnp.zeros((8, 4))})
+            128
+        """
+        return host_bytes(state)
+
+    # Looking.
+
+    def all_steps(self) -> list[int]:
+        """Returns the steps that are saved, in order."""
+        self._raise_pending()
+        return self._steps.all()
+
+    def latest_step(self) -> int | None:
+        """Returns the highest step that is saved, or None."""
+        self._raise_pending()
+        return max(self._steps.all(), default=None)
+
+    def best_step(self) -> int | None:
+        """Returns the step with the best metric, or None if no step has it.
+
+        Raises:
+            CheckpointError: If the checkpointer was made without `best=`.
+        """
+        self._raise_pending()
+        return self._reader.best()
+
+    def inspect(self, step: int | Literal["latest", "best"] = "latest") -> Inspection:
+        """Returns what a checkpoint holds, without loading it: a table.
+
+        Args:
+            step: The step.
+
+        Raises:
+            CheckpointError: If there is no such step.
+        """
+        self._raise_pending()
+        return Inspection.of(self._steps.manifest(self._reader.chosen(step)))
+
+    # Restoring.
+
+    def restore(
+        self,
+        like: Any = None,
+        *,
+        step: int | Literal["latest", "best"] = "latest",
+        layouts: LayoutMap | None = None,
+        data: Any = None,
+        partial: bool = False,
+        rename: Mapping[str, str] | None = None,
+        only: str | None = None,
+        allow: str | Sequence[str] = (),
+        dtype: Dtypes = None,
+        verify: bool = True,
+        fallback: bool = False,
+    ) -> Any:
+        r"""Returns a state with the values that were saved.
+
+        Every device reads only its own slices, from whatever mesh, layouts and number
+        of processes the state was saved on. The bits of every array are compared with
+        those that were saved.
+
+        Args:
+            like: The state that is wanted: one that was created, whose values are not
+                looked at and whose arrays say shape, dtype and layout; or its shapes
+                (`ml.describe`, `jax.eval_shape`), on one device where they have no
+                sharding; or a layout map, for nested dicts of all that was saved.
+                None for nested dicts on one device, without any mesh.
+            step: The step; `"latest"`, or `"best"` by the metric of `best`.
+            layouts: Where arrays go, if not where those of `like` are.
+            data: The iterator of the input, to be continued as it was.
+            partial: Whether arrays may be missing, which then stay as they are in
+                `like`, and extra, which are then not read.
+            rename: `{pattern: replacement}`, applied to the saved paths as by
+                `re.sub`, as `{r"^encoder/": "model/encoder/"}`.
+            only: A pattern of paths: all others stay as they are in `like`, as
+                `r"^params/"`.
+            allow: Patterns of paths that may differ in any way, and then stay.
+            dtype: Another dtype for every array of its kind, or `{pattern: dtype}`.
+            verify: Whether to compare what is read with what was saved.
+            fallback: Whether to take the newest intact step where one is damaged,
+                with a warning.
+
+        Returns:
+            A tree of the type of `like`.
+
+        Raises:
+            RestoreDiffError: If what was saved is not what is wanted.
+            DamagedCheckpointError: If files or arrays are not what was saved; it
+                names them.
+            CheckpointError: If there is no such step.
+
+        Warns:
+            CheckpointWarning: If `fallback` took another step.
+        """
+        self._raise_pending()
+        request = Request(
+            like=like,
+            layouts=layouts,
+            rename=rename,
+            partial=partial,
+            only=only,
+            allow=allow,
+            dtype=dtype,
+            verify=verify,
+        )
+
+        def read(found: Manifest) -> tuple[Any, DataState | None]:
+            kept = self._read_data(found, data)
+            made, matched = restore(self._steps.folder(found.step), found, request)
+            if matched.diff:
+                logger.info("step %d differs: %s", found.step, matched.diff)
+            return made, kept
+
+        made, kept = self._restored(step, read, verify=verify, fallback=fallback)
+        if kept is not None:
+            kept.set(data)
+        return made
+
+    def restore_numpy(
+        self,
+        *,
+        step: int | Literal["latest", "best"] = "latest",
+        verify: bool = True,
+        fallback: bool = False,
+    ) -> Any:
+        """Returns everything that was saved as nested dicts of NumPy arrays.
+
+        No device is used; PRNG keys come as their words.
+
+        Args:
+            step: As for `restore`.
+            verify: As for `restore`.
+            fallback: As for `restore`.
+
+        Raises:
+            DamagedCheckpointError: If files or arrays are not what was saved.
+            CheckpointError: If there is no such step.
+        """
+        self._raise_pending()
+
+        def read(found: Manifest) -> Any:
+            return to_numpy(self._steps.folder(found.step), found, verify=verify)
+
+        return self._restored(step, read, verify=verify, fallback=fallback)
+
+    def _restored(
+        self,
+        step: int | str,
+        read: Callable[[Manifest], _T],
+        *,
+        verify: bool,
+        fallback: bool,
+    ) -> _T:
+        self._finish_saving()
+        made, taken = self._reader.restored(
+            step, read, verify=verify, fallback=fallback
+        )
+        self._schedule.restored(taken)
+        return made
+
+    def _read_data(self, found: Manifest, data: Any) -> DataState | None:
+        if data is None:
+            return None
+        if found.data is None:
+            msg = (
+                f"step {found.step} holds no state of an input iterator: it was saved "
+                "without data=. Restore without data=, and place the iterator yourself."
+            )
+            raise CheckpointError(msg)
+        return DataState.read(self._steps.folder(found.step) / found.data)
+
+    # Inside.
+
+    def _check_open(self) -> None:
+        if self._closed:
+            msg = (
+                f"the checkpointer of {self.directory} is closed. Save inside its "
+                "'with' block, or open another one."
+            )
+            raise CheckpointError(msg)
+
+    def _raise_pending(self) -> None:
+        if self._saving is not None and self._saving.is_done:
+            self._finish_saving()
+
+    def _finish_saving(self) -> None:
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        try:
+            if saving.is_done:
+                saving.wait()
+                return
+            size = _render.bytes_text(saving.nbytes)
+            with progress(f"saving step {saving.step}, {size}"):
+                saving.wait()
+        except KeyboardInterrupt:
+            self._saving = saving
+            raise
+
+    def _clear_up(self, step: int) -> None:
+        """Deletes what retention does not keep; on process 0, after a save."""
+        steps = self._steps.all()
+        for one in retention.steps_to_delete(
+            steps,
+            keep=self._keep,
+            keep_every=self._keep_every,
+            best=self._best,
+            metrics=self._steps.metrics(steps),
+            newest=step,
+        ):
+            try:
+                attempts.delete(self._steps.folder(one))
+            except OSError as error:
+                msg = (
+                    f"step {one}, which retention does not keep, could not be deleted: "
+                    f"{error}."
+                )
+                raise CheckpointError(msg) from error
+            logger.info("deleted step %d", one)

@@ -1,0 +1,198 @@
+"""Fingerprints of arrays that do not depend on how they lie on devices.
+
+An array's bits are taken as 32-bit words, each word is multiplied by an odd weight for
+each of its indices in the whole array, and the products are summed modulo 2**32, twice
+with other weights. Sums of integers do not depend on their order, so any layout gives
+the same fingerprint; and because the weights are odd, a change inside one word always
+changes both sums.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshlayout import _jax
+
+
+_SEEDS = (0x243F6A88, 0x85A308D3)
+
+# Stands for the words of one element, as if they were a dim of the array.
+_WORDS = 255
+
+# NumPy works on so many elements at a time.
+_CHUNK = 1 << 20
+
+
+def fingerprints(arrays: Mapping[str, jax.Array]) -> Mapping[str, "Pending"]:
+    """Starts computing the fingerprint of every array, where the arrays are.
+
+    The devices work on their own shards; nothing is gathered, and nothing is waited
+    for. On several processes all of them call this, with the same global arrays.
+
+    Args:
+        arrays: Arrays of numbers, by name.
+
+    Returns:
+        What gives each fingerprint as text when it is asked.
+    """
+    return {name: Pending(_start(_in_main_memory(x))) for name, x in arrays.items()}
+
+
+class Pending:
+    """A fingerprint that the devices may still be computing.
+
+    Args:
+        sums: The two sums.
+    """
+
+    def __init__(self, sums: jax.Array) -> None:
+        self._sums = sums
+
+    def text(self) -> str:
+        """Waits for the fingerprint, and returns it."""
+        return _text(_jax.to_host(self._sums))
+
+
+def host_fingerprint(x: np.ndarray[Any, Any]) -> str:
+    """Returns the fingerprint of a NumPy array; that of an equal `jax.Array`.
+
+    Args:
+        x: An array of numbers.
+
+    Example:
+        >>> x = np.arange(6, dtype=np.float32)
+        >>> pending = fingerprints({"x": jnp.asarray(x)})["x"]
+        >>> host_fingerprint(x) == pending.text()
+        True
+    """
+    rows = x.reshape(-1, x.shape[-1] if x.ndim else 1)
+    num_words = 1 if not x.size else _host_words(rows[:1]).shape[-1]
+    sums = []
+    for seed in _SEEDS:
+        outer = np.ones(1, np.uint32)
+        for dim, size in enumerate(x.shape[:-1]):
+            outer = np.multiply.outer(outer, _weights(size, dim, seed)).reshape(-1)
+        inner = _weights(rows.shape[1], max(0, x.ndim - 1), seed) if x.ndim else outer
+        words = np.multiply.outer(inner, _weights(num_words, _WORDS, seed))
+        sums.append(_host_sum(rows, outer, words))
+    return _text(sums)
+
+
+def _host_sum(
+    rows: np.ndarray[Any, Any], outer: np.ndarray[Any, Any], inner: np.ndarray[Any, Any]
+) -> int:
+    """Returns one sum, of some rows at a time."""
+    step = max(1, _CHUNK // max(1, rows.shape[1]))
+    total = 0
+    for start in range(0, len(rows), step):
+        words = _host_words(rows[start : start + step])
+        each_row = (words * inner).sum(axis=(1, 2), dtype=np.uint32)
+        total += int((each_row * outer[start : start + step]).sum(dtype=np.uint32))
+    return total % 2**32
+
+
+def _text(sums: Iterable[Any]) -> str:
+    return "".join(f"{int(one):08x}" for one in sums)
+
+
+# On devices.
+
+
+def _start(x: jax.Array) -> jax.Array:
+    replicated = None
+    if isinstance(x.sharding, NamedSharding):
+        replicated = NamedSharding(x.sharding.mesh, PartitionSpec())
+    weights = [_both_weights(size, dim) for dim, size in enumerate(x.shape)]
+    return _summing(replicated)(x, weights)
+
+
+@functools.lru_cache(maxsize=64)
+def _summing(replicated: NamedSharding | None) -> Callable[..., jax.Array]:
+    return jax.jit(_sums, out_shardings=replicated)
+
+
+def _sums(x: jax.Array, weights: Sequence[jax.Array]) -> jax.Array:
+    """Returns the two sums of one array, inside jit."""
+    # Both at once, along a leading dim: that is one pass, and compiles sooner.
+    words = _device_words(x)
+    of_words = _both_weights(len(words), _WORDS)
+    mixed = jnp.zeros((1,) * (1 + x.ndim), jnp.uint32)
+    for at, word in enumerate(words):
+        weight = of_words[:, at].reshape(-1, *[1] * x.ndim)
+        mixed = mixed + word[None] * weight
+    for dim, weight in enumerate(weights):
+        others = [1 + other for other in range(x.ndim) if other != dim]
+        mixed = mixed * jnp.expand_dims(weight, others)
+    return jnp.sum(mixed, axis=tuple(range(1, mixed.ndim)), dtype=jnp.uint32)
+
+
+def _device_words(x: jax.Array) -> list[jax.Array]:
+    """Returns the bits of every element, as one or more words."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return [*_device_words(x.real), *_device_words(x.imag)]
+    if x.dtype == jnp.bool_:
+        return [x.astype(jnp.uint32)]
+    bits = _num_bits(x.dtype)
+    if bits == 64:
+        both = jax.lax.bitcast_convert_type(x, jnp.uint32)
+        return [both[..., 0], both[..., 1]]
+    if not jnp.issubdtype(x.dtype, jnp.unsignedinteger):
+        x = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{bits}"))
+    return [x.astype(jnp.uint32)]
+
+
+def _in_main_memory(x: jax.Array) -> jax.Array:
+    sharding: Any = x.sharding
+    kind = sharding.memory_kind
+    default = _jax.memory_kinds(next(iter(sharding.device_set)))[1]
+    if kind is None or default is None or kind == default:
+        return x
+    return jax.device_put(x, sharding.with_memory_kind(default))
+
+
+# On the host.
+
+
+def _host_words(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Returns the bits of every element as words, along one more dim."""
+    x = np.ascontiguousarray(x)
+    if x.dtype.kind == "c":
+        half = np.dtype(f"float{x.dtype.itemsize * 4}")
+        return _host_words(x.view(half)).reshape(*x.shape, -1)
+    if x.dtype == np.bool_:
+        return x.astype(np.uint32)[..., None]
+    bits = _num_bits(x.dtype)
+    if bits == 64:
+        return x.view(np.uint32).reshape(*x.shape, 2)
+    if bits < 8:  # NumPy keeps one in each byte
+        return (x.view(np.uint8) & (2**bits - 1)).astype(np.uint32)[..., None]
+    return x.view(f"uint{bits}").astype(np.uint32)[..., None]
+
+
+# On both.
+
+
+def _num_bits(dtype: Any) -> int:
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    return int((jnp.iinfo(dtype) if is_integer else jnp.finfo(dtype)).bits)
+
+
+@functools.lru_cache(maxsize=512)
+def _weights(size: int, dim: int, seed: int) -> np.ndarray[Any, Any]:
+    """Returns an odd weight for every index of a dim: MurmurHash3's finalizer."""
+    number = np.uint32
+    x = np.arange(size, dtype=np.uint32) * number(0x9E3779B1)
+    x += number((seed + dim * 0x7F4A7C15) % 2**32)
+    x = (x ^ (x >> number(16))) * number(0x85EBCA6B)
+    x = (x ^ (x >> number(13))) * number(0xC2B2AE35)
+    return (x ^ (x >> number(16))) | number(1)
+
+
+def _both_weights(size: int, dim: int) -> np.ndarray[Any, Any]:
+    """Returns the weights of both sums, a row for each."""
+    return np.stack([_weights(size, dim, seed) for seed in _SEEDS])

@@ -1,0 +1,200 @@
+"""`Input`: passes over the data that can be left in the middle and taken up again."""
+
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+from meshlayout.checkpoint.data_state import Continues
+from meshlayout.errors import CheckpointError
+
+
+logger = logging.getLogger("meshlayout.checkpoint")
+
+# Batches that can be gone through again, a function that gives them, or an iterator.
+Data: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
+
+_END: Any = object()
+
+
+class Input:
+    """The batches of one pass over the data after the other.
+
+    It knows how many batches of the pass were given, and with iterators that tell their
+    place (`get_state` and `set_state`) it keeps that as well. Other data has to give
+    the same batches in each pass, or in each run, to be taken up.
+
+    Args:
+        data: An iterable, of which each pass is a new iteration; a function that
+            returns one; or an iterator, of which there is a single pass.
+
+    Attributes:
+        num_given: The batches of this pass that were given.
+
+    Example:
+        >>> batches = Input([10, 20, 30])
+        >>> batches.begin()
+        >>> next(batches), batches.look(), batches.num_given
+        (10, 20, 1)
+        >>> list(batches)
+        [20, 30]
+    """
+
+    def __init__(self, data: Data) -> None:
+        self._data = data
+        self._pass: Iterator[Any] | None = None
+        # Batches that were looked at, and not given yet; of the next pass, too.
+        self._seen: list[Any] = []
+        self._next: tuple[Iterator[Any], Any] | None = None
+        self._marked: tuple[int, Any] | None = None
+        self.num_given = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._seen:
+            batch = self._seen.pop()
+        elif self._pass is None:
+            raise StopIteration
+        else:
+            batch = next(self._pass)
+        self.num_given += 1
+        return batch
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether there is a pass to go on with."""
+        return self._pass is not None
+
+    @property
+    def tells(self) -> bool:
+        """Whether the iterator of this pass tells its place."""
+        return isinstance(self._pass, Continues)
+
+    def begin(self) -> None:
+        """Begins a pass, or goes on with the only one there is."""
+        self._marked = None
+        if self._next is not None:
+            (self._pass, batch), self._next = self._next, None
+            self._seen = [] if batch is _END else [batch]
+        elif self._pass is None or not isinstance(self._data, Iterator):
+            self._pass = self._new_pass()
+            self._seen = []
+        if not isinstance(self._data, Iterator):
+            self.num_given = 0
+
+    def look(self) -> Any:
+        """Returns the next batch, of the next pass if need be, and does not give it.
+
+        Returns:
+            The batch; None if there is none.
+        """
+        if not self._seen and self._pass is not None:
+            batch = next(self._pass, _END)
+            self._seen = [] if batch is _END else [batch]
+        if self._seen:
+            return self._seen[-1]
+        if isinstance(self._data, Iterator):
+            return None
+        if self._next is None:
+            following = self._new_pass()
+            self._next = following, next(following, _END)
+        return None if self._next[1] is _END else self._next[1]
+
+    # Its place.
+
+    def mark(self) -> None:
+        """Remembers this place: what comes is read ahead, and does not count yet."""
+        state = self._pass.get_state() if isinstance(self._pass, Continues) else None
+        self._marked = self.num_given, state
+
+    def place(self, num_used: int | None = None) -> tuple[dict[str, Any], Any]:
+        """Returns the place, for `take_up`, and what tells the iterator's state.
+
+        Args:
+            num_used: Of the batches since the mark, how many count; None for all that
+                were given.
+        """
+        if num_used is None or self._marked is None:
+            place = {"given": self.num_given, "after": 0, "tells": self.tells}
+            return place, self._pass if self.tells else None
+        given, state = self._marked
+        place = {"given": given + num_used, "after": num_used, "tells": self.tells}
+        return place, _Told(state) if self.tells else None
+
+    def take_up(self, place: Mapping[str, Any], put: Callable[[Any], None]) -> int:
+        """Goes to a place, in a pass that it begins.
+
+        Args:
+            place: What `place` returned.
+            put: Puts an iterator where it was.
+
+        Returns:
+            How many batches have still to be dropped.
+        """
+        self.begin()
+        if not (place["tells"] and self.tells):
+            return place["given"] - self.num_given
+        put(_Skipping(self._pass))
+        self._seen = []
+        return place["after"]
+
+    def drop(self, place: Mapping[str, Any], count: int) -> None:
+        """Drops batches, and is at the place.
+
+        Args:
+            place: What `take_up` was given.
+            count: What it returned.
+
+        Raises:
+            CheckpointError: If there are not so many.
+        """
+        if count > 0 and not self.tells:
+            logger.info("the data tells no place: reading and dropping %d batches", count)
+        for dropped in range(count):
+            if next(self, _END) is _END:
+                msg = (
+                    f"the checkpoint was made after {place['given']} batches of a pass "
+                    f"over the data, which now ends {count - dropped} earlier. Resume "
+                    "with the data of that run."
+                )
+                raise CheckpointError(msg)
+        self.num_given = place["given"]
+
+    def _new_pass(self) -> Iterator[Any]:
+        if isinstance(self._data, Iterable):
+            return iter(self._data)
+        return iter(self._data())
+
+
+class _Told:
+    """An iterator's state as it was, in the place of the iterator."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def get_state(self) -> Any:
+        """Returns the state."""
+        return self._state
+
+    def set_state(self, state: Any) -> None:
+        """Takes another state."""
+        self._state = state
+
+
+class _Skipping:
+    """An iterator that reads and drops where it cannot go to a place."""
+
+    def __init__(self, iterator: Any) -> None:
+        self._iterator = iterator
+
+    def get_state(self) -> Any:
+        """Returns the iterator's state."""
+        return self._iterator.get_state()
+
+    def set_state(self, state: Any) -> None:
+        """Puts the iterator somewhere."""
+        takes = inspect.signature(self._iterator.set_state).parameters
+        skip = {"skip": True} if "skip" in takes else {}
+        self._iterator.set_state(state, **skip)

@@ -1,0 +1,128 @@
+"""The only place for Orbax: writes and reads flat dicts of arrays, by its v1 API.
+
+Names are numbers in the order of the manifest, so that no path of a state has a meaning
+to Orbax.
+"""
+
+import functools
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from meshlayout._optional import require
+
+
+# Orbax's name for the one tree in a directory that we write.
+_ITEM = "arrays"
+
+# Arrays are stored in pieces of at most so many bytes, which are read whole: that
+# bounds what reading a slice of a large shard takes.
+_CHUNK_BYTES = 64 * 2**20
+
+
+# A process reads so much at a time, or the largest array if that is more.
+_READ_BYTES = 2**30
+
+
+@dataclass(frozen=True)
+class OnHost:
+    """Asks for an array in NumPy.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+def stored_dtype(dtype: Any) -> np.dtype[Any]:
+    """Returns the dtype in which the files hold an array: its own if they can.
+
+    Args:
+        dtype: The array's dtype, one of numbers.
+    """
+    dtype = np.dtype(dtype)
+    return dtype if _can_store(dtype.name) else np.dtype("uint8")
+
+
+@functools.cache
+def _can_store(name: str) -> bool:
+    tensorstore = require("tensorstore", extra="checkpoint", purpose="Checkpointing")
+    return hasattr(tensorstore, name)
+
+
+def start_writing(directory: Any, arrays: Mapping[str, Any]) -> Callable[[], None]:
+    """Starts to write arrays, and returns when they may be donated.
+
+    On several processes all of them call this with the same arrays; each of them
+    writes its own shards.
+
+    Args:
+        directory: A directory that does not exist.
+        arrays: JAX or NumPy arrays, by name.
+
+    Returns:
+        What waits for the files, on all processes, and raises what went wrong.
+    """
+    ocp = _orbax()
+    with _context(ocp):
+        response = ocp.save_checkpointables_async(str(directory), {_ITEM: dict(arrays)})
+    return response.result
+
+
+def read(directory: Any, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads some arrays; each device its own slices only.
+
+    Args:
+        directory: What `start_writing` wrote.
+        wanted: By name, a `jax.ShapeDtypeStruct` with a sharding, or `OnHost`.
+    """
+    if not wanted:
+        return {}
+    ocp = _orbax()
+    largest = max(
+        math.prod(one.shape) * np.dtype(one.dtype).itemsize for one in wanted.values()
+    )
+    context = _context(ocp)
+    context.memory.read_concurrent_bytes = max(_READ_BYTES, largest) + 1
+    with context:
+        return ocp.load_checkpointables(str(directory), {_ITEM: dict(wanted)})[_ITEM]
+
+
+def why(error: BaseException) -> str:
+    """Returns the first line of what an error of Orbax is about, in its cause's words.
+
+    Args:
+        error: What was raised.
+    """
+    while (inner := error.__cause__ or error.__context__) is not None:
+        error = inner
+    text = str(error).strip().partition("\n")[0].partition(" [tensorstore_spec")[0]
+    if isinstance(error, OSError):
+        return text
+    return text.rstrip(".") if " " in text else f"{type(error).__name__} {text}".strip()
+
+
+def _orbax() -> ModuleType:
+    logging.getLogger("absl").addFilter(_without_traces)  # the same one once only
+    name = "orbax.checkpoint.experimental.v1"
+    return require(name, extra="checkpoint", purpose="Checkpointing")
+
+
+def _without_traces(record: logging.LogRecord) -> bool:
+    """Keeps Orbax from logging what its threads raise: we raise it too."""
+    return "_SignalingThread" not in str(record.msg)
+
+
+def _context(ocp: ModuleType) -> Any:
+    context = ocp.Context()
+    context.array.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
+    context.pytree.loading.partial_load = True
+    return context

@@ -1,0 +1,241 @@
+"""A state taken apart for saving: what the manifest says of it, and its arrays."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.core import Tracer
+from jax.sharding import NamedSharding
+
+from meshlayout import _jax, _paths
+from meshlayout.checkpoint.fingerprint import (
+    Pending,
+    fingerprints,
+    host_fingerprint,
+)
+from meshlayout.checkpoint.manifest import SavedLeaf
+from meshlayout.checkpoint.orbax import stored_dtype
+from meshlayout.errors import CheckpointError, MeshLayoutError
+from meshlayout.layout import Layout
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What is saved of a state.
+
+    Attributes:
+        leaves: What the manifest says, but for the fingerprints.
+        arrays: The arrays as they are stored, by their names there.
+        pending: What gives their fingerprints.
+    """
+
+    leaves: tuple[SavedLeaf, ...]
+    arrays: Mapping[str, Any]
+    pending: Mapping[str, Pending | np.ndarray[Any, Any]]
+
+    def with_fingerprints(self) -> tuple[SavedLeaf, ...]:
+        """Waits for the fingerprints, and returns the leaves with them."""
+        found = {
+            name: host_fingerprint(one) if isinstance(one, np.ndarray) else one.text()
+            for name, one in self.pending.items()
+        }
+        return tuple(
+            leaf
+            if leaf.array is None
+            else dataclasses.replace(leaf, fingerprint=found[leaf.array])
+            for leaf in self.leaves
+        )
+
+
+def take(state: Any) -> Snapshot:
+    """Takes a state apart, and starts computing fingerprints.
+
+    Args:
+        state: Any tree of arrays and numbers.
+
+    Raises:
+        CheckpointError: If it holds anything else.
+    """
+    if _jax.is_tracing():
+        msg = (
+            "save was called inside a function that JAX transforms, where arrays have "
+            "no values. Call it outside, with what the function returned."
+        )
+        raise CheckpointError(msg)
+    leaves: list[SavedLeaf] = []
+    arrays: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    for path, parts, value in named_leaves(state):
+        leaf, array = _saved(path, parts, value)
+        if array is not None and array.size:
+            name = f"{len(arrays):06d}"
+            stored = stored_dtype(array.dtype)
+            leaf = dataclasses.replace(leaf, array=name, stored=stored.name)
+            values[name] = array
+            arrays[name] = array if stored == array.dtype else _as_bytes(array)
+        leaves.append(leaf)
+    on_devices = {n: x for n, x in values.items() if isinstance(x, jax.Array)}
+    on_host = {n: x for n, x in values.items() if isinstance(x, np.ndarray)}
+    return Snapshot(tuple(leaves), arrays, {**fingerprints(on_devices), **on_host})
+
+
+def host_bytes(state: Any) -> int:
+    """Returns the bytes of this process's shards of a state, each counted once.
+
+    Args:
+        state: As for `take`; may be abstract.
+    """
+    total = 0
+    for _, _, value in named_leaves(state):
+        shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+        if shape is None or dtype is None:
+            continue
+        sharding = _jax.sharding_of(value)
+        on_host = isinstance(value, (np.ndarray, np.generic))
+        each = value.dtype.itemsize if on_host else _jax.itemsize(dtype)
+        if sharding is None:
+            total += int(np.prod(shape, dtype=np.int64)) * each
+            continue
+        places = sharding.addressable_devices_indices_map(tuple(shape)).values()
+        bounds = {
+            tuple(
+                one.indices(size)[:2] for one, size in zip(at or (), shape, strict=True)
+            )
+            for at in places
+        }
+        piece = int(np.prod(sharding.shard_shape(tuple(shape)), dtype=np.int64))
+        total += len(bounds) * piece * each
+    return total
+
+
+def named_leaves(tree: Any) -> list[tuple[str, tuple[str, ...], Any]]:
+    """Returns the path, the keys and the value of every leaf.
+
+    Args:
+        tree: Any tree.
+
+    Raises:
+        CheckpointError: If two leaves have one path, or keys cannot be told apart.
+    """
+    try:
+        flat = _paths.flatten(tree).leaves
+    except MeshLayoutError as error:
+        raise CheckpointError(f"the state cannot be saved: {error}") from None
+    if _paths.holds_modules(tree):
+        tree = nnx.state(tree)
+    entries, _ = jax.tree_util.tree_flatten_with_path(tree)
+    if len(entries) != len(flat):  # a box that holds what is no leaf
+        return [(leaf.path, tuple(leaf.path.split("/")), leaf.value) for leaf in flat]
+    return [
+        (leaf.path, _parts(leaf.path, keys), leaf.value)
+        for leaf, (keys, _) in zip(flat, entries, strict=True)
+    ]
+
+
+def _parts(path: str, keys: tuple[Any, ...]) -> tuple[str, ...]:
+    """Returns the keys that a path is made of; one of them may hold a slash."""
+    names = tuple(map(_paths.key_name, keys))
+    for start in (0, 1):
+        for stop in (len(names), len(names) - 1):
+            if "/".join(names[start:stop]) == path:
+                return names[start:stop]
+    return tuple(path.split("/"))
+
+
+def _saved(path: str, parts: tuple[str, ...], value: Any) -> tuple[SavedLeaf, Any]:
+    """Returns what the manifest says of a leaf, and the array to store."""
+    if isinstance(value, (bool, int, float, complex)) and not isinstance(
+        value, np.generic
+    ):
+        plain = [value.real, value.imag] if isinstance(value, complex) else value
+        kind = type(value).__name__
+        if kind not in PYTHON_TYPES:
+            raise CheckpointError(_unknown(path, value))
+        leaf = SavedLeaf(
+            path=path, parts=parts, kind="python", shape=(), dtype=kind, value=plain
+        )
+        return leaf, None
+    if not isinstance(value, (jax.Array, np.ndarray, np.generic)) or isinstance(
+        value, Tracer
+    ):
+        raise CheckpointError(_unknown(path, value))
+    if not _jax.is_array_dtype(value.dtype):
+        raise CheckpointError(_unknown(path, value))
+    leaf = SavedLeaf(
+        path=path,
+        parts=parts,
+        kind="array" if isinstance(value, jax.Array) else "numpy",
+        shape=tuple(value.shape),
+        dtype=str(value.dtype),
+        nbytes=value.size * np.dtype(value.dtype).itemsize
+        if not _jax.is_extended(value.dtype)
+        else value.size * _jax.itemsize(value.dtype),
+    )
+    if not isinstance(value, jax.Array):
+        return leaf, np.array(value)  # a copy: nobody writes to it meanwhile
+    if value.is_deleted():
+        msg = (
+            f"{path}: the array is deleted; it was donated, to a step or a relayout. "
+            "Save what the step returned."
+        )
+        raise CheckpointError(msg)
+    sharding = value.sharding
+    if isinstance(sharding, NamedSharding):
+        layout = Layout.of(value)
+        leaf = dataclasses.replace(leaf, layout=str(layout), mesh=repr(layout.mesh))
+    if _jax.is_extended(value.dtype):
+        impl = _jax.key_impl(value.dtype)
+        leaf = dataclasses.replace(leaf, kind="key", key_impl=impl)
+        value = jax.random.key_data(value)
+    if jax.process_count() > 1 and value.is_fully_addressable:
+        value = np.array(value)  # each process has its own: that of process 0 is kept
+    return leaf, value
+
+
+PYTHON_TYPES = {
+    "bool": bool,
+    "int": int,
+    "float": float,
+    "complex": complex,
+    "str": str,
+}
+
+
+def _unknown(path: str, value: Any) -> str:
+    where = path or "the state"
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return (
+            f"{where}: a shape without values cannot be saved, as ml.describe and "
+            "jax.eval_shape give them. Save the state itself."
+        )
+    return (
+        f"{where}: {value!r} of type {type(value).__name__} cannot be saved. A state "
+        "holds arrays and numbers; keep other things in metadata=, or outside "
+        "of the tree."
+    )
+
+
+def _as_bytes(x: Any) -> Any:
+    """Returns an array of a dtype that no file format has, as a byte per element."""
+    if isinstance(x, np.ndarray):
+        return x.view(np.uint8)
+    return jax.jit(bits_to_bytes, out_shardings=x.sharding)(x)
+
+
+def bits_to_bytes(x: jax.Array) -> jax.Array:
+    """Returns the bits of every element as a byte, inside jit."""
+    if jnp.issubdtype(x.dtype, jnp.unsignedinteger):
+        return x.astype(jnp.uint8)
+    return jax.lax.bitcast_convert_type(x, jnp.uint8)
+
+
+def bytes_to_bits(x: jax.Array, dtype: Any) -> jax.Array:
+    """Returns what `bits_to_bytes` was given, inside jit."""
+    if jnp.issubdtype(dtype, jnp.unsignedinteger):
+        return x.astype(dtype)
+    return jax.lax.bitcast_convert_type(x, dtype)

@@ -1,0 +1,112 @@
+"""The steps that a directory holds."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from meshlayout.checkpoint import attempts, files, manifest
+from meshlayout.checkpoint.manifest import Manifest
+from meshlayout.errors import CheckpointError, DamagedCheckpointError
+
+
+class Steps:
+    """Reads which steps there are, and their manifests.
+
+    Args:
+        directory: The directory of all steps.
+    """
+
+    def __init__(self, directory: Any) -> None:
+        self.directory = directory
+        self._read: dict[int, tuple[Any, Manifest]] = {}
+
+    def folder(self, step: int) -> Any:
+        """Returns the directory of a step."""
+        return self.directory / str(step)
+
+    def all(self) -> list[int]:
+        """Returns the steps whose manifest is there and whole, in order."""
+        return [step for step in self.with_manifest() if self._is_whole(step)]
+
+    def with_manifest(self) -> list[int]:
+        """Returns the steps that have a manifest, be it damaged, in order."""
+        return [step for step in self._folders() if self._file(step).exists()]
+
+    def unfinished(self) -> list[int]:
+        """Returns the steps that have no manifest, and nobody who writes one."""
+        return [
+            step
+            for step in self._folders()
+            if not self._file(step).exists()
+            and not attempts.is_begun(self.folder(step))
+        ]
+
+    def _folders(self) -> list[int]:
+        names = files.names_in(self.directory)
+        return sorted(int(name) for name in names if attempts.is_step(name))
+
+    def manifest(self, step: int) -> Manifest:
+        """Returns a step's manifest.
+
+        Args:
+            step: The step.
+
+        Raises:
+            DamagedCheckpointError: If it is not what was written.
+            CheckpointError: If there is none.
+        """
+        path = self._file(step)
+        try:
+            mark = _mark(path)
+            if step in self._read and self._read[step][0] == mark:
+                return self._read[step][1]
+            found = Manifest.from_bytes(path.read_bytes(), str(path))
+        except FileNotFoundError:
+            raise CheckpointError(self.missing(step)) from None
+        except OSError as error:
+            msg = f"{path} cannot be read: {error}."
+            raise DamagedCheckpointError(msg) from error
+        if found.step != step:
+            msg = (
+                f"{path} is the manifest of step {found.step}: the directory was "
+                "renamed or the file copied. Give the directory its own name."
+            )
+            raise DamagedCheckpointError(msg)
+        self._read[step] = (mark, found)
+        return found
+
+    def metrics(self, steps: Sequence[int]) -> dict[int, Mapping[str, float]]:
+        """Returns what was measured at some steps.
+
+        Args:
+            steps: Steps that exist.
+        """
+        return {step: self.manifest(step).metrics for step in steps}
+
+    def missing(self, step: int) -> str:
+        """Returns the sentence that says that a step does not exist."""
+        steps = self.all()
+        if not steps:
+            return f"{self.directory} holds no checkpoint: nothing was saved in it yet."
+        some = ", ".join(map(str, steps[-10:]))
+        more = "" if len(steps) <= 10 else f" (and {len(steps) - 10} earlier ones)"
+        return f"{self.directory} has no step {step}; it has {some}{more}."
+
+    def _file(self, step: int) -> Any:
+        return self.folder(step) / manifest.NAME
+
+    def _is_whole(self, step: int) -> bool:
+        try:
+            self.manifest(step)
+        except DamagedCheckpointError:
+            return False
+        except CheckpointError:  # of another version, or gone meanwhile
+            return self._file(step).exists()
+        return True
+
+
+def _mark(path: Any) -> Any:
+    """Returns what tells whether a file is the one that was read before."""
+    if files.is_remote(path):
+        return None, files.size_of(path), getattr(path.stat(), "mtime", None)
+    found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns

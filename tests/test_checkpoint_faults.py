@@ -1,0 +1,475 @@
+"""Breaks checkpoints, disks and writers, and sees that nothing is lost silently."""
+
+import json
+import logging
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import meshlayout as ml
+from meshlayout.checkpoint import Checkpointer, orbax, saving
+from meshlayout.errors import CheckpointWarning
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _without_what_orbax_leaves_behind():
+    """Keeps quiet about what Orbax leaves behind where it cannot read a file.
+
+    Coroutines that are never awaited, and callbacks to loops that it has closed; some
+    are found at the very end, so that this stays.
+    """
+    before = sys.unraisablehook
+
+    def tell(found):
+        code = getattr(found.object, "cr_code", None)
+        if "orbax" in getattr(code, "co_filename", ""):
+            return
+        if "Event loop is closed" not in str(found.exc_value):
+            before(found)
+
+    sys.unraisablehook = tell
+
+
+def state_of(step, mesh):
+    """A state whose every value tells its step."""
+    rng = np.random.default_rng(step)
+    sharding = mesh.layout("batch", "model").sharding
+    return {
+        "kernel": jax.device_put(rng.normal(size=(64, 32)).astype("f4"), sharding),
+        "half": jnp.asarray(rng.normal(size=(16, 8)), "bfloat16"),
+        "host": rng.normal(size=(9,)),
+        "step": jnp.int32(step),
+    }
+
+
+class Position:
+    """An input iterator."""
+
+    def __init__(self, at=None):
+        self.at = at
+
+    def get_state(self):
+        return {"at": self.at, "seed": 7}
+
+    def set_state(self, state):
+        assert state["seed"] == 7
+        self.at = state["at"]
+
+
+def write_two_steps(directory, mesh):
+    with Checkpointer(directory) as ck:
+        for step in (1, 2):
+            ck.save(step, state_of(step, mesh), data=Position(step))
+
+
+def whose(state, at, mesh):
+    """The step whose values these are, all of them, or None."""
+    for step in (1, 2):
+        wanted = jax.tree.map(np.asarray, state_of(step, mesh))
+        found = jax.tree.map(np.asarray, state)
+        same = jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), found, wanted)
+        if at == step and all(jax.tree.leaves(same)):
+            return step
+    return None
+
+
+def restored(ck, mesh, **options):
+    """The step that a restore gives whole, and what it warned of."""
+    position = Position()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        like = state_of(0, mesh)
+        made = ck.restore(like, data=position, **options)
+    said = [str(one.message) for one in caught if one.category is CheckpointWarning]
+    return whose(made, position.at, mesh), said
+
+
+def files_of(directory):
+    return sorted(one for one in directory.rglob("*") if one.is_file())
+
+
+@pytest.mark.parametrize("hashed_bytes", [0, 4 * 2**20], ids=["prints", "hashes"])
+def test_no_flipped_bit_goes_unseen(
+    tmp_path, mesh_2x4, monkeypatch, hashed_bytes, capsys
+):
+    # Without hashes, the fingerprints alone have to find what is wrong.
+    monkeypatch.setattr(saving, "_HASHED_BYTES", hashed_bytes)
+    write_two_steps(tmp_path, mesh_2x4)
+    rng = np.random.default_rng(hashed_bytes)
+    some = [one for one in files_of(tmp_path / "2") if one.stat().st_size]
+    ck = Checkpointer(tmp_path)
+    seen = harmless = 0
+    for turn in range(100):
+        file = some[turn % len(some)]
+        content = bytearray(file.read_bytes())
+        bit = int(rng.integers(8 * len(content)))
+        content[bit // 8] ^= 1 << bit % 8
+        before = file.read_bytes()
+        file.write_bytes(content)
+        found, said = restored(ck, mesh_2x4, fallback=True)
+        where = f"{file.relative_to(tmp_path)}, bit {bit}"
+        if found == 2:
+            harmless += 1
+            assert hashed_bytes == 0, where
+        else:
+            seen += 1
+            assert found == 1, where
+            assert len(said) == 1, where
+        file.write_bytes(before)
+    assert seen + harmless == 100
+    assert restored(ck, mesh_2x4) == (2, [])
+    with capsys.disabled():
+        sys.stdout.write(
+            f"\n100 flipped bits: {seen} found, {harmless} without effect, 0 silent\n"
+        )
+
+
+def damage(file, kind):
+    """Damages a file; tells whether its content is another one now."""
+    content = file.read_bytes()
+    if kind == "deleted":
+        file.unlink()
+        return True
+    new = {
+        "cut off": content[: len(content) // 2],
+        "emptied": b"",
+        "zeroed": bytes(len(content)),
+    }[kind]
+    file.write_bytes(new)
+    return new != content
+
+
+@pytest.mark.parametrize("kind", ["cut off", "emptied", "zeroed", "deleted"])
+def test_every_damaged_file_is_found(tmp_path, mesh_2x4, kind):
+    write_two_steps(tmp_path / "run", mesh_2x4)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    ck = Checkpointer(tmp_path / "run")
+    damaged = 0
+    for name in [
+        one.relative_to(tmp_path / "run") for one in files_of(tmp_path / "run" / "2")
+    ]:
+        file = tmp_path / "run" / name
+        if damage(file, kind):
+            damaged += 1
+            if name.name != "manifest.json" or kind != "deleted":
+                with pytest.raises(ml.DamagedCheckpointError, match=file.name):
+                    ck.restore(state_of(0, mesh_2x4))
+            found, said = restored(ck, mesh_2x4, fallback=True)
+            assert (found, len(said)) == (1, 1), name
+            assert str(file) in said[0] or name.name == "manifest.json"
+        shutil.copy(tmp_path / "copy" / name, file)
+    assert damaged >= 8
+    assert restored(ck, mesh_2x4) == (2, [])
+
+
+def test_a_damaged_array_is_named(tmp_path, mesh_2x4, monkeypatch):
+    monkeypatch.setattr(saving, "_HASHED_BYTES", 0)
+    state = {"net": {"kernel": jnp.arange(4096.0), "bias": jnp.ones(3)}}
+    other = {"net": {"kernel": jnp.arange(4096.0) + 1, "bias": jnp.ones(3)}}
+    with Checkpointer(tmp_path) as ck:
+        ck.save(1, state)
+        ck.save(2, other)
+        ck.wait()
+        shutil.rmtree(tmp_path / "2" / "state")
+        shutil.copytree(tmp_path / "1" / "state", tmp_path / "2" / "state")
+        one, two = (ck._steps.manifest(step) for step in (1, 2))
+        monkeypatch.setattr(type(two), "files", {}, raising=False)
+        object.__setattr__(two, "files", one.files)
+        with pytest.raises(ml.DamagedCheckpointError) as caught:
+            ck.restore(state)
+    assert str(caught.value).startswith(
+        f"net/kernel f32[4096]: the values in {tmp_path / '2'} are not those that were "
+        "saved; the damage is in state/"
+    )
+
+
+def test_verify_can_be_left_out(tmp_path, mesh_2x4):
+    write_two_steps(tmp_path, mesh_2x4)
+    (tmp_path / "2" / "state" / "orbax.checkpoint").write_bytes(b"?")
+    ck = Checkpointer(tmp_path)
+    with pytest.raises(ml.DamagedCheckpointError) as caught:
+        ck.restore(state_of(0, mesh_2x4))
+    assert str(caught.value) == (
+        f"{tmp_path}/2/state/orbax.checkpoint has 1 bytes, and 0 were saved. Restore "
+        "another step, or the newest intact one with fallback=True; verify=False reads "
+        "what there is."
+    )
+    assert restored(ck, mesh_2x4, verify=False) == (2, [])
+
+
+def test_without_an_intact_step_a_fallback_says_so(tmp_path, mesh_2x4):
+    write_two_steps(tmp_path, mesh_2x4)
+    for step in (1, 2):
+        (tmp_path / str(step) / "manifest.json").write_text("{")
+    ck = Checkpointer(tmp_path)
+    assert ck.all_steps() == []
+    with pytest.raises(ml.DamagedCheckpointError) as caught:
+        ck.restore_numpy(fallback=True)
+    assert str(caught.value) == (
+        f"no intact step is left in {tmp_path}: all 2 are damaged. Step 2: "
+        f"{tmp_path}/2/manifest.json is not what was written: the file is cut off or "
+        "changed. Restore another step, or the newest intact one with fallback=True."
+    )
+
+
+def test_a_step_under_another_name_is_refused(tmp_path, mesh_2x4):
+    write_two_steps(tmp_path, mesh_2x4)
+    (tmp_path / "2").rename(tmp_path / "9")
+    ck = Checkpointer(tmp_path)
+    with pytest.raises(ml.DamagedCheckpointError, match="is the manifest of step 2"):
+        ck.restore_numpy()
+    assert ck.all_steps() == [1]
+
+
+# Writing that fails.
+
+
+def save_and_wait(ck, step, state):
+    ck.save(step, state)
+    ck.wait()
+
+
+def check_save_works_after(ck, mesh):
+    """The failure is told once, the old step is whole, and the next save works."""
+    assert ck.all_steps() == [1]
+    found = ck.restore(state_of(0, mesh))
+    assert whose(found, 1, mesh) == 1
+    assert ck.save(2, state_of(2, mesh))
+    ck.wait()
+    assert ck.all_steps() == [1, 2]
+    assert whose(ck.restore(state_of(0, mesh)), 2, mesh) == 2
+    left = {one.name for one in ck.directory.rglob("*") if "writer" in one.name}
+    assert left == set()
+
+
+@pytest.mark.parametrize("limit", [1000, 20_000], ids=["small files too", "arrays"])
+def test_files_that_cannot_grow_are_told_of_once(tmp_path, mesh_2x4, limit):
+    big = {"x": np.random.default_rng(0).normal(size=100_000)}
+    with Checkpointer(tmp_path) as ck:
+        ck.save(1, state_of(1, mesh_2x4))
+        ck.wait()
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        try:
+            with pytest.raises(ml.CheckpointError, match="step 2 could not be saved"):
+                save_and_wait(ck, 2, big)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        check_save_works_after(ck, mesh_2x4)
+        assert sorted(one.name for one in tmp_path.iterdir()) == ["1", "2"]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of four megabytes."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_full_disk_is_told_of_once(small_disk, mesh_2x4):
+    big = {"x": np.random.default_rng(0).normal(size=1_000_000)}
+    with Checkpointer(small_disk / "run") as ck:
+        ck.save(1, state_of(1, mesh_2x4))
+        for _ in range(2):
+            ck.save(2, big)
+            with pytest.raises(ml.CheckpointError, match="No space left"):
+                ck.wait()
+            ck.wait()
+        check_save_works_after(ck, mesh_2x4)
+
+
+def test_a_directory_that_cannot_be_written_is_told_of(tmp_path, mesh_2x4):
+    with Checkpointer(tmp_path / "run") as ck:
+        ck.save(1, state_of(1, mesh_2x4))
+        ck.wait()
+        user = os.geteuid()
+        tmp_path.chmod(0o755)
+        (tmp_path / "run").chmod(0o555)
+        if user == 0:
+            os.seteuid(65534)
+        try:
+            with pytest.raises(ml.CheckpointError) as caught:
+                save_and_wait(ck, 2, state_of(2, mesh_2x4))
+        finally:
+            os.seteuid(user)
+            (tmp_path / "run").chmod(0o755)
+        assert "step 2 could not be saved" in str(caught.value)
+        assert "Permission denied" in str(caught.value)
+        check_save_works_after(ck, mesh_2x4)
+
+
+def test_a_directory_that_cannot_be_made_is_told_of(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ml.CheckpointError) as caught:
+        Checkpointer(tmp_path / "file")
+    assert str(caught.value) == (
+        f"the checkpoint directory {tmp_path}/file cannot be used: [Errno 17] File "
+        f"exists: '{tmp_path}/file'. Give a directory that this process may write to."
+    )
+
+
+def failing(monkeypatch):
+    """Makes the next save fail in the background."""
+    start = orbax.start_writing
+
+    def once(directory, arrays):
+        wait = start(directory, arrays)
+        monkeypatch.setattr(orbax, "start_writing", start)
+
+        def fail():
+            wait()
+            raise OSError("the cable is out")
+
+        return fail
+
+    monkeypatch.setattr(orbax, "start_writing", once)
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["save", "wait", "close", "all_steps", "latest_step", "inspect", "restore_numpy"],
+)
+def test_any_next_call_tells_what_went_wrong_once(
+    tmp_path, mesh_2x4, monkeypatch, call
+):
+    ck = Checkpointer(tmp_path)
+    ck.save(1, state_of(1, mesh_2x4))
+    ck.wait()
+    failing(monkeypatch)
+    ck.save(2, state_of(2, mesh_2x4))
+    ck._saving._thread.join()
+    args = (3, state_of(2, mesh_2x4)) if call == "save" else ()
+    with pytest.raises(ml.CheckpointError) as caught:
+        getattr(ck, call)(*args)
+    assert str(caught.value) == (
+        f"step 2 could not be saved in {tmp_path}: the cable is out. The steps saved "
+        "before are as they were; the next save starts anew."
+    )
+    ck = Checkpointer(tmp_path) if call == "close" else ck
+    check_save_works_after(ck, mesh_2x4)
+    ck.close()
+
+
+def test_an_error_in_the_block_is_not_hidden(tmp_path, mesh_2x4, monkeypatch):
+    failing(monkeypatch)
+
+    def train():
+        with Checkpointer(tmp_path) as ck:
+            ck.save(1, state_of(1, mesh_2x4))
+            raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine") as caught:
+        train()
+    assert caught.value.__notes__[0].startswith("Moreover, step 1 could not be saved")
+
+
+def test_an_old_step_that_cannot_be_deleted_is_told_of(tmp_path, mesh_2x4, monkeypatch):
+    ck = Checkpointer(tmp_path, keep=1)
+    ck.save(1, state_of(1, mesh_2x4))
+    ck.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(OSError("busy")))
+        patch.setattr("meshlayout.checkpoint.files.write_whole", write_plainly)
+        ck.save(2, state_of(2, mesh_2x4))
+        with pytest.raises(ml.CheckpointError) as caught:
+            ck.wait()
+    assert str(caught.value) == (
+        "step 2 is saved, but step 1, which retention does not keep, could not be "
+        "deleted: busy."
+    )
+    assert ck.all_steps() == [1, 2]
+    ck.save(3, state_of(1, mesh_2x4))
+    ck.wait()
+    assert ck.all_steps() == [3]
+
+
+def write_plainly(path, content):
+    path.write_bytes(content)
+
+
+# What is left over.
+
+
+def begin(folder, **changes):
+    """A save that was begun: files, and a note of its writer."""
+    (folder / "state.orbax-checkpoint-tmp").mkdir(parents=True)
+    (folder / "state.orbax-checkpoint-tmp" / "x").write_text("x")
+    from meshlayout.checkpoint import attempts
+
+    note = attempts._writer() | changes
+    (folder / ".writer-0.json").write_text(json.dumps(note))
+
+
+def test_what_dead_writers_left_is_removed_at_the_start(tmp_path, mesh_2x4, caplog):
+    write_two_steps(tmp_path, mesh_2x4)
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    begin(tmp_path / "7", pid=dead.pid)
+    begin(tmp_path / "8", pid=os.getpid())  # its number was given to another one
+    begin(tmp_path / "2", pid=os.getpid(), started="0")
+    begin(tmp_path / "9", machine="other", time=0)
+    (tmp_path / "10").mkdir()
+    (tmp_path / "2" / ".manifest.json-12345678").write_text("{")
+    (tmp_path / ".deleting-0-12345678").mkdir()
+    (tmp_path / "notes.txt").write_text("mine")
+    caplog.set_level(logging.INFO, "meshlayout.checkpoint")
+    ck = Checkpointer(tmp_path)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["1", "2", "notes.txt"]
+    names = sorted(one.name for one in (tmp_path / "2").iterdir())
+    assert names == ["data.json", "manifest.json", "state"]
+    assert restored(ck, mesh_2x4) == (2, [])
+    assert any("of an unfinished save from" in one.message for one in caplog.records)
+
+
+def test_what_live_writers_are_at_work_on_stays(tmp_path, mesh_2x4):
+    with subprocess.Popen(
+        [sys.executable, "-c", "input()"], stdin=subprocess.PIPE
+    ) as other:
+        started = (
+            Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[19]
+        )
+        begin(tmp_path / "7", pid=other.pid, started=started)
+        begin(tmp_path / "8", machine="other")
+        Checkpointer(tmp_path)
+        assert sorted(one.name for one in tmp_path.iterdir()) == ["7", "8"]
+        other.communicate(b"\n")
+    Checkpointer(tmp_path)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["8"]
+
+
+def test_two_checkpointers_of_one_process_leave_each_other_alone(tmp_path, mesh_2x4):
+    with Checkpointer(tmp_path) as one:
+        for step in range(1, 6):
+            one.save(step, state_of(1, mesh_2x4))
+            assert Checkpointer(tmp_path).restore is not None
+        one.wait()
+        assert one.all_steps() == [3, 4, 5]
+
+
+def test_an_unfinished_newer_step_is_told_of(tmp_path, mesh_2x4):
+    ck = Checkpointer(tmp_path)
+    ck.save(1, state_of(1, mesh_2x4), data=Position(1))
+    ck.wait()
+    (tmp_path / "2" / "state").mkdir(parents=True)
+    found, said = restored(ck, mesh_2x4)
+    assert (found, said) == (
+        1,
+        [
+            f"{tmp_path}/2 has no manifest: that step was not saved to its end, or the "
+            "file was deleted. Restoring step 1."
+        ],
+    )

@@ -1,0 +1,1104 @@
+"""Weights of other libraries: safetensors, Flax msgpack, directories of plain Orbax."""
+
+import contextlib
+import json
+import os
+import resource
+import shutil
+import struct
+import tracemalloc
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import linen as nn, nnx, serialization
+from flax.training import train_state
+from orbax.checkpoint import v1 as ocp1
+from safetensors.numpy import load_file, save_file
+
+import meshlayout as ml
+from meshlayout import checkpoint
+from meshlayout.checkpoint import safetensors as reading
+
+
+DTYPES = [
+    *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32"),
+    *("float16", "bfloat16", "float32", "complex64"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
+]
+
+
+def error_of(call, *args, error=ml.CheckpointError, **options):
+    with pytest.raises(error) as caught:
+        call(*args, **options)
+    return str(caught.value)
+
+
+def equal(a, b):
+    a, b = ml.to_numpy(a), ml.to_numpy(b)
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        assert x.shape == y.shape
+        assert x.tobytes() == y.tobytes()
+
+
+def values(shape, dtype="float32", seed=0):
+    made = np.random.default_rng(seed).normal(size=shape) * 4
+    return np.asarray(made).astype(jnp.dtype(dtype))
+
+
+def sharded_state(mesh):
+    return {
+        "dense": {
+            "kernel": ml.relayout(values((8, 16)), mesh.layout(None, "model")),
+            "bias": ml.relayout(values(16, "bfloat16", 1), mesh.layout("model")),
+        },
+        "norm": {"scale": ml.relayout(values((16,), seed=2), mesh.layout(None))},
+        "steps": ml.relayout(np.int32(7), mesh.layout()),
+    }
+
+
+@pytest.fixture
+def state(mesh_2x4):
+    return sharded_state(mesh_2x4)
+
+
+# Safetensors: round trips.
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (0, 4), (8, 4)], ids=str)
+def test_every_dtype_and_shape_comes_back_from_safetensors(tmp_path, dtype, shape):
+    saved = {"x": jnp.asarray(values(shape, dtype))}
+    checkpoint.save_safetensors(tmp_path, saved)
+    equal(checkpoint.load_safetensors(tmp_path, saved), saved)
+
+
+@pytest.mark.parametrize("separator", [".", "/"])
+@pytest.mark.parametrize("most", [2**30, 600, 1])
+def test_sharded_states_come_back_on_any_mesh(tmp_path, state, separator, most):
+    options = {"separator": separator}
+    checkpoint.save_safetensors(tmp_path, state, max_shard_bytes=most, **options)
+    for axes in ({"batch": 2, "model": 4}, {"batch": 4, "model": 2}, {"model": 8}):
+        layouts = ml.LayoutMap(
+            ml.create_mesh(axes), {"kernel": ("model", None), "bias": ("model",)}
+        )
+        got = checkpoint.load_safetensors(tmp_path, state, layouts=layouts, **options)
+        equal(got, state)
+        assert (
+            got["dense"]["kernel"].sharding
+            == layouts.mesh.layout("model", None).sharding
+        )
+    alone = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state)
+    got = checkpoint.load_safetensors(tmp_path, alone, **options)
+    equal(got, state)
+    assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(got))
+
+
+def test_the_reference_library_reads_what_was_written(tmp_path, state):
+    files = checkpoint.save_safetensors(
+        tmp_path / "x.safetensors", state, metadata={"format": "pt"}
+    )
+    found = load_file(files[0])
+    assert sorted(found) == ["dense.bias", "dense.kernel", "norm.scale", "steps"]
+    for name, array in found.items():
+        *above, last = name.split(".")
+        node = state
+        for key in above:
+            node = node[key]
+        equal(array, np.asarray(node[last]))
+    header = json.loads(files[0].read_bytes()[8:].split(b"}}")[0] + b"}}")
+    assert header["__metadata__"] == {"format": "pt"}
+
+
+def test_what_the_reference_library_wrote_is_read(tmp_path, mesh_2x4):
+    saved = {"a.w": values((8, 4)), "a.b": values(4, "float16"), "n": np.int32([3])}
+    save_file(saved, tmp_path / "x.safetensors")
+    layouts = ml.LayoutMap(mesh_2x4, {"a/w": ("batch", "model")})
+    got = checkpoint.load_safetensors(tmp_path / "x.safetensors", layouts)
+    equal(got, {"a": {"w": saved["a.w"], "b": saved["a.b"]}, "n": saved["n"]})
+    assert str(ml.fetch_layout(got["a"]["w"])) == "[batch, model]"
+
+
+def test_shards_are_no_larger_than_asked_and_listed_in_the_index(tmp_path):
+    saved = {f"w{at}": values((10,), seed=at) for at in range(7)}
+    files = checkpoint.save_safetensors(tmp_path, saved, max_shard_bytes=80)
+    assert [file.name for file in files] == [
+        *(f"model-0000{at}-of-00004.safetensors" for at in (1, 2, 3, 4)),
+        "model.safetensors.index.json",
+    ]
+    index = json.loads(files[-1].read_text())
+    assert index["metadata"] == {"total_size": 7 * 40}
+    for name, file in index["weight_map"].items():
+        found = load_file(tmp_path / file)
+        assert sum(array.nbytes for array in found.values()) <= 80
+        equal(found[name], saved[name])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        file.name for file in files
+    )
+
+
+def test_the_index_itself_can_be_given(tmp_path, state):
+    *_, index = checkpoint.save_safetensors(tmp_path, state, max_shard_bytes=1)
+    equal(checkpoint.load_safetensors(str(index), state), state)
+
+
+# Safetensors: names and dims.
+
+
+class Published(nnx.Module):
+    def __init__(self, rngs):
+        self.conv = nnx.Conv(3, 4, (2, 2), padding="VALID", rngs=rngs)
+        linear = [nnx.Linear(8, 8, rngs=rngs) for _ in range(2)]
+        self.h = nnx.Sequential(*linear)
+        self.norm = nnx.LayerNorm(8, rngs=rngs)
+
+
+def torch_names(seed=0):
+    """What a PyTorch model of the same layers is published as."""
+    rng = np.random.default_rng(seed)
+    shapes = {
+        "net.conv.weight": (4, 3, 2, 2),
+        "net.conv.bias": (4,),
+        "net.h.0.fc.weight": (8, 8),
+        "net.h.0.fc.bias": (8,),
+        "net.h.1.fc.weight": (8, 8),
+        "net.h.1.fc.bias": (8,),
+        "net.ln.weight": (8,),
+        "net.ln.bias": (8,),
+        "net.ln.num_batches": (),
+    }
+    return {
+        name: np.asarray(rng.normal(size=shape), "float32")
+        for name, shape in shapes.items()
+    }
+
+
+TABLE = {
+    r"^net\.conv\.weight$": "conv.kernel",
+    r"^net\.conv\.bias$": "conv.bias",
+    r"^net\.h\.(\d+)\.fc\.weight$": r"h/layers/\1/kernel",
+    r"^net\.h\.(\d+)\.fc\.bias$": r"h/layers/\1/bias",
+    r"^net\.ln\.weight$": "norm/scale",
+    r"^net\.ln\.bias$": "norm/bias",
+}
+TURNED = {"conv/kernel": (2, 3, 1, 0), r"layers/\d+/kernel": (1, 0)}
+
+
+@pytest.mark.parametrize("most", [2**30, 100])
+def test_published_weights_land_on_a_layout_map(tmp_path, mesh_2x4, most):
+    saved = torch_names()
+    checkpoint.save_safetensors(tmp_path, saved, separator="/", max_shard_bytes=most)
+    layouts = ml.LayoutMap(
+        mesh_2x4,
+        {r"layers/\d/kernel": ("batch", "model"), "conv/kernel": (..., "model")},
+    )
+    plan = ml.describe(lambda: Published(nnx.Rngs(0)), layouts)
+    model = checkpoint.load_safetensors(
+        tmp_path, plan, rename=TABLE, transpose=TURNED, allow="num_batches"
+    )
+    assert isinstance(model, Published)
+    dense: Any = model.h.layers[1]
+    assert str(ml.fetch_layout(dense.kernel[...])) == "[batch, model]"
+    x = values((5, 8))
+    expected = x @ saved["net.h.1.fc.weight"].T + saved["net.h.1.fc.bias"]
+    np.testing.assert_allclose(dense(x), expected, atol=1e-5)
+    image = values((1, 4, 4, 3), seed=1)
+    windows = np.lib.stride_tricks.sliding_window_view(image[0], (2, 2), (0, 1))
+    made = np.einsum("xychw,ochw->xyo", windows, saved["net.conv.weight"])
+    made = made + saved["net.conv.bias"]
+    np.testing.assert_allclose(model.conv(image)[0], made, atol=1e-5)
+
+
+def test_states_are_written_under_published_names(tmp_path):
+    model = Published(nnx.Rngs(3))
+    back = {
+        "conv/kernel": "net.conv.weight",
+        "conv/bias": "net.conv.bias",
+        r"h/layers/(\d+)/kernel": r"net.h.\1.fc.weight",
+        r"h/layers/(\d+)/bias": r"net.h.\1.fc.bias",
+        "norm/scale": "net.ln.weight",
+        "norm/bias": "net.ln.bias",
+    }
+    turned = {"conv/kernel": (3, 2, 0, 1), r"layers/\d+/kernel": (1, 0)}
+    (file,) = checkpoint.save_safetensors(
+        tmp_path, model, rename=back, transpose=turned
+    )
+    found = load_file(file)
+    shapes = {name: array.shape for name, array in torch_names().items()}
+    del shapes["net.ln.num_batches"]
+    assert {name: array.shape for name, array in found.items()} == shapes
+    got = checkpoint.load_safetensors(file, model, rename=TABLE, transpose=TURNED)
+    equal(nnx.to_pure_dict(nnx.state(got)), nnx.to_pure_dict(nnx.state(model)))
+
+
+def test_sharded_arrays_are_written_transposed(tmp_path, mesh_2x4):
+    whole = values((8, 4, 2))
+    saved = {"w": ml.relayout(whole, mesh_2x4.layout("model", "batch", None))}
+    (file,) = checkpoint.save_safetensors(tmp_path, saved, transpose={"w": (2, 0, 1)})
+    equal(load_file(file)["w"], np.ascontiguousarray(whole.transpose(2, 0, 1)))
+
+
+def test_transposing_says_what_does_not_fit(tmp_path):
+    state = {"w": values((2, 3)), "b": values(3)}
+    checkpoint.save_safetensors(tmp_path, state)
+
+    def load(**options):
+        return error_of(checkpoint.load_safetensors, tmp_path, state, **options)
+
+    assert load(transpose={"[wb]": (1, 0)}) == (
+        "b f32[3]: transpose= gives it the dims (1, 0), which are for arrays of 2 dims. "
+        "Make the pattern narrower."
+    )
+    assert load(transpose={"w": (1, 2)}) == (
+        "transpose= gives 'w' the dims (1, 2), which are no permutation. Write (1, 0) "
+        "to swap the dims of a matrix."
+    )
+    assert load(transpose={"v": (1, 0)}) == (
+        "the pattern 'v' of transpose= matches none of the 2 paths. Correct it or "
+        "leave it out."
+    )
+    assert load(transpose={"w": (1, 0)}) == (
+        f"{tmp_path} does not fit the state that is wanted: 1 of another shape.\n"
+        "differs  wanted       saved\n"
+        "───────  ───────────  ───────────\n"
+        "shape    w f32[2, 3]  w f32[3, 2]\n"
+        "allow=[pattern] keeps arrays of another shape as they are. "
+        "transpose={pattern: (1, 0)} puts dims in another order."
+    )
+
+
+def test_parameters_of_a_train_state_are_loaded_by_their_own_names(tmp_path, mesh_2x4):
+    layouts = ml.LayoutMap(mesh_2x4, {"kernel": (None, "model")})
+
+    def create(seed):
+        return ml.TrainState.create(
+            lambda: nnx.Linear(4, 8, rngs=nnx.Rngs(seed)), optax.adam(1e-3), layouts
+        )
+
+    first, second = create(0), create(1)
+    checkpoint.save_safetensors(tmp_path, first.params)
+    got = checkpoint.load_safetensors(tmp_path, second, partial=True)
+    assert isinstance(got, ml.TrainState)
+    equal(got.params, first.params)
+    equal(got.opt_state, second.opt_state)
+    assert got.layouts.params == second.layouts.params
+    assert (
+        jax.random.key_data(got.rng).tolist()
+        == jax.random.key_data(second.rng).tolist()
+    )
+
+
+def test_linen_variables_are_loaded_in_their_boxes(tmp_path, mesh_2x4):
+    init = nn.with_partitioning(nn.initializers.normal(), (None, "model"))
+    layer = nn.Dense(8, kernel_init=init)
+
+    def variables(seed):
+        layouts = ml.LayoutMap(mesh_2x4)
+        x = jnp.ones((1, 4))
+        return ml.create(lambda: layer.init(jax.random.key(seed), x), layouts)
+
+    first, second = variables(0), variables(1)
+    checkpoint.save_safetensors(tmp_path, first)
+    got = checkpoint.load_safetensors(tmp_path, second)
+    assert jax.tree.structure(got) == jax.tree.structure(second)
+    equal(jax.tree.leaves(got), jax.tree.leaves(first))
+    assert (
+        got["params"]["kernel"].value.sharding
+        == second["params"]["kernel"].value.sharding
+    )
+
+
+# Safetensors: only what is needed.
+
+
+@pytest.mark.parametrize("most", [2**30, 100])
+def test_only_the_slices_that_devices_hold_are_read_each_once(
+    tmp_path, mesh_2x4, monkeypatch, most
+):
+    state = {"w": values((16, 8)), "v": values((8, 4)), "left": values((64, 64))}
+    checkpoint.save_safetensors(tmp_path, state, max_shard_bytes=most)
+    read = []
+    original = reading._Files.read
+
+    def spy(self, leaf, index):
+        part = original(self, leaf, index)
+        assert part.base is None  # no view of something larger
+        read.append((leaf.path, part.shape))
+        return part
+
+    monkeypatch.setattr(reading._Files, "read", spy)
+    layouts = ml.LayoutMap(mesh_2x4, {"w": ("batch", "model"), "v": (None, "model")})
+    like = {name: np.empty_like(state[name]) for name in ("w", "v")}
+    got = checkpoint.load_safetensors(tmp_path, like, layouts=layouts, allow="left")
+    equal(got, {"v": state["v"], "w": state["w"]})
+    # The replicas along `batch` of v share one reading.
+    assert sorted(read) == [("v", (8, 1))] * 4 + [("w", (8, 2))] * 8
+
+
+def test_saving_never_holds_an_array_whole(tmp_path, mesh_2x4):
+    big = ml.ones((1024, 1024), mesh_2x4.layout("batch", "model"))
+    turned = {"w": (1, 0)}
+    checkpoint.save_safetensors(tmp_path / "warm", {"w": big})
+    tracemalloc.start()
+    checkpoint.save_safetensors(tmp_path / "cold", {"w": big}, transpose=turned)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < big.nbytes / 4
+
+
+def aligned(array):
+    """A copy that begins where the devices of a CPU could use it as it is."""
+    room = np.empty(array.nbytes + 64, "uint8")
+    begin = -room.ctypes.data % 64
+    made = room[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
+    made[...] = array
+    return made
+
+
+def test_restored_arrays_share_no_memory(tmp_path, mesh_2x4, monkeypatch):
+    saved = {"w": values((256, 256))}
+    checkpoint.save_safetensors(tmp_path, saved)
+    original = reading._Files.read
+    monkeypatch.setattr(
+        reading._Files, "read", lambda self, *where: aligned(original(self, *where))
+    )
+    got = checkpoint.load_safetensors(tmp_path, ml.LayoutMap(mesh_2x4))
+    equal(got, saved)
+    places = {part.data.unsafe_buffer_pointer() for part in got["w"].addressable_shards}
+    assert len(places) == 8
+
+
+def test_room_on_the_disk_is_taken_before_memory_is_mapped(tmp_path, monkeypatch):
+    state = {f"w{at}": values((256, 256), seed=at) for at in range(3)}
+    sizes = []
+    original = np.memmap
+
+    def spy(file, *args, **options):
+        found = os.fstat(file.fileno())
+        sizes.append(found.st_size)
+        # A hole that cannot be filled ends the process when it is written to.
+        assert found.st_blocks * 512 >= found.st_size
+        return original(file, *args, **options)
+
+    monkeypatch.setattr(np, "memmap", spy)
+    checkpoint.save_safetensors(tmp_path, state)
+    assert len(set(sizes)) == 1
+    assert sizes[0] > 3 * 256 * 256 * 4
+
+
+# Safetensors: damage.
+
+
+def damaged(file, data, like):
+    """Returns the error of loading other bytes, or None for an equal load."""
+    file.write_bytes(data)
+    try:
+        got = checkpoint.load_safetensors(file, like)
+    except ml.CheckpointError as error:
+        return error
+    equal(got, like)
+    return None
+
+
+def test_a_file_that_is_cut_off_anywhere_is_found_out(tmp_path):
+    like = {"w": values((3, 4)), "b": values(3)}
+    (file,) = checkpoint.save_safetensors(tmp_path, like)
+    whole = file.read_bytes()
+    for size in range(len(whole)):
+        error = damaged(file, whole[:size], like)
+        assert isinstance(error, ml.DamagedCheckpointError)
+        assert str(file) in str(error)
+    error = damaged(file, whole + b"x", like)
+    assert str(error) == (
+        f"{file}: it is cut off or no safetensors file: Error while deserializing "
+        "header: incomplete metadata, file not fully covered."
+    )
+
+
+def test_no_flipped_bit_of_a_header_is_silent(tmp_path):
+    like = {"w": values((3, 4)), "b": values(3)}
+    (file,) = checkpoint.save_safetensors(tmp_path, like)
+    whole = bytearray(file.read_bytes())
+    (size,) = struct.unpack("<Q", whole[:8])
+    for at in range(8 + size):
+        for bit in range(8):
+            whole[at] ^= 1 << bit
+            damaged(file, bytes(whole), like)  # an error, or equal
+            whole[at] ^= 1 << bit
+
+
+def test_a_set_of_shards_that_is_not_one_is_found_out(tmp_path):
+    like = {"w": values((3, 4)), "b": values(3)}
+    first, second, index = checkpoint.save_safetensors(
+        tmp_path, like, max_shard_bytes=1
+    )
+    load = checkpoint.load_safetensors
+    text = index.read_text()
+    second.rename(tmp_path / "away")
+    assert error_of(load, tmp_path, like, error=ml.DamagedCheckpointError) == (
+        f"{second}: there is no such file, which {index.name} names."
+    )
+    shutil.copy(first, second)
+    assert error_of(load, tmp_path, like, error=ml.DamagedCheckpointError) == (
+        f"{second}: there is no array 'w' in it, which {index.name} says. The two are "
+        "not of one save."
+    )
+    for bad in ("", "{}", text[:-9], text.replace(second.name, f"../{second.name}")):
+        index.write_text(bad)
+        assert error_of(load, tmp_path, like, error=ml.DamagedCheckpointError) == (
+            f"{index}: it is no index of safetensors files: there is no 'weight_map' "
+            "of names of arrays to names of files beside it."
+        )
+    index.unlink()
+    assert error_of(load, tmp_path, like) == (
+        f"{tmp_path}: there are shards in it, such as {first.name}, and no index "
+        "*.safetensors.index.json, without which nobody knows whether they are "
+        "complete."
+    )
+
+
+def test_what_is_not_there_is_told(tmp_path):
+    load = checkpoint.load_safetensors
+    like = {"w": values(3)}
+    away = tmp_path / "away.safetensors"
+    assert error_of(load, away, like) == f"{away}: there is no such file or directory."
+    assert error_of(load, tmp_path, like) == (
+        f"{tmp_path}: there is no safetensors file in it."
+    )
+    assert error_of(load, "gs://bucket/x.safetensors", like) == (
+        "gs://bucket/x.safetensors: safetensors files are read and written where the "
+        "system can map them into memory. Copy them to a disk."
+    )
+    for name in "ab":
+        checkpoint.save_safetensors(tmp_path / f"{name}.safetensors", like)
+    assert error_of(load, tmp_path, like) == (
+        f"{tmp_path}: it holds several: a.safetensors, b.safetensors. Give the path of "
+        "one file or index."
+    )
+
+
+# Safetensors: what is not saved, and failures.
+
+
+def test_what_safetensors_cannot_hold_is_refused(tmp_path):
+    def save(state, **options):
+        message = error_of(checkpoint.save_safetensors, tmp_path, state, **options)
+        assert not list(tmp_path.iterdir())
+        return message
+
+    assert save({"rng": jax.random.key(0)}) == (
+        "rng: it is a PRNG key, which safetensors files cannot hold. Save the "
+        "parameters alone, as state.params or nnx.state(model, nnx.Param), or "
+        "jax.random.key_data of the key."
+    )
+    assert save({"step": 3}) == (
+        "step: safetensors files hold arrays, and this is 3 of type int. Save the "
+        "parameters alone, as state.params or nnx.state(model, nnx.Param)."
+    )
+    assert save({"w": jax.ShapeDtypeStruct((2,), "float32")}).startswith(
+        "w: safetensors files hold arrays, and this is ShapeDtypeStruct("
+    )
+    assert save({"w": jnp.zeros(2, "int4")}) == (
+        "w: safetensors files cannot hold the dtype int4. Cast it to another one."
+    )
+    assert save({"a.b": values(2)}) == (
+        "a.b: a key holds '.', which also stands between keys in the file. Give "
+        "separator='/', or rename it."
+    )
+    assert save(values(2)) == (
+        "the state is one leaf without a name. Put it into a dict."
+    )
+    assert save({"a": values(2), "b": values(2)}, rename={"[ab]": "c"}) == (
+        "the saved arrays 'a' and 'b' both become 'c'. Change rename= so that they "
+        "differ."
+    )
+    assert save({"a": values(2)}, max_shard_bytes=0) == (
+        "max_shard_bytes= is a number of bytes from 1 up, and got 0."
+    )
+    assert save({"a": values(2)}, separator="-") == (
+        "separator= is '.' or '/', and got '-'."
+    )
+    assert save({"a": values(2)}, metadata={"x": 1}) == (
+        "metadata= is texts by name, and got {'x': 1}."
+    )
+
+
+def test_keys_with_dots_come_back_with_the_other_separator(tmp_path):
+    state = {"a.b": values(2), "a": {"b": values(3)}}
+    checkpoint.save_safetensors(tmp_path, state, separator="/")
+    equal(checkpoint.load_safetensors(tmp_path, state, separator="/"), state)
+
+
+def test_nothing_is_replaced_unless_asked(tmp_path):
+    old, new = {"w": values(3)}, {"w": values(3, seed=1), "v": values(2)}
+    (file,) = checkpoint.save_safetensors(tmp_path, old)
+    assert error_of(checkpoint.save_safetensors, tmp_path, new) == (
+        f"{file} exists. Give another name, or overwrite=True."
+    )
+    equal(checkpoint.load_safetensors(tmp_path, old), old)
+    for most in (2**20, 1, 2**20, 1, 1):
+        files = checkpoint.save_safetensors(
+            tmp_path, new, max_shard_bytes=most, overwrite=True
+        )
+        assert sorted(tmp_path.iterdir()) == sorted(files)
+        equal(checkpoint.load_safetensors(tmp_path, new), new)
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path):
+    old = {"w": values((64, 64))}
+    checkpoint.save_safetensors(tmp_path, old)
+    before = sorted(tmp_path.iterdir())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        new = {"w": values((64, 64), seed=1)}
+        message = error_of(checkpoint.save_safetensors, tmp_path, new, overwrite=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert message == (
+        "the safetensors files cannot be written: [Errno 27] File too large."
+    )
+    assert sorted(tmp_path.iterdir()) == before
+    equal(checkpoint.load_safetensors(tmp_path, old), old)
+    checkpoint.save_safetensors(tmp_path, new, overwrite=True)
+    equal(checkpoint.load_safetensors(tmp_path, old), new)
+
+
+def test_a_place_that_cannot_be_written_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    where = tmp_path / "file" / "x.safetensors"
+    message = error_of(checkpoint.save_safetensors, where, {"w": values(2)})
+    assert message.startswith("the safetensors files cannot be written: [Errno")
+
+
+@pytest.mark.parametrize("most", [2**20, 1])
+def test_a_save_that_stops_anywhere_never_leaves_a_mixture(tmp_path, monkeypatch, most):
+    old = {"w": values(3), "v": values(2)}
+    new = {"w": values(3, seed=1), "v": values(2, seed=1)}
+    original = Path.replace
+    for stop in range(4):
+        here = tmp_path / str(stop)
+        checkpoint.save_safetensors(here, old, max_shard_bytes=most)
+        left = [stop]
+
+        def replace(self, target, left=left):
+            if not left[0]:
+                raise OSError(5, "stopped")
+            left[0] -= 1
+            return original(self, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "replace", replace)
+            with contextlib.suppress(ml.CheckpointError):
+                checkpoint.save_safetensors(
+                    here, new, max_shard_bytes=most, overwrite=True
+                )
+        try:
+            got = checkpoint.load_safetensors(here, old)
+        except ml.CheckpointError:
+            assert most == 1  # the set has no index
+            continue
+        assert got["w"].tolist() in (old["w"].tolist(), new["w"].tolist())
+        equal(got, new if got["w"].tolist() == new["w"].tolist() else old)
+
+
+# What is wanted.
+
+
+def test_what_cannot_be_wanted_is_told(tmp_path, mesh_2x4):
+    state = {"w": values((4, 4))}
+    checkpoint.save_safetensors(tmp_path, state)
+    layouts = ml.LayoutMap(mesh_2x4)
+
+    def load(like, **options):
+        return error_of(checkpoint.load_safetensors, tmp_path, like, **options)
+
+    assert load({}) == (
+        "like= holds no arrays: {} of type dict. Give the state that is wanted, or its "
+        "shapes, as ml.describe or jax.eval_shape give them."
+    )
+    assert load(layouts, layouts=layouts) == (
+        "give one layout map: like=layouts, or like=state and layouts=layouts."
+    )
+    assert load(state, layouts=mesh_2x4) == (
+        f"layouts= takes a LayoutMap, and got {mesh_2x4!r} of type Mesh. Without it, "
+        "arrays go where those of like= are."
+    )
+
+
+def test_names_inside_names_make_no_tree(tmp_path, mesh_2x4):
+    save_file({"a": values(2), "a.b": values(2)}, tmp_path / "x.safetensors")
+    message = error_of(checkpoint.load_safetensors, tmp_path, ml.LayoutMap(mesh_2x4))
+    assert message == (
+        "a.b: its name 'a/b' is inside the name of another array, or around it. Change "
+        "rename= so that no name is part of another."
+    )
+
+
+def test_64_bits_are_refused_where_jax_has_32(tmp_path, mesh_2x4):
+    save_file({"n": np.arange(4)}, tmp_path / "x.safetensors")
+    layouts = ml.LayoutMap(mesh_2x4)
+    assert error_of(checkpoint.load_safetensors, tmp_path, layouts) == (
+        "n i64[4]: JAX makes int32 of int64. Ask for it with dtype='int32', or set "
+        "jax_enable_x64."
+    )
+    got = checkpoint.load_safetensors(tmp_path, layouts, dtype="int32")
+    equal(got, {"n": np.arange(4, dtype="int32")})
+
+
+def test_arrays_go_where_those_that_are_wanted_are(tmp_path, mesh_2x4):
+    state = {"w": values((4, 4))}
+    checkpoint.save_safetensors(tmp_path, state)
+    device = jax.devices()[3]
+    for where in (
+        mesh_2x4.layout("batch", None).sharding,
+        jax.sharding.SingleDeviceSharding(device),
+    ):
+        for like in (
+            jax.ShapeDtypeStruct((4, 4), "float32", sharding=where),
+            jax.device_put(np.zeros((4, 4), "float32"), where),
+        ):
+            got = checkpoint.load_safetensors(tmp_path, {"w": like})["w"]
+            assert got.sharding == where
+            equal(got, state["w"])
+    free = checkpoint.load_safetensors(tmp_path, {"w": jnp.zeros((4, 4))})["w"]
+    (free + jax.device_put(np.zeros((4, 4), "float32"), device)).block_until_ready()
+
+
+def test_other_memory_is_kept_to(tmp_path, mesh_2x4):
+    state = {"w": values((4, 4))}
+    checkpoint.save_safetensors(tmp_path, state)
+    where = mesh_2x4.layout("batch", None).with_memory_kind("pinned_host").sharding
+    like = {"w": jax.ShapeDtypeStruct((4, 4), "float32", sharding=where)}
+    got = checkpoint.load_safetensors(tmp_path, like)
+    assert got["w"].sharding == where
+    equal(got, state)
+
+
+# Flax msgpack.
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.BatchNorm(use_running_average=True)(nn.Dense(8)(x))
+        return nn.Dense(2)(x)
+
+
+def linen_variables(seed=0):
+    return Net().init(jax.random.key(seed), jnp.ones((1, 4)))
+
+
+def test_linen_variables_come_from_msgpack_onto_a_mesh(tmp_path, mesh_2x4):
+    variables = linen_variables()
+    file = tmp_path / "net.msgpack"
+    file.write_bytes(serialization.to_bytes(variables))
+    layouts = ml.LayoutMap(mesh_2x4, {"Dense_0/kernel": (None, "model")})
+    plan = ml.describe(lambda: linen_variables(1), layouts)
+    got = checkpoint.load_msgpack(file, plan)
+    equal(got, variables)
+    kernel = got["params"]["Dense_0"]["kernel"]
+    assert kernel.addressable_shards[0].data.shape == (4, 2)
+
+
+def test_a_train_state_of_flax_comes_from_msgpack(mesh_2x4):
+    def create(seed):
+        variables = linen_variables(seed)
+        return train_state.TrainState.create(
+            apply_fn=Net().apply, params=variables["params"], tx=optax.adam(1e-3)
+        )
+
+    first = create(0)
+    first = first.apply_gradients(grads=first.params)
+    got = checkpoint.load_msgpack(serialization.to_bytes(first), create(1))
+    assert type(got) is train_state.TrainState
+    assert (got.step, type(got.step)) == (1, int)
+    equal(got.params, first.params)
+    equal(got.opt_state, first.opt_state)
+
+
+def test_parameters_alone_come_from_msgpack_into_a_train_state(mesh_2x4):
+    variables = linen_variables()
+    state = ml.TrainState.create(
+        lambda: linen_variables(1), optax.sgd(0.1), ml.LayoutMap(mesh_2x4), module=Net()
+    )
+    written = serialization.to_bytes(variables["params"])
+    got = checkpoint.load_msgpack(written, state, partial=True)
+    equal(got.params, variables["params"])
+    equal(got.model_state, state.model_state)
+
+
+def test_chunked_arrays_are_put_together(monkeypatch):
+    monkeypatch.setattr(serialization, "MAX_CHUNK_SIZE", 64)
+    state = {"w": values((16, 8)), "a": {"v": values((33,), "bfloat16")}}
+    written = serialization.to_bytes(state)
+    assert b"__msgpack_chunked_array__" in written
+    equal(checkpoint.load_msgpack(written, state), state)
+
+
+def test_msgpack_that_is_cut_off_anywhere_is_found_out(monkeypatch):
+    monkeypatch.setattr(serialization, "MAX_CHUNK_SIZE", 8)
+    state = {"w": values(4), "n": 1, "b": values(1, "bfloat16")}
+    written = serialization.to_bytes(state)
+    for size in range(len(written)):
+        error_of(
+            checkpoint.load_msgpack,
+            written[:size],
+            state,
+            error=ml.DamagedCheckpointError,
+        )
+
+
+def test_no_flipped_bit_of_msgpack_raises_anything_else():
+    state = {"w": values(4), "n": 1, "b": values(1, "bfloat16")}
+    written = bytearray(serialization.to_bytes(state))
+    for at in range(len(written)):
+        for bit in range(8):
+            written[at] ^= 1 << bit
+            with contextlib.suppress(ml.CheckpointError):
+                checkpoint.load_msgpack(bytes(written), state)
+            written[at] ^= 1 << bit
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "it is cut off or no msgpack of Flax: Unpack failed: incomplete input"),
+        (b"\x01", "it is no msgpack of a state, and holds a int"),
+    ],
+)
+def test_what_is_no_msgpack_of_a_state_says_so(data, reason):
+    message = error_of(checkpoint.load_msgpack, data, {"w": values(2)})
+    assert message == f"the msgpack data: {reason}."
+
+
+def test_a_msgpack_file_that_is_not_there_is_told(tmp_path):
+    away = tmp_path / "away"
+    message = error_of(checkpoint.load_msgpack, away, {"w": values(2)})
+    assert message == (
+        f"{away}: it cannot be read: [Errno 2] No such file or directory: '{away}'."
+    )
+
+
+# Plain Orbax.
+
+
+def orbax_state(mesh):
+    return {
+        "params": sharded_state(mesh),
+        "opt": optax.adam(1e-3).init({"w": jnp.ones((4, 2))}),
+        "step": jnp.int32(5),
+        "key": jax.random.key(3),
+        "count": 4,
+        "rate": 0.25,
+    }
+
+
+def save_standard(path, state):
+    with ocp.StandardCheckpointer() as saver:
+        saver.save(path, state)
+    return path
+
+
+def save_pytree(path, state):
+    ocp.PyTreeCheckpointer(use_ocdbt=False).save(path, state)
+    return path
+
+
+def save_manager(path, state):
+    with ocp.CheckpointManager(path) as manager:
+        manager.save(3, args=ocp.args.StandardSave(state))
+    return path / "3"
+
+
+def save_named(path, state):
+    with ocp.CheckpointManager(path) as manager:
+        items = ocp.args.Composite(
+            state=ocp.args.StandardSave(state), data=ocp.args.JsonSave({"at": 1})
+        )
+        manager.save(3, args=items)
+    return path / "3"
+
+
+def save_new(path, state):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        ocp1.save_pytree(path, state)
+    return path
+
+
+WRITERS = [save_standard, save_pytree, save_manager, save_named, save_new]
+
+
+@pytest.mark.parametrize("write", WRITERS, ids=lambda one: one.__name__)
+def test_orbax_directories_come_onto_any_mesh(tmp_path, mesh_2x4, write):
+    state = orbax_state(mesh_2x4)
+    where = write(tmp_path / "x", state)
+    mesh = ml.create_mesh({"batch": 4, "model": 2})
+    layouts = ml.LayoutMap(mesh, {"kernel": ("model", "batch"), "bias": ("batch",)})
+    like = jax.eval_shape(lambda: orbax_state(mesh_2x4)) | {"count": 0, "rate": 0.0}
+    got = checkpoint.load_orbax(where, like, layouts=layouts)
+    assert (got.pop("count"), got.pop("rate")) == (4, 0.25)
+    del state["count"], state["rate"]
+    equal(got, state)
+    assert got["key"].dtype == state["key"].dtype
+    assert str(ml.fetch_layout(got["params"]["dense"]["kernel"])) == "[model, batch]"
+
+
+def test_orbax_directories_come_back_without_a_mesh(tmp_path, mesh_2x4):
+    where = save_standard(tmp_path / "x", {"w": sharded_state(mesh_2x4)["dense"]})
+    like = {
+        "w": {"kernel": np.zeros((8, 16), "float32"), "bias": jnp.zeros(16, "bfloat16")}
+    }
+    got = checkpoint.load_orbax(str(where), like)
+    equal(got, {"w": sharded_state(mesh_2x4)["dense"]})
+    assert isinstance(got["w"]["kernel"], np.ndarray)
+
+
+@pytest.mark.parametrize(
+    "write", [save_standard, save_new], ids=lambda one: one.__name__
+)
+def test_nnx_states_that_orbax_wrote_come_back_as_modules(tmp_path, mesh_2x4, write):
+    def build(seed):
+        rngs = nnx.Rngs(seed)
+        return nnx.Sequential(
+            nnx.Linear(4, 8, rngs=rngs),
+            nnx.BatchNorm(8, rngs=rngs),
+            nnx.Dropout(0.5, rngs=rngs),
+        )
+
+    model = build(0)
+    where = write(tmp_path / "x", nnx.state(model))
+    (names,) = where.rglob("_METADATA")
+    assert '"value"' in names.read_text()
+    layouts = ml.LayoutMap(mesh_2x4, {"0/kernel": (None, "model")})
+    got = checkpoint.load_orbax(where, ml.describe(lambda: build(1), layouts))
+    x = values((3, 4))
+    model.eval()
+    got.eval()
+    np.testing.assert_allclose(got(x), model(x), atol=1e-6)
+    assert got.layers[0].kernel[...].addressable_shards[0].data.shape == (4, 2)
+    equal(nnx.to_pure_dict(nnx.state(got)), nnx.to_pure_dict(nnx.state(model)))
+
+
+def test_orbax_arrays_are_renamed_left_out_and_cast(tmp_path, mesh_2x4):
+    state = {"old": {"w": jnp.asarray(values((4, 2)))}, "more": jnp.ones(3)}
+    where = save_standard(tmp_path / "x", state)
+    like = {"new": {"w": jnp.zeros((2, 4), "bfloat16")}, "head": jnp.full(2, 7.0)}
+    got = checkpoint.load_orbax(
+        where,
+        like,
+        rename={"^old/": "new/"},
+        transpose={"w": (1, 0)},
+        partial=True,
+        dtype={"w": "bfloat16"},
+    )
+    equal(got["new"]["w"], values((4, 2)).T.astype(jnp.bfloat16))
+    assert got["head"].tolist() == [7, 7]
+
+
+@pytest.mark.parametrize(
+    "write", [save_standard, save_pytree, save_new], ids=lambda one: one.__name__
+)
+def test_odd_names_of_directories_and_arrays_are_read(tmp_path, write):
+    state = {"a b": {"100%": jnp.ones(3), "x?y#z": jnp.zeros(2)}, "ü": jnp.ones(1)}
+    where = write(tmp_path / "my dir 5%20", state)
+    equal(checkpoint.load_orbax(where, state), state)
+
+
+def test_arrays_that_orbax_wrote_over_each_other_are_found_out(tmp_path):
+    like = {"x": jnp.ones(1)}
+    state = {"a.b": jnp.ones(2), "a": {"b": jnp.zeros(2)}}
+    where = save_standard(tmp_path / "x", state)
+    load = checkpoint.load_orbax
+    assert error_of(load, where, like, error=ml.DamagedCheckpointError) == (
+        f"{where}: Orbax has one name, 'a.b', for the arrays ('a', 'b') and ('a.b',), "
+        "and kept only one of them."
+    )
+    state = {"a/b": jnp.ones(2), "a": {"b": jnp.zeros(2)}}
+    where = save_standard(tmp_path / "y", state)
+    assert error_of(load, where, like) == (
+        f"{where}: the arrays ('a', 'b') and ('a/b',) have the same path, 'a/b'. Read "
+        "it with Orbax and rename one."
+    )
+
+
+def test_a_relative_directory_is_read(tmp_path, monkeypatch):
+    save_standard(tmp_path / "x", {"w": jnp.ones(3)})
+    monkeypatch.chdir(tmp_path)
+    equal(checkpoint.load_orbax("x", {"w": jnp.zeros(3)}), {"w": jnp.ones(3)})
+
+
+def test_float_arrays_of_orbax_never_become_integers(tmp_path):
+    where = save_standard(tmp_path / "x", {"w": jnp.ones(3)})
+    message = error_of(checkpoint.load_orbax, where, {"w": jnp.ones(3, "int32")})
+    assert message == (
+        f"{where} does not fit the state that is wanted: 1 of another dtype.\n"
+        "differs  wanted    saved\n"
+        "───────  ────────  ────────\n"
+        "dtype    w i32[3]  w f32[3]\n"
+        "dtype= asks for another dtype of the same kind; floating point never becomes "
+        "integer."
+    )
+
+
+def test_orbax_directories_with_several_trees_ask_which(tmp_path, mesh_2x4):
+    with ocp.CheckpointManager(tmp_path / "x") as manager:
+        for step in (1, 2):
+            items = ocp.args.Composite(
+                a=ocp.args.StandardSave({"w": jnp.ones(3)}),
+                b=ocp.args.StandardSave({"w": jnp.zeros(3)}),
+            )
+            manager.save(step, args=items)
+    step = tmp_path / "x" / "2"
+    like = {"w": jnp.ones(3)}
+    load = checkpoint.load_orbax
+    assert error_of(load, tmp_path / "x", like) == (
+        f"{tmp_path / 'x'}: it holds the steps 1, 2. Give the directory of one of "
+        f"them, as {step}."
+    )
+    assert error_of(load, step, like) == (
+        f"{step}: it holds several trees: 'a', 'b'. Give item= one of them."
+    )
+    assert error_of(load, step, like, item="c") == (
+        f"{step}: it holds no tree 'c'; it holds 'a', 'b'."
+    )
+    equal(load(step, like, item="b"), {"w": np.zeros(3, "float32")})
+    assert error_of(load, tmp_path, like) == (
+        f"{tmp_path}: there is nothing in it that Orbax finished writing."
+    )
+    away = tmp_path / "away"
+    assert error_of(load, away, like) == f"{away}: there is no such directory."
+
+
+@pytest.mark.parametrize(
+    "write", [save_standard, save_pytree, save_new], ids=lambda one: one.__name__
+)
+@pytest.mark.parametrize("damage", ["delete", "empty", "cut"])
+def test_no_lost_file_of_orbax_is_silent(tmp_path, write, damage):
+    state = {
+        "w": jnp.asarray(values((64, 64))),
+        "z": jnp.zeros((8, 8)),
+        "n": jnp.ones(3),
+    }
+    where = write(tmp_path / "x", state)
+    count = 0
+    for file in sorted(path for path in where.rglob("*") if path.is_file()):
+        data = file.read_bytes()
+        if damage == "delete":
+            file.unlink()
+        else:
+            file.write_bytes(b"" if damage == "empty" else data[: len(data) // 2])
+        try:
+            got = checkpoint.load_orbax(where, state)
+        except ml.CheckpointError:
+            count += 1
+        else:
+            equal(got, state)
+        file.write_bytes(data)
+    assert count >= 2
+    equal(checkpoint.load_orbax(where, state), state)
+
+
+@pytest.mark.parametrize(
+    "write", [save_standard, save_new], ids=lambda one: one.__name__
+)
+def test_prng_keys_of_another_generator_are_refused(tmp_path, write):
+    def state(impl):
+        return {"key": jax.random.key(0, impl=impl)}
+
+    where = write(tmp_path / "x", state("rbg"))
+    equal(checkpoint.load_orbax(where, state("rbg")), state("rbg"))
+    assert error_of(checkpoint.load_orbax, where, state("unsafe_rbg")) == (
+        "key: the PRNG key was saved for rbg, and unsafe_rbg is wanted. Make the state "
+        "with jax.random.key(seed, impl='rbg')."
+    )
+
+
+# All kinds of states that are wanted.
+
+
+def test_abstract_modules_and_states_are_filled(tmp_path, mesh_2x4):
+    model = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
+    checkpoint.save_safetensors(tmp_path, nnx.state(model))
+    layouts = ml.LayoutMap(mesh_2x4, {"kernel": (None, "model")})
+    abstract = nnx.eval_shape(lambda: nnx.Linear(4, 8, rngs=nnx.Rngs(1)))
+    for like in (abstract, nnx.state(model), nnx.state(abstract)):
+        for where in (None, layouts):
+            got = checkpoint.load_safetensors(tmp_path, like, layouts=where)
+            assert type(got) is type(like)
+            state = got if isinstance(got, nnx.State) else nnx.state(got)
+            equal(nnx.to_pure_dict(state), nnx.to_pure_dict(nnx.state(model)))
+            if where is not None:
+                assert (
+                    str(ml.fetch_layout(state["kernel"][...])) == "[unsharded, model]"
+                )
+
+
+def test_what_is_described_is_filled(tmp_path, mesh_2x4):
+    layouts = ml.LayoutMap(mesh_2x4, {"kernel": (None, "model")})
+
+    def build(seed):
+        return lambda: nnx.Linear(4, 8, rngs=nnx.Rngs(seed))
+
+    plan = ml.TrainState.describe(build(1), optax.adam(1e-3), layouts, rng=1)
+    first = ml.TrainState.create(build(0), optax.adam(1e-3), layouts)
+    where = save_standard(tmp_path / "x", {f: getattr(first, f) for f in FIELDS})
+    got = checkpoint.load_orbax(where, plan)
+    assert isinstance(got, ml.TrainState)
+    for name in FIELDS:
+        equal(getattr(got, name), getattr(first, name))
+        assert getattr(got.layouts, name) == getattr(first.layouts, name)
+
+
+FIELDS = ("params", "opt_state", "step", "rng")
+
+
+def test_modules_beside_their_optimizers_are_filled(tmp_path):
+    def build(seed):
+        model = nnx.Linear(4, 8, rngs=nnx.Rngs(seed))
+        return {
+            "model": model,
+            "optimizer": nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param),
+        }
+
+    first = build(0)
+    where = save_standard(tmp_path / "x", nnx.state(first))
+    got = checkpoint.load_orbax(where, build(1))
+    assert isinstance(got["optimizer"], nnx.Optimizer)
+    equal(nnx.to_pure_dict(nnx.state(got)), nnx.to_pure_dict(nnx.state(first)))
+
+
+def test_what_is_kept_goes_where_it_is_wanted(tmp_path, mesh_2x4):
+    checkpoint.save_safetensors(tmp_path, {"w": values((4, 4))})
+    like = {"w": jnp.zeros((4, 4)), "head": jnp.ones((4, 8)), "key": jax.random.key(1)}
+    layouts = ml.LayoutMap(mesh_2x4, {"head": (None, "model")})
+    got = checkpoint.load_safetensors(tmp_path, like, layouts=layouts, partial=True)
+    assert str(ml.fetch_layout(got["head"])) == "[unsharded, model]"
+    equal(got, {**like, "w": values((4, 4))})
+    assert len(got["key"].sharding.device_set) == 8
+    assert like["head"].tolist() == np.ones((4, 8)).tolist()
+
+
+def test_rules_that_match_nothing_are_told(tmp_path, mesh_2x4):
+    checkpoint.save_safetensors(tmp_path, {"w": values((4, 4))})
+    layouts = ml.LayoutMap(mesh_2x4, {"v": (None, "model")})
+    with pytest.warns(ml.LayoutWarning, match="rule 'v' matches no path"):
+        checkpoint.load_safetensors(tmp_path, layouts)
+
+
+def test_loading_says_what_it_did(tmp_path, caplog):
+    checkpoint.save_safetensors(tmp_path, {"w": values((4, 4)), "v": values(2)})
+    with caplog.at_level("INFO", "meshlayout.checkpoint"):
+        checkpoint.load_safetensors(tmp_path, {"w": values((4, 4))}, partial=True)
+    first, second = caplog.messages
+    assert first.startswith(f"loaded 1 arrays, 64 B, from {tmp_path} in ")
+    assert second.startswith(f"{tmp_path} differs: 1 extra\n")

@@ -1,0 +1,246 @@
+"""Checkpoints of several real processes, and from any number of them to any other."""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import meshlayout as ml
+from meshlayout.checkpoint import Checkpointer, orbax
+from tests.processes import run_processes
+
+
+pytestmark = pytest.mark.multiprocess
+
+WHOLE = np.arange(16 * 24, dtype=np.float32).reshape(16, 24)
+
+MESHES = {
+    "2x4": ({"batch": 2, "model": 4}, ("batch", "model")),
+    "4x2": ({"batch": 4, "model": 2}, ("model", "batch")),
+}
+
+
+def place(value, layout):
+    """Puts a value that every process has on the mesh of all."""
+    if layout.sharding.is_fully_addressable:
+        return jax.device_put(value, layout.sharding)
+    cut = lambda index: value[index]  # noqa: E731
+    return jax.make_array_from_callback(value.shape, layout.sharding, cut)
+
+
+def state_on(name):
+    axes, specs = MESHES[name]
+    mesh = ml.create_mesh(axes)
+    layout = mesh.layout(*specs)
+    axis = next(iter(axes))
+    keys = jax.jit(
+        lambda: jax.random.split(jax.random.key(3), 8),
+        out_shardings=mesh.layout(axis).sharding,
+    )()
+    return {
+        "kernel": place(WHOLE, layout),
+        "bias": place(WHOLE[0].astype(jnp.bfloat16), mesh.layout(None)),
+        "keys": keys,
+        "step": jnp.int32(7),
+        "numpy": np.arange(3),
+        "number": 5,
+    }
+
+
+class Position:
+    """An input iterator whose place each process has for itself."""
+
+    def __init__(self, at=None):
+        self.at = at
+
+    def get_state(self):
+        return {"at": self.at}
+
+    def set_state(self, state):
+        self.at = state["at"]
+
+
+def shards(state):
+    """What this process holds of a state, as text that can be compared."""
+    found = {}
+    for path, x in jax.tree.leaves_with_path(state):
+        name = jax.tree_util.keystr(path)
+        if not isinstance(x, jax.Array):
+            found[name] = repr(x)
+            continue
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x = jax.random.key_data(x)
+        parts = {
+            repr(one.index): np.asarray(one.data).tobytes().hex()
+            for one in x.addressable_shards
+        }
+        found[name] = f"{x.dtype} {x.shape} {sorted(parts.items())}"
+    return found
+
+
+def save_all(directory):
+    """Saves on every mesh, one directory each."""
+    for name in MESHES:
+        with Checkpointer(Path(directory) / name, keep=2) as ck:
+            state = state_on(name)
+            for step in (1, 2, 3):
+                ck.save(step, state, data=Position(4))
+            ck.wait()
+            assert ck.all_steps() == [2, 3]
+
+
+def restore_all(directory):
+    """Restores what was saved on every mesh on the next one; returns the directories."""
+    names = list(MESHES)
+    for name, other in zip(names, names[1:] + names[:1], strict=True):
+        like, position = state_on(other), Position()
+        with Checkpointer(Path(directory) / name) as ck:
+            made = ck.restore(like, data=position)
+        assert shards(made) == shards(like), (name, other)
+        assert position.at == 4
+    return [str(Path(directory) / name) for name in names]
+
+
+def visit(own, others):
+    save_all(own)
+    return [name for other in others for name in restore_all(other)]
+
+
+def test_any_number_of_processes_restores_what_any_other_saved(tmp_path, capsys):
+    one, two, four = (str(tmp_path / str(count)) for count in (1, 2, 4))
+    save_all(one)
+    restored = run_processes(2, visit, two, [two, one], devices_per_process=4)
+    restored += run_processes(4, visit, four, [one, two], devices_per_process=2)
+    restored += run_processes(
+        2, visit, str(tmp_path / "x"), [four], devices_per_process=4
+    )
+    restored.append(restore_all(two) + restore_all(four))
+    assert [len(names) for names in restored] == [4] * 2 + [4] * 4 + [2] * 2 + [4]
+    with capsys.disabled():
+        sys.stdout.write("\n12 changes of the number of processes restored equal\n")
+
+
+# What goes wrong on one of them.
+
+
+def message(call):
+    try:
+        call()
+    except ml.CheckpointError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def share_read(directory):
+    """Returns the share of a large array's files that this process reads."""
+    mesh = ml.create_mesh({"model": 8})
+    x = np.random.default_rng(0).normal(size=(4096, 1024)).astype("float32")
+    state = {"x": place(x, mesh.layout("model", None))}
+    with Checkpointer(directory) as ck:
+        ck.save(1, state)
+        ck.wait()
+        file_bytes = ck.inspect(1).file_bytes
+        before = bytes_read()
+        ck.restore(state)
+        return (bytes_read() - before) / file_bytes
+
+
+def bytes_read():
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(lines[0].removeprefix("rchar: "))
+
+
+def faults(directory):
+    """Lets things go wrong on one process; returns what each one was told."""
+    first = jax.process_index() == 0
+    told = {"share": share_read(f"{directory}-large")}
+    state = state_on("2x4")
+    by_batch = ml.create_mesh({"batch": 8}).layout("batch", None)
+    state["bytes"] = place(WHOLE[:8, :8].astype(jnp.uint4), by_batch)
+    ck = Checkpointer(directory)
+    ck.save(1, state, data=Position(10 + jax.process_index()))
+    ck.wait()
+
+    # The files of process 1 cannot be written.
+    start = orbax.start_writing
+
+    def failing(where, arrays):
+        wait = start(where, arrays)
+
+        def fail():
+            wait()
+            if not first:
+                raise OSError("the cable is out")
+
+        return fail
+
+    orbax.start_writing = failing
+    ck.save(2, state)
+    told["background"] = message(ck.wait)
+    orbax.start_writing = start
+
+    # Process 0 cannot make the directory.
+    if first:
+        (Path(directory) / "3").write_text("in the way")
+    told["directory"] = message(lambda: ck.save(3, state))
+    if first:
+        (Path(directory) / "3").unlink()
+
+    ck.save(4, state)
+    ck.wait()
+    told["steps"] = ck.all_steps()
+
+    # A file is damaged.
+    if first:
+        (Path(directory) / "4" / "state" / "orbax.checkpoint").write_text("?")
+    told["damaged"] = message(lambda: ck.restore(state))
+    position = Position()
+    import warnings
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made = ck.restore(state, fallback=True, data=position)
+    told["fallback"] = [str(one.message).partition(".")[0] for one in caught]
+    told["same"] = shards(made) == shards(state)
+    told["position"] = position.at
+    ck.close()
+    return told
+
+
+def test_all_processes_are_told_what_went_wrong_on_one(tmp_path):
+    told = run_processes(2, faults, str(tmp_path), devices_per_process=4)
+    end = "The steps saved before are as they were; the next save starts anew."
+    for index, one in enumerate(told):
+        assert 0.4 < one["share"] < 0.6
+        assert one["background"] == (
+            f"CheckpointError: step 2 could not be saved in {tmp_path}: the cable is "
+            f"out. {end}"
+        )
+        assert one["directory"] == (
+            f"CheckpointError: step 3 could not be saved in {tmp_path}: [Errno 17] File "
+            f"exists: '{tmp_path}/3'. {end}"
+        )
+        assert one["steps"] == [1, 4]
+        assert one["damaged"].startswith(
+            f"DamagedCheckpointError: {tmp_path}/4/state/orbax.checkpoint has 1 bytes, "
+            "and 0 were saved."
+        )
+        assert one["fallback"] == ["restored step 1, the newest that is intact"]
+        assert one["same"]
+        assert one["position"] == 10 + index
+    left = sorted(one.name for one in tmp_path.iterdir())
+    assert left == ["1", "4"]
+    with Checkpointer(tmp_path) as ck, pytest.raises(ml.CheckpointError) as caught:
+        ck.restore(only="kernel", data=Position(), step=1)
+    assert str(caught.value) == (
+        "each of the 2 processes that saved the input iterator was at a place of its "
+        "own, and now there are 1. Restore on as many processes, or without data=."
+    )
+    assert json.loads((tmp_path / "1" / "data.json").read_text())["states"] == [
+        {"at": 10},
+        {"at": 11},
+    ]
