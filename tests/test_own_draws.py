@@ -200,6 +200,25 @@ def create_state(kind, mesh, impl):
     return ml.TrainState.create(build, optax.sgd(0.1), layouts, module=module, rng=rng)
 
 
+def test_a_model_that_takes_keys_apart_runs_all_the_same():
+    def loss_fn(model, batch, rngs):
+        key = jax.random.wrap_key_data(jax.random.key_data(rngs.noise()))
+        return jnp.square(model(drop(key, batch["x"])))
+
+    losses = []
+    for count in (1, 4):
+        mesh = ml.create_mesh({"batch": count}, devices=jax.devices()[:count])
+        state = ml.TrainState.create(
+            lambda: nnx.Linear(4, 1, rngs=nnx.Rngs(0)),
+            optax.sgd(0.1),
+            ml.LayoutMap(mesh, {}),
+        )
+        batch = ml.relayout({"x": np.ones((8, 4), "f")}, mesh.layout("batch", ...))
+        _, metrics = ml.make_train_step(loss_fn, accumulate=2)(state, batch)
+        losses.append(float(metrics["loss"]))
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6)
+
+
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
 def test_gradients_are_added_once_and_the_same_is_dropped_on_any_mesh(kind, impl):

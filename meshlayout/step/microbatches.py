@@ -244,8 +244,12 @@ class _Parts:
             return OwnDraws()
         rows = self._rows // self._num_parts // self._replicas.count
         own = map_batch(lambda leaf: leaf[:rows], part)
-        with self._as_replica(OwnDraws(), 0):
-            jaxpr = jax.make_jaxpr(run)(chosen, own, self._state.model_state)
+        try:
+            with self._as_replica(OwnDraws(), 0):
+                jaxpr = jax.make_jaxpr(run)(chosen, own, self._state.model_state)
+        except Exception:
+            # It ran with the step's keys: a model that takes keys apart has no others.
+            return None
         return draws_like(drawn, _jax.draws(jaxpr.jaxpr), rows)
 
     # All parts.
