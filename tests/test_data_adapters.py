@@ -296,6 +296,26 @@ def test_strings_of_a_tfds_data_source_are_an_error_unless_they_stay_on_the_host
     )
 
 
+def test_a_tfds_data_source_gives_no_batches(mesh, directory):
+    source = tfds.data_source("tiny", split="train", data_dir=directory)
+    with pytest.raises(ml.DataError) as error:
+        distribute_dataset(source, mesh, global_batch_size=32, batched=True)
+    assert str(error.value) == (
+        "a TFDS data source gives single examples. Leave out batched=True, or give "
+        "an iterable of the batches."
+    )
+
+
+def test_packed_sequences_give_no_batches(mesh):
+    source = ml.data.pack_sequences(["abc"] * 20, 4)
+    with pytest.raises(ml.DataError) as error:
+        distribute_dataset(source, mesh, global_batch_size=8, batched=True)
+    assert str(error.value) == (
+        "a PackedSequences gives single examples. Leave out batched=True, or give "
+        "an iterable of the batches."
+    )
+
+
 # What is imported
 
 

@@ -385,6 +385,48 @@ def test_trees_keep_their_structure(name):
     assert_same([batch], [source])
 
 
+def test_keys_that_have_no_order_are_an_error():
+    source = {"x": np.arange(8), 1: np.arange(8)}
+    assert refused(source) == (
+        "JAX cannot take an example apart: Comparator raised exception while sorting "
+        "pytree dictionary keys. Use keys of one type."
+    )
+
+
+class Frame:
+    """A table with columns by name, as a data frame is one."""
+
+    def keys(self):
+        return ["x"]
+
+    def __len__(self):
+        return 8
+
+    def __iter__(self):
+        return iter(["x"])
+
+    def __getitem__(self, name):
+        return {"x": np.arange(8, dtype=np.int32)}[name]
+
+
+def test_a_table_is_given_as_a_dict():
+    assert refused(Frame()) == (
+        "a Frame gives columns by name, and is no tree of arrays. Make it one with "
+        "dict(...)."
+    )
+    assert_same(batches(dict(Frame()), remainder="error"), [{"x": np.arange(8)}])
+
+
+def test_an_npz_file_is_given_as_a_dict(tmp_path):
+    np.savez(tmp_path / "data.npz", x=np.arange(8, dtype=np.int32))
+    with np.load(tmp_path / "data.npz") as file:
+        assert refused(file) == (
+            "a NpzFile gives columns by name, and is no tree of arrays. Make it one "
+            "with dict(...)."
+        )
+        assert_same(batches(dict(file), remainder="error"), [{"x": np.arange(8)}])
+
+
 def test_a_scalar_per_example_becomes_a_vector_over_the_batch_axis():
     layout = PAIR.layout("batch", "model")
     data = distributed(
@@ -879,6 +921,25 @@ def test_batches_do_not_change_with_the_users_buffers(prefetch):
     found = list(distributed(generate, ONE, batched=True, prefetch=prefetch))
     means = [float(batch["x"].mean()) for batch in found]
     assert means == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", ["one array", "a view", "part of an example"])
+def test_examples_may_come_in_one_buffer(kind):
+    def generate():
+        buffer = np.zeros((2, 3), np.float32)
+        for row in range(20):
+            buffer[...] = row
+            given = buffer[:] if kind == "a view" else buffer
+            yield {"x": given, "y": row} if kind != "one array" else given
+
+    options = {"batched": False} if kind == "one array" else {}
+    found = batches(generate, size=8, epochs=2, remainder="repeat", **options)
+    rows = np.concatenate(
+        [batch if kind == "one array" else batch["x"] for batch in found]
+    )
+    expected = np.tile(np.arange(20), 2)
+    np.testing.assert_array_equal(rows[:, 0, 0], expected)
+    np.testing.assert_array_equal(rows[:, 1, 2], expected)
 
 
 # Arguments

@@ -495,6 +495,42 @@ def test_an_iterable_dataset_of_hugging_face_resumes_exactly(mesh, hf, stop):
     np.testing.assert_array_equal(np.concatenate(rest), Y[4 * stop :])
 
 
+def doubled(batch):
+    return {"y": [2 * number for number in batch["y"]]}
+
+
+BATCHED = {
+    "batched": (lambda d: d.batch(3), 1),
+    "batched as arrays": (lambda d: d.with_format("numpy").batch(3), 1),
+    "mapped after it": (lambda d: d.batch(3).map(lambda batch: batch), 1),
+    "mapped by batches": (lambda d: d.map(doubled, batched=True, batch_size=3), 2),
+}
+
+
+@pytest.mark.parametrize("name", BATCHED)
+def test_an_iterable_dataset_tells_whether_it_was_batched(mesh, hf, name):
+    make, factor = BATCHED[name]
+    dataset = make(hf.Dataset.from_dict({"y": list(range(16))}).to_iterable_dataset())
+    found = list(distribute_dataset(dataset, mesh, global_batch_size=8))
+    numbers = np.concatenate([np.asarray(batch["y"]) for batch in found])
+    np.testing.assert_array_equal(numbers, factor * np.arange(16))
+
+
+def test_data_sets_with_random_access_give_no_batches(mesh, hf, torch):
+    rest = (
+        "gives single examples. Leave out batched=True, or give an iterable of the "
+        "batches."
+    )
+    sources = {
+        "a Hugging Face Dataset": hf.Dataset.from_dict({"y": list(range(16))}),
+        "a PyTorch Dataset": torch.utils.data.TensorDataset(torch.arange(16)),
+    }
+    for name, source in sources.items():
+        with pytest.raises(ml.DataError) as error:
+            distribute_dataset(source, mesh, global_batch_size=8, batched=True)
+        assert str(error.value) == f"{name} {rest}"
+
+
 def test_an_iterable_dataset_with_a_shuffle_buffer_says_that_it_cannot_seek(mesh, hf):
     dataset = hf.Dataset.from_dict({"y": list(range(100))})
     dataset = dataset.to_iterable_dataset().shuffle(seed=1, buffer_size=5)

@@ -225,6 +225,50 @@ def test_nothing_is_read_twice():
     assert (len(calls), seen) == (1, list(range(8)))
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_data_set_that_has_no_name_can_be_iterated(prefetch):
+    calls = []
+
+    def source():
+        calls.append(1)
+        yield from examples(8)()
+
+    expected = [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert rows_of(distributed(source, prefetch=prefetch)) == expected
+    assert calls == [1]
+    assert rows_of(distributed(examples(8)(), prefetch=prefetch)) == expected
+    it = iter(distributed(examples(8)(), prefetch=prefetch))
+    gc.collect()
+    assert rows_of(it) == expected
+
+
+class Counted:
+    """Rows by number, and which of them were asked for."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows, self.asked = num_rows, []
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, row: int) -> dict[str, int]:
+        self.asked.append(row)
+        return {"y": row}
+
+
+@pytest.mark.parametrize(("num_rows", "size"), [(10, 4), (1, 4), (8, 4)])
+def test_padding_reads_no_row_again(num_rows, size):
+    source = Counted(num_rows)
+    data = distributed(source, size=size, shuffle=3)
+    source.asked.clear()
+    found = list(data)
+    assert sorted(source.asked) == list(range(num_rows))
+    last = np.asarray(found[-1]["y"])
+    real = int(np.asarray(found[-1]["weight"]).sum())
+    assert (last[real:] == last[real - 1]).all()
+    assert data.report().stages[0].rows == num_rows
+
+
 # Exceptions
 
 
@@ -277,6 +321,21 @@ def test_an_exception_of_a_source_of_rows_surfaces(prefetch):
     assert rows_of([next(it)]) == [[0, 1, 2, 3]]
     with pytest.raises(KeyError, match="no such file"):
         next(it)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_source_of_rows_that_raises_stop_iteration_does_not_end_the_epoch(prefetch):
+    class Ending(Counted):
+        def __getitem__(self, row):
+            if row == 6:
+                raise StopIteration
+            return {"y": row}
+
+    it = iter(distributed(Ending(8), prefetch=prefetch))
+    assert rows_of([next(it)]) == [[0, 1, 2, 3]]
+    assert message(lambda: next(it), RuntimeError) == (
+        "the source raised StopIteration when it was asked for rows."
+    )
 
 
 def test_an_exception_when_a_generator_is_closed_surfaces():

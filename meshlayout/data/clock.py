@@ -14,7 +14,8 @@ class Stage:
     """What one stage of a pipeline has done.
 
     Attributes:
-        name: Its name: `read`, `batch`, `place`, or one of a source's own.
+        name: Its name: `read`, up to a batch on the host; `place`, on the devices; and
+            for `from_tfds` also `decode`, `map` and `stack`.
         rows: The examples that went through it.
         seconds: The time that it took.
     """
@@ -88,6 +89,11 @@ class PipelineReport:
         return (
             f"{waited}; the slowest stage is {slowest!r}." if slowest else waited + "."
         )
+
+
+# In the order in which examples pass them; what is measured inside of a stage ends
+# before it does.
+_STAGES = ("read", "decode", "map", "stack", "place")
 
 
 class Clock:
@@ -179,7 +185,7 @@ class Clock:
         with self._lock:
             stages = tuple(
                 Stage(name, self._rows[name], self._seconds[name])
-                for name in self._seconds
+                for name in sorted(self._seconds, key=_STAGES.index)
             )
             notes = tuple(self._notes)
             return PipelineReport(stages, self._waited, self._batches, notes)

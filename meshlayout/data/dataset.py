@@ -209,12 +209,7 @@ class _Parking:
             kept[1].close()
 
 
-def _begin(
-    plan: Plan,
-    parking: _Parking,
-    position: Position,
-    skip: bool,  # noqa: FBT001
-) -> Prefetched:
+def _begin(plan: Plan, parking: _Parking, position: Position) -> Prefetched:
     """Returns the batches of an iteration from a place on."""
     options = plan.pipeline.options
     parked = parking.take(position)
@@ -223,7 +218,6 @@ def _begin(
         plan.pipeline,
         parked or plan.new_reader(),
         position,
-        skip=skip,
         must_seek=parked is None,
         name=name,
     )

@@ -57,12 +57,11 @@ class HostBatch:
 class Reader(Protocol):
     """What cuts a source into batches."""
 
-    def seek(self, position: Position, *, skip: bool) -> None:
+    def seek(self, position: Position) -> None:
         """Goes to a place.
 
         Args:
             position: The place.
-            skip: Whether rows may be read and dropped to get there.
 
         Raises:
             DataError: If the source cannot go there.

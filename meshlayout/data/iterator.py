@@ -20,13 +20,13 @@ class Hooks:
     Attributes:
         identity: What has to be the same for a state to fit.
         clock: Where waiting is measured.
-        begin: Makes the batches from a place on; the flag allows to read and drop.
+        begin: Makes the batches from a place on.
         moved: Called with the place after every batch that was given.
     """
 
     identity: Identity
     clock: Clock
-    begin: Callable[[Position, bool], Prefetched]
+    begin: Callable[[Position], Prefetched]
     moved: Callable[[Position], None]
 
 
@@ -44,7 +44,6 @@ class DataIterator:
 
     def __init__(self, hooks: Hooks, position: Position) -> None:
         self._hooks, self._position = hooks, position
-        self._skip = True
         self._batches: Prefetched | None = None
         self._is_closed = False
         self._lock = threading.Lock()
@@ -59,7 +58,7 @@ class DataIterator:
                 raise DataError(msg)
             start = time.perf_counter()
             if self._batches is None:
-                self._batches = self._hooks.begin(self._position, self._skip)
+                self._batches = self._hooks.begin(self._position)
             batch, self._position = next(self._batches)
             self._hooks.clock.waited(time.perf_counter() - start)
             self._hooks.moved(self._position)
@@ -116,7 +115,7 @@ class DataIterator:
                 )
                 raise DataError(msg)
             self._stop()
-            self._position, self._skip = position, skip
+            self._position = position
             self._hooks.moved(position)
 
     def close(self) -> None:

@@ -24,25 +24,17 @@ class PlacedReader:
         self._stream: Stream | None = None
         self._epoch = -1
 
-    def seek(self, position: Position, *, skip: bool) -> None:
-        """Goes to a place; by reading and dropping what is before it, if it may."""
+    def seek(self, position: Position) -> None:
+        """Goes to a place; by reading and dropping where the source tells none."""
         self._open(position.epoch)
         stream: Any = self._stream
         if not position.batch:
             return
         if position.source is not None:
             stream.set_state(position.source)
-        elif skip:
+        else:
             for _ in range(position.batch):
                 next(stream)
-        else:
-            msg = (
-                f"this source cannot go to batch {position.batch} of epoch "
-                f"{position.epoch + 1}: it tells no place. "
-                "iterator.set_state(state, skip=True) reads the batches before it, and "
-                "drops them."
-            )
-            raise DataError(msg)
 
     def read(self, position: Position) -> HostBatch | None:
         """Returns the next batch, or None at the epoch's end."""

@@ -84,7 +84,6 @@ class Producer:
         pipeline: What to do with them.
         reader: Where they come from.
         position: Where to begin.
-        skip: Whether rows may be read and dropped to get there.
         must_seek: Whether the reader is not there already.
         name: Of this iteration, for the other processes.
     """
@@ -95,12 +94,11 @@ class Producer:
         reader: Reader,
         position: Position,
         *,
-        skip: bool,
         must_seek: bool,
         name: str,
     ) -> None:
         self._pipeline, self.reader, self.position = pipeline, reader, position
-        self._skip, self._name = skip, name
+        self._name = name
         self._must_seek = must_seek and (position.row > 0 or position.batch > 0)
         self.given = position
         self._last: HostBatch | None = None
@@ -127,7 +125,7 @@ class Producer:
 
     def _next_host_batch(self) -> HostBatch:
         if self._must_seek:
-            self.reader.seek(self.position, skip=self._skip)
+            self.reader.seek(self.position)
             self._must_seek = False
         while not self._is_over():
             batch = self._agreed(self._read())

@@ -48,7 +48,7 @@ class RowReader:
         self._num_batches = num_batches
         self._orders: dict[int, Order] = {}
 
-    def seek(self, position: Position, *, skip: bool) -> None:
+    def seek(self, position: Position) -> None:
         """Any place is as near as any other."""
 
     def close(self) -> None:
@@ -62,9 +62,10 @@ class RowReader:
             return None
         start = position.batch * self._cut.size
         count = min(max(self._num_rows - start, 0), self._cut.size)
-        places = read = start + self._kept()
-        if count < self._cut.size:
-            read = np.unique(np.minimum(places, self._num_rows - 1))
+        places = np.minimum(start + self._kept(), self._num_rows - 1)
+        # Padding is the last row again, which is read once.
+        is_short = count < self._cut.size and not _maps_batches(self._source)
+        read = np.unique(places) if is_short else places
         found = self._gathered(position.epoch, read)
         leaves = [_filled_up(leaf, len(places)) for leaf in found]
         after = replace(position, batch=position.batch + 1, row=start + count)
@@ -99,8 +100,8 @@ class RowReader:
             return [np.empty((0, *spec.shape), spec.to or object) for spec in specs]
         with self._clock.stage("read", len(places)):
             rows = self._rows(epoch, self._order(epoch).at(places))
-        leaves = self._element.checked(rows)
-        return [spec.converted(leaf) for spec, leaf in zip(specs, leaves, strict=True)]
+            leaves = zip(specs, self._element.checked(rows), strict=True)
+            return [spec.converted(leaf) for spec, leaf in leaves]
 
     def _rows(self, epoch: int, indices: np.ndarray[Any, Any]) -> Any:
         try:
@@ -141,6 +142,11 @@ def _filled_up(leaf: np.ndarray[Any, Any], num_rows: int) -> np.ndarray[Any, Any
     found[: len(leaf)] = leaf
     found[len(leaf) :] = leaf[-1:]
     return found
+
+
+def _maps_batches(source: Any) -> bool:
+    """Tells whether a source has a function of the user's that takes whole batches."""
+    return getattr(source, "maps_batches", False)
 
 
 def _of_epoch(source: Any, epoch: int) -> RowSource:

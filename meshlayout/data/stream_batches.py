@@ -48,8 +48,8 @@ class StreamReader:
         self._before: Any = None  # the source's place before the block
         self._is_own = False
 
-    def seek(self, position: Position, *, skip: bool) -> None:
-        """Goes to a place; by reading and dropping what is before it, if it may."""
+    def seek(self, position: Position) -> None:
+        """Goes to a place; by reading and dropping where the source tells none."""
         self._open(position.epoch)
         stream: Any = self._stream
         if not position.row:
@@ -57,16 +57,8 @@ class StreamReader:
         if position.source is not None:
             stream.set_state(position.source)
             self._drop(position.offset)
-        elif skip:
-            self._drop(position.row)
         else:
-            msg = (
-                f"this source cannot go to row {position.row} of epoch "
-                f"{position.epoch + 1}: it tells no place. "
-                "iterator.set_state(state, skip=True) reads the rows before it, and "
-                "drops them."
-            )
-            raise DataError(msg)
+            self._drop(position.row)
 
     def read(self, position: Position) -> HostBatch | None:
         """Returns the next batch, or None at the epoch's end."""
@@ -84,7 +76,8 @@ class StreamReader:
                 if not self._next_block(wanted):
                     raise DataError(no_rows(self._epoch))
             count = min(self._left, wanted)
-            batch.append(self._block, self._used, count, is_own=self._is_own)
+            with self._clock.stage("read"):
+                batch.append(self._block, self._used, count, is_own=self._is_own)
             self._used += count
             self._left -= count
         if not batch.filled:

@@ -133,7 +133,10 @@ def is_columns(obj: Any) -> bool:
         return True
     if isinstance(obj, (str, bytes)):
         return False
-    leaves, treedef = jax.tree.flatten(obj)
+    try:
+        leaves, treedef = jax.tree.flatten(obj)
+    except ValueError:  # the slower way says why
+        leaves, treedef = named_leaves(obj)
     if jax.tree.structure(0) == treedef or not leaves:
         return False  # no tree
     if isinstance(obj, Mapping) or not isinstance(obj, list):
@@ -185,8 +188,8 @@ def refuse_batches(what: str, batched: Any) -> None:
     """
     if batched:
         msg = (
-            f"{what} gives examples by number, one at a time. Leave out batched=True, "
-            "or give an iterable of the batches."
+            f"{what} gives single examples. Leave out batched=True, or give an "
+            "iterable of the batches."
         )
         raise DataError(msg)
 
@@ -195,8 +198,18 @@ def _is_array(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
+def is_table(obj: Any) -> bool:
+    """Tells whether an object gives columns by name, as a data frame does.
+
+    Args:
+        obj: What the user gave.
+    """
+    return isinstance(obj, Mapping) or callable(getattr(obj, "keys", None))
+
+
 def _is_sequence(obj: Any) -> bool:
-    if isinstance(obj, (str, bytes, Mapping)) or not hasattr(obj, "__getitem__"):
+    is_other = isinstance(obj, (str, bytes)) or is_table(obj)
+    if is_other or not hasattr(obj, "__getitem__"):
         return False
     is_random = isinstance(obj, Sequence) or not isinstance(obj, Iterable)
     return hasattr(obj, "__len__") and (is_random or not hasattr(obj, "__next__"))

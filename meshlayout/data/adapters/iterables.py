@@ -1,8 +1,9 @@
 """Iterables, iterators and generator functions as sources that are streamed."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from meshlayout.data.adapters.arrays import is_table
 from meshlayout.data.adapters.streams import Elements, ElementStream
 from meshlayout.data.clock import Clock
 from meshlayout.data.source import Source
@@ -21,7 +22,13 @@ def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> Source:
         DataError: If it can neither be iterated nor called.
     """
     del clock
-    is_other = isinstance(obj, (str, bytes, Mapping))
+    if is_table(obj) and not isinstance(obj, dict):
+        msg = (
+            f"a {type(obj).__name__} gives columns by name, and is no tree of arrays. "
+            "Make it one with dict(...)."
+        )
+        raise DataError(msg)
+    is_other = isinstance(obj, (str, bytes, dict))
     if is_other or not (callable(obj) or _is_iterable(obj)):
         msg = (
             f"a {type(obj).__name__} is no source of examples. Give arrays, a list of "

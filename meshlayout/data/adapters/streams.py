@@ -1,10 +1,12 @@
 """Elements that come one after another, gathered to blocks."""
 
+import copy
 import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 
 from meshlayout import _paths
 from meshlayout.data.adapters.arrays import ambiguous, is_placed, looks_batched
@@ -62,6 +64,8 @@ class ElementStream:
         self._elements, self._batched, self._dtypes = elements, batched, dtypes
         self._what = what
         self._late: Exception | None = None
+        self._before: Any = None
+        self._uses_memory_again: bool | None = None  # None: not known yet
 
     def __next__(self) -> Block:
         return self.take(BLOCK_EXAMPLES)
@@ -99,11 +103,23 @@ class ElementStream:
         self._elements.close()
 
     def _examples(self, first: Any, count: int) -> list[Any]:
+        if self._uses_memory_again is None:
+            before, self._before = self._before, first
+            if before is None:  # the first example is stacked before the second comes
+                return [first]
+            self._uses_memory_again = _share_memory(before, first)
+            self._before = None
+        if self._uses_memory_again:
+            following = itertools.islice(self._elements, count - 1)
+            return self._gathered(_copied(first), map(_copied, following))
+        return self._gathered(first, itertools.islice(self._elements, count - 1))
+
+    def _gathered(self, first: Any, following: Iterator[Any]) -> list[Any]:
         # An exception comes after the examples that were read before it.
         examples = [first]
         try:
             # What was read before an exception stays in the list.
-            examples.extend(itertools.islice(self._elements, count - 1))
+            examples.extend(following)
         except Exception as error:
             self._late = error
         return examples
@@ -140,6 +156,26 @@ def as_block(batch: Any) -> Block:
         )
         raise DataError(msg)
     return Block(treedef.unflatten(leaves), sizes.pop())
+
+
+def _share_memory(one: Any, other: Any) -> bool:
+    """Tells whether two examples have an array in one place, so that one is lost."""
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=False)
+    return any(_is_one_place(first, second) for first, second in pairs)
+
+
+def _is_one_place(one: Any, other: Any) -> bool:
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return np.may_share_memory(one, other)
+    return one is other and hasattr(one, "shape")
+
+
+def _copied(example: Any) -> Any:
+    return jax.tree.map(_copied_leaf, example)
+
+
+def _copied_leaf(leaf: Any) -> Any:
+    return leaf.copy() if isinstance(leaf, np.ndarray) else copy.deepcopy(leaf)
 
 
 def _is_strings(node: Any) -> bool:

@@ -155,12 +155,17 @@ class TeamRows:
 class MappedBatches:
     """A source of rows that a user's function of a batch has mapped.
 
+    Attributes:
+        maps_batches: That it is asked for whole batches, padding included.
+
     Args:
         source: The rows before.
         function: The user's function.
         clock: Where the time goes.
         epoch: Which epoch, from 0.
     """
+
+    maps_batches = True
 
     def __init__(
         self, source: RowSource, function: MapFunction, clock: Clock, epoch: int = 0
