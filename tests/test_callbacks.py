@@ -446,8 +446,13 @@ class Saver:
     def __init__(self):
         self.saved = []
 
-    def save(self, step, state, *, metadata):
-        self.saved.append((step, int(state.step), metadata))
+    def save(self, step, state, *, data, metadata, metrics, force):
+        found = {name: x for name, x in metadata.items() if name != "resume"}
+        self.saved.append((step, int(state.step), found))
+        return True
+
+    def wait(self):
+        pass
 
 
 def test_states_are_saved_every_epoch_with_what_was_measured(state):
@@ -471,9 +476,17 @@ def test_states_are_saved_every_so_many_steps(state):
     ]
 
 
+def test_the_end_of_training_is_saved_too(state):
+    saver = Saver()
+    callback = ml.callbacks.Checkpoint(saver, every=4)
+    fit(ml.Trainer(state, loss_fn), callback, epochs=2)
+    assert [saved[:2] for saved in saver.saved] == [(4, 4), (6, 6)]
+    assert saver.saved[1][2]["epoch"] == 2
+
+
 def test_a_checkpointer_has_to_save():
     assert message_of(lambda: ml.callbacks.Checkpoint("runs")) == (
-        "Checkpoint takes an object with a save(step, state, metadata=), and got a str."
+        "Checkpoint takes an ml.Checkpointer(directory), and got a str."
     )
     assert message_of(lambda: ml.callbacks.Checkpoint(Saver(), every="step")) == (
         "Checkpoint: every='step' is no whole number of steps from 1 on."

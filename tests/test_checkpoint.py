@@ -434,6 +434,45 @@ def test_names_are_changed_by_a_table(ck):
 # Steps.
 
 
+def test_no_name_becomes_part_of_another(ck):
+    ck.save(1, {"a": jnp.ones(2), "c": jnp.zeros(2)})
+    for rename in ({"^c$": "a/b"}, {"^a$": "c/b"}):
+        with pytest.raises(ml.CheckpointError) as caught:
+            ck.restore(rename=rename)
+        inner, outer = ("a", "a/b") if "^c$" in rename else ("c", "c/b")
+        assert str(caught.value) == (
+            f"rename= makes the names {inner!r} and {outer!r}, one inside the other. "
+            "Change it so that no name is part of another."
+        )
+
+
+def test_layouts_alone_go_by_the_paths_that_inspect_shows(ck, mesh_2x4):
+    ck.save(1, train_state(mesh_2x4))
+    mesh = ml.create_mesh({"fsdp": 8})
+    assert "params/up/kernel" in [leaf.path for leaf in ck.inspect().leaves]
+    made = ck.restore(ml.LayoutMap(mesh, {"^params/up/kernel$": (None, "fsdp")}))
+    assert str(ml.fetch_layout(made["params"]["up"]["kernel"])) == "[unsharded, fsdp]"
+    mu = made["opt_state"]["0"]["mu"]["up"]["kernel"]  # follows its parameter
+    assert str(ml.fetch_layout(mu)) == "[unsharded, fsdp]"
+    down = made["params"]["down"]["kernel"]
+    assert str(ml.fetch_layout(down)) == "[unsharded, unsharded]"
+
+
+def test_a_layout_that_does_not_divide_is_no_damage(ck, mesh_2x4):
+    ck.save(1, {"w": jnp.arange(6.0)})
+    sharding = mesh_2x4.layout("model").sharding
+    like = {"w": jax.ShapeDtypeStruct((6,), jnp.float32, sharding=sharding)}
+    with pytest.raises(ml.CheckpointError) as caught:
+        ck.restore(like, fallback=True)
+    assert type(caught.value) is ml.CheckpointError
+    assert str(caught.value) == (
+        "w f32[6] cannot lie where it is wanted: an array of shape (6,): dim 0 has "
+        "size 6, which does not divide into 4 shards over mesh axis 'model' "
+        "(Layout([model], Mesh(batch=2, model=4))). Nearest sizes that fit: 4 and 8. "
+        "To keep the size, leave dim 0 UNSHARDED."
+    )
+
+
 def test_the_last_steps_stay_and_the_best_and_every_tenth(tmp_path):
     options = {"keep": 2, "keep_every": 10, "best": ("accuracy", "max")}
     accuracies = {4: 0.5, 7: 0.9, 10: 0.2, 11: 0.3, 12: float("nan"), 13: 0.4}
@@ -578,6 +617,18 @@ def test_inspect_is_a_table_of_what_was_saved(ck, mesh_2x4):
     assert "kernel" in found._repr_html_()
 
 
+def test_inspect_waits_for_the_save_that_is_under_way(ck):
+    ck.save(3, {"w": jnp.ones(2)})
+    assert ck.inspect().step == 3
+
+
+def test_named_tuples_in_metadata_come_back_as_tuples(ck):
+    device = optax.EmptyState()
+    assert isinstance(device, tuple)
+    ck.save(1, {}, metadata={"of": device, "list": [1]})
+    assert ck.inspect().metadata == {"of": (), "list": [1]}
+
+
 def test_the_memory_of_a_save_is_told_in_advance(ck, mesh_2x4):
     state = {
         "cut": jax.device_put(
@@ -658,8 +709,21 @@ def test_retention_deletes_only_what_nothing_keeps(steps, keep, keep_every, loss
             "the state cannot be saved: two leaves have the path 'a/b': a key that "
             "holds '/' reads like two keys, and 1 like '1'. Rename one of them.",
         ),
+        (
+            {"x": np.arange(3, dtype=">f4")},
+            "x: its bytes are in the order of another machine (>f4). Save "
+            "x.astype(x.dtype.newbyteorder('=')).",
+        ),
+        pytest.param(
+            {"x": np.zeros(3, np.longdouble)},
+            f"x: {np.dtype(np.longdouble)} has another form on other machines and "
+            "cannot be saved. Cast it to float64 or complex128.",
+            marks=pytest.mark.skipif(
+                np.dtype(np.longdouble) == np.float64, reason="there is no longer one"
+            ),
+        ),
     ],
-    ids=["function", "shape", "paths"],
+    ids=["function", "shape", "paths", "order", "long"],
 )
 def test_a_state_that_cannot_be_saved_is_refused(ck, state, message):
     with pytest.raises(ml.CheckpointError) as caught:
@@ -691,6 +755,10 @@ def test_save_inside_jit_is_refused(ck):
     ("options", "message"),
     [
         ({"keep": 0}, "keep=0 is no number of steps from 1 on. None leaves it out."),
+        (
+            {"keep": np.arange(2)},
+            "keep=array([0, 1]) is no number of steps from 1 on. None leaves it out.",
+        ),
         (
             {"best": "loss"},
             "best='loss' is not a metric's name and 'max' or 'min'. Write "
@@ -761,6 +829,10 @@ def test_what_save_is_given_is_checked(tmp_path):
         )
         assert message(metrics={"accuracy": "x"}) == (
             "metrics['accuracy'] is 'x' of type str, which is no number."
+        )
+        assert message(metrics=[0.5]) == (
+            "metrics=[0.5] of type list holds no numbers by name. Write "
+            "metrics={'val_accuracy': 0.9}."
         )
         assert message(metadata={"f": {1, 2}}) == (
             "metadata['f'] is {1, 2} of type set, which cannot be written as JSON. Give "

@@ -7,7 +7,9 @@ import resource
 import shutil
 import subprocess
 import sys
+import threading
 import warnings
+from concurrent import futures
 from pathlib import Path
 
 import jax
@@ -433,6 +435,114 @@ def test_what_dead_writers_left_is_removed_at_the_start(tmp_path, mesh_2x4, capl
     assert names == ["data.json", "manifest.json", "state"]
     assert restored(ck, mesh_2x4) == (2, [])
     assert any("of an unfinished save from" in one.message for one in caplog.records)
+
+
+def test_what_no_checkpointer_wrote_is_left_alone(tmp_path, mesh_2x4):
+    """Directories with numbers for names: somebody's notes, and a run of plain Orbax."""
+    library = pytest.importorskip("orbax.checkpoint")
+    write_two_steps(tmp_path, mesh_2x4)
+    (tmp_path / "2" / "config.yaml").write_text("mine")
+    (tmp_path / "2024").mkdir()
+    (tmp_path / "2024" / "thesis.txt").write_text("mine")
+    with library.CheckpointManager(tmp_path / "plain") as manager:
+        item = library.args.Composite(
+            state=library.args.StandardSave({"w": np.ones(3)})
+        )
+        manager.save(7, args=item)
+    (tmp_path / "plain" / "7").rename(tmp_path / "7")
+    before = files_of(tmp_path)
+    ck = Checkpointer(tmp_path)
+    assert files_of(tmp_path) == before
+    theirs = "_CHECKPOINT_METADATA, commit_success.txt, state"
+    for step, names in ((2024, "thesis.txt"), (7, theirs)):
+        with pytest.raises(ml.CheckpointError) as caught:
+            ck.save(step, state_of(1, mesh_2x4))
+        assert str(caught.value) == (
+            f"step {step} could not be saved in {tmp_path}: {tmp_path}/{step} holds "
+            f"{names}, which no Checkpointer wrote. Give a directory of its own, or "
+            "remove that one. The steps saved before are as they were; the next save "
+            "starts anew."
+        )
+    assert files_of(tmp_path) == before
+    assert restored(ck, mesh_2x4)[0] == 2
+
+
+def test_a_step_whose_manifest_was_deleted_is_told_of_after_a_restart(
+    tmp_path, mesh_2x4
+):
+    write_two_steps(tmp_path, mesh_2x4)
+    (tmp_path / "2" / "manifest.json").unlink()
+    ck = Checkpointer(tmp_path)
+    found, said = restored(ck, mesh_2x4)
+    assert found == 1
+    assert said == [
+        f"{tmp_path}/2 has no manifest: that step was not saved to its end, or the "
+        "file was deleted. Restoring step 1."
+    ]
+    ck.save(2, state_of(2, mesh_2x4), data=Position(2))
+    ck.wait()
+    assert restored(ck, mesh_2x4) == (2, [])
+    names = sorted(one.name for one in (tmp_path / "2").iterdir())
+    assert names == ["data-1.json", "manifest.json", "state-1"]
+
+
+def test_a_manifest_that_is_no_file_does_not_keep_the_others_from_being_read(
+    tmp_path, mesh_2x4
+):
+    write_two_steps(tmp_path, mesh_2x4)
+    (tmp_path / "2" / "manifest.json").unlink()
+    (tmp_path / "2" / "manifest.json").mkdir()
+    ck = Checkpointer(tmp_path)
+    with pytest.raises(
+        ml.DamagedCheckpointError, match=r"manifest\.json cannot be read"
+    ):
+        ck.restore_numpy()
+    assert restored(ck, mesh_2x4, fallback=True)[0] == 1
+
+
+def test_reading_goes_on_while_another_checkpointer_saves_and_deletes(tmp_path):
+    """All at once: the steps that are read are those that retention deletes."""
+    with Checkpointer(tmp_path, keep=1) as writing:
+        writing.save(0, {"w": np.zeros(1000, np.float32)})
+        writing.wait()
+        reading = Checkpointer(tmp_path)
+        seen, stop = [], threading.Event()
+
+        def read():
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                while not stop.is_set():
+                    (value,) = set(reading.restore_numpy()["w"].tolist())
+                    seen.append(value)
+
+        with futures.ThreadPoolExecutor(1) as pool:
+            result = pool.submit(read)
+            for step in range(1, 31):
+                writing.save(step, {"w": np.full(1000, step, np.float32)})
+            writing.wait()
+            stop.set()
+            result.result()
+    assert seen == sorted(seen)
+    assert len(set(seen)) > 3
+
+
+def test_a_step_that_is_deleted_while_it_is_read_is_told_of(
+    tmp_path, mesh_2x4, monkeypatch
+):
+    write_two_steps(tmp_path, mesh_2x4)
+    ck = Checkpointer(tmp_path)
+    read = orbax.read
+
+    def too_late(directory, wanted):
+        shutil.rmtree(tmp_path / "2", ignore_errors=True)
+        return read(directory, wanted)
+
+    monkeypatch.setattr(orbax, "read", too_late)
+    with pytest.raises(ml.CheckpointError) as caught:
+        ck.restore_numpy(step=2)
+    assert str(caught.value) == f"{tmp_path} has no step 2; it has 1."
+    write_two_steps(tmp_path, mesh_2x4)
+    assert restored(ck, mesh_2x4) == (1, [])
 
 
 def test_what_live_writers_are_at_work_on_stays(tmp_path, mesh_2x4):

@@ -613,6 +613,20 @@ def test_a_save_that_stops_anywhere_never_leaves_a_mixture(tmp_path, monkeypatch
 # What is wanted.
 
 
+def test_a_layout_that_does_not_divide_is_told(tmp_path, mesh_2x4):
+    checkpoint.save_safetensors(tmp_path, {"w": np.zeros((6, 3), "f4")})
+    sharding = mesh_2x4.layout("model", None).sharding
+    like = {"w": jax.ShapeDtypeStruct((6, 3), jnp.float32, sharding=sharding)}
+    with pytest.raises(ml.CheckpointError) as caught:
+        checkpoint.load_safetensors(tmp_path, like)
+    assert str(caught.value) == (
+        "w f32[6, 3] cannot lie where it is wanted: an array of shape (6, 3): dim 0 "
+        "has size 6, which does not divide into 4 shards over mesh axis 'model' "
+        "(Layout([model, unsharded], Mesh(batch=2, model=4))). Nearest sizes that fit: "
+        "4 and 8. To keep the size, leave dim 0 UNSHARDED."
+    )
+
+
 def test_what_cannot_be_wanted_is_told(tmp_path, mesh_2x4):
     state = {"w": values((4, 4))}
     checkpoint.save_safetensors(tmp_path, state)

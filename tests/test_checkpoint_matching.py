@@ -13,7 +13,8 @@ from hypothesis import given, settings, strategies as st
 
 import meshlayout as ml
 from meshlayout import checkpoint
-from meshlayout.checkpoint.matching import Leaf, match
+from meshlayout.checkpoint.difference import Leaf
+from meshlayout.checkpoint.matching import match
 
 
 F32 = np.dtype("float32")

@@ -190,9 +190,17 @@ def faults(directory):
     if first:
         (Path(directory) / "3").unlink()
 
+    # Process 1 has an iterator that cannot be saved.
+    bad = Position(1 if first else {1, 2})
+    told["data"] = message(lambda: ck.save(4, state, data=bad))
+
     ck.save(4, state)
     ck.wait()
     told["steps"] = ck.all_steps()
+
+    # Process 1 looks into another directory.
+    other = Checkpointer(directory if first else f"{directory}-other")
+    told["other"] = message(lambda: other.restore(state, fallback=True))
 
     # A file is damaged.
     if first:
@@ -224,7 +232,14 @@ def test_all_processes_are_told_what_went_wrong_on_one(tmp_path):
             f"CheckpointError: step 3 could not be saved in {tmp_path}: [Errno 17] File "
             f"exists: '{tmp_path}/3'. {end}"
         )
+        assert one["data"] == (
+            "CheckpointError: data.get_state()['at'] is {1, 2} of type set, which cannot "
+            "be written as JSON. Give numbers, texts, bytes, and lists and dicts of them."
+        )
         assert one["steps"] == [1, 4]
+        assert one["other"].endswith(
+            f"Error: {tmp_path}-other holds no checkpoint: nothing was saved in it yet."
+        )
         assert one["damaged"].startswith(
             f"DamagedCheckpointError: {tmp_path}/4/state/orbax.checkpoint has 1 bytes, "
             "and 0 were saved."

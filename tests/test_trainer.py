@@ -301,6 +301,29 @@ def test_evaluate_measures_the_real_examples_and_changes_nothing(mesh):
     assert_same_bits(params_of(trainer.state), params)
 
 
+def test_weights_that_the_trainer_would_not_see_are_refused(mesh):
+    data = examples(13)
+    source = data["x"], data["y"]
+    batches = ml.distribute_dataset(source, mesh, global_batch_size=8, weights=2)
+
+    def losses(model, batch):
+        return jnp.square(model(batch[0])[:, 0] - batch[1])
+
+    trainer = ml.Trainer(create_state(mesh), losses)
+    with pytest.raises(ml.MeshLayoutError) as caught:
+        trainer.fit(batches)
+    assert str(caught.value) == (
+        "the data's batches carry their weights at 2, 0 for padding, and the trainer "
+        "looks for them at 'weight', so that padding would count. Give the trainer "
+        "weights=2."
+    )
+    trainer = ml.Trainer(create_state(mesh), losses, weights=2)
+    found = trainer.evaluate(batches)
+    params = params_of(trainer.state)
+    errors = data["x"] @ params["kernel"][:, 0] + params["bias"] - data["y"]
+    np.testing.assert_allclose(found["loss"], (errors**2).mean(), rtol=1e-6)
+
+
 def test_evaluate_takes_another_batch_size_than_fit_without_a_warning(mesh):
     trainer = ml.Trainer(create_state(mesh, optax.sgd(0.0)), loss_fn)
     data = examples(12)

@@ -1,13 +1,22 @@
 """Saves states, and restores them on any mesh: whole, verified, or not at all."""
 
 from meshlayout.checkpoint.checkpointer import Checkpointer as Checkpointer
+from meshlayout.checkpoint.difference import (
+    Change as Change,
+    RestoreDiff as RestoreDiff,
+)
 from meshlayout.checkpoint.foreign_orbax import load_orbax as load_orbax
 from meshlayout.checkpoint.inspection import (
     InspectedLeaf as InspectedLeaf,
     Inspection as Inspection,
 )
-from meshlayout.checkpoint.matching import Change as Change, RestoreDiff as RestoreDiff
+from meshlayout.checkpoint.loop import Loop as Loop
 from meshlayout.checkpoint.msgpack import load_msgpack as load_msgpack
+from meshlayout.checkpoint.preemption import (
+    EXIT_STATUS as EXIT_STATUS,
+    Preempted as Preempted,
+    Preemption as Preemption,
+)
 from meshlayout.checkpoint.safetensors import load_safetensors as load_safetensors
 from meshlayout.checkpoint.safetensors_writing import (
     save_safetensors as save_safetensors,

@@ -18,16 +18,23 @@ def check_step(step: Any) -> int:
     Raises:
         CheckpointError: If it is none.
     """
-    try:
-        number = operator.index(step)
-    except TypeError:
-        number = -1
-    if number < 0 or isinstance(step, (bool, np.bool_)):
+    number = _index(step)
+    if number < 0:
         msg = (
             f"step is {step!r} of type {type(step).__name__}; it is a number from 0 on."
         )
         raise CheckpointError(msg)
     return number
+
+
+def _index(number: Any) -> int:
+    """Returns a whole number, or -1."""
+    if isinstance(number, (bool, np.bool_)):
+        return -1
+    try:
+        return operator.index(number)
+    except TypeError:
+        return -1
 
 
 def check_count(name: str, count: Any) -> int | None:
@@ -42,10 +49,11 @@ def check_count(name: str, count: Any) -> int | None:
     """
     if count is None:
         return None
-    if isinstance(count, bool) or not hasattr(count, "__index__") or count < 1:
+    number = _index(count)
+    if number < 1:
         msg = f"{name}={count!r} is no number of steps from 1 on. None leaves it out."
         raise CheckpointError(msg)
-    return operator.index(count)
+    return number
 
 
 def check_best(best: Any) -> tuple[str, str] | None:
@@ -85,6 +93,12 @@ def check_metrics(
     Raises:
         CheckpointError: If a value is no number, or that metric is missing.
     """
+    if metrics is not None and not isinstance(metrics, Mapping):
+        msg = (
+            f"metrics={metrics!r} of type {type(metrics).__name__} holds no numbers by "
+            "name. Write metrics={'val_accuracy': 0.9}."
+        )
+        raise CheckpointError(msg)
     found = {}
     for name, value in (metrics or {}).items():
         try:

@@ -11,14 +11,16 @@ import json
 import logging
 import os
 import pathlib
+import re
 import socket
 import time
 import uuid
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from meshlayout.checkpoint import files, manifest
-from meshlayout.errors import DamagedCheckpointError
+from meshlayout.checkpoint import files, manifest, orbax
+from meshlayout.errors import CheckpointError
 
 
 logger = logging.getLogger("meshlayout.checkpoint")
@@ -26,6 +28,15 @@ logger = logging.getLogger("meshlayout.checkpoint")
 _NOTE = ".writer-"
 _DELETING = ".deleting-"
 _FAR_AWAY_S = 24 * 3600.0
+
+# The names that attempts use in a step's directory, and Orbax and `write_whole` for
+# them. Whatever else is there is somebody else's.
+_OWN = re.compile(
+    r"(state(-\d+)?(\..+)?|data(-\d+)?\.json|\.writer-\d+\.json"
+    r"|\.(manifest|data(-\d+)?|\.writer-\d+)\.json-[0-9a-f]{8})"
+)
+_FILES = re.compile(r"state|data")
+_NOTE_OR_PART = re.compile(r"\.?\.writer-")
 
 # The attempts that this process is at work on.
 _at_work: set[str] = set()
@@ -49,9 +60,18 @@ class Attempt:
 
         Args:
             folder: The step's directory.
+
+        Raises:
+            CheckpointError: If somebody else's files are in it.
         """
         folder.mkdir(parents=True, exist_ok=True)
         names = files.names_in(folder)
+        if not _is_ours(folder, names):
+            msg = (
+                f"{folder} holds {', '.join(sorted(names)[:3])}, which no Checkpointer "
+                "wrote. Give a directory of its own, or remove that one"
+            )
+            raise CheckpointError(msg)
         number = 0
         while any(cls(folder, number).may_own(name) for name in names):
             number += 1
@@ -81,12 +101,10 @@ class Attempt:
         return name in own or name.startswith(f"{self.arrays}.")
 
     def end(self) -> None:
-        """Takes the note away, and what no manifest names."""
-        try:
-            files.remove(self.note)
-        finally:
-            _at_work.discard(str(self.note))
+        """Takes away what no manifest names, and the note."""
+        _at_work.discard(str(self.note))
         clean_step(self.folder)
+        files.remove(self.note)
 
 
 def clean(directory: Any) -> None:
@@ -105,6 +123,9 @@ def clean(directory: Any) -> None:
 def clean_step(folder: Any) -> None:
     """Removes what no manifest names from a step's directory, if no writer lives.
 
+    What is not of a checkpointer stays, and so does what has neither a manifest nor a
+    note: no attempt leaves that behind.
+
     Args:
         folder: The step's directory.
     """
@@ -113,19 +134,35 @@ def clean_step(folder: Any) -> None:
     names = files.names_in(folder)
     named: set[str | None] = set()
     if manifest.NAME in names:
-        content = (folder / manifest.NAME).read_bytes()
         try:
+            content = (folder / manifest.NAME).read_bytes()
             found = manifest.Manifest.from_bytes(content, "")
-        except DamagedCheckpointError:
+        except (CheckpointError, OSError):
             return  # it may still name something; whoever restores it is told
         named = {manifest.NAME, found.arrays, found.data}
-    left = sorted(names - named)
-    for name in left:
+    elif names and not any(map(_NOTE_OR_PART.match, names)):
+        return
+    left = {name for name in names - named if _OWN.fullmatch(name)}
+    # The notes go last: without one, a directory may be somebody else's.
+    for name in sorted(left, key=lambda one: (one.startswith(_NOTE), one)):
         files.remove(folder / name)
-    if left:
-        logger.info("removed %s of an unfinished save from %s", ", ".join(left), folder)
-    if not named:
+    some = sorted(name for name in left if not name.startswith(_NOTE))
+    if some:
+        what = ", ".join(some)
+        logger.info("removed %s of an unfinished save from %s", what, folder)
+    if names == left:
         files.remove(folder)
+
+
+def _is_ours(folder: Any, names: Collection[str]) -> bool:
+    """Tells whether a step's directory is new, or one that an attempt wrote to."""
+    own = list(filter(_OWN.fullmatch, names))
+    return (
+        not names
+        or manifest.NAME in names
+        or any(map(_NOTE_OR_PART.match, own))
+        or any(orbax.is_written(folder / name) for name in own)
+    )
 
 
 def is_begun(folder: Any) -> bool:
@@ -138,6 +175,22 @@ def is_begun(folder: Any) -> bool:
     return any(_is_alive(folder / name) for name in notes)
 
 
+def is_left_over(folder: Any) -> bool:
+    """Tells whether a step has files, but no manifest and nobody who writes one.
+
+    Args:
+        folder: The step's directory.
+    """
+    names = files.names_in(folder)
+    if manifest.NAME in names or not any(map(_FILES.match, names)):
+        return False
+    notes = [folder / name for name in names if name.startswith(_NOTE)]
+    # A note that is gone by now was of a writer who has come to an end.
+    if any(_is_alive(note) or not note.exists() for note in notes):
+        return False
+    return folder.is_dir() and not (folder / manifest.NAME).exists()
+
+
 def delete(folder: Any) -> None:
     """Removes a step: first, in one operation, it stops being one.
 
@@ -145,6 +198,7 @@ def delete(folder: Any) -> None:
         folder: The step's directory.
     """
     if files.is_remote(folder):
+        files.write_whole(folder / f"{_NOTE}0.json", b"{}")  # of nobody who lives
         files.remove(folder / manifest.NAME)
         files.remove(folder)
         return

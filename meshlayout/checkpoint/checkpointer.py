@@ -48,13 +48,15 @@ class Checkpointer:
 
     An asynchronous save returns as soon as the state may be donated to the next step.
     Until it is done it holds a copy of this process's shards in host memory, as many
-    bytes as `memory(state)` says. One save goes on at a time; the next waits for it.
+    bytes as `memory(state)` says; what is encoded and not yet written comes on top,
+    with which it has taken up to twice as many. One save goes on at a time; the next waits for it.
     What goes wrong in the background is raised by the next call of any method, once.
     Use it in a `with` block, or close it: where Python ends while a save goes on, that
     step is not saved.
 
-    When it is opened, it removes what processes that died have left over. On several
-    processes all of them open it, and save and restore the same steps in one order.
+    When it is opened, it removes what processes that died have left over, and nothing
+    that no checkpointer wrote. On several processes all of them open it, and save and
+    restore the same steps in one order.
 
     Args:
         directory: Where the steps go: a local path, or one of a store (`gs://...`).
@@ -214,7 +216,10 @@ class Checkpointer:
             error.add_note(f"Moreover, {problem}")
 
     def memory(self, state: Any) -> int:
-        """Returns the bytes that a save in the background takes on this host.
+        """Returns the bytes of the copy that a save in the background holds on this host.
+
+        Encoding and writing it takes up to as many again, measured with
+        `benchmarks/checkpoint.py`.
 
         Args:
             state: The state, or its shapes with shardings (from `ml.describe`).
@@ -229,7 +234,7 @@ class Checkpointer:
     # Looking.
 
     def all_steps(self) -> list[int]:
-        """Returns the steps that are saved, in order."""
+        """Returns the steps that are saved, in order, without one under way."""
         self._raise_pending()
         return self._steps.all()
 
@@ -250,13 +255,15 @@ class Checkpointer:
     def inspect(self, step: int | Literal["latest", "best"] = "latest") -> Inspection:
         """Returns what a checkpoint holds, without loading it: a table.
 
+        It waits for a save that is under way.
+
         Args:
             step: The step.
 
         Raises:
             CheckpointError: If there is no such step.
         """
-        self._raise_pending()
+        self._finish_saving()
         return Inspection.of(self._steps.manifest(self._reader.chosen(step)))
 
     # Restoring.

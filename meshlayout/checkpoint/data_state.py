@@ -11,6 +11,10 @@ from meshlayout.checkpoint.processes import Channel
 from meshlayout.errors import CheckpointError, DamagedCheckpointError
 
 
+# No JSON begins so.
+_ERROR = "error: "
+
+
 @runtime_checkable
 class Continues(Protocol):
     """An iterator that tells where it is, and can be put there again."""
@@ -45,8 +49,10 @@ class DataState:
         Raises:
             CheckpointError: If it cannot tell.
         """
-        state = encode(_checked(data).get_state(), "data.get_state()")
-        said = channel.exchange(json.dumps(state, sort_keys=True))
+        said = channel.exchange(_said(data))
+        wrong = [one for one in said if one.startswith(_ERROR)]
+        if wrong:  # on all processes, so that none waits for the others
+            raise CheckpointError(wrong[0].removeprefix(_ERROR))
         some = said[:1] if len(set(said)) == 1 else said
         return cls(tuple(json.loads(one) for one in some))
 
@@ -90,6 +96,15 @@ class DataState:
             raise CheckpointError(msg)
         own = states[jax.process_index() % len(states)]
         _checked(data).set_state(decode(own))
+
+
+def _said(data: Any) -> str:
+    """Returns an iterator's state as JSON, or what is wrong with it."""
+    try:
+        state = encode(_checked(data).get_state(), "data.get_state()")
+        return json.dumps(state, sort_keys=True)
+    except CheckpointError as error:
+        return f"{_ERROR}{error}"
 
 
 def _checked(data: Any) -> Continues:

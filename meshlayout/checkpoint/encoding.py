@@ -45,7 +45,7 @@ def encode(value: Any, where: str) -> Any:
         }
     if isinstance(value, (list, tuple)):
         items = [encode(one, f"{where}[{at}]") for at, one in enumerate(value)]
-        return {_MARK: "tuple", "items": items} if type(value) is tuple else items
+        return {_MARK: "tuple", "items": items} if isinstance(value, tuple) else items
     if isinstance(value, Mapping):
         pairs = [(key, encode(one, f"{where}[{key!r}]")) for key, one in value.items()]
         if all(isinstance(key, str) for key, _ in pairs) and _MARK not in value:

@@ -73,6 +73,8 @@ def write_whole(path: Any, content: bytes) -> None:
 
 def sync_directory(path: pathlib.Path) -> None:
     """Makes the names in a local directory durable."""
+    if os.name != "posix":
+        return  # Windows has no handles of directories
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from meshlayout._optional import require
-from meshlayout.checkpoint.matching import Dtypes, Leaf
+from meshlayout.checkpoint.difference import Leaf
+from meshlayout.checkpoint.matching import Dtypes
 from meshlayout.checkpoint.placing import Options, load
 from meshlayout.errors import CheckpointError, DamagedCheckpointError
 from meshlayout.layout_map import LayoutMap

@@ -46,7 +46,7 @@ class Input:
         # Batches that were looked at, and not given yet; of the next pass, too.
         self._seen: list[Any] = []
         self._next: tuple[Iterator[Any], Any] | None = None
-        self._marked: tuple[int, Any] | None = None
+        self._is_over = False
         self.num_given = 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -58,14 +58,12 @@ class Input:
         elif self._pass is None:
             raise StopIteration
         else:
-            batch = next(self._pass)
+            batch = next(self._pass, _END)
+            self._is_over = batch is _END
+            if self._is_over:
+                raise StopIteration
         self.num_given += 1
         return batch
-
-    @property
-    def is_begun(self) -> bool:
-        """Whether there is a pass to go on with."""
-        return self._pass is not None
 
     @property
     def tells(self) -> bool:
@@ -74,7 +72,7 @@ class Input:
 
     def begin(self) -> None:
         """Begins a pass, or goes on with the only one there is."""
-        self._marked = None
+        self._is_over = False
         if self._next is not None:
             (self._pass, batch), self._next = self._next, None
             self._seen = [] if batch is _END else [batch]
@@ -104,54 +102,44 @@ class Input:
 
     # Its place.
 
-    def mark(self) -> None:
-        """Remembers this place: what comes is read ahead, and does not count yet."""
-        state = self._pass.get_state() if isinstance(self._pass, Continues) else None
-        self._marked = self.num_given, state
-
-    def place(self, num_used: int | None = None) -> tuple[dict[str, Any], Any]:
-        """Returns the place, for `take_up`, and what tells the iterator's state.
+    def place(self, *, keep: bool = False) -> tuple[dict[str, Any], Any]:
+        """Returns the place, and what tells the iterator's state; None if nothing does.
 
         Args:
-            num_used: Of the batches since the mark, how many count; None for all that
-                were given.
+            keep: Whether that is to tell the state of now, whatever is read later.
         """
-        if num_used is None or self._marked is None:
-            place = {"given": self.num_given, "after": 0, "tells": self.tells}
-            return place, self._pass if self.tells else None
-        given, state = self._marked
-        place = {"given": given + num_used, "after": num_used, "tells": self.tells}
-        return place, _Told(state) if self.tells else None
+        place = {"given": self.num_given, "over": self._is_over, "tells": self.tells}
+        told: Any = self._pass if self.tells else None
+        return place, _Told(told.get_state()) if keep and self.tells else told
 
-    def take_up(self, place: Mapping[str, Any], put: Callable[[Any], None]) -> int:
-        """Goes to a place, in a pass that it begins.
+    def take_up(self, place: Mapping[str, Any], put: Callable[[Any], None]) -> None:
+        """Begins a pass and, if the iterator tells its place, goes to a place in it.
 
         Args:
             place: What `place` returned.
             put: Puts an iterator where it was.
-
-        Returns:
-            How many batches have still to be dropped.
         """
+        self._next = None
         self.begin()
-        if not (place["tells"] and self.tells):
-            return place["given"] - self.num_given
-        put(_Skipping(self._pass))
-        self._seen = []
-        return place["after"]
+        if place["tells"] and self.tells:
+            put(_Skipping(self._pass))
+            self._seen = []
+            self.num_given = place["given"]
 
-    def drop(self, place: Mapping[str, Any], count: int) -> None:
-        """Drops batches, and is at the place.
+    def catch_up(self, place: Mapping[str, Any]) -> None:
+        """Drops batches up to a place, where `take_up` could not go there.
 
         Args:
             place: What `take_up` was given.
-            count: What it returned.
 
         Raises:
             CheckpointError: If there are not so many.
         """
-        if count > 0 and not self.tells:
-            logger.info("the data tells no place: reading and dropping %d batches", count)
+        count = place["given"] - self.num_given
+        if count > 0 and place["over"] and not isinstance(self._data, Iterator):
+            self._pass, self._seen, count = iter(()), [], 0
+        if count > 0:
+            logger.info("the data tells no place: dropping its first %d batches", count)
         for dropped in range(count):
             if next(self, _END) is _END:
                 msg = (
@@ -160,7 +148,7 @@ class Input:
                     "with the data of that run."
                 )
                 raise CheckpointError(msg)
-        self.num_given = place["given"]
+        self.num_given, self._is_over = place["given"], place["over"]
 
     def _new_pass(self) -> Iterator[Any]:
         if isinstance(self._data, Iterable):

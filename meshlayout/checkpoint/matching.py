@@ -3,19 +3,24 @@
 Pure: names, shapes and dtypes in; pairs and differences out. No file is opened here.
 """
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from meshlayout import _jax, _render
+from meshlayout import _jax
+from meshlayout.checkpoint.difference import Change, Leaf, RestoreDiff
+from meshlayout.checkpoint.patterns import (
+    by_pattern,
+    check_used,
+    compile_patterns,
+    renamed,
+)
 from meshlayout.errors import CheckpointError, RestoreDiffError, did_you_mean
-from meshlayout.layout_map.explain import nearest_paths
 
 
 Dtypes: TypeAlias = DTypeLike | Mapping[str, DTypeLike] | None
@@ -23,139 +28,6 @@ Dtypes: TypeAlias = DTypeLike | Mapping[str, DTypeLike] | None
 
 # Rows of a difference that an error shows; the rest is counted.
 _SHOWN = 40
-
-# Names that are compared with a missing one; difflib is slow.
-_CANDIDATES = 200
-
-
-@dataclass(frozen=True, slots=True)
-class Leaf:
-    """What is known of an array before it is read.
-
-    Attributes:
-        path: Its name.
-        parts: The keys that the name is made of; empty where only the name is known.
-        shape: Its global shape.
-        dtype: Its dtype; for a Python number, `bool`, `int`, `float` or `complex`.
-    """
-
-    path: str
-    parts: tuple[Any, ...]
-    shape: tuple[int, ...]
-    dtype: Any
-
-    @property
-    def array(self) -> str:
-        """Its dtype and shape, as `f32[784, 128]`."""
-        return _render.array_text(self.dtype, self.shape)
-
-    def __str__(self) -> str:
-        return f"{self.path} {self.array}".lstrip()
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """An array that was saved with another shape or dtype than is wanted.
-
-    Attributes:
-        path: Its name in the state that is wanted.
-        saved: The array that was saved, under the name that it was saved by.
-        wanted: The array that is wanted.
-    """
-
-    path: str
-    saved: Leaf
-    wanted: Leaf
-
-
-@dataclass(frozen=True)
-class RestoreDiff:
-    """How what was saved differs from the state that is wanted; print or display it.
-
-    Attributes:
-        missing: Paths that are wanted and were not saved.
-        extra: Paths that were saved and are not wanted, after renaming.
-        shapes: Arrays of another shape.
-        dtypes: Arrays of another dtype.
-    """
-
-    missing: tuple[str, ...] = ()
-    extra: tuple[str, ...] = ()
-    shapes: tuple[Change, ...] = ()
-    dtypes: tuple[Change, ...] = ()
-    arrays: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
-
-    def __bool__(self) -> bool:
-        return bool(self.missing or self.extra or self.shapes or self.dtypes)
-
-    def near(self, path: str) -> str | None:
-        """Returns the extra path that is most like a missing one, or None.
-
-        Args:
-            path: The missing path.
-        """
-        last = path.rpartition("/")[2]
-        alike = sorted(self.extra, key=lambda one: one.rpartition("/")[2] != last)
-        some = alike[:_CANDIDATES]
-        found = difflib.get_close_matches(path, some, n=1, cutoff=0.6)
-        return found[0] if found else None
-
-    def summary(self) -> str:
-        """Returns the counts, as `1 missing, 2 extra`."""
-        counts = {
-            "missing": self.missing,
-            "extra": self.extra,
-            "of another shape": self.shapes,
-            "of another dtype": self.dtypes,
-        }
-        found = [f"{len(some)} {what}" for what, some in counts.items() if some]
-        return ", ".join(found) or "nothing differs"
-
-    def table(self, most: int | None = None) -> str:
-        """Returns the differences side by side, for a terminal.
-
-        Args:
-            most: The most rows to show; all if left out.
-        """
-        rows = self._rows(most)
-        left = self._count() - len(rows)
-        notes = [f"... and {left:,} more"] if left else []
-        return _render.text_table(_COLUMNS, rows, notes=notes)
-
-    def __str__(self) -> str:
-        return f"{self.summary()}\n{self.table()}" if self else self.summary()
-
-    def _repr_html_(self) -> str:
-        rows = self._rows(None)
-        return _render.html_table(_COLUMNS, rows, caption=self.summary())
-
-    def _count(self) -> int:
-        parts = (self.missing, self.extra, self.shapes, self.dtypes)
-        return sum(map(len, parts))
-
-    def _rows(self, most: int | None) -> list[list[str]]:
-        rows = [
-            *(("missing", path, None) for path in self.missing),
-            *(("shape", str(one.wanted), str(one.saved)) for one in self.shapes),
-            *(("dtype", str(one.wanted), str(one.saved)) for one in self.dtypes),
-            *(("extra", "", self._named(path)) for path in self.extra),
-        ]
-        return [
-            [what, self._named(wanted), self._nearest(wanted)]
-            if saved is None
-            else [what, wanted, saved]
-            for what, wanted, saved in rows[:most]
-        ]
-
-    def _named(self, path: str) -> str:
-        return f"{path} {self.arrays.get(path, '')}".strip()
-
-    def _nearest(self, path: str) -> str:
-        near = self.near(path)
-        return "" if near is None else f"(near: {self._named(near)})"
-
-
-_COLUMNS = ("differs", "wanted", "saved")
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,8 +107,8 @@ def match(
     """
     names = renamed([leaf.path for leaf in saved], rename, separator)
     free, places = _find(saved, names, wanted, foreign=foreign)
-    allowed = _patterns("allow", [allow] if isinstance(allow, str) else allow)
-    _check_used(allowed, [*names, *(leaf.path for leaf in wanted)], "allow")
+    allowed = compile_patterns("allow", [allow] if isinstance(allow, str) else allow)
+    check_used(allowed, [*names, *(leaf.path for leaf in wanted)], "allow")
     targets = _Targets(dtype, wanted)
     pairs: list[Pair] = []
     kept: list[Leaf] = []
@@ -272,68 +144,6 @@ def match(
     return Matched(tuple(pairs), tuple(kept), tuple(extra.values()), diff)
 
 
-def renamed(
-    paths: Sequence[str], rename: Mapping[str, str] | None, separator: str = "/"
-) -> list[str]:
-    r"""Returns saved paths under their new names, with `/` between the keys.
-
-    Args:
-        paths: The paths as they were saved.
-        rename: As for `match`.
-        separator: As for `match`.
-
-    Raises:
-        CheckpointError: As `match`.
-
-    Example:
-        >>> renamed(["h.0.w", "h.1.w"], {r"h\.(\d+)": r"layers/\1"}, ".")
-        ['layers/0/w', 'layers/1/w']
-    """
-    table = _table(rename)
-    names = [_rename(path, table) for path in paths]
-    patterns = {pattern.pattern: pattern for pattern, _ in table}
-    _check_used(patterns, paths, "rename")
-    if separator != "/":
-        names = [name.replace(separator, "/") for name in names]
-    if table or separator != "/":
-        _check_distinct(paths, names)
-    return names
-
-
-def by_pattern(
-    patterns: Mapping[str, Any], paths: Sequence[str], option: str
-) -> dict[str, Any]:
-    """Returns the value of the pattern that matches, for each path that one does.
-
-    Args:
-        patterns: `{pattern: value}`; an exact path wins over patterns.
-        paths: The paths.
-        option: The option that the patterns are of, for messages.
-
-    Raises:
-        CheckpointError: If a pattern is wrong or matches no path, or two that match
-            one path have different values.
-    """
-    compiled = _patterns(option, patterns)
-    _check_used(compiled, paths, option)
-    found: dict[str, Any] = {}
-    for path in paths:
-        if path in patterns:
-            found[path] = patterns[path]
-            continue
-        fitting = [one for one, regex in compiled.items() if regex.search(path)]
-        for one in fitting:
-            if patterns[one] != patterns[fitting[0]]:
-                msg = (
-                    f"{path}: the patterns {fitting[0]!r} and {one!r} of {option}= "
-                    f"say {patterns[fitting[0]]!r} and {patterns[one]!r}. Make one of "
-                    "them narrower."
-                )
-                raise CheckpointError(msg)
-            found[path] = patterns[one]
-    return found
-
-
 def kind(dtype: Any) -> str:
     """Returns what sort of values a dtype holds; no array is cast to another sort.
 
@@ -351,97 +161,6 @@ def kind(dtype: Any) -> str:
     }
     found = (name for name, of in kinds.items() if jnp.issubdtype(dtype, of))
     return next(found, str(dtype))
-
-
-# Renaming.
-
-
-def _table(rename: Any) -> list[tuple[re.Pattern[str], str]]:
-    if rename is None:
-        return []
-    if not isinstance(rename, Mapping):
-        msg = (
-            "rename= maps patterns of saved paths to replacements, and got "
-            f"{rename!r}. Write rename={{r'^encoder/': 'model/encoder/'}}."
-        )
-        raise CheckpointError(msg)
-    compiled = _patterns("rename", rename)
-    for pattern, new in rename.items():
-        if not isinstance(new, str):
-            msg = (
-                f"rename= replaces {pattern!r} by {new!r}, which is no text. To leave "
-                "arrays out, use partial=True."
-            )
-            raise CheckpointError(msg)
-    return [(compiled[pattern], new) for pattern, new in rename.items()]
-
-
-def _rename(path: str, table: list[tuple[re.Pattern[str], str]]) -> str:
-    found: tuple[str, str] | None = None
-    for pattern, replacement in table:
-        try:
-            new = pattern.sub(replacement, path)
-        except (re.error, IndexError) as error:
-            msg = (
-                f"rename= replaces {pattern.pattern!r} by {replacement!r}, which is "
-                f"not a replacement for it: {error}. Groups are written r'\\1'."
-            )
-            raise CheckpointError(msg) from None
-        if new == path:
-            continue
-        if found is not None and found[1] != new:
-            msg = (
-                f"{path}: rename= makes {found[1]!r} of it by {found[0]!r}, and "
-                f"{new!r} by {pattern.pattern!r}. Let one pattern match it."
-            )
-            raise CheckpointError(msg)
-        found = (pattern.pattern, new)
-    return path if found is None else found[1]
-
-
-def _check_distinct(paths: Sequence[str], names: Sequence[str]) -> None:
-    seen: dict[str, str] = {}
-    for path, name in zip(paths, names, strict=True):
-        if name in seen:
-            msg = (
-                f"the saved arrays {seen[name]!r} and {path!r} both become {name!r}. "
-                "Change rename= so that they differ."
-            )
-            raise CheckpointError(msg)
-        seen[name] = path
-
-
-def _patterns(option: str, given: Iterable[Any]) -> dict[str, re.Pattern[str]]:
-    compiled: dict[str, re.Pattern[str]] = {}
-    for pattern in given:
-        if not isinstance(pattern, str):
-            msg = (
-                f"{option}= takes patterns of paths, and got {pattern!r} of type "
-                f"{type(pattern).__name__}. Write a regular expression as text."
-            )
-            raise CheckpointError(msg)
-        try:
-            compiled[pattern] = re.compile(pattern)
-        except re.error as error:
-            msg = (
-                f"{option}= holds {pattern!r}, which is no regular expression: {error}."
-            )
-            raise CheckpointError(msg) from None
-    return compiled
-
-
-def _check_used(
-    patterns: Mapping[str, re.Pattern[str]], paths: Sequence[str], option: str
-) -> None:
-    for pattern, regex in patterns.items():
-        if pattern not in paths and not any(map(regex.search, paths)):
-            near = nearest_paths(pattern, paths)
-            hint = f" Nearest: {', '.join(near)}." if near else ""
-            msg = (
-                f"the pattern {pattern!r} of {option}= matches none of the "
-                f"{len(paths):,} paths.{hint} Correct it or leave it out."
-            )
-            raise CheckpointError(msg)
 
 
 # Finding.

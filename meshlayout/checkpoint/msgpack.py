@@ -9,7 +9,8 @@ import numpy as np
 from flax import serialization
 
 from meshlayout import _paths
-from meshlayout.checkpoint.matching import Dtypes, Leaf
+from meshlayout.checkpoint.difference import Leaf
+from meshlayout.checkpoint.matching import Dtypes
 from meshlayout.checkpoint.placing import Options, load
 from meshlayout.errors import (
     CheckpointError,

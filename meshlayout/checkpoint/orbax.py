@@ -7,6 +7,7 @@ to Orbax.
 import functools
 import logging
 import math
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
@@ -27,6 +28,10 @@ _CHUNK_BYTES = 64 * 2**20
 
 # A process reads so much at a time, or the largest array if that is more.
 _READ_BYTES = 2**30
+
+
+# Orbax has one number for the operation of a process that begins: one begins at a time.
+_one_at_a_time = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ def start_writing(directory: Any, arrays: Mapping[str, Any]) -> Callable[[], Non
         What waits for the files, on all processes, and raises what went wrong.
     """
     ocp = _orbax()
-    with _context(ocp):
+    with _one_at_a_time, _context(ocp):
         response = ocp.save_checkpointables_async(str(directory), {_ITEM: dict(arrays)})
     return response.result
 
@@ -92,8 +97,17 @@ def read(directory: Any, wanted: Mapping[str, Any]) -> dict[str, Any]:
     )
     context = _context(ocp)
     context.memory.read_concurrent_bytes = max(_READ_BYTES, largest) + 1
-    with context:
+    with _one_at_a_time, context:
         return ocp.load_checkpointables(str(directory), {_ITEM: dict(wanted)})[_ITEM]
+
+
+def is_written(directory: Any) -> bool:
+    """Tells whether `start_writing` wrote a directory, to the end.
+
+    Args:
+        directory: A directory or file.
+    """
+    return (directory / _ITEM).is_dir()
 
 
 def why(error: BaseException) -> str:
@@ -105,9 +119,10 @@ def why(error: BaseException) -> str:
     while (inner := error.__cause__ or error.__context__) is not None:
         error = inner
     text = str(error).strip().partition("\n")[0].partition(" [tensorstore_spec")[0]
+    text = text.rstrip(".")
     if isinstance(error, OSError):
         return text
-    return text.rstrip(".") if " " in text else f"{type(error).__name__} {text}".strip()
+    return text if " " in text else f"{type(error).__name__} {text}".strip()
 
 
 def _orbax() -> ModuleType:

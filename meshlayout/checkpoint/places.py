@@ -12,7 +12,7 @@ from meshlayout import _jax, _render
 from meshlayout.checkpoint import orbax
 from meshlayout.checkpoint.manifest import SavedLeaf
 from meshlayout.checkpoint.matching import Pair, is_number
-from meshlayout.checkpoint.placing import Slot
+from meshlayout.checkpoint.placing import Slot, check_fits
 from meshlayout.checkpoint.snapshots import PYTHON_TYPES, bytes_to_bits
 from meshlayout.errors import CheckpointError
 
@@ -32,7 +32,9 @@ class Place:
     leaf: SavedLeaf
 
     def check(self) -> None:
-        """Raises if JAX cannot hold the dtype."""
+        """Raises if JAX cannot hold the dtype, or the shape does not fit its place."""
+        if self.sharding is not None:
+            check_fits(self.sharding, stored_shape(self.leaf), str(self.pair.saved))
         if self.on_host or is_number(self.pair.dtype) or self.slot.is_key:
             return
         used = _jax.canonical_dtype(self.pair.dtype)

@@ -18,16 +18,9 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from meshlayout import _jax, _paths, _render
 from meshlayout.arrays import copy_to_mesh
-from meshlayout.checkpoint.matching import (
-    Dtypes,
-    Leaf,
-    Matched,
-    Pair,
-    by_pattern,
-    is_number,
-    match,
-    renamed,
-)
+from meshlayout.checkpoint.difference import Leaf
+from meshlayout.checkpoint.matching import Dtypes, Matched, Pair, is_number, match
+from meshlayout.checkpoint.patterns import by_pattern, renamed
 from meshlayout.errors import CheckpointError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap
@@ -117,7 +110,7 @@ def load(
     saved = {leaf.path: leaf for leaf in source.leaves}
     pairs = {pair.wanted.path: pair for pair in matched.pairs}
     kept = [slot for slot in target.slots if slot.leaf.path not in pairs]
-    _check_kept(kept, source.name)
+    check_kept(kept, source.name)
     values: list[Any] = []
     for slot in target.slots:
         pair = pairs.get(slot.leaf.path)
@@ -205,12 +198,6 @@ def _target(
             )
             raise CheckpointError(msg)
         return target(_nested(source, options), like)
-    if layouts is not None and not isinstance(layouts, LayoutMap):
-        msg = (
-            f"layouts= takes a LayoutMap, and got {layouts!r} of type "
-            f"{type(layouts).__name__}. Without it, arrays go where those of like= are."
-        )
-        raise CheckpointError(msg)
     return target(like, layouts)
 
 
@@ -222,8 +209,15 @@ def target(like: Any, layouts: LayoutMap | None = None) -> Target:
         layouts: As for `load`.
 
     Raises:
-        CheckpointError: If it holds nothing that could be restored.
+        CheckpointError: If it holds nothing that could be restored, or `layouts` is
+            no layout map.
     """
+    if layouts is not None and not isinstance(layouts, LayoutMap):
+        msg = (
+            f"layouts= takes a LayoutMap, and got {layouts!r} of type "
+            f"{type(layouts).__name__}. Without it, arrays go where those of like= are."
+        )
+        raise CheckpointError(msg)
     like = like.abstract if isinstance(like, Description) else like
     graphdef = None
     tree = like
@@ -295,7 +289,16 @@ def key_words(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.eval_shape(jax.random.key_data, keys)
 
 
-def _check_kept(kept: Sequence[Slot], name: str) -> None:
+def check_kept(kept: Sequence[Slot], name: str) -> None:
+    """Raises if a leaf that is not restored has no value to keep.
+
+    Args:
+        kept: What is not restored.
+        name: What holds the saved arrays, for messages.
+
+    Raises:
+        CheckpointError: Names the leaves.
+    """
     paths = [slot.leaf.path for slot in kept if slot.is_abstract]
     if paths:
         more = f" and {len(paths) - 5:,} more" if len(paths) > 5 else ""
@@ -415,6 +418,8 @@ def _restore(
         return slot.leaf.dtype(read(())[()])
     if isinstance(slot.value, (np.ndarray, np.generic)) and not slot.moves:
         return np.array(read((slice(None),) * len(shape)), order="C")
+    if slot.sharding is not None:
+        check_fits(slot.sharding, slot.value.shape, str(saved))
     _check_canonical(pair)
     if slot.is_key:
         _check_impl(slot, saved, source.key_impls.get(saved.path))
@@ -455,6 +460,28 @@ def place(
         ]
         parts.extend(jax.block_until_ready(made))
     return jax.make_array_from_single_device_arrays(shape, sharding, parts, dtype=dtype)
+
+
+def check_fits(
+    sharding: jax.sharding.Sharding, shape: Sequence[int], where: str
+) -> None:
+    """Raises if an array cannot lie as it is wanted.
+
+    Args:
+        sharding: Where it goes.
+        shape: Its shape.
+        where: The array, for messages.
+
+    Raises:
+        CheckpointError: If a dim does not divide.
+    """
+    try:
+        if isinstance(sharding, NamedSharding):
+            Layout.of(sharding, len(shape)).shard_shape(shape)
+        sharding.shard_shape(tuple(shape))
+    except ValueError as error:
+        msg = f"{where} cannot lie where it is wanted: {error}"
+        raise CheckpointError(msg) from None
 
 
 def _check_impl(slot: Slot, saved: Leaf, found: str | None) -> None:

@@ -1,5 +1,7 @@
 """Which step is read, and what happens where one is damaged."""
 
+import contextlib
+import functools
 import logging
 import time
 import warnings
@@ -27,6 +29,13 @@ from meshlayout.errors import (
 logger = logging.getLogger("meshlayout.checkpoint")
 
 _T = TypeVar("_T")
+
+# How often a step is chosen anew where another process deletes the chosen one.
+_ATTEMPTS = 20
+
+
+class _GoneError(CheckpointError):
+    """A step was deleted or replaced while it was read."""
 
 
 class Reader:
@@ -63,6 +72,22 @@ class Reader:
             DamagedCheckpointError: If no intact step was found.
             CheckpointError: If there is no such step.
         """
+        once = functools.partial(
+            self._first_intact, step, read, verify=verify, fallback=fallback
+        )
+        for _ in range(_ATTEMPTS - 1):
+            with contextlib.suppress(_GoneError):
+                return once()
+        return once()
+
+    def _first_intact(
+        self,
+        step: int | str,
+        read: Callable[[Manifest], _T],
+        *,
+        verify: bool,
+        fallback: bool,
+    ) -> tuple[_T, int]:
         tried: list[tuple[int, DamagedCheckpointError]] = []
         for candidate in self._candidates(step, fallback=fallback):
             try:
@@ -87,15 +112,15 @@ class Reader:
         """Reads one step; raises on all processes if it is damaged for one."""
         begin_s = time.perf_counter()
         made: Any = None
-        problem: DamagedCheckpointError | None = None
+        problem: CheckpointError | None = None
         found: Manifest | None = None
         try:
             found = self._steps.manifest(step)
             if verify and jax.process_index() == 0:
                 check_files(self._steps.folder(step), found)
-        except DamagedCheckpointError as error:
+        except CheckpointError as error:
             problem = error
-        self._agree(problem)
+        self._agree(step, found, problem)
         assert found is not None
         size = _render.bytes_text(found.nbytes)
         try:
@@ -103,19 +128,29 @@ class Reader:
                 made = read(found)
         except DamagedCheckpointError as error:
             problem = error
-        self._agree(problem)
+        self._agree(step, found, problem)
         if jax.process_index() == 0:
             seconds = time.perf_counter() - begin_s
             logger.info("restored step %d: %s in %.2f s", step, size, seconds)
         return made
 
-    def _agree(self, problem: DamagedCheckpointError | None) -> None:
-        said = self._channel.exchange("" if problem is None else str(problem))
+    def _agree(
+        self, step: int, found: Manifest | None, problem: CheckpointError | None
+    ) -> None:
+        """Raises on all processes the first problem of them all, if there is one."""
+        text = ""
         if problem is not None:
+            is_still = self._steps.is_still(step, found)
+            text = f"{'damaged' if is_still else 'gone'} {problem}"
+        told = next(filter(None, self._channel.exchange(text)), None)
+        if told is None:
+            return
+        kind, _, words = told.partition(" ")
+        if kind == "gone":
+            raise _GoneError(words) from problem
+        if problem is not None and told == text:
             raise problem
-        told = next(filter(None, said), None)
-        if told is not None:
-            raise DamagedCheckpointError(told)
+        raise DamagedCheckpointError(words) from problem
 
     def _candidates(self, step: int | str, *, fallback: bool) -> list[int]:
         """Returns the steps to try, the same on all processes."""

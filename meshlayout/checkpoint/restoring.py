@@ -8,16 +8,13 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.tree_util import DictKey
 
 from meshlayout.checkpoint import orbax, verifying
+from meshlayout.checkpoint.difference import Leaf
 from meshlayout.checkpoint.manifest import Manifest, SavedLeaf
-from meshlayout.checkpoint.matching import (
-    Dtypes,
-    Leaf,
-    Matched,
-    match,
-    renamed,
-)
+from meshlayout.checkpoint.matching import Dtypes, Matched, match
+from meshlayout.checkpoint.patterns import renamed
 from meshlayout.checkpoint.places import (
     Place,
     host_bits,
@@ -26,7 +23,7 @@ from meshlayout.checkpoint.places import (
     stored_shape,
     words_dtype,
 )
-from meshlayout.checkpoint.placing import Slot, Target, target
+from meshlayout.checkpoint.placing import Slot, Target, check_kept, target
 from meshlayout.errors import CheckpointError
 from meshlayout.layout_map import LayoutMap
 
@@ -66,7 +63,8 @@ def restore(folder: Any, manifest: Manifest, request: Request) -> tuple[Any, Mat
         for slot in wanted.slots
         if (pair := pairs.get(slot.leaf.path)) is not None
     ]
-    _check_kept([s for s in wanted.slots if s.leaf.path not in pairs], manifest.step)
+    kept = [slot for slot in wanted.slots if slot.leaf.path not in pairs]
+    check_kept(kept, f"step {manifest.step}")
     for place in places:
         place.check()
     values = _read(folder, manifest, places, verify=request.verify)
@@ -143,17 +141,24 @@ def nested(parts: Sequence[Sequence[str]], values: Sequence[Any]) -> Any:
     return tree
 
 
+def _check_apart(parts: Sequence[Sequence[str]]) -> None:
+    """Raises if a name is inside another one, after renaming."""
+    names = {tuple(keys) for keys in parts}
+    for keys in names:
+        inner = next((keys[:at] for at in range(len(keys)) if keys[:at] in names), None)
+        if inner is not None:
+            msg = (
+                f"rename= makes the names {'/'.join(inner)!r} and {'/'.join(keys)!r}, "
+                "one inside the other. Change it so that no name is part of another."
+            )
+            raise CheckpointError(msg)
+
+
 # What is wanted.
 
 
 def _target(manifest: Manifest, request: Request) -> Target:
     like, layouts = request.like, request.layouts
-    if layouts is not None and not isinstance(layouts, LayoutMap):
-        msg = (
-            f"layouts= takes a LayoutMap, and got {layouts!r} of type "
-            f"{type(layouts).__name__}. Without it, arrays go where those of like= are."
-        )
-        raise CheckpointError(msg)
     if isinstance(like, LayoutMap):
         if layouts is not None:
             msg = "give one layout map: like=layouts, or layouts= with like=state."
@@ -188,16 +193,28 @@ def _as_saved(
     ]
     if not keys:
         return Target([], lambda values: {})
-    found = target(nested(keys, shapes), layouts)
-    # A root key `params` is no part of the paths in a dict, and it may be of those in
-    # the state that was saved.
-    names = [name for name, is_chosen in zip(names, chosen, strict=True) if is_chosen]
-    ordered = jax.tree.leaves(nested(keys, names))
-    slots = [
-        dataclasses.replace(slot, leaf=dataclasses.replace(slot.leaf, path=name))
-        for slot, name in zip(found.slots, ordered, strict=True)
-    ]
-    return Target(slots, found.rebuild)
+    _check_apart(keys)
+    tree = nested(keys, shapes)
+    if not isinstance(tree, dict):
+        return target(tree, layouts)
+    found = target(_Saved(tree), layouts)
+    return Target(found.slots, lambda values: found.rebuild(values).tree)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclass(frozen=True)
+class _Saved:
+    """Nested dicts, whose root key `params` is a part of the paths, as when saved."""
+
+    tree: dict[str, Any]
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
+        names = tuple(sorted(self.tree))
+        return [(DictKey(name), self.tree[name]) for name in names], names
+
+    @classmethod
+    def tree_unflatten(cls, names: tuple[str, ...], values: Sequence[Any]) -> Any:
+        return cls(dict(zip(names, values, strict=True)))
 
 
 def _abstract(leaf: SavedLeaf) -> Any:
@@ -263,18 +280,6 @@ def _own_leaf(slot: Slot) -> Leaf:
     )
 
 
-def _check_kept(kept: Sequence[Slot], step: int) -> None:
-    paths = [slot.leaf.path for slot in kept if slot.is_abstract]
-    if paths:
-        more = f" and {len(paths) - 5:,} more" if len(paths) > 5 else ""
-        msg = (
-            f"{', '.join(paths[:5])}{more}: not restored from step {step}, and like= "
-            "holds shapes alone there, so that there is no value to keep. Give a state "
-            "that was created."
-        )
-        raise CheckpointError(msg)
-
-
 # Reading.
 
 
@@ -303,8 +308,8 @@ def _load(folder: Any, manifest: Manifest, wanted: Mapping[str, Any]) -> dict[st
         return {}
     try:
         found = orbax.read(folder / str(manifest.arrays), wanted)
-    except MemoryError:
-        raise
+    except (MemoryError, jax.errors.JaxRuntimeError):
+        raise  # that says nothing of the files
     except Exception as error:
         why = orbax.why(error)
         raise verifying.unreadable(folder, manifest, why) from error

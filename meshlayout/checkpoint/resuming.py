@@ -38,44 +38,39 @@ class Resumed:
     Attributes:
         step: The step of the checkpoint.
         state: The state.
-        metrics: The metrics so far; None if there are none, or nothing is left to
-            add to them.
-        values: Their values.
+        metrics: The metrics so far; None if there are none, and `Values` if it is not
+            known what they look like, as no batch is left.
         notes: What else was saved with `notes_of`.
     """
 
     step: int
     state: Any
     metrics: Any
-    values: Mapping[str, Any]
     notes: Mapping[str, Any]
 
 
-def notes_of(
-    batches: Input, metrics: Any, num_used: int | None, **notes: Any
-) -> tuple[Mapping[str, Any], Any]:
-    """Returns metadata to go on from, and what to save as `data=`.
+def notes_of(place: Mapping[str, Any], metrics: Any, **notes: Any) -> Mapping[str, Any]:
+    """Returns metadata to go on from, for the key `KEY`.
 
     The metadata is made when it is read: if a checkpoint is due, and not at each step.
 
     Args:
-        batches: The data.
-        metrics: The metrics so far: a pytree with `to_host`; None if there are none.
+        place: What `Input.place` returned.
+        metrics: The metrics so far: a pytree of arrays; None if there are none.
             They are kept in the metadata, so that the state can be restored alone; all
             accumulators have to be small.
-        num_used: As for `Input.place`.
         **notes: What else to keep.
     """
-    place, data = batches.place(num_used)
 
     def made() -> dict[str, Any]:
         found: dict[str, Any] = {"place": place, **notes}
         if metrics is not None:
             leaves = [_packed(leaf) for leaf in jax.tree.leaves(metrics)]
-            found |= {"metrics": leaves, "values": metrics.to_host()}
+            values = metrics.to_host() if hasattr(metrics, "to_host") else {}
+            found |= {"metrics": leaves, "values": values}
         return found
 
-    return Later(made), data
+    return Later(made)
 
 
 def resume(
@@ -83,6 +78,7 @@ def resume(
     state: Any,
     batches: Input,
     first_step: Callable[[Any, Any], tuple[Any, Any]] | None,
+    look: Callable[[Mapping[str, Any]], None] = lambda notes: None,
 ) -> Resumed | None:
     """Goes on from the newest intact checkpoint, if there is one.
 
@@ -94,6 +90,7 @@ def resume(
             look like once training has begun: a step may keep more beside the state
             than was there at first. What it returns is not used otherwise. None if
             the state says that already, and there are no metrics.
+        look: Is called with the notes of a checkpoint before it is read.
 
     Raises:
         CheckpointError: If no checkpoint was made to go on from, or all are damaged.
@@ -107,9 +104,8 @@ def resume(
     damaged: list[str] = []
     del state
     for step, found in _newest_first(checkpointer, damaged):
-        folder = checkpointer.directory / str(step)
         try:
-            resumed = _resume_from(checkpointer, found, folder, batches, shapes)
+            resumed = _resume_from(checkpointer, found, batches, shapes, look)
         except DamagedCheckpointError as error:
             damaged.append(f"step {step}: {error}")
             continue
@@ -157,6 +153,30 @@ class Later(Mapping[str, Any]):
         return len(self._dict())
 
 
+class Values(Mapping[str, Any]):
+    """Values of metrics that nothing is added to any more.
+
+    Args:
+        values: The values by name, on the host.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = dict(values)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def to_host(self) -> dict[str, Any]:
+        """Returns the values by name."""
+        return dict(self._values)
+
+
 class _Shapes:
     """What state and metrics look like; found when it is asked for, once."""
 
@@ -191,10 +211,11 @@ def _newest_first(
 def _resume_from(
     checkpointer: Checkpointer,
     found: Manifest,
-    folder: Any,
     batches: Input,
     shapes: _Shapes,
+    look: Callable[[Mapping[str, Any]], None],
 ) -> Resumed:
+    folder = checkpointer.directory / str(found.step)
     notes = checkpointer.inspect(found.step).metadata
     notes = notes.get(KEY) if isinstance(notes, Mapping) else None
     if not isinstance(notes, Mapping) or "place" not in notes:
@@ -205,18 +226,25 @@ def _resume_from(
         )
         raise CheckpointError(msg)
     check_files(folder, found)
+    look(notes)
 
     def put(iterator: Any) -> None:
         DataState.read(folder / found.data).set(iterator)
 
-    to_drop = batches.take_up(notes["place"], put)
+    batches.take_up(notes["place"], put)
     like, empty = shapes.look(batches)
     state = checkpointer.restore(like, step=found.step)
-    batches.drop(notes["place"], to_drop)
-    metrics = None
-    if "metrics" in notes and empty is not None:
-        metrics = _unpacked(notes["metrics"], empty)
-    return Resumed(found.step, state, metrics, notes.get("values", {}), notes)
+    batches.catch_up(notes["place"])
+    return Resumed(found.step, state, _metrics(notes, empty), notes)
+
+
+def _metrics(notes: Mapping[str, Any], empty: Any) -> Any:
+    """Returns the metrics so far."""
+    if "metrics" not in notes:
+        return None
+    if empty is None:
+        return Values(notes["values"])
+    return _unpacked(notes["metrics"], empty)
 
 
 # Metrics as small arrays in the metadata.
@@ -279,7 +307,10 @@ def _words(like: Any) -> Any:
 def _described(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array):
         return jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=leaf.weak_type
+            leaf.shape,
+            leaf.dtype,
+            sharding=leaf.sharding,
+            weak_type=getattr(leaf, "weak_type", False),
         )
     return leaf
 

@@ -16,7 +16,9 @@ import jax
 import numpy as np
 
 from meshlayout import _jax, _paths, _render
-from meshlayout.checkpoint.matching import Leaf, by_pattern, renamed
+from meshlayout.checkpoint.difference import Leaf
+from meshlayout.checkpoint.files import sync_directory
+from meshlayout.checkpoint.patterns import by_pattern, renamed
 from meshlayout.checkpoint.placing import check_permutations
 from meshlayout.checkpoint.processes import Channel, next_number
 from meshlayout.checkpoint.safetensors import (
@@ -444,18 +446,8 @@ def _publish(plan: _Plan) -> None:
             file.write(plan.index_text())
             file.flush()
             os.fsync(file.fileno())
-        _sync_directory(plan.path.parent)
+        sync_directory(plan.path.parent)
         temporary.replace(plan.index)
     for one in sorted(old - set(plan.files), key=lambda one: one != plan.index):
         one.unlink(missing_ok=True)
-    _sync_directory(plan.path.parent)
-
-
-def _sync_directory(path: Path) -> None:
-    if os.name != "posix":
-        return  # Windows has no handles of directories
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync_directory(plan.path.parent)

@@ -166,6 +166,7 @@ def _saved(path: str, parts: tuple[str, ...], value: Any) -> tuple[SavedLeaf, An
         raise CheckpointError(_unknown(path, value))
     if not _jax.is_array_dtype(value.dtype):
         raise CheckpointError(_unknown(path, value))
+    _check_dtype(path, value.dtype)
     leaf = SavedLeaf(
         path=path,
         parts=parts,
@@ -195,6 +196,26 @@ def _saved(path: str, parts: tuple[str, ...], value: Any) -> tuple[SavedLeaf, An
     if jax.process_count() > 1 and value.is_fully_addressable:
         value = np.array(value)  # each process has its own: that of process 0 is kept
     return leaf, value
+
+
+def _check_dtype(path: str, dtype: Any) -> None:
+    """Raises if no file holds a dtype of NumPy's."""
+    if _jax.is_extended(dtype):
+        return
+    if not dtype.isnative:
+        msg = (
+            f"{path}: its bytes are in the order of another machine ({dtype.str}). "
+            "Save x.astype(x.dtype.newbyteorder('='))."
+        )
+        raise CheckpointError(msg)
+    if dtype in (np.dtype(np.longdouble), np.dtype(np.clongdouble)) and (
+        dtype not in (np.dtype(np.float64), np.dtype(np.complex128))
+    ):
+        msg = (
+            f"{path}: {dtype} has another form on other machines and cannot be saved. "
+            "Cast it to float64 or complex128."
+        )
+        raise CheckpointError(msg)
 
 
 PYTHON_TYPES = {

@@ -33,12 +33,8 @@ class Steps:
 
     def unfinished(self) -> list[int]:
         """Returns the steps that have no manifest, and nobody who writes one."""
-        return [
-            step
-            for step in self._folders()
-            if not self._file(step).exists()
-            and not attempts.is_begun(self.folder(step))
-        ]
+        folders = self._folders()
+        return [step for step in folders if attempts.is_left_over(self.folder(step))]
 
     def _folders(self) -> list[int]:
         names = files.names_in(self.directory)
@@ -74,13 +70,35 @@ class Steps:
         self._read[step] = (mark, found)
         return found
 
+    def is_still(self, step: int, found: Manifest | None) -> bool:
+        """Tells whether a step was neither deleted nor replaced meanwhile.
+
+        Args:
+            step: The step.
+            found: Its manifest; None if that is damaged.
+        """
+        try:
+            return self.manifest(step) is found
+        except DamagedCheckpointError:
+            return found is None
+        except CheckpointError:
+            return False
+
     def metrics(self, steps: Sequence[int]) -> dict[int, Mapping[str, float]]:
         """Returns what was measured at some steps.
 
         Args:
-            steps: Steps that exist.
+            steps: Steps; those that another process has deleted meanwhile are left
+                out.
         """
-        return {step: self.manifest(step).metrics for step in steps}
+        found = {}
+        for step in steps:
+            try:
+                found[step] = self.manifest(step).metrics
+            except CheckpointError:
+                if self._file(step).exists():
+                    raise
+        return found
 
     def missing(self, step: int) -> str:
         """Returns the sentence that says that a step does not exist."""

@@ -129,6 +129,13 @@ class DistributedDataset:
         """Rows of a global batch, padding included."""
         return self._plan.pipeline.options.global_batch_size
 
+    @property
+    def weights(self) -> str | int | None:
+        """Where batches carry weights; None if they carry none."""
+        weighting = self._plan.pipeline.weighting
+        has_none = weighting is None or weighting.at is None
+        return None if has_none else self._plan.pipeline.options.weights
+
     def __len__(self) -> int:
         steps = self._plan.num_steps
         if steps is None:

@@ -46,6 +46,9 @@ class Feeder:
         pad: Whether batches get weights and padding.
         needs_weights: Whether padding has to be marked by weights; if not, batches
             without a place for weights are padded, too.
+
+    Attributes:
+        size: The rows that batches are padded to; 0 before the first one.
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class Feeder:
         self._layout, self._weights = layout, weights
         self._pad, self._needs_weights = pad, needs_weights
         self._num_shards = 1 if layout is None else _num_shards(layout)
-        self._size = 0
+        self.size = 0
         self._full: Any = None
 
     def __call__(self, batch: Any) -> Fed:
@@ -76,7 +79,7 @@ class Feeder:
         rows = num_examples(batch)
         if any(map(_is_placed, jax.tree.leaves(batch))):
             return Fed(batch, rows)
-        if self._pad and rows == self._size and self._takes_weights(batch):
+        if self._pad and rows == self.size and self._takes_weights(batch):
             # Full batches share one array of weights, which is on the mesh already.
             batch = self._placed(batch)
             return Fed(self._with_weights(batch, self._ones()), rows)
@@ -103,14 +106,14 @@ class Feeder:
             batch = self._with_weights(batch, np.ones(rows, np.float32))
         elif self._needs_weights and weights_of(batch, self._weights) is None:
             return batch
-        if not self._size:
-            self._size = -(-rows // self._num_shards) * self._num_shards
-        if rows >= self._size:
+        if not self.size:
+            self.size = -(-rows // self._num_shards) * self._num_shards
+        if rows >= self.size:
             return batch
-        padded = map_batch(lambda leaf: _with_rows(leaf, self._size), batch)
+        padded = map_batch(lambda leaf: _with_rows(leaf, self.size), batch)
         if weights_of(padded, self._weights) is None:
             return padded
-        return self._masked(padded, np.arange(self._size) < rows)
+        return self._masked(padded, np.arange(self.size) < rows)
 
     def _takes_weights(self, batch: Any) -> bool:
         """Tells whether a batch has no weights, and a place for them."""
@@ -127,7 +130,7 @@ class Feeder:
     def _ones(self) -> jax.Array:
         """Returns the weights of a full batch, where they belong."""
         if self._full is None:
-            self._full = self._placed(np.ones(self._size, np.float32))
+            self._full = self._placed(np.ones(self.size, np.float32))
         return self._full
 
     def _masked(self, batch: Any, is_real: np.ndarray[Any, Any]) -> Any:

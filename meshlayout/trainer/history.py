@@ -1,7 +1,7 @@
 """`History`: what the epochs of a trainer measured."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from meshlayout import _render
@@ -48,6 +48,16 @@ class History(Mapping[str, list[Any]]):
         self.epochs.append(epoch)
         for name, values in self._values.items():
             values.append(logs.get(name, math.nan))
+
+    def set(self, epochs: Sequence[int], values: Mapping[str, Sequence[Any]]) -> None:
+        """Takes over what another run has measured.
+
+        Args:
+            epochs: Its `epochs`.
+            values: Its `to_dict()`.
+        """
+        self.epochs = [*epochs]
+        self._values = {name: [*some] for name, some in values.items()}
 
     def to_dict(self) -> dict[str, list[Any]]:
         """Returns the values by name, one per epoch, as lists of their own."""

@@ -1,17 +1,15 @@
 """Passes over the data: what an epoch is made of."""
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import jax
 import numpy as np
 
+from meshlayout.checkpoint.input import Data, Input
 from meshlayout.errors import MeshLayoutError
 
-
-# Batches that can be gone through again, a function that gives them, or an iterator.
-Data: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
 
 _END = object()
 
@@ -31,6 +29,7 @@ class Passes:
 
     Attributes:
         is_over: Whether the last epoch ended before its batches, or had none left.
+        input: The passes, which tell their place.
 
     Raises:
         MeshLayoutError: If it is no such data, or an iterator that is to be gone
@@ -47,7 +46,8 @@ class Passes:
         _check_data(name, data)
         self._name, self._data = name, data
         self._num_steps = steps_per_epoch
-        self._current: Iterator[Any] | None = None
+        self.input = Input(data)
+        self._begun: int | None = None
         self._has_given = False
         self.is_over = False
         if isinstance(data, Iterator) and num_epochs > 1 and steps_per_epoch is None:
@@ -66,14 +66,23 @@ class Passes:
             return self._num_steps
         return operator.length_hint(self._data, 0) or None
 
+    def go_on(self, num_done: int | None) -> None:
+        """Goes on with an epoch, or after one, where `input` stands now.
+
+        Args:
+            num_done: The batches of the epoch that were given; None after its end.
+        """
+        self._begun, self._has_given = num_done, True
+
     def epoch(self) -> Iterator[Any]:
         """Gives the batches of the next epoch.
 
         Raises:
             MeshLayoutError: If there is none.
         """
-        count = 0
-        for batch in self._batches():
+        begun, self._begun = self._begun, None
+        count = begun or 0
+        for batch in self._batches(begun):
             count += 1
             self._has_given = True
             yield batch
@@ -82,11 +91,13 @@ class Passes:
             msg = f"{self._name} gave no batch. An iterator that is used up gives none."
             raise MeshLayoutError(msg)
 
-    def _batches(self) -> Iterator[Any]:
+    def _batches(self, begun: int | None) -> Iterator[Any]:
         if self._num_steps is None:
-            yield from self._new_pass()
+            if begun is None:
+                self.input.begin()
+            yield from self.input
             return
-        for _ in range(self._num_steps):
+        for _ in range(self._num_steps - (begun or 0)):
             batch = self._next()
             if batch is _END:
                 return
@@ -94,17 +105,11 @@ class Passes:
 
     def _next(self) -> Any:
         """Returns the next batch, of a new pass if need be."""
-        if self._current is not None:
-            batch = next(self._current, _END)
-            if batch is not _END:
-                return batch
-        self._current = self._new_pass()
-        return next(self._current, _END)
-
-    def _new_pass(self) -> Iterator[Any]:
-        if isinstance(self._data, Iterable):
-            return iter(self._data)
-        return iter(self._data())
+        batch = next(self.input, _END)
+        if batch is _END:
+            self.input.begin()
+            batch = next(self.input, _END)
+        return batch
 
 
 def _check_data(name: str, data: Any) -> None:

@@ -1,7 +1,7 @@
 """`Trainer`: fit, evaluate and predict, on the public steps."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Literal, TypedDict, Unpack
@@ -9,11 +9,9 @@ from typing import Any, Literal, TypedDict, Unpack
 import jax
 import numpy as np
 import optax
-from flax import nnx
 
 from meshlayout import losses
-from meshlayout.arrays import to_numpy
-from meshlayout.errors import MeshLayoutError, did_you_mean
+from meshlayout.errors import MeshLayoutError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
@@ -24,11 +22,22 @@ from meshlayout.step.compiled import OnRecompile
 from meshlayout.step.remat import Remat
 from meshlayout.step.updates import OnNonfinite
 from meshlayout.trainer.batches import Fed, Feeder, data_layout, is_even, mesh_of
-from meshlayout.trainer.callbacks import Callback, Progress
+from meshlayout.trainer.callbacks import Callback
+from meshlayout.trainer.checks import (
+    check_counts,
+    check_metrics,
+    check_needless,
+    check_options,
+    check_weights,
+    missing,
+)
 from meshlayout.trainer.history import History
 from meshlayout.trainer.interrupts import Interrupts
 from meshlayout.trainer.passes import Data, Passes
 from meshlayout.trainer.position import Position
+from meshlayout.trainer.predicting import outputs_of, real_outputs
+from meshlayout.trainer.reading import Reading
+from meshlayout.trainer.resuming import Saver, in_order, resume_fit
 
 
 # Batches that a call takes with steps_per_call="auto".
@@ -94,6 +103,7 @@ class Trainer:
         position: How far training is.
         stopped: Why training stops before its last epoch; empty if it does not.
         steps_in_call: The steps that the last call of the train step made.
+        reading: What the running `fit` reads, and how far; for callbacks that save it.
 
     Raises:
         MeshLayoutError: If an option does not exist, or needs a loss function.
@@ -102,6 +112,7 @@ class Trainer:
     Example:
         >>> import jax.numpy as jnp
         >>> import meshlayout as ml
+        >>> from flax import nnx
         >>> layouts = ml.LayoutMap(ml.create_mesh({"batch": 8}), {})
         >>> state = ml.TrainState.create(
         ...     lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), layouts
@@ -131,14 +142,16 @@ class Trainer:
         pad: bool = True,
         **options: Unpack[StepOptions],
     ) -> None:
-        _check_options(options)
+        check_options(Trainer, options, StepOptions.__annotations__)
         if loss_fn is None:
-            _check_needless(metrics, options)
+            check_needless(metrics, options)
         self.state = state
         self.history = History()
         self.position = Position()
         self.stopped = ""
         self.steps_in_call = 1
+        self.reading: Reading | None = None
+        self._so_far: Metrics | None = None
         self._loss_fn, self._predict_fn = loss_fn, predict_fn
         self._data_layout, self._pad = data_layout, pad
         self._has_padded = False
@@ -166,7 +179,7 @@ class Trainer:
             self._evaluating = make_eval_step(self._loss_fn, **both, **evaluating)
         predict_fn = self._predict_fn
         if predict_fn is None and self._loss_fn is not None:
-            predict_fn = _outputs_of(self._loss_fn)
+            predict_fn = outputs_of(self._loss_fn)
         if predict_fn is not None:
             self._predicting = make_predict_step(
                 predict_fn, layouts=layouts, **predicting
@@ -194,7 +207,7 @@ class Trainer:
         is_many = self._group != 1 and isinstance(batch, list)
         step = self._many if is_many else self._one
         if step is None:
-            raise MeshLayoutError(_missing(self, "train_step"))
+            raise MeshLayoutError(missing(self, "train_step"))
         return step(state, batch, metrics)
 
     def eval_step(self, state: Any, batch: Any, metrics: Metrics | None) -> Metrics:
@@ -209,7 +222,7 @@ class Trainer:
             MeshLayoutError: If there is no loss function.
         """
         if self._evaluating is None:
-            raise MeshLayoutError(_missing(self, "eval_step"))
+            raise MeshLayoutError(missing(self, "eval_step"))
         return self._evaluating(state, batch, metrics)
 
     def predict_step(self, state: Any, batch: Any) -> Any:
@@ -223,7 +236,7 @@ class Trainer:
             MeshLayoutError: If there is neither a `predict_fn` nor a loss function.
         """
         if self._predicting is None:
-            raise MeshLayoutError(_missing(self, "predict_step"))
+            raise MeshLayoutError(missing(self, "predict_step"))
         return self._predicting(state, batch)
 
     # The loops.
@@ -237,45 +250,64 @@ class Trainer:
         validation_data: Data | None = None,
         callbacks: Sequence[Callback] = (),
         progress: bool = True,
+        resume: bool = False,
     ) -> History:
-        """Trains for some epochs more.
+        """Trains for some epochs more, or goes on with a run that ended too early.
 
         Ctrl-C, and any error of the data or a callback, leaves `state` as the last
         finished step returned it, and `history` with the finished epochs; training can
         go on with another `fit`. Ctrl-C waits for the call of a step to return.
 
+        With a `Checkpoint` among the callbacks, SIGTERM (on several processes, to any
+        of them) saves after the step that is running, and ends the process with status
+        75, `ml.checkpoint.EXIT_STATUS`. A run that ended so, or was killed, goes on
+        from the newest intact checkpoint when it is started again with `resume=True`:
+        state, metrics of the epoch so far, history, and the data to the batch; it ends
+        with the bits of one that was not interrupted. Data that does not tell its
+        place (`get_state`) is read up to it, and has to give the same batches again.
+
         Args:
             train: An iterable of batches, a new pass each epoch; a function that
                 returns one; or an iterator.
-            epochs: How many.
+            epochs: How many; with `resume`, those before the interruption count.
             steps_per_epoch: Batches in an epoch, instead of one pass. The next epoch
                 goes on where this one stopped; a new pass begins where one ends.
             validation_data: Batches to evaluate after each epoch; their values have
                 `val_` in front of their names.
             callbacks: What else is to be done; see `ml.callbacks`.
             progress: Whether to show progress, where no callback is a `Progress`.
+            resume: Whether to go on from the newest checkpoint of the first
+                `Checkpoint`. Where there is none, training begins as without.
 
         Returns:
             The history of all epochs, those of an earlier `fit` too.
 
         Raises:
-            MeshLayoutError: If the data is none, or gives no batch.
+            MeshLayoutError: If the data is none, or gives no batch; with `resume`, if
+                there is no `Checkpoint`.
+            CheckpointError: If the checkpoint cannot be gone on from; its message says
+                why. The trainer's state is then used up.
+            Preempted: After SIGTERM, which ends the process.
         """
-        _check_counts(epochs=epochs, steps_per_epoch=steps_per_epoch)
+        check_counts(epochs=epochs, steps_per_epoch=steps_per_epoch)
         passes = Passes("train", train, steps_per_epoch, epochs)
         feeder = self._feeder(train)
         validation = self._validation(validation_data, epochs)
-        called = [*callbacks]
-        if progress and not any(isinstance(one, Progress) for one in called):
-            called.insert(0, Progress())
+        called = in_order(callbacks, progress=progress)
+        saver = Saver(called)
+        self.reading = Reading(passes, feeder)
         self._begin(passes, epochs)
-        with ExitStack() as closing, Interrupts() as interrupts:
+        if resume:
+            self._so_far = resume_fit(self, saver.first, self._group_size)
+        with ExitStack() as closing, Interrupts() as interrupts, saver:
             for callback in called:
                 closing.callback(callback.close)
             for callback in called:
                 callback.on_fit_start(self)
             while self.position.epoch < self.position.last_epoch and not self.stopped:
-                self._train_epoch(passes, feeder, called, interrupts, validation)
+                self._train_epoch(self.reading, called, interrupts, saver)
+                self._end_epoch(passes, called, validation)
+                saver.look(self, None)
             for callback in called:
                 callback.on_fit_end(self)
         return self.history
@@ -318,10 +350,10 @@ class Trainer:
             outputs = self.predict_step(self.state, fed.batch)
             # Read while the device is at the next batch.
             if waiting is not None:
-                found.append(_real_outputs(feeder, *waiting))
+                found.append(real_outputs(feeder, *waiting))
             waiting = fed, outputs
         if waiting is not None:
-            found.append(_real_outputs(feeder, *waiting))
+            found.append(real_outputs(feeder, *waiting))
         return jax.tree.map(lambda *parts: np.concatenate(parts), *found)
 
     def stop(self, reason: str) -> None:
@@ -348,41 +380,42 @@ class Trainer:
             done, done + epochs, step, steps_per_epoch=passes.num_steps
         )
         self.stopped = self.history.stopped = ""
+        self._so_far = None
 
     def _train_epoch(
         self,
-        passes: Passes,
-        feeder: Feeder,
+        reading: Reading,
         callbacks: Sequence[Callback],
         interrupts: Interrupts,
-        validation: tuple[Passes, Feeder] | None,
+        saver: Saver,
     ) -> None:
-        epoch = len(self.history.epochs) + 1
-        self.position = replace(
-            self.position, epoch=epoch, step_in_epoch=0, examples_in_epoch=0
-        )
+        """Trains for an epoch, or the rest of one that is resumed."""
+        epoch, metrics = len(self.history.epochs) + 1, self._so_far
+        self.position = replace(self.position, epoch=epoch)
+        if metrics is None:
+            self.position = replace(self.position, step_in_epoch=0, examples_in_epoch=0)
         for callback in callbacks:
             callback.on_epoch_start(self, epoch)
-        metrics: Metrics | None = None
-        for batch, steps, examples in self._groups(map(feeder, passes.epoch())):
+        for batch, steps, examples in reading.batches(self._group_size):
             with interrupts.held:
                 self.state, metrics = self.train_step(self.state, batch, metrics)
                 self._advance(steps, examples)
-            _check_metrics(self, "train_step", metrics)
+            check_metrics(self, "train_step", metrics)
             for callback in callbacks:
                 callback.on_step_end(self, self.position.step, metrics)
+            saver.look(self, metrics)
             if self.stopped:
                 break
-        self._end_epoch(passes, metrics, callbacks, validation)
+        self._so_far = metrics
 
     def _end_epoch(
         self,
         passes: Passes,
-        metrics: Metrics | None,
         callbacks: Sequence[Callback],
         validation: tuple[Passes, Feeder] | None,
     ) -> None:
         """Reads the epoch's metrics, and validates; an epoch of no step is none."""
+        metrics, self._so_far = self._so_far, None
         now = self.position
         if passes.is_over:
             self.stop(f"the training data ended at step {now.step}")
@@ -417,28 +450,16 @@ class Trainer:
             examples_in_epoch=now.examples_in_epoch + examples,
         )
 
-    def _groups(self, fed: Iterator[Fed]) -> Iterator[tuple[Any, int, int]]:
-        """Gives what calls of the train step take, with its steps and examples."""
-        if self._group == 1:
-            for one in fed:
-                yield one.batch, 1, one.num_examples
-            return
-        count = _AUTO_BATCHES if isinstance(self._group, str) else self._group
-        group: list[Fed] = []
-        for one in fed:
-            group.append(one)
-            if len(group) == count:
-                examples = sum(one.num_examples for one in group)
-                yield [one.batch for one in group], count, examples
-                group = []
-        for one in group:
-            yield one.batch, 1, one.num_examples
+    @property
+    def _group_size(self) -> int:
+        """How many batches a call of the train step takes."""
+        return _AUTO_BATCHES if isinstance(self._group, str) else self._group
 
     def _evaluate(self, passes: Passes, feeder: Feeder) -> dict[str, Any]:
         metrics: Metrics | None = None
         for batch in passes.epoch():
             metrics = self.eval_step(self.state, feeder(batch).batch, metrics)
-            _check_metrics(self, "eval_step", metrics)
+            check_metrics(self, "eval_step", metrics)
         return {} if metrics is None else metrics.to_host()
 
     def _validation(
@@ -450,6 +471,7 @@ class Trainer:
         return passes, self._feeder(data)
 
     def _feeder(self, data: Data, *, needs_weights: bool = True) -> Feeder:
+        check_weights(data, self._weights)
         layout = data_layout(mesh_of(self.state), self._data_layout)
         # Once batches carry weights all do: without would be another program.
         pad = self._has_padded or (self._pad and not is_even(data, layout))
@@ -457,107 +479,7 @@ class Trainer:
         return Feeder(layout, self._weights, pad=pad, needs_weights=needs_weights)
 
 
-# Helpers.
-
-
 def _options_for(make: Callable[..., Any], options: StepOptions) -> dict[str, Any]:
     """Returns the options that a maker of steps takes."""
     taken = inspect.signature(make).parameters
     return {name: value for name, value in options.items() if name in taken}
-
-
-def _outputs_of(loss_fn: Callable[..., Any]) -> Callable[[Any, Any], Any]:
-    """Returns a function of a model and a batch that gives the loss's outputs."""
-    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-    asked = inspect.signature(loss_fn).parameters
-
-    def outputs(model: Any, batch: Any) -> Any:
-        extras: dict[str, Any] = {"train": False} if "train" in asked else {}
-        if "rngs" in asked:
-            extras["rngs"] = nnx.Rngs(0)
-        result = loss_fn(model, batch, **extras)
-        if not isinstance(result, tuple) or not result[1]:
-            msg = (
-                f"predict: {name} returns losses and no outputs. Return a pair of "
-                "losses and a dict of outputs, or give the trainer a "
-                "predict_fn(model, batch)."
-            )
-            raise MeshLayoutError(msg)
-        return result[1]
-
-    return outputs
-
-
-def _real_outputs(feeder: Feeder, fed: Fed, outputs: Any) -> Any:
-    """Returns the rows of the real examples, on the host."""
-    rows = feeder.real_rows(fed)
-    size = _num_rows(fed.batch)
-
-    def one(value: Any) -> Any:
-        shape = np.shape(value)
-        if shape[:1] != (size,):
-            msg = (
-                f"predict: an output has shape {shape} for a batch of {size} rows; it "
-                "has to have one row per example."
-            )
-            raise MeshLayoutError(msg)
-        return value[rows]
-
-    return jax.tree.map(one, to_numpy(outputs))
-
-
-def _num_rows(batch: Any) -> int:
-    return next(np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf))
-
-
-def _missing(trainer: Trainer, step: str) -> str:
-    name = type(trainer).__name__
-    return (
-        f"{name} has no loss function to make its {step} of: give loss_fn, or override "
-        f"{step} in a subclass."
-    )
-
-
-# Checks.
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    known = [*StepOptions.__annotations__]
-    own = [*inspect.signature(Trainer).parameters][:-1]
-    for name in options:
-        if name not in known:
-            msg = (
-                f"Trainer has no option {name!r}.{did_you_mean(name, [*own, *known])} "
-                f"Those of its steps are {', '.join(known)}."
-            )
-            raise MeshLayoutError(msg)
-
-
-def _check_needless(metrics: Any, options: Mapping[str, Any]) -> None:
-    """Raises for options of a step that is not made, for want of a loss function."""
-    given = [name for name in options if name not in ("weights", "steps_per_call")]
-    given += [] if metrics is None else ["metrics"]
-    if given:
-        msg = (
-            f"Trainer was given no loss function, and {', '.join(given)} for the steps "
-            "that are made of it. Give loss_fn, or leave these to your own steps."
-        )
-        raise MeshLayoutError(msg)
-
-
-def _check_counts(**counts: int | None) -> None:
-    for name, value in counts.items():
-        is_whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-        if value is not None and (not is_whole or value < 1):
-            msg = f"fit: {name}={value!r} is no whole number from 1 on."
-            raise MeshLayoutError(msg)
-
-
-def _check_metrics(trainer: Trainer, step: str, metrics: Any) -> None:
-    if not isinstance(metrics, Metrics):
-        pair = "(state, metrics)" if step == "train_step" else "metrics"
-        msg = (
-            f"{type(trainer).__name__}.{step} returns {pair}, with metrics that are "
-            f"ml.metrics.Metrics, and gave a {type(metrics).__name__}."
-        )
-        raise MeshLayoutError(msg)

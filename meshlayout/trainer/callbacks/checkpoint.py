@@ -1,11 +1,14 @@
-"""Saving the state as training goes."""
+"""Saving the run as training goes."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
+from meshlayout.checkpoint.checkpointer import Checkpointer
+from meshlayout.checkpoint.resuming import KEY, notes_of
 from meshlayout.errors import MeshLayoutError
 from meshlayout.metrics import Metrics
 from meshlayout.trainer.callbacks.callback import Callback
+from meshlayout.trainer.callbacks.late import numbers
 from meshlayout.trainer.callbacks.stopping import check_every, is_due
 
 
@@ -13,53 +16,112 @@ if TYPE_CHECKING:
     from meshlayout.trainer.trainer import Trainer
 
 
-class Saves(Protocol):
-    """What saves states."""
-
-    def save(self, step: int, state: Any, *, metadata: Mapping[str, Any]) -> Any:
-        """Saves a state, and has read it when it returns: the next step uses it up."""
-        ...
-
-
 class Checkpoint(Callback):
-    """Saves the state every epoch, or every so many steps.
+    """Saves the run every epoch or so many steps, at its end, and at preemption.
 
-    Every process saves: a checkpointer writes each process's shards.
+    A checkpoint holds the state, the place in the data, and as metadata the epoch's
+    number, at the end of an epoch what was measured, `"logs"`, and what else
+    `fit(resume=True)` goes on from: the history, and the metrics of the epoch so far.
+    The state alone comes back with `checkpointer.restore(like=state)`.
+
+    A checkpointer with `every=` or `every_s=` of its own saves where both are due.
+    Whatever its place among the callbacks, it is called after those that do not save.
 
     Args:
-        checkpointer: An object whose `save(step, state, metadata=...)` has read the
-            state when it returns. The metadata is a dict: the epoch's number, and at
-            the end of an epoch what was measured, `"logs"`.
+        checkpointer: Where to save; it is not closed.
         every: `"epoch"`, or a number of steps.
 
+    Attributes:
+        checkpointer: Where it saves.
+
     Raises:
-        MeshLayoutError: If the checkpointer has no `save`, or `every` is neither.
+        MeshLayoutError: If it is no checkpointer, or `every` is neither.
     """
 
     def __init__(
-        self, checkpointer: Saves, every: Literal["epoch"] | int = "epoch"
+        self, checkpointer: Checkpointer, every: Literal["epoch"] | int = "epoch"
     ) -> None:
         if not callable(getattr(checkpointer, "save", None)):
             msg = (
-                "Checkpoint takes an object with a save(step, state, metadata=), "
-                f"and got a {type(checkpointer).__name__}."
+                "Checkpoint takes an ml.Checkpointer(directory), and got a "
+                f"{type(checkpointer).__name__}."
             )
             raise MeshLayoutError(msg)
         if every != "epoch":
             check_every("Checkpoint", every)
-        self._checkpointer, self._every = checkpointer, every
+        self.checkpointer, self._every = checkpointer, every
+        self._saved_at: tuple[int, bool] | None = None
+
+    def on_fit_start(self, trainer: "Trainer") -> None:
+        """Asks for the places in the data."""
+        self._saved_at = None
+        if trainer.reading is not None:
+            trainer.reading.is_saved = True
 
     def on_step_end(self, trainer: "Trainer", step: int, metrics: Metrics) -> None:
         """Saves, if enough steps are done."""
         if self._every != "epoch" and is_due(trainer, int(self._every)):
-            metadata = {"epoch": trainer.position.epoch}
-            self._checkpointer.save(step, trainer.state, metadata=metadata)
+            self._save(trainer, metrics)
 
     def on_epoch_end(
         self, trainer: "Trainer", epoch: int, logs: Mapping[str, Any]
     ) -> None:
         """Saves, if that is wanted each epoch."""
         if self._every == "epoch":
-            metadata = {"epoch": epoch, "logs": dict(logs)}
-            step = trainer.position.step
-            self._checkpointer.save(step, trainer.state, metadata=metadata)
+            self._save(trainer, None)
+
+    def on_fit_end(self, trainer: "Trainer") -> None:
+        """Saves the end, and waits for it, so that what failed is raised here."""
+        now = trainer.position
+        if now.step_in_fit and (self._saved_at or (None,))[0] != now.step:
+            self.save_now(trainer, None)
+        self.checkpointer.wait()
+
+    def save_now(self, trainer: "Trainer", metrics: Metrics | None) -> None:
+        """Saves, whether it is due or not, and waits for it.
+
+        Args:
+            trainer: The trainer.
+            metrics: Those of the epoch so far; None at its end.
+        """
+        if self._saved_at != (trainer.position.step, metrics is None):
+            self._save(trainer, metrics, force=True)
+        self.checkpointer.wait()
+
+    def _save(
+        self,
+        trainer: "Trainer",
+        metrics: Metrics | None,
+        *,
+        force: bool = False,
+    ) -> None:
+        now, history, reading = trainer.position, trainer.history, trainer.reading
+        assert reading is not None
+        place, data = reading.place()
+        notes = notes_of(
+            place,
+            metrics,
+            is_end=metrics is None,
+            stopped=trainer.stopped,
+            batch_rows=reading.feeder.size,
+            position={
+                "step_in_epoch": now.step_in_epoch,
+                "steps_per_epoch": now.steps_per_epoch,
+                "examples_in_epoch": now.examples_in_epoch,
+            },
+            history={"epochs": history.epochs, "values": history.to_dict()},
+        )
+        metadata: dict[str, Any] = {"epoch": now.epoch, KEY: notes}
+        # The history has a NaN for what was not measured in this epoch: no best step.
+        logs = {name: history[name][-1] for name in history} if metrics is None else {}
+        if metrics is None:
+            metadata["logs"] = logs
+        if self.checkpointer.save(
+            now.step,
+            trainer.state,
+            data=data,
+            metadata=metadata,
+            metrics=numbers(logs) or None,
+            force=force,
+        ):
+            self._saved_at = now.step, metrics is None

@@ -3,7 +3,7 @@
 import csv
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -29,9 +29,36 @@ class _File:
         self.path, self._append = Path(path), append
         self.file: TextIO | None = None
 
-    def open(self) -> TextIO:
-        """Opens the file, after what this object wrote before."""
+    def open(
+        self,
+        trainer: "Trainer",
+        place_of: Callable[[str], tuple[int, int]],
+        every: int | None = None,
+    ) -> TextIO:
+        """Opens the file, after what this object wrote before.
+
+        When a run is resumed, after what it wrote up to there in another process.
+
+        Args:
+            trainer: The trainer.
+            place_of: Returns the epoch and the step that a line is of.
+            every: How many steps lie between two lines inside an epoch.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        is_resumed = trainer.reading is not None and trainer.reading.is_resumed
+        if is_resumed and self.path.exists():
+            before = self.path.read_text(encoding="utf-8")
+            done, last = len(trainer.history.epochs), trainer.position.step
+            kept: dict[Any, str] = {}
+            for at, line in enumerate(before.splitlines(keepends=True)):
+                epoch, step = place_of(line) if line.endswith("\n") else (done + 2, 0)
+                if epoch <= done:
+                    kept[at] = line
+                elif epoch == done + 1 and step <= last and every and not step % every:
+                    # The second line of a step is the whole epoch's, which is to come.
+                    kept.setdefault((epoch, step), line)
+            self.path.write_text("".join(kept.values()), encoding="utf-8", newline="")
+            self._append = True
         mode = "a" if self._append else "w"
         self._append = True
         self.file = self.path.open(mode, encoding="utf-8", newline="")
@@ -67,7 +94,7 @@ class CSVLogger(Callback):
     def on_fit_start(self, trainer: "Trainer") -> None:
         """Opens the file."""
         if jax.process_index() == 0:
-            self._file.open()
+            self._file.open(trainer, _csv_place)
             with self._file.path.open(encoding="utf-8", newline="") as before:
                 self._columns = next(csv.reader(before), [])
 
@@ -127,7 +154,7 @@ class JSONLLogger(Callback):
     def on_fit_start(self, trainer: "Trainer") -> None:
         """Opens the file."""
         if jax.process_index() == 0:
-            self._file.open()
+            self._file.open(trainer, _json_place, self._every)
 
     def on_step_end(self, trainer: "Trainer", step: int, metrics: Metrics) -> None:
         """Writes the values that are there."""
@@ -168,6 +195,16 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list):
         return [_finite(one) for one in value]
     return value if math.isfinite(value) else None
+
+
+def _csv_place(line: str) -> tuple[int, int]:
+    epoch, step, *_ = line.split(",")
+    return (int(epoch), int(step)) if epoch.isdigit() else (0, 0)  # the columns' names
+
+
+def _json_place(line: str) -> tuple[int, int]:
+    row = json.loads(line)
+    return row["epoch"], row["step"]
 
 
 class TensorBoard(Callback):

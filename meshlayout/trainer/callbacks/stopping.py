@@ -1,12 +1,18 @@
 """Callbacks that end training: no progress any more, or no numbers any more."""
 
 import math
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 
-from meshlayout.errors import MeshLayoutError, did_you_mean
+from meshlayout.errors import (
+    CheckpointWarning,
+    MeshLayoutError,
+    did_you_mean,
+    stack_level,
+)
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.trainer.callbacks.callback import Callback
@@ -62,8 +68,30 @@ class EarlyStopping(Callback):
         self._kept: Any = None
 
     def on_fit_start(self, trainer: "Trainer") -> None:
-        """Forgets earlier training."""
+        """Forgets earlier training, but not that of a run that is resumed."""
         self._forget()
+        if trainer.reading is None or not trainer.reading.is_resumed:
+            return
+        values = trainer.history.to_dict().get(self._monitor, [])
+        for epoch, value in zip(trainer.history.epochs, values, strict=False):
+            self._is_better(epoch, float(value))
+        if self._restore_best and self._best_epoch:
+            msg = (
+                "EarlyStopping: the parameters of the best epoch so far, "
+                f"{self._best_epoch}, are not in the checkpoint that training goes on "
+                "from; only those of a better one can be put back. With "
+                "Checkpointer(best=...), they can be restored."
+            )
+            warnings.warn(msg, CheckpointWarning, stacklevel=stack_level())
+
+    def _is_better(self, epoch: int, value: float) -> bool:
+        """Compares an epoch's value with the best one, and notes it."""
+        value *= self._sign
+        if value < self._best - self._min_delta:
+            self._best, self._best_epoch, self._bad_epochs = value, epoch, 0
+            return True
+        self._bad_epochs += 1
+        return False
 
     def on_epoch_end(
         self, trainer: "Trainer", epoch: int, logs: Mapping[str, Any]
@@ -71,13 +99,11 @@ class EarlyStopping(Callback):
         """Compares the value with the best one."""
         if self._monitor not in logs and trainer.stopped:
             return
-        value = self._sign * float(found(type(self).__name__, self._monitor, logs))
-        if value < self._best - self._min_delta:
-            self._best, self._best_epoch, self._bad_epochs = value, epoch, 0
+        value = float(found(type(self).__name__, self._monitor, logs))
+        if self._is_better(epoch, value):
             if self._restore_best:
                 self._kept = jax.tree.map(lambda x: x.copy(), _weights(trainer.state))
             return
-        self._bad_epochs += 1
         if self._bad_epochs >= self._patience:
             trainer.stop(
                 f"{self._monitor} has not become better since epoch {self._best_epoch}"

@@ -1,0 +1,389 @@
+"""A run that is interrupted and resumed ends with the bits of one that was not."""
+
+import contextlib
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import meshlayout as ml
+from tests.same_bits import on_host
+
+
+FEATURES, ROWS, BATCH, EPOCHS = 4, 20, 8, 2
+STEPS = EPOCHS * -(-ROWS // BATCH)
+
+
+class InterruptError(Exception):
+    pass
+
+
+class InterruptAt(ml.callbacks.Callback):
+    """Ends a run as a kill would, when a number of steps are done."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, trainer, step, metrics):
+        if step >= self.step:
+            raise InterruptError
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.hidden = nnx.Linear(FEATURES, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.out = nnx.Linear(8, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.dropout(nnx.relu(self.norm(self.hidden(x)))))[:, 0]
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return ml.create_mesh({"batch": 4}, devices=jax.devices()[:4])
+
+
+OPTIMIZER = optax.adam(0.05)
+
+
+def create_state(mesh, model=Net):
+    return ml.TrainState.create(
+        lambda: model(nnx.Rngs(0)), OPTIMIZER, ml.LayoutMap(mesh, {}), rng=1
+    )
+
+
+def loss_fn(model, batch):
+    out = model(batch["x"])
+    return jnp.square(out - batch["y"]), {"out": out, "row": batch["row"]}
+
+
+def examples():
+    x = np.random.default_rng(0).normal(size=(ROWS, FEATURES)).astype("float32")
+    y = x @ np.arange(1, FEATURES + 1).astype("float32")
+    return {"x": x, "y": y, "row": np.arange(ROWS, dtype=np.float32)}
+
+
+def host_batches():
+    data = examples()
+    return [
+        {name: rows[at : at + BATCH] for name, rows in data.items()}
+        for at in range(0, ROWS, BATCH)
+    ]
+
+
+def distributed(mesh):
+    return ml.distribute_dataset(examples(), mesh, global_batch_size=BATCH, shuffle=3)
+
+
+def streamed(mesh):
+    def rows():
+        data = examples()
+        for at in range(ROWS):
+            yield {name: values[at] for name, values in data.items()}
+
+    return ml.distribute_dataset(rows, mesh, global_batch_size=BATCH)
+
+
+KINDS = {
+    "a distributed dataset": (distributed, {}, {}),
+    "a stream": (streamed, {}, {}),
+    "a list of host batches": (lambda mesh: host_batches(), {}, {}),
+    "a generator function": (lambda mesh: lambda: iter(host_batches()), {}, {}),
+    "an iterator": (
+        lambda mesh: iter(host_batches() * EPOCHS),
+        {},
+        {"steps_per_epoch": 3},
+    ),
+    "epochs shorter than a pass": (distributed, {}, {"steps_per_epoch": 2}),
+    "epochs longer than a pass": (
+        lambda mesh: host_batches(),
+        {},
+        {"steps_per_epoch": 4},
+    ),
+    "several steps in a call": (distributed, {"steps_per_call": 2}, {}),
+    "several steps in a call, lists": (
+        lambda mesh: host_batches(),
+        {"steps_per_call": 2},
+        {"steps_per_epoch": 5},
+    ),
+    "what a step keeps beside": (
+        distributed,
+        {"ema": 0.9, "on_nonfinite": "error", "zero": 1},
+        {},
+    ),
+}
+
+
+@functools.cache
+def trainer_of(kind):
+    """One trainer for all runs of a kind, to compile once."""
+    metrics = {"row": ml.metrics.Mean("row"), "out": ml.metrics.Mean("out")}
+    return ml.Trainer(None, loss_fn, metrics=metrics, **KINDS[kind][1])
+
+
+@dataclass
+class Run:
+    leaves: dict
+    history: dict
+    epochs: list
+    step: int
+    num_steps: int
+
+
+def fit(mesh, kind, ck=None, *, every=100, until=None, resume=False):
+    """Runs as a new process would, and returns all bits of what came of it."""
+    trainer = trainer_of(kind)
+    trainer.state, trainer.history = create_state(mesh), ml.History()
+    callbacks = [] if ck is None else [ml.callbacks.Checkpoint(ck, every=every)]
+    if until is not None:
+        callbacks.append(InterruptAt(until))
+    make, _, options = KINDS[kind]
+    with contextlib.suppress(InterruptError):
+        trainer.fit(
+            make(mesh),
+            EPOCHS,
+            validation_data=host_batches(),
+            callbacks=callbacks,
+            progress=False,
+            resume=resume,
+            **options,
+        )
+    return Run(
+        bits(trainer.state),
+        trainer.history.to_dict(),
+        trainer.history.epochs,
+        trainer.position.step,
+        trainer.position.step_in_fit,
+    )
+
+
+def bits(state):
+    return {
+        jax.tree_util.keystr(path): on_host(leaf)
+        for path, leaf in jax.tree.leaves_with_path(state)
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
+    kind, mesh, tmp_path
+):
+    whole = fit(mesh, kind)
+    # Every step of the first kind; elsewhere one inside an epoch, and an epoch's last.
+    for step in range(1, whole.step) if kind == "a distributed dataset" else (1, 3):
+        directory = tmp_path / str(step)
+        with ml.Checkpointer(directory) as ck:
+            fit(mesh, kind, ck, every=step, until=step + 2)
+        with ml.Checkpointer(directory) as ck:
+            saved = ck.latest_step()
+            resumed = fit(mesh, kind, ck, resume=True)
+        assert resumed.num_steps == whole.step - saved < whole.step
+        resumed.num_steps = whole.num_steps
+        assert resumed == whole
+
+
+def test_a_run_without_a_checkpoint_begins(mesh, tmp_path):
+    with ml.Checkpointer(tmp_path) as ck:
+        begun = fit(mesh, "a distributed dataset", ck, resume=True)
+    assert begun == fit(mesh, "a distributed dataset")
+
+
+def test_a_finished_run_is_not_gone_on_with(mesh, tmp_path):
+    kind = "a distributed dataset"
+    with ml.Checkpointer(tmp_path) as ck:
+        whole = fit(mesh, kind, ck, every="epoch")
+        assert ck.inspect().metadata["logs"] == {
+            name: values[-1] for name, values in whole.history.items()
+        }
+        resumed = fit(mesh, kind, ck, resume=True)
+    assert resumed.num_steps == 0
+    resumed.num_steps = whole.num_steps
+    assert resumed == whole
+
+
+def test_a_damaged_checkpoint_is_left_for_the_one_before(mesh, tmp_path):
+    kind = "a distributed dataset"
+    whole = fit(mesh, kind)
+    with ml.Checkpointer(tmp_path) as ck:
+        fit(mesh, kind, ck, every=1, until=5)
+        ck.wait()
+        steps = ck.all_steps()
+    (tmp_path / str(steps[-1]) / "manifest.json").write_text("{")
+    with (
+        ml.Checkpointer(tmp_path) as ck,
+        pytest.warns(UserWarning, match=f"resuming from step {steps[-2]}, the newest"),
+    ):
+        resumed = fit(mesh, kind, ck, resume=True)
+    assert resumed.num_steps == whole.step - steps[-2]
+    assert resumed.leaves == whole.leaves
+
+
+def test_the_state_of_a_resumable_checkpoint_can_be_restored_alone(mesh, tmp_path):
+    with ml.Checkpointer(tmp_path) as ck:
+        whole = fit(mesh, "a distributed dataset", ck, every=1)
+        assert bits(ck.restore(create_state(mesh))) == whole.leaves
+
+
+def test_resuming_needs_a_checkpoint(mesh):
+    with pytest.raises(ml.MeshLayoutError) as error:
+        fit(mesh, "a distributed dataset", resume=True)
+    assert str(error.value) == (
+        "fit(resume=True) goes on from what a Checkpoint has saved, and there is none "
+        "among the callbacks. Add ml.callbacks.Checkpoint(checkpointer)."
+    )
+
+
+# Loops of one's own.
+
+
+class Loops:
+    """Runs of a loop written by hand."""
+
+    def __init__(self, mesh, data):
+        self.mesh, self.data = mesh, data
+        self.train_step = ml.make_train_step(loss_fn, ema=0.9)
+
+    def run(self, ck, until=None):
+        state, history, rows = create_state(self.mesh), {}, []
+        with ml.checkpoint.Loop(ck, self.data()) as loop:
+            state = loop.resume(state, self.train_step)
+            begun = loop.step
+            for epoch in loop.epochs(EPOCHS):
+                for batch in loop:
+                    state, metrics = self.train_step(state, batch, loop.metrics)
+                    loop.step_done(state, metrics)
+                    rows.append((loop.step, np.asarray(batch["row"]).tolist()))
+                    if loop.step == until:
+                        return begun, rows, None
+                history[epoch] = loop.metrics.to_host()
+        return begun, rows, (bits(state), history[EPOCHS], loop.step)
+
+
+@pytest.mark.parametrize("kind", ["dataset", "list"])
+def test_a_loop_goes_on_to_the_batch(kind, mesh, tmp_path):
+    def batches():
+        if kind == "dataset":
+            return distributed(mesh)
+        layout = mesh.layout("batch", ...)
+        return [
+            ml.relayout(one, layout) for one in host_batches() if len(one["x"]) == 8
+        ]
+
+    loops = Loops(mesh, batches)
+    with ml.Checkpointer(tmp_path / "whole", every=100) as ck:
+        _, rows, whole = loops.run(ck)
+    for step in range(1, whole[2] + 1):
+        with ml.Checkpointer(tmp_path / str(step), every=step) as ck:
+            _, before, _ = loops.run(ck, until=step)
+        with ml.Checkpointer(tmp_path / str(step), every=100) as ck:
+            begun, after, end = loops.run(ck)
+        assert begun == step
+        assert before + after == rows
+        assert end == whole
+
+
+def misuse(use, ck):
+    with (
+        pytest.raises(ml.CheckpointError) as error,
+        ml.checkpoint.Loop(ck, [1, 2]) as loop,
+    ):
+        use(loop)
+    return str(error.value)
+
+
+def test_a_loop_refuses_what_would_go_wrong_silently(tmp_path):
+    state = {"sum": np.zeros(())}
+
+    def forgets_to_resume(loop):
+        next(iter(loop))
+
+    def forgets_step_done(loop):
+        loop.resume(state)
+        for _ in loop:
+            pass
+
+    def forgets_the_batch(loop):
+        loop.resume(state)
+        loop.step_done(state)
+
+    def starts_metrics_anew(loop):
+        loop.resume(state, lambda state, batch, metrics: (state, {"n": np.zeros(())}))
+        for _ in loop:
+            loop.step_done(state, {"n": np.ones(())})
+
+    def leaves_metrics(loop):
+        loop.resume(state)
+
+    with ml.Checkpointer(tmp_path) as ck:
+        assert misuse(forgets_to_resume, ck) == (
+            "checkpoint.Loop: call state = loop.resume(state) before the first batch. "
+            "Where there is no checkpoint, it returns the state as it is."
+        )
+        assert misuse(forgets_step_done, ck) == (
+            "checkpoint.Loop: another batch was asked for, and step_done(state) was "
+            "not called for the one before: a checkpoint would not know of it."
+        )
+        assert misuse(forgets_the_batch, ck) == (
+            "checkpoint.Loop: step_done is called once after each batch of the loop."
+        )
+        with ml.checkpoint.Loop(ck, [1, 2]) as loop:
+            loop.resume(state)
+            for _ in loop:
+                loop.step_done(state, {"n": np.ones(())})
+                break
+        assert misuse(starts_metrics_anew, ck) == (
+            "checkpoint.Loop: the checkpoint held metrics of the epoch so far, which "
+            "nobody added to. Write state, metrics = train_step(state, batch, "
+            "loop.metrics)."
+        )
+        assert misuse(leaves_metrics, ck) == (
+            "checkpoint.Loop: the checkpoint holds the metrics of the epoch so far. "
+            "Give loop.resume(state, train_step), to see what they look like."
+        )
+        ck.save(9, state)
+        assert misuse(lambda loop: loop.resume(state), ck) == (
+            f"step 9 in {tmp_path} holds a state and does not say where in the data it "
+            "was made: it was saved by hand. Restore it with Checkpointer.restore, or "
+            "resume from another directory."
+        )
+
+
+@pytest.mark.parametrize("until", [6, 7])
+def test_what_callbacks_know_comes_along(until, mesh, tmp_path):
+    trainer = trainer_of("a distributed dataset")
+
+    def run(name, ck, until=None, resume=False):
+        trainer.state, trainer.history = create_state(mesh), ml.History()
+        callbacks = [
+            ml.callbacks.Checkpoint(ck, every=2),
+            ml.callbacks.CSVLogger(tmp_path / f"{name}.csv"),
+            ml.callbacks.JSONLLogger(tmp_path / f"{name}.jsonl", every=1),
+            ml.callbacks.EarlyStopping("row", patience=2),  # stays as it is
+        ]
+        callbacks += [] if until is None else [InterruptAt(until)]
+        with contextlib.suppress(InterruptError):
+            trainer.fit(
+                distributed(mesh), 5, callbacks=callbacks, progress=False, resume=resume
+            )
+        return trainer.history.epochs, trainer.history.stopped
+
+    with ml.Checkpointer(tmp_path / "whole") as ck:
+        whole = run("whole", ck)
+    with ml.Checkpointer(tmp_path / "cut") as ck:
+        run("cut", ck, until=until)
+    with ml.Checkpointer(tmp_path / "cut") as ck:
+        assert run("cut", ck, resume=True) == whole
+    assert whole == ([1, 2, 3], "row has not become better since epoch 1")
+    for kind in ("csv", "jsonl"):
+        lines = [
+            (tmp_path / f"{name}.{kind}").read_text().splitlines()
+            for name in ("cut", "whole")
+        ]
+        assert lines[0] == lines[1] != []
