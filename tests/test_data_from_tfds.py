@@ -418,7 +418,7 @@ def test_the_number_of_workers_is_measured_said_and_logged(tiny, caplog):
 
 def test_threads_are_chosen_where_they_help(tiny):
     def slow(example):
-        time.sleep(0.002)
+        time.sleep(0.01)
         return {"number": example["number"]}
 
     data = tiny(map=slow, cache="none", worker_kind="threads", epochs=2)
