@@ -101,7 +101,7 @@ def files_of(directory):
 
 @pytest.mark.parametrize("hashed_bytes", [0, 4 * 2**20], ids=["prints", "hashes"])
 def test_no_flipped_bit_goes_unseen(
-    tmp_path, mesh_2x4, monkeypatch, hashed_bytes, capsys
+    tmp_path, mesh_2x4, monkeypatch, hashed_bytes, counts
 ):
     # Without hashes, the fingerprints alone have to find what is wrong.
     monkeypatch.setattr(saving, "_HASHED_BYTES", hashed_bytes)
@@ -129,10 +129,10 @@ def test_no_flipped_bit_goes_unseen(
         file.write_bytes(before)
     assert seen + harmless == 100
     assert restored(ck, mesh_2x4) == (2, [])
-    with capsys.disabled():
-        sys.stdout.write(
-            f"\n100 flipped bits: {seen} found, {harmless} without effect, 0 silent\n"
-        )
+    counts(
+        f"{seen + harmless} flipped bits: {seen} found, {harmless} without effect, "
+        "0 silent"
+    )
 
 
 def damage(file, kind):

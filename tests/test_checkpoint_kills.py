@@ -13,7 +13,7 @@ KILLS, RETENTION_KILLS = 60, 20
 
 
 @pytest.mark.slow
-def test_kills_lose_nothing(tmp_path, capsys):
+def test_kills_lose_nothing(tmp_path, counts):
     # Two at a time, each with its own directory.
     jobs = [start(tmp_path / str(seed), seed) for seed in range(2)]
     reports = [finish(job) for job in jobs]
@@ -24,9 +24,8 @@ def test_kills_lose_nothing(tmp_path, capsys):
         }
         for mode in reports[0]
     }
-    with capsys.disabled():
-        for mode, report in total.items():
-            sys.stdout.write(f"\n{mode}: {report}\n")
+    for mode, report in total.items():
+        counts(f"{mode}: {report}")
     for report in total.values():
         assert report["problems"] == []
         assert (report["bad"], report["lost"], report["leftovers"]) == (0, 0, 0)

@@ -1,7 +1,6 @@
 """Runs that are killed at any moment, and started again, lose nothing of their bits."""
 
 import random
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -40,7 +39,7 @@ def live(server, directory, processes, rng):
         killed.append(victim.steps[-1] if victim.steps else 0)
 
 
-def test_killed_runs_end_with_the_bits_of_one_that_was_not(tmp_path, capsys):
+def test_killed_runs_end_with_the_bits_of_one_that_was_not(tmp_path, counts):
     with Server() as server:
         whole = {}
         for processes in (1, 2):
@@ -63,10 +62,9 @@ def test_killed_runs_end_with_the_bits_of_one_that_was_not(tmp_path, capsys):
         for processes, (directory, _) in zip(RUNS, runs, strict=True)
     ]
     kills = [step for _, killed in runs for step in killed]
-    with capsys.disabled():
-        sys.stdout.write(
-            f"\n{len(kills)} kills in {len(RUNS)} runs, after the steps "
-            f"{sorted(kills)}: {sum(same)} runs with the same bits\n"
-        )
+    counts(
+        f"{len(kills)} kills in {len(RUNS)} runs, after the steps {sorted(kills)}: "
+        f"{sum(same)} runs with the same bits"
+    )
     assert len(kills) >= 30
     assert same == [True] * len(RUNS)
