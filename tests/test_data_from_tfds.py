@@ -316,9 +316,9 @@ def test_errors_and_deaths_of_worker_processes_surface(tiny):
     with pytest.raises(ml.DataError) as error:
         host(tiny(map=stop_process_at_77, **options))
     assert re.fullmatch(
-        r"the worker process \d+ was killed by SIGKILL while it read examples. Memory "
-        r"that ran out is the usual cause: use fewer workers, or num_workers=0, which "
-        r"shows errors where they happen.",
+        r"a worker process was killed by SIGKILL while it read examples. Memory that "
+        r"ran out is the usual cause: use fewer workers, or num_workers=0, which shows "
+        r"errors where they happen.",
         str(error.value),
     )
 
@@ -351,7 +351,7 @@ from tests.processes import run_processes
 def children():
     listed = subprocess.run(["ps", "--ppid", str(os.getpid()), "-o", "args="],
                             capture_output=True, text=True).stdout
-    return sum("worker_process.py" in line for line in listed.splitlines())
+    return sum("spawn_main" in line for line in listed.splitlines())
 
 factor = 3
 mesh = ml.create_mesh({{"batch": 1}})

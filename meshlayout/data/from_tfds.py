@@ -1,4 +1,10 @@
-"""From the name of a TFDS data set to global batches on the mesh."""
+"""From the name of a TFDS data set to global batches on the mesh.
+
+Records are read, decoded and mapped by Grain, in threads or worker processes. Our own
+are the order of the rows, which is that of every source with random access, and with
+`deterministic=False` the threads that hand over pieces of files as they are ready:
+Grain's interleave takes from its files in turn, and waits for a slow one.
+"""
 
 import functools
 from collections.abc import Callable
@@ -18,9 +24,12 @@ from meshlayout.data.options import check_options
 from meshlayout.data.planning import make_plan
 from meshlayout.data.rows import batch_layout, processes_of, row_groups, whole
 from meshlayout.data.source import RowSource, Source
-from meshlayout.data.team import Team, WorkerKind, check_workers
+from meshlayout.data.tfds_pipeline.choice import Choice, WorkerKind, check_workers
 from meshlayout.data.tfds_pipeline.keeping import (
+    CHUNK,
     MEMORY_SHARE,
+    Decoded,
+    SentAsFiles,
     decoded_bytes,
     free_memory,
     keep_in_memory,
@@ -33,16 +42,19 @@ from meshlayout.data.tfds_pipeline.prepared import (
     supervised_keys,
 )
 from meshlayout.data.tfds_pipeline.records import (
+    ChainRows,
+    MapKept,
     MappedBatches,
-    MapRows,
     ReadRecords,
-    TeamRows,
+    decode,
 )
 from meshlayout.data.tfds_pipeline.shards import ShardStream
 from meshlayout.errors import DataError, did_you_mean
 
 
 Cache = Literal["auto", "memory", "disk", "none"]
+
+_FIRST = np.zeros(1, np.int64)
 
 _CACHES = ("auto", "memory", "disk", "none")
 
@@ -74,11 +86,11 @@ def from_tfds(
 ) -> DistributedDataset:
     """Returns a TFDS data set as shuffled, sharded, prefetched global batches.
 
-    Needs no TensorFlow to read a data set that is prepared as array_record; others are
-    downloaded and prepared by TFDS. A split that fits into memory is decoded once, to
-    its own dtypes, and every batch is gathered from there in one step. What does not
-    fit is read, decoded and mapped in parallel, record by record. The order is a
-    function of seed and epoch, the same on any number of processes, unless
+    Needs Grain, and no TensorFlow to read a data set that is prepared as array_record;
+    others are downloaded and prepared by TFDS. A split that fits into memory is decoded
+    once, to its own dtypes, and every batch is gathered from there in one step. What
+    does not fit is read, decoded and mapped in parallel, record by record. The order is
+    a function of seed and epoch, the same on any number of processes, unless
     `deterministic=False` lets examples come as they are ready.
 
     Args:
@@ -215,10 +227,11 @@ class _Reading:
         """The user's function if it takes an example."""
         return None if self.map is None or self.map.is_batched else self.map
 
-    def team(self, function: Callable[..., Any], num_rows: int, what: str) -> Team:
-        """Returns the workers that call a function."""
-        return Team(
+    def choice(self, function: Callable[..., Any], num_rows: int, what: str) -> Choice:
+        """Returns who calls a function."""
+        return Choice(
             function,
+            self.map_example,
             num_workers=self.num_workers,
             kind=self.kind,
             num_rows=num_rows,
@@ -229,19 +242,21 @@ class _Reading:
 
 def _rows(split: _Split, reading: _Reading) -> RowSource:
     """Returns a split as a source of rows, kept or read by record."""
-    first = split.reader(reading.map_example)(np.zeros(1, np.int64), 0).rows
+    first = split.reader(reading.map_example)(_FIRST, _FIRST).rows
     if reading.map is not None and reading.map.is_batched:
-        first = reading.map.rows(first, np.zeros(1, np.int64), 0)
+        first = reading.map.batch(first, 0, 0)
     # What cannot be placed is refused before the whole split is decoded.
     describe(first, split.strings, lambda _: None)
     arrays = _kept(split, reading)
     if arrays is None:
-        reader = split.reader(reading.map_example)
-        team = reading.team(reader, len(split), "Reading")
-        source: RowSource = TeamRows(team, len(split), reading.clock)
+        choice = reading.choice(
+            split.reader(reading.map_example), len(split), "Reading"
+        )
+        source: RowSource = ChainRows(choice, len(split), reading.clock)
     elif reading.map_example is not None:
-        team = reading.team(MapRows(reading.map_example), len(split), "map=")
-        source = TeamRows(team, len(split), reading.clock, ArrayRows(arrays))
+        kept = MapKept(SentAsFiles(arrays), reading.map_example)
+        choice = reading.choice(kept, len(split), "map=")
+        source = ChainRows(choice, len(split), reading.clock)
     else:
         source = ArrayRows(arrays)
     if reading.map is not None and reading.map.is_batched:
@@ -265,14 +280,13 @@ def _stream(
             "after map=. Leave out one of them."
         )
         raise DataError(msg)
-    reader = split.reader(reading.map_example)
-    team = reading.team(reader, len(split), "Reading")
+    choice = reading.choice(split.reader(reading.map_example), len(split), "Reading")
     shards = split.prepared.shards()
     reading.clock.note(
         f"Examples of {len(shards)} files come as they are ready: another order in "
         "every run, and no place to resume from."
     )
-    return ShardStream(team, shards, seed=seed, part=part, clock=reading.clock)
+    return ShardStream(choice, shards, seed=seed, part=part, clock=reading.clock)
 
 
 def _kept(split: _Split, reading: _Reading) -> Any:
@@ -281,12 +295,11 @@ def _kept(split: _Split, reading: _Reading) -> Any:
         reading.cache == "auto" and not _fits(split, reading.clock)
     ):
         return None
-    teams: list[Team] = []
+    choices: list[Choice] = []
 
-    def decoded() -> RowSource:
-        teams.append(reading.team(split.reader(), len(split), "Decoding"))
-        # With a clock of its own: this is done once, and no stage of a batch.
-        return TeamRows(teams[0], len(split), Clock())
+    def decoded() -> Decoded:
+        choices.append(reading.choice(split.reader(), len(split), "Decoding"))
+        return Decoded(len(split), decode(choices[0], len(split), CHUNK))
 
     note = reading.clock.note
     try:
@@ -297,13 +310,13 @@ def _kept(split: _Split, reading: _Reading) -> Any:
             decoded, split.prepared, reading.cache_dir, split.variant, note
         )
     finally:
-        for team in teams:
-            team.close()
+        for choice in choices:
+            choice.close()
 
 
 def _fits(split: _Split, clock: Clock) -> bool:
     """Tells whether a split is to be kept in memory, decoded; notes why not."""
-    one = split.reader()(np.zeros(1, np.int64), 0).rows
+    one = split.reader()(_FIRST, _FIRST).rows
     size = decoded_bytes(one, len(split), split.prepared)
     if size is None:
         clock.note("cache='auto' keeps nothing: examples differ in size.")

@@ -20,7 +20,8 @@ from meshlayout.data.placed_batches import PlacedReader
 from meshlayout.data.placing import plan_placement
 from meshlayout.data.position import Identity
 from meshlayout.data.producing import Pipeline
-from meshlayout.data.row_batches import RowReader, batches_in_epoch
+from meshlayout.data.row_batches import RowReader
+from meshlayout.data.row_plan import batches_in_epoch
 from meshlayout.data.rows import (
     per_replica_batch_size,
     process_rows,

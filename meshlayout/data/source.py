@@ -41,6 +41,22 @@ class RowSource(Protocol):
         ...
 
 
+class RowsAhead(Protocol):
+    """What reads the rows of batches ahead, of a source with a method `ahead(plan)`."""
+
+    def rows(self, place: int) -> list[Any]:
+        """Returns the rows of a batch, a tree of arrays for each epoch in it.
+
+        Args:
+            place: The place of the batch in the plan.
+        """
+        ...
+
+    def close(self) -> None:
+        """Lets go of what the reading holds."""
+        ...
+
+
 class Stream(Protocol):
     """One pass over a source.
 

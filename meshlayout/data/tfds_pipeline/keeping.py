@@ -6,7 +6,9 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,8 @@ import jax
 import numpy as np
 
 from meshlayout._render.tables import bytes_text
+from meshlayout.data.adapters.arrays import ArrayRows
 from meshlayout.data.leaves import leaf_text, named_leaves
-from meshlayout.data.source import RowSource
 from meshlayout.data.tfds_pipeline.prepared import Prepared
 from meshlayout.errors import DataError
 
@@ -26,7 +28,7 @@ Array = np.ndarray[Any, Any]
 MEMORY_SHARE = 0.25
 
 # Rows that are decoded at a time.
-_CHUNK = 512
+CHUNK = 512
 
 # What Python adds to a string in memory.
 _STRING_OVERHEAD = 64
@@ -71,7 +73,20 @@ def free_memory() -> int:
     return free if limit is None else min(free, limit)
 
 
-def keep_in_memory(source: RowSource, note: Callable[[str], None]) -> Any:
+@dataclass(frozen=True)
+class Decoded:
+    """Rows that are decoded as they are asked for.
+
+    Attributes:
+        num_rows: How many there are.
+        blocks: Gives all of them in order, in blocks with their places.
+    """
+
+    num_rows: int
+    blocks: Iterable[tuple[slice, Any]]
+
+
+def keep_in_memory(source: Decoded, note: Callable[[str], None]) -> Any:
     """Decodes every row of a source into arrays.
 
     Args:
@@ -89,14 +104,14 @@ def keep_in_memory(source: RowSource, note: Callable[[str], None]) -> Any:
     seconds = time.perf_counter() - start
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
     note(
-        f"Decoded {len(source):,} examples once into {bytes_text(size)} of "
+        f"Decoded {source.num_rows:,} examples once into {bytes_text(size)} of "
         f"memory, in {seconds:.1f} s."
     )
     return arrays
 
 
 def keep_on_disk(
-    new_source: Callable[[], RowSource],
+    new_source: Callable[[], Decoded],
     prepared: Prepared,
     cache_dir: str | Path,
     variant: str,
@@ -136,29 +151,73 @@ def keep_on_disk(
         shutil.rmtree(building, ignore_errors=True)
     seconds = time.perf_counter() - start
     note(
-        f"Decoded {len(source):,} examples once into files in {directory}, in "
+        f"Decoded {source.num_rows:,} examples once into files in {directory}, in "
         f"{seconds:.1f} s."
     )
     return _opened(directory)
 
 
+class SentAsFiles:
+    """Rows in memory that worker processes read from files, which all of them share.
+
+    Args:
+        tree: A tree of arrays.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        self._tree, self._rows = tree, ArrayRows(tree)
+        self._directory: Path | None = None
+
+    def rows(self, indices: Array) -> Any:
+        """Returns rows, in the order asked for."""
+        return self._rows.rows(indices)
+
+    def __reduce__(self) -> Any:
+        leaves, treedef = jax.tree.flatten(self._tree)
+        if self._directory is None:
+            directory = Path(tempfile.mkdtemp(prefix="meshlayout-"))
+            weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
+            for number, leaf in enumerate(leaves):
+                np.save(directory / f"{number}.npy", _plain(leaf), allow_pickle=True)
+            self._directory = directory
+        dtypes = [leaf.dtype for leaf in leaves]
+        tree = treedef.unflatten(range(len(leaves)))
+        return _from_files, (self._directory, tree, dtypes)
+
+
+def _from_files(directory: Path, tree: Any, dtypes: list[Any]) -> SentAsFiles:
+    def opened(number: int) -> Array:
+        path = directory / f"{number}.npy"
+        if dtypes[number].hasobject:
+            return np.load(path, allow_pickle=True)
+        return np.asarray(np.load(path, mmap_mode="r")).view(dtypes[number])
+
+    return SentAsFiles(jax.tree.map(opened, tree))
+
+
+def _plain(leaf: Array) -> Array:
+    """Returns a leaf as its bytes if NumPy's files do not know its dtype."""
+    if leaf.dtype.kind != "V":
+        return leaf
+    return leaf.view(np.dtype(f"u{leaf.dtype.itemsize}"))
+
+
 def _filled(
-    source: RowSource, new_array: Callable[[str, tuple[int, ...], Any], Array]
+    source: Decoded, new_array: Callable[[str, tuple[int, ...], Any], Array]
 ) -> Any:
     """Returns a source's rows in new arrays, read in order."""
     arrays: list[Array] = []
     treedef: Any = None
-    for start in range(0, len(source), _CHUNK):
-        stop = min(start + _CHUNK, len(source))
-        named, treedef = named_leaves(source.rows(np.arange(start, stop)))
+    for block, rows in source.blocks:
+        named, treedef = named_leaves(rows)
         if not arrays:
             arrays = [
-                new_array(path, (len(source), *leaf.shape[1:]), leaf.dtype)
+                new_array(path, (source.num_rows, *leaf.shape[1:]), leaf.dtype)
                 for path, leaf in named
             ]
         for array, (path, leaf) in zip(arrays, named, strict=True):
             _check_shape(path, leaf, array)
-            array[start:stop] = leaf
+            array[block] = leaf
     return treedef.unflatten(arrays)
 
 
@@ -192,7 +251,7 @@ def _key(prepared: Prepared, variant: str) -> str:
     return f"{readable}-{digest}"
 
 
-def _write(source: RowSource, directory: Path) -> None:
+def _write(source: Decoded, directory: Path) -> None:
     leaves: list[dict[str, Any]] = []
 
     def new_file(path: str, shape: tuple[int, ...], dtype: Any) -> Array:

@@ -1,13 +1,12 @@
 """The user's function of an example or a batch, and its random numbers."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from meshlayout.data.stacking import examples_of, stack
 from meshlayout.errors import DataError
 
 
@@ -29,32 +28,33 @@ class MapFunction:
     seed: int
 
     def examples(
-        self, examples: list[Any], indices: np.ndarray[Any, Any], epoch: int
+        self,
+        examples: Iterable[Any],
+        indices: np.ndarray[Any, Any],
+        epochs: np.ndarray[Any, Any],
     ) -> list[Any]:
         """Returns what single examples become.
 
         Args:
             examples: The examples.
             indices: Their rows.
-            epoch: The epoch in which they are read.
+            epochs: The epoch in which each of them is read.
         """
+        places = zip(epochs.tolist(), indices.tolist(), strict=True)
         return [
             self._called(example, epoch, row)
-            for example, row in zip(examples, indices.tolist(), strict=True)
+            for example, (epoch, row) in zip(examples, places, strict=True)
         ]
 
-    def rows(self, rows: Any, indices: np.ndarray[Any, Any], epoch: int) -> Any:
-        """Returns what stacked examples become.
+    def batch(self, rows: Any, first: int, epoch: int) -> Any:
+        """Returns what a batch becomes.
 
         Args:
             rows: A tree of arrays.
-            indices: Their rows.
-            epoch: The epoch in which they are read.
+            first: The row that comes first.
+            epoch: The epoch in which it is read.
         """
-        if self.is_batched:
-            return self._called(rows, epoch, *indices[:1].tolist())
-        examples = list(examples_of(rows, len(indices)))
-        return stack(self.examples(examples, indices, epoch))
+        return self._called(rows, epoch, first)
 
     def _called(self, example: Any, epoch: int, row: int) -> Any:
         more = ()

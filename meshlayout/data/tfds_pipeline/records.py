@@ -1,6 +1,8 @@
 """Examples read from files one by one, decoded, mapped and stacked."""
 
+import threading
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,27 +12,19 @@ import numpy as np
 from meshlayout.data.adapters.streams import as_block
 from meshlayout.data.adapters.tfds import feature_dtypes
 from meshlayout.data.clock import Clock
-from meshlayout.data.source import RowSource
-from meshlayout.data.stacking import concatenate, stack
-from meshlayout.data.team import Team
+from meshlayout.data.host_batches import Cut
+from meshlayout.data.row_batches import rows_ahead
+from meshlayout.data.row_plan import RowPlan, batches_in_epoch
+from meshlayout.data.source import RowsAhead, RowSource
+from meshlayout.data.stacking import concatenate, examples_of, stack
+from meshlayout.data.tfds_pipeline.chain import Chain, Part
+from meshlayout.data.tfds_pipeline.choice import Choice
+from meshlayout.data.tfds_pipeline.keeping import SentAsFiles
 from meshlayout.data.tfds_pipeline.mapping import MapFunction
 from meshlayout.errors import DataError
 
 
 Array = np.ndarray[Any, Any]
-
-
-@dataclass(frozen=True)
-class Part:
-    """Some rows, and the seconds that each stage took for them.
-
-    Attributes:
-        rows: A tree of arrays.
-        seconds: By stage.
-    """
-
-    rows: Any
-    seconds: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -60,12 +54,12 @@ class ReadRecords:
             }
         object.__setattr__(self, "dtypes", dtypes)
 
-    def __call__(self, indices: Array, epoch: int) -> Part:
+    def __call__(self, indices: Array, epochs: Array) -> Part:
         """Returns rows.
 
         Args:
             indices: Which, at least one.
-            epoch: The epoch in which they are read.
+            epochs: The epoch in which each of them is read.
         """
         watch = _Watch()
         records = self.source.data_source.__getitems__(indices.tolist())
@@ -75,7 +69,7 @@ class ReadRecords:
         if self.map is None:
             rows = stack(examples, self.dtypes)
         else:
-            examples = self.map.examples(examples, indices, epoch)
+            examples = self.map.examples(examples, indices, epochs)
             watch.stage("map")
             rows = stack(examples, self.dtypes)
         watch.stage("stack")
@@ -91,65 +85,149 @@ class ReadRecords:
 
 
 @dataclass(frozen=True)
-class MapRows:
-    """Maps rows that were gathered; a function that a worker process can be sent.
+class MapKept:
+    """Gathers rows and maps them; a function that a worker process can be sent.
 
     Attributes:
+        kept: The decoded rows.
         map: The user's function.
     """
 
+    kept: SentAsFiles
     map: MapFunction
 
-    def __call__(self, rows: Any, indices: Array, epoch: int) -> Part:
+    def __call__(self, indices: Array, epochs: Array) -> Part:
         """Returns rows as the user's function makes them."""
         watch = _Watch()
-        rows = self.map.rows(rows, indices, epoch)
+        rows = self.kept.rows(indices)
+        watch.stage("read")
+        examples = examples_of(rows, len(indices))
+        mapped = self.map.examples(examples, indices, epochs)
+        watch.stage("map")
+        rows = stack(mapped)
         watch.stage("map")
         return Part(rows, watch.seconds)
 
 
-class TeamRows:
-    """A source of rows that a team of workers reads.
+class ChainRows:
+    """A source of rows that Grain reads, ahead where the plan of the rows is known.
 
     Args:
-        team: The team, whose function returns a `Part`.
+        choice: Who reads.
         num_rows: How many rows there are.
         clock: Where the time goes.
-        gathered: A source of what the function takes before row numbers and epoch;
-            None if it takes nothing else.
-        epoch: Which epoch, from 0.
     """
 
-    def __init__(
-        self,
-        team: Team,
-        num_rows: int,
-        clock: Clock,
-        gathered: RowSource | None = None,
-        epoch: int = 0,
-    ) -> None:
-        self._team, self._num_rows, self._clock = team, num_rows, clock
-        self._gathered, self._epoch = gathered, epoch
+    def __init__(self, choice: Choice, num_rows: int, clock: Clock) -> None:
+        self.choice, self._num_rows, self.clock = choice, num_rows, clock
+        self._lock = threading.Lock()
+        self._idle: tuple[RowPlan, Chain] | None = None
+        self._is_closed = False
 
     def __len__(self) -> int:
         return self._num_rows
 
-    def at_epoch(self, epoch: int) -> "TeamRows":
-        """Returns the rows as another epoch's random numbers make them."""
-        return TeamRows(self._team, self._num_rows, self._clock, self._gathered, epoch)
-
     def rows(self, indices: Array) -> Any:
-        """Returns rows, in the order asked for."""
-        if not len(indices):  # a process without rows: the structure alone
-            return jax.tree.map(lambda leaf: leaf[:0], self.rows(np.zeros(1, int)))
-        parts, at_once = self._team.turn(indices, self._call)
-        add_stages(self._clock, parts, len(indices), at_once)
-        return concatenate([part.rows for part in parts])
+        """Returns rows as in the first epoch, read by the caller."""
+        if not len(indices):  # the structure alone
+            return _cut(self.rows(np.zeros(1, int)), slice(0))
+        return self.choice.function(indices, np.zeros_like(indices)).rows
 
-    def _call(self, indices: Array) -> tuple[Any, ...]:
-        if self._gathered is None:
-            return indices, self._epoch
-        return self._gathered.rows(indices), indices, self._epoch
+    def ahead(self, plan: RowPlan) -> "ChainAhead":
+        """Returns what reads a plan's batches ahead."""
+        return ChainAhead(self, plan)
+
+    def chain(self, plan: RowPlan, place: int) -> Chain:
+        """Returns what reads from a place on: processes that run already, if any.
+
+        Args:
+            plan: The rows of each batch.
+            place: The place of the first batch.
+        """
+        with self._lock:
+            idle, self._idle = self._idle, None
+        if idle is not None:
+            if idle[0].key == plan.key and idle[1].can_go_to(place):
+                idle[1].go_to(place)
+                return idle[1]
+            idle[1].close()
+        readers = self.choice.readers(plan, place)
+        # Processes are there for all epochs; threads begin at once, and read ahead no
+        # more than is asked for.
+        are_processes = readers.kind == "processes"
+        stop = None if are_processes else plan.end_of_epoch(place)
+        return self.choice.chain(plan, place, stop)
+
+    def leave(self, plan: RowPlan, chain: Chain) -> None:
+        """Keeps the processes of a chain for the next iteration.
+
+        Args:
+            plan: The rows of each batch.
+            chain: What read them.
+        """
+        with self._lock:
+            is_kept = self._idle is None and not self._is_closed
+            is_kept = is_kept and chain.readers.kind == "processes"
+            if is_kept:
+                self._idle = (plan, chain)
+        if not is_kept:
+            chain.close()
+
+    def close(self) -> None:
+        """Ends threads and processes; what is in use ends when it is left."""
+        with self._lock:
+            self._is_closed = True
+            idle, self._idle = self._idle, None
+        if idle is not None:
+            idle[1].close()
+        self.choice.close()
+
+
+class ChainAhead:
+    """The batches of one iteration, read by a chain.
+
+    Args:
+        source: Whose rows they are.
+        plan: The rows of each batch.
+    """
+
+    def __init__(self, source: ChainRows, plan: RowPlan) -> None:
+        self._source, self._plan = source, plan
+        self._chain: Chain | None = None
+
+    def rows(self, place: int) -> list[Any]:
+        """Returns the rows of a batch, for each epoch in it."""
+        chain = self._chain
+        if chain is not None and not chain.can_go_to(place):
+            chain.close()
+            chain = None
+        if chain is None:
+            chain = self._source.chain(self._plan, place)
+        self._chain = None  # an error leaves a chain between two batches
+        try:
+            chain.go_to(place)
+            parts = [part for part in chain.parts() if part.rows is not None]
+        except BaseException:
+            chain.close()
+            raise
+        self._chain = chain
+        wanted = self._plan.rows(place)
+        count = sum(len(rows) for _, rows in wanted)
+        add_stages(self._source.clock, parts, count, chain.readers.pieces)
+        joined = concatenate([part.rows for part in parts])
+        if len(wanted) == 1:
+            return [joined]
+        found, start = [], 0
+        for _, rows in wanted:
+            found.append(_cut(joined, slice(start, start + len(rows))))
+            start += len(rows)
+        return found
+
+    def close(self) -> None:
+        """Leaves processes to the next iteration."""
+        chain, self._chain = self._chain, None
+        if chain is not None:
+            self._source.leave(self._plan, chain)
 
 
 class MappedBatches:
@@ -180,6 +258,15 @@ class MappedBatches:
         """Returns the rows as another epoch's random numbers make them."""
         return MappedBatches(self._source, self._function, self._clock, epoch)
 
+    def ahead(self, plan: RowPlan) -> "_MappedAhead | None":
+        """Returns what reads a plan's batches ahead, if the rows before are read so."""
+        inner = rows_ahead(self._source, plan)
+        return None if inner is None else _MappedAhead(inner, self, plan)
+
+    def close(self) -> None:
+        """Closes the rows before."""
+        getattr(self._source, "close", _nothing)()
+
     def rows(self, indices: Array) -> Any:
         """Returns rows, in the order asked for.
 
@@ -187,10 +274,22 @@ class MappedBatches:
             DataError: If the function returned another number of rows.
         """
         if not len(indices):  # a process without rows: the structure alone
-            return jax.tree.map(lambda leaf: leaf[:0], self.rows(np.zeros(1, int)))
-        rows = self._source.rows(indices)
+            return _cut(self.rows(np.zeros(1, int)), slice(0))
+        return self.mapped(self._source.rows(indices), indices, self._epoch)
+
+    def mapped(self, rows: Any, indices: Array, epoch: int) -> Any:
+        """Returns what the function makes of rows.
+
+        Args:
+            rows: A tree of arrays.
+            indices: Their numbers.
+            epoch: The epoch in which they are read.
+
+        Raises:
+            DataError: If the function returned another number of rows.
+        """
         with self._clock.stage("map", len(indices)):
-            mapped = self._function.rows(rows, indices, self._epoch)
+            mapped = self._function.batch(rows, int(indices[0]), epoch)
         block = as_block(mapped)
         if block.count != len(indices):
             msg = (
@@ -201,7 +300,47 @@ class MappedBatches:
         return block.rows
 
 
-def add_stages(clock: Clock, parts: list[Part], count: int, at_once: int) -> None:
+class _MappedAhead:
+    def __init__(self, inner: RowsAhead, source: MappedBatches, plan: RowPlan) -> None:
+        self._inner, self._source, self._plan = inner, source, plan
+
+    def rows(self, place: int) -> list[Any]:
+        parts = zip(self._inner.rows(place), self._plan.rows(place), strict=True)
+        return [self._source.mapped(part, rows, epoch) for part, (epoch, rows) in parts]
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def decode(choice: Choice, num_rows: int, size: int) -> Iterator[tuple[slice, Any]]:
+    """Yields all rows in order, in blocks.
+
+    Args:
+        choice: Who reads.
+        num_rows: How many rows there are.
+        size: Rows of a block.
+    """
+    stop = batches_in_epoch(num_rows, size, "pad")
+    plan = RowPlan(num_rows, Cut(size, None), seed=None, num_batches=stop)
+    chain = choice.chain(plan, 0, stop)
+    try:
+        for start in range(0, num_rows, size):
+            parts = [part for part in chain.parts() if part.rows is not None]
+            block = slice(start, min(start + size, num_rows))
+            yield block, concatenate([part.rows for part in parts])
+    finally:
+        chain.close()
+
+
+def _cut(rows: Any, chosen: slice) -> Any:
+    return jax.tree.map(lambda leaf: leaf[chosen], rows)
+
+
+def _nothing() -> None:
+    """Does nothing."""
+
+
+def add_stages(clock: Clock, parts: Sequence[Part], count: int, at_once: int) -> None:
     """Adds the seconds of parts that were read at once to a clock's stages.
 
     Args:

@@ -1,4 +1,9 @@
-"""Examples in whatever order they are ready: files read side by side."""
+"""Examples in whatever order they are ready: files read side by side.
+
+Grain's interleave takes from its files in turn, so that a file that is slow holds up
+the others. Here the threads that take pieces of files, and the queue from which blocks
+come as they are ready, are our own; worker processes are Grain's, one chain for each.
+"""
 
 import collections
 import queue
@@ -6,11 +11,13 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import numpy as np
 
 from meshlayout.data.clock import Clock
 from meshlayout.data.source import Block
-from meshlayout.data.team import Team
+from meshlayout.data.tfds_pipeline.chain import Chain, Part, Readers
+from meshlayout.data.tfds_pipeline.choice import Choice
 from meshlayout.data.tfds_pipeline.records import add_stages
 
 
@@ -27,7 +34,7 @@ class ShardStream:
     """A source that reads several files at once and gives blocks as they come.
 
     Args:
-        team: Who reads; its function returns a `Part`.
+        choice: Who reads.
         shards: The rows that lie in each file.
         seed: What shuffles the pieces of files and the rows in them; None reads the
             files in turn.
@@ -37,66 +44,188 @@ class ShardStream:
 
     def __init__(
         self,
-        team: Team,
+        choice: Choice,
         shards: list[range],
         *,
         seed: int | None,
         part: tuple[int, int],
         clock: Clock,
     ) -> None:
-        self._team, self._seed, self._clock = team, seed, clock
+        self._choice, self._clock = choice, clock
         number, of = part
-        units = interleaved(shards, _UNIT)
         # Every part gets rows of every piece, so that parts differ by few rows.
-        self._units = [unit[number::of] for unit in units]
-        self._units = [unit for unit in self._units if len(unit)]
-        self.num_rows: int | None = sum(map(len, self._units))
+        units = [unit[number::of] for unit in interleaved(shards, _UNIT)]
+        self._units = _Units([unit for unit in units if len(unit)], seed)
+        self.num_rows: int | None = sum(map(len, units))
+        self._lock = threading.Lock()
+        self._idle: dict[int, Chain] = {}
+        self._is_closed = False
 
     def open(self, epoch: int) -> "ShardPass":
         """Begins a pass."""
+        if not len(self._units):
+            return ShardPass([], self._clock)
+        readers = self._choice.readers(self._units, 0, len(self._units))
+        self._choice.close()  # other processes read here, one for each part
+        count = max(1, min(readers.count, len(self._units)))
+        if readers.kind != "processes":
+            shared = _Taken(self._choice, self._units.of_epoch(epoch), epoch)
+            return ShardPass([shared] * count, self._clock)
+        lanes = [_Lane(self, number, count, epoch) for number in range(count)]
+        return ShardPass(lanes, self._clock)
+
+    def chain(self, number: int, count: int, epoch: int) -> tuple[Chain, int]:
+        """Returns a process that reads a part of the pieces, and how many those are.
+
+        Args:
+            number: Which part.
+            count: Of how many.
+            epoch: The epoch.
+        """
+        units = self._units.part(number, count)
+        with self._lock:
+            chain = self._idle.pop(number, None)
+        start = epoch * len(units)
+        if chain is not None and not chain.can_go_to(start):
+            chain.close()
+            chain = None
+        if chain is None:
+            one = Readers("processes", 1)
+            chain = Chain(self._choice.function, units, one, start)
+        chain.go_to(start)
+        return chain, len(units)
+
+    def leave(self, number: int, chain: Chain) -> None:
+        """Keeps a process for the next pass.
+
+        Args:
+            number: Which part of the pieces it reads.
+            chain: The process.
+        """
+        with self._lock:
+            is_kept = not self._is_closed and number not in self._idle
+            if is_kept:
+                self._idle[number] = chain
+        if not is_kept:
+            chain.close()
+
+    def close(self) -> None:
+        """Ends the processes; one that is in use ends when it is left."""
+        with self._lock:
+            self._is_closed = True
+            chains = list(self._idle.values())
+            self._idle.clear()
+        for chain in chains:
+            chain.close()
+
+
+class _Units:
+    """Pieces of files, as the batches of a chain; each epoch has its own order."""
+
+    step = 1
+
+    def __init__(
+        self, units: list[range], seed: int | None, part: tuple[int, int] = (0, 1)
+    ) -> None:
+        self._units, self._seed, self._part = units, seed, part
+        self._latest: tuple[int, list[Array]] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_latest": None}
+
+    def __len__(self) -> int:
+        number, count = self._part
+        return len(range(number, len(self._units), count))
+
+    def part(self, number: int, count: int) -> "_Units":
+        """Returns the pieces that one of several readers reads."""
+        return _Units(self._units, self._seed, (number, count))
+
+    def of_epoch(self, epoch: int) -> list[Array]:
+        """Returns the rows of each piece, in an epoch's order."""
         units = [np.arange(len(unit)) * unit.step + unit.start for unit in self._units]
         if self._seed is not None:
             rng = np.random.default_rng([self._seed, epoch])
             units = [rng.permutation(units[i]) for i in rng.permutation(len(units))]
-        self._settle(units)
-        return ShardPass(self._team, units, epoch, self._clock)
+        number, count = self._part
+        return units[number::count]
 
-    def _settle(self, units: list[Array]) -> None:
-        """Lets a team choose by reading some pieces, which are read again later."""
-        for unit in units * 2:
-            if self._team.is_settled:
-                return
-            self._team.turn(unit, lambda rows: (rows, 0))
-        self._team.settle()
+    def rows(self, place: int) -> list[tuple[int, Array]]:
+        """Returns the epoch and the rows of a piece."""
+        epoch, unit = divmod(place, len(self))
+        latest = self._latest
+        if latest is None or latest[0] != epoch:
+            latest = self._latest = (epoch, self.of_epoch(epoch))
+        return [(epoch, latest[1][unit])]
+
+
+class _Taken:
+    """Pieces that several threads take, each as soon as it has nothing to do."""
+
+    def __init__(self, choice: Choice, units: list[Array], epoch: int) -> None:
+        self._function, self._epoch = choice.function, epoch
+        self._units = collections.deque(units)
+
+    def next(self) -> Part | None:
+        """Returns the next piece, or None after the last."""
+        try:
+            unit = self._units.popleft()
+        except IndexError:
+            return None
+        return self._function(unit, np.full(len(unit), self._epoch))
+
+    def close(self) -> None:
+        """Leaves nothing to take."""
+        self._units.clear()
+
+
+class _Lane:
+    """The pieces that one worker process reads."""
+
+    def __init__(self, stream: ShardStream, number: int, of: int, epoch: int) -> None:
+        self._stream, self._number = stream, number
+        self._chain, self._left = stream.chain(number, of, epoch)
+        self._is_whole = True
+
+    def next(self) -> Part | None:
+        """Returns the next piece, or None after the last."""
+        if not self._left:
+            return None
+        self._left -= 1
+        self._is_whole = False
+        (part,) = self._chain.parts()
+        self._is_whole = True
+        return part
+
+    def close(self) -> None:
+        """Leaves the process to the next pass."""
+        if self._is_whole:
+            self._stream.leave(self._number, self._chain)
+        else:
+            self._chain.close()
 
 
 class ShardPass:
-    """One pass: threads that take pieces, read them and hand them over.
+    """One pass: threads that read pieces and hand them over.
 
     Args:
-        team: Who reads.
-        units: The rows of each piece.
-        epoch: The epoch.
+        lanes: What each thread reads.
         clock: Where the time goes.
     """
 
-    def __init__(
-        self, team: Team, units: list[Array], epoch: int, clock: Clock
-    ) -> None:
-        self._units = collections.deque(units)
+    def __init__(self, lanes: list[Any], clock: Clock) -> None:
         self._stop = threading.Event()
-        count = max(1, min(team.workers.count, len(units)))
-        self._ready: queue.Queue[Any] = queue.Queue(2 * count)
-        self._running = count
-        for _ in range(count):
+        self._ready: queue.Queue[Any] = queue.Queue(2 * len(lanes))
+        self._running = self._at_once = len(lanes)
+        self._clock = clock
+        for lane in lanes:
             reading = threading.Thread(
                 target=_read,
-                args=(team, self._units, epoch, self._ready, self._stop),
+                args=(lane, self._ready, self._stop),
                 name="meshlayout-shards",
                 daemon=True,
             )
             reading.start()
-        self._clock, self._at_once = clock, count
 
     def __next__(self) -> Block:
         while self._running and not self._stop.is_set():
@@ -125,7 +254,6 @@ class ShardPass:
     def close(self) -> None:
         """Lets the threads end after the piece that they are reading."""
         self._stop.set()
-        self._units.clear()
 
 
 def interleaved(shards: list[range], size: int) -> list[range]:
@@ -157,24 +285,17 @@ def _pieces(shard: range, size: int) -> Iterator[range]:
         yield shard[start : start + size]
 
 
-def _read(
-    team: Team,
-    units: "collections.deque[Array]",
-    epoch: int,
-    ready: "queue.Queue[Any]",
-    stop: threading.Event,
-) -> None:
-    while not stop.is_set():
-        try:
-            unit = units.popleft()
-        except IndexError:
-            break
-        try:
-            (part,) = team.workers.run([(unit, epoch)])
-            found: Any = (part, len(unit))
-        except Exception as error:
-            found = error
-        _put(ready, found, stop)
+def _read(lane: Any, ready: "queue.Queue[Any]", stop: threading.Event) -> None:
+    try:
+        while not stop.is_set():
+            part = lane.next()
+            if part is None:
+                break
+            count = len(jax.tree.leaves(part.rows)[0])
+            _put(ready, (part, count), stop)
+    except Exception as error:  # raised again where blocks are asked for
+        _put(ready, error, stop)
+    lane.close()
     _put(ready, None, stop)
 
 
