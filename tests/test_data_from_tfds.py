@@ -349,7 +349,7 @@ from meshlayout.data import from_tfds
 from tests.processes import run_processes
 
 def children():
-    listed = subprocess.run(["ps", "--ppid", str(os.getpid()), "-o", "args="],
+    listed = subprocess.run(["ps", "-ww", "--ppid", str(os.getpid()), "-o", "args="],
                             capture_output=True, text=True).stdout
     return sum("spawn_main" in line for line in listed.splitlines())
 
