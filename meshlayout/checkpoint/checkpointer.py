@@ -49,7 +49,7 @@ class Checkpointer:
     An asynchronous save returns as soon as the state may be donated to the next step.
     Until it is done it holds a copy of this process's shards in host memory, as many
     bytes as `memory(state)` says; what is encoded and not yet written comes on top,
-    with which it has taken up to twice as many. One save goes on at a time; the next
+    with which it has taken up to two and a half times as many. One save goes on at a time; the next
     waits for it. What goes wrong in the background is raised by the next call of any
     method, once. Use it in a `with` block, or close it: where Python ends while a save
     goes on, that step is not saved.
@@ -218,8 +218,8 @@ class Checkpointer:
     def memory(self, state: Any) -> int:
         """Returns the bytes of the copy that a save holds on this host.
 
-        Encoding and writing it takes up to as many again, measured with
-        `benchmarks/checkpoint.py`.
+        Encoding and writing it takes up to one and a half times as many again, measured
+        with `benchmarks/checkpoint.py`.
 
         Args:
             state: The state, or its shapes with shardings (from `ml.describe`).
