@@ -49,10 +49,10 @@ class Checkpointer:
     An asynchronous save returns as soon as the state may be donated to the next step.
     Until it is done it holds a copy of this process's shards in host memory, as many
     bytes as `memory(state)` says; what is encoded and not yet written comes on top,
-    with which it has taken up to two and a half times as many. One save goes on at a time; the next
-    waits for it. What goes wrong in the background is raised by the next call of any
-    method, once. Use it in a `with` block, or close it: where Python ends while a save
-    goes on, that step is not saved.
+    with which it has taken up to two and a half times as many. One save goes on at a
+    time; the next waits for it. What goes wrong in the background is raised by the next
+    call of any method, once. Use it in a `with` block, or close it: where Python ends
+    while a save goes on, that step is not saved.
 
     When it is opened, it removes what processes that died have left over, and nothing
     that no checkpointer wrote. On several processes all of them open it, and save and
