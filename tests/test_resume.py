@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import signal
 from dataclasses import dataclass
 
 import jax
@@ -250,7 +251,7 @@ class Loops:
         self.mesh, self.data = mesh, data
         self.train_step = ml.make_train_step(loss_fn, ema=0.9)
 
-    def run(self, ck, until=None):
+    def run(self, ck, until=None, told=None):
         state, history, rows = create_state(self.mesh), {}, []
         with ml.checkpoint.Loop(ck, self.data()) as loop:
             state = loop.resume(state, self.train_step)
@@ -258,6 +259,8 @@ class Loops:
             for epoch in loop.epochs(EPOCHS):
                 for batch in loop:
                     state, metrics = self.train_step(state, batch, loop.metrics)
+                    if loop.step + 1 == told:
+                        signal.raise_signal(signal.SIGTERM)
                     loop.step_done(state, metrics)
                     rows.append((loop.step, np.asarray(batch["row"]).tolist()))
                     if loop.step == until:
@@ -287,6 +290,21 @@ def test_a_loop_goes_on_to_the_batch(kind, mesh, tmp_path):
         assert begun == step
         assert before + after == rows
         assert end == whole
+
+
+def test_a_loop_that_is_told_to_end_saves_that_step_and_goes_on(mesh, tmp_path):
+    loops = Loops(mesh, lambda: distributed(mesh))
+    with ml.Checkpointer(tmp_path / "whole", every=100) as ck:
+        _, rows, whole = loops.run(ck)
+    before = signal.getsignal(signal.SIGTERM)
+    with ml.Checkpointer(tmp_path / "told", every=100) as ck:
+        with pytest.raises(SystemExit) as ended:
+            loops.run(ck, told=2)
+        assert ended.value.code == ml.checkpoint.EXIT_STATUS == 75
+        assert signal.getsignal(signal.SIGTERM) is before
+        assert ck.all_steps()[-1] == 2
+        begun, after, end = loops.run(ck)
+    assert (begun, after, end) == (2, rows[2:], whole)
 
 
 def misuse(use, ck):

@@ -12,6 +12,7 @@ is reached from anywhere in as many passes over the parts as there are layers, a
 is the adjoint equation t = dl/ds + t dm/ds. The gradient is d(l + t m)/dw.
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -46,6 +47,9 @@ from meshlayout.step.objective import (
 )
 from meshlayout.step.own_draws import OwnDraws, draws_like
 from meshlayout.step.weights import map_batch, num_examples, without_nan_padding
+
+
+_log = logging.getLogger("meshlayout")
 
 
 @dataclass(frozen=True)
@@ -247,8 +251,9 @@ class _Parts:
         try:
             with self._as_replica(OwnDraws(), 0):
                 jaxpr = jax.make_jaxpr(run)(chosen, own, self._state.model_state)
-        except Exception:
+        except (TypeError, ValueError) as error:
             # It ran with the step's keys: a model that takes keys apart has no others.
+            _log.info("replicas add their gradients in every microbatch: %s", error)
             return None
         return draws_like(drawn, _jax.draws(jaxpr.jaxpr), rows)
 
