@@ -1,9 +1,8 @@
 """How long each stage of an input pipeline takes, and what it has to say."""
 
-import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from meshlayout._render.tables import html_table, text_table
@@ -116,26 +115,14 @@ class Clock:
         self._waited = 0.0
         self._batches = 0
 
-    @contextlib.contextmanager
-    def stage(self, name: str, rows: int = 0) -> Iterator[None]:
+    def stage(self, name: str, rows: int = 0) -> "_Measured":
         """Measures what is done inside, without the stages that are inside of it.
 
         Args:
             name: The stage's name.
             rows: The examples that go through it.
         """
-        outer = getattr(self._running, "inner_s", None)
-        self._running.inner_s = 0.0
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            seconds = time.perf_counter() - start
-            own = max(0.0, seconds - self._running.inner_s)
-            self._running.inner_s = outer
-            self._add(name, rows, own)
-            if outer is not None:
-                self._running.inner_s = outer + seconds
+        return _Measured(self._running, self._add, name, rows)
 
     def add(self, name: str, rows: int, seconds: float) -> None:
         """Adds what was measured elsewhere.
@@ -189,3 +176,38 @@ class Clock:
             )
             notes = tuple(self._notes)
             return PipelineReport(stages, self._waited, self._batches, notes)
+
+
+class _Measured:
+    """A `with` block whose time is added to a stage.
+
+    Args:
+        running: Of this thread: the time of the stages inside of the one that runs.
+        add: Called with the stage's name, rows, and own seconds.
+        name: The stage's name.
+        rows: The examples that go through it.
+    """
+
+    __slots__ = ("_add", "_name", "_outer", "_rows", "_running", "_start")
+
+    def __init__(
+        self,
+        running: threading.local,
+        add: Callable[[str, int, float], None],
+        name: str,
+        rows: int,
+    ) -> None:
+        self._running, self._add = running, add
+        self._name, self._rows = name, rows
+
+    def __enter__(self) -> None:
+        self._outer: float | None = getattr(self._running, "inner_s", None)
+        self._running.inner_s = 0.0
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        seconds = time.perf_counter() - self._start
+        own = max(0.0, seconds - self._running.inner_s)
+        outer = self._outer
+        self._running.inner_s = None if outer is None else outer + seconds
+        self._add(self._name, self._rows, own)

@@ -3,7 +3,6 @@
 import functools
 import threading
 import weakref
-from dataclasses import replace
 from typing import Any
 
 from meshlayout.data.adapters import as_source
@@ -151,8 +150,8 @@ class DistributedDataset:
 
     def iterator(self) -> DataIterator:
         """Returns the next iteration; it can be used in a `with` block."""
-        start = replace(
-            self._next, first_epoch=self._next.epoch, first_row=self._next.row, given=0
+        start = self._next._replace(
+            first_epoch=self._next.epoch, first_row=self._next.row, given=0
         )
         self._latest += 1
         # The iterator keeps the data set, which may have no other name, alive.
@@ -240,7 +239,7 @@ def _leave(parking: _Parking, producer: Producer) -> None:
 
 def _place(position: Position) -> Position:
     """Returns a position without the iteration that it is of."""
-    return replace(position, first_epoch=0, first_row=0, given=0)
+    return position._replace(first_epoch=0, first_row=0, given=0)
 
 
 def _close(plan: Plan, parking: _Parking) -> None:

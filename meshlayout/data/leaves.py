@@ -108,5 +108,6 @@ def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
         return np.empty(shape, dtype)
     nbytes = math.prod(shape) * dtype.itemsize
     memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
+    address, _ = memory.__array_interface__["data"]
+    start = -address % _ALIGNMENT
     return memory[start : start + nbytes].view(dtype).reshape(shape)

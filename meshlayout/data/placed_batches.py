@@ -1,6 +1,5 @@
 """Batches that are on the devices already, and pass through."""
 
-from dataclasses import replace
 from typing import Any
 
 from meshlayout.data.adapters.arrays import is_placed
@@ -53,8 +52,7 @@ class PlacedReader:
                 "of them in one place."
             )
             raise DataError(msg)
-        after = replace(
-            position,
+        after = position._replace(
             batch=position.batch + 1,
             row=position.row + block.count,
             source=check_json(stream.get_state()),

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshlayout.errors import DataError
 
@@ -10,8 +10,7 @@ from meshlayout.errors import DataError
 _VERSION = 1
 
 
-@dataclass(frozen=True)
-class Position:
+class Position(NamedTuple):
     """The place after some batch.
 
     Attributes:
@@ -79,7 +78,7 @@ def to_state(identity: Identity, position: Position) -> dict[str, Any]:
         "kind": "meshlayout.data",
         "version": _VERSION,
         **{f"of_{name}": value for name, value in asdict(identity).items()},
-        **{name: getattr(position, name) for name in Position.__dataclass_fields__},
+        **position._asdict(),
     }
 
 
@@ -105,7 +104,7 @@ def from_state(identity: Identity, state: Any) -> Position:
             f"version {_VERSION}."
         )
         raise DataError(msg)
-    fields = Position.__dataclass_fields__
+    fields = Position._fields
     own = asdict(identity)
     missing = [
         name for name in [*fields, *(f"of_{name}" for name in own)] if name not in state

@@ -1,6 +1,6 @@
 """The batches of one iteration, one after another, placed on the mesh."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -108,7 +108,7 @@ class Producer:
     def __next__(self) -> tuple[Any, Position]:
         batch = self._next_host_batch()
         given = self.position.given + 1
-        self.position = replace(batch.position, given=given)
+        self.position = batch.position._replace(given=given)
         self._last = batch
         self.given = self.position
         return self._pipeline.placed(batch), self.position
@@ -134,8 +134,8 @@ class Producer:
             if not self.position.row:
                 raise DataError(no_rows(self.position.epoch))
             here = self.position
-            self.position = replace(
-                here, epoch=here.epoch + 1, batch=0, row=0, source=None, offset=0
+            self.position = here._replace(
+                epoch=here.epoch + 1, batch=0, row=0, source=None, offset=0
             )
         self._is_ended = True
         raise StopIteration
@@ -223,7 +223,7 @@ class Producer:
         if last is None:
             raise DataError(no_rows(here.epoch))
         leaves = [np.repeat(leaf[-1:], len(leaf), axis=0) for leaf in last.leaves]
-        return HostBatch(leaves, 0, replace(here, batch=here.batch + 1))
+        return HostBatch(leaves, 0, here._replace(batch=here.batch + 1))
 
 
 def _word(found: HostBatch | Exception | None) -> bool | str:

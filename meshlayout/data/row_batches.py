@@ -1,6 +1,5 @@
 """Batches of a source with random access: a function of the place alone."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -72,7 +71,7 @@ class RowReader:
         count = min(max(self._num_rows - start, 0), self._cut.size)
         found = self._gathered(position)
         leaves = [_filled_up(leaf, self._cut.num_kept) for leaf in found]
-        after = replace(position, batch=position.batch + 1, row=start + count)
+        after = position._replace(batch=position.batch + 1, row=start + count)
         return HostBatch(leaves, count, after)
 
     def _repeated(self, position: Position) -> HostBatch | None:
@@ -83,7 +82,7 @@ class RowReader:
         if not row:
             passed, row = passed - 1, self._num_rows
         batch = 0 if passed else position.batch + 1
-        after = replace(position, epoch=position.epoch + passed, batch=batch, row=row)
+        after = position._replace(epoch=position.epoch + passed, batch=batch, row=row)
         return HostBatch(leaves, self._cut.size, after)
 
     def _gathered(self, position: Position) -> list[Any]:

@@ -1,6 +1,5 @@
 """Batches of a source that is read one way: blocks of rows, cut and joined."""
 
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -112,8 +111,7 @@ class StreamReader:
             )
             raise DataError(msg)
         is_next = self._epoch != position.epoch
-        after = replace(
-            position,
+        after = position._replace(
             epoch=self._epoch,
             batch=0 if is_next else position.batch + 1,
             row=row,
