@@ -23,7 +23,7 @@ from meshlayout.checkpoint.places import (
     stored_shape,
     words_dtype,
 )
-from meshlayout.checkpoint.placing import Slot, Target, check_kept, target
+from meshlayout.checkpoint.wanted import Slot, Target, check_kept, target
 from meshlayout.errors import CheckpointError
 from meshlayout.layout_map import LayoutMap
 
