@@ -13,8 +13,8 @@ from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
-from meshlayout.step.microbatches import Replicas
 from meshlayout.step.places import Place
+from meshlayout.step.replicas import Replicas
 from meshlayout.step.train_step import TrainStep
 from meshlayout.step.weights import map_batch, num_examples
 

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlayout import _jax, _paths, _render
 from meshlayout.errors import StepError
-from meshlayout.step.microbatches import Replicas
+from meshlayout.step.replicas import Replicas
 
 
 @dataclass(frozen=True)

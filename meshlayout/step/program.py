@@ -10,10 +10,10 @@ import optax
 
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
+from meshlayout.step.accumulating import accumulated
 from meshlayout.step.gradients import Gradients, Loss, Trainable, select, whole_batch
 from meshlayout.step.many import Stacked, like
 from meshlayout.step.measuring import Measured, empty_metrics, total_weight
-from meshlayout.step.microbatches import accumulated
 from meshlayout.step.places import Place
 from meshlayout.step.updates import Update, learning_rate
 from meshlayout.step.weights import num_examples
