@@ -1,5 +1,6 @@
 """SIGTERM saves the run at the next step on all processes, and ends it with 75."""
 
+import os
 import signal
 
 import pytest
@@ -8,9 +9,8 @@ import meshlayout as ml
 from tests.resuming_runs import STEPS, Server, result_of, rows_of
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
-
-
+@pytest.mark.slow
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_that_is_told_to_end_saves_and_is_gone_on_with(processes, tmp_path):
     whole, told = tmp_path / "whole", tmp_path / "told"
@@ -37,3 +37,31 @@ def test_a_run_that_is_told_to_end_saves_and_is_gone_on_with(processes, tmp_path
         assert again[0].steps[0] == last + 1
     assert result_of(told) == result_of(whole)
     assert rows_of(told) == rows_of(whole)
+
+
+@pytest.fixture
+def heard():
+    """The SIGTERMs that came to the handler of whoever called the library."""
+    came = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    yield came
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_second_sigterm_does_what_it_did_before(heard):
+    with ml.checkpoint.Preemption() as preemption:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert preemption.is_due()
+        assert heard == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
+        assert preemption.is_due()
+    assert heard == [signal.SIGTERM]
+
+
+def test_a_sigterm_that_nobody_asked_about_is_handed_on_at_the_end(heard):
+    with ml.checkpoint.Preemption() as preemption:
+        assert not preemption.is_due()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == []
+    assert heard == [signal.SIGTERM]

@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 import meshlayout as ml
+from models import gan
 from tests.same_bits import on_host
 
 
@@ -188,6 +189,28 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
         assert resumed.num_steps == whole.step - saved < whole.step
         resumed.num_steps = whole.num_steps
         assert resumed == whole
+
+
+def test_a_gan_is_gone_on_with(mesh, tmp_path):
+    images = np.random.default_rng(0).uniform(-1, 1, (20, 28, 28, 1)).astype("float32")
+    batches = [{"image": images[at : at + 8]} for at in (0, 8, 16)]
+
+    def fit_gan(*callbacks, resume=False):
+        layouts = ml.LayoutMap(mesh, gan.FSDP)
+        trainer = gan.GANTrainer(gan.create_state(layouts, hidden_features=16), mesh)
+        with contextlib.suppress(InterruptError):
+            trainer.fit(batches, 2, callbacks=callbacks, progress=False, resume=resume)
+        return trainer
+
+    whole = fit_gan()
+    with ml.Checkpointer(tmp_path) as ck:
+        fit_gan(ml.callbacks.Checkpoint(ck, every=2), InterruptAt(5))
+    with ml.Checkpointer(tmp_path) as ck:
+        saved = ck.latest_step()
+        resumed = fit_gan(ml.callbacks.Checkpoint(ck), resume=True)
+    assert 0 < saved < 6 == saved + resumed.position.step_in_fit
+    assert bits(resumed.state) == bits(whole.state)
+    assert resumed.history.to_dict() == whole.history.to_dict()
 
 
 def test_a_run_without_a_checkpoint_begins(mesh, tmp_path):
