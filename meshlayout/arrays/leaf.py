@@ -111,6 +111,8 @@ def move(
             return _placed(_for_device(x, layout, where), layout, sharding)
         if not is_concrete_array(x):
             return jax.device_put(x, sharding)
+        if x.is_fully_addressable and not sharding.is_fully_addressable:
+            return _on_all_processes(x, sharding)
         x = _jax.movable(x, layout.mesh.jax_mesh)
         # Of an empty array there is nothing to share, and jit does not cut it.
         if not (donate or copy) or not x.size:
@@ -123,6 +125,14 @@ def move(
     except (ValueError, TypeError, OverflowError) as error:
         msg = f"{where}: JAX cannot move it to {layout!r}: {first_line(error)}"
         raise LayoutError(msg) from error
+
+
+def _on_all_processes(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Moves what every process has: JAX 0.7 moves no array so, and none moves keys."""
+    if not _jax.is_extended(x.dtype):
+        return jax.device_put(np.asarray(x), sharding)
+    words = jax.device_put(np.asarray(jax.random.key_data(x)), sharding)
+    return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
 
 
 def _is_one_program(x: jax.Array, layout: Layout) -> bool:

@@ -109,7 +109,7 @@ class Operations:
             *zip(self._inputs, inputs, strict=True),
             *self._consts.items(),
         ]:
-            values[var] = jax.device_put(value, self._cuts.of(var))
+            values[var] = _placed(value, self._cuts.of(var))
         for step in self._steps:
             operands = [
                 _literal(var) if is_literal(var) else values[var] for var in step.inputs
@@ -348,6 +348,14 @@ def _apply(step: _Step, *operands: Any) -> list[Any]:
 @functools.lru_cache(maxsize=1024)
 def _compile(key: _Key) -> _Program:
     return _Program(key.step)
+
+
+def _placed(value: Any, sharding: NamedSharding) -> jax.Array:
+    """Returns a value of this process on the mesh."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(value, sharding)
+    # JAX 0.7 moves no array of one process to the devices of several.
+    return copy_to_mesh(value, Layout.of(sharding, np.ndim(value)))
 
 
 def _with_auto_axes(mesh: Mesh) -> Mesh:
