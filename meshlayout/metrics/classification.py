@@ -246,18 +246,19 @@ class ConfusionMatrix(Metric):
         return self.cells.value
 
 
+@metric_class
 class _Hits(Metric):
     """What precision, recall and F1 have in common."""
 
-    predictions: str | int
-    labels: str | int
-    threshold: float | None
-    num_classes: int | None
-    average: Average
-    hits: Total  # predicted, and rightly so
-    predicted: Total
-    actual: Total
-    count: Total
+    predictions: str | int = setting(default="logits")
+    labels: str | int = setting(default="label")
+    threshold: float | None = setting(default=None)
+    num_classes: int | None = setting(default=None)
+    average: Average = setting(default="binary")
+    hits: Total = accumulator(default=EMPTY)  # predicted, and rightly so
+    predicted: Total = accumulator(default=EMPTY)
+    actual: Total = accumulator(default=EMPTY)
+    count: Total = accumulator(default=EMPTY)
     inputs: ClassVar[tuple[str, ...]] = ("predictions", "labels")
 
     def _check(self) -> None:
@@ -380,16 +381,6 @@ class Precision(_Hits):
         0.5
     """
 
-    predictions: str | int = setting(default="logits")
-    labels: str | int = setting(default="label")
-    threshold: float | None = setting(default=None)
-    num_classes: int | None = setting(default=None)
-    average: Average = setting(default="binary")
-    hits: Total = accumulator(default=EMPTY)
-    predicted: Total = accumulator(default=EMPTY)
-    actual: Total = accumulator(default=EMPTY)
-    count: Total = accumulator(default=EMPTY)
-
     def compute(self) -> jax.Array:
         """Returns the precision."""
         return self._share((self.predicted,))
@@ -414,16 +405,6 @@ class Recall(_Hits):
         [0.5, 1.0]
     """
 
-    predictions: str | int = setting(default="logits")
-    labels: str | int = setting(default="label")
-    threshold: float | None = setting(default=None)
-    num_classes: int | None = setting(default=None)
-    average: Average = setting(default="binary")
-    hits: Total = accumulator(default=EMPTY)
-    predicted: Total = accumulator(default=EMPTY)
-    actual: Total = accumulator(default=EMPTY)
-    count: Total = accumulator(default=EMPTY)
-
     def compute(self) -> jax.Array:
         """Returns the recall."""
         return self._share((self.actual,))
@@ -447,16 +428,6 @@ class F1(_Hits):
         >>> float(F1(threshold=0.5).update(scores, labels).compute())
         0.5
     """
-
-    predictions: str | int = setting(default="logits")
-    labels: str | int = setting(default="label")
-    threshold: float | None = setting(default=None)
-    num_classes: int | None = setting(default=None)
-    average: Average = setting(default="binary")
-    hits: Total = accumulator(default=EMPTY)
-    predicted: Total = accumulator(default=EMPTY)
-    actual: Total = accumulator(default=EMPTY)
-    count: Total = accumulator(default=EMPTY)
 
     def compute(self) -> jax.Array:
         """Returns the F1 score."""

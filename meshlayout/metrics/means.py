@@ -189,13 +189,34 @@ class Last(Metric):
         return jnp.asarray(self.value)
 
 
+@metric_class
 class _ErrorOf(_MeanOf):
     """What the mean errors have in common."""
 
-    def _differences(self, predictions: Any, labels: Any) -> jax.Array:
-        where = type(self).__name__
-        predictions, labels = same_shape(predictions, labels, where)
-        return predictions.astype(jnp.float32) - labels.astype(jnp.float32)
+    predictions: str | int = setting(default="predictions")
+    labels: str | int = setting(default="label")
+    sums: Total = accumulator(default=EMPTY)
+    inputs: ClassVar[tuple[str, ...]] = ("predictions", "labels")
+
+    def update(self, predictions: Any, labels: Any, weights: Any = None) -> Self:
+        """Returns the metric with a batch added.
+
+        Args:
+            predictions: Numbers of the labels' shape; a last dim of 1 may be extra.
+            labels: Numbers.
+            weights: Per element; see `Metric`.
+
+        Raises:
+            MetricError: If the shapes do not fit.
+        """
+        predictions, labels = same_shape(predictions, labels, type(self).__name__)
+        differences = predictions.astype(jnp.float32) - labels.astype(jnp.float32)
+        sums = self._added(self._size(differences), weights, "labels")
+        return type(self)(self.predictions, self.labels, sums=sums)
+
+    def _size(self, differences: jax.Array) -> jax.Array:
+        """Returns what the mean is of."""
+        raise NotImplementedError
 
 
 @metric_class
@@ -212,25 +233,8 @@ class MeanSquaredError(_ErrorOf):
         2.0
     """
 
-    predictions: str | int = setting(default="predictions")
-    labels: str | int = setting(default="label")
-    sums: Total = accumulator(default=EMPTY)
-    inputs: ClassVar[tuple[str, ...]] = ("predictions", "labels")
-
-    def update(self, predictions: Any, labels: Any, weights: Any = None) -> Self:
-        """Returns the metric with a batch added.
-
-        Args:
-            predictions: Numbers of the labels' shape; a last dim of 1 may be extra.
-            labels: Numbers.
-            weights: Per element; see `Metric`.
-
-        Raises:
-            MetricError: If the shapes do not fit.
-        """
-        squares = jnp.square(self._differences(predictions, labels))
-        sums = self._added(squares, weights, "labels")
-        return type(self)(self.predictions, self.labels, sums=sums)
+    def _size(self, differences: jax.Array) -> jax.Array:
+        return jnp.square(differences)
 
 
 @metric_class
@@ -247,25 +251,8 @@ class MeanAbsoluteError(_ErrorOf):
         1.0
     """
 
-    predictions: str | int = setting(default="predictions")
-    labels: str | int = setting(default="label")
-    sums: Total = accumulator(default=EMPTY)
-    inputs: ClassVar[tuple[str, ...]] = ("predictions", "labels")
-
-    def update(self, predictions: Any, labels: Any, weights: Any = None) -> Self:
-        """Returns the metric with a batch added.
-
-        Args:
-            predictions: Numbers of the labels' shape; a last dim of 1 may be extra.
-            labels: Numbers.
-            weights: Per element; see `Metric`.
-
-        Raises:
-            MetricError: If the shapes do not fit.
-        """
-        sizes = jnp.abs(self._differences(predictions, labels))
-        sums = self._added(sizes, weights, "labels")
-        return type(self)(self.predictions, self.labels, sums=sums)
+    def _size(self, differences: jax.Array) -> jax.Array:
+        return jnp.abs(differences)
 
 
 @metric_class
