@@ -57,7 +57,8 @@ test-exhaustive: $(VENV)/.dev-$(TAG)
 test-optional:
 	$(MAKE) --no-print-directory pytest VENV=.venv-optional EXTRAS=test,optional \
 	  PYTEST_OPTIONS="tests/test_data_heavy.py tests/test_data_adapters.py \
-	  tests/test_metrics.py tests/test_metrics_properties.py tests/test_callbacks.py"
+	  tests/test_metrics.py tests/test_metrics_properties.py tests/test_callbacks.py \
+	  tests/test_checkpoint_store.py"
 
 test-all: test test-exhaustive test-optional test-matrix
 

@@ -59,15 +59,14 @@ class ObjectStore:
     Attributes:
         buckets: The objects of every bucket, by name.
         history: What every bucket held before each change, and after the last one.
-        refuse: Tells for a method, a bucket and the name of an object whether the
-            request is to fail, by the status of the answer.
+        refuse: Is asked before every request, by its method, its bucket and the name of
+            its object, by which status it is to fail.
     """
 
     def __init__(self, *buckets: str) -> None:
         self.buckets: dict[str, dict[str, Object]] = {name: {} for name in buckets}
         self.history: list[dict[str, dict[str, Object]]] = []
         self.refuse: Callable[[str, str, str], int | None] = lambda *_: None
-        self.requests: list[tuple[str, str, str]] = []
         self._uploads: dict[str, tuple[str, str, dict[str, str], bytes]] = {}
         self._generation = 1_700_000_000_000_000
         self._lock = threading.RLock()
@@ -108,9 +107,10 @@ class ObjectStore:
             return Refusal(501, f"{method} {target}").answer
         where, bucket = found[1] or "", unquote(found[2])
         name = unquote(found[3] or query.get("name", ""))
+        if where == "/upload" and not name:
+            name = self._upload_name(query, headers, content)
+        status = self.refuse(method, bucket, name)
         with self._lock:
-            self.requests.append((method, bucket, name))
-            status = self.refuse(method, bucket, name)
             try:
                 if status is not None:
                     raise Refusal(status, "refused by the test")
@@ -218,17 +218,24 @@ class ObjectStore:
             return self._continue(method, query["upload_id"], headers, content)
         kind = query.get("uploadType")
         if kind == "resumable":
-            name = name or json.loads(content)["name"]
             number = str(len(self._uploads))
             self._uploads[number] = bucket, name, query, b""
             place = f"http://{headers['Host']}/upload/storage/v1/b/{bucket}/o"
             return Answer(200, headers={"Location": f"{place}?upload_id={number}"})
         if kind == "multipart":
-            facts, content = _two_parts(headers, content)
-            name = name or facts["name"]
+            content = _two_parts(headers, content)[1]
         elif kind != "media":
             raise Refusal(501, f"uploadType={kind}")
         return self._write(bucket, name, query, content)
+
+    def _upload_name(
+        self, query: dict[str, str], headers: Message, content: bytes
+    ) -> str:
+        if "upload_id" in query:
+            return self._uploads[query["upload_id"]][1]
+        is_whole = query.get("uploadType") == "resumable"
+        facts = json.loads(content) if is_whole else _two_parts(headers, content)[0]
+        return facts["name"]
 
     def _continue(
         self, method: str, number: str, headers: Message, content: bytes

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshlayout.checkpoint import files, manifest, orbax
+from meshlayout.checkpoint.store import StoreError
 from meshlayout.errors import CheckpointError
 
 
@@ -64,7 +65,7 @@ class Attempt:
         Raises:
             CheckpointError: If somebody else's files are in it.
         """
-        folder.mkdir(parents=True, exist_ok=True)
+        files.make_directory(folder)
         names = files.names_in(folder)
         if not _is_ours(folder, names):
             msg = (
@@ -137,6 +138,8 @@ def clean_step(folder: Any) -> None:
         try:
             content = (folder / manifest.NAME).read_bytes()
             found = manifest.Manifest.from_bytes(content, "")
+        except StoreError:
+            raise
         except (CheckpointError, OSError):
             return  # it may still name something; whoever restores it is told
         named = {manifest.NAME, found.arrays, found.data}
@@ -198,8 +201,13 @@ def delete(folder: Any) -> None:
         folder: The step's directory.
     """
     if files.is_remote(folder):
-        files.write_whole(folder / f"{_NOTE}0.json", b"{}")  # of nobody who lives
+        note = f"{_NOTE}0.json"
+        files.write_whole(folder / note, b"{}")  # of nobody who lives
         files.remove(folder / manifest.NAME)
+        # The note goes last, so that whoever finds the rest knows whose it is.
+        for one in files.names_in(folder) - {note}:
+            files.remove(folder / one)
+        files.remove(folder / note)
         files.remove(folder)
         return
     name = f"{_DELETING}{folder.name}-{uuid.uuid4().hex[:8]}"
@@ -226,10 +234,14 @@ def _writer() -> dict[str, Any]:
 
 def _is_alive(note: Any) -> bool:
     try:
-        writer = json.loads(note.read_bytes())
+        content = note.read_bytes()
+    except OSError:
+        return False  # gone meanwhile
+    try:
+        writer = json.loads(content)
         there, pid, since = writer["machine"], writer["pid"], writer["time"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return False  # gone meanwhile, or not whole: written by nobody who lives
+    except (ValueError, KeyError, TypeError):
+        return False  # not whole: written by nobody who lives
     if there != _machine():
         return time.time() - since < _FAR_AWAY_S
     if pid == os.getpid():

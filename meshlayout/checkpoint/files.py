@@ -1,8 +1,8 @@
 """Files of a checkpoint directory: read, written whole, made durable, removed.
 
-A directory is a local path, or one of an object store such as `gs://bucket/run`. In an
-object store a file appears whole or not at all; locally it is written under another
-name, flushed to the disk, and renamed.
+A directory is a local path, or one of Google Cloud Storage (`gs://bucket/run`). There a
+file appears whole or not at all; locally it is written under another name, flushed to
+the disk, and renamed.
 """
 
 import contextlib
@@ -14,18 +14,19 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from meshlayout._optional import require
+from meshlayout.checkpoint import store
+from meshlayout.checkpoint.store import StorePath
 from meshlayout.errors import CheckpointError
 
 
 def as_directory(path: Any) -> Any:
-    """Returns a directory as an absolute `pathlib.Path`, or a path of a store.
+    """Returns a directory as an absolute `pathlib.Path`, or as a `StorePath`.
 
     Args:
         path: What the user gave.
 
     Raises:
-        CheckpointError: If it is no path.
+        CheckpointError: If it is no path, or one of a store of another kind.
     """
     try:
         text = os.fspath(path)
@@ -37,15 +38,38 @@ def as_directory(path: Any) -> Any:
             f"{type(path).__name__}. Write Checkpointer('/data/run') or 'gs://...'."
         )
         raise CheckpointError(msg)
-    if is_remote(text):
-        epath = require("etils.epath", extra="checkpoint", purpose="A path of a store")
-        return epath.Path(text)
+    if text.startswith(store.SCHEME):
+        return StorePath.of(text)
+    if text.startswith("gs:/"):
+        msg = (
+            f"{text!r} lost a slash, as pathlib.Path takes it for a local path. Give "
+            f"the text {'gs://' + text[4:]!r}."
+        )
+        raise CheckpointError(msg)
+    if "://" in text:
+        msg = (
+            f"{text!r} is in a store that checkpoints cannot be written to. Give a "
+            "local path, or one of Google Cloud Storage, 'gs://bucket/run'."
+        )
+        raise CheckpointError(msg)
     return pathlib.Path(text).expanduser().absolute()
 
 
 def is_remote(path: Any) -> bool:
     """Tells whether a path is one of an object store."""
-    return "://" in os.fspath(path)
+    return isinstance(path, StorePath)
+
+
+def make_directory(path: Any) -> None:
+    """Makes a directory; in an object store, sees that its bucket is there.
+
+    Args:
+        path: The directory.
+    """
+    if is_remote(path):
+        path.check_bucket()
+    else:
+        path.mkdir(parents=True, exist_ok=True)
 
 
 def write_whole(path: Any, content: bytes) -> None:
@@ -104,6 +128,8 @@ def names_in(path: Any) -> set[str]:
     Args:
         path: The directory; in an object store it exists if a file is in it.
     """
+    if is_remote(path):
+        return path.names()
     return {one.name for one in path.iterdir()} if path.is_dir() else set()
 
 
@@ -113,6 +139,9 @@ def files_below(path: Any) -> Iterator[Any]:
     Args:
         path: The directory.
     """
+    if is_remote(path):
+        yield from path.below()
+        return
     for one in sorted(path.iterdir(), key=lambda entry: entry.name):
         if one.is_dir():
             yield from files_below(one)
@@ -122,8 +151,19 @@ def files_below(path: Any) -> Iterator[Any]:
 
 def size_of(path: Any) -> int:
     """Returns the bytes of a file."""
+    return path.size() if is_remote(path) else path.stat().st_size
+
+
+def mark_of(path: Any) -> Any:
+    """Returns what tells whether a file is the one that was read before.
+
+    Args:
+        path: The file.
+    """
+    if is_remote(path):
+        return path.generation()
     found = path.stat()
-    return int(found.length if hasattr(found, "length") else found.st_size)
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def digest(content: bytes) -> str:
@@ -138,8 +178,7 @@ def remove(path: Any) -> None:
         path: The file or directory.
     """
     if is_remote(path):
-        if path.exists():
-            path.rmtree() if path.is_dir() else path.unlink()
+        path.remove()
         return
     with contextlib.suppress(FileNotFoundError):
         if path.is_dir() and not path.is_symlink():

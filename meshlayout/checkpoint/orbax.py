@@ -7,6 +7,7 @@ to Orbax.
 import functools
 import logging
 import math
+import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from meshlayout._optional import require
+from meshlayout.checkpoint import files, store
 
 
 # Orbax's name for the one tree in a directory that we write.
@@ -77,6 +79,8 @@ def start_writing(directory: Any, arrays: Mapping[str, Any]) -> Callable[[], Non
         What waits for the files, on all processes, and raises what went wrong.
     """
     ocp = _orbax()
+    if files.is_remote(directory):
+        store.forget_listings()
     with _one_at_a_time, _context(ocp):
         response = ocp.save_checkpointables_async(str(directory), {_ITEM: dict(arrays)})
     return response.result
@@ -97,6 +101,8 @@ def read(directory: Any, wanted: Mapping[str, Any]) -> dict[str, Any]:
     )
     context = _context(ocp)
     context.memory.read_concurrent_bytes = max(_READ_BYTES, largest) + 1
+    if files.is_remote(directory):
+        store.forget_listings()
     with _one_at_a_time, context:
         return ocp.load_checkpointables(str(directory), {_ITEM: dict(wanted)})[_ITEM]
 
@@ -117,8 +123,10 @@ def why(error: BaseException) -> str:
         error: What was raised.
     """
     while (inner := error.__cause__ or error.__context__) is not None:
+        if isinstance(error, store.StoreError):
+            return error.fact
         error = inner
-    text = str(error).strip().partition("\n")[0].partition(" [tensorstore_spec")[0]
+    text = re.split(r"\n| \[(?:tensorstore_spec|http_response)", str(error).strip())[0]
     text = text.rstrip(".")
     if isinstance(error, OSError):
         return text

@@ -21,6 +21,7 @@ from meshlayout.checkpoint.attempts import Attempt
 from meshlayout.checkpoint.manifest import Manifest, SavedFile
 from meshlayout.checkpoint.processes import Channel
 from meshlayout.checkpoint.snapshots import Snapshot
+from meshlayout.checkpoint.store import StoreError
 from meshlayout.errors import CheckpointError
 
 
@@ -144,7 +145,7 @@ class Saving:
                 told = orbax.why(error)
             told = self._channel.from_first(told)
         if told:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, StoreError):
                 self._end()  # what cannot be removed now is removed at the next start
             raise CheckpointError(self._failed(told)) from problem
         self._log()

@@ -5,6 +5,7 @@ from typing import Any
 
 from meshlayout.checkpoint import attempts, files, manifest
 from meshlayout.checkpoint.manifest import Manifest
+from meshlayout.checkpoint.store import StoreError
 from meshlayout.errors import CheckpointError, DamagedCheckpointError
 
 
@@ -52,7 +53,7 @@ class Steps:
         """
         path = self._file(step)
         try:
-            mark = _mark(path)
+            mark = files.mark_of(path)
             if step in self._read and self._read[step][0] == mark:
                 return self._read[step][1]
             found = Manifest.from_bytes(path.read_bytes(), str(path))
@@ -117,14 +118,8 @@ class Steps:
             self.manifest(step)
         except DamagedCheckpointError:
             return False
+        except StoreError:
+            raise
         except CheckpointError:  # of another version, or gone meanwhile
             return self._file(step).exists()
         return True
-
-
-def _mark(path: Any) -> Any:
-    """Returns what tells whether a file is the one that was read before."""
-    if files.is_remote(path):
-        return None, files.size_of(path), getattr(path.stat(), "mtime", None)
-    found = path.stat()
-    return found.st_ino, found.st_size, found.st_mtime_ns

@@ -1,0 +1,236 @@
+"""Paths of Google Cloud Storage, with what a checkpointer needs of a `pathlib.Path`.
+
+A store has no directories, only objects whose names have slashes: a directory is there
+while an object is in it. Nothing is remembered from one call to the next, as other
+machines write there too. What cannot be told is an error: a store that refuses, or does
+not answer, is not an empty one.
+"""
+
+import posixpath
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from meshlayout._optional import require
+from meshlayout.errors import CheckpointError
+
+
+SCHEME = "gs://"
+
+# How TensorStore's errors begin where the store refuses, or does not answer.
+REFUSALS = (
+    "ABORTED",
+    "CANCELLED",
+    "DEADLINE_EXCEEDED",
+    "INTERNAL",
+    "PERMISSION_DENIED",
+    "RESOURCE_EXHAUSTED",
+    "UNAUTHENTICATED",
+    "UNAVAILABLE",
+)
+
+# Objects are deleted one by one, so many at a time.
+_DELETIONS = 16
+
+# Some client on the way takes these for patterns, or for the end of a path.
+_SPECIAL = "*?[]#"
+
+_T = TypeVar("_T")
+
+
+class StoreError(CheckpointError):
+    """The store refuses or does not answer, which says nothing of what it holds.
+
+    Attributes:
+        fact: What happened, without a way out of it.
+    """
+
+    def __init__(self, fact: str, way_out: str) -> None:
+        super().__init__(f"{fact}. {way_out}")
+        self.fact = fact
+
+    @classmethod
+    def of(cls, path: Any, what: str, why: str) -> "StoreError":
+        """Returns the error for a question that has no answer.
+
+        Args:
+            path: What was asked for.
+            what: What cannot be done with it.
+            why: What the store's client says.
+        """
+        return cls(
+            f"{path} cannot be {what}: {why.rstrip('.')}",
+            "That says nothing of the checkpoints there. See that this process may use "
+            "the bucket, and try again.",
+        )
+
+
+@dataclass(frozen=True)
+class StorePath:
+    """A path of Google Cloud Storage.
+
+    Attributes:
+        text: The path, as `gs://bucket/run`.
+    """
+
+    text: str
+
+    @classmethod
+    def of(cls, text: str) -> "StorePath":
+        """Returns the path that a user gave.
+
+        Args:
+            text: The path.
+
+        Raises:
+            CheckpointError: If it names no bucket.
+            MeshLayoutError: If gcsfs is not installed.
+        """
+        bucket, _, inside = text.removeprefix(SCHEME).partition("/")
+        if not bucket:
+            msg = f"{text!r} names no bucket. Write 'gs://bucket/run'."
+            raise CheckpointError(msg)
+        special = next((one for one in text if one in _SPECIAL), None)
+        if special is not None:
+            msg = (
+                f"{text!r} has {special!r} in it, which some programs on the way to "
+                f"the store read otherwise. Give a path without any of "
+                f"{' '.join(_SPECIAL)}."
+            )
+            raise CheckpointError(msg)
+        _files()  # now, not at the first save
+        inside = posixpath.normpath(f"/{inside}").strip("/")
+        return cls(f"{SCHEME}{bucket}/{inside}".rstrip("/"))
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __fspath__(self) -> str:
+        return self.text
+
+    def __truediv__(self, name: str) -> "StorePath":
+        return StorePath(f"{self.text}/{name}")
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return self.text.rpartition("/")[2]
+
+    @property
+    def parent(self) -> "StorePath":
+        """The path without its last part."""
+        return StorePath(self.text.rpartition("/")[0])
+
+    def exists(self) -> bool:
+        """Tells whether there is an object of this name."""
+        try:
+            return self._facts()["type"] == "file"
+        except FileNotFoundError:
+            return False
+
+    def is_dir(self) -> bool:
+        """Tells whether an object is in this directory."""
+        return bool(self.names())
+
+    def names(self) -> set[str]:
+        """Returns the names of what is in this directory."""
+        try:
+            found = self._ask("listed", lambda files: files.ls(self.text, detail=True))
+        except FileNotFoundError:
+            return set()
+        # The directory itself is among them where somebody made an object of its name.
+        inside = [_plain(one["name"]) for one in found]
+        return {one.rpartition("/")[2] for one in inside if one != self._plain}
+
+    def below(self) -> "Iterator[StorePath]":
+        """Yields all objects of this directory, in the order of their names."""
+        for name in self._all():
+            if not name.endswith("/"):  # made by some tools for a directory
+                yield StorePath(SCHEME + name)
+
+    def size(self) -> int:
+        """Returns the bytes of an object."""
+        return int(self._facts()["size"])
+
+    def generation(self) -> str:
+        """Returns what is another one after every write of an object."""
+        return str(self._facts()["generation"])
+
+    def read_bytes(self) -> bytes:
+        """Returns the content of an object."""
+        return self._ask("read", lambda files: files.cat_file(self.text))
+
+    def write_bytes(self, content: bytes) -> None:
+        """Writes an object, in one piece.
+
+        Args:
+            content: What it holds.
+        """
+        try:
+            self._ask("written", lambda files: files.pipe_file(self.text, content))
+        except FileNotFoundError:
+            raise self._no_bucket() from None
+
+    def remove(self) -> None:
+        """Deletes the object of this name, and all in the directory of this name."""
+        inside = [StorePath(SCHEME + name) for name in self._all()]
+        with ThreadPoolExecutor(_DELETIONS) as threads:
+            list(threads.map(StorePath._remove_one, [self, *inside]))
+
+    def check_bucket(self) -> None:
+        """Raises if there is no such bucket."""
+        try:
+            self._all()
+        except FileNotFoundError:
+            raise self._no_bucket() from None
+
+    @property
+    def _plain(self) -> str:
+        return _plain(self.text)
+
+    def _no_bucket(self) -> StoreError:
+        bucket = self._plain.partition("/")[0]
+        fact = f"{self}: there is no bucket {bucket!r}"
+        return StoreError(fact, "Make it, or give another one.")
+
+    def _all(self) -> list[str]:
+        """Lists all objects of this directory; there may be none, but the bucket."""
+        found = self._ask("listed", lambda files: files.find(self.text))
+        return sorted(one for one in found if one.startswith(f"{self._plain}/"))
+
+    def _remove_one(self) -> None:
+        try:
+            self._ask("deleted", lambda files: files.rm_file(self.text))
+        except FileNotFoundError:
+            return  # somebody else was faster
+
+    def _facts(self) -> dict[str, Any]:
+        return self._ask("looked at", lambda files: files.info(self.text))
+
+    def _ask(self, what: str, question: Callable[[Any], _T]) -> _T:
+        try:
+            return question(_files())
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # of many libraries, with no class in common
+            why = " ".join(str(error).split()) or type(error).__name__
+            raise StoreError.of(self, what, why) from error
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix(SCHEME).rstrip("/")
+
+
+def forget_listings() -> None:
+    """Has Orbax's own client list anew: it remembers what others change meanwhile."""
+    backend = require("etils.epath.backend", extra="checkpoint", purpose="Orbax")
+    backend.fsspec_backend.fs(SCHEME).invalidate_cache()
+
+
+def _files() -> Any:
+    """Returns the client of the store, one that remembers nothing."""
+    purpose = "A path of Google Cloud Storage"
+    require("gcsfs", extra="gcs", purpose=purpose)
+    fsspec = require("fsspec", extra="gcs", purpose=purpose)
+    return fsspec.filesystem("gs", use_listings_cache=False)
