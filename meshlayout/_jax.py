@@ -16,7 +16,13 @@ import jax.extend.random as jax_random
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src import core as jax_core, distributed, mesh as jax_mesh, xla_bridge
+from jax._src import (
+    config as jax_config,
+    core as jax_core,
+    distributed,
+    mesh as jax_mesh,
+    xla_bridge,
+)
 from jax._src.interpreters import mlir, partial_eval, pxla
 from jax._src.lax import lax as jax_lax
 from jax._src.sharding_impls import UNSPECIFIED as UNSPECIFIED
@@ -163,6 +169,11 @@ def concrete_mesh() -> jax.sharding.Mesh | None:
     """Returns the mesh that `jax.set_mesh` has set, or None."""
     mesh = jax_mesh.get_concrete_mesh()
     return mesh if isinstance(mesh, jax.sharding.Mesh) and mesh.size else None
+
+
+def no_mesh() -> Any:
+    """Returns a context in which no mesh is set: JAX on its own looks at the arrays."""
+    return jax_mesh.use_abstract_mesh(jax_mesh.empty_abstract_mesh)
 
 
 def concrete_mesh_for(abstract: Any) -> jax.sharding.Mesh | None:
@@ -487,6 +498,11 @@ def x64_mode(enabled: bool) -> Any:  # noqa: FBT001
     if hasattr(jax, "enable_x64"):
         return jax.enable_x64(enabled)
     return jax.experimental.enable_x64(enabled)
+
+
+def x64_in_all_threads() -> bool:
+    """Tells whether arrays may have 64 bits, also in threads of other libraries."""
+    return bool(jax_config.enable_x64.get_global())
 
 
 def coordination_client() -> Any:

@@ -1,8 +1,8 @@
 """The one path grammar: a leaf's name, the same for NNX, Linen, Optax and pytrees.
 
 A path is the keys that a user wrote, joined by `/`, as `encoder/layers/0/kernel`.
-The `params` collection at the root of Linen variables and the `value` inside a Flax
-variable or box are not part of it.
+The `value` inside a Flax variable or box is not part of it, and neither is the `params`
+collection at the root of Linen variables, unless the whole path is asked for.
 """
 
 import functools
@@ -48,13 +48,14 @@ class Flat:
     unflatten: Callable[[Sequence[Any]], Any]
 
 
-def flatten(tree: Any) -> Flat:
+def flatten(tree: Any, *, whole: bool = False) -> Flat:
     """Takes a tree apart into named leaves.
 
     Args:
         tree: An NNX module or anything that holds some, an NNX state, Linen
             variables, an Optax state, or any other pytree. A module becomes its
             `nnx.State`, in which a shared variable occurs once.
+        whole: Whether paths keep a `params` at the root.
 
     Raises:
         MeshLayoutError: If two leaves have the same path.
@@ -67,7 +68,7 @@ def flatten(tree: Any) -> Flat:
         first = str(error).partition("\n")[0]
         msg = f"JAX cannot take the tree apart: {first} Use keys of one type."
         raise MeshLayoutError(msg) from None
-    skip = _params_prefix(tree, entries)
+    skip = None if whole else _params_prefix(tree, entries)
     leaves: list[Leaf] = []
     inner: list[tuple[int, Any]] = []  # per entry: leaves, and the tree in its box
     for keys, value in entries:

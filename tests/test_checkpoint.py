@@ -1,5 +1,6 @@
 """Saving and restoring: every tree and dtype, on any mesh, and what is refused."""
 
+import errno
 import logging
 import os
 import re
@@ -458,6 +459,110 @@ def test_layouts_alone_go_by_the_paths_that_inspect_shows(ck, mesh_2x4):
     assert str(ml.fetch_layout(down)) == "[unsharded, unsharded]"
 
 
+def linen_variables(seed=0):
+    module = nn.Dense(3)
+    return module, module.init(jax.random.key(seed), jnp.ones((2, 8)))
+
+
+def test_a_root_key_called_params_is_a_key_like_any_other(ck, mesh_2x4):
+    module, variables = linen_variables()
+    layouts = ml.LayoutMap(mesh_2x4, {"^params/kernel$": ("batch", None)})
+    ck.save(1, variables)
+    x = jnp.ones((2, 8))
+    for found in (ck.restore_numpy(), ck.restore(), ck.restore(layouts)):
+        assert_same_bits(found, variables)
+        module.apply(found, x)
+    ck.save(2, {**variables, "opt_state": {"mu": variables["params"]}, "step": 7})
+    assert set(ck.restore_numpy()) == {"opt_state", "params", "step"}
+    assert set(ck.restore(only="^params/")) == {"params"}
+
+
+def test_the_parameters_of_a_train_state_go_into_a_dict_of_them(ck, mesh_2x4):
+    ck.save(1, train_state(mesh_2x4, 1))
+    found = ck.restore_numpy()
+    assert_same_bits(ck.restore(ck.restore())["params"], found["params"])
+    like = {"params": jax.tree.map(jnp.zeros_like, found["params"]), "step": 0}
+    made = ck.restore(like, partial=True)
+    assert_same_bits(made["params"], found["params"])
+
+
+def test_64_bits_are_cast_on_the_host_where_devices_have_32(ck, mesh_2x4):
+    layout = mesh_2x4.layout("batch")
+    ck.save(1, {"a": np.arange(8.0) / 3, "n": np.arange(8)})
+    like = {
+        name: ml.copy_to_mesh(np.zeros(8, dtype), layout)
+        for name, dtype in {"a": "float32", "n": "int32"}.items()
+    }
+    made = ck.restore(like, dtype={"a": "float32", "n": "int32"})
+    assert_same_bits(
+        made,
+        {"a": (np.arange(8.0) / 3).astype("float32"), "n": like["n"] + np.arange(8)},
+    )
+    assert_same_layouts(made, like)
+
+
+def test_what_is_set_for_other_programs_does_not_matter(ck, mesh_2x4):
+    types = (jax.sharding.AxisType.Explicit,) * 2
+    other = jax.make_mesh((4, 2), ("x", "y"), axis_types=types)
+    x = ml.copy_to_mesh(np.arange(8, dtype="float32"), mesh_2x4.layout("batch"))
+    half = x.astype("bfloat16")
+    with jax.set_mesh(other), jax.transfer_guard("disallow"):
+        made = saved_and_restored(ck, {"x": x})
+        as_half = ck.restore({"x": half}, dtype="bfloat16")
+    assert_same_bits(made, {"x": x})
+    assert_same_bits(as_half, {"x": half})
+
+
+def test_what_stays_has_to_be_alive(ck):
+    ck.save(1, {"a": jnp.ones(2), "b": jnp.ones(2)})
+    like = {"a": jnp.zeros(2), "b": jnp.zeros(2)}
+    like["b"].delete()
+    with pytest.raises(ml.CheckpointError) as error:
+        ck.restore(like, only="a")
+    assert str(error.value) == (
+        "b: not restored from step 1, and the array in like= is deleted; it was "
+        "donated, to a step or a relayout. Give a state that is alive."
+    )
+
+
+def test_leftovers_that_cannot_be_removed_do_not_keep_from_reading(
+    tmp_path, monkeypatch, caplog
+):
+    with Checkpointer(tmp_path) as ck:
+        ck.save(1, {"a": jnp.ones(2)})
+    (tmp_path / ".deleting-2-12345678").mkdir()
+
+    def refuse(path):
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr("shutil.rmtree", refuse)
+    with Checkpointer(tmp_path) as ck:
+        assert ck.restore_numpy()["a"].tolist() == [1, 1]
+    (line,) = (one.getMessage() for one in caplog.records)
+    assert line.startswith(
+        f"what is left of unfinished saves in {tmp_path} cannot be removed: [Errno 30]"
+    )
+
+
+def test_a_masked_array_is_refused(ck):
+    with pytest.raises(ml.CheckpointError) as error:
+        ck.save(1, {"a": np.ma.array([1.0, 2.0], mask=[True, False])})
+    assert str(error.value) == (
+        "a: a masked array's mask would be lost. Save x.filled(value), and the mask as "
+        "an array of its own."
+    )
+
+
+def test_a_dtype_for_no_array_is_refused(ck):
+    ck.save(1, {"a": jnp.ones(2)})
+    with pytest.raises(ml.CheckpointError) as error:
+        ck.restore(dtype="int8")
+    assert str(error.value) == (
+        "dtype='int8' is for integer arrays, and the state that is wanted has floating "
+        "ones: no array is cast to another kind."
+    )
+
+
 def test_a_layout_that_does_not_divide_is_no_damage(ck, mesh_2x4):
     ck.save(1, {"w": jnp.arange(6.0)})
     sharding = mesh_2x4.layout("model").sharding
@@ -639,6 +744,8 @@ def test_the_memory_of_a_save_is_told_in_advance(ck, mesh_2x4):
         "number": 3,
     }
     assert ck.memory(state) == 8 * 4 * 4 + 6 * 4 + 3 * 8
+    described = ml.describe(lambda: Model(nnx.Rngs(0)), layout_map(mesh_2x4))
+    assert ck.memory(described) == ck.memory(described.create()) > 0
 
 
 def test_sizes_and_seconds_are_logged(ck, caplog):

@@ -1,14 +1,15 @@
 """`Checkpointer`: saves a state as training goes, and restores it on any mesh."""
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 import jax
 
-from meshlayout import _render
+from meshlayout import _jax, _render
 from meshlayout.checkpoint import attempts, files, retention
 from meshlayout.checkpoint.arguments import (
     check_best,
@@ -28,6 +29,7 @@ from meshlayout.checkpoint.saving import Job, Saving
 from meshlayout.checkpoint.schedule import Schedule
 from meshlayout.checkpoint.snapshots import host_bytes, take
 from meshlayout.checkpoint.steps import Steps
+from meshlayout.checkpoint.store import StoreError
 from meshlayout.checkpoint.waiting import progress
 from meshlayout.errors import CheckpointError
 from meshlayout.layout_map import LayoutMap
@@ -54,12 +56,18 @@ class Checkpointer:
     call of any method, once. Use it in a `with` block, or close it: where Python ends
     while a save goes on, that step is not saved.
 
+    In Google Cloud Storage, too, a step begins to exist when its manifest is written,
+    and ends when that is deleted, before all else. What other machines save there is
+    seen at once. A store that refuses or does not answer is an error: neither an empty
+    directory nor a damaged step.
+
     When it is opened, it removes what processes that died have left over, and nothing
     that no checkpointer wrote. On several processes all of them open it, and save and
     restore the same steps in one order.
 
     Args:
-        directory: Where the steps go: a local path, or one of a store (`gs://...`).
+        directory: Where the steps go: a local path, or `gs://bucket/run` in Google
+            Cloud Storage, which gcsfs reads and writes (the extra `gcs`).
         keep: How many of the last steps stay; None for all.
         keep_every: Steps that this divides stay as well.
         every: `save` saves only where so many steps have passed.
@@ -113,17 +121,26 @@ class Checkpointer:
         problem = ""
         try:
             if jax.process_index() == 0:
-                self.directory.mkdir(parents=True, exist_ok=True)
-                attempts.clean(self.directory)
+                files.make_directory(self.directory)
+                self._clean()
         except OSError as error:
+            problem = (
+                f"the checkpoint directory {self.directory} cannot be used: {error}. "
+                "Give a directory that this process may write to."
+            )
+        except StoreError as error:
             problem = f"{error}"
         problem = self._main.from_first(problem)
         if problem:
-            msg = (
-                f"the checkpoint directory {self.directory} cannot be used: {problem}. "
-                "Give a directory that this process may write to."
-            )
-            raise CheckpointError(msg)
+            raise CheckpointError(problem)
+
+    def _clean(self) -> None:
+        try:
+            attempts.clean(self.directory)
+        except OSError as error:
+            # What is saved there can be read nevertheless.
+            what = "what is left of unfinished saves in"
+            logger.warning("%s %s cannot be removed: %s", what, self.directory, error)
 
     # Saving.
 
@@ -166,10 +183,12 @@ class Checkpointer:
             return False
         self._finish_saving()
         kept_data = None if data is None else DataState.of(data, self._main)
+        with _undisturbed():
+            taken = take(state)
         job = Job(
             self._steps.folder(step),
             step,
-            take(state),
+            taken,
             None if kept_data is None else kept_data.to_bytes(),
             encode({} if metadata is None else metadata, "metadata"),
             check_metrics(metrics, self._best),
@@ -382,9 +401,10 @@ class Checkpointer:
         fallback: bool,
     ) -> _T:
         self._finish_saving()
-        made, taken = self._reader.restored(
-            step, read, verify=verify, fallback=fallback
-        )
+        with _undisturbed():
+            made, taken = self._reader.restored(
+                step, read, verify=verify, fallback=fallback
+            )
         self._schedule.restored(taken)
         return made
 
@@ -441,10 +461,18 @@ class Checkpointer:
         ):
             try:
                 attempts.delete(self._steps.folder(one))
-            except OSError as error:
+            except (OSError, StoreError) as error:
+                why = error.fact if isinstance(error, StoreError) else error
                 msg = (
                     f"step {one}, which retention does not keep, could not be deleted: "
-                    f"{error}."
+                    f"{why}."
                 )
                 raise CheckpointError(msg) from error
             logger.info("deleted step %d", one)
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Keeps out what is set for the caller's programs: a mesh, and transfer guards."""
+    with _jax.no_mesh(), jax.transfer_guard("allow"):
+        yield

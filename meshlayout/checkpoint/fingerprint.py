@@ -1,10 +1,12 @@
 """Fingerprints of arrays that do not depend on how they lie on devices.
 
-An array's bits are taken as 32-bit words, each word is multiplied by an odd weight for
-each of its indices in the whole array, and the products are summed modulo 2**32, twice
-with other weights. Sums of integers do not depend on their order, so any layout gives
-the same fingerprint; and because the weights are odd, a change inside one word always
-changes both sums.
+An array's bits are taken as 32-bit words. Each word is combined with a number for its
+place, the product of odd numbers for its indices in the whole array, and mixed; what
+comes of it is summed modulo 2**32, twice with other numbers. Sums of integers do not
+depend on their order, so any layout gives the same fingerprint. Mixing (the finalizer
+of MurmurHash3, Appleby 2011) is one to one, so that a change inside one word always
+changes both sums; and it is not linear, so that changes of several words cancel each
+other as seldom as two random 64-bit numbers are equal.
 """
 
 import functools
@@ -24,8 +26,11 @@ _SEEDS = (0x243F6A88, 0x85A308D3)
 # Stands for the words of one element, as if they were a dim of the array.
 _WORDS = 255
 
-# NumPy works on so many elements at a time.
-_CHUNK = 1 << 20
+# NumPy works on so many elements at a time, which stay in a core's cache.
+_CHUNK = 1 << 15
+
+# Of MurmurHash3's finalizer.
+_FACTORS = np.array([0x85EBCA6B, 0xC2B2AE35], np.uint32)
 
 
 def fingerprints(arrays: Mapping[str, jax.Array]) -> Mapping[str, "Pending"]:
@@ -86,13 +91,21 @@ def host_fingerprint(x: np.ndarray[Any, Any]) -> str:
 def _host_sum(
     rows: np.ndarray[Any, Any], outer: np.ndarray[Any, Any], inner: np.ndarray[Any, Any]
 ) -> int:
-    """Returns one sum, of some rows at a time."""
-    step = max(1, _CHUNK // max(1, rows.shape[1]))
+    """Returns one sum, of some elements at a time."""
+    wide = min(rows.shape[1], _CHUNK)
+    tall = _CHUNK // wide
     total = 0
-    for start in range(0, len(rows), step):
-        words = _host_words(rows[start : start + step])
-        each_row = (words * inner).sum(axis=(1, 2), dtype=np.uint32)
-        total += int((each_row * outer[start : start + step]).sum(dtype=np.uint32))
+    for top in range(0, len(rows), tall):
+        for left in range(0, rows.shape[1], wide):
+            here = slice(top, top + tall), slice(left, left + wide)
+            mixed = np.multiply.outer(outer[here[0]], inner[here[1]])
+            mixed ^= _host_words(rows[here])
+            mixed ^= mixed >> 16
+            mixed *= _FACTORS[0]
+            mixed ^= mixed >> 13
+            mixed *= _FACTORS[1]
+            mixed ^= mixed >> 16
+            total += int(mixed.sum(dtype=np.uint32))
     return total % 2**32
 
 
@@ -121,13 +134,14 @@ def _sums(x: jax.Array, weights: Sequence[jax.Array]) -> jax.Array:
     # Both at once, along a leading dim: that is one pass, and compiles sooner.
     words = _device_words(x)
     of_words = _both_weights(len(words), _WORDS)
+    place = jnp.ones((1,) * (1 + x.ndim), jnp.uint32)
+    for dim, weight in enumerate(weights):
+        others = [1 + other for other in range(x.ndim) if other != dim]
+        place = place * jnp.expand_dims(weight, others)
     mixed = jnp.zeros((1,) * (1 + x.ndim), jnp.uint32)
     for at, word in enumerate(words):
         weight = of_words[:, at].reshape(-1, *[1] * x.ndim)
-        mixed = mixed + word[None] * weight
-    for dim, weight in enumerate(weights):
-        others = [1 + other for other in range(x.ndim) if other != dim]
-        mixed = mixed * jnp.expand_dims(weight, others)
+        mixed = mixed + _mixed(word[None] ^ (place * weight))
     return jnp.sum(mixed, axis=tuple(range(1, mixed.ndim)), dtype=jnp.uint32)
 
 
@@ -177,6 +191,13 @@ def _host_words(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 # On both.
 
 
+def _mixed(x: Any) -> Any:
+    """Returns words mixed."""
+    x = (x ^ (x >> np.uint32(16))) * _FACTORS[0]
+    x = (x ^ (x >> np.uint32(13))) * _FACTORS[1]
+    return x ^ (x >> np.uint32(16))
+
+
 def _num_bits(dtype: Any) -> int:
     is_integer = jnp.issubdtype(dtype, jnp.integer)
     return int((jnp.iinfo(dtype) if is_integer else jnp.finfo(dtype)).bits)
@@ -184,13 +205,10 @@ def _num_bits(dtype: Any) -> int:
 
 @functools.lru_cache(maxsize=512)
 def _weights(size: int, dim: int, seed: int) -> np.ndarray[Any, Any]:
-    """Returns an odd weight for every index of a dim: MurmurHash3's finalizer."""
-    number = np.uint32
-    x = np.arange(size, dtype=np.uint32) * number(0x9E3779B1)
-    x += number((seed + dim * 0x7F4A7C15) % 2**32)
-    x = (x ^ (x >> number(16))) * number(0x85EBCA6B)
-    x = (x ^ (x >> number(13))) * number(0xC2B2AE35)
-    return (x ^ (x >> number(16))) | number(1)
+    """Returns an odd number for every index of a dim."""
+    x = np.arange(size, dtype=np.uint32) * np.uint32(0x9E3779B1)
+    x += np.uint32((seed + dim * 0x7F4A7C15) % 2**32)
+    return _mixed(x) | np.uint32(1)
 
 
 def _both_weights(size: int, dim: int) -> np.ndarray[Any, Any]:

@@ -139,6 +139,7 @@ def match(
         missing | {path: leaf.array for path, leaf in extra.items()},
     )
     _check_allowed(diff, allowed, partial=partial, foreign=foreign, what=what)
+    targets.check_used(wanted)
     if wanted and saved and not pairs and diff:
         raise RestoreDiffError(_nothing(diff, what), diff)
     return Matched(tuple(pairs), tuple(kept), tuple(extra.values()), diff)
@@ -233,6 +234,19 @@ class _Targets:
             return self._one
         return self._by_path.get(leaf.path)
 
+    def check_used(self, wanted: Sequence[Leaf]) -> None:
+        """Raises if nothing that is wanted is of the kind of one dtype for all."""
+        if self._one is None:
+            return
+        kinds = {kind(leaf.dtype) for leaf in wanted if not is_number(leaf.dtype)}
+        if kinds and kind(self._one) not in kinds:
+            msg = (
+                f"dtype={str(self._one)!r} is for {kind(self._one)} arrays, and the "
+                f"state that is wanted has {' and '.join(sorted(kinds))} ones: no "
+                "array is cast to another kind."
+            )
+            raise CheckpointError(msg)
+
 
 def is_number(dtype: Any) -> bool:
     """Tells whether a leaf is a Python number, which has no dtype of its own."""
@@ -258,11 +272,18 @@ def as_dtype(dtype: Any) -> Any:
         found = jnp.dtype(dtype)
     except TypeError:
         found = None
-    if found is None or not _jax.is_array_dtype(found):
+    if found is None or not _jax.is_array_dtype(found) or found in _NOT_OF_JAX:
         near = did_you_mean(dtype, ["bfloat16", "float16", "float32", "float64"])
         msg = f"dtype= takes a dtype of numbers, and got {dtype!r}.{near}"
         raise CheckpointError(msg)
     return found
+
+
+# Floats of more than 64 bits, where NumPy has them.
+_NOT_OF_JAX = {np.dtype(np.longdouble), np.dtype(np.clongdouble)} - {
+    np.dtype(np.float64),
+    np.dtype(np.complex128),
+}
 
 
 # What is wrong.

@@ -46,8 +46,7 @@ def load_msgpack(
             alone: then nested dicts of all arrays are returned.
         layouts: Where arrays go, if not where those of `like` are.
         rename: `{pattern: replacement}`, applied to the saved paths (keys joined by
-            `/`, without a leading `params/`) as by `re.sub`. A path may be changed by
-            one pattern only.
+            `/`) as by `re.sub`. A path may be changed by one pattern only.
         transpose: `{pattern: permutation}`, by path in the state: the array in the
             state is `np.transpose(saved, permutation)`.
         partial: Whether arrays of the state may be missing in the file, which then
@@ -85,7 +84,7 @@ class _Written:
         self.name = "the msgpack data" if is_bytes else str(path)
         tree = _unpack(bytes(path) if is_bytes else _read(path), self.name)
         try:
-            found = _paths.flatten(tree).leaves
+            found = _paths.flatten(tree, whole=True).leaves
         except MeshLayoutError as error:
             raise CheckpointError(f"{self.name}: {error}") from None
         self._values = {leaf.path: leaf.value for leaf in found if _is_value(leaf)}

@@ -17,6 +17,10 @@ from meshlayout.checkpoint.wanted import Slot, check_fits
 from meshlayout.errors import CheckpointError
 
 
+# What JAX makes something else of without x64.
+_OF_64_BITS = ("int64", "uint64", "float64", "complex128")
+
+
 @dataclass(frozen=True)
 class Place:
     """A leaf that was saved, and the place in the state that it goes to.
@@ -68,17 +72,25 @@ class Place:
             return NamedSharding(sharding.mesh, PartitionSpec(*spec))
         return sharding
 
+    @property
+    def _is_read_on_host(self) -> bool:
+        """Whether no device reads it: Orbax's threads need x64 for 64 bits on one."""
+        if self.sharding is None:
+            return True
+        has_64_bits = np.dtype(self.leaf.stored).name in _OF_64_BITS
+        return has_64_bits and not _jax.x64_in_all_threads()
+
     def request(self) -> Any:
         """Returns what is asked of Orbax."""
         shape, dtype = stored_shape(self.leaf), np.dtype(self.leaf.stored)
-        if self.sharding is None:
+        if self._is_read_on_host:
             return orbax.OnHost(shape, dtype)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding)
 
     def bits(self, stored: Any) -> Any:
         """Returns the array in the dtype it was saved in."""
         dtype = words_dtype(self.leaf)
-        if self.sharding is None:
+        if self._is_read_on_host:
             return host_bits(np.asarray(stored), self.leaf)
         if stored.dtype == dtype:
             return stored

@@ -16,6 +16,7 @@ from meshlayout.checkpoint.arguments import check_step
 from meshlayout.checkpoint.manifest import Manifest
 from meshlayout.checkpoint.processes import Channel
 from meshlayout.checkpoint.steps import Steps
+from meshlayout.checkpoint.store import StoreError
 from meshlayout.checkpoint.verifying import check_files
 from meshlayout.checkpoint.waiting import progress
 from meshlayout.errors import (
@@ -102,9 +103,10 @@ class Reader:
                 _warn_of(tried, candidate)
             return made, candidate
         number, error = tried[0]
+        newest = f" up to {step}" if isinstance(step, int) else ""
         msg = (
-            f"no intact step is left in {self._steps.directory}: all {len(tried)} are "
-            f"damaged. Step {number}: {error}"
+            f"no intact step{newest} is left in {self._steps.directory}: all "
+            f"{len(tried)} are damaged. Step {number}: {error}"
         )
         raise DamagedCheckpointError(msg) from error
 
@@ -126,7 +128,7 @@ class Reader:
         try:
             with progress(f"restoring step {step}, {size}"):
                 made = read(found)
-        except DamagedCheckpointError as error:
+        except (DamagedCheckpointError, StoreError) as error:
             problem = error
         self._agree(step, found, problem)
         if jax.process_index() == 0:
@@ -139,7 +141,9 @@ class Reader:
     ) -> None:
         """Raises on all processes the first problem of them all, if there is one."""
         text = ""
-        if problem is not None:
+        if isinstance(problem, StoreError):
+            text = f"unknown {problem}"
+        elif problem is not None:
             is_still = self._steps.is_still(step, found)
             text = f"{'damaged' if is_still else 'gone'} {problem}"
         told = next(filter(None, self._channel.exchange(text)), None)
@@ -148,6 +152,8 @@ class Reader:
         kind, _, words = told.partition(" ")
         if kind == "gone":
             raise _GoneError(words) from problem
+        if kind == "unknown":
+            raise CheckpointError(words) from problem
         if problem is not None and told == text:
             raise problem
         raise DamagedCheckpointError(words) from problem

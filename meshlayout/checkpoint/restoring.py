@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.tree_util import DictKey
 
-from meshlayout.checkpoint import orbax, verifying
+from meshlayout.checkpoint import files, orbax, store, verifying
 from meshlayout.checkpoint.difference import Leaf
 from meshlayout.checkpoint.manifest import Manifest, SavedLeaf
 from meshlayout.checkpoint.matching import Dtypes, Matched, match
@@ -23,6 +23,7 @@ from meshlayout.checkpoint.places import (
     stored_shape,
     words_dtype,
 )
+from meshlayout.checkpoint.store import StoreError
 from meshlayout.checkpoint.wanted import Slot, Target, check_kept, target
 from meshlayout.errors import CheckpointError
 from meshlayout.layout_map import LayoutMap
@@ -168,7 +169,7 @@ def _target(manifest: Manifest, request: Request) -> Target:
         return _as_saved(manifest, request, layouts)
     if not manifest.leaves and not jax.tree.leaves(like):
         return Target([], lambda values: like)
-    return target(like, layouts)
+    return target(like, layouts, whole=True)
 
 
 def _as_saved(
@@ -195,8 +196,8 @@ def _as_saved(
         return Target([], lambda values: {})
     _check_apart(keys)
     tree = nested(keys, shapes)
-    if not isinstance(tree, dict):
-        return target(tree, layouts)
+    if layouts is None or not isinstance(tree, dict):
+        return target(tree, layouts, whole=True)
     found = target(_Saved(tree), layouts)
     return Target(found.slots, lambda values: found.rebuild(values).tree)
 
@@ -204,7 +205,7 @@ def _as_saved(
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True)
 class _Saved:
-    """Nested dicts, whose root key `params` is a part of the paths, as when saved."""
+    """Nested dicts, to whose rules a root key `params` is a part of the paths."""
 
     tree: dict[str, Any]
 
@@ -312,6 +313,8 @@ def _load(folder: Any, manifest: Manifest, wanted: Mapping[str, Any]) -> dict[st
         raise  # that says nothing of the files
     except Exception as error:
         why = orbax.why(error)
+        if files.is_remote(folder):
+            _check_store(folder, manifest, why)
         raise verifying.unreadable(folder, manifest, why) from error
     for name, one in wanted.items():
         got = found.get(name)
@@ -323,3 +326,10 @@ def _load(folder: Any, manifest: Manifest, wanted: Mapping[str, Any]) -> dict[st
             why = f"array {name} is not there as it was saved"
             raise verifying.unreadable(folder, manifest, why)
     return found
+
+
+def _check_store(folder: Any, manifest: Manifest, why: str) -> None:
+    """Raises if a store cannot be read, which says nothing of what it holds."""
+    verifying.check_files(folder, manifest)
+    if why.startswith(store.REFUSALS):
+        raise StoreError.of(folder, "read", why)

@@ -94,7 +94,7 @@ def save_safetensors(
     finally:
         if jax.process_index() == 0:
             for part in plan.parts:
-                part.temporary.unlink(missing_ok=True)
+                _take_away(part.temporary)
     logger.info(
         "saved %d arrays, %s, to %s in %.1f s",
         sum(len(part.arrays) for part in plan.parts),
@@ -113,6 +113,14 @@ def _check_metadata(metadata: Any) -> dict[str, str]:
         msg = f"metadata= is texts by name, and got {metadata!r}."
         raise CheckpointError(msg)
     return dict(texts)
+
+
+def _take_away(path: Path) -> None:
+    """Removes what is not complete; where that fails, the save has failed before."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("%s cannot be removed: %s", path, error)
 
 
 def _together(

@@ -22,6 +22,7 @@ from meshlayout.checkpoint.manifest import SavedLeaf
 from meshlayout.checkpoint.orbax import stored_dtype
 from meshlayout.errors import CheckpointError, MeshLayoutError
 from meshlayout.layout import Layout
+from meshlayout.state.create import Description
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,10 @@ def host_bytes(state: Any) -> int:
     """Returns the bytes of this process's shards of a state, each counted once.
 
     Args:
-        state: As for `take`; may be abstract.
+        state: As for `take`; may be abstract, or a `Description`.
     """
     total = 0
+    state = state.abstract if isinstance(state, Description) else state
     for _, _, value in named_leaves(state):
         shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
         if shape is None or dtype is None:
@@ -123,7 +125,7 @@ def named_leaves(tree: Any) -> list[tuple[str, tuple[str, ...], Any]]:
         CheckpointError: If two leaves have one path, or keys cannot be told apart.
     """
     try:
-        flat = _paths.flatten(tree).leaves
+        flat = _paths.flatten(tree, whole=True).leaves
     except MeshLayoutError as error:
         raise CheckpointError(f"the state cannot be saved: {error}") from None
     if _paths.holds_modules(tree):
@@ -140,10 +142,9 @@ def named_leaves(tree: Any) -> list[tuple[str, tuple[str, ...], Any]]:
 def _parts(path: str, keys: tuple[Any, ...]) -> tuple[str, ...]:
     """Returns the keys that a path is made of; one of them may hold a slash."""
     names = tuple(map(_paths.key_name, keys))
-    for start in (0, 1):
-        for stop in (len(names), len(names) - 1):
-            if "/".join(names[start:stop]) == path:
-                return names[start:stop]
+    for stop in (len(names), len(names) - 1):
+        if "/".join(names[:stop]) == path:
+            return names[:stop]
     return tuple(path.split("/"))
 
 
@@ -166,6 +167,12 @@ def _saved(path: str, parts: tuple[str, ...], value: Any) -> tuple[SavedLeaf, An
         raise CheckpointError(_unknown(path, value))
     if not _jax.is_array_dtype(value.dtype):
         raise CheckpointError(_unknown(path, value))
+    if isinstance(value, np.ma.MaskedArray):
+        msg = (
+            f"{path}: a masked array's mask would be lost. Save x.filled(value), and "
+            "the mask as an array of its own."
+        )
+        raise CheckpointError(msg)
     _check_dtype(path, value.dtype)
     leaf = SavedLeaf(
         path=path,
@@ -202,6 +209,12 @@ def _check_dtype(path: str, dtype: Any) -> None:
     """Raises if no file holds a dtype of NumPy's."""
     if _jax.is_extended(dtype):
         return
+    if dtype.name in ("int2", "uint2") and jax.__version_info__ < (0, 8):
+        msg = (
+            f"{path}: jax {jax.__version__} mixes up the bits of {dtype} on devices; "
+            "jax 0.8 does not. Cast it to int8."
+        )
+        raise CheckpointError(msg)
     if not dtype.isnative:
         msg = (
             f"{path}: its bytes are in the order of another machine ({dtype.str}). "

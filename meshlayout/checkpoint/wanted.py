@@ -45,6 +45,11 @@ class Slot:
         """Whether it has no value."""
         return isinstance(self.value, jax.ShapeDtypeStruct)
 
+    @property
+    def is_deleted(self) -> bool:
+        """Whether its value was donated."""
+        return isinstance(self.value, jax.Array) and self.value.is_deleted()
+
     def keep(self) -> Any:
         """Returns the value that there is, in its place."""
         if not self.moves:
@@ -65,12 +70,15 @@ class Target:
     rebuild: Callable[[Sequence[Any]], Any]
 
 
-def target(like: Any, layouts: LayoutMap | None = None) -> Target:
+def target(
+    like: Any, layouts: LayoutMap | None = None, *, whole: bool = False
+) -> Target:
     """Takes apart a state that is wanted.
 
     Args:
         like: Arrays or abstract arrays in any tree, or a `Description`.
         layouts: Where its arrays go, if not where they are.
+        whole: Whether paths keep the `params` at the root of Linen variables.
 
     Raises:
         CheckpointError: If it holds nothing that could be restored, or `layouts` is
@@ -88,7 +96,7 @@ def target(like: Any, layouts: LayoutMap | None = None) -> Target:
     if _paths.holds_modules(like):
         with eager_sharding_off():
             graphdef, tree = nnx.split(like)
-    named = _paths.flatten(tree).leaves
+    named = _paths.flatten(tree, whole=whole).leaves
     values, treedef = jax.tree.flatten(tree)
     shardings = _shardings(tree if graphdef is not None else like, values, layouts)
     slots = {
@@ -163,6 +171,13 @@ def check_kept(kept: Sequence[Slot], name: str) -> None:
     Raises:
         CheckpointError: Names the leaves.
     """
+    gone = [slot.leaf.path for slot in kept if slot.is_deleted]
+    if gone:
+        msg = (
+            f"{gone[0]}: not restored from {name}, and the array in like= is deleted; "
+            "it was donated, to a step or a relayout. Give a state that is alive."
+        )
+        raise CheckpointError(msg)
     paths = [slot.leaf.path for slot in kept if slot.is_abstract]
     if paths:
         more = f" and {len(paths) - 5:,} more" if len(paths) > 5 else ""
