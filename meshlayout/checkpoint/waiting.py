@@ -8,7 +8,8 @@ import time
 from collections.abc import Iterator
 
 import jax
-from rich.console import Console
+
+from meshlayout._render.consoles import console_on
 
 
 logger = logging.getLogger("meshlayout.checkpoint")
@@ -43,7 +44,7 @@ def _show(what: str, done: threading.Event) -> None:
     begin_s = time.perf_counter()
     if done.wait(_AFTER_S):
         return
-    console = Console(file=sys.stderr)
+    console = console_on(sys.stderr)
     if not console.is_terminal or console.is_dumb_terminal:
         logger.info("%s ...", what)
         return

@@ -10,6 +10,7 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, Progress as Bars, TextColumn
 
+from meshlayout._render.consoles import console_on
 from meshlayout._render.tables import html_block, html_line
 from meshlayout.metrics import Metrics
 from meshlayout.trainer.callbacks.callback import Callback
@@ -170,7 +171,7 @@ def _view(console: Console | None) -> _View:
         shell = ipython.get_ipython() if ipython is not None else None
         if getattr(shell, "kernel", None) is not None:
             return _Notebook(sys.modules["IPython.display"])
-        console = Console(file=sys.stdout)
+        console = console_on(sys.stdout)
     if console.is_terminal and not console.is_dumb_terminal:
         return _Terminal(console)
     return _Lines(console)
