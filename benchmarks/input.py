@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +261,22 @@ def seconds_a_batch(way: Way, most: int) -> float:
     return (time.perf_counter() - start) / count
 
 
+@dataclass(frozen=True)
+class Fed:
+    """What a step did with the batches of an epoch.
+
+    Attributes:
+        seconds: How long a step took.
+        waited: The share of the time for which the loop waited for batches.
+        idle: The share of the batches that came when the device had done all its work,
+            of those that were asked for when it had some.
+    """
+
+    seconds: float
+    waited: float
+    idle: float
+
+
 class Step:
     """The train step of an MLP for pictures of MNIST's size."""
 
@@ -275,21 +292,24 @@ class Step:
         logits = model(batch["image"].astype("float32") / 255)
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
 
-    def run(self, batches: Iterator[Any], most: int) -> tuple[float, float]:
-        """Returns seconds a step, and of these, how long it waited for its batch."""
-        start, waited, count = time.perf_counter(), 0.0, 0
+    def run(self, batches: Iterator[Any], most: int) -> "Fed":
+        """Runs an epoch, or some of it, never more than 8 steps ahead of the device."""
+        start, waited, count, idle = time.perf_counter(), 0.0, 0, 0
         while count < most:
             asked = time.perf_counter()
             batch = next(batches, None)
             waited += time.perf_counter() - asked
             if batch is None:
                 break
+            if count % 8:
+                idle += self.state.step.is_ready()
             self.state, metrics = self.step(self.state, batch)
             count += 1
             if count % 8 == 0:
                 jax.block_until_ready(metrics)
         jax.block_until_ready(self.state)
-        return (time.perf_counter() - start) / count, waited / count
+        seconds = time.perf_counter() - start
+        return Fed(seconds / count, waited / seconds, idle / (count - -(-count // 8)))
 
 
 def again(batch: Any) -> Iterator[Any]:
@@ -356,18 +376,20 @@ def feed(contest: Contest, sources: dict[str, dict[str, Way]], options: Any) -> 
     ours = {name: list(ways.values())[-1] for name, ways in sources.items()}
     for way in ours.values():
         step.run(way(), options.batches)
-    timed: list[dict[str, tuple[float, float]]] = []
+    timed: list[dict[str, Fed]] = []
     for _ in range(options.rounds):
         alone = step.run(again(held), contest.num_batches)
         fed = {name: step.run(way(), options.batches) for name, way in ours.items()}
         timed.append({"one batch, held ready": alone, **fed})
-    print("\n| step fed by | steps/s | ratio | waited |\n|---|---|---|---|")
+    print("\n| step fed by | steps/s | ratio | waited | idle |\n|---|---|---|---|---|")
     for name in timed[0]:
-        rate = statistics.median(1 / one[name][0] for one in timed)
-        first = "one batch, held ready"
-        ratio = statistics.median(one[first][0] / one[name][0] for one in timed)
-        waited = statistics.median(one[name][1] / one[name][0] for one in timed)
-        print(f"| {name} | {rate:,.0f} | {ratio:.2f} | {waited:.1%} |")
+        ratio = statistics.median(
+            one["one batch, held ready"].seconds / one[name].seconds for one in timed
+        )
+        rate = statistics.median(1 / one[name].seconds for one in timed)
+        waited = statistics.median(one[name].waited for one in timed)
+        idle = statistics.median(one[name].idle for one in timed)
+        print(f"| {name} | {rate:,.0f} | {ratio:.2f} | {waited:.1%} | {idle:.1%} |")
 
 
 if __name__ == "__main__":
