@@ -37,16 +37,17 @@ pytest: $(VENV)/.dev-$(TAG)
 # The other supported interpreters and versions, each in an environment of its own;
 # those that are not on this machine are named and left out.
 test-matrix:
-	@for set in 3.12:py312 3.13:py313 3.13:colab; do \
+	@failed=; for set in 3.12:py312 3.13:py313 3.13:colab; do \
 	  name=$${set##*:}; \
 	  python=$$(ls "$$(command -v python$${set%%:*} || true)" \
 	    $(HOME)/.pyenv/versions/$${set%%:*}.*/bin/python 2>/dev/null | tail -n 1); \
 	  if test -n "$$python"; then \
 	    echo "== $$name with $$python"; \
 	    $(MAKE) --no-print-directory pytest PYTHON=$$python VENV=.venv-$$name \
-	      CONSTRAINTS=constraints/$$name.txt || exit 1; \
+	      CONSTRAINTS=constraints/$$name.txt || failed="$$failed $$name"; \
 	  else echo "== $$name: no Python $${set%%:*} here, left out"; fi; \
-	done
+	done; \
+	test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 # Every combination of what `make test` covers in pairs.
 test-exhaustive: $(VENV)/.dev-$(TAG)
