@@ -1,7 +1,9 @@
 """What global batches hold: padding, weights, dtypes, layouts, and what is refused."""
 
+import collections
 import dataclasses
 import typing
+from collections.abc import Mapping
 from typing import Any
 
 import hypothesis
@@ -10,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.core import FrozenDict
 
 import meshlayout as ml
 from meshlayout import data as md
@@ -311,6 +314,90 @@ def test_a_named_tuples_weights_are_kept():
     assert found[1].weight.tolist() == [1, *[0] * 7]
 
 
+MAPPINGS = {
+    "an OrderedDict": collections.OrderedDict,
+    "a FrozenDict": FrozenDict,
+    "a defaultdict": lambda **leaves: collections.defaultdict(list, leaves),
+}
+
+
+@pytest.mark.parametrize("name", MAPPINGS)
+@pytest.mark.parametrize("order", ["xy", "yx"])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_mappings_keep_their_type_and_get_weights(name, order, streamed):
+    leaves = {"x": np.arange(10) * 10, "y": np.arange(10)}
+    source: Any = MAPPINGS[name](**{key: leaves[key] for key in order})
+    if streamed:
+        rows = [jax.tree.map(lambda leaf: leaf[row], source) for row in range(10)]  # noqa: B023
+        found = batches(lambda: iter(rows))
+    else:
+        found = batches(source)
+    assert {type(batch) for batch in found} == {type(source)}
+    if name == "an OrderedDict":
+        assert list(found[0]) == [*order, "weight"]
+    assert found[0]["x"].tolist() == [0, 10, 20, 30, 40, 50, 60, 70]
+    assert found[0]["y"].tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert found[1]["x"].tolist() == [80, *[90] * 7]
+    assert found[1]["y"].tolist() == [8, *[9] * 7]
+    assert found[1]["weight"].tolist() == [1, 1, *[0] * 6]
+
+
+@pytest.mark.parametrize("name", MAPPINGS)
+@pytest.mark.parametrize("order", ["weight label", "label weight"])
+def test_own_weights_of_a_mapping_are_0_for_padding_and_nothing_else_is(name, order):
+    leaves = {"weight": np.full(9, 0.5, np.float32), "label": np.arange(9)}
+    source = MAPPINGS[name](**{key: leaves[key] for key in order.split()})
+    _, last = batches(source)
+    assert last["label"].tolist() == [8] * 8
+    assert last["weight"].tolist() == [0.5, *[0] * 7]
+
+
+def test_weights_that_are_one_array_with_another_leaf_are_found():
+    ones = np.ones(9, np.float32)
+    _, last = batches(Named(ones, ones))
+    assert last.x.tolist() == [1] * 8
+    assert last.weight.tolist() == [1, *[0] * 7]
+
+
+def test_keys_that_are_numbers_get_weights_under_a_number():
+    source = {0: np.arange(8), 1: np.arange(8)}
+    (batch,) = batches(source)
+    assert set(batch) == {0, 1}
+    source = {0: np.arange(9), 1: np.arange(9)}
+    assert batches(source, weights=2)[1][2].tolist() == [1, *[0] * 7]
+    assert message(lambda: distributed(source)) == (
+        "a source of 9 rows, in batches of 8, leaves 1, to be padded. Padding is marked "
+        "by weights: beside keys that are numbers, weights=2 adds them. Or choose "
+        "another remainder=."
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Fields(Mapping):
+    """A dataclass that is a mapping, too, as chex makes them."""
+
+    x: Any
+
+    def __getitem__(self, name):
+        return vars(self)[name]
+
+    def __iter__(self):
+        return iter(["x"])
+
+    def __len__(self):
+        return 1
+
+
+def test_a_mapping_of_fixed_keys_has_no_place_for_weights():
+    (batch,) = batches(Fields(np.arange(8)))
+    assert type(batch) is Fields
+    assert message(lambda: distributed(Fields(np.arange(9)))) == (
+        "a source of 9 rows, in batches of 8, leaves 1, to be padded. Padding is marked "
+        "by weights: a dict carries them under a key. Or choose another remainder=."
+    )
+
+
 @pytest.mark.parametrize("source", [np.arange(16), (np.arange(16), np.arange(16))])
 def test_what_has_no_place_for_weights_goes_without_where_rows_divide(source):
     found = batches(source)
@@ -509,8 +596,20 @@ def test_batches_lie_in_the_memory_that_they_are_told_to():
 
 
 def test_a_mesh_without_batch_axes_replicates():
-    (batch,) = distributed(columns(8), ml.create_mesh({"model": 8}))
+    data = distributed(columns(8), ml.create_mesh({"dp": 8}))
+    (batch,) = data
     assert batch["x"].is_fully_replicated
+    assert data.report().notes == (
+        "Every device of Mesh(dp=8) holds the whole batch: of a mesh's axes, those "
+        "called batch, data or fsdp shard batches. To shard them along another one, "
+        "give a layout, as mesh.layout('dp', ...).",
+    )
+
+
+def test_replication_that_was_asked_for_is_not_noted():
+    mesh = ml.create_mesh({"dp": 8})
+    for layout in (mesh.layout(...), mesh.layout("dp", ...), MESH, ONE):
+        assert distributed(columns(8), layout).report().notes == ()
 
 
 def test_a_global_batch_that_does_not_divide_is_refused_before_training():
@@ -773,6 +872,15 @@ def test_a_single_number_among_arrays_is_refused():
     )
 
 
+@pytest.mark.parametrize("values", [[1, 2, 3], list(np.arange(3.0)), ["a", "b", "c"]])
+def test_columns_that_are_lists_are_refused(values):
+    for source in ({"in": {"y": values}}, {"in": {"y": values}, "x": np.zeros(3)}):
+        assert message(lambda: distributed(source)) == (  # noqa: B023
+            "leaf 'in/y' is a list of 3 items, and lists count as structure. Make it "
+            "an array with np.asarray."
+        )
+
+
 EMPTY = {
     "arrays": {"x": np.zeros((0, 3))},
     "a list": [],
@@ -812,7 +920,57 @@ def test_a_function_that_returns_no_iterator_is_refused():
     )
 
 
+class Numbers:
+    """A class whose objects are iterated; `__iter__` is not the class's own."""
+
+    def __iter__(self):
+        return ({"y": number} for number in range(9))
+
+
+class Counter:
+    """A class whose objects are iterators."""
+
+    def __init__(self):
+        self.number = -1
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.number += 1
+        if self.number >= 9:
+            raise StopIteration
+        return {"y": self.number}
+
+
+@pytest.mark.parametrize("kind", [Numbers, Counter])
+def test_a_class_makes_a_new_iterator_for_every_epoch(kind):
+    data = distributed(kind)
+    for _ in range(2):
+        first, last = [np.asarray(batch["y"]).tolist() for batch in data]
+        assert (first, last) == ([0, 1, 2, 3, 4, 5, 6, 7], [8] * 8)
+
+
 # Examples or batches
+
+
+@pytest.mark.parametrize("batched", ["yes", 1, np.True_])
+def test_batched_is_a_flag(batched):
+    assert message(lambda: distributed([{"y": 1}], batched=batched)) == (
+        f"batched= is True, False or None, and got {batched!r}."
+    )
+
+
+def test_a_list_of_batches_knows_how_many_there_are():
+    sizes = [3, 8, 6]
+    source = [{"x": np.zeros((n, 2), np.float32), "y": np.arange(n)} for n in sizes]
+    data = distributed(source, batched=True)
+    assert len(data) == len(list(data)) == 3
+    data = distributed(source, batched=True, remainder="drop", epochs=2)
+    assert len(data) == len(list(data)) == 4
+    assert message(
+        lambda: distributed(source, batched=True, remainder="error")
+    ).startswith("a source of 17 rows, in batches of 8, leaves 1.")
 
 
 def test_elements_that_may_be_both_need_a_word():

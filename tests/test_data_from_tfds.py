@@ -605,9 +605,15 @@ def test_a_damaged_cache_on_disk_is_an_error_that_names_it(mesh, directory, tmp_
 
 
 def test_a_cache_that_cannot_be_finished_leaves_nothing_behind(
-    mesh, directory, tmp_path
+    mesh, directory, tmp_path, monkeypatch
 ):
-    with pytest.raises(ml.DataError) as error:
+    monkeypatch.setattr(
+        tfds.features.FeaturesDict,
+        "deserialize_example_np",
+        one_more_than_the_first_example,
+    )
+    _calls.clear()
+    with pytest.raises(AssertionError, match="the split was decoded again"):
         from_tfds(
             "tiny",
             "train",
@@ -616,13 +622,43 @@ def test_a_cache_that_cannot_be_finished_leaves_nothing_behind(
             data_dir=directory,
             cache="disk",
             cache_dir=tmp_path,
+            num_workers=0,
             strings="host",
         )
-    assert str(error.value) == (
-        "leaf 'name' holds strings, which cache='disk' does not keep. Use "
-        "cache='memory' or 'none'."
-    )
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_strings_are_kept_on_disk_for_a_map_to_use_or_to_drop(
+    mesh, directory, tmp_path
+):
+    def from_name(example):
+        return {"number": example["number"], "of": int(example["name"].split()[1])}
+
+    for _ in range(2):  # decoded, and read from the files
+        for map_of, strings in ((from_name, "error"), (None, "host")):
+            data = from_tfds(
+                "tiny",
+                "train",
+                mesh,
+                global_batch_size=32,
+                data_dir=directory,
+                map=map_of,
+                num_workers=0,
+                cache="disk",
+                cache_dir=tmp_path,
+                strings=strings,
+            )
+            for batch in data:
+                of = (
+                    batch["of"]
+                    if map_of
+                    else [name.split()[1] for name in batch["name"]]
+                )
+                np.testing.assert_array_equal(
+                    np.asarray(of, int), np.asarray(batch["number"])
+                )
+    files = sorted(file.name for file in tmp_path.rglob("*.*") if file.is_file())
+    assert files == ["0.npy", "1.json", "2.npy", "3.npy", "index.json"]
 
 
 # As they come
@@ -679,11 +715,24 @@ def test_examples_as_they_come_have_no_place_to_resume_from(tiny):
     iterator = iter(tiny(cache="none", deterministic=False))
     next(iterator)
     state = iterator.get_state()
-    again = iter(tiny(cache="none", deterministic=False))
-    with pytest.raises(
-        ml.DataError, match="this source cannot go to row 32 of epoch 1"
-    ):
-        again.set_state(state)
+    for options in ({}, {"skip": True}):
+        again = iter(tiny(cache="none", deterministic=False))
+        with pytest.raises(ml.DataError) as error:
+            again.set_state(state, **options)
+        assert str(error.value) == (
+            "this source gives its examples in another order in every run, so that "
+            "those before row 32 of epoch 1 cannot be told from those after it. Resume "
+            "from a state of an epoch's end."
+        )
+
+
+def test_examples_as_they_come_resume_at_an_epochs_end(tiny):
+    iterator = iter(tiny(cache="none", deterministic=False, epochs=2))
+    first = numbers(next(iterator) for _ in range(7))
+    state = json.loads(json.dumps(iterator.get_state()))
+    again = iter(tiny(cache="none", deterministic=False, epochs=2))
+    again.set_state(state)
+    assert sorted(first) == sorted(numbers(again)) == list(range(NUM_ROWS))
 
 
 # Several processes

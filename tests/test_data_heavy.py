@@ -153,6 +153,51 @@ def test_a_tf_dataset_that_does_not_tell_batches_from_examples_asks(mesh, tf):
     np.testing.assert_array_equal(next(iter(data)), X[:8])
 
 
+@pytest.mark.parametrize("unpack", ["flat_map", "unbatch", "interleave"])
+def test_a_tf_dataset_that_takes_its_batches_apart_gives_examples(mesh, tf, unpack):
+    slices = tf.data.Dataset.from_tensor_slices
+    steps = {
+        "flat_map": lambda batches: batches.flat_map(slices),
+        "unbatch": lambda batches: batches.unbatch(),
+        "interleave": lambda batches: batches.interleave(slices, cycle_length=1),
+    }
+    batches = slices({"x": X}).batch(6)
+    data = distribute_dataset(steps[unpack](batches), mesh, global_batch_size=8)
+    assert data.element_spec["x"].shape == (8, 2)
+    check(data, {"x": X})
+
+
+@pytest.mark.parametrize("reads", ["some", "all twice"])
+def test_batches_of_a_tf_dataset_that_are_left_out_or_repeated_count(mesh, tf, reads):
+    batches = tf.data.Dataset.from_tensor_slices({"x": X}).batch(6)
+    chosen = {
+        "some": batches.filter(lambda batch: batch["x"][0, 0] > 0),
+        "all twice": batches.apply(
+            tf.data.experimental.shuffle_and_repeat(1, count=2, seed=0)
+        ),
+    }
+    expected = {"some": X[6:], "all twice": np.concatenate([X, X])}
+    data = distribute_dataset(chosen[reads], mesh, global_batch_size=8, batched=True)
+    with pytest.raises(TypeError, match="does not know how many batches"):
+        len(data)
+    check(data, {"x": expected[reads]})
+    data = distribute_dataset(chosen[reads], mesh, global_batch_size=8)
+    check(data, {"x": expected[reads]})
+
+
+def test_a_map_that_makes_other_things_of_tf_batches_has_to_be_told(mesh, tf):
+    batches = tf.data.Dataset.from_tensor_slices({"x": X}).batch(5)
+    means = batches.map(lambda batch: {"x": tf.reduce_mean(batch["x"], 0)})
+    with pytest.raises(ml.DataError) as error:
+        distribute_dataset(means, mesh, global_batch_size=8)
+    assert str(error.value) == (
+        "the tf.data.Dataset gives tensors of shape (2,), which may be batches or "
+        "single examples. Say which with batched=True or batched=False."
+    )
+    data = distribute_dataset(means, mesh, global_batch_size=8, batched=False)
+    check(data, {"x": X.reshape(4, 5, 2).mean(1)})
+
+
 def test_a_tf_dataset_cannot_seek_and_skips_by_reading_where_asked(mesh, tf):
     def new():
         dataset = tf.data.Dataset.from_tensor_slices({"y": Y})
@@ -298,6 +343,55 @@ def test_collated_lists_stay_lists_and_tensors_keep_their_dtype(mesh, torch):
     np.testing.assert_array_equal(numbers, np.arange(8, dtype=np.int32))
 
 
+def test_a_data_loader_whose_sampler_makes_batches_does_not_count_them_as_rows(
+    mesh, torch
+):
+    class Rows(torch.utils.data.Dataset):
+        def __getitem__(self, numbers):
+            return {"y": torch.as_tensor(Y[numbers])}
+
+        def __len__(self):
+            return len(Y)
+
+    source = Rows()
+    batches = torch.utils.data.BatchSampler(
+        torch.utils.data.SequentialSampler(source), batch_size=6, drop_last=False
+    )
+    loader = torch.utils.data.DataLoader(source, batch_size=None, sampler=batches)
+    data = distribute_dataset(loader, mesh, global_batch_size=8, batched=True)
+    check(data, {"y": Y})
+    with pytest.raises(TypeError, match="does not know how many batches"):
+        len(data)
+    options = {"global_batch_size": 8, "batched": True, "remainder": "drop"}
+    found = list(distribute_dataset(loader, mesh, steps=2, **options))
+    np.testing.assert_array_equal([batch["y"] for batch in found], Y[:16].reshape(2, 8))
+
+
+def test_a_data_loader_that_keeps_its_workers_serves_one_pass_at_a_time(mesh, torch):
+    loader = torch.utils.data.DataLoader(
+        [{"y": int(y)} for y in Y],
+        batch_size=4,
+        num_workers=1,
+        persistent_workers=True,
+        multiprocessing_context="forkserver",
+    )
+    data = distribute_dataset(loader, mesh, global_batch_size=4, prefetch=0)
+    for _ in range(2):  # passes that are left early, too
+        first = iter(data)
+        np.testing.assert_array_equal(next(first)["y"], Y[:4])
+    second = iter(data)
+    np.testing.assert_array_equal(next(second)["y"], Y[:4])
+    with pytest.raises(ml.DataError) as error:
+        next(first)
+    assert str(error.value) == (
+        "the DataLoader keeps its workers, which serve one pass at a time, and another "
+        "pass has begun. Take one iterator after another, or make the DataLoader with "
+        "persistent_workers=False."
+    )
+    np.testing.assert_array_equal(next(second)["y"], Y[4:8])
+    check(data, {"y": Y})
+
+
 def test_an_iterable_dataset_comes_in_a_data_loader(mesh, torch):
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self):
@@ -337,6 +431,16 @@ def test_an_exception_in_a_data_loader_surfaces(mesh, torch, num_workers):
     )
     with pytest.raises(ArithmeticError, match="row 13 is bad"):
         list(distribute_dataset(loader, mesh, global_batch_size=8))
+
+
+def test_columns_of_tensors_keep_their_dtype(mesh, torch):
+    source = {
+        "x": torch.from_numpy(X).to(torch.bfloat16).requires_grad_(),
+        "y": torch.arange(20, dtype=torch.int32),
+    }
+    data = distribute_dataset(source, mesh, global_batch_size=8)
+    assert data.element_spec["x"].dtype == jnp.bfloat16
+    check(data, {"x": X.astype(jnp.bfloat16), "y": Y})
 
 
 def test_sparse_tensors_are_an_error(mesh, torch):
@@ -514,6 +618,47 @@ def test_an_iterable_dataset_tells_whether_it_was_batched(mesh, hf, name):
     found = list(distribute_dataset(dataset, mesh, global_batch_size=8))
     numbers = np.concatenate([np.asarray(batch["y"]) for batch in found])
     np.testing.assert_array_equal(numbers, factor * np.arange(16))
+
+
+STRUCTURES = {
+    "rows": lambda d: d,
+    "streamed": lambda d: d.to_iterable_dataset(),
+    "streamed in batches": lambda d: d.to_iterable_dataset().batch(3),
+}
+
+
+@pytest.mark.parametrize("how", STRUCTURES)
+@pytest.mark.parametrize("kind", [None, "numpy", "torch", "jax"])
+def test_structures_of_hugging_face_become_dicts_of_arrays(mesh, hf, how, kind):
+    pytest.importorskip(kind or "datasets")
+    columns = {
+        "inside": {"p": Y, "more": {"q": X}},
+        "listed": {"a": np.stack([Y, Y + 1], 1)},
+    }
+    examples = {
+        "inside": [
+            {"p": int(y), "more": {"q": x.tolist()}} for y, x in zip(Y, X, strict=True)
+        ],
+        "listed": [[{"a": int(y)}, {"a": int(y) + 1}] for y in Y],
+    }
+    dataset = STRUCTURES[how](hf.Dataset.from_dict(examples).with_format(kind))
+    data = distribute_dataset(dataset, mesh, global_batch_size=4)
+    found = [jax.tree.map(np.asarray, batch) for batch in data]
+    assert len(found) == 5
+    for path, values in flat(columns).items():
+        whole = np.concatenate([flat(batch)[path] for batch in found])
+        np.testing.assert_array_equal(whole, values, err_msg=path)
+
+
+@pytest.mark.parametrize("how", ["rows", "streamed in batches"])
+def test_missing_structures_of_hugging_face_are_an_error(mesh, hf, how):
+    dataset = hf.Dataset.from_dict({"inside": [{"p": 1}, None]}).with_format("jax")
+    with pytest.raises(ml.DataError) as error:
+        list(distribute_dataset(STRUCTURES[how](dataset), mesh, global_batch_size=8))
+    assert str(error.value) == (
+        "inside: some of the rows asked for are None. Fill them in, or leave them out, "
+        "with the data set's map or filter."
+    )
 
 
 def test_data_sets_with_random_access_give_no_batches(mesh, hf, torch):

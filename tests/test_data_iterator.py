@@ -1,5 +1,6 @@
 """Iterating: threads, leaving early, exceptions, resuming, lengths and the report."""
 
+import contextlib
 import gc
 import itertools
 import json
@@ -8,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from typing import Any
 
 import hypothesis
@@ -511,6 +513,34 @@ def test_a_data_set_that_was_never_iterated_closes_its_source():
     del data
     gc.collect()
     assert closed == [1]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("at", [4, 5])
+def test_an_exception_in_the_source_keeps_none_of_its_frames(prefetch, at):
+    class Held:
+        pass
+
+    held = []
+
+    def source():
+        big = Held()
+        held.append(weakref.ref(big))
+        for number in range(at):
+            yield {"y": number}
+        raise ArithmeticError(str(big))
+
+    gc.collect()
+    gc.disable()
+    try:
+        data = distributed(source, prefetch=prefetch)
+        with contextlib.suppress(ArithmeticError):
+            for _ in data:
+                pass
+        assert wait_for(lambda: not threads())
+        assert [one() for one in held] == [None]
+    finally:
+        gc.enable()
 
 
 # Several at once

@@ -74,6 +74,10 @@ def job() -> dict[str, Any]:
     return {
         "layouts": layouts_job(),
         "unequal": _unequal(mesh, here),
+        "unequal resumed": _unequal_resumed(mesh, here),
+        "notes": _notes(mesh, here),
+        "not made": _not_made(mesh, here),
+        "failed": _failed(mesh, here),
         "resume": _resumed(mesh),
         "messages": _messages(mesh, here),
         "context": _context(mesh),
@@ -149,6 +153,158 @@ def _unequal(mesh, here):
                 epochs.append(steps)
             found[f"{kind} {remainder}"] = epochs
     return found
+
+
+class Counting:
+    """An iterator that tells its place."""
+
+    def __init__(self, rows):
+        self.rows, self.place = rows, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.place == len(self.rows):
+            raise StopIteration
+        self.place += 1
+        return {"y": self.rows[self.place - 1]}
+
+    def get_state(self):
+        return self.place
+
+    def set_state(self, place):
+        self.place = place
+
+
+def _unequal_resumed(mesh, here):
+    """What is left after each state, without and with going on from it."""
+    rows = np.arange([10, 3][here], dtype=np.int32) + 100 * here
+    sources = {
+        "rows": {"y": rows},
+        "stream": lambda: ({"y": row} for row in rows),
+        "stream with places": lambda: Counting(rows),
+    }
+
+    def made(given):
+        return ml.data.distribute_dataset(
+            given, mesh, global_batch_size=8, per_process=True, epochs=2
+        )
+
+    def held(batch):
+        return {key: sorted(local_parts(leaf)) for key, leaf in batch.items()}
+
+    found = {}
+    for kind, given in sources.items():
+        it = iter(made(given))
+        states, whole = [], []
+        for batch in it:
+            whole.append(held(batch))
+            states.append(json.dumps(it.get_state()))
+        again = []
+        for state in states:
+            it = iter(made(given))
+            it.set_state(json.loads(state), skip=True)
+            again.append([held(batch) for batch in it])
+        found[kind] = {"whole": whole, "again": again}
+    return found
+
+
+def _notes(mesh, here):
+    """What is noted where process 0 has 16 rows, and process 1 has 6."""
+    rows = np.arange([16, 6][here], dtype=np.int32)
+    found = {}
+    for kind, given in (
+        ("rows", {"y": rows}),
+        ("stream", lambda: ({"y": row} for row in rows)),
+    ):
+        data = ml.data.distribute_dataset(
+            given, mesh, global_batch_size=8, per_process=True, remainder="drop"
+        )
+        found[kind] = [len(list(data)), data.report().notes]
+    return found
+
+
+def _not_made(mesh, here):
+    """What is said where process 1 alone finds that it cannot make its data set."""
+
+    def made(given, **options):
+        options = {"global_batch_size": 8, "per_process": True, **options}
+        ml.data.distribute_dataset(given, mesh, **options)
+
+    def pair(*counts):
+        return (np.zeros(counts[here], np.float32),) * 2
+
+    def cannot_open():
+        if here:
+            raise OSError("the disk is gone")
+        yield {"x": np.float32(1)}
+
+    def fn(context):
+        if context.input_pipeline_id:
+            raise ValueError("no such file")
+        return [{"x": np.zeros(2, np.float32)}] * 4
+
+    tries = {
+        "no place for padding": lambda: made(pair(8, 6)),
+        "no place for padding up to others": lambda: made(pair(12, 4)),
+        "rows are left": lambda: made(pair(8, 6), remainder="error"),
+        "all rows are dropped": lambda: made(pair(8, 3), remainder="drop", steps=1),
+        "the source does not open": lambda: made(cannot_open),
+        "the function fails": lambda: ml.data.distribute_datasets_from_function(
+            fn, mesh
+        ),
+        "an argument is wrong": lambda: made(pair(8, 8), steps=1 - here),
+    }
+    return {name: message(one) for name, one in tries.items()}
+
+
+class Broken:
+    """Twenty rows, one of which cannot be read on one process."""
+
+    def __init__(self, row):
+        self.row = row
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, row):
+        if row == self.row:
+            raise OSError(f"row {row} is gone")
+        return {"x": np.float32(row)}
+
+
+def _failed(mesh, here):
+    """Steps taken and what is said where process 1 alone fails on its way."""
+    broken = Broken(9 if here else None)
+    placed = [{"x": ml.ones((8,), mesh.layout("batch"))}] * (3 - here)
+
+    def pairs(*counts):
+        return lambda: ((np.float32(row), row) for row in range(counts[here]))
+
+    def stream():
+        return (broken[row] for row in range(20))
+
+    def taken(given, **options):
+        data = ml.data.distribute_dataset(
+            given, mesh, global_batch_size=8, per_process=True, **options
+        )
+        steps = []
+
+        def loop():
+            steps.extend(True for _ in data)
+
+        said = message(loop)
+        return [len(steps), said]
+
+    return {
+        "rows": taken(broken),
+        "rows repeated": taken(broken, remainder="repeat", steps=9),
+        "stream repeated": taken(stream, remainder="repeat", steps=9),
+        "no place for padding": taken(pairs(8, 6)),
+        "no place for padding up to others": taken(pairs(12, 4)),
+        "placed": taken(lambda: iter(placed)),
+    }
 
 
 def _left_early(mesh, here):
@@ -328,7 +484,6 @@ def test_each_process_holds_its_shards_of_the_global_batches(several, name, kind
 
 
 def test_processes_with_unequal_rows_take_the_same_number_of_steps(two):
-    first = [list(range(4)), [4, 4, 4, 4], [4] * 4, [4] * 4]
     second = [
         [100, 101, 102, 103],
         [104, 105, 106, 107],
@@ -336,12 +491,113 @@ def test_processes_with_unequal_rows_take_the_same_number_of_steps(two):
         [112] * 4,
     ]
     weights = [8.0, 5.0, 4.0, 1.0]
-    for kind in ("rows", "stream"):
+    for kind, padding in (("rows", 4), ("stream", 0)):
+        first = [list(range(4)), [4] * 4, [padding] * 4, [padding] * 4]
         for process, rows in enumerate((first, second)):
             expected = [list(one) for one in zip(rows, weights, strict=True)]
             assert two[process]["unequal"][f"{kind} pad"] == [expected, expected]
             expected = [[rows[0], 0]]
             assert two[process]["unequal"][f"{kind} drop"] == [expected, expected]
+
+
+@pytest.mark.parametrize("kind", ["rows", "stream", "stream with places"])
+def test_processes_with_unequal_rows_go_on_from_any_step(two, kind):
+    for process, here in enumerate(two):
+        whole = here["unequal resumed"][kind]["whole"]
+        weights = [[1] * 4, [1] * 4, [1, 1, 0, 0]]
+        if process:
+            weights = [[1, 1, 1, 0], [0] * 4, [0] * 4]
+        found = [[w for _, part in b["weight"] for w in part] for b in whole]
+        assert found == weights * 2
+        again = here["unequal resumed"][kind]["again"]
+        assert again == [whole[step:] for step in range(1, 7)]
+
+
+def test_drop_says_how_many_rows_the_other_processes_had_no_batch_for(two):
+    assert [here["notes"]["rows"] for here in two] == [
+        [1, ["remainder='drop' drops 12 of 16 rows in every epoch."]],
+        [1, ["remainder='drop' drops 2 of 6 rows in every epoch."]],
+    ]
+    assert [here["notes"]["stream"] for here in two] == [
+        [
+            1,
+            [
+                "Dropped at least 4 rows at the end of an epoch: process 1 had no more "
+                "batches, and the source was not read any further."
+            ],
+        ],
+        [1, ["Dropped the last 2 rows of an epoch."]],
+    ]
+
+
+# What process 1 alone finds when data sets are made: the kind of error, and the error.
+WEIGHTS = (
+    "Padding is marked by weights: weights=2 appends them. Or choose another "
+    "remainder=."
+)
+NOT_MADE = {
+    "no place for padding": (
+        "DataError: ",
+        "a source of 6 rows, in batches of 4, leaves 2, to be padded. " + WEIGHTS,
+    ),
+    "no place for padding up to others": (
+        "DataError: ",
+        "the source has 4 rows, and those of other processes fill 3 batches of 4, up "
+        "to which this one is padded. " + WEIGHTS,
+    ),
+    "rows are left": (
+        "DataError: ",
+        "a source of 6 rows, in batches of 4, leaves 2. Choose another remainder=, or "
+        "another global_batch_size.",
+    ),
+    "all rows are dropped": (
+        "DataError: ",
+        "the source has 3 rows, fewer than a batch of 4: remainder='drop' drops all of "
+        "them. Take a smaller global_batch_size, or another remainder=.",
+    ),
+    "the source does not open": ("", "OSError: the disk is gone"),
+    "the function fails": ("", "ValueError: no such file"),
+    "an argument is wrong": (
+        "DataError: ",
+        "steps= is a whole number, 1 or more, and got 0.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOT_MADE)
+def test_what_one_process_cannot_make_is_an_error_on_all(two, name):
+    kind, text = NOT_MADE[name]
+    assert [here["not made"][name] for here in two] == [
+        f"DataError: process 1 cannot make the data set: {text}",
+        kind + text,
+    ]
+
+
+FEWER = "DataError: the source of process 1 has fewer batches than that of process 0. "
+GONE = "the source of process 1 failed: OSError: row 9 is gone"
+SHORT = f"the last batch of an epoch has 2 rows, and batches have 4. {WEIGHTS}"
+PLACED = (
+    "Batches that are on the mesh already are not padded: give as many on every "
+    "process, or choose remainder='drop'."
+)
+FAILED = {
+    "rows": (2, f"DataError: {GONE}", "OSError: row 9 is gone"),
+    "rows repeated": (2, f"DataError: {GONE}", "OSError: row 9 is gone"),
+    "stream repeated": (2, f"DataError: {GONE}", "OSError: row 9 is gone"),
+    "no place for padding": (
+        1,
+        f"DataError: the source of process 1 failed: {SHORT}",
+        f"DataError: {SHORT}",
+    ),
+    "no place for padding up to others": (1, FEWER + WEIGHTS, FEWER + WEIGHTS),
+    "placed": (2, FEWER + PLACED, FEWER + PLACED),
+}
+
+
+@pytest.mark.parametrize("name", FAILED)
+def test_what_fails_on_one_process_ends_the_loops_of_all_at_one_step(two, name):
+    steps, *said = FAILED[name]
+    assert [here["failed"][name] for here in two] == [[steps, one] for one in said]
 
 
 def test_a_process_that_leaves_its_loop_early_ends_those_of_the_others(two):

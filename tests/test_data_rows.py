@@ -160,6 +160,14 @@ def test_a_global_batch_size_is_a_whole_number(mesh_2x4, size):
     )
 
 
+@pytest.mark.parametrize("size", [0, -8, 16.0, "8", True])
+def test_a_context_takes_a_whole_number(size):
+    context = md.InputContext(1, 0, 8)
+    assert message(lambda: context.get_per_replica_batch_size(size)) == (
+        f"global_batch_size= is a whole number, 1 or more, and got {size!r}."
+    )
+
+
 def test_a_context_errors_where_the_batch_does_not_divide():
     context = md.InputContext(1, 0, 8)
     assert message(lambda: context.get_per_replica_batch_size(12)) == (

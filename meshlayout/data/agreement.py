@@ -3,6 +3,7 @@
 No device takes part, so that any thread may ask at any time.
 """
 
+import contextlib
 import itertools
 import json
 from collections import defaultdict
@@ -12,7 +13,9 @@ from typing import Any
 import jax
 
 from meshlayout import _jax
-from meshlayout.errors import DataError
+from meshlayout.data.rows import processes_of
+from meshlayout.errors import DataError, MeshLayoutError
+from meshlayout.layout import Layout
 
 
 # How long to wait for the other processes. They may still be compiling, or reading.
@@ -71,6 +74,16 @@ class Agreement:
             said[process] = json.loads(text)
         return said
 
+    def fail(self, what: str, error: Exception) -> None:
+        """Tells the other processes of an error, in an exchange that they come to.
+
+        Args:
+            what: As for `exchange`.
+            error: The error, which this process raises whatever the others say.
+        """
+        with contextlib.suppress(DataError):
+            self.exchange(what, {_FAILED: _text(error)})
+
     def say(self, what: str, value: Any) -> None:
         """Answers the other processes, and does not wait for theirs.
 
@@ -92,6 +105,68 @@ class Agreement:
         client.key_value_delete(f"{self._name}/{what}/{self._here}")
 
 
+# The exchanges in which a data set is made.
+FACTS, PLAN = "facts", "plan"
+
+_FAILED = "failed"
+
+
+def agreement_of(layout: Layout) -> Agreement | None:
+    """Returns the agreement of the processes of a layout's mesh.
+
+    Args:
+        layout: How batches lie on the mesh.
+
+    Returns:
+        None where this process has nobody to agree with.
+    """
+    processes = processes_of(layout.mesh)
+    is_alone = len(processes) == 1 or jax.process_index() not in processes
+    if is_alone or _jax.coordination_client() is None:
+        return None
+    return Agreement(processes)
+
+
+@contextlib.contextmanager
+def telling(agreement: Agreement | None, what: str) -> Iterator[None]:
+    """Tells the other processes of an error inside, so that none waits for this one.
+
+    Args:
+        agreement: Between which processes; None if there are none.
+        what: The exchange that comes next.
+    """
+    try:
+        yield
+    except Exception as error:
+        if agreement is not None:
+            agreement.fail(what, error)
+        raise
+
+
+def failure(said: dict[int, Any]) -> tuple[int, str] | None:
+    """Returns the first process that has failed, and its error.
+
+    Args:
+        said: What each process said in an exchange.
+
+    Returns:
+        None if none has.
+    """
+    for process, word in said.items():
+        if isinstance(word, dict) and _FAILED in word:
+            return process, word[_FAILED]
+    return None
+
+
+def check_made(agreement: Agreement) -> None:
+    """Raises DataError if another process could not make its data set.
+
+    Args:
+        agreement: Between which processes.
+    """
+    _raise_failure(agreement.exchange(PLAN, {}))
+
+
 def check_same(agreement: Agreement, facts: dict[str, Any]) -> None:
     """Raises DataError if processes make a data set differently.
 
@@ -99,11 +174,8 @@ def check_same(agreement: Agreement, facts: dict[str, Any]) -> None:
         agreement: Between which processes.
         facts: What has to be the same, by name.
     """
-    said = agreement.exchange("facts", facts)
-    for process, other in said.items():
-        if "failed" in other:
-            msg = f"process {process} cannot make the data set: {other['failed']}"
-            raise DataError(msg)
+    said = agreement.exchange(FACTS, facts)
+    _raise_failure(said)
     first = min(said)
     for process, other in said.items():
         for name, value in said[first].items():
@@ -114,3 +186,15 @@ def check_same(agreement: Agreement, facts: dict[str, Any]) -> None:
                     "the same on all processes."
                 )
                 raise DataError(msg)
+
+
+def _raise_failure(said: dict[int, Any]) -> None:
+    failed = failure(said)
+    if failed is not None:
+        process, text = failed
+        raise DataError(f"process {process} cannot make the data set: {text}")
+
+
+def _text(error: Exception) -> str:
+    is_own = isinstance(error, MeshLayoutError)
+    return str(error) if is_own else f"{type(error).__name__}: {error}"

@@ -6,6 +6,7 @@ import weakref
 from typing import Any
 
 from meshlayout.data.adapters import as_source
+from meshlayout.data.agreement import FACTS, agreement_of, telling
 from meshlayout.data.clock import Clock, PipelineReport
 from meshlayout.data.host_batches import Reader
 from meshlayout.data.iterator import DataIterator, Hooks
@@ -13,8 +14,8 @@ from meshlayout.data.options import check_options
 from meshlayout.data.planning import Plan, make_plan
 from meshlayout.data.position import Position
 from meshlayout.data.prefetching import Prefetched
-from meshlayout.data.producing import Producer
-from meshlayout.data.rows import batch_layout
+from meshlayout.data.producing import Producer, topic
+from meshlayout.data.rows import batch_layout, note_whole_batches
 
 
 def distribute_dataset(
@@ -61,7 +62,8 @@ def distribute_dataset(
             is no thread.
         per_process: Whether the source on each process gives this process's rows only,
             in the order of `process_rows`. Processes take as many steps as the one
-            with the most rows, or with `remainder="drop"` the fewest.
+            with the most rows, or with `remainder="drop"` the fewest. Where a stream
+            has no rows left for a step, its first one is the padding.
         strings: `"error"`, or `"host"` to leave leaves of strings as NumPy arrays of
             this process's rows.
         batched: Whether the elements of an iterable are batches (True) or examples
@@ -84,21 +86,24 @@ def distribute_dataset(
         >>> [int(batch["weight"].sum()) for batch in data]
         [16, 4]
     """
-    options = check_options(
-        global_batch_size=global_batch_size,
-        remainder=remainder,
-        weights=weights,
-        shuffle=shuffle,
-        epochs=epochs,
-        steps=steps,
-        prefetch=prefetch,
-        per_process=per_process,
-        strings=strings,
-    )
-    clock = Clock()
-    opened = functools.partial(as_source, source, clock, batched=batched)
     layout = batch_layout(layout_or_mesh)
-    return DistributedDataset(make_plan(opened, layout, options, clock))
+    agreement = agreement_of(layout)
+    with telling(agreement, FACTS):
+        options = check_options(
+            global_batch_size=global_batch_size,
+            remainder=remainder,
+            weights=weights,
+            shuffle=shuffle,
+            epochs=epochs,
+            steps=steps,
+            prefetch=prefetch,
+            per_process=per_process,
+            strings=strings,
+        )
+    clock = Clock()
+    note_whole_batches(layout_or_mesh, clock.note)
+    opened = functools.partial(as_source, source, clock, batched=batched)
+    return DistributedDataset(make_plan(opened, layout, options, clock, agreement))
 
 
 class DistributedDataset:
@@ -220,9 +225,11 @@ def _begin(plan: Plan, parking: _Parking, position: Position) -> Prefetched:
     options = plan.pipeline.options
     parked = parking.take(position)
     name = plan.agreement.new_iteration() if plan.agreement is not None else ""
+    with telling(plan.pipeline.agreement, topic(name, 0)):
+        reader = parked or plan.new_reader()
     producer = Producer(
         plan.pipeline,
-        parked or plan.new_reader(),
+        reader,
         position,
         must_seek=parked is None,
         name=name,

@@ -22,7 +22,13 @@ from meshlayout.data.dataset import DistributedDataset
 from meshlayout.data.elements import describe
 from meshlayout.data.options import check_options
 from meshlayout.data.planning import make_plan
-from meshlayout.data.rows import batch_layout, processes_of, row_groups, whole
+from meshlayout.data.rows import (
+    batch_layout,
+    note_whole_batches,
+    processes_of,
+    row_groups,
+    whole,
+)
 from meshlayout.data.source import RowSource, Source
 from meshlayout.data.tfds_pipeline.choice import Choice, WorkerKind, check_workers
 from meshlayout.data.tfds_pipeline.keeping import (
@@ -131,6 +137,7 @@ def from_tfds(
     """
     clock = Clock()
     layout = batch_layout(layout_or_mesh)
+    note_whole_batches(layout_or_mesh, clock.note)
     function = as_map_function(
         map,
         is_batched=_flag("map_batched", map_batched),
@@ -284,7 +291,7 @@ def _stream(
     shards = split.prepared.shards()
     reading.clock.note(
         f"Examples of {len(shards)} files come as they are ready: another order in "
-        "every run, and no place to resume from."
+        "every run, and no place to resume from but an epoch's end."
     )
     return ShardStream(choice, shards, seed=seed, part=part, clock=reading.clock)
 

@@ -8,7 +8,13 @@ from types import TracebackType
 from typing import Any
 
 from meshlayout.data.clock import Clock
-from meshlayout.data.position import Identity, Position, from_state, to_state
+from meshlayout.data.position import (
+    NO_ORDER,
+    Identity,
+    Position,
+    from_state,
+    to_state,
+)
 from meshlayout.data.prefetching import Prefetched
 from meshlayout.errors import DataError
 
@@ -105,6 +111,14 @@ class DataIterator:
                 raise DataError(msg)
             position = from_state(self._hooks.identity, state)
             is_inside = position.row > 0 or position.batch > 0
+            if is_inside and position.source == NO_ORDER:
+                msg = (
+                    "this source gives its examples in another order in every run, so "
+                    f"that those before row {position.row} of epoch "
+                    f"{position.epoch + 1} cannot be told from those after it. Resume "
+                    "from a state of an epoch's end."
+                )
+                raise DataError(msg)
             is_stream = self._hooks.identity.source == "stream"
             if is_stream and is_inside and position.source is None and not skip:
                 msg = (

@@ -9,10 +9,19 @@ import jax
 from meshlayout.data.adapters import as_source
 from meshlayout.data.adapters.arrays import looks_batched
 from meshlayout.data.adapters.iterables import IterableSource
+from meshlayout.data.agreement import FACTS, agreement_of, telling
 from meshlayout.data.clock import Clock
-from meshlayout.data.dataset import DistributedDataset, distribute_dataset
+from meshlayout.data.dataset import DistributedDataset
+from meshlayout.data.options import check_options
 from meshlayout.data.peeked import PeekedSource
-from meshlayout.data.rows import batch_layout, num_replicas, row_groups
+from meshlayout.data.planning import make_plan
+from meshlayout.data.rows import (
+    batch_layout,
+    note_whole_batches,
+    num_replicas,
+    row_groups,
+    whole,
+)
 from meshlayout.data.source import Source, StreamSource
 from meshlayout.errors import DataError
 
@@ -46,16 +55,17 @@ class InputContext:
             global_batch_size: Rows of the global batch.
 
         Raises:
-            DataError: If it does not divide.
+            DataError: If it is no whole number, 1 or more, or does not divide.
         """
+        size = whole("global_batch_size", global_batch_size, at_least=1)
         replicas = self.num_replicas_in_sync
-        if global_batch_size % replicas:
+        if size % replicas:
             msg = (
-                f"a global batch of {global_batch_size} rows does not divide into "
-                f"{replicas} replicas."
+                f"a global batch of {size} rows does not divide into {replicas} "
+                "replicas."
             )
             raise DataError(msg)
-        return global_batch_size // replicas
+        return size // replicas
 
     @classmethod
     def of(cls, layout_or_mesh: Any) -> "InputContext":
@@ -132,31 +142,34 @@ def distribute_datasets_from_function(
         [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15]]
     """
     layout = batch_layout(layout_or_mesh)
-    made = fn(InputContext.of(layout))
-    source = _source(made, batched=batched)
-    if global_batch_size is None:
-        source = PeekedSource(_stream(source))
-        global_batch_size = source.first.count * num_replicas(layout)
-    return distribute_dataset(
-        source,
-        layout,
-        global_batch_size=global_batch_size,
-        remainder=remainder,
-        weights=weights,
-        shuffle=shuffle,
-        epochs=epochs,
-        steps=steps,
-        prefetch=prefetch,
-        per_process=True,
-        strings=strings,
-    )
+    agreement = agreement_of(layout)
+    clock = Clock()
+    note_whole_batches(layout_or_mesh, clock.note)
+    with telling(agreement, FACTS):
+        source = _source(fn(InputContext.of(layout)), clock, batched=batched)
+        if global_batch_size is None:
+            source = PeekedSource(_stream(source))
+            global_batch_size = source.first.count * num_replicas(layout)
+        options = check_options(
+            global_batch_size=global_batch_size,
+            remainder=remainder,
+            weights=weights,
+            shuffle=shuffle,
+            epochs=epochs,
+            steps=steps,
+            prefetch=prefetch,
+            per_process=True,
+            strings=strings,
+        )
+    plan = make_plan(lambda: source, layout, options, clock, agreement)
+    return DistributedDataset(plan)
 
 
-def _source(made: Any, *, batched: bool | None) -> Source:
+def _source(made: Any, clock: Clock, *, batched: bool | None) -> Source:
     """Returns what the function made as a source; its elements may well be batches."""
     if batched is None and isinstance(made, list) and made:
         batched = looks_batched(made[0])
-    source = as_source(made, Clock(), batched=batched)
+    source = as_source(made, clock, batched=batched)
     if batched is None and isinstance(source, IterableSource):
         return IterableSource(made, batched=True)
     return source

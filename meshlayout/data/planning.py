@@ -11,7 +11,15 @@ import numpy as np
 
 from meshlayout import _jax
 from meshlayout._render.tables import array_text
-from meshlayout.data.agreement import Agreement, check_same
+from meshlayout.data.agreement import (
+    FACTS,
+    PLAN,
+    Agreement,
+    agreement_of,
+    check_made,
+    check_same,
+    telling,
+)
 from meshlayout.data.clock import Clock
 from meshlayout.data.host_batches import Cut, Reader
 from meshlayout.data.looking import Looked, look
@@ -25,12 +33,11 @@ from meshlayout.data.row_plan import batches_in_epoch
 from meshlayout.data.rows import (
     per_replica_batch_size,
     process_rows,
-    processes_of,
     row_groups,
 )
 from meshlayout.data.source import Source
-from meshlayout.data.stream_batches import StreamReader
-from meshlayout.data.weighting import Weighting, find_weighting, way_out
+from meshlayout.data.stream_batches import StreamReader, first_row
+from meshlayout.data.weighting import find_weighting, way_out
 from meshlayout.errors import DataError
 from meshlayout.layout import Layout
 
@@ -59,7 +66,11 @@ class Plan:
 
 
 def make_plan(
-    open_source: Callable[[], Source], layout: Layout, options: Options, clock: Clock
+    open_source: Callable[[], Source],
+    layout: Layout,
+    options: Options,
+    clock: Clock,
+    agreement: Agreement | None = None,
 ) -> Plan:
     """Returns what a data set does.
 
@@ -68,41 +79,54 @@ def make_plan(
         layout: How batches lie on the mesh.
         options: What was asked for.
         clock: Where time and notes go.
+        agreement: With the other processes, where it was made before; None makes it.
 
     Raises:
         DataError: If the source cannot be made into such batches, here or on another
             process.
     """
-    agreement = _agreement(layout)
-    try:
+    agreement = agreement or agreement_of(layout)
+    with telling(agreement, FACTS):
         kept = _kept_rows(layout, options)
         looked = look(open_source(), layout, options, clock)
         facts = _facts(looked, options)
-    except DataError as error:
-        if agreement is not None:
-            agreement.exchange("facts", {"failed": str(error)})
-        raise
     num_batches = None
     if agreement is not None:
         check_same(agreement, facts)
         if options.per_process and looked.is_random_access:
             num_batches = _agreed_batches(agreement, looked, len(kept), options)
-    return _plan(looked, layout, options, clock, kept, num_batches, agreement)
+    with telling(agreement, PLAN):
+        pipeline = _pipeline(looked, layout, options, clock, kept, agreement)
+        _check_length(looked, pipeline, num_batches)
+    if agreement is not None:
+        check_made(agreement)
+    cut, placement = pipeline.cut, pipeline.placement
+    return Plan(
+        pipeline,
+        _placed_spec(looked.first) if placement is None else placement.element_spec,
+        _identity(looked, options),
+        _num_steps(looked, cut, options, num_batches),
+        functools.partial(_reader, looked, cut, options, num_batches, clock),
+        getattr(looked.source, "close", _nothing),
+        agreement,
+    )
 
 
-def _plan(
+def _pipeline(
     looked: Looked,
     layout: Layout,
     options: Options,
     clock: Clock,
     kept: np.ndarray[Any, Any],
-    num_batches: int | None,
     agreement: Agreement | None,
-) -> Plan:
+) -> Pipeline:
     size = len(kept) if options.per_process else options.global_batch_size
     is_all = options.per_process or len(kept) == size
-    cut = Cut(size, None if is_all else kept)
-    weighting, placement, no_place = None, None, ""
+    weighting, placement, filler = None, None, None
+    no_place = (
+        "Batches that are on the mesh already are not padded: give as many on every "
+        "process, or choose remainder='drop'."
+    )
     if looked.element is not None:
         add = options.remainder == "pad"
         weighting = find_weighting(
@@ -116,44 +140,33 @@ def _plan(
             options.global_batch_size,
             kept,
         )
-        _check_length(looked, cut, options, weighting, no_place, clock)
-    in_step = options.per_process and not looked.is_random_access
-    pipeline = Pipeline(
+        may_run_short = options.per_process and not looked.is_random_access
+        if may_run_short and weighting.at is not None:
+            filler = first_row(looked.element, looked.first)
+    return Pipeline(
         options,
-        cut,
+        Cut(size, None if is_all else kept),
         weighting,
         placement,
         no_place,
-        agreement if in_step and options.remainder != "repeat" else None,
+        filler,
+        agreement if options.per_process else None,
         _jax.canonical_dtype(np.int64) == np.int64,
         clock,
     )
-    return Plan(
-        pipeline,
-        _placed_spec(looked.first) if placement is None else placement.element_spec,
-        _identity(looked, options),
-        _num_steps(looked, cut, options, num_batches),
-        functools.partial(_reader, looked, cut, options, num_batches, clock),
-        getattr(looked.source, "close", _nothing),
-        agreement,
-    )
 
 
-def _check_length(
-    looked: Looked,
-    cut: Cut,
-    options: Options,
-    weighting: Weighting,
-    no_place: str,
-    clock: Clock,
-) -> None:
+def _check_length(looked: Looked, pipeline: Pipeline, num_batches: int | None) -> None:
     """Raises DataError if it is known already that an epoch cannot be cut."""
-    num_rows, size = looked.num_rows, cut.size
-    if num_rows is None or options.remainder == "repeat":
+    num_rows, size = looked.num_rows, pipeline.cut.size
+    remainder, weighting = pipeline.options.remainder, pipeline.weighting
+    if num_rows is None or remainder == "repeat":
         return
+    if num_batches is None:
+        num_batches = batches_in_epoch(num_rows, size, remainder)
     left = num_rows % size
     what = f"a source of {num_rows} rows, in batches of {size}, leaves {left}"
-    if options.remainder == "drop" and left:
+    if remainder == "drop":
         if num_rows < size:
             msg = (
                 f"the source has {num_rows} rows, fewer than a batch of {size}: "
@@ -161,12 +174,24 @@ def _check_length(
                 "global_batch_size, or another remainder=."
             )
             raise DataError(msg)
-        clock.note(f"remainder='drop' drops {left} of {num_rows} rows in every epoch.")
-    if options.remainder == "error" and left:
+        dropped = num_rows - num_batches * size
+        if dropped:
+            pipeline.clock.note(
+                f"remainder='drop' drops {dropped} of {num_rows} rows in every epoch."
+            )
+    if remainder == "error" and left:
         msg = f"{what}. Choose another remainder=, or another global_batch_size."
         raise DataError(msg)
-    if options.remainder == "pad" and left and weighting.at is None:
-        msg = f"{what}, to be padded. {no_place}"
+    if remainder != "pad" or weighting is None or weighting.at is not None:
+        return
+    if left:
+        raise DataError(f"{what}, to be padded. {pipeline.no_place}")
+    if num_rows < num_batches * size:
+        msg = (
+            f"the source has {num_rows} rows, and those of other processes fill "
+            f"{num_batches} batches of {size}, up to which this one is padded. "
+            f"{pipeline.no_place}"
+        )
         raise DataError(msg)
 
 
@@ -184,14 +209,6 @@ def _kept_rows(layout: Layout, options: Options) -> np.ndarray[Any, Any]:
             )
             raise DataError(msg)
     return kept
-
-
-def _agreement(layout: Layout) -> Agreement | None:
-    processes = processes_of(layout.mesh)
-    is_alone = len(processes) == 1 or jax.process_index() not in processes
-    if is_alone or _jax.coordination_client() is None:
-        return None
-    return Agreement(processes)
 
 
 def _facts(looked: Looked, options: Options) -> dict[str, Any]:

@@ -9,6 +9,9 @@ from meshlayout.errors import DataError
 
 _VERSION = 1
 
+# The place of a source whose examples come in another order in every run.
+NO_ORDER = "no order"
+
 
 class Position(NamedTuple):
     """The place after some batch.

@@ -58,9 +58,12 @@ class Prefetched:
             return value
         self._is_over = True
         self._join()
-        if kind == "failed":
+        if kind != "failed":
+            raise StopIteration
+        try:
             raise value
-        raise StopIteration
+        finally:
+            del value  # a cycle with its traceback would keep the source's frames
 
     def stop(self) -> None:
         """Makes nothing more, and wakes who waits; what is held open stays open."""
@@ -186,3 +189,4 @@ def _make(maker: Makes, room: _Room, at_end: Callable[[], None]) -> None:
     except BaseException as error:  # from a `finally` clause of the source
         end = ("failed", error) if end[0] == "ended" else end
     room.put(*end)
+    del end  # a cycle with an exception's traceback would keep the source's frames

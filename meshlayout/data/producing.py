@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from meshlayout import _jax
-from meshlayout.data.agreement import Agreement
+from meshlayout.data.agreement import Agreement, failure
 from meshlayout.data.clock import Clock
 from meshlayout.data.host_batches import Cut, HostBatch, Reader
 from meshlayout.data.options import Options
@@ -26,9 +26,11 @@ class Pipeline:
         cut: How batches are cut.
         weighting: Where their weights are.
         placement: Where they go; None for batches that are placed already.
-        no_place: What to do where padding has no place for its weights.
-        agreement: With the processes that have sources of their own, if the number of
-            their batches has to be agreed on in every step; or None.
+        no_place: What to do where batches cannot be padded.
+        filler: The row of which batches consist for which a process has no rows of
+            its own, leaf by leaf; None where there cannot be such batches.
+        agreement: With the processes that have sources of their own, which agree in
+            every step that all have a batch; or None.
         x64: Whether arrays are 64-bit.
         clock: Where the time goes.
     """
@@ -38,28 +40,35 @@ class Pipeline:
     weighting: Weighting | None
     placement: Placement | None
     no_place: str
+    filler: list[Any] | None
     agreement: Agreement | None
     x64: bool
     clock: Clock
+
+    def check_padding(self, batch: HostBatch) -> None:
+        """Raises DataError if a batch is padded and has no place for weights.
+
+        Args:
+            batch: This process's rows of it.
+        """
+        if self.weighting is None or self.weighting.at is not None:
+            return
+        if self.cut.is_real(batch.count) is not None:
+            msg = (
+                f"the last batch of an epoch has {rows_text(batch.count)}, and batches "
+                f"have {self.cut.size}. {self.no_place}"
+            )
+            raise DataError(msg)
 
     def placed(self, batch: HostBatch) -> Any:
         """Returns a batch on the mesh, with its weights.
 
         Args:
             batch: This process's rows of it.
-
-        Raises:
-            DataError: If it is padded and has no place for weights.
         """
         if self.placement is None or self.weighting is None:
             return batch.leaves[0]
         is_real = self.cut.is_real(batch.count)
-        if is_real is not None and self.weighting.at is None:
-            msg = (
-                f"the last batch of an epoch has {rows_text(batch.count)}, and batches "
-                f"have {self.cut.size}. {self.no_place}"
-            )
-            raise DataError(msg)
         with (
             self.clock.stage("place", self.cut.num_kept),
             _jax.x64_mode(self.x64),
@@ -101,7 +110,6 @@ class Producer:
         self._name = name
         self._must_seek = must_seek and (position.row > 0 or position.batch > 0)
         self.given = position
-        self._last: HostBatch | None = None
         self._step = 0
         self._is_ended = False
 
@@ -109,7 +117,6 @@ class Producer:
         batch = self._next_host_batch()
         given = self.position.given + 1
         self.position = batch.position._replace(given=given)
-        self._last = batch
         self.given = self.position
         return self._pipeline.placed(batch), self.position
 
@@ -124,15 +131,10 @@ class Producer:
                 agreement.say(self._topic(), _LEFT)
 
     def _next_host_batch(self) -> HostBatch:
-        if self._must_seek:
-            self.reader.seek(self.position)
-            self._must_seek = False
         while not self._is_over():
             batch = self._agreed(self._read())
             if batch is not None:
                 return batch
-            if not self.position.row:
-                raise DataError(no_rows(self.position.epoch))
             here = self.position
             self.position = here._replace(
                 epoch=here.epoch + 1, batch=0, row=0, source=None, offset=0
@@ -162,11 +164,24 @@ class Producer:
 
     def _read(self) -> HostBatch | Exception | None:
         if self._pipeline.agreement is None:
-            return self.reader.read(self.position)
+            return self._found()
         try:
-            return self.reader.read(self.position)
+            return self._found()
         except Exception as error:  # raised once the other processes know of it
             return error
+
+    def _found(self) -> HostBatch | None:
+        """Returns this process's next batch, or None at the epoch's end."""
+        here = self.position
+        if self._must_seek:
+            self.reader.seek(here)
+            self._must_seek = False
+        found = self.reader.read(here)
+        if found is not None:
+            self._pipeline.check_padding(found)
+        elif not here.row:
+            raise DataError(no_rows(here.epoch))
+        return found
 
     def _agreed(self, found: HostBatch | Exception | None) -> HostBatch | None:
         """Returns this step's batch: all processes have one, or none has."""
@@ -174,63 +189,81 @@ class Producer:
         if agreement is None:
             assert not isinstance(found, Exception)
             return found
-        said = agreement.exchange(self._topic(), _word(found))
-        if self._step:
-            agreement.forget(f"{self._name}/{self._step - 1}")
-        self._step += 1
-        self._is_ended = isinstance(found, Exception)
         if isinstance(found, Exception):
+            self._is_ended = True
+            agreement.fail(self._topic(), found)
             raise found
-        for process, word in said.items():
-            if word == _LEFT:
-                msg = (
-                    f"process {process} has left its loop over the data, and this one "
-                    "goes on. All processes have to take the same number of steps."
-                )
-                raise DataError(msg)
-            if isinstance(word, str):
-                raise DataError(f"the source of process {process} failed: {word}")
+        if found is None and self._pipeline.options.remainder == "repeat":
+            return None  # the next epoch has this step's batch
+        said = agreement.exchange(self._topic(), found is not None)
+        if self._step:
+            agreement.forget(topic(self._name, self._step - 1))
+        self._step += 1
+        _check_going(said)
         going = [process for process, word in said.items() if word]
         if len(going) == len(said) or not going:
             return found
         return self._out_of_step(found, going, said)
 
     def _topic(self) -> str:
-        return f"{self._name}/{self._step}"
+        return topic(self._name, self._step)
 
     def _out_of_step(
         self, found: HostBatch | None, going: list[int], said: dict[int, Any]
     ) -> HostBatch | None:
         """Returns the batch of a step for which only some processes have rows."""
-        remainder = self._pipeline.options.remainder
+        pipeline = self._pipeline
+        remainder, filler = pipeline.options.remainder, pipeline.filler
+        if remainder == "pad" and filler is not None:
+            return found or self._padding(filler)
+        ended = next(process for process in said if process not in going)
         if remainder == "drop":
-            self._pipeline.clock.note(
-                "Dropped batches of processes that had more rows than others."
-            )
+            if found is not None:
+                pipeline.clock.note(
+                    f"Dropped at least {rows_text(found.count)} at the end of an "
+                    f"epoch: process {ended} had no more batches, and the source was "
+                    "not read any further."
+                )
             return None
+        way_out = pipeline.no_place
         if remainder != "pad":
-            ended = next(process for process in said if process not in going)
-            msg = (
-                f"the source of process {ended} has fewer batches than that of process "
-                f"{going[0]}. remainder='pad' pads the shorter ones."
-            )
-            raise DataError(msg)
-        return found or self._padding()
+            way_out = "remainder='pad' pads the shorter ones."
+        msg = (
+            f"the source of process {ended} has fewer batches than that of process "
+            f"{going[0]}. {way_out}"
+        )
+        raise DataError(msg)
 
-    def _padding(self) -> HostBatch:
+    def _padding(self, filler: list[Any]) -> HostBatch:
         """Returns a batch of nothing but padding."""
-        here, last = self.position, self._last
-        if last is None:
-            raise DataError(no_rows(here.epoch))
-        leaves = [np.repeat(leaf[-1:], len(leaf), axis=0) for leaf in last.leaves]
+        here = self.position
+        leaves = [np.repeat(row, self._pipeline.cut.num_kept, axis=0) for row in filler]
         return HostBatch(leaves, 0, here._replace(batch=here.batch + 1))
 
 
-def _word(found: HostBatch | Exception | None) -> bool | str:
-    """Returns what the other processes are told."""
-    if isinstance(found, Exception):
-        return f"{type(found).__name__}: {found}"
-    return found is not None
+def topic(name: str, step: int) -> str:
+    """Returns the name of the exchange about one step.
+
+    Args:
+        name: Of the iteration.
+        step: Which one, from 0.
+    """
+    return f"{name}/{step}"
+
+
+def _check_going(said: dict[int, Any]) -> None:
+    """Raises DataError if a process has failed, or has left its loop."""
+    failed = failure(said)
+    if failed is not None:
+        process, text = failed
+        raise DataError(f"the source of process {process} failed: {text}")
+    for process, word in said.items():
+        if word == _LEFT:
+            msg = (
+                f"process {process} has left its loop over the data, and this one "
+                "goes on. All processes have to take the same number of steps."
+            )
+            raise DataError(msg)
 
 
 def _epochs(count: int) -> str:

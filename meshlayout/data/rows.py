@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -125,6 +125,26 @@ def batch_layout(layout_or_mesh: Any) -> Layout:
     layout = Layout.of(given)
     _ = layout.is_fully_replicated  # refuses MATCH
     return layout
+
+
+def note_whole_batches(layout_or_mesh: Any, note: Callable[[str], None]) -> None:
+    """Notes that every device holds whole batches where nobody asked for that.
+
+    Args:
+        layout_or_mesh: What was given for the layout of batches.
+        note: Called with a sentence, where only a mesh was given, and it has no axis
+            along which batches are sharded.
+    """
+    if not isinstance(layout_or_mesh, (Mesh, jax.sharding.Mesh)):
+        return
+    mesh = as_mesh(layout_or_mesh)
+    if len(mesh.devices.flat) > 1 and not set(mesh.axis_names) & set(BATCH_AXES):
+        axis = mesh.axis_names[0]
+        note(
+            f"Every device of {mesh!r} holds the whole batch: of a mesh's axes, those "
+            "called batch, data or fsdp shard batches. To shard them along another "
+            f"one, give a layout, as mesh.layout({axis!r}, ...)."
+        )
 
 
 def leaf_layout(layout: Layout, rank: int) -> Layout:

@@ -234,6 +234,18 @@ class _Batch:
         return chosen, high - low
 
 
+def first_row(element: Element, rows: Any) -> list[Any]:
+    """Returns the leaves of a batch of the first of some rows alone.
+
+    Args:
+        element: What examples are.
+        rows: Some of them.
+    """
+    batch = _Batch(element, Cut(1, None))
+    batch.append(element.checked(rows), 0, 1, is_own=False)
+    return batch.finished()
+
+
 def _copy(
     spec: LeafSpec, rows: np.ndarray[Any, Any], out: np.ndarray[Any, Any]
 ) -> None:

@@ -1,6 +1,7 @@
 """Per-example weights in a batch: where they ride, and 0 for padding."""
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,27 +69,21 @@ def find_weighting(
     none = Weighting(None, own=False, treedef=element.treedef, leaves=element.leaves)
     if key is None:
         return none
-    marked = _with(rows, key, _MARK)
-    if marked is None:
-        return none
-    named, treedef = named_leaves(marked)
-    at = next(i for i, (_, leaf) in enumerate(named) if leaf is _MARK)
-    is_there = _has(rows, key)
-    if is_there and jax.tree.structure(_get(rows, key)) == jax.tree.structure(0):
+    places = [_Place(number) for number in range(len(element.leaves))]
+    placed = element.treedef.unflatten(places)
+    if _has(rows, key):
+        if jax.tree.structure(_get(rows, key)) != jax.tree.structure(0):
+            msg = (
+                f"the source's {key!r} is taken for the weights, one per example, and "
+                f"is a {type(_get(rows, key)).__name__}. Give weights= another name."
+            )
+            raise DataError(msg)
+        at = getattr(_get(placed, key), "number", None)
+        if at is None:  # a field that is no part of the tree
+            return none
         _check_numbers(element.leaves[at])
         return Weighting(at, own=True, treedef=element.treedef, leaves=element.leaves)
-    if is_there:
-        msg = (
-            f"the source's {key!r} is taken for the weights, one per example, and is a "
-            f"{type(_get(rows, key)).__name__}. Give weights= another name."
-        )
-        raise DataError(msg)
-    if not add:
-        return none
-    dtype = np.dtype(np.float32)
-    spec = LeafSpec(named[at][0], dtype, (), dtype)
-    leaves = (*element.leaves[:at], spec, *element.leaves[at:])
-    return Weighting(at, own=False, treedef=treedef, leaves=leaves)
+    return (_added(placed, key, element) or none) if add else none
 
 
 def way_out(rows: Any) -> str:
@@ -99,16 +94,25 @@ def way_out(rows: Any) -> str:
     """
     if type(rows) in (tuple, list):
         named = f"weights={len(rows)} appends them"
+    elif isinstance(rows, Mapping) and all(isinstance(key, int) for key in rows):
+        named = f"beside keys that are numbers, weights={max(rows) + 1} adds them"
     else:
         named = "a dict carries them under a key"
     return f"Padding is marked by weights: {named}. Or choose another remainder=."
 
 
-class _Mark:
-    """Stands for the weights while their place is looked for."""
+@dataclass(frozen=True)
+class _Place:
+    """Stands for a leaf in a tree, to find its place among the leaves.
+
+    Attributes:
+        number: Which leaf of the batches given; None for weights that are added.
+    """
+
+    number: int | None
 
 
-_MARK = _Mark()
+_ADDED = _Place(None)
 
 
 def _has(rows: Any, key: str | int) -> bool:
@@ -126,30 +130,41 @@ def _get(rows: Any, key: Any) -> Any:
     return rows[key] if isinstance(rows, Mapping) else getattr(rows, key)
 
 
-def _with(rows: Any, key: Any, mark: Any) -> Any:
-    """Returns the rows with a mark in the place of the weights, or None."""
-    if isinstance(rows, Mapping):
-        return {**rows, key: mark}
-    if type(rows) in (tuple, list) and isinstance(key, int):
-        if key == len(rows):
-            return type(rows)([*rows, mark])
-        if not -len(rows) <= key < len(rows):
-            return None
-        changed = list(rows)
-        changed[key] = mark
-        return type(rows)(changed)
-    if _has(rows, key):
-        return _replaced(rows, _get(rows, key), mark)
-    return None
-
-
-def _replaced(rows: Any, weights: Any, mark: Any) -> Any:
-    """Returns an object with fields with a mark instead of one of its leaves."""
-    named, treedef = named_leaves(rows)
-    marked = [mark if leaf is weights else leaf for _, leaf in named]
-    if not any(leaf is mark for leaf in marked):
+def _added(placed: Any, key: str | int, element: Element) -> Weighting | None:
+    """Returns where added weights are, or None if there is no place for them."""
+    larger = _with(placed, key)
+    if larger is None:
         return None
-    return treedef.unflatten(marked)
+    named, treedef = named_leaves(larger)
+    numbers = [place.number for _, place in named]
+    given = [number for number in numbers if number is not None]
+    if given == numbers or given != list(range(len(element.leaves))):
+        return None
+    at = numbers.index(None)
+    dtype = np.dtype(np.float32)
+    spec = LeafSpec(named[at][0], dtype, (), dtype)
+    leaves = (*element.leaves[:at], spec, *element.leaves[at:])
+    return Weighting(at, own=False, treedef=treedef, leaves=leaves)
+
+
+def _with(tree: Any, key: str | int) -> Any:
+    """Returns a tree of its kind with weights, or None if it takes none."""
+    if type(tree) in (tuple, list) and key == len(tree):
+        return type(tree)([*tree, _ADDED])
+    if not isinstance(tree, Mapping):
+        return None
+    if not all(isinstance(other, type(key)) for other in tree):
+        return None  # keys of several types have no order
+    if isinstance(tree, MutableMapping):
+        larger = copy.copy(tree)  # a defaultdict keeps its default
+        larger[key] = _ADDED
+        return larger
+    kind: Any = type(tree)
+    try:
+        larger = kind({**tree, key: _ADDED})
+    except (TypeError, ValueError):  # a dataclass, whose fields are all of its keys
+        return None
+    return larger if set(larger) == {*tree, key} else None
 
 
 def _check_numbers(spec: LeafSpec) -> None:

@@ -4,6 +4,7 @@ The adapter is found by the names of the modules in which an object's class and 
 bases are defined, so that no framework is imported for the look.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from meshlayout.data.adapters import (
 )
 from meshlayout.data.clock import Clock
 from meshlayout.data.source import RowSource, Source, StreamSource
+from meshlayout.errors import DataError
 
 
 def _own(obj: Any, clock: Clock, *, batched: bool | None) -> Source | None:
@@ -53,6 +55,11 @@ def as_source(obj: Any, clock: Clock, *, batched: bool | None = None) -> Source:
     Raises:
         DataError: If it is none of the kinds that are known, or may be two of them.
     """
+    if batched is not None and not isinstance(batched, bool):
+        msg = f"batched= is True, False or None, and got {batched!r}."
+        raise DataError(msg)
+    if isinstance(obj, type):  # a class whose objects are iterated
+        obj = functools.partial(obj)
     packages = [kind.__module__.partition(".")[0] for kind in type(obj).__mro__]
     for package in dict.fromkeys(packages):
         adapter = _BY_PACKAGE.get(package)

@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshlayout import _jax
+from meshlayout import _jax, _paths
 from meshlayout.data.clock import Clock
-from meshlayout.data.leaves import as_array, empty, leaf_text, map_named, named_leaves
+from meshlayout.data.leaves import empty, leaf_text, map_named, named_leaves
 from meshlayout.data.source import Source
-from meshlayout.data.stacking import stack
+from meshlayout.data.stacking import host_leaf, stack
 from meshlayout.errors import DataError
 
 
@@ -67,7 +67,8 @@ class ArrayRows:
     """
 
     def __init__(self, tree: Any) -> None:
-        self._tree = map_named(as_array, tree)
+        _refuse_lists(tree)
+        self._tree = map_named(host_leaf, tree)
         sizes: dict[int, str] = {}
         for path, leaf in named_leaves(self._tree)[0]:
             if not leaf.ndim:
@@ -111,6 +112,24 @@ class ItemRows:
     def rows(self, indices: np.ndarray[Any, Any]) -> Any:
         """Returns examples, in the order asked for, stacked."""
         return stack([self._items[i] for i in indices.tolist()])
+
+
+_SINGLE = (bool, int, float, complex, str, bytes, np.generic)
+
+
+def _refuse_lists(tree: Any) -> None:
+    """Raises DataError for a column that is a list of numbers."""
+    entries, _ = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda node: isinstance(node, list)
+    )
+    for keys, leaf in entries:
+        if isinstance(leaf, list) and any(isinstance(item, _SINGLE) for item in leaf):
+            path = "/".join(map(_paths.key_name, keys))
+            msg = (
+                f"{leaf_text(path)} is a list of {len(leaf)} items, and lists count as "
+                "structure. Make it an array with np.asarray."
+            )
+            raise DataError(msg)
 
 
 def _taken(

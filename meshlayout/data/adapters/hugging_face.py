@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
 from meshlayout.data.adapters.arrays import refuse_batches
@@ -12,6 +11,7 @@ from meshlayout.data.adapters.arrow import columns
 from meshlayout.data.adapters.streams import Elements, ElementStream, as_block
 from meshlayout.data.clock import Clock
 from meshlayout.data.source import Source, Stream
+from meshlayout.data.stacking import stack
 from meshlayout.errors import DataError
 
 
@@ -95,7 +95,7 @@ class DatasetRows:
         found: dict[str, Any] = {}
         for reader in self._readers:
             found.update(reader(numbers))
-        return as_block(found).rows
+        return as_block(_as_arrays(found, {})).rows
 
 
 class IterableStream:
@@ -145,7 +145,7 @@ class _Passes:
 
 
 class _Examples(Elements):
-    """The examples of one pass, lists of numbers as arrays."""
+    """The examples of one pass, lists as arrays."""
 
     def __init__(
         self, dataset: Any, dtypes: dict[str, Any], epoch: int, passes: _Passes
@@ -217,36 +217,79 @@ def _check_format(kind: str) -> None:
         raise DataError(msg)
 
 
-def _as_arrays(example: Any, dtypes: dict[str, Any]) -> Any:
-    """Returns an example with its lists of numbers as arrays."""
-    is_list = lambda node: isinstance(node, list)  # noqa: E731
-    entries, treedef = jax.tree_util.tree_flatten_with_path(example, is_leaf=is_list)
-    leaves = []
-    for keys, leaf in entries:
-        if isinstance(leaf, list):
-            path = "/".join(str(key.key) for key in keys)
-            leaves.append(np.asarray(leaf, dtypes.get(path)))
-        else:
-            leaves.append(leaf)
-    return treedef.unflatten(leaves)
+def _as_arrays(node: Any, dtypes: dict[str, Any], path: str = "") -> Any:
+    """Returns an example or a batch with its lists as arrays.
+
+    Structures in lists become dicts of arrays, one for each of their fields.
+
+    Args:
+        node: A dict of columns, or what is inside of it.
+        dtypes: By path, the dtypes of numbers that carry none of their own.
+        path: Where the node is.
+    """
+    if isinstance(node, dict):
+        return {
+            name: _as_arrays(inner, dtypes, f"{path}/{name}" if path else name)
+            for name, inner in node.items()
+        }
+    is_dicts = isinstance(node, np.ndarray) and isinstance(_first(node), dict)
+    items = node.tolist() if is_dicts else node
+    if not isinstance(items, list):
+        return node
+    first = _first(items)
+    if isinstance(first, dict):
+        return {
+            name: _as_arrays(_field(items, name, path), dtypes, f"{path}/{name}")
+            for name in first
+        }
+    if isinstance(first, (str, bytes)):
+        return np.asarray(items, object)
+    if first is None or isinstance(first, (bool, int, float, complex, list)):
+        return np.asarray(items, dtypes.get(path))
+    rows = [_as_arrays(item, dtypes, path) for item in items]
+    return stack([{path: row} for row in rows])[path]
+
+
+def _first(items: Any) -> Any:
+    """Returns the first item of nested lists, or an empty list."""
+    if isinstance(items, np.ndarray):
+        return items.flat[0] if items.dtype == object and items.size else None
+    while isinstance(items, list) and items:
+        items = items[0]
+    return items
+
+
+def _field(items: list[Any], name: str, path: str) -> list[Any]:
+    """Returns a field of all structures in nested lists."""
+    if None in items:
+        msg = (
+            f"{path}: some of the rows asked for are None. Fill them in, or leave them "
+            "out, with the data set's map or filter."
+        )
+        raise DataError(msg)
+    return [
+        _field(item, name, path) if isinstance(item, list) else item[name]
+        for item in items
+    ]
 
 
 # Features: what a column holds
 
 
-def _inner(feature: Any) -> Any:
-    """Returns the feature of a list's items, or None if it is no list."""
-    if isinstance(feature, list):
-        return feature[0]
-    if type(feature).__name__ in ("List", "LargeList", "Sequence"):
-        return feature.feature
-    return None
+def _item(feature: Any) -> Any:
+    """Returns the feature of what is inside of lists."""
+    while True:
+        if isinstance(feature, list):
+            feature = feature[0]
+        elif type(feature).__name__ in ("List", "LargeList", "Sequence"):
+            feature = feature.feature
+        else:
+            return feature
 
 
 def _number_dtype(feature: Any) -> Any:
     """Returns the dtype of a feature of numbers, or None if it is of another kind."""
-    while _inner(feature) is not None:
-        feature = _inner(feature)
+    feature = _item(feature)
     kind = type(feature).__name__
     if kind not in ("Value", "ClassLabel", "Array2D", "Array3D", "Array4D", "Array5D"):
         return None
@@ -267,8 +310,9 @@ def _is_plain(feature: Any) -> bool:
 def _dtypes(features: Any, prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, feature in features.items():
-        if isinstance(feature, dict):
-            found |= _dtypes(feature, f"{prefix}{name}/")
-        elif (dtype := _number_dtype(feature)) is not None:
+        item = _item(feature)
+        if isinstance(item, dict):
+            found |= _dtypes(item, f"{prefix}{name}/")
+        elif (dtype := _number_dtype(item)) is not None:
             found[prefix + name] = dtype
     return found

@@ -3,7 +3,9 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from meshlayout.data.adapters.arrays import is_table
+import jax
+
+from meshlayout.data.adapters.arrays import is_table, looks_batched
 from meshlayout.data.adapters.streams import Elements, ElementStream
 from meshlayout.data.clock import Clock
 from meshlayout.data.source import Source
@@ -50,8 +52,7 @@ class IterableSource:
     def __init__(self, obj: Any, *, batched: bool | None) -> None:
         self._obj, self._batched = obj, batched
         self._was_opened = False
-        is_sized = batched is False and hasattr(obj, "__len__")
-        self.num_rows = len(obj) if is_sized else None
+        self.num_rows = _num_rows(obj, batched=batched)
         self.is_one_way = hasattr(obj, "__next__")
 
     def open(self, epoch: int) -> ElementStream:
@@ -135,6 +136,17 @@ class _Items:
 
     def set_state(self, state: int) -> None:
         self._next = state
+
+
+def _num_rows(obj: Any, *, batched: bool | None) -> int | None:
+    """Returns how many examples there are, where that is seen without reading them."""
+    if batched is False and hasattr(obj, "__len__"):
+        return len(obj)
+    if not batched or not isinstance(obj, list):
+        return None
+    if not all(map(looks_batched, obj)):
+        return None  # reading says what is wrong
+    return sum(len(jax.tree.leaves(batch)[0]) for batch in obj)
 
 
 def _is_iterable(obj: Any) -> bool:

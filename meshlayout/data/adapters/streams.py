@@ -78,7 +78,10 @@ class ElementStream:
         """
         if self._late is not None:
             late, self._late = self._late, None
-            raise late
+            try:
+                raise late
+            finally:
+                del late  # a cycle with its traceback would keep the source's frames
         element = next(self._elements)
         if self._batched is None:
             self._batched = self._tells(element)

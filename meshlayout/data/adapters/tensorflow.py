@@ -1,6 +1,6 @@
 """TensorFlow's tf.data.Dataset, and what tfds.load gives, as streams."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,9 +18,19 @@ from meshlayout.errors import DataError
 _BLOCK_BYTES = 2**20
 _MAX_BLOCK_ROWS = 512
 
-# Steps of a tf.data pipeline that give one batch for one batch, by class name.
-_KEEP_COUNT = ("Map", "Prefetch", "Options", "Cache", "Shuffle", "Model")
-_KEEP_BATCHES = (*_KEEP_COUNT, "Filter", "Take", "Skip", "Repeat", "Shard", "Concaten")
+# Steps of a tf.data pipeline by class name, without underscores and "Dataset": those
+# that make batches; and what comes after them and gives a batch for each of theirs, for
+# all of them or for some.
+_BATCH = ("Batch", "ParallelBatch", "PaddedBatch")
+_BATCH_OTHERWISE = ("MapAndBatch", "Rebatch", "LegacyRebatch")
+_KEEP_COUNT = (
+    *("Map", "ParallelMap", "MapOnGpu", "Prefetch", "Options", "Cache", "Shuffle"),
+    "GlobalShuffle",
+)
+_KEEP_BATCHES = (
+    *("Filter", "Take", "TakeWhile", "Skip", "Repeat", "ShuffleAndRepeat", "Shard"),
+    *("AutoShard", "IgnoreErrors", "AssertCardinality", "CopyToDevice", *_KEEP_COUNT),
+)
 
 
 def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> Source | None:
@@ -110,14 +120,13 @@ def _gives_batches(dataset: Any, specs: list[Any]) -> bool:
     """
     if any(spec.shape.rank == 0 for spec in specs):
         return False
-    for step in _steps(dataset):
-        name = type(step).__name__
-        if "Batch" in name and "Unbatch" not in name:
-            return True
-        if not any(word in name for word in _KEEP_BATCHES):
-            break
-    if all(spec.shape.rank is not None and spec.shape[0] is not None for spec in specs):
+    dims = _first_dims(specs)
+    batch = _find(dataset, (*_BATCH, *_BATCH_OTHERWISE), through=_KEEP_BATCHES)
+    if batch is None and None not in dims:
         return False
+    # A map after the batch step may have made something else of the batches.
+    if batch is not None and dims <= {None, *_first_dims(_leaves(batch))}:
+        return True
     shapes = ", ".join(str(spec.shape) for spec in specs)
     msg = (
         f"the tf.data.Dataset gives tensors of shape {shapes}, which may be batches or "
@@ -137,21 +146,35 @@ def _num_rows(dataset: Any, *, batched: bool) -> int | None:
 
 def _before_batching(dataset: Any) -> Any:
     """Returns the data set of the examples in the batches, or None if none is found."""
+    step = _find(dataset, _BATCH, through=_KEEP_COUNT)
+    if step is None or not all(map(_is_of_unknown_length, _leaves(step))):
+        return None
+    inputs = getattr(step, "_inputs", list)()
+    return inputs[0] if len(inputs) == 1 else None
+
+
+def _is_of_unknown_length(spec: Any) -> bool:
+    # As of a batch step that keeps its last short batch.
+    return spec.shape.rank is not None and spec.shape[0] is None
+
+
+def _first_dims(specs: list[Any]) -> set[int | None]:
+    return {spec.shape[0] if spec.shape.rank else None for spec in specs}
+
+
+def _leaves(dataset: Any) -> list[Any]:
+    return jax.tree.leaves(dataset.element_spec)
+
+
+def _find(dataset: Any, names: Sequence[str], *, through: Sequence[str]) -> Any:
+    """Returns the last of some steps after which there are only others, or None."""
     for step in _steps(dataset):
-        name = type(step).__name__
-        if name in ("_BatchDataset", "_ParallelBatchDataset", "_PaddedBatchDataset"):
-            drops = any(_batch_dims_known(step))
-            inputs = getattr(step, "_inputs", list)()
-            return inputs[0] if len(inputs) == 1 and not drops else None
-        if not any(word in name for word in _KEEP_COUNT):
+        name = type(step).__name__.strip("_").removesuffix("Dataset")
+        if name in names:
+            return step
+        if name not in through:
             return None
     return None
-
-
-def _batch_dims_known(dataset: Any) -> Iterator[bool]:
-    # A batch step that keeps its last short batch does not know its first dim.
-    for spec in jax.tree.leaves(dataset.element_spec):
-        yield spec.shape.rank is None or spec.shape[0] is not None
 
 
 def _steps(dataset: Any) -> Iterator[Any]:

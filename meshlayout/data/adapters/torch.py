@@ -1,5 +1,7 @@
 """PyTorch's DataLoader, and data sets with random access, as sources."""
 
+import threading
+import weakref
 from typing import Any
 
 import numpy as np
@@ -73,7 +75,7 @@ class LoaderStream:
         makes_batches = loader.batch_sampler is not None
         self._loader = loader
         self._batched = (makes_batches or None) if batched is None else batched
-        self.num_rows = _num_rows(loader)
+        self.num_rows = _num_rows(loader, batched=self._batched)
         parts = getattr(loader.sampler, "num_replicas", 1)
         if parts > 1:
             clock.note(
@@ -87,30 +89,58 @@ class LoaderStream:
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
         return ElementStream(
-            _Loaded(iter(self._loader)),
+            _Loaded(self._loader),
             batched=self._batched,
             what="the DataLoader without a batch size",
         )
 
 
+class _Workers:
+    """Who reads from a loader: one that keeps its workers serves one pass at a time."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.num_passes = 0
+
+
+# Of loaders that keep their workers, by loader.
+_KEPT: weakref.WeakKeyDictionary[Any, _Workers] = weakref.WeakKeyDictionary()
+
+
 class _Loaded(Elements):
     """The elements of one pass over a DataLoader; the loader cannot seek."""
 
-    def __init__(self, iterator: Any) -> None:
-        self._iterator = iterator
+    def __init__(self, loader: Any) -> None:
+        self._workers = _Workers()
+        if getattr(loader, "persistent_workers", False):
+            self._workers = _KEPT.setdefault(loader, self._workers)
+        with self._workers.lock:
+            self._workers.num_passes += 1
+            self._number = self._workers.num_passes
+            self._iterator: Any = iter(loader)
 
     def __next__(self) -> Any:
         if self._iterator is None:
             raise StopIteration
-        return next(self._iterator)
+        with self._workers.lock:
+            if self._number != self._workers.num_passes:
+                msg = (
+                    "the DataLoader keeps its workers, which serve one pass at a time, "
+                    "and another pass has begun. Take one iterator after another, or "
+                    "make the DataLoader with persistent_workers=False."
+                )
+                raise DataError(msg)
+            return next(self._iterator)
 
     def close(self) -> None:
         # The loader's worker processes end with its iterator.
         self._iterator = None
 
 
-def _num_rows(loader: Any) -> int | None:
+def _num_rows(loader: Any, *, batched: bool | None) -> int | None:
     """Returns how many examples a pass gives, where the loader's sampler tells."""
+    if loader.batch_sampler is None and batched:
+        return None  # the sampler chooses batches
     if type(loader.batch_sampler).__name__ not in ("BatchSampler", "NoneType"):
         return None
     if not hasattr(loader.sampler, "__len__"):  # of an IterableDataset

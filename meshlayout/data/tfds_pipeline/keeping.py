@@ -133,8 +133,7 @@ def keep_on_disk(
         A tree of arrays that are read from the files as they are needed.
 
     Raises:
-        DataError: If a leaf's shape differs between rows or holds strings, or if the
-            files are damaged.
+        DataError: If a leaf's shape differs between rows, or if the files are damaged.
     """
     directory = Path(cache_dir) / prepared.name / _key(prepared, variant)
     if directory.is_dir():
@@ -256,11 +255,9 @@ def _write(source: Decoded, directory: Path) -> None:
 
     def new_file(path: str, shape: tuple[int, ...], dtype: Any) -> Array:
         if dtype.kind == "O":
-            msg = (
-                f"{leaf_text(path)} holds strings, which cache='disk' does not keep. "
-                "Use cache='memory' or 'none'."
-            )
-            raise DataError(msg)
+            name = f"{len(leaves)}.json"
+            leaves.append({"path": path, "file": name, "shape": shape})
+            return np.empty(shape, object)
         name = f"{len(leaves)}.npy"
         leaves.append({"path": path, "file": name, "dtype": dtype.name})
         # Dtypes that NumPy's files do not know are kept as their bytes.
@@ -271,10 +268,44 @@ def _write(source: Decoded, directory: Path) -> None:
         return file.view(dtype)
 
     filled = _filled(source, new_file)
-    for leaf in jax.tree.leaves(filled):
-        leaf.flush()
+    for leaf, entry in zip(jax.tree.leaves(filled), leaves, strict=True):
+        if leaf.dtype.kind == "O":
+            entry["dtype"] = _write_strings(
+                entry["path"], leaf, directory / entry["file"]
+            )
+        else:
+            leaf.flush()
     index = {"leaves": leaves, "structure": _structure(filled)}
     (directory / _INDEX).write_text(json.dumps(index, indent=1))
+
+
+def _write_strings(path: str, leaf: Array, file: Path) -> str:
+    """Writes strings, which are read back as a whole, and returns of what type."""
+    values = leaf.ravel().tolist()
+    kinds = {type(value).__name__ for value in values}
+    if kinds == {"bytes"}:
+        values = [value.decode("latin-1") for value in values]
+    elif kinds != {"str"}:
+        listed = ", ".join(sorted(kinds))
+        msg = (
+            f"{leaf_text(path)} holds objects of type {listed}, which cache='disk' "
+            "does not keep. Use cache='memory' or 'none'."
+        )
+        raise DataError(msg)
+    file.write_text(json.dumps(values))
+    return kinds.pop()
+
+
+def _read(entry: dict[str, Any], directory: Path) -> Array:
+    """Returns a leaf from its file: numbers as they are needed, strings at once."""
+    file = directory / entry["file"]
+    if entry["dtype"] not in ("bytes", "str"):
+        numbers = np.asarray(np.load(file, mmap_mode="r"))
+        return numbers.view(np.dtype(entry["dtype"]))
+    values = json.loads(file.read_text())
+    if entry["dtype"] == "bytes":
+        values = [value.encode("latin-1") for value in values]
+    return np.array(values, object).reshape(entry["shape"])
 
 
 def _appear(building: Path, directory: Path) -> None:
@@ -289,12 +320,7 @@ def _appear(building: Path, directory: Path) -> None:
 def _opened(directory: Path) -> Any:
     try:
         index = json.loads((directory / _INDEX).read_text())
-        arrays = [
-            np.asarray(np.load(directory / leaf["file"], mmap_mode="r")).view(
-                np.dtype(leaf["dtype"])
-            )
-            for leaf in index["leaves"]
-        ]
+        arrays = [_read(leaf, directory) for leaf in index["leaves"]]
     except (OSError, ValueError, KeyError) as error:
         first = str(error).partition("\n")[0]
         msg = (

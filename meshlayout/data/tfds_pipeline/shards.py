@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from meshlayout.data.clock import Clock
+from meshlayout.data.position import NO_ORDER
 from meshlayout.data.source import Block
 from meshlayout.data.tfds_pipeline.chain import Chain, Part, Readers
 from meshlayout.data.tfds_pipeline.choice import Choice
@@ -25,6 +26,9 @@ Array = np.ndarray[Any, Any]
 
 # Rows that a reader takes from a file at a time.
 _UNIT = 64
+
+# The place after all rows.
+_END = "end"
 
 # How long a thread waits before it looks whether it is to stop.
 _LOOK_S = 0.1
@@ -56,7 +60,8 @@ class ShardStream:
         # Every part gets rows of every piece, so that parts differ by few rows.
         units = [unit[number::of] for unit in interleaved(shards, _UNIT)]
         self._units = _Units([unit for unit in units if len(unit)], seed)
-        self.num_rows: int | None = sum(map(len, units))
+        self._num_rows = sum(map(len, units))
+        self.num_rows: int | None = self._num_rows
         self._lock = threading.Lock()
         self._idle: dict[int, Chain] = {}
         self._is_closed = False
@@ -64,15 +69,15 @@ class ShardStream:
     def open(self, epoch: int) -> "ShardPass":
         """Begins a pass."""
         if not len(self._units):
-            return ShardPass([], self._clock)
+            return ShardPass([], 0, self._clock)
         readers = self._choice.readers(self._units, 0, len(self._units))
         self._choice.close()  # other processes read here, one for each part
         count = max(1, min(readers.count, len(self._units)))
         if readers.kind != "processes":
             shared = _Taken(self._choice, self._units.of_epoch(epoch), epoch)
-            return ShardPass([shared] * count, self._clock)
+            return ShardPass([shared] * count, self._num_rows, self._clock)
         lanes = [_Lane(self, number, count, epoch) for number in range(count)]
-        return ShardPass(lanes, self._clock)
+        return ShardPass(lanes, self._num_rows, self._clock)
 
     def chain(self, number: int, count: int, epoch: int) -> tuple[Chain, int]:
         """Returns a process that reads a part of the pieces, and how many those are.
@@ -210,10 +215,12 @@ class ShardPass:
 
     Args:
         lanes: What each thread reads.
+        num_rows: How many rows all of them have.
         clock: Where the time goes.
     """
 
-    def __init__(self, lanes: list[Any], clock: Clock) -> None:
+    def __init__(self, lanes: list[Any], num_rows: int, clock: Clock) -> None:
+        self._left = num_rows
         self._stop = threading.Event()
         self._ready: queue.Queue[Any] = queue.Queue(2 * len(lanes))
         self._running = self._at_once = len(lanes)
@@ -237,19 +244,29 @@ class ShardPass:
                 self._running -= 1
             elif isinstance(found, Exception):
                 self.close()
-                raise found
+                try:
+                    raise found
+                finally:
+                    del found  # a cycle with its traceback would keep frames
             else:
                 part, count = found
+                self._left -= count
                 add_stages(self._clock, [part], count, self._at_once)
                 return Block(part.rows, count)
         raise StopIteration
 
     def get_state(self) -> Any:
-        """Returns None: rows come in another order every time."""
+        """Returns whether all rows were given: they come in another order every time.
+
+        Returns:
+            What names the pass's end, or says that there is no place.
+        """
+        return NO_ORDER if self._left else _END
 
     def set_state(self, state: Any) -> None:
-        """Is never called, since there is no state."""
-        raise NotImplementedError
+        """Goes to the pass's end, the only place that it knows."""
+        assert state == _END
+        self.close()
 
     def close(self) -> None:
         """Lets the threads end after the piece that they are reading."""
