@@ -115,6 +115,53 @@ def test_a_callback_is_called_at_every_moment_in_order(state):
     ]
 
 
+class Duck:
+    """Looks like a callback, as far as it goes."""
+
+    def on_epoch_end(self, trainer, epoch, logs):
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            [ml.callbacks.StopOnNaN(), Duck()],
+            "callbacks[1] is a Duck. A callback derives from ml.callbacks.Callback, "
+            "which does nothing at the moments that it does not override.",
+        ),
+        (
+            [ml.callbacks.StopOnNaN],
+            "callbacks[0] is the class StopOnNaN. Give an instance of it, "
+            "StopOnNaN(...).",
+        ),
+        (
+            ml.callbacks.StopOnNaN(),
+            "callbacks= takes a list of callbacks, and got a StopOnNaN. Give "
+            "callbacks=[...], or leave it out.",
+        ),
+        (
+            ml.callbacks.StopOnNaN,
+            "callbacks= takes a list of callbacks, and got the class StopOnNaN. Give "
+            "callbacks=[...], or leave it out.",
+        ),
+        (
+            None,
+            "callbacks= takes a list of callbacks, and got None. Give callbacks=[...], "
+            "or leave it out.",
+        ),
+    ],
+)
+@pytest.mark.parametrize("progress", [True, False])
+def test_what_is_no_list_of_callbacks_is_refused(given, message, progress):
+    trainer = Scripted(1.0)
+    data = [{"x": np.ones(1, np.float32)}]
+    found = message_of(lambda: trainer.fit(data, callbacks=given, progress=progress))
+    assert found == f"fit: {message}"
+    trainer.run()
+    assert trainer.history.epochs == [1]
+
+
 # Progress.
 
 
@@ -454,6 +501,9 @@ class Saver:
     def wait(self):
         pass
 
+    def all_steps(self):
+        return []
+
 
 def test_states_are_saved_every_epoch_with_what_was_measured(state):
     saver = Saver()
@@ -482,6 +532,45 @@ def test_the_end_of_training_is_saved_too(state):
     fit(ml.Trainer(state, loss_fn), callback, epochs=2)
     assert [saved[:2] for saved in saver.saved] == [(4, 4), (6, 6)]
     assert saver.saved[1][2]["epoch"] == 2
+
+
+@pytest.mark.parametrize(
+    ("every", "own"), [(2, {}), (3, {}), (100, {}), ("epoch", {}), (1, {"every": 4})]
+)
+def test_the_best_epoch_is_kept_however_often_is_saved(every, own, tmp_path):
+    data = [{"x": np.ones(1, np.float32)}] * 3
+    with ml.Checkpointer(tmp_path, keep=1, best=("loss", "min"), **own) as ck:
+        callback = ml.callbacks.Checkpoint(ck, every=every)
+        fit(Scripted(3.0, 1.0, 2.0), callback, epochs=3, data=data)
+        assert (ck.all_steps(), ck.best_step()) == ([6, 9], 6)
+        assert ck.inspect(6).metadata["logs"] == {"loss": 1.0}
+        assert ck.inspect(6).metadata["epoch"] == 2
+        np.testing.assert_array_equal(ck.restore_numpy(step="best")["w"], [6, 6])
+
+
+@pytest.mark.parametrize("every", [1, "epoch"])
+def test_a_run_that_is_stopped_before_validation_is_saved(every, state, tmp_path):
+    class Stop(ml.callbacks.Callback):
+        def on_step_end(self, trainer, step, metrics):
+            if step == 2:
+                trainer.stop("enough")
+
+    with ml.Checkpointer(tmp_path, best=("val_loss", "min")) as ck:
+        trainer = ml.Trainer(state, loss_fn)
+        callbacks = ml.callbacks.Checkpoint(ck, every=every), Stop()
+        history = fit(trainer, *callbacks, epochs=3, validation_data=batches(1))
+        assert (history.stopped, ck.latest_step()) == ("enough", 2)
+        assert ck.best_step() is None
+        assert set(ck.inspect().metadata["logs"]) == {"loss", "learning_rate"}
+
+
+def test_a_best_metric_that_nobody_measures_is_refused(tmp_path):
+    with ml.Checkpointer(tmp_path, best=("los", "min")) as ck:
+        callback = ml.callbacks.Checkpoint(ck, every=100)
+        assert message_of(lambda: Scripted(1.0).run(callback)) == (
+            "best=('los', 'min') needs the metric 'los', and metrics= holds 'loss'. Did "
+            "you mean 'loss'?"
+        )
 
 
 def test_a_checkpointer_has_to_save():

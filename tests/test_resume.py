@@ -130,6 +130,20 @@ def trainer_of(kind):
     return ml.Trainer(None, loss_fn, metrics=metrics, **KINDS[kind][1])
 
 
+ONES = [{"x": np.ones(1, np.float32)}] * 3
+
+
+class Counting(ml.Trainer):
+    """Counts its steps, without a model."""
+
+    def __init__(self):
+        super().__init__({"count": np.zeros(())}, pad=False)
+
+    def train_step(self, state, batch, metrics):
+        last = ml.metrics.Last().update(jnp.float32(0))
+        return {"count": state["count"] + 1}, ml.metrics.Metrics({"zero": last})
+
+
 @dataclass
 class Run:
     leaves: dict
@@ -208,7 +222,7 @@ def test_a_gan_is_gone_on_with(mesh, tmp_path):
     with ml.Checkpointer(tmp_path) as ck:
         saved = ck.latest_step()
         resumed = fit_gan(ml.callbacks.Checkpoint(ck), resume=True)
-    assert 0 < saved < 6 == saved + resumed.position.step_in_fit
+    assert saved == 4 == 6 - resumed.position.step_in_fit
     assert bits(resumed.state) == bits(whole.state)
     assert resumed.history.to_dict() == whole.history.to_dict()
 
@@ -253,6 +267,35 @@ def test_the_state_of_a_resumable_checkpoint_can_be_restored_alone(mesh, tmp_pat
     with ml.Checkpointer(tmp_path) as ck:
         whole = fit(mesh, "a distributed dataset", ck, every=1)
         assert bits(ck.restore(create_state(mesh))) == whole.leaves
+
+
+@pytest.mark.parametrize(("count", "has"), [(1, "step 1"), (3, "3 steps up to 3")])
+def test_a_run_begins_in_no_directory_of_another_one(count, has, tmp_path):
+    with ml.Checkpointer(tmp_path) as ck:
+        saving = ml.callbacks.Checkpoint(ck, every=1)
+        Counting().fit(ONES[:count], callbacks=[saving], progress=False)
+        trainer = Counting()
+        with pytest.raises(ml.CheckpointError) as error:
+            trainer.fit(ONES[:count], callbacks=[saving], progress=False)
+        assert str(error.value) == (
+            f"fit begins at step 0, and {tmp_path} holds {has} of another training: "
+            f"resume=True would later go on from step {count}, and not from this "
+            "training. Give resume=True to go on from there now, or save in another "
+            "directory."
+        )
+        assert trainer.position.step == 0
+        assert trainer.state == {"count": 0}
+        trainer.fit(ONES * 2, callbacks=[saving], progress=False, resume=True)
+        assert (trainer.position.step, trainer.position.step_in_fit) == (6, 6 - count)
+        assert trainer.state == {"count": 6}
+
+
+def test_a_trainer_fits_again_in_its_own_directory(tmp_path):
+    with ml.Checkpointer(tmp_path, keep=None) as ck:
+        trainer = Counting()
+        for _ in range(2):
+            trainer.fit(ONES, callbacks=[ml.callbacks.Checkpoint(ck)], progress=False)
+        assert ck.all_steps() == [3, 6]
 
 
 def test_resuming_needs_a_checkpoint(mesh):
@@ -394,6 +437,80 @@ def test_a_loop_refuses_what_would_go_wrong_silently(tmp_path):
             "was made: it was saved by hand. Restore it with Checkpointer.restore, or "
             "resume from another directory."
         )
+
+
+def test_a_loop_takes_a_checkpointer_and_batches(tmp_path):
+    def message(*args):
+        with pytest.raises(ml.CheckpointError) as error:
+            ml.checkpoint.Loop(*args)
+        return str(error.value)
+
+    takes = (
+        "it takes an iterable of batches, or a function that returns one. A list of one "
+        "batch is one, too."
+    )
+    with ml.Checkpointer(tmp_path) as ck:
+        assert message("runs", [1]) == (
+            "checkpoint.Loop: it takes an ml.Checkpointer(directory), and got a str."
+        )
+        assert message(ck, 5) == (
+            f"checkpoint.Loop: data is a int, no iterable: {takes}"
+        )
+        assert message(ck, {"x": np.ones(3)}) == (
+            f"checkpoint.Loop: data is a dict, one batch: {takes}"
+        )
+
+
+def test_a_loop_and_a_trainer_do_not_go_on_with_each_other(tmp_path):
+    state = {"count": np.zeros(())}
+    with ml.Checkpointer(tmp_path / "loop") as ck:
+        with ml.checkpoint.Loop(ck, ONES) as loop:
+            loop.resume(state)
+            for _ in loop:
+                loop.step_done(state)
+        trainer = Counting()
+        with pytest.raises(ml.CheckpointError) as error:
+            trainer.fit(
+                ONES,
+                callbacks=[ml.callbacks.Checkpoint(ck)],
+                progress=False,
+                resume=True,
+            )
+    assert str(error.value) == (
+        f"the newest checkpoint in {tmp_path / 'loop'} was saved by a checkpoint.Loop, "
+        "and fit(resume=True) goes on from what the callback Checkpoint has saved. Go on "
+        "with the Loop, or give another directory; Checkpointer.restore returns the "
+        "state alone."
+    )
+    assert not getattr(error.value, "__notes__", [])
+    with ml.Checkpointer(tmp_path / "trainer") as ck:
+        trainer.fit(ONES, callbacks=[ml.callbacks.Checkpoint(ck)], progress=False)
+        assert misuse(lambda loop: loop.resume(state), ck) == (
+            f"checkpoint.Loop: the newest checkpoint in {tmp_path / 'trainer'} was saved "
+            "by a Trainer. Go on with fit(resume=True), or give another directory; "
+            "Checkpointer.restore returns the state alone."
+        )
+        assert ck.restore(state) == {"count": 3}
+
+
+def test_data_that_cannot_go_to_its_place_is_read_up_to_it(mesh, tmp_path, caplog):
+    def rows(iterator):
+        return [np.asarray(batch["row"]).tolist() for batch in iterator]
+
+    whole = rows(streamed(mesh))
+    iterator = iter(streamed(mesh))
+    next(iterator)
+    with ml.Checkpointer(tmp_path) as ck:
+        ck.save(1, {}, data=iterator)
+        again = iter(streamed(mesh))
+        with caplog.at_level("INFO", logger="meshlayout.checkpoint"):
+            ck.restore(data=again)
+        assert rows(again) == whole[1:] != []
+        with pytest.raises(ml.DataError):
+            ck.restore(data=iter(distributed(mesh)))
+    assert "the data cannot go to its place: it is read, and dropped, up to it" in (
+        caplog.messages
+    )
 
 
 @pytest.mark.parametrize("until", [6, 7])

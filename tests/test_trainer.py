@@ -142,6 +142,74 @@ def test_steps_per_call_makes_the_same_steps_and_counts_them(mesh):
     np.testing.assert_allclose(single["loss"], grouped["loss"], rtol=1e-6)
 
 
+def test_a_larger_batch_than_the_first_is_padded_too(mesh):
+    data = examples(21)
+    batches = [
+        {name: rows[start:stop] for name, rows in data.items()}
+        for start, stop in ((0, 3), (3, 16), (16, 21))
+    ]
+    state = create_state(mesh)
+    w, _, (loss,) = numpy_epochs(state, batches, epochs=1)
+    trainer = ml.Trainer(state, loss_fn, on_recompile="ignore")
+    history = quiet_fit(trainer, batches)
+    np.testing.assert_allclose(history["loss"], [loss], rtol=1e-6)
+    params = params_of(trainer.state)
+    np.testing.assert_allclose(params["kernel"][:, 0], w, atol=1e-6)
+    found = trainer.predict(batches)["out"]
+    expected = data["x"] @ params["kernel"][:, 0] + params["bias"]
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("steps", [2, "auto"])
+@pytest.mark.parametrize("kind", [list, tuple, dict])
+def test_batches_of_every_kind_are_trained_on_in_groups(kind, steps, mesh):
+    def pair_loss(model, batch):
+        x, y = batch.values() if kind is dict else batch[:2]
+        return jnp.square(model(x) - y[:, :1]).mean(axis=1)
+
+    rows = np.random.default_rng(0).normal(size=(72, FEATURES)).astype("float32")
+    pairs = [(rows[at : at + 8], rows[at : at + 8] ** 2) for at in range(0, 72, 8)]
+    batches = [
+        kind(zip("xy", one, strict=True) if kind is dict else one) for one in pairs
+    ]
+    state = create_state(mesh)
+    truth = [{"x": x, "y": y[:, 0]} for x, y in pairs]
+    w, _, (loss,) = numpy_epochs(state, truth, epochs=1)
+    trainer = ml.Trainer(state, pair_loss, steps_per_call=steps)
+    history = quiet_fit(trainer, batches)
+    assert int(trainer.state.step) == 9
+    np.testing.assert_allclose(history["loss"], [loss], rtol=1e-5)
+    np.testing.assert_allclose(params_of(trainer.state)["kernel"][:, 0], w, atol=1e-5)
+
+
+def test_an_overridden_step_of_several_batches_always_gets_a_list(mesh):
+    counts = []
+
+    class Doubled(ml.Trainer):
+        def train_step(self, state, batch, metrics):
+            counts.append(len(batch))
+            doubled = [{**one, "y": 2 * one["y"]} for one in batch]
+            return super().train_step(state, doubled, metrics)
+
+    class OneByOne(ml.Trainer):
+        def train_step(self, state, batch, metrics) -> Any:
+            for one in batch:
+                state, metrics = super().train_step(state, one, metrics)
+            return state, metrics
+
+    data = examples(40)
+    truth = cut({**data, "y": 2 * data["y"]}, 8)
+    _, _, (loss,) = numpy_epochs(create_state(mesh), truth, epochs=1)
+    many = Doubled(create_state(mesh), loss_fn, steps_per_call=2)
+    history = quiet_fit(many, cut(data, 8))
+    np.testing.assert_allclose(history["loss"], [loss], rtol=1e-6)
+    assert counts == [2, 2, 1]
+    single = OneByOne(create_state(mesh), loss_fn, steps_per_call=2)
+    history = quiet_fit(single, truth)
+    np.testing.assert_allclose(history["loss"], [loss], rtol=1e-6)
+    assert int(single.state.step) == 5
+
+
 def test_tuples_carry_weights_in_the_place_that_is_named(mesh):
     def tuple_loss(model, batch):
         x, y, _ = batch
@@ -519,6 +587,15 @@ def test_training_goes_on_after_an_error_in_the_data(mesh):
     assert int(trainer.state.step) == 4
 
 
+@pytest.fixture
+def ctrl_c():
+    """Has SIGINT interrupt this process, also where it is a background job."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_within_a_step_waits_for_the_new_state(mesh):
     class Interrupted(ml.Trainer):
         def train_step(self, state, batch, metrics):
@@ -536,6 +613,7 @@ def test_ctrl_c_within_a_step_waits_for_the_new_state(mesh):
     assert np.isfinite(params_of(trainer.state)["kernel"]).all()
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_a_third_ctrl_c_ends_a_step_that_hangs(mesh):
     class Hanging(ml.Trainer):
         def train_step(self, state, batch, metrics) -> Any:
@@ -550,9 +628,10 @@ def test_a_third_ctrl_c_ends_a_step_that_hangs(mesh):
 
 
 INTERRUPTED = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background jobs
 import jax
 jax.config.update("jax_num_cpu_devices", 4)
-import sys
 import jax.numpy as jnp, numpy as np, optax
 from flax import nnx
 import meshlayout as ml
@@ -595,9 +674,12 @@ def test_a_real_ctrl_c_leaves_a_state_to_go_on_with():
         text=True,
         env={**environment, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path.cwd())},
     ) as process:
-        assert process.stdout.readline() == "started\n", process.stderr.read()
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        try:
+            assert process.stdout.readline() == "started\n", process.stderr.read()
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert out.splitlines() == ["interrupted", "5 True"], err[-2000:]
 
 
@@ -704,6 +786,35 @@ def test_a_step_that_returns_other_metrics_is_refused():
         "Bad.train_step returns (state, metrics), with metrics that are "
         "ml.metrics.Metrics, and gave a dict."
     )
+
+
+@pytest.mark.parametrize(
+    ("result", "what"),
+    [
+        (None, "None"),
+        (ml.metrics.Metrics({}), "a Metrics"),
+        ((1, 2, 3), "a tuple of 3"),
+    ],
+)
+def test_a_step_that_returns_no_pair_is_refused(result, what):
+    class Bad(ml.Trainer):
+        def train_step(self, state, batch, metrics) -> Any:
+            return result
+
+    assert message_of(lambda: quiet_fit(Bad({"n": 0}), [{"x": np.ones(1)}])) == (
+        f"Bad.train_step returns a pair, (state, metrics), and gave {what}."
+    )
+
+
+@pytest.mark.parametrize("steps", [2, "auto"])
+def test_a_call_with_an_empty_list_of_batches_is_refused(steps, mesh):
+    state = create_state(mesh)
+    message = "steps_per_call= takes a list of batches, and this call was given none."
+    train_step = ml.make_train_step(loss_fn, steps_per_call=steps)
+    trainer = ml.Trainer(state, loss_fn, steps_per_call=steps)
+    assert message_of(lambda: train_step(state, [])) == message
+    assert message_of(lambda: train_step.lower(state, [])) == message
+    assert message_of(lambda: trainer.train_step(state, [], None)) == message
 
 
 def test_predict_says_what_is_no_output(mesh):

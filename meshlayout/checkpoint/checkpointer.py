@@ -252,6 +252,11 @@ class Checkpointer:
 
     # Looking.
 
+    @property
+    def best(self) -> tuple[str, str] | None:
+        """The metric by which one step is the best, and which value is; or None."""
+        return self._best
+
     def all_steps(self) -> list[int]:
         """Returns the steps that are saved, in order, without one under way."""
         self._raise_pending()
@@ -316,7 +321,8 @@ class Checkpointer:
                 None for nested dicts on one device, without any mesh.
             step: The step; `"latest"`, or `"best"` by the metric of `best`.
             layouts: Where arrays go, if not where those of `like` are.
-            data: The iterator of the input, to be continued as it was.
+            data: The iterator of the input, to be continued as it was: one that
+                cannot go to a place is read up to it.
             partial: Whether arrays may be missing, which then stay as they are in
                 `like`, and extra, which are then not read.
             rename: `{pattern: replacement}`, applied to the saved paths as by

@@ -1,6 +1,8 @@
 """The state of an input iterator in a checkpoint."""
 
+import inspect
 import json
+import logging
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -8,8 +10,11 @@ import jax
 
 from meshlayout.checkpoint.encoding import decode, encode
 from meshlayout.checkpoint.processes import Channel
-from meshlayout.errors import CheckpointError, DamagedCheckpointError
+from meshlayout.checkpoint.store import StoreError
+from meshlayout.errors import CheckpointError, DamagedCheckpointError, DataError
 
+
+logger = logging.getLogger("meshlayout.checkpoint")
 
 # No JSON begins so.
 _ERROR = "error: "
@@ -67,7 +72,10 @@ class DataState:
             DamagedCheckpointError: If it cannot be read.
         """
         try:
-            return cls(tuple(json.loads(file.read_bytes())["states"]))
+            content = file.read_bytes()
+            return cls(tuple(json.loads(content)["states"]))
+        except StoreError:
+            raise
         except (OSError, ValueError, KeyError, TypeError) as error:
             msg = f"{file}, the state of the input iterator, cannot be read: {error}."
             raise DamagedCheckpointError(msg) from error
@@ -78,6 +86,9 @@ class DataState:
 
     def set(self, data: Any) -> None:
         """Puts this process's iterator where it was.
+
+        One that cannot go to a place, and takes `skip=True`, reads up to it; the log
+        says so.
 
         Args:
             data: The iterator.
@@ -95,7 +106,7 @@ class DataState:
             )
             raise CheckpointError(msg)
         own = states[jax.process_index() % len(states)]
-        _checked(data).set_state(decode(own))
+        _go_to(_checked(data), decode(own))
 
 
 def _said(data: Any) -> str:
@@ -105,6 +116,19 @@ def _said(data: Any) -> str:
         return json.dumps(state, sort_keys=True)
     except CheckpointError as error:
         return f"{_ERROR}{error}"
+
+
+def _go_to(data: Any, state: Any) -> None:
+    """Puts an iterator somewhere, by reading up to it if there is no other way."""
+    try:
+        data.set_state(state)
+    except DataError:
+        if "skip" not in inspect.signature(data.set_state).parameters:
+            raise
+    else:
+        return
+    data.set_state(state, skip=True)
+    logger.info("the data cannot go to its place: it is read, and dropped, up to it")
 
 
 def _checked(data: Any) -> Continues:

@@ -1,9 +1,11 @@
 """`Input`: passes over the data that can be left in the middle and taken up again."""
 
-import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
+
+import jax
+import numpy as np
 
 from meshlayout.checkpoint.data_state import Continues
 from meshlayout.errors import CheckpointError
@@ -15,6 +17,23 @@ logger = logging.getLogger("meshlayout.checkpoint")
 Data: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
 
 _END: Any = object()
+
+
+def why_not(data: Any) -> str:
+    """Returns what data is instead of batches; nothing if it may be some.
+
+    Args:
+        data: What the user gave.
+
+    Example:
+        >>> why_not([1, 2]), why_not({"x": 1}), why_not(5)
+        ('', 'one batch', 'no iterable')
+    """
+    if isinstance(data, (Mapping, str, np.ndarray, jax.Array)) or (
+        isinstance(data, tuple) and all(hasattr(x, "dtype") for x in data)
+    ):
+        return "one batch"
+    return "" if isinstance(data, Iterable) or callable(data) else "no iterable"
 
 
 class Input:
@@ -122,7 +141,7 @@ class Input:
         self._next = None
         self.begin()
         if place["tells"] and self.tells:
-            put(_Skipping(self._pass))
+            put(self._pass)
             self._seen = []
             self.num_given = place["given"]
 
@@ -169,20 +188,3 @@ class _Told:
     def set_state(self, state: Any) -> None:
         """Takes another state."""
         self._state = state
-
-
-class _Skipping:
-    """An iterator that reads and drops where it cannot go to a place."""
-
-    def __init__(self, iterator: Any) -> None:
-        self._iterator = iterator
-
-    def get_state(self) -> Any:
-        """Returns the iterator's state."""
-        return self._iterator.get_state()
-
-    def set_state(self, state: Any) -> None:
-        """Puts the iterator somewhere."""
-        takes = inspect.signature(self._iterator.set_state).parameters
-        skip = {"skip": True} if "skip" in takes else {}
-        self._iterator.set_state(state, **skip)

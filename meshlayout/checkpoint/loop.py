@@ -5,7 +5,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from meshlayout.checkpoint.checkpointer import Checkpointer
-from meshlayout.checkpoint.input import Data, Input
+from meshlayout.checkpoint.input import Data, Input, why_not
 from meshlayout.checkpoint.preemption import Preempted, Preemption
 from meshlayout.checkpoint.resuming import KEY, notes_of, resume
 from meshlayout.errors import CheckpointError
@@ -32,6 +32,9 @@ class Loop:
         step: The steps so far, of earlier runs too: the checkpoints' numbers.
         epoch: The epoch, from 1; 0 before the first one.
 
+    Raises:
+        CheckpointError: If it is given no checkpointer, or no batches.
+
     Example:
         >>> import tempfile, numpy as np
         >>> from meshlayout import Checkpointer
@@ -53,6 +56,17 @@ class Loop:
     """
 
     def __init__(self, checkpointer: Checkpointer, data: Data) -> None:
+        self._check(
+            isinstance(checkpointer, Checkpointer),
+            "it takes an ml.Checkpointer(directory), and got a "
+            f"{type(checkpointer).__name__}.",
+        )
+        kind = why_not(data)
+        self._check(
+            not kind,
+            f"data is a {type(data).__name__}, {kind}: it takes an iterable of "
+            "batches, or a function that returns one. A list of one batch is one, too.",
+        )
         self._checkpointer, self._input = checkpointer, Input(data)
         self._preemption = Preemption()
         self.step = self.epoch = 0
@@ -108,6 +122,12 @@ class Loop:
             return train_step(state, batch, None)
 
         def look(notes: Mapping[str, Any]) -> None:
+            self._check(
+                "epoch" in notes,
+                f"the newest checkpoint in {self._checkpointer.directory} was saved by "
+                "a Trainer. Go on with fit(resume=True), or give another directory; "
+                "Checkpointer.restore returns the state alone.",
+            )
             self._check(
                 train_step is not None or "metrics" not in notes,
                 "the checkpoint holds the metrics of the epoch so far. Give "

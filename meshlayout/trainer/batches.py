@@ -38,7 +38,7 @@ class Feeder:
 
     Batches with arrays that were placed by their maker are left as they are. Others get
     weights, padding up to the size of the first batch (rounded up to a multiple of the
-    shards), and the layout.
+    shards; a larger batch is rounded up itself), and the layout.
 
     Args:
         layout: Where batches go; None leaves them to JAX.
@@ -106,14 +106,16 @@ class Feeder:
             batch = self._with_weights(batch, np.ones(rows, np.float32))
         elif self._needs_weights and weights_of(batch, self._weights) is None:
             return batch
-        if not self.size:
-            self.size = -(-rows // self._num_shards) * self._num_shards
-        if rows >= self.size:
+        whole = -(-rows // self._num_shards) * self._num_shards
+        self.size = self.size or whole
+        # The first size stays, so that a resumed run pads as this one does.
+        size = max(self.size, whole)
+        if rows == size:
             return batch
-        padded = map_batch(lambda leaf: _with_rows(leaf, self.size), batch)
+        padded = map_batch(lambda leaf: _with_rows(leaf, size), batch)
         if weights_of(padded, self._weights) is None:
             return padded
-        return self._masked(padded, np.arange(self.size) < rows)
+        return self._masked(padded, np.arange(size) < rows)
 
     def _takes_weights(self, batch: Any) -> bool:
         """Tells whether a batch has no weights, and a place for them."""

@@ -1,7 +1,7 @@
 """What is refused before training begins, and what a step of one's own may return."""
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,6 +9,7 @@ import numpy as np
 from meshlayout.data import DistributedDataset
 from meshlayout.errors import MeshLayoutError, did_you_mean
 from meshlayout.metrics import Metrics
+from meshlayout.trainer.callbacks import Callback
 
 
 if TYPE_CHECKING:
@@ -71,6 +72,65 @@ def check_weights(data: Any, weights: str | int) -> None:
             f"Give the trainer weights={theirs!r}."
         )
         raise MeshLayoutError(msg)
+
+
+def as_callbacks(given: Any) -> list[Callback]:
+    """Returns the callbacks that were given, each of which is one.
+
+    Args:
+        given: What `callbacks=` is.
+
+    Raises:
+        MeshLayoutError: If it is no list of callbacks.
+    """
+    if isinstance(given, (Callback, type)) or not isinstance(given, Iterable):
+        msg = (
+            f"fit: callbacks= takes a list of callbacks, and got {_text(given)}. Give "
+            "callbacks=[...], or leave it out."
+        )
+        raise MeshLayoutError(msg)
+    callbacks = [*given]
+    for at, one in enumerate(callbacks):
+        if not isinstance(one, Callback):
+            msg = f"fit: callbacks[{at}] is {_text(one)}. {_way_out(one)}"
+            raise MeshLayoutError(msg)
+    return callbacks
+
+
+def _text(given: Any) -> str:
+    if isinstance(given, type):
+        return f"the class {given.__name__}"
+    return "None" if given is None else f"a {type(given).__name__}"
+
+
+def _way_out(given: Any) -> str:
+    """Says how to make a callback of what is none."""
+    if isinstance(given, type) and issubclass(given, Callback):
+        return f"Give an instance of it, {given.__name__}(...)."
+    return (
+        "A callback derives from ml.callbacks.Callback, which does nothing at the "
+        "moments that it does not override."
+    )
+
+
+def as_pair(trainer: "Trainer", result: Any) -> tuple[Any, Any]:
+    """Returns what a train step returned, which is a pair.
+
+    Args:
+        trainer: Whose step.
+        result: What it returned.
+
+    Raises:
+        MeshLayoutError: If it is none.
+    """
+    if not isinstance(result, tuple) or len(result) != 2:
+        size = f" of {len(result)}" if isinstance(result, tuple) else ""
+        msg = (
+            f"{type(trainer).__name__}.train_step returns a pair, (state, metrics), "
+            f"and gave {_text(result)}{size}."
+        )
+        raise MeshLayoutError(msg)
+    return result
 
 
 def check_metrics(trainer: "Trainer", step: str, metrics: Any) -> None:

@@ -1,13 +1,10 @@
 """Passes over the data: what an epoch is made of."""
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-import jax
-import numpy as np
-
-from meshlayout.checkpoint.input import Data, Input
+from meshlayout.checkpoint.input import Data, Input, why_not
 from meshlayout.errors import MeshLayoutError
 
 
@@ -113,11 +110,8 @@ class Passes:
 
 
 def _check_data(name: str, data: Any) -> None:
-    is_batch = isinstance(data, (Mapping, str, np.ndarray, jax.Array)) or (
-        isinstance(data, tuple) and all(hasattr(x, "dtype") for x in data)
-    )
-    if is_batch or not (isinstance(data, Iterable) or callable(data)):
-        kind = "one batch" if is_batch else "no iterable"
+    kind = why_not(data)
+    if kind:
         msg = (
             f"{name} is a {type(data).__name__}, {kind}: it takes an iterable of "
             "batches, or a function that returns one. A list of one batch is one, too."

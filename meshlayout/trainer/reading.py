@@ -34,8 +34,9 @@ class Reading:
         """Gives what calls of the train step take, with its steps and examples.
 
         Args:
-            group_size: The batches of a call; those that are left over at the end of
-                an epoch come one by one.
+            group_size: The batches of a call, which come as a list if they are more
+                than one; those that are left over at the end of an epoch come one by
+                one, each in a list of its own.
         """
         fed = map(self.feeder, self.passes.epoch())
         self._place = None
@@ -54,5 +55,5 @@ class Reading:
                 group = []
         for one, place in group:
             self._place = place
-            yield one.batch, 1, one.num_examples
+            yield [one.batch], 1, one.num_examples
         self._place = None

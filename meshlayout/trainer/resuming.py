@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from meshlayout.checkpoint.preemption import Preempted, Preemption
 from meshlayout.checkpoint.resuming import resume
-from meshlayout.errors import MeshLayoutError
+from meshlayout.errors import CheckpointError, MeshLayoutError
 from meshlayout.trainer.callbacks import Callback, Checkpoint, Progress
 
 
@@ -60,6 +60,21 @@ class Saver:
         if self._checkpoints:
             self._preemption.__exit__(kind, error, trace)
 
+    def check_new(self, step: int) -> None:
+        """Raises where steps lie that training from a step on would not have made.
+
+        Args:
+            step: Where training begins.
+
+        Raises:
+            CheckpointError: If a directory holds later steps.
+        """
+        for one in self._checkpoints:
+            one.checkpointer.wait()
+            later = [found for found in one.checkpointer.all_steps() if found > step]
+            if later:
+                raise CheckpointError(_others(one.checkpointer.directory, step, later))
+
     def look(self, trainer: "Trainer", metrics: Any) -> None:
         """Saves and ends the process, if it was told to; to be called after each step.
 
@@ -74,6 +89,17 @@ class Saver:
             for one in self._checkpoints:
                 one.save_now(trainer, metrics)
             raise Preempted(trainer.position.step)
+
+
+def _others(directory: Any, step: int, later: Sequence[int]) -> str:
+    """Returns the message for steps that another training has made."""
+    last = later[-1]
+    has = f"step {last}" if len(later) == 1 else f"{len(later)} steps up to {last}"
+    return (
+        f"fit begins at step {step}, and {directory} holds {has} of another training: "
+        f"resume=True would later go on from step {last}, and not from this training. "
+        "Give resume=True to go on from there now, or save in another directory."
+    )
 
 
 def resume_fit(trainer: "Trainer", saved: Checkpoint | None, group_size: int) -> Any:
@@ -99,12 +125,24 @@ def resume_fit(trainer: "Trainer", saved: Checkpoint | None, group_size: int) ->
         )
         raise MeshLayoutError(msg)
 
+    is_used_up = False
+
     def first_step(state: Any, batch: Any) -> Any:
+        nonlocal is_used_up
+        is_used_up = True
         fed = reading.feeder(batch).batch
         group = fed if group_size == 1 else [fed] * group_size
         return trainer.train_step(state, group, None)
 
     def look(notes: Any) -> None:
+        if "history" not in notes:
+            msg = (
+                f"the newest checkpoint in {saved.checkpointer.directory} was saved by "
+                "a checkpoint.Loop, and fit(resume=True) goes on from what the "
+                "callback Checkpoint has saved. Go on with the Loop, or give another "
+                "directory; Checkpointer.restore returns the state alone."
+            )
+            raise CheckpointError(msg)
         reading.feeder.size = notes["batch_rows"]
 
     try:
@@ -112,7 +150,8 @@ def resume_fit(trainer: "Trainer", saved: Checkpoint | None, group_size: int) ->
             saved.checkpointer, trainer.state, reading.passes.input, first_step, look
         )
     except Exception as error:
-        error.add_note("The trainer's state is used up: make a new Trainer.")
+        if is_used_up:
+            error.add_note("The trainer's state is used up: make a new Trainer.")
         raise
     if found is None:
         return None

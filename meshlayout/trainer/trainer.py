@@ -24,6 +24,8 @@ from meshlayout.step.updates import OnNonfinite
 from meshlayout.trainer.batches import Fed, Feeder, data_layout, is_even, mesh_of
 from meshlayout.trainer.callbacks import Callback
 from meshlayout.trainer.checks import (
+    as_callbacks,
+    as_pair,
     check_counts,
     check_metrics,
     check_needless,
@@ -95,7 +97,7 @@ class Trainer:
         **options: Options of `make_train_step` and, as far as they apply,
             `make_eval_step`, as `clip_norm=1.0`. With `steps_per_call`, a train step
             takes a list of so many batches ("auto": 8), and those that are left over
-            at the end of an epoch one by one.
+            at the end of an epoch one by one, each in a list of its own.
 
     Attributes:
         state: The state after the last finished step.
@@ -194,8 +196,8 @@ class Trainer:
 
         Args:
             state: The state, which may be used up.
-            batch: A global batch; with `steps_per_call`, a list of them, or one that
-                is left over.
+            batch: A global batch; with `steps_per_call`, a list of them, which holds
+                one where it is left over.
             metrics: The epoch's metrics so far; None at its beginning.
 
         Returns:
@@ -204,11 +206,14 @@ class Trainer:
         Raises:
             MeshLayoutError: If there is no loss function.
         """
-        is_many = self._group != 1 and isinstance(batch, list)
-        step = self._many if is_many else self._one
-        if step is None:
+        if self._many is None or self._one is None:
             raise MeshLayoutError(missing(self, "train_step"))
-        return step(state, batch, metrics)
+        # A batch may be a list itself, of arrays.
+        if self._group == 1 or not isinstance(batch, list):
+            return self._one(state, batch, metrics)
+        if len(batch) == 1:
+            return self._one(state, batch[0], metrics)
+        return self._many(state, batch, metrics)
 
     def eval_step(self, state: Any, batch: Any, metrics: Metrics | None) -> Metrics:
         """Measures one batch; to be overridden.
@@ -277,28 +282,33 @@ class Trainer:
             callbacks: What else is to be done; see `ml.callbacks`.
             progress: Whether to show progress, where no callback is a `Progress`.
             resume: Whether to go on from the newest checkpoint of the first
-                `Checkpoint`. Where there is none, training begins as without.
+                `Checkpoint`. Where there is none, training begins as without. Without
+                it, a directory must hold no step after the one that training begins
+                at: it would be taken for this training's.
 
         Returns:
             The history of all epochs, those of an earlier `fit` too.
 
         Raises:
-            MeshLayoutError: If the data is none, or gives no batch; with `resume`, if
-                there is no `Checkpoint`.
+            MeshLayoutError: If the data is none, or gives no batch; if a callback is
+                none; with `resume`, if there is no `Checkpoint`.
             CheckpointError: If the checkpoint cannot be gone on from; its message says
-                why. The trainer's state is then used up.
+                why, and a note whether the trainer's state is used up. Without
+                `resume`, if a directory holds later steps of another training.
             Preempted: After SIGTERM, which ends the process.
         """
         check_counts(epochs=epochs, steps_per_epoch=steps_per_epoch)
         passes = Passes("train", train, steps_per_epoch, epochs)
         feeder = self._feeder(train)
         validation = self._validation(validation_data, epochs)
-        called = in_order(callbacks, progress=progress)
+        called = in_order(as_callbacks(callbacks), progress=progress)
         saver = Saver(called)
         self.reading = Reading(passes, feeder)
         self._begin(passes, epochs)
         if resume:
             self._so_far = resume_fit(self, saver.first, self._group_size)
+        else:
+            saver.check_new(self.position.step)
         with ExitStack() as closing, Interrupts() as interrupts, saver:
             for callback in called:
                 closing.callback(callback.close)
@@ -398,7 +408,9 @@ class Trainer:
             callback.on_epoch_start(self, epoch)
         for batch, steps, examples in reading.batches(self._group_size):
             with interrupts.held:
-                self.state, metrics = self.train_step(self.state, batch, metrics)
+                self.state, metrics = as_pair(
+                    self, self.train_step(self.state, batch, metrics)
+                )
                 self._advance(steps, examples)
             check_metrics(self, "train_step", metrics)
             for callback in callbacks:

@@ -1,5 +1,6 @@
 """Saving the run as training goes."""
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,7 +25,11 @@ class Checkpoint(Callback):
     `fit(resume=True)` goes on from: the history, and the metrics of the epoch so far.
     The state alone comes back with `checkpointer.restore(like=state)`.
 
-    A checkpointer with `every=` or `every_s=` of its own saves where both are due.
+    A checkpointer with `every=` or `every_s=` of its own saves where both are due. One
+    with `best=` saves the end of every epoch, whatever is due, with what was measured;
+    within an epoch nothing is. An epoch that was stopped, and not validated, has no
+    such metric, and is not the best.
+
     Whatever its place among the callbacks, it is called after those that do not save.
 
     Args:
@@ -50,6 +55,9 @@ class Checkpoint(Callback):
         if every != "epoch":
             check_every("Checkpoint", every)
         self.checkpointer, self._every = checkpointer, every
+        # The metric of `best=`.
+        best = getattr(checkpointer, "best", None)
+        self._best: str | None = best[0] if best else None
         self._saved_at: tuple[int, bool] | None = None
 
     def on_fit_start(self, trainer: "Trainer") -> None:
@@ -66,8 +74,10 @@ class Checkpoint(Callback):
     def on_epoch_end(
         self, trainer: "Trainer", epoch: int, logs: Mapping[str, Any]
     ) -> None:
-        """Saves, if that is wanted each epoch."""
-        if self._every == "epoch":
+        """Saves, if that is wanted each epoch, or the best one is."""
+        if self._best is not None:
+            self._save(trainer, None, force=True)
+        elif self._every == "epoch":
             self._save(trainer, None)
 
     def on_fit_end(self, trainer: "Trainer") -> None:
@@ -114,14 +124,17 @@ class Checkpoint(Callback):
         metadata: dict[str, Any] = {"epoch": now.epoch, KEY: notes}
         # The history has a NaN for what was not measured in this epoch: no best step.
         logs = {name: history[name][-1] for name in history} if metrics is None else {}
+        measured = numbers(logs)
         if metrics is None:
             metadata["logs"] = logs
+            if self._best is not None and trainer.stopped:
+                measured.setdefault(self._best, math.nan)
         if self.checkpointer.save(
             now.step,
             trainer.state,
             data=data,
             metadata=metadata,
-            metrics=numbers(logs) or None,
+            metrics=measured or None,
             force=force,
         ):
             self._saved_at = now.step, metrics is None
