@@ -549,6 +549,16 @@ def test_adapting_an_nnx_metric_leaves_it_and_its_results_alone():
     close(values(once), SCORES.mean())
 
 
+def test_what_is_adapted_already_stays_as_it_is():
+    for adapted in (
+        metrics.adapt(nnx.metrics.Average()),
+        metrics.adapt(nnx.MultiMetric(loss=nnx.metrics.Average())),
+        metrics.adapt(Duck, values="loss"),
+        metrics.Accuracy(),
+    ):
+        assert metrics.adapt(adapted) is adapted
+
+
 def test_an_own_nnx_metric_is_updated_and_not_merged():
     largest = metrics.adapt(Largest())
     largest = metrics.update_from(largest, outputs={"loss": SCORES}, batch={})
@@ -639,6 +649,9 @@ def test_clu_and_metrax_agree_with_numpy():
 # Refusals.
 
 
+ONE_SCORE = (
+    "have no dim of two or more classes. For two classes and one score per example"
+)
 REFUSED = [
     (
         lambda: metrics.Accuracy(top_k=0),
@@ -721,6 +734,30 @@ REFUSED = [
         "Accuracy: predictions f32[16, 5] and labels i32[4] do not fit. Predictions have one more dim than class numbers, for the classes, and the shape of one-hot labels.",
     ),
     (
+        lambda: metrics.Accuracy().update(*BY_SCORE),
+        f"Accuracy: predictions f32[16] and labels i32[16] {ONE_SCORE} give threshold=: 0.0 where predictions are logits, 0.5 where they are probabilities.",
+    ),
+    (
+        lambda: metrics.Accuracy().update(SCORES[:, None], TRUE),
+        f"Accuracy: predictions f32[16, 1] and labels i32[16] {ONE_SCORE} give threshold=: 0.0 where predictions are logits, 0.5 where they are probabilities.",
+    ),
+    (
+        lambda: metrics.Accuracy().update(SCORES[:, None], TRUE[:, None]),
+        f"Accuracy: predictions f32[16, 1] and labels i32[16, 1] {ONE_SCORE} give threshold=: 0.0 where predictions are logits, 0.5 where they are probabilities.",
+    ),
+    (
+        lambda: metrics.CrossEntropy().update(SCORES[:, None], TRUE),
+        f"CrossEntropy: predictions f32[16, 1] and labels i32[16] {ONE_SCORE} give the losses of optax.sigmoid_binary_cross_entropy to Mean.",
+    ),
+    (
+        lambda: metrics.Perplexity().update(*BY_SCORE),
+        f"Perplexity: predictions f32[16] and labels i32[16] {ONE_SCORE} give the losses of optax.sigmoid_binary_cross_entropy to Mean.",
+    ),
+    (
+        lambda: metrics.F1(num_classes=2, average="macro").update(*BY_SCORE),
+        f"F1: predictions f32[16] and labels i32[16] {ONE_SCORE} give class numbers as predictions, as (logits > 0).astype(int).",
+    ),
+    (
         lambda: metrics.Accuracy(top_k=9).update(*BY_CLASS),
         "Accuracy: top_k=9 is more than the 5 classes of predictions f32[16, 5].",
     ),
@@ -763,6 +800,10 @@ REFUSED = [
     (
         lambda: metrics.adapt(3),
         "3 cannot be adapted: it has to be a metric of flax.nnx, or have from_model_output, merge, compute, empty, as those of clu and metrax.",
+    ),
+    (
+        lambda: metrics.adapt(metrics.Accuracy),
+        "Accuracy is a class, and a metric is one of its objects: call Accuracy().",
     ),
     (
         lambda: jax.jit(lambda m: m.compute())(metrics.Throughput()),

@@ -92,6 +92,24 @@ def test_a_right_step_agrees_on_any_mesh(axes, rules):
     assert any(one.largest > 0 for one in found.differences)
 
 
+def test_a_list_of_batches_is_refused_in_words(mesh):
+    state, batch = mlp_state(mesh, {}, optax.sgd(0.1)), mlp_batch(mesh)
+    step = ml.compile_step(mlp_step)
+    assert message(lambda: testing.verify(step, state, [batch, batch])) == (
+        "the step does not take a list of 2 as its batch: TypeError: list indices must "
+        "be integers or slices, not str. verify gives each step the whole list; for a "
+        "batch per step, give iter([first, second]) and num_steps=2."
+    )
+
+
+def test_a_list_may_be_a_batch(mesh):
+    def step(state, batch):
+        return state + batch[0].mean() * batch[1].mean(), None
+
+    state = ml.zeros(8, mesh.layout("model"))
+    testing.verify(step, state, [rows(mesh, 4), rows(mesh, 4, seed=1)])
+
+
 def test_the_state_is_not_used_up_and_not_changed(mesh):
     state = mlp_state(mesh, MODEL_PARALLEL, optax.sgd(0.1))
     batch = mlp_batch(mesh)

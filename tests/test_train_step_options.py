@@ -432,6 +432,9 @@ def of_blocks(mesh, kind):
     [
         ("nnx", "blocks", 4),
         ("nnx", {"[13]$": None}, 2),
+        ("nnx", {"blocks": None}, 4),  # the list of them matches, and is not called
+        ("nnx", {"blocks/[01]": jax.checkpoint_policies.dots_saveable}, 2),
+        ("nnx", {"^$|blocks": None}, 4),  # what is inside of it is not done twice
         ("linen", "blocks", 4),
         ("linen", jax.checkpoint_policies.dots_saveable, 4),
     ],
@@ -446,6 +449,29 @@ def test_recomputing_changes_no_number(mesh, batch, kind, remat, num_recomputed)
     plain, _ = plain_step(of_blocks(mesh, kind), batch)
     state, _ = train_step(state, batch)
     assert_close(on_host(state.params), on_host(plain.params))
+
+
+REMATS = {
+    "the list, which is not called": (
+        {"blocks$": None},
+        "remat: no submodule that was called matches 'blocks$'; there are 'blocks/0', "
+        "'blocks/0/down', 'blocks/0/up', 'blocks/1', ....",
+    ),
+    "what is inside of others": (
+        {"blocks": None, "up": None},
+        "remat: 'up' matches 'blocks/0/up', which is not called, or only inside of "
+        "what is recomputed as a whole.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REMATS)
+def test_patterns_that_choose_nothing_to_recompute_are_refused(mesh, batch, name):
+    remat, message = REMATS[name]
+    train_step = ml.make_train_step(squares, remat=remat)
+    with pytest.raises(ml.StepError) as caught:
+        train_step(of_blocks(mesh, "nnx"), batch)
+    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
@@ -464,6 +490,62 @@ def test_without_recomputing_nothing_is_saved(mesh, batch):
     rows = 2 * 16 * 8 * 4 // 8
     assert kept + rows <= memory.argument_bytes <= kept + rows + 200
     assert not state.params["kernel"].is_deleted()
+
+
+# Optimizers that want the loss.
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"accumulate": 2, "zero": 1}, {"precision": "float16"}],
+    ids=["plain", "accumulated", "scaled"],
+)
+@pytest.mark.parametrize("kind", ["plain", "by path", "several steps"])
+def test_an_optimizer_that_takes_the_loss_gets_all_of_it(mesh, batch, kind, options):
+    def update(updates, state, params=None, *, value, **extra):
+        return jax.tree.map(jnp.zeros_like, updates), value.astype("float32")
+
+    keeper = optax.GradientTransformationExtraArgs(
+        lambda params: jnp.float32(0), update
+    )
+    tx = {
+        "plain": keeper,
+        "by path": ml.optimizer_by_path({"": optax.chain(optax.sgd(RATE), keeper)}),
+        "several steps": optax.MultiSteps(keeper, 1),
+    }[kind]
+    regularized = {"regularizers": losses.l2(0.1), **options}
+    train_step = ml.make_train_step(squares, **regularized)
+    state, metrics = train_step(create(mesh, tx), batch)
+    seen = [
+        float(leaf)
+        for leaf in jax.tree.leaves(state.opt_state)
+        if leaf.dtype == jnp.float32 and leaf.ndim == 0
+    ]
+    np.testing.assert_allclose(seen, float(metrics["loss"]), rtol=1e-6)
+    assert float(metrics["loss"]) > float(metrics["l2"]) > 0
+
+
+def test_a_rate_is_reduced_on_a_plateau(mesh, batch):
+    plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1)
+    train_step = ml.make_train_step(squares)
+    state = create(mesh, optax.chain(optax.sgd(0.0), plateau))
+    for _ in range(4):
+        state, _ = train_step(state, batch)
+    assert float(state.opt_state[1].scale) < 1
+
+
+def test_a_line_search_is_refused_in_words(mesh, batch):
+    with pytest.raises(ml.StepError) as caught:
+        ml.make_train_step(squares)(create(mesh, optax.lbfgs()), batch)
+    assert str(caught.value) == (
+        "the optimizer's update misses 'grad' and 'value_fn': a step passes value=, "
+        "the loss, and nothing else beside gradients and parameters. A line search, "
+        "which calls the loss again, does not go into a step; give a learning rate in "
+        "its place, as optax.lbfgs(learning_rate=0.1, linesearch=None)."
+    )
+    without = optax.lbfgs(0.1, linesearch=None)
+    state, _ = ml.make_train_step(squares)(create(mesh, without), batch)
+    assert int(state.step) == 1
 
 
 # Several steps in one call.
@@ -815,6 +897,21 @@ def test_calls_that_do_not_fit_are_refused_in_words(mesh, name):
     with pytest.raises(ml.MeshLayoutError) as caught:
         train_step(create(mesh), on(mesh, {"x": X, "y": Y, **more}))
     assert str(caught.value) == message
+
+
+def test_a_batch_that_every_device_computes_is_logged_once(mesh, caplog):
+    host, layout = {"x": X, "y": Y}, mesh.layout("batch", ...)
+    placed = ml.relayout(host, layout)
+    state, _ = ml.make_train_step(squares)(create(mesh), placed)
+    assert not caplog.records
+    train_step = ml.make_train_step(squares)
+    state, _ = train_step(state, host)
+    train_step(state, host)
+    assert [one.getMessage() for one in caplog.records] == [
+        f"the batch is sharded over no axis, so that all {mesh.size} devices compute "
+        "all of it. Place it with ml.relayout(batch, mesh.layout('batch', ...)), or "
+        "take ml.distribute_dataset."
+    ]
 
 
 def test_zero_wants_a_batch_that_is_sharded(mesh):

@@ -38,7 +38,7 @@ def adapt(metric: Any, **sources: str | int) -> Any:
         **sources: For a parameter, the name of its source, as `labels="label"`.
 
     Returns:
-        A metric; or `metric` itself, if it is one of this library.
+        A metric; or `metric` itself, if it is one of this library or adapted already.
 
     Raises:
         MetricError: If it is no such metric.
@@ -50,6 +50,8 @@ def adapt(metric: Any, **sources: str | int) -> Any:
         >>> float(average.compute())
         1.5
     """
+    if _is_ours(metric) and not sources:
+        return metric
     names: _Names = tuple(sorted(sources.items()))
     if isinstance(metric, nnx.MultiMetric):
         parts = {name: getattr(metric, name) for name in _part_names(metric)}
@@ -64,13 +66,26 @@ def adapt(metric: Any, **sources: str | int) -> Any:
         kind = metric if isinstance(metric, type) else type(metric)
         state = kind.empty() if isinstance(metric, type) else metric
         return AdaptedModelOutput(state, kind, names)
-    if isinstance(metric, Metric) and not sources:
-        return metric
+    if _is_class(metric):
+        name = metric.__name__
+        msg = f"{name} is a class, and a metric is one of its objects: call {name}()."
+        raise MetricError(msg)
     msg = (
         f"{metric!r} cannot be adapted: it has to be a metric of flax.nnx, or have "
         f"{', '.join(needed)}, as those of clu and metrax."
     )
     raise MetricError(msg)
+
+
+def _is_ours(metric: Any) -> bool:
+    adapted = (AdaptedModelOutput, AdaptedNnx, AdaptedParts)
+    return isinstance(metric, (Metric, *adapted))
+
+
+def _is_class(metric: Any) -> bool:
+    """Tells whether this is a class of metrics that are made by calling it."""
+    is_called = hasattr(metric, "update") and not hasattr(metric, "empty")
+    return isinstance(metric, type) and is_called
 
 
 def _part_names(metric: Any) -> tuple[str, ...]:

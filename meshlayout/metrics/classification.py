@@ -26,6 +26,13 @@ from meshlayout.metrics.total import Total
 Average: TypeAlias = Literal["binary", "macro", "micro"] | None
 _AVERAGES = ("binary", "macro", "micro")
 
+# What to do for two classes and one score per example.
+_THRESHOLD = (
+    "give threshold=: 0.0 where predictions are logits, 0.5 where they are "
+    "probabilities"
+)
+_CLASSES = "give class numbers as predictions, as (logits > 0).astype(int)"
+
 
 def is_count(x: Any, least: int = 1) -> bool:
     """Tells whether a setting is a whole number, and not too small."""
@@ -126,7 +133,7 @@ class Accuracy(Metric):
                 f"class, and {_pair_text(predictions, labels)} are class numbers."
             )
             raise MetricError(msg)
-        scores, labels = class_scores(predictions, labels, "Accuracy")
+        scores, labels = class_scores(predictions, labels, "Accuracy", _THRESHOLD)
         if self.top_k > scores.shape[-1]:
             msg = (
                 f"Accuracy: top_k={self.top_k} is more than the {scores.shape[-1]} "
@@ -169,7 +176,7 @@ def _class_pair(
     labels = as_array(labels, "labels", where)
     if _are_classes(predictions, labels):
         return predictions.astype(jnp.int32), labels.astype(jnp.int32)
-    scores, labels = class_scores(predictions, labels, where)
+    scores, labels = class_scores(predictions, labels, where, _CLASSES)
     if scores.shape[-1] != num_classes:
         msg = (
             f"{where}: num_classes={num_classes}, and {text('predictions', scores)} "

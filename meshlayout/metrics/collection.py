@@ -41,7 +41,7 @@ class Metrics(Mapping[str, Any]):
         {'loss': 0.75, 'accuracy': 0.5}
     """
 
-    __slots__ = ("_metrics",)
+    __slots__ = ("__weakref__", "_metrics")
 
     def __init__(self, metrics: Mapping[str, Any]) -> None:
         if not isinstance(metrics, Mapping):

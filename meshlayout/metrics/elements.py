@@ -109,16 +109,32 @@ def same_shape(
 
 
 def class_scores(
-    predictions: Any, labels: Any, where: str
+    predictions: Any, labels: Any, where: str, binary: str
 ) -> tuple[jax.Array, jax.Array]:
     """Returns float32 scores per class, and labels: numbers, or one per class.
+
+    Args:
+        predictions: One score per class in the last dim.
+        labels: Of one dim less, or of the same shape.
+        where: The metric.
+        binary: What it says to do for two classes and one score per example.
 
     Raises:
         MetricError: If the shapes or dtypes do not fit.
     """
-    scores = as_float(predictions, "predictions", where)
+    given = as_array(predictions, "predictions", where)
+    scores = given.astype(jnp.float32)
     labels = as_array(labels, "labels", where)
-    if scores.ndim and labels.shape == scores.shape:
+    is_alike = labels.shape == scores.shape
+    # Of equal shapes and rank 1, the last dim is that of the examples.
+    if scores.shape[-1:] == (1,) or (scores.ndim == 1 and is_alike):
+        msg = (
+            f"{where}: {text('predictions', given)} and {text('labels', labels)} "
+            "have no dim of two or more classes. For two classes and one score per "
+            f"example {binary}."
+        )
+        raise MetricError(msg)
+    if scores.ndim and is_alike:
         return scores, labels
     if not scores.ndim or labels.shape != scores.shape[:-1]:
         msg = (

@@ -20,6 +20,10 @@ from meshlayout.metrics.metric import EMPTY, Metric, accumulator, metric_class, 
 from meshlayout.metrics.total import Total
 
 
+# What to do for two classes and one score per example.
+_BINARY = "give the losses of optax.sigmoid_binary_cross_entropy to Mean"
+
+
 class _MeanOf(Metric):
     """What means have in common.
 
@@ -300,7 +304,7 @@ class CrossEntropy(_MeanOf):
             MetricError: If shapes or dtypes do not fit.
         """
         where = type(self).__name__
-        scores, labels = class_scores(predictions, labels, where)
+        scores, labels = class_scores(predictions, labels, where, _BINARY)
         logs = jax.nn.log_softmax(scores) if self.from_logits else jnp.log(scores)
         if labels.ndim == logs.ndim:
             chances = labels.astype(jnp.float32)

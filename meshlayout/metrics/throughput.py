@@ -1,5 +1,6 @@
 """How fast it goes: counts on the device, and the host's clock."""
 
+import dataclasses
 import time
 from typing import Any, ClassVar, Literal, Self
 
@@ -67,6 +68,10 @@ class Throughput(Metric):
         if self.unit == "examples":
             added = _num_examples(batch, weights)
         return type(self)(self.unit, count=self.count.add(added), start_s=self.start_s)
+
+    def started(self) -> Self:
+        """Returns the metric with the same count, and a clock that starts now."""
+        return dataclasses.replace(self, start_s=EMPTY)
 
     def _merged(self, other: Any) -> Self:
         mine, others = self.start_s, other.start_s

@@ -375,7 +375,8 @@ def _split(
 
 def _as_transformation(optimizer: Any) -> optax.GradientTransformation:
     if hasattr(optimizer, "gradient_transformation"):  # optax.MultiSteps
-        return optimizer.gradient_transformation()
+        # Its own gradient_transformation() keeps value= from the optimiser inside.
+        return optax.GradientTransformationExtraArgs(optimizer.init, optimizer.update)
     if not isinstance(optimizer, optax.GradientTransformation):
         msg = (
             f"expected an Optax optimizer, and got {optimizer!r} of type "

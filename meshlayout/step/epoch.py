@@ -1,22 +1,29 @@
 """A whole epoch in one dispatch, over a dataset that is on the devices."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 
 from meshlayout import _jax
+from meshlayout.data.rows import BATCH_AXES
 from meshlayout.errors import StepError
 from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
+from meshlayout.step.options import check_whole
 from meshlayout.step.places import Place
 from meshlayout.step.replicas import Replicas
 from meshlayout.step.train_step import TrainStep
-from meshlayout.step.weights import map_batch, num_examples
+from meshlayout.step.weights import (
+    map_batch,
+    num_examples,
+    weights_of,
+    with_weights,
+)
 
 
 def scan_epoch(
@@ -39,12 +46,13 @@ def scan_epoch(
         train_step: What `make_train_step` made.
         state: The state; it is used up.
         data: A tree of arrays whose first dim is the examples, on the state's devices
-            (best replicated: rows are picked from it); and a mapping, where the last
-            batch is short.
+            (best replicated: rows are picked from it). Where the last batch is short,
+            it has weights or a place for them, as a mapping has, and a tuple after its
+            last array.
         global_batch_size: Examples in a batch.
         shuffle: A PRNG key for the order of this epoch; None takes the rows in order.
         batch_axes: The mesh axes over which the rows of a batch are sharded; by
-            default `"batch"`, where the mesh has it.
+            default those called batch, data or fsdp.
         metrics: Metrics to add to; None starts with empty ones.
 
     Returns:
@@ -52,7 +60,8 @@ def scan_epoch(
 
     Raises:
         StepError: If the dataset is empty, or its last batch is short and there is no
-            place for weights; or an axis does not exist.
+            place for weights; or an argument is wrong.
+        LayoutError: If an axis does not exist.
 
     Example:
         >>> import optax
@@ -76,19 +85,14 @@ def scan_epoch(
             f"{type(train_step).__name__}."
         )
         raise StepError(msg)
+    check_whole("global_batch_size", global_batch_size)
+    _check_key(shuffle)
     rows = num_examples(data)
-    if rows == 0 or global_batch_size < 1:
-        msg = f"an epoch of {rows} examples in batches of {global_batch_size} is empty."
+    if rows == 0:
+        msg = "scan_epoch was given a dataset of no examples."
         raise StepError(msg)
-    key = train_step.weights
-    short = rows % global_batch_size != 0
-    if short and not isinstance(data, Mapping):
-        msg = (
-            f"{rows} examples in batches of {global_batch_size} leave a short last "
-            f"batch, and a {type(data).__name__} has no place for weights. Give a "
-            "dict of arrays, or a global batch size that divides."
-        )
-        raise StepError(msg)
+    if rows % global_batch_size:
+        data = _with_weights(data, train_step.weights, rows, global_batch_size)
     place = _place(state, batch_axes)
     data = place.put(data)
 
@@ -96,10 +100,11 @@ def scan_epoch(
         picked = jax.lax.dynamic_slice_in_dim(order, at, global_batch_size)
         real = picked >= 0
         batch = map_batch(lambda leaf: leaf[jnp.maximum(picked, 0)], data)
-        if short:
-            given = batch.get(key, jnp.ones((), "float32"))
-            spread = real.reshape(-1, *[1] * max(0, jnp.ndim(given) - 1))
-            batch = {**batch, key: jnp.where(spread, given, 0).astype("float32")}
+        if rows % global_batch_size:
+            given = weights_of(batch, train_step.weights)
+            spread = real.reshape(-1, *[1] * (given.ndim - 1))
+            weights = jnp.where(spread, given, 0).astype("float32")
+            batch = with_weights(batch, train_step.weights, weights)
         return map_batch(lambda leaf: place.replicas.constrain(leaf, 0), batch)
 
     def order_of(shuffle: Any) -> jax.Array:
@@ -117,13 +122,41 @@ def scan_epoch(
     )
 
 
+def _check_key(shuffle: Any) -> None:
+    """Raises StepError unless this is a PRNG key or None."""
+    if shuffle is None:
+        return
+    dtype, shape = getattr(shuffle, "dtype", None), jnp.shape(shuffle)
+    is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if not (is_key and not shape) and not (dtype == jnp.uint32 and len(shape) == 1):
+        msg = (
+            "shuffle= takes a PRNG key, another one for each epoch, as "
+            f"jax.random.key(epoch), and got {shuffle!r}."
+        )
+        raise StepError(msg)
+
+
+def _with_weights(data: Any, key: str | int, rows: int, size: int) -> Any:
+    """Returns a dataset whose last batch can be filled up: one that has weights."""
+    if weights_of(data, key) is not None:
+        return data
+    try:
+        return with_weights(data, key, np.ones(rows, np.float32))
+    except StepError as error:
+        msg = (
+            f"{rows} examples in batches of {size} leave a short last batch, and "
+            f"{error} Or give a global batch size that divides."
+        )
+        raise StepError(msg) from None
+
+
 def _place(state: TrainState, batch_axes: Any) -> Place:
     sharding = _jax.sharding_of(state.step)
     if not isinstance(sharding, NamedSharding):
         return Place(Replicas(None, ()), sharding)
     mesh: Any = sharding.mesh
     if batch_axes is None:
-        batch_axes = ("batch",) if "batch" in mesh.axis_names else ()
+        batch_axes = [axis for axis in mesh.axis_names if axis in BATCH_AXES]
     axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
     Layout([axes or None], Mesh(mesh))  # refuses axes that the mesh does not have
     return Place(Replicas(mesh, axes), sharding)

@@ -17,9 +17,10 @@ from meshlayout.step.compiled import CompiledStep, OnRecompile, compile_step
 from meshlayout.step.gradients import Loss, forward, updated
 from meshlayout.step.measuring import (
     Measured,
+    Start,
     as_regularizers,
-    check_metrics,
     empty_metrics,
+    strong,
     total_weight,
     user_metrics,
 )
@@ -107,7 +108,7 @@ class EvalStep:
         self._loss, self._metrics = loss, metrics
         self._layouts = layouts
         self._on_recompile: OnRecompile = on_recompile
-        self._programs: dict[Any, tuple[CompiledStep, Metrics]] = {}
+        self._programs: dict[Any, tuple[CompiledStep, Start]] = {}
         self.__name__ = "eval_step"
 
     def __call__(
@@ -124,11 +125,11 @@ class EvalStep:
             StepError: If the state, the batch or the metrics do not fit.
             LossError: If what the loss function returns does not fit the batch.
         """
-        compiled, empty = self._program(state, batch)
-        if metrics is not None:
-            check_metrics(self.__name__, metrics, empty)
-        given = empty if metrics is None else metrics
-        return compiled((), without_optimizer(state), batch, given)[1]
+        compiled, start = self._program(state, batch)
+        given = start.metrics(self.__name__, metrics)
+        _, found = compiled((), without_optimizer(state), batch, given)
+        start.remember(found)
+        return found
 
     def lower(
         self, state: TrainState, batch: Any, metrics: Metrics | None = None
@@ -140,20 +141,22 @@ class EvalStep:
             batch: The global batch.
             metrics: As for a call.
         """
-        compiled, empty = self._program(state, batch)
-        given = empty if metrics is None else metrics
+        compiled, start = self._program(state, batch)
+        given = start.metrics(self.__name__, metrics)
         return compiled.lower((), without_optimizer(state), batch, given)
 
-    def _program(self, state: TrainState, batch: Any) -> tuple[CompiledStep, Metrics]:
+    def _program(self, state: TrainState, batch: Any) -> tuple[CompiledStep, Start]:
         check_state(self.__name__, state)
         place = place_of(state, batch)
         key = (place, state.program)
         if key not in self._programs:
             names: list[str] = []
 
-            def trace(state: TrainState, batch: Any) -> None:
-                measured, _ = self._measured(state, batch, Metrics(self._metrics))
+            def trace(state: TrainState, batch: Any) -> Metrics:
+                users = Metrics(self._metrics)
+                measured, users = self._measured(state, batch, users)
                 names.extend(measured.values)
+                return users
 
             def eval_step(nothing: Any, state: Any, batch: Any, metrics: Any) -> Any:
                 users = Metrics({name: metrics.metric(name) for name in self._metrics})
@@ -163,14 +166,15 @@ class EvalStep:
                     **{name: users.metric(name) for name in users},
                 }
                 made = Metrics({name: found[name] for name in metrics})
-                return nothing, place.everywhere(made)
+                return nothing, place.everywhere(strong(made))
 
-            jax.eval_shape(trace, without_optimizer(state), batch)
+            after = jax.eval_shape(trace, without_optimizer(state), batch)
             compiled = compile_step(
                 eval_step, layouts=self._layouts, on_recompile=self._on_recompile
             )
-            empty = place.put(empty_metrics(names, self._metrics))
-            self._programs[key] = compiled, empty
+            empty = empty_metrics(names, self._metrics, after)
+            start = Start(empty, place)
+            self._programs[key] = compiled, start
         return self._programs[key]
 
     def _measured(

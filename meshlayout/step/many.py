@@ -50,8 +50,9 @@ def stack(batches: list[Any]) -> Stacked:
         batches: Batches of one structure and shape.
 
     Raises:
-        StepError: If they are not.
+        StepError: If they are not, or there is none.
     """
+    _check_any(batches)
     shapes = [jax.tree.map(lambda x: (jnp.shape(x), x.dtype), one) for one in batches]
     for at, shape in enumerate(shapes):
         if shape != shapes[0]:
@@ -61,6 +62,12 @@ def stack(batches: list[Any]) -> Stacked:
             )
             raise StepError(msg)
     return Stacked(_stack(batches))
+
+
+def _check_any(batches: list[Any]) -> None:
+    if not batches:
+        msg = "steps_per_call= takes a list of batches, and this call was given none."
+        raise StepError(msg)
 
 
 def like(old: Any, new: Any) -> Any:
@@ -135,14 +142,15 @@ class Auto:
         """Runs a step on each batch.
 
         Raises:
-            StepError: If they are no list.
+            StepError: If they are no list, or an empty one.
         """
-        if not isinstance(batches, list) or not batches:
+        if not isinstance(batches, list):
             msg = (
                 'steps_per_call="auto" takes a list of batches, and this call was '
                 f"given a {type(batches).__name__}."
             )
             raise StepError(msg)
+        _check_any(batches)
         if self._is_scanned is not None:
             return _run(step, state, batches, metrics, is_scanned=self._is_scanned)
         way = len(self.seconds[True]) < len(self.seconds[False])

@@ -1,15 +1,20 @@
 """The metrics of a step: the loss and its parts, the update's notes, the user's own."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
-from meshlayout import losses
-from meshlayout.errors import StepError
-from meshlayout.metrics import Last, Mean, Metrics, Sum, adapt
+from meshlayout import _jax, losses
+from meshlayout.errors import MetricError, StepError
+from meshlayout.metrics import Last, Mean, Metrics, Sum, Throughput, adapt
+from meshlayout.step.changes import is_array_like, named_leaves
 from meshlayout.step.objective import RESERVED
+from meshlayout.step.places import Place
 
 
 # Notes of an update that are not averaged over the examples.
@@ -55,11 +60,76 @@ class Measured:
         return found
 
 
+class Start:
+    """Where a step's metrics start.
+
+    Args:
+        empty: Metrics that have counted nothing.
+        place: Where the state lies.
+    """
+
+    def __init__(self, empty: Metrics, place: Place) -> None:
+        self._place = place
+        self.empty: Metrics = place.put(empty, is_own=True)
+        leaves = jax.tree.leaves(empty, is_leaf=_is_clock)
+        self._has_clock = any(map(_is_clock, leaves))
+        self._returned: Callable[[], Metrics | None] = lambda: None
+
+    def metrics(self, name: str, given: Any) -> Metrics:
+        """Returns the metrics that a step adds to, where the state lies.
+
+        Args:
+            name: The step.
+            given: Those of an earlier call, or None for empty ones.
+
+        Raises:
+            StepError: If those given are not those of this step.
+        """
+        if given is None:
+            return self._now() if self._has_clock else self.empty
+        if given is self._returned():
+            return given
+        check_metrics(name, given, self.empty)
+        return self._place.put(_cast(strong(given), self.empty), is_own=True)
+
+    def remember(self, returned: Metrics) -> None:
+        """Notes what the step returned: given back, it is where it belongs."""
+        self._returned = weakref.ref(returned)
+
+    def _now(self) -> Metrics:
+        """Returns empty metrics whose clocks start now."""
+
+        def one(node: Any) -> Any:
+            if not _is_clock(node):
+                return node
+            return self._place.put(node.started(), is_own=True)
+
+        return jax.tree.map(one, self.empty, is_leaf=_is_clock)
+
+
+def _is_clock(node: Any) -> bool:
+    return isinstance(node, Throughput)
+
+
+def strong(tree: Any) -> Any:
+    """Returns a tree of arrays, none weakly typed as Python's numbers are."""
+    return jax.tree.map(_as_strong, tree)
+
+
+def _as_strong(leaf: Any) -> Any:
+    if isinstance(leaf, (int, float, complex)):
+        leaf = np.asarray(leaf)
+        return leaf.astype(_jax.canonical_dtype(leaf.dtype))
+    is_weak = isinstance(leaf, jax.Array) and jax.typeof(leaf).weak_type
+    return _jax.with_weak_type(leaf, weak_type=False) if is_weak else leaf
+
+
 def user_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns the user's metrics, adapted, empty.
+    """Returns the user's metrics, adapted, as they start.
 
     Raises:
-        StepError: If they are no mapping from names, or have a name that is taken.
+        StepError: If they are no mapping from names, or have a name that is taken, or
+            one is no metric, or no pytree of arrays.
     """
     if metrics is None:
         return {}
@@ -73,20 +143,48 @@ def user_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
         if name in RESERVED:
             msg = f"metrics=: {name!r} is reported by every step; take another name."
             raise StepError(msg)
-    return {name: _as_metric(metric) for name, metric in metrics.items()}
+    return {name: _as_metric(name, metric) for name, metric in metrics.items()}
 
 
-def _as_metric(metric: Any) -> Any:
+def _as_metric(name: str, metric: Any) -> Any:
     """Returns a metric as it is if it has what a metric needs, and else adapted."""
     needed = ("update", "merge", "compute")
     is_metric = not isinstance(metric, type)
-    if is_metric and all(hasattr(metric, name) for name in needed):
-        return metric
-    return adapt(metric)
+    if not is_metric or not all(hasattr(metric, method) for method in needed):
+        try:
+            metric = adapt(metric)
+        except MetricError as error:
+            msg = f"metrics=: {name!r}: {error}"
+            raise StepError(msg) from None
+    for path, leaf in named_leaves(metric):
+        if leaf is metric:
+            msg = (
+                f"metrics=: {name!r} is a {type(metric).__name__}, which JAX does not "
+                "know as a tree of arrays. Register the class with "
+                "jax.tree_util.register_dataclass, or make it a flax.struct.dataclass; "
+                "its update returns a new one."
+            )
+            raise StepError(msg)
+        if not is_array_like(leaf):
+            msg = (
+                f"metrics=: the field {path!r} of {name!r} is {leaf!r}, no array. Mark "
+                'it static: dataclasses.field(metadata={"static": True}), or '
+                "flax.struct.field(pytree_node=False)."
+            )
+            raise StepError(msg)
+    return strong(metric)
 
 
-def empty_metrics(names: Sequence[str], users: Mapping[str, Any]) -> Metrics:
+def empty_metrics(
+    names: Sequence[str], users: Mapping[str, Any], updated: Metrics
+) -> Metrics:
     """Returns metrics that have counted nothing.
+
+    Args:
+        names: Those of the step.
+        users: The user's.
+        updated: The user's after a batch, abstract: what starts with whole numbers
+            may go on with floats.
 
     Raises:
         StepError: If a user's metric has the name of one of the step's.
@@ -96,7 +194,21 @@ def empty_metrics(names: Sequence[str], users: Mapping[str, Any]) -> Metrics:
             msg = f"metrics=: {name!r} is also a part of the loss; take another name."
             raise StepError(msg)
     own = {name: _KINDS.get(name, Mean)() for name in names}
-    return Metrics({**own, **users})
+    cast = {name: _cast(one, updated.metric(name)) for name, one in users.items()}
+    return Metrics({**own, **cast})
+
+
+def _cast(tree: Any, like: Any) -> Any:
+    """Returns a tree in the dtypes of one that is like it, where those hold more."""
+    if jax.tree.structure(tree) != jax.tree.structure(like):
+        return tree
+
+    def one(leaf: Any, other: Any) -> Any:
+        if leaf.dtype == other.dtype or isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        return leaf.astype(jnp.promote_types(leaf.dtype, other.dtype))
+
+    return jax.tree.map(one, tree, like)
 
 
 def as_regularizers(regularizers: Any) -> tuple[losses.Regularizer, ...]:

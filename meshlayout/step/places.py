@@ -1,14 +1,21 @@
 """Where a state and a batch lie: what a step's program depends on besides shapes."""
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlayout import _jax, _paths, _render
+from meshlayout.data.rows import BATCH_AXES
 from meshlayout.errors import StepError
 from meshlayout.step.replicas import Replicas
+
+
+_log = logging.getLogger("meshlayout")
 
 
 @dataclass(frozen=True)
@@ -25,10 +32,17 @@ class Place:
     sharding: Any
     is_abstract: bool = False
 
-    def put(self, tree: Any) -> Any:
-        """Puts arrays that are on no mesh on every device; others stay."""
+    def put(self, tree: Any, *, is_own: bool = False) -> Any:
+        """Puts arrays that are on no mesh on every device; others stay.
+
+        Args:
+            tree: Arrays.
+            is_own: Whether NumPy arrays are each process's own, as its clock is;
+                otherwise JAX looks that they are the same on all.
+        """
         if self.sharding is None:
             return tree
+        is_own = is_own and not self.sharding.is_fully_addressable
 
         def one(leaf: Any) -> Any:
             if self.is_abstract and not isinstance(leaf, jax.ShapeDtypeStruct):
@@ -36,8 +50,13 @@ class Place:
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 return leaf.update(sharding=leaf.sharding or self.sharding)
             now = _jax.sharding_of(leaf)
-            if now is not None and now.device_set == self.sharding.device_set:
+            is_here = now is not None and now.device_set == self.sharding.device_set
+            if is_here and _jax.is_committed(leaf):
                 return leaf
+            if is_own and isinstance(leaf, np.ndarray):
+                return jax.make_array_from_callback(
+                    leaf.shape, self.sharding, lambda index: leaf[index]
+                )
             return jax.device_put(leaf, self.sharding)
 
         return jax.tree.map(one, tree)
@@ -78,6 +97,29 @@ def row_axes(batch: Any, dim: int = 0) -> tuple[str, ...]:
             if entry is not None:
                 return entry if isinstance(entry, tuple) else (entry,)
     return ()
+
+
+def note_if_replicated(state: Any, batch: Any) -> None:
+    """Logs that every device computes a whole batch that could be divided.
+
+    Args:
+        state: A train state; its step number tells the mesh.
+        batch: A batch.
+    """
+    sharding = _jax.sharding_of(state.step)
+    is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(batch))
+    if is_traced or not isinstance(sharding, NamedSharding) or row_axes(batch):
+        return
+    mesh = _mesh(sharding)
+    axes = [axis for axis in BATCH_AXES if mesh.shape.get(axis, 1) > 1]
+    if axes:
+        _log.warning(
+            "the batch is sharded over no axis, so that all %d devices compute all of "
+            "it. Place it with ml.relayout(batch, mesh.layout(%r, ...)), or take "
+            "ml.distribute_dataset.",
+            mesh.size,
+            axes[0],
+        )
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from meshlayout.state import TrainState
 from meshlayout.step.accumulating import accumulated
 from meshlayout.step.gradients import Gradients, Loss, Trainable, select, whole_batch
 from meshlayout.step.many import Stacked, like
-from meshlayout.step.measuring import Measured, empty_metrics, total_weight
+from meshlayout.step.measuring import Measured, empty_metrics, strong, total_weight
 from meshlayout.step.places import Place
 from meshlayout.step.updates import Update, learning_rate
 from meshlayout.step.weights import num_examples
@@ -62,12 +62,14 @@ class Program:
     def empty_metrics(self, state: TrainState, batch: Any) -> Metrics:
         """Returns metrics that have counted nothing, from a trace of the step."""
 
-        def trace(state: TrainState, batch: Any) -> None:
-            measured, _, _ = self._measured(state, batch, Metrics(self._plan.metrics))
+        def trace(state: TrainState, batch: Any) -> Metrics:
+            users = Metrics(self._plan.metrics)
+            measured, _, users = self._measured(state, batch, users)
             self._names = tuple(measured.values)
+            return users
 
-        jax.eval_shape(trace, state, batch)
-        return empty_metrics(self._names, self._plan.metrics)
+        updated = jax.eval_shape(trace, state, batch)
+        return empty_metrics(self._names, self._plan.metrics, updated)
 
     def train_step(
         self, state: TrainState, batch: Any, metrics: Metrics
@@ -79,7 +81,8 @@ class Program:
             **measured.added_to(metrics),
             **{name: users.metric(name) for name in users},
         }
-        return new, self._place.everywhere(Metrics({n: found[n] for n in metrics}))
+        made = strong(Metrics({name: found[name] for name in metrics}))
+        return new, self._place.everywhere(made)
 
     def train_steps(
         self, state: TrainState, batches: Stacked, metrics: Metrics

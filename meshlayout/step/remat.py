@@ -73,7 +73,7 @@ def _rule(pattern: Any, policy: Any) -> RematRule:
 class Rematting:
     """Recomputes the submodules that rules choose; see `calls.Interceptor`.
 
-    What lies inside a chosen submodule is recomputed with it, once.
+    What is called inside a chosen submodule is recomputed with it, once.
 
     Args:
         rules: What chooses.
@@ -86,7 +86,8 @@ class Rematting:
             [leaf.path for leaf in _paths.flatten(params).leaves]
         )
         self._used: set[RematRule] = set()
-        self._passes = False
+        self._submodules: set[str] = set()  # paths of what can be called
+        self._is_inside = False
 
     def _rule_for(self, path: str) -> RematRule | None:
         for rule in self._rules:
@@ -99,17 +100,14 @@ class Rematting:
         return None
 
     def wants(self, path: str, module: Any) -> bool:
-        """Tells whether a rule chooses a submodule, and nothing around it."""
-        names = path.split("/")
-        around = ["/".join(names[:n]) for n in range(len(names))] if path else []
-        return self._rule_for(path) is not None and not any(
-            self._rule_for(outer) for outer in around
-        )
+        """Tells whether a rule chooses a submodule."""
+        if path and callable(module):
+            self._submodules.add(path)
+        return self._rule_for(path) is not None
 
     def call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a submodule so that its insides are recomputed."""
-        if self._passes:
-            self._passes = False
+        if self._is_inside:
             return call.proceed(*args, **kwargs)
         rule = self._rule_for(call.path)
         assert rule is not None
@@ -123,8 +121,11 @@ class Rematting:
                 filled[i] = array
             args, kwargs = treedef.unflatten(filled)
             # The module inside is another object: its call comes by here again.
-            self._passes = True
-            return module(*args, **kwargs)
+            self._is_inside = True
+            try:
+                return module(*args, **kwargs)
+            finally:
+                self._is_inside = False
 
         lifted: Any = nn.remat if isinstance(call.module, nn.Module) else nnx.remat
         recomputed = lifted(inner, policy=rule.policy)
@@ -142,8 +143,21 @@ class Rematting:
                     "recompute by path: remat={'encoder': None}."
                 )
             else:
-                msg = f"remat: no submodule that was called matches {rule.pattern!r}."
+                msg = self._unused(rule.pattern)
             raise StepError(msg)
+
+    def _unused(self, pattern: str) -> str:
+        """Returns what to say of a pattern that chose nothing."""
+        paths = sorted(self._submodules)
+        matching = [path for path in paths if re.search(pattern, path)]
+        if matching:
+            return (
+                f"remat: {pattern!r} matches {matching[0]!r}, which is not called, or "
+                "only inside of what is recomputed as a whole."
+            )
+        there = f"; there are {', '.join(map(repr, paths[:4]))}" if paths else ""
+        more = ", ..." if paths[4:] else ""
+        return f"remat: no submodule that was called matches {pattern!r}{there}{more}."
 
 
 def block_paths(paths: Iterable[str]) -> frozenset[str]:

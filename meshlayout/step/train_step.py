@@ -20,7 +20,7 @@ from meshlayout.state.precision import Precision, check_params, parse_precision
 from meshlayout.step.compiled import CompiledStep, OnRecompile, compile_step
 from meshlayout.step.gradients import Loss
 from meshlayout.step.many import Stacked, calls_for
-from meshlayout.step.measuring import as_regularizers, check_metrics, user_metrics
+from meshlayout.step.measuring import Start, as_regularizers, user_metrics
 from meshlayout.step.model_call import ModelCall
 from meshlayout.step.options import (
     check_choice,
@@ -32,7 +32,7 @@ from meshlayout.step.options import (
     check_weights,
     check_whole,
 )
-from meshlayout.step.places import Place, place_of, zero_layouts
+from meshlayout.step.places import Place, note_if_replicated, place_of, zero_layouts
 from meshlayout.step.program import Plan, Program
 from meshlayout.step.remat import Remat, parse_remat
 from meshlayout.step.updates import EMA, OnNonfinite, Update
@@ -193,8 +193,8 @@ class TrainStep:
         self._layouts = layouts
         self._on_recompile: OnRecompile = on_recompile
         self._steps: dict[tuple[Place, tuple[Any, ...]], CompiledStep] = {}
-        self._empty: dict[tuple[Place, Any], Metrics] = {}
-        self._last: tuple[Any, Place, bool, tuple[CompiledStep, Metrics]] | None = None
+        self._starts: dict[tuple[Place, Any], Start] = {}
+        self._last: tuple[Any, Place, bool, tuple[CompiledStep, Start]] | None = None
         self._flags: deque[tuple[Any, bool]] = deque()
         self._num_nonfinite = 0.0
         self._calls = calls_for(plan.steps_per_call)
@@ -239,10 +239,10 @@ class TrainStep:
         state = self.prepare(state, batch)
         if self._flags:
             self._look_at_flags(wait=False)
-        compiled, empty = self._program(state, batch)
-        if metrics is not None:
-            check_metrics(self.__name__, metrics, empty)
-        state, found = compiled(state, batch, empty if metrics is None else metrics)
+        compiled, start = self._program(state, batch)
+        given = start.metrics(self.__name__, metrics)
+        state, found = compiled(state, batch, given)
+        start.remember(found)
         self._keep_flag(found, is_first=metrics is None)
         return state, found
 
@@ -299,8 +299,8 @@ class TrainStep:
         if self._calls is not None:
             batch = self._calls.stacked(batch)
         state = self.prepare(state, batch)
-        compiled, empty = self._program(state, batch)
-        return compiled.lower(state, batch, empty if metrics is None else metrics)
+        compiled, start = self._program(state, batch)
+        return compiled.lower(state, batch, start.metrics(self.__name__, metrics))
 
     def memory(self, state: TrainState, batch: Any) -> StepMemory:
         """Returns the bytes that the compiled step takes on each device.
@@ -344,8 +344,8 @@ class TrainStep:
 
     # Programs.
 
-    def _program(self, state: TrainState, batch: Any) -> tuple[CompiledStep, Metrics]:
-        """Returns the program for the place of these arguments, and empty metrics."""
+    def _program(self, state: TrainState, batch: Any) -> tuple[CompiledStep, Start]:
+        """Returns the program for the place of these arguments, and its metrics."""
         is_many = isinstance(batch, Stacked)
         place = self._place(state, batch)
         last = self._last
@@ -368,10 +368,12 @@ class TrainStep:
         place: Place,
         kind: tuple[Any, ...],
         made: Callable[[Program], Callable[..., Any]] | None = None,
-    ) -> tuple[CompiledStep, Metrics]:
-        """Returns the compiled step of a place, and empty metrics for a state."""
+    ) -> tuple[CompiledStep, Start]:
+        """Returns the compiled step of a place, and where its metrics start."""
         program = Program(self._plan, place)
         if (place, kind) not in self._steps:
+            if kind == (False,):
+                note_if_replicated(state, batch)
             step = program.train_steps if kind[0] is True else program.train_step
             self._steps[place, kind] = compile_step(
                 made(program) if made is not None else step,
@@ -379,10 +381,10 @@ class TrainStep:
                 on_recompile=self._on_recompile,
             )
         key = (place, state.program)
-        if key not in self._empty:
+        if key not in self._starts:
             check_params(state.params, self._plan.loss.call.policies)
-            self._empty[key] = place.put(program.empty_metrics(state, batch))
-        return self._steps[place, kind], self._empty[key]
+            self._starts[key] = Start(program.empty_metrics(state, batch), place)
+        return self._steps[place, kind], self._starts[key]
 
     def _place(self, state: TrainState, batch: Any) -> Place:
         """Returns what a program depends on: rows matter to some plans only."""
@@ -412,17 +414,16 @@ class TrainStep:
         state, data, shuffle, metrics = given
         first = jax.eval_shape(lambda data: batch_at(data, order_of(shuffle), 0), data)
         state = self._prepared(state, place)
-        compiled, empty = self._compiled(
+        compiled, start = self._compiled(
             state,
             first,
             place,
             sizes,
             lambda program: program.train_epoch(batch_at, order_of, sizes[0]),
         )
-        given_metrics = empty if metrics is None else metrics
-        if metrics is not None:
-            check_metrics(self.__name__, metrics, empty)
+        given_metrics = start.metrics(self.__name__, metrics)
         state, found = compiled(state, data, shuffle, given_metrics)
+        start.remember(found)
         self._keep_flag(found, is_first=metrics is None)
         return state, found
 

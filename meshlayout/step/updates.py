@@ -123,7 +123,7 @@ class Update:
             factor = self.clip_norm / jnp.maximum(norm, self.clip_norm)
             grads = jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
             notes["grad_norm"] = norm
-        new = self._updated(state, trainable, grads)
+        new = self._updated(state, trainable, grads, sum(found.parts.values()))
         new = new.replace(model_state=found.model_state)
         if finite is not None:
             new = self._unless(finite, state, new)
@@ -133,13 +133,15 @@ class Update:
                 notes[self.flag] = lost.astype("float32")
         return new, notes
 
-    def _updated(self, state: TrainState, trainable: Trainable, grads: Any) -> Any:
+    def _updated(
+        self, state: TrainState, trainable: Trainable, grads: Any, value: Any
+    ) -> Any:
         """Returns the state after the optimiser's update of what is trained."""
         if not trainable.is_all:
             grads = trainable.zeros_elsewhere(grads, state.params)
         else:
             grads = trainable.filled(grads, state.params)
-        updates, opt_state = state.tx.update(grads, state.opt_state, state.params)
+        updates, opt_state = _optimized(state, grads, value)
         params = optax.apply_updates(state.params, updates)
         if not trainable.is_all:  # weight decay and momentum would move them
             params = trainable.filled(trainable.chosen(params), state.params)
@@ -163,6 +165,37 @@ class Update:
         if self.has_loss_scale:
             extra[LOSS_SCALE] = old.extra[LOSS_SCALE].after(finite)
         return kept.replace(extra=extra)
+
+
+def _optimized(state: TrainState, grads: Any, value: Any) -> tuple[Any, Any]:
+    """Returns an optimiser's updates and next state.
+
+    Args:
+        state: The state before.
+        grads: The gradients.
+        value: The loss, for the optimisers that take it.
+
+    Raises:
+        StepError: If the optimiser takes more than that.
+    """
+    tx = optax.with_extra_args_support(state.tx)
+    try:
+        return tx.update(grads, state.opt_state, state.params, value=value)
+    except TypeError as error:
+        missing = _MISSING.search(str(error))
+        if missing is None:
+            raise
+        msg = (
+            f"the optimizer's update misses {missing[1]}: a step passes value=, the "
+            "loss, and nothing else beside gradients and parameters. A line search, "
+            "which calls the loss again, does not go into a step; give a learning rate "
+            "in its place, as optax.lbfgs(learning_rate=0.1, linesearch=None)."
+        )
+        raise StepError(msg) from None
+
+
+# What Python says of a call that leaves something out.
+_MISSING = re.compile(r"missing \d+ required keyword-only arguments?: (.*)")
 
 
 def _averaged(param: jax.Array) -> jax.Array:

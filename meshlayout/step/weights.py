@@ -1,5 +1,6 @@
 """The weights that a batch carries, and how many examples it has."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,6 +41,40 @@ def weights_of(batch: Any, key: str | int) -> Any:
         )
         raise StepError(msg)
     return weights
+
+
+def with_weights(batch: Any, key: Any, weights: Any) -> Any:
+    """Returns a batch that carries these weights, in place of any it had.
+
+    Args:
+        batch: A mapping; a tuple or list that has them, or where they come next; or an
+            object with a field for them.
+        key: As for `weights_of`.
+        weights: The weights.
+
+    Raises:
+        StepError: If the batch has no place for them.
+    """
+    if isinstance(batch, Mapping):
+        return {**batch, key: weights}
+    if isinstance(batch, (tuple, list)) and isinstance(key, int):
+        is_named = hasattr(batch, "_fields")
+        if -len(batch) <= key < len(batch):
+            items = list(batch)
+            items[key] = weights
+            return type(batch)(*items) if is_named else type(batch)(items)
+        if key == len(batch) and not is_named:
+            return type(batch)((*batch, weights))
+    holder: Any = batch
+    if key in getattr(holder, "_fields", ()):
+        return holder._replace(**{str(key): weights})
+    if key in getattr(holder, "__dataclass_fields__", ()):
+        return dataclasses.replace(holder, **{str(key): weights})
+    msg = (
+        f"a {type(batch).__name__} has no place for weights={key!r}. Give a dict of "
+        "arrays; or a tuple, and weights= the place after its last array."
+    )
+    raise StepError(msg)
 
 
 def _is_number(dtype: Any) -> bool:

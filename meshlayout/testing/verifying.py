@@ -1,7 +1,7 @@
 """`verify`: the same step on the mesh and on one device, compared leaf by leaf."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -146,7 +146,7 @@ def verify(
     sharded, whole = copied(state), to_one_device(state, one)
     worst: dict[str, Difference] = {}
     for number, given in _numbered(batch, num_steps):
-        sharded, aux = _pair("step", here(sharded, given, *args, **kwargs))
+        sharded, aux = _pair("step", _run(here, sharded, given, args, kwargs))
         rest = to_one_device((given, args, kwargs), one)
         whole, other_aux = _run_alone(mesh, one, there, whole, *rest)
         found = [
@@ -188,6 +188,30 @@ def _on_one_device(name: str, step: Any) -> Callable[..., Any]:
     static = step.static_argnames
     plain = vars(step)["__wrapped__"]
     return compile_step(plain, static_argnames=static, on_recompile="ignore")
+
+
+def _run(
+    step: Callable[..., Any],
+    state: Any,
+    batch: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    try:
+        return step(state, batch, *args, **kwargs)
+    except (TypeError, KeyError, IndexError) as error:
+        if not isinstance(batch, list) or not all(map(_is_batch, batch)):
+            raise
+        msg = (
+            f"the step does not take a list of {len(batch)} as its batch: "
+            f"{type(error).__name__}: {error}. verify gives each step the whole list; "
+            "for a batch per step, give iter([first, second]) and num_steps=2."
+        )
+        raise VerificationError(msg) from error
+
+
+def _is_batch(one: Any) -> bool:
+    return isinstance(one, (Mapping, tuple, list))
 
 
 def _run_alone(

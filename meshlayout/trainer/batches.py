@@ -10,14 +10,16 @@ from jax.sharding import NamedSharding
 
 from meshlayout import _jax
 from meshlayout.arrays import relayout, to_numpy
+from meshlayout.data.rows import BATCH_AXES
 from meshlayout.errors import MeshLayoutError
 from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh
-from meshlayout.step.weights import map_batch, num_examples, weights_of
-
-
-# Mesh axes that shard batches where nothing is said.
-BATCH_AXES = ("batch", "data", "fsdp")
+from meshlayout.step.weights import (
+    map_batch,
+    num_examples,
+    weights_of,
+    with_weights,
+)
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Feeder:
         if self._pad and rows == self.size and self._takes_weights(batch):
             # Full batches share one array of weights, which is on the mesh already.
             batch = self._placed(batch)
-            return Fed(self._with_weights(batch, self._ones()), rows)
+            return Fed(with_weights(batch, self._weights, self._ones()), rows)
         if self._pad:
             batch = self._padded(batch, rows)
         self._check_rows(batch, rows)
@@ -103,7 +105,8 @@ class Feeder:
     def _padded(self, batch: Any, rows: int) -> Any:
         takes = self._takes_weights(batch)
         if takes:
-            batch = self._with_weights(batch, np.ones(rows, np.float32))
+            ones = np.ones(rows, np.float32)
+            batch = with_weights(batch, self._weights, ones)
         elif self._needs_weights and weights_of(batch, self._weights) is None:
             return batch
         whole = -(-rows // self._num_shards) * self._num_shards
@@ -123,12 +126,6 @@ class Feeder:
             return self._weights not in batch
         return type(batch) in (tuple, list) and self._weights == len(batch)
 
-    def _with_weights(self, batch: Any, weights: Any) -> Any:
-        """Returns a batch that takes weights with them."""
-        if isinstance(batch, Mapping):
-            return {**batch, self._weights: weights}
-        return type(batch)((*batch, weights))
-
     def _ones(self) -> jax.Array:
         """Returns the weights of a full batch, where they belong."""
         if self._full is None:
@@ -137,16 +134,10 @@ class Feeder:
 
     def _masked(self, batch: Any, is_real: np.ndarray[Any, Any]) -> Any:
         """Returns a batch with weights of 0 for its padding."""
-        key: Any = self._weights
-        weights = np.asarray(batch[key])
+        weights = np.asarray(weights_of(batch, self._weights))
         mask = is_real.reshape(-1, *[1] * (weights.ndim - 1))
         weights = np.where(mask, weights, np.zeros_like(weights))
-        if isinstance(batch, Mapping):
-            return {**batch, key: weights}
-        changed = list(batch)
-        changed[key] = weights
-        is_named = hasattr(batch, "_fields")
-        return type(batch)(*changed) if is_named else type(batch)(changed)
+        return with_weights(batch, self._weights, weights)
 
     def _check_rows(self, batch: Any, rows: int) -> None:
         if num_examples(batch) % self._num_shards:

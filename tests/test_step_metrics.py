@@ -1,0 +1,272 @@
+"""Metrics in train and eval steps: where they start, what is taken, what is refused."""
+
+import dataclasses
+from typing import Any
+
+import flax.struct
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import meshlayout as ml
+from tests.processes import run_processes
+
+
+pytestmark = pytest.mark.filterwarnings("error::meshlayout.errors.RecompileWarning")
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(16, 4)).astype("float32")
+LABELS = RNG.integers(0, 3, 16).astype("int32")
+
+
+@pytest.fixture(params=[8, 1], ids=["8 devices", "1 device"])
+def mesh(request) -> ml.Mesh:
+    return ml.create_mesh(
+        {"batch": request.param}, devices=jax.devices()[: request.param]
+    )
+
+
+def on(mesh, **more):
+    return ml.relayout({"x": X, "label": LABELS, **more}, mesh.layout("batch", ...))
+
+
+def create(mesh):
+    # A rate of 0: every step measures the same.
+    return ml.TrainState.create(
+        lambda: nnx.Linear(4, 3, rngs=nnx.Rngs(0)),
+        optax.sgd(0.0),
+        ml.LayoutMap(mesh, {}),
+    )
+
+
+def loss_fn(model, batch):
+    logits = model(batch["x"])
+    each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+    return each, {"logits": logits, "each": each}
+
+
+def by_hand(state):
+    """The losses, and which predictions are right, in NumPy."""
+    logits = X @ np.asarray(state.params["kernel"]) + np.asarray(state.params["bias"])
+    chances = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    losses = -np.log(chances[np.arange(16), LABELS])
+    return losses, logits.argmax(1) == LABELS
+
+
+@flax.struct.dataclass
+class MeanEach:
+    """A user's own metric, that starts with Python's numbers."""
+
+    total: Any = 0.0
+    count: Any = 0
+
+    def update(self, each, weights=None):
+        if weights is None:
+            return self.replace(
+                total=self.total + each.sum(), count=self.count + each.shape[0]
+            )
+        return self.replace(
+            total=self.total + (each * weights).sum(), count=self.count + weights.sum()
+        )
+
+    def merge(self, other):
+        return MeanEach(self.total + other.total, self.count + other.count)
+
+    def compute(self):
+        return self.total / self.count
+
+    def reset(self):
+        return MeanEach()
+
+
+def every_metric():
+    parts = nnx.MultiMetric(
+        loss=nnx.metrics.Average("each"), accuracy=nnx.metrics.Accuracy()
+    )
+    return {
+        "own": MeanEach(),
+        "accuracy": ml.metrics.Accuracy(),
+        "nnx": nnx.metrics.Average("each"),
+        "adapted": ml.metrics.adapt(nnx.metrics.Average(), values="each"),
+        "parts": ml.metrics.adapt(parts, labels="label"),
+    }
+
+
+# What is measured.
+
+
+@pytest.mark.parametrize("weights", [None, np.float32([0.5, 0, 1, 1] * 4)])
+def test_metrics_go_on_and_start_again_without_another_program(mesh, weights):
+    batch = on(mesh) if weights is None else on(mesh, weight=weights)
+    state = create(mesh)
+    losses, right = by_hand(state)
+    weights = np.ones(16) if weights is None else weights
+    own = (losses * weights).sum() / weights.sum()
+    accuracy = (right * weights).sum() / weights.sum()
+    kept = weights != 0  # flax's metrics count, and do not weigh
+    train_step = ml.make_train_step(loss_fn, metrics=every_metric())
+    eval_step = ml.make_eval_step(loss_fn, metrics=every_metric())
+    state, trained = train_step(state, batch)
+    evaluated = eval_step(state, batch)
+    for _ in range(2):
+        state, trained = train_step(state, batch, trained)
+        evaluated = eval_step(state, batch, evaluated)
+        for found in (trained.to_host(), evaluated.to_host()):
+            np.testing.assert_allclose(found["own"], own, rtol=1e-5)
+            np.testing.assert_allclose(found["loss"], own, rtol=1e-5)
+            np.testing.assert_allclose(found["accuracy"], accuracy, rtol=1e-5)
+            for each in (found["nnx"], found["adapted"], found["parts"]["loss"]):
+                np.testing.assert_allclose(each, losses[kept].mean(), rtol=1e-5)
+            share = found["parts"]["accuracy"]
+            np.testing.assert_allclose(share, right[kept].mean(), rtol=1e-5)
+        trained, evaluated = trained.reset(), evaluated.reset()
+
+
+def test_an_own_metric_of_whole_numbers_is_carried_through_several_steps():
+    mesh = ml.create_mesh({"batch": 8})
+    batch = on(mesh, weight=np.full(16, 0.5, "float32"))
+    train_step = ml.make_train_step(
+        loss_fn, metrics={"own": MeanEach()}, steps_per_call=2
+    )
+    state, metrics = train_step(create(mesh), [batch, batch])
+    state, metrics = train_step(state, [batch, batch], metrics.reset())
+    np.testing.assert_allclose(metrics["own"], by_hand(state)[0].mean(), rtol=1e-5)
+
+
+def test_metrics_of_clu_and_metrax_go_into_a_step():
+    clu = pytest.importorskip("clu.metrics")
+    metrax = pytest.importorskip("metrax")
+    mesh = ml.create_mesh({"batch": 8})
+    metrics = {
+        "clu": ml.metrics.adapt(clu.Accuracy, labels="label"),
+        "metrax": ml.metrics.adapt(metrax.Average, values="each"),
+    }
+    state, batch = create(mesh), on(mesh)
+    losses, right = by_hand(state)
+    train_step = ml.make_train_step(loss_fn, metrics=metrics)
+    state, found = train_step(state, batch)
+    _, found = train_step(state, batch, found)
+    np.testing.assert_allclose(found["clu"], right.mean(), rtol=1e-5)
+    np.testing.assert_allclose(found["metrax"], losses.mean(), rtol=1e-5)
+
+
+# The clock.
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.mark.parametrize("how", ["train", "eval", "epoch"])
+def test_throughput_starts_with_the_epoch(mesh, how, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("time.perf_counter", clock)
+    metrics = {"speed": ml.metrics.Throughput()}
+    batch, state = on(mesh), create(mesh)
+    train_step = ml.make_train_step(loss_fn, metrics=metrics)
+    eval_step = ml.make_eval_step(loss_fn, metrics=metrics)
+    for seconds in (2, 4):
+        clock.now += 1000  # between two epochs
+        if how == "train":
+            state, found = train_step(state, batch)
+            state, found = train_step(state, batch, found)
+        elif how == "eval":
+            found = eval_step(state, batch, eval_step(state, batch))
+        else:
+            data = {"x": np.tile(X, (2, 1)), "label": np.tile(LABELS, 2)}
+            state, found = ml.scan_epoch(train_step, state, data, global_batch_size=16)
+        clock.now += seconds
+        np.testing.assert_allclose(float(found["speed"]), 32 / seconds, rtol=1e-6)
+
+
+def test_throughput_starts_when_it_is_reset(mesh, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("time.perf_counter", clock)
+    batch, state = on(mesh), create(mesh)
+    train_step = ml.make_train_step(loss_fn, metrics={"speed": ml.metrics.Throughput()})
+    state, found = train_step(state, batch)
+    clock.now += 1000
+    state, found = train_step(state, batch, found.reset())
+    clock.now += 4
+    assert float(found["speed"]) == pytest.approx(4)
+
+
+def speed_of_two_epochs():
+    """What each process measures, from a start of its own."""
+    mesh = ml.create_mesh({"batch": 4})
+    batch, state = on(mesh), create(mesh)
+    train_step = ml.make_train_step(loss_fn, metrics={"speed": ml.metrics.Throughput()})
+    found = []
+    for _ in range(2):
+        state, metrics = train_step(state, batch)
+        found.append(metrics.to_host()["speed"])
+        state, metrics = train_step(state, batch, metrics.reset())
+        found.append(metrics.to_host()["speed"])
+    return found
+
+
+def test_every_process_has_a_clock_of_its_own():
+    for speeds in run_processes(2, speed_of_two_epochs):
+        assert all(0 < speed < np.inf for speed in speeds)
+
+
+# What is refused.
+
+
+@dataclasses.dataclass
+class Unregistered:
+    total: float = 0.0
+
+    def update(self, each):
+        return Unregistered(self.total + each.sum())
+
+    def merge(self, other):
+        return Unregistered(self.total + other.total)
+
+    def compute(self):
+        return self.total
+
+
+@flax.struct.dataclass
+class Named(MeanEach):
+    name: str = "mine"
+
+
+CALL = "metrics=: 'a': {0} is a class, and a metric is one of its objects: call {0}()."
+REFUSED = {
+    "no pytree": (
+        Unregistered(),
+        "metrics=: 'a' is a Unregistered, which JAX does not know as a tree of arrays. "
+        "Register the class with jax.tree_util.register_dataclass, or make it a "
+        "flax.struct.dataclass; its update returns a new one.",
+    ),
+    "a field that is no array": (
+        Named(),
+        "metrics=: the field 'name' of 'a' is 'mine', no array. Mark it static: "
+        'dataclasses.field(metadata={"static": True}), or '
+        "flax.struct.field(pytree_node=False).",
+    ),
+    "a class": (ml.metrics.Accuracy, CALL.format("Accuracy")),
+    "a user's class": (MeanEach, CALL.format("MeanEach")),
+    "a class of flax": (nnx.metrics.Average, CALL.format("Average")),
+    "a number": (
+        3,
+        "metrics=: 'a': 3 cannot be adapted: it has to be a metric of flax.nnx, or "
+        "have from_model_output, merge, compute, empty, as those of clu and metrax.",
+    ),
+}
+
+
+@pytest.mark.parametrize("make", [ml.make_train_step, ml.make_eval_step])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_metric_is_refused_when_the_step_is_made(name, make):
+    metric, message = REFUSED[name]
+    with pytest.raises(ml.StepError) as caught:
+        make(loss_fn, metrics={"a": metric})
+    assert str(caught.value) == message
