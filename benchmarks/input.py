@@ -294,7 +294,8 @@ class Step:
 
     def run(self, batches: Iterator[Any], most: int) -> "Fed":
         """Runs an epoch, or some of it, never more than 8 steps ahead of the device."""
-        start, waited, count, idle = time.perf_counter(), 0.0, 0, 0
+        start, waited, count = time.perf_counter(), 0.0, 0
+        idle: list[bool] = []
         while count < most:
             asked = time.perf_counter()
             batch = next(batches, None)
@@ -302,14 +303,14 @@ class Step:
             if batch is None:
                 break
             if count % 8:
-                idle += self.state.step.is_ready()
+                idle.append(self.state.step.is_ready())
             self.state, metrics = self.step(self.state, batch)
             count += 1
             if count % 8 == 0:
                 jax.block_until_ready(metrics)
         jax.block_until_ready(self.state)
         seconds = time.perf_counter() - start
-        return Fed(seconds / count, waited / seconds, idle / (count - -(-count // 8)))
+        return Fed(seconds / count, waited / seconds, statistics.mean(idle))
 
 
 def again(batch: Any) -> Iterator[Any]:
