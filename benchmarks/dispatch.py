@@ -50,12 +50,12 @@ def window(call: Callable[[], Any], *, wait: bool) -> float:
 
 def contestants(mesh: ml.Mesh) -> dict[str, tuple[Callable[[], Any], bool]]:
     """Returns, for each way, a call and whether it has to be waited for."""
-    batch = ml.zeros(8, mesh.layout("batch"))
+    batch = ml.arrays.zeros(8, mesh.layout("batch"))
     whole = mesh.layout()
     bounded = mesh.size > 1
 
     def fresh() -> dict[str, jax.Array]:
-        return {f"p{at}": ml.zeros((), whole) for at in range(13)}
+        return {f"p{at}": ml.arrays.zeros((), whole) for at in range(13)}
 
     def chained(step: Callable[..., Any]) -> Callable[[], Any]:
         held = [fresh()]

@@ -1,83 +1,52 @@
 """Meshes, layouts and SPMD training for JAX and Flax."""
 
 from meshlayout import (
+    arrays as arrays,
     checkpoint as checkpoint,
     data as data,
+    errors as errors,
+    layout_map as layout_map,
     losses as losses,
     metrics as metrics,
+    state as state,
+    step as step,
     testing as testing,
+    trainer as trainer,
 )
 from meshlayout._default_mesh import (
     default_mesh as default_mesh,
     get_default_mesh as get_default_mesh,
 )
 from meshlayout.arrays import (
-    arange as arange,
-    call_with_layout as call_with_layout,
     check_layout as check_layout,
     copy_to_mesh as copy_to_mesh,
     fetch_layout as fetch_layout,
-    full as full,
-    normal as normal,
-    ones as ones,
     pack as pack,
     relayout as relayout,
-    relayout_like as relayout_like,
     to_numpy as to_numpy,
-    uniform as uniform,
     unpack as unpack,
-    zeros as zeros,
 )
 from meshlayout.checkpoint import Checkpointer as Checkpointer
 from meshlayout.data import distribute_dataset as distribute_dataset
 from meshlayout.devices import virtual_devices as virtual_devices
-from meshlayout.errors import (
-    CheckpointError as CheckpointError,
-    CheckpointWarning as CheckpointWarning,
-    DamagedCheckpointError as DamagedCheckpointError,
-    DataError as DataError,
-    LayoutError as LayoutError,
-    LayoutMapError as LayoutMapError,
-    LayoutMapKeyError as LayoutMapKeyError,
-    LayoutWarning as LayoutWarning,
-    LossError as LossError,
-    MeshError as MeshError,
-    MeshLayoutError as MeshLayoutError,
-    MetricError as MetricError,
-    RecompileWarning as RecompileWarning,
-    RestoreDiffError as RestoreDiffError,
-    StateError as StateError,
-    StepError as StepError,
-)
+from meshlayout.errors import MeshLayoutError as MeshLayoutError
 from meshlayout.layout import MATCH as MATCH, UNSHARDED as UNSHARDED, Layout as Layout
 from meshlayout.layout_map import (
-    Explanation as Explanation,
     LayoutMap as LayoutMap,
-    Resolution as Resolution,
-    Resolved as Resolved,
     Rule as Rule,
     constrain as constrain,
     zero_rule as zero_rule,
 )
-from meshlayout.mesh import (
-    Mesh as Mesh,
-    create_mesh as create_mesh,
-)
+from meshlayout.mesh import Mesh as Mesh, create_mesh as create_mesh
 from meshlayout.state import (
-    Description as Description,
-    MemoryEstimate as MemoryEstimate,
+    PrecisionPolicy as PrecisionPolicy,
     TrainState as TrainState,
     create as create,
     describe as describe,
     optimizer_by_path as optimizer_by_path,
     with_layouts as with_layouts,
 )
-from meshlayout.state.precision import Policy as Policy
 from meshlayout.step import (
-    CompiledStep as CompiledStep,
-    EvalStep as EvalStep,
-    StepMemory as StepMemory,
-    TrainStep as TrainStep,
     compile_step as compile_step,
     make_eval_step as make_eval_step,
     make_predict_step as make_predict_step,
@@ -90,3 +59,62 @@ from meshlayout.trainer import (
     callbacks as callbacks,
 )
 from meshlayout.visualize import visualize as visualize
+
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "MATCH",
+    "UNSHARDED",
+    "Checkpointer",
+    "History",
+    "Layout",
+    "LayoutMap",
+    "Mesh",
+    "MeshLayoutError",
+    "PrecisionPolicy",
+    "Rule",
+    "TrainState",
+    "Trainer",
+    "arrays",
+    "callbacks",
+    "check_layout",
+    "checkpoint",
+    "compile_step",
+    "constrain",
+    "copy_to_mesh",
+    "create",
+    "create_mesh",
+    "data",
+    "default_mesh",
+    "describe",
+    "distribute_dataset",
+    "errors",
+    "fetch_layout",
+    "get_default_mesh",
+    "layout_map",
+    "losses",
+    "make_eval_step",
+    "make_predict_step",
+    "make_train_step",
+    "metrics",
+    "optimizer_by_path",
+    "pack",
+    "relayout",
+    "scan_epoch",
+    "state",
+    "step",
+    "testing",
+    "to_numpy",
+    "trainer",
+    "unpack",
+    "virtual_devices",
+    "visualize",
+    "with_layouts",
+    "zero_rule",
+]
+
+
+def __dir__() -> list[str]:
+    # Completion shows what users use, not the modules that imports leave behind.
+    return [*__all__, "__version__"]

@@ -294,7 +294,7 @@ def make_setting(
             axes = "batch=2,model=-1" if jax.device_count() > 1 else "batch=1,model=1"
     try:
         mesh = ml.create_mesh(axes)
-    except ml.MeshError as error:
+    except ml.errors.MeshError as error:
         # The rest of that sentence is for who writes Python.
         fact, is_count, _ = str(error).partition(", or give ")
         way = "; on CPU, --virtual-devices says how many there are" if is_count else ""
@@ -334,7 +334,7 @@ def make_setting(
 
 def describe_state(
     options: argparse.Namespace, num_labels: int, layouts: ml.LayoutMap
-) -> ml.Description:
+) -> ml.state.Description:
     """Returns what the initial state will be; it creates nothing yet.
 
     Raises:

@@ -381,7 +381,7 @@ def test_another_dtype_is_refused_unless_asked_for(ck):
     for dtype in ("int32", "bfloat16"):
         like = {"w": jax.ShapeDtypeStruct((3,), dtype)}
         short = {"int32": "i32", "bfloat16": "bf16"}[dtype]
-        with pytest.raises(ml.CheckpointError) as caught:
+        with pytest.raises(ml.errors.CheckpointError) as caught:
             ck.restore(like)
         table = (
             f"differs  wanted{' ' * (len(short) + 1)}saved\n"
@@ -390,14 +390,14 @@ def test_another_dtype_is_refused_unless_asked_for(ck):
         assert re.sub("─.*\n", "", str(caught.value)).splitlines()[1:3] == (
             table.splitlines()
         )
-    with pytest.raises(ml.CheckpointError):
+    with pytest.raises(ml.errors.CheckpointError):
         ck.restore({"w": jax.ShapeDtypeStruct((3,), "int32")}, dtype={"w": "int32"})
 
 
 def test_values_that_another_dtype_cannot_hold_are_refused(ck, mesh_2x4):
     big = jax.device_put(jnp.full(8, 1e6), mesh_2x4.layout("model").sharding)
     ck.save(1, {"w": big})
-    with pytest.raises(ml.CheckpointError) as caught:
+    with pytest.raises(ml.errors.CheckpointError) as caught:
         ck.restore({"w": big}, dtype="float16")
     assert str(caught.value) == (
         "w f32[8]: it holds values that f16 cannot hold. Ask for another dtype, or "
@@ -421,7 +421,7 @@ def test_a_new_head_stays_as_it_was_made(ck):
     assert_same_bits(made, {"body": jnp.ones(3), "head": jnp.full(4, 7.0)})
     made = ck.restore(like, allow=["head"])
     assert_same_bits(made, {"body": jnp.ones(3), "head": jnp.full(4, 7.0)})
-    with pytest.raises(ml.CheckpointError, match="1 missing, 1 extra"):
+    with pytest.raises(ml.errors.CheckpointError, match="1 missing, 1 extra"):
         ck.restore(like)
 
 
@@ -438,7 +438,7 @@ def test_names_are_changed_by_a_table(ck):
 def test_no_name_becomes_part_of_another(ck):
     ck.save(1, {"a": jnp.ones(2), "c": jnp.zeros(2)})
     for rename in ({"^c$": "a/b"}, {"^a$": "c/b"}):
-        with pytest.raises(ml.CheckpointError) as caught:
+        with pytest.raises(ml.errors.CheckpointError) as caught:
             ck.restore(rename=rename)
         inner, outer = ("a", "a/b") if "^c$" in rename else ("c", "c/b")
         assert str(caught.value) == (
@@ -517,7 +517,7 @@ def test_what_stays_has_to_be_alive(ck):
     ck.save(1, {"a": jnp.ones(2), "b": jnp.ones(2)})
     like = {"a": jnp.zeros(2), "b": jnp.zeros(2)}
     like["b"].delete()
-    with pytest.raises(ml.CheckpointError) as error:
+    with pytest.raises(ml.errors.CheckpointError) as error:
         ck.restore(like, only="a")
     assert str(error.value) == (
         "b: not restored from step 1, and the array in like= is deleted; it was "
@@ -545,7 +545,7 @@ def test_leftovers_that_cannot_be_removed_do_not_keep_from_reading(
 
 
 def test_a_masked_array_is_refused(ck):
-    with pytest.raises(ml.CheckpointError) as error:
+    with pytest.raises(ml.errors.CheckpointError) as error:
         ck.save(1, {"a": np.ma.array([1.0, 2.0], mask=[True, False])})
     assert str(error.value) == (
         "a: a masked array's mask would be lost. Save x.filled(value), and the mask as "
@@ -555,7 +555,7 @@ def test_a_masked_array_is_refused(ck):
 
 def test_a_dtype_for_no_array_is_refused(ck):
     ck.save(1, {"a": jnp.ones(2)})
-    with pytest.raises(ml.CheckpointError) as error:
+    with pytest.raises(ml.errors.CheckpointError) as error:
         ck.restore(dtype="int8")
     assert str(error.value) == (
         "dtype='int8' is for integer arrays, and the state that is wanted has floating "
@@ -567,9 +567,9 @@ def test_a_layout_that_does_not_divide_is_no_damage(ck, mesh_2x4):
     ck.save(1, {"w": jnp.arange(6.0)})
     sharding = mesh_2x4.layout("model").sharding
     like = {"w": jax.ShapeDtypeStruct((6,), jnp.float32, sharding=sharding)}
-    with pytest.raises(ml.CheckpointError) as caught:
+    with pytest.raises(ml.errors.CheckpointError) as caught:
         ck.restore(like, fallback=True)
-    assert type(caught.value) is ml.CheckpointError
+    assert type(caught.value) is ml.errors.CheckpointError
     assert str(caught.value) == (
         "w f32[6] cannot lie where it is wanted: an array of shape (6,): dim 0 has "
         "size 6, which does not divide into 4 shards over mesh axis 'model' "
@@ -833,7 +833,7 @@ def test_retention_deletes_only_what_nothing_keeps(steps, keep, keep_every, loss
     ids=["function", "shape", "paths", "order", "long"],
 )
 def test_a_state_that_cannot_be_saved_is_refused(ck, state, message):
-    with pytest.raises(ml.CheckpointError) as caught:
+    with pytest.raises(ml.errors.CheckpointError) as caught:
         ck.save(1, state)
     assert str(caught.value) == message
     assert ck.all_steps() == []
@@ -845,7 +845,7 @@ def test_a_state_that_cannot_be_saved_is_refused(ck, state, message):
 def test_a_donated_array_is_refused(ck):
     x = jnp.ones(3)
     x.delete()
-    with pytest.raises(ml.CheckpointError) as caught:
+    with pytest.raises(ml.errors.CheckpointError) as caught:
         ck.save(1, {"x": x})
     assert str(caught.value) == (
         "x: the array is deleted; it was donated, to a step or a relayout. Save what "
@@ -854,7 +854,9 @@ def test_a_donated_array_is_refused(ck):
 
 
 def test_save_inside_jit_is_refused(ck):
-    with pytest.raises(ml.CheckpointError, match="called inside a function that JAX"):
+    with pytest.raises(
+        ml.errors.CheckpointError, match="called inside a function that JAX"
+    ):
         jax.jit(lambda x: ck.save(1, {"x": x}))(jnp.ones(2))
 
 
@@ -880,13 +882,13 @@ def test_save_inside_jit_is_refused(ck):
     ],
 )
 def test_a_wrong_option_is_refused(tmp_path, options, message):
-    with pytest.raises(ml.CheckpointError) as caught:
+    with pytest.raises(ml.errors.CheckpointError) as caught:
         Checkpointer(tmp_path, **options)
     assert str(caught.value) == message
 
 
 def test_a_wrong_directory_is_refused():
-    with pytest.raises(ml.CheckpointError) as caught:
+    with pytest.raises(ml.errors.CheckpointError) as caught:
         Checkpointer(3)
     assert str(caught.value) == (
         "a checkpoint directory is a path, and got 3 of type int. Write "
@@ -896,7 +898,7 @@ def test_a_wrong_directory_is_refused():
 
 def test_steps_that_do_not_exist_are_refused(ck):
     def message(call):
-        with pytest.raises(ml.CheckpointError) as caught:
+        with pytest.raises(ml.errors.CheckpointError) as caught:
             call()
         return str(caught.value)
 
@@ -925,7 +927,7 @@ def test_steps_that_do_not_exist_are_refused(ck):
 
 def test_what_save_is_given_is_checked(tmp_path):
     def message(**options):
-        with pytest.raises(ml.CheckpointError) as caught:
+        with pytest.raises(ml.errors.CheckpointError) as caught:
             ck.save(1, {}, **options)
         return str(caught.value)
 
@@ -950,13 +952,13 @@ def test_what_save_is_given_is_checked(tmp_path):
             "[1] of type list. Pass iter(dataset), not the data set."
         )
         ck.save(1, {"x": 1})
-        with pytest.raises(ml.CheckpointError) as caught:
+        with pytest.raises(ml.errors.CheckpointError) as caught:
             ck.restore({"x": 1}, data=Counter())
         assert str(caught.value) == (
             "step 1 holds no state of an input iterator: it was saved without data=. "
             "Restore without data=, and place the iterator yourself."
         )
-    with pytest.raises(ml.CheckpointError) as caught:
+    with pytest.raises(ml.errors.CheckpointError) as caught:
         ck.save(2, {})
     assert str(caught.value) == (
         f"the checkpointer of {tmp_path} is closed. Save inside its 'with' block, or "
@@ -966,5 +968,5 @@ def test_what_save_is_given_is_checked(tmp_path):
 
 def test_keys_of_another_generator_are_refused(ck):
     ck.save(1, {"key": jax.random.key(0)})
-    with pytest.raises(ml.CheckpointError, match="1 of another dtype"):
+    with pytest.raises(ml.errors.CheckpointError, match="1 of another dtype"):
         ck.restore({"key": jax.random.key(0, impl="rbg")})

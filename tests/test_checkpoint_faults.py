@@ -163,7 +163,7 @@ def test_every_damaged_file_is_found(tmp_path, mesh_2x4, kind):
         if damage(file, kind):
             damaged += 1
             if name.name != "manifest.json" or kind != "deleted":
-                with pytest.raises(ml.DamagedCheckpointError, match=file.name):
+                with pytest.raises(ml.errors.DamagedCheckpointError, match=file.name):
                     ck.restore(state_of(0, mesh_2x4))
             found, said = restored(ck, mesh_2x4, fallback=True)
             assert (found, len(said)) == (1, 1), name
@@ -186,7 +186,7 @@ def test_a_damaged_array_is_named(tmp_path, mesh_2x4, monkeypatch):
         one, two = (ck._steps.manifest(step) for step in (1, 2))
         monkeypatch.setattr(type(two), "files", {}, raising=False)
         object.__setattr__(two, "files", one.files)
-        with pytest.raises(ml.DamagedCheckpointError) as caught:
+        with pytest.raises(ml.errors.DamagedCheckpointError) as caught:
             ck.restore(state)
     assert str(caught.value).startswith(
         f"net/kernel f32[4096]: the values in {tmp_path / '2'} are not those that were "
@@ -198,7 +198,7 @@ def test_verify_can_be_left_out(tmp_path, mesh_2x4):
     write_two_steps(tmp_path, mesh_2x4)
     (tmp_path / "2" / "state" / "orbax.checkpoint").write_bytes(b"?")
     ck = Checkpointer(tmp_path)
-    with pytest.raises(ml.DamagedCheckpointError) as caught:
+    with pytest.raises(ml.errors.DamagedCheckpointError) as caught:
         ck.restore(state_of(0, mesh_2x4))
     assert str(caught.value) == (
         f"{tmp_path}/2/state/orbax.checkpoint has 1 bytes, and 0 were saved. Restore "
@@ -214,7 +214,7 @@ def test_without_an_intact_step_a_fallback_says_so(tmp_path, mesh_2x4):
         (tmp_path / str(step) / "manifest.json").write_text("{")
     ck = Checkpointer(tmp_path)
     assert ck.all_steps() == []
-    with pytest.raises(ml.DamagedCheckpointError) as caught:
+    with pytest.raises(ml.errors.DamagedCheckpointError) as caught:
         ck.restore_numpy(fallback=True)
     assert str(caught.value) == (
         f"no intact step is left in {tmp_path}: all 2 are damaged. Step 2: "
@@ -227,7 +227,9 @@ def test_a_step_under_another_name_is_refused(tmp_path, mesh_2x4):
     write_two_steps(tmp_path, mesh_2x4)
     (tmp_path / "2").rename(tmp_path / "9")
     ck = Checkpointer(tmp_path)
-    with pytest.raises(ml.DamagedCheckpointError, match="is the manifest of step 2"):
+    with pytest.raises(
+        ml.errors.DamagedCheckpointError, match="is the manifest of step 2"
+    ):
         ck.restore_numpy()
     assert ck.all_steps() == [1]
 
@@ -262,7 +264,9 @@ def test_files_that_cannot_grow_are_told_of_once(tmp_path, mesh_2x4, limit):
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
         try:
-            with pytest.raises(ml.CheckpointError, match="step 2 could not be saved"):
+            with pytest.raises(
+                ml.errors.CheckpointError, match="step 2 could not be saved"
+            ):
                 save_and_wait(ck, 2, big)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -288,7 +292,7 @@ def test_a_full_disk_is_told_of_once(small_disk, mesh_2x4):
         ck.save(1, state_of(1, mesh_2x4))
         for _ in range(2):
             ck.save(2, big)
-            with pytest.raises(ml.CheckpointError, match="No space left"):
+            with pytest.raises(ml.errors.CheckpointError, match="No space left"):
                 ck.wait()
             ck.wait()
         check_save_works_after(ck, mesh_2x4)
@@ -304,7 +308,7 @@ def test_a_directory_that_cannot_be_written_is_told_of(tmp_path, mesh_2x4):
         if user == 0:
             os.seteuid(65534)
         try:
-            with pytest.raises(ml.CheckpointError) as caught:
+            with pytest.raises(ml.errors.CheckpointError) as caught:
                 save_and_wait(ck, 2, state_of(2, mesh_2x4))
         finally:
             os.seteuid(user)
@@ -316,7 +320,7 @@ def test_a_directory_that_cannot_be_written_is_told_of(tmp_path, mesh_2x4):
 
 def test_a_directory_that_cannot_be_made_is_told_of(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ml.CheckpointError) as caught:
+    with pytest.raises(ml.errors.CheckpointError) as caught:
         Checkpointer(tmp_path / "file")
     assert str(caught.value) == (
         f"the checkpoint directory {tmp_path}/file cannot be used: [Errno 17] File "
@@ -355,7 +359,7 @@ def test_any_next_call_tells_what_went_wrong_once(
     ck.save(2, state_of(2, mesh_2x4))
     ck._saving._thread.join()
     args = (3, state_of(2, mesh_2x4)) if call == "save" else ()
-    with pytest.raises(ml.CheckpointError) as caught:
+    with pytest.raises(ml.errors.CheckpointError) as caught:
         getattr(ck, call)(*args)
     assert str(caught.value) == (
         f"step 2 could not be saved in {tmp_path}: the cable is out. The steps saved "
@@ -387,7 +391,7 @@ def test_an_old_step_that_cannot_be_deleted_is_told_of(tmp_path, mesh_2x4, monke
         patch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(OSError("busy")))
         patch.setattr("meshlayout.checkpoint.files.write_whole", write_plainly)
         ck.save(2, state_of(2, mesh_2x4))
-        with pytest.raises(ml.CheckpointError) as caught:
+        with pytest.raises(ml.errors.CheckpointError) as caught:
             ck.wait()
     assert str(caught.value) == (
         "step 2 is saved, but step 1, which retention does not keep, could not be "
@@ -455,7 +459,7 @@ def test_what_no_checkpointer_wrote_is_left_alone(tmp_path, mesh_2x4):
     assert files_of(tmp_path) == before
     theirs = "_CHECKPOINT_METADATA, commit_success.txt, state"
     for step, names in ((2024, "thesis.txt"), (7, theirs)):
-        with pytest.raises(ml.CheckpointError) as caught:
+        with pytest.raises(ml.errors.CheckpointError) as caught:
             ck.save(step, state_of(1, mesh_2x4))
         assert str(caught.value) == (
             f"step {step} could not be saved in {tmp_path}: {tmp_path}/{step} holds "
@@ -494,7 +498,7 @@ def test_a_manifest_that_is_no_file_does_not_keep_the_others_from_being_read(
     (tmp_path / "2" / "manifest.json").mkdir()
     ck = Checkpointer(tmp_path)
     with pytest.raises(
-        ml.DamagedCheckpointError, match=r"manifest\.json cannot be read"
+        ml.errors.DamagedCheckpointError, match=r"manifest\.json cannot be read"
     ):
         ck.restore_numpy()
     assert restored(ck, mesh_2x4, fallback=True)[0] == 1
@@ -538,7 +542,7 @@ def test_a_step_that_is_deleted_while_it_is_read_is_told_of(
         return read(directory, wanted)
 
     monkeypatch.setattr(orbax, "read", too_late)
-    with pytest.raises(ml.CheckpointError) as caught:
+    with pytest.raises(ml.errors.CheckpointError) as caught:
         ck.restore_numpy(step=2)
     assert str(caught.value) == f"{tmp_path} has no step 2; it has 1."
     write_two_steps(tmp_path, mesh_2x4)

@@ -34,7 +34,7 @@ DTYPES = [
 ]
 
 
-def error_of(call, *args, error=ml.CheckpointError, **options):
+def error_of(call, *args, error=ml.errors.CheckpointError, **options):
     with pytest.raises(error) as caught:
         call(*args, **options)
     return str(caught.value)
@@ -344,7 +344,7 @@ def test_only_the_slices_that_devices_hold_are_read_each_once(
 
 
 def test_saving_never_holds_an_array_whole(tmp_path, mesh_2x4):
-    big = ml.ones((1024, 1024), mesh_2x4.layout("batch", "model"))
+    big = ml.arrays.ones((1024, 1024), mesh_2x4.layout("batch", "model"))
     turned = {"w": (1, 0)}
     checkpoint.save_safetensors(tmp_path / "warm", {"w": big})
     tracemalloc.start()
@@ -402,7 +402,7 @@ def damaged(file, data, like):
     file.write_bytes(data)
     try:
         got = checkpoint.load_safetensors(file, like)
-    except ml.CheckpointError as error:
+    except ml.errors.CheckpointError as error:
         return error
     equal(got, like)
     return None
@@ -414,7 +414,7 @@ def test_a_file_that_is_cut_off_anywhere_is_found_out(tmp_path):
     whole = file.read_bytes()
     for size in range(len(whole)):
         error = damaged(file, whole[:size], like)
-        assert isinstance(error, ml.DamagedCheckpointError)
+        assert isinstance(error, ml.errors.DamagedCheckpointError)
         assert str(file) in str(error)
     error = damaged(file, whole + b"x", like)
     assert str(error) == (
@@ -443,17 +443,19 @@ def test_a_set_of_shards_that_is_not_one_is_found_out(tmp_path):
     load = checkpoint.load_safetensors
     text = index.read_text()
     second.rename(tmp_path / "away")
-    assert error_of(load, tmp_path, like, error=ml.DamagedCheckpointError) == (
+    assert error_of(load, tmp_path, like, error=ml.errors.DamagedCheckpointError) == (
         f"{second}: there is no such file, which {index.name} names."
     )
     shutil.copy(first, second)
-    assert error_of(load, tmp_path, like, error=ml.DamagedCheckpointError) == (
+    assert error_of(load, tmp_path, like, error=ml.errors.DamagedCheckpointError) == (
         f"{second}: there is no array 'w' in it, which {index.name} says. The two are "
         "not of one save."
     )
     for bad in ("", "{}", text[:-9], text.replace(second.name, f"../{second.name}")):
         index.write_text(bad)
-        assert error_of(load, tmp_path, like, error=ml.DamagedCheckpointError) == (
+        assert error_of(
+            load, tmp_path, like, error=ml.errors.DamagedCheckpointError
+        ) == (
             f"{index}: it is no index of safetensors files: there is no 'weight_map' "
             "of names of arrays to names of files beside it."
         )
@@ -597,13 +599,13 @@ def test_a_save_that_stops_anywhere_never_leaves_a_mixture(tmp_path, monkeypatch
 
         with monkeypatch.context() as patch:
             patch.setattr(Path, "replace", replace)
-            with contextlib.suppress(ml.CheckpointError):
+            with contextlib.suppress(ml.errors.CheckpointError):
                 checkpoint.save_safetensors(
                     here, new, max_shard_bytes=most, overwrite=True
                 )
         try:
             got = checkpoint.load_safetensors(here, old)
-        except ml.CheckpointError:
+        except ml.errors.CheckpointError:
             assert most == 1  # the set has no index
             continue
         assert got["w"].tolist() in (old["w"].tolist(), new["w"].tolist())
@@ -617,7 +619,7 @@ def test_a_layout_that_does_not_divide_is_told(tmp_path, mesh_2x4):
     checkpoint.save_safetensors(tmp_path, {"w": np.zeros((6, 3), "f4")})
     sharding = mesh_2x4.layout("model", None).sharding
     like = {"w": jax.ShapeDtypeStruct((6, 3), jnp.float32, sharding=sharding)}
-    with pytest.raises(ml.CheckpointError) as caught:
+    with pytest.raises(ml.errors.CheckpointError) as caught:
         checkpoint.load_safetensors(tmp_path, like)
     assert str(caught.value) == (
         "w f32[6, 3] cannot lie where it is wanted: an array of shape (6, 3): dim 0 "
@@ -767,7 +769,7 @@ def test_msgpack_that_is_cut_off_anywhere_is_found_out(monkeypatch):
             checkpoint.load_msgpack,
             written[:size],
             state,
-            error=ml.DamagedCheckpointError,
+            error=ml.errors.DamagedCheckpointError,
         )
 
 
@@ -777,7 +779,7 @@ def test_no_flipped_bit_of_msgpack_raises_anything_else():
     for at in range(len(written)):
         for bit in range(8):
             written[at] ^= 1 << bit
-            with contextlib.suppress(ml.CheckpointError):
+            with contextlib.suppress(ml.errors.CheckpointError):
                 checkpoint.load_msgpack(bytes(written), state)
             written[at] ^= 1 << bit
 
@@ -933,7 +935,7 @@ def test_arrays_that_orbax_wrote_over_each_other_are_found_out(tmp_path):
     state = {"a.b": jnp.ones(2), "a": {"b": jnp.zeros(2)}}
     where = save_standard(tmp_path / "x", state)
     load = checkpoint.load_orbax
-    assert error_of(load, where, like, error=ml.DamagedCheckpointError) == (
+    assert error_of(load, where, like, error=ml.errors.DamagedCheckpointError) == (
         f"{where}: Orbax has one name, 'a.b', for the arrays ('a', 'b') and ('a.b',), "
         "and kept only one of them."
     )
@@ -1013,7 +1015,7 @@ def test_no_lost_file_of_orbax_is_silent(tmp_path, write, damage):
             file.write_bytes(b"" if damage == "empty" else data[: len(data) // 2])
         try:
             got = checkpoint.load_orbax(where, state)
-        except ml.CheckpointError:
+        except ml.errors.CheckpointError:
             count += 1
         else:
             equal(got, state)
@@ -1105,7 +1107,7 @@ def test_what_is_kept_goes_where_it_is_wanted(tmp_path, mesh_2x4):
 def test_rules_that_match_nothing_are_told(tmp_path, mesh_2x4):
     checkpoint.save_safetensors(tmp_path, {"w": values((4, 4))})
     layouts = ml.LayoutMap(mesh_2x4, {"v": (None, "model")})
-    with pytest.warns(ml.LayoutWarning, match="rule 'v' matches no path"):
+    with pytest.warns(ml.errors.LayoutWarning, match="rule 'v' matches no path"):
         checkpoint.load_safetensors(tmp_path, layouts)
 
 

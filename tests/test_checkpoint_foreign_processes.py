@@ -38,7 +38,7 @@ def save_and_load(where):
     for overwrite in (False, True):
         try:
             checkpoint.save_safetensors(f"{where}/many", state, overwrite=overwrite)
-        except ml.CheckpointError as error:
+        except ml.errors.CheckpointError as error:
             said.append(str(error))
     other = ml.LayoutMap(
         mesh, {"kernel": ("model", "batch"), "bias": (("batch", "model"),)}

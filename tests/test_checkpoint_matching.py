@@ -43,7 +43,7 @@ def numbered(*paths, shape=(2,), dtype="float32"):
 
 
 def error_of(call, *args, **options):
-    with pytest.raises(ml.CheckpointError) as caught:
+    with pytest.raises(ml.errors.CheckpointError) as caught:
         call(*args, **options)
     return str(caught.value)
 
@@ -78,7 +78,7 @@ def test_everything_is_restored_or_in_the_difference(saved, wanted):
     try:
         everything = [""] if saved or wanted else []
         found = match(saved, wanted, partial=True, allow=everything)
-    except ml.CheckpointError as error:  # nothing at all has a place
+    except ml.errors.CheckpointError as error:  # nothing at all has a place
         assert saved
         assert wanted
         diff, pairs = error.diff, ()
@@ -124,7 +124,7 @@ def test_only_values_of_one_kind_are_ever_paired(saved, wanted, dtype):
 
     try:
         found = match(saved, wanted, partial=True, allow=[".*"], dtype=dtype)
-    except ml.CheckpointError:
+    except ml.errors.CheckpointError:
         return
     for pair in found.pairs:
         assert sort(pair.saved.dtype) == sort(pair.dtype)
@@ -256,7 +256,7 @@ def test_all_differences_stand_side_by_side_with_near_names():
 
 
 def test_the_error_holds_the_difference_as_a_value():
-    with pytest.raises(ml.CheckpointError) as caught:
+    with pytest.raises(ml.errors.CheckpointError) as caught:
         restored(numbered("a", "b"), numbered("a", "c", shape=(3,)))
     for diff in (caught.value.diff, copy.copy(caught.value).diff):
         assert diff.missing == ("c",)

@@ -132,7 +132,7 @@ def test_any_number_of_processes_restores_what_any_other_saved(tmp_path, counts)
 def message(call):
     try:
         call()
-    except ml.CheckpointError as error:
+    except ml.errors.CheckpointError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
@@ -251,7 +251,10 @@ def test_all_processes_are_told_what_went_wrong_on_one(tmp_path):
         assert one["position"] == 10 + index
     left = sorted(one.name for one in tmp_path.iterdir())
     assert left == ["1", "4"]
-    with Checkpointer(tmp_path) as ck, pytest.raises(ml.CheckpointError) as caught:
+    with (
+        Checkpointer(tmp_path) as ck,
+        pytest.raises(ml.errors.CheckpointError) as caught,
+    ):
         ck.restore(only="kernel", data=Position(), step=1)
     assert str(caught.value) == (
         "each of the 2 processes that saved the input iterator was at a place of its "

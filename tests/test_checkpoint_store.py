@@ -198,11 +198,11 @@ def test_large_files_are_told_by_size_and_fingerprint(store, run, monkeypatch):
     ck = Checkpointer(run)
     assert step_of(ck.restore_numpy()) == 2
     store.put("bucket", largest, bytes(content[:-1]))
-    with pytest.raises(ml.DamagedCheckpointError, match="bytes, and"):
+    with pytest.raises(ml.errors.DamagedCheckpointError, match="bytes, and"):
         ck.restore_numpy()
     content[len(content) // 2] ^= 1
     store.put("bucket", largest, bytes(content))
-    with pytest.raises(ml.DamagedCheckpointError):
+    with pytest.raises(ml.errors.DamagedCheckpointError):
         ck.restore_numpy()
 
 
@@ -408,12 +408,12 @@ def test_damage_is_named(store, run):
     ck = Checkpointer(run)
     store.put("bucket", name, b"x" * (size + 3))
     assert error_of(ck.restore_numpy) == (
-        ml.DamagedCheckpointError,
+        ml.errors.DamagedCheckpointError,
         f"gs://bucket/{name} has {size + 3} bytes, and {size} were saved. {way_out}",
     )
     store.drop("bucket", name)
     assert error_of(ck.restore_numpy) == (
-        ml.DamagedCheckpointError,
+        ml.errors.DamagedCheckpointError,
         f"gs://bucket/{name} is missing. {way_out}",
     )
 
@@ -434,7 +434,7 @@ def test_a_store_that_refuses_is_not_an_empty_one(store, run):
     for ask in (ck.all_steps, ck.latest_step, ck.inspect, ck.restore_numpy):
         assert error_of(ask)[1] == f"{refused} {SAYS_NOTHING}"
     assert error_of(Checkpointer, run) == (
-        ml.CheckpointError,
+        ml.errors.CheckpointError,
         f"{refused} {SAYS_NOTHING}",
     )
     store.refuse = lambda *_: None
@@ -450,7 +450,7 @@ def test_a_file_that_the_store_refuses_is_not_a_damaged_one(store, run, part, ve
     ck = Checkpointer(run)
     store.refuse = lambda _, __, name: 403 if "/2/" in name and part in name else None
     kind, words = error_of(ck.restore_numpy, fallback=True, verify=verify)
-    assert kind is not ml.DamagedCheckpointError
+    assert kind is not ml.errors.DamagedCheckpointError
     assert "Forbidden" in words
     assert words.endswith(SAYS_NOTHING)
 
@@ -465,7 +465,7 @@ def test_a_large_file_that_the_store_refuses_is_not_a_damaged_one(
     part = "/2/state/arrays/d/"
     store.refuse = lambda _, __, name: 403 if part in name else None
     kind, words = error_of(ck.restore_numpy, fallback=True)
-    assert kind is not ml.DamagedCheckpointError
+    assert kind is not ml.errors.DamagedCheckpointError
     assert words.startswith(f"{run}/2 cannot be read: PERMISSION_DENIED: ")
     assert words.endswith(SAYS_NOTHING)
 
@@ -487,7 +487,7 @@ def test_a_save_that_the_store_refuses_leaves_the_steps_before(store, run, part)
             ck.wait()
 
         kind, words = error_of(save)
-        assert kind is ml.CheckpointError
+        assert kind is ml.errors.CheckpointError
         assert words.startswith(f"step 2 could not be saved in {run}: ")
         assert words.endswith(
             "refused by the test. The steps saved before are as they were; the next "
@@ -508,7 +508,7 @@ def test_a_step_that_cannot_be_deleted_is_told(store, run):
     ck = Checkpointer(run, keep=1)
     ck.save(2, values(2))
     kind, words = error_of(ck.wait)
-    assert kind is ml.CheckpointError
+    assert kind is ml.errors.CheckpointError
     assert words.startswith(
         "step 2 is saved, but step 1, which retention does not keep, could not be "
         f"deleted: {run}/1/manifest.json cannot be deleted: Forbidden: "
@@ -527,7 +527,7 @@ def test_a_step_that_cannot_be_deleted_is_told(store, run):
 
 def test_a_bucket_that_does_not_exist_is_told_when_it_is_opened(store):
     assert error_of(Checkpointer, "gs://another/run") == (
-        ml.CheckpointError,
+        ml.errors.CheckpointError,
         "gs://another/run: there is no bucket 'another'. Make it, or give another one.",
     )
     assert list(store.buckets) == ["bucket"]
@@ -555,7 +555,7 @@ def test_a_bucket_that_does_not_exist_is_told_when_it_is_opened(store):
     ],
 )
 def test_what_is_no_directory_is_refused(directory, message):
-    assert error_of(Checkpointer, directory) == (ml.CheckpointError, message)
+    assert error_of(Checkpointer, directory) == (ml.errors.CheckpointError, message)
 
 
 def test_gcsfs_is_asked_for(monkeypatch):

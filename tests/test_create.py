@@ -681,7 +681,7 @@ ONE = ml.create_mesh({"model": 1}, devices=jax.devices()[:1])
 @pytest.mark.parametrize(("make", "message"), BAD_BUILDERS)
 def test_what_is_no_builder_is_refused(make, message):
     build = make()
-    with pytest.raises(ml.StateError) as error:
+    with pytest.raises(ml.errors.StateError) as error:
         ml.create(build, ml.LayoutMap(ONE))
     assert str(error.value) == message
 
@@ -692,13 +692,13 @@ def test_create_is_refused_inside_a_transformation(transform):
         made = ml.create(lambda: jnp.ones(()), ml.LayoutMap(ONE))
         return x * made
 
-    with pytest.raises(ml.StateError) as error:
+    with pytest.raises(ml.errors.StateError) as error:
         transform(inside)(np.ones((2,)) if transform is jax.vmap else 1.0)
     assert str(error.value) == NO_TRANSFORMS
 
 
 def test_random_numbers_from_outside_are_refused():
-    with pytest.raises(ml.StateError) as error:
+    with pytest.raises(ml.errors.StateError) as error:
         ml.create(outer_rngs(), ml.LayoutMap(ONE))
     assert str(error.value).startswith(
         "the builder changes an NNX object that was made outside of it, such as "
@@ -723,7 +723,7 @@ def test_random_numbers_from_outside_are_refused():
     ],
 )
 def test_what_is_no_layout_map_is_refused(layouts, message):
-    with pytest.raises(ml.StateError) as error:
+    with pytest.raises(ml.errors.StateError) as error:
         ml.create(lambda: jnp.ones(3), layouts)
     assert str(error.value) == message
 
@@ -732,7 +732,7 @@ def test_layouts_that_do_not_fit_are_refused_before_anything_is_made(mesh_2x4):
     layouts = ml.LayoutMap(mesh_2x4, {"output/kernel": (None, "model")})
     gc.collect()
     before = len(jax.live_arrays())
-    with pytest.raises(ml.LayoutMapError) as error:
+    with pytest.raises(ml.errors.LayoutMapError) as error:
         ml.create(lambda: MLP(rngs=nnx.Rngs(0)), layouts)
     assert len(jax.live_arrays()) == before
     assert str(error.value) == (

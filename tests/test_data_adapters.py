@@ -93,7 +93,7 @@ def test_a_map_dataset_whose_map_leaves_holes_is_an_error(mesh):
         lambda example: None if example["y"] == 9 else example
     )
     data = distribute_dataset(source, mesh, global_batch_size=8)
-    with pytest.raises(ml.DataError) as error:
+    with pytest.raises(ml.errors.DataError) as error:
         values(data)
     assert str(error.value) == (
         "the Grain MapDataset has no element at row 3: a step of it filters. Give its "
@@ -115,7 +115,7 @@ def test_a_map_dataset_that_repeats_for_ever_is_read_for_a_number_of_steps(mesh)
 
 def test_single_arrays_in_a_map_dataset_may_be_batches(mesh):
     source = grain.MapDataset.source(np.zeros((20, 4), np.float32))
-    with pytest.raises(ml.DataError) as error:
+    with pytest.raises(ml.errors.DataError) as error:
         distribute_dataset(source, mesh, global_batch_size=8)
     assert str(error.value) == (
         "the elements of the Grain data set may be examples or batches: all their "
@@ -288,7 +288,7 @@ def test_strings_of_a_tfds_data_source_are_an_error_unless_they_stay_on_the_host
     mesh, directory
 ):
     source = tfds.data_source("tiny", split="train", data_dir=directory)
-    with pytest.raises(ml.DataError) as error:
+    with pytest.raises(ml.errors.DataError) as error:
         distribute_dataset(source, mesh, global_batch_size=32)
     assert str(error.value) == (
         "leaf 'name' holds strings, which devices do not take. Leave it out, or keep "
@@ -298,7 +298,7 @@ def test_strings_of_a_tfds_data_source_are_an_error_unless_they_stay_on_the_host
 
 def test_a_tfds_data_source_gives_no_batches(mesh, directory):
     source = tfds.data_source("tiny", split="train", data_dir=directory)
-    with pytest.raises(ml.DataError) as error:
+    with pytest.raises(ml.errors.DataError) as error:
         distribute_dataset(source, mesh, global_batch_size=32, batched=True)
     assert str(error.value) == (
         "a TFDS data source gives single examples. Leave out batched=True, or give "
@@ -308,7 +308,7 @@ def test_a_tfds_data_source_gives_no_batches(mesh, directory):
 
 def test_packed_sequences_give_no_batches(mesh):
     source = ml.data.pack_sequences(["abc"] * 20, 4)
-    with pytest.raises(ml.DataError) as error:
+    with pytest.raises(ml.errors.DataError) as error:
         distribute_dataset(source, mesh, global_batch_size=8, batched=True)
     assert str(error.value) == (
         "a PackedSequences gives single examples. Leave out batched=True, or give "
@@ -371,7 +371,7 @@ def test_an_object_is_recognised_by_the_package_of_a_base_class(mesh):
 
 def test_a_dict_of_splits_asks_for_one_of_them(mesh):
     splits = stand_in("datasets", "DatasetDict", (dict,))(train=1, test=2)
-    with pytest.raises(ml.DataError) as error:
+    with pytest.raises(ml.errors.DataError) as error:
         distribute_dataset(splits, mesh, global_batch_size=8)
     assert str(error.value) == (
         "a DatasetDict holds the splits 'train', 'test'. Choose one, as "

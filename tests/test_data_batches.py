@@ -36,7 +36,7 @@ def batches(source: Any, mesh: Any = MESH, size: int = 8, **options: Any) -> lis
 
 
 def message(function) -> str:
-    with pytest.raises(ml.DataError) as info:
+    with pytest.raises(ml.errors.DataError) as info:
         function()
     return str(info.value)
 

@@ -223,7 +223,7 @@ def test_map_batched_is_called_with_whole_batches(tiny):
 
 def test_map_batched_has_to_keep_the_number_of_rows(tiny):
     data = tiny(map=lambda b: {"number": b["number"][:20]}, map_batched=True)
-    with pytest.raises(ml.DataError) as error:
+    with pytest.raises(ml.errors.DataError) as error:
         host(data)
     assert str(error.value) == (
         "map= returned 20 rows for a batch of 32. With map_batched=True it has to keep "
@@ -258,7 +258,7 @@ def test_strings_are_refused_before_the_split_is_decoded(mesh, directory, monkey
     )
     _calls.clear()
     for cache in ("memory", "none"):
-        with pytest.raises(ml.DataError) as error:
+        with pytest.raises(ml.errors.DataError) as error:
             from_tfds(
                 "tiny",
                 "train",
@@ -313,7 +313,7 @@ def test_errors_and_deaths_of_worker_processes_surface(tiny):
         host(tiny(map=fail_at_77, **options))
     assert str(error.value) == "77 is not to be had"
     assert "in fail_at_77" in error.value.__notes__[-1]
-    with pytest.raises(ml.DataError) as error:
+    with pytest.raises(ml.errors.DataError) as error:
         host(tiny(map=stop_process_at_77, **options))
     assert re.fullmatch(
         r"a worker process was killed by SIGKILL while it read examples. Memory that "
@@ -330,7 +330,7 @@ def test_a_map_that_cannot_be_sent_to_processes_is_an_error_that_says_so(tiny):
         with lock:
             return {"number": example["number"]}
 
-    with pytest.raises(ml.DataError) as error:
+    with pytest.raises(ml.errors.DataError) as error:
         tiny(map=locked, cache="none", num_workers=2)
     assert str(error.value) == (
         "map= and what it uses cannot be sent to worker processes (TypeError: cannot "
@@ -477,7 +477,7 @@ def test_threads_are_chosen_where_they_help(tiny):
     ],
 )
 def test_wrong_choices_are_errors(tiny, options, message):
-    with pytest.raises(ml.DataError) as error:
+    with pytest.raises(ml.errors.DataError) as error:
         tiny(**options)
     assert str(error.value) == message
 
@@ -595,7 +595,7 @@ def test_a_damaged_cache_on_disk_is_an_error_that_names_it(mesh, directory, tmp_
     make()
     (file,) = tmp_path.rglob("0.npy")
     file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(ml.DataError) as error:
+    with pytest.raises(ml.errors.DataError) as error:
         make()
     message = str(error.value)
     assert message.startswith(
@@ -717,7 +717,7 @@ def test_examples_as_they_come_have_no_place_to_resume_from(tiny):
     state = iterator.get_state()
     for options in ({}, {"skip": True}):
         again = iter(tiny(cache="none", deterministic=False))
-        with pytest.raises(ml.DataError) as error:
+        with pytest.raises(ml.errors.DataError) as error:
             again.set_state(state, **options)
         assert str(error.value) == (
             "this source gives its examples in another order in every run, so that "
@@ -803,7 +803,7 @@ def test_several_processes_read_their_rows_and_resume_what_one_process_began(
 
 
 def test_an_unknown_data_set_is_an_error_with_the_nearest_name(mesh, tmp_path):
-    with pytest.raises(ml.DataError) as error:
+    with pytest.raises(ml.errors.DataError) as error:
         from_tfds("fashon_mnist", "train", mesh, global_batch_size=8, data_dir=tmp_path)
     assert str(error.value) == (
         f"TFDS has no data set 'fashon_mnist' and none is prepared in {tmp_path}. Did "
@@ -812,7 +812,7 @@ def test_an_unknown_data_set_is_an_error_with_the_nearest_name(mesh, tmp_path):
 
 
 def test_an_unknown_split_is_an_error_with_those_there_are(mesh, directory):
-    with pytest.raises(ml.DataError) as error:
+    with pytest.raises(ml.errors.DataError) as error:
         from_tfds("tiny", "trian", mesh, global_batch_size=8, data_dir=directory)
     assert str(error.value) == (
         "tiny/1.0.0 has no split 'trian'. Did you mean 'train'? It has 'train', and "
@@ -824,7 +824,7 @@ def test_a_damaged_directory_is_an_error_that_names_it(mesh, directory, tmp_path
     shutil.copytree(directory / "tiny", tmp_path / "tiny")
     (file, *_) = (tmp_path / "tiny").rglob("*array_record-00001*")
     file.unlink()
-    with pytest.raises(ml.DataError) as error:
+    with pytest.raises(ml.errors.DataError) as error:
         from_tfds(
             "tiny",
             "train",
@@ -850,7 +850,7 @@ def test_a_data_set_whose_preparation_fails_says_how_to_prepare_it(
         raise ModuleNotFoundError("No module named 'tensorflow'", name="tensorflow")
 
     monkeypatch.setattr(tfds.core.DatasetBuilder, "download_and_prepare", no_tensorflow)
-    with pytest.raises(ml.DataError) as error:
+    with pytest.raises(ml.errors.DataError) as error:
         from_tfds("mnist", "train", mesh, global_batch_size=8, data_dir=tmp_path)
     assert str(error.value) == (
         f"mnist/3.0.1 is not prepared in {tmp_path}/mnist/3.0.1, and TFDS's code that "

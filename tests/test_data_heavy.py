@@ -112,7 +112,7 @@ def test_strings_of_a_tf_dataset_stay_on_the_host(mesh, tf):
 def test_ragged_tensors_of_a_tf_dataset_are_an_error(mesh, tf):
     ragged = tf.ragged.constant([[1], [2, 3]])
     dataset = tf.data.Dataset.from_tensor_slices({"words": ragged, "y": Y[:2]})
-    with pytest.raises(ml.DataError) as error:
+    with pytest.raises(ml.errors.DataError) as error:
         distribute_dataset(dataset, mesh, global_batch_size=8)
     assert str(error.value) == (
         "leaf 'words' of the tf.data.Dataset is a RaggedTensor, not a dense tensor. "
@@ -129,7 +129,7 @@ def test_examples_of_a_tf_dataset_that_differ_in_shape_are_an_error(mesh, tf):
         },
     )
     data = distribute_dataset(dataset, mesh, global_batch_size=8)
-    with pytest.raises(ml.DataError) as error:
+    with pytest.raises(ml.errors.DataError) as error:
         next(iter(data))
     assert str(error.value) == (
         "leaf 't' is ragged: an example has shape (3,), and the first one has (2,). "
@@ -143,7 +143,7 @@ def test_a_tf_dataset_that_does_not_tell_batches_from_examples_asks(mesh, tf):
         output_signature=tf.TensorSpec((None, 2), tf.float32),
     )
     options = {"global_batch_size": 8, "weights": None}
-    with pytest.raises(ml.DataError) as error:
+    with pytest.raises(ml.errors.DataError) as error:
         distribute_dataset(dataset, mesh, **options)
     assert str(error.value) == (
         "the tf.data.Dataset gives tensors of shape (None, 2), which may be batches or "
@@ -188,7 +188,7 @@ def test_batches_of_a_tf_dataset_that_are_left_out_or_repeated_count(mesh, tf, r
 def test_a_map_that_makes_other_things_of_tf_batches_has_to_be_told(mesh, tf):
     batches = tf.data.Dataset.from_tensor_slices({"x": X}).batch(5)
     means = batches.map(lambda batch: {"x": tf.reduce_mean(batch["x"], 0)})
-    with pytest.raises(ml.DataError) as error:
+    with pytest.raises(ml.errors.DataError) as error:
         distribute_dataset(means, mesh, global_batch_size=8)
     assert str(error.value) == (
         "the tf.data.Dataset gives tensors of shape (2,), which may be batches or "
@@ -207,7 +207,7 @@ def test_a_tf_dataset_cannot_seek_and_skips_by_reading_where_asked(mesh, tf):
     next(iterator)
     state = json.loads(json.dumps(iterator.get_state()))
     again = iter(new())
-    with pytest.raises(ml.DataError) as error:
+    with pytest.raises(ml.errors.DataError) as error:
         again.set_state(state)
     assert str(error.value) == (
         "this source cannot go to row 8 of epoch 1: it tells no place. "
@@ -275,7 +275,7 @@ def test_what_tfds_makes_numpy_of_is_an_iterable(mesh, tfds, tfrecords):
 
 
 def test_from_tfds_says_that_only_tensorflow_reads_tfrecords(mesh, tfds, tfrecords):
-    with pytest.raises(ml.DataError) as error:
+    with pytest.raises(ml.errors.DataError) as error:
         from_tfds("tiny", "train", mesh, global_batch_size=8, data_dir=tfrecords)
     assert str(error.value) == (
         f"tiny/1.0.0 is prepared as tfrecord in {tfrecords}/tiny/1.0.0, which only "
@@ -381,7 +381,7 @@ def test_a_data_loader_that_keeps_its_workers_serves_one_pass_at_a_time(mesh, to
         np.testing.assert_array_equal(next(first)["y"], Y[:4])
     second = iter(data)
     np.testing.assert_array_equal(next(second)["y"], Y[:4])
-    with pytest.raises(ml.DataError) as error:
+    with pytest.raises(ml.errors.DataError) as error:
         next(first)
     assert str(error.value) == (
         "the DataLoader keeps its workers, which serve one pass at a time, and another "
@@ -397,7 +397,7 @@ def test_an_iterable_dataset_comes_in_a_data_loader(mesh, torch):
         def __iter__(self):
             return ({"x": X[row], "y": int(Y[row])} for row in range(20))
 
-    with pytest.raises(ml.DataError) as error:
+    with pytest.raises(ml.errors.DataError) as error:
         distribute_dataset(Stream(), mesh, global_batch_size=8)
     assert str(error.value) == (
         "a PyTorch IterableDataset does not say what it gives. Put it into a "
@@ -445,7 +445,7 @@ def test_columns_of_tensors_keep_their_dtype(mesh, torch):
 
 def test_sparse_tensors_are_an_error(mesh, torch):
     loader = torch.utils.data.DataLoader([torch.eye(2).to_sparse()], batch_size=None)
-    with pytest.raises(ml.DataError) as error:
+    with pytest.raises(ml.errors.DataError) as error:
         distribute_dataset(loader, mesh, global_batch_size=8, batched=False)
     assert str(error.value) == (
         "a PyTorch tensor of shape (2, 2) and torch.float32 is not dense. Make it "
@@ -539,7 +539,7 @@ def test_a_hugging_face_format_is_respected(mesh, hf, kind):
 
 def test_a_hugging_face_format_of_tables_is_an_error(mesh, hf):
     dataset, _ = hf_columns(hf)
-    with pytest.raises(ml.DataError) as error:
+    with pytest.raises(ml.errors.DataError) as error:
         distribute_dataset(dataset.with_format("arrow"), mesh, global_batch_size=8)
     assert str(error.value) == (
         "the Hugging Face data set is formatted as 'arrow', which gives no arrays. Use "
@@ -550,14 +550,14 @@ def test_a_hugging_face_format_of_tables_is_an_error(mesh, hf):
 def test_ragged_and_missing_columns_of_hugging_face_are_errors(mesh, hf):
     ragged = hf.Dataset.from_dict({"words": [[1], [2, 3]]})
     data = distribute_dataset(ragged, mesh, global_batch_size=8)
-    with pytest.raises(ml.DataError) as error:
+    with pytest.raises(ml.errors.DataError) as error:
         next(iter(data))
     assert str(error.value) == (
         "words: rows have different lengths, 1 and 2. Pad or crop them to one with the "
         "data set's map."
     )
     missing = hf.Dataset.from_dict({"age": [None, 2]})
-    with pytest.raises(ml.DataError) as error:
+    with pytest.raises(ml.errors.DataError) as error:
         distribute_dataset(missing, mesh, global_batch_size=8)
     assert str(error.value) == (
         "age: 1 of the rows asked for are None. Fill them in, or leave them out, with "
@@ -568,7 +568,7 @@ def test_ragged_and_missing_columns_of_hugging_face_are_errors(mesh, hf):
 def test_splits_of_hugging_face_ask_for_one(mesh, hf):
     dataset, _ = hf_columns(hf)
     splits = hf.DatasetDict({"train": dataset, "test": dataset})
-    with pytest.raises(ml.DataError) as error:
+    with pytest.raises(ml.errors.DataError) as error:
         distribute_dataset(splits, mesh, global_batch_size=8)
     assert str(error.value) == (
         "a DatasetDict holds the splits 'train', 'test'. Choose one, as "
@@ -653,7 +653,7 @@ def test_structures_of_hugging_face_become_dicts_of_arrays(mesh, hf, how, kind):
 @pytest.mark.parametrize("how", ["rows", "streamed in batches"])
 def test_missing_structures_of_hugging_face_are_an_error(mesh, hf, how):
     dataset = hf.Dataset.from_dict({"inside": [{"p": 1}, None]}).with_format("jax")
-    with pytest.raises(ml.DataError) as error:
+    with pytest.raises(ml.errors.DataError) as error:
         list(distribute_dataset(STRUCTURES[how](dataset), mesh, global_batch_size=8))
     assert str(error.value) == (
         "inside: some of the rows asked for are None. Fill them in, or leave them out, "
@@ -671,7 +671,7 @@ def test_data_sets_with_random_access_give_no_batches(mesh, hf, torch):
         "a PyTorch Dataset": torch.utils.data.TensorDataset(torch.arange(16)),
     }
     for name, source in sources.items():
-        with pytest.raises(ml.DataError) as error:
+        with pytest.raises(ml.errors.DataError) as error:
             distribute_dataset(source, mesh, global_batch_size=8, batched=True)
         assert str(error.value) == f"{name} {rest}"
 
@@ -687,7 +687,9 @@ def test_an_iterable_dataset_with_a_shuffle_buffer_says_that_it_cannot_seek(mesh
     next(iterator)
     state = iterator.get_state()
     again = iter(distribute_dataset(dataset, mesh, global_batch_size=40))
-    with pytest.raises(ml.DataError, match="this source cannot go to row 40 of epoch"):
+    with pytest.raises(
+        ml.errors.DataError, match="this source cannot go to row 40 of epoch"
+    ):
         again.set_state(state)
     again = iter(distribute_dataset(dataset, mesh, global_batch_size=40))
     again.set_state(state, skip=True)
@@ -705,7 +707,7 @@ def test_two_iterators_over_one_iterable_dataset_do_not_disturb_each_other(mesh,
     assert found["first"] == found["second"] == list(range(160))
     # The data set keeps the place of one pass only, and there were two.
     again = iter(distribute_dataset(dataset, mesh, global_batch_size=40))
-    with pytest.raises(ml.DataError, match="cannot go to row 160 of epoch 1"):
+    with pytest.raises(ml.errors.DataError, match="cannot go to row 160 of epoch 1"):
         again.set_state(first.get_state())
 
 

@@ -36,7 +36,7 @@ def rows_of(batches: Any) -> list[list[int]]:
     return [np.asarray(batch["y"]).tolist() for batch in batches]
 
 
-def message(function, error=ml.DataError) -> str:
+def message(function, error=ml.errors.DataError) -> str:
     with pytest.raises(error) as info:
         function()
     return str(info.value)
@@ -703,7 +703,7 @@ def test_closing_from_another_thread_ends_the_loop(prefetch):
         try:
             for _ in it:
                 pass
-        except ml.DataError as error:
+        except ml.errors.DataError as error:
             ended.append(str(error))
         else:
             ended.append("the end")

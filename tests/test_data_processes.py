@@ -277,7 +277,7 @@ class Broken:
 def _failed(mesh, here):
     """Steps taken and what is said where process 1 alone fails on its way."""
     broken = Broken(9 if here else None)
-    placed = [{"x": ml.ones((8,), mesh.layout("batch"))}] * (3 - here)
+    placed = [{"x": ml.arrays.ones((8,), mesh.layout("batch"))}] * (3 - here)
 
     def pairs(*counts):
         return lambda: ((np.float32(row), row) for row in range(counts[here]))

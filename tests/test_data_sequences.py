@@ -313,7 +313,7 @@ def test_short_last_chunks_are_dropped_and_counted_or_refused():
         "several rows: 1 document. Dropped from the end: 2 tokens."
     )
     assert len(list(data.pack_sequences(["abcdef"], 3, remainder="error"))) == 2
-    with pytest.raises(ml.DataError) as error:
+    with pytest.raises(ml.errors.DataError) as error:
         list(data.pack_sequences(["abcdefgh"], 3, remainder="error"))
     assert str(error.value) == (
         "8 tokens leave 2 in a last row of 3. Choose remainder='pad' or 'drop', or "
@@ -365,7 +365,7 @@ def test_documents_that_are_read_in_order_are_skipped_only_when_asked():
     state = before.get_state()
     rest = listed(before)
     after = iter(rows)
-    with pytest.raises(ml.DataError) as error:
+    with pytest.raises(ml.errors.DataError) as error:
         after.set_state(state)
     assert str(error.value) == (
         "these documents can only be read one after another. Give a list or a Grain "
@@ -397,7 +397,7 @@ def test_documents_that_are_read_in_order_are_skipped_only_when_asked():
     ids=["other", "length", "separator"],
 )
 def test_a_state_of_other_rows_is_refused(state, message):
-    with pytest.raises(ml.DataError) as error:
+    with pytest.raises(ml.errors.DataError) as error:
         iter(data.pack_sequences(TEXTS, 7)).set_state(state)
     assert str(error.value) == message
 
@@ -405,7 +405,7 @@ def test_a_state_of_other_rows_is_refused(state, message):
 def test_a_state_of_longer_documents_is_refused():
     rows = iter(data.pack_sequences(["abcdefgh"], 5, open_rows=1))
     next(rows)
-    with pytest.raises(ml.DataError) as error:
+    with pytest.raises(ml.errors.DataError) as error:
         iter(data.pack_sequences(["abc"], 5, open_rows=1)).set_state(rows.get_state())
     assert str(error.value) == (
         "the place is after token 5 of document 0, which is not that long: the "
@@ -466,7 +466,7 @@ def test_a_state_of_longer_documents_is_refused():
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_wrong_arguments_are_refused_at_once(given, message):
-    with pytest.raises(ml.DataError) as error:
+    with pytest.raises(ml.errors.DataError) as error:
         data.pack_sequences(**{"documents": TEXTS, "length": 4, **given})
     assert str(error.value) == message
 
@@ -522,25 +522,25 @@ def test_wrong_arguments_are_refused_at_once(given, message):
     ],
 )
 def test_documents_that_are_none_are_refused_by_number(document, message):
-    with pytest.raises(ml.DataError) as error:
+    with pytest.raises(ml.errors.DataError) as error:
         list(data.pack_sequences(["ab", document], 2))
     assert str(error.value) == message
 
 
 def test_what_a_tokenizer_gives_is_checked():
-    with pytest.raises(ml.DataError) as error:
+    with pytest.raises(ml.errors.DataError) as error:
         list(data.pack_sequences(["ab"], 2, tokenizer=str.upper))
     assert str(error.value) == (
         "the tokenizer, given document 0, gives a str; a document is a text, bytes, or "
         "a 1-D array of integers."
     )
-    with pytest.raises(ml.DataError) as error:
+    with pytest.raises(ml.errors.DataError) as error:
         list(data.pack_sequences([b"a\xff"], 2, tokenizer=lambda text: [1]))
     assert str(error.value) == (
         "document 0 is bytes that are no UTF-8 at byte 1. Give texts, or leave "
         "tokenizer= out to take the bytes as they are."
     )
-    with pytest.raises(ml.DataError) as error:
+    with pytest.raises(ml.errors.DataError) as error:
         data.ByteTokenizer().decode([97, 256])
     assert str(error.value) == (
         "token 256 is no byte: a ByteTokenizer has the tokens 0 to 255. Leave out "
@@ -551,7 +551,7 @@ def test_what_a_tokenizer_gives_is_checked():
 def test_an_iterator_is_read_once():
     rows = data.pack_sequences(iter(TEXTS), 4)
     assert listed(rows) == listed(data.pack_sequences(TEXTS, 4))
-    with pytest.raises(ml.DataError) as error:
+    with pytest.raises(ml.errors.DataError) as error:
         iter(rows)
     assert str(error.value) == (
         "documents is a list_iterator, which can be read once, and was. Give a list, "
@@ -631,7 +631,7 @@ def test_global_batches_of_a_generator_go_on_by_reading():
         state = iterator.get_state()
         rest = batches_of(iterator)
     with dataset.iterator() as iterator:
-        with pytest.raises(ml.DataError, match="skip=True"):
+        with pytest.raises(ml.errors.DataError, match="skip=True"):
             iterator.set_state(state)
         iterator.set_state(state, skip=True)
         assert_same(batches_of(iterator), rest)

@@ -109,7 +109,7 @@ def test_a_rename_that_changes_a_layout_breaks_the_lock(mesh, tree):
     layouts = ml.LayoutMap(mesh, RULES)
     lock = layouts.resolve(tree).to_lock()
     tree["top"] = tree.pop("head")
-    with pytest.raises(ml.LayoutMapError) as caught:
+    with pytest.raises(ml.errors.LayoutMapError) as caught:
         layouts.resolve(tree).check_lock(lock)
     assert str(caught.value) == (
         "the layouts are not the locked ones (- locked, + now):\n"
@@ -125,7 +125,7 @@ def test_a_resolution_is_found_by_path(mesh, tree):
     layouts, resolutions = resolved
     assert layouts["head"]["kernel"] == resolved["head/kernel"].layout
     assert len(resolutions) == 6
-    with pytest.raises(ml.LayoutMapError) as caught:
+    with pytest.raises(ml.errors.LayoutMapError) as caught:
         resolved["head/kernle"]
     assert str(caught.value) == (
         "no leaf has the path 'head/kernle'. Did you mean 'head/kernel'?"

@@ -18,8 +18,8 @@ def step(state, batch):
     grads = jax.grad(lambda w: (batch @ w).mean())(state)
     return state - 1e-6 * grads, None
 
-batch = ml.ones((256, 256), mesh.layout("batch", None))
-state = ml.ones((256, 128), mesh.layout(None, None))
+batch = ml.arrays.ones((256, 256), mesh.layout("batch", None))
+state = ml.arrays.ones((256, 128), mesh.layout(None, None))
 for _ in range(2000):
     state, _ = step(state, batch)
 jax.block_until_ready(state)

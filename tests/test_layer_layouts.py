@@ -164,50 +164,50 @@ def make_linen(layer=nn.Dense, **layouts):
 REFUSED = [
     (
         lambda: ml.with_layouts(nnx.relu, kernel=(None, "model")),
-        ml.StateError,
+        ml.errors.StateError,
         f"with_layouts takes an NNX or Linen layer class, and got {nnx.relu!r}. Write "
         "with_layouts(nnx.Linear, kernel=(None, 'model'))(in_features, ...).",
     ),
     (
         lambda: ml.with_layouts(3, kernel=(None, "model")),
-        ml.StateError,
+        ml.errors.StateError,
         "with_layouts takes an NNX or Linen layer class, and got 3. Write "
         "with_layouts(nnx.Linear, kernel=(None, 'model'))(in_features, ...).",
     ),
     (
         lambda: ml.with_layouts(nnx.Linear),
-        ml.StateError,
+        ml.errors.StateError,
         "with_layouts(Linear) gives no layouts; name a parameter's.",
     ),
     (
         lambda: nnx_layer(kernl=(None, "model")),
-        ml.StateError,
+        ml.errors.StateError,
         "Linear has no parameter 'kernl'; it has 'kernel', 'bias'. Did you mean "
         "'kernel'?",
     ),
     (
         make_linen(kernl=(None, "model")),
-        ml.StateError,
+        ml.errors.StateError,
         "Dense has no parameter 'kernl'; it has 'kernel', 'bias'. Did you mean "
         "'kernel'?",
     ),
     (
         make_nnx(kernel=(None, "modle")),
-        ml.LayoutMapError,
+        ml.errors.LayoutMapError,
         "kernel f32[8, 16]: the layout given on its layer does not fit: mesh axis "
         "'modle' of [unsharded, modle] is not in Mesh(batch=2, model=4). Did you mean "
         "'model'?",
     ),
     (
         make_linen(kernel=(None, "modle")),
-        ml.LayoutMapError,
+        ml.errors.LayoutMapError,
         "kernel f32[8, 16]: the layout given on its layer does not fit: mesh axis "
         "'modle' of [unsharded, modle] is not in Mesh(batch=2, model=4). Did you mean "
         "'model'?",
     ),
     (
         make_nnx(kernel=("model",)),
-        ml.LayoutMapError,
+        ml.errors.LayoutMapError,
         "kernel f32[8, 16]: the layout given on its layer does not fit: "
         "Layout([model], Mesh(batch=2, model=4)) is for arrays of rank 1, and this one "
         "has rank 2. Use `...` for any number of unsharded dims.",
@@ -228,7 +228,7 @@ def test_what_does_not_divide_is_refused_with_its_source():
             8, 10, rngs=nnx.Rngs(0)
         )
 
-    with pytest.raises(ml.LayoutMapError) as error:
+    with pytest.raises(ml.errors.LayoutMapError) as error:
         ml.create(build, ml.LayoutMap(MESH))
     assert str(error.value) == (
         "kernel f32[8, 10]: dim 1 has size 10, which does not divide into 4 shards over "

@@ -207,7 +207,7 @@ def test_what_does_not_divide_is_left_unsharded_on_request_and_recorded(mesh):
     strict = ml.LayoutMap(
         mesh, {"w": ml.Rule(rule, on_uneven="error")}, on_uneven="replicate"
     )
-    with pytest.raises(ml.LayoutMapError):
+    with pytest.raises(ml.errors.LayoutMapError):
         strict.match("w", (6, 10), "float32")
 
 
@@ -334,7 +334,10 @@ def test_a_map_that_changes_is_traced_again(mesh):
 
 def test_a_dim_that_an_activation_cannot_cut_is_said(mesh):
     rules = {"u": ml.Rule(("batch", ...), on_uneven="replicate")}
-    with ml.LayoutMap(mesh, rules).scope(), pytest.warns(ml.LayoutWarning) as caught:
+    with (
+        ml.LayoutMap(mesh, rules).scope(),
+        pytest.warns(ml.errors.LayoutWarning) as caught,
+    ):
         ml.constrain(jnp.ones((3, 8)), "u")
     assert [str(one.message) for one in caught] == [
         "u f32[3, 8]: dim 0 left unsharded: size 3 does not divide into 2 shards over "
@@ -602,7 +605,7 @@ def test_bad_rules_are_refused_when_they_are_inserted(name, mesh):
 def test_leaves_that_a_map_cannot_place_are_named(name, mesh):
     (rules, options), leaf, message = LEAVES[name]
     layouts = ml.LayoutMap(mesh, rules, **options)
-    with pytest.raises(ml.LayoutMapError) as caught:
+    with pytest.raises(ml.errors.LayoutMapError) as caught:
         layouts.resolve({"dense": {"kernel": leaf}})
     assert str(caught.value) == message
 
@@ -613,7 +616,7 @@ def test_a_logical_axis_that_means_nothing_is_refused(mesh):
         kernel_init=nn.with_logical_partitioning(nn.initializers.ones, ("in", "mdel")),
     )
     variables = jax.eval_shape(lambda: dense.init(jax.random.key(0), jnp.ones((2, 4))))
-    with pytest.raises(ml.LayoutMapError) as caught:
+    with pytest.raises(ml.errors.LayoutMapError) as caught:
         ml.LayoutMap(mesh, logical_axes={"in": None}).resolve(variables)
     assert str(caught.value) == (
         "kernel f32[4, 8]: logical axes ('in', 'mdel'): logical axis 'mdel' has no rule "

@@ -291,6 +291,6 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_arguments_are_refused_in_words(name):
     call, message = WRONG[name]
-    with pytest.raises(ml.LossError) as caught:
+    with pytest.raises(ml.errors.LossError) as caught:
         call()
     assert str(caught.value) == message

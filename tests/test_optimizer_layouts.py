@@ -336,7 +336,7 @@ def test_an_owner_that_cannot_be_told_is_an_error_where_it_matters(mesh):
     tree = {"ema": ONE, "opt": SLOTS, "weights": ONE}
     same = ml.LayoutMap(mesh, {"^(ema|weights)/k": (None, "model")})
     assert str(same.resolve(tree)["opt/0/mu/k"].layout) == "[unsharded, model]"
-    with pytest.raises(ml.LayoutMapError) as error:
+    with pytest.raises(ml.errors.LayoutMapError) as error:
         ml.LayoutMap(mesh, {"^weights/k": (None, "model")}).resolve(tree)
     assert str(error.value) == (
         "the optimiser state 'opt/0' may belong to 'ema' or to 'weights', which are laid "

@@ -275,7 +275,7 @@ def test_a_run_begins_in_no_directory_of_another_one(count, has, tmp_path):
         saving = ml.callbacks.Checkpoint(ck, every=1)
         Counting().fit(ONES[:count], callbacks=[saving], progress=False)
         trainer = Counting()
-        with pytest.raises(ml.CheckpointError) as error:
+        with pytest.raises(ml.errors.CheckpointError) as error:
             trainer.fit(ONES[:count], callbacks=[saving], progress=False)
         assert str(error.value) == (
             f"fit begins at step 0, and {tmp_path} holds {has} of another training: "
@@ -375,7 +375,7 @@ def test_a_loop_that_is_told_to_end_saves_that_step_and_goes_on(mesh, tmp_path):
 
 def misuse(use, ck):
     with (
-        pytest.raises(ml.CheckpointError) as error,
+        pytest.raises(ml.errors.CheckpointError) as error,
         ml.checkpoint.Loop(ck, [1, 2]) as loop,
     ):
         use(loop)
@@ -441,7 +441,7 @@ def test_a_loop_refuses_what_would_go_wrong_silently(tmp_path):
 
 def test_a_loop_takes_a_checkpointer_and_batches(tmp_path):
     def message(*args):
-        with pytest.raises(ml.CheckpointError) as error:
+        with pytest.raises(ml.errors.CheckpointError) as error:
             ml.checkpoint.Loop(*args)
         return str(error.value)
 
@@ -469,7 +469,7 @@ def test_a_loop_and_a_trainer_do_not_go_on_with_each_other(tmp_path):
             for _ in loop:
                 loop.step_done(state)
         trainer = Counting()
-        with pytest.raises(ml.CheckpointError) as error:
+        with pytest.raises(ml.errors.CheckpointError) as error:
             trainer.fit(
                 ONES,
                 callbacks=[ml.callbacks.Checkpoint(ck)],
@@ -506,7 +506,7 @@ def test_data_that_cannot_go_to_its_place_is_read_up_to_it(mesh, tmp_path, caplo
         with caplog.at_level("INFO", logger="meshlayout.checkpoint"):
             ck.restore(data=again)
         assert rows(again) == whole[1:] != []
-        with pytest.raises(ml.DataError):
+        with pytest.raises(ml.errors.DataError):
             ck.restore(data=iter(distributed(mesh)))
     assert "the data cannot go to its place: it is read, and dropped, up to it" in (
         caplog.messages

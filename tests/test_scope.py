@@ -257,7 +257,7 @@ def test_rngs_that_were_not_given_are_drawn_from_and_said():
 
         return Drawing()
 
-    with kernels().scope(), pytest.warns(ml.LayoutWarning) as caught:
+    with kernels().scope(), pytest.warns(ml.errors.LayoutWarning) as caught:
         model = build(nnx.Rngs(0))
     assert [str(one.message) for one in caught] == [
         "Drawing draws from an nnx.Rngs that it was not given as an argument: its "
@@ -496,7 +496,7 @@ def test_clones_and_merges_keep_their_layouts():
 )
 def test_what_no_rule_matches_is_named_by_its_final_path(build, path, shape):
     layouts = kernels(unmatched="error")
-    with pytest.raises(ml.LayoutMapError) as error, layouts.scope():
+    with pytest.raises(ml.errors.LayoutMapError) as error, layouts.scope():
         build()
     assert str(error.value) == (
         f"{path} f32[{shape}]: no rule matches, and the map has unmatched='error'. Add a "
@@ -508,7 +508,7 @@ def test_what_no_rule_matches_is_named_by_its_final_path(build, path, shape):
 def test_rules_that_disagree_are_refused_at_the_end():
     layouts = kernels()
     layouts["layers"] = (..., "batch")
-    with pytest.raises(ml.LayoutMapError) as error, layouts.scope():
+    with pytest.raises(ml.errors.LayoutMapError) as error, layouts.scope():
         nnx.Sequential(nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0)))
     assert str(error.value) == (
         "layers/0/kernel f32[8, 8]: rules 'kernel' and 'layers' both match and "

@@ -55,7 +55,7 @@ def test_the_layouts_that_come_in_go_out(state, mesh):
     # Left alone, the compiler would lay the product out by its operands.
     step = ml.compile_step(lambda s, b: (jax.tree.map(lambda v: v + b.sum(), s), None))
     for _ in range(3):
-        state, _ = step(state, ml.ones((8, 8), mesh.layout("batch", "model")))
+        state, _ = step(state, ml.arrays.ones((8, 8), mesh.layout("batch", "model")))
     assert jax.tree.map(ml.Layout.of, state) == before
 
 
@@ -78,7 +78,7 @@ def test_it_is_a_decorator_with_and_without_options(state):
 
     assert one.__name__ == "one"
     assert one.__doc__ == "Doc."
-    assert isinstance(one, ml.CompiledStep)
+    assert isinstance(one, ml.step.CompiledStep)
     state, _ = one(state, jnp.ones(2))
     two(state, jnp.ones(2))
 
@@ -110,7 +110,7 @@ def test_several_batches_and_any_pytrees(mesh):
         assert extra is None
         return ((w + first["x"].sum() - second[0], None), count + 1), (second, None)
 
-    state = ((ml.zeros(8, mesh.layout("model")), None), jnp.int32(0))
+    state = ((ml.arrays.zeros(8, mesh.layout("model")), None), jnp.int32(0))
     compiled = ml.compile_step(step)
     for _ in range(2):
         state, aux = compiled(state, {"x": np.ones(4)}, second=[jnp.float32(1)])
@@ -120,7 +120,7 @@ def test_several_batches_and_any_pytrees(mesh):
 
 
 def test_numpy_and_number_leaves_of_a_state_are_placed_beside_the_others(mesh):
-    state = {"w": ml.ones(8, mesh.layout("model")), "n": 1, "m": np.float32(2)}
+    state = {"w": ml.arrays.ones(8, mesh.layout("model")), "n": 1, "m": np.float32(2)}
     step = ml.compile_step(lambda s, b: (jax.tree.map(lambda v: v + b, s), None))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -147,7 +147,7 @@ class Traces:
 def test_one_program_for_many_calls(state, mesh):
     traces = Traces()
     step = ml.compile_step(traces)
-    batch = ml.ones(8, mesh.layout("batch"))
+    batch = ml.arrays.ones(8, mesh.layout("batch"))
     for _ in range(5):
         state, _ = step(state, batch)
     assert traces.count == 1
@@ -177,7 +177,7 @@ CHANGES = {
         "changing recompiles: batch/x is new: f32[8].",
     ),
     "layout": (
-        lambda m: ((ml.ones(8, m.layout("batch")),), {}),
+        lambda m: ((ml.arrays.ones(8, m.layout("batch")),), {}),
         "changing recompiles: the layout of batch changed from no layout of its own to "
         "('batch',) on (batch=2, model=4).",
     ),
@@ -203,7 +203,7 @@ def test_the_change_that_recompiles_is_named(name, state, mesh):
     args, kwargs = change(mesh)
     step = ml.compile_step(changing, static_argnames=("train",))
     state, _ = step(state, jnp.ones(8), train=True)
-    with pytest.warns(ml.RecompileWarning) as caught:
+    with pytest.warns(ml.errors.RecompileWarning) as caught:
         state, _ = step(state, *args, **{"train": True, **kwargs})
     assert [str(one.message) for one in caught] == [message]
     with warnings.catch_warnings():
@@ -218,7 +218,7 @@ def test_with_error_a_recompilation_is_refused_and_nothing_is_lost(name, state, 
     args, kwargs = change(mesh)
     step = ml.compile_step(changing, static_argnames=("train",), on_recompile="error")
     state, _ = step(state, jnp.ones(8), train=True)
-    with pytest.raises(ml.StepError) as caught:
+    with pytest.raises(ml.errors.StepError) as caught:
         step(state, *args, **{"train": True, **kwargs})
     assert str(caught.value) == message
     assert deleted(state) == [False] * 3
@@ -229,11 +229,11 @@ def test_a_state_in_another_layout_is_named_too(state, mesh):
     step = ml.compile_step(doubled, on_recompile="error")
     step(state, jnp.ones(2))
     other = {
-        "w": ml.ones((8, 4), mesh.layout("batch", None)),
-        "b": ml.ones(4, mesh.layout("model")),
-        "n": ml.ones((), mesh.layout()),
+        "w": ml.arrays.ones((8, 4), mesh.layout("batch", None)),
+        "b": ml.arrays.ones(4, mesh.layout("model")),
+        "n": ml.arrays.ones((), mesh.layout()),
     }
-    with pytest.raises(ml.StepError) as caught:
+    with pytest.raises(ml.errors.StepError) as caught:
         step(other, jnp.ones(2))
     assert str(caught.value) == (
         "doubled recompiles: the layout of state/w changed from ('model', None) on "
@@ -243,7 +243,7 @@ def test_a_state_in_another_layout_is_named_too(state, mesh):
 
 
 BATCHES = {
-    "placed": lambda m: ml.ones((4, 8), m.layout("batch", None)),
+    "placed": lambda m: ml.arrays.ones((4, 8), m.layout("batch", None)),
     "from NumPy": lambda m: np.ones((4, 8), np.float32),
     "not placed": lambda m: jnp.ones((4, 8)),
 }
@@ -255,7 +255,7 @@ def test_a_batch_that_lies_otherwise_is_named(second, first_is_placed, state, me
     kinds = ["placed", second] if first_is_placed else [second, "placed"]
     step = ml.compile_step(doubled, on_recompile="error")
     state, _ = step(state, BATCHES[kinds[0]](mesh))
-    with pytest.raises(ml.StepError) as caught:
+    with pytest.raises(ml.errors.StepError) as caught:
         step(state, BATCHES[kinds[1]](mesh))
     lies = "('batch', None) on (batch=2, model=4)"
     texts = [lies if kind == "placed" else "no layout of its own" for kind in kinds]
@@ -303,7 +303,7 @@ def test_threads_may_share_a_step_that_retraces():
     assert errors == []
     strict = ml.compile_step(slow, on_recompile="error")
     strict({"w": jnp.zeros(2)}, jnp.ones(3))
-    with pytest.raises(ml.StepError, match="recompiles"):
+    with pytest.raises(ml.errors.StepError, match="recompiles"):
         strict({"w": jnp.zeros(2)}, jnp.ones(4))
 
 
@@ -314,7 +314,7 @@ def test_a_step_inside_another_transformation_is_traced_and_says_nothing(
     step = ml.compile_step(
         lambda state, x: ({"w": state["w"] + x.mean()}, x.sum()), on_recompile="error"
     )
-    batch = ml.ones((4, 8), mesh.layout("batch", None))
+    batch = ml.arrays.ones((4, 8), mesh.layout("batch", None))
     step({"w": jnp.ones((2, 2))}, batch)
     inside = transform(lambda w: step({"w": w}, batch)[0]["w"].sum())
     w = jnp.ones((8, 4))
@@ -328,7 +328,7 @@ def test_any_number_of_batches_and_a_static_argument_after_them():
         return state + sign * sum(batch.sum() for batch in batches), None
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ml.RecompileWarning)
+        warnings.simplefilter("ignore", ml.errors.RecompileWarning)
         assert step(jnp.zeros(()), jnp.ones(2), jnp.ones(3))[0] == 5
         assert step(jnp.zeros(()), jnp.ones(2), jnp.ones(3), sign=-1)[0] == -5
 
@@ -344,10 +344,10 @@ def test_ignore_says_nothing(state):
 def test_another_map_in_force_makes_another_program_and_says_so(mesh):
     traces = Traces(lambda s, b: (s + ml.constrain(b, "hidden").sum(), None))
     step = ml.compile_step(traces)
-    state, _ = step(ml.zeros(8, mesh.layout("model")), jnp.ones((2, 4)))
+    state, _ = step(ml.arrays.zeros(8, mesh.layout("model")), jnp.ones((2, 4)))
     with (
         ml.LayoutMap(mesh, {"hidden": ("batch", "model")}).scope(),
-        pytest.warns(ml.RecompileWarning, match="the layout map in force"),
+        pytest.warns(ml.errors.RecompileWarning, match="the layout map in force"),
     ):
         step(state, jnp.ones((2, 4)))
     assert traces.count == 2
@@ -358,7 +358,7 @@ def test_the_given_map_is_in_force_inside(mesh):
     step = ml.compile_step(
         lambda s, b: (s, ml.constrain(b * 2, "hidden")), layouts=layouts
     )
-    _, hidden = step(ml.zeros(8, mesh.layout("model")), jnp.ones((2, 4)))
+    _, hidden = step(ml.arrays.zeros(8, mesh.layout("model")), jnp.ones((2, 4)))
     assert ml.Layout.of(hidden) == mesh.layout("batch", "model")
 
 
@@ -403,7 +403,7 @@ def test_a_train_state_trains(mesh):
 
     losses = []
     for _ in range(5):
-        state, loss = step(state, ml.ones((8, 4), mesh.layout("batch", None)))
+        state, loss = step(state, ml.arrays.ones((8, 4), mesh.layout("batch", None)))
         losses.append(float(loss))
     assert losses == sorted(losses, reverse=True)
     assert int(state.step) == 5
@@ -438,19 +438,19 @@ def used_up_on_one_device():
 
 
 def twice(mesh):
-    w = ml.ones(8, mesh.layout("batch"))
+    w = ml.arrays.ones(8, mesh.layout("batch"))
     return ml.compile_step(doubled)({"a": w, "b": w}, jnp.ones(2))
 
 
 def state_as_batch():
     mesh = ml.create_mesh({"batch": 8})
-    state = {"a": ml.ones(8, mesh.layout("batch"))}
+    state = {"a": ml.arrays.ones(8, mesh.layout("batch"))}
     return ml.compile_step(doubled)(state, state["a"])
 
 
 def batch_elsewhere():
     mesh = ml.create_mesh({"batch": 8})
-    state = {"a": ml.ones(8, mesh.layout("batch"))}
+    state = {"a": ml.arrays.ones(8, mesh.layout("batch"))}
     batch = jax.device_put(jnp.ones(2), jax.devices()[3])
     return ml.compile_step(doubled)(state, batch)
 
@@ -459,8 +459,8 @@ def two_meshes():
     mesh = ml.create_mesh({"batch": 8})
     half = ml.create_mesh({"batch": 4}, devices=jax.devices()[:4])
     state = {
-        "a": ml.zeros(8, mesh.layout("batch")),
-        "b": ml.zeros(8, half.layout("batch")),
+        "a": ml.arrays.zeros(8, mesh.layout("batch")),
+        "b": ml.arrays.zeros(8, half.layout("batch")),
     }
     return ml.compile_step(doubled)(state, jnp.ones(2))
 
@@ -612,7 +612,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals_say_what_and_how_else(name):
     call, message = REFUSED[name]
-    with pytest.raises(ml.StepError) as caught:
+    with pytest.raises(ml.errors.StepError) as caught:
         call()
     assert str(caught.value) == message
 

@@ -162,6 +162,6 @@ def test_what_is_no_epoch_is_refused_in_words(name):
         **given,
     }
     state = create(ml.create_mesh({"batch": 8}))
-    with pytest.raises(ml.StepError) as caught:
+    with pytest.raises(ml.errors.StepError) as caught:
         ml.scan_epoch(ml.make_train_step(squares), state, **options)
     assert str(caught.value) == message

@@ -267,6 +267,6 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_no_metric_is_refused_when_the_step_is_made(name, make):
     metric, message = REFUSED[name]
-    with pytest.raises(ml.StepError) as caught:
+    with pytest.raises(ml.errors.StepError) as caught:
         make(loss_fn, metrics={"a": metric})
     assert str(caught.value) == message

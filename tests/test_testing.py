@@ -106,7 +106,7 @@ def test_a_list_may_be_a_batch(mesh):
     def step(state, batch):
         return state + batch[0].mean() * batch[1].mean(), None
 
-    state = ml.zeros(8, mesh.layout("model"))
+    state = ml.arrays.zeros(8, mesh.layout("model"))
     testing.verify(step, state, [rows(mesh, 4), rows(mesh, 4, seed=1)])
 
 
@@ -121,7 +121,7 @@ def test_the_state_is_not_used_up_and_not_changed(mesh):
 
 def test_leaves_of_every_kind_are_copied(mesh):
     state = {
-        "w": ml.ones(8, mesh.layout("model")),
+        "w": ml.arrays.ones(8, mesh.layout("model")),
         "numpy": np.ones(2, np.float32),
         "number": 1.5,
         "unplaced": jnp.ones(3),
@@ -129,7 +129,7 @@ def test_leaves_of_every_kind_are_copied(mesh):
         "keys": ml.relayout(
             jax.random.split(jax.random.key(1), 4), mesh.layout("model")
         ),
-        "half": ml.ones((4, 2), mesh.layout("batch", None), dtype="bfloat16"),
+        "half": ml.arrays.ones((4, 2), mesh.layout("batch", None), dtype="bfloat16"),
         "weak": jax.device_put(jnp.asarray(1.0), mesh.layout().sharding),
     }
 
@@ -159,7 +159,7 @@ def test_nothing_is_said_of_recompiling(mesh, on_recompile):
     compiled = ml.compile_step(
         step, static_argnames="train", on_recompile=on_recompile, layouts=layouts
     )
-    state, batch = ml.ones(8, mesh.layout("model")), rows(mesh, 8, 4)
+    state, batch = ml.arrays.ones(8, mesh.layout("model")), rows(mesh, 8, 4)
     testing.verify(compiled, state, batch, True, scale=2.0)
     state, _ = compiled(state, batch, True, scale=2.0)
     testing.verify(compiled, state, batch, train=True, scale=2.0)
@@ -170,7 +170,7 @@ def test_a_plain_function_and_a_jitted_one_are_steps_too(mesh):
     def step(state, batch):
         return state + batch.mean(), None
 
-    state, batch = ml.ones(8, mesh.layout("model")), rows(mesh, 8, 4)
+    state, batch = ml.arrays.ones(8, mesh.layout("model")), rows(mesh, 8, 4)
     assert len(testing.verify(step, state, batch).differences) == 1
     jitted = jax.jit(step, donate_argnums=0)
     assert len(testing.verify(jitted, state, batch).differences) == 1
@@ -178,7 +178,7 @@ def test_a_plain_function_and_a_jitted_one_are_steps_too(mesh):
 
 def test_a_layout_map_in_force_is_not_in_the_way(mesh):
     layouts = ml.LayoutMap(mesh, {"rows": ("batch", "model")}, unused="ignore")
-    state, batch = ml.ones(8, mesh.layout("model")), rows(mesh, 8, 4)
+    state, batch = ml.arrays.ones(8, mesh.layout("model")), rows(mesh, 8, 4)
     with layouts.scope():
         testing.verify(
             lambda s, b: (s + ml.constrain(b, "rows").sum(), None), state, batch
@@ -188,7 +188,7 @@ def test_a_layout_map_in_force_is_not_in_the_way(mesh):
 def test_explicit_axes_and_the_mesh_of_jax_are_taken_to_one_device():
     mesh = ml.create_mesh({"batch": 2, "model": 4}, axis_types="explicit")
     with jax.set_mesh(mesh.jax_mesh):
-        state, batch = ml.ones(8, mesh.layout("model")), rows(mesh, 8, 4)
+        state, batch = ml.arrays.ones(8, mesh.layout("model")), rows(mesh, 8, 4)
 
         def step(state, batch):
             total = jax.shard_map(
@@ -205,11 +205,14 @@ def test_nan_is_nan_and_infinity_infinity_in_the_same_place(mesh):
     def step(state, batch):
         return state + batch.sum(), jnp.array([np.nan, np.inf, -np.inf, 1.0])
 
-    testing.verify(step, ml.ones(8, mesh.layout("model")), rows(mesh, 8, 4))
+    testing.verify(step, ml.arrays.ones(8, mesh.layout("model")), rows(mesh, 8, 4))
 
 
 def test_a_verification_is_a_table(mesh):
-    state, batch = ml.ones(8, mesh.layout("model")), ml.ones(4, mesh.layout("batch"))
+    state, batch = (
+        ml.arrays.ones(8, mesh.layout("model")),
+        ml.arrays.ones(4, mesh.layout("batch")),
+    )
     found = testing.verify(
         lambda s, b: (s + b.sum(), {"n": b.astype("int32").sum()}), state, batch
     )
@@ -244,7 +247,7 @@ def test_the_tolerance_is_relative_to_the_largest_value(
         wrong = 1000 * error * (ml.get_default_mesh().size > 1)
         return state, jnp.array([1000, 1 + wrong], dtype)
 
-    state, batch = ml.ones(8, mesh.layout("model")), None
+    state, batch = ml.arrays.ones(8, mesh.layout("model")), None
     if is_let_pass:
         testing.verify(step, state, batch)
     else:
@@ -281,14 +284,14 @@ def test_a_mean_of_per_shard_means_is_found(mesh):
         "x": ml.relayout(np.float32([1, 2, 3, 4]), mesh.layout("batch")),
         "weight": ml.relayout(np.float32([1, 1, 1, 0]), mesh.layout("batch")),
     }
-    state = {"w": ml.ones(8, mesh.layout("model"))}
+    state = {"w": ml.arrays.ones(8, mesh.layout("model"))}
     assert message(lambda: testing.verify(mean_of_means, state, batch)) == (
         "step 1: aux/loss f32[] is not the same on Mesh(batch=2, model=4) as on one "
         "device. The largest difference is 0.25: 2.25 on the mesh and 2.0 on one "
         "device, where 3.1e-05 is allowed. Elements that differ: 1 of 1.\n"
         f"Leaves that differ: 1 of 2.\n{CAUSES}"
     )
-    even = {**batch, "weight": ml.ones(4, mesh.layout("batch"))}
+    even = {**batch, "weight": ml.arrays.ones(4, mesh.layout("batch"))}
     testing.verify(mean_of_means, state, even)
 
 
@@ -301,7 +304,7 @@ def test_batch_statistics_of_one_shard_are_found(mesh):
         x, mean = per_shard(normalise, (P("batch"), P()))(batch)
         return {"mean": 0.9 * state["mean"] + 0.1 * mean}, {"x": x}
 
-    state = {"mean": ml.zeros(2, mesh.layout(None))}
+    state = {"mean": ml.arrays.zeros(2, mesh.layout(None))}
     text = message(lambda: testing.verify(step, state, rows(mesh, 8, 2)))
     assert text.startswith(
         "step 1: aux/x f32[8@batch, 2] is not the same on Mesh(batch=2, model=4) as on "
@@ -342,9 +345,9 @@ def test_a_random_key_made_from_the_device_is_found(mesh):
 
         return state, per_shard(dropout, P("batch"))(batch)
 
-    state = ml.ones((), mesh.layout())
+    state = ml.arrays.ones((), mesh.layout())
     text = message(
-        lambda: testing.verify(step, state, ml.ones(64, mesh.layout("batch")))
+        lambda: testing.verify(step, state, ml.arrays.ones(64, mesh.layout("batch")))
     )
     assert text.startswith("step 1: aux f32[64@batch] is not the same on ")
     assert "The largest difference is 1 at [" in text
@@ -385,7 +388,9 @@ def test_nan_on_the_mesh_alone_is_found(mesh):
         bad = jnp.where(ml.get_default_mesh().size > 1, jnp.nan, 1.0)
         return state, jnp.array([[1.0, 2.0], [bad, 4.0]])
 
-    text = message(lambda: testing.verify(step, ml.ones(8, mesh.layout("model")), None))
+    text = message(
+        lambda: testing.verify(step, ml.arrays.ones(8, mesh.layout("model")), None)
+    )
     assert (
         "The largest difference is inf at [1, 0]: nan on the mesh and 1.0 on one device, "
         "where 6.3e-05 is allowed. Elements that differ: 1 of 4.\n"
@@ -393,7 +398,7 @@ def test_nan_on_the_mesh_alone_is_found(mesh):
 
 
 def test_the_first_step_that_differs_is_named(mesh):
-    state = {"w": ml.ones(8, mesh.layout("model"))}
+    state = {"w": ml.arrays.ones(8, mesh.layout("model"))}
     weights = [[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0]]
     batches = [
         {
@@ -416,7 +421,10 @@ def test_shapes_and_leaves_that_depend_on_the_mesh_are_found(mesh):
         size = ml.get_default_mesh().size
         return state, {f"n{size}": batch.sum(), "loss": batch.sum()}
 
-    state, batch = ml.ones((), mesh.layout()), ml.ones(4, mesh.layout("batch"))
+    state, batch = (
+        ml.arrays.ones((), mesh.layout()),
+        ml.arrays.ones(4, mesh.layout("batch")),
+    )
     assert message(lambda: testing.verify(losses, state, batch)) == (
         "step 1: aux f32[2@batch] is not the same on Mesh(batch=2, model=4) as on one "
         "device: it is f32[2] on the mesh and f32[1] on one device.\n"
@@ -446,7 +454,7 @@ def make_step(mesh):
 
 def test_a_step_that_names_its_mesh_is_refused_unless_it_has_a_reference():
     mesh = ml.create_mesh({"batch": 2, "model": 4})
-    state, batch = ml.ones(8, mesh.layout("model")), rows(mesh, 8)
+    state, batch = ml.arrays.ones(8, mesh.layout("model")), rows(mesh, 8)
     text = message(lambda: testing.verify(make_step(mesh), state, batch))
     assert re.fullmatch(
         r"the step runs on Mesh\(batch=2, model=4\), and not on one device: .+\. A mesh "
@@ -479,7 +487,7 @@ def test_the_mesh_of_one_device_has_the_same_axes():
     ("arguments", "options", "expected"),
     [
         (
-            lambda mesh: (3, ml.ones(8, mesh.layout("model")), None),
+            lambda mesh: (3, ml.arrays.ones(8, mesh.layout("model")), None),
             {},
             "verify takes a function (state, batch, ...) -> (state, aux) as its step, "
             "and got 3 of type int.",
@@ -494,7 +502,7 @@ def test_the_mesh_of_one_device_has_the_same_axes():
         (
             lambda mesh: (
                 mlp_step,
-                ml.ones(3, testing.one_device_mesh(mesh).layout(None)),
+                ml.arrays.ones(3, testing.one_device_mesh(mesh).layout(None)),
                 None,
             ),
             {},
@@ -505,7 +513,7 @@ def test_the_mesh_of_one_device_has_the_same_axes():
         (
             lambda mesh: (
                 lambda s, b: (s, None),
-                ml.ones(8, mesh.layout("model")),
+                ml.arrays.ones(8, mesh.layout("model")),
                 iter([1, 2]),
             ),
             {"num_steps": 3},
@@ -513,23 +521,27 @@ def test_the_mesh_of_one_device_has_the_same_axes():
             "steps.",
         ),
         (
-            lambda mesh: (mlp_step, ml.ones(8, mesh.layout("model")), None),
+            lambda mesh: (mlp_step, ml.arrays.ones(8, mesh.layout("model")), None),
             {"num_steps": 0},
             "num_steps is a whole number, 1 or more, and got 0.",
         ),
         (
-            lambda mesh: (mlp_step, ml.ones(8, mesh.layout("model")), None),
+            lambda mesh: (mlp_step, ml.arrays.ones(8, mesh.layout("model")), None),
             {"rtol": -1.0},
             "rtol is a number, 0 or more, and got -1.0.",
         ),
         (
-            lambda mesh: (mlp_step, ml.ones(8, mesh.layout("model")), None),
+            lambda mesh: (mlp_step, ml.arrays.ones(8, mesh.layout("model")), None),
             {"reference": "plain"},
             "verify takes a function (state, batch, ...) -> (state, aux) as its "
             "reference, and got 'plain' of type str.",
         ),
         (
-            lambda mesh: (jax.jit(lambda s, b: s), ml.ones(8, mesh.layout("model")), 1),
+            lambda mesh: (
+                jax.jit(lambda s, b: s),
+                ml.arrays.ones(8, mesh.layout("model")),
+                1,
+            ),
             {},
             "the step returned a value of type ArrayImpl; a step returns a pair, (state, aux).",
         ),
@@ -547,7 +559,7 @@ def test_a_failure_is_an_assertion_and_one_of_the_library():
 
 
 def test_layouts_are_asserted_in_every_form(mesh):
-    kernel = ml.zeros((4, 8), mesh.layout(None, "model"))
+    kernel = ml.arrays.zeros((4, 8), mesh.layout(None, "model"))
     for expected in (
         mesh.layout(None, "model"),
         mesh.layout(..., "model"),
@@ -564,7 +576,9 @@ def test_layouts_are_asserted_in_every_form(mesh):
         jax.ShapeDtypeStruct((4, 8), "float32", sharding=kernel.sharding),
         (None, "model"),
     )
-    testing.assert_layout(ml.zeros((4, 8), mesh.layout("batch", None)), P("batch"))
+    testing.assert_layout(
+        ml.arrays.zeros((4, 8), mesh.layout("batch", None)), P("batch")
+    )
 
 
 @pytest.mark.parametrize("tree", ["state", "module", "variables"])
@@ -588,8 +602,8 @@ def test_a_layout_map_is_asserted_for_whole_states(mesh, tree):
 
 
 def test_every_layout_that_is_wrong_is_listed(mesh):
-    tree = {f"w{i:02}": ml.zeros(8, mesh.layout("model")) for i in range(12)}
-    tree["ok"] = ml.zeros(8, mesh.layout(("batch", "model")))
+    tree = {f"w{i:02}": ml.arrays.zeros(8, mesh.layout("model")) for i in range(12)}
+    tree["ok"] = ml.arrays.zeros(8, mesh.layout(("batch", "model")))
     lines = message(lambda: testing.assert_layout(tree, [("batch", "model")])).split(
         "\n"
     )
@@ -608,8 +622,8 @@ def test_what_is_no_array_on_a_mesh_is_named(mesh):
     assert message(lambda: testing.assert_layout({}, (None,))) == (
         "there is no array in {}, and so no layout to check."
     )
-    with pytest.raises(ml.LayoutError) as info:
-        testing.assert_layout({"w": ml.zeros(8, mesh.layout("model"))}, "model")
+    with pytest.raises(ml.errors.LayoutError) as info:
+        testing.assert_layout({"w": ml.arrays.zeros(8, mesh.layout("model"))}, "model")
     assert str(info.value) == (
         "w f32[8@model]: expected a Layout, a NamedSharding, a PartitionSpec, a tuple of "
         "entries or a LayoutMap, and got 'model' of type str."
@@ -631,8 +645,8 @@ def scanned(state, batch):
 
 @pytest.fixture
 def scanned_arguments(mesh):
-    state = {"w": ml.ones((8, 4), mesh.layout(...))}
-    batch = ml.ones((3, 4, 8), mesh.layout(None, "batch", None))
+    state = {"w": ml.arrays.ones((8, 4), mesh.layout(...))}
+    batch = ml.arrays.ones((3, 4, 8), mesh.layout(None, "batch", None))
     return state, batch
 
 
@@ -674,7 +688,7 @@ def test_what_shard_map_asks_for_is_counted(mesh):
 
     found = testing.expect_communication(
         program,
-        ml.ones(64, mesh.layout("model")),
+        ml.arrays.ones(64, mesh.layout("model")),
         all_to_all=1,
         collective_permute=1,
         reduce_scatter=1,
@@ -724,7 +738,7 @@ def test_an_unexpected_count_lists_every_collective(scanned_arguments):
 
 
 def test_a_program_without_collectives_says_so(mesh):
-    program = jax.jit(lambda x: x * 2).lower(ml.ones(8, mesh.layout("batch")))
+    program = jax.jit(lambda x: x * 2).lower(ml.arrays.ones(8, mesh.layout("batch")))
     found = testing.expect_communication(program, only=True)
     assert str(found) == "The program has no collectives."
     assert message(lambda: testing.expect_communication(program, all_reduce=1)) == (

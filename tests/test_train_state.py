@@ -462,6 +462,6 @@ REFUSED = [
 
 @pytest.mark.parametrize(("call", "message"), REFUSED)
 def test_what_does_not_fit_is_refused(call, message):
-    with pytest.raises(ml.StateError) as error:
+    with pytest.raises(ml.errors.StateError) as error:
         call()
     assert str(error.value) == message

@@ -130,7 +130,7 @@ def test_a_step_that_is_not_finite_raises_and_leaves_the_state(mesh, batch):
     train_step.check()
     before = on_host(state.params)
     state, metrics = train_step(state, on(mesh, {"x": X * np.nan, "y": Y}))
-    with pytest.raises(ml.StepError) as caught:
+    with pytest.raises(ml.errors.StepError) as caught:
         train_step.check()
     assert str(caught.value) == (
         "the loss or a gradient of an earlier step was not finite. The state is as it "
@@ -145,7 +145,7 @@ def test_one_step_that_is_not_finite_raises_once(mesh, batch):
     train_step = ml.make_train_step(squares, on_nonfinite="error")
     bad = on(mesh, {"x": X * np.nan, "y": Y})
     state, metrics = train_step(create(mesh), bad)
-    with pytest.raises(ml.StepError):
+    with pytest.raises(ml.errors.StepError):
         train_step.check()
     train_step(state, batch, metrics)
     train_step.check()
@@ -312,7 +312,7 @@ def test_the_output_dtype_counts_without_a_compute_dtype(mesh, batch):
         seen.append(model(batch["x"]).dtype)
         return squares(model, batch)
 
-    policy = ml.Policy(output="bfloat16")
+    policy = ml.PrecisionPolicy(output="bfloat16")
     ml.make_train_step(loss_fn, precision=policy)(create(mesh), batch)
     assert set(seen) == {jnp.dtype("bfloat16")}
 
@@ -325,9 +325,9 @@ PARAM_MESSAGE = (
 
 @pytest.mark.parametrize("option", [{}, {"ema": 0.9}])
 def test_parameters_of_another_dtype_than_the_policys_are_refused(mesh, batch, option):
-    policy = ml.Policy(param="bfloat16")
+    policy = ml.PrecisionPolicy(param="bfloat16")
     train_step = ml.make_train_step(squares, precision=policy, **option)
-    with pytest.raises(ml.StateError) as caught:
+    with pytest.raises(ml.errors.StateError) as caught:
         train_step(create(mesh), batch)
     assert str(caught.value) == PARAM_MESSAGE
 
@@ -336,7 +336,7 @@ def test_gradients_may_be_added_in_another_dtype(mesh, batch):
     state = create(mesh)
     params = on_host(state.params)
     grads = grads_by_hand(params)
-    policy = ml.Policy(reduce="bfloat16")
+    policy = ml.PrecisionPolicy(reduce="bfloat16")
     state, metrics = ml.make_train_step(squares, precision=policy)(state, batch)
     moved = jax.tree.map(lambda p, q: (p - q) / RATE, params, on_host(state.params))
     # 8 summands and the sum rounded to 8 bits
@@ -469,7 +469,7 @@ REMATS = {
 def test_patterns_that_choose_nothing_to_recompute_are_refused(mesh, batch, name):
     remat, message = REMATS[name]
     train_step = ml.make_train_step(squares, remat=remat)
-    with pytest.raises(ml.StepError) as caught:
+    with pytest.raises(ml.errors.StepError) as caught:
         train_step(of_blocks(mesh, "nnx"), batch)
     assert str(caught.value) == message
 
@@ -535,7 +535,7 @@ def test_a_rate_is_reduced_on_a_plateau(mesh, batch):
 
 
 def test_a_line_search_is_refused_in_words(mesh, batch):
-    with pytest.raises(ml.StepError) as caught:
+    with pytest.raises(ml.errors.StepError) as caught:
         ml.make_train_step(squares)(create(mesh, optax.lbfgs()), batch)
     assert str(caught.value) == (
         "the optimizer's update misses 'grad' and 'value_fn': a step passes value=, "
@@ -718,12 +718,12 @@ STEPS = {
     "precision": (
         lambda: ml.make_train_step(squares, precision="bfloat61"),
         "precision='bfloat61' is none of 'float32', 'bfloat16', 'float16', a "
-        "Policy(param, compute, output, reduce), or a dict from paths to those. Did "
+        "PrecisionPolicy(param, compute, output, reduce), or a dict from paths to those. Did "
         "you mean 'bfloat16'?",
     ),
     "a policy of whole numbers": (
-        lambda: ml.Policy(compute="int8"),
-        "Policy(compute='int8'): expected a floating-point dtype, as 'bfloat16'.",
+        lambda: ml.PrecisionPolicy(compute="int8"),
+        "PrecisionPolicy(compute='int8'): expected a floating-point dtype, as 'bfloat16'.",
     ),
     "a path of a precision": (
         lambda: ml.make_train_step(squares, precision={"(": "float32"}),
@@ -916,7 +916,7 @@ def test_a_batch_that_every_device_computes_is_logged_once(mesh, caplog):
 
 def test_zero_wants_a_batch_that_is_sharded(mesh):
     train_step = ml.make_train_step(squares, zero=1)
-    with pytest.raises(ml.StepError) as caught:
+    with pytest.raises(ml.errors.StepError) as caught:
         train_step(create(mesh), {"x": X, "y": Y})
     assert str(caught.value) == (
         "zero=1 shards the optimiser's state over the axes that shard the batch, and "
@@ -929,7 +929,7 @@ def test_zero_wants_a_batch_that_is_sharded(mesh):
 def test_a_step_wants_a_train_state(make, mesh, batch):
     state = create(mesh)
     kind = "a train step" if make is ml.make_train_step else "an eval step"
-    with pytest.raises(ml.StepError) as caught:
+    with pytest.raises(ml.errors.StepError) as caught:
         make(squares)(state.params, batch)
     assert str(caught.value) == f"{kind} takes a TrainState, and got a dict."
 

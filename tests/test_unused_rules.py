@@ -43,7 +43,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_it_is_a_warning_with_the_nearest_path(way):
-    with pytest.warns(ml.LayoutWarning) as caught:
+    with pytest.warns(ml.errors.LayoutWarning) as caught:
         WAYS[way](ml.LayoutMap(MESH, RULES))
     assert [str(one.message) for one in caught] == [TEXT]
     assert caught[0].filename == __file__
@@ -51,7 +51,7 @@ def test_it_is_a_warning_with_the_nearest_path(way):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_or_an_error_or_nothing_where_the_map_says_so(way):
-    with pytest.raises(ml.LayoutMapError) as error:
+    with pytest.raises(ml.errors.LayoutMapError) as error:
         WAYS[way](ml.LayoutMap(MESH, RULES, unused="error"))
     assert str(error.value) == TEXT
     with warnings.catch_warnings():
@@ -74,7 +74,7 @@ def test_a_scalar_is_no_array_that_a_pattern_for_arrays_speaks_for():
     layouts = ml.LayoutMap(MESH, {".*": (..., "model")}, on_uneven="replicate")
     found = layouts.resolve({"step": 0, "w": jnp.ones((4, 8))})
     assert (str(found["step"].layout), found["step"].reason) == ("[]", "scalar")
-    with pytest.raises(ml.LayoutMapError) as error:
+    with pytest.raises(ml.errors.LayoutMapError) as error:
         ml.LayoutMap(MESH, {"step": ("model",)}).resolve({"step": 0})
     assert str(error.value) == (
         "step i32[]: rule 'step': Layout([model], Mesh(batch=2, model=4)) is for arrays "

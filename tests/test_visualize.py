@@ -293,13 +293,13 @@ LAYOUT = ml.Layout(["batch", "model"], MESH)
     ],
 )
 def test_what_cannot_be_drawn_is_refused_with_the_way_out(value, shape, message):
-    with pytest.raises(ml.LayoutError) as error:
+    with pytest.raises(ml.errors.LayoutError) as error:
         visualize(value, shape)
     assert str(error.value) == message
 
 
 def test_the_shape_of_an_array_cannot_be_given_otherwise():
-    with pytest.raises(ml.LayoutError) as error:
+    with pytest.raises(ml.errors.LayoutError) as error:
         visualize(jnp.zeros((2, 3)), shape=(3, 2))
     assert str(error.value) == (
         "f32[2, 3] was given with shape=(3, 2); an array has its own shape, so leave "
@@ -308,5 +308,7 @@ def test_the_shape_of_an_array_cannot_be_given_otherwise():
 
 
 def test_a_value_inside_jit_is_refused():
-    with pytest.raises(ml.LayoutError, match="sharding is not known while tracing"):
+    with pytest.raises(
+        ml.errors.LayoutError, match="sharding is not known while tracing"
+    ):
         jax.jit(visualize)(jnp.zeros(3))

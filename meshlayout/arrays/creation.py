@@ -67,7 +67,7 @@ def call_with_layout(
     Example:
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
-        >>> eye = ml.call_with_layout(jnp.eye, mesh.layout("batch", "model"), 8)
+        >>> eye = ml.arrays.call_with_layout(jnp.eye, mesh.layout("batch", "model"), 8)
         >>> eye.addressable_shards[0].data.shape
         (4, 2)
     """
@@ -175,7 +175,7 @@ def zeros(shape: ShapeLike, layout: LayoutLike, dtype: DTypeLike | None = None) 
     Example:
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
-        >>> ml.zeros((4, 8), mesh.layout("batch", "model")).addressable_shards[
+        >>> ml.arrays.zeros((4, 8), mesh.layout("batch", "model")).addressable_shards[
         ...     0
         ... ].data.shape
         (2, 2)
@@ -208,7 +208,7 @@ def full(
     Example:
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 8})
-        >>> ml.full((8,), 7, mesh.layout("batch")).dtype
+        >>> ml.arrays.full((8,), 7, mesh.layout("batch")).dtype
         dtype('int32')
     """
     if not is_array(value) or np.shape(value):
@@ -239,7 +239,7 @@ def normal(
     Example:
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 8})
-        >>> x = ml.normal(jax.random.key(0), (8, 4), mesh.layout("batch", None))
+        >>> x = ml.arrays.normal(jax.random.key(0), (8, 4), mesh.layout("batch", None))
         >>> bool((ml.to_numpy(x) == jax.random.normal(jax.random.key(0), (8, 4))).all())
         True
     """
@@ -298,7 +298,9 @@ def arange(
     Example:
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 8})
-        >>> ml.to_numpy(ml.arange(0, 16, 2, layout=mesh.layout("batch"))).tolist()
+        >>> ml.to_numpy(
+        ...     ml.arrays.arange(0, 16, 2, layout=mesh.layout("batch"))
+        ... ).tolist()
         [0, 2, 4, 6, 8, 10, 12, 14]
     """
     given = {"start": start, "stop": stop, "step": step}

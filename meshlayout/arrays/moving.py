@@ -44,7 +44,7 @@ def relayout(x: Any, layout: LayoutLike, *, donate: bool = False) -> Any:
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
         >>> x = ml.relayout(
-        ...     ml.ones((4, 8), mesh.layout(...)), mesh.layout("batch", None)
+        ...     ml.arrays.ones((4, 8), mesh.layout(...)), mesh.layout("batch", None)
         ... )
         >>> ml.fetch_layout(ml.relayout(x, mesh.layout(ml.MATCH, "model")))
         Layout([batch, model], Mesh(batch=2, model=4))
@@ -128,7 +128,7 @@ def fetch_layout(x: Any) -> Any:
     Example:
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 8})
-        >>> ml.fetch_layout({"w": ml.zeros((8, 2), mesh.layout("batch", None))})
+        >>> ml.fetch_layout({"w": ml.arrays.zeros((8, 2), mesh.layout("batch", None))})
         {'w': Layout([batch, unsharded], Mesh(batch=8))}
     """
     tree = Tree(x)
@@ -153,7 +153,8 @@ def check_layout(x: Any, layout: LayoutLike) -> None:
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
         >>> ml.check_layout(
-        ...     ml.zeros((4, 8), mesh.layout("batch", None)), mesh.layout("batch", ...)
+        ...     ml.arrays.zeros((4, 8), mesh.layout("batch", None)),
+        ...     mesh.layout("batch", ...),
         ... )
     """
     tree = Tree(x)

@@ -178,7 +178,9 @@ def unpack(x: Any) -> list[Any]:
         >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
         >>> [
         ...     part.shape
-        ...     for part in ml.unpack(ml.zeros((4, 8), mesh.layout(None, "model")))
+        ...     for part in ml.unpack(
+        ...         ml.arrays.zeros((4, 8), mesh.layout(None, "model"))
+        ...     )
         ... ]
         [(4, 2), (4, 2), (4, 2), (4, 2), (4, 2), (4, 2), (4, 2), (4, 2)]
     """
@@ -236,7 +238,7 @@ def to_numpy(x: Any) -> Any:
     Example:
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 8})
-        >>> ml.to_numpy({"x": ml.arange(8, layout=mesh.layout("batch"))})
+        >>> ml.to_numpy({"x": ml.arrays.arange(8, layout=mesh.layout("batch"))})
         {'x': array([0, 1, 2, 3, 4, 5, 6, 7], dtype=int32)}
     """
     tree = Tree(x)

@@ -94,7 +94,9 @@ def load_safetensors(
         >>> from meshlayout import checkpoint
         >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
         >>> layouts = ml.LayoutMap(mesh, {"kernel": (None, "model")})
-        >>> state = {"dense": {"kernel": ml.ones((2, 8), mesh.layout(None, None))}}
+        >>> state = {
+        ...     "dense": {"kernel": ml.arrays.ones((2, 8), mesh.layout(None, None))}
+        ... }
         >>> with tempfile.TemporaryDirectory() as directory:
         ...     _ = checkpoint.save_safetensors(directory, state)
         ...     loaded = load_safetensors(directory, layouts)

@@ -8,5 +8,6 @@ from meshlayout.state.create import (
 from meshlayout.state.layer_layouts import with_layouts as with_layouts
 from meshlayout.state.operations import MemoryEstimate as MemoryEstimate
 from meshlayout.state.optimizers import optimizer_by_path as optimizer_by_path
+from meshlayout.state.precision import PrecisionPolicy as PrecisionPolicy
 from meshlayout.state.scope import Scope as Scope
 from meshlayout.state.train_state import TrainState as TrainState

@@ -19,14 +19,15 @@ def _float_dtype(name: str, value: Any) -> Any:
         dtype = None
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         msg = (
-            f"Policy({name}={value!r}): expected a floating-point dtype, as 'bfloat16'."
+            f"PrecisionPolicy({name}={value!r}): expected a floating-point dtype, as "
+            "'bfloat16'."
         )
         raise StateError(msg)
     return dtype
 
 
 @dataclass(frozen=True)
-class Policy:
+class PrecisionPolicy:
     """Dtypes of a step; None leaves one as it is.
 
     Attributes:
@@ -50,12 +51,12 @@ class Policy:
                 object.__setattr__(self, name, _float_dtype(name, value))
 
 
-Precision: TypeAlias = str | Policy | Mapping[str, "str | Policy"]
+Precision: TypeAlias = str | PrecisionPolicy | Mapping[str, "str | PrecisionPolicy"]
 
 _NAMED = {
-    "float32": Policy(),
-    "bfloat16": Policy(compute="bfloat16", output="float32"),
-    "float16": Policy(compute="float16", output="float32"),
+    "float32": PrecisionPolicy(),
+    "bfloat16": PrecisionPolicy(compute="bfloat16", output="float32"),
+    "float16": PrecisionPolicy(compute="float16", output="float32"),
 }
 
 
@@ -68,10 +69,10 @@ class Policies:
         by_path: Patterns, searched for in paths, and their policies; the first counts.
     """
 
-    default: Policy
-    by_path: tuple[tuple[str, Policy], ...] = ()
+    default: PrecisionPolicy
+    by_path: tuple[tuple[str, PrecisionPolicy], ...] = ()
 
-    def at(self, path: str) -> Policy:
+    def at(self, path: str) -> PrecisionPolicy:
         """Returns the policy of a parameter or a submodule.
 
         Args:
@@ -98,8 +99,9 @@ def parse_precision(precision: Any) -> Policies:
     """Returns the policies that `precision=` stands for.
 
     Args:
-        precision: `"float32"`, `"bfloat16"`, `"float16"`, a `Policy`, or a dict from
-            patterns of paths to those, `""` for the rest.
+        precision: `"float32"`, `"bfloat16"`, `"float16"`, a
+            `PrecisionPolicy`, or a dict from patterns of paths to those, `""` for the
+            rest.
 
     Raises:
         StateError: If it is none of these.
@@ -119,17 +121,17 @@ def parse_precision(precision: Any) -> Policies:
             msg = f"precision: {pattern!r} is no regular expression: {error}."
             raise StateError(msg) from None
         rules.append((pattern, _policy_at(pattern, one)))
-    default = dict(rules).get("", Policy())
+    default = dict(rules).get("", PrecisionPolicy())
     return Policies(default, tuple(rule for rule in rules if rule[0]))
 
 
-def _policy_at(pattern: str, precision: Any) -> Policy:
+def _policy_at(pattern: str, precision: Any) -> PrecisionPolicy:
     """Returns the policy for a pattern: of a part, only what it computes in counts."""
     policy = _policy(precision)
     if not pattern:
         return policy
     if isinstance(precision, str):
-        return Policy(compute=policy.compute)
+        return PrecisionPolicy(compute=policy.compute)
     if policy.output is not None or policy.reduce is not None:
         msg = (
             f"precision: the policy of {pattern!r} names output or reduce, which are "
@@ -139,15 +141,15 @@ def _policy_at(pattern: str, precision: Any) -> Policy:
     return policy
 
 
-def _policy(precision: Any) -> Policy:
-    if isinstance(precision, Policy):
+def _policy(precision: Any) -> PrecisionPolicy:
+    if isinstance(precision, PrecisionPolicy):
         return precision
     if isinstance(precision, str) and precision in _NAMED:
         return _NAMED[precision]
     names = ", ".join(map(repr, _NAMED))
     msg = (
-        f"precision={precision!r} is none of {names}, a Policy(param, compute, output, "
-        f"reduce), or a dict from paths to those.{did_you_mean(precision, _NAMED)}"
+        f"precision={precision!r} is none of {names}, a PrecisionPolicy(param, compute, "
+        f"output, reduce), or a dict from paths to those.{did_you_mean(precision, _NAMED)}"
     )
     raise StateError(msg)
 

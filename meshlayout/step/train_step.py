@@ -115,7 +115,7 @@ def make_train_step(
         learning_rate: The optimiser's schedule, to show its value in the metrics. A
             rate that `optax.inject_hyperparams` keeps is shown without.
         precision: `"float32"`, `"bfloat16"`, `"float16"` (with a dynamic loss scale),
-            a `Policy`, or a dict from patterns of paths to those.
+            a `PrecisionPolicy`, or a dict from patterns of paths to those.
         remat: What the backward pass recomputes: `"none"`, `"blocks"` (numbered
             submodules with insides), `"full"`, a policy of `jax.checkpoint_policies`
             for the blocks, or a dict from patterns of paths to policies.

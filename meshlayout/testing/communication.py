@@ -139,9 +139,9 @@ def expect_communication(
         >>> @ml.compile_step
         ... def step(state, batch):
         ...     return state, (state * batch).sum()
-        >>> batch = ml.ones(8, mesh.layout("batch"))
+        >>> batch = ml.arrays.ones(8, mesh.layout("batch"))
         >>> found = expect_communication(
-        ...     step, ml.ones((), mesh.layout()), batch, all_reduce=1, only=True
+        ...     step, ml.arrays.ones((), mesh.layout()), batch, all_reduce=1, only=True
         ... )
         >>> found["all_reduce"], found.in_loops["all_reduce"]
         (1, 0)

@@ -37,7 +37,7 @@ def assert_layout(x: Any, expected: Any) -> None:
     Example:
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
-        >>> kernel = ml.zeros((4, 8), mesh.layout(None, "model"))
+        >>> kernel = ml.arrays.zeros((4, 8), mesh.layout(None, "model"))
         >>> assert_layout(kernel, (None, "model"))
         >>> assert_layout({"kernel": kernel}, ml.LayoutMap(mesh, {"k": (..., "model")}))
     """

@@ -129,8 +129,12 @@ def verify(
         >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
         >>> def step(state, batch):
         ...     return state + batch.mean(), {"loss": batch.mean()}
-        >>> state = ml.zeros(8, mesh.layout("model"))
-        >>> print(verify(step, state, ml.ones(4, mesh.layout("batch")), num_steps=2))
+        >>> state = ml.arrays.zeros(8, mesh.layout("model"))
+        >>> print(
+        ...     verify(
+        ...         step, state, ml.arrays.ones(4, mesh.layout("batch")), num_steps=2
+        ...     )
+        ... )
         2 leaves agree on Mesh(batch=2, model=4) and on one device, after 2 steps.
         leaf      array         largest difference  allowed
         ────────  ────────────  ──────────────────  ───────

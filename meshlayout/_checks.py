@@ -1,0 +1,375 @@
+"""Checks of what a user hands in: one wording for each kind of mistake.
+
+A check returns the value in the type that the caller needs, or raises the caller's own
+error class with a sentence. They live in one file because the same question ("is this
+a number of steps?") was once answered differently in nine places: True counted as 1
+here, NaN passed a `< 0` there, and NumPy integers were refused elsewhere.
+
+The rules, the same everywhere: a bool is not a number, NaN is not a number, NumPy
+scalars are as good as Python's, and a string is never parsed.
+"""
+
+import contextlib
+import inspect
+import math
+import numbers
+import operator
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from meshlayout.errors import MeshLayoutError, did_you_mean
+
+
+T = TypeVar("T")
+
+_LONGEST_REPR = 80
+
+
+def shown(value: Any) -> str:
+    """Returns a value as a message shows it: short, and never a whole array or model.
+
+    Example:
+        >>> shown("3"), shown(None), shown(2.5), shown(dict)
+        ("'3'", 'None', '2.5', 'the class dict')
+        >>> shown(np.zeros((2, 3)))
+        'an array of shape (2, 3)'
+    """
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if np.ndim(value) if hasattr(value, "shape") else False:
+        return f"an array of shape {tuple(value.shape)}"
+    if value is None or isinstance(
+        value, (str, bytes, bool, numbers.Number, np.generic)
+    ):
+        text = repr(value.item() if isinstance(value, np.generic) else value)
+        return text if len(text) <= _LONGEST_REPR else f"{text[:_LONGEST_REPR]}..."
+    if isinstance(value, (tuple, list, dict, set)) and len(text := repr(value)) <= 40:
+        return text
+    name = type(value).__name__
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+
+
+def count(
+    name: str,
+    value: Any,
+    *,
+    at_least: int = 1,
+    where: str = "",
+    error: type[MeshLayoutError] = MeshLayoutError,
+    hint: str = "",
+) -> int:
+    """Returns a number of things: an integer that is large enough.
+
+    Args:
+        name: The parameter, as the user writes it.
+        value: What the user gave.
+        at_least: The smallest number allowed.
+        where: The public function or class, which opens the message.
+        error: The class to raise.
+        hint: A sentence to end with: the way out.
+
+    Raises:
+        MeshLayoutError: As `error`, if it is a bool, not an integer, or too small.
+
+    Example:
+        >>> count("top_k", np.int64(5))
+        5
+        >>> count("epochs", 0, where="fit")
+        Traceback (most recent call last):
+        meshlayout.errors.MeshLayoutError: fit: epochs must be a positive integer, got
+            0.
+    """
+    index = None
+    if not isinstance(value, (bool, np.bool_)):
+        with contextlib.suppress(TypeError):
+            index = operator.index(value)
+    if index is None or index < at_least:
+        raise _refusal(name, value, _integer_text(at_least), where, error, hint)
+    return index
+
+
+def _integer_text(at_least: int) -> str:
+    words = {0: "a non-negative integer", 1: "a positive integer"}
+    return words.get(at_least, f"an integer of at least {at_least}")
+
+
+def number(
+    name: str,
+    value: Any,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+    where: str = "",
+    error: type[MeshLayoutError] = MeshLayoutError,
+    hint: str = "",
+) -> float:
+    """Returns a finite real number within its bounds.
+
+    Args:
+        name: The parameter, as the user writes it.
+        value: What the user gave; a NumPy or JAX scalar is a number, too.
+        at_least: The smallest value allowed.
+        above: A value that is too small, with all below it.
+        at_most: The largest value allowed.
+        below: A value that is too large, with all above it.
+        where: The public function or class, which opens the message.
+        error: The class to raise.
+        hint: A sentence to end with: the way out.
+
+    Raises:
+        MeshLayoutError: As `error`, if it is a bool, not a real number, NaN, infinite
+            or out of bounds.
+
+    Example:
+        >>> number("decay", 0.5, at_least=0, below=1)
+        0.5
+        >>> number("atol", float("nan"), at_least=0, where="verify")
+        Traceback (most recent call last):
+        meshlayout.errors.MeshLayoutError: verify: atol must be a finite number of at
+            least 0, got nan.
+    """
+    bounds = {
+        "of at least": at_least,
+        "above": above,
+        "of at most": at_most,
+        "below": below,
+    }
+    real = _as_float(value)
+    fits = (
+        real is not None
+        and math.isfinite(real)
+        and (at_least is None or real >= at_least)
+        and (above is None or real > above)
+        and (at_most is None or real <= at_most)
+        and (below is None or real < below)
+    )
+    if real is None or not fits:
+        words = [
+            f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None
+        ]
+        what = " ".join(["a finite number", " and ".join(words)]).rstrip()
+        raise _refusal(name, value, what, where, error, hint)
+    return real
+
+
+def _as_float(value: Any) -> float | None:
+    """Returns a real scalar as a float; None for anything else."""
+    if isinstance(value, (bool, np.bool_, str, bytes, Tracer)):
+        return None
+    if isinstance(value, numbers.Real):
+        return float(value)
+    is_scalar = (
+        isinstance(value, (np.ndarray, np.generic, jax.Array)) and not value.shape
+    )
+    if is_scalar and jax.numpy.issubdtype(value.dtype, jax.numpy.number):
+        return None if np.iscomplexobj(value) else float(value)
+    return None
+
+
+def flag(
+    name: str,
+    value: Any,
+    *,
+    where: str = "",
+    error: type[MeshLayoutError] = MeshLayoutError,
+    hint: str = "",
+) -> bool:
+    """Returns True or False; no other truth value is taken, as `"no"` would mean yes.
+
+    Raises:
+        MeshLayoutError: As `error`, if it is anything else.
+
+    Example:
+        >>> flag("verify", "no")
+        Traceback (most recent call last):
+        meshlayout.errors.MeshLayoutError: verify must be True or False, got 'no'.
+    """
+    if not isinstance(value, (bool, np.bool_)):
+        raise _refusal(name, value, "True or False", where, error, hint)
+    return bool(value)
+
+
+def choice(
+    name: str,
+    value: Any,
+    choices: Iterable[T],
+    *,
+    where: str = "",
+    error: type[MeshLayoutError] = MeshLayoutError,
+    hint: str = "",
+) -> T:
+    """Returns a value that is one of a few.
+
+    Raises:
+        MeshLayoutError: As `error`, if it is none of them.
+
+    Example:
+        >>> choice("mode", "mxa", ["max", "min"])
+        Traceback (most recent call last):
+        meshlayout.errors.MeshLayoutError: mode must be 'max' or 'min', got 'mxa'. Did
+            you mean 'max'?
+    """
+    allowed = list(choices)
+    for one in allowed:
+        # By type as well: True == 1, and an array's == gives an array.
+        if type(one) is type(value) and one == value:
+            return one
+    *first, last = map(repr, allowed)
+    what = f"{', '.join(first)} or {last}" if first else last
+    near = did_you_mean(value, filter(lambda x: isinstance(x, str), allowed))  # type: ignore[arg-type]
+    if not isinstance(value, str):
+        near = ""
+    raise _refusal(name, value, what, where, error, near.strip() or hint)
+
+
+def pattern(
+    name: str,
+    value: Any,
+    *,
+    where: str = "",
+    error: type[MeshLayoutError] = MeshLayoutError,
+) -> re.Pattern[str]:
+    """Returns a compiled regular expression.
+
+    Raises:
+        MeshLayoutError: As `error`, if it is not a string or does not compile.
+
+    Example:
+        >>> pattern("where", "a(")
+        Traceback (most recent call last):
+        meshlayout.errors.MeshLayoutError: where='a(' is not a regular expression:
+            missing ), unterminated subpattern at position 1.
+    """
+    if isinstance(value, re.Pattern) and isinstance(value.pattern, str):
+        return value
+    if not isinstance(value, str):
+        raise _refusal(name, value, "a regular expression", where, error, "")
+    try:
+        return re.compile(value)
+    except re.error as problem:
+        msg = (
+            f"{_opening(where)}{name}={value!r} is not a regular expression: {problem}."
+        )
+        raise error(msg) from None
+
+
+def function(
+    name: str,
+    value: Any,
+    *args: str,
+    where: str = "",
+    error: type[MeshLayoutError] = MeshLayoutError,
+    hint: str = "",
+) -> Callable[..., Any]:
+    """Returns a function that can be called with these positional arguments.
+
+    Looked at before anything is traced, so that a wrong signature is not a TypeError
+    from the depths of JAX. What has no signature (some built-ins) passes.
+
+    Args:
+        name: The parameter, as the user writes it.
+        value: What the user gave.
+        *args: What it will be called with, by the names that a reader knows.
+        where: The public function or class, which opens the message.
+        error: The class to raise.
+        hint: A sentence to end with: the way out.
+
+    Raises:
+        MeshLayoutError: As `error`, if it cannot be called, or not with these.
+
+    Example:
+        >>> function("loss_fn", lambda model: 0.0, "model", "batch")
+        Traceback (most recent call last):
+        meshlayout.errors.MeshLayoutError: loss_fn is called as loss_fn(model, batch),
+            and takes (model).
+    """
+    if not callable(value):
+        call = f"a function of ({', '.join(args)})"
+        raise _refusal(name, value, call, where, error, hint)
+    try:
+        signature = inspect.signature(value)
+    except (TypeError, ValueError):
+        return value
+    try:
+        signature.bind(*args)
+    except TypeError:
+        names = ", ".join(signature.parameters)
+        msg = (
+            f"{_opening(where)}{name} is called as {name}({', '.join(args)}), and "
+            f"takes ({names})."
+        )
+        raise error(f"{msg} {hint}".rstrip()) from None
+    return value
+
+
+def has_arrays(
+    name: str,
+    tree: Any,
+    *,
+    where: str = "",
+    error: type[MeshLayoutError] = MeshLayoutError,
+    hint: str = "A function that ends without `return` gives None.",
+) -> None:
+    """Refuses a tree without one array: nearly always a forgotten `return`.
+
+    Raises:
+        MeshLayoutError: As `error`, if no leaf has a shape and a dtype.
+
+    Example:
+        >>> has_arrays("state", {}, where="save")
+        Traceback (most recent call last):
+        meshlayout.errors.MeshLayoutError: save: state holds no arrays, got {}. A
+            function that ends without `return` gives None.
+    """
+    for leaf in jax.tree.leaves(tree):
+        if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+            return
+    msg = f"{_opening(where)}{name} holds no arrays, got {shown(tree)}. {hint}"
+    raise error(msg.rstrip())
+
+
+@contextlib.contextmanager
+def noted(note: str | Callable[[], str]) -> Iterator[None]:
+    """Adds a note to an exception of the user's own code: which path, row or step.
+
+    The exception keeps its type and traceback; a sentence stands below it.
+
+    Args:
+        note: The sentence, or a function that makes it when there is something to say.
+
+    Example:
+        >>> try:
+        ...     with noted("in the rule '.*' at path 'kernel'"):
+        ...         1 / 0
+        ... except ZeroDivisionError as problem:
+        ...     problem.__notes__
+        ["in the rule '.*' at path 'kernel'"]
+    """
+    try:
+        yield
+    except Exception as problem:
+        problem.add_note(note if isinstance(note, str) else note())
+        raise
+
+
+def _opening(where: str) -> str:
+    return f"{where}: " if where else ""
+
+
+def _refusal(
+    name: str,
+    value: Any,
+    what: str,
+    where: str,
+    error: type[MeshLayoutError],
+    hint: str,
+) -> MeshLayoutError:
+    msg = f"{_opening(where)}{name} must be {what}, got {shown(value)}."
+    return error(f"{msg} {hint}".rstrip())
