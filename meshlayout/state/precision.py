@@ -148,8 +148,9 @@ def _policy(precision: Any) -> PrecisionPolicy:
         return _NAMED[precision]
     names = ", ".join(map(repr, _NAMED))
     msg = (
-        f"precision={precision!r} is none of {names}, a PrecisionPolicy(param, compute, "
-        f"output, reduce), or a dict from paths to those.{did_you_mean(precision, _NAMED)}"
+        f"precision={precision!r} is none of {names}, a PrecisionPolicy(param, "
+        "compute, output, reduce), or a dict from paths to those."
+        f"{did_you_mean(precision, _NAMED)}"
     )
     raise StateError(msg)
 
