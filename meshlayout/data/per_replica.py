@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from meshlayout._batches import num_row_shards
 from meshlayout.data.adapters import as_source
 from meshlayout.data.adapters.arrays import looks_batched
 from meshlayout.data.adapters.iterables import IterableSource
@@ -18,7 +19,6 @@ from meshlayout.data.planning import make_plan
 from meshlayout.data.rows import (
     batch_layout,
     note_whole_batches,
-    num_replicas,
     row_groups,
     whole,
 )
@@ -79,7 +79,7 @@ class InputContext:
                 part of its rows with another one.
         """
         layout = batch_layout(layout_or_mesh)
-        replicas = num_replicas(layout)
+        replicas = num_row_shards(layout)
         groups = row_groups(layout, replicas)
         here = jax.process_index()
         for number, processes in enumerate(groups):
@@ -149,7 +149,7 @@ def distribute_datasets_from_function(
         source = _source(fn(InputContext.of(layout)), clock, batched=batched)
         if global_batch_size is None:
             source = PeekedSource(_stream(source))
-            global_batch_size = source.first.count * num_replicas(layout)
+            global_batch_size = source.first.count * num_row_shards(layout)
         options = check_options(
             global_batch_size=global_batch_size,
             remainder=remainder,

@@ -9,9 +9,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from meshlayout import _jax
+from meshlayout._batches import leaf_layout
 from meshlayout._render.tables import array_text
 from meshlayout.data.elements import LeafSpec
-from meshlayout.data.rows import leaf_layout
 from meshlayout.errors import DataError, LayoutError
 from meshlayout.layout import Layout
 

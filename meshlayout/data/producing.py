@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
 from meshlayout import _jax
+from meshlayout._batches import mark_weights
 from meshlayout.data.agreement import Agreement, failure
 from meshlayout.data.clock import Clock
 from meshlayout.data.host_batches import Cut, HostBatch, Reader
@@ -74,7 +76,10 @@ class Pipeline:
             _jax.x64_mode(self.x64),
         ):
             leaves = self.weighting.weighted(batch.leaves, is_real, self.cut.num_kept)
-            return self.placement.placed(leaves)
+            placed = self.placement.placed(leaves)
+            if self.weighting.at is not None:
+                mark_weights(jax.tree.leaves(placed)[self.weighting.at])
+            return placed
 
 
 # What a process says that takes no more steps.

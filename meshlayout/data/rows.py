@@ -1,6 +1,5 @@
 """Which rows of a global batch belong to which process, and how they are divided."""
 
-import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,13 +8,11 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshlayout import _batches
+from meshlayout._batches import BATCH_AXES as BATCH_AXES
 from meshlayout.errors import DataError, LayoutError
 from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh, as_mesh
-
-
-# Mesh axes that shard batches where only a mesh is given.
-BATCH_AXES = ("batch", "data", "fsdp")
 
 
 def process_rows(
@@ -56,7 +53,7 @@ def process_rows(
     if process_index is None:
         process_index = jax.process_index()
     process_index = whole("process_index", process_index, at_least=0)
-    full = leaf_layout(batch_layout(layout), len(shape))
+    full = _batches.leaf_layout(batch_layout(layout), len(shape))
     size = full.shard_shape(shape)[0]
     starts = {
         full.shard_slices(shape, device)[0].start
@@ -85,7 +82,7 @@ def per_replica_batch_size(global_batch_size: int, layout_or_mesh: Any) -> int:
     """
     size = whole("global_batch_size", global_batch_size, at_least=1)
     layout = batch_layout(layout_or_mesh)
-    replicas = num_replicas(layout)
+    replicas = _batches.num_row_shards(layout)
     if size % replicas:
         below = size // replicas * replicas
         nearest = [below, below + replicas] if below else [replicas]
@@ -110,9 +107,7 @@ def batch_layout(layout_or_mesh: Any) -> Layout:
     """
     given = layout_or_mesh
     if isinstance(given, (Mesh, jax.sharding.Mesh)):
-        mesh = as_mesh(given)
-        axes = tuple(axis for axis in mesh.axis_names if axis in BATCH_AXES)
-        return mesh.layout(axes, ...) if axes else mesh.layout(...)
+        return _batches.batch_layout(as_mesh(given))
     if isinstance(given, PartitionSpec):
         return Layout(given)
     if not isinstance(given, (Layout, NamedSharding)):
@@ -138,49 +133,13 @@ def note_whole_batches(layout_or_mesh: Any, note: Callable[[str], None]) -> None
     if not isinstance(layout_or_mesh, (Mesh, jax.sharding.Mesh)):
         return
     mesh = as_mesh(layout_or_mesh)
-    if len(mesh.devices.flat) > 1 and not set(mesh.axis_names) & set(BATCH_AXES):
+    if len(mesh.devices.flat) > 1 and not _batches.batch_axes(mesh):
         axis = mesh.axis_names[0]
         note(
             f"Every device of {mesh!r} holds the whole batch: of a mesh's axes, those "
             "called batch, data or fsdp shard batches. To shard them along another "
             f"one, give a layout, as mesh.layout({axis!r}, ...)."
         )
-
-
-def leaf_layout(layout: Layout, rank: int) -> Layout:
-    """Returns the layout of one leaf of a batch.
-
-    Args:
-        layout: The layout of batches. Dims that it does not name are unsharded, and an
-            array of one number per example takes its first entry alone.
-        rank: Dims of the leaf, with the batch dim.
-
-    Raises:
-        LayoutError: If the layout names more dims than there are.
-    """
-    specs = layout.specs
-    if rank == 1:
-        specs = () if specs[:1] == (...,) else specs[:1]
-    elif layout.has_ellipsis:
-        return layout.with_rank(rank)
-    if len(specs) > rank:
-        msg = (
-            f"{layout!r} is for arrays of rank {len(specs)}, and this one has rank "
-            f"{rank}. Name fewer dims: those left out are unsharded."
-        )
-        raise LayoutError(msg)
-    filled = [*specs, *[None] * (rank - len(specs))]
-    return Layout(filled, layout.mesh, memory_kind=layout.memory_kind)
-
-
-@functools.lru_cache(maxsize=64)
-def num_replicas(layout: Layout) -> int:
-    """Returns into how many shards the batch dim is cut.
-
-    Args:
-        layout: The layout of batches.
-    """
-    return leaf_layout(layout, 1).num_shards(0)
 
 
 def row_groups(layout: Layout, global_batch_size: int) -> list[tuple[int, ...]]:

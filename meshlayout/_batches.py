@@ -1,0 +1,371 @@
+"""What a batch is: the mesh axes that shard it, its weights, its rows and its padding.
+
+A batch is any tree of arrays with one row per example. A short batch is padded to the
+static shape, and a weight of 0 marks the padding; so whoever makes, pads, cuts or
+measures batches must agree where the weights are and which rows are real. data, step
+and trainer each had an answer of their own, and padding was trained on where two
+answers differed. They all ask here now.
+
+Weights are found by a key: a mapping's key, a tuple's or list's index, or the name of
+a field. Arrays of weights that the library itself put into a batch are remembered by
+weak reference, so that a step which looks for its weights elsewhere can refuse the
+batch instead of counting padding as examples.
+"""
+
+import copy
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any, Protocol, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshlayout import _paths
+from meshlayout._annotations import Batch
+from meshlayout.errors import LayoutError, MeshLayoutError, StepError
+from meshlayout.layout import Layout
+from meshlayout.mesh import Mesh
+
+
+WeightsKey: TypeAlias = str | int
+
+# Mesh axes that shard the rows of batches where only a mesh is given.
+BATCH_AXES = ("batch", "data", "fsdp")
+
+
+class HasAxisNames(Protocol):
+    """A mesh of meshlayout's or of JAX's."""
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """The names of its axes, in order."""
+        ...
+
+
+def batch_axes(mesh: HasAxisNames) -> tuple[str, ...]:
+    """Returns the axes of a mesh that shard the rows of a batch, in the mesh's order.
+
+    Example:
+        >>> from meshlayout import create_mesh
+        >>> batch_axes(create_mesh({"model": 2, "fsdp": 2, "batch": 2}))
+        ('fsdp', 'batch')
+    """
+    return tuple(axis for axis in mesh.axis_names if axis in BATCH_AXES)
+
+
+def batch_layout(mesh: Mesh) -> Layout:
+    """Returns how batches of any rank lie on a mesh: rows over its batch axes.
+
+    Example:
+        >>> from meshlayout import create_mesh
+        >>> batch_layout(create_mesh({"batch": 2, "model": 4})).specs
+        ('batch', Ellipsis)
+    """
+    axes = batch_axes(mesh)
+    return mesh.layout(axes, ...) if axes else mesh.layout(...)
+
+
+def leaf_layout(layout: Layout, rank: int) -> Layout:
+    """Returns the layout of one leaf of a batch.
+
+    Args:
+        layout: The layout of batches. Dims that it does not name are unsharded, and an
+            array of one number per example takes its first entry alone.
+        rank: Dims of the leaf, including the batch dim.
+
+    Raises:
+        LayoutError: If the layout names more dims than the leaf has.
+    """
+    specs = layout.specs
+    if rank == 1:
+        specs = () if specs[:1] == (...,) else specs[:1]
+    elif layout.has_ellipsis:
+        return layout.with_rank(rank)
+    if len(specs) > rank:
+        msg = (
+            f"{layout!r} is for arrays of rank {len(specs)}, and this one has rank "
+            f"{rank}. Name fewer dims: those left out are unsharded."
+        )
+        raise LayoutError(msg)
+    filled = [*specs, *[None] * (rank - len(specs))]
+    return Layout(filled, layout.mesh, memory_kind=layout.memory_kind)
+
+
+@functools.lru_cache(maxsize=64)
+def num_row_shards(layout: Layout) -> int:
+    """Returns how many shards the rows of a batch are divided into.
+
+    Example:
+        >>> from meshlayout import create_mesh
+        >>> num_row_shards(batch_layout(create_mesh({"batch": 2, "model": 4})))
+        2
+    """
+    return leaf_layout(layout, 1).num_shards(0)
+
+
+def num_examples(batch: Batch) -> int:
+    """Returns the number of rows of a batch, padding included; scalars do not count.
+
+    Raises:
+        StepError: If no array has a batch dim, or two arrays differ in it.
+    """
+    sizes = {np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)}
+    if len(sizes) == 1:
+        return sizes.pop()
+    names: dict[int, str] = {}
+    for leaf in _paths.flatten(batch).leaves:
+        shape = np.shape(leaf.value)
+        if shape:
+            names.setdefault(shape[0], leaf.path or "the batch")
+    if not names:
+        msg = "the batch has no array with a batch dim."
+        raise StepError(msg)
+    (rows, name), (other_rows, other_name), *_ = names.items()
+    msg = (
+        f"the first dim is the batch dim, and {name!r} has {rows} rows where "
+        f"{other_name!r} has {other_rows}. Pass what is not part of the batch to the "
+        "loss function in another way, for instance as a closure or a scalar."
+    )
+    raise StepError(msg)
+
+
+def map_batch(function: Callable[[Any], Any], batch: Batch) -> Batch:
+    """Applies a function to the arrays of a batch, and leaves its scalars alone."""
+    return jax.tree.map(lambda leaf: function(leaf) if np.ndim(leaf) else leaf, batch)
+
+
+def get_weights(batch: Batch, key: WeightsKey) -> Any:
+    """Returns what a batch holds in the place of its weights, unchecked, or None.
+
+    Args:
+        batch: A mapping, a tuple or list, an object with fields, or an array, which
+            has no such place.
+        key: A mapping's key, a tuple's or list's index, or the name of a field.
+    """
+    if isinstance(batch, Mapping):
+        return batch.get(key)
+    if isinstance(batch, (tuple, list)) and isinstance(key, int):
+        return batch[key] if -len(batch) <= key < len(batch) else None
+    if isinstance(key, str) and not hasattr(batch, "dtype"):
+        return getattr(batch, key, None)  # a named tuple or a dataclass
+    return None
+
+
+def weights_of(batch: Batch, key: WeightsKey) -> Any:
+    """Returns the weights of a batch, or None if it carries none.
+
+    Args:
+        batch: A mapping, a tuple or list, an object with fields, or an array, which
+            carries none.
+        key: Where they are, as for `get_weights`.
+
+    Raises:
+        StepError: If they are not an array of numbers with a batch dim.
+    """
+    weights = get_weights(batch, key)
+    if weights is None:
+        return None
+    dtype = getattr(weights, "dtype", None)
+    if dtype is None or np.ndim(weights) == 0 or not _is_number(dtype):
+        msg = (
+            f"the batch's {key!r} is taken for its weights, one per example, and is "
+            f"{_text(weights)}. Give the weights another name with weights=."
+        )
+        raise StepError(msg)
+    return weights
+
+
+def takes_weights(batch: Batch, key: WeightsKey) -> bool:
+    """Returns whether a batch carries no weights, and has a free place for them.
+
+    Example:
+        >>> takes_weights({"x": 1}, "weight"), takes_weights((1, 2), 2)
+        (True, True)
+        >>> takes_weights({"x": 1}, 1), takes_weights((1, 2), "weight")
+        (False, False)
+    """
+    if isinstance(batch, Mapping):
+        # Keys of several types have no order, which JAX needs.
+        return key not in batch and all(isinstance(other, type(key)) for other in batch)
+    return type(batch) in (tuple, list) and key == len(batch)
+
+
+def with_weights(batch: Batch, key: WeightsKey, weights: Any) -> Batch:
+    """Returns a batch that carries these weights, in place of any that it had.
+
+    Args:
+        batch: A mapping; a tuple or list with weights, or with `key` as its length; or
+            an object with a field for them. It keeps its type.
+        key: Where they go, as for `get_weights`.
+        weights: The weights.
+
+    Raises:
+        StepError: If the batch has no place for them.
+    """
+    if isinstance(batch, Mapping):
+        return _with_item(batch, key, weights)
+    if isinstance(batch, (tuple, list)) and isinstance(key, int):
+        is_named = hasattr(batch, "_fields")
+        if -len(batch) <= key < len(batch):
+            items = list(batch)
+            items[key] = weights
+            return type(batch)(*items) if is_named else type(batch)(items)
+        if key == len(batch) and not is_named:
+            return type(batch)((*batch, weights))
+    holder: Any = batch
+    if key in getattr(holder, "_fields", ()):
+        return holder._replace(**{str(key): weights})
+    if key in getattr(holder, "__dataclass_fields__", ()):
+        return dataclasses.replace(holder, **{str(key): weights})
+    raise StepError(_no_place(batch, key))
+
+
+def _with_item(batch: Any, key: WeightsKey, weights: Any) -> Any:
+    if isinstance(batch, MutableMapping):
+        copied = copy.copy(batch)  # a defaultdict keeps its default
+        copied[key] = weights
+        return copied
+    try:
+        copied = type(batch)({**batch, key: weights})
+    except (TypeError, ValueError):  # a dataclass, whose fields are all of its keys
+        copied = {}
+    if set(copied) != {*batch, key}:
+        raise StepError(_no_place(batch, key))
+    return copied
+
+
+def _no_place(batch: Any, key: WeightsKey) -> str:
+    return (
+        f"a {type(batch).__name__} has no place for weights={key!r}. Give a dict of "
+        "arrays; or a tuple, and weights= the place after its last array."
+    )
+
+
+def _is_number(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)
+
+
+def _text(value: Any) -> str:
+    if hasattr(value, "dtype"):
+        return f"of dtype {value.dtype} and shape {np.shape(value)}"
+    return f"a {type(value).__name__}"
+
+
+def mask_padding(weights: np.ndarray, is_real: np.ndarray) -> np.ndarray:
+    """Returns weights with 0 for the rows that are padding.
+
+    Args:
+        weights: Weights of shape (batch, ...), on the host.
+        is_real: Which rows are real, of shape (batch,).
+
+    Example:
+        >>> mask_padding(np.array([2.0, 3.0]), np.array([True, False]))
+        array([2., 0.])
+    """
+    mask = is_real.reshape(-1, *[1] * (weights.ndim - 1))
+    return np.where(mask, weights, np.zeros_like(weights))
+
+
+def pad_rows(leaf: Any, num_rows: int) -> Any:
+    """Returns an array with its last row repeated up to a number of rows.
+
+    A row of the data is as finite as the data is, where zeros may not be: their norm
+    has no gradient.
+
+    Example:
+        >>> pad_rows(np.array([1, 2]), 4)
+        array([1, 2, 2, 2])
+    """
+    rows = leaf.shape[0]
+    if not rows:
+        return np.zeros((num_rows, *leaf.shape[1:]), leaf.dtype)
+    return leaf[np.minimum(np.arange(num_rows), rows - 1)]
+
+
+def without_nan_padding(batch: Batch, weights: Any) -> Batch:
+    """Replaces what is not finite with 0 in rows of weight 0.
+
+    The losses of such rows count for nothing, but a gradient through them is 0 times
+    NaN, which is NaN.
+
+    Args:
+        batch: A batch of arrays, traced or not.
+        weights: Its weights, or None.
+    """
+    if weights is None:
+        return batch
+    real = weights != 0
+
+    def clean(leaf: Any) -> Any:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        dims = min(real.ndim, leaf.ndim)
+        if leaf.shape[:dims] != real.shape[:dims]:
+            dims = 1
+        # Where weights are per token and the leaf per example, any token counts.
+        rows = real.any(axis=tuple(range(dims, real.ndim)))
+        rows = rows.reshape(rows.shape + (1,) * (leaf.ndim - dims))
+        return jnp.where(rows | jnp.isfinite(leaf), leaf, 0)
+
+    return map_batch(clean, batch)
+
+
+# The arrays of weights in batches that the library has made, by id. Arrays are not
+# hashable, so a WeakSet cannot hold them.
+_marked: dict[int, weakref.ref[Any]] = {}
+
+
+def mark_weights(weights: jax.Array) -> None:
+    """Remembers that an array is the weights of a batch, as long as it lives."""
+    number = id(weights)
+    _marked[number] = weakref.ref(weights, lambda _: _marked.pop(number, None))
+
+
+def check_weights_key(
+    batch: Batch, key: WeightsKey, *, error: type[MeshLayoutError] = StepError
+) -> None:
+    """Refuses a batch whose marked weights are elsewhere than at a key.
+
+    Called before a step runs: it costs one look-up for a batch that is right.
+
+    Args:
+        batch: A batch of concrete arrays.
+        key: Where the step looks for weights.
+        error: The class to raise.
+
+    Raises:
+        MeshLayoutError: As `error`, if the weights that the library put into the batch
+            are in another place: padding would be trained on.
+
+    Example:
+        >>> weights = jnp.ones(4)
+        >>> mark_weights(weights)
+        >>> check_weights_key({"mask": weights}, "weight")
+        Traceback (most recent call last):
+        meshlayout.errors.StepError: the batch's weights are at 'mask', and the step
+            looks for them at 'weight', so that padding would count as examples. Say
+            weights='mask' where the step is made, or weights='weight' where the
+            batches are.
+    """
+    if not _marked or _is_marked(get_weights(batch, key)):
+        return
+    if not any(map(_is_marked, jax.tree.leaves(batch))):
+        return
+    named = _paths.flatten(batch).leaves
+    place: WeightsKey = next(leaf.path for leaf in named if _is_marked(leaf.value))
+    if isinstance(batch, (tuple, list)) and place.isdigit():
+        place = int(place)
+    msg = (
+        f"the batch's weights are at {place!r}, and the step looks for them at "
+        f"{key!r}, so that padding would count as examples. Say weights={place!r} "
+        f"where the step is made, or weights={key!r} where the batches are."
+    )
+    raise error(msg)
+
+
+def _is_marked(leaf: Any) -> bool:
+    reference = _marked.get(id(leaf))
+    return reference is not None and reference() is leaf
