@@ -8,6 +8,9 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Tests run on virtual CPU devices, whatever else the machine has. The TPU compiler lies
 # beside the environment: where libtpu is installed, JAX looks for a TPU at every start.
 TEST_ENV := JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 PYTHONPATH=$(abspath $(VENV))/tpu
+# Most of the tests' time is compiling, and many compile the same programs.
+TEST_ENV += JAX_COMPILATION_CACHE_DIR=$(abspath .cache)/jax \
+  JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 DEMO_OPTIONS ?=
 EXTRAS ?= test,lint
 
@@ -19,7 +22,9 @@ demo: $(VENV)/.run-$(TAG)
 data: $(VENV)/.run-$(TAG)
 	@$(BIN)/python -m models.prepare_data
 
-test: lint imports types pytest
+# What continuous integration runs: one test of each kind; the slow ones are in test-all.
+test: lint imports types
+	$(MAKE) --no-print-directory pytest PYTEST_OPTIONS='-m "not slow"'
 
 lint: $(VENV)/.dev-$(TAG)
 	$(BIN)/ruff format --check .
@@ -61,7 +66,7 @@ test-optional:
 	  tests/test_metrics.py tests/test_metrics_properties.py tests/test_callbacks.py \
 	  tests/test_checkpoint_store.py"
 
-test-all: test test-exhaustive test-optional test-matrix
+test-all: lint imports types pytest test-exhaustive test-optional test-matrix
 
 # One environment for one interpreter: another one starts it anew.
 $(VENV)/.made-$(TAG):
@@ -91,4 +96,4 @@ lock:
 	rm -rf .venv-lock
 
 clean:
-	rm -rf .venv .venv-*
+	rm -rf .venv .venv-* .cache
