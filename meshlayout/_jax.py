@@ -6,6 +6,7 @@ Everything else in the library uses the public API that jax 0.7.2 and later shar
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 # pyright: reportAttributeAccessIssue=false
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -125,10 +126,15 @@ def memory_kinds(device: Any) -> tuple[tuple[str, ...], str | None]:
 
 
 def apply_operation(eqn: Any, operands: list[Any]) -> list[Any]:
-    """Applies one operation of a jaxpr, under the configuration it was traced in."""
+    """Applies one operation of a jaxpr, under the configuration it was traced in.
+
+    Of that configuration, the mesh is left out: the operands are laid out already,
+    and JAX refuses operands on another mesh, or on other types of axes, than the one
+    that the caller has set.
+    """
     bound = eqn.primitive.get_bind_params(eqn.params)
     functions, params = bound if isinstance(bound, tuple) else ((), bound)
-    with eqn.ctx.manager:
+    with eqn.ctx.manager, no_mesh():
         results = eqn.primitive.bind(*functions, *operands, **params)
     return list(results) if eqn.primitive.multiple_results else [results]
 
@@ -147,6 +153,83 @@ def compile_frugally(jitted: Any, operands: Sequence[Any]) -> Any:
     rules = ((threefry.threefry2x32_p, threefry._threefry2x32_lowering_rule),)
     options = mlir.LoweringParameters(override_lowering_rules=rules)
     return jitted.trace(*operands).lower(_private_parameters=options).compile()
+
+
+def without_sharding_types(closed: Any) -> Any:
+    """Returns a jaxpr as if traced without a mesh.
+
+    On Explicit axes, which `jax.make_mesh` makes by default, every traced value has a
+    sharding in its type, some operations have one among their parameters, and JAX
+    refuses operands of any other type. Types, parameters and the operations that only
+    lay values out are taken away, in inner jaxprs too. Rests on the classes of jaxprs;
+    tests/test_create_under_a_mesh.py notices when they change.
+
+    Args:
+        closed: A closed jaxpr; returned as it is if no value is on Explicit axes.
+    """
+    jaxpr = closed.jaxpr
+    values = [v for eqn in jaxpr.eqns for v in (*eqn.invars, *eqn.outvars)]
+    every = [*jaxpr.invars, *jaxpr.constvars, *values]
+    if not any(_is_explicit(getattr(var.aval, "sharding", None)) for var in every):
+        return closed
+    with no_mesh():
+        return _without_types(closed)
+
+
+# Operations that move a value to another sharding, and leave it the same.
+_LAYING_OUT = ("reshard", "sharding_constraint", "mesh_cast")
+
+
+def _without_types(value: Any) -> Any:
+    """Returns a parameter of an operation, or a jaxpr, without shardings."""
+    if type(value) in (tuple, list):  # named tuples hold no types
+        return type(value)(map(_without_types, value))
+    if isinstance(value, NamedSharding):
+        return None
+    if isinstance(value, jax_core.ShapedArray):
+        return _untyped(value)
+    if isinstance(value, jax_core.ClosedJaxpr):
+        return value.replace(jaxpr=_without_types(value.jaxpr))
+    if not isinstance(value, jax_core.Jaxpr):
+        return value
+    names: dict[Any, Any] = {}
+
+    def renamed(var: Any) -> Any:
+        if isinstance(var, jax_core.Literal):
+            return jax_core.Literal(var.val, _untyped(var.aval))
+        if var not in names:
+            names[var] = jax_core.Var(_untyped(var.aval))
+        return names[var]
+
+    eqns = []
+    for eqn in value.eqns:
+        invars = list(map(renamed, eqn.invars))
+        if eqn.primitive.name in _LAYING_OUT:
+            names[eqn.outvars[0]] = invars[0]
+            continue
+        params = {name: _without_types(param) for name, param in eqn.params.items()}
+        for name in ("in_shardings", "out_shardings"):
+            if name in params:
+                params[name] = (UNSPECIFIED,) * len(params[name])
+        outvars = list(map(renamed, eqn.outvars))
+        with eqn.ctx.manager, no_mesh():
+            plain = jax_core.new_jaxpr_eqn(
+                invars, outvars, eqn.primitive, params, eqn.effects, eqn.source_info
+            )
+        eqns.append(plain)
+    return value.replace(
+        invars=list(map(renamed, value.invars)),
+        constvars=list(map(renamed, value.constvars)),
+        outvars=list(map(renamed, value.outvars)),
+        eqns=eqns,
+    )
+
+
+def _untyped(aval: Any) -> Any:
+    """Returns an abstract value without its sharding; call it where no mesh is set."""
+    if not isinstance(aval, jax_core.ShapedArray):
+        return aval
+    return jax_core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
 def inner_jaxprs(eqn: Any) -> list[Any]:
@@ -171,7 +254,7 @@ def concrete_mesh() -> jax.sharding.Mesh | None:
     return mesh if isinstance(mesh, jax.sharding.Mesh) and mesh.size else None
 
 
-def no_mesh() -> Any:
+def no_mesh() -> contextlib.AbstractContextManager[Any]:
     """Returns a context in which no mesh is set: JAX on its own looks at the arrays."""
     return jax_mesh.use_abstract_mesh(jax_mesh.empty_abstract_mesh)
 

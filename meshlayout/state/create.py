@@ -316,6 +316,7 @@ def trace(build: Callable[..., Any], *inputs: Any) -> Traced:
             "Compute such values with NumPy, or outside of the builder."
         )
         raise StateError(msg) from error
+    jaxpr = _jax.without_sharding_types(jaxpr)
     traced = Traced(jaxpr, leaves, treedef, graphdef)
     _check_values(traced)
     return traced

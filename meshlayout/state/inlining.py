@@ -28,6 +28,10 @@ def inlined(
     """
     for eqn in eqns:
         invars = [var if is_literal(var) else names.get(var, var) for var in eqn.invars]
+        if eqn.primitive.name == "sharding_constraint":
+            # The layout map decides; a constraint would be computed whole.
+            names[eqn.outvars[0]] = invars[0]
+            continue
         if eqn.primitive.name not in _OPENED:
             outvars = [_Value(var.aval) for var in eqn.outvars]
             names.update(zip(eqn.outvars, outvars, strict=True))

@@ -304,7 +304,7 @@ class _Program:
             out_shardings=list(step.shardings_out),
             donate_argnums=step.donated,
         )
-        with jax.disable_jit(disable=False):
+        with jax.disable_jit(disable=False), _jax.no_mesh():
             self._compiled = (
                 _jax.compile_frugally(jitted, operands)
                 if _is_worth_it(step)
@@ -319,7 +319,7 @@ class _Program:
             jax.device_put(operand, sharding)
             for operand, sharding in zip(operands, self._shardings, strict=True)
         ]
-        with jax.disable_jit(disable=False):
+        with jax.disable_jit(disable=False), _jax.no_mesh():
             return self._compiled(*moved)
 
 
