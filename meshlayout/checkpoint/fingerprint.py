@@ -60,7 +60,7 @@ class Pending:
 
     def text(self) -> str:
         """Waits for the fingerprint, and returns it."""
-        return _text(_jax.to_host(self._sums))
+        return text_of(_jax.to_host(self._sums))
 
 
 def host_fingerprint(x: np.ndarray[Any, Any]) -> str:
@@ -75,17 +75,44 @@ def host_fingerprint(x: np.ndarray[Any, Any]) -> str:
         >>> host_fingerprint(x) == pending.text()
         True
     """
+    return text_of(slice_sums(x, (0,) * x.ndim, x.shape))
+
+
+def slice_sums(
+    x: np.ndarray[Any, Any], starts: Sequence[int], shape: Sequence[int]
+) -> tuple[int, int]:
+    """Returns what a slice of an array adds to the two sums of its fingerprint.
+
+    The sums of slices that cover an array, each element once, add up to those of the
+    array, modulo 2**32; `text_of` makes the fingerprint of them.
+
+    Args:
+        x: The slice.
+        starts: The index of its first element in the whole array, one entry per dim.
+        shape: The shape of the whole array.
+
+    Example:
+        >>> x = np.arange(6, dtype=np.float32).reshape(2, 3)
+        >>> top = slice_sums(x[:1], (0, 0), x.shape)
+        >>> bottom = slice_sums(x[1:], (1, 0), x.shape)
+        >>> total = [(a + b) % 2**32 for a, b in zip(top, bottom)]
+        >>> text_of(total) == host_fingerprint(x)
+        True
+    """
     rows = x.reshape(-1, x.shape[-1] if x.ndim else 1)
     num_words = 1 if not x.size else _host_words(rows[:1]).shape[-1]
-    sums = []
+    sums: list[int] = []
     for seed in _SEEDS:
-        outer = np.ones(1, np.uint32)
-        for dim, size in enumerate(x.shape[:-1]):
-            outer = np.multiply.outer(outer, _weights(size, dim, seed)).reshape(-1)
-        inner = _weights(rows.shape[1], max(0, x.ndim - 1), seed) if x.ndim else outer
+        outer, inner = np.ones(1, np.uint32), np.ones(1, np.uint32)
+        for dim, start in enumerate(starts):
+            weights = _weights(shape[dim], dim, seed)[start : start + x.shape[dim]]
+            if dim < x.ndim - 1:
+                outer = np.multiply.outer(outer, weights).reshape(-1)
+            else:
+                inner = weights
         words = np.multiply.outer(inner, _weights(num_words, _WORDS, seed))
         sums.append(_host_sum(rows, outer, words))
-    return _text(sums)
+    return sums[0], sums[1]
 
 
 def _host_sum(
@@ -109,7 +136,8 @@ def _host_sum(
     return total % 2**32
 
 
-def _text(sums: Iterable[Any]) -> str:
+def text_of(sums: Iterable[Any]) -> str:
+    """Returns the fingerprint that two sums are."""
     return "".join(f"{int(one):08x}" for one in sums)
 
 
