@@ -6,9 +6,9 @@ Everything else in the library uses the public API that jax 0.7.2 and later shar
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 # pyright: reportAttributeAccessIssue=false
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -28,7 +28,7 @@ from jax._src.interpreters import mlir, partial_eval, pxla
 from jax._src.lax import lax as jax_lax
 from jax._src.sharding_impls import UNSPECIFIED as UNSPECIFIED
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 
 try:
@@ -254,9 +254,13 @@ def concrete_mesh() -> jax.sharding.Mesh | None:
     return mesh if isinstance(mesh, jax.sharding.Mesh) and mesh.size else None
 
 
-def no_mesh() -> contextlib.AbstractContextManager[Any]:
-    """Returns a context in which no mesh is set: JAX on its own looks at the arrays."""
-    return jax_mesh.use_abstract_mesh(jax_mesh.empty_abstract_mesh)
+def no_mesh() -> AbstractContextManager[None]:
+    """Returns a context in which no mesh is set: JAX looks at the arrays alone.
+
+    What the library compiles for itself names its own mesh. Under `jax.set_mesh` of
+    another one, or of the same with Explicit axes, JAX would refuse the operands.
+    """
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
 
 
 def concrete_mesh_for(abstract: Any) -> jax.sharding.Mesh | None:

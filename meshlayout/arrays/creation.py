@@ -1,5 +1,6 @@
 """Arrays that are created sharded, never whole on a device."""
 
+import contextlib
 import functools
 import math
 import numbers
@@ -339,7 +340,8 @@ def arange(
     where = kind_text((size,), chosen)
     main = with_full_rank(layout, 1, where).with_memory_kind(None)
     steps = _create(_arange, (size,), main, work, (np.zeros_like(start_), step_))
-    return call_with_layout(_shifted, layout, steps, start_, dtype=chosen)
+    with contextlib.nullcontext() if _jax.is_staged(None) else _jax.no_mesh():
+        return call_with_layout(_shifted, layout, steps, start_, dtype=chosen)
 
 
 def _full(value: Any, *, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -415,7 +417,10 @@ def _made(
         return jax.device_put(np.empty(shape, used), sharding)
     if make in (_normal, _uniform) and not _jax.is_staged(None):
         sharding = tidy(sharding, shape, dtype, layout.mesh)
-    return _compiled(make, shape, dtype, sharding)(*operands)
+    if _jax.is_staged(None):
+        return _compiled(make, shape, dtype, sharding)(*operands)
+    with _jax.no_mesh():
+        return _compiled(make, shape, dtype, sharding)(*operands)
 
 
 @functools.lru_cache(maxsize=512)

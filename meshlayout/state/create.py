@@ -301,7 +301,9 @@ def trace(build: Callable[..., Any], *inputs: Any) -> Traced:
 
     try:
         with eager_sharding_off():
-            jaxpr = jax.make_jaxpr(flat)(*inputs)
+            # Where the inputs are now is no part of the trace.
+            shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
+            jaxpr = jax.make_jaxpr(flat)(*shapes)
     except flax_errors.TraceContextError as error:
         msg = (
             "the builder changes an NNX object that was made outside of it, such as "
