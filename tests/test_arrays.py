@@ -958,3 +958,117 @@ def test_what_is_refused_says_where_what_and_the_way_out(case):
         assert text == message
     else:
         assert "do not have the structure of the arrays" in text
+
+
+# Arrays of the host that JAX does not have.
+
+SWAPPED = [">f4", ">f8", ">i4", ">i8", ">u2", ">f2", ">c8", ">c16"]
+
+
+def doors(mesh):
+    """Every function that takes arrays of the host; each returns the whole value."""
+    layout = mesh.layout("batch", None)
+    return {
+        "relayout": lambda x: ml.relayout(x, layout),
+        "relayout, donate": lambda x: ml.relayout(x, layout, donate=True),
+        "relayout in jit": lambda x: jax.jit(lambda: ml.relayout(x, layout))(),
+        "copy_to_mesh": lambda x: ml.copy_to_mesh(x, layout),
+        "copy_to_mesh of a tree": lambda x: ml.copy_to_mesh({"x": [x]}, layout)["x"][0],
+        "pack": lambda x: ml.pack([x] * 8, mesh.layout(None, None)),
+        "create": lambda x: ml.create(
+            lambda: {"x": x}, ml.LayoutMap(mesh, {"x": ("batch", None)})
+        )["x"],
+        "to_numpy": lambda x: ml.to_numpy(x),
+    }
+
+
+@pytest.mark.parametrize("door", list(doors(BATCH_8)))
+@pytest.mark.parametrize("dtype", SWAPPED)
+def test_arrays_of_the_other_byte_order_keep_their_values(door, dtype):
+    x = np.arange(16, dtype=dtype).reshape(8, 2)
+    placed = doors(BATCH_8)[door](x)
+    assert np.array_equal(ml.to_numpy(placed), np.arange(16).reshape(8, 2))
+    assert np.asarray(placed).dtype.isnative or door == "to_numpy"
+
+
+@pytest.mark.parametrize("door", list(doors(BATCH_8)))
+def test_masked_arrays_are_refused_everywhere(door):
+    x = np.ma.masked_array(np.ones((8, 2), "float32"), mask=[[0, 1]] * 8)
+    with pytest.raises(ml.MeshLayoutError) as error:
+        doors(BATCH_8)[door](x)
+    assert "is a masked array, and JAX would lose its mask. Fill it with" in str(
+        error.value
+    )
+
+
+def test_masked_numbers_inside_lists_are_refused():
+    with pytest.raises(ml.errors.LayoutError, match="is a masked array"):
+        ml.pack([[np.ma.masked, 1.0]] * 8, BATCH_8.layout("batch"))
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [
+        (float("nan"), "int32"),
+        (float("inf"), "int8"),
+        (2.5, "int32"),
+        (300, "uint8"),
+        (-1, "uint8"),
+        (1j, "float32"),
+        (1 + 1j, "int32"),
+        (2, "bool"),
+        (1e300, "float32"),
+        (70000.0, "float16"),
+        (np.float32("nan"), "int32"),
+        (np.array(300, ">i4"), "uint8"),
+        (jnp.float32(2.5), "int8"),
+    ],
+)
+def test_full_refuses_a_dtype_that_cannot_hold_the_value(value, dtype):
+    with pytest.raises(ml.errors.LayoutError) as error:
+        ml.arrays.full((8,), value, BATCH_8.layout("batch"), dtype=dtype)
+    assert str(error.value).startswith("full: value is ")
+    assert str(error.value).endswith(
+        f", which dtype {dtype} cannot hold. Choose a dtype that can, or convert the "
+        "value first."
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [
+        (1, "bool"),
+        (255, "uint8"),
+        (2.0, "int32"),
+        (0.1, "bfloat16"),
+        (float("nan"), "float16"),
+        (float("-inf"), "float32"),
+        (1j, "complex64"),
+        (np.complex64(1), "complex64"),
+        (np.float64(0.1), "float32"),
+        (2**31 - 1, "int32"),
+    ],
+)
+def test_full_rounds_to_what_the_dtype_has(value, dtype):
+    x = ml.arrays.full((8,), value, BATCH_8.layout("batch"), dtype=dtype)
+    expected = np.asarray([value] * 8).astype(jnp.dtype(dtype))
+    assert np.array_equal(
+        ml.to_numpy(x).astype("c16"), expected.astype("c16"), equal_nan=True
+    )
+
+
+def test_full_takes_the_real_part_of_a_real_number():
+    x = ml.arrays.full((8,), 2 + 0j, BATCH_8.layout("batch"), dtype="float32")
+    assert x.dtype == "float32"
+    assert np.array_equal(ml.to_numpy(x), np.full(8, 2, "float32"))
+
+
+def test_arange_refuses_steps_that_the_dtype_cannot_hold():
+    with pytest.raises(ml.errors.LayoutError, match=r"arange: step is 0\.5, which"):
+        ml.arrays.arange(0, 4, 0.5, layout=BATCH_8.layout("batch"), dtype="int32")
+
+
+@pytest.mark.parametrize("dtype", ["float64", np.float64, np.dtype("float64"), ">f8"])
+def test_a_dtype_that_jax_narrows_is_named_when_it_was_asked_for(dtype):
+    with pytest.warns(UserWarning, match="dtype float64 is not enabled in JAX"):
+        assert ml.arrays.zeros((8,), BATCH_8.layout("batch"), dtype).dtype == "float32"

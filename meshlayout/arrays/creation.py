@@ -17,7 +17,9 @@ from jax.typing import ArrayLike, DTypeLike
 
 from meshlayout import _jax
 from meshlayout._cuts import tidy
+from meshlayout._host_arrays import check_cast
 from meshlayout.arrays.leaf import (
+    as_array,
     is_array,
     is_concrete_array,
     is_jax_dtype,
@@ -218,7 +220,14 @@ def full(
             "use relayout(x, layout)."
         )
         raise LayoutError(msg)
-    return _create(_full, shape, layout, _dtype(dtype, None), (value,))
+    if not isinstance(value, _PYTHON_NUMBERS):
+        value = as_array(value, "full: value")
+    dtype = _dtype(dtype, None)
+    if dtype is not None:
+        check_cast(value, dtype, "full: value")
+        if not jnp.issubdtype(dtype, np.complexfloating):
+            value = jnp.real(value) if jnp.iscomplexobj(value) else value
+    return _create(_full, shape, layout, dtype, (value,))
 
 
 def normal(
@@ -325,6 +334,9 @@ def arange(
     except OverflowError:
         msg = "arange takes numbers that fit into a dtype, and these do not."
         raise LayoutError(msg) from None
+    if dtype is not None:
+        check_cast(first, chosen, "arange: start")
+        check_cast(step or 1, chosen, "arange: step")
     work = chosen
     if jnp.issubdtype(chosen, jnp.floating) and jnp.finfo(chosen).bits < 32:
         work = np.dtype(np.float32)  # bfloat16 cannot count
@@ -511,6 +523,9 @@ def _sizes(shape: Any, path: str) -> tuple[int, ...]:
     return sizes
 
 
+_PYTHON_NUMBERS = (bool, int, float, complex)
+
+
 def _dtype(dtype: DTypeLike | None, default: Any) -> Any:
     """Returns the dtype that JAX will use, or None if there is no default."""
     if dtype is None and default is None:
@@ -518,13 +533,16 @@ def _dtype(dtype: DTypeLike | None, default: Any) -> Any:
     dtype = default if dtype is None else dtype
     try:
         wanted = jnp.dtype(dtype)
+        if isinstance(wanted, np.dtype):
+            wanted = wanted.newbyteorder("=")
     except TypeError:
         wanted = None
     if wanted is None or not is_jax_dtype(wanted):
         msg = f"{dtype!r} is not a dtype of numbers. Write jnp.float32 or 'float32'."
         raise LayoutError(msg)
     used = jax.dtypes.canonicalize_dtype(wanted)
-    if used != wanted and dtype not in (bool, int, float, complex):
+    # By identity: np.dtype("float64") == float, and it was asked for by name.
+    if used != wanted and not any(dtype is kind for kind in _PYTHON_NUMBERS):
         warnings.warn(
             f"dtype {wanted} is not enabled in JAX, and {used} is used. See "
             "jax_enable_x64.",

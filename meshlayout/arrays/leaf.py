@@ -12,6 +12,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshlayout import _jax
+from meshlayout._host_arrays import host_array, plain_array
 from meshlayout.arrays.tree import Where, describe, first_line
 from meshlayout.errors import LayoutError
 from meshlayout.layout import MATCH, DimSpec, Layout, as_layout
@@ -104,11 +105,14 @@ def move(
         raise LayoutError(msg)
     if is_concrete_array(x):
         check_alive(x, where)
+    if not isinstance(x, (bool, int, float, complex)):
+        x = as_array(x, where)
     try:
         if _jax.is_staged(x):
             return _constrain(x, sharding, layout, where)
         if not isinstance(x, jax.Array):
-            return _placed(_for_device(x, layout, where), layout, sharding)
+            device = layout.mesh.devices.flat[0]
+            return _placed(private_copy(x, device), layout, sharding)
         if not is_concrete_array(x):
             return jax.device_put(x, sharding)
         if x.is_fully_addressable and not sharding.is_fully_addressable:
@@ -202,13 +206,6 @@ def _constrain(x: Any, sharding: NamedSharding, layout: Layout, where: Where) ->
     return jax.device_put(x, sharding)
 
 
-def _for_device(x: Any, layout: Layout, where: Where) -> Any:
-    """Returns something that is no `jax.Array` as one to be placed."""
-    if isinstance(x, (bool, int, float, complex)):
-        return x
-    return private_copy(as_array(x, where), layout.mesh.devices.flat[0])
-
-
 def _placed(x: Any, layout: Layout, sharding: NamedSharding) -> jax.Array:
     """Places what is on the host: piece by piece, which is quicker, where it can be."""
     if (
@@ -269,31 +266,7 @@ def as_array(x: Any, where: Where) -> Any:
         return x
     if hasattr(x, "__jax_array__"):
         return jnp.asarray(x)
-    try:
-        array = np.asarray(x)
-    except ValueError:
-        msg = f"{where}: {x!r} is not like an array: its rows have different lengths."
-        raise LayoutError(msg) from None
-    if not is_jax_dtype(array.dtype):
-        msg = f"{where}: {describe(x)} is not like an array of numbers."
-        raise LayoutError(msg)
-    return check_range(array, where)
-
-
-def check_range(array: np.ndarray[Any, Any], where: Where) -> np.ndarray[Any, Any]:
-    """Returns a NumPy array, or raises if JAX would make other integers of its own."""
-    dtype = _jax.canonical_dtype(array.dtype)
-    if dtype == array.dtype or array.dtype.kind not in "iu" or not array.size:
-        return array
-    low, high = int(array.min()), int(array.max())
-    limits = np.iinfo(dtype)
-    if low < limits.min or high > limits.max:
-        msg = (
-            f"{where}: it holds {high if high > limits.max else low}, and JAX makes "
-            f"{dtype} of {array.dtype}. Set jax_enable_x64, or give it another dtype."
-        )
-        raise LayoutError(msg)
-    return array
+    return host_array(x, where)
 
 
 def private_copy(x: Any, device: _jax.Device) -> Any:
@@ -341,7 +314,7 @@ def is_concrete_array(x: Any) -> TypeGuard[jax.Array]:
 def host_value(x: Any, where: Where = "") -> np.ndarray[Any, Any]:
     """Returns the whole value of an array or number; of PRNG keys, their words."""
     if not isinstance(x, jax.Array):
-        return np.asarray(x)
+        return plain_array(x, where or "the array")
     check_alive(x, where)
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)

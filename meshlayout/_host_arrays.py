@@ -1,0 +1,193 @@
+"""Arrays of the host on their way to devices: one door for all that a user hands in.
+
+NumPy has arrays that JAX does not: in the other byte order (IDX, FITS and HDF5 files
+hold such), with a mask, of 64 bits, of objects. `jax.device_put` refuses some of them,
+but the quick ways to place an array shard by shard read its memory as it is, so that
+bytes came out swapped and masks were lost. Whatever places host arrays asks here first.
+"""
+
+import math
+import warnings
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from meshlayout import _jax
+from meshlayout._checks import shown
+from meshlayout.errors import LayoutError, MeshLayoutError
+
+
+def plain_array(
+    value: Any,
+    where: object = "the array",
+    *,
+    error: type[MeshLayoutError] = LayoutError,
+) -> np.ndarray[Any, Any]:
+    """Returns a value as a NumPy array in this machine's byte order, without a mask.
+
+    Nothing is copied where it is one already. The dtype may be any, strings too; see
+    `host_array` for what goes to a device.
+
+    Args:
+        value: Anything like an array.
+        where: The value's name, to open a message with.
+        error: The class to raise.
+
+    Raises:
+        MeshLayoutError: As `error`, for masked arrays and for what NumPy refuses.
+
+    Example:
+        >>> plain_array(np.array([1, 256], ">u2")).dtype.isnative
+        True
+        >>> plain_array(np.ma.masked_array([1.0, 2.0], mask=[0, 1]), "batch/x")
+        Traceback (most recent call last):
+        meshlayout.errors.LayoutError: batch/x is a masked array, and JAX would lose its
+            mask. Fill it with x.filled(value), and give the mask as an array of its
+            own where it matters.
+    """
+    if _is_masked(value):
+        msg = (
+            f"{where} is a masked array, and JAX would lose its mask. Fill it with "
+            "x.filled(value), and give the mask as an array of its own where it "
+            "matters."
+        )
+        raise error(msg)
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as problem:
+        reason = str(problem).partition("\n")[0]
+        if "inhomogeneous" in reason:
+            reason = "its rows have different lengths."
+        msg = f"{where}: {shown(value)} is not like an array: {reason}"
+        raise error(msg) from None
+    if array.dtype.isnative:
+        return array
+    return array.astype(array.dtype.newbyteorder("="))
+
+
+def host_array(
+    value: Any,
+    where: object = "the array",
+    *,
+    error: type[MeshLayoutError] = LayoutError,
+) -> np.ndarray[Any, Any]:
+    """Returns a value as a NumPy array that a device can hold with the same values.
+
+    Use this before `jax.device_put`, `jax.make_array_from_callback` and their like.
+    Floats of 64 bits become 32 bits on the device, as everywhere in JAX; integers that
+    do not fit into 32 bits are refused.
+
+    Args:
+        value: Anything like an array of numbers.
+        where: The value's name, to open a message with.
+        error: The class to raise.
+
+    Raises:
+        MeshLayoutError: As `error`, as `plain_array` does, and for dtypes that JAX
+            does not have and integers that would become others.
+
+    Example:
+        >>> host_array(np.array([1.0, 2.0], ">f4"))
+        array([1., 2.], dtype=float32)
+        >>> host_array(["a"], "batch/name", error=MeshLayoutError)
+        Traceback (most recent call last):
+        meshlayout.errors.MeshLayoutError: batch/name: ['a'] is not like an array of
+            numbers.
+    """
+    array = plain_array(value, where, error=error)
+    if not _jax.is_array_dtype(array.dtype):
+        msg = f"{where}: {_described(value)} is not like an array of numbers."
+        raise error(msg)
+    dtype = _jax.canonical_dtype(array.dtype)
+    if dtype == array.dtype or array.dtype.kind not in "iu" or not array.size:
+        return array
+    low, high = int(array.min()), int(array.max())
+    limits = np.iinfo(dtype)
+    if low < limits.min or high > limits.max:
+        msg = (
+            f"{where}: it holds {high if high > limits.max else low}, and JAX makes "
+            f"{dtype} of {array.dtype}. Set jax_enable_x64, or give it another dtype."
+        )
+        raise error(msg)
+    return array
+
+
+def check_cast(
+    value: Any,
+    dtype: Any,
+    where: object = "the value",
+    *,
+    error: type[MeshLayoutError] = LayoutError,
+) -> None:
+    """Refuses to convert a number to a dtype in which it would be another one.
+
+    Rounding to a float of fewer digits is what a float dtype means, and passes. What
+    does not: NaN, fractions and large numbers as integers, an imaginary part as a real
+    number, a finite number as infinity, and any number but 0 and 1 as a bool.
+
+    Args:
+        value: A number, or an array of them; inside jit there is no value yet to check.
+        dtype: The dtype to convert to.
+        where: The value's name, to open a message with.
+        error: The class to raise.
+
+    Raises:
+        MeshLayoutError: As `error`, naming the value and the dtype.
+
+    Example:
+        >>> check_cast(0.1, "bfloat16")
+        >>> check_cast(300, "uint8", "full: value")
+        Traceback (most recent call last):
+        meshlayout.errors.LayoutError: full: value is 300, which dtype uint8 cannot
+            hold. Choose a dtype that can, or convert the value first.
+    """
+    if isinstance(value, Tracer) or not np.size(value) or _jax.is_extended(dtype):
+        return
+    numbers = np.asarray(value)
+    dtype = np.dtype(dtype)
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the warnings of what is refused below
+        is_same = _survives(numbers, dtype)
+    if not is_same.all():
+        first = numbers[~is_same].flat[0]
+        msg = (
+            f"{where} is {shown(first)}, which dtype {dtype} cannot hold. Choose a "
+            "dtype that can, or convert the value first."
+        )
+        raise error(msg)
+
+
+def _survives(numbers: np.ndarray[Any, Any], dtype: Any) -> np.ndarray[Any, Any]:
+    """Returns for each number whether a dtype can hold it, rounded at most."""
+    if jnp.issubdtype(dtype, np.complexfloating):
+        return np.ones(numbers.shape, bool)
+    if jnp.issubdtype(numbers.dtype, np.complexfloating):
+        return (numbers.imag == 0) & _survives(numbers.real, dtype)
+    if jnp.issubdtype(dtype, np.floating):
+        return np.isfinite(numbers.astype(dtype)) | ~np.isfinite(numbers)
+    if dtype == np.bool_:
+        return (numbers == 0) | (numbers == 1)
+    limits = jnp.iinfo(dtype)
+    # Compared as Python's numbers: int64 and uint64 meet as floats in NumPy.
+    exact = [
+        math.isfinite(number)
+        and number == int(number)
+        and int(limits.min) <= number <= int(limits.max)
+        for number in numbers.ravel().tolist()
+    ]
+    return np.array(exact, bool).reshape(numbers.shape)
+
+
+def _is_masked(value: Any) -> bool:
+    """Returns whether a value is a masked array, or a list that holds some."""
+    if isinstance(value, np.ma.MaskedArray):
+        return True
+    return isinstance(value, (list, tuple)) and any(map(_is_masked, value))
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, (np.ndarray, np.generic)):
+        return f"a NumPy array of dtype {value.dtype}"
+    return shown(value)
