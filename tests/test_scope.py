@@ -1,5 +1,6 @@
 """`with layouts.scope():` unchanged code, the same bits, the final paths' layouts."""
 
+import inspect
 import threading
 
 import flax.linen as nn
@@ -341,6 +342,44 @@ def test_an_optimizer_made_in_a_scope_follows_its_model(composed_later):
     }
 
 
+class Normed(nnx.Module):
+    """Holds more than parameters, so that its state is not shaped as they are."""
+
+    def __init__(self, *, rngs):
+        self.dense = nnx.Linear(8, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+
+def model_and_optimizer(model, tx):
+    return nnx.ModelAndOptimizer(model, tx)
+
+
+class Both(nnx.Optimizer):
+    """Holds its model deeper down, and an array of its own."""
+
+    def __init__(self, model, tx):
+        super().__init__(model, tx, wrt=nnx.Param)
+        self.held = nnx.Dict(parts=nnx.List([model])) if has_lists else model
+        self.kernel = nnx.Variable(jnp.ones((8, 8)))
+
+
+has_lists = hasattr(nnx, "List")  # not in flax 0.11
+
+
+@pytest.mark.parametrize("kind", [model_and_optimizer, Both])
+def test_an_optimizer_that_holds_its_model_leaves_it_where_it_is(kind):
+    with kernels((None, "model"), unused="error").scope():
+        model = Normed(rngs=nnx.Rngs(0))
+        optimizer = kind(model, optax.adam(1e-3))
+    slots = optimizer.opt_state[0]
+    assert lies(model.dense) == "[unsharded, model]"
+    for moment in (slots.mu, slots.nu):
+        kernel = nnx.to_pure_dict(nnx.state(moment))["dense"]["kernel"]
+        assert str(ml.Layout.of(kernel)) == "[unsharded, model]"
+    assert_same_bits(model, Normed(rngs=nnx.Rngs(0)))
+
+
 # Linen.
 
 MUTABLE = ["params", "batch_stats"]
@@ -398,8 +437,11 @@ def linear():
     return nnx.Linear(8, 8, rngs=nnx.Rngs(0))
 
 
+SINGLE = jax.sharding.SingleDeviceSharding
+
+
 def is_plain(model):
-    return isinstance(model.kernel[...].sharding, jax.sharding.SingleDeviceSharding)
+    return isinstance(model.kernel[...].sharding, SINGLE)
 
 
 def test_scopes_nest():
@@ -440,6 +482,7 @@ def test_a_constructor_that_raises_leaves_the_scope_open():
 def test_a_scope_is_of_its_thread():
     found = []
     with kernels().scope():
+        linear()
         thread = threading.Thread(target=lambda: found.append(linear()))
         thread.start()
         thread.join()
@@ -455,6 +498,128 @@ def test_a_scope_is_of_its_thread():
         assert lies(linear()) == "[unsharded, model]"
     assert is_plain(found[0])
     assert lies(found[1]) == "[batch, unsharded]"
+
+
+METHODS = {
+    "module": (type(nnx.Module), "__call__"),
+    "init": (nn.Module, "init"),
+    "init_with_output": (nn.Module, "init_with_output"),
+    "lazy_init": (nn.Module, "lazy_init"),
+    "optimizer": (nnx.Optimizer, "__init__"),
+}
+
+
+def flax_methods():
+    """What Flax's constructors are, and whether their classes have them themselves."""
+    return {
+        what: (getattr(owner, name), name in vars(owner))
+        for what, (owner, name) in METHODS.items()
+    }
+
+
+def flax_texts():
+    """What a reader sees of Flax's constructors."""
+    return {
+        what: (inspect.signature(method), method.__doc__, method.__name__)
+        for what, (method, _) in flax_methods().items()
+    } | {"class": inspect.signature(nnx.Linear)}
+
+
+METHODS_BEFORE, TEXTS_BEFORE = flax_methods(), flax_texts()
+
+
+def test_flax_is_its_own_before_a_scope_is_entered_and_after_the_last_is_left():
+    outer, inner = kernels().scope(), kernels().scope()
+    assert flax_methods() == METHODS_BEFORE
+    with outer:
+        assert flax_methods() != METHODS_BEFORE
+        linear()
+        with inner:
+            linear()
+        assert flax_methods() != METHODS_BEFORE
+    assert flax_methods() == METHODS_BEFORE
+    with pytest.raises(KeyError), kernels().scope():
+        raise KeyError
+    with pytest.raises(ml.errors.LayoutMapError), kernels(unmatched="error").scope():
+        linear()
+    assert flax_methods() == METHODS_BEFORE
+
+
+def test_flax_has_its_signatures_and_docstrings_inside_a_scope_too():
+    with kernels().scope():
+        linear()
+        assert flax_texts() == TEXTS_BEFORE
+
+
+def test_the_last_of_many_threads_gives_flax_its_methods_back():
+    barrier, models = threading.Barrier(4), []
+
+    def build(number):
+        for _ in range(20):
+            with kernels(unused="ignore").scope():
+                barrier.wait()
+        with kernels().scope():
+            models.append(linear())
+
+    threads = [threading.Thread(target=build, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [lies(model) for model in models] == ["[unsharded, model]"] * 4
+    assert flax_methods() == METHODS_BEFORE
+
+
+def test_who_patches_flax_inside_a_scope_keeps_the_patch():
+    original = nn.Module.init
+    try:
+        with kernels().scope():
+            linear()
+            inner = nn.Module.init
+
+            def init(self, *args, **kwargs):
+                return inner(self, *args, **kwargs)
+
+            nn.Module.init = init
+        assert nn.Module.init is init
+        variables = nn.Dense(8).init(jax.random.key(0), jnp.ones((1, 8)))
+        assert isinstance(variables["params"]["kernel"].sharding, SINGLE)
+    finally:
+        nn.Module.init = original
+
+
+EMPTY = (
+    "nothing was made in this scope: it lays out NNX modules and the variables of "
+    "Linen's init that are made inside it. For Equinox and other pytrees, write "
+    "create(lambda: Model(...), layouts)."
+)
+
+
+@pytest.mark.parametrize("rules", [{}, {"kernel": (..., "model")}])
+def test_a_scope_in_which_nothing_is_made_says_so(rules):
+    def scope(unused):
+        with ml.LayoutMap(MESH, rules, unused=unused).scope():
+            {"kernel": jnp.ones((8, 8))}  # as of Equinox: no module of Flax
+
+    with pytest.warns(ml.errors.LayoutWarning) as caught:
+        scope("warn")
+    assert [str(one.message) for one in caught] == [EMPTY]
+    assert caught[0].filename == __file__
+    with pytest.raises(ml.errors.LayoutMapError) as error:
+        scope("error")
+    assert str(error.value) == EMPTY
+    scope("ignore")
+    assert flax_methods() == METHODS_BEFORE
+
+
+def test_a_scope_for_activations_alone_is_not_empty():
+    layouts = ml.LayoutMap(MESH, {"hidden": ("batch", ...)}, unused="error")
+    step = jax.jit(lambda x: ml.constrain(x, "hidden"))
+    for _ in range(2):  # the second time, JAX has the program
+        with layouts.scope():
+            step(jnp.ones((8, 8)))
+    with layouts.scope():
+        nnx.eval_shape(linear)
 
 
 def test_a_scope_is_a_decorator():

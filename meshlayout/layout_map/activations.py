@@ -27,6 +27,7 @@ class Snapshot:
 
     def __init__(self, layouts: "LayoutMap") -> None:
         self.layouts = layouts
+        self.is_read = False  # whether `constrain` has asked it
 
 
 def in_force(layouts: "LayoutMap") -> Any:
@@ -73,6 +74,7 @@ def constrain(x: Any, name: str) -> Any:
     snapshot = _map_in_force.value
     if snapshot is None:
         return x
+    snapshot.is_read = True
     if not hasattr(x, "dtype") and not isinstance(x, (bool, int, float, complex)):
         msg = (
             f"constrain places one array, and {name!r} is a {type(x).__name__}. Call "

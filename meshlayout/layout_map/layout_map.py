@@ -333,9 +333,24 @@ class LayoutMap(MutableMapping[str, Any]):
             f"{'; '.join(facts)}. Correct it, or give the map unused='ignore' if it is "
             "for activations or other models."
         )
+        self.report_unused(line)
+
+    def report_unused(self, line: str) -> None:
+        """Warns or raises, as `unused` says, of what the map had no effect on.
+
+        Args:
+            line: The sentence.
+
+        Raises:
+            LayoutMapError: If `unused` is `"error"`.
+
+        Warns:
+            LayoutWarning: If it is `"warn"`.
+        """
         if self._options.unused == "error":
             raise LayoutMapError(line)
-        warnings.warn(line, LayoutWarning, stacklevel=stack_level())
+        if self._options.unused == "warn":
+            warnings.warn(line, LayoutWarning, stacklevel=stack_level())
 
     def scope(self) -> AbstractContextManager["LayoutMap"]:
         """Returns a context in which models are born with these layouts.

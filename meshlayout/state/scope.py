@@ -13,10 +13,11 @@ to lay out, and everything is constructed as without a scope.
 import contextlib
 import dataclasses
 import functools
+import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 from flax import errors as flax_errors, linen as nn, nnx
@@ -33,7 +34,6 @@ from meshlayout.layout_map import (
     register_scope_factory,
 )
 from meshlayout.state.create import (
-    create,
     eager_sharding,
     eager_sharding_off,
     has_layout,
@@ -54,20 +54,44 @@ class Scope:
         self.layouts = layouts
         self._roots: list[nnx.Module] = []
         self._optimizers: list[tuple[nnx.Optimizer[Any], nnx.Module]] = []
+        self.is_empty = True
 
-    def construct(self, cls: Any, args: Any, kwargs: Any) -> Any:
-        """Constructs one NNX module that is not part of another construction."""
-        given = _module_leaves((args, kwargs))
-        if any(isinstance(node, nnx.Module) for node in given):
+    def construct(
+        self,
+        constructor: Callable[..., nnx.Module],
+        cls: type[nnx.Module],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> nnx.Module:
+        """Constructs one NNX module that is not part of another construction.
+
+        Args:
+            constructor: Flax's own way to construct the class.
+            cls: The class.
+            args: The constructor's arguments.
+            kwargs: Its keyword arguments.
+        """
+        objects = _nnx_objects((args, kwargs))
+        if any(isinstance(node, nnx.Module) for node in objects):
             # A composition: its parts exist. Parts that it makes itself pass here.
-            made = self._composed(cls, args, kwargs)
+            module = self._composed(constructor, args, kwargs)
         else:
-            made = self._born(cls, args, kwargs, given)
-        self._roots.append(made)
-        return made
+            module = self._born(constructor, cls, args, kwargs, objects)
+        self._roots.append(module)
+        return module
 
     def finish(self) -> None:
-        """Gives every module the layouts of its final paths, or raises."""
+        """Gives every module the layouts of its final paths, or raises.
+
+        Raises:
+            LayoutMapError: If rules disagree or do not fit; if nothing was made, or a
+                rule matches no path, and the map has `unused="error"`.
+
+        Warns:
+            LayoutWarning: If nothing was made, or a rule matches no path.
+        """
+        if self.is_empty:
+            self._report_empty()
         found: list[Resolution] = []
         for root in self._roots:
             found.extend(self._move(root, strict=True))
@@ -91,31 +115,52 @@ class Scope:
         self._follow(optimizer, model)
         self._optimizers.append((optimizer, model))
 
-    def _composed(self, cls: Any, args: Any, kwargs: Any) -> Any:
+    def _report_empty(self) -> None:
+        """Says that nothing was made, unless activations were laid out by the map."""
+        if self.layouts.snapshot().is_read:
+            return
+        self.layouts.report_unused(
+            "nothing was made in this scope: it lays out NNX modules and the variables "
+            "of Linen's init that are made inside it. For Equinox and other pytrees, "
+            "write create(lambda: Model(...), layouts)."
+        )
+
+    def _composed(
+        self,
+        constructor: Callable[..., nnx.Module],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> nnx.Module:
         """Constructs a module as without a scope, and moves what it holds."""
         flag = eager_sharding()
         with eager_sharding_off():
-            made = _construct(cls, *args, **kwargs)
-        marked(made, flag)
-        inside = {id(node) for _, node in nnx.iter_graph(made)}
+            module = constructor(*args, **kwargs)
+        marked(module, flag)
+        inside = {id(node) for _, node in nnx.iter_graph(module)}
         self._roots = [root for root in self._roots if id(root) not in inside]
-        self._move(made, strict=False)
-        return made
+        self._move(module, strict=False)
+        return module
 
-    def _born(self, cls: Any, args: Any, kwargs: Any, given: list[Any]) -> Any:
+    def _born(
+        self,
+        constructor: Callable[..., nnx.Module],
+        cls: type[nnx.Module],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        objects: list[nnx.Pytree],
+    ) -> nnx.Module:
         """Constructs a module through `create`, drawing from the caller's Rngs."""
-        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_module)
-        at = [index for index, leaf in enumerate(leaves) if _is_module(leaf)]
-        graphdef, state = nnx.split(tuple(given))
+        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_nnx_object)
+        graphdef, state = nnx.split(tuple(objects))
         inputs, state_def = jax.tree.flatten(state)
 
-        def build(*values: Any) -> Any:
-            nodes = nnx.merge(graphdef, state_def.unflatten(values))
-            filled = list(leaves)
-            for index, node in zip(at, nodes, strict=True):
-                filled[index] = node
-            new_args, new_kwargs = treedef.unflatten(filled)
-            return _construct(cls, *new_args, **new_kwargs), nodes
+        def build(*values: Any) -> tuple[nnx.Module, Any]:
+            copies = nnx.merge(graphdef, state_def.unflatten(values))
+            remaining = iter(copies)
+            new_args, new_kwargs = treedef.unflatten(
+                [next(remaining) if _is_nnx_object(x) else x for x in leaves]
+            )
+            return constructor(*new_args, **new_kwargs), copies
 
         try:
             traced = trace(build, *inputs)
@@ -128,11 +173,11 @@ class Scope:
                 "the Rngs to it, as rngs=rngs."
             )
             warnings.warn(line, LayoutWarning, stacklevel=stack_level())
-            return self._composed(cls, args, kwargs)
+            return self._composed(constructor, args, kwargs)
         description = place(traced, self.layouts, self._lenient)
-        made, nodes = description.placed.make(inputs)
-        _adopt(made, nodes, given)
-        return made
+        module, copies = description.placed.make(inputs)
+        _adopt(module, copies, objects)
+        return module
 
     def _lenient(self, node: Any) -> Resolved:
         """Resolves what has a rule; spreads the rest until its path is final."""
@@ -161,7 +206,7 @@ class Scope:
             if strict:
                 raise
             return ()
-        _lay_out(module, resolved.layouts)
+        _lay_out(module, nnx.state(module), resolved.layouts)
         return resolved.resolutions
 
     def _follow(
@@ -170,9 +215,17 @@ class Scope:
         """Relays an optimiser's state out as its parameters lie now."""
         params = nnx.state(model, optimizer.wrt)
         owners = [_as_it_lies(leaf) for leaf in _paths.flatten(params).leaves]
-        resolved = self.layouts.resolve_slots(optimizer, params, owners)
-        _lay_out(optimizer, resolved.layouts)
+        slots = _without_model(optimizer, model)
+        resolved = self.layouts.resolve_slots(slots, params, owners)
+        _lay_out(optimizer, slots, resolved.layouts)
         return resolved.resolutions
+
+
+def _without_model(optimizer: nnx.Optimizer[Any], model: nnx.Module) -> nnx.State:
+    """Returns an optimizer's own state; `nnx.ModelAndOptimizer` holds the model too."""
+    variables = {id(node) for _, node in nnx.iter_graph(model)}
+    paths = {path for path, node in nnx.iter_graph(optimizer) if id(node) in variables}
+    return nnx.state(optimizer, lambda path, _: path not in paths)
 
 
 def _as_it_lies(leaf: _paths.Leaf) -> Resolution:
@@ -183,13 +236,13 @@ def _as_it_lies(leaf: _paths.Leaf) -> Resolution:
     return Resolution(leaf.path, x.shape, x.dtype, layout, None, why, None, None, size)
 
 
-def _lay_out(node: Any, layouts: Any) -> None:
-    """Moves the arrays of an NNX object."""
-    flat = _paths.flatten(nnx.state(node))
-    found = iter(jax.tree.leaves(layouts))
+def _lay_out(node: nnx.Pytree, state: nnx.State, layouts: Any) -> None:
+    """Moves arrays of an NNX object: those of its state, or of a part of it."""
+    flat = _paths.flatten(state)
+    remaining = iter(jax.tree.leaves(layouts))
     moved = []
     for leaf in flat.leaves:
-        layout = next(found) if has_layout(leaf.value) else None
+        layout = next(remaining) if has_layout(leaf.value) else None
         if layout is not None and isinstance(leaf.value, jax.Array):
             moved.append(jax.device_put(leaf.value, layout.sharding))
         else:
@@ -204,102 +257,143 @@ _scope: ContextVar[Scope | None] = ContextVar("scope", default=None)
 @contextlib.contextmanager
 def _open_scope(layouts: LayoutMap) -> Iterator[LayoutMap]:
     scope = Scope(layouts)
-    token = _scope.set(scope)
-    try:
-        with in_force(layouts):
-            yield layouts
-    finally:
-        _scope.reset(token)
-    scope.finish()
+    with _patches:
+        token = _scope.set(scope)
+        try:
+            with in_force(layouts):
+                yield layouts
+        finally:
+            _scope.reset(token)
+        scope.finish()
 
 
-# Flax has no hook for "a module is being constructed", so the metaclass's call,
-# Linen's init and an optimizer's are replaced, once, by ones that ask whether a scope
-# is open.
-_MODULE_TYPE: Any = type(nnx.Module)
-_construct = _MODULE_TYPE.__call__
-_linen_init = nn.Module.init
-_linen_init_with_output = nn.Module.init_with_output
-_linen_lazy_init = nn.Module.lazy_init
-_optimizer_init = nnx.Optimizer.__init__
+register_scope_factory(_open_scope)
 
 
-def _call(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    scope = _scope.get()
-    if scope is None or _jax.is_tracing():
-        return _construct(cls, *args, **kwargs)
-    return scope.construct(cls, args, kwargs)
+def _construct_module(
+    scope: Scope, construct: Callable[..., Any], cls: Any, *args: Any, **kwargs: Any
+) -> Any:
+    return scope.construct(functools.partial(construct, cls), cls, args, kwargs)
 
 
-def _init(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    scope = _scope.get()
-    if scope is None or _jax.is_tracing():
-        return _linen_init(self, *args, **kwargs)
-
-    return create(lambda: _linen_init(self, *args, **kwargs), scope.layouts)
+def _init(
+    scope: Scope, init: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Mapping[str, Any]:
+    return place(trace(lambda: init(*args, **kwargs)), scope.layouts).create()
 
 
-def _lazy_init(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    scope = _scope.get()
-    if scope is None or _jax.is_tracing():
-        return _linen_lazy_init(self, *args, **kwargs)
-    return create(lambda: _linen_lazy_init(self, *args, **kwargs), scope.layouts)
-
-
-def _init_with_output(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    scope = _scope.get()
-    if scope is None or _jax.is_tracing():
-        return _linen_init_with_output(self, *args, **kwargs)
-
+def _init_with_output(
+    scope: Scope, init: Callable[..., Any], *args: Any, **kwargs: Any
+) -> tuple[Any, Mapping[str, Any]]:
     def resolve(node: Any) -> Resolved:
         output, variables = node
         whole = LayoutMap(scope.layouts.mesh).resolve(output)
         found = scope.layouts.resolve(variables)
         return Resolved((whole.layouts, found.layouts), found.resolutions)
 
-    traced = trace(lambda: _linen_init_with_output(self, *args, **kwargs))
+    traced = trace(lambda: init(*args, **kwargs))
     return place(traced, scope.layouts, resolve).create()
 
 
-def _start_optimizer(self: Any, model: nnx.Module, *args: Any, **kwargs: Any) -> None:
-    start = functools.partial(_optimizer_init, self, model, *args, **kwargs)
-    scope = _scope.get()
-    if scope is None or _jax.is_tracing():
-        start()
-    else:
-        scope.start_optimizer(self, model, start)
+def _start_optimizer(
+    scope: Scope,
+    init: Callable[..., None],
+    optimizer: nnx.Optimizer[Any],
+    model: nnx.Module,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    start = functools.partial(init, optimizer, model, *args, **kwargs)
+    scope.start_optimizer(optimizer, model, start)
 
 
-def _scope_factory(layouts: LayoutMap) -> Any:
-    _MODULE_TYPE.__call__ = _call
-    nn.Module.init = _init
-    nn.Module.init_with_output = _init_with_output
-    nn.Module.lazy_init = _lazy_init
-    nnx.Optimizer.__init__ = _start_optimizer
-    return _open_scope(layouts)
+class _Patches(contextlib.AbstractContextManager[None]):
+    """Flax's constructors, replaced while any scope is open in any thread.
+
+    Flax has no hook for "a module is being constructed". The replacements ask whether
+    the code that calls them is inside a scope, so that other threads notice nothing,
+    and the last scope that closes puts back what was there. If Flax moves one of these
+    methods, tests/test_scope.py fails at its first test.
+    """
+
+    _METHODS: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+        (type(nnx.Module), "__call__", _construct_module),
+        (nn.Module, "init", _init),
+        (nn.Module, "init_with_output", _init_with_output),
+        (nn.Module, "lazy_init", _init),
+        (nnx.Optimizer, "__init__", _start_optimizer),
+    )
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_open = 0
+        self._undo: list[Callable[[], None]] = []
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._num_open += 1
+            if self._num_open == 1:
+                self._undo = [_patch(*method) for method in self._METHODS]
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._num_open -= 1
+            if self._num_open == 0:
+                for undo in self._undo:
+                    undo()
 
 
-register_scope_factory(_scope_factory)
+def _patch(
+    owner: Any, name: str, replacement: Callable[..., Any]
+) -> Callable[[], None]:
+    """Replaces a method for code inside a scope; returns what undoes it."""
+    original = getattr(owner, name)
+    is_own = name in vars(owner)
+
+    @functools.wraps(original)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        scope = _scope.get()
+        if scope is None:
+            return original(*args, **kwargs)
+        scope.is_empty = False
+        if _jax.is_tracing():
+            return original(*args, **kwargs)
+        return replacement(scope, original, *args, **kwargs)
+
+    def undo() -> None:
+        if vars(owner).get(name) is not patched:
+            return  # someone patched it after us, and calls us: let them
+        if is_own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
+
+    setattr(owner, name, patched)
+    return undo
 
 
-def _is_module(node: Any) -> bool:
+_patches = _Patches()
+
+
+def _is_nnx_object(node: Any) -> TypeGuard[nnx.Pytree]:
     return isinstance(node, nnx.Pytree)
 
 
-def _module_leaves(tree: Any) -> list[Any]:
-    return [n for n in jax.tree.leaves(tree, is_leaf=_is_module) if _is_module(n)]
+def _nnx_objects(tree: Any) -> list[nnx.Pytree]:
+    nodes = jax.tree.leaves(tree, is_leaf=_is_nnx_object)
+    return [node for node in nodes if _is_nnx_object(node)]
 
 
-def _adopt(made: nnx.Module, copies: Any, originals: list[Any]) -> None:
+def _adopt(module: nnx.Module, copies: Any, originals: list[nnx.Pytree]) -> None:
     """Puts the caller's own objects in the place of their copies in a new module."""
-    same: dict[int, Any] = {}
+    originals_by_copy: dict[int, Any] = {}
     for copy, original in zip(copies, originals, strict=True):
         nnx.update(original, nnx.state(copy))
-        for (_, one), (_, other) in zip(
+        for (_, node), (_, original_node) in zip(
             nnx.iter_graph(copy), nnx.iter_graph(original), strict=True
         ):
-            same[id(one)] = other
-    for _, node in list(nnx.iter_graph(made)):
-        for name, value in list(vars(node).items()) if _is_module(node) else ():
-            if id(value) in same:
-                setattr(node, name, same[id(value)])
+            originals_by_copy[id(node)] = original_node
+    for _, node in list(nnx.iter_graph(module)):
+        for name, value in list(vars(node).items()) if _is_nnx_object(node) else ():
+            if id(value) in originals_by_copy:
+                setattr(node, name, originals_by_copy[id(value)])
