@@ -221,7 +221,9 @@ class Scope:
         return resolved.resolutions
 
 
-def _without_model(optimizer: nnx.Optimizer[Any], model: nnx.Module) -> nnx.State:
+def _without_model(
+    optimizer: nnx.Optimizer[Any], model: nnx.Module
+) -> "nnx.State[Any, Any]":
     """Returns an optimizer's own state; `nnx.ModelAndOptimizer` holds the model too."""
     variables = {id(node) for _, node in nnx.iter_graph(model)}
     paths = {path for path, node in nnx.iter_graph(optimizer) if id(node) in variables}
@@ -236,7 +238,7 @@ def _as_it_lies(leaf: _paths.Leaf) -> Resolution:
     return Resolution(leaf.path, x.shape, x.dtype, layout, None, why, None, None, size)
 
 
-def _lay_out(node: nnx.Pytree, state: nnx.State, layouts: Any) -> None:
+def _lay_out(node: nnx.Pytree, state: "nnx.State[Any, Any]", layouts: Any) -> None:
     """Moves arrays of an NNX object: those of its state, or of a part of it."""
     flat = _paths.flatten(state)
     remaining = iter(jax.tree.leaves(layouts))
