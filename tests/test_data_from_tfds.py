@@ -1,6 +1,7 @@
 """`from_tfds`: from a data set's name to batches, read, decoded, mapped and kept."""
 
 import gc
+import inspect
 import json
 import logging
 import os
@@ -19,7 +20,7 @@ import pytest
 import tensorflow_datasets as tfds
 
 import meshlayout as ml
-from meshlayout.data import from_tfds
+from meshlayout.data import from_tfds, records
 from tests.processes import run_processes
 from tests.tfds_directory import NUM_ROWS, NUM_SHARDS, made_up_examples, tiny_directory
 
@@ -68,6 +69,17 @@ def stop_process_at_77(example):
     if example["number"] == 77:
         os.kill(os.getpid(), signal.SIGKILL)
     return {"number": example["number"]}
+
+
+def leave_without_a_word_at_77(example):
+    if example["number"] == 77:
+        os._exit(0)
+    return {"number": example["number"]}
+
+
+def noise_by_row(batch, rngs):
+    noise = np.stack([rng.normal(size=3) for rng in rngs])
+    return {"number": batch["number"], "noise": noise}
 
 
 def host(data):
@@ -221,10 +233,42 @@ def test_map_batched_is_called_with_whole_batches(tiny):
         np.testing.assert_allclose(batch["mean"], means[batch["number"]], rtol=1e-6)
 
 
-def test_map_batched_has_to_keep_the_number_of_rows(tiny):
-    data = tiny(map=lambda b: {"number": b["number"][:20]}, map_batched=True)
+def test_random_numbers_of_a_batched_map_are_those_of_its_rows(tiny):
+    expected = host(tiny(map=add_noise, epochs=2, seed=5))
+    for size in (32, 8):
+        options = {"map_batched": True, "epochs": 2, "seed": 5}
+        batches = host(tiny(map=noise_by_row, global_batch_size=size, **options))
+        for epoch in (0, 1):
+            by_number = [
+                {
+                    number: noise.tolist()
+                    for batch in data[epoch * len(data) // 2 :][: len(data) // 2]
+                    for number, noise in zip(
+                        batch["number"].tolist(), batch["noise"], strict=True
+                    )
+                }
+                for data in (expected, batches)
+            ]
+            assert by_number[0] == by_number[1]
+
+
+def test_a_batched_map_that_draws_for_the_whole_batch_is_told_to_draw_by_row(tiny):
+    def draw(batch, rng):
+        return {**batch, "noise": rng.normal(size=(len(batch["number"]), 3))}
+
     with pytest.raises(ml.errors.DataError) as error:
-        host(data)
+        tiny(map=draw, map_batched=True)
+    assert str(error.value) == (
+        "with map_batched=True, map= is called as map(batch, rngs), with a random "
+        "generator for each row, so that a row's numbers do not depend on its batch. "
+        "Instead of rngs.normal(...), write np.stack([rng.normal(...) for rng in "
+        "rngs])."
+    )
+
+
+def test_map_batched_has_to_keep_the_number_of_rows(tiny):
+    with pytest.raises(ml.errors.DataError) as error:
+        tiny(map=lambda b: {"number": b["number"][:20]}, map_batched=True)
     assert str(error.value) == (
         "map= returned 20 rows for a batch of 32. With map_batched=True it has to keep "
         "their number."
@@ -306,6 +350,31 @@ def test_an_exception_in_map_surfaces_with_its_row(tiny, way):
     assert "fail_at_77" in frames
 
 
+EVERY_WAY = {**WAYS, "by file": {"cache": "none", "deterministic": False}}
+
+
+@pytest.mark.parametrize("way", EVERY_WAY)
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit])
+def test_whatever_map_raises_ends_the_loop(tiny, way, kind):
+    def leave_at_77(example):
+        if example["number"] == 77:
+            raise kind(77)
+        return {"number": example["number"]}
+
+    outcome = []
+
+    def run():
+        try:
+            host(tiny(map=leave_at_77, **EVERY_WAY[way]))
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert [type(error) for error in outcome] == [kind]
+
+
 @pytest.mark.slow
 def test_errors_and_deaths_of_worker_processes_surface(tiny):
     options = {"cache": "none", "num_workers": 1}
@@ -313,14 +382,17 @@ def test_errors_and_deaths_of_worker_processes_surface(tiny):
         host(tiny(map=fail_at_77, **options))
     assert str(error.value) == "77 is not to be had"
     assert "in fail_at_77" in error.value.__notes__[-1]
-    with pytest.raises(ml.errors.DataError) as error:
-        host(tiny(map=stop_process_at_77, **options))
-    assert re.fullmatch(
-        r"a worker process was killed by SIGKILL while it read examples. Memory that "
-        r"ran out is the usual cause: use fewer workers, or num_workers=0, which shows "
-        r"errors where they happen.",
-        str(error.value),
-    )
+    for fatal, how in (
+        (stop_process_at_77, "was killed by SIGKILL"),
+        (leave_without_a_word_at_77, "ended with exit code 0"),
+    ):
+        with pytest.raises(ml.errors.DataError) as error:
+            host(tiny(map=fatal, **options))
+        assert str(error.value) == (
+            f"a worker process {how} while it read examples. Memory that ran out is "
+            "the usual cause: use fewer workers, or num_workers=0, which shows errors "
+            "where they happen."
+        )
 
 
 def test_a_map_that_cannot_be_sent_to_processes_is_an_error_that_says_so(tiny):
@@ -340,13 +412,10 @@ def test_a_map_that_cannot_be_sent_to_processes_is_an_error_that_says_so(tiny):
     assert len(numbers(tiny(map=locked, cache="none", worker_kind="threads"))) == 200
 
 
-@pytest.mark.slow
-def test_worker_processes_end_with_the_data_set_and_need_no_main_guard(directory):
-    program = f"""
-import gc, multiprocessing, os, subprocess, time
+SCRIPT = """
+import gc, os, subprocess
 import meshlayout as ml
-from meshlayout.data import from_tfds
-from tests.processes import run_processes
+from meshlayout.data import from_tfds, records
 
 def children():
     listed = subprocess.run(["ps", "-ww", "--ppid", str(os.getpid()), "-o", "args="],
@@ -354,27 +423,48 @@ def children():
     return sum("spawn_main" in line for line in listed.splitlines())
 
 factor = 3
-mesh = ml.create_mesh({{"batch": 1}})
-data = from_tfds("tiny", "train", mesh, global_batch_size=50,
-                 data_dir={str(directory)!r}, cache="none", num_workers=2,
-                 map=lambda e: {{"n": factor * e["number"]}})
-print(sum(int((b["n"] * b["weight"]).sum()) for b in data), children())
-del data
-gc.collect()
-print(children())
+
+def main():
+    mesh = ml.create_mesh({"batch": 1})
+    data = from_tfds("tiny", "train", mesh, global_batch_size=50,
+                     data_dir=DIRECTORY, cache="none", num_workers=2,
+                     map=lambda e: {"n": factor * e["number"]})
+    print(sum(int((b["n"] * b["weight"]).sum()) for b in data), children())
+    del data
+    gc.collect()
+    print(children())
+
 """
-    script = Path(directory) / "script.py"
-    script.write_text(program)
-    environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
-    run = subprocess.run(
-        [sys.executable, str(script)],
+
+
+def run_script(directory, script):
+    file = Path(directory) / "script.py"
+    file.write_text(f"DIRECTORY = {str(directory)!r}\n{script}")
+    return subprocess.run(
+        [sys.executable, str(file)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
-        env=environment,
+        env={**os.environ, "PYTHONPATH": str(Path.cwd())},
     )
+
+
+@pytest.mark.slow
+def test_worker_processes_end_with_the_data_set(directory):
+    run = run_script(directory, SCRIPT + 'if __name__ == "__main__":\n    main()\n')
     assert run.stdout.split() == [str(3 * sum(range(200))), "2", "0"], run.stderr
+
+
+@pytest.mark.slow
+def test_a_script_that_would_run_again_in_every_worker_is_refused(directory):
+    run = run_script(directory, SCRIPT + "main()\n")
+    assert run.stdout == ""
+    assert run.stderr.rstrip().splitlines()[-1] == (
+        "meshlayout.errors.DataError: every worker process imports script.py again, "
+        "and would run all of it. Put what it runs under `if __name__ == "
+        "'__main__':`, or use worker_kind='threads'."
+    )
 
 
 def test_leaving_early_leaves_no_thread_behind(tiny):
@@ -433,46 +523,38 @@ def test_threads_are_chosen_where_they_help(tiny):
     [
         (
             {"num_workers": "two"},
-            "num_workers= is a whole number or 'auto', and got 'two'.",
+            "num_workers must be a non-negative integer, got 'two'. Or 'auto', which "
+            "measures.",
         ),
-        ({"num_workers": -1}, "num_workers= is a whole number, 0 or more, and got -1."),
+        (
+            {"num_workers": -1},
+            "num_workers must be a non-negative integer, got -1. Or 'auto', which "
+            "measures.",
+        ),
         (
             {"worker_kind": "fibers"},
-            "worker_kind= is 'auto', 'threads' or 'processes', and got 'fibers'.",
+            "worker_kind must be 'auto', 'threads' or 'processes', got 'fibers'.",
         ),
         (
             {"cache": "memry"},
-            "cache= is one of 'auto', 'memory', 'disk', 'none', and got 'memry'. Did "
-            "you mean 'memory'?",
+            "cache must be 'auto', 'memory' or 'none', got 'memry'. Did you mean "
+            "'memory'?",
         ),
-        (
-            {"cache": "disk"},
-            "cache='disk' needs cache_dir=, the directory that keeps decoded splits.",
-        ),
-        (
-            {"cache": "none", "cache_dir": "x"},
-            "cache_dir= is for cache='disk', and cache='none'.",
-        ),
-        ({"shuffle": 3}, "shuffle= is True or False, and got 3."),
+        ({"shuffle": 3}, "shuffle must be True or False, got 3."),
         (
             {"map": None, "map_batched": True},
             "map_batched=True says how map= is called, and there is no map=.",
         ),
-        ({"map": 3}, "map= is a function of an example, and got 3."),
+        ({"map": 3}, "map must be a function of an example, got 3."),
         (
             {"map": lambda a, b, c: a},
-            "map= is a function of an example, or of an example and a NumPy random "
-            "generator, and got one that needs 3 arguments.",
+            "map must be a function of an example, or of an example and a NumPy random "
+            "generator, got one that needs 3 arguments.",
         ),
         (
             {"deterministic": False, "cache": "memory"},
-            "cache='memory' gathers every batch from arrays, in one order: nothing is "
-            "faster without it. Leave out deterministic=False.",
-        ),
-        (
-            {"deterministic": False, "map_batched": True, "cache": "none"},
-            "map_batched=True needs batches, which with deterministic=False are made "
-            "after map=. Leave out one of them.",
+            "cache='memory' gathers batches from arrays, where no order is faster than "
+            "another. Leave out deterministic=False.",
         ),
     ],
 )
@@ -489,7 +571,7 @@ def test_auto_keeps_what_fits_into_memory_and_says_so(tiny, monkeypatch):
     data = tiny()
     host(data)
     assert "Decoded 200 examples once into " in notes(data)
-    module = sys.modules["meshlayout.data.from_tfds"]
+    module = sys.modules["meshlayout.data.decode_cache"]
     monkeypatch.setattr(module, "free_memory", lambda: 1000)
     data = tiny()
     assert sorted(numbers(data)) == list(range(NUM_ROWS))
@@ -515,37 +597,6 @@ def test_what_is_kept_is_decoded_once(tiny, monkeypatch):
     assert NUM_ROWS <= len(decoded) <= NUM_ROWS + 3
 
 
-def test_a_cache_on_disk_is_made_once_and_read_by_the_next_run(
-    mesh, directory, tmp_path, monkeypatch
-):
-    def make():
-        return from_tfds(
-            "tiny",
-            "train",
-            mesh,
-            global_batch_size=32,
-            data_dir=directory,
-            supervised=True,
-            cache="disk",
-            cache_dir=tmp_path,
-        )
-
-    first = make()
-    expected = host(first)
-    assert "Decoded 200 examples once into files in " in notes(first)
-    monkeypatch.setattr(
-        tfds.features.FeaturesDict,
-        "deserialize_example_np",
-        one_more_than_the_first_example,
-    )
-    _calls.clear()
-    second = make()
-    same(host(second), expected)
-    assert "Read the decoded examples that are kept in " in notes(second)
-    files = sorted(file.name for file in tmp_path.rglob("*.*") if file.is_file())
-    assert files == ["0.npy", "1.npy", "index.json"]
-
-
 _original = tfds.features.FeaturesDict.deserialize_example_np
 _calls: list[int] = []
 
@@ -556,21 +607,6 @@ def one_more_than_the_first_example(self, *args, **kwargs):
     return _original(self, *args, **kwargs)
 
 
-def test_parts_of_a_split_are_kept_apart_on_disk(mesh, directory, tmp_path):
-    for number, split in enumerate(("train[:40]", "train[:30]", "train[30:60]"), 1):
-        options = {
-            "global_batch_size": 8,
-            "data_dir": directory,
-            "supervised": True,
-            "shuffle": False,
-        }
-        kept = from_tfds(
-            "tiny", split, mesh, cache="disk", cache_dir=tmp_path, **options
-        )
-        same(host(kept), host(from_tfds("tiny", split, mesh, cache="none", **options)))
-        assert len(list(tmp_path.rglob("index.json"))) == number
-
-
 def test_what_fits_into_memory_is_gathered_in_order_also_where_order_is_free(tiny):
     data = tiny(deterministic=False, seed=2)
     same(host(data), host(tiny(seed=2)))
@@ -579,99 +615,49 @@ def test_what_fits_into_memory_is_gathered_in_order_also_where_order_is_free(tin
     )
 
 
-def test_a_damaged_cache_on_disk_is_an_error_that_names_it(mesh, directory, tmp_path):
-    def make():
-        return from_tfds(
-            "tiny",
-            "train",
-            mesh,
-            global_batch_size=32,
-            data_dir=directory,
-            supervised=True,
-            cache="disk",
-            cache_dir=tmp_path,
-        )
-
-    make()
-    (file,) = tmp_path.rglob("0.npy")
-    file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(ml.errors.DataError) as error:
-        make()
-    message = str(error.value)
-    assert message.startswith(
-        f"the decoded examples kept in {file.parent} cannot be read ("
-    )
-    assert message.endswith("). Remove that directory: it is made again.")
-
-
-def test_a_cache_that_cannot_be_finished_leaves_nothing_behind(
-    mesh, directory, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(
-        tfds.features.FeaturesDict,
-        "deserialize_example_np",
-        one_more_than_the_first_example,
-    )
-    _calls.clear()
-    with pytest.raises(AssertionError, match="the split was decoded again"):
-        from_tfds(
-            "tiny",
-            "train",
-            mesh,
-            global_batch_size=32,
-            data_dir=directory,
-            cache="disk",
-            cache_dir=tmp_path,
-            num_workers=0,
-            strings="host",
-        )
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-
-
-def test_strings_are_kept_on_disk_for_a_map_to_use_or_to_drop(
-    mesh, directory, tmp_path
-):
-    def from_name(example):
-        return {"number": example["number"], "of": int(example["name"].split()[1])}
-
-    for _ in range(2):  # decoded, and read from the files
-        for map_of, strings in ((from_name, "error"), (None, "host")):
-            data = from_tfds(
-                "tiny",
-                "train",
-                mesh,
-                global_batch_size=32,
-                data_dir=directory,
-                map=map_of,
-                num_workers=0,
-                cache="disk",
-                cache_dir=tmp_path,
-                strings=strings,
-            )
-            for batch in data:
-                of = (
-                    batch["of"]
-                    if map_of
-                    else [name.split()[1] for name in batch["name"]]
-                )
-                np.testing.assert_array_equal(
-                    np.asarray(of, int), np.asarray(batch["number"])
-                )
-    files = sorted(file.name for file in tmp_path.rglob("*.*") if file.is_file())
-    assert files == ["0.npy", "1.json", "2.npy", "3.npy", "index.json"]
-
-
 # As they come
 
 
-def test_examples_as_they_come_are_all_there_once_per_epoch(tiny):
-    data = tiny(cache="none", deterministic=False, epochs=2)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_rows_by_file_are_all_there_once_per_epoch_in_orders_of_their_own(
+    tiny, num_workers
+):
+    options = {
+        "cache": "none",
+        "deterministic": False,
+        "num_workers": num_workers,
+        "worker_kind": "threads",
+    }
+    data = tiny(epochs=2, **options)
     batches = host(data)
-    assert sorted(numbers(batches)) == sorted([*range(NUM_ROWS)] * 2)
+    first, second = numbers(batches[:7]), numbers(batches[7:])
+    assert sorted(first) == sorted(second) == list(range(NUM_ROWS))
+    assert len({tuple(first), tuple(second), tuple(range(NUM_ROWS))}) == 3
     images = made_up_examples()
     for batch in batches:
         np.testing.assert_array_equal(batch["image"][..., 0], images[batch["number"]])
-    assert f"Examples of {NUM_SHARDS} files come as they are ready" in notes(data)
+    assert (
+        f"deterministic=False: rows come in the order of {NUM_SHARDS} files, read side "
+        "by side and shuffled within a window."
+    ) in data.report().notes
+    same(host(tiny(epochs=2, **options)), batches)
+
+
+def test_an_order_by_file_keeps_neighbors_near_and_mixes_the_files():
+    files = [range(start, start + 5000) for start in range(0, 40_000, 5000)]
+    order = records.FileOrder(files, seed=1)
+    places = np.arange(40_000)
+    rows = order.at(places, 0)
+    assert sorted(rows) == list(range(40_000))
+    assert (rows != order.at(places, 1)).any()
+    np.testing.assert_array_equal(order.at(places[::-7], 0), rows[::-7])
+    for start in range(0, 40_000, 1000):
+        window = rows[start : start + 1000]
+        # A thousand rows come from a few dozen runs of 64, of most of the files.
+        assert len(np.unique(window // 64)) < 80
+        assert len(np.unique(window // 5000)) >= 5
+        # Neighbors are not read one right after another.
+        assert (np.diff(window) == 1).sum() < 20
 
 
 def test_files_are_read_in_turn_where_nothing_is_shuffled(tiny, directory):
@@ -684,119 +670,84 @@ def test_files_are_read_in_turn_where_nothing_is_shuffled(tiny, directory):
     assert numbers(data) == stored
 
 
-def test_a_slow_file_does_not_hold_up_the_others(tiny, directory):
-    source = tfds.data_source("tiny", split="train", data_dir=directory)
-    first_file = {int(source[row]["number"]) for row in range(50)}
-    gate = threading.Event()
-
-    def slow_first_file(example):
-        if int(example["number"]) in first_file:
-            gate.wait(30)
-        return {"number": example["number"]}
-
-    data = tiny(
-        map=slow_first_file,
-        cache="none",
-        deterministic=False,
-        shuffle=False,
-        num_workers=2,
-        worker_kind="threads",
-        global_batch_size=16,
-        prefetch=0,
-    )
-    batches = iter(data)
-    found = numbers(next(batches) for _ in range(8))
-    assert not first_file & set(found)
-    gate.set()
-    assert sorted(found + numbers(batches)) == list(range(NUM_ROWS))
-
-
-def test_examples_as_they_come_have_no_place_to_resume_from(tiny):
-    iterator = iter(tiny(cache="none", deterministic=False))
-    next(iterator)
-    state = iterator.get_state()
-    for options in ({}, {"skip": True}):
-        again = iter(tiny(cache="none", deterministic=False))
-        with pytest.raises(ml.errors.DataError) as error:
-            again.set_state(state, **options)
-        assert str(error.value) == (
-            "this source gives its examples in another order in every run, so that "
-            "those before row 32 of epoch 1 cannot be told from those after it. Resume "
-            "from a state of an epoch's end."
-        )
-
-
-def test_examples_as_they_come_resume_at_an_epochs_end(tiny):
-    iterator = iter(tiny(cache="none", deterministic=False, epochs=2))
-    first = numbers(next(iterator) for _ in range(7))
+def test_rows_by_file_resume_in_the_middle_of_an_epoch(tiny):
+    options = {"cache": "none", "deterministic": False, "map": add_noise, "epochs": 2}
+    expected = host(tiny(**options))
+    iterator = iter(tiny(**options))
+    for _ in range(9):
+        next(iterator)
     state = json.loads(json.dumps(iterator.get_state()))
-    again = iter(tiny(cache="none", deterministic=False, epochs=2))
+    again = iter(tiny(num_workers=2, worker_kind="threads", **options))
     again.set_state(state)
-    assert sorted(first) == sorted(numbers(again)) == list(range(NUM_ROWS))
+    same(host(again), expected[9:])
 
 
 # Several processes
 
 
 def rows_of_this_process(data_dir, options, state):
-    """Returns, batch by batch, the numbers of the rows on this process's devices."""
+    """Returns, batch by batch, the real rows on this process's devices."""
     data = from_tfds(
         "tiny",
         "train",
-        ml.create_mesh({"batch": 4}),
+        ml.create_mesh({"batch": 4}, devices=jax.devices()[:4]),
         global_batch_size=32,
         data_dir=data_dir,
-        map=numbers_and_images,
         epochs=2,
         **options,
     )
     batches = iter(data)
     if state is not None:
         batches.set_state(state)
-    found = []
+    rows = []
     for batch in batches:
-        shards = zip(
-            batch["number"].addressable_shards,
-            batch["weight"].addressable_shards,
-            strict=True,
+        number, weight, noise = (
+            np.concatenate([shard.data for shard in batch[name].addressable_shards])
+            for name in ("number", "weight", "noise")
         )
-        found.append(
-            [
-                int(number)
-                for numbers, weights in shards
-                for number, weight in zip(numbers.data, weights.data, strict=True)
-                if weight
-            ]
+        rows.append(
+            [[int(number[i]), *noise[i].tolist()] for i in np.flatnonzero(weight)]
         )
-    return found
+    return rows
 
 
-def several_runs(data_dir, state):
-    kept = rows_of_this_process(data_dir, {"cache": "memory"}, None)
-    by_record = rows_of_this_process(data_dir, {"cache": "none"}, state)
-    as_they_come = rows_of_this_process(
-        data_dir, {"cache": "none", "deterministic": False}, None
-    )
-    return kept, by_record, as_they_come
+OF_SEVERAL = {
+    "kept": {"cache": "memory", "map": add_noise},
+    "by record": {"cache": "none", "map": add_noise},
+    "in batches": {"map": noise_by_row, "map_batched": True},
+    "by file": {"cache": "none", "deterministic": False, "map": add_noise},
+}
+
+
+def several_runs(data_dir, states):
+    return {
+        way: rows_of_this_process(data_dir, options, states[way])
+        for way, options in OF_SEVERAL.items()
+    }
 
 
 @pytest.mark.multiprocess
-def test_several_processes_read_their_rows_and_resume_what_one_process_began(
-    tiny, directory
-):
-    whole = [numbers([batch]) for batch in tiny(epochs=2)]
-    iterator = iter(tiny(epochs=2))
-    for _ in range(4):
-        next(iterator)
-    results = run_processes(2, several_runs, str(directory), iterator.get_state())
-    kept, by_record, as_they_come = zip(*results, strict=True)
-    assert [one + other for one, other in zip(*kept, strict=True)] == whole
-    assert [one + other for one, other in zip(*by_record, strict=True)] == whole[4:]
-    assert [len(batches) for batches in kept] == [14, 14]
-    # Each process has examples of its own, and both take as many steps.
-    assert len(as_they_come[0]) == len(as_they_come[1])
-    everything = [n for batches in as_they_come for batch in batches for n in batch]
-    assert sorted(everything) == sorted([*range(NUM_ROWS)] * 2)
+def test_several_processes_read_their_rows_and_resume_what_one_process_began(directory):
+    whole = several_runs(str(directory), dict.fromkeys(OF_SEVERAL))
+    states = dict.fromkeys(OF_SEVERAL)
+    for way in ("by record", "by file"):
+        data = from_tfds(
+            "tiny",
+            "train",
+            ml.create_mesh({"batch": 8}),
+            global_batch_size=32,
+            data_dir=directory,
+            epochs=2,
+            **OF_SEVERAL[way],
+        )
+        iterator = iter(data)
+        for _ in range(4):
+            next(iterator)
+        states[way] = iterator.get_state()
+    one, other = run_processes(2, several_runs, str(directory), states)
+    for way, rows in whole.items():
+        joined = [a + b for a, b in zip(one[way], other[way], strict=True)]
+        assert joined == rows[0 if states[way] is None else 4 :]
 
 
 # What cannot be had
@@ -818,6 +769,84 @@ def test_an_unknown_split_is_an_error_with_those_there_are(mesh, directory):
         "tiny/1.0.0 has no split 'trian'. Did you mean 'train'? It has 'train', and "
         "parts of them, as 'train[:10%]'."
     )
+
+
+@pytest.mark.parametrize("split", ["train[:0%]", "train[5:5]"])
+def test_an_empty_part_of_a_split_is_an_error_that_says_what_there_is(
+    mesh, directory, split
+):
+    with pytest.raises(ml.errors.DataError) as error:
+        from_tfds("tiny", split, mesh, global_batch_size=8, data_dir=directory)
+    assert str(error.value) == (
+        f"split '{split}' of tiny/1.0.0 has no examples. Name a larger part; the data "
+        "set has 'train' with 200."
+    )
+
+
+@pytest.mark.parametrize(
+    ("decoders", "message"),
+    [
+        (
+            {"imgae": tfds.decode.SkipDecoding()},
+            "decoders names 'imgae', which is not a feature. Did you mean 'image'? The "
+            "features there are 'image', 'name', 'number', 'small'.",
+        ),
+        (
+            {"image": 3},
+            "decoders['image'] must be one of TFDS's decoders, or a dict of them as "
+            "{'image': tfds.decode.SkipDecoding()}, got 3.",
+        ),
+        (
+            "image",
+            "decoders must be one of TFDS's decoders, or a dict of them as {'image': "
+            "tfds.decode.SkipDecoding()}, got 'image'.",
+        ),
+    ],
+)
+def test_decoders_of_nothing_are_errors(tiny, decoders, message):
+    with pytest.raises(ml.errors.DataError) as error:
+        tiny(decoders=decoders)
+    assert str(error.value) == message
+
+
+def test_decoders_leave_features_as_they_are_stored(tiny):
+    data = tiny(
+        decoders={"image": tfds.decode.SkipDecoding()},
+        map=lambda example: {
+            "number": example["number"],
+            "is_png": np.bool_(example["image"].startswith(b"\x89PNG")),
+        },
+    )
+    assert all(batch["is_png"].all() for batch in host(data))
+
+
+ODD_VALUES = [None, float("nan"), -1, 0, "x", object()]
+PARAMETERS = [
+    name
+    for name in inspect.signature(from_tfds).parameters
+    if name != "global_batch_size"
+]
+
+
+@pytest.mark.parametrize("value", ODD_VALUES, ids=repr)
+@pytest.mark.parametrize("name", [*PARAMETERS, "global_batch_size"])
+def test_odd_values_work_or_are_refused_in_a_sentence(mesh, directory, name, value):
+    options = {
+        "name": "tiny",
+        "split": "train[:20]",
+        "layout_or_mesh": mesh,
+        "global_batch_size": 8,
+        "data_dir": directory,
+        "map": numbers_and_images,
+    }
+    try:
+        shapes = [b["number"].shape for b in from_tfds(**{**options, name: value})]
+    except ml.errors.MeshLayoutError as error:
+        message = str(error)
+    else:
+        message = ""
+        assert set(shapes) == {(8,)}
+    assert re.fullmatch(r"(?s)|[\w'].*[.?]", message)
 
 
 def test_a_damaged_directory_is_an_error_that_names_it(mesh, directory, tmp_path):

@@ -1,12 +1,18 @@
-"""A TFDS data set as it lies prepared on disk, and how it gets there."""
+"""A TFDS data set, prepared on disk: found, or downloaded and prepared, and checked.
 
+TFDS says in many ways that something is not there, most of them long. Here each of
+them is a sentence with the way out, before anything is read.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from meshlayout import _optional, _paths
+from meshlayout import _checks, _optional, _paths
+from meshlayout._annotations import PyTree
 from meshlayout.errors import DataError, did_you_mean
 
 
@@ -25,30 +31,25 @@ class Prepared:
     source: Any
 
     @property
-    def name(self) -> str:
-        """Name, config and version, as `mnist/3.0.1`."""
-        return self.builder.info.full_name
-
-    @property
     def file_bytes(self) -> int:
-        """Bytes of the files that the split lies in."""
+        """Bytes of the files that hold the split."""
         return sum(
             Path(instruction.filename).stat().st_size
             for instruction in self.builder.info.splits[self.split].file_instructions
         )
 
-    def shards(self) -> list[range]:
-        """Returns the rows of the split that lie in each file, in order."""
-        split_info = self.builder.info.splits[self.split]
-        found, start = [], 0
-        for instruction in split_info.file_instructions:
-            found.append(range(start, start + instruction.examples_in_shard))
+    def files(self) -> list[range]:
+        """Returns the rows of the split in each file, in order."""
+        files: list[range] = []
+        start = 0
+        for instruction in self.builder.info.splits[self.split].file_instructions:
+            files.append(range(start, start + instruction.examples_in_shard))
             start += instruction.examples_in_shard
-        return found
+        return files
 
 
 def find_prepared(
-    name: Any, split: Any, data_dir: str | Path | None, decoders: Any
+    name: object, split: object, data_dir: str | Path | None, decoders: PyTree
 ) -> Prepared:
     """Returns a split of a data set, which is downloaded and prepared if need be.
 
@@ -59,38 +60,41 @@ def find_prepared(
         decoders: What TFDS decodes how; None for all of it as usual.
 
     Raises:
-        DataError: If there is no such data set or split, or it cannot be had or read
-            without TensorFlow.
+        DataError: If there is no such data set or split, or it is not available or
+            cannot be read without TensorFlow.
     """
     if not isinstance(split, str):
-        msg = f"split= is a name as 'train' or 'train[:10%]', and got {split!r}."
-        raise DataError(msg)
-    builder = _builder(name, data_dir) if isinstance(name, str) else name
-    if not hasattr(builder, "as_data_source"):
         msg = (
-            "from_tfds takes the name of a TFDS data set or a builder, and got "
-            f"{type(name).__name__} {name!r}."
+            "split must be a name, as 'train' or 'train[:10%]', got "
+            f"{_checks.shown(split)}."
+        )
+        raise DataError(msg)
+    if data_dir is not None and not isinstance(data_dir, (str, Path)):
+        msg = f"data_dir must be a directory or None, got {_checks.shown(data_dir)}."
+        raise DataError(msg)
+    builder: Any = _builder(name, data_dir) if isinstance(name, str) else name
+    if not hasattr(builder, "as_data_source") or isinstance(builder, type):
+        msg = (
+            "from_tfds takes the name of a TFDS data set or a builder, got "
+            f"{_checks.shown(name)}."
         )
         raise DataError(msg)
     if not builder.info.splits:
         _prepare(builder)
     _check_format(builder)
     _check_split(builder, split)
+    _check_decoders(builder.info.features, decoders)
     try:
         _check_files(builder, split)
         source = builder.as_data_source(split=split, decoders=decoders)
-        num_rows = len(source)
-        if num_rows:  # files are opened when they are first read
-            source.data_source.__getitems__([0, num_rows - 1])
+        # Files are opened when they are first read.
+        source.data_source.__getitems__([0, len(source) - 1])
     except Exception as error:
         raise DataError(_unreadable(builder, error)) from error
-    if not num_rows:
-        msg = f"split {split!r} of {builder.info.full_name} has no examples."
-        raise DataError(msg)
     return Prepared(builder, split, source)
 
 
-def supervised_keys(builder: Any) -> Any:
+def supervised_keys(builder: Any) -> PyTree:
     """Returns which features are input and target, as TFDS's builder says.
 
     Raises:
@@ -98,23 +102,17 @@ def supervised_keys(builder: Any) -> Any:
     """
     keys = builder.info.supervised_keys
     if keys is None:
-        names = [
-            "/".join(map(_paths.key_name, path))
-            for path, _ in jax.tree_util.tree_flatten_with_path(
-                builder.info.features.get_tensor_info()
-            )[0]
-        ]
         msg = (
             f"{builder.info.full_name} does not say which of its features are input "
             f"and target, so that supervised=True has no meaning. It has "
-            f"{', '.join(map(repr, names))}: choose with map=."
+            f"{', '.join(map(repr, _feature_names(builder)))}: choose with map=."
         )
         raise DataError(msg)
     return keys
 
 
 def _builder(name: str, data_dir: str | Path | None) -> Any:
-    tfds = _optional.require(
+    tfds: Any = _optional.require(
         "tensorflow_datasets", extra="data", purpose="Reading a TFDS data set"
     )
     try:
@@ -167,17 +165,53 @@ def _check_format(builder: Any) -> None:
 
 def _check_split(builder: Any, split: str) -> None:
     splits = builder.info.splits
+    listed = ", ".join(map(repr, splits))
     try:
-        _ = splits[split]
+        info = splits[split]
     except Exception as error:
         base = split.partition("[")[0]
         why = f" ({_first_line(error)[:-1]})." if base in splits else "."
         hint = "" if base in splits else did_you_mean(base, splits)
         msg = (
             f"{builder.info.full_name} has no split {split!r}{why}{hint} It has "
-            f"{', '.join(map(repr, splits))}, and parts of them, as 'train[:10%]'."
+            f"{listed}, and parts of them, as 'train[:10%]'."
         )
         raise DataError(msg) from None
+    if not info.num_examples:
+        sizes = ", ".join(
+            f"{name!r} with {splits[name].num_examples:,}" for name in splits
+        )
+        msg = (
+            f"split {split!r} of {builder.info.full_name} has no examples. Name a "
+            f"larger part; the data set has {sizes}."
+        )
+        raise DataError(msg)
+
+
+def _check_decoders(features: Any, decoders: PyTree, path: str = "") -> None:
+    """Refuses decoders of features that are not there, and what is not a decoder."""
+    where = f"decoders[{path!r}]" if path else "decoders"
+    if isinstance(decoders, Mapping):
+        # A sequence of dicts has no names to look at; TFDS checks it.
+        has_names = hasattr(features, "keys")
+        names = sorted(features.keys()) if has_names else list(decoders)
+        for name, decoder in decoders.items():
+            if name not in names:
+                listed = ", ".join(map(repr, names))
+                hint = did_you_mean(name, names) if isinstance(name, str) else ""
+                msg = (
+                    f"{where} names {name!r}, which is not a feature.{hint} The "
+                    f"features there are {listed}."
+                )
+                raise DataError(msg)
+            inner = features[name] if has_names else None
+            _check_decoders(inner, decoder, f"{path}/{name}".lstrip("/"))
+    elif decoders is not None and not (path and hasattr(decoders, "decode_example")):
+        msg = (
+            f"{where} must be one of TFDS's decoders, or a dict of them as {{'image': "
+            f"tfds.decode.SkipDecoding()}}, got {_checks.shown(decoders)}."
+        )
+        raise DataError(msg)
 
 
 def _check_files(builder: Any, split: str) -> None:
@@ -186,6 +220,12 @@ def _check_files(builder: Any, split: str) -> None:
         if not path.exists():
             msg = f"{path.name} is missing"
             raise FileNotFoundError(msg)
+
+
+def _feature_names(builder: Any) -> list[str]:
+    infos = builder.info.features.get_tensor_info()
+    paths, _ = jax.tree_util.tree_flatten_with_path(infos)
+    return ["/".join(map(_paths.key_name, path)) for path, _ in paths]
 
 
 def _unreadable(builder: Any, error: Exception) -> str:

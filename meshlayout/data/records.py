@@ -1,0 +1,472 @@
+"""Examples read from a TFDS data set's files: decoded, mapped and stacked.
+
+Everything here is a source of rows by number, so that the order of an epoch, its
+shards and its place are those of every other source. What an example becomes depends
+on seed, epoch and row alone, never on who reads it or on what is read with it.
+"""
+
+import inspect
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+from meshlayout import _checks
+from meshlayout._annotations import Batch, PyTree
+from meshlayout.data.adapters.streams import as_block
+from meshlayout.data.adapters.tfds import feature_dtypes
+from meshlayout.data.clock import Clock
+from meshlayout.data.order import Order
+from meshlayout.data.source import RowSource
+from meshlayout.data.stacking import concatenate, examples_of, stack
+from meshlayout.data.workers import TimedRows, WorkerPool
+from meshlayout.errors import DataError
+
+
+Array: TypeAlias = np.ndarray[Any, Any]
+
+# Rows of a file that stay together where the order may follow the files.
+_RUN = 64
+# Runs whose rows are shuffled together: a batch has rows of many places in the files.
+_RUNS_IN_WINDOW = 16
+
+
+class RowGenerators(Sequence[np.random.Generator]):
+    """One random generator for each row of a batch.
+
+    What is drawn for a row is then the same whichever rows are in its batch, on any
+    number of processes.
+
+    Args:
+        seed: What the generators start from, together with epoch and row.
+        epoch: The epoch.
+        rows: The rows of the batch.
+
+    Example:
+        >>> rngs = RowGenerators(0, 2, np.array([5, 7]))
+        >>> np.stack([rng.normal(size=3) for rng in rngs]).shape
+        (2, 3)
+    """
+
+    def __init__(self, seed: int, epoch: int, rows: Array) -> None:
+        self._entropy = [(seed, epoch, int(row)) for row in rows]
+
+    def __len__(self) -> int:
+        return len(self._entropy)
+
+    def __getitem__(self, index: Any) -> Any:
+        entropy = self._entropy[index]
+        if isinstance(index, slice):
+            return [np.random.default_rng(numbers) for numbers in entropy]
+        return np.random.default_rng(entropy)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(np.random.Generator, name):
+            raise AttributeError(name)
+        msg = (
+            "with map_batched=True, map= is called as map(batch, rngs), with a random "
+            "generator for each row, so that a row's numbers do not depend on its "
+            f"batch. Instead of rngs.{name}(...), write np.stack([rng.{name}(...) for "
+            "rng in rngs])."
+        )
+        raise DataError(msg)
+
+
+@dataclass(frozen=True)
+class MapFunction:
+    """A user's function of an example or a batch.
+
+    Attributes:
+        function: Takes an example, or a batch of them if `is_batched`; and if it
+            needs a second argument a NumPy random generator, or `RowGenerators`.
+        is_batched: Whether it takes a batch.
+        is_random: Whether it takes generators.
+        seed: What the generators start from, together with epoch and row.
+    """
+
+    function: Callable[..., Any]
+    is_batched: bool
+    is_random: bool
+    seed: int
+
+    def example(self, example: PyTree, row: int, epoch: int) -> PyTree:
+        """Returns what an example becomes."""
+        rng = ()
+        if self.is_random:
+            rng = (np.random.default_rng([self.seed, epoch, row]),)
+        return self._called(f"row {row}", example, *rng)
+
+    def batch(self, batch: Batch, rows: Array, epoch: int) -> Batch:
+        """Returns what a batch of some rows becomes."""
+        rngs = (RowGenerators(self.seed, epoch, rows),) if self.is_random else ()
+        return self._called(f"the batch that begins with row {rows[0]}", batch, *rngs)
+
+    def _called(self, where: str, *args: Any) -> PyTree:
+        try:
+            with _checks.noted(f"This was raised by map= at {where} of the split."):
+                return self.function(*args)
+        except StopIteration as error:  # would end the epoch
+            msg = f"map= raised StopIteration at {where}."
+            raise RuntimeError(msg) from error
+
+
+def as_map_function(
+    function: object, *, is_batched: bool, seed: int
+) -> MapFunction | None:
+    """Returns a user's function as one of rows, or None if there is none.
+
+    Args:
+        function: The function or None. With two required arguments, the second is a
+            random generator.
+        is_batched: Whether it takes a batch.
+        seed: What its random numbers start from.
+
+    Raises:
+        DataError: If it is not a function of one or two arguments.
+    """
+    if function is None:
+        if is_batched:
+            msg = "map_batched=True says how map= is called, and there is no map=."
+            raise DataError(msg)
+        return None
+    if not callable(function):
+        msg = f"map must be a function of an example, got {_checks.shown(function)}."
+        raise DataError(msg)
+    num_arguments = _num_required(function)
+    if num_arguments not in (1, 2):
+        msg = (
+            "map must be a function of an example, or of an example and a NumPy random "
+            f"generator, got one that needs {num_arguments} arguments."
+        )
+        raise DataError(msg)
+    return MapFunction(function, is_batched, num_arguments == 2, seed)
+
+
+def _num_required(function: Callable[..., Any]) -> int:
+    """Returns how many arguments a function needs; 1 where it does not say."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some built-in functions
+        return 1
+    positional = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    )
+    required = [p for p in parameters if p.kind in positional and p.default is p.empty]
+    takes_any = any(p.kind in (*positional, p.VAR_POSITIONAL) for p in parameters)
+    return len(required) or int(takes_any)
+
+
+@dataclass(frozen=True)
+class RecordDecoder:
+    """Reads, decodes, maps and stacks rows; it can be sent to a worker process.
+
+    Attributes:
+        source: TFDS's data source.
+        keys: The features that make an example, as TFDS's supervised keys; None for
+            all of them, by name.
+        map: The user's function of an example, or None.
+    """
+
+    source: Any
+    keys: PyTree
+    map: MapFunction | None
+    dtypes: Mapping[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        dtypes = feature_dtypes(self.source.dataset_info.features)
+        if self.keys is not None:
+            named, _ = jax.tree_util.tree_flatten_with_path(self.keys)
+            dtypes = {
+                "/".join(str(key.idx) for key in path): dtypes[name]
+                for path, name in named
+                if name in dtypes
+            }
+        object.__setattr__(self, "dtypes", dtypes)
+
+    def __call__(self, rows: Array, epoch: int) -> TimedRows:
+        """Returns rows, at least one, as they are in an epoch."""
+        watch = _Watch()
+        records = self.source.data_source.__getitems__(rows.tolist())
+        watch.stage("read")
+        examples = [self._decoded(record) for record in records]
+        watch.stage("decode")
+        if self.map is not None:
+            examples = _mapped(self.map, examples, rows, epoch)
+            watch.stage("map")
+        stacked = stack(examples, self.dtypes)
+        watch.stage("stack")
+        return TimedRows(stacked, watch.seconds)
+
+    def _decoded(self, record: bytes) -> PyTree:
+        features = self.source.dataset_info.features
+        example = features.deserialize_example_np(record, decoders=self.source.decoders)
+        if self.keys is None:
+            return example
+        return jax.tree.map(lambda key: example[key], self.keys)
+
+
+@dataclass(frozen=True)
+class RowMapper:
+    """Gathers decoded rows and maps each; it can be sent to a worker process.
+
+    Attributes:
+        decoded: The rows.
+        map: The user's function of an example.
+    """
+
+    decoded: RowSource
+    map: MapFunction
+
+    def __call__(self, rows: Array, epoch: int) -> TimedRows:
+        """Returns rows, at least one, as they are in an epoch."""
+        watch = _Watch()
+        examples = examples_of(self.decoded.rows(rows), len(rows))
+        watch.stage("read")
+        stacked = stack(_mapped(self.map, examples, rows, epoch))
+        watch.stage("map")
+        return TimedRows(stacked, watch.seconds)
+
+
+class RecordRows:
+    """A source of rows that workers read.
+
+    Args:
+        pool: The workers.
+        num_rows: How many rows there are.
+        clock: Where the time goes.
+        epoch: Which epoch, from 0.
+    """
+
+    def __init__(
+        self, pool: WorkerPool, num_rows: int, clock: Clock, epoch: int = 0
+    ) -> None:
+        self._pool, self._num_rows = pool, num_rows
+        self._clock, self._epoch = clock, epoch
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def at_epoch(self, epoch: int) -> "RecordRows":
+        """Returns the rows as another epoch's random numbers make them."""
+        return RecordRows(self._pool, self._num_rows, self._clock, epoch)
+
+    def rows(self, indices: Array) -> Batch:
+        """Returns rows, in the order asked for."""
+        if not len(indices):  # a process without rows: the structure alone
+            return _cut(self.rows(np.zeros(1, int)), slice(0))
+        pieces, num_workers = self._pool.read(indices, self._epoch)
+        for stage in pieces[0].seconds:
+            seconds = sum(piece.seconds[stage] for piece in pieces) / num_workers
+            self._clock.add(stage, 0 if stage == "read" else len(indices), seconds)
+        return concatenate([piece.rows for piece in pieces])
+
+    def close(self) -> None:
+        """Ends threads and processes."""
+        self._pool.close()
+
+
+class MappedBatches:
+    """A source of rows that a user's function of a batch has mapped.
+
+    Args:
+        source: The rows before.
+        function: The user's function.
+        batch_size: Rows of this process in a batch; a shorter one is filled with its
+            last row, so that the function only sees batches of one shape.
+        clock: Where the time goes.
+        epoch: Which epoch, from 0.
+    """
+
+    def __init__(
+        self,
+        source: RowSource,
+        function: MapFunction,
+        batch_size: int,
+        clock: Clock,
+        epoch: int = 0,
+    ) -> None:
+        self._source, self._function = source, function
+        self._batch_size, self._clock, self._epoch = batch_size, clock, epoch
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def at_epoch(self, epoch: int) -> "MappedBatches":
+        """Returns the rows as another epoch's random numbers make them."""
+        source = _at_epoch(self._source, epoch)
+        return MappedBatches(
+            source, self._function, self._batch_size, self._clock, epoch
+        )
+
+    def rows(self, indices: Array) -> Batch:
+        """Returns rows, in the order asked for.
+
+        Raises:
+            DataError: If the function returned another number of rows.
+        """
+        if not len(indices):  # a process without rows: the structure alone
+            return _cut(self.rows(np.zeros(1, int)), slice(0))
+        padding = max(0, self._batch_size - len(indices))
+        padded = np.pad(indices, (0, padding), mode="edge")
+        rows = self._source.rows(padded)
+        with self._clock.stage("map", len(padded)):
+            mapped = self._function.batch(rows, padded, self._epoch)
+        block = as_block(mapped)
+        if block.count != len(padded):
+            msg = (
+                f"map= returned {block.count} rows for a batch of {len(padded)}. With "
+                "map_batched=True it has to keep their number."
+            )
+            raise DataError(msg)
+        return _cut(block.rows, slice(len(indices)))
+
+    def close(self) -> None:
+        """Closes the rows before."""
+        _close(self._source)
+
+
+class FileOrder:
+    """An order of rows in which files are read piece by piece, many at once.
+
+    Neighboring rows stay near each other: shuffled, runs of them have an order of
+    their own in every epoch, and so have the rows of all runs in a window. That is
+    less random than a shuffle of all rows, and faster from disks and buckets.
+
+    Args:
+        files: The rows of each file.
+        seed: What shuffles; None reads the files in turn.
+
+    Example:
+        >>> order = FileOrder([range(0, 100), range(100, 150)], seed=None)
+        >>> order.at(np.array([0, 64, 114]), epoch=0)
+        array([  0, 100,  64])
+    """
+
+    def __init__(self, files: Sequence[range], seed: int | None) -> None:
+        self._runs, self._seed = interleaved(files, _RUN), seed
+        self._epoch: int | None = None
+
+    def at(self, places: Array, epoch: int) -> Array:
+        """Returns the rows at some places of an epoch's order."""
+        if epoch != self._epoch:
+            self._arrange(epoch)
+        if self._seed is not None:
+            places = self._shuffled(places)
+        run = np.searchsorted(self._ends, places, side="right")
+        return self._starts[run] + places - (self._ends - self._lengths)[run]
+
+    def _arrange(self, epoch: int) -> None:
+        """Puts the runs into the order of an epoch."""
+        count = len(self._runs)
+        order = Order(count, self._seed, epoch).at(np.arange(count))
+        self._starts = np.array([run.start for run in self._runs])[order]
+        self._lengths = np.array([len(run) for run in self._runs])[order]
+        self._ends = np.cumsum(self._lengths)
+        last_runs = [*range(_RUNS_IN_WINDOW - 1, count - 1, _RUNS_IN_WINDOW), count - 1]
+        self._window_ends = self._ends[last_runs]
+        self._epoch = epoch
+
+    def _shuffled(self, places: Array) -> Array:
+        """Returns places after a shuffle inside each window."""
+        assert self._epoch is not None
+        shuffled = np.empty_like(places)
+        windows = np.searchsorted(self._window_ends, places, side="right")
+        for window in np.unique(windows):
+            start = self._window_ends[window - 1] if window else 0
+            size = int(self._window_ends[window] - start)
+            number = self._epoch * len(self._window_ends) + int(window)
+            inside = windows == window
+            order = Order(size, self._seed, number)
+            shuffled[inside] = start + order.at(places[inside] - start)
+        return shuffled
+
+
+class OrderedRows:
+    """A source of rows in another order, which each epoch may change.
+
+    Args:
+        source: The rows.
+        order: Returns the rows at some places of an epoch.
+        epoch: Which epoch, from 0.
+    """
+
+    def __init__(
+        self, source: RowSource, order: Callable[[Array, int], Array], epoch: int = 0
+    ) -> None:
+        self._source, self._order, self._epoch = source, order, epoch
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def at_epoch(self, epoch: int) -> "OrderedRows":
+        """Returns the rows of another epoch."""
+        return OrderedRows(_at_epoch(self._source, epoch), self._order, epoch)
+
+    def rows(self, indices: Array) -> Batch:
+        """Returns the rows at some places of the order."""
+        return self._source.rows(self._order(indices, self._epoch))
+
+    def close(self) -> None:
+        """Closes the rows before."""
+        _close(self._source)
+
+
+def interleaved(files: Sequence[range], size: int) -> list[range]:
+    """Returns the rows of files in runs, one of each file in turn.
+
+    Args:
+        files: The rows of each file.
+        size: Rows of a run.
+
+    Example:
+        >>> interleaved([range(0, 5), range(5, 8)], 2)
+        [range(0, 2), range(5, 7), range(2, 4), range(7, 8), range(4, 5)]
+    """
+    runs = [
+        (start, number, rows[start : start + size])
+        for number, rows in enumerate(files)
+        for start in range(0, len(rows), size)
+    ]
+    return [run for *_, run in sorted(runs, key=lambda run: run[:2])]
+
+
+def _mapped(
+    function: MapFunction, examples: Iterable[PyTree], rows: Array, epoch: int
+) -> list[PyTree]:
+    return [
+        function.example(example, row, epoch)
+        for example, row in zip(examples, rows.tolist(), strict=True)
+    ]
+
+
+def _cut(rows: Batch, index: slice) -> Batch:
+    return jax.tree.map(lambda leaf: leaf[index], rows)
+
+
+def _at_epoch(source: RowSource, epoch: int) -> RowSource:
+    at_epoch = getattr(source, "at_epoch", None)
+    return source if at_epoch is None else at_epoch(epoch)
+
+
+def _close(source: RowSource) -> None:
+    close = getattr(source, "close", None)
+    if close is not None:
+        close()
+
+
+class _Watch:
+    """Seconds by stage, one after another."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._since = time.perf_counter()
+
+    def stage(self, name: str) -> None:
+        """Counts the time since the last stage to a stage."""
+        now = time.perf_counter()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._since
+        self._since = now

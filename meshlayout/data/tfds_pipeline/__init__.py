@@ -1,1 +1,0 @@
-"""The usual pipeline of a TFDS data set: find it, read, decode, map, keep, shuffle."""
