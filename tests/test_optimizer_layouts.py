@@ -359,3 +359,35 @@ def test_an_optimiser_state_alone_is_laid_out_by_rules(mesh):
     found = ml.LayoutMap(mesh, {"mu/a": ("model",)}).resolve(state)
     assert str(found["opt_state/0/mu/a"].layout) == "[model]"
     assert str(found["opt_state/0/nu/a"].layout) == "[unsharded]"
+
+
+# ZeRO.
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec"),
+    [
+        ((64, 512), (None, "batch")),  # the largest dim first
+        ((512, 64), ("batch", None)),
+        ((32, 32), ("batch", None)),  # of equal ones the first
+        ((4097, 16), (None, "batch")),  # the largest that divides
+        ((127, 9), (None, None)),  # none does
+        ((1023,), (None,)),  # too small
+        ((1024,), ("batch",)),
+        ((), ()),
+    ],
+)
+def test_zero_rule_shards_the_largest_dim_of_large_arrays(shape, spec):
+    mesh = ml.create_mesh({"batch": 8})
+    layouts = ml.LayoutMap(mesh, {"x": ml.zero_rule(mesh)})
+    array = jax.ShapeDtypeStruct(shape, "float32")
+    assert layouts.resolve({"x": array})["x"].layout.specs == spec
+
+
+def test_zero_rule_has_its_size_from_the_user():
+    mesh = ml.create_mesh({"batch": 8})
+    rule = ml.zero_rule(mesh, min_size=0)
+    assert rule("x", (8,), "float32") == ("batch",)
+    for size in (None, float("nan"), -1, "x", True, object()):
+        with pytest.raises(ml.errors.LayoutMapError, match="zero_rule: min_size must"):
+            ml.zero_rule(mesh, min_size=size)

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshlayout import _jax, _paths, _render
 from meshlayout.data.rows import BATCH_AXES
 from meshlayout.errors import StepError
+from meshlayout.layout_map.zero import zero_spec
 from meshlayout.step.replicas import Replicas
 
 
@@ -140,7 +141,7 @@ class ZeroLayout:
 def zero_layouts(tree: Any, replicas: Replicas) -> list[ZeroLayout]:
     """Shards arrays over the axes that shard the batch, each on one dim more.
 
-    The first dim that divides takes the axes. Scalars stay as they are.
+    The largest dim that divides takes the axes. Small arrays stay as they are.
 
     Args:
         tree: Arrays on the mesh.
@@ -165,25 +166,10 @@ def zero_layouts(tree: Any, replicas: Replicas) -> list[ZeroLayout]:
 def _zero_layout(leaf: _paths.Leaf, replicas: Replicas) -> ZeroLayout:
     now: Any = _jax.sharding_of(leaf.value)
     shape = leaf.value.shape
-    spec = [*now.spec, *[None] * (len(shape) - len(now.spec))]
-    used = {name for entry in spec for name in _axes(entry)}
-    axes = tuple(name for name in replicas.axes if name not in used)
-    if not shape or not axes:
-        return ZeroLayout(leaf.path, now, "")
-    for dim, size in enumerate(shape):
-        shards = 1
-        for name in (*_axes(spec[dim]), *axes):
-            shards *= now.mesh.shape[name]
-        if size % shards == 0:
-            spec[dim] = (*_axes(spec[dim]), *axes)
-            sharding = NamedSharding(now.mesh, PartitionSpec(*spec))
-            return ZeroLayout(leaf.path, sharding, "")
-    text = _render.array_text(leaf.value.dtype, shape)
-    reason = f"{text}: no dim divides over {', '.join(map(repr, axes))}"
+    spec = (*now.spec, *[None] * (len(shape) - len(now.spec)))
+    sharded, reason = zero_spec(shape, spec, replicas.axes, now.mesh.shape)
+    if sharded != spec:
+        now = NamedSharding(now.mesh, PartitionSpec(*sharded))
+    if reason:
+        reason = f"{_render.array_text(leaf.value.dtype, shape)}: {reason}"
     return ZeroLayout(leaf.path, now, reason)
-
-
-def _axes(entry: Any) -> tuple[str, ...]:
-    if entry is None:
-        return ()
-    return entry if isinstance(entry, tuple) else (entry,)
