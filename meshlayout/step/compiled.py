@@ -31,6 +31,11 @@ from meshlayout.step.changes import (
     structure_text,
     what,
 )
+from meshlayout.step.kernel_gradients import (
+    GradientAxes,
+    gradient_axes,
+    with_right_gradients,
+)
 
 
 OnRecompile: TypeAlias = Literal["warn", "error", "ignore"]
@@ -243,12 +248,13 @@ class CompiledStep:
         """
         args, kwargs, static = self._normalised(args, kwargs)
         signature = self._signature(args, kwargs)
-        if signature not in self._programs:
-            now = describe(self._names, static, args, kwargs)
-            self._programs[signature] = self._make(signature, now)
-        program = self._programs[signature]
         before, self._thread.is_quiet = self._thread.is_quiet, True
         try:
+            if signature not in self._programs:
+                now = describe(self._names, static, args, kwargs)
+                program = self._make(signature, now)
+                self._programs[signature] = self._mended(program, static, args, kwargs)
+            program = self._programs[signature]
             return program.jitted.lower(static, args[0], (args[1:], kwargs))
         finally:
             self._thread.is_quiet = before
@@ -347,13 +353,35 @@ class CompiledStep:
     ) -> tuple[_Program, tuple[Any, ...]]:
         """Makes the program for these arguments the current one, and places them."""
         signature = self._signature(args, kwargs)
+        placed = (_placed(args[0], signature), *args[1:])
         if signature not in self._programs:
             now = describe(self._names, static, args, kwargs)
             before = [p.first_call for p in self._programs.values() if p.seen]
             self._explain(now, before)
-            self._programs[signature] = self._make(signature, now)
+            program = self._make(signature, now)
+            self._programs[signature] = self._mended(program, static, placed, kwargs)
         program = self._program = self._programs[signature]
-        return program, (_placed(args[0], signature), *args[1:])
+        return program, placed
+
+    def _mended(
+        self,
+        program: _Program,
+        static: tuple[Any, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> _Program:
+        """Returns the program, or one with right gradients of kernels in its place.
+
+        JAX keeps the trace that is looked at for the program's first call.
+        """
+        if not program.spread or _jax.is_tracing():
+            return program
+        rest = (args[1:], kwargs)
+        jaxpr = program.jitted.trace(static, args[0], rest).jaxpr.jaxpr
+        axes = gradient_axes(jaxpr, args[0], rest)
+        if axes is None:
+            return program
+        return self._make(program.signature, program.first_call, axes)
 
     def _after_error(
         self,
@@ -376,7 +404,12 @@ class CompiledStep:
         self._explain(describe(self._names, static, args, kwargs), program.seen)
         return program, args
 
-    def _make(self, signature: _Signature, now: Description) -> _Program:
+    def _make(
+        self,
+        signature: _Signature,
+        now: Description,
+        axes: GradientAxes | None = None,
+    ) -> _Program:
         open_ = _jax.UNSPECIFIED
         into = signature.state_def.unflatten(
             [open_ if layout is None else layout for layout in signature.state_layouts]
@@ -387,7 +420,10 @@ class CompiledStep:
         seen: list[Description] = []
 
         def traced(static: tuple[Any, ...], state: Any, rest: Any) -> Any:
-            return self._traced(seen, static, state, rest)
+            step = functools.partial(self._traced, seen, static)
+            if axes is not None:
+                step = with_right_gradients(step, axes)
+            return step(state, rest)
 
         traced.__name__ = traced.__qualname__ = self._name  # shown by profilers
         jitted = jax.jit(

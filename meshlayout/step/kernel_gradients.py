@@ -1,0 +1,269 @@
+"""Right gradients of convolution kernels where XLA's partitioner adds too much.
+
+A kernel's gradient is a sum over the examples and over the image. Where devices hold
+parts of that sum, XLA adds over every device that holds the same examples (for grouped
+and depthwise convolutions, over all), not only over those with other parts. If a mesh
+axis is left over, each part is added several times:
+
+- images sharded in space: with batch=2, h=2, w=2 and images over `batch` and `h`, twice
+  the gradient; where `w` shards the kernel, gradients of different features are added;
+- grouped and depthwise convolutions: with batch=2, model=4 and images over `batch`,
+  four times the gradient.
+
+Plain `jax.jit` does it too, on jax 0.7.2 and 0.10.2, and the all-reduces of programs
+for TPUs (v5e) have the same groups. The forward pass and the gradient of the input are
+right. So the convolutions that make kernel gradients get operands whose batch dim is
+sharded over all the axes in question, and nothing else: one all-to-all where images
+were sharded in space, a local slice where an axis was left over, and less to compute.
+Operands that are whole on every device would be right as well, and slow.
+
+The file can go when XLA adds over the right devices; in `test_kernel_gradients`, the
+programs of plain JAX that show the fault fail then.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from meshlayout import _jax
+from meshlayout._annotations import AbstractArray, PyTree
+
+
+_Values: TypeAlias = list[Any]
+
+
+@dataclass(frozen=True)
+class GradientAxes:
+    """The mesh axes that shard the batch dim while kernel gradients are computed.
+
+    Attributes:
+        mesh: The mesh.
+        images: The axes that shard images, in the batch dim and in space; empty if
+            none is sharded in space.
+        every: All axes, those that shard the batch dim first: for grouped convolutions.
+    """
+
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
+    images: tuple[str, ...]
+    every: tuple[str, ...]
+
+    def of(self, eqn: JaxprEqn) -> tuple[str, ...]:
+        """Returns the axes for one convolution; none if XLA computes it rightly."""
+        return self.every if _is_grouped(eqn) else self.images
+
+
+def gradient_axes(jaxpr: Jaxpr, state: PyTree, batch: PyTree) -> GradientAxes | None:
+    """Returns the axes to compute kernel gradients with, where XLA's would be wrong.
+
+    Args:
+        jaxpr: The traced step.
+        state: The state, with its shardings.
+        batch: The other arguments, likewise.
+
+    Returns:
+        None if no kernel gradient is affected.
+    """
+    gradients = [eqn for eqn in _equations(jaxpr) if _makes_kernel_gradient(eqn)]
+    if not gradients:
+        return None
+    shardings = [*_shardings(batch), *_constraints(jaxpr, gradients)]
+    meshes = [sharding.mesh for sharding, _ in (*shardings, *_shardings(state))]
+    mesh = next(iter(meshes), None)
+    if mesh is None or AxisType.Explicit in mesh.axis_types:
+        return None  # on Explicit axes, JAX itself refuses what is not certain
+    # In these convolutions the batch dim is contracted, in the place of the features.
+    dims = {
+        len(_shape(eqn.invars[0])): eqn.params["dimension_numbers"].lhs_spec
+        for eqn in gradients
+    }
+    every = [axis for axis, size in mesh.shape.items() if size > 1]
+    batch_axes: dict[str, None] = {}
+    space_axes: dict[str, None] = {}
+    is_cut = False
+    for sharding, rank in shardings:
+        entries = [_axes(entry) for entry in sharding.spec]
+        entries += [()] * (rank - len(entries))
+        _, batch_dim, *space_dims = dims.get(rank, (None, 0, *range(1, rank)))
+        space = [axis for dim in space_dims for axis in entries[dim] if axis in every]
+        batch_axes.update(dict.fromkeys(entries[batch_dim]) if rank else {})
+        space_axes.update(dict.fromkeys(space))
+        is_cut |= bool(space) and not {*entries[batch_dim], *space}.issuperset(every)
+    ordered = tuple(dict.fromkeys((*batch_axes, *space_axes, *every)))
+    ordered = tuple(axis for axis in ordered if axis in every)
+    images = tuple(axis for axis in ordered if axis in {*batch_axes, *space_axes})
+    is_grouped = len(every) > 1 and any(map(_is_grouped, gradients))
+    if not is_cut and not is_grouped:
+        return None
+    return GradientAxes(mesh, images if is_cut else (), ordered)
+
+
+def with_right_gradients(
+    function: Callable[..., PyTree], axes: GradientAxes
+) -> Callable[..., PyTree]:
+    """Returns a function whose kernel gradients are computed over the batch dim alone.
+
+    Args:
+        function: A function of arrays, called inside jit.
+        axes: What `gradient_axes` found in it.
+    """
+
+    def mended(*args: PyTree) -> PyTree:
+        closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
+        results = _evaluated(closed.jaxpr, closed.consts, jax.tree.leaves(args), axes)
+        return jax.tree.unflatten(jax.tree.structure(shape), results)
+
+    return mended
+
+
+# Finding.
+
+
+def _makes_kernel_gradient(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation convolves images with gradients of the output.
+
+    JAX writes it with the features in the place of the batch dim. A convolution of a
+    user's that looks like it is only computed in another layout.
+    """
+    if eqn.primitive.name != "conv_general_dilated":
+        return False
+    numbers = eqn.params["dimension_numbers"]
+    return numbers.lhs_spec[0] != 0 or numbers.lhs_spec != numbers.out_spec
+
+
+def _is_grouped(eqn: JaxprEqn) -> bool:
+    params = eqn.params
+    return params["batch_group_count"] > 1 or params["feature_group_count"] > 1
+
+
+def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    for eqn in jaxpr.eqns:
+        yield eqn
+        yield from _inner_equations(eqn)
+
+
+def _inner_equations(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+    if eqn.primitive.name == "shard_map":
+        return  # a device's own part: nothing of it is left to the partitioner
+    for inner in _jax.inner_jaxprs(eqn):
+        yield from _equations(inner)
+
+
+def _shardings(tree: PyTree) -> Iterator[tuple[NamedSharding, int]]:
+    for leaf in jax.tree.leaves(tree):
+        sharding = None if isinstance(leaf, Tracer) else _jax.sharding_of(leaf)
+        if isinstance(sharding, NamedSharding):
+            yield sharding, leaf.ndim
+
+
+def _constraints(
+    jaxpr: Jaxpr, gradients: Iterable[JaxprEqn]
+) -> Iterator[tuple[NamedSharding, int]]:
+    """Yields the shardings that the step itself asks for; of images, not of kernels."""
+    kernels = {_shape(eqn.outvars[0]) for eqn in gradients}
+    for eqn in _equations(jaxpr):
+        if eqn.primitive.name != "sharding_constraint":
+            continue
+        sharding, shape = eqn.params["sharding"], _shape(eqn.outvars[0])
+        is_image = len(shape) > 2 and shape not in kernels
+        if is_image and isinstance(sharding, NamedSharding):
+            yield sharding, len(shape)
+
+
+def _shape(var: Any) -> tuple[int, ...]:
+    return var.aval.shape
+
+
+def _axes(entry: object) -> tuple[str, ...]:
+    if isinstance(entry, tuple):
+        return entry
+    return (entry,) if isinstance(entry, str) else ()
+
+
+# Rewriting.
+
+
+def _evaluated(
+    jaxpr: Jaxpr, consts: Iterable[Any], args: Iterable[Any], axes: GradientAxes
+) -> _Values:
+    """Evaluates a jaxpr, with other operands for kernel gradients."""
+    values = dict(zip(jaxpr.constvars, consts, strict=True))
+    values.update(zip(jaxpr.invars, args, strict=True))
+
+    def read(var: Any) -> Any:
+        return var.val if isinstance(var, Literal) else values[var]
+
+    for eqn in jaxpr.eqns:
+        operands = [read(var) for var in eqn.invars]
+        if _makes_kernel_gradient(eqn):
+            numbers, names = eqn.params["dimension_numbers"], axes.of(eqn)
+            images, cotangents = operands
+            operands = [
+                _over_batch(images, numbers.lhs_spec, axes.mesh, names),
+                _over_batch(cotangents, numbers.rhs_spec, axes.mesh, names),
+            ]
+        elif any(map(_makes_kernel_gradient, _inner_equations(eqn))):
+            eqn = eqn.replace(params=_mended_params(eqn, axes))
+        results = _jax.apply_operation(eqn, operands)
+        values.update(zip(eqn.outvars, results, strict=True))
+    return [read(var) for var in jaxpr.outvars]
+
+
+def _mended_params(eqn: JaxprEqn, axes: GradientAxes) -> dict[str, Any]:
+    """Returns an operation's parameters with the jaxprs among them rewritten."""
+
+    def mended(value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(mended, value))
+        if isinstance(value, ClosedJaxpr):
+            return _mended_jaxpr(value.jaxpr, value.consts, axes)
+        if isinstance(value, Jaxpr):
+            return _mended_jaxpr(value, (), axes).jaxpr
+        return value
+
+    is_tuple = {name: hasattr(value, "_fields") for name, value in eqn.params.items()}
+    return {
+        name: value if is_tuple[name] else mended(value)
+        for name, value in eqn.params.items()
+    }
+
+
+def _mended_jaxpr(
+    jaxpr: Jaxpr, consts: Iterable[Any], axes: GradientAxes
+) -> ClosedJaxpr:
+    def evaluate(*args: AbstractArray) -> _Values:
+        return _evaluated(jaxpr, consts, args, axes)
+
+    return jax.make_jaxpr(evaluate)(*[var.aval for var in jaxpr.invars])
+
+
+def _over_batch(
+    x: jax.Array,
+    spec: tuple[int, ...],
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    axes: tuple[str, ...],
+) -> jax.Array:
+    """Returns an operand of a kernel gradient, sharded in no dim of the image.
+
+    Args:
+        x: Images, or the gradients of the output.
+        spec: Its dims: features, batch, and those of the image.
+        mesh: The mesh.
+        axes: The axes to shard the batch dim over; without any, nothing is done.
+    """
+    if not axes:
+        return x
+    features, batch, *_ = spec
+    # Rows of zeros add nothing. Without them, a dim that does not divide stays whole.
+    extra = -x.shape[batch] % math.prod(mesh.shape[axis] for axis in axes)
+    x = jnp.pad(x, [(0, extra if dim == batch else 0) for dim in range(x.ndim)])
+    entries: list[Any] = [None] * x.ndim
+    entries[features], entries[batch] = PartitionSpec.UNCONSTRAINED, axes
+    sharding = NamedSharding(mesh, PartitionSpec(*entries))
+    return jax.lax.with_sharding_constraint(x, sharding)
