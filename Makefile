@@ -76,7 +76,7 @@ $(VENV)/.made-$(TAG):
 	@touch $@
 
 $(VENV)/.run-$(TAG): $(VENV)/.made-$(TAG) pyproject.toml $(CONSTRAINTS)
-	$(PIP_INSTALL) --constraint $(CONSTRAINTS) --editable .
+	$(PIP_INSTALL) --constraint $(CONSTRAINTS) --editable '.[tfds]'
 	@touch $@
 
 $(VENV)/.dev-$(TAG): $(VENV)/.made-$(TAG) pyproject.toml $(CONSTRAINTS)

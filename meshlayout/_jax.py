@@ -22,7 +22,6 @@ from jax._src import (
     core as jax_core,
     distributed,
     mesh as jax_mesh,
-    xla_bridge,
 )
 from jax._src.interpreters import mlir, partial_eval, pxla
 from jax._src.lax import lax as jax_lax
@@ -241,11 +240,6 @@ def inner_jaxprs(eqn: Any) -> list[Any]:
             if hasattr(inner, "eqns"):
                 found.append(inner)
     return found
-
-
-def backends_started() -> bool:
-    """Tells whether JAX has looked at the devices already."""
-    return xla_bridge.backends_are_initialized()
 
 
 def concrete_mesh() -> jax.sharding.Mesh | None:

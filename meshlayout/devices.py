@@ -4,10 +4,13 @@ import os
 import warnings
 
 import jax
-import numpy as np
 
-from meshlayout import _jax
+from meshlayout import _checks, _jax
 from meshlayout.errors import MeshError
+
+
+# Each device is an object with a queue of its own; JAX takes no more than 32 bits.
+_MOST = 2**16
 
 
 def virtual_devices(n: int) -> list[_jax.Device]:
@@ -25,18 +28,18 @@ def virtual_devices(n: int) -> list[_jax.Device]:
         The devices of JAX's default backend, those of other processes included.
 
     Raises:
-        MeshError: If `n` is not a positive whole number, or JAX already runs with
+        MeshError: If `n` is not a positive integer, or JAX already runs with
             another number of CPU devices.
 
     Example:
         >>> len(virtual_devices(8))
         8
     """
-    if not isinstance(n, (int, np.integer)) or isinstance(n, bool) or n < 1:
-        msg = f"virtual_devices takes a number of devices, 1 or more, and got {n!r}."
+    n = _checks.count("n", n, where="virtual_devices", error=MeshError)
+    if n > _MOST:
+        msg = f"virtual_devices: n must be at most {_MOST}, got {n}."
         raise MeshError(msg)
-    if not _jax.backends_started():
-        _start(int(n))
+    _start(n)
     devices = jax.local_devices()
     platform = devices[0].platform
     if platform != "cpu":
@@ -59,16 +62,20 @@ def virtual_devices(n: int) -> list[_jax.Device]:
 
 
 def _start(n: int) -> None:
-    """Starts JAX's backends, with `n` CPU devices if there is nothing better."""
-    nproc = os.environ.get("NPROC", "")
-    jax.config.update("jax_num_cpu_devices", n)
-    # XLA sizes the pool that runs CPU collectives by NPROC; with fewer threads than
-    # waiting devices, queued steps dead-lock.
-    os.environ["NPROC"] = str(max(32, 4 * n, int(nproc) if nproc.isdecimal() else 0))
+    """Starts JAX's backends, if they have not started, with `n` CPU devices."""
+    try:
+        jax.config.update("jax_num_cpu_devices", n)
+    except RuntimeError:  # "... should be updated before backends are initialized"
+        return
+    # XLA's CPU client runs collectives in a pool of NPROC threads, and cuts matrix
+    # products into as many pieces. With fewer threads than waiting devices, queued
+    # steps dead-lock; on one device there is nothing to wait for, and more threads than
+    # cores make small products twice as slow. A value of the user's is left alone.
+    if n == 1 or os.environ.get("NPROC"):
+        return
+    os.environ["NPROC"] = str(2 * n)
     if jax.default_backend() != "cpu":
-        os.environ["NPROC"] = nproc
-        if not nproc:
-            del os.environ["NPROC"]
+        del os.environ["NPROC"]
 
 
 def _count(number: int, kind: str) -> str:

@@ -305,7 +305,7 @@ def test_a_mesh_of_described_devices_starts_no_backend():
     script = (
         "import copy, jax, numpy as np\n"
         "from meshlayout.mesh import Mesh\n"
-        "from meshlayout._jax import backends_started\n"
+        "from jax._src.xla_bridge import backends_are_initialized\n"
         "class Chip:\n"
         "    platform, device_kind, process_index = 'tpu', 'TPU v9', 0\n"
         "    def __init__(self, id): self.id = id\n"
@@ -315,7 +315,7 @@ def test_a_mesh_of_described_devices_starts_no_backend():
         "assert mesh.coords(chips[1, 0]) == (1, 0) and mesh.device_kind == 'TPU v9'\n"
         "assert copy.deepcopy(mesh) == copy.copy(mesh) == mesh\n"
         "assert not mesh.is_multi_process and mesh._repr_html_()\n"
-        "print(mesh.to_string(), backends_started())\n"
+        "print(mesh.to_string(), backends_are_initialized())\n"
     )
     run = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False

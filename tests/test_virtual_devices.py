@@ -42,16 +42,23 @@ def test_it_makes_that_many_cpu_devices_and_threads_for_them():
         "print(len(devices), devices == jax.devices(), os.environ['NPROC'])\n"
         "print(len(virtual_devices(5)))\n"
     )
-    assert said == ["5 True 32", "5"]
+    assert said == ["5 True 10", "5"]
 
 
 @pytest.mark.parametrize(
     ("n", "before", "after"),
-    [(16, "2", "64"), (2, "100", "100"), (2, "many", "32")],
+    [
+        (16, "", "32"),  # two threads for each device
+        (2, "100", "100"),  # what the user set wins,
+        (8, "2", "2"),  # also where it is small
+        (1, "", "None"),  # one device waits for no other
+        (1, "3", "3"),
+    ],
 )
-def test_there_are_enough_threads_for_the_devices(n, before, after):
-    body = f"virtual_devices({n}); print(jax.device_count(), os.environ['NPROC'])"
-    assert run(body, NPROC=before) == [f"{n} {after}"]
+def test_there_are_two_threads_for_each_of_several_devices(n, before, after):
+    body = f"virtual_devices({n}); print(jax.device_count(), os.environ.get('NPROC'))"
+    environment = {"NPROC": before} if before else {}
+    assert run(body, **environment) == [f"{n} {after}"]
 
 
 def test_a_number_may_be_that_of_numpy():
@@ -62,8 +69,8 @@ def test_a_number_may_be_that_of_numpy():
 def test_importing_the_library_starts_no_backend():
     body = (
         "import meshlayout\n"
-        "from meshlayout._jax import backends_started\n"
-        "print(backends_started(), 'NPROC' in os.environ)\n"
+        "from jax._src.xla_bridge import backends_are_initialized\n"
+        "print(backends_are_initialized(), 'NPROC' in os.environ)\n"
         "print(len(virtual_devices(4)), len(meshlayout.create_mesh().local_devices))\n"
     )
     assert run(body) == ["False False", "4 4"]
@@ -97,12 +104,32 @@ def test_it_gives_the_devices_that_run_already():
         virtual_devices(4)
 
 
-@pytest.mark.parametrize("n", [0, -1, 2.0, "8", None, YES])
-def test_what_is_said_about_a_bad_number(n):
+@pytest.mark.parametrize(
+    ("n", "shown"),
+    [
+        (0, "0"),
+        (-1, "-1"),
+        (2.0, "2.0"),
+        (float("nan"), "nan"),
+        ("8", "'8'"),
+        (None, "None"),
+        (YES, "True"),
+        (object(), "an object"),
+    ],
+)
+def test_what_is_said_about_a_bad_number(n, shown):
     with pytest.raises(MeshError) as error:
         virtual_devices(n)
     assert str(error.value) == (
-        f"virtual_devices takes a number of devices, 1 or more, and got {n!r}."
+        f"virtual_devices: n must be a positive integer, got {shown}."
+    )
+
+
+def test_more_devices_than_anyone_has_memory_for_are_refused():
+    with pytest.raises(MeshError) as error:
+        virtual_devices(10**12)
+    assert str(error.value) == (
+        "virtual_devices: n must be at most 65536, got 1000000000000."
     )
 
 

@@ -113,7 +113,7 @@ def supervised_keys(builder: Any) -> PyTree:
 
 def _builder(name: str, data_dir: str | Path | None) -> Any:
     tfds: Any = _optional.require(
-        "tensorflow_datasets", extra="data", purpose="Reading a TFDS data set"
+        "tensorflow_datasets", extra="tfds", purpose="Reading a TFDS data set"
     )
     try:
         return tfds.builder(name, data_dir=data_dir)
