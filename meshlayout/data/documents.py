@@ -1,50 +1,141 @@
-"""One pass over a collection of documents, whatever holds them, with its place."""
+"""Documents of any length: one pass over them, and the tokens of each.
 
-import base64
+Any collection of documents is read in one way: as an iterator with a place. Grain's
+iterators have one; of other iterators it is the number of documents that were read.
+"""
+
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol, TypeAlias, TypeGuard, runtime_checkable
 
 import numpy as np
 
+from meshlayout import _checks
+from meshlayout._optional import require
 from meshlayout.errors import DataError
 
 
-class Documents(Protocol):
+TokenArray: TypeAlias = np.ndarray[Any, Any]
+Document: TypeAlias = Any
+"""A text, its bytes, or a 1-D array of tokens."""
+
+_LARGEST = 2**31 - 1
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """Whatever turns a text into tokens."""
+
+    def encode(self, text: str, /) -> Any:
+        """Returns a text's tokens: integers, from 0."""
+        ...
+
+
+Encode: TypeAlias = Callable[[str], Any]
+
+
+class DocumentPass:
     """One pass over documents.
 
     Attributes:
         can_seek: Whether a place is found again without reading up to it.
+
+    Args:
+        documents: What `check_documents` accepts.
+
+    Raises:
+        DataError: If it is a function that does not return an iterable.
     """
 
-    can_seek: bool
+    def __init__(self, documents: Any) -> None:
+        self._iterator = _opened(documents)
+        self._count = 0
+        names = ("get_state", "set_state")
+        self.can_seek = all(hasattr(self._iterator, name) for name in names)
 
-    def __next__(self) -> Any:
-        """Returns the next document."""
-        ...
+    def __next__(self) -> Document:
+        document = next(self._iterator)
+        self._count += 1
+        return document
 
     def get_state(self) -> Any:
-        """Returns the place before the next document, as JSON takes it."""
-        ...
+        """Returns the place before the next document."""
+        return self._iterator.get_state() if self.can_seek else self._count
 
     def set_state(self, state: Any) -> None:
-        """Goes to a place that `get_state` of a pass has named.
+        """Goes to a place, if need be by reading up to it.
 
-        Args:
-            state: What it returned.
+        Raises:
+            DataError: If there are fewer documents, or more were read already.
         """
-        ...
+        if self.can_seek:
+            self._iterator.set_state(state)
+            return
+        if self._count > state:
+            msg = (
+                f"{self._count} documents were read, and the place is after {state}: "
+                "documents of an iterator are read once. Set the state of a new "
+                "iterator, over documents that can be read again."
+            )
+            raise DataError(msg)
+        while self._count < state:
+            try:
+                next(self)
+            except StopIteration:
+                msg = (
+                    f"the place is after document {state}, and there are "
+                    f"{self._count} documents: they are not those of the state."
+                )
+                raise DataError(msg) from None
 
     def close(self) -> None:
-        """Lets go of what the pass holds."""
-        ...
+        """Closes the iterator, if it can be closed."""
+        close = getattr(self._iterator, "close", None)
+        if callable(close):
+            close()
+
+
+def _opened(documents: Any) -> Any:
+    """Returns an iterator of documents; with a place, where that is to be had."""
+    if _is_indexed(documents):
+        grain: Any = require("grain", extra="data", purpose="pack_sequences")
+        if not isinstance(documents, grain.MapDataset):
+            # In a tuple, since Grain takes None for an element that a filter left out.
+            indices = grain.MapDataset.range(len(documents))
+            return _Unwrapped(_iterated(grain, indices.map(lambda i: (documents[i],))))
+        return _iterated(grain, documents)
+    iterable = documents if isinstance(documents, Iterable) else documents()
+    if not isinstance(iterable, Iterable):
+        msg = (
+            f"documents is a function that returned {_checks.shown(iterable)}, where "
+            "an iterable of documents was expected."
+        )
+        raise DataError(msg)
+    return iter(iterable)
+
+
+def _iterated(grain: Any, dataset: Any) -> Any:
+    here = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    return iter(dataset.to_iter_dataset(here))
+
+
+class _Unwrapped:
+    """The only items of a Grain iterator's tuples."""
+
+    def __init__(self, iterator: Any) -> None:
+        self._iterator = iterator
+        self.get_state, self.set_state = iterator.get_state, iterator.set_state
+        self.close = iterator.close
+
+    def __next__(self) -> Document:
+        return next(self._iterator)[0]
 
 
 def check_documents(documents: Any) -> None:
-    """Raises DataError if something is no collection of documents, or an empty one."""
+    """Raises DataError if something is not a collection of documents, or is empty."""
     if isinstance(documents, (str, bytes)):
         msg = (
-            f"documents is one {type(documents).__name__}, and is to be several. For "
-            "one document, give [text]."
+            f"documents is one {type(documents).__name__}, where several documents are "
+            "expected. For one document, give [text]."
         )
         raise DataError(msg)
     if isinstance(documents, Mapping):
@@ -53,15 +144,17 @@ def check_documents(documents: Any) -> None:
             "list(documents.values())."
         )
         raise DataError(msg)
-    if _is_tokens(documents):
+    is_array = isinstance(documents, np.ndarray) and documents.ndim <= 1
+    if is_array and np.issubdtype(documents.dtype, np.number):
         msg = (
             f"documents is an array of shape {documents.shape}, the tokens of one "
             "document. Give [tokens]."
         )
         raise DataError(msg)
-    if not (callable(documents) or _is_indexed(documents) or _is_iterable(documents)):
+    is_collection = _is_indexed(documents) or isinstance(documents, Iterable)
+    if isinstance(documents, type) or not (callable(documents) or is_collection):
         msg = (
-            f"documents is a {type(documents).__name__}. Give a list of texts, a Grain "
+            f"documents is {_checks.shown(documents)}. Give a list of texts, a Grain "
             "dataset, or a function that returns a generator of them."
         )
         raise DataError(msg)
@@ -70,138 +163,131 @@ def check_documents(documents: Any) -> None:
         raise DataError(msg)
 
 
-def open_documents(documents: Any) -> Documents:
-    """Begins a pass.
+class DocumentTokens:
+    """Turns documents into arrays of tokens.
 
     Args:
-        documents: What `check_documents` let pass.
+        tokenizer: What encodes texts, or None for their bytes.
+        separator: A token to put after every document, or None.
 
     Raises:
-        DataError: If it is a function that returns no iterable.
+        DataError: If one of them is of another kind.
     """
-    if _is_indexed(documents):
-        return IndexedDocuments(documents)
-    iterable = documents if _is_iterable(documents) else documents()
-    if not _is_iterable(iterable):
-        msg = (
-            f"documents is a function that returned a {type(iterable).__name__}, where "
-            "an iterable of documents was expected."
-        )
-        raise DataError(msg)
-    iterator = iter(iterable)
-    if all(callable(getattr(iterator, name, None)) for name in _STATE):
-        return StatefulDocuments(iterator)
-    return CountedDocuments(iterator)
 
+    def __init__(
+        self, tokenizer: Tokenizer | Encode | None, separator: int | None
+    ) -> None:
+        self._encode = _encoder(tokenizer)
+        self._takes_bytes = tokenizer is None
+        self._separator = separator
+        if separator is not None:
+            hint = "It is the token that ends a document; None adds nothing."
+            self._separator = _checks.count(
+                "separator", separator, at_least=0, error=DataError, hint=hint
+            )
+            if self._separator > _LARGEST:
+                msg = f"separator must be at most {_LARGEST}, got {separator}."
+                raise DataError(msg)
 
-class IndexedDocuments:
-    """Documents that are had by number: a list, a Grain MapDataset."""
+    def __call__(self, document: Document, number: int) -> TokenArray:
+        """Returns a document's tokens, int32, including its separator.
 
-    can_seek = True
-
-    def __init__(self, documents: Any) -> None:
-        self._documents = documents
-        self._at = 0
-        # What a filter took out of a Grain MapDataset is None.
-        self._may_lack = _is_grain(documents)
-
-    def __next__(self) -> Any:
-        while self._at < len(self._documents):
-            document = self._documents[self._at]
-            self._at += 1
-            if document is not None or not self._may_lack:
-                return document
-        raise StopIteration
-
-    def get_state(self) -> int:
-        """Returns how many documents were passed."""
-        return self._at
-
-    def set_state(self, state: int) -> None:
-        """Goes on after as many documents."""
-        self._at = state
-
-    def close(self) -> None:
-        """Holds nothing."""
-
-
-class StatefulDocuments:
-    """Documents of an iterator that knows its place, as Grain's do."""
-
-    can_seek = True
-
-    def __init__(self, iterator: Any) -> None:
-        self._iterator = iterator
-
-    def __next__(self) -> Any:
-        return next(self._iterator)
-
-    def get_state(self) -> Any:
-        """Returns the iterator's state; bytes as text."""
-        state = self._iterator.get_state()
-        if isinstance(state, bytes):
-            return {_BYTES: base64.b64encode(state).decode()}
-        return state
-
-    def set_state(self, state: Any) -> None:
-        """Sets the iterator's state."""
-        if isinstance(state, Mapping) and set(state) == {_BYTES}:
-            state = base64.b64decode(state[_BYTES])
-        self._iterator.set_state(state)
-
-    def close(self) -> None:
-        """Closes the iterator, if it can be closed."""
-        _close(self._iterator)
-
-
-class CountedDocuments:
-    """Documents of any iterator: to go to a place is to read up to it."""
-
-    can_seek = False
-
-    def __init__(self, iterator: Iterator[Any]) -> None:
-        self._iterator = iterator
-        self._at = 0
-
-    def __next__(self) -> Any:
-        document = next(self._iterator)
-        self._at += 1
-        return document
-
-    def get_state(self) -> int:
-        """Returns how many documents were read."""
-        return self._at
-
-    def set_state(self, state: int) -> None:
-        """Reads and drops documents until as many were read.
+        Args:
+            document: A text, its bytes, or tokens.
+            number: Which document it is, for errors.
 
         Raises:
-            DataError: If there are fewer, or more were read already.
+            DataError: If it is something else.
         """
-        if self._at > state:
+        tokens = self._tokens(document, number)
+        if self._separator is None:
+            return tokens
+        return np.append(tokens, np.int32(self._separator))
+
+    def _tokens(self, document: Document, number: int) -> TokenArray:
+        if isinstance(document, np.ndarray) and document.ndim == 0:
+            document = document.item()  # a text as NumPy holds it
+        if isinstance(document, bytes) and not self._takes_bytes:
+            document = _decoded(document, number)
+        if isinstance(document, (str, bytes)):
+            with _checks.noted(f"This was raised by tokenizer= at document {number}."):
+                tokens = self._encode(document)
+            return _as_tokens(tokens, f"the tokenizer, given document {number},")
+        if isinstance(document, dict):
+            keys = ", ".join(repr(key) for key in document)
             msg = (
-                f"{self._at} documents were read, and the place is after {state}: "
-                "documents of an iterator are read once. Set the state of a new "
-                "iterator, over documents that can be read again."
+                f"document {number} is a dict with the keys {keys}. Give the texts "
+                "alone: for instance dataset.map(lambda record: record['text'])."
             )
             raise DataError(msg)
-        while self._at < state:
-            try:
-                next(self)
-            except StopIteration:
-                msg = (
-                    f"the place is after document {state}, and there are "
-                    f"{self._at} documents: they are not those of the state."
-                )
-                raise DataError(msg) from None
-
-    def close(self) -> None:
-        """Closes the iterator, if it can be closed."""
-        _close(self._iterator)
+        return _as_tokens(document, f"document {number}")
 
 
-_STATE = ("get_state", "set_state")
-_BYTES = "base64"
+def _encoder(tokenizer: Tokenizer | Encode | None) -> Callable[[Any], Any]:
+    if tokenizer is None:
+        return _bytes_of
+    # Texts have an encode of their own, and classes one that needs an instance.
+    is_object = not isinstance(tokenizer, (type, str, bytes))
+    if is_object and isinstance(tokenizer, Tokenizer):
+        return tokenizer.encode
+    if is_object and callable(tokenizer):
+        return _checks.function("tokenizer", tokenizer, "text", error=DataError)
+    msg = (
+        "tokenizer must be an object with encode(text), or a function from a text to "
+        f"its tokens, got {_checks.shown(tokenizer)}. Leave it out to take a text's "
+        "bytes."
+    )
+    raise DataError(msg)
+
+
+def _bytes_of(text: str | bytes) -> TokenArray:
+    """Returns the bytes of a text's UTF-8."""
+    if isinstance(text, str):
+        try:
+            text = text.encode()
+        except UnicodeEncodeError as error:
+            half = ord(text[error.start])
+            msg = (
+                f"the text's character {error.start} is U+{half:04X}, half of a "
+                "surrogate pair, which UTF-8 cannot write. Replace it with "
+                "text.encode('utf-8', 'replace')."
+            )
+            raise DataError(msg) from None
+    return np.frombuffer(text, np.uint8).astype(np.int32)
+
+
+def _decoded(document: bytes, number: int) -> str:
+    try:
+        return document.decode()
+    except UnicodeDecodeError as error:
+        msg = (
+            f"document {number} is bytes that are not UTF-8 at byte {error.start}. "
+            "Give texts, or leave tokenizer= out to take the bytes as they are."
+        )
+        raise DataError(msg) from None
+
+
+def _as_tokens(tokens: Any, what: str) -> TokenArray:
+    if isinstance(tokens, Sequence) and not len(tokens):
+        return np.zeros(0, np.int32)
+    try:
+        values = np.asarray(tokens)
+    except ValueError:
+        values = np.empty((), object)
+    if values.ndim != 1 or not np.issubdtype(values.dtype, np.integer):
+        kind = f"a {type(tokens).__name__}"
+        if isinstance(tokens, np.ndarray):
+            kind = f"an array of dtype {tokens.dtype} and shape {tokens.shape}"
+        msg = (
+            f"{what} gives {kind}; a document is a text, bytes, or a 1-D array of "
+            "integers."
+        )
+        raise DataError(msg)
+    if values.size and (values.min() < 0 or values.max() > _LARGEST):
+        outside = values.min() if values.min() < 0 else values.max()
+        msg = f"{what} gives the token {outside}; tokens are from 0 to {_LARGEST}."
+        raise DataError(msg)
+    return values.astype(np.int32)
 
 
 def _is_indexed(documents: Any) -> TypeGuard[Sequence[Any]]:
@@ -209,21 +295,6 @@ def _is_indexed(documents: Any) -> TypeGuard[Sequence[Any]]:
     return has and not isinstance(documents, type)
 
 
-def _is_iterable(documents: Any) -> TypeGuard[Iterable[Any]]:
-    return hasattr(documents, "__iter__") and not isinstance(documents, type)
-
-
-def _is_tokens(documents: Any) -> bool:
-    if not isinstance(documents, np.ndarray) or documents.ndim > 1:
-        return False
-    return np.issubdtype(documents.dtype, np.number)
-
-
-def _is_grain(documents: Any) -> bool:
-    return any(one.__module__.startswith("grain.") for one in type(documents).__mro__)
-
-
-def _close(iterator: Any) -> None:
-    close: Callable[[], None] | None = getattr(iterator, "close", None)
-    if callable(close):
-        close()
+def is_read_once(documents: object) -> bool:
+    """Returns whether documents are an iterator, which only one pass can read."""
+    return isinstance(documents, Iterator)
