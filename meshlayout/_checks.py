@@ -106,6 +106,7 @@ def number(
     above: float | None = None,
     at_most: float | None = None,
     below: float | None = None,
+    finite: bool = True,
     where: str = "",
     error: type[MeshLayoutError] = MeshLayoutError,
     hint: str = "",
@@ -119,6 +120,8 @@ def number(
         above: A value that is too small, with all below it.
         at_most: The largest value allowed.
         below: A value that is too large, with all above it.
+        finite: Whether NaN and infinities are refused, as they nearly always should
+            be; False for what was measured.
         where: The public function or class, which opens the message.
         error: The class to raise.
         hint: A sentence to end with: the way out.
@@ -144,7 +147,7 @@ def number(
     real = _as_float(value)
     fits = (
         real is not None
-        and math.isfinite(real)
+        and (not finite or math.isfinite(real))
         and (at_least is None or real >= at_least)
         and (above is None or real > above)
         and (at_most is None or real <= at_most)
@@ -154,7 +157,8 @@ def number(
         words = [
             f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None
         ]
-        what = " ".join(["a finite number", " and ".join(words)]).rstrip()
+        kind = "a finite number" if finite else "a number"
+        what = " ".join([kind, " and ".join(words)]).rstrip()
         raise _refusal(name, value, what, where, error, hint)
     return real
 

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import meshlayout as ml
-from meshlayout.checkpoint import Checkpointer, attempts, orbax
+from meshlayout.checkpoint import Checkpointer, attempt, orbax
 
 
 def values(step):
@@ -67,25 +67,26 @@ def child(directory, say, mode, number):
 
 
 def is_left_over(path):
-    return ".deleting" in path.name or ".writer" in path.name or "-tmp" in path.name
+    parts = (".deleting", ".saving", ".replaced", ".owner", ".manifest", "-tmp")
+    return any(part in path.name for part in parts)
 
 
 def slow_down_deleting(say):
     """Gives the kills time to hit: every file takes some milliseconds to remove."""
-    delete, unlink = attempts.delete, os.unlink
+    delete, unlink = attempt.delete, os.unlink
 
     def slowly(*args, **options):
         time.sleep(0.003)
         unlink(*args, **options)
 
-    def told(folder):
+    def told(folder, lease):
         os.unlink = slowly
         say("deleting", folder.name)
-        delete(folder)
+        delete(folder, lease)
         os.unlink = unlink
         say("deleted", folder.name)
 
-    attempts.delete = told
+    attempt.delete = told
 
 
 @dataclass
@@ -159,7 +160,7 @@ def one_life(directory, mode, number, rng, acked, report):
     os.waitpid(pid, 0)
     os.close(read)
     report.kills += 1
-    report.during_saves += any(".writer" in one.name for one in directory.rglob("*"))
+    report.during_saves += any(".saving" in one.name for one in directory.iterdir())
     report.during_deletions += last == "deleting"
     return acked
 

@@ -1,13 +1,16 @@
 """Breaks checkpoints, disks and writers, and sees that nothing is lost silently."""
 
+import dataclasses
 import json
 import logging
 import os
+import re
 import resource
 import shutil
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from concurrent import futures
 from pathlib import Path
@@ -18,7 +21,7 @@ import numpy as np
 import pytest
 
 import meshlayout as ml
-from meshlayout.checkpoint import Checkpointer, orbax, saving
+from meshlayout.checkpoint import Checkpointer, lease, orbax, step_writer
 from meshlayout.errors import CheckpointWarning
 
 
@@ -104,7 +107,7 @@ def test_no_flipped_bit_goes_unseen(
     tmp_path, mesh_2x4, monkeypatch, hashed_bytes, counts
 ):
     # Without hashes, the fingerprints alone have to find what is wrong.
-    monkeypatch.setattr(saving, "_HASHED_BYTES", hashed_bytes)
+    monkeypatch.setattr(step_writer, "_HASHED_BYTES", hashed_bytes)
     write_two_steps(tmp_path, mesh_2x4)
     rng = np.random.default_rng(hashed_bytes)
     some = [one for one in files_of(tmp_path / "2") if one.stat().st_size]
@@ -174,7 +177,7 @@ def test_every_damaged_file_is_found(tmp_path, mesh_2x4, kind):
 
 
 def test_a_damaged_array_is_named(tmp_path, mesh_2x4, monkeypatch):
-    monkeypatch.setattr(saving, "_HASHED_BYTES", 0)
+    monkeypatch.setattr(step_writer, "_HASHED_BYTES", 0)
     state = {"net": {"kernel": jnp.arange(4096.0), "bias": jnp.ones(3)}}
     other = {"net": {"kernel": jnp.arange(4096.0) + 1, "bias": jnp.ones(3)}}
     with Checkpointer(tmp_path) as ck:
@@ -251,8 +254,8 @@ def check_save_works_after(ck, mesh):
     ck.wait()
     assert ck.all_steps() == [1, 2]
     assert whose(ck.restore(state_of(0, mesh)), 2, mesh) == 2
-    left = {one.name for one in ck.directory.rglob("*") if "writer" in one.name}
-    assert left == set()
+    hidden = [one.name for one in ck.directory.rglob(".*")]
+    assert all(map(re.compile(r"\.owner-\w{8}\.json").fullmatch, hidden)), hidden
 
 
 @pytest.mark.parametrize("limit", [1000, 20_000], ids=["small files too", "arrays"])
@@ -271,7 +274,7 @@ def test_files_that_cannot_grow_are_told_of_once(tmp_path, mesh_2x4, limit):
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         check_save_works_after(ck, mesh_2x4)
-        assert sorted(one.name for one in tmp_path.iterdir()) == ["1", "2"]
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["1", "2"]
 
 
 @pytest.fixture
@@ -357,7 +360,7 @@ def test_any_next_call_tells_what_went_wrong_once(
     ck.wait()
     failing(monkeypatch)
     ck.save(2, state_of(2, mesh_2x4))
-    ck._saving._thread.join()
+    ck._saving.wait()
     args = (3, state_of(2, mesh_2x4)) if call == "save" else ()
     with pytest.raises(ml.errors.CheckpointError) as caught:
         getattr(ck, call)(*args)
@@ -387,9 +390,15 @@ def test_an_old_step_that_cannot_be_deleted_is_told_of(tmp_path, mesh_2x4, monke
     ck = Checkpointer(tmp_path, keep=1)
     ck.save(1, state_of(1, mesh_2x4))
     ck.wait()
+    rename = Path.rename
+
+    def refuse(path, target):
+        if ".deleting" in str(target):
+            raise OSError("busy")
+        return rename(path, target)
+
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(OSError("busy")))
-        patch.setattr("meshlayout.checkpoint.files.write_whole", write_plainly)
+        patch.setattr(Path, "rename", refuse)
         ck.save(2, state_of(2, mesh_2x4))
         with pytest.raises(ml.errors.CheckpointError) as caught:
             ck.wait()
@@ -403,42 +412,71 @@ def test_an_old_step_that_cannot_be_deleted_is_told_of(tmp_path, mesh_2x4, monke
     assert ck.all_steps() == [3]
 
 
-def write_plainly(path, content):
-    path.write_bytes(content)
-
-
 # What is left over.
 
 
-def begin(folder, **changes):
-    """A save that was begun: files, and a note of its writer."""
+def begin(directory, step, owner, **changes):
+    """A save that was begun: files, and the note of the owner who writes them."""
+    folder = directory / f".saving-{step}-{owner}-12345678"
     (folder / "state.orbax-checkpoint-tmp").mkdir(parents=True)
     (folder / "state.orbax-checkpoint-tmp" / "x").write_text("x")
-    from meshlayout.checkpoint import attempts
-
-    note = attempts._writer() | changes
-    (folder / ".writer-0.json").write_text(json.dumps(note))
+    note = dataclasses.asdict(lease.Owner.of_this_process()) | changes
+    (directory / f".owner-{owner}.json").write_text(json.dumps(note))
 
 
-def test_what_dead_writers_left_is_removed_at_the_start(tmp_path, mesh_2x4, caplog):
+HOUR_S = 3600.0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pid": 0},
+        {"pid": os.getpid(), "started": "0"},  # its number was given to another one
+        {"boot": "another", "renewed_at": time.time()},  # started again since
+        {"host": "another", "renewed_at": time.time() - HOUR_S},
+        {"host": "another", "renewed_at": time.time() + 10 * 365 * 24 * HOUR_S},
+        {"namespace": "another", "renewed_at": 0.0},  # a container before this one
+    ],
+    ids=["dead", "recycled", "rebooted", "elsewhere", "future", "container"],
+)
+def test_what_dead_writers_left_is_removed_at_the_start(
+    tmp_path, mesh_2x4, caplog, changes
+):
     write_two_steps(tmp_path, mesh_2x4)
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    begin(tmp_path / "7", pid=dead.pid)
-    begin(tmp_path / "8", pid=os.getpid())  # its number was given to another one
-    begin(tmp_path / "2", pid=os.getpid(), started="0")
-    begin(tmp_path / "9", machine="other", time=0)
-    (tmp_path / "10").mkdir()
-    (tmp_path / "2" / ".manifest.json-12345678").write_text("{")
+    if changes.get("pid") == 0:
+        dead = subprocess.Popen([sys.executable, "-c", ""])
+        dead.wait()
+        changes = {"pid": dead.pid}
+    begin(tmp_path, 7, "0123abcd", **changes)
+    (tmp_path / ".saving-2-0123abcd-12345678").mkdir()
     (tmp_path / ".deleting-0-12345678").mkdir()
     (tmp_path / "notes.txt").write_text("mine")
     caplog.set_level(logging.INFO, "meshlayout.checkpoint")
     ck = Checkpointer(tmp_path)
     assert sorted(one.name for one in tmp_path.iterdir()) == ["1", "2", "notes.txt"]
-    names = sorted(one.name for one in (tmp_path / "2").iterdir())
-    assert names == ["data.json", "manifest.json", "state"]
     assert restored(ck, mesh_2x4) == (2, [])
-    assert any("of an unfinished save from" in one.message for one in caplog.records)
+    assert any("of unfinished saves from" in one.message for one in caplog.records)
+    ck.save(7, state_of(1, mesh_2x4))
+    ck.close()
+
+
+def test_what_an_orbax_left_never_blocks_a_step(tmp_path, mesh_2x4):
+    for step, name in (
+        (5, "state.orbax-checkpoint-tmp"),
+        (6, "state-3.orbax-checkpoint-tmp"),
+    ):
+        (tmp_path / str(step) / name / "x").mkdir(parents=True)
+    (tmp_path / "7").mkdir()
+    with Checkpointer(tmp_path) as ck:
+        assert list(tmp_path.iterdir()) == []
+        (tmp_path / "9" / "state.orbax-checkpoint-tmp").mkdir(parents=True)
+        ck.save(9, state_of(1, mesh_2x4))
+        ck.wait()
+        assert ck.all_steps() == [9]
+    assert sorted(one.name for one in (tmp_path / "9").iterdir()) == [
+        "manifest.json",
+        "state",
+    ]
 
 
 def test_what_no_checkpointer_wrote_is_left_alone(tmp_path, mesh_2x4):
@@ -467,8 +505,9 @@ def test_what_no_checkpointer_wrote_is_left_alone(tmp_path, mesh_2x4):
             "remove that one. The steps saved before are as they were; the next save "
             "starts anew."
         )
+    ck.close()
     assert files_of(tmp_path) == before
-    assert restored(ck, mesh_2x4)[0] == 2
+    assert restored(Checkpointer(tmp_path), mesh_2x4)[0] == 2
 
 
 def test_a_step_whose_manifest_was_deleted_is_told_of_after_a_restart(
@@ -487,7 +526,7 @@ def test_a_step_whose_manifest_was_deleted_is_told_of_after_a_restart(
     ck.wait()
     assert restored(ck, mesh_2x4) == (2, [])
     names = sorted(one.name for one in (tmp_path / "2").iterdir())
-    assert names == ["data-1.json", "manifest.json", "state-1"]
+    assert names == ["data.json", "manifest.json", "state"]
 
 
 def test_a_manifest_that_is_no_file_does_not_keep_the_others_from_being_read(
@@ -550,19 +589,20 @@ def test_a_step_that_is_deleted_while_it_is_read_is_told_of(
 
 
 def test_what_live_writers_are_at_work_on_stays(tmp_path, mesh_2x4):
+    def left():
+        return sorted(one.name[:10] for one in tmp_path.iterdir())
+
     with subprocess.Popen(
         [sys.executable, "-c", "input()"], stdin=subprocess.PIPE
     ) as other:
-        started = (
-            Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[19]
-        )
-        begin(tmp_path / "7", pid=other.pid, started=started)
-        begin(tmp_path / "8", machine="other")
+        started = lease._start_time(other.pid)
+        begin(tmp_path, 7, "0000000a", pid=other.pid, started=started)
+        begin(tmp_path, 8, "0000000b", host="other")
         Checkpointer(tmp_path)
-        assert sorted(one.name for one in tmp_path.iterdir()) == ["7", "8"]
+        assert left() == [".owner-000", ".owner-000", ".saving-7-", ".saving-8-"]
         other.communicate(b"\n")
     Checkpointer(tmp_path)
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["8"]
+    assert left() == [".owner-000", ".saving-8-"]
 
 
 def test_two_checkpointers_of_one_process_leave_each_other_alone(tmp_path, mesh_2x4):

@@ -231,8 +231,9 @@ def test_all_processes_are_told_what_went_wrong_on_one(tmp_path):
             f"out. {end}"
         )
         assert one["directory"] == (
-            f"CheckpointError: step 3 could not be saved in {tmp_path}: [Errno 17] File "
-            f"exists: '{tmp_path}/3'. {end}"
+            f"CheckpointError: step 3 could not be saved in {tmp_path}: {tmp_path}/3 "
+            "holds no directory, but a file, which no Checkpointer wrote. Give a "
+            f"directory of its own, or remove that one. {end}"
         )
         assert one["data"] == (
             "CheckpointError: data.get_state()['at'] is {1, 2} of type set, which cannot "
@@ -240,7 +241,8 @@ def test_all_processes_are_told_what_went_wrong_on_one(tmp_path):
         )
         assert one["steps"] == [1, 4]
         assert one["other"].endswith(
-            f"Error: {tmp_path}-other holds no checkpoint: nothing was saved in it yet."
+            f"Error: {tmp_path}-other holds no checkpoint: there is no such directory any "
+            "more, or not on this machine."
         )
         assert one["damaged"].startswith(
             f"DamagedCheckpointError: {tmp_path}/4/state/orbax.checkpoint has 1 bytes, "

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import meshlayout as ml
-from meshlayout.checkpoint import Checkpointer, saving
+from meshlayout.checkpoint import Checkpointer, step_writer
 from meshlayout.errors import CheckpointWarning
 from tests.object_store import ObjectStore, serving
 from tests.processes import run_processes
@@ -188,7 +188,7 @@ def test_a_step_that_is_saved_again_is_the_new_one(store, run):
 
 
 def test_large_files_are_told_by_size_and_fingerprint(store, run, monkeypatch):
-    monkeypatch.setattr(saving, "_HASHED_BYTES", 0)
+    monkeypatch.setattr(step_writer, "_HASHED_BYTES", 0)
     save_steps(run, 1, 2)
     sizes = {
         n: len(store.buckets["bucket"][n].content) for n in files_of(store, run, 2)
@@ -458,7 +458,7 @@ def test_a_file_that_the_store_refuses_is_not_a_damaged_one(store, run, part, ve
 def test_a_large_file_that_the_store_refuses_is_not_a_damaged_one(
     store, run, monkeypatch
 ):
-    monkeypatch.setattr(saving, "_HASHED_BYTES", 0)
+    monkeypatch.setattr(step_writer, "_HASHED_BYTES", 0)
     save_steps(run, 1, 2)
     ck = Checkpointer(run)
 
@@ -470,7 +470,7 @@ def test_a_large_file_that_the_store_refuses_is_not_a_damaged_one(
     assert words.endswith(SAYS_NOTHING)
 
 
-@pytest.mark.parametrize("part", [".writer-0.json", "/d/", "/manifest.json"])
+@pytest.mark.parametrize("part", ["/.saving-2-", "/d/", "/manifest.json"])
 def test_a_save_that_the_store_refuses_leaves_the_steps_before(store, run, part):
     with Checkpointer(run) as ck:
         ck.save(1, values(1))

@@ -6,11 +6,11 @@ from meshlayout.checkpoint.difference import (
     RestoreDiff as RestoreDiff,
 )
 from meshlayout.checkpoint.foreign_orbax import load_orbax as load_orbax
-from meshlayout.checkpoint.inspection import (
+from meshlayout.checkpoint.loop import Loop as Loop
+from meshlayout.checkpoint.manifest import (
     InspectedLeaf as InspectedLeaf,
     Inspection as Inspection,
 )
-from meshlayout.checkpoint.loop import Loop as Loop
 from meshlayout.checkpoint.msgpack import load_msgpack as load_msgpack
 from meshlayout.checkpoint.preemption import (
     EXIT_STATUS as EXIT_STATUS,

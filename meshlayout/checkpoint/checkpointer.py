@@ -3,35 +3,30 @@
 import contextlib
 import functools
 import logging
+import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 import jax
 
-from meshlayout import _jax, _render
-from meshlayout.checkpoint import attempts, files, retention
-from meshlayout.checkpoint.arguments import (
-    check_best,
-    check_count,
-    check_metrics,
-    check_step,
-)
-from meshlayout.checkpoint.data_state import DataState
-from meshlayout.checkpoint.encoding import encode
-from meshlayout.checkpoint.inspection import Inspection
-from meshlayout.checkpoint.manifest import Manifest
+from meshlayout import _checks, _jax, _render
+from meshlayout._annotations import Metadata, PyTree
+from meshlayout.checkpoint import attempt, files
+from meshlayout.checkpoint.data_state import Continues, DataState
+from meshlayout.checkpoint.lease import Lease
+from meshlayout.checkpoint.manifest import Inspection, Manifest, encode
 from meshlayout.checkpoint.matching import Dtypes
 from meshlayout.checkpoint.processes import Channel, next_number
+from meshlayout.checkpoint.progress import progress
 from meshlayout.checkpoint.reading import Reader
 from meshlayout.checkpoint.restoring import Request, restore, to_numpy
-from meshlayout.checkpoint.saving import Job, Saving
-from meshlayout.checkpoint.schedule import Schedule
-from meshlayout.checkpoint.snapshots import host_bytes, take
-from meshlayout.checkpoint.steps import Steps
+from meshlayout.checkpoint.snapshot import Snapshot, host_bytes
+from meshlayout.checkpoint.step_writer import Job, StepWriter
+from meshlayout.checkpoint.steps import Steps, steps_to_delete
 from meshlayout.checkpoint.store import StoreError
-from meshlayout.checkpoint.waiting import progress
-from meshlayout.errors import CheckpointError
+from meshlayout.errors import CheckpointError, did_you_mean
 from meshlayout.layout_map import LayoutMap
 
 
@@ -53,8 +48,13 @@ class Checkpointer:
     bytes as `memory(state)` says; what is encoded and not yet written comes on top,
     with which it has taken up to two and a half times as many. One save goes on at a
     time; the next waits for it. What goes wrong in the background is raised by the next
-    call of any method, once. Use it in a `with` block, or close it: where Python ends
-    while a save goes on, that step is not saved.
+    call of any method, once. Use it in a `with` block, or close it. A process that ends
+    otherwise, by an exception or Ctrl-C too, finishes the save that is under way first.
+
+    One process at a time may save in a directory: the first save takes it, until the
+    checkpointer is closed or the process ends, and another process that saves there is
+    refused. Any number may read. On several processes all of them open it, and save and
+    restore the same steps in one order.
 
     In Google Cloud Storage, too, a step begins to exist when its manifest is written,
     and ends when that is deleted, before all else. What other machines save there is
@@ -62,8 +62,7 @@ class Checkpointer:
     directory nor a damaged step.
 
     When it is opened, it removes what processes that died have left over, and nothing
-    that no checkpointer wrote. On several processes all of them open it, and save and
-    restore the same steps in one order.
+    that no checkpointer wrote.
 
     Args:
         directory: Where the steps go: a local path, or `gs://bucket/run` in Google
@@ -93,7 +92,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        directory: Any,
+        directory: str | os.PathLike[str],
         *,
         keep: int | None = 3,
         keep_every: int | None = None,
@@ -102,19 +101,19 @@ class Checkpointer:
         async_save: bool = True,
         best: tuple[str, Literal["max", "min"]] | None = None,
     ) -> None:
-        self._saving: Saving | None = None
+        self._saving: StepWriter | None = None
         self._closed = False
         self.directory = files.as_directory(directory)
-        self._keep = check_count("keep", keep)
-        self._keep_every = check_count("keep_every", keep_every)
-        self._best = check_best(best)
-        self._async = async_save
+        self._keep = _check_count("keep", keep)
+        self._keep_every = _check_count("keep_every", keep_every)
+        self._best = _check_best(best)
+        self._async = _checks.flag("async_save", async_save, error=CheckpointError)
         self._steps = Steps(self.directory)
         number = next_number()
         self._main = Channel("main", number)
         self._reader = Reader(self._steps, self._best, self._main)
-        self._background = Channel("saves", number)
-        self._schedule = Schedule(check_count("every", every), every_s, self._main)
+        self._background = Channel("saves", number, is_patient=True)
+        self._schedule = _Schedule(_check_count("every", every), every_s, self._main)
         self._open()
 
     def _open(self) -> None:
@@ -130,13 +129,13 @@ class Checkpointer:
             )
         except StoreError as error:
             problem = f"{error}"
-        problem = self._main.from_first(problem)
+        problem = self._main.from_first(problem, "to open a checkpointer")
         if problem:
             raise CheckpointError(problem)
 
     def _clean(self) -> None:
         try:
-            attempts.clean(self.directory)
+            attempt.clean(self.directory)
         except OSError as error:
             # What is saved there can be read nevertheless.
             what = "what is left of unfinished saves in"
@@ -147,10 +146,10 @@ class Checkpointer:
     def save(
         self,
         step: int,
-        state: Any,
+        state: PyTree,
         *,
-        data: Any = None,
-        metadata: Any = None,
+        data: Continues | None = None,
+        metadata: Metadata | Callable[[], Metadata] | None = None,
         metrics: Mapping[str, Any] | None = None,
         force: bool = False,
     ) -> bool:
@@ -165,7 +164,8 @@ class Checkpointer:
                 Linen variables, an Optax state.
             data: The iterator of the input, to be continued from here: an object with
                 `get_state()` and `set_state(state)`.
-            metadata: What else to keep: numbers, texts, lists and dicts of them.
+            metadata: What else to keep: numbers, texts, lists and dicts of them; or a
+                function that returns it, which is called if the save is due.
             metrics: What was measured, by name; for `best`.
             force: Whether to save although it is not due.
 
@@ -179,23 +179,27 @@ class Checkpointer:
         self._raise_pending()
         self._check_open()
         step = check_step(step)
+        force = _checks.flag("force", force, error=CheckpointError)
         if not self._schedule.is_due(step, self._steps.all, force=force):
             return False
         self._finish_saving()
-        kept_data = None if data is None else DataState.of(data, self._main)
+        position = None if data is None else DataState.of(data, self._main)
         with _undisturbed():
-            taken = take(state)
+            snapshot = Snapshot.take(state)
         job = Job(
-            self._steps.folder(step),
+            self.directory,
             step,
-            taken,
-            None if kept_data is None else kept_data.to_bytes(),
-            encode({} if metadata is None else metadata, "metadata"),
-            check_metrics(metrics, self._best),
+            snapshot,
+            None if position is None else position.to_bytes(),
+            encode(metadata() if callable(metadata) else metadata or {}, "metadata"),
+            _check_metrics(metrics, self._best),
         )
-        self._saving = Saving(
-            job, self._background, functools.partial(self._clear_up, step)
-        )
+        hold = functools.partial(Lease.hold, self.directory, self)
+        clear_up = functools.partial(self._clear_up, step)
+        # Known before it starts: what interrupts the start does not lose it.
+        self._saving = StepWriter(job, hold, self._background, clear_up)
+        with _undisturbed():
+            self._saving.start(self._main)
         self._schedule.saved(step)
         if not self._async:
             self.wait()
@@ -216,7 +220,11 @@ class Checkpointer:
             CheckpointError: If it could not be saved.
         """
         self._closed = True
-        self._finish_saving()
+        try:
+            self._finish_saving()
+        finally:
+            if self._saving is None:  # else it goes on: the wait was interrupted
+                Lease.release(self.directory, self)
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -234,7 +242,7 @@ class Checkpointer:
                 raise
             error.add_note(f"Moreover, {problem}")
 
-    def memory(self, state: Any) -> int:
+    def memory(self, state: PyTree) -> int:
         """Returns the bytes of the copy that a save holds on this host.
 
         Encoding and writing it takes up to one and a half times as many again, measured
@@ -440,24 +448,21 @@ class Checkpointer:
             self._finish_saving()
 
     def _finish_saving(self) -> None:
-        saving, self._saving = self._saving, None
+        saving = self._saving
         if saving is None:
             return
-        try:
-            if saving.is_done:
-                saving.wait()
-                return
+        if not saving.is_done:
             size = _render.bytes_text(saving.nbytes)
             with progress(f"saving step {saving.step}, {size}"):
                 saving.wait()
-        except KeyboardInterrupt:
-            self._saving = saving
-            raise
+        # Not before: Ctrl-C in the wait leaves it to be waited for again.
+        self._saving = None
+        saving.settle()
 
     def _clear_up(self, step: int) -> None:
         """Deletes what retention does not keep; on process 0, after a save."""
         steps = self._steps.all()
-        for one in retention.steps_to_delete(
+        for old in steps_to_delete(
             steps,
             keep=self._keep,
             keep_every=self._keep_every,
@@ -466,15 +471,74 @@ class Checkpointer:
             newest=step,
         ):
             try:
-                attempts.delete(self._steps.folder(one))
+                lease = Lease.hold(self.directory, self)
+                attempt.delete(self._steps.folder(old), lease)
             except (OSError, StoreError) as error:
                 why = error.fact if isinstance(error, StoreError) else error
                 msg = (
-                    f"step {one}, which retention does not keep, could not be deleted: "
+                    f"step {old}, which retention does not keep, could not be deleted: "
                     f"{why}."
                 )
                 raise CheckpointError(msg) from error
-            logger.info("deleted step %d", one)
+            logger.info("deleted step %d", old)
+
+
+class _Schedule:
+    """When a save is due, by steps or by the clock of process 0."""
+
+    def __init__(
+        self, every: int | None, every_s: float | None, channel: Channel
+    ) -> None:
+        if every is not None and every_s is not None:
+            msg = (
+                f"every={every} and every_s={every_s} are both given. Leave one out: "
+                "saves are due by steps or by the clock."
+            )
+            raise CheckpointError(msg)
+        if every_s is not None:
+            every_s = _checks.number(
+                "every_s", every_s, at_least=0, error=CheckpointError
+            )
+        self._every, self._every_s, self._channel = every, every_s, channel
+        self._last_step: int | None = None
+        self._last_s = time.monotonic()
+
+    def is_due(
+        self, step: int, steps: Callable[[], Sequence[int]], *, force: bool
+    ) -> bool:
+        """Returns whether a step is to be saved.
+
+        Args:
+            step: The step.
+            steps: Returns the steps that exist, where it is not known yet how far the
+                last save was.
+            force: Whether it is, in any case.
+        """
+        if force:
+            return True
+        if self._every_s is not None:
+            passed = time.monotonic() - self._last_s >= self._every_s
+            answer = self._channel.from_first(
+                "due" if passed else "", f"to ask whether step {step} is to be saved"
+            )
+            if answer == "due" and jax.process_index() != 0:
+                self._last_s = time.monotonic()
+            return answer == "due"
+        if self._every is None:
+            return True
+        if self._last_step is None:
+            earlier = [number for number in steps() if number < step]
+            self._last_step = max(earlier, default=0)
+        # A call may be several steps after the one before.
+        return step // self._every > min(self._last_step, step) // self._every
+
+    def saved(self, step: int) -> None:
+        """Notes that a step is being saved."""
+        self._last_step, self._last_s = step, time.monotonic()
+
+    def restored(self, step: int) -> None:
+        """Notes that training goes on from a step."""
+        self._last_step = step
 
 
 @contextlib.contextmanager
@@ -482,3 +546,67 @@ def _undisturbed() -> Iterator[None]:
     """Keeps out what is set for the caller's programs: a mesh, and transfer guards."""
     with _jax.no_mesh(), jax.transfer_guard("allow"):
         yield
+
+
+# What the user gives.
+
+
+def check_step(step: object) -> int:
+    """Returns the number of a step.
+
+    Raises:
+        CheckpointError: If it is not an integer from 0 on.
+    """
+    return _checks.count("step", step, at_least=0, error=CheckpointError)
+
+
+def _check_count(name: str, count: object) -> int | None:
+    if count is None:
+        return None
+    hint = "None leaves it out."
+    return _checks.count(name, count, error=CheckpointError, hint=hint)
+
+
+def _check_best(
+    best: tuple[str, Literal["max", "min"]] | None,
+) -> tuple[str, str] | None:
+    if best is None:
+        return None
+    if (
+        not isinstance(best, tuple)
+        or len(best) != 2
+        or not isinstance(best[0], str)
+        or best[1] not in ("max", "min")
+    ):
+        msg = (
+            f"best={best!r} is not a metric's name and 'max' or 'min'. Write "
+            "best=('val_accuracy', 'max')."
+        )
+        raise CheckpointError(msg)
+    return best
+
+
+def _check_metrics(
+    metrics: Mapping[str, Any] | None, best: tuple[str, str] | None
+) -> dict[str, float]:
+    """Returns what was measured as numbers; NaN is one, which is never the best."""
+    if metrics is not None and not isinstance(metrics, Mapping):
+        msg = (
+            f"metrics must be numbers by name, got {_checks.shown(metrics)}. Write "
+            "metrics={'val_accuracy': 0.9}."
+        )
+        raise CheckpointError(msg)
+    numbers = {
+        str(name): _checks.number(
+            f"metrics[{name!r}]", value, finite=False, error=CheckpointError
+        )
+        for name, value in (metrics or {}).items()
+    }
+    if numbers and best is not None and best[0] not in numbers:
+        name = best[0]
+        msg = (
+            f"best={best!r} needs the metric {name!r}, and metrics= holds "
+            f"{', '.join(map(repr, numbers))}.{did_you_mean(name, numbers)}"
+        )
+        raise CheckpointError(msg)
+    return numbers

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 
-from meshlayout.checkpoint.encoding import decode, encode
+from meshlayout.checkpoint.manifest import decode, encode
 from meshlayout.checkpoint.processes import Channel
 from meshlayout.checkpoint.store import StoreError
 from meshlayout.errors import CheckpointError, DamagedCheckpointError, DataError

@@ -38,6 +38,9 @@ def as_directory(path: Any) -> Any:
             f"{type(path).__name__}. Write Checkpointer('/data/run') or 'gs://...'."
         )
         raise CheckpointError(msg)
+    if "\0" in text:
+        msg = f"{text!r} has a null byte in it, which no path may have."
+        raise CheckpointError(msg)
     if text.startswith(store.SCHEME):
         return StorePath.of(text)
     if text.startswith("gs:/"):
@@ -120,6 +123,11 @@ def sync_tree(path: Any) -> None:
                 os.fsync(file.fileno())
         sync_directory(pathlib.Path(where))
     sync_directory(path.parent)
+
+
+def exists(path: Any) -> bool:
+    """Returns whether there is a directory; in an object store there always is."""
+    return is_remote(path) or path.is_dir()
 
 
 def names_in(path: Any) -> set[str]:

@@ -101,39 +101,43 @@ def slice_sums(
     """
     rows = x.reshape(-1, x.shape[-1] if x.ndim else 1)
     num_words = 1 if not x.size else _host_words(rows[:1]).shape[-1]
-    sums: list[int] = []
+    weights = []
     for seed in _SEEDS:
         outer, inner = np.ones(1, np.uint32), np.ones(1, np.uint32)
         for dim, start in enumerate(starts):
-            weights = _weights(shape[dim], dim, seed)[start : start + x.shape[dim]]
+            of_dim = _weights(shape[dim], dim, seed)[start : start + x.shape[dim]]
             if dim < x.ndim - 1:
-                outer = np.multiply.outer(outer, weights).reshape(-1)
+                outer = np.multiply.outer(outer, of_dim).reshape(-1)
             else:
-                inner = weights
+                inner = of_dim
         words = np.multiply.outer(inner, _weights(num_words, _WORDS, seed))
-        sums.append(_host_sum(rows, outer, words))
-    return sums[0], sums[1]
+        weights.append((outer, words))
+    # Some elements at a time, whose words and scratch space stay in a core's cache.
+    width = max(1, min(rows.shape[1], _CHUNK))
+    height = _CHUNK // width
+    sums = [0, 0]
+    for top in range(0, len(rows), height):
+        for left in range(0, rows.shape[1], width):
+            chunk = slice(top, top + height), slice(left, left + width)
+            words = _host_words(rows[chunk])
+            for index, (outer, inner) in enumerate(weights):
+                mixed = np.multiply.outer(outer[chunk[0]], inner[chunk[1]])
+                sums[index] += _mixed_sum(mixed, words)
+    return sums[0] % 2**32, sums[1] % 2**32
 
 
-def _host_sum(
-    rows: np.ndarray[Any, Any], outer: np.ndarray[Any, Any], inner: np.ndarray[Any, Any]
-) -> int:
-    """Returns one sum, of some elements at a time."""
-    wide = min(rows.shape[1], _CHUNK)
-    tall = _CHUNK // wide
-    total = 0
-    for top in range(0, len(rows), tall):
-        for left in range(0, rows.shape[1], wide):
-            here = slice(top, top + tall), slice(left, left + wide)
-            mixed = np.multiply.outer(outer[here[0]], inner[here[1]])
-            mixed ^= _host_words(rows[here])
-            mixed ^= mixed >> 16
-            mixed *= _FACTORS[0]
-            mixed ^= mixed >> 13
-            mixed *= _FACTORS[1]
-            mixed ^= mixed >> 16
-            total += int(mixed.sum(dtype=np.uint32))
-    return total % 2**32
+def _mixed_sum(mixed: np.ndarray[Any, Any], words: np.ndarray[Any, Any]) -> int:
+    """Returns the sum of mixed words; `mixed` holds their weights, and is used up."""
+    mixed ^= words
+    scratch = mixed >> 16
+    mixed ^= scratch
+    mixed *= _FACTORS[0]
+    np.right_shift(mixed, 13, out=scratch)
+    mixed ^= scratch
+    mixed *= _FACTORS[1]
+    np.right_shift(mixed, 16, out=scratch)
+    mixed ^= scratch
+    return int(mixed.sum(dtype=np.uint32))
 
 
 def text_of(sums: Iterable[Any]) -> str:

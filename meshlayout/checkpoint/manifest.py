@@ -1,15 +1,24 @@
 """The manifest: what a checkpoint holds, in one file that is written last.
 
 A step exists if its manifest is there and whole. It names every array with its shape,
-dtype, layout and fingerprint, and every other file with its size and hash.
+dtype, layout and fingerprint, and every other file with its size and hash. What a user
+gave beside the state is in it as JSON, marked where JSON has no word for a type, so
+that tuples, bytes and small arrays come back as what they were. `Inspection` is what a
+user sees of all that.
 """
 
+import base64
 import dataclasses
+import datetime
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+import numpy as np
+
+from meshlayout import _render
 from meshlayout.checkpoint.files import digest
 from meshlayout.errors import CheckpointError, DamagedCheckpointError
 
@@ -133,22 +142,30 @@ class Manifest:
         if digest(body.encode()) != found or not same:
             raise DamagedCheckpointError(_damaged(where))
         fields = whole["manifest"]
-        version = fields.pop("version")
+        version = fields.pop("version", None) if isinstance(fields, dict) else None
         if version != _VERSION:
             msg = (
                 f"{where} has version {version} of the format, and this meshlayout "
                 f"reads version {_VERSION}. Use the meshlayout that wrote it."
             )
             raise CheckpointError(msg)
-        return cls(
-            **fields
-            | {
-                "leaves": tuple(map(_leaf, fields["leaves"])),
-                "files": {
-                    name: SavedFile(**file) for name, file in fields["files"].items()
-                },
-            }
-        )
+        try:
+            return cls(
+                **fields
+                | {
+                    "leaves": tuple(map(_leaf, fields["leaves"])),
+                    "files": {
+                        name: SavedFile(**file)
+                        for name, file in fields["files"].items()
+                    },
+                }
+            )
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
+            msg = (
+                f"{where} holds other fields than this meshlayout writes: {error}. Use "
+                "the program that wrote it."
+            )
+            raise CheckpointError(msg) from error
 
 
 def _damaged(where: str) -> str:
@@ -162,6 +179,17 @@ def _text(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=True)
 
 
+def _decoded(manifest: Manifest) -> Any:
+    try:
+        return decode(manifest.metadata)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        msg = (
+            f"step {manifest.step}: its metadata cannot be read, and was not written "
+            f"by this meshlayout: {error}."
+        )
+        raise CheckpointError(msg) from error
+
+
 def _without_defaults(leaf: SavedLeaf) -> dict[str, Any]:
     return {
         one.name: getattr(leaf, one.name)
@@ -173,3 +201,199 @@ def _without_defaults(leaf: SavedLeaf) -> dict[str, Any]:
 def _leaf(fields: dict[str, Any]) -> SavedLeaf:
     fields["parts"], fields["shape"] = tuple(fields["parts"]), tuple(fields["shape"])
     return SavedLeaf(**fields)
+
+
+# What a user sees.
+
+
+@dataclass(frozen=True, slots=True)
+class InspectedLeaf:
+    """One leaf of a checkpoint.
+
+    Attributes:
+        path: Its name.
+        shape: Its global shape.
+        dtype: Its dtype; of Python's numbers, their type.
+        layout: How it lay when it was saved; empty where it was on no mesh.
+        mesh: The mesh that it lay on.
+        nbytes: Its bytes.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    layout: str
+    mesh: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a checkpoint holds; text by `str` or `print`, HTML in notebooks.
+
+    Attributes:
+        step: The step.
+        saved_at: When it was complete, in UTC.
+        num_processes: How many processes wrote it.
+        leaves: The state.
+        metadata: What the user gave.
+        metrics: What was measured.
+        has_data: Whether it holds the state of an input iterator.
+        nbytes: Bytes of the state.
+        file_bytes: Bytes of the files.
+    """
+
+    step: int
+    saved_at: datetime.datetime
+    num_processes: int
+    leaves: tuple[InspectedLeaf, ...]
+    metadata: Any
+    metrics: Mapping[str, float]
+    has_data: bool
+    nbytes: int
+    file_bytes: int
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> "Inspection":
+        """Returns what a manifest says."""
+        leaves = [
+            InspectedLeaf(
+                leaf.path, leaf.shape, leaf.dtype, leaf.layout, leaf.mesh, leaf.nbytes
+            )
+            for leaf in manifest.leaves
+        ]
+        return cls(
+            manifest.step,
+            datetime.datetime.fromtimestamp(manifest.saved_at, datetime.UTC),
+            manifest.num_processes,
+            tuple(leaves),
+            _decoded(manifest),
+            dict(manifest.metrics),
+            manifest.data is not None,
+            manifest.nbytes,
+            manifest.file_bytes,
+        )
+
+    def __str__(self) -> str:
+        table = _render.text_table(_HEADERS, self._rows(), align=_ALIGN)
+        return "\n".join([self._title(), table, *self._notes()])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return _render.html_table(
+            _HEADERS,
+            self._rows(),
+            align=_ALIGN,
+            caption=self._title(),
+            notes=self._notes(),
+        )
+
+    def _title(self) -> str:
+        meshes = {leaf.mesh: None for leaf in self.leaves if leaf.mesh}
+        on = f" on {', '.join(meshes)}" if meshes else ""
+        when = self.saved_at.strftime("%Y-%m-%d %H:%M:%S UTC")
+        many = "" if self.num_processes == 1 else f" by {self.num_processes} processes"
+        return f"step {self.step}, saved {when}{many}{on}"
+
+    def _rows(self) -> list[list[str]]:
+        return [
+            [
+                leaf.path or "(the array)",
+                _render.array_text(leaf.dtype, leaf.shape),
+                leaf.layout,
+                _render.bytes_text(leaf.nbytes),
+            ]
+            for leaf in self.leaves
+        ]
+
+    def _notes(self) -> list[str]:
+        state = _render.bytes_text(self.nbytes)
+        disk = _render.bytes_text(self.file_bytes)
+        notes = [f"{len(self.leaves)} leaves, {state}; {disk} on disk."]
+        if self.metrics:
+            pairs = (f"{name} {value:.6g}" for name, value in self.metrics.items())
+            notes.append(f"metrics: {', '.join(pairs)}")
+        if self.metadata not in (None, {}):
+            notes.append(f"metadata: {self.metadata!r}")
+        if self.has_data:
+            notes.append("with the state of the input iterator")
+        return notes
+
+
+_HEADERS = ["path", "array", "layout", "bytes"]
+_ALIGN = "lllr"
+
+
+# Plain values as JSON.
+
+_MARK = "!"
+
+
+def encode(value: Any, where: str) -> Any:
+    """Returns a value as JSON has it.
+
+    Args:
+        value: Numbers, texts, bytes, None, NumPy's scalars, small arrays, and lists,
+            tuples and dicts of them.
+        where: What it is, for messages.
+
+    Raises:
+        CheckpointError: If it holds anything else.
+
+    Example:
+        >>> encode({"at": (1, np.int64(2)), "key": b"ab"}, "metadata")
+        {'at': {'!': 'tuple', 'items': [1, 2]}, 'key': {'!': 'bytes', 'base64': 'YWI='}}
+    """
+    if isinstance(value, (jax.Array, np.generic)) and not np.ndim(value):
+        value = np.asarray(value).item()
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, bytes):
+        return {_MARK: "bytes", "base64": base64.b64encode(value).decode()}
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufS":
+        content = base64.b64encode(value.tobytes()).decode()
+        shape = list(value.shape)
+        return {
+            _MARK: "array",
+            "dtype": value.dtype.str,
+            "shape": shape,
+            "base64": content,
+        }
+    if isinstance(value, (list, tuple)):
+        items = [encode(one, f"{where}[{at}]") for at, one in enumerate(value)]
+        return {_MARK: "tuple", "items": items} if isinstance(value, tuple) else items
+    if isinstance(value, Mapping):
+        pairs = [(key, encode(one, f"{where}[{key!r}]")) for key, one in value.items()]
+        if all(isinstance(key, str) for key, _ in pairs) and _MARK not in value:
+            return dict(pairs)
+        items = [[encode(key, f"a key of {where}"), one] for key, one in pairs]
+        return {_MARK: "dict", "items": items}
+    msg = (
+        f"{where} is {value!r} of type {type(value).__name__}, which cannot be written "
+        "as JSON. Give numbers, texts, bytes, and lists and dicts of them."
+    )
+    raise CheckpointError(msg)
+
+
+def decode(value: Any) -> Any:
+    """Returns the value that `encode` was given.
+
+    Args:
+        value: What `encode` returned.
+    """
+    if isinstance(value, list):
+        return [decode(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get(_MARK)
+    if kind is None:
+        return {key: decode(one) for key, one in value.items()}
+    if kind == "tuple":
+        return tuple(decode(value["items"]))
+    if kind == "dict":
+        return {decode(key): decode(one) for key, one in value["items"]}
+    content = base64.b64decode(value["base64"])
+    if kind == "bytes":
+        return content
+    return np.frombuffer(content, value["dtype"]).reshape(value["shape"]).copy()

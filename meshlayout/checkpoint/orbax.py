@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import jax
 import numpy as np
 
 from meshlayout._optional import require
@@ -116,7 +117,7 @@ def is_written(directory: Any) -> bool:
     return (directory / _ITEM).is_dir()
 
 
-def why(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
     """Returns the first line of what an error of Orbax is about, in its cause's words.
 
     Args:
@@ -146,6 +147,12 @@ def _without_traces(record: logging.LogRecord) -> bool:
 
 def _context(ocp: ModuleType) -> Any:
     context = ocp.Context()
-    context.array.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
+    saving = context.array.saving
+    saving.storage_options.chunk_byte_size = _CHUNK_BYTES
+    # The host copies that JAX keeps, which fingerprints are taken of: not those that
+    # Orbax makes elsewhere on GPUs, and not slices of replicas, which only pay where
+    # several hosts write. `test_a_save_copies_each_shard_once` would notice.
+    saving.enable_pinned_host_transfer = False
+    saving.use_replica_parallel = jax.process_count() > 1
     context.pytree.loading.partial_load = True
     return context

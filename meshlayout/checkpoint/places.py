@@ -12,7 +12,7 @@ from meshlayout import _jax, _render
 from meshlayout.checkpoint import orbax
 from meshlayout.checkpoint.manifest import SavedLeaf
 from meshlayout.checkpoint.matching import Pair, is_number
-from meshlayout.checkpoint.snapshots import PYTHON_TYPES, bytes_to_bits
+from meshlayout.checkpoint.snapshot import PYTHON_TYPES, bytes_to_bits
 from meshlayout.checkpoint.wanted import Slot, check_fits
 from meshlayout.errors import CheckpointError
 

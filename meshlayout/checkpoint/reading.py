@@ -10,15 +10,13 @@ from typing import Any, TypeVar
 
 import jax
 
-from meshlayout import _render
-from meshlayout.checkpoint import retention
-from meshlayout.checkpoint.arguments import check_step
+from meshlayout import _checks, _render
+from meshlayout.checkpoint.damage import check_files
 from meshlayout.checkpoint.manifest import Manifest
 from meshlayout.checkpoint.processes import Channel
-from meshlayout.checkpoint.steps import Steps
+from meshlayout.checkpoint.progress import progress
+from meshlayout.checkpoint.steps import Steps, best_of
 from meshlayout.checkpoint.store import StoreError
-from meshlayout.checkpoint.verifying import check_files
-from meshlayout.checkpoint.waiting import progress
 from meshlayout.errors import (
     CheckpointError,
     CheckpointWarning,
@@ -208,7 +206,10 @@ class Reader:
         if isinstance(step, str):
             msg = f"step={step!r} is neither a number, 'latest' nor 'best'."
             raise CheckpointError(msg)
-        number = check_step(step)
+        hint = f"{self._steps.directory} has the steps {self._steps.listed()}."
+        number = _checks.count(
+            "step", step, at_least=0, error=CheckpointError, hint=hint
+        )
         if number not in self._steps.with_manifest():
             raise CheckpointError(self._steps.missing(number))
         return number
@@ -226,7 +227,7 @@ class Reader:
             )
             raise CheckpointError(msg)
         steps = self._steps.all()
-        return retention.best_of(steps, self._best, self._steps.metrics(steps))
+        return best_of(steps, self._best, self._steps.metrics(steps))
 
 
 def _warn_of(tried: Sequence[tuple[int, DamagedCheckpointError]], taken: int) -> None:

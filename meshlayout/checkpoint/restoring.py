@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.tree_util import DictKey
 
-from meshlayout.checkpoint import files, orbax, store, verifying
+from meshlayout.checkpoint import damage, files, orbax, store
 from meshlayout.checkpoint.difference import Leaf
 from meshlayout.checkpoint.manifest import Manifest, SavedLeaf
 from meshlayout.checkpoint.matching import Dtypes, Matched, match
@@ -111,7 +111,7 @@ def to_numpy(folder: Any, manifest: Manifest, *, verify: bool) -> Any:
         arrays = {
             leaf.array: leaf for leaf in manifest.leaves if leaf.array is not None
         }
-        verifying.check_arrays(
+        damage.check_arrays(
             folder,
             manifest,
             {name: (leaf, found[name]) for name, leaf in arrays.items()},
@@ -293,7 +293,7 @@ def _read(
     stored = _load(folder, manifest, requests)
     found = {name: place.bits(stored[name]) for name, place in in_files.items()}
     if verify:
-        verifying.check_arrays(
+        damage.check_arrays(
             folder,
             manifest,
             {name: (place.leaf, found[name]) for name, place in in_files.items()},
@@ -312,10 +312,10 @@ def _load(folder: Any, manifest: Manifest, wanted: Mapping[str, Any]) -> dict[st
     except (MemoryError, jax.errors.JaxRuntimeError):
         raise  # that says nothing of the files
     except Exception as error:
-        why = orbax.why(error)
+        why = orbax.reason(error)
         if files.is_remote(folder):
             _check_store(folder, manifest, why)
-        raise verifying.unreadable(folder, manifest, why) from error
+        raise damage.unreadable(folder, manifest, why) from error
     for name, one in wanted.items():
         got = found.get(name)
         kind = np.ndarray if isinstance(one, orbax.OnHost) else jax.Array
@@ -324,12 +324,12 @@ def _load(folder: Any, manifest: Manifest, wanted: Mapping[str, Any]) -> dict[st
             one.dtype,
         ):
             why = f"array {name} is not there as it was saved"
-            raise verifying.unreadable(folder, manifest, why)
+            raise damage.unreadable(folder, manifest, why)
     return found
 
 
 def _check_store(folder: Any, manifest: Manifest, why: str) -> None:
     """Raises if a store cannot be read, which says nothing of what it holds."""
-    verifying.check_files(folder, manifest)
+    damage.check_files(folder, manifest)
     if why.startswith(store.REFUSALS):
         raise StoreError.of(folder, "read", why)

@@ -12,11 +12,11 @@ import numpy as np
 from meshlayout import _jax
 from meshlayout.arrays import to_numpy
 from meshlayout.checkpoint.checkpointer import Checkpointer
+from meshlayout.checkpoint.damage import check_files
 from meshlayout.checkpoint.data_state import DataState
 from meshlayout.checkpoint.input import Input
 from meshlayout.checkpoint.manifest import Manifest
 from meshlayout.checkpoint.steps import Steps
-from meshlayout.checkpoint.verifying import check_files
 from meshlayout.errors import (
     CheckpointError,
     CheckpointWarning,

@@ -1,9 +1,10 @@
-"""The steps that a directory holds."""
+"""The steps that a directory holds, and which of them are kept."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshlayout.checkpoint import attempts, files, manifest
+from meshlayout.checkpoint import attempt, files, manifest
 from meshlayout.checkpoint.manifest import Manifest
 from meshlayout.checkpoint.store import StoreError
 from meshlayout.errors import CheckpointError, DamagedCheckpointError
@@ -35,11 +36,11 @@ class Steps:
     def unfinished(self) -> list[int]:
         """Returns the steps that have no manifest, and nobody who writes one."""
         folders = self._folders()
-        return [step for step in folders if attempts.is_left_over(self.folder(step))]
+        return [step for step in folders if attempt.is_unfinished(self.folder(step))]
 
     def _folders(self) -> list[int]:
         names = files.names_in(self.directory)
-        return sorted(int(name) for name in names if attempts.is_step(name))
+        return sorted(int(name) for name in names if attempt.is_step(name))
 
     def manifest(self, step: int) -> Manifest:
         """Returns a step's manifest.
@@ -103,12 +104,21 @@ class Steps:
 
     def missing(self, step: int) -> str:
         """Returns the sentence that says that a step does not exist."""
+        if not files.exists(self.directory):
+            return (
+                f"{self.directory} holds no checkpoint: there is no such directory any "
+                "more, or not on this machine."
+            )
         steps = self.all()
         if not steps:
             return f"{self.directory} holds no checkpoint: nothing was saved in it yet."
-        some = ", ".join(map(str, steps[-10:]))
-        more = "" if len(steps) <= 10 else f" (and {len(steps) - 10} earlier ones)"
-        return f"{self.directory} has no step {step}; it has {some}{more}."
+        return f"{self.directory} has no step {step}; it has {self.listed()}."
+
+    def listed(self) -> str:
+        """Returns the last steps as text."""
+        steps = self.all()
+        last = ", ".join(map(str, steps[-10:])) or "none"
+        return last + ("" if len(steps) <= 10 else f" (and {len(steps) - 10} earlier)")
 
     def _file(self, step: int) -> Any:
         return self.folder(step) / manifest.NAME
@@ -123,3 +133,68 @@ class Steps:
         except CheckpointError:  # of another version, or gone meanwhile
             return self._file(step).exists()
         return True
+
+
+# Retention.
+
+
+def steps_to_delete(
+    steps: Sequence[int],
+    *,
+    keep: int | None,
+    keep_every: int | None = None,
+    best: tuple[str, str] | None = None,
+    metrics: Mapping[int, Mapping[str, float]] | None = None,
+    newest: int | None = None,
+) -> list[int]:
+    """Returns the steps that go, oldest first.
+
+    Args:
+        steps: The steps that there are.
+        keep: How many of the last steps stay; None for all.
+        keep_every: Steps that this divides stay as well.
+        best: A metric's name and `"max"` or `"min"`: the best step stays as well.
+        metrics: What was measured, by step.
+        newest: The step that was saved last, which stays; it has not the highest
+            number where a run went back to an earlier step.
+
+    Example:
+        >>> steps_to_delete([1, 2, 3, 4, 5, 6], keep=2, keep_every=3)
+        [1, 2, 4]
+    """
+    if keep is None:
+        return []
+    ordered = sorted(set(steps))
+    kept = set(ordered[-max(1, keep) :])
+    kept |= {step for step in ordered if keep_every and step % keep_every == 0}
+    kept |= {newest, best_of(ordered, best, metrics or {})}
+    return [step for step in ordered if step not in kept]
+
+
+def best_of(
+    steps: Sequence[int],
+    best: tuple[str, str] | None,
+    metrics: Mapping[int, Mapping[str, float]],
+) -> int | None:
+    """Returns the step with the best metric, the later of equals, or None.
+
+    Args:
+        steps: The steps that there are.
+        best: As for `steps_to_delete`.
+        metrics: As for `steps_to_delete`.
+
+    Example:
+        >>> measured = {1: {"loss": 0.5}, 2: {"loss": 0.3}, 3: {"loss": 0.4}, 4: {}}
+        >>> best_of([1, 2, 3, 4], ("loss", "min"), measured)
+        2
+    """
+    if best is None:
+        return None
+    name, mode = best
+    sign = 1.0 if mode == "max" else -1.0
+    found = {
+        step: sign * metrics[step][name]
+        for step in steps
+        if not math.isnan(metrics.get(step, {}).get(name, math.nan))
+    }
+    return max(found, key=lambda step: (found[step], step), default=None)

@@ -1,6 +1,7 @@
 """A state taken apart for saving: what the manifest says of it, and its arrays."""
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,17 +13,18 @@ from flax import nnx
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from meshlayout import _jax, _paths
-from meshlayout.checkpoint.fingerprint import (
-    Pending,
-    fingerprints,
-    host_fingerprint,
-)
+from meshlayout import _checks, _jax, _paths
+from meshlayout._annotations import PyTree
 from meshlayout.checkpoint.manifest import SavedLeaf
 from meshlayout.checkpoint.orbax import stored_dtype
 from meshlayout.errors import CheckpointError, MeshLayoutError
 from meshlayout.layout import Layout
 from meshlayout.state.create import Description
+
+
+# The index of a shard's first element in the whole array, and the shard's values.
+Shard = tuple[tuple[int, ...], np.ndarray[Any, Any]]
+HostShards = dict[str, list[Shard]]
 
 
 @dataclass(frozen=True)
@@ -32,64 +34,94 @@ class Snapshot:
     Attributes:
         leaves: What the manifest says, but for the fingerprints.
         arrays: The arrays as they are stored, by their names there.
-        pending: What gives their fingerprints.
     """
 
     leaves: tuple[SavedLeaf, ...]
     arrays: Mapping[str, Any]
-    pending: Mapping[str, Pending | np.ndarray[Any, Any]]
 
-    def with_fingerprints(self) -> tuple[SavedLeaf, ...]:
-        """Waits for the fingerprints, and returns the leaves with them."""
-        found = {
-            name: host_fingerprint(one) if isinstance(one, np.ndarray) else one.text()
-            for name, one in self.pending.items()
-        }
+    @classmethod
+    def take(cls, state: PyTree) -> "Snapshot":
+        """Takes a state apart.
+
+        Args:
+            state: Any tree of arrays and numbers.
+
+        Raises:
+            CheckpointError: If it holds anything else, or nothing.
+        """
+        if _jax.is_tracing():
+            msg = (
+                "save was called inside a function that JAX transforms, where arrays "
+                "have no values. Call it outside, with what the function returned."
+            )
+            raise CheckpointError(msg)
+        leaves: list[SavedLeaf] = []
+        arrays: dict[str, Any] = {}
+        for path, parts, value in named_leaves(state):
+            leaf, array = _saved(path, parts, value)
+            if array is not None and array.size:
+                name = f"{len(arrays):06d}"
+                stored = stored_dtype(array.dtype)
+                leaf = dataclasses.replace(leaf, array=name, stored=stored.name)
+                arrays[name] = array if stored == array.dtype else _as_bytes(array)
+            leaves.append(leaf)
+        if not leaves:
+            _checks.has_arrays("state", state, where="save", error=CheckpointError)
+        return cls(tuple(leaves), arrays)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the state."""
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+    def digest(self) -> str:
+        """Returns a hash of all paths, shapes and dtypes."""
+        facts = [(leaf.path, leaf.shape, leaf.dtype) for leaf in self.leaves]
+        return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+    def with_fingerprints(
+        self, fingerprints: Mapping[str, str]
+    ) -> tuple[SavedLeaf, ...]:
+        """Returns the leaves with the fingerprints of their arrays."""
         return tuple(
             leaf
             if leaf.array is None
-            else dataclasses.replace(leaf, fingerprint=found[leaf.array])
+            else dataclasses.replace(leaf, fingerprint=fingerprints[leaf.array])
             for leaf in self.leaves
         )
 
 
-def take(state: Any) -> Snapshot:
-    """Takes a state apart, and starts computing fingerprints.
+def host_shards(arrays: Mapping[str, Any]) -> HostShards:
+    """Returns the values that this process has of arrays, on the host.
+
+    Of shards that are the same on several devices, one process has one. Called after
+    `orbax.start_writing`, nothing is copied again: JAX keeps the host copies that were
+    made of shards, and on a CPU they are views.
 
     Args:
-        state: Any tree of arrays and numbers.
-
-    Raises:
-        CheckpointError: If it holds anything else.
+        arrays: JAX or NumPy arrays by name; of NumPy arrays those of process 0 count.
     """
-    if _jax.is_tracing():
-        msg = (
-            "save was called inside a function that JAX transforms, where arrays have "
-            "no values. Call it outside, with what the function returned."
-        )
-        raise CheckpointError(msg)
-    leaves: list[SavedLeaf] = []
-    arrays: dict[str, Any] = {}
-    values: dict[str, Any] = {}
-    for path, parts, value in named_leaves(state):
-        leaf, array = _saved(path, parts, value)
-        if array is not None and array.size:
-            name = f"{len(arrays):06d}"
-            stored = stored_dtype(array.dtype)
-            leaf = dataclasses.replace(leaf, array=name, stored=stored.name)
-            values[name] = array
-            arrays[name] = array if stored == array.dtype else _as_bytes(array)
-        leaves.append(leaf)
-    on_devices = {n: x for n, x in values.items() if isinstance(x, jax.Array)}
-    on_host = {n: x for n, x in values.items() if isinstance(x, np.ndarray)}
-    return Snapshot(tuple(leaves), arrays, {**fingerprints(on_devices), **on_host})
+    shards: HostShards = {}
+    for name, array in arrays.items():
+        if isinstance(array, jax.Array):
+            shards[name] = [
+                (
+                    tuple(dim.start or 0 for dim in shard.index),
+                    np.asarray(shard.data),
+                )
+                for shard in array.addressable_shards
+                if shard.replica_id == 0
+            ]
+        elif jax.process_index() == 0:
+            shards[name] = [((0,) * array.ndim, array)]
+    return shards
 
 
-def host_bytes(state: Any) -> int:
+def host_bytes(state: PyTree) -> int:
     """Returns the bytes of this process's shards of a state, each counted once.
 
     Args:
-        state: As for `take`; may be abstract, or a `Description`.
+        state: As for `Snapshot.take`; may be abstract, or a `Description`.
     """
     total = 0
     state = state.abstract if isinstance(state, Description) else state
@@ -115,7 +147,7 @@ def host_bytes(state: Any) -> int:
     return total
 
 
-def named_leaves(tree: Any) -> list[tuple[str, tuple[str, ...], Any]]:
+def named_leaves(tree: PyTree) -> list[tuple[str, tuple[str, ...], Any]]:
     """Returns the path, the keys and the value of every leaf.
 
     Args:

@@ -1,0 +1,328 @@
+"""One attempt to save a step: where it writes, what makes it count, what it leaves.
+
+On a disk an attempt writes to a hidden directory, `.saving-<step>-<lease>-<random>`,
+which is renamed to the step's name once everything in it is durable. A step that is
+saved again is renamed out of the way first, `.replaced-...`; a process that dies
+between the two renames leaves both, and the next one that opens the directory finishes
+what was begun. A step that is deleted is renamed as well, `.deleting-...`, so that it
+stops being a step in one operation.
+
+In an object store nothing can be renamed. There an attempt writes beside the files of
+an earlier save of the step, the manifest, which is replaced in one piece, names the new
+ones, and a note, `.saving-...`, says whose files the others are.
+
+What carries the lease id of a living owner is never touched, and neither is anything
+that no checkpointer wrote.
+"""
+
+import contextlib
+import logging
+import re
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from typing import Any
+
+from meshlayout.checkpoint import files, manifest, orbax
+from meshlayout.checkpoint.lease import Lease, is_dead_note, is_own, living_ids
+from meshlayout.checkpoint.store import StoreError
+from meshlayout.errors import CheckpointError
+
+
+logger = logging.getLogger("meshlayout.checkpoint")
+
+_HIDDEN = re.compile(
+    r"\.(?P<kind>saving|replaced|deleting)-(?P<step>\d+)-(?:(?P<lease>\w{8})-)?\w{8}"
+)
+
+# What shows on its own that a checkpointer, or Orbax for it, wrote a directory.
+_MARK = re.compile(
+    r"\.(saving|deleting)-[\w-]+|\.writer-\d+\.json|\.[\w.-]+\.json-[0-9a-f]{8}"
+    r"|state(-\w+)?\.orbax-checkpoint-tmp.*"
+)
+# What is a checkpointer's together with a mark or a manifest.
+_CONTENT = re.compile(r"manifest\.json|state(-\w+)?|data(-\w+)?\.json")
+
+# The hidden names that this process is at work on.
+_at_work: set[str] = set()
+
+
+class NotDurableError(Exception):
+    """A step is in its place, and a power cut may still undo that."""
+
+
+class Attempt(ABC):
+    """Where one attempt to save a step writes.
+
+    Attributes:
+        folder: The directory to write to, the manifest last.
+        arrays: The name in it of the directory for the arrays.
+        data: The name in it of the file for the input iterator's state.
+    """
+
+    folder: Any
+    arrays: str = "state"
+    data: str = "data.json"
+
+    def __init__(self, directory: Any, step: int, lease: Lease) -> None:
+        self.directory, self.step, self._lease = directory, step, lease
+        self._hidden = _hidden(directory, "saving", step, lease)
+
+    @staticmethod
+    def begin(directory: Any, step: int, lease: Lease) -> "Attempt":
+        """Returns an attempt that has a place to write to.
+
+        Args:
+            directory: The directory of all steps.
+            step: The step.
+            lease: The lease of the directory.
+
+        Raises:
+            CheckpointError: If somebody else's files are in the step's directory.
+        """
+        _check_ours(directory / str(step))
+        kind = _StoreAttempt if files.is_remote(directory) else _DiskAttempt
+        attempt = kind(directory, step, lease)
+        attempt.make_place()
+        return attempt
+
+    @abstractmethod
+    def make_place(self) -> None:
+        """Makes the place to write to."""
+
+    @abstractmethod
+    def commit(self, content: bytes) -> None:
+        """Makes the step exist, by its manifest, after all other files.
+
+        Args:
+            content: The manifest's content.
+
+        Raises:
+            NotDurableError: If the step exists and may not survive a power cut.
+        """
+
+    @abstractmethod
+    def end(self) -> None:
+        """Takes away what is not part of a step: all, if it was not committed."""
+
+
+class _DiskAttempt(Attempt):
+    def make_place(self) -> None:
+        self.folder = self._hidden
+        _at_work.add(self.folder.name)
+        self.folder.mkdir(parents=True)
+
+    def commit(self, content: bytes) -> None:
+        files.sync_tree(self.folder)
+        files.write_whole(self.folder / manifest.NAME, content)
+        final, old = self.directory / str(self.step), None
+        _check_ours(final)
+        if final.exists():
+            old = _hidden(self.directory, "replaced", self.step, self._lease)
+            _at_work.add(old.name)
+            final.rename(old)
+        try:
+            self.folder.rename(final)
+        except BaseException:
+            if old is not None:
+                old.rename(final)
+            raise
+        try:
+            files.sync_directory(self.directory)
+        except OSError as error:
+            raise NotDurableError(str(error)) from error
+        if old is not None:
+            self._remove_replaced(old, final)
+
+    def _remove_replaced(self, old: Any, final: Any) -> None:
+        with contextlib.suppress(OSError):  # the next one that opens does it
+            for name in files.names_in(old):
+                if not _MARK.fullmatch(name) and not _CONTENT.fullmatch(name):
+                    (old / name).rename(final / name)  # somebody put it there
+            files.remove(old)
+        _at_work.discard(old.name)
+
+    def end(self) -> None:
+        _at_work.discard(self.folder.name)
+        files.remove(self.folder)
+
+
+class _StoreAttempt(Attempt):
+    def make_place(self) -> None:
+        self.folder = self.directory / str(self.step)
+        self._note = self.folder / self._hidden.name
+        taken = files.names_in(self.folder)
+        if any(name.startswith(("state", "data")) for name in taken):
+            number = self._hidden.name[-8:]
+            self.arrays, self.data = f"state-{number}", f"data-{number}.json"
+        _at_work.add(self._note.name)
+        files.write_whole(self._note, b"{}")
+
+    def commit(self, content: bytes) -> None:
+        files.write_whole(self.folder / manifest.NAME, content)
+
+    def end(self) -> None:
+        _at_work.discard(self._note.name)
+        _clean_step_in_store(self.folder, living_ids(self.directory))
+        files.remove(self._note)
+
+
+def delete(folder: Any, lease: Lease) -> None:
+    """Removes a step: first, in one operation, it stops being one.
+
+    Args:
+        folder: The step's directory.
+        lease: The lease of the directory.
+    """
+    hidden = _hidden(folder.parent, "deleting", int(folder.name), lease)
+    _at_work.add(hidden.name)
+    try:
+        if not files.is_remote(folder):
+            files.remove(folder.rename(hidden))
+            return
+        note = folder / hidden.name
+        files.write_whole(note, b"{}")
+        files.remove(folder / manifest.NAME)
+        # The note goes last, so that whoever finds the rest knows whose it is.
+        for name in files.names_in(folder) - {note.name}:
+            files.remove(folder / name)
+        files.remove(note)
+        files.remove(folder)
+    finally:
+        _at_work.discard(hidden.name)
+
+
+# What is left over.
+
+
+def clean(directory: Any) -> None:
+    """Finishes or removes what processes that died have left over.
+
+    Args:
+        directory: The directory of all steps.
+    """
+    # Listed before the owners are asked for: what is in the list is older than its
+    # owner's end.
+    names = files.names_in(directory)
+    living = living_ids(directory)
+    left = [name for name in sorted(names) if _is_left(name, living)]
+    _finish_replacing(directory, left)
+    for name in left:
+        files.remove(directory / name)
+    if left:
+        what = ", ".join(left)
+        logger.info("removed %s of unfinished saves from %s", what, directory)
+    for name in filter(is_step, names):
+        folder = directory / name
+        if files.is_remote(folder):
+            _clean_step_in_store(folder, living)
+        elif all(map(_MARK.fullmatch, files.names_in(folder))) and folder.is_dir():
+            files.remove(folder)
+    for name in names:
+        if is_dead_note(name, living):
+            files.remove(directory / name)
+
+
+def _is_left(name: str, living: Collection[str]) -> bool:
+    hidden = _HIDDEN.fullmatch(name)
+    if hidden is None or name in _at_work:
+        return False
+    return hidden["lease"] not in living or is_own(hidden["lease"])
+
+
+def _finish_replacing(directory: Any, left: Collection[str]) -> None:
+    """Gives steps back their names where a process died while it replaced one."""
+    hidden = {name: match for name in left if (match := _HIDDEN.fullmatch(name))}
+    for old, match in hidden.items():
+        final = directory / match["step"]
+        if match["kind"] != "replaced" or final.exists():
+            continue
+        new = [
+            name
+            for name, other in hidden.items()
+            if (other["kind"], other["step"]) == ("saving", match["step"])
+            and (directory / name / manifest.NAME).exists()
+        ]
+        (directory / next(iter(new), old)).rename(final)
+
+
+def _clean_step_in_store(folder: Any, living: Collection[str]) -> None:
+    """Removes what no manifest names from a step in a store, if no writer lives.
+
+    What is not of a checkpointer stays, and so does what has neither a manifest nor a
+    note: no attempt leaves that behind.
+    """
+    names = files.names_in(folder)
+    notes = {name for name in names if _MARK.fullmatch(name)}
+    if any(_HIDDEN.fullmatch(name) and not _is_left(name, living) for name in notes):
+        return
+    named: set[str | None] = set()
+    if manifest.NAME in names:
+        try:
+            content = (folder / manifest.NAME).read_bytes()
+            saved = manifest.Manifest.from_bytes(content, "")
+        except StoreError:
+            raise
+        except (CheckpointError, OSError):
+            return  # it may still name something; whoever restores it is told
+        named = {manifest.NAME, saved.arrays, saved.data}
+    elif not notes:
+        return
+    content = {name for name in names - named - notes if _CONTENT.fullmatch(name)}
+    for name in [*sorted(content), *sorted(notes)]:
+        files.remove(folder / name)
+    if content:
+        what = ", ".join(sorted(content))
+        logger.info("removed %s of an unfinished save from %s", what, folder)
+    if names == content | notes:
+        files.remove(folder)
+
+
+def is_unfinished(folder: Any) -> bool:
+    """Returns whether a step has files, but no manifest and nobody who writes one.
+
+    Args:
+        folder: The step's directory.
+    """
+    names = files.names_in(folder)
+    if manifest.NAME in names or not any(map(_CONTENT.fullmatch, names)):
+        return False
+    if any(map(_HIDDEN.fullmatch, names)):
+        living = living_ids(folder.parent)
+        if not all(_is_left(name, living) for name in filter(_HIDDEN.fullmatch, names)):
+            return False
+    return folder.is_dir() and not (folder / manifest.NAME).exists()
+
+
+def is_step(name: str) -> bool:
+    """Returns whether a name is one of a step's directory."""
+    return name.isascii() and name.isdecimal() and str(int(name)) == name
+
+
+def _check_ours(folder: Any) -> None:
+    """Raises if what is in a step's place is not a checkpointer's."""
+    names = files.names_in(folder)
+    strange = sorted(names)[:3]
+    if manifest.NAME in names or _is_ours(folder, names):
+        if files.is_remote(folder) or folder.is_dir() or not folder.exists():
+            return
+        strange = ["no directory, but a file"]
+    msg = (
+        f"{folder} holds {', '.join(strange)}, which no Checkpointer wrote. Give a "
+        "directory of its own, or remove that one"
+    )
+    raise CheckpointError(msg)
+
+
+def _is_ours(folder: Any, names: Collection[str]) -> bool:
+    marks = [name for name in names if _MARK.fullmatch(name)]
+    content = [name for name in names if _CONTENT.fullmatch(name)]
+    if len(marks) + len(content) < len(names):
+        return False
+    return bool(not names or marks) or any(
+        orbax.is_written(folder / name) for name in content
+    )
+
+
+def _hidden(directory: Any, kind: str, step: int, lease: Lease) -> Any:
+    return directory / f".{kind}-{step}-{lease.id}-{uuid.uuid4().hex[:8]}"

@@ -1,0 +1,297 @@
+"""Who may write to a directory: one process, as long as its lease is renewed.
+
+Two runs that save in one directory delete each other's steps. So whoever saves first
+leaves a note there, `.owner-<id>.json`, and takes it away when it is closed or ends.
+Everybody else reads, and is refused when it saves. A note whose process died counts
+for nothing: on the same machine the system knows whether the process lives, and a
+machine that has started again since has no process of before; elsewhere a note is
+believed while it is younger than ten minutes, and the owner writes it anew every
+minute. A clock that is far ahead is no better than one that is far behind.
+
+File systems and object stores have no lock that works on all of them. Each process
+writes a note under a name of its own and then looks for others: of two that start at
+the same moment at least one sees the other, and withdraws.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import random
+import re
+import socket
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from meshlayout.checkpoint import files
+from meshlayout.checkpoint.store import StoreError
+from meshlayout.errors import CheckpointError
+
+
+_NOTE = re.compile(r"\.owner-([0-9a-f]{8})\.json")
+_PART = re.compile(r"\.\.owner-[0-9a-f]{8}\.json-[0-9a-f]{8}")
+
+_RENEWED_EVERY_S = 60.0
+_DEAD_AFTER_S = 600.0
+
+# How often two that start together draw lots for who goes first.
+_ROUNDS = 6
+
+# The leases of this process, by directory. A child after os.fork has none of them.
+_leases: dict[tuple[int, str], "Lease"] = {}
+_lock = threading.RLock()
+
+
+@dataclass(frozen=True)
+class Owner:
+    """What a note says of the process that wrote it.
+
+    Attributes:
+        host: The machine's name.
+        boot: What changes when the machine, or the container, starts again.
+        namespace: What process numbers are unique in.
+        pid: The process.
+        started: When it started, as the system counts.
+        renewed_at: Seconds since the epoch when the note was written.
+    """
+
+    host: str
+    boot: str
+    namespace: str
+    pid: int
+    started: str | None
+    renewed_at: float
+
+    @classmethod
+    def of_this_process(cls) -> "Owner":
+        """Returns the owner that this process is, renewed now."""
+        boot = _system_text("/proc/sys/kernel/random/boot_id")
+        namespace = pathlib.Path("/proc/self/ns/pid")
+        return cls(
+            socket.gethostname(),
+            boot,
+            str(namespace.stat().st_ino) if namespace.exists() else "",
+            os.getpid(),
+            _start_time(os.getpid()),
+            time.time(),
+        )
+
+    @classmethod
+    def read(cls, note: Any) -> "Owner | None":
+        """Returns the owner that a note names; None if it is gone or not whole."""
+        try:
+            return cls(**json.loads(note.read_bytes()))
+        except StoreError:
+            raise
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def is_alive(self) -> bool:
+        """Returns whether the process that wrote the note still runs."""
+        own = Owner.of_this_process()
+        if self.host == own.host and self.boot != own.boot:
+            return False
+        if (self.host, self.namespace) != (own.host, own.namespace):
+            return abs(own.renewed_at - self.renewed_at) < _DEAD_AFTER_S
+        return _is_running(self.pid) and _start_time(self.pid) == self.started
+
+
+class Lease:
+    """This process's right to write to a directory; shared by its checkpointers.
+
+    Attributes:
+        id: Eight hex digits, which also mark what is written under the lease.
+    """
+
+    def __init__(self, directory: Any) -> None:
+        self.directory = directory
+        self.id = uuid.uuid4().hex[:8]
+        self._note = directory / f".owner-{self.id}.json"
+        self.users: set[int] = set()
+        self._is_over = threading.Event()
+
+    @classmethod
+    def hold(cls, directory: Any, user: object) -> "Lease":
+        """Returns the lease of a directory, for an object that is going to write.
+
+        Args:
+            directory: The directory of all steps.
+            user: Who writes; the lease ends when all users released it, or are gone.
+
+        Raises:
+            CheckpointError: If another process that lives has it; names the process.
+        """
+        with _lock:
+            lease = _leases.get((os.getpid(), str(directory)))
+            if lease is None or not lease.is_held():
+                lease = cls(directory)
+                files.make_directory(directory)
+                lease.take()
+                _leases[os.getpid(), str(directory)] = lease
+                name = "checkpoint-lease"
+                threading.Thread(target=lease.renew, name=name, daemon=True).start()
+            if id(user) not in lease.users:
+                lease.users.add(id(user))
+                dropped = weakref.finalize(user, lease.drop, id(user))
+                dropped.atexit = False
+            return lease
+
+    @classmethod
+    def release(cls, directory: Any, user: object) -> None:
+        """Gives the lease back, if this was its last user."""
+        lease = _leases.get((os.getpid(), str(directory)))
+        if lease is not None:
+            lease.drop(id(user))
+            lease.end_if_unused()
+
+    def is_held(self) -> bool:
+        """Returns whether nobody took the lease for a dead one's."""
+        return self._note.exists()
+
+    def take(self) -> None:
+        """Writes a note, if nobody else's is there, before or after.
+
+        Raises:
+            CheckpointError: If somebody else has the directory.
+        """
+        for _ in range(_ROUNDS):
+            self._refuse_if_owned()
+            self._write()
+            if not living_ids(self.directory) - {self.id}:
+                return
+            files.remove(self._note)
+            time.sleep(random.uniform(0.02, 0.3))
+        self._refuse_if_owned()
+        msg = f"{self.directory}: another process starts to save there. Try again."
+        raise CheckpointError(msg)
+
+    def _refuse_if_owned(self) -> None:
+        for owner in _living(self.directory).values():
+            msg = (
+                f"{self.directory} belongs to process {owner.pid} on {owner.host}, "
+                "which saves there and is alive. One run at a time may save in a "
+                "directory: give this one a directory of its own, or end that process"
+            )
+            if owner.host != socket.gethostname():
+                left_s = _DEAD_AFTER_S - abs(time.time() - owner.renewed_at)
+                msg += f". If it has died, its lease ends in {left_s / 60:.0f} minutes"
+            raise CheckpointError(msg)
+
+    def _write(self) -> None:
+        owner = asdict(Owner.of_this_process())
+        files.write_whole(self._note, json.dumps(owner).encode())
+
+    def renew(self) -> None:
+        """Writes the note anew until the lease is over; in a thread of its own."""
+        while not self._is_over.wait(_RENEWED_EVERY_S):
+            # What fails now may work in a minute. A note that somebody removed is not
+            # written again: the next save takes a new lease, or is refused.
+            with contextlib.suppress(OSError, CheckpointError), _lock:
+                if not self.end_if_unused() and self._note.exists():
+                    self._write()
+
+    def drop(self, user: int) -> None:
+        """Forgets a user; the garbage collector calls it too: no files are touched."""
+        self.users.discard(user)
+
+    def end_if_unused(self) -> bool:
+        """Ends the lease if nobody uses it; returns whether that was so."""
+        with _lock:
+            if not self.users:
+                self.end()
+            return not self.users
+
+    def end(self) -> None:
+        """Gives the directory back."""
+        self._is_over.set()
+        _leases.pop((os.getpid(), str(self.directory)), None)
+        with contextlib.suppress(OSError, CheckpointError):
+            files.remove(self._note)
+
+
+def release_all() -> None:
+    """Ends all leases of this process, at its end."""
+    for lease in _own_leases():
+        lease.end()
+
+
+def living_ids(directory: Any) -> set[str]:
+    """Returns the ids of the leases whose owners are alive.
+
+    Args:
+        directory: The directory of all steps.
+    """
+    return set(_living(directory))
+
+
+def is_own(lease_id: str | None) -> bool:
+    """Returns whether a lease is held by this process."""
+    return any(lease.id == lease_id for lease in _own_leases())
+
+
+def is_dead_note(name: str, living: Collection[str]) -> bool:
+    """Returns whether a file is the note, or a part of one, of an owner that died.
+
+    Args:
+        name: The file's name.
+        living: The ids of the leases that hold.
+    """
+    note = _NOTE.fullmatch(name)
+    if note is None:
+        return _PART.fullmatch(name) is not None and not living
+    return note[1] not in living
+
+
+def _living(directory: Any) -> dict[str, Owner]:
+    owners: dict[str, Owner] = {}
+    with _lock:  # not between the note of a lease that is being taken and its entry
+        mine = {lease.id for lease in _own_leases()}
+    for name in files.names_in(directory):
+        note = _NOTE.fullmatch(name)
+        if note is None:
+            continue
+        owner = Owner.read(directory / name)
+        if owner is None or not owner.is_alive():
+            continue
+        # A note of this process that no lease knows was left by one that failed.
+        is_mine = owner.pid == os.getpid() and owner.host == socket.gethostname()
+        if not is_mine or note[1] in mine:
+            owners[note[1]] = owner
+    return owners
+
+
+def _own_leases() -> list["Lease"]:
+    entries = list(_leases.items())
+    return [lease for (pid, _), lease in entries if pid == os.getpid()]
+
+
+# What the system says of processes.
+
+
+def _system_text(path: str) -> str:
+    try:
+        return pathlib.Path(path).read_text().strip()
+    except OSError:
+        return ""
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _start_time(pid: int) -> str | None:
+    """Returns when a process started; None if it ended, or the system does not say."""
+    # The second field is a name in parentheses, which may hold spaces.
+    fields = _system_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return fields[19] if fields and fields[0] != "Z" else None

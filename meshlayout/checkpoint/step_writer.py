@@ -1,0 +1,373 @@
+"""`StepWriter`: one save, of which the caller sees the beginning alone.
+
+The caller waits until the state is on the host, and may donate it then. A thread takes
+the fingerprints of those host copies, waits for the files, and writes the manifest,
+which makes the step count. Fingerprints are not made on the devices: that took a
+compiled program for every distinct shape and a dispatch for every array, all in the
+caller, three to four times as long as the copy itself.
+
+Whether a save is over is told by an Event. `Thread.join` and `is_alive` cannot be
+trusted: in Python 3.11 and 3.12 an exception inside `join`, as Ctrl-C raises it, marks
+a running thread as ended, and what waits for it the next time does not wait.
+"""
+
+import atexit
+import concurrent.futures.thread
+import functools
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from meshlayout import _render
+from meshlayout.checkpoint import files, lease, orbax
+from meshlayout.checkpoint.attempt import Attempt, NotDurableError
+from meshlayout.checkpoint.fingerprint import slice_sums, text_of
+from meshlayout.checkpoint.lease import Lease
+from meshlayout.checkpoint.manifest import Manifest, SavedFile
+from meshlayout.checkpoint.processes import Channel
+from meshlayout.checkpoint.snapshot import HostShards, Shard, Snapshot, host_shards
+from meshlayout.errors import CheckpointError
+
+
+logger = logging.getLogger("meshlayout.checkpoint")
+
+# Files of up to this size are hashed; the arrays in larger ones have fingerprints.
+_HASHED_BYTES = 4 * 2**20
+
+# Saves that are under way, or whose failure nobody was told of yet.
+_unsettled: "set[StepWriter]" = set()
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is saved, and where.
+
+    Attributes:
+        directory: The directory of all steps.
+        step: The step.
+        snapshot: The state.
+        data: The input iterator's state, as the content of a file; None without one.
+        metadata: What the user gave, as JSON has it.
+        metrics: What was measured.
+    """
+
+    directory: Any
+    step: int
+    snapshot: Snapshot
+    data: bytes | None
+    metadata: Any
+    metrics: dict[str, float]
+
+
+class StepWriter:
+    """One save, from its start to its end.
+
+    Args:
+        job: What is saved.
+        hold: Returns the lease of the directory; called on process 0.
+        channel: What the processes agree through in the background.
+        after: What to do once the step exists; called on process 0.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        hold: Callable[[], Lease],
+        channel: Channel,
+        after: Callable[[], None],
+    ) -> None:
+        self._job, self._hold, self._channel, self._after = job, hold, channel, after
+        self._begin_s = time.perf_counter()
+        self._stall_s = 0.0
+        self._file_bytes = 0
+        self._attempt: Attempt | None = None  # on process 0
+        self._shards: HostShards = {}
+        self._wait: Callable[[], None] = _nothing
+        self.error: CheckpointError | None = None
+        self._finished = threading.Event()
+        # Taken once: by the thread, or by a caller who gives up starting it.
+        self._turn = [True]
+        self.step = job.step
+        self.nbytes = job.snapshot.nbytes
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it came to an end, good or bad."""
+        return self._finished.is_set()
+
+    def wait(self) -> None:
+        """Waits for the end; it may be interrupted, and called again."""
+        self._finished.wait()
+
+    def settle(self) -> None:
+        """Raises what went wrong; called once, after the end.
+
+        Raises:
+            CheckpointError: If the step could not be saved.
+        """
+        _unsettled.discard(self)
+        if self.error is not None:
+            raise self.error
+
+    def start(self, channel: Channel) -> None:
+        """Copies the state from the devices, and has a thread do the rest.
+
+        Args:
+            channel: What the callers of all processes agree through.
+
+        Raises:
+            CheckpointError: If nothing can be written, or the processes disagree.
+        """
+        _finish_at_exit()
+        _unsettled.add(self)
+        try:
+            self._begin(channel)
+            self._stall_s = time.perf_counter() - self._begin_s
+            name = f"checkpoint-{self.step}"
+            threading.Thread(target=self._run, name=name, daemon=False).start()
+        except BaseException:
+            # Ctrl-C may come after the thread began: then that goes on to the end.
+            if self._turn and self._turn.pop():
+                self._end()
+                _unsettled.discard(self)
+                self._finished.set()
+            raise
+
+    def _begin(self, channel: Channel) -> None:
+        job, problem = self._job, None
+        said: dict[str, Any] = {
+            "step": job.step,
+            "directory": str(job.directory),
+            "state": job.snapshot.digest(),
+        }
+        try:
+            if jax.process_index() == 0:
+                self._attempt = Attempt.begin(job.directory, job.step, self._hold())
+                folder = self._attempt.folder.name
+                said["arrays"] = f"{folder}/{self._attempt.arrays}"
+        except Exception as error:
+            problem = error
+            said["error"] = orbax.reason(error)
+        texts = channel.exchange(json.dumps(said), f"to save step {job.step}")
+        everyone = [json.loads(text) for text in texts]
+        if "error" in everyone[0]:
+            raise CheckpointError(self._failed(everyone[0]["error"])) from problem
+        _check_agreement(everyone)
+        arrays = job.snapshot.arrays
+        if not arrays:
+            return
+        try:
+            where = job.directory / everyone[0]["arrays"]
+            self._wait = orbax.start_writing(where, arrays)
+            self._shards = host_shards(arrays)
+        except Exception as error:
+            if jax.process_count() == 1:
+                raise CheckpointError(self._failed(orbax.reason(error))) from error
+            # The others are told in the background.
+            self._wait = functools.partial(_fail, error)
+
+    # In the thread.
+
+    def _run(self) -> None:
+        try:
+            self._turn.pop()
+        except IndexError:
+            return
+        try:
+            self._finish()
+        except CheckpointError as error:
+            self.error = error
+        except BaseException as error:
+            self.error = CheckpointError(self._failed(orbax.reason(error)))
+            self.error.__cause__ = error
+        if self.error is None:
+            _unsettled.discard(self)
+        self._finished.set()
+
+    def _finish(self) -> None:
+        problem: Exception | None = None
+        said: dict[str, Any] = {}
+        try:
+            said["sums"] = {
+                name: _sums_of(shards, self._job.snapshot.arrays[name].shape)
+                for name, shards in self._shards.items()
+            }
+            self._shards = {}
+            self._wait()
+        except Exception as error:
+            problem = error
+            said = {"error": orbax.reason(error)}
+        everyone = [
+            json.loads(text) for text in self._channel.exchange(json.dumps(said))
+        ]
+        errors = [one["error"] for one in everyone if "error" in one]
+        if not errors:
+            try:
+                if jax.process_index() == 0:
+                    self._commit([one["sums"] for one in everyone])
+            except NotDurableError as error:
+                problem = error
+                errors = [f"!{error}"]
+            except Exception as error:
+                problem = error
+                errors = [orbax.reason(error)]
+            errors = list(filter(None, [self._channel.from_first("".join(errors))]))
+        if errors and errors[0].startswith("!"):
+            # No older step is deleted then.
+            msg = (
+                f"step {self.step} is written to {self._job.directory}, but may not "
+                f"survive a power cut: {errors[0][1:]}."
+            )
+            raise CheckpointError(msg) from problem
+        if errors:
+            self._end()
+            raise CheckpointError(self._failed(errors[0])) from problem
+        self._log()
+        self._clear_up()
+
+    def _commit(self, sums: list[Mapping[str, list[int]]]) -> None:
+        """Writes the manifest, by process 0 alone."""
+        job, attempt = self._job, self._attempt
+        assert attempt is not None
+        saved: dict[str, SavedFile] = {}
+        if job.data is not None:
+            files.write_whole(attempt.folder / attempt.data, job.data)
+            saved[attempt.data] = SavedFile(len(job.data), files.digest(job.data))
+        if job.snapshot.arrays:
+            saved |= _saved_files(attempt.folder, attempt.arrays)
+        fingerprints = {
+            name: text_of(
+                sum(own[name][k] for own in sums if name in own) for k in (0, 1)
+            )
+            for name in job.snapshot.arrays
+        }
+        contents = Manifest(
+            step=job.step,
+            saved_at=time.time(),
+            num_processes=jax.process_count(),
+            arrays=attempt.arrays if job.snapshot.arrays else None,
+            data=None if job.data is None else attempt.data,
+            metadata=job.metadata,
+            metrics=job.metrics,
+            leaves=job.snapshot.with_fingerprints(fingerprints),
+            files=saved,
+        )
+        self._file_bytes = contents.file_bytes
+        attempt.commit(contents.to_bytes())
+
+    def _clear_up(self) -> None:
+        """Deletes what is not kept; all wait for it, and list the same steps after."""
+        problem = None
+        try:
+            if self._attempt is not None:
+                self._attempt.end()
+                self._after()
+        except Exception as error:
+            problem = error
+        told = self._channel.from_first("" if problem is None else str(problem))
+        if told:
+            msg = f"step {self.step} is saved, but {told}"
+            raise CheckpointError(msg) from problem
+
+    def _end(self) -> None:
+        try:
+            if self._attempt is not None:
+                self._attempt.end()
+        except (OSError, CheckpointError) as error:
+            # The next one that opens the directory removes it.
+            logger.info("what step %d left cannot be removed: %s", self.step, error)
+
+    def _failed(self, why: str) -> str:
+        return (
+            f"step {self.step} could not be saved in {self._job.directory}: {why}. "
+            "The steps saved before are as they were; the next save starts anew."
+        )
+
+    def _log(self) -> None:
+        if jax.process_index() == 0:
+            logger.info(
+                "saved step %d: %s in %.2f s (%s on disk; the caller waited %.2f s)",
+                self.step,
+                _render.bytes_text(self.nbytes),
+                time.perf_counter() - self._begin_s,
+                _render.bytes_text(self._file_bytes),
+                self._stall_s,
+            )
+
+
+def _check_agreement(everyone: list[dict[str, Any]]) -> None:
+    """Raises, on all processes, if they do not save the same state as the same step."""
+    first = everyone[0]
+    for index, other in enumerate(everyone):
+        places = [f"step {one['step']} in {one['directory']}" for one in (first, other)]
+        if places[0] != places[1]:
+            msg = (
+                f"process 0 saves {places[0]}, and process {index} saves {places[1]}. "
+                "All processes have to save the same step in the same directory."
+            )
+            raise CheckpointError(msg)
+        if first["state"] != other["state"]:
+            msg = (
+                f"process 0 and process {index} save {places[0]} with states of other "
+                "paths, shapes or dtypes. All processes have to save the same state."
+            )
+            raise CheckpointError(msg)
+
+
+def _sums_of(shards: list[Shard], shape: Sequence[int]) -> list[int]:
+    """Returns both sums of this process's shards of an array."""
+    pairs = [slice_sums(values, starts, shape) for starts, values in shards]
+    return [sum(pair[k] for pair in pairs) % 2**32 for k in (0, 1)]
+
+
+def _saved_files(folder: Any, arrays: str) -> dict[str, SavedFile]:
+    """Returns the size and hash of every file of the arrays."""
+    saved: dict[str, SavedFile] = {}
+    start = len(str(folder)) + 1
+    for file in files.files_below(folder / arrays):
+        size = files.size_of(file)
+        digest = files.digest(file.read_bytes()) if size <= _HASHED_BYTES else None
+        saved[str(file)[start:]] = SavedFile(size, digest)
+    return saved
+
+
+def _fail(error: Exception) -> None:
+    raise error
+
+
+def _nothing() -> None:
+    """Waits for nothing: there are no arrays."""
+
+
+# The end of the process.
+
+
+@functools.cache
+def _finish_at_exit() -> None:
+    """Has the interpreter finish saves before it shuts thread pools down.
+
+    At its end Python first shuts down the pools that Orbax writes with, and waits for
+    threads after that: a save under way would hang for minutes, and be lost. What is
+    registered here, after `concurrent.futures`, runs before. The function is private
+    (in Python 3.9 to 3.14); without it saves under way are lost as they were before,
+    and `test_a_process_that_ends_finishes_its_save` fails.
+    """
+    assert concurrent.futures.thread  # registers its own first
+    register = getattr(threading, "_register_atexit", atexit.register)
+    register(_finish_all)
+
+
+def _finish_all() -> None:
+    for writer in list(_unsettled):
+        if not writer.is_done:
+            logger.info("the process ends once step %d is saved", writer.step)
+        writer.wait()
+        if writer.error is not None:  # nobody will be told of it any more
+            logger.error("%s", writer.error)
+    lease.release_all()
