@@ -303,6 +303,7 @@ def test_a_writer_may_die_before_any_write_or_deletion(store, counts):
             ck.save(2, {"turn": np.full(3, 9)}, force=True)
             ck.wait()
             assert ck.restore_numpy()["turn"].tolist() == [9, 9, 9]
+            ck.close()
             check_no_leftovers(store, f"moment-{number}")
     assert newest == 2
     counts(f"{len(moments)} moments at which a writer may die")
@@ -519,6 +520,7 @@ def test_a_step_that_cannot_be_deleted_is_told(store, run):
     ck.save(3, values(3))
     ck.wait()
     assert ck.all_steps() == [3]
+    ck.close()
     check_no_leftovers(store, "bucket")
 
 

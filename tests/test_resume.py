@@ -501,7 +501,7 @@ def test_data_that_cannot_go_to_its_place_is_read_up_to_it(mesh, tmp_path, caplo
     iterator = iter(streamed(mesh))
     next(iterator)
     with ml.Checkpointer(tmp_path) as ck:
-        ck.save(1, {}, data=iterator)
+        ck.save(1, {"x": 1}, data=iterator)
         again = iter(streamed(mesh))
         with caplog.at_level("INFO", logger="meshlayout.checkpoint"):
             ck.restore(data=again)

@@ -39,6 +39,9 @@ _PART = re.compile(r"\.\.owner-[0-9a-f]{8}\.json-[0-9a-f]{8}")
 _RENEWED_EVERY_S = 60.0
 _DEAD_AFTER_S = 600.0
 
+# The end of a process waits so long for a store; a note that stays is soon dead.
+_EXIT_WAITS_S = 5.0
+
 # How often two that start together draw lots for who goes first.
 _ROUNDS = 6
 
@@ -215,9 +218,11 @@ class Lease:
 
 
 def release_all() -> None:
-    """Ends all leases of this process, at its end."""
+    """Ends all leases of this process, at its end; a store may not answer any more."""
     for lease in _own_leases():
-        lease.end()
+        thread = threading.Thread(target=lease.end, daemon=True)
+        thread.start()
+        thread.join(_EXIT_WAITS_S)
 
 
 def living_ids(directory: Any) -> set[str]:
