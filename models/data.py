@@ -1,8 +1,8 @@
 """Image datasets in memory, and their batches.
 
-`load_dataset` looks in three places, in this order, and the dataset says which it came
+`load_dataset` looks in three places, in this order, and the dataset says where it comes
 from: a prepared TFDS directory; TFDS's download; and for Fashion-MNIST a small part
-that is carried beside this file. One dataset is never taken in place of another.
+that is kept next to this file. One dataset never stands in for another.
 """
 
 import logging
@@ -63,7 +63,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Dataset:
-    """A dataset of labelled 28x28 images.
+    """A dataset of labeled 28x28 images.
 
     Attributes:
         name: Its TFDS name.
@@ -71,7 +71,7 @@ class Dataset:
         num_classes: How many labels there are.
         train: The training examples.
         test: The test examples.
-        remark: What to know about it besides; empty or whole sentences.
+        remark: What else to know about it; empty or whole sentences.
     """
 
     name: str
@@ -105,8 +105,8 @@ def load_dataset(name: str, data_dir: Path) -> Dataset:
         The dataset, decoded into memory.
 
     Raises:
-        DataError: If the dataset is unknown, cannot be had, is damaged, or does not
-            hold labelled 28x28 images.
+        DataError: If the dataset is unknown, unavailable or damaged, or does not hold
+            labeled 28x28 images.
     """
     builder = find_builder(name, data_dir)
     if is_prepared(builder):
@@ -159,7 +159,7 @@ def decode(builder: Any, split: str) -> Split:
 
 
 def read_carried_part(why: str) -> Dataset:
-    """Reads the small part of Fashion-MNIST that is carried beside this file."""
+    """Reads the small part of Fashion-MNIST that is kept next to this file."""
     with np.load(CARRIED_PART) as arrays:
         train, test = (
             Split(

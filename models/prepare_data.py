@@ -47,7 +47,7 @@ FASHION_MNIST_TIMES = {
 
 
 class DataError(Exception):
-    """A dataset is unknown, unusable, damaged or not to be had; says what to do."""
+    """A dataset is unknown, unusable, damaged or unavailable; says what to do."""
 
 
 def default_data_dir() -> Path:
@@ -56,7 +56,7 @@ def default_data_dir() -> Path:
 
 
 def find_builder(name: str, data_dir: Path) -> tfds.core.DatasetBuilder:
-    """Returns TFDS's builder of a dataset of labelled 28x28 grey images.
+    """Returns TFDS's builder of a dataset of labeled 28x28 gray images.
 
     Nothing is downloaded; a dataset that the models cannot take is refused here.
 
@@ -69,7 +69,7 @@ def find_builder(name: str, data_dir: Path) -> tfds.core.DatasetBuilder:
 
     Raises:
         DataError: If TFDS has no such dataset, its prepared directory is damaged, or
-            its examples are not labelled 28x28 images.
+            its examples are not labeled 28x28 images.
     """
     match = re.fullmatch(r"(\w+)(/[\w.-]+)?(:\d+\.\d+\.\d+)?", name)
     if match is None:
@@ -120,7 +120,7 @@ def num_classes(builder: tfds.core.DatasetBuilder) -> int:
 
 
 def is_prepared(builder: tfds.core.DatasetBuilder) -> bool:
-    """Returns whether the dataset lies prepared, and whole, in its directory.
+    """Returns whether the dataset is prepared, and complete, in its directory.
 
     Raises:
         DataError: If the directory is damaged, or prepared in a format that only
@@ -152,11 +152,11 @@ def is_prepared(builder: tfds.core.DatasetBuilder) -> bool:
 
 
 def unreachable(builder: tfds.core.DatasetBuilder, timeout_s: float = 5.0) -> str:
-    """Returns why the dataset's server cannot be reached, or nothing where it can.
+    """Returns why the dataset's server cannot be reached, or an empty string.
 
-    One request for the header of the first file, through the proxies that the
-    environment names. The answer comes within the time given, whatever the network
-    does: a name server that never answers has no time-out of its own.
+    Sends one request for the header of the first file, through the proxies that the
+    environment names. The answer comes within the given time, whatever the network
+    does: looking up a host name has no time-out of its own.
 
     Args:
         builder: The dataset's builder.
@@ -203,7 +203,7 @@ def prepare(
         manual_dir: A directory with files that need no download.
 
     Raises:
-        DataError: If a file cannot be had or is not the registered one, or the
+        DataError: If a file is unavailable or not the registered one, or the
             dataset's own code needs a package that is not installed.
     """
     if not sys.stderr.isatty():
@@ -232,7 +232,7 @@ def prepare(
 def without_tensorflow(builder: tfds.core.DatasetBuilder) -> tfds.core.DatasetBuilder:
     """Returns the same builder with files read by NumPy, for the MNIST family.
 
-    Other builders are returned as they are.
+    Other builders are returned unchanged.
     """
     if not isinstance(builder, tfds.image_classification.MNIST):
         return builder
@@ -299,7 +299,7 @@ def read_idx(data: bytes) -> np.ndarray:
 
 
 def png(image: np.ndarray) -> io.BytesIO:
-    """Returns a PNG file, whose bytes TFDS stores as they are."""
+    """Returns a PNG file, whose bytes TFDS stores unchanged."""
     file = io.BytesIO()
     Image.fromarray(image).save(file, "PNG")
     file.seek(0)
@@ -309,14 +309,14 @@ def png(image: np.ndarray) -> io.BytesIO:
 def write_debian_files(directory: Path) -> None:
     """Writes the original Fashion-MNIST files, from Debian's package, to a directory.
 
-    The installed package is used where there is one; else it is downloaded and
-    unpacked there, which needs no root.
+    The installed package is used if there is one; otherwise it is downloaded and
+    unpacked there, which does not need root.
 
     Args:
         directory: An empty directory.
 
     Raises:
-        DataError: If this is not a Debian or Ubuntu, or the package cannot be had.
+        DataError: If this is not Debian or Ubuntu, or the package is unavailable.
     """
     files = INSTALLED_FILES
     if not files.is_dir():
@@ -333,7 +333,7 @@ def download_debian_package(directory: Path) -> None:
     if apt is None:
         raise DataError("there is no apt-get here to download Debian's package with")
     quick = ["-q", "-o", "Acquire::Retries=0", "-o", "Acquire::http::Timeout=10"]
-    # A package list of our own, for where the machine's is empty or out of date.
+    # A separate package list, in case the machine's is empty or out of date.
     lists, cache = directory / "lists", directory / "cache"
     own = [f"Dir::State::lists={lists}", f"Dir::Cache={cache}", "Debug::NoLocking=1"]
     own = [word for option in own for word in ("-o", option)]
@@ -357,7 +357,7 @@ def download_debian_package(directory: Path) -> None:
 
 
 def run(command: list[str], directory: Path) -> subprocess.CompletedProcess[str]:
-    """Runs a command in a directory and returns what it said."""
+    """Runs a command in a directory and returns its output."""
     return subprocess.run(
         command,
         cwd=directory,
@@ -389,7 +389,7 @@ def damaged(directory: Path, reason: object) -> str:
 
 
 def first_line(reason: object) -> str:
-    """Returns the first line of an error without its full stop, or its type."""
+    """Returns the first line of an error without its period, or its type."""
     # TFDS begins with the arguments that it was called with.
     text = str(reason).split('}": ')[-1]
     lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -409,7 +409,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--dataset",
         default="fashion_mnist",
         metavar="NAME",
-        help="a TFDS dataset of labelled 28x28 images: fashion_mnist, mnist, kmnist, "
+        help="a TFDS dataset of labeled 28x28 images: fashion_mnist, mnist, kmnist, "
         "emnist/letters ... (default: %(default)s)",
     )
     parser.add_argument(

@@ -174,7 +174,7 @@ def command_line() -> argparse.ArgumentParser:
         "--dataset",
         default="fashion_mnist",
         metavar="NAME",
-        help="a TFDS dataset of labelled 28x28 images: fashion_mnist, mnist, kmnist, "
+        help="a TFDS dataset of labeled 28x28 images: fashion_mnist, mnist, kmnist, "
         "emnist/letters ... (default: %(default)s)",
     )
     data.add_argument(

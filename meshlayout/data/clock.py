@@ -1,4 +1,8 @@
-"""How long each stage of an input pipeline takes, and what it has to say."""
+"""How long each stage of an input pipeline takes, and what is worth knowing about it.
+
+Stages nest: reading a batch may map it. Each is charged with its own time only, so
+that the slowest stage is the one to work on.
+"""
 
 import threading
 import time
@@ -10,13 +14,13 @@ from meshlayout._render.tables import html_table, text_table
 
 @dataclass(frozen=True)
 class Stage:
-    """What one stage of a pipeline has done.
+    """The work that one stage of a pipeline has done.
 
     Attributes:
-        name: Its name: `read`, up to a batch on the host; `place`, on the devices; and
-            for `from_tfds` also `decode`, `map` and `stack`.
-        rows: The examples that went through it.
-        seconds: The time that it took.
+        name: `read`, up to a batch on the host; `place`, onto the devices; and for
+            `from_tfds` also `decode`, `map` and `stack`.
+        rows: The examples that passed through it.
+        seconds: The time it took.
     """
 
     name: str
@@ -25,19 +29,19 @@ class Stage:
 
     @property
     def rows_per_s(self) -> float:
-        """Examples per second; infinite where no time was measured."""
+        """Examples per second; infinite if no time was measured."""
         return self.rows / self.seconds if self.seconds else float("inf")
 
 
 @dataclass(frozen=True)
 class PipelineReport:
-    """What the stages of a pipeline have done so far, on this process.
+    """What the stages of a pipeline have done so far, in this process.
 
     Attributes:
-        stages: In the order in which examples pass them.
-        waited_s: How long the loop waited for batches.
-        batches: How many batches it was given.
-        notes: What is worth knowing: conversions, choices, dropped rows.
+        stages: In the order in which examples pass through them.
+        waited_s: Seconds for which the loop waited for batches.
+        batches: Batches that the loop received.
+        notes: Conversions, choices, dropped rows.
 
     Example:
         >>> report = PipelineReport((Stage("read", 512, 0.5),), 0.25, 4, ("Note.",))
@@ -56,7 +60,7 @@ class PipelineReport:
 
     @property
     def bottleneck(self) -> str | None:
-        """The stage that gives the fewest examples per second; None before any."""
+        """The stage with the fewest examples per second; None before the first."""
         timed = [stage for stage in self.stages if stage.rows and stage.seconds]
         if not timed:
             return None
@@ -90,8 +94,7 @@ class PipelineReport:
         )
 
 
-# In the order in which examples pass them; what is measured inside of a stage ends
-# before it does.
+# In the order in which examples pass through them.
 _STAGES = ("read", "decode", "map", "stack", "place")
 
 
@@ -115,22 +118,22 @@ class Clock:
         self._waited = 0.0
         self._batches = 0
 
-    def stage(self, name: str, rows: int = 0) -> "_Measured":
-        """Measures what is done inside, without the stages that are inside of it.
+    def stage(self, name: str, rows: int = 0) -> "_StageTimer":
+        """Measures the time spent in a `with` block, without that of stages inside it.
 
         Args:
             name: The stage's name.
-            rows: The examples that go through it.
+            rows: The examples that pass through it.
         """
-        return _Measured(self._running, self._add, name, rows)
+        return _StageTimer(self._running, self._add, name, rows)
 
     def add(self, name: str, rows: int, seconds: float) -> None:
         """Adds what was measured elsewhere.
 
         Args:
             name: The stage's name.
-            rows: The examples that went through it.
-            seconds: The time that it took; a stage around it counts that much less.
+            rows: The examples that passed through it.
+            seconds: The time it took; a stage around it is charged that much less.
         """
         inner = getattr(self._running, "inner_s", None)
         if inner is not None:
@@ -143,21 +146,13 @@ class Clock:
             self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def waited(self, seconds: float) -> None:
-        """Adds the time for which the loop waited for one batch.
-
-        Args:
-            seconds: How long.
-        """
+        """Adds the seconds for which the loop waited for one batch."""
         with self._lock:
             self._waited += seconds
             self._batches += 1
 
     def note(self, text: str) -> None:
-        """Adds a sentence to the report, once.
-
-        Args:
-            text: The sentence.
-        """
+        """Adds a sentence to the report, once."""
         with self._lock:
             self._notes[text] = None
 
@@ -168,7 +163,7 @@ class Clock:
             return list(self._notes)
 
     def report(self) -> PipelineReport:
-        """Returns what was added up so far."""
+        """Returns the sums so far."""
         with self._lock:
             stages = tuple(
                 Stage(name, self._rows[name], self._seconds[name])
@@ -178,14 +173,14 @@ class Clock:
             return PipelineReport(stages, self._waited, self._batches, notes)
 
 
-class _Measured:
-    """A `with` block whose time is added to a stage.
+class _StageTimer:
+    """A `with` block whose own time is added to a stage.
 
     Args:
-        running: Of this thread: the time of the stages inside of the one that runs.
-        add: Called with the stage's name, rows, and own seconds.
+        running: For this thread, the time of the stages inside the running one.
+        add: Called with the stage's name, rows and own seconds.
         name: The stage's name.
-        rows: The examples that go through it.
+        rows: The examples that pass through it.
     """
 
     __slots__ = ("_add", "_name", "_outer", "_rows", "_running", "_start")
