@@ -554,7 +554,7 @@ def test_threads_are_chosen_where_they_help(tiny):
         (
             {"deterministic": False, "cache": "memory"},
             "cache='memory' gathers batches from arrays, where no order is faster than "
-            "another. Leave out deterministic=False.",
+            "another. Leave out deterministic=False, for a shuffle of all rows.",
         ),
     ],
 )
@@ -607,12 +607,19 @@ def one_more_than_the_first_example(self, *args, **kwargs):
     return _original(self, *args, **kwargs)
 
 
-def test_what_fits_into_memory_is_gathered_in_order_also_where_order_is_free(tiny):
-    data = tiny(deterministic=False, seed=2)
-    same(host(data), host(tiny(seed=2)))
-    assert "deterministic=False is not needed: the split fits into memory" in notes(
-        data
-    )
+def test_the_order_by_file_does_not_depend_on_what_is_kept_in_memory(tiny):
+    kept = tiny(deterministic=False, seed=2)
+    same(host(kept), host(tiny(deterministic=False, seed=2, cache="none")))
+    assert "Decoded 200 examples once" in notes(kept)
+
+
+@pytest.mark.parametrize("other", [{"deterministic": True}, {"seed": 3}])
+def test_a_place_in_the_order_by_file_is_of_no_other_order(tiny, other):
+    iterator = iter(tiny(deterministic=False, seed=2))
+    next(iterator)
+    again = iter(tiny(**{"deterministic": False, "seed": 2, **other}))
+    with pytest.raises(ml.errors.DataError, match="the state is of"):
+        again.set_state(iterator.get_state())
 
 
 # As they come

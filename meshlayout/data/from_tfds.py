@@ -6,7 +6,7 @@ so that order, shards, padding and places to resume from are those of any other 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -20,7 +20,6 @@ from meshlayout.data.clock import Clock
 from meshlayout.data.dataset import DistributedDataset
 from meshlayout.data.elements import describe
 from meshlayout.data.options import Options, check_options
-from meshlayout.data.order import Order
 from meshlayout.data.planning import make_plan
 from meshlayout.data.prepared import Prepared, find_prepared, supervised_keys
 from meshlayout.data.records import (
@@ -99,8 +98,9 @@ def from_tfds(
         worker_kind: `"threads"` or `"processes"`; `"auto"` measures both, and takes
             processes where the number is fixed.
         deterministic: Whether the order is a shuffle of all rows. If False, it follows
-            the files, many at once and shuffled within a window, which disks and
-            buckets read faster; it is still the same in every run.
+            the files: neighbors are read together, from many files at once, and
+            shuffled within a window. That suits disks and buckets, where each read
+            costs time, and the order is still the same in every run.
         cache: `"memory"` decodes the split once and keeps it; `"none"` never does;
             `"auto"` does if it takes at most a quarter of the free memory.
         data_dir: Where TFDS keeps prepared data sets; None for its own choice.
@@ -136,7 +136,7 @@ def from_tfds(
     if not is_ordered and cache == "memory":
         msg = (
             "cache='memory' gathers batches from arrays, where no order is faster than "
-            "another. Leave out deterministic=False."
+            "another. Leave out deterministic=False, for a shuffle of all rows."
         )
         raise DataError(msg)
     if is_supervised and isinstance(weights, str) and weights == "weight":
@@ -155,17 +155,30 @@ def from_tfds(
     )
     reading = _Reading(function, num_workers, worker_kind, cache, clock)
 
+    shuffle_seed = seed if is_shuffled else None
+
     def open_source() -> RowSource:
         prepared = find_prepared(name, split, data_dir, decoders)
         keys = supervised_keys(prepared.builder) if is_supervised else None
-        split_rows = _Split(prepared, keys)
-        source, is_kept = _rows(split_rows, reading, layout, options)
+        source = _rows(_Split(prepared, keys), reading, layout, options)
         if is_ordered:
             return source
-        shuffle_seed = seed if is_shuffled else None
-        return _in_any_order(split_rows, source, shuffle_seed, clock, is_kept=is_kept)
+        files = prepared.files()
+        how = "" if shuffle_seed is None else " and shuffled within a window"
+        clock.note(
+            f"deterministic=False: rows come in the order of {len(files)} files, read "
+            f"side by side{how}."
+        )
+        return OrderedRows(source, FileOrder(files, shuffle_seed).at)
 
-    return DistributedDataset(make_plan(open_source, layout, options, clock))
+    plan = make_plan(open_source, layout, options, clock)
+    if not is_ordered:
+        # A place in this order is another row than the same place in a full shuffle.
+        identity = replace(
+            plan.identity, source="rows in the order of files", seed=shuffle_seed
+        )
+        plan = replace(plan, identity=identity)
+    return DistributedDataset(plan)
 
 
 @dataclass(frozen=True)
@@ -226,8 +239,8 @@ class _Reading:
 
 def _rows(
     split: _Split, reading: _Reading, layout: Layout, options: Options
-) -> tuple[RowSource, bool]:
-    """Returns a split as a source of rows, and whether it is kept in memory."""
+) -> RowSource:
+    """Returns a split as a source of rows."""
     num_rows, note = len(split), reading.clock.note
     batch_size = len(process_rows(layout, options.global_batch_size))
     map_example, map_any = reading.map_example, reading.map
@@ -236,9 +249,8 @@ def _rows(
         first = map_any.batch(first, _FIRST, 0)
     # What cannot be placed is refused before the whole split is decoded.
     describe(first, options.strings, lambda _: None)
-    is_kept = _is_kept(split, reading)
     source: RowSource
-    if not is_kept:
+    if not _is_kept(split, reading):
         pool = reading.pool(split.decoder(map_example), num_rows, "Reading")
         source = RecordRows(pool, num_rows, reading.clock)
     else:
@@ -254,7 +266,7 @@ def _rows(
             source = RecordRows(pool, num_rows, reading.clock)
     if map_any is not None and map_any.is_batched:
         source = MappedBatches(source, map_any, batch_size, reading.clock)
-    return source, is_kept
+    return source
 
 
 def _is_kept(split: _Split, reading: _Reading) -> bool:
@@ -266,27 +278,6 @@ def _is_kept(split: _Split, reading: _Reading) -> bool:
     if why_not is not None:
         reading.clock.note(f"cache='auto' keeps nothing: {why_not}.")
     return why_not is None
-
-
-def _in_any_order(
-    split: _Split, source: RowSource, seed: int | None, clock: Clock, *, is_kept: bool
-) -> RowSource:
-    """Returns rows in the order that is fastest to read."""
-    if is_kept:
-        clock.note(
-            "deterministic=False is not needed: the split fits into memory, from where "
-            "batches are gathered in the order of seed and epoch."
-        )
-        num_rows = len(source)
-        return OrderedRows(
-            source, lambda places, epoch: Order(num_rows, seed, epoch).at(places)
-        )
-    files = split.prepared.files()
-    clock.note(
-        f"deterministic=False: rows come in the order of {len(files)} files, read side "
-        f"by side{'' if seed is None else ' and shuffled within a window'}."
-    )
-    return OrderedRows(source, FileOrder(files, seed).at)
 
 
 def _flag(name: str, value: object) -> bool:

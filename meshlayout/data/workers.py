@@ -224,6 +224,7 @@ class _Crew:
     def __init__(self, function: RowFunction, workforce: Workforce) -> None:
         self._function, self.workforce = function, workforce
         self._executor: Executor | None = None
+        self._others = set(multiprocessing.active_children())
         self._children: set[Any] = set()
         if workforce.kind == "threads":
             self._executor = ThreadPoolExecutor(
@@ -252,7 +253,7 @@ class _Crew:
             )
         futures = [executor.submit(_read_in_worker, piece, epoch) for piece in pieces]
         # Processes start with the first pieces.
-        self._children |= set(multiprocessing.active_children())
+        self._children |= set(multiprocessing.active_children()) - self._others
         return [_unpacked(result) for result in _results(futures)]
 
     def speed(self, rows: Array, epoch: int) -> float:
