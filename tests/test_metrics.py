@@ -7,12 +7,14 @@ import pickle
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import meshlayout as ml
 from meshlayout import metrics
+from tests.bad_values import BAD, refusal
 
 
 RNG = np.random.default_rng(0)
@@ -60,6 +62,30 @@ def types(tree):
 
 def values(metric):
     return np.asarray(metric.compute())
+
+
+def settings_of(metric):
+    return {
+        field.name: getattr(metric, field.name)
+        for field in dataclasses.fields(metric)
+        if field.metadata.get("static")
+    }
+
+
+def with_a_field(kind):
+    """A user's own subclass of a metric, with a setting of its own."""
+
+    class Own(kind):
+        factor: float = dataclasses.field(
+            default=1.0, metadata={"static": True}, kw_only=True
+        )
+
+        def compute(self):
+            return super().compute() * self.factor
+
+    Own.__annotations__ = {"factor": float}
+    frozen = dataclasses.dataclass(frozen=True, eq=False)(Own)
+    return jax.tree_util.register_dataclass(frozen)
 
 
 def close(found, wanted, rtol=2e-6):
@@ -135,6 +161,68 @@ def test_metrics_are_frozen_and_reset_to_the_same_configuration(metric, inputs):
     assert repr(one) == repr(metric) == repr(one.reset())
     with pytest.raises(dataclasses.FrozenInstanceError):
         one.anything = 1
+
+
+KINDS = {type(metric): (metric, inputs) for metric, inputs in EVERY}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_a_subclass_keeps_its_own_fields(kind):
+    metric, inputs = KINDS[kind]
+    settings = settings_of(metric)
+    own = with_a_field(kind)(**settings, factor=100.0)
+    updated = own.update(*inputs)
+    for made in (updated, own.merge(own), updated.merge(updated), own.reset()):
+        assert (type(made), made.factor) == (type(own), 100.0)
+    expected = 100 * values(metric.update(*inputs).merge(metric.update(*inputs)))
+    close(values(updated.merge(updated)), expected)
+
+
+def test_a_throughput_with_a_field_keeps_it():
+    own = with_a_field(metrics.Throughput)("steps", factor=2.0)
+    for made in (own.update({}), own.started(), own.update({}).merge(own)):
+        assert made.factor == 2
+
+
+def test_arrays_of_a_subclass_are_added_when_it_merges():
+    class Counted(metrics.Mean):
+        updates: jax.Array = dataclasses.field(default=0, kw_only=True)
+
+        def update(self, values, weights=None):
+            new = super().update(values, weights)
+            return dataclasses.replace(new, updates=jnp.asarray(self.updates) + 1)
+
+    Counted.__annotations__ = {"updates": jax.Array}
+    frozen = dataclasses.dataclass(frozen=True, eq=False)(Counted)
+    kind = jax.tree_util.register_dataclass(frozen)
+    once = kind().update(SCORES)
+    assert (
+        int(once.merge(once.update(SCORES)).updates),
+        int(once.reset().updates),
+    ) == (
+        3,
+        0,
+    )
+
+
+def test_what_a_metric_has_summed_can_be_read_by_name():
+    mean = metrics.Mean().update(SCORES, MASK)
+    close([mean.total, mean.count], [SCORES[MASK].sum(), MASK.sum()])
+    right = LOGITS.argmax(1) == LABELS
+    accuracy = metrics.Accuracy().update(LOGITS, LABELS, MASK)
+    close([accuracy.correct, accuracy.count], [right[MASK].sum(), MASK.sum()])
+    recall = metrics.Recall().update(SCORES, TRUE, MASK)
+    is_true, is_guess = TRUE[MASK] > 0, SCORES[MASK] > 0
+    sums = [recall.hits, recall.predicted, recall.actual, recall.count]
+    close(sums, [(is_true & is_guess).sum(), is_guess.sum(), is_true.sum(), MASK.sum()])
+    f1 = metrics.F1(num_classes=5, average="macro").update(LOGITS, LABELS)
+    close(f1.predicted, np.bincount(LOGITS.argmax(1), minlength=5))
+    close([f1.actual.sum(), f1.count], [16, 16])
+    area = metrics.AUC(num_thresholds=8).update(SCORES, TRUE, MASK)
+    close(
+        [area.positives.sum(), area.negatives.sum()], [is_true.sum(), (~is_true).sum()]
+    )
+    assert float(metrics.Throughput("steps").update({}).count) == 1
 
 
 @some_metrics
@@ -264,6 +352,44 @@ def test_equal_scores_predict_the_first_class_only():
     for label, wanted in ((0, 1), (1, 0), (3, 0)):
         assert values(metrics.Accuracy().update(flat, np.full(4, label))) == wanted
     assert values(metrics.Accuracy(top_k=3).update(flat, np.arange(4))) == 0.75
+
+
+@pytest.mark.parametrize("num_classes", [2, 10, 48, 96, 1000, 4096, 4099])
+def test_the_predicted_class_is_that_of_argmax_for_any_number_of_classes(num_classes):
+    scores = RNG.integers(0, 50, (64, num_classes)).astype(np.float32)
+    scores[:8] = -np.inf
+    scores[8:12, -1] = np.inf
+    labels = scores.argmax(1)  # of equal scores, the first
+    assert values(metrics.Accuracy().update(scores, labels)) == 1
+    assert values(metrics.Accuracy().update(scores, labels + 1)) == 0
+    matrix = metrics.ConfusionMatrix(num_classes).update(scores[:12], labels[:12])
+    assert np.trace(values(matrix)) == 12
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool"])
+def test_a_score_at_the_threshold_is_negative(dtype):
+    scores = jnp.array([0, 1, 0, 1]).astype(dtype)
+    labels = np.array([0, 1, 1, 1])
+    for kind, expected in (
+        (metrics.Accuracy, 3 / 4),
+        (metrics.Precision, 1),
+        (metrics.Recall, 2 / 3),
+        (metrics.F1, 4 / 5),
+    ):
+        close(values(kind(threshold=0.0).update(scores, labels)), expected)
+
+
+@pytest.mark.parametrize("kind", [metrics.Precision, metrics.Recall, metrics.F1])
+def test_two_classes_are_told_apart_as_by_logits(kind):
+    assert kind() == kind() or repr(kind()) == repr(kind(threshold=0.0))
+    close(values(kind().update(*BY_SCORE)), values(kind(threshold=0).update(*BY_SCORE)))
+
+
+@pytest.mark.parametrize("kind", [metrics.Precision, metrics.Recall, metrics.F1])
+def test_the_weighted_average_is_the_mean_over_labels(kind):
+    each = values(kind(num_classes=5, average=None).update(LOGITS, LABELS, MASK))
+    weighted = kind(num_classes=5, average="weighted").update(LOGITS, LABELS, MASK)
+    close(values(weighted), each[LABELS[MASK]].mean())
 
 
 def test_nan_scores_are_never_right():
@@ -646,6 +772,57 @@ def test_clu_and_metrax_agree_with_numpy():
     )
 
 
+# The compiled program.
+
+
+def classifier_step(metric):
+    """One step of a classifier, as an expert writes it, with a metric beside it."""
+
+    def step(params, x, labels):
+        def loss(params):
+            logits = jnp.tanh(x @ params["in"]) @ params["out"]
+            each = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+            return each.mean(), logits
+
+        (value, logits), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        measured = None if metric is None else metric.update(logits, labels)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value, measured
+
+    return jax.jit(step, donate_argnums=0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "classes"),
+    [(("batch", "model"), None), ("batch", "model"), (("batch", "model"),) * 2],
+    ids=["classes whole", "classes cut", "classes cut as the rows are"],
+)
+def test_accuracy_costs_no_memory_and_no_collectives(batch, classes, mesh_2x4):
+    rows, width, num_classes = 512, 32, 4096
+
+    def abstract(shape, *specs, dtype="float32"):
+        sharding = mesh_2x4.layout(*specs).sharding
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    params = {
+        "in": abstract((width, width), None, None),
+        "out": abstract((width, num_classes), None, classes),
+    }
+    inputs = (
+        params,
+        abstract((rows, width), batch, None),
+        abstract((rows,), batch, dtype="int32"),
+    )
+    temp_bytes, sent_bytes = {}, {}
+    for name, metric in (("alone", None), ("measured", metrics.Accuracy())):
+        compiled = classifier_step(metric).lower(*inputs).compile()
+        temp_bytes[name] = compiled.memory_analysis().temp_size_in_bytes
+        sent = ml.testing.expect_communication(compiled)
+        sent_bytes[name] = sum(one.nbytes for one in sent.collectives)
+    logits_bytes = rows * num_classes * 4 / 8
+    assert temp_bytes["measured"] < temp_bytes["alone"] + logits_bytes / 10
+    assert sent_bytes["measured"] < sent_bytes["alone"] + logits_bytes / 10
+
+
 # Refusals.
 
 
@@ -655,7 +832,7 @@ ONE_SCORE = (
 REFUSED = [
     (
         lambda: metrics.Accuracy(top_k=0),
-        "Accuracy: top_k=0 has to be a whole number from 1 on.",
+        "Accuracy: top_k must be a positive integer, got 0.",
     ),
     (
         lambda: metrics.Accuracy(top_k=2, threshold=0.5),
@@ -663,27 +840,23 @@ REFUSED = [
     ),
     (
         lambda: metrics.Accuracy(threshold="a"),
-        "Accuracy: threshold='a' has to be a number.",
+        "Accuracy: threshold must be a finite number, got 'a'.",
     ),
     (
         lambda: metrics.ConfusionMatrix(),
-        "ConfusionMatrix: num_classes=None has to be a whole number from 2 on.",
-    ),
-    (
-        lambda: metrics.F1(),
-        "F1: threshold=None has to be a number: 0.0 where predictions are logits, 0.5 where they are probabilities. For more than two classes, give num_classes and average.",
+        "ConfusionMatrix: num_classes must be an integer of at least 2, got None.",
     ),
     (
         lambda: metrics.Recall(average="macro"),
-        "Recall: num_classes=None has to be a whole number from 2 on.",
+        "Recall: num_classes must be an integer of at least 2, got None.",
     ),
     (
         lambda: metrics.Recall(num_classes=3),
-        "Recall: with num_classes=3, average has to be 'macro', 'micro' or None.",
+        "Recall: with num_classes=3, average must be 'macro', 'micro', 'weighted' or None.",
     ),
     (
         lambda: metrics.Precision(average="marco", num_classes=3),
-        "Precision: average='marco' is not one of 'binary', 'macro', 'micro', None. Did you mean 'macro'?",
+        "Precision: average must be 'binary', 'macro', 'micro', 'weighted' or None, got 'marco'. Did you mean 'macro'?",
     ),
     (
         lambda: metrics.Precision(average="micro", num_classes=3, threshold=0.5),
@@ -691,31 +864,31 @@ REFUSED = [
     ),
     (
         lambda: metrics.AUC(num_thresholds=1),
-        "AUC: num_thresholds=1 has to be a whole number from 2 on.",
+        "AUC: num_thresholds must be an integer of at least 2, got 1.",
     ),
     (
         lambda: metrics.AUC(curve="pr"),
-        "AUC: curve='pr' is not one of 'ROC', 'PR'. Did you mean 'PR'?",
+        "AUC: curve must be 'ROC' or 'PR', got 'pr'.",
     ),
     (
         lambda: metrics.Histogram(1, 1),
-        "Histogram: low=1 has to be less than high=1, and both finite numbers.",
+        "Histogram: low must be less than high, got low=1 and high=1.",
     ),
     (
         lambda: metrics.Histogram(0, 1, 0),
-        "Histogram: num_bins=0 has to be a whole number from 1 on.",
+        "Histogram: num_bins must be a positive integer, got 0.",
     ),
     (
         lambda: metrics.Quantile(2, 0, 1),
-        "Quantile: q=2 has to be a number from 0 to 1.",
+        "Quantile: q must be a finite number of at least 0 and of at most 1, got 2.",
     ),
     (
         lambda: metrics.Throughput("example"),
-        "Throughput: unit='example' is not 'examples' or 'steps'. Did you mean 'examples'?",
+        "Throughput: unit must be 'examples' or 'steps', got 'example'. Did you mean 'examples'?",
     ),
     (
         lambda: metrics.CrossEntropy(from_logits=1),
-        "CrossEntropy: from_logits=1 has to be True or False.",
+        "CrossEntropy: from_logits must be True or False, got 1.",
     ),
     (
         lambda: metrics.Mean().update(SCORES, np.ones(4)),
@@ -723,11 +896,11 @@ REFUSED = [
     ),
     (
         lambda: metrics.Mean().update("a"),
-        "Mean: values is a str, and has to be an array.",
+        "Mean: values must be an array of numbers, got 'a'.",
     ),
     (
         lambda: metrics.Accuracy().update(LOGITS, SCORES),
-        "Accuracy: labels f32[16] has to hold class numbers, which are integers.",
+        "Accuracy: labels f32[16] must hold class numbers, which are integers.",
     ),
     (
         lambda: metrics.Accuracy().update(LOGITS, LABELS[:4]),
@@ -763,7 +936,7 @@ REFUSED = [
     ),
     (
         lambda: metrics.MeanSquaredError().update(LOGITS, TRUE),
-        "MeanSquaredError: predictions f32[16, 5] and labels i32[16] differ in shape; there has to be one prediction per label.",
+        "MeanSquaredError: predictions f32[16, 5] and labels i32[16] differ in shape; there must be one prediction per label.",
     ),
     (
         lambda: metrics.ConfusionMatrix(3).update(*BY_CLASS),
@@ -771,7 +944,7 @@ REFUSED = [
     ),
     (
         lambda: metrics.Mean().merge(metrics.Mean("x")),
-        "Mean(values='losses') does not merge with Mean(values='x'): both have to be of one class and configuration.",
+        "Mean(values='losses') does not merge with Mean(values='x'): both must have the same class and configuration.",
     ),
     (
         lambda: metrics.Metrics({"a": metrics.Mean()}).merge(
@@ -781,11 +954,11 @@ REFUSED = [
     ),
     (
         lambda: metrics.Metrics({"a": 3}),
-        "Metrics: 'a' is 3, and has to be an object with update, merge and compute. For metrics of clu, metrax or flax.nnx, use metrics.adapt.",
+        "Metrics: 'a' is 3, and must be an object with update, merge and compute. For metrics of clu, metrax or flax.nnx, use metrics.adapt.",
     ),
     (
         lambda: metrics.Metrics([metrics.Mean()]),
-        "Metrics takes a dict from names to metrics, and got a list.",
+        "Metrics takes a dict from names to metrics, got [Mean(values='losses')].",
     ),
     (
         lambda: collection().update_from(
@@ -795,11 +968,11 @@ REFUSED = [
     ),
     (
         lambda: metrics.update_from(metrics.Mean(), outputs=LOGITS, batch={}),
-        "outputs is a ndarray; metrics find them by name, so it has to be a dict, such as {'logits': logits}.",
+        "outputs is an array of shape (16, 5); metrics find them by name, so it must be a dict, such as {'logits': logits}.",
     ),
     (
         lambda: metrics.adapt(3),
-        "3 cannot be adapted: it has to be a metric of flax.nnx, or have from_model_output, merge, compute, empty, as those of clu and metrax.",
+        "3 cannot be adapted: it must be a metric of flax.nnx, or have from_model_output, merge, compute, empty, as those of clu and metrax.",
     ),
     (
         lambda: metrics.adapt(metrics.Accuracy),
@@ -821,3 +994,64 @@ def test_what_does_not_fit_is_refused_in_words(call, message):
     with pytest.raises(ml.errors.MetricError) as error:
         call()
     assert str(error.value) == message
+
+
+# Every parameter of every metric, and what nobody can mean by it.
+
+
+@pytest.mark.parametrize("kind", [*KINDS, metrics.Throughput], ids=lambda k: k.__name__)
+def test_every_setting_works_or_is_refused_in_a_sentence(kind):
+    _, inputs = KINDS.get(kind, (None, ({"x": SCORES},)))
+    settings = settings_of(KINDS[kind][0]) if kind in KINDS else {"unit": "steps"}
+
+    def measure(**changes):
+        metric = kind(**{**settings, **changes})
+        hash(jax.tree.structure(metric))
+        metric.update(*inputs).compute()
+
+    for name in settings:
+        for bad in BAD:
+            message = refusal(ml.errors.MetricError, measure, **{name: bad})
+            assert message is None or message.startswith((kind.__name__, "Histogram"))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_every_input_works_or_is_refused_in_a_sentence(kind):
+    metric, inputs = KINDS[kind]
+    for at in range(len(inputs) + 1):
+        for bad in [*BAD, jax.random.key(0), [[1.0], [2.0, 3.0]], 2**70, np.array("t")]:
+            given = [*inputs, None]
+            given[at] = bad
+            message = refusal(ml.errors.MetricError, metric.update, *given)
+            assert message is None or message.startswith(kind.__name__)
+
+
+COLLECTING = {
+    "Metrics": metrics.Metrics,
+    "a metric": lambda bad: metrics.Metrics({"a": bad}),
+    "a name": lambda bad: metrics.Metrics({bad: metrics.Mean()}),
+    "adapt": metrics.adapt,
+    "a source": lambda bad: metrics.adapt(nnx.metrics.Average(), values=bad),
+    "merge": lambda bad: collection().merge(bad),
+    "merge of one": lambda bad: metrics.Mean().merge(bad),
+    "update_from": lambda bad: metrics.update_from(bad, outputs={}, batch=BATCH),
+    "outputs": lambda bad: metrics.update_from(
+        metrics.Accuracy(), outputs=bad, batch=BATCH
+    ),
+    "batch": lambda bad: metrics.update_from(
+        metrics.Accuracy(), outputs={"logits": LOGITS}, batch=bad
+    ),
+    "losses": lambda bad: metrics.update_from(
+        metrics.Mean(), outputs={}, batch={}, losses=bad
+    ),
+    "weights": lambda bad: metrics.update_from(
+        metrics.Mean(), outputs={}, batch={}, losses=SCORES, weights=bad
+    ),
+}
+
+
+@pytest.mark.parametrize("call", COLLECTING)
+def test_every_argument_of_a_collection_works_or_is_refused_in_a_sentence(call):
+    for bad in BAD:
+        if call != "a name" or bad.__hash__:
+            refusal(ml.errors.MetricError, COLLECTING[call], bad)

@@ -257,7 +257,7 @@ REFUSED = {
     "a class of flax": (nnx.metrics.Average, CALL.format("Average")),
     "a number": (
         3,
-        "metrics=: 'a': 3 cannot be adapted: it has to be a metric of flax.nnx, or "
+        "metrics=: 'a': 3 cannot be adapted: it must be a metric of flax.nnx, or "
         "have from_model_output, merge, compute, empty, as those of clu and metrax.",
     ),
 }

@@ -9,12 +9,12 @@ from meshlayout.metrics.classification import (
     Recall as Recall,
 )
 from meshlayout.metrics.collection import Metrics as Metrics
-from meshlayout.metrics.feeding import update_from as update_from
 from meshlayout.metrics.histograms import (
     AUC as AUC,
     Histogram as Histogram,
     Quantile as Quantile,
 )
+from meshlayout.metrics.input_binding import update_from as update_from
 from meshlayout.metrics.means import (
     CrossEntropy as CrossEntropy,
     Last as Last,

@@ -1,25 +1,29 @@
 """Metrics of clu, metrax and flax.nnx, as immutable metrics."""
 
+import dataclasses
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from inspect import Parameter
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import ArrayLike
 
+from meshlayout._annotations import PyTree
+from meshlayout._checks import shown
 from meshlayout.errors import MetricError
 from meshlayout.metrics.elements import as_array
-from meshlayout.metrics.feeding import Source, arguments, feed
+from meshlayout.metrics.input_binding import MetricInputs, bound_arguments, updated
 from meshlayout.metrics.metric import Metric
 
 
-_Names = tuple[tuple[str, Any], ...]
+_Names: TypeAlias = tuple[tuple[str, str | int], ...]
 
 
-def adapt(metric: Any, **sources: str | int) -> Any:
+def adapt(metric: Any, **sources: str | int) -> "Metric | Adapted":
     """Makes an immutable metric of one of clu, metrax or flax.nnx.
 
     It has `merge`, `compute`, `reset` and goes wherever a metric of this library
@@ -41,7 +45,7 @@ def adapt(metric: Any, **sources: str | int) -> Any:
         A metric; or `metric` itself, if it is one of this library or adapted already.
 
     Raises:
-        MetricError: If it is no such metric.
+        MetricError: If it is not such a metric.
 
     Example:
         >>> from meshlayout.metrics import update_from
@@ -52,6 +56,13 @@ def adapt(metric: Any, **sources: str | int) -> Any:
     """
     if _is_ours(metric) and not sources:
         return metric
+    for parameter, name in sources.items():
+        if not isinstance(name, (str, int)) or isinstance(name, bool):
+            msg = (
+                f"adapt: {parameter} must be the name of an output or of an entry of "
+                f"the batch, got {shown(name)}."
+            )
+            raise MetricError(msg)
     names: _Names = tuple(sorted(sources.items()))
     if isinstance(metric, nnx.MultiMetric):
         parts = {name: getattr(metric, name) for name in _part_names(metric)}
@@ -71,19 +82,18 @@ def adapt(metric: Any, **sources: str | int) -> Any:
         msg = f"{name} is a class, and a metric is one of its objects: call {name}()."
         raise MetricError(msg)
     msg = (
-        f"{metric!r} cannot be adapted: it has to be a metric of flax.nnx, or have "
+        f"{shown(metric)} cannot be adapted: it must be a metric of flax.nnx, or have "
         f"{', '.join(needed)}, as those of clu and metrax."
     )
     raise MetricError(msg)
 
 
 def _is_ours(metric: Any) -> bool:
-    adapted = (AdaptedModelOutput, AdaptedNnx, AdaptedParts)
-    return isinstance(metric, (Metric, *adapted))
+    return isinstance(metric, (Metric, AdaptedModelOutput, AdaptedNnx, AdaptedParts))
 
 
 def _is_class(metric: Any) -> bool:
-    """Tells whether this is a class of metrics that are made by calling it."""
+    """Returns whether this is a class of metrics that are made by calling it."""
     is_called = hasattr(metric, "update") and not hasattr(metric, "empty")
     return isinstance(metric, type) and is_called
 
@@ -92,19 +102,19 @@ def _part_names(metric: Any) -> tuple[str, ...]:
     return tuple(metric._metric_names)  # noqa: SLF001 (there is no public list)
 
 
-def _copied(state: Any) -> Any:
+def _copied(state: PyTree) -> PyTree:
     """Returns a state of the same arrays; flax's metrics change the one they have."""
     return jax.tree.map(lambda x: x, state)
 
 
-def _check_alike(one: Any, other: Any) -> None:
-    if type(one) is not type(other) or one.label != other.label:
+def _check_alike(metric: "Adapted", other: Any) -> None:
+    if type(metric) is not type(other) or metric.label != other.label:
         label = getattr(other, "label", type(other).__name__)
-        msg = f"{one.label} does not merge with {label}: both have to be of one class."
+        msg = f"{metric.label} does not merge with {label}: both must have one class."
         raise MetricError(msg)
 
 
-def _blanked(value: Any, weights: Any) -> Any:
+def _blanked(value: Any, weights: jax.Array | None) -> Any:
     """Returns a value with 0 where the weight is 0."""
     if weights is None or not hasattr(value, "shape") or not hasattr(value, "dtype"):
         return value
@@ -116,15 +126,17 @@ def _blanked(value: Any, weights: Any) -> Any:
     return jnp.where(jnp.expand_dims(weights, missing) != 0, value, 0)
 
 
-def _call(function: Any, source: Source, names: _Names, label: str) -> Any:
+def _call(
+    function: Callable[..., Any], inputs: MetricInputs, names: _Names, label: str
+) -> Any:
     """Calls a foreign metric's function with the arguments that it takes."""
-    weights = source.weights
+    weights = inputs.weights
     if weights is not None:
         weights = as_array(weights, "weights", label)
-    blank = Source(
-        {name: _blanked(value, weights) for name, value in source.outputs.items()},
-        jax.tree.map(lambda x: _blanked(x, weights), source.batch),
-        _blanked(source.losses, weights),
+    blank = MetricInputs(
+        {name: _blanked(value, weights) for name, value in inputs.outputs.items()},
+        jax.tree.map(lambda x: _blanked(x, weights), inputs.batch),
+        _blanked(inputs.losses, weights),
         weights,
     )
     parameters = inspect.signature(function).parameters
@@ -137,15 +149,15 @@ def _call(function: Any, source: Source, names: _Names, label: str) -> Any:
             "without padding and weights."
         )
         raise MetricError(msg)
-    own = {name: None for name in takers if name not in dict(names)}
+    masks = {name: None for name in takers if name not in dict(names)}
     if weights is not None:
-        masks = {"mask": weights != 0, "weights": weights, "sample_weights": weights}
-        own = {name: masks[name] for name in own or (["mask"] if takes_any else [])}
-    chosen = {name: of for name, of in names if takes_any or name in parameters}
-    # What is given here comes before an output or an entry of the same name.
-    given = Source({**blank.outputs, **own}, blank.batch, blank.losses, weights)
-    args, kwargs = arguments(function, given, chosen, label)
-    return function(*args, **{**kwargs, **own})
+        every = {"mask": weights != 0, "weights": weights, "sample_weights": weights}
+        masks = {name: every[name] for name in masks or (["mask"] if takes_any else [])}
+    renamed = {name: of for name, of in names if takes_any or name in parameters}
+    # A mask comes before an output or an entry of the same name.
+    masked = dataclasses.replace(blank, outputs={**blank.outputs, **masks})
+    args, kwargs = bound_arguments(function, masked, renamed, label)
+    return function(*args, **{**kwargs, **masks})
 
 
 @jax.tree_util.register_dataclass
@@ -153,7 +165,7 @@ def _call(function: Any, source: Source, names: _Names, label: str) -> Any:
 class AdaptedModelOutput:
     """A metric of clu or metrax; made by `adapt`."""
 
-    state: Any
+    state: PyTree
     kind: type = field(metadata={"static": True})
     sources: _Names = field(metadata={"static": True})
 
@@ -162,14 +174,10 @@ class AdaptedModelOutput:
         """What it is called in messages."""
         return f"{self.kind.__module__.partition('.')[0]}'s {self.kind.__name__}"
 
-    def _update_from(self, source: Source) -> Self:
-        make = self.kind.from_model_output
-        return self._with(
-            self.state.merge(_call(make, source, self.sources, self.label))
-        )
-
-    def _with(self, state: Any) -> Self:
-        return type(self)(state, self.kind, self.sources)
+    def _update_from(self, inputs: MetricInputs) -> Self:
+        from_model_output = self.kind.from_model_output
+        new = _call(from_model_output, inputs, self.sources, self.label)
+        return dataclasses.replace(self, state=self.state.merge(new))
 
     def merge(self, other: Self) -> Self:
         """Returns the metric of what both have counted.
@@ -178,7 +186,7 @@ class AdaptedModelOutput:
             MetricError: If the other one is of another class.
         """
         _check_alike(self, other)
-        return self._with(self.state.merge(other.state))
+        return dataclasses.replace(self, state=self.state.merge(other.state))
 
     def compute(self) -> Any:
         """Returns what the adapted metric computes."""
@@ -186,7 +194,7 @@ class AdaptedModelOutput:
 
     def reset(self) -> Self:
         """Returns the empty metric."""
-        return self._with(self.kind.empty())
+        return dataclasses.replace(self, state=self.kind.empty())
 
 
 @jax.tree_util.register_dataclass
@@ -194,7 +202,7 @@ class AdaptedModelOutput:
 class AdaptedNnx:
     """A metric of flax.nnx; made by `adapt`."""
 
-    state: Any
+    state: PyTree
     definition: Any = field(metadata={"static": True})
     kind: type = field(metadata={"static": True})
     sources: _Names = field(metadata={"static": True})
@@ -207,21 +215,21 @@ class AdaptedNnx:
     def _metric(self) -> Any:
         return nnx.merge(self.definition, _copied(self.state))
 
-    def _of(self, metric: Any) -> Self:
+    def _of(self, metric: nnx.metrics.Metric) -> Self:
         """Returns the same with another state, whose dtypes are kept."""
         state = nnx.split(metric)[1]
         state = jax.tree.map(
             lambda new, old: jnp.asarray(new, old.dtype), state, self.state
         )
-        return type(self)(state, self.definition, self.kind, self.sources)
+        return dataclasses.replace(self, state=state)
 
-    def _update_from(self, source: Source) -> Self:
+    def _update_from(self, inputs: MetricInputs) -> Self:
         metric = self._metric()
         if self.kind in _STATISTICS:
-            values = _values(metric, source, dict(self.sources), self.label)
-            _add(metric, *_batch_statistics(values, source.weights, self.label))
+            values = _values(metric, inputs, dict(self.sources), self.label)
+            _add(metric, *_batch_statistics(values, inputs.weights, self.label))
         else:
-            _call(metric.update, source, self.sources, self.label)
+            _call(metric.update, inputs, self.sources, self.label)
         return self._of(metric)
 
     def merge(self, other: Self) -> Self:
@@ -265,9 +273,9 @@ class AdaptedParts:
         """What it is called in messages."""
         return f"nnx's MultiMetric({', '.join(self.parts)})"
 
-    def _update_from(self, source: Source) -> Self:
+    def _update_from(self, inputs: MetricInputs) -> Self:
         return type(self)(
-            {name: feed(part, source) for name, part in self.parts.items()}
+            {name: updated(part, inputs) for name, part in self.parts.items()}
         )
 
     def merge(self, other: Self) -> Self:
@@ -290,17 +298,19 @@ class AdaptedParts:
         return type(self)({name: part.reset() for name, part in self.parts.items()})
 
 
+Adapted: TypeAlias = AdaptedModelOutput | AdaptedNnx | AdaptedParts
+
 # flax's own metrics, whose state is a count, and a sum or a mean and its variance.
 _STATISTICS = (nnx.metrics.Average, nnx.metrics.Accuracy, nnx.metrics.Welford)
 
 
 def _values(
-    metric: Any, source: Source, names: Mapping[str, Any], label: str
+    metric: Any, inputs: MetricInputs, names: Mapping[str, str | int], label: str
 ) -> jax.Array:
     """Returns the values that one of flax's own metrics averages."""
 
     def find(name: str) -> jax.Array:
-        return as_array(source.find(names.get(name, name), label), name, label)
+        return as_array(inputs.find(names.get(name, name), label), name, label)
 
     if type(metric) is not nnx.metrics.Accuracy:
         return find(metric.argname).astype(jnp.float32)
@@ -323,7 +333,7 @@ def _values(
 
 
 def _batch_statistics(
-    values: jax.Array, weights: Any, label: str
+    values: jax.Array, weights: ArrayLike | None, label: str
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns count, sum and sum of squares about the mean, where weights are not 0."""
     counts = jnp.ones(values.shape, bool)

@@ -5,13 +5,16 @@ from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
-from meshlayout.errors import MetricError, did_you_mean
+from meshlayout import _checks
+from meshlayout.errors import MetricError
 from meshlayout.metrics.elements import (
     as_array,
     check_class_numbers,
     class_scores,
     element_weights,
+    highest_class,
     is_class,
     is_explicit,
     label_numbers,
@@ -19,12 +22,20 @@ from meshlayout.metrics.elements import (
     same_shape,
     text,
 )
-from meshlayout.metrics.metric import EMPTY, Metric, accumulator, metric_class, setting
-from meshlayout.metrics.total import Total
+from meshlayout.metrics.means import MeanMetric
+from meshlayout.metrics.metric import (
+    EMPTY,
+    Metric,
+    Total,
+    accumulator,
+    metric_class,
+    setting,
+    source,
+)
 
 
-Average: TypeAlias = Literal["binary", "macro", "micro"] | None
-_AVERAGES = ("binary", "macro", "micro")
+Average: TypeAlias = Literal["binary", "macro", "micro", "weighted"] | None
+_AVERAGES = ("binary", "macro", "micro", "weighted", None)
 
 # What to do for two classes and one score per example.
 _THRESHOLD = (
@@ -34,35 +45,23 @@ _THRESHOLD = (
 _CLASSES = "give class numbers as predictions, as (logits > 0).astype(int)"
 
 
-def is_count(x: Any, least: int = 1) -> bool:
-    """Tells whether a setting is a whole number, and not too small."""
-    return isinstance(x, int) and not isinstance(x, bool) and x >= least
-
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool) and x == x
-
-
 def _above(predictions: jax.Array, threshold: float) -> jax.Array:
-    return predictions.astype(jnp.float32) >= threshold
-
-
-def _pair_text(predictions: jax.Array, labels: jax.Array) -> str:
-    return f"{text('predictions', predictions)} and {text('labels', labels)}"
+    # As scikit-learn, Keras and torchmetrics: a score at the threshold predicts 0.
+    return predictions.astype(jnp.float32) > threshold
 
 
 @metric_class
-class Accuracy(Metric):
+class Accuracy(MeanMetric):
     """The share of labels that are predicted.
 
     Of equal scores, the class with the lower number is predicted, as by `argmax`. NaN
-    among a row's scores makes it wrong, and so does a label that is no class.
+    among a row's scores makes it wrong, and so does a label that is not a class.
 
     Args:
         predictions: The name of the predictions in a step's outputs or batch.
         labels: The name of the labels there.
         top_k: How many of the highest scores count as predicted.
-        threshold: For two classes and one score each: scores from here on predict 1.
+        threshold: For two classes and one score each: higher scores predict 1.
 
     Example:
         >>> logits = jnp.array([[1.0, 3.0, 2.0], [5.0, 0.0, 1.0]])
@@ -72,33 +71,32 @@ class Accuracy(Metric):
         1.0
     """
 
-    predictions: str | int = setting(default="logits")
-    labels: str | int = setting(default="label")
+    predictions: str | int = source(default="logits")
+    labels: str | int = source(default="label")
     top_k: int = setting(default=1)
     threshold: float | None = setting(default=None)
-    sums: Total = accumulator(default=EMPTY)  # of what is right, and of all
-    inputs: ClassVar[tuple[str, ...]] = ("predictions", "labels")
+    sums: Total = accumulator(default=EMPTY)
 
     def _check(self) -> None:
-        if not is_count(self.top_k):
-            msg = f"Accuracy: top_k={self.top_k!r} has to be a whole number from 1 on."
-            raise MetricError(msg)
+        self._set(top_k=_checks.count("top_k", self.top_k, **self._context))
         if self.threshold is None:
             return
-        if not _is_number(self.threshold):
-            msg = f"Accuracy: threshold={self.threshold!r} has to be a number."
-            raise MetricError(msg)
+        threshold = _checks.number("threshold", self.threshold, **self._context)
+        self._set(threshold=threshold)
         if self.top_k != 1:
             msg = (
-                f"Accuracy: top_k={self.top_k} is for one score per class, and "
-                f"threshold={self.threshold} for one score per label. Give one of them."
+                f"{type(self).__name__}: top_k={self.top_k} is for one score per "
+                f"class, and threshold={threshold} for one score per label. Give one "
+                "of them."
             )
             raise MetricError(msg)
 
-    def _start(self) -> dict[str, Any]:
-        return {"sums": Total.zeros((2,))}
-
-    def update(self, predictions: Any, labels: Any, weights: Any = None) -> Self:
+    def update(
+        self,
+        predictions: ArrayLike,
+        labels: ArrayLike,
+        weights: ArrayLike | None = None,
+    ) -> Self:
         """Returns the metric with a batch added.
 
         Args:
@@ -111,62 +109,60 @@ class Accuracy(Metric):
         Raises:
             MetricError: If shapes or dtypes do not fit.
         """
-        right = self._right(predictions, labels)
-        each = element_weights(weights, right, "labels", "Accuracy")
-        settings = (self.predictions, self.labels, self.top_k, self.threshold)
-        new = jnp.stack([jnp.sum(jnp.where(right, each, 0)), jnp.sum(each)])
-        return type(self)(*settings, sums=self.sums.add(new))
+        where = type(self).__name__
+        right = self._is_right(predictions, labels, where)
+        return self._add(right, element_weights(weights, right, "labels", where))
 
-    def _right(self, predictions: Any, labels: Any) -> jax.Array:
+    def _is_right(
+        self, predictions: ArrayLike, labels: ArrayLike, where: str
+    ) -> jax.Array:
         """Returns for each label whether it was predicted."""
         if self.threshold is not None:
-            predictions, labels = same_shape(predictions, labels, "Accuracy")
-            right = _above(predictions, self.threshold) == (labels > 0)
-            return right & (predictions == predictions)
-        predictions = as_array(predictions, "predictions", "Accuracy")
-        labels = as_array(labels, "labels", "Accuracy")
+            scores, labels = same_shape(predictions, labels, where)
+            right = _above(scores, self.threshold) == (labels > 0)
+            return right & (scores == scores)  # NaN predicts nothing
+        predictions = as_array(predictions, "predictions", where)
+        labels = as_array(labels, "labels", where)
         if _are_classes(predictions, labels):
             if self.top_k == 1:
                 return predictions == labels
             msg = (
-                f"Accuracy: with top_k={self.top_k}, there has to be one score per "
-                f"class, and {_pair_text(predictions, labels)} are class numbers."
+                f"{where}: with top_k={self.top_k}, there must be one score per class, "
+                f"and {text('predictions', predictions)} and {text('labels', labels)} "
+                "are class numbers."
             )
             raise MetricError(msg)
-        scores, labels = class_scores(predictions, labels, "Accuracy", _THRESHOLD)
+        scores, labels = class_scores(predictions, labels, where, _THRESHOLD)
         if self.top_k > scores.shape[-1]:
             msg = (
-                f"Accuracy: top_k={self.top_k} is more than the {scores.shape[-1]} "
+                f"{where}: top_k={self.top_k} is more than the {scores.shape[-1]} "
                 f"classes of {text('predictions', scores)}."
             )
             raise MetricError(msg)
-        rank = ranks(scores, label_numbers(scores, labels))
+        numbers = label_numbers(scores, labels)
+        if self.top_k == 1:
+            return (highest_class(scores) == numbers) & (numbers >= 0)
+        rank = ranks(scores, numbers)
         return (rank >= 0) & (rank < self.top_k)
+
+    @property
+    def correct(self) -> jax.Array:
+        """The weight of the labels that were predicted; `count` is that of all."""
+        return self.total
 
     def compute(self) -> jax.Array:
         """Returns the accuracy; NaN where nothing was counted."""
-        correct, count = self.sums.value
-        return correct / count
+        return super().compute()
 
 
 def _are_classes(predictions: jax.Array, labels: jax.Array) -> bool:
-    """Tells whether both are class numbers, one prediction per label."""
+    """Returns whether both are class numbers, one prediction per label."""
     floats = [jnp.issubdtype(x.dtype, jnp.floating) for x in (predictions, labels)]
     return predictions.shape == labels.shape and not any(floats)
 
 
-def _check_num_classes(metric: Any) -> None:
-    if not is_count(metric.num_classes, 2):
-        where = type(metric).__name__
-        msg = (
-            f"{where}: num_classes={metric.num_classes!r} has to be a whole number "
-            "from 2 on."
-        )
-        raise MetricError(msg)
-
-
 def _class_pair(
-    predictions: Any, labels: Any, num_classes: int, where: str
+    predictions: ArrayLike, labels: ArrayLike, num_classes: int, where: str
 ) -> tuple[jax.Array, jax.Array]:
     """Returns predicted and true class numbers.
 
@@ -185,16 +181,14 @@ def _class_pair(
         raise MetricError(msg)
     numbers = label_numbers(scores, labels)
     check_class_numbers(numbers, "labels", where)
-    predicted = jnp.argmax(scores, axis=-1).astype(jnp.int32)
-    unknown = jnp.any(jnp.isnan(scores), axis=-1)
-    return jnp.where(unknown, -1, predicted), numbers
+    return highest_class(scores), numbers
 
 
 @metric_class
 class ConfusionMatrix(Metric):
     """How often each class was predicted for each label: labels in rows.
 
-    A label or prediction that is no class, and a row of scores with NaN, is in no
+    A label or prediction that is not a class, and a row of scores with NaN, is in no
     cell; `compute().sum()` is then less than the weight of what was given.
 
     Args:
@@ -211,19 +205,26 @@ class ConfusionMatrix(Metric):
     """
 
     num_classes: int | None = setting(default=None)
-    predictions: str | int = setting(default="logits")
-    labels: str | int = setting(default="label")
+    predictions: str | int = source(default="logits")
+    labels: str | int = source(default="label")
     cells: Total = accumulator(default=EMPTY)
-    inputs: ClassVar[tuple[str, ...]] = ("predictions", "labels")
 
     def _check(self) -> None:
-        _check_num_classes(self)
+        self._check_num_classes(self.num_classes)
 
     def _start(self) -> dict[str, Any]:
-        size = self.num_classes or 0
-        return {"cells": Total.zeros((size, size))}
+        return {"cells": Total.zeros((self._size, self._size))}
 
-    def update(self, predictions: Any, labels: Any, weights: Any = None) -> Self:
+    @property
+    def _size(self) -> int:
+        return self.num_classes or 0
+
+    def update(
+        self,
+        predictions: ArrayLike,
+        labels: ArrayLike,
+        weights: ArrayLike | None = None,
+    ) -> Self:
         """Returns the metric with a batch added.
 
         Args:
@@ -234,82 +235,75 @@ class ConfusionMatrix(Metric):
         Raises:
             MetricError: If shapes or dtypes do not fit.
         """
-        size = self.num_classes or 0
-        predicted, true = _class_pair(predictions, labels, size, "ConfusionMatrix")
-        each = element_weights(weights, true, "labels", "ConfusionMatrix")
-        rows = jnp.where(is_class(true, size), each[..., None], 0)
-        columns = is_class(predicted, size).astype(jnp.float32)
+        where = type(self).__name__
+        predicted, true = _class_pair(predictions, labels, self._size, where)
+        each = element_weights(weights, true, "labels", where)
+        rows = jnp.where(is_class(true, self._size), each[..., None], 0)
+        columns = is_class(predicted, self._size).astype(jnp.float32)
         dims = tuple(range(true.ndim))
         if is_explicit(rows) or is_explicit(columns):
             cells = jnp.sum(rows[..., None] * columns[..., None, :], axis=dims)
         else:
             contracted = ((dims, dims), ((), ()))
             cells = jax.lax.dot_general(rows, columns, contracted, precision="highest")
-        settings = (self.num_classes, self.predictions, self.labels)
-        return type(self)(*settings, cells=self.cells.add(cells))
+        return dataclasses.replace(self, cells=self.cells.add(cells))
 
     def compute(self) -> jax.Array:
         """Returns the weights, shape `(num_classes, num_classes)`; 0 where empty."""
         return self.cells.value
 
 
-@metric_class
-class _Hits(Metric):
-    """What precision, recall and F1 have in common."""
+# What precision, recall and F1 count for each class. In one array, because every
+# array of a step's state costs host time.
+_COUNTED = ("hits", "predicted", "actual", "count")
 
-    predictions: str | int = setting(default="logits")
-    labels: str | int = setting(default="label")
+
+@metric_class
+class _ClassShare(Metric):
+    """What precision, recall and F1 have in common: hits, per mean of some wholes."""
+
+    predictions: str | int = source(default="logits")
+    labels: str | int = source(default="label")
     threshold: float | None = setting(default=None)
     num_classes: int | None = setting(default=None)
     average: Average = setting(default="binary")
-    hits: Total = accumulator(default=EMPTY)  # predicted, and rightly so
-    predicted: Total = accumulator(default=EMPTY)
-    actual: Total = accumulator(default=EMPTY)
-    count: Total = accumulator(default=EMPTY)
-    inputs: ClassVar[tuple[str, ...]] = ("predictions", "labels")
+    counts: Total = accumulator(default=EMPTY)  # one row for each of _COUNTED
+    _wholes: ClassVar[tuple[str, ...]] = ()
 
     def _check(self) -> None:
-        where = type(self).__name__
-        if self.average is not None and self.average not in _AVERAGES:
-            msg = (
-                f"{where}: average={self.average!r} is not one of "
-                f"{', '.join(map(repr, _AVERAGES))}, None."
-                f"{did_you_mean(self.average, _AVERAGES)}"
-            )
-            raise MetricError(msg)
-        if self.average == "binary":
-            self._check_binary(where)
+        average = _checks.choice("average", self.average, _AVERAGES, **self._context)
+        if average == "binary":
+            self._check_binary()
             return
-        _check_num_classes(self)
+        self._check_num_classes(self.num_classes)
         if self.threshold is not None:
             msg = (
-                f"{where}: threshold={self.threshold!r} is for average='binary'; with "
-                f"average={self.average!r}, the class with the highest score is "
-                "predicted."
+                f"{type(self).__name__}: threshold={self.threshold!r} is for "
+                f"average='binary'; with average={average!r}, the class with the "
+                "highest score is predicted."
             )
             raise MetricError(msg)
 
-    def _check_binary(self, where: str) -> None:
+    def _check_binary(self) -> None:
         if self.num_classes is not None:
             msg = (
-                f"{where}: with num_classes={self.num_classes!r}, average has to be "
-                "'macro', 'micro' or None."
+                f"{type(self).__name__}: with num_classes={self.num_classes!r}, "
+                "average must be 'macro', 'micro', 'weighted' or None."
             )
             raise MetricError(msg)
-        if not _is_number(self.threshold):
-            msg = (
-                f"{where}: threshold={self.threshold!r} has to be a number: 0.0 where "
-                "predictions are logits, 0.5 where they are probabilities. For more "
-                "than two classes, give num_classes and average."
-            )
-            raise MetricError(msg)
+        threshold = 0.0 if self.threshold is None else self.threshold
+        self._set(threshold=_checks.number("threshold", threshold, **self._context))
 
     def _start(self) -> dict[str, Any]:
-        shape = () if self.num_classes is None else (self.num_classes,)
-        names = ("hits", "predicted", "actual")
-        return {name: Total.zeros(shape) for name in names} | {"count": Total.zeros()}
+        classes = () if self.num_classes is None else (self.num_classes,)
+        return {"counts": Total.zeros((len(_COUNTED), *classes))}
 
-    def update(self, predictions: Any, labels: Any, weights: Any = None) -> Self:
+    def update(
+        self,
+        predictions: ArrayLike,
+        labels: ArrayLike,
+        weights: ArrayLike | None = None,
+    ) -> Self:
         """Returns the metric with a batch added.
 
         Args:
@@ -323,63 +317,87 @@ class _Hits(Metric):
             MetricError: If shapes or dtypes do not fit.
         """
         where = type(self).__name__
-        if self.threshold is not None:
+        if self.num_classes is None:
             scores, labels = same_shape(predictions, labels, where)
-            each = element_weights(weights, labels, "labels", where)
-            guess, truth, share = _above(scores, self.threshold), labels > 0, each
+            share = element_weights(weights, labels, "labels", where)
+            guess, truth = _above(scores, self.threshold or 0), labels > 0
         else:
-            size = self.num_classes or 0
+            size = self.num_classes
             numbers, labels = _class_pair(predictions, labels, size, where)
-            each = element_weights(weights, labels, "labels", where)
+            share = element_weights(weights, labels, "labels", where)[..., None]
             guess, truth = is_class(numbers, size), is_class(labels, size)
-            share = each[..., None]
+        counted = {
+            "hits": guess & truth,
+            "predicted": guess,
+            "actual": truth,
+            "count": jnp.ones_like(guess),
+        }
         dims = tuple(range(labels.ndim))
+        sums = [jnp.sum(jnp.where(counted[k], share, 0), axis=dims) for k in _COUNTED]
+        return dataclasses.replace(self, counts=self.counts.add(jnp.stack(sums)))
 
-        def total(old: Total, chosen: jax.Array) -> Total:
-            return old.add(jnp.sum(jnp.where(chosen, share, 0), axis=dims))
+    @property
+    def hits(self) -> jax.Array:
+        """The weight of what was predicted and is so; per class if there are more."""
+        return self._row("hits")
 
-        return dataclasses.replace(
-            self,
-            hits=total(self.hits, guess & truth),
-            predicted=total(self.predicted, guess),
-            actual=total(self.actual, truth),
-            count=self.count.add(jnp.sum(each)),
-        )
+    @property
+    def predicted(self) -> jax.Array:
+        """The weight of what was predicted, right or wrong."""
+        return self._row("predicted")
 
-    def _share(self, wholes: tuple[Total, ...]) -> jax.Array:
-        """Returns the hits, per mean of the wholes, averaged as asked."""
-        counted = self.count.value > 0
-        hits = self.hits.value
-        whole = sum((total.value for total in wholes), jnp.zeros_like(hits))
-        whole = whole / len(wholes)
+    @property
+    def actual(self) -> jax.Array:
+        """The weight of the labels that are so, predicted or not."""
+        return self._row("actual")
+
+    @property
+    def count(self) -> jax.Array:
+        """The weight of all labels, a scalar."""
+        count = self._row("count")
+        return count[0] if count.ndim else count
+
+    def _row(self, name: str) -> jax.Array:
+        return self.counts.value[_COUNTED.index(name)]
+
+    def compute(self) -> jax.Array:
+        """Returns the value, averaged as asked; NaN where nothing was counted."""
+        hits, predicted, actual = self.hits, self.predicted, self.actual
+        wholes = [self._row(name) for name in self._wholes]
+        whole = sum(wholes[1:], wholes[0]) / len(wholes)
         if self.average == "micro":
             hits, whole = jnp.sum(hits), jnp.sum(whole)
         share = jnp.where(whole > 0, hits / whole, 0)
         if self.average in ("binary", "micro"):
-            return jnp.where(counted, share, jnp.nan)
-        occurs = (self.predicted.value > 0) | (self.actual.value > 0)
+            return jnp.where(self.count > 0, share, jnp.nan)
+        if self.average == "weighted":
+            return jnp.sum(share * actual) / jnp.sum(actual)
+        occurs = (predicted > 0) | (actual > 0)
         if self.average is None:
             return jnp.where(occurs, share, jnp.nan)
         return jnp.sum(jnp.where(occurs, share, 0)) / jnp.sum(occurs)
 
 
 @metric_class
-class Precision(_Hits):
-    """The share of predicted ones that are right.
+class Precision(_ClassShare):
+    """The share of what was predicted that is right.
 
-    With `average="binary"` there are two classes and one score each, and a score from
-    `threshold` on predicts 1. With more classes, the highest score is predicted;
+    With `average="binary"` there are two classes and one score each, and a score above
+    the threshold predicts 1. With more classes, the highest score is predicted:
     `"macro"` is the mean over the classes that occur among labels or predictions,
-    `"micro"` counts all classes together, and None gives one value per class. The
-    value is 0 where what it divides by is 0, and NaN where nothing was counted and
-    for a class that does not occur.
+    `"weighted"` the mean over the labels, `"micro"` counts all classes together, and
+    None gives one value per class. The value is 0 where what it divides by is 0, and
+    NaN where nothing was counted and for a class that does not occur.
+
+    What it is made of can be read as `hits`, `predicted`, `actual` and `count`.
 
     Args:
         predictions: The name of the predictions in a step's outputs or batch.
         labels: The name of the labels there.
-        threshold: For two classes: 0.0 for logits, 0.5 for probabilities.
+        threshold: For two classes: 0.0, for logits, if not given; 0.5 is for
+            probabilities.
         num_classes: For more classes: how many.
-        average: `"binary"`, `"macro"`, `"micro"` or None.
+        average: `"binary"`, `"macro"`, `"micro"`, `"weighted"` or None.
 
     Example:
         >>> precision = Precision(threshold=0.5)
@@ -388,23 +406,12 @@ class Precision(_Hits):
         0.5
     """
 
-    def compute(self) -> jax.Array:
-        """Returns the precision."""
-        return self._share((self.predicted,))
+    _wholes: ClassVar[tuple[str, ...]] = ("predicted",)
 
 
 @metric_class
-class Recall(_Hits):
-    """The share of actual ones that are predicted.
-
-    Averages, and what is 0 and NaN, are as for `Precision`.
-
-    Args:
-        predictions: The name of the predictions in a step's outputs or batch.
-        labels: The name of the labels there.
-        threshold: For two classes: 0.0 for logits, 0.5 for probabilities.
-        num_classes: For more classes: how many.
-        average: `"binary"`, `"macro"`, `"micro"` or None.
+class Recall(_ClassShare):
+    """The share of the actual ones that are predicted; takes what `Precision` takes.
 
     Example:
         >>> recall = Recall(num_classes=2, average=None)
@@ -412,23 +419,12 @@ class Recall(_Hits):
         [0.5, 1.0]
     """
 
-    def compute(self) -> jax.Array:
-        """Returns the recall."""
-        return self._share((self.actual,))
+    _wholes: ClassVar[tuple[str, ...]] = ("actual",)
 
 
 @metric_class
-class F1(_Hits):
-    """The harmonic mean of precision and recall.
-
-    Averages, and what is 0 and NaN, are as for `Precision`.
-
-    Args:
-        predictions: The name of the predictions in a step's outputs or batch.
-        labels: The name of the labels there.
-        threshold: For two classes: 0.0 for logits, 0.5 for probabilities.
-        num_classes: For more classes: how many.
-        average: `"binary"`, `"macro"`, `"micro"` or None.
+class F1(_ClassShare):
+    """The harmonic mean of precision and recall; takes what `Precision` takes.
 
     Example:
         >>> scores, labels = jnp.array([0.9, 0.8, 0.3]), jnp.array([1, 0, 1])
@@ -436,6 +432,4 @@ class F1(_Hits):
         0.5
     """
 
-    def compute(self) -> jax.Array:
-        """Returns the F1 score."""
-        return self._share((self.predicted, self.actual))
+    _wholes: ClassVar[tuple[str, ...]] = ("predicted", "actual")

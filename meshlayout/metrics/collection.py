@@ -6,10 +6,13 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.typing import ArrayLike
 
 from meshlayout import _jax, _render
+from meshlayout._annotations import Batch
+from meshlayout._checks import shown
 from meshlayout.errors import MetricError, did_you_mean
-from meshlayout.metrics.feeding import update_from
+from meshlayout.metrics.input_binding import update_from
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -45,14 +48,11 @@ class Metrics(Mapping[str, Any]):
 
     def __init__(self, metrics: Mapping[str, Any]) -> None:
         if not isinstance(metrics, Mapping):
-            msg = (
-                f"Metrics takes a dict from names to metrics, and got a "
-                f"{type(metrics).__name__}."
-            )
+            msg = f"Metrics takes a dict from names to metrics, got {shown(metrics)}."
             raise MetricError(msg)
         for name, metric in metrics.items():
-            if not isinstance(name, str):
-                msg = f"Metrics: the name {name!r} has to be a string."
+            if not isinstance(name, str) or not name:
+                msg = f"Metrics: a name must be a non-empty string, got {shown(name)}."
                 raise MetricError(msg)
             needed = ("update", "merge", "compute")
             adapted = hasattr(metric, "_update_from")
@@ -60,8 +60,8 @@ class Metrics(Mapping[str, Any]):
                 adapted or all(hasattr(metric, method) for method in needed)
             ):
                 msg = (
-                    f"Metrics: {name!r} is {metric!r}, and has to be an object with "
-                    "update, merge and compute. For metrics of clu, metrax or "
+                    f"Metrics: {name!r} is {shown(metric)}, and must be an object "
+                    "with update, merge and compute. For metrics of clu, metrax or "
                     "flax.nnx, use metrics.adapt."
                 )
                 raise MetricError(msg)
@@ -113,9 +113,9 @@ class Metrics(Mapping[str, Any]):
         self,
         *,
         outputs: Mapping[str, Any] | None,
-        batch: Any,
+        batch: Batch,
         losses: Any = None,
-        weights: Any = None,
+        weights: ArrayLike | None = None,
     ) -> "Metrics":
         """Returns the metrics with one step's batch added; see `metrics.update_from`.
 
@@ -149,7 +149,7 @@ class Metrics(Mapping[str, Any]):
                 name do not merge.
         """
         if not isinstance(other, Metrics):
-            msg = f"Metrics do not merge with a {type(other).__name__}."
+            msg = f"Metrics do not merge with {shown(other)}."
             raise MetricError(msg)
         missing = [name for name in self if name not in other]
         extra = [name for name in other if name not in self]
@@ -159,7 +159,7 @@ class Metrics(Mapping[str, Any]):
             msg = f"two Metrics of different names do not merge: {' and '.join(parts)}."
             raise MetricError(msg)
         return Metrics(
-            {name: one.merge(other.metric(name)) for name, one in self._metrics.items()}
+            {name: m.merge(other.metric(name)) for name, m in self._metrics.items()}
         )
 
     def reset(self) -> "Metrics":
@@ -172,7 +172,7 @@ class Metrics(Mapping[str, Any]):
             if not hasattr(metric, "reset"):
                 msg = f"metric {name!r}, a {type(metric).__name__}, has no reset."
                 raise MetricError(msg)
-        return Metrics({name: one.reset() for name, one in self._metrics.items()})
+        return Metrics({name: metric.reset() for name, metric in self._metrics.items()})
 
     def compute(self) -> dict[str, Any]:
         """Returns the values by name, as arrays that the device may still compute."""
@@ -215,9 +215,10 @@ class Metrics(Mapping[str, Any]):
     @classmethod
     def tree_unflatten(cls, names: tuple[str, ...], metrics: Any) -> "Metrics":
         """Returns metrics of names and whatever JAX has put in their places."""
-        made = object.__new__(cls)
-        object.__setattr__(made, "_metrics", dict(zip(names, metrics, strict=True)))
-        return made
+        collection = object.__new__(cls)
+        by_name = dict(zip(names, metrics, strict=True))
+        object.__setattr__(collection, "_metrics", by_name)
+        return collection
 
 
 def _names(names: list[str]) -> str:

@@ -1,48 +1,48 @@
 """Inputs of metrics: checked, in float32, and with one weight per element."""
 
-from typing import Any
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
+from jax.typing import ArrayLike
 
 from meshlayout import _render
+from meshlayout._checks import shown
 from meshlayout.errors import MetricError
 
 
-def as_array(x: Any, name: str, where: str) -> jax.Array:
+def as_array(x: ArrayLike, name: str, where: str) -> jax.Array:
     """Returns an input as an array of numbers or booleans.
 
     Raises:
-        MetricError: If it is none.
+        MetricError: If it is not one.
     """
     try:
-        x = x if isinstance(x, jax.Array) else jnp.asarray(np.asarray(x))
-    except (TypeError, ValueError):
-        msg = f"{where}: {name} is a {type(x).__name__}, and has to be an array."
+        array = x if isinstance(x, jax.Array) else jnp.asarray(np.asarray(x))
+    except (TypeError, ValueError, OverflowError):
+        msg = f"{where}: {name} must be an array of numbers, got {shown(x)}."
         raise MetricError(msg) from None
-    real = any(
-        jnp.issubdtype(x.dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating)
-    )
-    if not real:
-        msg = f"{where}: {text(name, x)} does not hold real numbers."
+    kinds = (jnp.bool_, jnp.integer, jnp.floating)
+    if not any(jnp.issubdtype(array.dtype, kind) for kind in kinds):
+        msg = f"{where}: {text(name, array)} does not hold real numbers."
         raise MetricError(msg)
-    return x
+    return array
 
 
-def as_float(x: Any, name: str, where: str) -> jax.Array:
+def as_float(x: ArrayLike, name: str, where: str) -> jax.Array:
     """Returns an input as a float32 array."""
     return as_array(x, name, where).astype(jnp.float32)
 
 
-def text(name: str, x: Any) -> str:
+def text(name: str, x: jax.Array) -> str:
     """Returns an array's name and type, for a message."""
     return f"{name} {_render.array_text(x.dtype, x.shape)}"
 
 
 def element_weights(
-    weights: Any, elements: jax.Array, name: str, where: str
+    weights: ArrayLike | None, elements: jax.Array, name: str, where: str
 ) -> jax.Array:
     """Returns one float32 weight per element.
 
@@ -57,20 +57,39 @@ def element_weights(
     """
     if weights is None:
         return jnp.ones_like(elements, dtype=jnp.float32)
-    weights = as_float(weights, "weights", where)
-    if weights.shape != elements.shape[: weights.ndim]:
+    given = as_float(weights, "weights", where)
+    if given.shape != elements.shape[: given.ndim]:
         msg = (
-            f"{where}: {text('weights', weights)} does not fit {text(name, elements)}. "
+            f"{where}: {text('weights', given)} does not fit {text(name, elements)}. "
             "Weights have the shape of the elements or of their first dims, such as "
             f"{elements.shape[:1]}."
         )
         raise MetricError(msg)
-    missing = range(weights.ndim, elements.ndim)
-    return jnp.broadcast_to(jnp.expand_dims(weights, tuple(missing)), elements.shape)
+    missing = tuple(range(given.ndim, elements.ndim))
+    return jnp.broadcast_to(jnp.expand_dims(given, missing), elements.shape)
+
+
+def value_weights(
+    weights: ArrayLike | None, values: jax.Array, name: str, where: str
+) -> jax.Array:
+    """Returns one weight per value; a value without dims counts if anything does.
+
+    Args:
+        weights: As for `element_weights`; of any shape for a value without dims.
+        values: What is weighed.
+        name: What the values are called.
+        where: The metric.
+
+    Raises:
+        MetricError: If the shapes do not fit.
+    """
+    if values.ndim or weights is None:
+        return element_weights(weights, values, name, where)
+    return jnp.any(as_array(weights, "weights", where) != 0).astype(jnp.float32)
 
 
 def is_explicit(x: jax.Array) -> bool:
-    """Tells whether an array lies on Explicit axes, where JAX wants layouts said."""
+    """Returns whether an array is on Explicit axes, where JAX wants layouts said."""
     mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
     return AxisType.Explicit in getattr(mesh, "axis_types", ())
 
@@ -80,15 +99,8 @@ def weighted(values: jax.Array, weights: jax.Array) -> jax.Array:
     return jnp.where(weights != 0, values * weights, 0)
 
 
-def counts_any(weights: Any, where: str) -> jax.Array:
-    """Returns 1 where any weight is not 0 or there are none, else 0; in float32."""
-    if weights is None:
-        return jnp.ones((), jnp.float32)
-    return jnp.any(as_array(weights, "weights", where) != 0).astype(jnp.float32)
-
-
 def same_shape(
-    predictions: Any, labels: Any, where: str
+    predictions: ArrayLike, labels: ArrayLike, where: str
 ) -> tuple[jax.Array, jax.Array]:
     """Returns predictions and labels of one shape; a last dim of 1 may be extra.
 
@@ -102,14 +114,14 @@ def same_shape(
     if predictions.shape != labels.shape:
         msg = (
             f"{where}: {text('predictions', predictions)} and {text('labels', labels)} "
-            "differ in shape; there has to be one prediction per label."
+            "differ in shape; there must be one prediction per label."
         )
         raise MetricError(msg)
     return predictions, labels
 
 
 def class_scores(
-    predictions: Any, labels: Any, where: str, binary: str
+    predictions: ArrayLike, labels: ArrayLike, where: str, binary: str
 ) -> tuple[jax.Array, jax.Array]:
     """Returns float32 scores per class, and labels: numbers, or one per class.
 
@@ -127,7 +139,7 @@ def class_scores(
     labels = as_array(labels, "labels", where)
     is_alike = labels.shape == scores.shape
     # Of equal shapes and rank 1, the last dim is that of the examples.
-    if scores.shape[-1:] == (1,) or (scores.ndim == 1 and is_alike):
+    if scores.shape[-1:] in ((0,), (1,)) or (scores.ndim == 1 and is_alike):
         msg = (
             f"{where}: {text('predictions', given)} and {text('labels', labels)} "
             "have no dim of two or more classes. For two classes and one score per "
@@ -148,9 +160,9 @@ def class_scores(
 
 
 def check_class_numbers(x: jax.Array, name: str, where: str) -> None:
-    """Raises MetricError if an array does not hold whole numbers."""
+    """Raises MetricError if an array does not hold integers."""
     if jnp.issubdtype(x.dtype, jnp.floating):
-        msg = f"{where}: {text(name, x)} has to hold class numbers, which are integers."
+        msg = f"{where}: {text(name, x)} must hold class numbers, which are integers."
         raise MetricError(msg)
 
 
@@ -163,11 +175,39 @@ def label_numbers(scores: jax.Array, labels: jax.Array) -> jax.Array:
 
 def is_class(labels: jax.Array, num_classes: int) -> jax.Array:
     """Returns for each label and class whether the label is the class."""
-    return labels[..., None] == _class_numbers(num_classes, labels.ndim)
+    return labels[..., None] == _class_numbers(num_classes, labels.ndim + 1)
 
 
-def _class_numbers(num_classes: int, ndim: int) -> np.ndarray[Any, Any]:
-    return np.arange(num_classes, dtype=np.int32).reshape(*[1] * ndim, num_classes)
+def _class_numbers(num_classes: int, ndim: int) -> jax.Array:
+    """Returns 0, 1, ... in the last of `ndim` dims."""
+    numbers = jnp.arange(num_classes, dtype=jnp.int32)
+    return numbers.reshape(*[1] * (ndim - 1), num_classes)
+
+
+def highest_class(scores: jax.Array) -> jax.Array:
+    """Returns the class with the highest score; -1 where a score is NaN.
+
+    Of equal scores the lower class number is taken. The classes are read once, in
+    blocks: the highest of each block, then the highest of those. A comparison of all
+    scores with the highest one would keep a copy of the logits alive past the loss,
+    and a plain argmax gathers logits whose classes are sharded; blocks stay on their
+    shards. `test_accuracy_costs_no_memory_and_no_collectives` counts both.
+
+    Args:
+        scores: Float scores of shape `(..., classes)`.
+    """
+    num_classes = scores.shape[-1]
+    largest = 2 ** int(math.log2(max(1, math.isqrt(num_classes))))
+    # JAX refuses to split a sharded dim on Explicit axes.
+    num_blocks = 1 if is_explicit(scores) else math.gcd(num_classes, largest)
+    size = num_classes // num_blocks
+    blocks = scores.reshape(*scores.shape[:-1], num_blocks, size)
+    highest = jnp.max(blocks, axis=-1)
+    first = _class_numbers(num_blocks, scores.ndim) * size
+    classes = jnp.argmax(blocks, axis=-1).astype(jnp.int32) + first
+    is_highest = highest == jnp.max(highest, axis=-1, keepdims=True)  # NaN never is
+    found = jnp.min(jnp.where(is_highest, classes, num_classes), axis=-1)
+    return jnp.where(found < num_classes, found, -1)
 
 
 def ranks(scores: jax.Array, labels: jax.Array) -> jax.Array:
@@ -178,7 +218,7 @@ def ranks(scores: jax.Array, labels: jax.Array) -> jax.Array:
     num_classes = scores.shape[-1]
     is_own = is_class(labels, num_classes)
     own = jnp.sum(jnp.where(is_own, scores, 0), axis=-1, keepdims=True)
-    number = _class_numbers(num_classes, labels.ndim)
-    tied = (scores == own) & (number < labels[..., None])
+    is_lower = _class_numbers(num_classes, scores.ndim) < labels[..., None]
+    tied = (scores == own) & is_lower
     rank = jnp.sum(~(scores <= own) | tied, axis=-1)
     return jnp.where(jnp.any(is_own, axis=-1), rank, -1)

@@ -1,22 +1,30 @@
 """Metrics of how values are spread, on bins of equal width."""
 
-import math
-from typing import Any, ClassVar, Literal, Self
+import dataclasses
+from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
-from meshlayout.errors import MetricError, did_you_mean
-from meshlayout.metrics.classification import is_count
+from meshlayout import _checks
+from meshlayout.errors import MetricError
 from meshlayout.metrics.elements import (
-    as_float,
     element_weights,
     is_class,
     is_explicit,
     same_shape,
 )
-from meshlayout.metrics.metric import EMPTY, Metric, accumulator, metric_class, setting
-from meshlayout.metrics.total import Total
+from meshlayout.metrics.means import MetricOfValues
+from meshlayout.metrics.metric import (
+    EMPTY,
+    Metric,
+    Total,
+    accumulator,
+    metric_class,
+    setting,
+    source,
+)
 
 
 def _binned(bins: jax.Array, weights: jax.Array, num_bins: int) -> jax.Array:
@@ -56,35 +64,33 @@ class AUC(Metric):
         0.75
     """
 
-    predictions: str | int = setting(default="logits")
-    labels: str | int = setting(default="label")
+    predictions: str | int = source(default="logits")
+    labels: str | int = source(default="label")
     num_thresholds: int = setting(default=1024)
     curve: Literal["ROC", "PR"] = setting(default="ROC")
     from_logits: bool = setting(default=True)
-    positives: Total = accumulator(default=EMPTY)
-    negatives: Total = accumulator(default=EMPTY)
-    inputs: ClassVar[tuple[str, ...]] = ("predictions", "labels")
+    counts: Total = accumulator(default=EMPTY)  # positives, negatives; by bin
 
     def _check(self) -> None:
-        if not is_count(self.num_thresholds, 2):
-            msg = (
-                f"AUC: num_thresholds={self.num_thresholds!r} has to be a whole number "
-                "from 2 on."
-            )
-            raise MetricError(msg)
-        if self.curve not in ("ROC", "PR"):
-            hint = did_you_mean(str(self.curve).upper(), ("ROC", "PR"))
-            msg = f"AUC: curve={self.curve!r} is not one of 'ROC', 'PR'.{hint}"
-            raise MetricError(msg)
-        if self.from_logits is not True and self.from_logits is not False:
-            msg = f"AUC: from_logits={self.from_logits!r} has to be True or False."
-            raise MetricError(msg)
+        context = self._context
+        size = _checks.count(
+            "num_thresholds", self.num_thresholds, at_least=2, **context
+        )
+        self._set(
+            num_thresholds=size,
+            curve=_checks.choice("curve", self.curve, ("ROC", "PR"), **context),
+            from_logits=_checks.flag("from_logits", self.from_logits, **context),
+        )
 
     def _start(self) -> dict[str, Any]:
-        shape = (self.num_thresholds,)
-        return {"positives": Total.zeros(shape), "negatives": Total.zeros(shape)}
+        return {"counts": Total.zeros((2, self.num_thresholds))}
 
-    def update(self, predictions: Any, labels: Any, weights: Any = None) -> Self:
+    def update(
+        self,
+        predictions: ArrayLike,
+        labels: ArrayLike,
+        weights: ArrayLike | None = None,
+    ) -> Self:
         """Returns the metric with a batch added.
 
         Args:
@@ -95,8 +101,9 @@ class AUC(Metric):
         Raises:
             MetricError: If the shapes do not fit.
         """
-        scores, labels = same_shape(predictions, labels, "AUC")
-        each = element_weights(weights, labels, "labels", "AUC")
+        where = type(self).__name__
+        scores, labels = same_shape(predictions, labels, where)
+        each = element_weights(weights, labels, "labels", where)
         scores = scores.astype(jnp.float32)
         scores = jax.nn.sigmoid(scores) if self.from_logits else scores
         unknown = jnp.isnan(scores) & (each != 0)
@@ -106,15 +113,18 @@ class AUC(Metric):
         each = jnp.where(unknown, jnp.nan, each)
         positive = _binned(bins, jnp.where(labels > 0, each, 0), size)
         negative = _binned(bins, jnp.where(labels > 0, 0, each), size)
-        return type(self)(
-            self.predictions,
-            self.labels,
-            self.num_thresholds,
-            self.curve,
-            self.from_logits,
-            positives=self.positives.add(positive),
-            negatives=self.negatives.add(negative),
-        )
+        new = jnp.stack([positive, negative])
+        return dataclasses.replace(self, counts=self.counts.add(new))
+
+    @property
+    def positives(self) -> jax.Array:
+        """The weight of the positive labels in each bin of scores."""
+        return self.counts.value[0]
+
+    @property
+    def negatives(self) -> jax.Array:
+        """The weight of the negative labels in each bin of scores."""
+        return self.counts.value[1]
 
     def compute(self) -> jax.Array:
         """Returns the area; NaN where no positives, or in ROC no negatives, were."""
@@ -141,14 +151,14 @@ class AUC(Metric):
 
     def _from_the_top(self) -> tuple[jax.Array, jax.Array]:
         """Returns positives and negatives per bin, highest scores first."""
-        return self.positives.value[::-1], self.negatives.value[::-1]
+        return self.positives[::-1], self.negatives[::-1]
 
 
 _TINY = 1e-30
 
 
 @metric_class
-class Histogram(Metric):
+class Histogram(MetricOfValues):
     """The weight of the values in bins of equal width, from `low` to `high`.
 
     A bin holds its lower edge, and the last one its upper edge too. What lies outside
@@ -169,42 +179,26 @@ class Histogram(Metric):
     low: float = setting()
     high: float = setting()
     num_bins: int = setting(default=100)
-    values: str | int = setting(default="losses")
+    values: str | int = source(default="losses")
     weights: Total = accumulator(default=EMPTY)  # below, the bins, above
-    inputs: ClassVar[tuple[str, ...]] = ("values",)
 
     def _check(self) -> None:
-        where = type(self).__name__
-        numbers = [isinstance(x, (int, float)) for x in (self.low, self.high)]
-        if not all(numbers) or not (-math.inf < self.low < self.high < math.inf):
+        context = self._context
+        low = _checks.number("low", self.low, **context)
+        high = _checks.number("high", self.high, **context)
+        if low >= high:
             msg = (
-                f"{where}: low={self.low!r} has to be less than high={self.high!r}, "
-                "and both finite numbers."
+                f"{type(self).__name__}: low must be less than high, got low={low:g} "
+                f"and high={high:g}."
             )
             raise MetricError(msg)
-        if not is_count(self.num_bins):
-            msg = (
-                f"{where}: num_bins={self.num_bins!r} has to be a whole number from 1 "
-                "on."
-            )
-            raise MetricError(msg)
+        num_bins = _checks.count("num_bins", self.num_bins, **context)
+        self._set(low=low, high=high, num_bins=num_bins)
 
     def _start(self) -> dict[str, Any]:
         return {"weights": Total.zeros((self.num_bins + 2,))}
 
-    def update(self, values: Any, weights: Any = None) -> Self:
-        """Returns the metric with a batch of values added.
-
-        Args:
-            values: Any numbers.
-            weights: Per element; see `Metric`.
-
-        Raises:
-            MetricError: If the weights do not fit the values.
-        """
-        where = type(self).__name__
-        elements = as_float(values, "values", where)
-        each = element_weights(weights, elements, "values", where)
+    def _add(self, elements: jax.Array, weights: jax.Array) -> Self:
         unknown = jnp.isnan(elements)
         width = (self.high - self.low) / self.num_bins
         clipped = jnp.clip(jnp.where(unknown, self.low, elements), self.low, self.high)
@@ -212,13 +206,9 @@ class Histogram(Metric):
         bins = jnp.clip(bins, 0, self.num_bins - 1) + 1
         bins = jnp.where(elements < self.low, 0, bins)
         bins = jnp.where(unknown | (elements > self.high), self.num_bins + 1, bins)
-        each = jnp.where(unknown & (each != 0), jnp.nan, each)
-        return self._with(self.weights.add(_binned(bins, each, self.num_bins + 2)))
-
-    def _with(self, weights: Total) -> Self:
-        return type(self)(
-            self.low, self.high, self.num_bins, self.values, weights=weights
-        )
+        each = jnp.where(unknown & (weights != 0), jnp.nan, weights)
+        new = _binned(bins, each, self.num_bins + 2)
+        return dataclasses.replace(self, weights=self.weights.add(new))
 
     @property
     def edges(self) -> jax.Array:
@@ -252,31 +242,25 @@ class Histogram(Metric):
         Raises:
             MetricError: If `q` is not.
         """
-        _check_share(q, type(self).__name__)
+        q = _checks.number("q", q, at_least=0, at_most=1, **self._context)
         weights = self.weights.value
         total = jnp.sum(weights)
-        wanted = q * total
+        target = q * total
         reached = jnp.cumsum(weights)
-        # The first place that has weight and reaches what is wanted.
-        enough = (reached >= wanted) & (weights > 0)
+        # The first bin that has weight and reaches the target.
+        enough = (reached >= target) & (weights > 0)
         last = weights.size - 1 - jnp.argmax((weights > 0)[::-1])
-        at = jnp.where(jnp.any(enough), jnp.argmax(enough), last)
-        inside = (wanted - (reached[at] - weights[at])) / weights[at]
+        index = jnp.where(jnp.any(enough), jnp.argmax(enough), last)
+        inside = (target - (reached[index] - weights[index])) / weights[index]
         width = (self.high - self.low) / self.num_bins
-        value = self.low + width * (at - 1 + jnp.clip(inside, 0, 1))
-        value = jnp.where(at == 0, -jnp.inf, value)
-        value = jnp.where(at == self.num_bins + 1, jnp.inf, value)
+        value = self.low + width * (index - 1 + jnp.clip(inside, 0, 1))
+        value = jnp.where(index == 0, -jnp.inf, value)
+        value = jnp.where(index == self.num_bins + 1, jnp.inf, value)
         return jnp.where(total > 0, value, jnp.nan).astype(jnp.float32)
 
 
-def _check_share(q: Any, where: str) -> None:
-    if not isinstance(q, (int, float)) or not 0 <= q <= 1:
-        msg = f"{where}: q={q!r} has to be a number from 0 to 1."
-        raise MetricError(msg)
-
-
 @metric_class
-class Quantile(Metric):
+class Quantile(MetricOfValues):
     """The value that a share `q` of the weight lies below, from a histogram.
 
     Off by one bin's width at most; see `Histogram.quantile`.
@@ -298,30 +282,19 @@ class Quantile(Metric):
     low: float = setting()
     high: float = setting()
     num_bins: int = setting(default=1000)
-    values: str | int = setting(default="losses")
+    values: str | int = source(default="losses")
     histogram: Histogram = accumulator(default=EMPTY)
-    inputs: ClassVar[tuple[str, ...]] = ("values",)
 
     def _check(self) -> None:
-        _check_share(self.q, "Quantile")
+        q = _checks.number("q", self.q, at_least=0, at_most=1, **self._context)
+        self._set(q=q)
 
     def _start(self) -> dict[str, Any]:
-        settings = (self.low, self.high, self.num_bins, self.values)
-        return {"histogram": Histogram(*settings)}
+        return {"histogram": Histogram(self.low, self.high, self.num_bins)}
 
-    def update(self, values: Any, weights: Any = None) -> Self:
-        """Returns the metric with a batch of values added.
-
-        Args:
-            values: Any numbers.
-            weights: Per element; see `Metric`.
-
-        Raises:
-            MetricError: If the weights do not fit the values.
-        """
-        histogram = self.histogram.update(values, weights)
-        settings = (self.q, self.low, self.high, self.num_bins, self.values)
-        return type(self)(*settings, histogram=histogram)
+    def _add(self, elements: jax.Array, weights: jax.Array) -> Self:
+        histogram = self.histogram.update(elements, weights)
+        return dataclasses.replace(self, histogram=histogram)
 
     def compute(self) -> jax.Array:
         """Returns the quantile; NaN where nothing was counted."""

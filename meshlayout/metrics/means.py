@@ -1,60 +1,90 @@
 """Sums and means over examples, and the losses that are means."""
 
-from typing import Any, ClassVar, Self
+import dataclasses
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
-from meshlayout.errors import MetricError
+from meshlayout import _checks
 from meshlayout.metrics.elements import (
     as_float,
     class_scores,
-    counts_any,
-    element_weights,
     is_class,
     same_shape,
+    value_weights,
     weighted,
 )
-from meshlayout.metrics.metric import EMPTY, Metric, accumulator, metric_class, setting
-from meshlayout.metrics.total import Total
+from meshlayout.metrics.metric import (
+    EMPTY,
+    Metric,
+    Total,
+    accumulator,
+    metric_class,
+    setting,
+    source,
+)
 
 
 # What to do for two classes and one score per example.
 _BINARY = "give the losses of optax.sigmoid_binary_cross_entropy to Mean"
 
 
-class _MeanOf(Metric):
-    """What means have in common.
+class MetricOfValues(Metric):
+    """Base of the metrics of one array of numbers."""
 
-    Attributes:
-        sums: The weighted sum, and the sum of the weights.
-    """
+    def update(self, values: ArrayLike, weights: ArrayLike | None = None) -> Self:
+        """Returns the metric with a batch of values added.
 
-    sums: Total
+        Args:
+            values: Any numbers.
+            weights: Per element; see `Metric`. A value without dims counts once per
+                update, unless all weights are 0.
+
+        Raises:
+            MetricError: If the weights do not fit the values.
+        """
+        where = type(self).__name__
+        elements = as_float(values, "values", where)
+        return self._add(elements, value_weights(weights, elements, "values", where))
+
+    def _add(self, elements: jax.Array, weights: jax.Array) -> Self:
+        """Returns the metric with elements added, in float32, with a weight each."""
+        raise NotImplementedError
+
+
+class MeanMetric(Metric):
+    """Base of the metrics that are a weighted mean."""
+
+    sums: Total  # the weighted sum, and the sum of the weights
 
     def _start(self) -> dict[str, Any]:
         return {"sums": Total.zeros((2,))}
 
-    def _added(self, elements: jax.Array, weights: Any, name: str) -> Total:
-        """Returns the sums with elements added."""
-        where = type(self).__name__
-        if elements.ndim == 0 and weights is not None:
-            each = counts_any(weights, where)
-        else:
-            each = element_weights(weights, elements, name, where)
-        new = [jnp.sum(weighted(elements, each)), jnp.sum(each)]
-        return self.sums.add(jnp.stack(new))
+    def _add(self, elements: jax.Array, weights: jax.Array) -> Self:
+        new = jnp.stack([jnp.sum(weighted(elements, weights)), jnp.sum(weights)])
+        return dataclasses.replace(self, sums=self.sums.add(new))
+
+    @property
+    def total(self) -> jax.Array:
+        """The weighted sum so far, a float32 scalar."""
+        return self.sums.value[0]
+
+    @property
+    def count(self) -> jax.Array:
+        """The sum of the weights so far, a float32 scalar."""
+        return self.sums.value[1]
 
     def compute(self) -> jax.Array:
         """Returns the weighted mean; NaN where nothing was counted."""
-        total, count = self.sums.value
-        return total / count
+        return self.total / self.count
 
 
 @metric_class
-class Mean(_MeanOf):
-    """The weighted mean of values.
+class Mean(MeanMetric, MetricOfValues):
+    """The weighted mean of values; `total` and `count` are what it divides.
 
     A value without dims, such as an auxiliary loss of a whole batch, counts once per
     update, unless all weights are 0.
@@ -65,35 +95,20 @@ class Mean(_MeanOf):
 
     Example:
         >>> mean = Mean().update(jnp.array([1.0, 2.0, jnp.nan]), jnp.array([1, 1, 0]))
-        >>> float(mean.compute())
-        1.5
+        >>> float(mean.compute()), float(mean.total), float(mean.count)
+        (1.5, 3.0, 2.0)
     """
 
-    values: str | int = setting(default="losses")
+    values: str | int = source(default="losses")
     sums: Total = accumulator(default=EMPTY)
-    inputs: ClassVar[tuple[str, ...]] = ("values",)
-
-    def update(self, values: Any, weights: Any = None) -> Self:
-        """Returns the metric with a batch of values added.
-
-        Args:
-            values: Any numbers.
-            weights: Per element; see `Metric`.
-
-        Raises:
-            MetricError: If the weights do not fit the values.
-        """
-        elements = as_float(values, "values", "Mean")
-        sums = self._added(elements, weights, "values")
-        return type(self)(self.values, sums=sums)
 
 
 @metric_class
-class Sum(Metric):
+class Sum(MetricOfValues):
     """The weighted sum of values; 0 where nothing was counted.
 
-    A value without dims counts once per update, unless all weights are 0. Whole
-    numbers are added exactly beyond 2**24, to 2**48; the result is rounded to float32.
+    A value without dims counts once per update, unless all weights are 0. Integers
+    are added exactly beyond 2**24, to 2**48; the result is rounded to float32.
 
     Args:
         values: The name of the values in a step's outputs or batch.
@@ -103,38 +118,23 @@ class Sum(Metric):
         7.0
     """
 
-    values: str | int = setting(default="losses")
-    total: Total = accumulator(default=EMPTY)
-    inputs: ClassVar[tuple[str, ...]] = ("values",)
+    values: str | int = source(default="losses")
+    sums: Total = accumulator(default=EMPTY)
 
     def _start(self) -> dict[str, Any]:
-        return {"total": Total.zeros()}
+        return {"sums": Total.zeros()}
 
-    def update(self, values: Any, weights: Any = None) -> Self:
-        """Returns the metric with a batch of values added.
-
-        Args:
-            values: Any numbers.
-            weights: Per element; see `Metric`.
-
-        Raises:
-            MetricError: If the weights do not fit the values.
-        """
-        elements = as_float(values, "values", "Sum")
-        if elements.ndim == 0 and weights is not None:
-            each = counts_any(weights, "Sum")
-        else:
-            each = element_weights(weights, elements, "values", "Sum")
-        total = self.total.add(jnp.sum(weighted(elements, each)))
-        return type(self)(self.values, total=total)
+    def _add(self, elements: jax.Array, weights: jax.Array) -> Self:
+        new = jnp.sum(weighted(elements, weights))
+        return dataclasses.replace(self, sums=self.sums.add(new))
 
     def compute(self) -> jax.Array:
         """Returns the sum."""
-        return self.total.value
+        return self.sums.value
 
 
 @metric_class
-class Last(Metric):
+class Last(MetricOfValues):
     """The most recent value: of a batch, the last element whose weight is not 0.
 
     For what is a number per step, such as a learning rate. Merging keeps the value of
@@ -149,44 +149,30 @@ class Last(Metric):
         0.01
     """
 
-    values: str | int = setting(default="losses")
+    values: str | int = source(default="losses")
     value: Any = accumulator(default=EMPTY)
     seen: Any = accumulator(default=EMPTY)
-    inputs: ClassVar[tuple[str, ...]] = ("values",)
 
     def _start(self) -> dict[str, Any]:
         return {"value": np.array(np.nan, np.float32), "seen": np.zeros((), np.float32)}
 
-    def update(self, values: Any, weights: Any = None) -> Self:
-        """Returns the metric with the last of these values, if any has weight.
-
-        Args:
-            values: Any numbers, the last in row-major order the most recent.
-            weights: Per element; see `Metric`.
-
-        Raises:
-            MetricError: If the weights do not fit the values.
-        """
-        elements = as_float(values, "values", "Last")
-        if elements.ndim == 0 and weights is not None:
-            each = counts_any(weights, "Last")
-        else:
-            each = element_weights(weights, elements, "values", "Last")
-        counted = each != 0
-        last = elements
+    def _add(self, elements: jax.Array, weights: jax.Array) -> Self:
+        counted, last = weights != 0, elements
         # From the last dim on: the last counted element along each dim.
         while last.ndim:
-            at = jnp.arange(last.shape[-1]).reshape(*[1] * (last.ndim - 1), -1)
-            newest = jnp.max(jnp.where(counted, at, -1), axis=-1, keepdims=True)
-            last = jnp.sum(jnp.where(counted & (at == newest), last, 0), axis=-1)
+            index = jnp.arange(last.shape[-1]).reshape(*[1] * (last.ndim - 1), -1)
+            newest = jnp.max(
+                jnp.where(counted, index, -1), axis=-1, keepdims=True, initial=-1
+            )
+            last = jnp.sum(jnp.where(counted & (index == newest), last, 0), axis=-1)
             counted = jnp.any(counted, axis=-1)
-        newer = type(self)(self.values, value=last, seen=counted.astype(jnp.float32))
-        return self._merged(newer)
+        seen = counted.astype(jnp.float32)
+        return self._merged(dataclasses.replace(self, value=last, seen=seen))
 
     def _merged(self, other: Any) -> Self:
         value = jnp.where(jnp.asarray(other.seen) > 0, other.value, self.value)
         seen = jnp.maximum(self.seen, other.seen)
-        return type(self)(self.values, value=value, seen=seen)
+        return dataclasses.replace(self, value=value, seen=seen)
 
     def compute(self) -> jax.Array:
         """Returns the value; NaN where nothing was counted."""
@@ -194,15 +180,19 @@ class Last(Metric):
 
 
 @metric_class
-class _ErrorOf(_MeanOf):
+class _MeanError(MeanMetric):
     """What the mean errors have in common."""
 
-    predictions: str | int = setting(default="predictions")
-    labels: str | int = setting(default="label")
+    predictions: str | int = source(default="predictions")
+    labels: str | int = source(default="label")
     sums: Total = accumulator(default=EMPTY)
-    inputs: ClassVar[tuple[str, ...]] = ("predictions", "labels")
 
-    def update(self, predictions: Any, labels: Any, weights: Any = None) -> Self:
+    def update(
+        self,
+        predictions: ArrayLike,
+        labels: ArrayLike,
+        weights: ArrayLike | None = None,
+    ) -> Self:
         """Returns the metric with a batch added.
 
         Args:
@@ -213,18 +203,19 @@ class _ErrorOf(_MeanOf):
         Raises:
             MetricError: If the shapes do not fit.
         """
-        predictions, labels = same_shape(predictions, labels, type(self).__name__)
+        where = type(self).__name__
+        predictions, labels = same_shape(predictions, labels, where)
         differences = predictions.astype(jnp.float32) - labels.astype(jnp.float32)
-        sums = self._added(self._size(differences), weights, "labels")
-        return type(self)(self.predictions, self.labels, sums=sums)
+        errors = self._error(differences)
+        return self._add(errors, value_weights(weights, errors, "labels", where))
 
-    def _size(self, differences: jax.Array) -> jax.Array:
-        """Returns what the mean is of."""
+    def _error(self, differences: jax.Array) -> jax.Array:
+        """Returns the error of each difference."""
         raise NotImplementedError
 
 
 @metric_class
-class MeanSquaredError(_ErrorOf):
+class MeanSquaredError(_MeanError):
     """The mean of the squared differences between predictions and labels.
 
     Args:
@@ -237,12 +228,12 @@ class MeanSquaredError(_ErrorOf):
         2.0
     """
 
-    def _size(self, differences: jax.Array) -> jax.Array:
+    def _error(self, differences: jax.Array) -> jax.Array:
         return jnp.square(differences)
 
 
 @metric_class
-class MeanAbsoluteError(_ErrorOf):
+class MeanAbsoluteError(_MeanError):
     """The mean of the absolute differences between predictions and labels.
 
     Args:
@@ -255,15 +246,15 @@ class MeanAbsoluteError(_ErrorOf):
         1.0
     """
 
-    def _size(self, differences: jax.Array) -> jax.Array:
+    def _error(self, differences: jax.Array) -> jax.Array:
         return jnp.abs(differences)
 
 
 @metric_class
-class CrossEntropy(_MeanOf):
+class CrossEntropy(MeanMetric):
     """The mean cross-entropy of labels under predicted classes, in nats.
 
-    A label that is no class makes the result NaN; give it weight 0 to leave it out.
+    A label that is not a class makes the result NaN; give it weight 0 to leave it out.
 
     Args:
         predictions: The name of the logits in a step's outputs or batch.
@@ -277,22 +268,21 @@ class CrossEntropy(_MeanOf):
         1.3863
     """
 
-    predictions: str | int = setting(default="logits")
-    labels: str | int = setting(default="label")
+    predictions: str | int = source(default="logits")
+    labels: str | int = source(default="label")
     from_logits: bool = setting(default=True)
     sums: Total = accumulator(default=EMPTY)
-    inputs: ClassVar[tuple[str, ...]] = ("predictions", "labels")
 
     def _check(self) -> None:
-        # Identity: `0 in (False, True)` holds.
-        if self.from_logits is not True and self.from_logits is not False:
-            msg = (
-                f"{type(self).__name__}: from_logits={self.from_logits!r} has to be "
-                "True or False."
-            )
-            raise MetricError(msg)
+        flag = _checks.flag("from_logits", self.from_logits, **self._context)
+        self._set(from_logits=flag)
 
-    def update(self, predictions: Any, labels: Any, weights: Any = None) -> Self:
+    def update(
+        self,
+        predictions: ArrayLike,
+        labels: ArrayLike,
+        weights: ArrayLike | None = None,
+    ) -> Self:
         """Returns the metric with a batch added.
 
         Args:
@@ -313,8 +303,7 @@ class CrossEntropy(_MeanOf):
             is_own = is_class(labels, logs.shape[-1])
             losses = -jnp.sum(jnp.where(is_own, logs, 0), axis=-1)
             losses = jnp.where(jnp.any(is_own, axis=-1), losses, jnp.nan)
-        settings = (self.predictions, self.labels, self.from_logits)
-        return type(self)(*settings, sums=self._added(losses, weights, "labels"))
+        return self._add(losses, value_weights(weights, losses, "labels", where))
 
 
 @metric_class

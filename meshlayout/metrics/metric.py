@@ -1,14 +1,25 @@
-"""What every built-in metric is: a frozen value whose accumulators are sums."""
+"""What every built-in metric is: a frozen value whose accumulators are exact sums.
+
+A metric travels through jit, scan, shard_map and checkpoints as a pytree, so that its
+arrays have to keep their structure, shapes and dtypes from the first update to the
+last, and two metrics have to merge in any grouping. Sums do both. They are kept as two
+float32 numbers for one, because a single one stops counting at 2**24 and float64 is
+slow or missing on accelerators.
+"""
 
 import dataclasses
+import functools
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, TypeVar, cast, dataclass_transform
+from typing import Any, Self, TypeVar, cast, dataclass_transform
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
 
+from meshlayout import _checks
+from meshlayout._checks import shown
 from meshlayout.errors import MetricError
-from meshlayout.metrics.total import Total
 
 
 _Class = TypeVar("_Class", bound=type)
@@ -22,16 +33,77 @@ def setting(*, default: Any = dataclasses.MISSING) -> Any:
     return dataclasses.field(default=default, metadata={"static": True})
 
 
+def source(*, default: str | int) -> Any:
+    """Returns a field that names an argument of `update` among outputs and batch."""
+    return dataclasses.field(default=default, metadata={"static": True, "source": True})
+
+
 def accumulator(*, default: Any) -> Any:
     """Returns a field for a metric's state, which `_start` fills where it is EMPTY."""
     return dataclasses.field(default=default, repr=False, kw_only=True)
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(setting, accumulator))
+@dataclass_transform(
+    frozen_default=True, field_specifiers=(setting, source, accumulator)
+)
 def metric_class(cls: _Class) -> _Class:
     """Makes a class a frozen dataclass and a pytree."""
     made = dataclass(frozen=True, eq=False)(cls)
     return cast(_Class, jax.tree_util.register_dataclass(made))
+
+
+@functools.cache
+def source_fields(kind: type["Metric"]) -> tuple[str, ...]:
+    """Returns the fields that name the arguments of a class's `update`, in order."""
+    fields = dataclasses.fields(kind)
+    return tuple(field.name for field in fields if field.metadata.get("source"))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class Total:
+    """A sum, or an array of sums, kept as a float32 number and what it rounds off.
+
+    The two numbers count integers exactly up to 2**48.
+
+    Attributes:
+        parts: float32 of shape (2, ...): the sums, rounded, and what the rounding left
+            out. In one array, because every array costs a step host time.
+    """
+
+    parts: jax.Array | np.ndarray[Any, Any]
+
+    @classmethod
+    def zeros(cls, shape: tuple[int, ...] = ()) -> "Total":
+        """Returns an empty sum, which is on no device yet."""
+        return cls(np.zeros((2, *shape), np.float32))
+
+    @property
+    def value(self) -> jax.Array:
+        """The sum, in float32."""
+        return jnp.sum(self.parts, axis=0)
+
+    def add(self, x: ArrayLike) -> "Total":
+        """Returns the sum with a float32 array added, element by element."""
+        return self._plus(x, 0)
+
+    def merge(self, other: "Total") -> "Total":
+        """Returns the sum of two sums."""
+        return self._plus(other.parts[0], other.parts[1])
+
+    def _plus(self, high: ArrayLike, low: ArrayLike) -> "Total":
+        rounded, error = _two_sum(self.parts[0], high)
+        low = jnp.add(self.parts[1], low) + error
+        return Total(jnp.stack(_two_sum(rounded, low)))
+
+
+def _two_sum(a: ArrayLike, b: ArrayLike) -> tuple[jax.Array, jax.Array]:
+    """Returns a sum rounded to float32, and exactly what the rounding left out."""
+    a, b = jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32)
+    rounded = a + b
+    b_part = rounded - a
+    error = (a - (rounded - b_part)) + (b - b_part)
+    return rounded, jnp.where(jnp.isfinite(rounded), error, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,30 +113,60 @@ class Metric:
     What has been added so far is in the arrays; the configuration is in static
     fields. `update`, `merge` and `reset` return new metrics, and `merge` is
     associative, so that steps, shards and processes can be merged in any grouping.
-    They run eagerly and inside jit, scan, vmap and shard_map, on inputs that lie on
-    the mesh in any way.
+    They run eagerly and inside jit, scan, vmap and shard_map, on inputs in any layout.
 
     `weights` are per element: None, where all count, or an array of the shape of the
     elements or of their first dims. An element of weight 0 counts for nothing, NaN
     or not. Negative weights make no sense and are not looked for. Inputs of any
     dtype are summed in float32.
-    """
 
-    inputs: ClassVar[tuple[str, ...]] = ()
+    A subclass may have fields of its own; every update keeps them. Arrays among them
+    are added when two metrics merge.
+    """
 
     def __post_init__(self) -> None:
         fields = dataclasses.fields(self)
         if any(getattr(self, field.name) is EMPTY for field in fields):
+            self._check_sources()
             self._check()
-            for name, empty in self._start().items():
-                if getattr(self, name) is EMPTY:
-                    object.__setattr__(self, name, empty)
+            empty = self._start()
+            self._set(**{k: v for k, v in empty.items() if getattr(self, k) is EMPTY})
+
+    def _set(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def _context(self) -> dict[str, Any]:
+        """What a check of a setting needs to know for its message."""
+        return {"where": type(self).__name__, "error": MetricError}
+
+    def _check_num_classes(self, num_classes: int | None) -> None:
+        count = _checks.count("num_classes", num_classes, at_least=2, **self._context)
+        self._set(num_classes=count)
+
+    def _check_sources(self) -> None:
+        for field in source_fields(type(self)):
+            name = getattr(self, field)
+            is_name = isinstance(name, str) and name
+            is_position = type(name) is int and name >= 0
+            if not is_name and not is_position:
+                msg = (
+                    f"{type(self).__name__}: {field} must be the name of an output or "
+                    "of an entry of the batch, or the position of an entry, got "
+                    f"{shown(name)}."
+                )
+                raise MetricError(msg)
 
     def _check(self) -> None:
-        """Raises MetricError if the configuration is wrong."""
+        """Checks the configuration; raises MetricError if it is wrong."""
 
     def _start(self) -> dict[str, Any]:
         """Returns the empty accumulators by name."""
+        raise NotImplementedError
+
+    def update(self, *args: Any, **kwargs: Any) -> Self:
+        """Returns the metric with a batch added: its inputs, and their weights."""
         raise NotImplementedError
 
     def compute(self) -> jax.Array:
@@ -81,15 +183,20 @@ class Metric:
             MetricError: If it is not.
         """
         if jax.tree.structure(self) != jax.tree.structure(other):
+            theirs = repr(other) if isinstance(other, Metric) else shown(other)
             msg = (
-                f"{self!r} does not merge with {other!r}: both have to be of one class "
+                f"{self!r} does not merge with {theirs}: both must have the same class "
                 "and configuration."
             )
             raise MetricError(msg)
         return self._merged(other)
 
     def _merged(self, other: Any) -> Self:
-        return jax.tree.map(Total.merge, self, other, is_leaf=_is_total)
+        def add(a: Any, b: Any) -> Any:
+            return a.merge(b) if isinstance(a, Total) else jnp.add(a, b)
+
+        is_total = functools.partial(_is_instance, Total)
+        return jax.tree.map(add, self, other, is_leaf=is_total)
 
     def reset(self) -> Self:
         """Returns the empty metric of the same configuration."""
@@ -128,19 +235,18 @@ class Metric:
         size = jax.lax.psum(1, axis_name)
         index = jax.lax.axis_index(axis_name)
 
-        # A sum with zeros is exact, and known to be the same on every shard.
-        def gather(x: Any) -> jax.Array:
+        # A sum with zeros is exact, and JAX knows that it is the same on every shard.
+        def gather(x: ArrayLike) -> jax.Array:
             x = jnp.asarray(x)
-            mine = jnp.arange(size).reshape(-1, *[1] * x.ndim) == index
-            slots = jnp.where(mine, x[None], jnp.zeros_like(x)[None])
-            return jax.lax.psum(slots, axis_name)
+            is_own = jnp.arange(size).reshape(-1, *[1] * x.ndim) == index
+            return jax.lax.psum(jnp.where(is_own, x[None], 0), axis_name)
 
         shards = jax.tree.map(gather, self)
         merged = jax.tree.map(lambda x: x[0], shards)
-        for at in range(1, size):
-            merged = merged.merge(jax.tree.map(lambda x, at=at: x[at], shards))
+        for shard in range(1, size):
+            merged = merged.merge(jax.tree.map(lambda x, i=shard: x[i], shards))
         return merged
 
 
-def _is_total(node: Any) -> bool:
-    return isinstance(node, Total)
+def _is_instance(kind: type, node: object) -> bool:
+    return isinstance(node, kind)

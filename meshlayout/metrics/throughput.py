@@ -2,20 +2,25 @@
 
 import dataclasses
 import time
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
-from meshlayout import _jax
-from meshlayout.errors import MetricError, did_you_mean
+from meshlayout import _checks, _jax
+from meshlayout._annotations import Batch
+from meshlayout.errors import MetricError
 from meshlayout.metrics.elements import as_array
-from meshlayout.metrics.metric import EMPTY, Metric, accumulator, metric_class, setting
-from meshlayout.metrics.total import Total
-
-
-_UNITS = ("examples", "steps")
+from meshlayout.metrics.metric import (
+    EMPTY,
+    Metric,
+    Total,
+    accumulator,
+    metric_class,
+    setting,
+)
 
 
 @metric_class
@@ -32,29 +37,26 @@ class Throughput(Metric):
 
     Example:
         >>> speed = Throughput().update({"image": jnp.ones((32, 4))})
-        >>> bool(speed.compute() > 0), float(speed.count.value)
+        >>> bool(speed.compute() > 0), float(speed.count)
         (True, 32.0)
     """
 
     unit: Literal["examples", "steps"] = setting(default="examples")
-    count: Total = accumulator(default=EMPTY)
+    sums: Total = accumulator(default=EMPTY)
     start_s: Total = accumulator(default=EMPTY)
-    inputs: ClassVar[tuple[str, ...]] = ()
 
     def _check(self) -> None:
-        if self.unit not in _UNITS:
-            hint = did_you_mean(self.unit, _UNITS)
-            msg = f"Throughput: unit={self.unit!r} is not 'examples' or 'steps'.{hint}"
-            raise MetricError(msg)
+        units = ("examples", "steps")
+        self._set(unit=_checks.choice("unit", self.unit, units, **self._context))
 
     def _start(self) -> dict[str, Any]:
         now = np.inf if _jax.is_tracing() else time.perf_counter()
         high = np.float32(now)
         low = now - float(high) if np.isfinite(now) else 0
         start = Total(np.array([high, low], np.float32))
-        return {"count": Total.zeros(), "start_s": start}
+        return {"sums": Total.zeros(), "start_s": start}
 
-    def update(self, batch: Any, weights: Any = None) -> Self:
+    def update(self, batch: Batch, weights: ArrayLike | None = None) -> Self:
         """Returns the metric with a batch counted.
 
         Args:
@@ -67,20 +69,25 @@ class Throughput(Metric):
         added = jnp.ones((), jnp.float32)
         if self.unit == "examples":
             added = _num_examples(batch, weights)
-        return type(self)(self.unit, count=self.count.add(added), start_s=self.start_s)
+        return dataclasses.replace(self, sums=self.sums.add(added))
 
     def started(self) -> Self:
         """Returns the metric with the same count, and a clock that starts now."""
         return dataclasses.replace(self, start_s=EMPTY)
 
     def _merged(self, other: Any) -> Self:
-        mine, others = self.start_s, other.start_s
-        is_later = (jnp.asarray(mine.high) > others.high) | (
-            (jnp.asarray(mine.high) == others.high)
-            & (jnp.asarray(mine.low) > others.low)
+        mine, theirs = jnp.asarray(self.start_s.parts), other.start_s.parts
+        is_later = (mine[0] > theirs[0]) | (
+            (mine[0] == theirs[0]) & (mine[1] > theirs[1])
         )
-        start = jax.tree.map(lambda a, b: jnp.where(is_later, b, a), mine, others)
-        return type(self)(self.unit, count=self.count.merge(other.count), start_s=start)
+        start = Total(jnp.where(is_later, theirs, mine))
+        sums = self.sums.merge(other.sums)
+        return dataclasses.replace(self, sums=sums, start_s=start)
+
+    @property
+    def count(self) -> jax.Array:
+        """How many examples or steps were counted."""
+        return self.sums.value
 
     def compute(self) -> jax.Array:
         """Returns the count per second until now, when the device has counted.
@@ -94,15 +101,15 @@ class Throughput(Metric):
                 "inside jit. Return the metric from the step, and compute it outside."
             )
             raise MetricError(msg)
-        count = jax.block_until_ready(self.count.value)
-        start_s = float(self.start_s.high) + float(self.start_s.low)
-        passed_s = time.perf_counter() - start_s
+        count = jax.block_until_ready(self.count)
+        high, low = map(float, self.start_s.parts)
+        passed_s = time.perf_counter() - (high + low)
         if passed_s <= 0:
             return jnp.full((), jnp.nan, jnp.float32)
         return count / jnp.float32(passed_s)
 
 
-def _num_examples(batch: Any, weights: Any) -> jax.Array:
+def _num_examples(batch: Batch, weights: ArrayLike | None) -> jax.Array:
     """Returns how many rows count."""
     if weights is not None:
         weights = as_array(weights, "weights", "Throughput")

@@ -6,31 +6,35 @@ from dataclasses import dataclass
 from inspect import Parameter
 from typing import Any
 
+from jax.typing import ArrayLike
+
+from meshlayout._annotations import Batch
+from meshlayout._checks import shown
 from meshlayout.errors import MetricError, did_you_mean
-from meshlayout.metrics.metric import Metric
+from meshlayout.metrics.metric import Metric, source_fields
 
 
 @dataclass(frozen=True)
-class Source:
+class MetricInputs:
     """What one step has to offer to metrics.
 
     Attributes:
-        outputs: What the loss function returned beside the losses, by name.
+        outputs: What the loss function returned with the losses, by name.
         batch: The batch.
         losses: Per example, or None.
         weights: Per example, or None where all count.
     """
 
     outputs: Mapping[Any, Any]
-    batch: Any
+    batch: Batch
     losses: Any
-    weights: Any
+    weights: ArrayLike | None
 
-    def find(self, name: Any, where: str) -> Any:
-        """Returns what has a name: an output, an entry of the batch, or the losses.
+    def find(self, name: str | int, where: str) -> Any:
+        """Returns an output, an entry of the batch, or the losses, by name.
 
         Raises:
-            MetricError: If nothing has it.
+            MetricError: If nothing has the name.
         """
         if name in self.outputs:
             return self.outputs[name]
@@ -38,7 +42,7 @@ class Source:
         if name in entries:
             return entries[name]
         special = self.special()
-        if special.get(name) is not None:
+        if isinstance(name, str) and special.get(name) is not None:
             return special[name]
         msg = (
             f"{where}: {name!r} is neither among the outputs ({_names(self.outputs)}) "
@@ -48,7 +52,7 @@ class Source:
         raise MetricError(msg)
 
     def has(self, name: str) -> bool:
-        """Tells whether an output or an entry of the batch has a name."""
+        """Returns whether an output or an entry of the batch has a name."""
         return name in self.outputs or name in self._entries()
 
     def special(self) -> dict[str, Any]:
@@ -62,8 +66,8 @@ class Source:
 
     def everything(self) -> dict[str, Any]:
         """Returns all outputs and entries of the batch whose names are strings."""
-        found = {**self._entries(), **self.outputs}
-        return {name: value for name, value in found.items() if isinstance(name, str)}
+        every = {**self._entries(), **self.outputs}
+        return {name: value for name, value in every.items() if isinstance(name, str)}
 
     def _entries(self) -> Mapping[Any, Any]:
         if isinstance(self.batch, Mapping):
@@ -73,17 +77,17 @@ class Source:
         return {}
 
 
-def _names(found: Mapping[Any, Any]) -> str:
-    return ", ".join(map(repr, found)) or "none"
+def _names(entries: Mapping[Any, Any]) -> str:
+    return ", ".join(map(repr, entries)) or "none"
 
 
 def update_from(
     metric: Any,
     *,
     outputs: Mapping[str, Any] | None,
-    batch: Any,
+    batch: Batch,
     losses: Any = None,
-    weights: Any = None,
+    weights: ArrayLike | None = None,
 ) -> Any:
     """Returns a metric with one step's batch added; its arguments are found by name.
 
@@ -115,59 +119,55 @@ def update_from(
     """
     if outputs is not None and not isinstance(outputs, Mapping):
         msg = (
-            f"outputs is a {type(outputs).__name__}; metrics find them by name, so it "
-            "has to be a dict, such as {'logits': logits}."
+            f"outputs is {shown(outputs)}; metrics find them by name, so it must be a "
+            "dict, such as {'logits': logits}."
         )
         raise MetricError(msg)
-    source = Source({} if outputs is None else outputs, batch, losses, weights)
-    return feed(metric, source)
+    inputs = MetricInputs({} if outputs is None else outputs, batch, losses, weights)
+    return updated(metric, inputs)
 
 
-def feed(metric: Any, source: Source) -> Any:
+def updated(metric: Any, inputs: MetricInputs) -> Any:
     """Returns a metric with what a step offers added; see `update_from`."""
     where = type(metric).__name__
     if isinstance(metric, Metric):
-        return _update_built_in(metric, source, where)
-    take = getattr(metric, "_update_from", None)
-    if take is not None:
-        return take(source)
-    update = getattr(metric, "update", None)
-    if isinstance(metric, type) or not callable(update):
+        names = source_fields(type(metric))
+        # A metric of the whole batch, as Throughput, names none of its parts.
+        args = [inputs.find(getattr(metric, name), where) for name in names]
+        return metric.update(*(args or [inputs.batch]), inputs.weights)
+    update_adapted = getattr(metric, "_update_from", None)
+    if update_adapted is not None and not isinstance(metric, type):
+        return update_adapted(inputs)
+    needed = ("update", "merge", "compute")
+    if isinstance(metric, type) or not all(hasattr(metric, name) for name in needed):
         msg = (
-            f"{metric!r} is no metric: it has to be an object with update, merge and "
-            "compute. For metrics of clu, metrax or flax.nnx, use metrics.adapt."
+            f"{shown(metric)} is not a metric: it must be an object with update, merge "
+            "and compute. For metrics of clu, metrax or flax.nnx, use metrics.adapt."
         )
         raise MetricError(msg)
-    args, kwargs = arguments(update, source, {}, f"{where}.update")
-    updated = update(*args, **kwargs)
-    if updated is None:
+    args, kwargs = bound_arguments(metric.update, inputs, {}, f"{where}.update")
+    new = metric.update(*args, **kwargs)
+    if new is None:
         msg = (
-            f"{where}.update returned None; it has to return a new metric. For metrics "
+            f"{where}.update returned None; it must return a new metric. For metrics "
             "of flax.nnx, which change themselves, use metrics.adapt."
         )
         raise MetricError(msg)
-    return updated
+    return new
 
 
-def _update_built_in(metric: Any, source: Source, where: str) -> Any:
-    if not metric.inputs:
-        return metric.update(source.batch, source.weights)
-    found = [source.find(getattr(metric, name), where) for name in metric.inputs]
-    return metric.update(*found, source.weights)
-
-
-def arguments(
+def bound_arguments(
     function: Callable[..., Any],
-    source: Source,
-    renamed: Mapping[str, Any],
+    inputs: MetricInputs,
+    renamed: Mapping[str, str | int],
     where: str,
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Returns the arguments of a function, by place and by name.
+    """Returns the arguments of a function, by position and by name.
 
     Args:
         function: What is to be called.
-        source: Where they come from.
-        renamed: For parameters whose source has another name: that name.
+        inputs: Where they come from.
+        renamed: For parameters whose input has another name: that name.
         where: What to call the function in a message.
 
     Raises:
@@ -175,22 +175,22 @@ def arguments(
     """
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
-    special = source.special()
+    special = inputs.special()
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is Parameter.VAR_POSITIONAL:
             continue
         if parameter.kind is Parameter.VAR_KEYWORD:
-            extra = {to: source.find(of, where) for to, of in renamed.items()}
-            kwargs = {**source.everything(), **extra, **kwargs}
+            extra = {to: inputs.find(of, where) for to, of in renamed.items()}
+            kwargs = {**inputs.everything(), **extra, **kwargs}
             continue
         if name in renamed:
-            value = source.find(renamed[name], where)
+            value = inputs.find(renamed[name], where)
         elif name in special:
             value = special[name]
-        elif parameter.default is not Parameter.empty and not source.has(name):
+        elif parameter.default is not Parameter.empty and not inputs.has(name):
             continue
         else:
-            value = source.find(name, where)
+            value = inputs.find(name, where)
         if parameter.kind is Parameter.POSITIONAL_ONLY:
             args.append(value)
         else:
