@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import pickle
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -186,13 +187,13 @@ def test_a_throughput_with_a_field_keeps_it():
 
 def test_arrays_of_a_subclass_are_added_when_it_merges():
     class Counted(metrics.Mean):
-        updates: jax.Array = dataclasses.field(default=0, kw_only=True)
+        updates: Any = dataclasses.field(default=0, kw_only=True)
 
         def update(self, values, weights=None):
             new = super().update(values, weights)
             return dataclasses.replace(new, updates=jnp.asarray(self.updates) + 1)
 
-    Counted.__annotations__ = {"updates": jax.Array}
+    Counted.__annotations__ = {"updates": Any}
     frozen = dataclasses.dataclass(frozen=True, eq=False)(Counted)
     kind = jax.tree_util.register_dataclass(frozen)
     once = kind().update(SCORES)
