@@ -105,6 +105,17 @@ def holds_modules(tree: Any) -> bool:
     return any(_is_module_type(type(node)) for node in found)
 
 
+def is_nnx_object(node: Any) -> bool:
+    """Returns whether this is an NNX module, variable, Rngs or other object.
+
+    JAX takes them for pytrees: what `jax.tree.map` makes of one is a copy, whose random
+    streams and variables are no longer those of the original.
+    """
+    return isinstance(node, (nnx.Pytree, nnx.Variable)) and not isinstance(
+        node, nnx.State
+    )
+
+
 def key_name(key: Any) -> str:
     """Returns one key of a JAX key path as it is written in a path."""
     kind = type(key)

@@ -200,9 +200,15 @@ class Transformer(nnx.Module):
             ValueError: If positions are left out and the rows are longer than
                 `max_length`.
         """
+        x = self.embed(tokens)
         if positions is None:
-            positions = default_positions(tokens, self.config)
-        x = self.dropout(self.embed(tokens) + self.positions(positions))
+            # A slice and not a look-up, whose gradient is scattered: that keeps the
+            # compiler from adding up the gradients of microbatches behind the loop.
+            length = default_positions(tokens, self.config).shape[1]
+            table = self.positions.embedding[...][None, :length]
+            x = self.dropout(x + table.astype(x.dtype))
+        else:
+            x = self.dropout(x + self.positions(positions))
         for block in self.blocks:
             x = block(x, segment_ids)
         return self.output(self.norm(x))
@@ -295,12 +301,13 @@ class LinenTransformer(nn.Module):
             ValueError: As for `Transformer`.
         """
         config = self.config
-        if positions is None:
-            positions = default_positions(tokens, config)
         x = nn.Embed(config.vocab_size, config.features, name="embed")(tokens)
-        x = x + nn.Embed(config.max_length, config.features, name="positions")(
-            positions
-        )
+        table = nn.Embed(config.max_length, config.features, name="positions")
+        if positions is None:  # as in `Transformer`
+            length = default_positions(tokens, config).shape[1]
+            x = x + table.embedding[None, :length].astype(x.dtype)
+        else:
+            x = x + table(positions)
         x = nn.Dropout(config.dropout_rate, deterministic=not train)(x)
         x = LinenBlocks(config, train, name="blocks")(x, segment_ids)
         x = nn.LayerNorm(name="norm")(x)

@@ -97,9 +97,11 @@ class Slice:
         return state, read_collectives(compiled.as_text())
 
 
-def train_step(name, layouts, axes, rows=ROWS, **options):
+def train_step(name, layouts, axes, rows=ROWS, has_weights=False, **options):
     """Returns a train step, and the abstract state and batch that it takes."""
     module, build, loss_fn, example = MODELS[name]
+    if has_weights:
+        example = {**example, "weight": ((), "float32")}
     mesh = create_slice_mesh(**axes)
     layout_map = ml.LayoutMap(mesh, getattr(module, layouts))
     optimizer = optax.adam(1e-3)
@@ -300,13 +302,36 @@ def test_fsdp_convolutions_gather_kernels_and_scatter_the_large_gradients(
 # Options.
 
 
-@pytest.mark.parametrize("name", ["mlp", "transformer"])
-def test_microbatches_send_the_gradients_once(tpu, name):
-    state, sent = tpu.sent(name, "DATA_PARALLEL", EIGHT, accumulate=4)
-    [gradients] = [one for one in sent if not one.in_loop]
-    assert (gradients.kind, gradients.nbytes) == ("all_reduce", gradient_bytes(state))
-    # The counters and keys of three dropouts, a few bytes; no array of numbers.
+@pytest.mark.parametrize("has_weights", [False, True])
+@pytest.mark.parametrize("name", ["mlp", "convnet", "transformer"])
+def test_microbatches_send_the_gradients_once(tpu, name, has_weights):
+    state, sent = tpu.sent(
+        name, "DATA_PARALLEL", EIGHT, accumulate=4, has_weights=has_weights
+    )
+    assert set(kinds(sent)) == {"all_reduce"}
     assert not [one for one in sent if one.in_loop]
+    *small, gradients = sorted(sent, key=lambda one: one.nbytes)
+    # With weights, their sum too, and which microbatches hold more than padding.
+    assert 0 <= gradients.nbytes - gradient_bytes(state) <= FLOAT * has_weights
+    assert sum(one.nbytes for one in small) <= 16 * has_weights
+
+
+def test_microbatches_of_batch_normalization_send_their_statistics_each(tpu):
+    state, sent = tpu.sent("resnet", "DATA_PARALLEL", EIGHT, accumulate=4)
+    [gradients] = [one for one in sent if not one.in_loop]
+    # The gradients of scales and biases are among the sums of the backward pass.
+    assert 0.99 * gradient_bytes(state) < gradients.nbytes <= gradient_bytes(state)
+    assert set(kinds(sent)) == {"all_reduce"}
+    assert all(one.nbytes <= 4 * 64 * FLOAT for one in sent if one.in_loop)
+
+
+def test_microbatches_of_bfloat16_send_the_gradients_once(tpu):
+    state, sent = tpu.sent(
+        "transformer", "DATA_PARALLEL", EIGHT, accumulate=4, precision="bfloat16"
+    )
+    [gradients] = sent
+    assert not gradients.in_loop
+    assert gradients.nbytes == gradient_bytes(state)
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate": 4}])

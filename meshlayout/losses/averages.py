@@ -58,7 +58,7 @@ def compute_average_loss(
         raise LossError(msg)
     if global_batch_size is None:
         global_batch_size = losses.shape[0] * num_replicas(losses)
-    total = weighted_total(losses, sample_weight)
+    total = weighted(losses, sample_weight).sum()
     size = jnp.asarray(global_batch_size, "float32")
     return jnp.where(size > 0, total / jnp.where(size > 0, size, 1), 0)
 
@@ -87,19 +87,19 @@ def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
     return loss / num_replicas(None)
 
 
-def weighted_total(losses: jax.Array, weights: Any) -> jax.Array:
-    """Returns the sum of losses by weight, in float32.
+def weighted(losses: jax.Array, weights: Any) -> jax.Array:
+    """Returns losses times their weights, in float32; weight 0 gives 0, also for NaN.
 
     Args:
         losses: Losses of shape (batch, ...).
         weights: Weights of a leading part of that shape, or None.
 
     Raises:
-        LossError: If the weights' shape is no leading part of the losses'.
+        LossError: If the weights' shape is not a leading part of the losses'.
     """
     losses = losses.astype("float32")
     if weights is None:
-        return losses.sum()
+        return losses
     weights = jnp.asarray(weights).astype("float32")
     if weights.shape != losses.shape[: weights.ndim]:
         msg = (
@@ -109,7 +109,7 @@ def weighted_total(losses: jax.Array, weights: Any) -> jax.Array:
         )
         raise LossError(msg)
     spread = weights.reshape(weights.shape + (1,) * (losses.ndim - weights.ndim))
-    return jnp.where(spread != 0, losses * spread, 0).sum()
+    return jnp.where(spread != 0, losses * spread, 0)
 
 
 def num_replicas(value: Any) -> int:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshlayout.errors import LossError
-from meshlayout.losses.averages import weighted_total
+from meshlayout.losses.averages import weighted
 
 
 Denominator: TypeAlias = Literal["real", "global_batch_size"] | float
@@ -63,7 +63,7 @@ def weighted_sum(losses: Any, weights: Any = None) -> jax.Array:
         >>> float(weighted_sum(jnp.array([1.0, jnp.nan]), jnp.array([2.0, 0.0])))
         2.0
     """
-    return weighted_total(jnp.asarray(losses), weights)
+    return weighted(jnp.asarray(losses), weights).sum()
 
 
 def denominator_of(

@@ -36,16 +36,14 @@ class PrecisionPolicy:
             used; a layer that names a dtype of its own keeps it. Statistics of
             normalisation, losses and norms stay in float32.
         output: The dtype of what the model returns.
-        reduce: The dtype in which gradients are summed over replicas.
     """
 
     param: Any = None
     compute: Any = None
     output: Any = None
-    reduce: Any = None
 
     def __post_init__(self) -> None:
-        for name in ("param", "compute", "output", "reduce"):
+        for name in ("param", "compute", "output"):
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, _float_dtype(name, value))
@@ -132,10 +130,10 @@ def _policy_at(pattern: str, precision: Any) -> PrecisionPolicy:
         return policy
     if isinstance(precision, str):
         return PrecisionPolicy(compute=policy.compute)
-    if policy.output is not None or policy.reduce is not None:
+    if policy.output is not None:
         msg = (
-            f"precision: the policy of {pattern!r} names output or reduce, which are "
-            "those of the whole model: give them to the pattern ''."
+            f"precision: the policy of {pattern!r} names output=, which is that of "
+            "the whole model: give it to the pattern ''."
         )
         raise StateError(msg)
     return policy
@@ -149,7 +147,7 @@ def _policy(precision: Any) -> PrecisionPolicy:
     names = ", ".join(map(repr, _NAMED))
     msg = (
         f"precision={precision!r} is none of {names}, a PrecisionPolicy(param, "
-        "compute, output, reduce), or a dict from paths to those."
+        "compute, output), or a dict from paths to those."
         f"{did_you_mean(precision, _NAMED)}"
     )
     raise StateError(msg)
@@ -179,12 +177,12 @@ def cast_for_compute(
 
 
 def cast(value: Any, dtype: Any) -> Any:
-    """Casts floating-point arrays in a tree; None leaves them as they are."""
+    """Casts floating-point arrays in a tree, not in NNX objects; None casts nothing."""
     if dtype is None:
         return value
 
     def one(leaf: Any) -> Any:
-        kind = getattr(leaf, "dtype", None)
+        kind = None if _paths.is_nnx_object(leaf) else getattr(leaf, "dtype", None)
         if (
             kind is None
             or _jax.is_extended(kind)
@@ -193,7 +191,7 @@ def cast(value: Any, dtype: Any) -> Any:
             return leaf
         return leaf.astype(dtype)
 
-    return jax.tree.map(one, value)
+    return jax.tree.map(one, value, is_leaf=_paths.is_nnx_object)
 
 
 def check_params(params: Any, policies: Policies) -> None:

@@ -6,7 +6,7 @@ import jax
 from jax.core import Tracer
 
 from meshlayout.errors import StepError
-from meshlayout.step.changes import (
+from meshlayout.step.call_signature import (
     devices_text,
     is_array_like,
     labelled,

@@ -20,7 +20,8 @@ from meshlayout.step.arguments import (
     check_memory,
     gives_memory_twice,
 )
-from meshlayout.step.changes import (
+from meshlayout.step.batch_norm import ignoring_unbound_axes
+from meshlayout.step.call_signature import (
     SETTING,
     Description,
     describe,
@@ -463,7 +464,7 @@ class CompiledStep:
         if seen and not self._thread.is_quiet and not self._thread.may_trace:
             raise _Retrace
         scope = in_force(self._layouts) if self._layouts else contextlib.nullcontext()
-        with scope:
+        with scope, ignoring_unbound_axes():
             result = self._step(state, *args, **kwargs, **dict(static))
         if not isinstance(result, tuple) or len(result) != 2:
             msg = (

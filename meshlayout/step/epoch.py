@@ -8,22 +8,21 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from meshlayout import _jax
-from meshlayout.data.rows import BATCH_AXES
+from meshlayout._batches import (
+    batch_axes as axes_for_batches,
+    map_batch,
+    num_examples,
+    weights_of,
+    with_weights,
+)
 from meshlayout.errors import StepError
 from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.step.options import check_whole
-from meshlayout.step.places import Place
-from meshlayout.step.replicas import Replicas
+from meshlayout.step.placement import StepMesh
 from meshlayout.step.train_step import TrainStep
-from meshlayout.step.weights import (
-    map_batch,
-    num_examples,
-    weights_of,
-    with_weights,
-)
 
 
 def scan_epoch(
@@ -105,7 +104,7 @@ def scan_epoch(
             spread = real.reshape(-1, *[1] * (given.ndim - 1))
             weights = jnp.where(spread, given, 0).astype("float32")
             batch = with_weights(batch, train_step.weights, weights)
-        return map_batch(lambda leaf: place.replicas.constrain(leaf, 0), batch)
+        return map_batch(lambda leaf: place.constrain(leaf, 0), batch)
 
     def order_of(shuffle: Any) -> jax.Array:
         order = jnp.arange(rows)
@@ -150,13 +149,13 @@ def _with_weights(data: Any, key: str | int, rows: int, size: int) -> Any:
         raise StepError(msg) from None
 
 
-def _place(state: TrainState, batch_axes: Any) -> Place:
+def _place(state: TrainState, batch_axes: Any) -> StepMesh:
     sharding = _jax.sharding_of(state.step)
     if not isinstance(sharding, NamedSharding):
-        return Place(Replicas(None, ()), sharding)
+        return StepMesh(None, (), sharding)
     mesh: Any = sharding.mesh
     if batch_axes is None:
-        batch_axes = [axis for axis in mesh.axis_names if axis in BATCH_AXES]
+        batch_axes = axes_for_batches(mesh)
     axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
     Layout([axes or None], Mesh(mesh))  # refuses axes that the mesh does not have
-    return Place(Replicas(mesh, axes), sharding)
+    return StepMesh(mesh, axes, sharding)

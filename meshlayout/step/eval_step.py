@@ -6,16 +6,25 @@ from typing import Any
 import jax
 
 from meshlayout import losses
+from meshlayout._batches import num_examples
 from meshlayout.errors import StepError
 from meshlayout.layout_map import LayoutMap
 from meshlayout.losses.weighting import check_denominator
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.state.precision import Precision, parse_precision
-from meshlayout.step.calls import intercepting
 from meshlayout.step.compiled import CompiledStep, OnRecompile, compile_step
-from meshlayout.step.gradients import Loss, forward, updated
-from meshlayout.step.measuring import (
+from meshlayout.step.gradients import updated
+from meshlayout.step.model_call import (
+    ModelCall,
+    bound_model,
+    cast_model,
+    handled_calls,
+)
+from meshlayout.step.objective import Loss, joined, parts_of, penalties_of
+from meshlayout.step.options import check_loss_fn, check_weights
+from meshlayout.step.placement import step_mesh_of
+from meshlayout.step.step_metrics import (
     Measured,
     Start,
     as_regularizers,
@@ -24,16 +33,6 @@ from meshlayout.step.measuring import (
     total_weight,
     user_metrics,
 )
-from meshlayout.step.model_call import (
-    ModelCall,
-    bound_model,
-    cast_model,
-    quiet_sowing,
-)
-from meshlayout.step.objective import joined, parts_of, penalties_of
-from meshlayout.step.options import check_loss_fn, check_weights
-from meshlayout.step.places import place_of
-from meshlayout.step.weights import num_examples
 
 
 def make_eval_step(
@@ -147,7 +146,7 @@ class EvalStep:
 
     def _program(self, state: TrainState, batch: Any) -> tuple[CompiledStep, Start]:
         check_state(self.__name__, state)
-        place = place_of(state, batch)
+        place = step_mesh_of(state, batch)
         key = (place, state.program)
         if key not in self._programs:
             names: list[str] = []
@@ -181,9 +180,17 @@ class EvalStep:
         self, state: TrainState, batch: Any, users: Metrics
     ) -> tuple[Measured, Metrics]:
         loss, share = self._loss, self._loss.share(batch)
-        outcome = forward(loss, state, state.params, batch, state.rng, share.weights)
+        outcome = loss.forward(
+            state,
+            state.params,
+            state.model_state,
+            batch,
+            state.rng,
+            share.weights,
+        )
         penalties = penalties_of(state.params, loss.regularizers)
-        parts = joined(parts_of(outcome, share), penalties)
+        parts = {name: x.sum() for name, x in parts_of(outcome, share).items()}
+        parts = joined(parts, penalties)
         weight = total_weight(share.weights, num_examples(batch))
         return Measured(parts, {}, weight), updated(
             users, outcome, batch, share.weights
@@ -240,7 +247,7 @@ def make_predict_step(
             return predict_fn(model, batch)
 
         model, casting = cast_model(policies, state, state.params, bound, call)
-        with intercepting(model, casting), quiet_sowing():
+        with handled_calls(model, casting):
             return nothing, call(model)
 
     compiled = compile_step(predict, layouts=layouts, on_recompile=on_recompile)

@@ -19,13 +19,19 @@ from meshlayout.losses import ModelLoss
 from meshlayout.losses.recorded import COLLECTION
 from meshlayout.state import TrainState
 from meshlayout.state.precision import Policies, cast, cast_for_compute
-from meshlayout.step.batch_norm import MOMENTS, found_moments
-from meshlayout.step.calls import Call, Interceptor, intercepting, named_modules
+from meshlayout.step.batch_norm import ignoring_unbound_axes
+from meshlayout.step.interception import (
+    Call,
+    Interceptors,
+    Module,
+    intercepting,
+    named_modules,
+)
 from meshlayout.step.remat import RematRule, Rematting
 
 
 # What a step does not hand back as the model's state.
-_PASSING = (COLLECTION, MOMENTS, "intermediates")
+_PASSING = (COLLECTION, "intermediates")
 
 # What plain `sow(nnx.Intermediate, name, ...)` has to be called to be a loss.
 _LOSS_NAME = re.compile(r"(^|_)loss(es)?$")
@@ -40,18 +46,16 @@ class Outcome:
         outputs: Its dict of outputs, or an empty one.
         recorded: The losses that the model recorded, by path.
         model_state: The model's other arrays after the call.
-        moments: What `batch_norm.Replaying` left, if it was there.
     """
 
     losses: Any
     outputs: dict[str, Any]
     recorded: dict[str, Any]
     model_state: Any
-    moments: dict[str, Any]
 
 
 jax.tree_util.register_dataclass(
-    Outcome, ["losses", "outputs", "recorded", "model_state", "moments"], []
+    Outcome, ["losses", "outputs", "recorded", "model_state"], []
 )
 
 
@@ -78,7 +82,7 @@ class ModelCall:
         model_state: Any,
         batch: Any,
         key: jax.Array,
-        interceptors: tuple[Interceptor, ...] = (),
+        interceptors: Interceptors = (),
     ) -> Outcome:
         """Calls the loss function.
 
@@ -101,14 +105,13 @@ class ModelCall:
         model, casting = cast_model(self.policies, state, params, bound, call)
         rematting = () if remat is None else (remat,)
         found = (*casting, *rematting, *interceptors)
-        with intercepting(model, found), quiet_sowing():
+        with handled_calls(model, found):
             result = call(model)
         if remat is not None:
             remat.check_used()
         losses, outputs = _parts(_name(self.loss_fn), result)
-        moments = found_moments(model)
         recorded, after = collect(model, model_state)
-        return Outcome(losses, outputs, recorded, after, moments)
+        return Outcome(losses, outputs, recorded, after)
 
     def _extras(self, key: jax.Array) -> dict[str, Any]:
         """Returns what the loss function asks for by name."""
@@ -182,9 +185,16 @@ def _named(tree: Any, is_loss: Callable[[str], bool]) -> dict[str, Any]:
 
 
 @contextmanager
-def quiet_sowing() -> Iterator[None]:
-    """Silences Flax's advice to capture what is sown: the step collects it."""
-    with warnings.catch_warnings():
+def handled_calls(model: Module, interceptors: Interceptors) -> Iterator[None]:
+    """Lets interceptors handle a model's calls, and layers ignore the axes of pmap.
+
+    Flax advises to capture what is sown; the step collects it, and silences that.
+    """
+    with (
+        ignoring_unbound_axes(),
+        intercepting(model, interceptors),
+        warnings.catch_warnings(),
+    ):
         warnings.filterwarnings("ignore", "\\s*Using 'Module.sow", DeprecationWarning)
         yield
 
@@ -238,7 +248,7 @@ def _linen_casting_paths(
         finding = _Finding()
 
         def trace() -> None:
-            with intercepting(model, (finding,)), quiet_sowing():
+            with handled_calls(model, (finding,)):
                 call(model)
 
         jax.eval_shape(trace)

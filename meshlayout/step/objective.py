@@ -1,16 +1,24 @@
-"""What a step minimises, as the sum of named parts."""
+"""What a step minimizes: a batch, as the sum of named parts."""
 
+import logging
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 
 from meshlayout import losses
+from meshlayout._annotations import Batch, PyTree
+from meshlayout._batches import num_examples, weights_of
 from meshlayout.errors import LossError
-from meshlayout.step.model_call import Outcome
+from meshlayout.losses.averages import weighted
+from meshlayout.state import TrainState
+from meshlayout.step.batch_norm import WeightMask
+from meshlayout.step.model_call import ModelCall, Outcome
 
+
+_log = logging.getLogger("meshlayout")
 
 # What the loss function's own part is called in the metrics.
 DATA = "data_loss"
@@ -28,7 +36,7 @@ RESERVED = (
 
 
 @dataclass(frozen=True)
-class Share:
+class LossShare:
     """What a part of a global batch contributes to the whole batch's mean.
 
     Attributes:
@@ -38,14 +46,91 @@ class Share:
         is_mean: Whether the denominator is that of a mean, as a scalar's is.
     """
 
-    weights: Any
-    denominator: Any
+    weights: jax.Array | None
+    denominator: jax.Array
     fraction: float
     is_mean: bool
 
 
-def parts_of(outcome: Outcome, share: Share) -> dict[str, jax.Array]:
+@dataclass(frozen=True)
+class Loss:
+    """How a batch becomes one number to minimize.
+
+    Attributes:
+        call: Calls the model.
+        weights: Where a batch carries its weights.
+        denominator: What sums are divided by.
+        regularizers: Penalties on parameters.
+    """
+
+    call: ModelCall
+    weights: str | int
+    denominator: losses.Denominator
+    regularizers: tuple[losses.Regularizer, ...]
+
+    def weights_of(self, batch: Batch) -> jax.Array | None:
+        """Returns a batch's weights, or None."""
+        return weights_of(batch, self.weights)
+
+    def share(self, batch: Batch) -> LossShare:
+        """Returns the share of a whole batch: all of it."""
+        weights = self.weights_of(batch)
+        count = jnp.float32(self._count(batch, weights))
+        denominator = losses.denominator_of(self.denominator, weights, count)
+        return LossShare(weights, denominator, 1.0, isinstance(self.denominator, str))
+
+    def provisional_share(self, batch: Batch) -> tuple[LossShare, jax.Array | None]:
+        """Returns a whole batch's share, and the factor to correct its results by.
+
+        The sum of the weights takes the devices a round of communication. Divided by
+        their number instead, gradients need not wait for it: both are added in one.
+        """
+        share = self.share(batch)
+        if share.weights is None or self.denominator != "real":
+            return share, None
+        count = jnp.float32(self._count(batch, share.weights))
+        return replace(share, denominator=count), count / share.denominator
+
+    def _count(self, batch: Batch, weights: jax.Array | None) -> int:
+        """Returns how many losses there are if each counts one."""
+        rows = num_examples(batch)
+        return rows if weights is None else math.prod(jnp.shape(weights))
+
+    def forward(
+        self,
+        state: TrainState,
+        params: PyTree,
+        model_state: PyTree,
+        batch: Batch,
+        key: jax.Array,
+        weights: jax.Array | None,
+    ) -> Outcome:
+        """Calls the loss function, with batch statistics of real rows.
+
+        Args:
+            state: Gives the model's structure.
+            params: The parameters to use instead of the state's.
+            model_state: The model's other arrays, likewise.
+            batch: A batch or a microbatch.
+            key: For this call's random numbers.
+            weights: The batch's weights.
+
+        Raises:
+            LossError: If there are losses for another number of examples.
+        """
+        mask = ()
+        if weights is not None and self.call.train:
+            mask = (WeightMask(weights),)
+        outcome = self.call(state, params, model_state, batch, key, mask)
+        _check_rows(outcome, num_examples(batch), weights)
+        return outcome
+
+
+def parts_of(outcome: Outcome, share: LossShare) -> dict[str, jax.Array]:
     """Returns the parts of the objective that depend on the batch, by name.
+
+    Each is what its examples contribute, of shape (batch,), or a scalar. They are not
+    added up here, because adding up what is sharded takes a round of communication.
 
     Args:
         outcome: What the loss function and the model gave for a part of the batch.
@@ -73,7 +158,7 @@ def parts_of(outcome: Outcome, share: Share) -> dict[str, jax.Array]:
     return parts
 
 
-def _part(what: str, value: Any, share: Share) -> jax.Array:
+def _part(what: str, value: jax.Array, share: LossShare) -> jax.Array:
     if jnp.ndim(value) == 0:
         if share.weights is not None:
             msg = (
@@ -85,16 +170,17 @@ def _part(what: str, value: Any, share: Share) -> jax.Array:
         return jnp.asarray(value).astype("float32") * share.fraction
     try:
         each = losses.per_example(value, share.weights)
-        return losses.weighted_sum(each, share.weights) / share.denominator
+        each = weighted(each, share.weights)
+        return each.reshape(each.shape[0], -1).sum(axis=1) / share.denominator
     except LossError as error:
         msg = f"{what} losses that do not fit: {error}"
         raise LossError(msg) from None
 
 
-def check_rows(outcome: Outcome, num_rows: int) -> None:
+def _check_rows(outcome: Outcome, num_rows: int, weights: jax.Array | None) -> None:
     """Raises LossError if losses are there for another number of examples."""
-    found = {"the loss function's losses": outcome.losses, **outcome.recorded}
-    for name, value in found.items():
+    values = {"the loss function's losses": outcome.losses, **outcome.recorded}
+    for name, value in values.items():
         if jnp.ndim(value) and jnp.shape(value)[0] != num_rows:
             msg = (
                 f"{name} have shape {jnp.shape(value)} in a batch of {num_rows} "
@@ -103,7 +189,7 @@ def check_rows(outcome: Outcome, num_rows: int) -> None:
             raise LossError(msg)
 
 
-def example_losses(outcome: Outcome, weights: Any) -> Any:
+def example_losses(outcome: Outcome, weights: jax.Array | None) -> jax.Array | None:
     """Returns the loss function's losses per example, or None for a scalar."""
     if jnp.ndim(outcome.losses) == 0:
         return None
@@ -111,13 +197,15 @@ def example_losses(outcome: Outcome, weights: Any) -> Any:
 
 
 def penalties_of(
-    params: Any, regularizers: tuple[losses.Regularizer, ...]
+    params: PyTree, regularizers: tuple[losses.Regularizer, ...]
 ) -> dict[str, jax.Array]:
-    """Returns the regularisers' penalties by name."""
+    """Returns the regularizers' penalties by name."""
     return {one.name: one(params) for one in regularizers}
 
 
-def joined(parts: Mapping[str, Any], penalties: Mapping[str, Any]) -> dict[str, Any]:
+def joined(
+    parts: Mapping[str, jax.Array], penalties: Mapping[str, jax.Array]
+) -> dict[str, jax.Array]:
     """Returns all parts of the objective.
 
     Raises:

@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from meshlayout._batches import num_examples
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
-from meshlayout.step.accumulating import accumulated
-from meshlayout.step.gradients import Gradients, Loss, Trainable, select, whole_batch
-from meshlayout.step.many import Stacked, like
-from meshlayout.step.measuring import Measured, empty_metrics, strong, total_weight
-from meshlayout.step.places import Place
+from meshlayout.step.gradients import Backward, Gradients, Trainable, select
+from meshlayout.step.multi_step import Stacked, like
+from meshlayout.step.objective import Loss
+from meshlayout.step.placement import StepMesh
+from meshlayout.step.step_metrics import Measured, empty_metrics, strong, total_weight
 from meshlayout.step.updates import Update, learning_rate
-from meshlayout.step.weights import num_examples
 
 
 @dataclass(frozen=True)
@@ -34,17 +34,7 @@ class Plan:
     @property
     def needs_rows(self) -> bool:
         """Whether the program depends on how the batch is sharded."""
-        return self.is_cut or self.zero
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether gradients are summed by replica before they are reduced."""
-        return self.accumulate > 1 or self.reduce_dtype is not None
-
-    @property
-    def reduce_dtype(self) -> Any:
-        """The dtype in which replicas' gradients are added; None for any."""
-        return self.loss.call.policies.default.reduce
+        return self.accumulate > 1 or self.zero
 
 
 class Program:
@@ -53,10 +43,14 @@ class Program:
     Args:
         plan: What the step does.
         place: Where.
+        shardings: Those of the parameters, if the update is sharded otherwise.
     """
 
-    def __init__(self, plan: Plan, place: Place) -> None:
+    def __init__(
+        self, plan: Plan, place: StepMesh, shardings: tuple[Any, ...] | None = None
+    ) -> None:
         self._plan, self._place = plan, place
+        self._shardings = shardings
         self._names: tuple[str, ...] = ()
 
     def empty_metrics(self, state: TrainState, batch: Any) -> Metrics:
@@ -141,14 +135,15 @@ class Program:
         plan = self._plan
         key = jax.random.fold_in(state.rng, state.step)
         scale = plan.update.scale(state)
-        given = (plan.loss, state, trainable, batch, key, users, scale)
-        if not plan.is_cut:
-            return whole_batch(*given)
-        return accumulated(
-            *given,
-            num_parts=plan.accumulate,
-            replicas=self._place.replicas,
-            reduce_dtype=plan.reduce_dtype,
+        backward = Backward(plan.loss, state, trainable, scale)
+        if plan.accumulate == 1:
+            return backward.whole_batch(batch, key, users)
+        shardings = None
+        if self._shardings is not None:
+            pairs = zip(self._shardings, trainable.mask, strict=True)
+            shardings = [pair for pair, is_trained in pairs if is_trained]
+        return backward.microbatches(
+            batch, key, users, plan.accumulate, self._place, shardings
         )
 
     def _learning_rate(self, state: TrainState, new: TrainState) -> Any:

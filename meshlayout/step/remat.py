@@ -1,5 +1,6 @@
 """Recomputation of chosen submodules in the backward pass."""
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from flax import linen as nn, nnx
 
 from meshlayout import _paths
 from meshlayout.errors import StepError
-from meshlayout.step.calls import Call
+from meshlayout.step.interception import Call, Module
 
 
 # What may be kept: a policy of jax.checkpoint_policies, or None for nothing.
@@ -99,8 +100,8 @@ class Rematting:
                 return rule
         return None
 
-    def wants(self, path: str, module: Any) -> bool:
-        """Tells whether a rule chooses a submodule."""
+    def wants(self, path: str, module: Module) -> bool:
+        """Returns whether a rule chooses a submodule."""
         if path and callable(module):
             self._submodules.add(path)
         return self._rule_for(path) is not None
@@ -112,13 +113,21 @@ class Rematting:
         rule = self._rule_for(call.path)
         assert rule is not None
         self._used.add(rule)
-        leaves, treedef = jax.tree.flatten((args, kwargs))
-        at = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+        # An NNX object is a pytree as well: taken apart here, it would be a copy, whose
+        # random streams do not advance those of the caller.
+        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_paths.is_nnx_object)
+        objects = [i for i, leaf in enumerate(leaves) if _paths.is_nnx_object(leaf)]
+        # Rngs have every attribute that they are asked for, a shape and a dtype, too.
+        lifted = [
+            i for i, leaf in enumerate(leaves) if i not in objects and _is_array(leaf)
+        ]
 
-        def inner(module: Any, *arrays: Any) -> Any:
+        def inner(module: Any, objects_in: list[Any], arrays: list[Any]) -> Any:
             filled = list(leaves)
-            for i, array in zip(at, arrays, strict=True):
-                filled[i] = array
+            for i, value in zip(
+                [*objects, *lifted], [*objects_in, *arrays], strict=True
+            ):
+                filled[i] = value
             args, kwargs = treedef.unflatten(filled)
             # The module inside is another object: its call comes by here again.
             self._is_inside = True
@@ -127,9 +136,8 @@ class Rematting:
             finally:
                 self._is_inside = False
 
-        lifted: Any = nn.remat if isinstance(call.module, nn.Module) else nnx.remat
-        recomputed = lifted(inner, policy=rule.policy)
-        return recomputed(call.module, *[leaves[i] for i in at])
+        recomputed = _lifted(call.module, inner, rule.policy)
+        return recomputed([leaves[i] for i in objects], [leaves[i] for i in lifted])
 
     def check_used(self) -> None:
         """Raises StepError if a rule chose nothing that was called."""
@@ -181,6 +189,30 @@ def block_paths(paths: Iterable[str]) -> frozenset[str]:
         if numbered:
             found.add("/".join(names[: numbered[0]]))
     return frozenset(found)
+
+
+def _lifted(
+    module: Module, inner: Callable[..., Any], policy: Policy
+) -> Callable[[list[Any], list[Any]], Any]:
+    """Returns `inner` on a module, its insides recomputed in the backward pass."""
+    if isinstance(module, nnx.Module):
+        return functools.partial(nnx.remat(inner, policy=policy), module)
+
+    # Linen's remat knows no NNX objects: their arrays go in and come back.
+    def recomputed(objects: list[Any], arrays: list[Any]) -> Any:
+        graphdef, state = nnx.split(objects)
+
+        def pure(module: nn.Module, state: Any, arrays: list[Any]) -> Any:
+            inside = nnx.merge(graphdef, state)
+            result = inner(module, inside, arrays)
+            return result, nnx.state(inside)
+
+        remat: Any = nn.remat(pure, policy=policy)
+        result, after = remat(module, state, arrays)
+        nnx.update(objects, after)
+        return result
+
+    return recomputed
 
 
 def _is_array(leaf: Any) -> bool:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from meshlayout import losses
+from meshlayout import _jax, losses
 from meshlayout.errors import StepError
 from meshlayout.layout_map import LayoutMap
 from meshlayout.losses.weighting import check_denominator
@@ -18,10 +18,9 @@ from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.state.precision import Precision, check_params, parse_precision
 from meshlayout.step.compiled import CompiledStep, OnRecompile, compile_step
-from meshlayout.step.gradients import Loss
-from meshlayout.step.many import Stacked, calls_for
-from meshlayout.step.measuring import Start, as_regularizers, user_metrics
 from meshlayout.step.model_call import ModelCall
+from meshlayout.step.multi_step import Stacked, calls_for
+from meshlayout.step.objective import Loss
 from meshlayout.step.options import (
     check_choice,
     check_ema,
@@ -32,9 +31,15 @@ from meshlayout.step.options import (
     check_weights,
     check_whole,
 )
-from meshlayout.step.places import Place, note_if_replicated, place_of, zero_layouts
+from meshlayout.step.placement import (
+    StepMesh,
+    note_if_replicated,
+    step_mesh_of,
+    zero_layouts,
+)
 from meshlayout.step.program import Plan, Program
 from meshlayout.step.remat import Remat, parse_remat
+from meshlayout.step.step_metrics import Start, as_regularizers, user_metrics
 from meshlayout.step.updates import EMA, OnNonfinite, Update
 
 
@@ -192,9 +197,9 @@ class TrainStep:
         self._plan = plan
         self._layouts = layouts
         self._on_recompile: OnRecompile = on_recompile
-        self._steps: dict[tuple[Place, tuple[Any, ...]], CompiledStep] = {}
-        self._starts: dict[tuple[Place, Any], Start] = {}
-        self._last: tuple[Any, Place, bool, tuple[CompiledStep, Start]] | None = None
+        self._steps: dict[tuple[StepMesh, tuple[Any, ...]], CompiledStep] = {}
+        self._starts: dict[tuple[StepMesh, Any], Start] = {}
+        self._last: tuple[Any, StepMesh, bool, tuple[CompiledStep, Start]] | None = None
         self._flags: deque[tuple[Any, bool]] = deque()
         self._num_nonfinite = 0.0
         self._calls = calls_for(plan.steps_per_call)
@@ -264,7 +269,7 @@ class TrainStep:
             return state
         return self._prepared(state, self._place(state, batch))
 
-    def _prepared(self, state: TrainState, place: Place) -> TrainState:
+    def _prepared(self, state: TrainState, place: StepMesh) -> TrainState:
         missing = self._wants_extra - state.extra.keys()
         if missing:
             made = self._extra(state)
@@ -365,14 +370,20 @@ class TrainStep:
         self,
         state: TrainState,
         batch: Any,
-        place: Place,
+        place: StepMesh,
         kind: tuple[Any, ...],
         made: Callable[[Program], Callable[..., Any]] | None = None,
     ) -> tuple[CompiledStep, Start]:
         """Returns the compiled step of a place, and where its metrics start."""
-        program = Program(self._plan, place)
+        shardings = None
+        if self._plan.zero and self._plan.accumulate > 1:
+            now = map(_jax.sharding_of, jax.tree.leaves(state.params))
+            sharded = (one.sharding for one in zero_layouts(state.params, place))
+            shardings = tuple(zip(now, sharded, strict=True))
+        program = Program(self._plan, place, shardings)
+        kind = (*kind, shardings)
         if (place, kind) not in self._steps:
-            if kind == (False,):
+            if kind[0] is False:
                 note_if_replicated(state, batch)
             step = program.train_steps if kind[0] is True else program.train_step
             self._steps[place, kind] = compile_step(
@@ -386,18 +397,18 @@ class TrainStep:
             self._starts[key] = Start(program.empty_metrics(state, batch), place)
         return self._steps[place, kind], self._starts[key]
 
-    def _place(self, state: TrainState, batch: Any) -> Place:
+    def _place(self, state: TrainState, batch: Any) -> StepMesh:
         """Returns what a program depends on: rows matter to some plans only."""
         if not self._plan.needs_rows:
-            return place_of(state, (), 0)
+            return step_mesh_of(state, (), 0)
         if isinstance(batch, Stacked):
-            return place_of(state, batch.batches, 1)
-        return place_of(state, batch, 0)
+            return step_mesh_of(state, batch.batches, 1)
+        return step_mesh_of(state, batch, 0)
 
     def run_epoch(
         self,
         sizes: tuple[Any, ...],
-        place: Place,
+        place: StepMesh,
         given: tuple[TrainState, Any, Any, Metrics | None],
         batch_at: Callable[..., Any],
         order_of: Callable[..., Any],
@@ -438,12 +449,12 @@ class TrainStep:
             name = self._plan.update.flag
             self._flags.append((metrics.metric(name).compute(), is_first))
 
-    def _with_zero(self, state: TrainState, place: Place) -> TrainState:
+    def _with_zero(self, state: TrainState, place: StepMesh) -> TrainState:
         """Returns the state with the optimiser's part sharded over the replicas."""
         leaves, treedef = jax.tree.flatten(state.opt_state)
         if [leaf.sharding for leaf in leaves] == self._zero_shardings:
             return state
-        found = zero_layouts({"opt_state": state.opt_state}, place.replicas)
+        found = zero_layouts({"opt_state": state.opt_state}, place)
         if not found:
             return state
         self.zero_exceptions = tuple(

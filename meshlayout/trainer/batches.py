@@ -9,17 +9,17 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from meshlayout import _jax
-from meshlayout.arrays import relayout, to_numpy
-from meshlayout.data.rows import BATCH_AXES
-from meshlayout.errors import MeshLayoutError
-from meshlayout.layout import Layout
-from meshlayout.mesh import Mesh
-from meshlayout.step.weights import (
+from meshlayout._batches import (
     map_batch,
     num_examples,
     weights_of,
     with_weights,
 )
+from meshlayout.arrays import relayout, to_numpy
+from meshlayout.data.rows import BATCH_AXES
+from meshlayout.errors import MeshLayoutError
+from meshlayout.layout import Layout
+from meshlayout.mesh import Mesh
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ import numpy as np
 from meshlayout import _jax, losses
 from meshlayout.errors import MetricError, StepError
 from meshlayout.metrics import Last, Mean, Metrics, Sum, Throughput, adapt
-from meshlayout.step.changes import is_array_like, named_leaves
+from meshlayout.step.call_signature import is_array_like, named_leaves
 from meshlayout.step.objective import RESERVED
-from meshlayout.step.places import Place
+from meshlayout.step.placement import StepMesh
 
 
 # Notes of an update that are not averaged over the examples.
@@ -68,7 +68,7 @@ class Start:
         place: Where the state lies.
     """
 
-    def __init__(self, empty: Metrics, place: Place) -> None:
+    def __init__(self, empty: Metrics, place: StepMesh) -> None:
         self._place = place
         self.empty: Metrics = place.put(empty, is_own=True)
         leaves = jax.tree.leaves(empty, is_leaf=_is_clock)

@@ -1,6 +1,7 @@
-"""Where a state and a batch lie: what a step's program depends on besides shapes."""
+"""The mesh of a state and the axes that shard a batch: what a step's program is for."""
 
 import logging
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,28 +11,46 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlayout import _jax, _paths, _render
-from meshlayout.data.rows import BATCH_AXES
+from meshlayout._batches import BATCH_AXES
 from meshlayout.errors import StepError
 from meshlayout.layout_map.zero import zero_spec
-from meshlayout.step.replicas import Replicas
 
 
 _log = logging.getLogger("meshlayout")
 
 
 @dataclass(frozen=True)
-class Place:
-    """The mesh of a state, and the axes that shard a batch.
+class StepMesh:
+    """The mesh of a state, and the axes that shard the rows of a batch.
 
     Attributes:
-        replicas: Both.
-        sharding: That of what is the same everywhere.
+        mesh: The mesh; None for a state on no mesh.
+        axes: Its axes that shard the rows; none where the batch is not sharded.
+        sharding: That of what is the same on all devices.
         is_abstract: Whether the state is only described, perhaps on devices that are.
     """
 
-    replicas: Replicas
+    mesh: jax.sharding.Mesh | None
+    axes: tuple[str, ...]
     sharding: Any
     is_abstract: bool = False
+
+    @property
+    def num_shards(self) -> int:
+        """How many shards the batch has."""
+        if self.mesh is None:
+            return 1
+        return math.prod(self.mesh.shape[axis] for axis in self.axes)
+
+    def constrain(self, x: jax.Array, dim: int) -> jax.Array:
+        """Shards a dim over the batch axes, and leaves the others to the compiler."""
+        if self.mesh is None or not self.axes:
+            return x
+        is_explicit = jax.sharding.AxisType.Explicit in self.mesh.axis_types
+        others = None if is_explicit else PartitionSpec.UNCONSTRAINED
+        entries: list[Any] = [others] * x.ndim
+        entries[dim] = self.axes
+        return _jax.constrain(x, NamedSharding(self.mesh, PartitionSpec(*entries)))
 
     def put(self, tree: Any, *, is_own: bool = False) -> Any:
         """Puts arrays that are on no mesh on every device; others stay.
@@ -69,7 +88,7 @@ class Place:
         return jax.tree.map(lambda x: _jax.constrain(x, self.sharding), tree)
 
 
-def place_of(state: Any, batch: Any, dim: int = 0) -> Place:
+def step_mesh_of(state: Any, batch: Any, dim: int = 0) -> StepMesh:
     """Returns where a state and a batch lie.
 
     Args:
@@ -79,14 +98,10 @@ def place_of(state: Any, batch: Any, dim: int = 0) -> Place:
     """
     sharding = _jax.sharding_of(state.step)
     is_abstract = isinstance(state.step, jax.ShapeDtypeStruct)
-    replicas = Replicas(None, ())
-    if isinstance(sharding, NamedSharding):
-        replicas = Replicas(_mesh(sharding), row_axes(batch, dim))
-    return Place(replicas, sharding, is_abstract)
-
-
-def _mesh(sharding: NamedSharding) -> Any:
-    return sharding.mesh
+    if not isinstance(sharding, NamedSharding):
+        return StepMesh(None, (), sharding, is_abstract)
+    mesh: Any = sharding.mesh
+    return StepMesh(mesh, row_axes(batch, dim), sharding, is_abstract)
 
 
 def row_axes(batch: Any, dim: int = 0) -> tuple[str, ...]:
@@ -111,12 +126,12 @@ def note_if_replicated(state: Any, batch: Any) -> None:
     is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(batch))
     if is_traced or not isinstance(sharding, NamedSharding) or row_axes(batch):
         return
-    mesh = _mesh(sharding)
+    mesh: Any = sharding.mesh
     axes = [axis for axis in BATCH_AXES if mesh.shape.get(axis, 1) > 1]
     if axes:
         _log.warning(
             "the batch is sharded over no axis, so that all %d devices compute all of "
-            "it. Place it with ml.relayout(batch, mesh.layout(%r, ...)), or take "
+            "it. StepMesh it with ml.relayout(batch, mesh.layout(%r, ...)), or take "
             "ml.distribute_dataset.",
             mesh.size,
             axes[0],
@@ -138,7 +153,7 @@ class ZeroLayout:
     reason: str
 
 
-def zero_layouts(tree: Any, replicas: Replicas) -> list[ZeroLayout]:
+def zero_layouts(tree: Any, replicas: StepMesh) -> list[ZeroLayout]:
     """Shards arrays over the axes that shard the batch, each on one dim more.
 
     The largest dim that divides takes the axes. Small arrays stay as they are.
@@ -155,7 +170,7 @@ def zero_layouts(tree: Any, replicas: Replicas) -> list[ZeroLayout]:
         if mesh is not None and mesh.size > 1:
             msg = (
                 "zero=1 shards the optimiser's state over the axes that shard the "
-                "batch, and this batch is sharded over none. Place it with "
+                "batch, and this batch is sharded over none. StepMesh it with "
                 "relayout(batch, mesh.layout('batch', ...))."
             )
             raise StepError(msg)
@@ -163,7 +178,7 @@ def zero_layouts(tree: Any, replicas: Replicas) -> list[ZeroLayout]:
     return [_zero_layout(leaf, replicas) for leaf in _paths.flatten(tree).leaves]
 
 
-def _zero_layout(leaf: _paths.Leaf, replicas: Replicas) -> ZeroLayout:
+def _zero_layout(leaf: _paths.Leaf, replicas: StepMesh) -> ZeroLayout:
     now: Any = _jax.sharding_of(leaf.value)
     shape = leaf.value.shape
     spec = (*now.spec, *[None] * (len(shape) - len(now.spec)))

@@ -1,0 +1,370 @@
+"""A model may look at itself: options change no class, and leave nothing behind."""
+
+import pickle
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn, nnx
+
+import meshlayout as ml
+from tests.flax_versions import module_list
+
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(8, 4)).astype("float32")
+REGISTRY = {}
+
+
+class Registered(nnx.Module):
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        REGISTRY[cls.__name__] = cls
+
+
+class Half(Registered):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(4, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(self.up(x))
+
+
+class Block(Half):
+    """Asks for its own type, and for its parent's call."""
+
+    def __call__(self, x):
+        assert pickle.loads(pickle.dumps(type(self))) is Block
+        made = super().__call__(x)
+        return made if type(self) is Block else 0 * made
+
+
+class Curious(nnx.Module):
+    """Computes something else if a class is not what it was."""
+
+    def __init__(self, rngs):
+        self.layers = module_list(
+            [nnx.Linear(4, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)]
+        )
+        self.blocks = module_list([Block(rngs), Block(rngs)])
+
+    def __call__(self, x):
+        after = {nnx.Linear: "relu", nnx.BatchNorm: "none"}
+        for layer in self.layers:
+            x = layer(x)
+            if after[type(layer)] == "relu":
+                x = nnx.relu(x)
+        for block in self.blocks:
+            assert REGISTRY[type(block).__name__] is Block
+            x = x + block(x)
+        # Blocks that are alike stay so, for models that stack them.
+        first, second = (nnx.split(block)[0] for block in self.blocks)
+        assert first == second
+        return x.sum(-1)
+
+
+def square(model, batch):
+    return jnp.square(model(batch["x"]))
+
+
+def loss_by_flax():
+    """Returns the loss of the model alone, as Flax computes it."""
+    model = Curious(nnx.Rngs(0))
+    model.train()
+    return float(square(model, {"x": X}).mean())
+
+
+def create(build, mesh=None):
+    mesh = mesh or ml.create_mesh({"batch": 8})
+    return ml.TrainState.create(build, optax.sgd(0.1), ml.LayoutMap(mesh, {}))
+
+
+def first_loss(build, loss_fn, weights=True, batch=X, **options):
+    mesh = ml.create_mesh({"batch": 8})
+    batch = {"x": batch}
+    if weights:
+        batch["weight"] = np.ones(len(batch["x"]), "float32")
+    batch = ml.relayout(batch, mesh.layout("batch", ...))
+    step = ml.make_train_step(loss_fn, **options)
+    state, metrics = step(create(build, mesh), batch)
+    return state, float(metrics["loss"])
+
+
+OPTIONS = {
+    "none": {},
+    "remat of blocks": {"remat": "blocks"},
+    "remat by path": {"remat": {"norm|layers/1": None}},
+    "remat of all": {"remat": "full"},
+    "precision by path": {"precision": {"blocks": "float32"}},
+    "output dtype": {"precision": ml.PrecisionPolicy(output="float32")},
+}
+
+
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_model_that_looks_at_types_computes_what_flax_computes(name, weights):
+    calls = [vars(kind).get("__call__") for kind in (Block, Half, nnx.BatchNorm)]
+    _, loss = first_loss(lambda: Curious(nnx.Rngs(0)), square, weights, **OPTIONS[name])
+    # float32, through four normalizations of eight rows
+    np.testing.assert_allclose(loss, loss_by_flax(), rtol=1e-4)
+    assert REGISTRY["Block"] is Block
+    after = [vars(kind).get("__call__") for kind in (Block, Half, nnx.BatchNorm)]
+    assert after == calls
+
+
+def test_a_call_that_is_inherited_is_inherited_again_afterwards():
+    class Plain(nnx.BatchNorm):
+        pass
+
+    first_loss(lambda: Plain(4, rngs=nnx.Rngs(0)), square)
+    assert "__call__" not in vars(Plain)
+
+
+def test_models_outside_of_a_step_are_left_alone_while_one_is_traced():
+    """Another thread calls the same classes in the middle of a trace."""
+    norm = nnx.BatchNorm(4, use_running_average=False, rngs=nnx.Rngs(0))
+    expected = np.asarray(norm(X))
+    results = []
+
+    def loss_fn(model, batch):
+        made = jnp.square(model(batch["x"]))
+        thread = threading.Thread(target=lambda: results.append(np.asarray(norm(X))))
+        thread.start()
+        thread.join()
+        return made
+
+    first_loss(lambda: nnx.BatchNorm(4, rngs=nnx.Rngs(0)), loss_fn)
+    assert results
+    for result in results:
+        np.testing.assert_array_equal(result, expected)
+
+
+# Padding in BatchNorm, wherever the layer is called.
+
+
+class Lifted(nnx.Module):
+    """Calls its normalization through a transform of Flax's, on a copy of it."""
+
+    def __init__(self, rngs):
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+
+    def __call__(self, x):
+        return nnx.remat(lambda norm, x: norm(x))(self.norm, x)
+
+
+def test_padding_does_not_count_in_a_batch_norm_that_flax_has_lifted():
+    weights = np.array([1, 1, 1, 1, 1, 0, 0, 0], "float32")
+    x = np.where(weights[:, None] == 0, np.float32(50), X)
+    mesh = ml.create_mesh({"batch": 8})
+    batch = ml.relayout({"x": x, "weight": weights}, mesh.layout("batch", ...))
+    state, _ = ml.make_train_step(square)(create(lambda: Lifted(nnx.Rngs(0))), batch)
+    expected = 0.01 * X[:5].mean(axis=0)
+    np.testing.assert_allclose(state.model_state["norm"]["mean"], expected, rtol=1e-4)
+
+
+# NNX objects among the arguments of what is recomputed.
+
+
+class Dropped(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5)
+
+    def __call__(self, x, rngs, *, scale=1.0):
+        return scale * self.dropout(self.linear(x), rngs=rngs)
+
+
+class Stack(nnx.Module):
+    """Returns the share of mask elements that two blocks have in common."""
+
+    def __init__(self, rngs):
+        self.blocks = module_list([Dropped(rngs) for _ in range(2)])
+
+    def __call__(self, x, rngs):
+        first, second = (block(x, rngs, scale=2.0) for block in self.blocks)
+        return ((first == 0) == (second == 0)).astype("float32").mean(axis=-1)
+
+
+class LinenDropped(nn.Module):
+    @nn.compact
+    def __call__(self, x, rngs):
+        x = nn.Dense(4, name="linear")(x)
+        return jnp.where(jax.random.bernoulli(rngs(), 0.5, x.shape), x, 0)
+
+
+class LinenStack(nn.Module):
+    @nn.compact
+    def __call__(self, x, rngs):
+        first, second = (LinenDropped(name=f"block{n}")(x, rngs) for n in range(2))
+        return ((first == 0) == (second == 0)).astype("float32").mean(axis=-1)
+
+
+REMATS = {
+    "none": {},
+    "blocks": {"remat": "blocks"},
+    "full": {"remat": "full"},
+    "policy": {"remat": jax.checkpoint_policies.dots_saveable},
+    "precision": {"precision": ml.PrecisionPolicy(compute="float32")},
+}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+@pytest.mark.parametrize("name", list(REMATS)[1:])
+def test_streams_that_blocks_are_handed_draw_as_without_the_option(
+    name, kind, accumulate
+):
+    def loss_fn(model, batch, rngs):
+        once = model(batch["x"], rngs)
+        return once + 2 * model(batch["x"], rngs)
+
+    losses = []
+    for options in ({}, REMATS[name]):
+        mesh = ml.create_mesh({"batch": 8})
+        layouts, tx = ml.LayoutMap(mesh, {}), optax.sgd(0.1)
+        if kind == "nnx":
+            state = ml.TrainState.create(lambda: Stack(nnx.Rngs(0)), tx, layouts)
+        else:
+            state = ml.TrainState.create(
+                lambda: LinenStack().init(jax.random.key(0), X[:1], nnx.Rngs(0)),
+                tx,
+                layouts,
+                module=LinenStack(),
+            )
+        batch = ml.relayout({"x": np.ones((64, 4), "f")}, mesh.layout("batch", ...))
+        step = ml.make_train_step(loss_fn, accumulate=accumulate, **options)
+        losses.append(float(step(state, batch)[1]["loss"]))
+    assert losses[0] == losses[1]
+    assert losses[0] < 2.4  # of 3, if both blocks drew the same: about half agree
+
+
+class Counted(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x, counter):
+        counter.count[...] = counter.count[...] + 1
+        return self.linear(x)
+
+
+class Counter(nnx.Module):
+    def __init__(self):
+        self.count = nnx.Variable(jnp.zeros(()))
+
+
+class Counting(nnx.Module):
+    def __init__(self, rngs):
+        self.counter = Counter()
+        self.blocks = module_list([Counted(rngs) for _ in range(3)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x, self.counter)
+        return x
+
+
+@pytest.mark.parametrize("remat", ["none", "blocks", "full"])
+def test_objects_that_blocks_are_handed_are_changed_and_not_their_copies(remat):
+    state, _ = first_loss(lambda: Counting(nnx.Rngs(0)), square, remat=remat)
+    assert float(state.model_state["counter"]["count"]) == 3
+
+
+# Layers written for pmap.
+
+
+class Norms(nnx.Module):
+    def __init__(self, axis_name, rngs):
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, axis_name=axis_name, rngs=rngs)
+        self.layer_norm = nnx.LayerNorm(4, axis_name=axis_name, rngs=rngs)
+
+    def __call__(self, x):
+        return self.layer_norm(self.norm(self.linear(x)))
+
+
+class LinenNorms(nn.Module):
+    axis_name: str | None
+
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.Dense(4)(x)
+        return nn.BatchNorm(use_running_average=not train, axis_name=self.axis_name)(x)
+
+
+def linen_state(module):
+    return ml.TrainState.create(
+        lambda: module.init(jax.random.key(0), X, False),
+        optax.sgd(0.1),
+        ml.LayoutMap(ml.create_mesh({"batch": 8}), {}),
+        module=module,
+    )
+
+
+def linen_square(model, batch, train):
+    return jnp.square(model(batch["x"], train))
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2, "remat": "full"}])
+def test_a_batch_norm_of_the_pmap_years_takes_statistics_of_all_rows(kind, options):
+    mesh = ml.create_mesh({"batch": 8})
+    x = np.concatenate([X, 2 * X])
+    batch = ml.relayout({"x": x}, mesh.layout("batch", ...))
+    results = []
+    for axis_name in (None, "batch"):
+        if kind == "nnx":
+            state = create(lambda name=axis_name: Norms(name, nnx.Rngs(0)), mesh)
+            loss_fn = square
+        else:
+            state, loss_fn = linen_state(LinenNorms(axis_name)), linen_square
+
+        state, metrics = ml.make_train_step(loss_fn, **options)(state, batch)
+        evaluated = ml.make_eval_step(loss_fn)(state, batch)
+        leaves = map(np.asarray, jax.tree.leaves((state.params, state.model_state)))
+        results.append((float(metrics["loss"]), float(evaluated["loss"]), *leaves))
+    for named, plain in zip(*results, strict=True):
+        np.testing.assert_array_equal(named, plain)
+
+
+def test_compile_step_takes_a_batch_norm_of_the_pmap_years():
+    mesh = ml.create_mesh({"batch": 8})
+    graphdef, params = nnx.split(
+        ml.create(lambda: Norms("batch", nnx.Rngs(0)), ml.LayoutMap(mesh, {}))
+    )
+
+    @ml.compile_step
+    def step(params, x):
+        model = nnx.merge(graphdef, params)
+        made = model(x)
+        return nnx.state(model), made
+
+    params, made = step(params, ml.relayout(X, mesh.layout("batch", None)))
+    np.testing.assert_allclose(made, Norms(None, nnx.Rngs(0))(X), rtol=1e-4, atol=1e-5)
+
+
+def test_an_axis_that_is_bound_counts():
+    """In a shard_map of the user's own, statistics are those of that axis."""
+    mesh = ml.create_mesh({"batch": 8})
+    state = linen_state(LinenNorms("batch"))
+
+    def loss_fn(model, batch):
+        def per_device(x):
+            module = nn.BatchNorm(use_running_average=False, axis_name="batch")
+            variables = module.init(jax.random.key(0), x)
+            return module.apply(variables, x, mutable=["batch_stats"])[0]
+
+        rows = jax.sharding.PartitionSpec("batch")
+        return jax.shard_map(
+            per_device, mesh=mesh.jax_mesh, in_specs=rows, out_specs=rows
+        )(batch["x"])
+
+    batch = ml.relayout({"x": X}, mesh.layout("batch", ...))
+    _, metrics = ml.make_train_step(
+        lambda model, batch: jnp.square(loss_fn(model, batch))
+    )(state, batch)
+    # Normalized over the rows of all devices; on one row alone all would be 0.
+    np.testing.assert_allclose(metrics["loss"], 1, rtol=1e-3)
