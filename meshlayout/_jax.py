@@ -9,14 +9,10 @@ Everything else in the library uses the public API that jax 0.7.2 and later shar
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
-import jax.extend.random as jax_random
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax._src import (
     config as jax_config,
     core as jax_core,
@@ -334,13 +330,6 @@ def constrain(x: Any, sharding: NamedSharding) -> Any:
     return x
 
 
-def constrain_locally(x: Any, spec: PartitionSpec) -> Any:
-    """Lays out a replica's own value, inside shard_map, on the axes that are left."""
-    if all(entry is None for entry in spec):
-        return x
-    return jax.lax.with_sharding_constraint(x, spec)
-
-
 def _is_explicit(sharding: Any) -> bool:
     types = getattr(getattr(sharding, "mesh", None), "axis_types", ())
     return any(kind == AxisType.Explicit for kind in types)
@@ -428,145 +417,6 @@ def varying_axes(x: Any) -> frozenset[str]:
     if hasattr(aval, "manual_axis_type"):
         return frozenset(aval.manual_axis_type.varying)
     return frozenset(getattr(aval, "vma", ()))
-
-
-# Operations that make random numbers or keys of them, and which of those take a key.
-_RANDOM = {
-    "random_bits",
-    "random_split",
-    "random_fold_in",
-    "random_gamma",
-    "threefry2x32",
-    "rng_bit_generator",
-    "rng_uniform",
-}
-
-
-@dataclass(frozen=True)
-class Draw:
-    """One operation that makes random numbers, or keys.
-
-    Attributes:
-        shape: Of what is drawn with each key.
-        impl: The key's generator; None where it is no typed key.
-        is_plain: Whether its numbers depend on nothing but the key and the shape.
-    """
-
-    shape: tuple[int, ...]
-    impl: Any
-    is_plain: bool
-
-
-def draws(jaxpr: Any) -> list[Draw]:
-    """Returns the draws of a jaxpr and of those inside it, in their order."""
-    found: list[Draw] = []
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in _RANDOM:
-            found.append(_draw(eqn))
-        for inner in inner_jaxprs(eqn):
-            found += draws(inner)
-    return found
-
-
-def _draw(eqn: Any) -> Draw:
-    impl = getattr(eqn.invars[0].aval.dtype, "_impl", None) if eqn.invars else None
-    name = eqn.primitive.name
-    if name == "random_fold_in":  # one key; of an array of numbers, one for each
-        return Draw((), impl, eqn.invars[1].aval.shape == ())
-    # For a batch of keys, only threefry draws with each of them.
-    alone = impl is not None and "threefry2x32" in impl.name
-    return Draw(
-        tuple(eqn.params.get("shape", eqn.outvars[0].aval.shape)),
-        impl,
-        name in ("random_bits", "random_split")
-        and (alone or eqn.invars[0].aval.shape == ()),
-    )
-
-
-def draws_random_bits(jaxpr: Any) -> bool:
-    """Tells whether a jaxpr, or one inside it, makes random numbers."""
-    return bool(draws(jaxpr))
-
-
-def uses(jaxpr: Any, output: int, inputs: Sequence[int]) -> bool:
-    """Tells whether an output of a jaxpr depends on some inputs, or on draws."""
-    wanted = [at == output for at in range(len(jaxpr.outvars))]
-    rest, used = partial_eval.dce_jaxpr(jaxpr, wanted)
-    return any(used[at] for at in inputs) or draws_random_bits(rest)
-
-
-def random_impl(dtype: Any) -> Any:
-    """Returns the generator that PRNG keys of a dtype are for."""
-    return dtype._impl
-
-
-def define_random_impl(
-    base: Any, name: str, seed: Any, split: Any, random_bits: Any, fold_in: Any
-) -> Any:
-    """Returns a generator, for `jax.random.wrap_key_data`, with keys of one more word.
-
-    Args:
-        base: The generator that it is made of.
-        name: Its name.
-        seed: Makes a key of a number; all on arrays of words.
-        split: Makes keys of a key.
-        random_bits: Draws.
-        fold_in: Makes a key of a key and a number.
-    """
-    return jax_random.define_prng_impl(
-        key_shape=(*base.key_shape[:-1], base.key_shape[-1] + 1),
-        seed=seed,
-        split=split,
-        random_bits=random_bits,
-        fold_in=fold_in,
-        name=name,
-        tag="rep",
-    )
-
-
-def is_counted(impl: Any, shape: Sequence[int]) -> bool:
-    """Tells whether `counted_bits` draws as a generator does."""
-    return (
-        impl.name == "threefry2x32"
-        and bool(jax.config.jax_threefry_partitionable)
-        and math.prod(shape) < 2**32
-    )
-
-
-def counted_bits(
-    words: jax.Array,
-    width: int,
-    whole: Sequence[int],
-    starts: Sequence[Any],
-    shape: Sequence[int],
-) -> jax.Array:
-    """Returns a part of what threefry draws, without drawing the rest.
-
-    Each number is a hash of the key and of the number's place in the whole draw (Salmon
-    et al., "Parallel random numbers: as easy as 1, 2, 3", 2011; JAX's partitionable
-    threefry).
-
-    Args:
-        words: The key, uint32 of shape (2,).
-        width: Bits per number: 8, 16, 32 or 64.
-        whole: The shape of the whole draw, of less than 2**32 numbers.
-        starts: Where the part begins, in each dim.
-        shape: The shape of the part.
-    """
-    places = jnp.zeros(tuple(shape), jnp.uint32)
-    for dim, start in enumerate(starts):
-        at = lax.broadcasted_iota(jnp.uint32, tuple(shape), dim)
-        stride = jnp.uint32(math.prod(whole[dim + 1 :]))
-        places = places + (at + jnp.asarray(start, jnp.uint32)) * stride
-    high, low = jax_random.threefry2x32_p.bind(
-        jnp.broadcast_to(words[0], places.shape),
-        jnp.broadcast_to(words[1], places.shape),
-        jnp.zeros_like(places),
-        places,
-    )
-    if width == 64:
-        return high.astype(jnp.uint64) << 32 | low.astype(jnp.uint64)
-    return (high ^ low).astype(f"uint{width}")
 
 
 def key_impl(dtype: Any) -> str:

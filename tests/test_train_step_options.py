@@ -826,8 +826,8 @@ CALLS = {
         {},
         {"z": np.ones((8, 1), "float32")},
         "the first dim is the batch dim, and 'x' has 16 rows where 'z' has 8. Pass "
-        "what is no part of the batch to the loss function otherwise, for instance as "
-        "a closure or a scalar.",
+        "what is not part of the batch to the loss function in another way, for "
+        "instance as a closure or a scalar.",
     ),
     "rows that do not divide": (
         squares,

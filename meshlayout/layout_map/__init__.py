@@ -3,7 +3,6 @@
 from meshlayout.layout_map.activations import (
     constrain as constrain,
     in_force as in_force,
-    leaving_out as leaving_out,
 )
 from meshlayout.layout_map.explain import Explanation as Explanation
 from meshlayout.layout_map.layout_map import (

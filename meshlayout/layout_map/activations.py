@@ -1,13 +1,9 @@
 """Activations: the layout map in force, and `constrain`."""
 
-import contextlib
 import warnings
-from collections.abc import Iterator
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.sharding import PartitionSpec
 
 from meshlayout import _jax
 from meshlayout.errors import LayoutMapError, LayoutWarning, stack_level
@@ -88,9 +84,6 @@ def constrain(x: Any, name: str) -> Any:
     if found.fallback:
         line = f"{name} {found.array}: {found.fallback} (rule {found.rule!r})."
         warnings.warn(line, LayoutWarning, stacklevel=stack_level())
-    replica_axes = _replica_axes.get()
-    if replica_axes:
-        return _jax.constrain_locally(x, _without(found.layout.spec, replica_axes))
     if _jax.is_manual(x):
         msg = (
             f"{name} {found.array}: inside shard_map every device works on its own "
@@ -98,30 +91,3 @@ def constrain(x: Any, name: str) -> Any:
         )
         raise LayoutMapError(msg)
     return _jax.place(x, found.layout.sharding)
-
-
-# Mesh axes that a value inside is already one shard of, in a step's replicas.
-_replica_axes: ContextVar[tuple[str, ...]] = ContextVar("replica_axes", default=())
-
-
-@contextlib.contextmanager
-def leaving_out(axes: tuple[str, ...]) -> Iterator[None]:
-    """Makes `constrain` leave out mesh axes, for a shard_map over just those.
-
-    Args:
-        axes: The manual axes.
-    """
-    token = _replica_axes.set(axes)
-    try:
-        yield
-    finally:
-        _replica_axes.reset(token)
-
-
-def _without(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
-    entries = []
-    for entry in spec:
-        names = entry if isinstance(entry, tuple) else (entry,)
-        kept = tuple(name for name in names if name not in axes and name is not None)
-        entries.append(kept or None)
-    return PartitionSpec(*entries)

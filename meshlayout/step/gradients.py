@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding
 
 from meshlayout import _jax, _paths
 from meshlayout._annotations import Batch, PyTree
@@ -134,7 +134,7 @@ class Backward:
         metrics: Metrics,
         count: int,
         mesh: StepMesh,
-        shardings: list[tuple[Sharding, Sharding]] | None,
+        shardings: list[tuple[NamedSharding, NamedSharding]] | None,
     ) -> Gradients:
         """Returns the gradients of a batch that goes through the model in parts.
 

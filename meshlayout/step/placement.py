@@ -131,7 +131,7 @@ def note_if_replicated(state: Any, batch: Any) -> None:
     if axes:
         _log.warning(
             "the batch is sharded over no axis, so that all %d devices compute all of "
-            "it. StepMesh it with ml.relayout(batch, mesh.layout(%r, ...)), or take "
+            "it. Place it with ml.relayout(batch, mesh.layout(%r, ...)), or take "
             "ml.distribute_dataset.",
             mesh.size,
             axes[0],
@@ -170,7 +170,7 @@ def zero_layouts(tree: Any, replicas: StepMesh) -> list[ZeroLayout]:
         if mesh is not None and mesh.size > 1:
             msg = (
                 "zero=1 shards the optimiser's state over the axes that shard the "
-                "batch, and this batch is sharded over none. StepMesh it with "
+                "batch, and this batch is sharded over none. Place it with "
                 "relayout(batch, mesh.layout('batch', ...))."
             )
             raise StepError(msg)
