@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import jax
 import numpy as np
 from jax._src import (
-    config as jax_config,
     core as jax_core,
     distributed,
     mesh as jax_mesh,
@@ -391,6 +390,18 @@ def to_host(x: jax.Array) -> np.ndarray[Any, Any]:
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
+def from_one_process(
+    x: np.ndarray[Any, Any], *, is_source: bool
+) -> np.ndarray[Any, Any]:
+    """Returns an array of the process that has it; all processes call this.
+
+    Args:
+        x: The array there, and an array of the same shape and dtype elsewhere.
+        is_source: Whether this process has it.
+    """
+    return np.asarray(multihost_utils.broadcast_one_to_all(x, is_source=is_source))
+
+
 def with_weak_type(x: Any, weak_type: bool) -> Any:  # noqa: FBT001
     """Returns the value, weakly typed or not as asked."""
     aval = jax.typeof(x)
@@ -429,11 +440,6 @@ def x64_mode(enabled: bool) -> Any:  # noqa: FBT001
     if hasattr(jax, "enable_x64"):
         return jax.enable_x64(enabled)
     return jax.experimental.enable_x64(enabled)
-
-
-def x64_in_all_threads() -> bool:
-    """Tells whether arrays may have 64 bits, also in threads of other libraries."""
-    return bool(jax_config.enable_x64.get_global())
 
 
 def coordination_client() -> Any:

@@ -258,19 +258,19 @@ def test_transposing_says_what_does_not_fit(tmp_path):
         "Make the pattern narrower."
     )
     assert load(transpose={"w": (1, 2)}) == (
-        "transpose= gives 'w' the dims (1, 2), which are no permutation. Write (1, 0) "
-        "to swap the dims of a matrix."
+        "transpose= gives 'w' the dims (1, 2), which are not a permutation. Write "
+        "(1, 0) to swap the dims of a matrix."
     )
     assert load(transpose={"v": (1, 0)}) == (
         "the pattern 'v' of transpose= matches none of the 2 paths. Correct it or "
         "leave it out."
     )
     assert load(transpose={"w": (1, 0)}) == (
-        f"{tmp_path} does not fit the state that is wanted: 1 of another shape.\n"
+        f"{tmp_path} does not fit the state to restore: 1 of another shape.\n"
         "differs  wanted       saved\n"
         "───────  ───────────  ───────────\n"
         "shape    w f32[2, 3]  w f32[3, 2]\n"
-        "allow=[pattern] keeps arrays of another shape as they are. "
+        "allow=[pattern] keeps the values of arrays of another shape. "
         "transpose={pattern: (1, 0)} puts dims in another order."
     )
 
@@ -418,7 +418,7 @@ def test_a_file_that_is_cut_off_anywhere_is_found_out(tmp_path):
         assert str(file) in str(error)
     error = damaged(file, whole + b"x", like)
     assert str(error) == (
-        f"{file}: it is cut off or no safetensors file: Error while deserializing "
+        f"{file}: it is cut off or not a safetensors file: Error while deserializing "
         "header: incomplete metadata, file not fully covered."
     )
 
@@ -456,8 +456,8 @@ def test_a_set_of_shards_that_is_not_one_is_found_out(tmp_path):
         assert error_of(
             load, tmp_path, like, error=ml.errors.DamagedCheckpointError
         ) == (
-            f"{index}: it is no index of safetensors files: there is no 'weight_map' "
-            "of names of arrays to names of files beside it."
+            f"{index}: it is not an index of safetensors files: there is no "
+            "'weight_map' of names of arrays, each once, to names of files next to it."
         )
     index.unlink()
     assert error_of(load, tmp_path, like) == (
@@ -523,13 +523,13 @@ def test_what_safetensors_cannot_hold_is_refused(tmp_path):
         "differ."
     )
     assert save({"a": values(2)}, max_shard_bytes=0) == (
-        "max_shard_bytes= is a number of bytes from 1 up, and got 0."
+        "max_shard_bytes must be a positive integer, got 0."
     )
     assert save({"a": values(2)}, separator="-") == (
-        "separator= is '.' or '/', and got '-'."
+        "separator must be '.' or '/', got '-'."
     )
     assert save({"a": values(2)}, metadata={"x": 1}) == (
-        "metadata= is texts by name, and got {'x': 1}."
+        "metadata= must be strings by name, got {'x': 1}."
     )
 
 
@@ -622,7 +622,7 @@ def test_a_layout_that_does_not_divide_is_told(tmp_path, mesh_2x4):
     with pytest.raises(ml.errors.CheckpointError) as caught:
         checkpoint.load_safetensors(tmp_path, like)
     assert str(caught.value) == (
-        "w f32[6, 3] cannot lie where it is wanted: an array of shape (6, 3): dim 0 "
+        "w f32[6, 3] does not fit its layout: an array of shape (6, 3): dim 0 "
         "has size 6, which does not divide into 4 shards over mesh axis 'model' "
         "(Layout([model, unsharded], Mesh(batch=2, model=4))). Nearest sizes that fit: "
         "4 and 8. To keep the size, leave dim 0 UNSHARDED."
@@ -638,14 +638,14 @@ def test_what_cannot_be_wanted_is_told(tmp_path, mesh_2x4):
         return error_of(checkpoint.load_safetensors, tmp_path, like, **options)
 
     assert load({}) == (
-        "like= holds no arrays: {} of type dict. Give the state that is wanted, or its "
-        "shapes, as ml.describe or jax.eval_shape give them."
+        "like= holds no arrays: {} of type dict. Give the state to restore, or its "
+        "shapes, as ml.describe or jax.eval_shape return them."
     )
     assert load(layouts, layouts=layouts) == (
         "give one layout map: like=layouts, or like=state and layouts=layouts."
     )
     assert load(state, layouts=mesh_2x4) == (
-        f"layouts= takes a LayoutMap, and got {mesh_2x4!r} of type Mesh. Without it, "
+        f"layouts= must be a LayoutMap, got {mesh_2x4!r} of type Mesh. Without it, "
         "arrays go where those of like= are."
     )
 
@@ -787,8 +787,8 @@ def test_no_flipped_bit_of_msgpack_raises_anything_else():
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (b"", "it is cut off or no msgpack of Flax: Unpack failed: incomplete input"),
-        (b"\x01", "it is no msgpack of a state, and holds a int"),
+        (b"", "it is cut off or not msgpack of Flax: Unpack failed: incomplete input"),
+        (b"\x01", "it is not msgpack of a state: it holds 1"),
     ],
 )
 def test_what_is_no_msgpack_of_a_state_says_so(data, reason):
@@ -957,7 +957,7 @@ def test_float_arrays_of_orbax_never_become_integers(tmp_path):
     where = save_standard(tmp_path / "x", {"w": jnp.ones(3)})
     message = error_of(checkpoint.load_orbax, where, {"w": jnp.ones(3, "int32")})
     assert message == (
-        f"{where} does not fit the state that is wanted: 1 of another dtype.\n"
+        f"{where} does not fit the state to restore: 1 of another dtype.\n"
         "differs  wanted    saved\n"
         "───────  ────────  ────────\n"
         "dtype    w i32[3]  w f32[3]\n"
@@ -1033,8 +1033,14 @@ def test_prng_keys_of_another_generator_are_refused(tmp_path, write):
 
     where = write(tmp_path / "x", state("rbg"))
     equal(checkpoint.load_orbax(where, state("rbg")), state("rbg"))
+    (file,) = where.rglob("_METADATA")
+    tree = file.parent
     assert error_of(checkpoint.load_orbax, where, state("unsafe_rbg")) == (
-        "key: the PRNG key was saved for rbg, and unsafe_rbg is wanted. Make the state "
+        f"{tree} does not fit the state to restore: 1 of another dtype.\n"
+        "differs  wanted           saved\n"
+        "───────  ───────────────  ──────────────\n"
+        "dtype    key key<urbg>[]  key key<rbg>[]\n"
+        "A PRNG key is restored for the generator that it was saved for: make the state "
         "with jax.random.key(seed, impl='rbg')."
     )
 

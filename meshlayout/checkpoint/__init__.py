@@ -5,19 +5,21 @@ from meshlayout.checkpoint.difference import (
     Change as Change,
     RestoreDiff as RestoreDiff,
 )
-from meshlayout.checkpoint.foreign_orbax import load_orbax as load_orbax
+from meshlayout.checkpoint.foreign import (
+    load_msgpack as load_msgpack,
+    load_orbax as load_orbax,
+)
 from meshlayout.checkpoint.loop import Loop as Loop
 from meshlayout.checkpoint.manifest import (
     InspectedLeaf as InspectedLeaf,
     Inspection as Inspection,
 )
-from meshlayout.checkpoint.msgpack import load_msgpack as load_msgpack
 from meshlayout.checkpoint.preemption import (
     EXIT_STATUS as EXIT_STATUS,
     Preempted as Preempted,
     Preemption as Preemption,
 )
-from meshlayout.checkpoint.safetensors import load_safetensors as load_safetensors
-from meshlayout.checkpoint.safetensors_writing import (
+from meshlayout.checkpoint.safetensors import (
+    load_safetensors as load_safetensors,
     save_safetensors as save_safetensors,
 )

@@ -15,14 +15,16 @@ from meshlayout import _checks, _jax, _render
 from meshlayout._annotations import Metadata, PyTree
 from meshlayout.checkpoint import attempt, files
 from meshlayout.checkpoint.data_state import Continues, DataState
+from meshlayout.checkpoint.leaf_restore import LeafRestore
 from meshlayout.checkpoint.lease import Lease
 from meshlayout.checkpoint.manifest import Inspection, Manifest, encode
 from meshlayout.checkpoint.matching import Dtypes
 from meshlayout.checkpoint.processes import Channel, next_number
 from meshlayout.checkpoint.progress import progress
-from meshlayout.checkpoint.reading import Reader
-from meshlayout.checkpoint.restoring import Request, restore, to_numpy
+from meshlayout.checkpoint.restore import Request, load, to_numpy
+from meshlayout.checkpoint.saved_step import SavedStep
 from meshlayout.checkpoint.snapshot import Snapshot, host_bytes
+from meshlayout.checkpoint.step_selection import StepSelection
 from meshlayout.checkpoint.step_writer import Job, StepWriter
 from meshlayout.checkpoint.steps import Steps, steps_to_delete
 from meshlayout.checkpoint.store import StoreError
@@ -111,7 +113,7 @@ class Checkpointer:
         self._steps = Steps(self.directory)
         number = next_number()
         self._main = Channel("main", number)
-        self._reader = Reader(self._steps, self._best, self._main)
+        self._selection = StepSelection(self._steps, self._best, self._main)
         self._background = Channel("saves", number, is_patient=True)
         self._schedule = _Schedule(_check_count("every", every), every_s, self._main)
         self._open()
@@ -282,7 +284,7 @@ class Checkpointer:
             CheckpointError: If the checkpointer was made without `best=`.
         """
         self._raise_pending()
-        return self._reader.best()
+        return self._selection.best()
 
     def inspect(self, step: int | Literal["latest", "best"] = "latest") -> Inspection:
         """Returns what a checkpoint holds, without loading it: a table.
@@ -296,7 +298,7 @@ class Checkpointer:
             CheckpointError: If there is no such step.
         """
         self._finish_saving()
-        return Inspection.of(self._steps.manifest(self._reader.chosen(step)))
+        return Inspection.of(self._steps.manifest(self._selection.chosen(step)))
 
     # Restoring.
 
@@ -364,20 +366,21 @@ class Checkpointer:
             only=only,
             allow=allow,
             dtype=dtype,
-            verify=verify,
         )
 
-        def read(found: Manifest) -> tuple[Any, DataState | None]:
-            kept = self._read_data(found, data)
-            made, matched = restore(self._steps.folder(found.step), found, request)
-            if matched.diff:
-                logger.info("step %d differs: %s", found.step, matched.diff)
-            return made, kept
+        def read(
+            source: SavedStep, manifest: Manifest
+        ) -> tuple[tuple[Any, DataState | None], Sequence[LeafRestore]]:
+            data_state = self._read_data(manifest, data)
+            restored = load(source, request)
+            if restored.diff:
+                logger.info("step %d differs: %s", manifest.step, restored.diff)
+            return (restored.state, data_state), restored.restores
 
-        made, kept = self._restored(step, read, verify=verify, fallback=fallback)
-        if kept is not None:
-            kept.set(data)
-        return made
+        state, data_state = self._restored(step, read, verify=verify, fallback=fallback)
+        if data_state is not None:
+            data_state.set(data)
+        return state
 
     def restore_numpy(
         self,
@@ -401,22 +404,22 @@ class Checkpointer:
         """
         self._raise_pending()
 
-        def read(found: Manifest) -> Any:
-            return to_numpy(self._steps.folder(found.step), found, verify=verify)
+        def read(source: SavedStep, manifest: Manifest) -> tuple[Any, list[Any]]:
+            return to_numpy(source), []
 
         return self._restored(step, read, verify=verify, fallback=fallback)
 
     def _restored(
         self,
         step: int | str,
-        read: Callable[[Manifest], _T],
+        read: Callable[[SavedStep, Manifest], tuple[_T, Sequence[LeafRestore]]],
         *,
         verify: bool,
         fallback: bool,
     ) -> _T:
         self._finish_saving()
         with _undisturbed():
-            made, taken = self._reader.restored(
+            made, taken = self._selection.restored(
                 step, read, verify=verify, fallback=fallback
             )
         self._schedule.restored(taken)

@@ -1,15 +1,20 @@
-"""`RestoreDiff`: how what was saved differs from the state that is wanted."""
+"""`RestoreDiff`: how a saved state differs from the state to restore into."""
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from meshlayout import _render
+from jax.typing import DTypeLike
+
+from meshlayout import _jax, _render
+from meshlayout.errors import CheckpointError
 
 
 # Names that are compared with a missing one; difflib is slow.
 _CANDIDATES = 200
+
+_COLUMNS = ("differs", "wanted", "saved")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,30 +26,63 @@ class Leaf:
         parts: The keys that the name is made of; empty where only the name is known.
         shape: Its global shape.
         dtype: Its dtype; for a Python number, `bool`, `int`, `float` or `complex`.
+        is_numpy: Whether it was saved from NumPy, and comes back as such without a
+            target.
     """
 
     path: str
-    parts: tuple[Any, ...]
+    parts: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: Any
+    is_numpy: bool = False
 
     @property
     def array(self) -> str:
         """Its dtype and shape, as `f32[784, 128]`."""
         return _render.array_text(self.dtype, self.shape)
 
+    @property
+    def is_key(self) -> bool:
+        """Whether it is an array of PRNG keys, whose generator is known."""
+        return not is_number(self.dtype) and _jax.is_extended(self.dtype)
+
+    def transposed(self, dims: tuple[int, ...] | None) -> "Leaf":
+        """Returns the array with its dims in another order.
+
+        Args:
+            dims: The permutation, as for `np.transpose`; None for none.
+
+        Raises:
+            CheckpointError: If it is for another number of dims.
+        """
+        if dims is None:
+            return self
+        if len(dims) != len(self.shape):
+            msg = (
+                f"{self}: transpose= gives it the dims {dims}, which are for arrays of "
+                f"{len(dims)} dims. Make the pattern narrower."
+            )
+            raise CheckpointError(msg)
+        return replace(self, shape=tuple(self.shape[dim] for dim in dims))
+
     def __str__(self) -> str:
         return f"{self.path} {self.array}".lstrip()
 
 
+def is_number(dtype: DTypeLike | None) -> bool:
+    """Returns whether this is the type of a Python number, which has no dtype."""
+    # By identity: NumPy's float64 equals float.
+    return any(dtype is kind for kind in (bool, int, float, complex))
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
-    """An array that was saved with another shape or dtype than is wanted.
+    """An array that was saved with another shape or dtype than the state has.
 
     Attributes:
-        path: Its name in the state that is wanted.
+        path: Its name in the state to restore.
         saved: The array that was saved, under the name that it was saved by.
-        wanted: The array that is wanted.
+        wanted: The array in the state to restore.
     """
 
     path: str
@@ -54,11 +92,11 @@ class Change:
 
 @dataclass(frozen=True)
 class RestoreDiff:
-    """How what was saved differs from the state that is wanted; print or display it.
+    """How a saved state differs from the state to restore; print or display it.
 
     Attributes:
-        missing: Paths that are wanted and were not saved.
-        extra: Paths that were saved and are not wanted, after renaming.
+        missing: Paths in the state to restore that were not saved.
+        extra: Paths that were saved and have no place, after renaming.
         shapes: Arrays of another shape.
         dtypes: Arrays of another dtype.
     """
@@ -79,10 +117,10 @@ class RestoreDiff:
             path: The missing path.
         """
         last = path.rpartition("/")[2]
-        alike = sorted(self.extra, key=lambda one: one.rpartition("/")[2] != last)
-        some = alike[:_CANDIDATES]
-        found = difflib.get_close_matches(path, some, n=1, cutoff=0.6)
-        return found[0] if found else None
+        # Those with the same last key first, as `kernel`.
+        paths = sorted(self.extra, key=lambda extra: extra.rpartition("/")[2] != last)
+        matches = difflib.get_close_matches(path, paths[:_CANDIDATES], n=1, cutoff=0.6)
+        return matches[0] if matches else None
 
     def summary(self) -> str:
         """Returns the counts, as `1 missing, 2 extra`."""
@@ -92,8 +130,8 @@ class RestoreDiff:
             "of another shape": self.shapes,
             "of another dtype": self.dtypes,
         }
-        found = [f"{len(some)} {what}" for what, some in counts.items() if some]
-        return ", ".join(found) or "nothing differs"
+        texts = [f"{len(rows)} {what}" for what, rows in counts.items() if rows]
+        return ", ".join(texts) or "nothing differs"
 
     def table(self, most: int | None = None) -> str:
         """Returns the differences side by side, for a terminal.
@@ -102,7 +140,8 @@ class RestoreDiff:
             most: The most rows to show; all if left out.
         """
         rows = self._rows(most)
-        left = self._count() - len(rows)
+        sections = (self.missing, self.extra, self.shapes, self.dtypes)
+        left = sum(map(len, sections)) - len(rows)
         notes = [f"... and {left:,} more"] if left else []
         return _render.text_table(_COLUMNS, rows, notes=notes)
 
@@ -113,17 +152,14 @@ class RestoreDiff:
         rows = self._rows(None)
         return _render.html_table(_COLUMNS, rows, caption=self.summary())
 
-    def _count(self) -> int:
-        parts = (self.missing, self.extra, self.shapes, self.dtypes)
-        return sum(map(len, parts))
-
     def _rows(self, most: int | None) -> list[list[str]]:
         rows = [
             *(("missing", path, None) for path in self.missing),
-            *(("shape", str(one.wanted), str(one.saved)) for one in self.shapes),
-            *(("dtype", str(one.wanted), str(one.saved)) for one in self.dtypes),
+            *(("shape", str(row.wanted), str(row.saved)) for row in self.shapes),
+            *(("dtype", str(row.wanted), str(row.saved)) for row in self.dtypes),
             *(("extra", "", self._named(path)) for path in self.extra),
         ]
+        # Near names are looked for only in the rows that are shown.
         return [
             [what, self._named(wanted), self._nearest(wanted)]
             if saved is None
@@ -137,6 +173,3 @@ class RestoreDiff:
     def _nearest(self, path: str) -> str:
         near = self.near(path)
         return "" if near is None else f"(near: {self._named(near)})"
-
-
-_COLUMNS = ("differs", "wanted", "saved")

@@ -1,4 +1,4 @@
-"""The only place for Orbax: writes and reads flat dicts of arrays, by its v1 API.
+"""The only place for Orbax: writes flat dicts of arrays, by its v1 API.
 
 Names are numbers in the order of the manifest, so that no path of a state has a meaning
 to Orbax.
@@ -6,11 +6,9 @@ to Orbax.
 
 import functools
 import logging
-import math
 import re
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -22,32 +20,15 @@ from meshlayout.checkpoint import files, store
 
 
 # Orbax's name for the one tree in a directory that we write.
-_ITEM = "arrays"
+ITEM = "arrays"
 
 # Arrays are stored in pieces of at most so many bytes, which are read whole: that
 # bounds what reading a slice of a large shard takes.
 _CHUNK_BYTES = 64 * 2**20
 
 
-# A process reads so much at a time, or the largest array if that is more.
-_READ_BYTES = 2**30
-
-
 # Orbax has one number for the operation of a process that begins: one begins at a time.
 _one_at_a_time = threading.Lock()
-
-
-@dataclass(frozen=True)
-class OnHost:
-    """Asks for an array in NumPy.
-
-    Attributes:
-        shape: Its shape.
-        dtype: Its dtype.
-    """
-
-    shape: tuple[int, ...]
-    dtype: Any
 
 
 def stored_dtype(dtype: Any) -> np.dtype[Any]:
@@ -83,29 +64,8 @@ def start_writing(directory: Any, arrays: Mapping[str, Any]) -> Callable[[], Non
     if files.is_remote(directory):
         store.forget_listings()
     with _one_at_a_time, _context(ocp):
-        response = ocp.save_checkpointables_async(str(directory), {_ITEM: dict(arrays)})
+        response = ocp.save_checkpointables_async(str(directory), {ITEM: dict(arrays)})
     return response.result
-
-
-def read(directory: Any, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads some arrays; each device its own slices only.
-
-    Args:
-        directory: What `start_writing` wrote.
-        wanted: By name, a `jax.ShapeDtypeStruct` with a sharding, or `OnHost`.
-    """
-    if not wanted:
-        return {}
-    ocp = _orbax()
-    largest = max(
-        math.prod(one.shape) * np.dtype(one.dtype).itemsize for one in wanted.values()
-    )
-    context = _context(ocp)
-    context.memory.read_concurrent_bytes = max(_READ_BYTES, largest) + 1
-    if files.is_remote(directory):
-        store.forget_listings()
-    with _one_at_a_time, context:
-        return ocp.load_checkpointables(str(directory), {_ITEM: dict(wanted)})[_ITEM]
 
 
 def is_written(directory: Any) -> bool:
@@ -114,7 +74,7 @@ def is_written(directory: Any) -> bool:
     Args:
         directory: A directory or file.
     """
-    return (directory / _ITEM).is_dir()
+    return (directory / ITEM).is_dir()
 
 
 def reason(error: BaseException) -> str:
@@ -154,5 +114,4 @@ def _context(ocp: ModuleType) -> Any:
     # several hosts write. `test_a_save_copies_each_shard_once` would notice.
     saving.enable_pinned_host_transfer = False
     saving.use_replica_parallel = jax.process_count() > 1
-    context.pytree.loading.partial_load = True
     return context

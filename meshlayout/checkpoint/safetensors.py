@@ -1,22 +1,47 @@
-"""Published weights in and out: safetensors, in one file or in indexed shards."""
+"""Published weights in and out: safetensors, in one file or in indexed shards.
 
+Reading maps a file into memory and copies the slices that devices hold. Writing is done
+by process 0 alone, shard after shard, into files whose room on the disk was taken
+before; shards of other processes come to it piece by piece. So no host ever holds more
+than one shard, and a path on process 0's own disk will do.
+"""
+
+import contextlib
+import functools
 import json
+import logging
 import math
+import os
 import struct
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypeVar, Unpack, overload
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meshlayout import _checks, _jax, _paths, _render
+from meshlayout._annotations import PyTree
 from meshlayout._optional import require
 from meshlayout.checkpoint.difference import Leaf
+from meshlayout.checkpoint.files import sync_directory
+from meshlayout.checkpoint.foreign import LoadOptions, check_path
+from meshlayout.checkpoint.leaf_restore import HostArray, Index, bounds_of
 from meshlayout.checkpoint.matching import Dtypes
-from meshlayout.checkpoint.placing import Options, load
+from meshlayout.checkpoint.patterns import permutations, renamed
+from meshlayout.checkpoint.processes import Channel, next_number
+from meshlayout.checkpoint.restore import Request, load_foreign
 from meshlayout.errors import CheckpointError, DamagedCheckpointError
 from meshlayout.layout_map import LayoutMap
+from meshlayout.state.create import Description
 
+
+logger = logging.getLogger("meshlayout.checkpoint")
+
+T = TypeVar("T")
 
 INDEX = ".index.json"
 SUFFIX = ".safetensors"
@@ -42,11 +67,35 @@ DTYPES = {
     "F8_E4M3FNUZ": np.dtype(jnp.float8_e4m3fnuz),
     "F8_E5M2FNUZ": np.dtype(jnp.float8_e5m2fnuz),
 }
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+# What comes from another process at once; every device holds so much meanwhile.
+_PIECE_BYTES = 2**24
+
+
+class SafetensorsOptions(LoadOptions, total=False):
+    """The options of `load_safetensors`."""
+
+    separator: str
+
+
+@overload
+def load_safetensors(
+    path: str | os.PathLike[str],
+    like: LayoutMap | Description,
+    **options: Unpack[SafetensorsOptions],
+) -> PyTree: ...
+
+
+@overload
+def load_safetensors(
+    path: str | os.PathLike[str], like: T, **options: Unpack[SafetensorsOptions]
+) -> T: ...
 
 
 def load_safetensors(
-    path: Any,
-    like: Any,
+    path: str | os.PathLike[str],
+    like: PyTree,
     *,
     layouts: LayoutMap | None = None,
     rename: Mapping[str, str] | None = None,
@@ -55,19 +104,19 @@ def load_safetensors(
     allow: str | Sequence[str] = (),
     dtype: Dtypes = None,
     separator: str = ".",
-) -> Any:
+) -> PyTree:
     r"""Returns a state with the arrays of safetensors files, each in its layout.
 
-    Every device reads only the slices that it holds; the host never holds more than
-    one of them.
+    Use this for published weights. Every device reads only the slices that it holds;
+    the host never holds more than one of them.
 
     Args:
         path: A `.safetensors` file, an index of shards (`.safetensors.index.json`),
             or a directory that holds one of them. On several processes, each of them
             reads it.
-        like: The state that is wanted: arrays, whose values are not looked at, or
-            abstract arrays, as `ml.describe` gives them, in any tree. Or a layout map
-            alone: then nested dicts of all arrays are returned.
+        like: The state to restore: arrays, whose values are not looked at, or abstract
+            arrays, as `ml.describe` gives them, in any tree. Or a layout map alone:
+            then nested dicts of all arrays are returned.
         layouts: Where arrays go, if not where those of `like` are.
         rename: `{pattern: replacement}`, applied to the names in the files as by
             `re.sub`. A name may be changed by one pattern only.
@@ -80,7 +129,7 @@ def load_safetensors(
         allow: Patterns of paths that may differ in any way, in shape too; they then
             keep their values.
         dtype: A dtype for every array of its kind, or `{pattern: dtype}`. All others
-            have to be saved in the dtype that is wanted.
+            must have been saved in the state's dtype.
         separator: What stands between the keys in the names, after renaming.
 
     Raises:
@@ -103,123 +152,271 @@ def load_safetensors(
         >>> loaded["dense"]["kernel"].addressable_shards[0].data.shape
         (2, 2)
     """
-    options = Options(
+    request = Request(
+        like=like,
+        layouts=layouts,
         rename=rename,
         transpose=transpose,
         partial=partial,
         allow=allow,
         dtype=dtype,
-        separator=check_separator(separator),
+        separator=_check_separator(separator),
     )
-    state, _ = load(_Files(path), like, layouts, options)
-    return state
+    return load_foreign(_Files(path), request)
+
+
+def save_safetensors(
+    path: str | os.PathLike[str],
+    state: PyTree,
+    *,
+    max_shard_bytes: int = 5 * 2**30,
+    rename: Mapping[str, str] | None = None,
+    transpose: Mapping[str, Sequence[int]] | None = None,
+    separator: str = ".",
+    metadata: Mapping[str, str] | None = None,
+    overwrite: bool = False,
+) -> list[Path]:
+    r"""Writes the arrays of a state to safetensors files.
+
+    Use this to publish weights, or to hand them to another library. The files appear
+    under their names when all of them are complete, and the index last. Shards are
+    written one after the other, so that no array is ever whole on a device or in
+    memory. On several processes all of them call this, and process 0 writes.
+
+    Args:
+        path: A file name that ends in `.safetensors`, or a directory for a
+            `model.safetensors`.
+        state: Any tree of arrays.
+        max_shard_bytes: The most bytes of arrays in one file, unless one array is
+            larger. More are written as `model-00001-of-00002.safetensors`, ... with
+            an index `model.safetensors.index.json`.
+        rename: `{pattern: replacement}`, applied to the paths in the state as by
+            `re.sub`. A path may be changed by one pattern only.
+        transpose: `{pattern: permutation}`, by path in the state: the saved array is
+            `np.transpose(array, permutation)`.
+        separator: What stands between the keys in the names.
+        metadata: Texts to write next to the arrays, by name.
+        overwrite: Whether files of that name may be replaced. One file is replaced
+            at once; of several, a kill in between leaves none that can be loaded.
+
+    Returns:
+        The files that were written, the index last.
+
+    Raises:
+        CheckpointError: If the state holds no arrays, a leaf is not an array or is a
+            PRNG key, a name is ambiguous, or the files cannot be written; what was
+            there before is still there.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     files = save_safetensors(directory, {"w": np.ones((4, 4))})
+        ...     [file.name for file in files]
+        ['model.safetensors']
+    """
+    begin_s = time.perf_counter()
+    _checks.flag("overwrite", overwrite, error=CheckpointError)
+    texts = _check_metadata(metadata)
+    most = _checks.count("max_shard_bytes", max_shard_bytes, error=CheckpointError)
+    arrays = _named_arrays(state, rename, transpose, _check_separator(separator))
+    plan = _Plan.of(_target_file(path), arrays, most)
+    channel = Channel("safetensors", next_number())
+    check = functools.partial(_check_free, plan, overwrite=overwrite)
+    _on_first_process(channel, check)
+    try:
+        for file in plan.files:
+            _on_first_process(channel, functools.partial(_allocate, file, texts))
+            _fill(channel, file)
+        _on_first_process(channel, functools.partial(_publish, plan))
+    finally:
+        if jax.process_index() == 0:
+            for file in plan.files:
+                _remove_unfinished(file.temporary)
+    logger.info(
+        "saved %d arrays, %s, to %s in %.1f s",
+        len(arrays),
+        _render.bytes_text(sum(file.nbytes for file in plan.files)),
+        plan.path,
+        time.perf_counter() - begin_s,
+    )
+    return plan.paths
+
+
+# Arguments.
+
+
+def _local_path(path: Any) -> Path:
+    """Returns a path, or raises CheckpointError for an address."""
+    check_path("path", path)
+    if "://" in str(path):
+        msg = (
+            f"{path}: safetensors files are read and written where the system can map "
+            "them into memory. Copy them to a disk."
+        )
+        raise CheckpointError(msg)
+    return Path(path).expanduser()
+
+
+def _check_separator(separator: str) -> str:
+    return _checks.choice("separator", separator, (".", "/"), error=CheckpointError)
+
+
+def _check_metadata(metadata: Any) -> dict[str, str]:
+    texts = {} if metadata is None else metadata
+    if not isinstance(texts, Mapping) or not all(
+        isinstance(text, str) for pair in texts.items() for text in pair
+    ):
+        msg = f"metadata= must be strings by name, got {metadata!r}."
+        raise CheckpointError(msg)
+    return dict(texts)
+
+
+def _target_file(path: Any) -> Path:
+    path = _local_path(path)
+    if path.name.endswith(SUFFIX) and not path.is_dir():
+        return path
+    if path.suffix and not path.is_dir():
+        msg = (
+            f"{path}: give a file name that ends in {SUFFIX}, or a directory for a "
+            f"model{SUFFIX}."
+        )
+        raise CheckpointError(msg)
+    return path / f"model{SUFFIX}"
+
+
+# Reading.
 
 
 class _Files:
-    """The arrays of one file or of all files of an index."""
+    """The arrays of one file, or of all files of an index; see `Source`."""
+
+    is_foreign = True
+    read_ahead_bytes = 0
 
     def __init__(self, path: Any) -> None:
-        require("safetensors", extra="safetensors", purpose="Reading safetensors")
-        path = local_path(path)
+        path = _local_path(path)
         self.name = str(path)
         self._arrays = _arrays(_resolve(path))
-        self.key_impls: dict[str, str] = {}
-        self.leaves = [one.leaf for one in self._arrays.values()]
+        self.leaves = [array.leaf for array in self._arrays.values()]
 
-    def read(self, leaf: Leaf, index: tuple[slice, ...]) -> np.ndarray[Any, Any]:
+    def start(self, leaf: Leaf, index: Index) -> Callable[[], HostArray]:
+        """As for `Source`; reads when it is waited for."""
+        return lambda: self.read(leaf, index)
+
+    def read(self, leaf: Leaf, index: Index) -> HostArray:
+        """Reads a slice."""
         return self._arrays[leaf.path].read(index)
 
 
-class _Array:
-    """One array of a file."""
+@dataclass(frozen=True)
+class _FileArray:
+    """One array of a file, and the byte at which it begins."""
 
-    def __init__(self, path: Path, name: str, header: Any, begin: int) -> None:
-        code = header["dtype"]
+    leaf: Leaf
+    path: Path
+    offset: int
+
+    def read(self, index: Index) -> HostArray:
+        """Reads a slice; the pages of the file around it alone are looked at."""
+        shape, dtype = self.leaf.shape, self.leaf.dtype
+        if not math.prod(shape):
+            return np.empty(shape, dtype)[index]
+        try:
+            whole = np.memmap(self.path, dtype, "r", self.offset, shape)
+        except (OSError, ValueError) as error:
+            msg = f"{self.path}: {self.leaf.path} cannot be read: {error}."
+            raise DamagedCheckpointError(msg) from None
+        # An array without dims is mapped as one of one element.
+        return np.array(whole.reshape(shape)[index])
+
+
+def _arrays(path: Path) -> dict[str, _FileArray]:
+    if not path.name.endswith(INDEX):
+        return _file_arrays(path)
+    names: dict[str, list[str]] = {}
+    for name, file in _weight_map(path).items():
+        names.setdefault(file, []).append(name)
+    arrays: dict[str, _FileArray] = {}
+    for file, names_in_file in names.items():
+        in_file = _file_arrays(path.parent / file, index=path)
+        for name in names_in_file:
+            if name not in in_file:
+                msg = (
+                    f"{path.parent / file}: there is no array {name!r} in it, which "
+                    f"{path.name} says. The two are not of one save."
+                )
+                raise DamagedCheckpointError(msg)
+            arrays[name] = in_file[name]
+    return arrays
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    try:
+        files = _json(path.read_bytes())["weight_map"]
+        is_map = all(map(_is_plain_name, files.values()))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError):
+        is_map, files = False, {}
+    if not is_map:
+        msg = (
+            f"{path}: it is not an index of safetensors files: there is no "
+            "'weight_map' of names of arrays, each once, to names of files next to it."
+        )
+        raise DamagedCheckpointError(msg)
+    return files
+
+
+def _json(content: bytes) -> Any:
+    """Returns the content of a JSON file; raises ValueError where a key comes twice."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        entries = dict(pairs)
+        if len(entries) < len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            msg = f"{twice!r} is in it twice"
+            raise ValueError(msg)
+        return entries
+
+    return json.loads(content, object_pairs_hook=unique)
+
+
+def _is_plain_name(file: Any) -> bool:
+    return isinstance(file, str) and Path(file).name == file and file not in ("", "..")
+
+
+def _file_arrays(path: Path, index: Path | None = None) -> dict[str, _FileArray]:
+    if not path.is_file():
+        msg = f"{path}: there is no such file"
+        if index is None:
+            raise CheckpointError(f"{msg}.")
+        raise DamagedCheckpointError(f"{msg}, which {index.name} names.")
+    library = require("safetensors", extra="safetensors", purpose="Reading safetensors")
+    try:
+        # The library checks that the arrays cover the file; it lets names come twice.
+        with library.safe_open(path, framework="np"):
+            pass
+        with path.open("rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            header = _json(file.read(size))
+    except OSError as error:
+        msg = f"{path}: it cannot be read: {error}."
+        raise CheckpointError(msg) from None
+    except (library.SafetensorError, ValueError, RecursionError) as error:
+        msg = f"{path}: it is cut off or not a safetensors file: {error}."
+        raise DamagedCheckpointError(msg) from None
+    header.pop("__metadata__", None)
+    arrays: dict[str, _FileArray] = {}
+    for name, entry in header.items():
+        code = entry["dtype"]
         if code not in DTYPES:
             msg = (
                 f"{path}: {name} is of the dtype {code}, which is not read here; these "
                 f"are: {', '.join(DTYPES)}."
             )
             raise CheckpointError(msg)
-        shape = tuple(header["shape"])
-        self.leaf = Leaf(name, (name,), shape, DTYPES[code])
-        self._path = path
-        self._offset = begin + header["data_offsets"][0]
-
-    def read(self, index: tuple[slice, ...]) -> np.ndarray[Any, Any]:
-        """Reads a slice; the pages of the file around it alone are looked at."""
-        shape, dtype = self.leaf.shape, self.leaf.dtype
-        if not math.prod(shape):
-            return np.empty(shape, dtype)[index]
-        try:
-            whole = np.memmap(self._path, dtype, "r", self._offset, shape)
-        except (OSError, ValueError) as error:
-            msg = f"{self._path}: {self.leaf.path} cannot be read: {error}."
-            raise DamagedCheckpointError(msg) from None
-        # An array of no dims is mapped as one of one.
-        return np.array(whole.reshape(shape)[index])
-
-
-def _arrays(path: Path) -> dict[str, _Array]:
-    if not path.name.endswith(INDEX):
-        return _file_arrays(path)
-    found: dict[str, _Array] = {}
-    names: dict[str, list[str]] = {}
-    for name, file in _weight_map(path).items():
-        names.setdefault(file, []).append(name)
-    for file, some in names.items():
-        held = _file_arrays(path.parent / file, of=path)
-        for name in some:
-            if name not in held:
-                msg = (
-                    f"{path.parent / file}: there is no array {name!r} in it, which "
-                    f"{path.name} says. The two are not of one save."
-                )
-                raise DamagedCheckpointError(msg)
-            found[name] = held[name]
-    return found
-
-
-def _weight_map(path: Path) -> dict[str, str]:
-    try:
-        files = json.loads(path.read_bytes())["weight_map"]
-        fine = all(map(_is_plain, files.values()))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        fine, files = False, {}
-    if not fine:
-        msg = (
-            f"{path}: it is no index of safetensors files: there is no 'weight_map' of "
-            "names of arrays to names of files beside it."
-        )
-        raise DamagedCheckpointError(msg)
-    return files
-
-
-def _is_plain(file: Any) -> bool:
-    return isinstance(file, str) and Path(file).name == file and file not in ("", "..")
-
-
-def _file_arrays(path: Path, of: Path | None = None) -> dict[str, _Array]:
-    if not path.is_file():
-        msg = f"{path}: there is no such file"
-        if of is None:
-            raise CheckpointError(f"{msg}.")
-        raise DamagedCheckpointError(f"{msg}, which {of.name} names.")
-    library = require("safetensors", extra="safetensors", purpose="Reading safetensors")
-    try:
-        with library.safe_open(path, framework="np"):  # checks header and length
-            pass
-    except library.SafetensorError as error:
-        msg = f"{path}: it is cut off or no safetensors file: {error}."
-        raise DamagedCheckpointError(msg) from None
-    except OSError as error:
-        msg = f"{path}: it cannot be read: {error}."
-        raise CheckpointError(msg) from None
-    with path.open("rb") as file:
-        (size,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(size))
-    header.pop("__metadata__", None)
-    return {name: _Array(path, name, one, 8 + size) for name, one in header.items()}
+        leaf = Leaf(name, (), tuple(entry["shape"]), DTYPES[code])
+        arrays[name] = _FileArray(leaf, path, 8 + size + entry["data_offsets"][0])
+    return arrays
 
 
 def _resolve(path: Path) -> Path:
@@ -235,7 +432,7 @@ def _resolve(path: Path) -> Path:
         return indices[0]
     if not indices and len(files) == 1 and "-of-" not in files[0].name:
         return files[0]
-    names = [one.name for one in [*indices, *files]]
+    names = [file.name for file in [*indices, *files]]
     msg = f"{path}: there is no safetensors file in it."
     if not indices and any("-of-" in name for name in names):
         msg = (
@@ -243,28 +440,472 @@ def _resolve(path: Path) -> Path:
             f"*{SUFFIX}{INDEX}, without which nobody knows whether they are complete."
         )
     elif names:
-        some = ", ".join(names[:6])
-        msg = f"{path}: it holds several: {some}. Give the path of one file or index."
+        listed = ", ".join(names[:6])
+        msg = f"{path}: it holds several: {listed}. Give the path of one file or index."
     raise CheckpointError(msg)
 
 
-def local_path(path: Any) -> Path:
-    """Returns a path, or raises CheckpointError for an address."""
-    if not isinstance(path, str) and not hasattr(path, "__fspath__"):
-        msg = f"expected the path of a file or directory, and got {path!r}."
-        raise CheckpointError(msg)
-    if "://" in str(path):
+# Planning a save: which arrays go into which file, under which names.
+
+
+@dataclass(frozen=True)
+class _Array:
+    """An array to write.
+
+    Attributes:
+        name: Its name in the file.
+        value: The array.
+        dims: The permutation of its dims in the file; None for none.
+    """
+
+    name: str
+    value: jax.Array | HostArray
+    dims: tuple[int, ...] | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape in the file."""
+        shape = tuple(self.value.shape)
+        return shape if self.dims is None else tuple(shape[dim] for dim in self.dims)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Its dtype."""
+        return np.dtype(self.value.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def shards(self) -> Iterator["_Shard"]:
+        """Yields its distinct shards, each with a process that has it."""
+        shape, value = tuple(self.value.shape), self.value
+        if not isinstance(value, jax.Array):
+            yield _Shard(self, tuple((0, size) for size in shape), 0)
+            return
+        owners: dict[tuple[tuple[int, int], ...], int] = {}
+        is_shared = not value.is_fully_addressable
+        for device, index in value.sharding.devices_indices_map(shape).items():
+            # Of an array that every process has for itself, that of process 0 counts.
+            owner = device.process_index if is_shared else 0
+            bounds = bounds_of(index, shape)
+            owners[bounds] = min(owner, owners.get(bounds, owner))
+        for bounds, owner in owners.items():
+            yield _Shard(self, bounds, owner)
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """A piece of an array, as one process has it.
+
+    Attributes:
+        array: The array.
+        bounds: The start and the stop of the piece in every dim.
+        owner: The process.
+    """
+
+    array: _Array
+    bounds: tuple[tuple[int, int], ...]
+    owner: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return tuple(stop - start for start, stop in self.bounds)
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return math.prod(self.shape) * self.array.dtype.itemsize
+
+    def values(self) -> HostArray:
+        """Returns its values, on the process that has it."""
+        value = self.array.value
+        if not isinstance(value, jax.Array):
+            return np.asarray(value)
+        shape = tuple(value.shape)
+        return next(
+            np.asarray(shard.data)
+            for shard in value.addressable_shards
+            if bounds_of(shard.index, shape) == self.bounds
+        )
+
+    def write(self, whole: HostArray, values: HostArray) -> None:
+        """Writes its values into the whole array of the file."""
+        index = tuple(slice(*bound) for bound in self.bounds)
+        if self.array.dims is not None:
+            index = tuple(index[dim] for dim in self.array.dims)
+            values = np.transpose(values, self.array.dims)
+        whole[index] = values
+
+
+@dataclass(frozen=True)
+class _File:
+    """One file.
+
+    Attributes:
+        path: Its name.
+        arrays: What it holds, in order.
+    """
+
+    path: Path
+    arrays: list[_Array]
+
+    @property
+    def temporary(self) -> Path:
+        """The name that it has until it is complete."""
+        return self.path.with_name(f".{self.path.name}.incomplete")
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its arrays."""
+        return sum(array.nbytes for array in self.arrays)
+
+    def header(self, metadata: Mapping[str, str]) -> bytes:
+        """Returns what comes before the arrays.
+
+        Args:
+            metadata: Texts by name.
+        """
+        entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+        offset = 0
+        for array in self.arrays:
+            entries[array.name] = {
+                "dtype": _CODES[array.dtype],
+                "shape": list(array.shape),
+                "data_offsets": [offset, offset + array.nbytes],
+            }
+            offset += array.nbytes
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return struct.pack("<Q", len(text)) + text
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """All files of a save.
+
+    Attributes:
+        path: The name of the one file, or what those of several are made of.
+        files: The files with arrays.
+    """
+
+    path: Path
+    files: list[_File]
+
+    @classmethod
+    def of(cls, path: Path, arrays: Sequence[_Array], most: int) -> "_Plan":
+        """Returns the files for arrays, each of at most so many bytes if it can be."""
+        groups: list[list[_Array]] = [[]]
+        size = 0
+        for array in arrays:
+            if groups[-1] and size + array.nbytes > most:
+                groups.append([])
+                size = 0
+            groups[-1].append(array)
+            size += array.nbytes
+        stem, count = path.name.removesuffix(SUFFIX), len(groups)
+        files: list[_File] = []
+        for number, group in enumerate(groups, start=1):
+            name = f"{stem}-{number:05}-of-{count:05}{SUFFIX}"
+            # Large elements first: each array then begins at a multiple of its element.
+            ordered = sorted(group, key=lambda array: -array.dtype.itemsize)
+            files.append(_File(path.with_name(name) if count > 1 else path, ordered))
+        return cls(path, files)
+
+    @property
+    def index(self) -> Path:
+        """The file that says which array is in which file."""
+        return self.path.with_name(f"{self.path.name}{INDEX}")
+
+    @property
+    def paths(self) -> list[Path]:
+        """All files, the index last."""
+        paths = [file.path for file in self.files]
+        return [*paths, self.index] if len(paths) > 1 else paths
+
+    def index_text(self) -> str:
+        """Returns what the index holds."""
+        names = {a.name: file.path.name for file in self.files for a in file.arrays}
+        total = sum(file.nbytes for file in self.files)
+        index = {
+            "metadata": {"total_size": total},
+            "weight_map": dict(sorted(names.items())),
+        }
+        return json.dumps(index, indent=2) + "\n"
+
+
+def _named_arrays(
+    state: PyTree,
+    rename: Mapping[str, str] | None,
+    transpose: Mapping[str, Sequence[int]] | None,
+    separator: str,
+) -> list[_Array]:
+    """Returns all arrays of a state, by their names in the files."""
+    leaves = _paths.flatten(state).leaves
+    if not leaves:
+        _checks.has_arrays(
+            "state", state, where="save_safetensors", error=CheckpointError
+        )
+    for leaf in leaves:
+        _check_array(leaf)
+    paths = [leaf.path for leaf in leaves]
+    names = renamed(paths, rename)
+    if separator != "/":
+        for path, name in zip(paths, names, strict=True):
+            if name == path and separator in path:
+                msg = (
+                    f"{path}: a key holds {separator!r}, which also stands between "
+                    "keys in the file. Give separator='/', or rename it."
+                )
+                raise CheckpointError(msg)
+        names = [name.replace("/", separator) for name in names]
+    if "__metadata__" in names or len(set(names)) < len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
         msg = (
-            f"{path}: safetensors files are read and written where the system can map "
-            "them into memory. Copy them to a disk."
+            f"{(twice or ['__metadata__'])[0]}: more than one thing in the file would "
+            "have this name. Change rename=."
         )
         raise CheckpointError(msg)
-    return Path(path).expanduser()
+    dims = permutations(transpose, paths)
+    for leaf in leaves:
+        shape = tuple(leaf.value.shape)
+        Leaf(leaf.path, (), shape, leaf.value.dtype).transposed(dims.get(leaf.path))
+    arrays = [
+        _Array(name, leaf.value, dims.get(leaf.path))
+        for name, leaf in zip(names, leaves, strict=True)
+    ]
+    return sorted(arrays, key=lambda array: array.name)
 
 
-def check_separator(separator: Any) -> str:
-    """Returns what stands between keys, or raises CheckpointError."""
-    if separator not in (".", "/"):
-        msg = f"separator= is '.' or '/', and got {separator!r}."
+def _check_array(leaf: _paths.Leaf) -> None:
+    value = leaf.value
+    dtype = getattr(value, "dtype", None)
+    if not leaf.path:
+        msg = "the state is one leaf without a name. Put it into a dict."
+    elif dtype is not None and _jax.is_extended(dtype):
+        msg = (
+            f"{leaf.path}: it is a PRNG key, which safetensors files cannot hold. Save "
+            "the parameters alone, as state.params or nnx.state(model, nnx.Param), or "
+            "jax.random.key_data of the key."
+        )
+    elif not isinstance(value, (jax.Array, np.ndarray, np.generic)):
+        msg = (
+            f"{leaf.path}: safetensors files hold arrays, and this is "
+            f"{value!r} of type {type(value).__name__}. Save the parameters alone, as "
+            "state.params or nnx.state(model, nnx.Param)."
+        )
+    elif np.dtype(dtype) not in _CODES:
+        msg = (
+            f"{leaf.path}: safetensors files cannot hold the dtype {dtype}. Cast it to "
+            "another one."
+        )
+    elif isinstance(value, jax.Array) and value.is_deleted():
+        msg = (
+            f"{leaf.path}: the array is deleted: it was donated to a step or a "
+            "relayout. Save what the step returned."
+        )
+    else:
+        return
+    raise CheckpointError(msg)
+
+
+# Writing.
+
+
+def _on_first_process(channel: Channel, act: Callable[[], None]) -> None:
+    """Does something on process 0; if that fails, all processes raise."""
+    with _agreed(channel):
+        if jax.process_index() == 0:
+            act()
+
+
+@contextlib.contextmanager
+def _agreed(channel: Channel) -> Iterator[None]:
+    """Raises on all processes what was raised on one of them."""
+    problem: CheckpointError | None = None
+    try:
+        yield
+    except CheckpointError as error:
+        problem = error
+    except OSError as error:
+        msg = f"the safetensors files cannot be written: {error}."
+        problem = CheckpointError(msg)
+    texts = channel.exchange("" if problem is None else str(problem))
+    if problem is not None:
+        raise problem
+    for process, text in enumerate(texts):
+        if text:
+            msg = f"process {process}: {text}"
+            raise CheckpointError(msg)
+
+
+def _existing(plan: _Plan) -> list[Path]:
+    """Returns the files of an earlier save under this name."""
+    stem = plan.path.name.removesuffix(SUFFIX)
+    literal = "".join(f"[{char}]" if char in "*?[" else char for char in stem)
+    shards = plan.path.parent.glob(f"{literal}-?????-of-?????{SUFFIX}")
+    paths = [plan.index, plan.path, *sorted(shards)]
+    return [path for path in paths if path.exists()]
+
+
+def _check_free(plan: _Plan, *, overwrite: bool) -> None:
+    plan.path.parent.mkdir(parents=True, exist_ok=True)
+    existing = _existing(plan)
+    if existing and not overwrite:
+        msg = f"{existing[0]} exists. Give another name, or overwrite=True."
         raise CheckpointError(msg)
-    return separator
+
+
+def _allocate(file: _File, metadata: Mapping[str, str]) -> None:
+    """Makes the file, with its header and with room on the disk for all arrays."""
+    header = file.header(metadata)
+    with file.temporary.open("wb") as stream:
+        stream.write(header)
+        stream.flush()
+        if file.nbytes:
+            _reserve(stream, len(header), file.nbytes)
+        os.fsync(stream.fileno())
+
+
+def _reserve(stream: BinaryIO, begin: int, size: int) -> None:
+    # A full disk is found here: in mapped memory it would end the process.
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(stream.fileno(), begin, size)
+        return
+    zeros = bytes(1 << 20)
+    while size:
+        size -= stream.write(zeros[:size])
+
+
+def _fill(channel: Channel, file: _File) -> None:
+    """Writes all shards of a file's arrays, on process 0."""
+    shards = [
+        shard for array in file.arrays if array.nbytes for shard in array.shards()
+    ]
+    writer = _Writer(file) if jax.process_index() == 0 else None
+    for shard in shards:
+        if writer is not None and shard.owner == 0:
+            writer.write(shard, shard.values())
+    for batch in _batches(shard for shard in shards if shard.owner != 0):
+        content = _received(batch)
+        for shard in batch:
+            values = content[: shard.nbytes].view(shard.array.dtype)
+            content = content[shard.nbytes :]
+            if writer is not None:
+                writer.write(shard, values.reshape(shard.shape))
+    with _agreed(channel):
+        if writer is not None:
+            writer.close()
+
+
+class _Writer:
+    """Writes shards into a file that was allocated.
+
+    What goes wrong is raised at the end: until then other processes send their shards,
+    and would wait for ever for one that has stopped to take part.
+
+    Args:
+        file: What goes into it.
+    """
+
+    def __init__(self, file: _File) -> None:
+        self._file = file
+        self._stream: BinaryIO | None = None
+        self._offsets: dict[str, int] = {}
+        self._error: OSError | None = None
+
+    def write(self, shard: _Shard, values: HostArray) -> None:
+        """Writes a shard."""
+        if self._error is not None:
+            return
+        try:
+            stream = self._stream or self._open()
+            array = shard.array
+            offset, shape = self._offsets[array.name], array.shape or (1,)
+            whole = np.memmap(stream, array.dtype, "r+", offset, shape)
+            shard.write(whole.reshape(array.shape), values)
+        except OSError as error:
+            self._error = error
+
+    def close(self) -> None:
+        """Brings everything to the disk; raises OSError if something went wrong."""
+        if self._stream is not None:
+            with self._stream:
+                os.fsync(self._stream.fileno())
+        if self._error is not None:
+            raise self._error
+
+    def _open(self) -> BinaryIO:
+        self._stream = self._file.temporary.open("r+b")
+        (size,) = struct.unpack("<Q", self._stream.read(8))
+        offset = 8 + size
+        for array in self._file.arrays:
+            self._offsets[array.name] = offset
+            offset += array.nbytes
+        return self._stream
+
+
+def _batches(shards: Iterable[_Shard]) -> Iterator[list[_Shard]]:
+    """Yields shards of one process each, small ones together."""
+    batch: list[_Shard] = []
+    for shard in sorted(shards, key=lambda shard: shard.owner):
+        size = sum(other.nbytes for other in batch) + shard.nbytes
+        if batch and (batch[0].owner != shard.owner or size > _PIECE_BYTES):
+            yield batch
+            batch = []
+        batch.append(shard)
+    if batch:
+        yield batch
+
+
+def _received(batch: Sequence[_Shard]) -> HostArray:
+    """Returns the bytes of shards of another process; all processes call it.
+
+    They come in pieces of at most `_PIECE_BYTES`, of few different sizes, as a program
+    is compiled for each size.
+    """
+    is_owner = batch[0].owner == jax.process_index()
+    total = sum(shard.nbytes for shard in batch)
+    content = np.zeros(total, np.uint8)
+    if is_owner:
+        parts = [np.ascontiguousarray(shard.values()) for shard in batch]
+        content = np.concatenate([part.reshape(-1).view(np.uint8) for part in parts])
+    for begin in range(0, total, _PIECE_BYTES):
+        size = min(_PIECE_BYTES, total - begin)
+        piece = np.zeros(max(1024, 1 << (size - 1).bit_length()), np.uint8)
+        piece[:size] = content[begin : begin + size]
+        piece = _jax.from_one_process(piece, is_source=is_owner)
+        content[begin : begin + size] = piece[:size]
+    return content
+
+
+def _publish(plan: _Plan) -> None:
+    """Gives the files their names; a kill in between leaves no complete mixture."""
+    existing = set(_existing(plan))
+    is_sharded = len(plan.files) > 1
+    if is_sharded:
+        # Without its index an old set is not one, and cannot mix with the new one.
+        plan.index.unlink(missing_ok=True)
+    for file in plan.files:
+        file.temporary.replace(file.path)
+    if is_sharded:
+        temporary = plan.index.with_name(f".{plan.index.name}.incomplete")
+        with temporary.open("w") as stream:
+            stream.write(plan.index_text())
+            stream.flush()
+            os.fsync(stream.fileno())
+        sync_directory(plan.path.parent)
+        temporary.replace(plan.index)
+    for path in sorted(existing - set(plan.paths), key=lambda path: path != plan.index):
+        path.unlink(missing_ok=True)
+    sync_directory(plan.path.parent)
+
+
+def _remove_unfinished(path: Path) -> None:
+    """Removes a file that is not complete; if that fails, the save failed before."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("%s cannot be removed: %s", path, error)

@@ -1,0 +1,280 @@
+"""A step of a `Checkpointer` as a source to restore from, verified bit by bit.
+
+While slices are read, what each adds to its array's fingerprint is computed from the
+host's copy. On several processes no one may have a whole array: what they have adds up
+in one exchange when all of them have read.
+"""
+
+import contextlib
+import functools
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshlayout import _render
+from meshlayout.checkpoint import files, orbax
+from meshlayout.checkpoint.damage import WAY_OUT, check_files, unreadable
+from meshlayout.checkpoint.difference import Leaf, is_number
+from meshlayout.checkpoint.fingerprint import slice_sums, text_of
+from meshlayout.checkpoint.leaf_restore import (
+    HostArray,
+    Index,
+    LeafRestore,
+    bounds_of,
+)
+from meshlayout.checkpoint.manifest import Manifest, SavedLeaf
+from meshlayout.checkpoint.matching import key_dtype, key_words
+from meshlayout.checkpoint.orbax_arrays import ArrayReadError, Format, OrbaxArrays
+from meshlayout.checkpoint.restore import READ_AHEAD_BYTES
+from meshlayout.checkpoint.snapshot import PYTHON_TYPES
+from meshlayout.checkpoint.store import REFUSALS, StoreError
+from meshlayout.errors import DamagedCheckpointError
+
+
+# Arrays of up to this size are read whole by each process, and cut in memory.
+_WHOLE_BYTES = 2**18
+
+Bounds = tuple[tuple[int, int], ...]
+Sums = tuple[int, int]
+
+
+class SavedStep:
+    """What a manifest says was saved, to be read slice by slice; see `Source`.
+
+    Args:
+        folder: The step's directory.
+        manifest: Its manifest.
+        verify: Whether to compute fingerprints of what is read.
+    """
+
+    is_foreign = False
+    read_ahead_bytes = READ_AHEAD_BYTES
+
+    def __init__(self, folder: Any, manifest: Manifest, *, verify: bool) -> None:
+        self.name = f"step {manifest.step}"
+        self.leaves = [_leaf(saved) for saved in manifest.leaves]
+        self._folder, self._manifest, self._verify = folder, manifest, verify
+        self._saved = {leaf.path: leaf for leaf in manifest.leaves}
+        # By array: what was read of it, and the sums of that.
+        self._sums: dict[str, dict[Bounds, Sums]] = {}
+        self._last_whole: tuple[str, Callable[[], HostArray]] | None = None
+        # NumPy lets other threads run while it computes sums.
+        self._threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
+
+    def __enter__(self) -> "SavedStep":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._threads.shutdown(cancel_futures=True)
+
+    def start(self, leaf: Leaf, index: Index) -> Callable[[], HostArray]:
+        """As for `Source`.
+
+        Raises:
+            DamagedCheckpointError: If the files are not what was saved.
+        """
+        saved = self._saved[leaf.path]
+        if saved.array is None:
+            value = np.zeros(_shape(leaf), _file_dtype(leaf))
+            if is_number(leaf.dtype):
+                value = np.asarray(python_value(saved))
+            return lambda: np.array(value[index])
+        if saved.nbytes > _WHOLE_BYTES:
+            return self._start(leaf, saved, index)
+        if self._last_whole is None or self._last_whole[0] != leaf.path:
+            whole = tuple(slice(0, size) for size in _shape(leaf))
+            self._last_whole = leaf.path, self._start(leaf, saved, whole)
+        finish = self._last_whole[1]
+        return lambda: np.array(finish()[index])
+
+    def _start(
+        self, leaf: Leaf, saved: SavedLeaf, index: Index
+    ) -> Callable[[], HostArray]:
+        """Starts reading from the files, and computing the sums of what is read."""
+        name, shape = str(saved.array), _shape(leaf)
+        with self._unreadable():
+            stored = self._arrays.shape_and_dtype(name)
+            read = self._arrays.start(name, index)
+        if stored != (shape, np.dtype(str(saved.stored))):
+            why = f"array {name} is not there as it was saved"
+            raise unreadable(self._folder, self._manifest, why)
+
+        def finish() -> HostArray:
+            part = read().view(_file_dtype(leaf))
+            if self._verify:
+                sums = slice_sums(part, [dim.start for dim in index], shape)
+                self._sums.setdefault(name, {})[bounds_of(index, shape)] = sums
+            return part
+
+        future = self._threads.submit(finish)
+
+        def result() -> HostArray:
+            with self._unreadable():
+                return future.result()
+
+        return result
+
+    @functools.cached_property
+    def _arrays(self) -> OrbaxArrays:
+        directory = self._folder / str(self._manifest.arrays) / orbax.ITEM
+        names = [leaf.array for leaf in self._manifest.leaves if leaf.array is not None]
+        try:
+            layout = Format.read(directory)
+        except DamagedCheckpointError as error:
+            raise unreadable(self._folder, self._manifest, str(error)) from error
+        return OrbaxArrays(str(directory), layout, names)
+
+    @contextlib.contextmanager
+    def _unreadable(self) -> Iterator[None]:
+        """Raises for arrays that cannot be read: are they damaged, or out of reach?"""
+        try:
+            yield
+        except ArrayReadError as error:
+            why = str(error)
+            if files.is_remote(self._folder):
+                # A store that refuses says nothing about what it holds.
+                check_files(self._folder, self._manifest)
+                if why.startswith(REFUSALS):
+                    raise StoreError.of(self._folder, "read", why) from error
+            raise unreadable(self._folder, self._manifest, why) from error
+
+    # Verifying.
+
+    def partial_sums(self, restores: Sequence[LeafRestore]) -> str:
+        """Compares what was read with what was saved, as far as this process can.
+
+        Args:
+            restores: What was read, and where it went.
+
+        Returns:
+            For `check_sums`: the sums of arrays that this process has read in part.
+
+        Raises:
+            DamagedCheckpointError: If an array that was read whole is not what was
+                saved.
+        """
+        shardings = {restore.saved.path: restore.sharding for restore in restores}
+        wrong: list[SavedLeaf] = []
+        parts: dict[str, dict[int, Sums]] = {}
+        for leaf in self.leaves:
+            saved, shape = self._saved[leaf.path], _shape(leaf)
+            sums = self._sums.get(str(saved.array))
+            sharding = shardings.get(leaf.path)
+            if sums is None:
+                continue
+            if sum(map(_num_elements, sums)) == math.prod(shape):
+                if text_of(_added(sums.values())) != saved.fingerprint:
+                    wrong.append(saved)
+            elif sharding is not None:
+                parts[str(saved.array)] = _by_replica(sums, sharding, shape)
+        if wrong:
+            raise self._damaged(wrong)
+        return json.dumps(parts)
+
+    def check_sums(self, partial_sums: Sequence[str]) -> None:
+        """Compares arrays that no process has read whole with what was saved.
+
+        Args:
+            partial_sums: What `partial_sums` returned, on every process.
+
+        Raises:
+            DamagedCheckpointError: If one is not what was saved; on all processes.
+        """
+        replicas: dict[tuple[str, str], list[Sums]] = {}
+        for text in partial_sums:
+            for name, by_replica in json.loads(text or "{}").items():
+                for replica, sums in by_replica.items():
+                    replicas.setdefault((name, replica), []).append(sums)
+        by_array = {str(leaf.array): leaf for leaf in self._manifest.leaves}
+        wrong = {
+            name: by_array[name]
+            for (name, _), sums in replicas.items()
+            if text_of(_added(sums)) != by_array[name].fingerprint
+        }
+        if wrong:
+            raise self._damaged(list(wrong.values()))
+
+    def _damaged(self, leaves: Sequence[SavedLeaf]) -> DamagedCheckpointError:
+        """Returns the error that names arrays, and the files that may hold them."""
+        arrays = [
+            f"{leaf.path} {_render.array_text(leaf.dtype, leaf.shape)}".lstrip()
+            for leaf in leaves[:3]
+        ]
+        more = f" and {len(leaves) - 3} more" if len(leaves) > 3 else ""
+        unhashed = [
+            name for name, file in self._manifest.files.items() if file.sha256 is None
+        ]
+        places = ", ".join(unhashed[:3]) or str(self._manifest.arrays)
+        msg = (
+            f"{', '.join(arrays)}{more}: the values in {self._folder} are not those "
+            f"that were saved; the damage is in {places}. {WAY_OUT}"
+        )
+        return DamagedCheckpointError(msg)
+
+
+def _num_elements(bounds: Bounds) -> int:
+    return math.prod(stop - start for start, stop in bounds)
+
+
+def _added(sums: Iterable[Sequence[int]]) -> Sums:
+    """Returns the sums of an array, from those of its slices."""
+    first, second = zip(*sums, strict=True)
+    return sum(first) % 2**32, sum(second) % 2**32
+
+
+def _by_replica(
+    sums: Mapping[Bounds, Sums], sharding: jax.sharding.Sharding, shape: tuple[int, ...]
+) -> dict[int, Sums]:
+    """Returns what this process's devices add to each complete copy of an array.
+
+    The first device of each slice, in the order of the sharding, has a part of the
+    first copy, and so on: so each copy is verified, on whatever process its parts are.
+    """
+    num_copies: dict[Bounds, int] = {}
+    by_replica: dict[int, list[Sums]] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        bounds = bounds_of(index, shape)
+        replica = num_copies.get(bounds, 0)
+        num_copies[bounds] = replica + 1
+        if device.process_index == jax.process_index():
+            by_replica.setdefault(replica, []).append(sums[bounds])
+    return {replica: _added(own) for replica, own in by_replica.items()}
+
+
+# What the manifest says.
+
+
+def _leaf(saved: SavedLeaf) -> Leaf:
+    """Returns what was saved as the restore engine compares it."""
+    if saved.kind == "python":
+        dtype = PYTHON_TYPES[saved.dtype]
+    elif saved.kind == "key":
+        dtype = key_dtype(saved.key_impl)
+    else:
+        dtype = jnp.dtype(saved.dtype)
+    is_numpy = saved.kind == "numpy"
+    return Leaf(saved.path, saved.parts, saved.shape, dtype, is_numpy)
+
+
+def _shape(leaf: Leaf) -> tuple[int, ...]:
+    """Returns the shape of what is in the files; of PRNG keys, of their words."""
+    return key_words(leaf.dtype, leaf.shape)["shape"] if leaf.is_key else leaf.shape
+
+
+def _file_dtype(leaf: Leaf) -> np.dtype[Any]:
+    """Returns the dtype of what was saved; of PRNG keys, of their words."""
+    return np.dtype("uint32") if leaf.is_key else np.dtype(leaf.dtype)
+
+
+def python_value(saved: SavedLeaf) -> complex:
+    """Returns a Python number."""
+    if saved.dtype == "complex":
+        return complex(*saved.value)
+    return PYTHON_TYPES[saved.dtype](saved.value)
