@@ -19,9 +19,6 @@ from meshlayout.errors import DamagedCheckpointError
 
 TREE = "_METADATA"
 
-# Decoded chunks are kept so long: several slices of one chunk decode it once.
-_CACHE_BYTES = 2**27
-
 
 class ArrayReadError(Exception):
     """An array cannot be read; TensorStore's first sentence about it, in short.
@@ -89,7 +86,7 @@ class OrbaxArrays:
         library = require(
             "tensorstore", extra="checkpoint", purpose="Reading Orbax's files"
         )
-        context = library.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
+        context = library.Context()
         self._stores = {
             name: library.open(
                 _spec(directory, layout, name), context=context, read=True, open=True
