@@ -22,6 +22,7 @@ import pytest
 
 import meshlayout as ml
 from meshlayout.checkpoint import Checkpointer, lease, orbax, step_writer
+from meshlayout.checkpoint.orbax_arrays import OrbaxArrays
 from meshlayout.errors import CheckpointWarning
 
 
@@ -574,13 +575,13 @@ def test_a_step_that_is_deleted_while_it_is_read_is_told_of(
 ):
     write_two_steps(tmp_path, mesh_2x4)
     ck = Checkpointer(tmp_path)
-    read = orbax.read
+    read = OrbaxArrays.start
 
-    def too_late(directory, wanted):
+    def too_late(self, name, index):
         shutil.rmtree(tmp_path / "2", ignore_errors=True)
-        return read(directory, wanted)
+        return read(self, name, index)
 
-    monkeypatch.setattr(orbax, "read", too_late)
+    monkeypatch.setattr(OrbaxArrays, "start", too_late)
     with pytest.raises(ml.errors.CheckpointError) as caught:
         ck.restore_numpy(step=2)
     assert str(caught.value) == f"{tmp_path} has no step 2; it has 1."

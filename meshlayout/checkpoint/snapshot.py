@@ -298,10 +298,3 @@ def bits_to_bytes(x: jax.Array) -> jax.Array:
     if jnp.issubdtype(x.dtype, jnp.unsignedinteger):
         return x.astype(jnp.uint8)
     return jax.lax.bitcast_convert_type(x, jnp.uint8)
-
-
-def bytes_to_bits(x: jax.Array, dtype: Any) -> jax.Array:
-    """Returns what `bits_to_bytes` was given, inside jit."""
-    if jnp.issubdtype(dtype, jnp.unsignedinteger):
-        return x.astype(dtype)
-    return jax.lax.bitcast_convert_type(x, dtype)

@@ -239,7 +239,10 @@ class StepSelection:
             CheckpointError: If there is no such step.
         """
         if step == "latest":
-            steps = self._steps.with_manifest() if allow_damaged else self._steps.all()
+            listed = self._steps.with_manifest if allow_damaged else self._steps.all
+            # While names are listed, another process may save a step and delete those
+            # that were listed: an empty answer is asked for twice.
+            steps = listed() or listed()
             if not steps:
                 raise CheckpointError(self._steps.missing(0))
             return steps[-1]
