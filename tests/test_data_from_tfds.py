@@ -1,4 +1,4 @@
-"""`from_tfds`: from a data set's name to batches, read, decoded, mapped and kept."""
+"""`from_tfds`: from a dataset's name to batches, read, decoded, mapped and kept."""
 
 import gc
 import inspect
@@ -37,7 +37,7 @@ def directory(tmp_path_factory):
 
 @pytest.fixture
 def tiny(mesh, directory):
-    """Makes a data set of the small directory, without its strings."""
+    """Makes a dataset of the small directory, without its strings."""
 
     def make(**options):
         given = {
@@ -764,7 +764,7 @@ def test_an_unknown_data_set_is_an_error_with_the_nearest_name(mesh, tmp_path):
     with pytest.raises(ml.errors.DataError) as error:
         from_tfds("fashon_mnist", "train", mesh, global_batch_size=8, data_dir=tmp_path)
     assert str(error.value) == (
-        f"TFDS has no data set 'fashon_mnist' and none is prepared in {tmp_path}. Did "
+        f"TFDS has no dataset 'fashon_mnist' and none is prepared in {tmp_path}. Did "
         "you mean 'fashion_mnist'?"
     )
 
@@ -785,8 +785,8 @@ def test_an_empty_part_of_a_split_is_an_error_that_says_what_there_is(
     with pytest.raises(ml.errors.DataError) as error:
         from_tfds("tiny", split, mesh, global_batch_size=8, data_dir=directory)
     assert str(error.value) == (
-        f"split '{split}' of tiny/1.0.0 has no examples. Name a larger part; the data "
-        "set has 'train' with 200."
+        f"split '{split}' of tiny/1.0.0 has no examples. Name a larger part; the "
+        "dataset has 'train' with 200."
     )
 
 
@@ -870,14 +870,14 @@ def test_a_damaged_directory_is_an_error_that_names_it(mesh, directory, tmp_path
             map=numbers_and_images,
         )
     assert str(error.value) == (
-        f"the prepared data set in {tmp_path}/tiny/1.0.0 cannot be read "
+        f"the prepared dataset in {tmp_path}/tiny/1.0.0 cannot be read "
         "(tiny-train.array_record-00001-of-00004 is missing). Remove that directory "
         "and prepare it again with `tfds build tiny --file_format=array_record`."
     )
 
 
 @pytest.mark.skipif(
-    "tensorflow" in sys.modules, reason="TensorFlow would prepare the data set"
+    "tensorflow" in sys.modules, reason="TensorFlow would prepare the dataset"
 )
 def test_a_data_set_whose_preparation_fails_says_how_to_prepare_it(
     mesh, tmp_path, monkeypatch
@@ -891,7 +891,7 @@ def test_a_data_set_whose_preparation_fails_says_how_to_prepare_it(
     assert str(error.value) == (
         f"mnist/3.0.1 is not prepared in {tmp_path}/mnist/3.0.1, and TFDS's code that "
         "prepares it needs tensorflow, which is not installed. Where it is, prepare "
-        "the data set once with `tfds build mnist --file_format=array_record`; to read "
+        "the dataset once with `tfds build mnist --file_format=array_record`; to read "
         "it afterwards needs no TensorFlow."
     )
 

@@ -1,4 +1,4 @@
-"""A small TFDS data set, prepared without network and without TensorFlow."""
+"""A small TFDS dataset, prepared without network and without TensorFlow."""
 
 import io
 from pathlib import Path
@@ -15,13 +15,13 @@ NUM_SHARDS = 4
 
 
 def made_up_examples() -> np.ndarray[Any, Any]:
-    """The images of the data set, one per row."""
+    """The images of the dataset, one per row."""
     rng = np.random.default_rng(0)
     return rng.integers(0, 256, (NUM_ROWS, 6, 6), np.uint8)
 
 
 def tiny_directory(data_dir: Path, file_format: str = "array_record") -> Path:
-    """Prepares the data set `tiny` in several shards; returns the directory."""
+    """Prepares the dataset `tiny` in several shards; returns the directory."""
     tfds.disable_progress_bar()
     config = tfds.download.DownloadConfig(num_shards=NUM_SHARDS)
     builder = _tiny()(data_dir=data_dir, file_format=file_format)

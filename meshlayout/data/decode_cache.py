@@ -84,7 +84,7 @@ def why_not_kept(first: Batch, prepared: Prepared) -> str | None:
 
     Args:
         first: Its first row, as a tree of arrays with one row.
-        prepared: The data set and split.
+        prepared: The dataset and split.
     """
     size = _decoded_bytes(first, prepared)
     if size is None:

@@ -1,4 +1,4 @@
-"""From the name of a TFDS data set to global batches on the mesh.
+"""From the name of a TFDS dataset to global batches on the mesh.
 
 A split that fits into memory is decoded once and gathered from there. Everything else
 is read by workers, batch by batch. Either way the split is a source of rows by number,
@@ -68,10 +68,10 @@ def from_tfds(
     prefetch: int = 2,
     strings: str = "error",
 ) -> DistributedDataset:
-    """Returns a TFDS data set as shuffled, sharded, prefetched global batches.
+    """Returns a TFDS dataset as shuffled, sharded, prefetched global batches.
 
-    Use this when TFDS has the data set: the name is enough. It needs no TensorFlow to
-    read what is prepared as array_record; other data sets are downloaded and prepared
+    Use this when TFDS has the dataset: the name is enough. It needs no TensorFlow to
+    read what is prepared as array_record; other datasets are downloaded and prepared
     by TFDS. A split that fits into memory is decoded once, in its own dtypes, and every
     batch is gathered from there in one step. What does not fit is read, decoded and
     mapped in parallel. Batches are a function of seed and epoch, the same on any number
@@ -103,7 +103,7 @@ def from_tfds(
             costs time, and the order is still the same in every run.
         cache: `"memory"` decodes the split once and keeps it; `"none"` never does;
             `"auto"` does if it takes at most a quarter of the free memory.
-        data_dir: Where TFDS keeps prepared data sets; None for its own choice.
+        data_dir: Where TFDS keeps prepared datasets; None for its own choice.
         decoders: What TFDS decodes how, as for `tfds.data_source`.
         supervised: Whether examples are TFDS's pairs of input and target; by default
             they are dicts of all features.
@@ -118,7 +118,7 @@ def from_tfds(
         The batches; `report()` says what was kept, who reads, and how long it takes.
 
     Raises:
-        DataError: If the data set is not available, or choices do not fit it.
+        DataError: If the dataset is not available, or choices do not fit it.
     """
     clock = Clock()
     layout = batch_layout(layout_or_mesh)

@@ -1,4 +1,4 @@
-"""A TFDS data set, prepared on disk: found, or downloaded and prepared, and checked.
+"""A TFDS dataset, prepared on disk: found, or downloaded and prepared, and checked.
 
 TFDS says in many ways that something is not there, most of them long. Here each of
 them is a sentence with the way out, before anything is read.
@@ -18,7 +18,7 @@ from meshlayout.errors import DataError, did_you_mean
 
 @dataclass(frozen=True)
 class Prepared:
-    """A split of a prepared data set.
+    """A split of a prepared dataset.
 
     Attributes:
         builder: TFDS's builder of it.
@@ -51,16 +51,16 @@ class Prepared:
 def find_prepared(
     name: object, split: object, data_dir: str | Path | None, decoders: PyTree
 ) -> Prepared:
-    """Returns a split of a data set, which is downloaded and prepared if need be.
+    """Returns a split of a dataset, which is downloaded and prepared if need be.
 
     Args:
         name: TFDS's name, as `mnist` or `emnist/letters`, or a builder.
         split: The split.
-        data_dir: Where TFDS keeps prepared data sets; None for its own choice.
+        data_dir: Where TFDS keeps prepared datasets; None for its own choice.
         decoders: What TFDS decodes how; None for all of it as usual.
 
     Raises:
-        DataError: If there is no such data set or split, or it is not available or
+        DataError: If there is no such dataset or split, or it is not available or
             cannot be read without TensorFlow.
     """
     if not isinstance(split, str):
@@ -75,7 +75,7 @@ def find_prepared(
     builder: Any = _builder(name, data_dir) if isinstance(name, str) else name
     if not hasattr(builder, "as_data_source") or isinstance(builder, type):
         msg = (
-            "from_tfds takes the name of a TFDS data set or a builder, got "
+            "from_tfds takes the name of a TFDS dataset or a builder, got "
             f"{_checks.shown(name)}."
         )
         raise DataError(msg)
@@ -113,29 +113,29 @@ def supervised_keys(builder: Any) -> PyTree:
 
 def _builder(name: str, data_dir: str | Path | None) -> Any:
     tfds: Any = _optional.require(
-        "tensorflow_datasets", extra="tfds", purpose="Reading a TFDS data set"
+        "tensorflow_datasets", extra="tfds", purpose="Reading a TFDS dataset"
     )
     try:
         return tfds.builder(name, data_dir=data_dir)
     except tfds.core.DatasetNotFoundError:
         known = tfds.list_builders(with_community_datasets=False)
         where = f" and none is prepared in {data_dir}" if data_dir else ""
-        msg = f"TFDS has no data set {name!r}{where}.{did_you_mean(name, known)}"
+        msg = f"TFDS has no dataset {name!r}{where}.{did_you_mean(name, known)}"
         raise DataError(msg) from None
     except Exception as error:
-        msg = f"TFDS cannot open the data set {name!r}: {_first_line(error)}"
+        msg = f"TFDS cannot open the dataset {name!r}: {_first_line(error)}"
         raise DataError(msg) from error
 
 
 def _prepare(builder: Any) -> None:
-    """Downloads and prepares a data set in the format that needs no TensorFlow."""
+    """Downloads and prepares a dataset in the format that needs no TensorFlow."""
     try:
         builder.download_and_prepare(file_format="array_record")
     except ImportError as error:
         msg = (
             f"{builder.info.full_name} is not prepared in {builder.data_path}, and "
             f"TFDS's code that prepares it needs {error.name or 'another package'}, "
-            "which is not installed. Where it is, prepare the data set once with `tfds "
+            "which is not installed. Where it is, prepare the dataset once with `tfds "
             f"build {builder.name} --file_format=array_record`; to read it "
             "afterwards needs no TensorFlow."
         )
@@ -183,7 +183,7 @@ def _check_split(builder: Any, split: str) -> None:
         )
         msg = (
             f"split {split!r} of {builder.info.full_name} has no examples. Name a "
-            f"larger part; the data set has {sizes}."
+            f"larger part; the dataset has {sizes}."
         )
         raise DataError(msg)
 
@@ -230,7 +230,7 @@ def _feature_names(builder: Any) -> list[str]:
 
 def _unreadable(builder: Any, error: Exception) -> str:
     return (
-        f"the prepared data set in {builder.data_path} cannot be read "
+        f"the prepared dataset in {builder.data_path} cannot be read "
         f"({_first_line(error)[:-1]}). Remove that directory and prepare it again with "
         f"`tfds build {builder.name} --file_format=array_record`."
     )

@@ -1,4 +1,4 @@
-"""Examples read from a TFDS data set's files: decoded, mapped and stacked.
+"""Examples read from a TFDS dataset's files: decoded, mapped and stacked.
 
 Everything here is a source of rows by number, so that the order of an epoch, its
 shards and its place are those of every other source. What an example becomes depends
