@@ -77,8 +77,8 @@ def leave_without_a_word_at_77(example):
     return {"number": example["number"]}
 
 
-def noise_by_row(batch, rngs):
-    noise = np.stack([rng.normal(size=3) for rng in rngs])
+def noise_by_row(batch, rng):
+    noise = rng.normal(size=(len(batch["number"]), 3))
     return {"number": batch["number"], "noise": noise}
 
 
@@ -252,17 +252,39 @@ def test_random_numbers_of_a_batched_map_are_those_of_its_rows(tiny):
             assert by_number[0] == by_number[1]
 
 
-def test_a_batched_map_that_draws_for_the_whole_batch_is_told_to_draw_by_row(tiny):
-    def draw(batch, rng):
-        return {**batch, "noise": rng.normal(size=(len(batch["number"]), 3))}
+def test_generators_of_rows_draw_as_the_generator_of_each_row():
+    rows = np.array([3, 8])
+    rng = records.RowGenerators(1, 0, rows)
+    alone = [np.random.default_rng([1, 0, row]) for row in rows]
+    np.testing.assert_array_equal(rng.random(2), [one.random() for one in alone])
+    np.testing.assert_array_equal(
+        rng.integers(5, 9, size=(2, 4)), [one.integers(5, 9, 4) for one in alone]
+    )
+    np.testing.assert_array_equal(
+        rng.normal(2.0, size=(2, 3)), [one.normal(2.0, size=3) for one in alone]
+    )
+    again = [one.permutation(4) for one in rng]
+    np.testing.assert_array_equal(again, [one.permutation(4) for one in alone])
 
+
+@pytest.mark.parametrize(
+    ("draw", "name"),
+    [
+        (lambda rng: rng.normal(size=3), "normal"),
+        (lambda rng: rng.random(), "random"),
+        (lambda rng: rng.permutation(32), "permutation"),
+        (lambda rng: rng.choice(64, 32, replace=False), "choice"),
+    ],
+)
+def test_a_batched_map_that_draws_for_all_rows_at_once_is_told_to_draw_by_row(
+    tiny, draw, name
+):
     with pytest.raises(ml.errors.DataError) as error:
-        tiny(map=draw, map_batched=True)
+        tiny(map=lambda batch, rng: {**batch, "noise": draw(rng)}, map_batched=True)
     assert str(error.value) == (
-        "with map_batched=True, map= is called as map(batch, rngs), with a random "
-        "generator for each row, so that a row's numbers do not depend on its batch. "
-        "Instead of rngs.normal(...), write np.stack([rng.normal(...) for rng in "
-        "rngs])."
+        f"rng.{name} draws for each row of the batch by itself: give size=(32, ...), or "
+        f"call the generators of the rows, as in [rng_of_row.{name}(...) for "
+        "rng_of_row in rng]."
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+import jax
 import numpy as np
 
 from meshlayout import _checks
@@ -91,8 +92,9 @@ def from_tfds(
         map: Called with every example, a tree of NumPy arrays, after decoding; returns
             another one. A second argument that it needs is a NumPy random generator, a
             function of seed, epoch and row.
-        map_batched: Whether `map` is called with a batch of this process's rows; the
-            second argument is then a sequence of generators, one for each row.
+        map_batched: Whether `map` is called with a batch of this process's rows. A
+            second argument then draws for each row by itself, with `size=(rows, ...)`,
+            and is a list of the generators of the rows.
         num_workers: How many threads or processes read, decode and map; 0 for none
             besides the one that prefetches. `"auto"` measures the first batch.
         worker_kind: `"threads"` or `"processes"`; `"auto"` measures both, and takes
@@ -246,7 +248,9 @@ def _rows(
     map_example, map_any = reading.map_example, reading.map
     first = split.decoder(map_example)(_FIRST, 0).rows
     if map_any is not None and map_any.is_batched:
-        first = map_any.batch(first, _FIRST, 0)
+        rows = np.repeat(_FIRST, max(1, batch_size))
+        first = jax.tree.map(lambda leaf: leaf[rows], first)
+        first = map_any.batch(first, rows, 0)
     # What cannot be placed is refused before the whole split is decoded.
     describe(first, options.strings, lambda _: None)
     source: RowSource

@@ -34,11 +34,11 @@ _RUN = 64
 _RUNS_IN_WINDOW = 16
 
 
-class RowGenerators(Sequence[np.random.Generator]):
+class RowGenerators(list[np.random.Generator]):
     """One random generator for each row of a batch.
 
-    What is drawn for a row is then the same whichever rows are in its batch, on any
-    number of processes.
+    It draws as a single one does, where `size` begins with the number of rows. But what
+    a row gets is the same whichever rows are in its batch, on any number of processes.
 
     Args:
         seed: What the generators start from, together with epoch and row.
@@ -46,33 +46,38 @@ class RowGenerators(Sequence[np.random.Generator]):
         rows: The rows of the batch.
 
     Example:
-        >>> rngs = RowGenerators(0, 2, np.array([5, 7]))
-        >>> np.stack([rng.normal(size=3) for rng in rngs]).shape
-        (2, 3)
+        >>> rng = RowGenerators(0, 2, np.array([5, 7]))
+        >>> both = rng.normal(size=(2, 3))
+        >>> other = RowGenerators(0, 2, np.array([7]))
+        >>> np.array_equal(both[1:], other.normal(size=(1, 3)))
+        True
     """
 
     def __init__(self, seed: int, epoch: int, rows: Array) -> None:
-        self._entropy = [(seed, epoch, int(row)) for row in rows]
-
-    def __len__(self) -> int:
-        return len(self._entropy)
-
-    def __getitem__(self, index: Any) -> Any:
-        entropy = self._entropy[index]
-        if isinstance(index, slice):
-            return [np.random.default_rng(numbers) for numbers in entropy]
-        return np.random.default_rng(entropy)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or not hasattr(np.random.Generator, name):
-            raise AttributeError(name)
-        msg = (
-            "with map_batched=True, map= is called as map(batch, rngs), with a random "
-            "generator for each row, so that a row's numbers do not depend on its "
-            f"batch. Instead of rngs.{name}(...), write np.stack([rng.{name}(...) for "
-            "rng in rngs])."
+        super().__init__(
+            np.random.default_rng([seed, epoch, row]) for row in rows.tolist()
         )
-        raise DataError(msg)
+
+    def __getattr__(self, name: str) -> Callable[..., Array]:
+        draw = getattr(np.random.Generator, name, None)
+        if name.startswith("_") or not callable(draw):
+            raise AttributeError(name)
+
+        def draw_by_row(*args: Any, **kwargs: Any) -> Array:
+            options = inspect.signature(draw).bind(None, *args, **kwargs).arguments
+            del options["self"]
+            size = np.atleast_1d(options.pop("size", ())).tolist()
+            if size[:1] != [len(self)] or not options.get("replace", True):
+                msg = (
+                    f"rng.{name} draws for each row of the batch by itself: give "
+                    f"size=({len(self)}, ...), or call the generators of the rows, as "
+                    f"in [rng_of_row.{name}(...) for rng_of_row in rng]."
+                )
+                raise DataError(msg)
+            shape = tuple(size[1:])
+            return np.stack([getattr(rng, name)(**options, size=shape) for rng in self])
+
+        return draw_by_row
 
 
 @dataclass(frozen=True)
