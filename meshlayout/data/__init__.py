@@ -8,6 +8,7 @@ from meshlayout.data.dataset import (
 from meshlayout.data.documents import Tokenizer as Tokenizer
 from meshlayout.data.from_tfds import from_tfds as from_tfds
 from meshlayout.data.iterator import DataIterator as DataIterator
+from meshlayout.data.packing import PackedIterator as PackedIterator
 from meshlayout.data.per_replica import (
     InputContext as InputContext,
     distribute_datasets_from_function as distribute_datasets_from_function,
@@ -17,7 +18,6 @@ from meshlayout.data.rows import (
     process_rows as process_rows,
 )
 from meshlayout.data.sequences import (
-    PackedIterator as PackedIterator,
     PackedSequences as PackedSequences,
     PackingReport as PackingReport,
     pack_sequences as pack_sequences,

@@ -47,15 +47,18 @@ class DocumentPass:
     """
 
     def __init__(self, documents: Any) -> None:
+        self._documents = documents
+        # A list is read by number, since Grain takes None for what a filter left out.
+        self._by_number = _is_indexed(documents) and not _is_grain(documents)
         self._iterator = _opened(documents)
         self._count = 0
         names = ("get_state", "set_state")
         self.can_seek = all(hasattr(self._iterator, name) for name in names)
 
     def __next__(self) -> Document:
-        document = next(self._iterator)
+        item = next(self._iterator)
         self._count += 1
-        return document
+        return self._documents[item] if self._by_number else item
 
     def get_state(self) -> Any:
         """Returns the place before the next document."""
@@ -95,14 +98,14 @@ class DocumentPass:
 
 
 def _opened(documents: Any) -> Any:
-    """Returns an iterator of documents; with a place, where that is to be had."""
+    """Returns an iterator of documents, or of the numbers of those in a list."""
     if _is_indexed(documents):
         grain: Any = require("grain", extra="data", purpose="pack_sequences")
-        if not isinstance(documents, grain.MapDataset):
-            # In a tuple, since Grain takes None for an element that a filter left out.
-            indices = grain.MapDataset.range(len(documents))
-            return _Unwrapped(_iterated(grain, indices.map(lambda i: (documents[i],))))
-        return _iterated(grain, documents)
+        here = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+        dataset: Any = documents
+        if not _is_grain(documents):
+            dataset = grain.MapDataset.range(len(documents))
+        return iter(dataset.to_iter_dataset(here))
     iterable = documents if isinstance(documents, Iterable) else documents()
     if not isinstance(iterable, Iterable):
         msg = (
@@ -113,21 +116,8 @@ def _opened(documents: Any) -> Any:
     return iter(iterable)
 
 
-def _iterated(grain: Any, dataset: Any) -> Any:
-    here = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-    return iter(dataset.to_iter_dataset(here))
-
-
-class _Unwrapped:
-    """The only items of a Grain iterator's tuples."""
-
-    def __init__(self, iterator: Any) -> None:
-        self._iterator = iterator
-        self.get_state, self.set_state = iterator.get_state, iterator.set_state
-        self.close = iterator.close
-
-    def __next__(self) -> Document:
-        return next(self._iterator)[0]
+def _is_grain(documents: object) -> bool:
+    return any(kind.__name__ == "MapDataset" for kind in type(documents).__mro__)
 
 
 def check_documents(documents: Any) -> None:
