@@ -956,7 +956,7 @@ def test_what_save_is_given_is_checked(tmp_path):
             "numbers, texts, bytes, and lists and dicts of them."
         )
         assert message(data=[1]) == (
-            "data= takes an iterator with get_state() and set_state(state), and got "
+            "data= must be an iterator with get_state() and set_state(state), got "
             "[1] of type list. Pass iter(dataset), not the data set."
         )
         ck.save(1, {"x": 1})

@@ -307,7 +307,7 @@ def test_resuming_needs_a_checkpoint(mesh):
     )
 
 
-# Loops of one's own.
+# Loops written by hand.
 
 
 class Loops:
@@ -408,11 +408,11 @@ def test_a_loop_refuses_what_would_go_wrong_silently(tmp_path):
     with ml.Checkpointer(tmp_path) as ck:
         assert misuse(forgets_to_resume, ck) == (
             "checkpoint.Loop: call state = loop.resume(state) before the first batch. "
-            "Where there is no checkpoint, it returns the state as it is."
+            "Without a checkpoint it returns the state unchanged."
         )
         assert misuse(forgets_step_done, ck) == (
             "checkpoint.Loop: another batch was asked for, and step_done(state) was "
-            "not called for the one before: a checkpoint would not know of it."
+            "not called for the one before: a checkpoint would miss it."
         )
         assert misuse(forgets_the_batch, ck) == (
             "checkpoint.Loop: step_done is called once after each batch of the loop."
@@ -424,7 +424,7 @@ def test_a_loop_refuses_what_would_go_wrong_silently(tmp_path):
                 break
         assert misuse(starts_metrics_anew, ck) == (
             "checkpoint.Loop: the checkpoint held metrics of the epoch so far, which "
-            "nobody added to. Write state, metrics = train_step(state, batch, "
+            "were not added to. Write state, metrics = train_step(state, batch, "
             "loop.metrics)."
         )
         assert misuse(leaves_metrics, ck) == (
@@ -445,19 +445,18 @@ def test_a_loop_takes_a_checkpointer_and_batches(tmp_path):
             ml.checkpoint.Loop(*args)
         return str(error.value)
 
-    takes = (
-        "it takes an iterable of batches, or a function that returns one. A list of one "
-        "batch is one, too."
+    give = (
+        "Give an iterable of batches, or a function that returns one; for a single "
+        "batch, [batch]."
     )
     with ml.Checkpointer(tmp_path) as ck:
         assert message("runs", [1]) == (
-            "checkpoint.Loop: it takes an ml.Checkpointer(directory), and got a str."
+            "checkpoint.Loop: checkpointer must be an ml.Checkpointer(directory), got "
+            "'runs'."
         )
-        assert message(ck, 5) == (
-            f"checkpoint.Loop: data is a int, no iterable: {takes}"
-        )
+        assert message(ck, 5) == (f"checkpoint.Loop: data is 5, not iterable. {give}")
         assert message(ck, {"x": np.ones(3)}) == (
-            f"checkpoint.Loop: data is a dict, one batch: {takes}"
+            f"checkpoint.Loop: data is {{'x': array([1., 1., 1.])}}, one batch. {give}"
         )
 
 
@@ -487,7 +486,7 @@ def test_a_loop_and_a_trainer_do_not_go_on_with_each_other(tmp_path):
         trainer.fit(ONES, callbacks=[ml.callbacks.Checkpoint(ck)], progress=False)
         assert misuse(lambda loop: loop.resume(state), ck) == (
             f"checkpoint.Loop: the newest checkpoint in {tmp_path / 'trainer'} was saved "
-            "by a Trainer. Go on with fit(resume=True), or give another directory; "
+            "by a Trainer. Continue with fit(resume=True), or give another directory; "
             "Checkpointer.restore returns the state alone."
         )
         assert ck.restore(state) == {"count": 3}
@@ -508,7 +507,7 @@ def test_data_that_cannot_go_to_its_place_is_read_up_to_it(mesh, tmp_path, caplo
         assert rows(again) == whole[1:] != []
         with pytest.raises(ml.errors.DataError):
             ck.restore(data=iter(distributed(mesh)))
-    assert "the data cannot go to its place: it is read, and dropped, up to it" in (
+    assert "the data cannot go to its position: it is read, and dropped, up to it" in (
         caplog.messages
     )
 

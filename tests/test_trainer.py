@@ -729,7 +729,7 @@ def test_a_trainer_without_a_loss_function_says_which_step_it_lacks(step, run):
         ({"x": np.ones(2)}, "a dict, one batch"),
         (np.ones(2), "a ndarray, one batch"),
         ((np.ones(2), np.ones(2)), "a tuple, one batch"),
-        (3, "a int, no iterable"),
+        (3, "a int, not iterable"),
     ],
 )
 def test_what_is_no_data_is_refused(data, what):

@@ -1,4 +1,4 @@
-"""The state of an input iterator in a checkpoint."""
+"""The positions of the processes' input iterators in a checkpoint."""
 
 import inspect
 import json
@@ -22,20 +22,20 @@ _ERROR = "error: "
 
 @runtime_checkable
 class Continues(Protocol):
-    """An iterator that tells where it is, and can be put there again."""
+    """An iterator whose position can be saved and restored."""
 
     def get_state(self) -> Any:
-        """Returns where the iterator is."""
+        """Returns the position: values that JSON can hold."""
         ...
 
     def set_state(self, state: Any) -> None:
-        """Puts the iterator where another one was."""
+        """Moves the iterator to a position that `get_state` returned."""
         ...
 
 
 @dataclass(frozen=True)
 class DataState:
-    """Where the iterators of all processes are.
+    """The positions of all processes' iterators.
 
     Attributes:
         states: One for each process, as JSON; a single one if all are the same.
@@ -45,21 +45,21 @@ class DataState:
 
     @classmethod
     def of(cls, data: Any, channel: Channel) -> "DataState":
-        """Returns where an iterator is, and those of the other processes.
+        """Returns the position of an iterator, and of those of the other processes.
 
         Args:
             data: The iterator.
             channel: The processes' conversation.
 
         Raises:
-            CheckpointError: If it cannot tell.
+            CheckpointError: If it has none, on any process.
         """
-        said = channel.exchange(_said(data))
-        wrong = [one for one in said if one.startswith(_ERROR)]
-        if wrong:  # on all processes, so that none waits for the others
-            raise CheckpointError(wrong[0].removeprefix(_ERROR))
-        some = said[:1] if len(set(said)) == 1 else said
-        return cls(tuple(json.loads(one) for one in some))
+        texts = channel.exchange(_text(data))
+        errors = [text for text in texts if text.startswith(_ERROR)]
+        if errors:  # on all processes, so that none waits for the others
+            raise CheckpointError(errors[0].removeprefix(_ERROR))
+        distinct = texts[:1] if len(set(texts)) == 1 else texts
+        return cls(tuple(json.loads(text) for text in distinct))
 
     @classmethod
     def read(cls, file: Any) -> "DataState":
@@ -76,7 +76,7 @@ class DataState:
             return cls(tuple(json.loads(content)["states"]))
         except StoreError:
             raise
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             msg = f"{file}, the state of the input iterator, cannot be read: {error}."
             raise DamagedCheckpointError(msg) from error
 
@@ -85,23 +85,23 @@ class DataState:
         return json.dumps({"states": self.states}).encode()
 
     def set(self, data: Any) -> None:
-        """Puts this process's iterator where it was.
+        """Moves this process's iterator to its position.
 
-        One that cannot go to a place, and takes `skip=True`, reads up to it; the log
-        says so.
+        One that cannot go there directly, and takes `skip=True`, reads up to it; the
+        log says so.
 
         Args:
             data: The iterator.
 
         Raises:
-            CheckpointError: If the processes were at different places, and are not as
-                many as they were.
+            CheckpointError: If the processes had different positions, and their number
+                has changed.
         """
         states = self.states
         if len(states) > 1 and len(states) != jax.process_count():
             msg = (
-                f"each of the {len(states)} processes that saved the input iterator "
-                f"was at a place of its own, and now there are {jax.process_count()}. "
+                f"the {len(states)} processes that saved the input iterator were at "
+                f"different positions, and now there are {jax.process_count()}. "
                 "Restore on as many processes, or without data=."
             )
             raise CheckpointError(msg)
@@ -109,8 +109,8 @@ class DataState:
         _go_to(_checked(data), decode(own))
 
 
-def _said(data: Any) -> str:
-    """Returns an iterator's state as JSON, or what is wrong with it."""
+def _text(data: Any) -> str:
+    """Returns an iterator's position as JSON, or what is wrong with it."""
     try:
         state = encode(_checked(data).get_state(), "data.get_state()")
         return json.dumps(state, sort_keys=True)
@@ -119,7 +119,7 @@ def _said(data: Any) -> str:
 
 
 def _go_to(data: Any, state: Any) -> None:
-    """Puts an iterator somewhere, by reading up to it if there is no other way."""
+    """Moves an iterator to a position, by reading up to it if there is no other way."""
     try:
         data.set_state(state)
     except DataError:
@@ -128,15 +128,15 @@ def _go_to(data: Any, state: Any) -> None:
     else:
         return
     data.set_state(state, skip=True)
-    logger.info("the data cannot go to its place: it is read, and dropped, up to it")
+    logger.info("the data cannot go to its position: it is read, and dropped, up to it")
 
 
 def _checked(data: Any) -> Continues:
     if not isinstance(data, Continues):
         msg = (
-            f"data= takes an iterator with get_state() and set_state(state), and got "
+            "data= must be an iterator with get_state() and set_state(state), got "
             f"{data!r} of type {type(data).__name__}. Pass iter(dataset), not the "
-            "data set."
+            "dataset."
         )
         raise CheckpointError(msg)
     return data

@@ -1,4 +1,4 @@
-"""`Input`: passes over the data that can be left in the middle and taken up again."""
+"""`Input`: passes over the data that can be left in the middle and resumed."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -7,48 +7,50 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
+from meshlayout._annotations import Batch
 from meshlayout.checkpoint.data_state import Continues
 from meshlayout.errors import CheckpointError
 
 
 logger = logging.getLogger("meshlayout.checkpoint")
 
-# Batches that can be gone through again, a function that gives them, or an iterator.
 Data: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
+"""Batches that can be gone through again, a function that returns them, an iterator."""
 
 _END: Any = object()
 
 
-def why_not(data: Any) -> str:
-    """Returns what data is instead of batches; nothing if it may be some.
+def why_not(data: object) -> str:
+    """Returns why data cannot be batches; nothing if it may be some.
 
     Args:
         data: What the user gave.
 
     Example:
         >>> why_not([1, 2]), why_not({"x": 1}), why_not(5)
-        ('', 'one batch', 'no iterable')
+        ('', 'one batch', 'not iterable')
     """
     if isinstance(data, (Mapping, str, np.ndarray, jax.Array)) or (
         isinstance(data, tuple) and all(hasattr(x, "dtype") for x in data)
     ):
         return "one batch"
-    return "" if isinstance(data, Iterable) or callable(data) else "no iterable"
+    is_data = isinstance(data, Iterable) or callable(data)
+    return "" if is_data else "not iterable"
 
 
 class Input:
     """The batches of one pass over the data after the other.
 
-    It knows how many batches of the pass were given, and with iterators that tell their
-    place (`get_state` and `set_state`) it keeps that as well. Other data has to give
-    the same batches in each pass, or in each run, to be taken up.
+    It counts the batches of the pass that were yielded, and saves the position of
+    iterators that have one (`get_state` and `set_state`). Other data has to give the
+    same batches in each pass, or in each run, to be resumed.
 
     Args:
         data: An iterable, of which each pass is a new iteration; a function that
             returns one; or an iterator, of which there is a single pass.
 
     Attributes:
-        num_given: The batches of this pass that were given.
+        num_given: The batches of this pass that were yielded.
 
     Example:
         >>> batches = Input([10, 20, 30])
@@ -62,7 +64,7 @@ class Input:
     def __init__(self, data: Data) -> None:
         self._data = data
         self._pass: Iterator[Any] | None = None
-        # Batches that were looked at, and not given yet; of the next pass, too.
+        # Batches that were looked at and not yielded yet; of the next pass, too.
         self._seen: list[Any] = []
         self._next: tuple[Iterator[Any], Any] | None = None
         self._is_over = False
@@ -71,7 +73,7 @@ class Input:
     def __iter__(self) -> Iterator[Any]:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Batch:
         if self._seen:
             batch = self._seen.pop()
         elif self._pass is None:
@@ -86,11 +88,11 @@ class Input:
 
     @property
     def tells(self) -> bool:
-        """Whether the iterator of this pass tells its place."""
+        """Whether the iterator of this pass has a position that can be saved."""
         return isinstance(self._pass, Continues)
 
     def begin(self) -> None:
-        """Begins a pass, or goes on with the only one there is."""
+        """Begins a pass, or continues the only one there is."""
         self._is_over = False
         if self._next is not None:
             (self._pass, batch), self._next = self._next, None
@@ -101,8 +103,8 @@ class Input:
         if not isinstance(self._data, Iterator):
             self.num_given = 0
 
-    def look(self) -> Any:
-        """Returns the next batch, of the next pass if need be, and does not give it.
+    def look(self) -> Batch:
+        """Returns the next batch, of the next pass if need be, and does not yield it.
 
         Returns:
             The batch; None if there is none.
@@ -119,20 +121,24 @@ class Input:
             self._next = following, next(following, _END)
         return None if self._next[1] is _END else self._next[1]
 
-    # Its place.
+    # Its position.
 
-    def place(self, *, keep: bool = False) -> tuple[dict[str, Any], Any]:
-        """Returns the place, and what tells the iterator's state; None if nothing does.
+    def place(self, *, keep: bool = False) -> tuple[dict[str, Any], Continues | None]:
+        """Returns the position, and what has the iterator's state; None if nothing has.
 
         Args:
-            keep: Whether that is to tell the state of now, whatever is read later.
+            keep: Whether that is the state of now, whatever is read later.
         """
         place = {"given": self.num_given, "over": self._is_over, "tells": self.tells}
-        told: Any = self._pass if self.tells else None
-        return place, _Told(told.get_state()) if keep and self.tells else told
+        iterator = self._pass
+        if not isinstance(iterator, Continues):
+            return place, None
+        return place, _SavedPosition(iterator.get_state()) if keep else iterator
 
-    def take_up(self, place: Mapping[str, Any], put: Callable[[Any], None]) -> None:
-        """Begins a pass and, if the iterator tells its place, goes to a place in it.
+    def take_up(
+        self, place: Mapping[str, Any], put: Callable[[Continues], None]
+    ) -> None:
+        """Begins a pass and, if the iterator has a position, goes to the saved one.
 
         Args:
             place: What `place` returned.
@@ -140,25 +146,27 @@ class Input:
         """
         self._next = None
         self.begin()
-        if place["tells"] and self.tells:
+        if place["tells"] and isinstance(self._pass, Continues):
             put(self._pass)
             self._seen = []
             self.num_given = place["given"]
 
     def catch_up(self, place: Mapping[str, Any]) -> None:
-        """Drops batches up to a place, where `take_up` could not go there.
+        """Drops batches up to a position, where `take_up` could not go there.
 
         Args:
             place: What `take_up` was given.
 
         Raises:
-            CheckpointError: If there are not so many.
+            CheckpointError: If there are not that many.
         """
         count = place["given"] - self.num_given
         if count > 0 and place["over"] and not isinstance(self._data, Iterator):
             self._pass, self._seen, count = iter(()), [], 0
         if count > 0:
-            logger.info("the data tells no place: dropping its first %d batches", count)
+            logger.info(
+                "the data has no position: dropping its first %d batches", count
+            )
         for dropped in range(count):
             if next(self, _END) is _END:
                 msg = (
@@ -175,16 +183,16 @@ class Input:
         return iter(self._data())
 
 
-class _Told:
+class _SavedPosition:
     """An iterator's state as it was, in the place of the iterator."""
 
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state: object) -> None:
         self._state = state
 
-    def get_state(self) -> Any:
+    def get_state(self) -> object:
         """Returns the state."""
         return self._state
 
-    def set_state(self, state: Any) -> None:
+    def set_state(self, state: object) -> None:
         """Takes another state."""
         self._state = state

@@ -1,4 +1,4 @@
-"""Preemption: a run that is told to end saves at the next step, and says so."""
+"""Preemption: a run that gets SIGTERM saves at the next step, and ends with 75."""
 
 import itertools
 import logging
@@ -17,7 +17,7 @@ logger = logging.getLogger("meshlayout.checkpoint")
 
 # EX_TEMPFAIL of sysexits.h, "temporary failure; try again": neither Python (1, 2) nor
 # shells (126 to 165, for signals too) end a process with it, so that a scheduler can
-# tell a run that is to be started again from one that failed.
+# distinguish a run to start again from one that failed.
 EXIT_STATUS = 75
 
 # JAX compares what processes say; one count for all loops of a process never goes back.
@@ -25,9 +25,9 @@ _turns = itertools.count(1)
 
 
 class Preempted(SystemExit):
-    """A run was told to end (SIGTERM), and its state is saved: start it again.
+    """A run was asked to end (SIGTERM), and its state is saved: start it again.
 
-    Nobody has to catch it: the process ends with status 75 (`EXIT_STATUS`).
+    It need not be caught: the process ends with status 75 (`EXIT_STATUS`).
 
     Args:
         step: The step that is saved.
@@ -46,14 +46,15 @@ class Preempted(SystemExit):
 
 
 class Preemption:
-    """Tells at each step whether this run was told to end, by SIGTERM.
+    """Finds out after each step whether this run was asked to end, by SIGTERM.
 
-    With `jax.distributed`, its preemption service looks out for the signal, a SIGTERM
-    to one process counts for all, and all are told at the same step, some tenths of a
-    second later; they have to ask equally often. A run without it handles the signal
-    itself inside the `with` block, in the main thread; a second SIGTERM does what it
-    did before. If the first came and nobody asked any more, it does that at the end of
-    the block.
+    Use this in a loop that saves by itself; `Loop` and `Trainer` have it built in. With
+    `jax.distributed`, its preemption service watches for the signal: a SIGTERM to one
+    process counts for all, and all of them learn of it at the same step, some tenths of
+    a second later; they have to ask equally often. A run without it handles the signal
+    itself inside the `with` block, in the main thread; a second SIGTERM is handled as
+    it was before. If the first one came and `is_due` was not called again, that happens
+    at the end of the block.
 
     Example:
         >>> import os, signal
@@ -65,31 +66,31 @@ class Preemption:
     """
 
     def __init__(self) -> None:
-        self._is_told = self._is_known = self._is_handling = False
-        self._before: Any = None
+        self._is_signaled = self._is_reported = self._is_handling = False
+        self._previous: Any = None
 
     def __enter__(self) -> Self:
         if _jax.has_preemption_service():
             return self
-        before = signal.getsignal(signal.SIGTERM)
-        problem = _why_not(before)
+        previous = signal.getsignal(signal.SIGTERM)
+        problem = _obstacle(previous)
         if problem:
             logger.warning("SIGTERM will not save this run: %s", problem)
             return self
-        self._before, self._is_handling = before, True
+        self._previous, self._is_handling = previous, True
         signal.signal(signal.SIGTERM, self._on_signal)
         return self
 
     def is_due(self) -> bool:
-        """Tells whether to save and end now; to be asked once after each step.
+        """Returns whether to save and end now; call it once after each step.
 
-        Once it is due it stays so.
+        Once it is due it stays due.
         """
         if _jax.has_preemption_service():
             reached = _jax.reached_preemption_sync_point(next(_turns))
-            self._is_told = self._is_told or reached
-        self._is_known = self._is_told
-        return self._is_told
+            self._is_signaled = self._is_signaled or reached
+        self._is_reported = self._is_signaled
+        return self._is_signaled
 
     def __exit__(
         self,
@@ -98,25 +99,25 @@ class Preemption:
         trace: TracebackType | None,
     ) -> None:
         self._put_back()
-        if self._is_told and not self._is_known and error is None:
+        if self._is_signaled and not self._is_reported and error is None:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _put_back(self) -> None:
         if self._is_handling:
             self._is_handling = False
-            signal.signal(signal.SIGTERM, self._before)
+            signal.signal(signal.SIGTERM, self._previous)
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        if self._is_told:
+        if self._is_signaled:
             self._put_back()
             os.kill(os.getpid(), number)
-        self._is_told = True
+        self._is_signaled = True
 
 
-def _why_not(before: Any) -> str:
+def _obstacle(previous: object) -> str:
     """Returns why SIGTERM cannot be handled here; empty if it can."""
     if jax.process_count() > 1:
         return "jax_enable_preemption_service is off, so that processes cannot agree."
     if threading.current_thread() is not threading.main_thread():
         return "Python handles signals in the main thread only."
-    return "it is handled outside Python." if before is None else ""
+    return "it is handled outside Python." if previous is None else ""

@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from meshlayout.checkpoint.preemption import Preempted, Preemption
-from meshlayout.checkpoint.resuming import resume
+from meshlayout.checkpoint.resume import resume
 from meshlayout.errors import CheckpointError, MeshLayoutError
 from meshlayout.trainer.callbacks import Callback, Checkpoint, Progress
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from meshlayout.checkpoint.checkpointer import Checkpointer
-from meshlayout.checkpoint.resuming import KEY, notes_of
+from meshlayout.checkpoint.resume import KEY, notes_of
 from meshlayout.errors import MeshLayoutError
 from meshlayout.metrics import Metrics
 from meshlayout.trainer.callbacks.callback import Callback
@@ -108,27 +108,29 @@ class Checkpoint(Callback):
         now, history, reading = trainer.position, trainer.history, trainer.reading
         assert reading is not None
         place, data = reading.place()
-        notes = notes_of(
-            place,
-            metrics,
-            is_end=metrics is None,
-            stopped=trainer.stopped,
-            batch_rows=reading.feeder.size,
-            position={
-                "step_in_epoch": now.step_in_epoch,
-                "steps_per_epoch": now.steps_per_epoch,
-                "examples_in_epoch": now.examples_in_epoch,
-            },
-            history={"epochs": history.epochs, "values": history.to_dict()},
-        )
-        metadata: dict[str, Any] = {"epoch": now.epoch, KEY: notes}
         # The history has a NaN for what was not measured in this epoch: no best step.
         logs = {name: history[name][-1] for name in history} if metrics is None else {}
         measured = numbers(logs)
-        if metrics is None:
-            metadata["logs"] = logs
-            if self._best is not None and trainer.stopped:
-                measured.setdefault(self._best, math.nan)
+        if metrics is None and self._best is not None and trainer.stopped:
+            measured.setdefault(self._best, math.nan)
+
+        def metadata() -> dict[str, Any]:
+            notes = notes_of(
+                place,
+                metrics,
+                is_end=metrics is None,
+                stopped=trainer.stopped,
+                batch_rows=reading.feeder.size,
+                position={
+                    "step_in_epoch": now.step_in_epoch,
+                    "steps_per_epoch": now.steps_per_epoch,
+                    "examples_in_epoch": now.examples_in_epoch,
+                },
+                history={"epochs": history.epochs, "values": history.to_dict()},
+            )
+            ends = {"logs": logs} if metrics is None else {}
+            return {"epoch": now.epoch, KEY: notes, **ends}
+
         if self.checkpointer.save(
             now.step,
             trainer.state,

@@ -1,0 +1,310 @@
+"""Resuming from the newest intact checkpoint: the state, metrics so far, the data.
+
+`checkpoint.Loop` and `Trainer.fit(resume=True)` share it. What they need besides the
+state is small and kept in the metadata of a checkpoint, so that `restore` returns the
+state alone.
+"""
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+from meshlayout import _checks, _jax
+from meshlayout._annotations import Batch, PyTree
+from meshlayout.arrays import to_numpy
+from meshlayout.checkpoint.checkpointer import Checkpointer
+from meshlayout.checkpoint.damage import check_files
+from meshlayout.checkpoint.data_state import Continues, DataState
+from meshlayout.checkpoint.input import Input
+from meshlayout.checkpoint.manifest import Manifest
+from meshlayout.checkpoint.steps import Steps
+from meshlayout.errors import (
+    CheckpointError,
+    CheckpointWarning,
+    DamagedCheckpointError,
+    stack_level,
+)
+
+
+logger = logging.getLogger("meshlayout.checkpoint")
+
+# Where the metadata of a checkpoint says how to resume from it.
+KEY = "resume"
+
+Notes: TypeAlias = Mapping[str, Any]
+"""What `notes_of` returned, as it is read from a checkpoint."""
+
+FirstStep: TypeAlias = Callable[[PyTree, Batch], tuple[PyTree, PyTree]]
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a run continues with.
+
+    Attributes:
+        step: The step of the checkpoint.
+        state: The state.
+        metrics: The metrics so far; None if there are none, and `Values` if their
+            arrays are not known, as no batch is left.
+        notes: What else was saved with `notes_of`.
+    """
+
+    step: int
+    state: PyTree
+    metrics: PyTree
+    notes: Notes
+
+
+class Values(dict[str, Any]):
+    """Values of metrics that nothing is added to any more, by name, on the host."""
+
+    def to_host(self) -> dict[str, Any]:
+        """Returns the values by name."""
+        return dict(self)
+
+
+def notes_of(place: Notes, metrics: PyTree, **notes: Any) -> dict[str, Any]:
+    """Returns metadata to resume from, for the key `KEY`.
+
+    Args:
+        place: What `Input.place` returned.
+        metrics: The metrics so far: a pytree of arrays, all of them small; None if
+            there are none.
+        **notes: What else to keep.
+
+    Raises:
+        CheckpointError: If the metrics hold something else.
+    """
+    found: dict[str, Any] = {"place": place, **notes}
+    if metrics is not None:
+        check_metrics(metrics)
+        found["metrics"] = [_packed(leaf) for leaf in jax.tree.leaves(metrics)]
+        found["values"] = metrics.to_host() if hasattr(metrics, "to_host") else {}
+    return found
+
+
+def check_metrics(metrics: PyTree, where: str = "") -> None:
+    """Raises if metrics hold what cannot be read back, such as text or objects.
+
+    Args:
+        metrics: The metrics so far.
+        where: The public function, which opens the message.
+
+    Raises:
+        CheckpointError: Names the leaf.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(metrics):
+        if not isinstance(leaf, jax.Array) and not _is_numeric(leaf):
+            opening = f"{where}: " if where else ""
+            msg = (
+                f"{opening}metrics{jax.tree_util.keystr(path)} is "
+                f"{_checks.shown(leaf)} of type {type(leaf).__name__}, which a "
+                "checkpoint cannot give back. Metrics are arrays and numbers; keep "
+                "anything else outside."
+            )
+            raise CheckpointError(msg)
+
+
+def resume(
+    checkpointer: Checkpointer,
+    state: PyTree,
+    batches: Input,
+    first_step: FirstStep | None,
+    look: Callable[[Notes], None] = lambda notes: None,
+) -> Resumed | None:
+    """Resumes from the newest intact checkpoint, if there is one.
+
+    Args:
+        checkpointer: Where the checkpoints are.
+        state: The state that training would begin with. `first_step` uses it up.
+        batches: The data, which is put where it was.
+        first_step: Returns the state and the metrics after a batch, to see what both
+            look like once training has begun: a step may keep more with the state
+            than there was at first. What it returns is not used otherwise. None if
+            the state has everything already, and there are no metrics.
+        look: Is called with the notes of a checkpoint before it is read.
+
+    Raises:
+        CheckpointError: If no checkpoint was made to resume from, or all are damaged.
+        RestoreDiffError: If the state is another one.
+
+    Warns:
+        CheckpointWarning: If a newer checkpoint is damaged.
+    """
+    checkpointer.wait()
+    shapes = _Shapes(state, first_step)
+    damaged: list[str] = []
+    del state  # `first_step` uses it up: nothing else may hold it
+    for step, manifest in _newest_first(checkpointer, damaged):
+        try:
+            resumed = _resume_from(checkpointer, manifest, batches, shapes, look)
+        except DamagedCheckpointError as error:
+            damaged.append(f"step {step}: {error}")
+            continue
+        if damaged:
+            msg = (
+                f"resuming from step {step}, the newest that is intact. Damaged: "
+                f"{'; '.join(damaged)}"
+            )
+            warnings.warn(msg, CheckpointWarning, stacklevel=stack_level())
+        if jax.process_index() == 0:
+            logger.info("resumed from step %d", step)
+        return resumed
+    if damaged:
+        msg = (
+            f"no intact checkpoint is left in {checkpointer.directory}. Damaged: "
+            f"{'; '.join(damaged)}"
+        )
+        raise DamagedCheckpointError(msg)
+    return None
+
+
+class _Shapes:
+    """What state and metrics look like; found when it is asked for, once."""
+
+    def __init__(self, state: PyTree, first_step: FirstStep | None) -> None:
+        self._state, self._first_step = state, first_step
+        self._metrics: PyTree = None
+
+    def look(self, batches: Input) -> tuple[PyTree, PyTree]:
+        """Returns the shapes of the state and the metrics."""
+        if self._first_step is not None:
+            batch = batches.look()
+            if batch is not None:
+                first_step, self._first_step = self._first_step, None
+                state, metrics = first_step(self._state, batch)
+                self._state = jax.tree.map(_abstract, state)
+                self._metrics = jax.tree.map(_abstract, metrics)
+        return self._state, self._metrics
+
+
+def _newest_first(
+    checkpointer: Checkpointer, damaged: list[str]
+) -> Iterator[tuple[int, Manifest]]:
+    """Yields the steps with their manifests; notes those that cannot be read."""
+    steps = Steps(checkpointer.directory)
+    for step in reversed(steps.with_manifest()):
+        try:
+            yield step, steps.manifest(step)
+        except DamagedCheckpointError as error:
+            damaged.append(f"step {step}: {error}")
+
+
+def _resume_from(
+    checkpointer: Checkpointer,
+    manifest: Manifest,
+    batches: Input,
+    shapes: _Shapes,
+    look: Callable[[Notes], None],
+) -> Resumed:
+    folder = checkpointer.directory / str(manifest.step)
+    metadata = checkpointer.inspect(manifest.step).metadata
+    notes = metadata.get(KEY) if isinstance(metadata, Mapping) else None
+    if not isinstance(notes, Mapping) or "place" not in notes:
+        msg = (
+            f"step {manifest.step} in {checkpointer.directory} holds a state and does "
+            "not say where in the data it was made: it was saved by hand. Restore it "
+            "with Checkpointer.restore, or resume from another directory."
+        )
+        raise CheckpointError(msg)
+    check_files(folder, manifest)
+    look(notes)
+
+    def put(iterator: Continues) -> None:
+        DataState.read(folder / str(manifest.data)).set(iterator)
+
+    batches.take_up(notes["place"], put)
+    like, empty = shapes.look(batches)
+    state = checkpointer.restore(like, step=manifest.step)
+    batches.catch_up(notes["place"])
+    metrics = None
+    if "metrics" in notes:
+        metrics = Values(notes["values"])
+        if empty is not None:
+            metrics = _unpacked(notes["metrics"], empty)
+    return Resumed(manifest.step, state, metrics, notes)
+
+
+# Metrics as small arrays in the metadata.
+
+
+def _is_numeric(leaf: Any) -> bool:
+    try:
+        return _jax.is_array_dtype(np.asarray(leaf).dtype)
+    except (TypeError, ValueError):
+        return False
+
+
+def _packed(leaf: Any) -> dict[str, Any]:
+    """Returns a leaf as plain values that keep every bit."""
+    if isinstance(leaf, jax.Array) and _jax.is_extended(leaf.dtype):
+        leaf = jax.random.key_data(leaf)
+    host = to_numpy(leaf) if isinstance(leaf, jax.Array) else np.asarray(leaf)
+    return {"dtype": host.dtype.name, "shape": [*host.shape], "bytes": host.tobytes()}
+
+
+def _unpacked(leaves: Sequence[Mapping[str, Any]], empty: PyTree) -> PyTree:
+    """Returns metrics of known shapes with the values that were saved.
+
+    Raises:
+        CheckpointError: If the metrics are others.
+    """
+    templates, treedef = jax.tree.flatten(empty)
+    shapes = [(word.dtype.name, tuple(word.shape)) for word in map(_words, templates)]
+    saved = [(leaf["dtype"], tuple(leaf["shape"])) for leaf in leaves]
+    if shapes != saved:
+        msg = (
+            "the metrics are not those of the run that saved the checkpoint: their "
+            f"arrays were {_listed(saved)}, and are {_listed(shapes)}. Resume with the "
+            "same metrics."
+        )
+        raise CheckpointError(msg)
+    pairs = zip(leaves, templates, strict=True)
+    return treedef.unflatten([_placed(leaf, template) for leaf, template in pairs])
+
+
+def _placed(packed: Mapping[str, Any], template: Any) -> Any:
+    dtype = jax.numpy.dtype(packed["dtype"])
+    host = np.frombuffer(packed["bytes"], dtype).reshape(packed["shape"])
+    if not hasattr(template, "dtype"):
+        return host.item()
+    if not isinstance(template, jax.ShapeDtypeStruct):
+        return host.copy()
+    sharding = template.sharding
+    if _jax.is_extended(template.dtype):
+        impl = _jax.key_impl(template.dtype)
+        wrap = jax.jit(
+            lambda words: jax.random.wrap_key_data(words, impl=impl),
+            out_shardings=sharding,
+        )
+        return wrap(host)
+    if sharding is None or sharding.is_fully_addressable:
+        return jax.device_put(host, sharding)
+    return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
+
+
+def _words(template: Any) -> Any:
+    """Returns what has the dtype and shape of a leaf; of PRNG keys, of their words."""
+    if isinstance(template, jax.ShapeDtypeStruct) and _jax.is_extended(template.dtype):
+        return jax.eval_shape(jax.random.key_data, template)
+    return template if hasattr(template, "dtype") else np.asarray(template)
+
+
+def _abstract(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array):
+        return jax.ShapeDtypeStruct(
+            leaf.shape,
+            leaf.dtype,
+            sharding=leaf.sharding,
+            weak_type=getattr(leaf, "weak_type", False),
+        )
+    return leaf
+
+
+def _listed(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> str:
+    return ", ".join(f"{dtype}{list(shape)}" for dtype, shape in shapes) or "none"
