@@ -404,16 +404,20 @@ def test_errors_and_deaths_of_worker_processes_surface(tiny):
         host(tiny(map=fail_at_77, **options))
     assert str(error.value) == "77 is not to be had"
     assert "in fail_at_77" in error.value.__notes__[-1]
-    for fatal, how in (
-        (stop_process_at_77, "was killed by SIGKILL"),
-        (leave_without_a_word_at_77, "ended with exit code 0"),
+    memory = "Memory that ran out is the usual cause: use fewer workers"
+    for fatal, how, why in (
+        (stop_process_at_77, "was killed by SIGKILL", memory),
+        (
+            leave_without_a_word_at_77,
+            "ended with exit code 0",
+            "What it printed says why",
+        ),
     ):
         with pytest.raises(ml.errors.DataError) as error:
             host(tiny(map=fatal, **options))
         assert str(error.value) == (
-            f"a worker process {how} while it read examples. Memory that ran out is "
-            "the usual cause: use fewer workers, or num_workers=0, which shows errors "
-            "where they happen."
+            f"a worker process {how} while it read examples. {why}, or use "
+            "num_workers=0, which shows errors where they happen."
         )
 
 

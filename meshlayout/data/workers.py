@@ -273,15 +273,15 @@ class _Crew:
         codes = [child.exitcode for child in self._children]
         # When one is gone, the executor ends the others with SIGTERM.
         codes = [code for code in codes if code not in (None, -signal.SIGTERM)]
-        how = "ended"
+        how, why = "ended", "What it printed says why"
         if codes:
             how = f"ended with exit code {codes[0]}"
             if codes[0] < 0:
                 how = f"was killed by {signal.Signals(-codes[0]).name}"
+                why = "Memory that ran out is the usual cause: use fewer workers"
         return (
-            f"a worker process {how} while it read examples. Memory that ran out is "
-            "the usual cause: use fewer workers, or num_workers=0, which shows errors "
-            "where they happen."
+            f"a worker process {how} while it read examples. {why}, or use "
+            "num_workers=0, which shows errors where they happen."
         )
 
     def close(self) -> None:
