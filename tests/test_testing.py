@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen as nn, nnx
 
 import meshlayout as ml
 from meshlayout import testing
@@ -19,8 +19,8 @@ P = jax.sharding.PartitionSpec
 CAUSES = (
     "Usual causes: a mean of per-shard means, a denominator or batch statistics of one "
     "device, a sum over shards that is missing, a random key made from a device's "
-    "index. If it is rounding (Adam divides gradients that are almost zero by "
-    "themselves; the step computes in bfloat16), say so with rtol= or atol=."
+    "index, a loss in which examples meet that sees the padding. Rounding was measured "
+    "and is allowed for; if it is rounding all the same, say so with rtol= or atol=."
 )
 
 
@@ -87,7 +87,7 @@ def test_a_right_step_agrees_on_any_mesh(axes, rules):
     assert len(paths) == 4 + 4 + 2 + 1 + 4  # params, momentum, step, rng; loss, grads
     assert {"state/params/hidden/kernel", "state/rng", "aux/loss"} <= {*paths}
     assert found.num_steps == 3
-    assert found.mesh == mesh
+    assert found.meshes == (mesh,)
     assert all(one.largest <= one.allowed for one in found.differences)
     assert any(one.largest > 0 for one in found.differences)
 
@@ -313,7 +313,7 @@ def test_batch_statistics_of_one_shard_are_found(mesh):
     assert "Elements that differ: 16 of 16.\nLeaves that differ: 1 of 2.\n" in text
 
 
-def test_a_denominator_of_one_device_is_found_with_the_leaf_named(mesh):
+def test_a_denominator_of_one_device_is_found_and_the_loss_is_named_first(mesh):
     def step(state, batch):
         rows_here = batch["image"].shape[0] // ml.get_default_mesh().axis_size("batch")
         new, aux = mlp_step(state, batch)
@@ -327,12 +327,13 @@ def test_a_denominator_of_one_device_is_found_with_the_leaf_named(mesh):
     text = message(lambda: testing.verify(step, state, mlp_batch(mesh)))
     first, second, causes = text.split("\n")
     assert first.startswith(
-        "step 1: state/params/hidden/bias f32[16@model] is not the same on "
-        "Mesh(batch=2, model=4) as on one device. The largest difference is "
+        "step 1: aux/loss f32[] is not the same on Mesh(batch=2, model=4) as on one "
+        "device. The largest difference is "
     )
     assert second == (
-        "Leaves that differ: 5 of 7: also state/params/hidden/kernel, state/params/output/bias, "
-        "state/params/output/kernel, aux/loss."
+        "Leaves that differ: 5 of 7: also state/params/hidden/bias, "
+        "state/params/hidden/kernel, state/params/output/bias, "
+        "state/params/output/kernel."
     )
     assert causes == CAUSES
 
@@ -436,6 +437,238 @@ def test_shapes_and_leaves_that_depend_on_the_mesh_are_found(mesh):
     )
 
 
+# Steps that the library makes.
+
+
+class Convolutions(nnx.Module):
+    """A bias before BatchNorm has a gradient of zero, and of rounding."""
+
+    def __init__(self, rngs):
+        self.conv = nnx.Conv(2, 4, (3, 3), rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        self.out = nnx.Linear(4, 1, rngs=rngs)
+
+    def __call__(self, x):
+        x = nnx.relu(self.norm(self.conv(x))).mean((1, 2))
+        ml.losses.record(self, "activity", 0.1 * jnp.square(x))
+        return self.out(self.drop(x))[:, 0]
+
+
+def conv_state(mesh, optimizer=None, rules=None):
+    return ml.TrainState.create(
+        lambda: Convolutions(nnx.Rngs(0)),
+        optimizer or optax.sgd(0.1, momentum=0.9),
+        ml.LayoutMap(mesh, {"conv/kernel": (..., "model")} if rules is None else rules),
+    )
+
+
+def conv_batch(mesh, rows=8, real: int | None = 5, seed=0):
+    rng = np.random.default_rng(seed)
+    batch = {
+        "x": rng.normal(size=(rows, 4, 4, 2)).astype("float32"),
+        "y": rng.normal(size=rows).astype("float32"),
+    }
+    if real is not None:
+        batch["weight"] = np.float32(np.arange(rows) < real)
+        batch["x"][batch["weight"] == 0] = 99
+    return ml.relayout(batch, mesh.layout("batch", ...))
+
+
+def conv_loss(model, batch):
+    out = model(batch["x"])
+    return jnp.square(out - batch["y"]), {"out": out}
+
+
+STEP_OPTIONS = [
+    {},
+    {"metrics": {"mean": ml.metrics.Mean("out")}, "denominator": "global_batch_size"},
+    {"regularizers": ml.losses.l2(0.1, where="kernel"), "clip_norm": 0.1, "ema": 0.9},
+    {"on_nonfinite": "skip", "trainable": "out", "learning_rate": lambda step: 0.1},
+    {"remat": "full", "zero": 1},
+]
+
+
+@pytest.mark.parametrize("options", STEP_OPTIONS, ids=lambda one: "-".join(one))
+def test_train_steps_agree_with_plain_flax(mesh, options):
+    step = ml.make_train_step(conv_loss, **options)
+    found = testing.verify(step, conv_state(mesh), conv_batch(mesh), num_steps=2)
+    paths = {leaf.path for leaf in found.differences}
+    assert {"aux/loss", "aux/activity", "state/params/conv/bias"} <= paths
+    assert "state/model_state/norm/mean" in paths
+
+
+def test_batches_without_weights_agree_with_plain_flax(mesh):
+    step = ml.make_train_step(conv_loss)
+    testing.verify(step, conv_state(mesh), conv_batch(mesh, real=None))
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
+def test_microbatches_in_every_precision_agree_with_plain_flax(mesh, precision):
+    def loss_fn(model, batch):
+        logits = model(batch["image"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+
+    step = ml.make_train_step(loss_fn, accumulate=4, precision=precision)
+    state = mlp_state(mesh, {}, optax.adam(1e-2))
+    found = testing.verify(step, state, mlp_batch(mesh))
+    loss = {leaf.path: leaf for leaf in found.differences}["aux/loss"]
+    assert loss.allowed < 0.15  # of 2.5
+
+
+def test_adam_makes_whole_steps_of_rounding_and_that_is_let_pass(mesh):
+    step = ml.make_train_step(conv_loss)
+    state = conv_state(mesh, optax.adam(1e-2))
+    found = testing.verify(step, state, conv_batch(mesh), num_steps=2)
+    allowed = {leaf.path: leaf.allowed for leaf in found.differences}
+    assert allowed["state/params/out/kernel"] < 1e-3
+
+
+class Scaled:
+    """A step whose function knows how many devices it runs on, and errs there."""
+
+    def __init__(self, mistake):
+        self.mistake = mistake
+
+    def loss(self, model, batch):
+        losses, outputs = conv_loss(model, batch)
+        return self.mistake(losses, ml.get_default_mesh().size > 1), outputs
+
+
+MISTAKES = {
+    "twice the loss": lambda losses, is_wrong: losses * (2 if is_wrong else 1),
+    "twice the gradient": lambda losses, is_wrong: (
+        2 * losses - jax.lax.stop_gradient(losses) if is_wrong else losses
+    ),
+    "a wrong denominator": lambda losses, is_wrong: losses * (8 / 5 if is_wrong else 1),
+    "the gradient of one shard": lambda losses, is_wrong: (
+        jnp.where(jnp.arange(losses.size) < 4, losses, jax.lax.stop_gradient(losses))
+        if is_wrong
+        else losses
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("mistake", "precision"),
+    [
+        *((mistake, "float32") for mistake in MISTAKES),
+        ("twice the gradient", "bfloat16"),
+        ("the gradient of one shard", "bfloat16"),
+    ],
+)
+def test_mistakes_are_found_in_every_precision(mesh, mistake, precision):
+    scaled = Scaled(MISTAKES[mistake])
+    step = ml.make_train_step(scaled.loss, precision=precision)
+    state = conv_state(mesh, optax.sgd(0.01))
+    text = message(lambda: testing.verify(step, state, conv_batch(mesh)))
+    is_in_loss = mistake in ("twice the loss", "a wrong denominator")
+    assert text.startswith("step 1: aux/loss f32[]" if is_in_loss else "step 1: state/")
+
+
+def test_eval_steps_agree_with_plain_flax(mesh):
+    metrics = {"mean": ml.metrics.Mean("out")}
+    step = ml.make_eval_step(conv_loss, metrics=metrics)
+    state = conv_state(mesh)
+    found = testing.verify(step, state, conv_batch(mesh))
+    paths = {leaf.path for leaf in found.differences}
+    assert {"aux/loss", "aux/data_loss", "aux/activity", "aux/mean"} <= paths
+    scaled = Scaled(MISTAKES["twice the loss"])
+    wrong = ml.make_eval_step(scaled.loss)
+    text = message(lambda: testing.verify(wrong, state, conv_batch(mesh)))
+    assert text.startswith("step 1: aux/loss f32[] is not the same on ")
+
+
+def test_a_loss_in_which_examples_meet_sees_padding_and_is_found(mesh):
+    def contrastive(model, batch):
+        scores = model(batch["x"])
+        return optax.softmax_cross_entropy_with_integer_labels(
+            scores[:, None] * scores[None], jnp.arange(len(scores))
+        )
+
+    state = conv_state(mesh)
+    step = ml.make_train_step(contrastive)
+    testing.verify(step, state, conv_batch(mesh, real=None))
+    step = ml.make_train_step(contrastive)
+    text = message(lambda: testing.verify(step, state, conv_batch(mesh)))
+    assert text.startswith("step 1: aux/loss f32[] is not the same on ")
+
+
+def test_several_batches_of_a_call_agree_with_plain_flax(mesh):
+    step = ml.make_train_step(conv_loss, steps_per_call=2)
+    batches = [conv_batch(mesh), conv_batch(mesh, real=8, seed=1)]
+    found = testing.verify(step, conv_state(mesh), batches)
+    assert "aux/loss" in {leaf.path for leaf in found.differences}
+
+
+def test_linen_steps_agree_with_plain_flax(mesh):
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            x = nn.Conv(4, (3, 3))(x)
+            x = nn.BatchNorm(use_running_average=not train)(x).mean((1, 2))
+            return nn.Dense(1)(nn.Dropout(0.5, deterministic=not train)(x))[:, 0]
+
+    def loss_fn(model, batch, train):
+        return jnp.square(model(batch["x"], train=train) - batch["y"])
+
+    net = Net()
+    state = ml.TrainState.create(
+        lambda: net.init(jax.random.key(0), jnp.zeros((1, 4, 4, 2)), train=False),
+        optax.adam(1e-2),
+        ml.LayoutMap(mesh, {}),
+        module=net,
+    )
+    testing.verify(ml.make_train_step(loss_fn), state, conv_batch(mesh))
+    testing.verify(ml.make_eval_step(loss_fn), state, conv_batch(mesh))
+
+
+def test_several_meshes_are_verified_in_one_call(mesh):
+    other = ml.create_mesh({"batch": 8})
+    layouts = ml.LayoutMap(mesh, {"conv/kernel": (..., "model")})
+    step = ml.make_train_step(conv_loss)
+    alone = ml.create_mesh({"batch": 1}, devices=jax.devices()[:1])
+    state, batch = conv_state(alone, rules={}), conv_batch(alone)
+    found = testing.verify(step, state, batch, meshes=[other, layouts])
+    assert found.meshes == (other, mesh)
+    title = str(found).split("\n")[0]
+    assert title.endswith(
+        "leaves agree on Mesh(batch=8) and Mesh(batch=2, model=4) and on one device, "
+        "after 1 step."
+    )
+    scaled = Scaled(MISTAKES["twice the loss"])
+    wrong = ml.make_train_step(scaled.loss)
+    text = message(lambda: testing.verify(wrong, state, batch, meshes=[other]))
+    assert "is not the same on Mesh(batch=8) as on one device" in text
+    plain = {"w": np.float32([1.5, 2.5])}
+
+    def own(state, batch):
+        return {"w": state["w"] - batch.mean()}, None
+
+    assert testing.verify(own, plain, np.ones(8), meshes=[other]).meshes == (other,)
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), -1, 0, "x", object(), True])
+@pytest.mark.parametrize("name", ["rtol", "atol", "num_steps", "meshes", "reference"])
+def test_options_that_mean_nothing_are_refused(mesh, name, value):
+    def step(state, batch):
+        return state, None
+
+    state = ml.arrays.ones(8, mesh.layout("model"))
+    is_right = {
+        "rtol": value is None or value == 0,
+        "atol": value is None or value == 0,
+        "num_steps": False,
+        "meshes": value is None,
+        "reference": value is None,
+    }
+    if is_right[name] and value is not True:
+        testing.verify(step, state, None, **{name: value})
+        return
+    text = message(lambda: testing.verify(step, state, None, **{name: value}))
+    assert re.fullmatch(rf"verify.*{name}.*\.", text)
+
+
 # A step that names its mesh.
 
 
@@ -523,12 +756,12 @@ def test_the_mesh_of_one_device_has_the_same_axes():
         (
             lambda mesh: (mlp_step, ml.arrays.ones(8, mesh.layout("model")), None),
             {"num_steps": 0},
-            "num_steps is a whole number, 1 or more, and got 0.",
+            "verify: num_steps must be a positive integer, got 0.",
         ),
         (
             lambda mesh: (mlp_step, ml.arrays.ones(8, mesh.layout("model")), None),
             {"rtol": -1.0},
-            "rtol is a number, 0 or more, and got -1.0.",
+            "verify: rtol must be a finite number of at least 0, got -1.0.",
         ),
         (
             lambda mesh: (mlp_step, ml.arrays.ones(8, mesh.layout("model")), None),

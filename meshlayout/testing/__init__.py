@@ -9,11 +9,13 @@ from meshlayout.testing.communication import (
     Communication as Communication,
     expect_communication as expect_communication,
 )
-from meshlayout.testing.comparing import Difference as Difference
-from meshlayout.testing.failure import VerificationError as VerificationError
-from meshlayout.testing.layouts import assert_layout as assert_layout
+from meshlayout.testing.differences import Difference as Difference
+from meshlayout.testing.expectations import (
+    VerificationError as VerificationError,
+    assert_layout as assert_layout,
+)
 from meshlayout.testing.one_device import one_device_mesh as one_device_mesh
-from meshlayout.testing.verifying import (
+from meshlayout.testing.verification import (
     Verification as Verification,
     verify as verify,
 )

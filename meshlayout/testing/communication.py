@@ -10,7 +10,7 @@ from typing import Any
 from meshlayout import _render
 from meshlayout.errors import did_you_mean
 from meshlayout.step import compile_step
-from meshlayout.testing.failure import VerificationError
+from meshlayout.testing.expectations import VerificationError
 
 
 KINDS = (

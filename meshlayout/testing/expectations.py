@@ -1,18 +1,37 @@
-"""`assert_layout`: arrays lie where a test expects them."""
+"""`assert_layout`: arrays have the layouts that a test expects."""
 
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshlayout import _paths
-from meshlayout.errors import LayoutError
+from meshlayout import _jax, _paths, _render
+from meshlayout._annotations import Leaf
+from meshlayout.errors import LayoutError, MeshLayoutError
 from meshlayout.layout import MATCH, Layout
 from meshlayout.layout_map import LayoutMap
-from meshlayout.testing.failure import VerificationError, leaf_text
 
 
 _MAX_SHOWN = 10
+
+
+class VerificationError(MeshLayoutError, AssertionError):
+    """A step, a layout or a program is not what a test expects of it."""
+
+
+def leaf_text(x: Leaf) -> str:
+    """Returns an array's type with its layout, as `f32[512@batch, 10]`."""
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        return f"{x!r} of type {type(x).__name__}"
+    if not isinstance(_jax.sharding_of(x), NamedSharding):
+        return _render.array_text(x.dtype, x.shape)
+    dims = [
+        f"{size}@({', '.join(entry)})"
+        if isinstance(entry, tuple)
+        else f"{size}@{entry}" * bool(entry) or str(size)
+        for size, entry in zip(x.shape, Layout.of(x).specs, strict=True)
+    ]
+    return f"{_render.dtype_text(x.dtype)}[{', '.join(dims)}]"
 
 
 def assert_layout(x: Any, expected: Any) -> None:
