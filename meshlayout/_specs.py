@@ -8,6 +8,7 @@ from typing import Any, Final, TypeAlias, Union
 from jax.sharding import PartitionSpec
 
 from meshlayout import _jax
+from meshlayout._checks import shown
 from meshlayout.errors import LayoutError, did_you_mean
 from meshlayout.mesh import Mesh
 
@@ -96,7 +97,7 @@ def _parse_entry(entry: Any, dim: int) -> DimSpec:
         )
         raise LayoutError(msg)
     msg = (
-        f"entry {dim} is {entry!r} of type {type(entry).__name__}; each entry is a "
+        f"entry {dim} is {shown(entry)}; each entry is a "
         "mesh axis name, a tuple of names, UNSHARDED (None), MATCH or `...`."
     )
     raise LayoutError(msg)
@@ -117,7 +118,7 @@ def parse_specs(specs: Any) -> tuple[DimSpec, ...]:
     elif not isinstance(specs, (list, tuple)):
         msg = (
             "a layout takes a list, a tuple or a PartitionSpec with one entry per dim, "
-            f"and got {specs!r} of type {type(specs).__name__}."
+            f"and got {shown(specs)}."
         )
         raise LayoutError(msg)
     entries = tuple(_parse_entry(entry, dim) for dim, entry in enumerate(specs))

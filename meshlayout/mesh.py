@@ -26,6 +26,7 @@ from meshlayout._axes import (
     parse_ranges,
     ranges_text,
 )
+from meshlayout._checks import shown
 from meshlayout.errors import MeshError, did_you_mean
 
 
@@ -65,8 +66,8 @@ class Mesh:
             mesh = mesh.jax_mesh
         if not isinstance(mesh, jax.sharding.Mesh):
             msg = (
-                f"expected a Mesh or a jax.sharding.Mesh, and got {mesh!r} of type "
-                f"{type(mesh).__name__}. Make one with create_mesh({{'batch': 8}})."
+                "expected a Mesh or a jax.sharding.Mesh, and got "
+                f"{shown(mesh)}. Make one with create_mesh({{'batch': 8}})."
             )
             raise MeshError(msg)
         object.__setattr__(self, "_jax_mesh", mesh)

@@ -3,6 +3,7 @@
 import functools
 import pickle
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,9 @@ from hypothesis import given, settings, strategies as st
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import meshlayout as ml
+
+
+YES = True
 
 
 @pytest.fixture
@@ -383,7 +387,7 @@ MESH = "Mesh(batch=2, model=4)"
 INSERTIONS = {
     "a key that is no string": (
         lambda m: m.__setitem__(3, ("batch",)),
-        "a pattern is a string, and got 3 of type int.",
+        "pattern must be a regular expression, got 3.",
     ),
     "the empty pattern": (
         lambda m: m.__setitem__("", ("batch",)),
@@ -391,7 +395,7 @@ INSERTIONS = {
     ),
     "no regular expression": (
         lambda m: m.__setitem__("a(b", ("batch",)),
-        "pattern 'a(b' is not a regular expression: missing ), unterminated subpattern "
+        "pattern='a(b' is not a regular expression: missing ), unterminated subpattern "
         "at position 1.",
     ),
     "a pattern that is there": (
@@ -411,14 +415,14 @@ INSERTIONS = {
     "a string": (
         lambda m: m.__setitem__("w", "model"),
         "rule 'w': expected a Layout, a tuple or list with one entry per dim, a "
-        "PartitionSpec, or a function (path, shape, dtype) -> spec, and got 'model' of "
-        "type str. Write ('model', ...) to shard the first dim.",
+        "PartitionSpec, or a function (path, shape, dtype) -> spec, and got 'model'. "
+        "Write ('model', ...) to shard the first dim.",
     ),
     "None": (
         lambda m: m.__setitem__("w", None),
         "rule 'w': expected a Layout, a tuple or list with one entry per dim, a "
-        "PartitionSpec, or a function (path, shape, dtype) -> spec, and got None of type "
-        "NoneType. Write [...] for replicated.",
+        "PartitionSpec, or a function (path, shape, dtype) -> spec, and got None. "
+        "Write [...] for replicated.",
     ),
     "a number in a spec": (lambda m: m.__setitem__("w", (1, None)), None),
     "two ellipses": (lambda m: m.__setitem__("w", (..., "model", ...)), None),
@@ -434,7 +438,7 @@ INSERTIONS = {
     ),
     "a bad option of a rule": (
         lambda m: m.__setitem__("w", ml.Rule(("batch",), on_uneven="pad")),
-        "on_uneven='pad' is not one of 'error', 'replicate'.",
+        "rule 'w': on_uneven must be 'error' or 'replicate', got 'pad'.",
     ),
     "a missing pattern": (
         lambda m: m["ther"],
@@ -448,11 +452,12 @@ INSERTIONS = {
     ),
     "a bad conflict": (
         lambda m: ml.LayoutMap(m.mesh, conflict="frist"),
-        "conflict='frist' is not one of 'error', 'first'. Did you mean 'first'?",
+        "LayoutMap: conflict must be 'error' or 'first', got 'frist'. Did you mean "
+        "'first'?",
     ),
     "a bad unmatched": (
         lambda m: ml.LayoutMap(m.mesh, unmatched="ignore"),
-        "unmatched='ignore' is not one of 'replicate', 'error'.",
+        "LayoutMap: unmatched must be 'replicate' or 'error', got 'ignore'.",
     ),
     "a default that is never used": (
         lambda m: ml.LayoutMap(m.mesh, default=("batch",), unmatched="error"),
@@ -461,8 +466,8 @@ INSERTIONS = {
     "a bad default": (
         lambda m: ml.LayoutMap(m.mesh, default="batch"),
         "rule 'default': expected a Layout, a tuple or list with one entry per dim, a "
-        "PartitionSpec, or a function (path, shape, dtype) -> spec, and got 'batch' of "
-        "type str. Write ('batch', ...) to shard the first dim.",
+        "PartitionSpec, or a function (path, shape, dtype) -> spec, and got 'batch'. "
+        "Write ('batch', ...) to shard the first dim.",
     ),
     "rules that are no pairs": (
         lambda m: ml.LayoutMap(m.mesh, ["kernel"]),
@@ -476,7 +481,7 @@ INSERTIONS = {
     ),
     "logical axes on an unknown mesh axis": (
         lambda m: ml.LayoutMap(m.mesh, logical_axes={"mlp": "modle"}),
-        f"logical_axes maps 'mlp' to 'modle', which is no axis of {MESH}. Did you mean "
+        f"logical_axes maps 'mlp' to 'modle', which is not an axis of {MESH}. Did you mean "
         "'model'?",
     ),
     "constrain without a name": (
@@ -519,7 +524,7 @@ LEAVES = {
         array(8, 8),
         "dense/kernel f32[8, 8]: rule 'kernel': expected a Layout, a tuple or list with "
         "one entry per dim, a PartitionSpec, or a function (path, shape, dtype) -> spec, "
-        "and got 'model' of type str. Write ('model', ...) to shard the first dim.",
+        "and got 'model'. Write ('model', ...) to shard the first dim.",
     ),
 }
 
@@ -527,16 +532,17 @@ LEAVES = {
 OPTIONS = {
     "an option's value": (
         lambda m: ml.LayoutMap(m, unused="eror"),
-        "unused='eror' is not one of 'warn', 'error', 'ignore'. Did you mean 'error'?",
+        "LayoutMap: unused must be 'warn', 'error' or 'ignore', got 'eror'. Did you mean "
+        "'error'?",
     ),
     "logical axes that map nothing": (
         lambda m: ml.LayoutMap(m, logical_axes=3),
         "logical_axes maps names to mesh axes, and got 3. Write {'embed': 'model', "
-        "'batch': None}.",
+        "'batch': None}, or pairs of these.",
     ),
     "a logical axis that is no name": (
         lambda m: ml.LayoutMap(m, logical_axes={"x": 3}),
-        f"logical_axes maps 'x' to 3, which is no axis of {MESH}.",
+        f"logical_axes maps 'x' to 3, which is not an axis of {MESH}.",
     ),
     "a lock that is no text": (
         lambda m: ml.LayoutMap(m).resolve({"x": 1}).check_lock(None),
@@ -555,7 +561,7 @@ OPTIONS = {
         lambda m: ml.LayoutMap(m).resolve(
             optax.adam(1.0).init({"a": jnp.ones(8)}), params={"z": jnp.ones(3)}
         ),
-        "no part of the optimiser state, such as '0/mu/a', has the structure of params=, "
+        "no part of the optimizer state, such as '0/mu/a', has the structure of params=, "
         "whose paths are z. Pass what optimizer.init was given.",
     ),
     "an activation that is a tree": (
@@ -610,18 +616,247 @@ def test_leaves_that_a_map_cannot_place_are_named(name, mesh):
     assert str(caught.value) == message
 
 
-def test_a_logical_axis_that_means_nothing_is_refused(mesh):
-    dense = nn.Dense(
-        8,
-        kernel_init=nn.with_logical_partitioning(nn.initializers.ones, ("in", "mdel")),
+def flax_specs(names, rules):
+    return tuple(nn.logical_to_mesh_axes(names, rules)) if names else ()
+
+
+NAMES = st.lists(st.sampled_from("abcde"), unique=True, max_size=4)
+AXES = st.sampled_from(["x", "y", "z", None, ("x", "y"), ("z",)])
+AXIS_RULES = st.lists(st.tuples(st.sampled_from("abcdef"), AXES), max_size=8)
+
+
+@settings(deadline=None, max_examples=200)
+@given(NAMES, AXIS_RULES)
+def test_logical_axes_are_read_as_flax_reads_them(names, rules):
+    mesh = ml.create_mesh({"x": 2, "y": 2, "z": 2})
+    names = tuple(names)
+    leaf = nn.LogicallyPartitioned(array(*[8] * len(names)), names)
+    resolved = ml.LayoutMap(mesh, logical_axes=rules).resolve({"w": leaf})["w"]
+    expected = mesh.layout(*flax_specs(names, rules))
+    assert resolved.layout == expected
+    with nn.logical_axis_rules(rules):
+        assert ml.LayoutMap(mesh).resolve({"w": leaf})["w"].layout == expected
+
+
+def test_what_a_logical_axis_could_not_have_is_noted():
+    mesh = ml.create_mesh({"x": 2, "y": 2, "z": 2})
+    rules = [("embed", "x"), ("mlp", "x"), ("mlp", ("y", "x")), ("mlp", "y")]
+    layouts = ml.LayoutMap(mesh, logical_axes=[*rules, ("heads", "y")])
+    names = ("embed", "mlp", "heads", "mpl")
+    leaf = nn.LogicallyPartitioned(array(8, 8, 8, 8), names)
+    resolved = layouts.resolve({"w": leaf})["w"]
+    assert str(resolved.layout) == "[x, y, unsharded, unsharded]"
+    assert resolved.note == (
+        "'mlp' is on axis 'y': axis 'x' is 'embed''s, axis 'x' is 'embed''s; 'heads' is "
+        "unsharded: axis 'y' is 'mlp''s; 'mpl' is unsharded: it has no rule. Did you "
+        "mean 'mlp'?"
     )
-    variables = jax.eval_shape(lambda: dense.init(jax.random.key(0), jnp.ones((2, 4))))
+    assert f"note: w: {resolved.note}" in str(layouts.explain({"w": leaf}))
+
+
+def test_a_name_may_stand_for_one_dim_only(mesh):
+    leaf = nn.LogicallyPartitioned(array(8, 8), ("a", "a"))
     with pytest.raises(ml.errors.LayoutMapError) as caught:
-        ml.LayoutMap(mesh, logical_axes={"in": None}).resolve(variables)
+        ml.LayoutMap(mesh).resolve({"w": leaf})
     assert str(caught.value) == (
-        "kernel f32[4, 8]: logical axes ('in', 'mdel'): logical axis 'mdel' has no rule "
-        f"and is no axis of {MESH}. Did you mean 'model'? Give "
-        "logical_axes={'mdel': <mesh axis or None>}."
+        "w f32[8, 8]: logical axes ('a', 'a'): 'a' names two dims; an array may have it "
+        "once."
+    )
+
+
+# Arrays that are placed already.
+
+
+def test_a_report_on_placed_arrays_says_where_they_are(mesh):
+    layer = ml.with_layouts(nnx.Linear, kernel=(None, "model"))
+    layouts = ml.LayoutMap(mesh)
+    state = ml.TrainState.create(
+        lambda: layer(8, 16, rngs=nnx.Rngs(0)), optax.sgd(0.1), layouts
+    )
+    report = layouts.explain(state.params)
+    assert report.bytes_per_device == 8 * 16 * 4 // 4 + 16 * 4
+    assert report.notes == [
+        "placed: kernel is [unsharded, model], not by this map, which gives [unsharded, "
+        "unsharded] (default)"
+    ]
+    row = next(line for line in str(report).splitlines() if line.startswith("kernel"))
+    assert "[unsharded, model]" in row
+    assert "(placed)" in row
+    resolved = layouts.resolve(state.params)
+    assert resolved["kernel"].placed == mesh.layout(None, "model")
+    assert resolved["kernel"].layout == mesh.layout(None, None)  # what the map says
+    described = layouts.resolve(nnx.eval_shape(lambda: layer(8, 16, rngs=nnx.Rngs(0))))
+    assert resolved.to_lock() == described.to_lock()
+    assert resolved.bytes_per_device == described.bytes_per_device
+
+
+def test_arrays_that_are_where_the_map_says_or_on_no_mesh_have_no_note(mesh):
+    layouts = ml.LayoutMap(mesh, {"w": ("batch", None)})
+    here = ml.relayout(jnp.ones((8, 8)), mesh.layout("batch", None))
+    other = ml.create_mesh({"x": 8})
+    elsewhere = ml.relayout(jnp.ones((8, 8)), other.layout("x", None))
+    for x in (here, elsewhere, jnp.ones((8, 8)), array(8, 8)):
+        assert layouts.resolve({"w": x})["w"].placed is None
+        assert layouts.explain({"w": x}).notes == []
+
+
+def test_python_numbers_are_no_arrays_in_a_report(mesh):
+    tree = {"w": array(8, 8), "steps": 3, "rate": 0.5, "on": True}
+    report = ml.LayoutMap(mesh).explain(tree)
+    assert "1 arrays, 256 B on each of 8 devices" in str(report)
+    assert str(report).count("(not an array)") == 3
+    assert report.bytes_per_device == report.replicated_bytes == 256
+    assert "steps" not in ml.LayoutMap(mesh).resolve(tree).to_lock()
+
+
+# Functions as rules.
+
+
+def test_an_exception_in_a_rule_names_the_rule_and_the_path(mesh):
+    layouts = ml.LayoutMap(mesh, {"kernel": lambda path, shape, dtype: 1 / 0})
+    with pytest.raises(ZeroDivisionError) as caught:
+        layouts.resolve({"dense": {"kernel": array(8, 8)}})
+    assert caught.value.__notes__ == [
+        "in the function of rule 'kernel', called for dense/kernel f32[8, 8]"
+    ]
+
+
+def test_a_function_of_other_arguments_is_refused_when_it_is_inserted(mesh):
+    with pytest.raises(ml.errors.LayoutMapError) as caught:
+        ml.LayoutMap(mesh, {"kernel": lambda path: None})
+    assert str(caught.value) == (
+        "rule 'kernel': function is called as function(path, shape, dtype), and takes "
+        "(path)."
+    )
+
+
+# Merging maps.
+
+
+def test_maps_merge_as_dicts_do(mesh):
+    layouts = ml.LayoutMap(mesh, {"a": ("batch",), "b": ("model",)}, unused="ignore")
+    merged = layouts | {"b": ("batch",), "c": (None,)}
+    assert list(merged) == ["a", "b", "c"]
+    assert merged["b"] == mesh.layout("batch")
+    assert layouts["b"] == mesh.layout("model")
+    assert merged == ml.LayoutMap(mesh, dict(merged), unused="ignore")
+    before = {"c": (None,), "b": ("batch",)} | layouts
+    assert list(before) == ["c", "b", "a"]
+    assert before["b"] == mesh.layout("model")
+    both = layouts | ml.LayoutMap(mesh, {"d": (None,)})
+    assert list(both) == ["a", "b", "d"]
+    layouts |= {"b": (None,)}
+    assert layouts["b"] == mesh.layout(None)
+    with pytest.raises(TypeError):
+        _ = layouts | 3
+
+
+def test_a_rule_that_changes_inside_the_maps_scope_is_said_to_come_too_late(mesh):
+    layouts = ml.LayoutMap(mesh, {"hidden": ("batch",)}, unused="ignore")
+    with layouts.scope():
+        ml.constrain(jnp.ones(8), "hidden")
+        with pytest.warns(ml.errors.LayoutWarning) as caught:
+            del layouts["hidden"]
+    assert str(caught[0].message) == (
+        "rule 'hidden' changes inside this map's own scope: until the next scope, "
+        "constrain follows the map as it was when this one was opened."
+    )
+
+
+def test_a_misspelled_activation_is_named(mesh):
+    layouts = ml.LayoutMap(mesh, {"residual": ("batch",)}, unused="ignore")
+    x = jnp.ones(8)
+    with layouts.scope():
+        with pytest.warns(ml.errors.LayoutWarning) as caught:
+            assert ml.constrain(x, "block/redisual") is x
+        assert ml.constrain(x, "block/redisual") is x  # once
+        assert ml.constrain(x, "logits") is x
+    assert [str(one.message) for one in caught] == [
+        "constrain(x, 'block/redisual') matches no rule of the active layout map, and "
+        "is left as it is. Did you mean 'residual'?"
+    ]
+
+
+# What a user may hand in.
+
+
+def check_sentence(call):
+    """Calls; nothing is raised but errors that say something in words."""
+    said = None
+    try:
+        call()
+    except ml.MeshLayoutError as error:
+        said = str(error)
+    assert said is None or (len(said) > 20 and "0x" not in said)
+
+
+NONSENSE = [None, float("nan"), -1, 0, "x", object(), YES]
+PARAMETERS = ["mesh", "rules", "default", "conflict", "unmatched", "on_uneven"]
+
+
+@pytest.mark.parametrize("value", NONSENSE, ids=repr)
+@pytest.mark.parametrize("name", [*PARAMETERS, "unused", "logical_axes"])
+def test_nonsense_works_or_is_a_sentence(mesh, name, value):
+    options = {"mesh": mesh, "rules": {"w": ("batch",)}, name: value}
+    check_sentence(lambda: ml.LayoutMap(**options).resolve({"w": array(8)}))
+
+
+@pytest.mark.parametrize("value", NONSENSE, ids=repr)
+@pytest.mark.parametrize("where", ["pattern", "spec", "Rule", "on_uneven", "function"])
+def test_nonsense_in_a_rule_works_or_is_a_sentence(mesh, where, value):
+    rules = {
+        "pattern": lambda: {value: ("batch",)},
+        "spec": lambda: {"w": (value,)},
+        "Rule": lambda: {"w": ml.Rule(value)},
+        "on_uneven": lambda: {"w": ml.Rule(("batch",), on_uneven=value)},
+        "function": lambda: {"w": lambda path, shape, dtype: value},
+    }
+    check_sentence(lambda: ml.LayoutMap(mesh, rules[where]()).resolve({"w": array(8)}))
+
+
+# What it costs: counted, as seconds say little on a busy machine.
+
+
+def calls_of(function):
+    """Returns how many Python functions a call runs through."""
+    count = 0
+
+    def count_calls(frame, event, arg):
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(count_calls)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def large_tree(leaves):
+    block = {f"part_{n}": {name: array(8, 8) for name in "abcde"} for n in range(20)}
+    return {"layers": {str(layer): block for layer in range(leaves // 100)}}
+
+
+def test_a_leaf_costs_a_few_calls_however_many_there_are_and_rules(mesh):
+    rules = {rf"layers/\d+/part_{n}/{name}$": (None, "model") for n in range(20)
+             for name in "abcde"}  # fmt: skip
+    rules |= {f"nothing_{n}": ("model", None) for n in range(100)}
+    layouts = ml.LayoutMap(mesh, rules)
+    few, many = large_tree(2_000), large_tree(6_000)
+    layouts.resolve(few)
+    first = calls_of(lambda: layouts.resolve(few))
+    second = calls_of(lambda: layouts.resolve(many))
+    assert (second - first) / 4_000 < 10
+
+
+def test_dead_rules_are_compared_with_each_path_once(mesh):
+    tree = large_tree(2_000)
+    dead = [f"layrs_{n}/missing" for n in range(100)]
+    few = ml.LayoutMap(mesh, {key: [...] for key in dead[:50]})
+    many = ml.LayoutMap(mesh, {key: [...] for key in dead})
+    assert calls_of(lambda: many.explain(tree)) < 1.9 * calls_of(
+        lambda: few.explain(tree)
     )
 
 

@@ -1,4 +1,4 @@
-"""An optimiser's slots lie as their parameters do, by structure and not by name."""
+"""An optimizer's slots lie as their parameters do, by structure and not by name."""
 
 import jax
 import optax
@@ -53,6 +53,10 @@ OPTIMIZERS = {
     "apply_if_finite": lambda: optax.apply_if_finite(optax.adam(1e-3), 3),
     "ema": lambda: optax.chain(optax.ema(0.9), optax.trace(0.9)),
 }
+
+
+def array(*shape):
+    return jax.ShapeDtypeStruct(shape, "float32")
 
 
 @pytest.fixture
@@ -251,7 +255,7 @@ def test_flax_train_states_follow_their_parameters(mesh):
     }
 
 
-def test_linen_variables_and_plain_dicts_beside_an_optimiser_state(mesh):
+def test_linen_variables_and_plain_dicts_beside_an_optimizer_state(mesh):
     params = {"a": {"kernel": jax.numpy.ones((8, 8))}, "kernel": jax.numpy.ones(8)}
     tree = {
         "step": jax.numpy.zeros(()),
@@ -339,7 +343,7 @@ def test_an_owner_that_cannot_be_told_is_an_error_where_it_matters(mesh):
     with pytest.raises(ml.errors.LayoutMapError) as error:
         ml.LayoutMap(mesh, {"^weights/k": (None, "model")}).resolve(tree)
     assert str(error.value) == (
-        "the optimiser state 'opt/0' may belong to 'ema' or to 'weights', which are laid "
+        "the optimizer state 'opt/0' may belong to 'ema' or to 'weights', which are laid "
         "out differently. Name its parameters 'params', or let the state's own name "
         "begin with theirs, as 'gen' and 'gen_opt'."
     )
@@ -354,11 +358,29 @@ def test_adafactor_beside_its_parameters_needs_no_rule_of_its_own(mesh):
     assert str(found["1/0/v_col/dense/kernel"].layout) == "[model]"
 
 
-def test_an_optimiser_state_alone_is_laid_out_by_rules(mesh):
+def test_an_optimizer_state_alone_is_laid_out_by_rules(mesh):
     state = {"opt_state": optax.adam(1e-3).init({"a": jax.numpy.ones(8)})}
     found = ml.LayoutMap(mesh, {"mu/a": ("model",)}).resolve(state)
     assert str(found["opt_state/0/mu/a"].layout) == "[model]"
     assert str(found["opt_state/0/nu/a"].layout) == "[unsharded]"
+
+
+def test_stacked_slots_as_those_of_lbfgs_follow_their_parameter(mesh):
+    params = {
+        "dense": {"kernel": array(8, 16), "bias": array(16)},
+        "cube": array(4, 4, 4),
+    }
+    rules = {"dense/kernel": ("batch", "model"), "cube": (None, None, "model")}
+    tx = optax.scale_by_lbfgs(memory_size=4)
+    state = jax.eval_shape(tx.init, params)
+    found = ml.LayoutMap(mesh, rules).resolve(state, params=params)
+    for memory in ("diff_params_memory", "diff_updates_memory"):
+        kernel = found[f"{memory}/dense/kernel"]
+        assert kernel.shape == (4, 8, 16)
+        assert str(kernel.layout) == "[unsharded, batch, model]"
+        cube = found[f"{memory}/cube"]
+        assert str(cube.layout) == "[unsharded, unsharded, unsharded, model]"
+    assert not [one for one in found.resolutions if one.fallback]
 
 
 # ZeRO.

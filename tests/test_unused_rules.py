@@ -80,3 +80,28 @@ def test_a_scalar_is_no_array_that_a_pattern_for_arrays_speaks_for():
         "step i32[]: rule 'step': Layout([model], Mesh(batch=2, model=4)) is for arrays "
         "of rank 1, and this one has rank 0. Use `...` for any number of unsharded dims."
     )
+
+
+class Tied(nnx.Module):
+    """A language model whose output layer is its embedding."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(16, 8, rngs=rngs)
+        self.out = nnx.Linear(8, 8, rngs=rngs)
+        self.out.kernel = self.embed.embedding
+
+
+def test_a_rule_for_the_other_name_of_a_shared_array_is_told_the_first():
+    layouts = ml.LayoutMap(MESH, {"out/kernel": ("model", None)})
+    with pytest.warns(ml.errors.LayoutWarning) as caught:
+        ml.create(lambda: Tied(nnx.Rngs(0)), layouts)
+    assert [str(one.message) for one in caught] == [
+        "rule 'out/kernel' matches no path: 'out/kernel' shares its "
+        "array with 'embed/embedding', which a rule must match. Correct it, or give the "
+        "map unused='ignore' if it is for activations or other models."
+    ]
+    report = layouts.explain(nnx.eval_shape(lambda: Tied(nnx.Rngs(0))))
+    assert report.notes == [
+        "dead rule: 'out/kernel' matches nothing. 'out/kernel' shares "
+        "its array with 'embed/embedding', which a rule must match."
+    ]

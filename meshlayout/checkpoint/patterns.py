@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from meshlayout import _checks
 from meshlayout.errors import CheckpointError
-from meshlayout.layout_map.explain import nearest_paths
+from meshlayout.layout_map.report import nearest_paths
 
 
 T = TypeVar("T")
@@ -151,7 +151,7 @@ def check_used(
     """
     for pattern, regex in patterns.items():
         if pattern not in paths and not any(map(regex.search, paths)):
-            near = nearest_paths(pattern, paths)
+            near = nearest_paths([pattern], paths)[pattern]
             hint = f" Nearest: {', '.join(near)}." if near else ""
             msg = (
                 f"the pattern {pattern!r} of {option}= matches none of the "

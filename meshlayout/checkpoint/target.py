@@ -157,7 +157,7 @@ def _shardings(
     if layouts is None:
         return [_own_sharding(value) for value in values]
     resolved = layouts.resolve(tree)
-    layouts.check_used(resolved)
+    layouts._check_used(resolved)
     resolved_layouts = iter(jax.tree.leaves(resolved.layouts))
     return [
         next(resolved_layouts).sharding if has_layout(value) else None

@@ -1,10 +1,9 @@
 """Layouts for a whole tree, by rules on the paths of its leaves."""
 
 from meshlayout.layout_map.activations import (
+    activate as activate,
     constrain as constrain,
-    in_force as in_force,
 )
-from meshlayout.layout_map.explain import Explanation as Explanation
 from meshlayout.layout_map.layout_map import (
     LayoutMap as LayoutMap,
     register_scope_factory as register_scope_factory,
@@ -13,7 +12,8 @@ from meshlayout.layout_map.metadata import (
     OWN_LAYOUT as OWN_LAYOUT,
     LayoutBox as LayoutBox,
 )
-from meshlayout.layout_map.resolution import (
+from meshlayout.layout_map.report import (
+    Explanation as Explanation,
     Resolution as Resolution,
     Resolved as Resolved,
 )

@@ -1,5 +1,8 @@
-"""Activations: the layout map in force, and `constrain`."""
+"""Activations: the active layout map, and `constrain`."""
 
+import contextlib
+import difflib
+import re
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +18,11 @@ if TYPE_CHECKING:
 
 # Part of the key of every jit cache: a function that was traced under one map is
 # traced again under another one.
-_map_in_force = jax.make_user_context(None)
+_active_map = jax.make_user_context(None)
+
+# Patterns that are names; and numbers of layers, by which names may well differ.
+_PLAIN = re.compile(r"[\w/]+")
+_DIGITS = re.compile(r"\d+")
 
 
 class Snapshot:
@@ -24,19 +31,61 @@ class Snapshot:
     def __init__(self, layouts: "LayoutMap") -> None:
         self.layouts = layouts
         self.is_read = False  # whether `constrain` has asked it
+        self._unmatched: set[str] = set()
+
+    def note_if_misspelled(self, name: str) -> None:
+        """Warns, once for each name, of a name that is almost a rule's pattern.
+
+        Names without a rule are as they should be where a map says nothing of
+        activations, so that only a near miss is worth a word.
+        """
+        if name in self._unmatched:
+            return
+        self._unmatched.add(name)
+        keys = name.split("/")
+        for pattern in filter(_PLAIN.fullmatch, self.layouts):
+            expected = pattern.split("/")
+            if _is_near(keys[-len(expected) :], expected):
+                line = (
+                    f"constrain(x, {name!r}) matches no rule of the active layout map, "
+                    f"and is left as it is. Did you mean {pattern!r}?"
+                )
+                warnings.warn(line, LayoutWarning, stacklevel=stack_level())
+                return
 
 
-def in_force(layouts: "LayoutMap") -> Any:
+def _is_near(keys: list[str], expected: list[str]) -> bool:
+    """Returns whether keys look like others misspelled; numbers may differ."""
+    pairs = [
+        (_DIGITS.sub("0", key), _DIGITS.sub("0", other))
+        for key, other in zip(keys, expected, strict=False)
+    ]
+    return (
+        len(keys) == len(expected)
+        and any(key != other for key, other in pairs)
+        and all(
+            difflib.SequenceMatcher(None, key, other).ratio() >= 0.7
+            for key, other in pairs
+        )
+    )
+
+
+def activate(layouts: "LayoutMap") -> contextlib.AbstractContextManager[None]:
     """Returns a context manager in which `constrain` follows these layouts."""
-    return _map_in_force(layouts.snapshot())
+    return _active_map(layouts._take_snapshot())
+
+
+def is_active(snapshot: Snapshot) -> bool:
+    """Returns whether `constrain` follows a map here and now."""
+    return _active_map.value is snapshot
 
 
 def constrain(x: Any, name: str) -> Any:
-    """Places an activation by the layout map in force.
+    """Places an activation by the active layout map.
 
     Inside `with layouts.scope():` (or a step compiled with `layouts=`), the rules of
     the map are matched against `name` as against the path of a parameter. Where no
-    map is in force, or no rule matches, the value is returned as it is.
+    map is active, or no rule matches, the value is returned as it is.
 
     Args:
         x: An array, of any shape and dtype.
@@ -50,7 +99,8 @@ def constrain(x: Any, name: str) -> Any:
             anything but one array; and inside `shard_map`.
 
     Warns:
-        LayoutWarning: If `on_uneven="replicate"` left a dim unsharded.
+        LayoutWarning: If `on_uneven="replicate"` left a dim unsharded, and if no rule
+            matches but one almost does.
 
     Example:
         >>> import meshlayout as ml
@@ -67,7 +117,7 @@ def constrain(x: Any, name: str) -> Any:
     if not isinstance(name, str) or not name:
         msg = f"constrain(x, name) takes the activation's name, and got {name!r}."
         raise LayoutMapError(msg)
-    snapshot = _map_in_force.value
+    snapshot = _active_map.value
     if snapshot is None:
         return x
     snapshot.is_read = True
@@ -80,6 +130,7 @@ def constrain(x: Any, name: str) -> Any:
     x = jax.numpy.asarray(x)
     found = snapshot.layouts.match(name, x.shape, x.dtype)
     if found is None:
+        snapshot.note_if_misspelled(name)
         return x
     if found.fallback:
         line = f"{name} {found.array}: {found.fallback} (rule {found.rule!r})."

@@ -1,5 +1,6 @@
 """`LayoutMap`: a mapping from patterns to layouts, and how it is resolved."""
 
+import functools
 import warnings
 from collections.abc import (
     Callable,
@@ -10,12 +11,15 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, runtime_checkable
+from types import MappingProxyType
+from typing import Any, Protocol, get_args, runtime_checkable
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
-from meshlayout import _paths, _render
+from meshlayout import _checks, _paths, _render
+from meshlayout._annotations import PyTree
 from meshlayout.errors import (
     LayoutMapError,
     LayoutMapKeyError,
@@ -24,20 +28,30 @@ from meshlayout.errors import (
     stack_level,
 )
 from meshlayout.layout import Layout
-from meshlayout.layout_map.activations import Snapshot
-from meshlayout.layout_map.beside import Beside, find_beside
-from meshlayout.layout_map.explain import Explanation, explain
-from meshlayout.layout_map.follow import find_slots
-from meshlayout.layout_map.resolution import Resolution, Resolved
+from meshlayout.layout_map.activations import Snapshot, is_active
+from meshlayout.layout_map.metadata import AxisRule
+from meshlayout.layout_map.optimizer_states import (
+    OptimizerStateIn,
+    find_optimizer_states,
+    find_slots,
+)
+from meshlayout.layout_map.report import (
+    Explanation,
+    Resolution,
+    Resolved,
+    explain,
+    shared_text,
+)
 from meshlayout.layout_map.resolver import Options, Resolver
 from meshlayout.layout_map.rules import (
     Conflict,
+    LayoutFunction,
     OnUneven,
     ParsedRule,
+    Rule,
     RuleLike,
     Unmatched,
     Unused,
-    check_option,
     parse_rule,
 )
 from meshlayout.mesh import Mesh, as_mesh
@@ -52,7 +66,7 @@ class Resolvable(Protocol):
         ...
 
 
-class LayoutMap(MutableMapping[str, Any]):
+class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
     r"""Maps patterns on paths to layouts, for a whole tree of parameters.
 
     A pattern is a regular expression, found anywhere in a path (`re.search`). A
@@ -77,7 +91,8 @@ class LayoutMap(MutableMapping[str, Any]):
             `"warn"`, `"error"`, or `"ignore"` for maps that also serve activations
             and other models.
         logical_axes: Mesh axes (or None) by logical axis name, for leaves with
-            Flax's partitioning metadata that no pattern matches.
+            Flax's partitioning metadata that no pattern matches; a mapping, or pairs
+            in order of preference, with several for one name where some may be taken.
 
     Raises:
         LayoutMapError: If a rule is malformed, as its insertion would.
@@ -102,16 +117,19 @@ class LayoutMap(MutableMapping[str, Any]):
         unmatched: Unmatched = "replicate",
         on_uneven: OnUneven = "error",
         unused: Unused = "warn",
-        logical_axes: "Mapping[str, Any] | Iterable[tuple[str, Any]] | None" = None,
+        logical_axes: "Mapping[str, Any] | Iterable[AxisRule] | None" = None,
     ) -> None:
         mesh = as_mesh(mesh)
+        option = functools.partial(
+            _checks.choice, where="LayoutMap", error=LayoutMapError
+        )
         self._options = Options(
             mesh,
             None if default is None else parse_rule("default", default, mesh),
-            check_option("conflict", conflict, Conflict),
-            check_option("unmatched", unmatched, Unmatched),
-            check_option("on_uneven", on_uneven, OnUneven),
-            check_option("unused", unused, Unused),
+            option("conflict", conflict, get_args(Conflict)),
+            option("unmatched", unmatched, get_args(Unmatched)),
+            option("on_uneven", on_uneven, get_args(OnUneven)),
+            option("unused", unused, get_args(Unused)),
             _check_logical(logical_axes, mesh),
         )
         if default is not None and unmatched == "error":
@@ -129,7 +147,7 @@ class LayoutMap(MutableMapping[str, Any]):
 
     # The mapping protocol.
 
-    def __getitem__(self, pattern: str) -> Any:
+    def __getitem__(self, pattern: str) -> "Layout | LayoutFunction | Rule":
         """Returns the layout or function (or `Rule`) inserted for a pattern.
 
         This looks the pattern up; `match` finds the rule for a path.
@@ -145,8 +163,8 @@ class LayoutMap(MutableMapping[str, Any]):
         """Inserts a rule.
 
         Raises:
-            LayoutMapError: If the pattern is there already or is no regular
-                expression, or the value is no layout on this mesh.
+            LayoutMapError: If the pattern is there already or is not a regular
+                expression, or the value is not a layout on this mesh.
         """
         if isinstance(pattern, str) and pattern in self._rules:
             msg = (
@@ -155,7 +173,7 @@ class LayoutMap(MutableMapping[str, Any]):
             )
             raise LayoutMapError(msg)
         self._rules[pattern] = parse_rule(pattern, value, self.mesh)
-        self._snapshot = None
+        self._changed(pattern)
 
     def __delitem__(self, pattern: str) -> None:
         """Removes a rule.
@@ -166,7 +184,7 @@ class LayoutMap(MutableMapping[str, Any]):
         if pattern not in self:
             raise LayoutMapKeyError(self._missing(pattern))
         del self._rules[pattern]
-        self._snapshot = None
+        self._changed(pattern)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._rules)
@@ -183,6 +201,26 @@ class LayoutMap(MutableMapping[str, Any]):
         return self._parts() == other._parts()
 
     __hash__ = None  # it changes
+
+    def __or__(self, rules: "Mapping[str, RuleLike]") -> "LayoutMap":
+        """Returns a map with more rules; those of the right replace equal patterns."""
+        if not isinstance(rules, Mapping):
+            return NotImplemented
+        return self._with_rules({**self, **rules})
+
+    def __ror__(self, rules: "Mapping[str, RuleLike]") -> "LayoutMap":
+        """Returns a map with more rules before its own, which replace equal ones."""
+        if not isinstance(rules, Mapping):
+            return NotImplemented
+        return self._with_rules({**rules, **self})
+
+    def __ior__(self, rules: "Mapping[str, RuleLike]") -> "LayoutMap":
+        """Adds rules in place; they replace those of equal patterns."""
+        merged = self | rules
+        self._rules = merged._rules
+        for pattern in rules:
+            self._changed(pattern)
+        return self
 
     def copy(self) -> "LayoutMap":
         """Returns a map with the same rules and options."""
@@ -205,7 +243,9 @@ class LayoutMap(MutableMapping[str, Any]):
 
     # Resolving.
 
-    def match(self, path: str, shape: Iterable[int], dtype: Any) -> Resolution | None:
+    def match(
+        self, path: str, shape: Iterable[int], dtype: DTypeLike
+    ) -> Resolution | None:
         """Returns what the rules say of one leaf, or None where none matches.
 
         Args:
@@ -218,19 +258,17 @@ class LayoutMap(MutableMapping[str, Any]):
         """
         return self._resolver().by_rules(path, tuple(shape), dtype)
 
-    def resolve_leaf(self, leaf: _paths.Leaf) -> Resolution | None:
-        """Returns the resolution of one named leaf; None if it is no array."""
-        return self._resolver().leaf(leaf)
-
-    def resolve(self, tree: Any, *, params: Any = None) -> Resolved:
+    def resolve(self, tree: PyTree, *, params: PyTree = None) -> Resolved:
         """Returns the layout of every leaf, and why.
 
-        Touches no device: the leaves may be `jax.ShapeDtypeStruct`.
+        Touches no device: the leaves may be `jax.ShapeDtypeStruct`. For concrete
+        arrays on the map's mesh, a resolution also says where they are, if that is
+        elsewhere.
 
         Args:
             tree: An NNX module or state, Linen variables, an Optax state, or any
                 pytree. For a module, the layouts come as an `nnx.State`.
-            params: For an optimiser state: the parameters that it belongs to. Its
+            params: For an optimizer state: the parameters that it belongs to. Its
                 slots then take the parameters' layouts by structure; a rule that
                 matches a slot's path and no parameter's overrides this. Where the
                 tree holds both, as a subtree `opt_state` and the parameters beside
@@ -245,49 +283,32 @@ class LayoutMap(MutableMapping[str, Any]):
         resolver = self._resolver()
         if params is not None:
             owners = [resolver.leaf(leaf) for leaf in _paths.flatten(params).leaves]
-            return self.resolve_slots(tree, params, owners)
+            return self._resolve_slots(tree, params, owners)
         flat = _paths.flatten(tree)
-        inside = list(find_beside(tree, flat.leaves))
-        slots = {at for one in inside for at in one.places}
-        found = [
-            None if at in slots else resolver.leaf(leaf)
-            for at, leaf in enumerate(flat.leaves)
+        states = list(find_optimizer_states(tree, flat))
+        if not states:
+            return _resolved(flat, [resolver.leaf(leaf) for leaf in flat.leaves])
+        slots = {index for state in states for index in state.indices}
+        resolutions = [
+            None if index in slots else resolver.leaf(leaf)
+            for index, leaf in enumerate(flat.leaves)
         ]
-        for one in inside:
-            owners = [found[at] for at in one.owners[0][1]]
-            _check_rivals(one, found)
-            leaves = [flat.leaves[at] for at in one.places]
-            own = resolver.slots(leaves, one.slots, owners)
-            found[one.places.start : one.places.stop] = own
-        return _resolved(flat, found)
+        for state in states:
+            _check_rivals(state, resolutions)
+            owners = [resolutions[index] for index in state.owners[0][1]]
+            leaves = [flat.leaves[index] for index in state.indices]
+            resolutions[state.indices.start : state.indices.stop] = resolver.slots(
+                leaves, state.slots, owners
+            )
+        return _resolved(flat, resolutions)
 
-    def resolve_slots(
-        self, opt_state: Any, params: Any, owners: Sequence[Resolution | None]
-    ) -> Resolved:
-        """Returns the layouts of an optimiser state, from those of its parameters.
-
-        Args:
-            opt_state: The optimiser's state.
-            params: The parameters it belongs to.
-            owners: The resolution of each leaf of `params`.
-
-        Raises:
-            LayoutMapError: If rules for the slots alone disagree or do not fit, or
-                no part of the state has the structure of the parameters.
-        """
-        flat = _paths.flatten(opt_state)
-        slots = find_slots(opt_state, params)
-        if not any(slots):
-            _check_follows_nothing(flat, params)
-        return _resolved(flat, self._resolver().slots(flat.leaves, slots, owners))
-
-    def explain(self, tree: Any, *, params: Any = None) -> Explanation:
-        """Returns a report on how this map lies on a tree; print or display it.
+    def explain(self, tree: PyTree, *, params: PyTree = None) -> Explanation:
+        """Returns a report on how this map applies to a tree; print or display it.
 
         It shows every leaf with its layout, rule and bytes per device, the totals
-        against full replication, whatever fell back or disagreed, rules that match
-        nothing with the paths they almost matched, rules that others hide, and
-        large leaves that stay replicated.
+        against full replication, whatever fell back or disagreed, arrays that are
+        placed otherwise, rules that match nothing with the paths they almost matched,
+        rules that others hide, and large leaves that stay replicated.
 
         Args:
             tree: As for `resolve`; abstract trees need no device memory.
@@ -296,64 +317,11 @@ class LayoutMap(MutableMapping[str, Any]):
         Raises:
             LayoutMapError: As `resolve`.
         """
-        return self.explain_resolved(self.resolve(tree, params=params))
-
-    def explain_resolved(self, resolved: Resolved) -> Explanation:
-        """Returns the report on layouts that were resolved before; see `explain`."""
-        resolver = self._resolver()
-        matching: dict[str, list[str]] = {pattern: [] for pattern in self._rules}
-        for found in resolved.resolutions:
-            for rule in set(resolver.speaking_for(found.path)):
-                matching[rule.pattern].append(found.path)
-        return explain(self.mesh, resolved, matching)
-
-    def check_used(self, resolved: Resolved) -> None:
-        """Warns or raises, as `unused` says, about rules that match no path.
-
-        Args:
-            resolved: The layouts of everything that was made.
-
-        Raises:
-            LayoutMapError: If `unused` is `"error"`.
-
-        Warns:
-            LayoutWarning: If it is `"warn"`.
-        """
-        used = {found.rule for found in resolved.resolutions}
-        if self._options.unused == "ignore" or used.issuperset(self._rules):
-            return
-        facts = [
-            f"rule {pattern!r} matches no path"
-            + (f" (nearest: {', '.join(near)})" if near else "")
-            for pattern, near in self.explain_resolved(resolved).dead_rules.items()
-        ]
-        if not facts:
-            return
-        line = (
-            f"{'; '.join(facts)}. Correct it, or give the map unused='ignore' if it is "
-            "for activations or other models."
-        )
-        self.report_unused(line)
-
-    def report_unused(self, line: str) -> None:
-        """Warns or raises, as `unused` says, of what the map had no effect on.
-
-        Args:
-            line: The sentence.
-
-        Raises:
-            LayoutMapError: If `unused` is `"error"`.
-
-        Warns:
-            LayoutWarning: If it is `"warn"`.
-        """
-        if self._options.unused == "error":
-            raise LayoutMapError(line)
-        if self._options.unused == "warn":
-            warnings.warn(line, LayoutWarning, stacklevel=stack_level())
+        resolved = self.resolve(tree, params=params)
+        return self._explain_resolved(resolved, _paths.shared_paths(tree))
 
     def scope(self) -> AbstractContextManager["LayoutMap"]:
-        """Returns a context in which models are born with these layouts.
+        """Returns a context in which models are created with these layouts.
 
         Inside `with layouts.scope():`, NNX modules and the variables of Linen's
         `init` are created sharded, in unchanged code, and `constrain` follows the
@@ -370,7 +338,100 @@ class LayoutMap(MutableMapping[str, Any]):
         """
         return _scope_factory[0](self)
 
-    def snapshot(self) -> Snapshot:
+    # For the library.
+
+    def _resolve_leaf(self, leaf: _paths.Leaf) -> Resolution | None:
+        """Returns the resolution of one named leaf; None if it is not an array."""
+        return self._resolver().leaf(leaf)
+
+    def _resolve_slots(
+        self, opt_state: PyTree, params: PyTree, owners: Sequence[Resolution | None]
+    ) -> Resolved:
+        """Returns the layouts of an optimizer state, from those of its parameters.
+
+        Args:
+            opt_state: The optimizer's state.
+            params: The parameters it belongs to.
+            owners: The resolution of each leaf of `params`.
+
+        Raises:
+            LayoutMapError: If rules for the slots alone disagree or do not fit, or
+                no part of the state has the structure of the parameters.
+        """
+        flat = _paths.flatten(opt_state)
+        slots = find_slots(opt_state, params)
+        if not any(slots):
+            _check_follows_nothing(flat, params)
+        return _resolved(flat, self._resolver().slots(flat.leaves, slots, owners))
+
+    def _explain_resolved(
+        self, resolved: Resolved, shared: Mapping[str, str]
+    ) -> Explanation:
+        """Returns the report on layouts that were resolved before; see `explain`.
+
+        Args:
+            resolved: The layouts.
+            shared: The other paths of shared arrays; see `_paths.shared_paths`.
+        """
+        resolver = self._resolver()
+        matching: dict[str, list[str]] = {pattern: [] for pattern in self._rules}
+        for resolution in resolved.resolutions:
+            for rule in set(resolver.all_matching(resolution.path)):
+                matching[rule.pattern].append(resolution.path)
+        return explain(self.mesh, resolved, matching, shared)
+
+    def _check_used(
+        self, resolved: Resolved, shared: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """Warns or raises, as `unused` says, about rules that match no path.
+
+        Args:
+            resolved: The layouts of everything that was made.
+            shared: The other paths of shared arrays; see `_paths.shared_paths`.
+
+        Raises:
+            LayoutMapError: If `unused` is `"error"`.
+
+        Warns:
+            LayoutWarning: If it is `"warn"`.
+        """
+        used = {resolution.rule for resolution in resolved.resolutions}
+        if self._options.unused == "ignore" or used.issuperset(self._rules):
+            return
+        facts = [
+            f"rule {pattern!r} matches no path"
+            + (f" (nearest: {', '.join(near)})" if near else "")
+            + (f":{hint[:-1]}" if (hint := shared_text(pattern, shared)) else "")
+            for pattern, near in self._explain_resolved(
+                resolved, shared
+            ).dead_rules.items()
+        ]
+        if not facts:
+            return
+        line = (
+            f"{'; '.join(facts)}. Correct it, or give the map unused='ignore' if it is "
+            "for activations or other models."
+        )
+        self._report_unused(line)
+
+    def _report_unused(self, line: str) -> None:
+        """Warns or raises, as `unused` says, of what the map had no effect on.
+
+        Args:
+            line: The sentence.
+
+        Raises:
+            LayoutMapError: If `unused` is `"error"`.
+
+        Warns:
+            LayoutWarning: If it is `"warn"`.
+        """
+        if self._options.unused == "error":
+            raise LayoutMapError(line)
+        if self._options.unused == "warn":
+            warnings.warn(line, LayoutWarning, stacklevel=stack_level())
+
+    def _take_snapshot(self) -> Snapshot:
         """Returns this map as it is now, as a value that does not change."""
         if self._snapshot is None:
             self._snapshot = Snapshot(self.copy())
@@ -378,7 +439,19 @@ class LayoutMap(MutableMapping[str, Any]):
 
     # Inside.
 
-    def __getstate__(self) -> dict[str, Any]:
+    def _changed(self, pattern: str) -> None:
+        if self._snapshot is not None and is_active(self._snapshot):
+            line = (
+                f"rule {pattern!r} changes inside this map's own scope: until the next "
+                "scope, constrain follows the map as it was when this one was opened."
+            )
+            warnings.warn(line, LayoutWarning, stacklevel=stack_level())
+        self._snapshot = None
+
+    def _with_rules(self, rules: "Mapping[str, RuleLike]") -> "LayoutMap":
+        return LayoutMap(**{**self._parts(), "rules": rules})
+
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_snapshot": None}
 
     def _resolver(self) -> Resolver:
@@ -425,17 +498,19 @@ def register_scope_factory(
     _scope_factory[:] = [factory]
 
 
-def _check_rivals(state: Beside, found: list[Resolution | None]) -> None:
+def _check_rivals(
+    state: OptimizerStateIn, resolutions: list[Resolution | None]
+) -> None:
     """Raises LayoutMapError if it matters which of several parameters are meant."""
     layouts = [
-        [one and one.layout for one in (found[at] for at in places)]
-        for _, places in state.owners
+        [found and found.layout for found in (resolutions[index] for index in indices)]
+        for _, indices in state.owners
     ]
-    if all(one == layouts[0] for one in layouts):
+    if all(rival == layouts[0] for rival in layouts):
         return
     names = " or to ".join(repr(name) for name, _ in state.owners[:3])
     msg = (
-        f"the optimiser state {state.name!r} may belong to {names}, which are laid out "
+        f"the optimizer state {state.name!r} may belong to {names}, which are laid out "
         "differently. Name its parameters 'params', or let the state's own name begin "
         "with theirs, as 'gen' and 'gen_opt'."
     )
@@ -446,18 +521,18 @@ def _check_follows_nothing(opt_state: _paths.Flat, params: Any) -> None:
     """Raises LayoutMapError if a state that follows no parameter holds arrays."""
     for leaf in opt_state.leaves:
         if np.shape(leaf.value):
-            names = [one.path for one in _paths.flatten(params).leaves]
+            names = [owner.path for owner in _paths.flatten(params).leaves]
             msg = (
-                f"no part of the optimiser state, such as {leaf.path!r}, has the "
+                f"no part of the optimizer state, such as {leaf.path!r}, has the "
                 f"structure of params=, whose paths are {', '.join(names[:3])}"
                 f"{', ...' * (len(names) > 3)}. Pass what optimizer.init was given."
             )
             raise LayoutMapError(msg)
 
 
-def _resolved(flat: _paths.Flat, found: list[Resolution | None]) -> Resolved:
-    layouts = flat.unflatten([one and one.layout for one in found])
-    return Resolved(layouts, tuple(one for one in found if one is not None))
+def _resolved(flat: _paths.Flat, resolutions: list[Resolution | None]) -> Resolved:
+    layouts = flat.unflatten([found and found.layout for found in resolutions])
+    return Resolved(layouts, tuple([found for found in resolutions if found]))
 
 
 def _pairs(rules: Any) -> list[tuple[Any, Any]]:
@@ -466,33 +541,35 @@ def _pairs(rules: Any) -> list[tuple[Any, Any]]:
         return [(pattern, value) for pattern, value in pairs]
     except (TypeError, ValueError):
         msg = (
-            f"rules are a mapping or pairs of pattern and layout, and got {rules!r}. "
-            "Write {'dense/kernel': (None, 'model')}."
+            "rules are a mapping or pairs of pattern and layout, and got "
+            f"{_checks.shown(rules)}. Write {{'dense/kernel': (None, 'model')}}."
         )
         raise LayoutMapError(msg) from None
 
 
-def _check_logical(axes: Any, mesh: Mesh) -> dict[str, Any] | None:
+def _check_logical(axes: Any, mesh: Mesh) -> tuple[AxisRule, ...] | None:
     if axes is None:
         return None
     try:
-        axes = dict(axes)  # a mapping, or pairs as Flax has them
+        pairs = axes.items() if isinstance(axes, Mapping) else axes
+        rules = tuple((name, meant) for name, meant in pairs)
     except (TypeError, ValueError):
         msg = (
-            f"logical_axes maps names to mesh axes, and got {axes!r}. Write "
-            "{'embed': 'model', 'batch': None}."
+            "logical_axes maps names to mesh axes, and got "
+            f"{_checks.shown(axes)}. Write {{'embed': 'model', 'batch': None}}, or "
+            "pairs of these."
         )
         raise LayoutMapError(msg) from None
-    for name, meant in axes.items():
+    for name, meant in rules:
         meant = (meant,) if isinstance(meant, str) else () if meant is None else meant
         for axis in meant if isinstance(meant, (tuple, list)) else (meant,):
             if axis not in mesh:
                 msg = (
-                    f"logical_axes maps {name!r} to {axis!r}, which is no axis of "
+                    f"logical_axes maps {name!r} to {axis!r}, which is not an axis of "
                     f"{mesh!r}.{did_you_mean(axis, mesh.axis_names)}"
                 )
                 raise LayoutMapError(msg)
-    return axes
+    return rules
 
 
 def _value_text(value: Any) -> str:

@@ -1,12 +1,12 @@
 """Layouts that a parameter carries itself: its own, or Flax's logical axes."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 from flax import linen as nn, nnx, struct
 from flax.core import meta
-from jax.sharding import PartitionSpec
 
+from meshlayout._specs import axes_text
 from meshlayout.errors import LayoutError, did_you_mean
 from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh
@@ -62,8 +62,12 @@ def logical_axes(box: Any) -> tuple[Any, ...] | None:
     return None if names is None else tuple(names)
 
 
-def axis_rules(box: Any, given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns the mesh axes of each logical axis that holds for one leaf.
+AxisRule: TypeAlias = tuple[str, str | Sequence[str] | None]
+"""A logical axis name, and the mesh axes (or None) that it may take."""
+
+
+def axis_rules(box: Any, given: Sequence[AxisRule]) -> list[AxisRule]:
+    """Returns the rules for logical axes that hold for one leaf, in order.
 
     The map's own rules come first, then the leaf's, then Flax's global ones.
     """
@@ -71,42 +75,74 @@ def axis_rules(box: Any, given: Mapping[str, Any] | None) -> dict[str, Any]:
         local = box.get_metadata().get("sharding_rules")
     else:
         local = getattr(box, "rules", None)
-    rules: dict[str, Any] = {}
-    for pairs in ((given or {}).items(), local or (), nn.get_logical_axis_rules()):
-        for name, axes in pairs:
-            rules.setdefault(name, axes)
-    return rules
+    return [*given, *(local or ()), *nn.get_logical_axis_rules()]
 
 
 def logical_layout(
-    names: tuple[Any, ...], rules: Mapping[str, Any], mesh: Mesh
-) -> Layout:
-    """Returns the layout that logical axis names mean on a mesh.
+    box: Any, names: tuple[Any, ...], rules: Sequence[AxisRule], mesh: Mesh
+) -> tuple[Layout, list[str]]:
+    """Returns the layout that logical axis names mean on a mesh, as Flax reads them.
 
-    A name is a mesh axis, or has a rule that says which axes (or None) it means.
+    Rules are taken in order. One whose name is here, and whose mesh axes are all free,
+    gives them to that dim; a dim takes one rule at most, so that several rules for one
+    name are an order of preference. What has no rule is unsharded, unless it is a mesh
+    axis by name and Flax reads it so (`nn.with_partitioning` and NNX; not
+    `nn.with_logical_partitioning`).
+
+    Args:
+        box: The leaf's Flax variable or box.
+        names: One per dim; None, or several in a tuple.
+        rules: As `axis_rules` returns them.
+        mesh: The mesh.
+
+    Returns:
+        The layout, and a sentence for each name that did not get its first choice.
 
     Raises:
-        LayoutError: If a name is neither, or an axis would be used twice.
+        LayoutError: If a name is given to two dims, or a rule names an unknown axis.
     """
-    entries: list[Any] = []
-    for name in names:
-        if name is None or name is PartitionSpec.UNCONSTRAINED:
-            entries.append(None)
+    parts = [
+        (dim, part)
+        for dim, name in enumerate(names)
+        for part in (name if isinstance(name, tuple) else (name,))
+        if isinstance(part, str)
+    ]
+    words = [part for _, part in parts]
+    twice = next((part for part in words if words.count(part) > 1), None)
+    if twice is not None:
+        msg = f"{twice!r} names two dims; an array may have it once."
+        raise LayoutError(msg)
+    owner: dict[str, str] = {}  # logical axis by mesh axis
+    assigned: dict[str, tuple[str, ...]] = {}
+    refused: dict[str, list[str]] = {}
+    for name, axes in rules:
+        if name not in words or name in assigned:
             continue
-        parts = name if isinstance(name, tuple) else (name,)
-        axes: list[str] = []
-        for part in parts:
-            if part in rules:
-                meant = rules[part]
-                axes += [meant] if isinstance(meant, str) else list(meant or ())
-            elif part in mesh:
-                axes.append(part)
-            else:
-                near = did_you_mean(part, [*mesh.axis_names, *rules])
-                msg = (
-                    f"logical axis {part!r} has no rule and is no axis of {mesh!r}."
-                    f"{near} Give logical_axes={{{part!r}: <mesh axis or None>}}."
-                )
-                raise LayoutError(msg)
-        entries.append(tuple(axes))
-    return Layout(entries, mesh)
+        wanted = (axes,) if isinstance(axes, str) else tuple(axes or ())
+        taken = [axis for axis in wanted if axis in owner]
+        if taken:
+            text = f"{axes_text(taken)} is {owner[taken[0]]!r}'s"
+            refused.setdefault(name, []).append(text)
+            continue
+        assigned[name] = wanted
+        owner.update(dict.fromkeys(wanted, name))
+    is_logical = isinstance(box, nn.LogicallyPartitioned)
+    notes = []
+    for part in words:
+        if part in refused:
+            axes = assigned.get(part)
+            result = f"on {axes_text(axes)}" if axes else "unsharded"
+            notes.append(f"{part!r} is {result}: {', '.join(refused[part])}")
+        if part in assigned or part in refused:
+            continue
+        if part in mesh and not is_logical and part not in owner:
+            assigned[part] = (part,)
+            owner[part] = part
+            continue
+        near = did_you_mean(part, [*mesh.axis_names, *(name for name, _ in rules)])
+        why = "has no rule" if part not in owner else f"is {owner[part]!r}'s"
+        notes.append(f"{part!r} is unsharded: it {why}.{near}".removesuffix("."))
+    entries: list[tuple[str, ...]] = [()] * len(names)
+    for dim, part in parts:
+        entries[dim] += assigned.get(part, ())
+    return Layout(entries, mesh), notes

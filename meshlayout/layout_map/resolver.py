@@ -1,26 +1,36 @@
-"""Decides the layout of one leaf after another, by the rules of a layout map."""
+"""Decides the layout of one leaf after another, by the rules of a layout map.
 
-import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+Large models repeat: thousands of leaves share their rules, shape and dtype. What was
+decided for one is kept and used for the next, so that a leaf costs a few dictionary
+look-ups; whatever depends on the leaf itself (its own metadata, a rule that is a
+function, where a concrete array is) is asked each time.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding
+from jax.typing import DTypeLike
 
-from meshlayout import _paths, _render
+from meshlayout import _checks, _paths, _render
 from meshlayout.errors import LayoutError, LayoutMapError
 from meshlayout.layout import Layout
-from meshlayout.layout_map.follow import Slot, slot_layout
 from meshlayout.layout_map.metadata import (
+    AxisRule,
     axis_rules,
     logical_axes,
     logical_layout,
     own_layout_metadata,
 )
-from meshlayout.layout_map.resolution import Resolution
+from meshlayout.layout_map.optimizer_states import OptimizerSlot
+from meshlayout.layout_map.report import Resolution
 from meshlayout.layout_map.rules import (
     Conflict,
+    LayoutLike,
     Matcher,
     OnUneven,
     ParsedRule,
@@ -41,7 +51,312 @@ class Options:
     unmatched: Unmatched
     on_uneven: OnUneven
     unused: Unused
-    logical_axes: Mapping[str, Any] | None
+    logical_axes: tuple[AxisRule, ...] | None
+
+
+class Resolver:
+    """Resolves leaves one after another, and remembers what repeats.
+
+    Args:
+        options: The map's options.
+        rules: The map's rules, in order.
+    """
+
+    def __init__(self, options: Options, rules: Collection[ParsedRule]) -> None:
+        self._options = options
+        self._matcher = Matcher(rules)
+        default = options.default
+        self._asks_default = default is not None and default.function is not None
+        self._functions = {rule for rule in rules if rule.function is not None}
+        self._replicated: dict[int, Layout] = {}
+        self._decisions: dict[Any, _Decision] = {}
+        self._fits: dict[Any, _Fit] = {}
+        self._placed: dict[tuple[NamedSharding, int], Layout | None] = {}
+
+    def leaf(self, leaf: _paths.Leaf) -> Resolution | None:
+        """Asks each source of layouts in turn; the first that has an answer decides.
+
+        Returns:
+            The resolution; None if the leaf is neither an array nor a number.
+        """
+        path, value, box = leaf
+        array = _array_of(path, value)
+        if array is None:
+            return None
+        rules = self._matcher.candidates(path)
+        if box is not None:
+            decision = self._by_metadata(array, box, rules)
+        elif self._asks_default or not self._functions.isdisjoint(rules):
+            decision = self._by_rules(array, rules) or self._by_default(array)
+        else:
+            is_exact = bool(rules) and rules[0].pattern == path
+            key = (rules, is_exact, array.shape, array.dtype)
+            decision = self._decisions.get(key)
+            if decision is None:
+                decision = self._by_rules(array, rules) or self._by_default(array)
+                self._decisions[key] = decision
+        return self._resolution(array, value, decision)
+
+    def slots(
+        self,
+        leaves: Sequence[_paths.Leaf],
+        slots: Sequence[OptimizerSlot | None],
+        owners: Sequence[Resolution | None],
+    ) -> list[Resolution | None]:
+        """Returns the resolutions of an optimizer state.
+
+        Args:
+            leaves: Its leaves.
+            slots: Which parameter each belongs to, if any.
+            owners: The parameters' resolutions.
+        """
+        # A rule that matches any parameter is not a rule for slots: it would match
+        # their paths by accident of names.
+        taken = {
+            rule
+            for owner in owners
+            if owner is not None
+            for rule in self.all_matching(owner.path)
+        }
+        resolutions: list[Resolution | None] = []
+        for leaf, slot in zip(leaves, slots, strict=True):
+            array = _array_of(leaf.path, leaf.value)
+            if array is None:
+                resolutions.append(None)
+                continue
+            rules = [
+                rule
+                for rule in self._matcher.candidates(leaf.path)
+                if rule not in taken
+            ]
+            owner = None if slot is None else owners[slot.param]
+            decision = self._by_rules(array, rules) or self._by_owner(
+                array, slot, owner
+            )
+            resolutions.append(self._resolution(array, leaf.value, decision))
+        return resolutions
+
+    def by_rules(
+        self, path: str, shape: tuple[int, ...], dtype: DTypeLike
+    ) -> Resolution | None:
+        """Returns what the rules say of one array, or None where none matches."""
+        array = _Array(path, shape, dtype)
+        decision = self._by_rules(array, self._matcher.candidates(path))
+        return decision and self._resolution(array, None, decision)
+
+    def all_matching(self, path: str) -> tuple[ParsedRule, ...]:
+        """Returns every rule that matches a path, hidden by the exact one or not."""
+        return self._matcher.all_matching(path)
+
+    def _resolution(
+        self, array: "_Array", value: object, decision: "_Decision"
+    ) -> Resolution:
+        fit, rule, reason, note = decision
+        layout, lost, size = fit
+        is_array = not isinstance(value, _NUMBERS) or isinstance(value, np.generic)
+        placed = None
+        if isinstance(value, jax.Array) and not isinstance(value, Tracer):
+            placed = self._placed_otherwise(value, layout)
+            if placed is not None:
+                size = placed.bytes_per_device(array.shape, array.dtype)
+        return Resolution(
+            *array,
+            layout,
+            rule,
+            reason,
+            lost,
+            note,
+            size if is_array else 0,
+            placed,
+            is_array,
+        )
+
+    def _placed_otherwise(self, x: jax.Array, layout: Layout) -> Layout | None:
+        """Returns the layout that an array has on this mesh, if it is another one."""
+        sharding = x.sharding
+        mesh = self._options.mesh.jax_mesh
+        if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:
+            return None
+        key = (sharding, x.ndim)
+        if key not in self._placed:
+            try:
+                self._placed[key] = Layout.of(sharding, x.ndim)
+            except LayoutError:  # partial sums have no layout
+                self._placed[key] = None
+        now = self._placed[key]
+        if now is None or now == layout:
+            return None
+        same = sharding.is_equivalent_to(layout.sharding, x.ndim)
+        return None if same else now
+
+    # Each source of layouts, in the order in which they are asked.
+
+    def _by_metadata(
+        self, array: "_Array", box: object, rules: tuple[ParsedRule, ...]
+    ) -> "_Decision":
+        own = own_layout_metadata(box)
+        if own is not None:
+            return self._by_own(array, own, rules)
+        decision = self._by_rules(array, rules)
+        names = logical_axes(box)
+        if names is None:
+            return decision or self._by_default(array)
+        return self._by_names(array, box, names, decision)
+
+    def _by_own(
+        self, array: "_Array", own: LayoutLike, rules: tuple[ParsedRule, ...]
+    ) -> "_Decision":
+        try:
+            layout = parse_spec(own, self._options.mesh).with_rank(len(array.shape))
+        except LayoutError as error:
+            msg = f"{array}: the layout given on its layer does not fit: {error}"
+            raise LayoutMapError(msg) from None
+        source = "given on its layer"
+        fit = self._fit(array, layout, self._options.on_uneven, f"{source}, ")
+        patterns = ", ".join(repr(rule.pattern) for rule in rules)
+        note = f"its own layout wins over rule {patterns}" if rules else None
+        return _Decision(fit, None, source, note)
+
+    def _by_rules(
+        self, array: "_Array", rules: Iterable[ParsedRule]
+    ) -> "_Decision | None":
+        chosen: tuple[ParsedRule, Layout] | None = None
+        for rule in rules:
+            layout = self._expand(rule, array)
+            if layout is None:
+                continue
+            if chosen is None:
+                chosen = (rule, layout)
+                if self._options.conflict == "first":
+                    break
+            elif layout != chosen[1]:
+                raise LayoutMapError(_conflict_text(array, chosen, (rule, layout)))
+        if chosen is None:
+            return None
+        rule, layout = chosen
+        policy = rule.on_uneven or self._options.on_uneven
+        fit = self._fit(array, layout, policy, f"rule {rule.pattern!r}, ")
+        reason = "exact path" if rule.pattern == array.path else "pattern"
+        return _Decision(fit, rule.pattern, reason, None)
+
+    def _by_names(
+        self,
+        array: "_Array",
+        box: object,
+        names: tuple[Any, ...],
+        by_rules: "_Decision | None",
+    ) -> "_Decision":
+        options = self._options
+        rules = axis_rules(box, options.logical_axes or ())
+        source = f"logical axes {names}"
+        try:
+            layout, notes = logical_layout(box, names, rules, options.mesh)
+            layout = layout.with_rank(len(array.shape))
+        except LayoutError as error:
+            if by_rules is not None:
+                note = f"its {source} cannot be read: {error}"
+                return by_rules._replace(note=note)
+            raise LayoutMapError(f"{array}: {source}: {error}") from None
+        if by_rules is None:
+            fit = self._fit(array, layout, options.on_uneven, f"{source}, ")
+            return _Decision(fit, None, source, "; ".join(notes) or None)
+        if layout == by_rules.fit.layout:
+            return by_rules
+        note = f"the rule wins over its {source}, which mean {layout}"
+        return by_rules._replace(note=note)
+
+    def _by_owner(
+        self, array: "_Array", slot: OptimizerSlot | None, owner: Resolution | None
+    ) -> "_Decision":
+        if owner is None or slot is None:
+            return self._replicate(array, "belongs to no parameter")
+        if slot.dims is None:
+            why = f"of shape unlike its parameter {owner.path!r}"
+            lost = "replicated: its dims cannot be told from the parameter's"
+            return self._replicate(array, why, lost)
+        layout = slot.layout(len(array.shape), owner.layout)
+        fit = self._fit(array, layout, "replicate", "")
+        return _Decision(fit, owner.rule, f"follows parameter {owner.path!r}", None)
+
+    def _by_default(self, array: "_Array") -> "_Decision":
+        if not array.shape:
+            return self._replicate(array, "scalar")
+        if self._options.unmatched == "error":
+            hint = "" if self._matcher.has_rules else " The map has no rules."
+            msg = (
+                f"{array}: no rule matches, and the map has unmatched='error'.{hint} "
+                f"Add a rule, for instance layouts[{array.path!r}] = [...] for "
+                "replicated."
+            )
+            raise LayoutMapError(msg)
+        default = self._options.default
+        layout = default and self._expand(default, array)
+        if layout is None:
+            return self._replicate(array, "default")
+        policy = (default and default.on_uneven) or self._options.on_uneven
+        return _Decision(
+            self._fit(array, layout, policy, "default, "), None, "default", None
+        )
+
+    def _replicate(
+        self, array: "_Array", reason: str, lost: str | None = None
+    ) -> "_Decision":
+        rank = len(array.shape)
+        if rank not in self._replicated:
+            self._replicated[rank] = Layout.replicated(self._options.mesh, rank)
+        fit = self._fit(array, self._replicated[rank], "error", "")
+        return _Decision(fit._replace(lost=lost), None, reason, None)
+
+    # From a rule to a layout that fits.
+
+    def _expand(self, rule: ParsedRule, array: "_Array") -> Layout | None:
+        """Returns the rule's layout for an array of this rank."""
+        rank = len(array.shape)
+        try:
+            if rule.function is not None:
+                note = f"in the function of rule {rule.pattern!r}, called for {array}"
+                with _checks.noted(note):
+                    spec = rule.function(*array)
+                if spec is None:
+                    return None
+                return parse_spec(spec, self._options.mesh).with_rank(rank)
+            assert rule.layout is not None
+            if rank not in rule.expanded:
+                # A pattern for arrays may match a scalar, such as a step number.
+                if not rank and rule.pattern != array.path and _needs_dims(rule):
+                    return None
+                rule.expanded[rank] = rule.layout.with_rank(rank)
+            return rule.expanded[rank]
+        except LayoutError as error:
+            msg = f"{array}: rule {rule.pattern!r}: {error}"
+            raise LayoutMapError(msg) from None
+
+    def _fit(
+        self, array: "_Array", layout: Layout, policy: OnUneven, source: str
+    ) -> "_Fit":
+        """Returns the layout that the shape takes, and what was lost."""
+        key = (layout, array.shape, array.dtype, policy)
+        if key in self._fits:
+            return self._fits[key]
+        misfits = layout.misfits(array.shape)
+        lost = None
+        if misfits and policy == "error":
+            fact, _, fix = str(misfits[0]).rstrip(".").partition(". ")
+            ways = f"{fix}, or give the rule on_uneven='replicate'."
+            msg = f"{array}: {fact} ({source}{layout!r}). {ways}"
+            raise LayoutMapError(msg)
+        if misfits:
+            lost = "; ".join(
+                f"dim {misfit.dim} left unsharded: size {misfit.size} does not divide "
+                f"into {misfit.num_shards} shards over {', '.join(misfit.axes)}"
+                for misfit in misfits
+            )
+            uneven = {misfit.dim for misfit in misfits}
+            specs = [None if d in uneven else e for d, e in enumerate(layout.specs)]
+            layout = Layout(specs, layout.mesh, memory_kind=layout.memory_kind)
+        size = layout.bytes_per_device(array.shape, array.dtype)
+        self._fits[key] = _Fit(layout, lost, size)
+        return self._fits[key]
 
 
 class _Array(NamedTuple):
@@ -63,249 +378,26 @@ class _Fit(NamedTuple):
     bytes_per_device: int
 
 
-class Resolver:
-    """Resolves leaves one after another, and remembers what repeats.
+class _Decision(NamedTuple):
+    """All of a resolution that leaves of one kind have in common."""
 
-    Args:
-        options: The map's options.
-        rules: The map's rules, in order.
-    """
+    fit: _Fit
+    rule: str | None
+    reason: str
+    note: str | None
 
-    def __init__(self, options: Options, rules: Iterable[ParsedRule]) -> None:
-        self._options = options
-        self._matcher = Matcher(rules)
-        self._replicated: dict[int, Layout] = {}
-        self._fits: dict[Any, _Fit] = {}
 
-    def leaf(self, leaf: _paths.Leaf) -> Resolution | None:
-        """Returns the resolution of a leaf; None if it is no array.
+_NUMBERS = (bool, int, float, complex)
 
-        Args:
-            leaf: The leaf.
-        """
-        array = _array_of(leaf)
-        if array is None:
-            return None
-        own = None if leaf.box is None else own_layout_metadata(leaf.box)
-        if own is not None:
-            return self._by_own(array, own)
-        found = self._by_rules(array, self._candidates(leaf.path))
-        names = None if leaf.box is None else logical_axes(leaf.box)
-        if names is not None:
-            rules = axis_rules(leaf.box, self._options.logical_axes)
-            return self._by_names(array, names, rules, found)
-        return found or self._by_default(array)
 
-    def slots(
-        self,
-        leaves: Sequence[_paths.Leaf],
-        slots: Sequence[Slot | None],
-        owners: Sequence[Resolution | None],
-    ) -> list[Resolution | None]:
-        """Returns the resolutions of an optimiser state.
-
-        Args:
-            leaves: Its leaves.
-            slots: Which parameter each belongs to, if any.
-            owners: The parameters' resolutions.
-        """
-        # A rule that speaks for any parameter is no rule for slots: it would match
-        # their paths by accident of names.
-        taken = {
-            rule
-            for owner in owners
-            if owner is not None
-            for rule in self.speaking_for(owner.path)
-        }
-        return [
-            self._slot(leaf, slot, owners, taken)
-            for leaf, slot in zip(leaves, slots, strict=True)
-        ]
-
-    def _slot(
-        self,
-        leaf: _paths.Leaf,
-        slot: Slot | None,
-        owners: Sequence[Resolution | None],
-        taken: set[ParsedRule],
-    ) -> Resolution | None:
-        array = _array_of(leaf)
-        if array is None:
-            return None
-        rules = [rule for rule in self._candidates(leaf.path) if rule not in taken]
-        found = self._by_rules(array, rules)
-        if found is not None:
-            return found
-        owner = None if slot is None else owners[slot.param]
-        if owner is None or slot is None:
-            return self._whole(array, "belongs to no parameter")
-        if slot.kept is None:
-            why = f"of shape unlike its parameter {owner.path!r}"
-            lost = "replicated: its dims cannot be told from the parameter's"
-            return self._whole(array, why, lost)
-        layout = slot_layout(slot, len(array.shape), owner.layout)
-        fit = self._fit(array, layout, "replicate", "")
-        return _resolution(array, fit, owner.rule, f"follows parameter {owner.path!r}")
-
-    def by_rules(
-        self, path: str, shape: tuple[int, ...], dtype: Any
-    ) -> Resolution | None:
-        """Returns what the rules say, or None where none matches.
-
-        Args:
-            path: The leaf's path.
-            shape: Its global shape.
-            dtype: Its dtype.
-        """
-        return self._by_rules(_Array(path, shape, dtype), self._candidates(path))
-
-    def speaking_for(self, path: str) -> tuple[ParsedRule, ...]:
-        """Returns every rule that matches a path, hidden by the exact one or not.
-
-        Args:
-            path: The path.
-        """
-        return (*self._matcher.exact(path), *self._matcher.matching(path))
-
-    def _candidates(self, path: str) -> tuple[ParsedRule, ...]:
-        return self._matcher.exact(path) or self._matcher.matching(path)
-
-    # Each source of layouts, in the order in which they are asked.
-
-    def _by_own(self, array: _Array, own: Any) -> Resolution:
-        try:
-            layout = parse_spec(own, self._options.mesh).with_rank(len(array.shape))
-        except LayoutError as error:
-            msg = f"{array}: the layout given on its layer does not fit: {error}"
-            raise LayoutMapError(msg) from None
-        on_uneven = self._options.on_uneven
-        fit = self._fit(array, layout, on_uneven, "given on its layer, ")
-        rules = ", ".join(repr(r.pattern) for r in self._candidates(array.path))
-        note = f"its own layout wins over rule {rules}" if rules else None
-        return _resolution(array, fit, None, "given on its layer", note)
-
-    def _by_rules(
-        self, array: _Array, rules: Iterable[ParsedRule]
-    ) -> Resolution | None:
-        chosen: tuple[ParsedRule, Layout] | None = None
-        for rule in rules:
-            layout = self._expand(rule, array)
-            if layout is None:
-                continue
-            if chosen is None:
-                chosen = (rule, layout)
-                if self._options.conflict == "first":
-                    break
-            elif layout != chosen[1]:
-                raise LayoutMapError(_conflict_text(array, chosen, (rule, layout)))
-        if chosen is None:
-            return None
-        rule, layout = chosen
-        policy = rule.on_uneven or self._options.on_uneven
-        fit = self._fit(array, layout, policy, f"rule {rule.pattern!r}, ")
-        reason = "exact path" if rule.pattern == array.path else "pattern"
-        return _resolution(array, fit, rule.pattern, reason)
-
-    def _by_names(
-        self,
-        array: _Array,
-        names: tuple[Any, ...],
-        rules: Any,
-        found: Resolution | None,
-    ) -> Resolution:
-        mesh = self._options.mesh
-        try:
-            layout = logical_layout(names, rules, mesh).with_rank(len(array.shape))
-        except LayoutError as error:
-            if found is not None:
-                note = f"its logical axes {names} cannot be read: {error}"
-                return dataclasses.replace(found, note=note)
-            msg = f"{array}: logical axes {names}: {error}"
-            raise LayoutMapError(msg) from None
-        if found is None:
-            source = f"logical axes {names}"
-            fit = self._fit(array, layout, self._options.on_uneven, f"{source}, ")
-            return _resolution(array, fit, None, source)
-        if layout == found.layout:
-            return found
-        note = f"the rule wins over its logical axes {names}, which mean {layout}"
-        return dataclasses.replace(found, note=note)
-
-    def _by_default(self, array: _Array) -> Resolution:
-        if not array.shape:
-            return self._whole(array, "scalar")
-        if self._options.unmatched == "error":
-            hint = "" if self._matcher else " The map has no rules."
-            msg = (
-                f"{array}: no rule matches, and the map has unmatched='error'.{hint} "
-                f"Add a rule, for instance layouts[{array.path!r}] = [...] for "
-                "replicated."
-            )
-            raise LayoutMapError(msg)
-        default = self._options.default
-        layout = default and self._expand(default, array)
-        if layout is None:
-            return self._whole(array, "default")
-        policy = (default and default.on_uneven) or self._options.on_uneven
-        fit = self._fit(array, layout, policy, "default, ")
-        return _resolution(array, fit, None, "default")
-
-    def _whole(self, array: _Array, reason: str, lost: str | None = None) -> Resolution:
-        """Returns a replicated resolution."""
-        rank = len(array.shape)
-        if rank not in self._replicated:
-            self._replicated[rank] = Layout.replicated(self._options.mesh, rank)
-        fit = self._fit(array, self._replicated[rank], "error", "")
-        return _resolution(array, fit._replace(lost=lost), None, reason)
-
-    # From a rule to a layout that fits.
-
-    def _expand(self, rule: ParsedRule, array: _Array) -> Layout | None:
-        """Returns the rule's layout for an array of this rank."""
-        rank = len(array.shape)
-        try:
-            if rule.function is not None:
-                given = rule.function(*array)
-                if given is None:
-                    return None
-                return parse_spec(given, self._options.mesh).with_rank(rank)
-            assert rule.layout is not None
-            if rank not in rule.expanded:
-                # A pattern for arrays may match a scalar, such as a step number.
-                if not rank and rule.pattern != array.path and _needs_dims(rule):
-                    return None
-                rule.expanded[rank] = rule.layout.with_rank(rank)
-            return rule.expanded[rank]
-        except LayoutError as error:
-            msg = f"{array}: rule {rule.pattern!r}: {error}"
-            raise LayoutMapError(msg) from None
-
-    def _fit(
-        self, array: _Array, layout: Layout, policy: OnUneven, source: str
-    ) -> _Fit:
-        """Returns the layout that the shape takes, and what was lost."""
-        key = (layout, array.shape, array.dtype, policy)
-        if key in self._fits:
-            return self._fits[key]
-        misfits = layout.misfits(array.shape)
-        lost = None
-        if misfits and policy == "error":
-            fact, _, fix = str(misfits[0]).rstrip(".").partition(". ")
-            ways = f"{fix}, or give the rule on_uneven='replicate'."
-            msg = f"{array}: {fact} ({source}{layout!r}). {ways}"
-            raise LayoutMapError(msg)
-        if misfits:
-            lost = "; ".join(
-                f"dim {one.dim} left unsharded: size {one.size} does not divide into "
-                f"{one.num_shards} shards over {', '.join(one.axes)}"
-                for one in misfits
-            )
-            gone = {one.dim for one in misfits}
-            specs = [None if d in gone else e for d, e in enumerate(layout.specs)]
-            layout = Layout(specs, layout.mesh, memory_kind=layout.memory_kind)
-        size = layout.bytes_per_device(array.shape, array.dtype)
-        self._fits[key] = _Fit(layout, lost, size)
-        return self._fits[key]
+def _array_of(path: str, value: Any) -> _Array | None:
+    """Returns the array or number that a leaf is; None for anything else."""
+    dtype = getattr(value, "dtype", None)
+    if dtype is not None and hasattr(value, "shape"):
+        return _Array(path, tuple(value.shape), dtype)
+    if isinstance(value, _NUMBERS):
+        return _Array(path, (), jax.dtypes.canonicalize_dtype(np.result_type(value)))
+    return None
 
 
 def _needs_dims(rule: ParsedRule) -> bool:
@@ -313,30 +405,11 @@ def _needs_dims(rule: ParsedRule) -> bool:
     return layout is not None and any(entry is not ... for entry in layout.specs)
 
 
-def _resolution(
-    array: _Array, fit: _Fit, rule: str | None, reason: str, note: str | None = None
-) -> Resolution:
-    return Resolution(
-        *array, fit.layout, rule, reason, fit.lost, note, fit.bytes_per_device
-    )
-
-
 def _conflict_text(
-    array: _Array, one: tuple[ParsedRule, Layout], other: tuple[ParsedRule, Layout]
+    array: _Array, first: tuple[ParsedRule, Layout], other: tuple[ParsedRule, Layout]
 ) -> str:
     return (
-        f"{array}: rules {one[0].pattern!r} and {other[0].pattern!r} both match and "
-        f"disagree: {one[1]} against {other[1]}. Make the patterns exclusive, add a "
+        f"{array}: rules {first[0].pattern!r} and {other[0].pattern!r} both match and "
+        f"disagree: {first[1]} against {other[1]}. Make the patterns exclusive, add a "
         "rule for the exact path, or let the order decide with conflict='first'."
     )
-
-
-def _array_of(leaf: _paths.Leaf) -> _Array | None:
-    """Returns the array or number that a leaf is; None for anything else."""
-    value = leaf.value
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return _Array(leaf.path, tuple(value.shape), value.dtype)
-    if isinstance(value, (bool, int, float, complex)):
-        dtype = jax.dtypes.canonicalize_dtype(np.result_type(value))
-        return _Array(leaf.path, (), dtype)
-    return None

@@ -1,14 +1,15 @@
 """Rules: a pattern on paths, and the layout of the leaves that it matches."""
 
-import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshlayout.errors import LayoutError, LayoutMapError, did_you_mean
+from meshlayout import _checks
+from meshlayout._specs import SpecLike
+from meshlayout.errors import LayoutError, LayoutMapError
 from meshlayout.layout import MATCH, Layout
 from meshlayout.mesh import Mesh
 
@@ -18,12 +19,13 @@ Conflict: TypeAlias = Literal["error", "first"]
 Unused: TypeAlias = Literal["warn", "error", "ignore"]
 Unmatched: TypeAlias = Literal["replicate", "error"]
 
-LayoutFunction: TypeAlias = Callable[[str, tuple[int, ...], Any], Any]
+LayoutLike: TypeAlias = Layout | NamedSharding | SpecLike
+"""What a rule may give: a layout on the map's mesh, or a spec."""
+
+LayoutFunction: TypeAlias = Callable[[str, tuple[int, ...], Any], LayoutLike | None]
 """`(path, shape, dtype) -> spec`, or None where the function has no opinion."""
 
-RuleLike: TypeAlias = (
-    "Layout | NamedSharding | PartitionSpec | Sequence[Any] | LayoutFunction | Rule"
-)
+RuleLike: TypeAlias = "LayoutLike | LayoutFunction | Rule"
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Rule:
             the map.
     """
 
-    layout: Any
+    layout: LayoutLike | LayoutFunction
     on_uneven: OnUneven | None = None
 
 
@@ -61,53 +63,47 @@ class ParsedRule:
     on_uneven: OnUneven | None
     expanded: dict[int, Layout] = field(default_factory=dict)
 
-    def value(self) -> Any:
+    def value(self) -> "Layout | LayoutFunction | Rule":
         """Returns what the user may assign to get this rule again."""
-        given = self.function if self.layout is None else self.layout
-        return Rule(given, self.on_uneven) if self.on_uneven else given
-
-
-def check_option(name: str, value: Any, allowed: Any) -> Any:
-    """Returns an option's value, or raises LayoutMapError naming what is allowed."""
-    choices = get_args(allowed)
-    if value not in choices:
-        msg = (
-            f"{name}={value!r} is not one of {', '.join(map(repr, choices))}."
-            f"{did_you_mean(value, choices)}"
-        )
-        raise LayoutMapError(msg)
-    return value
+        value = self.function if self.layout is None else self.layout
+        assert value is not None
+        return Rule(value, self.on_uneven) if self.on_uneven else value
 
 
 def parse_rule(pattern: Any, value: Any, mesh: Mesh) -> ParsedRule:
     """Checks one rule when it is inserted.
 
     Raises:
-        LayoutMapError: If the pattern is no regular expression, or what it gives is
-            no layout on this mesh.
+        LayoutMapError: If the pattern is not a regular expression, or what it gives is
+            not a layout on this mesh.
     """
-    if not isinstance(pattern, str):
-        msg = (
-            f"a pattern is a string, and got {pattern!r} of type "
-            f"{type(pattern).__name__}."
-        )
-        raise LayoutMapError(msg)
-    if not pattern:
+    if pattern == "":
         msg = "the empty pattern matches every path; use default=... instead."
         raise LayoutMapError(msg)
-    try:
-        regex = re.compile(pattern)
-    except re.error as error:
-        msg = f"pattern {pattern!r} is not a regular expression: {error}."
-        raise LayoutMapError(msg) from None
+    regex = _checks.pattern("pattern", pattern, error=LayoutMapError)
+    if not isinstance(pattern, str):
+        msg = f"a pattern is text, not a compiled one: write {regex.pattern!r}."
+        raise LayoutMapError(msg)
     on_uneven = None
     if isinstance(value, Rule):
         if value.on_uneven is not None:
-            on_uneven = check_option("on_uneven", value.on_uneven, OnUneven)
+            on_uneven = _checks.choice(
+                "on_uneven",
+                value.on_uneven,
+                get_args(OnUneven),
+                where=f"rule {pattern!r}",
+                error=LayoutMapError,
+            )
         value = value.layout
     try:
         if callable(value) and not isinstance(value, (Layout, NamedSharding)):
-            return ParsedRule(pattern, regex, None, value, on_uneven)
+            where = f"rule {pattern!r}"
+            args = ("path", "shape", "dtype")
+            _checks.function(
+                "function", value, *args, where=where, error=LayoutMapError
+            )
+            function: Any = value
+            return ParsedRule(pattern, regex, None, function, on_uneven)
         return ParsedRule(pattern, regex, parse_spec(value, mesh), None, on_uneven)
     except LayoutError as error:
         raise LayoutMapError(f"rule {pattern!r}: {error}") from None
@@ -137,7 +133,7 @@ def parse_spec(value: Any, mesh: Mesh) -> Layout:
         msg = (
             "expected a Layout, a tuple or list with one entry per dim, a "
             "PartitionSpec, or a function (path, shape, dtype) -> spec, and got "
-            f"{value!r} of type {type(value).__name__}."
+            f"{_checks.shown(value)}."
         )
         if isinstance(value, str):
             msg += f" Write ({value!r}, ...) to shard the first dim."
@@ -170,38 +166,44 @@ class Matcher:
 
     def __init__(self, rules: Iterable[ParsedRule]) -> None:
         rules = tuple(rules)
+        self.has_rules = bool(rules)
         self._by_pattern = {rule.pattern: (rule,) for rule in rules}
-        searches = [
-            (at, rule, required_text(rule.pattern), rule.regex.search)
-            for at, rule in enumerate(rules)
+        self._index = {rule: index for index, rule in enumerate(rules)}
+        searches: list[_Search] = [
+            (rule, required_text(rule.pattern), rule.regex.search) for rule in rules
         ]
-        self._blind = [entry for entry in searches if _is_digit_blind(entry[1].pattern)]
+        self._blind = [entry for entry in searches if _is_digit_blind(entry[0].pattern)]
         self._sighted = [entry for entry in searches if entry not in self._blind]
-        self._memo: dict[str, list[tuple[int, ParsedRule]]] = {}
+        self._memo: dict[str, tuple[ParsedRule, ...]] = {}
 
-    def __len__(self) -> int:
-        return len(self._by_pattern)
-
-    def exact(self, path: str) -> tuple[ParsedRule, ...]:
-        """Returns the rule whose pattern is the path itself, if any."""
-        return self._by_pattern.get(path, ())
-
-    def matching(self, path: str) -> tuple[ParsedRule, ...]:
-        """Returns all rules that match, in the order they were given."""
+    def candidates(self, path: str) -> tuple[ParsedRule, ...]:
+        """Returns the rule whose pattern is the path, or else all that match it."""
+        exact = self._by_pattern.get(path)
+        if exact is not None:
+            return exact
         key = path.translate(_ZERO_DIGITS) if path.isascii() else path
-        found = self._memo.get(key)
-        if found is None:
-            found = self._memo[key] = _search(self._blind, path)
+        blind = self._memo.get(key)
+        if blind is None:
+            blind = self._memo[key] = tuple(_search(self._blind, path))
+        if not self._sighted:
+            return blind
         seen = _search(self._sighted, path)
-        if seen:
-            found = sorted([*found, *seen], key=operator.itemgetter(0))
-        return tuple([rule for _, rule in found])
+        if not seen:
+            return blind
+        return tuple(sorted([*blind, *seen], key=self._index.__getitem__))
+
+    def all_matching(self, path: str) -> tuple[ParsedRule, ...]:
+        """Returns every rule that matches a path, hidden by the exact one or not."""
+        exact = self._by_pattern.get(path, ())
+        searched = _search([*self._blind, *self._sighted], path) if exact else ()
+        return (*exact, *(searched or self.candidates(path)))
 
 
-def _search(searches: list[Any], path: str) -> list[tuple[int, ParsedRule]]:
-    return [
-        (at, r) for at, r, text, search in searches if text in path and search(path)
-    ]
+_Search: TypeAlias = tuple[ParsedRule, str, Callable[[str], re.Match[str] | None]]
+
+
+def _search(searches: list[_Search], path: str) -> list[ParsedRule]:
+    return [rule for rule, text, search in searches if text in path and search(path)]
 
 
 def required_text(pattern: str) -> str:
@@ -219,7 +221,7 @@ _ZERO_DIGITS = {ord(digit): "0" for digit in "123456789"}
 
 
 def _is_digit_blind(pattern: str) -> bool:
-    r"""Tells whether a pattern surely treats all ASCII digits alike.
+    r"""Returns whether a pattern surely treats all ASCII digits alike.
 
     Literal digits, counts, numbered references and escapes by code all contain a
     digit; named references and `\N{...}` are refused by their letters. A range

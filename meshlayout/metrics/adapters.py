@@ -99,7 +99,7 @@ def _is_class(metric: Any) -> bool:
 
 
 def _part_names(metric: Any) -> tuple[str, ...]:
-    return tuple(metric._metric_names)  # noqa: SLF001 (there is no public list)
+    return tuple(metric._metric_names)
 
 
 def _copied(state: PyTree) -> PyTree:

@@ -126,7 +126,7 @@ def place(
         raise StateError(msg)
     resolved = (resolve or layouts.resolve)(traced.node)
     if resolve is None:
-        layouts.check_used(resolved)
+        layouts._check_used(resolved, traced.shared)
     found = iter(jax.tree.leaves(resolved.layouts))
     flat = [next(found) if has_layout(leaf.value) else None for leaf in traced.leaves]
     placed = Placed(traced, flat, layouts.mesh)
@@ -169,12 +169,14 @@ class Traced:
         leaves: The leaves of the tree.
         treedef: Its structure; for NNX modules, that of their state.
         graphdef: The modules' structure, if there are modules.
+        shared: The other paths of variables that modules share.
     """
 
     jaxpr: Any
     leaves: list[Leaf]
     treedef: Any
     graphdef: Any
+    shared: dict[str, str]
 
     @property
     def node(self) -> Any:
@@ -283,13 +285,15 @@ def trace(build: Callable[..., Any], *inputs: Any) -> Traced:
     """
     check_builder(build)
     graphdef, treedef = None, None
+    shared: dict[str, str] = {}
     leaves: list[Leaf] = []
     flag = eager_sharding()
 
     def flat(*values: Any) -> list[Any]:
-        nonlocal graphdef, treedef
+        nonlocal graphdef, treedef, shared
         built = build(*values)
         if _paths.holds_modules(built):
+            shared = _paths.shared_paths(built)
             graphdef, built = nnx.split(marked(built, flag))
         found, treedef = jax.tree.flatten(built)
         traced = [isinstance(leaf, Tracer) for leaf in found]
@@ -319,7 +323,7 @@ def trace(build: Callable[..., Any], *inputs: Any) -> Traced:
         )
         raise StateError(msg) from error
     jaxpr = _jax.without_sharding_types(jaxpr)
-    traced = Traced(jaxpr, leaves, treedef, graphdef)
+    traced = Traced(jaxpr, leaves, treedef, graphdef, shared)
     _check_values(traced)
     return traced
 

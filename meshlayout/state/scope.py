@@ -11,7 +11,6 @@ to lay out, and everything is constructed as without a scope.
 """
 
 import contextlib
-import dataclasses
 import functools
 import threading
 import warnings
@@ -30,7 +29,7 @@ from meshlayout.layout_map import (
     LayoutMap,
     Resolution,
     Resolved,
-    in_force,
+    activate,
     register_scope_factory,
 )
 from meshlayout.state.create import (
@@ -98,7 +97,7 @@ class Scope:
         for optimizer, model in self._optimizers:
             found.extend(self._follow(optimizer, model))
         if self._roots:
-            self.layouts.check_used(Resolved(None, tuple(found)))
+            self.layouts._check_used(Resolved(None, tuple(found)))
 
     def start_optimizer(
         self, optimizer: nnx.Optimizer[Any], model: nnx.Module, start: Callable[[], Any]
@@ -117,9 +116,9 @@ class Scope:
 
     def _report_empty(self) -> None:
         """Says that nothing was made, unless activations were laid out by the map."""
-        if self.layouts.snapshot().is_read:
+        if self.layouts._take_snapshot().is_read:
             return
-        self.layouts.report_unused(
+        self.layouts._report_unused(
             "nothing was made in this scope: it lays out NNX modules and the variables "
             "of Linen's init that are made inside it. For Equinox and other pytrees, "
             "write create(lambda: Model(...), layouts)."
@@ -186,12 +185,12 @@ class Scope:
         layouts = []
         for leaf in flat.leaves:
             below = leaf.path.partition("/")[2]
-            layouts.append(self._lenient_leaf(dataclasses.replace(leaf, path=below)))
+            layouts.append(self._lenient_leaf(leaf._replace(path=below)))
         return Resolved(flat.unflatten(layouts), ())
 
     def _lenient_leaf(self, leaf: _paths.Leaf) -> Any:
         try:
-            found = self.layouts.resolve_leaf(leaf)
+            found = self.layouts._resolve_leaf(leaf)
         except LayoutMapError:
             return spread(self.layouts.mesh, leaf.value.shape)
         if found is None or found.reason != "default":
@@ -216,7 +215,7 @@ class Scope:
         params = nnx.state(model, optimizer.wrt)
         owners = [_as_it_lies(leaf) for leaf in _paths.flatten(params).leaves]
         slots = _without_model(optimizer, model)
-        resolved = self.layouts.resolve_slots(slots, params, owners)
+        resolved = self.layouts._resolve_slots(slots, params, owners)
         _lay_out(optimizer, slots, resolved.layouts)
         return resolved.resolutions
 
@@ -262,7 +261,7 @@ def _open_scope(layouts: LayoutMap) -> Iterator[LayoutMap]:
     with _patches:
         token = _scope.set(scope)
         try:
-            with in_force(layouts):
+            with activate(layouts):
                 yield layouts
         finally:
             _scope.reset(token)

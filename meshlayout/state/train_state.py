@@ -279,7 +279,7 @@ class TrainState:
         rest = layouts.resolve(boxed_rest)
         # The slots' paths begin with their field, the parameters' with no prefix.
         beside = {"opt_state": self.opt_state, "extra": self.extra}
-        slots = layouts.resolve_slots(beside, self.params, params.resolutions)
+        slots = layouts._resolve_slots(beside, self.params, params.resolutions)
         own = layouts.resolve({"step": self.step, "rng": self.rng})
         tree = self.replace(
             params=_like(self.params, params.layouts),

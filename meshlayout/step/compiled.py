@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlayout import _jax, _paths, _render
 from meshlayout.errors import RecompileWarning, StepError, did_you_mean, stack_level
-from meshlayout.layout_map import LayoutMap, in_force
+from meshlayout.layout_map import LayoutMap, activate
 from meshlayout.step.arguments import (
     check_arguments,
     check_memory,
@@ -463,7 +463,7 @@ class CompiledStep:
         args, kwargs = rest
         if seen and not self._thread.is_quiet and not self._thread.may_trace:
             raise _Retrace
-        scope = in_force(self._layouts) if self._layouts else contextlib.nullcontext()
+        scope = activate(self._layouts) if self._layouts else contextlib.nullcontext()
         with scope, ignoring_unbound_axes():
             result = self._step(state, *args, **kwargs, **dict(static))
         if not isinstance(result, tuple) or len(result) != 2:

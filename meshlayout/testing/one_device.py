@@ -15,7 +15,7 @@ from meshlayout._default_mesh import default_mesh, get_default_mesh
 from meshlayout.arrays import copy_to_mesh, to_numpy
 from meshlayout.errors import RecompileWarning
 from meshlayout.layout import Layout
-from meshlayout.layout_map import LayoutMap, in_force
+from meshlayout.layout_map import LayoutMap, activate
 from meshlayout.mesh import Mesh, as_mesh, create_mesh
 
 
@@ -54,7 +54,7 @@ def alone(mesh: Mesh) -> Iterator[None]:
         if default is not None:
             stack.enter_context(default_mesh(one_device_mesh(default)))
         # Without a rule, `constrain` leaves every value where it is.
-        stack.enter_context(in_force(LayoutMap(mesh)))
+        stack.enter_context(activate(LayoutMap(mesh)))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore", RecompileWarning)
         yield

@@ -1,0 +1,378 @@
+"""What was decided for each leaf, as plain values; the report on it and its lock text.
+
+A map says where arrays go. Arrays that exist may be elsewhere: a parameter whose own
+metadata decided has lost that metadata once it is a plain array, and ZeRO shards slots
+that no rule names. So the report, its bytes and the lock show where concrete arrays
+are, and note each that this map would place otherwise; `Resolved.layouts` is what the
+map says.
+"""
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from jax.typing import DTypeLike
+
+from meshlayout import _checks, _jax, _render
+from meshlayout._annotations import PyTree
+from meshlayout.errors import LayoutMapError, did_you_mean
+from meshlayout.layout import Layout
+from meshlayout.mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution:
+    """The layout of one leaf, and why.
+
+    Attributes:
+        path: The leaf's name.
+        shape: Its global shape.
+        dtype: Its dtype.
+        layout: The layout that the map gives it.
+        rule: The pattern that gave it, in the user's words, or None.
+        reason: Why this layout, as a phrase.
+        fallback: What had to be given up, such as a dim that does not divide, or
+            None.
+        note: What disagreed without being an error, or None.
+        bytes_per_device: Bytes of the leaf on each device, where it is now if it is
+            placed.
+        placed: The layout that a concrete array has on the map's mesh, if it is
+            another one than `layout`; else None.
+        is_array: False for a Python number, which `create` leaves as it is.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: DTypeLike
+    layout: Layout
+    rule: str | None
+    reason: str
+    fallback: str | None
+    note: str | None
+    bytes_per_device: int
+    placed: Layout | None = None
+    is_array: bool = True
+
+    @property
+    def current_layout(self) -> Layout:
+        """Where a placed array is; for others, where the map puts it."""
+        return self.placed or self.layout
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole leaf: what each device would hold if replicated."""
+        if not self.is_array:
+            return 0
+        return math.prod(self.shape) * _jax.itemsize(self.dtype)
+
+    @property
+    def array(self) -> str:
+        """The leaf's dtype and shape, as `f32[784, 128]`."""
+        if not self.is_array:
+            return "(not an array)"
+        return _render.array_text(self.dtype, self.shape)
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The layouts of a whole tree.
+
+    Unpacks as `layouts, resolutions = layout_map.resolve(tree)`.
+
+    Attributes:
+        layouts: A tree with the structure of the one that was resolved and a
+            `Layout` for every leaf (None for leaves that are not arrays or numbers).
+        resolutions: One `Resolution` per array or number, in the tree's order.
+    """
+
+    layouts: PyTree
+    resolutions: tuple[Resolution, ...]
+
+    def __iter__(self) -> Iterator[PyTree]:
+        yield self.layouts
+        yield self.resolutions
+
+    def __getitem__(self, path: str) -> Resolution:
+        """Returns the resolution of the leaf with this path.
+
+        Raises:
+            LayoutMapError: If no leaf has it.
+        """
+        for resolution in self.resolutions:
+            if resolution.path == path:
+                return resolution
+        paths = [resolution.path for resolution in self.resolutions]
+        msg = f"no leaf has the path {path!r}.{did_you_mean(path, paths)}"
+        raise LayoutMapError(msg)
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes on each device, all leaves together."""
+        return sum(resolution.bytes_per_device for resolution in self.resolutions)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on each device if everything were replicated."""
+        return sum(resolution.nbytes for resolution in self.resolutions)
+
+    def to_lock(self) -> str:
+        """Returns every array's layout as stable text, one line each, sorted by path.
+
+        Arrays that are placed already are written as they are placed. Commit the text
+        beside a test that calls `check_lock` with it.
+        """
+        arrays = [found for found in self.resolutions if found.is_array]
+        meshes = sorted({repr(found.layout.mesh) for found in arrays})
+        lines = sorted(
+            f"{found.path}: {found.array} {found.current_layout}" for found in arrays
+        )
+        return "\n".join([f"# layouts on {', '.join(meshes)}", *lines]) + "\n"
+
+    def check_lock(self, text: str) -> None:
+        """Raises LayoutMapError, with the lines that differ, if layouts changed.
+
+        Args:
+            text: What `to_lock` returned when the layouts were last reviewed.
+        """
+        if not isinstance(text, str):
+            msg = (
+                "check_lock takes the text of to_lock(), and got "
+                f"{_checks.shown(text)}."
+            )
+            raise LayoutMapError(msg)
+        locked = [line.rstrip() for line in text.strip().splitlines()]
+        current = self.to_lock().splitlines()
+        if locked == current:
+            return
+        changes = [
+            line
+            for line in difflib.unified_diff(locked, current, n=0, lineterm="")
+            if not line.startswith(("---", "+++", "@@"))
+        ]
+        shown = "\n  ".join(changes[:40])
+        more = f"\n  ... and {len(changes) - 40} more" * (len(changes) > 40)
+        msg = (
+            f"the layouts are not the locked ones (- locked, + now):\n  {shown}{more}\n"
+            "If this is meant, write the lock anew with to_lock()."
+        )
+        raise LayoutMapError(msg)
+
+
+# A replicated leaf is worth a line from this share of the whole tree on.
+_LARGE_SHARE = 0.01
+_LARGE_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How a layout map applies to a tree; text by `str` or `print`, HTML in notebooks.
+
+    Attributes:
+        mesh: The mesh.
+        resolutions: One `Resolution` per array or number.
+        bytes_per_device: Bytes on each device, all leaves together.
+        replicated_bytes: Bytes on each device if everything were replicated.
+        dead_rules: Patterns that match nothing, with the paths they almost matched.
+        shadowed_rules: Patterns that match leaves but decide none, with what wins.
+        large_replicated: Paths of large leaves that every device holds whole.
+        shared: Paths that share an array with another path, which names it.
+    """
+
+    mesh: Mesh
+    resolutions: tuple[Resolution, ...]
+    bytes_per_device: int
+    replicated_bytes: int
+    dead_rules: Mapping[str, tuple[str, ...]]
+    shadowed_rules: Mapping[str, tuple[str, ...]]
+    large_replicated: tuple[str, ...]
+    shared: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def notes(self) -> list[str]:
+        """Whatever deserves a second look, one sentence each."""
+        found = self.resolutions
+        return [
+            *(f"fallback: {r.path}: {r.fallback}" for r in found if r.fallback),
+            *(f"note: {r.path}: {r.note}" for r in found if r.note),
+            *(
+                f"placed: {r.path} is {r.placed}, not by this map, which gives "
+                f"{r.layout} ({r.rule or r.reason})"
+                for r in found
+                if r.placed
+            ),
+            *(
+                f"dead rule: {pattern!r} matches nothing."
+                + (f" Nearest: {', '.join(near)}." if near else "")
+                + shared_text(pattern, self.shared)
+                for pattern, near in self.dead_rules.items()
+            ),
+            *(
+                f"shadowed rule: {pattern!r} decides nothing; "
+                f"where it matches, {', '.join(winners)} wins."
+                for pattern, winners in self.shadowed_rules.items()
+            ),
+            *(f"large and replicated: {path}" for path in self.large_replicated),
+        ]
+
+    def __str__(self) -> str:
+        parts = [
+            repr(self.mesh),
+            _render.text_table(_HEADERS, self._rows(), align=_ALIGN),
+            self._total(),
+            *self.notes,
+        ]
+        return "\n".join(parts)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return _render.html_table(
+            _HEADERS,
+            self._rows(),
+            align=_ALIGN,
+            caption=repr(self.mesh),
+            notes=[self._total(), *self.notes],
+        )
+
+    def _rows(self) -> list[list[str]]:
+        return [
+            [
+                found.path or "(the array)",
+                found.array,
+                str(found.current_layout) if found.is_array else "",
+                "(placed)" if found.placed else found.rule or f"({found.reason})",
+                _render.bytes_text(found.bytes_per_device) if found.is_array else "",
+                _saving(found.bytes_per_device, found.nbytes) if found.is_array else "",
+            ]
+            for found in self.resolutions
+        ]
+
+    def _total(self) -> str:
+        here = _render.bytes_text(self.bytes_per_device)
+        whole = _render.bytes_text(self.replicated_bytes)
+        saving = _saving(self.bytes_per_device, self.replicated_bytes)
+        num_arrays = sum(found.is_array for found in self.resolutions)
+        return (
+            f"{num_arrays} arrays, {here} on each of {self.mesh.size} "
+            f"devices; replicated it would be {whole} (saving {saving})."
+        )
+
+
+_HEADERS = ["path", "array", "layout", "rule", "bytes/device", "saving"]
+_ALIGN = "llllrr"
+
+
+def _saving(here: int, whole: int) -> str:
+    return f"{100 * (1 - here / whole):.0f}%" if whole else "0%"
+
+
+def explain(
+    mesh: Mesh,
+    resolved: Resolved,
+    matching: Mapping[str, Sequence[str]],
+    shared: Mapping[str, str],
+) -> Explanation:
+    """Makes the report.
+
+    Args:
+        mesh: The map's mesh.
+        resolved: What was decided.
+        matching: For each pattern of the map, the paths that it matches.
+        shared: First paths of shared arrays by their others.
+    """
+    used = {found.rule for found in resolved.resolutions}
+    deciding = {
+        found.path: found.rule or f"({found.reason})" for found in resolved.resolutions
+    }
+    dead = [pattern for pattern, matched in matching.items() if not matched]
+    shadowed = {
+        pattern: tuple(sorted({deciding[path] for path in matched}))
+        for pattern, matched in matching.items()
+        if matched and pattern not in used
+    }
+    large = max(_LARGE_BYTES, _LARGE_SHARE * resolved.nbytes)
+    return Explanation(
+        mesh,
+        resolved.resolutions,
+        resolved.bytes_per_device,
+        resolved.nbytes,
+        nearest_paths([pattern for pattern in dead if pattern not in used], deciding),
+        shadowed,
+        tuple(
+            found.path
+            for found in resolved.resolutions
+            if mesh.size > 1
+            and found.nbytes >= large
+            and found.current_layout.is_fully_replicated
+        ),
+        shared,
+    )
+
+
+def shared_text(pattern: str, shared: Mapping[str, str]) -> str:
+    """Returns a sentence if a pattern matches only the other path of a shared array."""
+    for path, first in shared.items():
+        if re.search(pattern, path):
+            return (
+                f" {path!r} shares its array with {first!r}, which a rule must match."
+            )
+    return ""
+
+
+# How many paths, words and comparisons a hint may cost: it must stay a matter of
+# milliseconds for one misspelled rule of a large model, and of seconds for hundreds.
+_MOST_PATHS = 5000
+_MOST_WORDS = 500
+_MOST_COMPARISONS = 200
+
+
+def nearest_paths(
+    patterns: Sequence[str], paths: Iterable[str]
+) -> dict[str, tuple[str, ...]]:
+    """Returns, for each pattern, up to three paths that it almost matched.
+
+    The pattern's letters are compared with every path, with its digits folded, and
+    with every run of the path's last keys; only with those that share a word with it,
+    or almost.
+
+    Example:
+        >>> nearest_paths(["embed/kernl"], ["embed/kernel", "head/bias"])
+        {'embed/kernl': ('embed/kernel',)}
+    """
+    if not patterns:
+        return {}
+    folded: dict[str, str] = {}
+    for path in paths:
+        folded.setdefault(_DIGITS.sub("0", path), path)
+    tails: dict[str, str] = {}
+    for path in list(folded.values())[:_MOST_PATHS]:
+        keys = path.lower().split("/")
+        for start in range(len(keys)):
+            tails.setdefault("/".join(keys[start:]), path)
+    by_word: dict[str, list[str]] = {}
+    for tail in tails:
+        for word in set(_WORD.findall(tail)):
+            by_word.setdefault(word, []).append(tail)
+    words = list(by_word)[:_MOST_WORDS]
+    nearest: dict[str, tuple[str, ...]] = {}
+    for pattern in patterns:
+        letters = re.sub(r"\\[a-zA-Z]|[^\w/]+", "/", pattern).strip("/").lower()
+        known: set[str] = set()
+        for word in set(_WORD.findall(letters)):
+            if word in by_word:
+                known.add(word)
+            known.update(difflib.get_close_matches(word, words, n=3, cutoff=0.5))
+        candidates: dict[str, None] = {}
+        for word in sorted(known, key=lambda word: (len(by_word[word]), word)):
+            candidates.update(dict.fromkeys(by_word[word][:_MOST_COMPARISONS]))
+            if len(candidates) >= _MOST_COMPARISONS:
+                break
+        near = difflib.get_close_matches(letters, list(candidates), n=9, cutoff=0.5)
+        nearest[pattern] = tuple(dict.fromkeys(tails[tail] for tail in near))[:3]
+    return nearest
+
+
+_DIGITS = re.compile(r"\d+")
+_WORD = re.compile(r"[^\W\d_]+")
