@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from grain import experimental
 from hypothesis import given, settings, strategies as st
 
 import meshlayout as ml
@@ -185,38 +184,42 @@ def test_targets_agree_with_the_documents(documents, recipe):
             )
 
 
-# Beside Grain's own packing.
+# Against packing with lists.
+
+
+def packed_with_lists(documents, length, open_rows):
+    """First-fit over a number of open rows, which are closed together."""
+    pieces = [
+        document[start : start + length]
+        for document in documents
+        for start in range(0, len(document), length)
+    ]
+    closed, open_now = [], [[] for _ in range(open_rows)]
+    for piece in pieces:
+        room = [length - sum(map(len, row)) for row in open_now]
+        fits = [number for number, size in enumerate(room) if size >= len(piece)]
+        if not fits:
+            closed += open_now
+            open_now, fits = [[] for _ in range(open_rows)], [0]
+        open_now[fits[0]].append(piece)
+    return [row for row in closed + open_now if row]
 
 
 @pytest.mark.parametrize("open_rows", [1, 3, 8])
-def test_packed_rows_are_those_of_grain(open_rows):
+def test_packed_rows_are_those_of_first_fit(open_rows):
     rng = np.random.default_rng(open_rows)
-    documents = [rng.integers(1, 256, rng.integers(1, 20)) for _ in range(200)]
-    records = grain.MapDataset.source([{"x": one} for one in documents])
-    theirs = experimental.FirstFitPackIterDataset(
-        records.to_iter_dataset(),
-        length_struct={"x": 24},
-        num_packing_bins=open_rows,
-        shuffle_bins=False,
-    )
-    ours = list(data.pack_sequences(documents, 24, mode="pack", open_rows=open_rows))
-    theirs = list(theirs)
-    assert len(ours) == len(theirs)
-    for one, other in zip(ours, theirs, strict=True):
-        np.testing.assert_array_equal(one["tokens"], other["x"])
-        np.testing.assert_array_equal(one["segment_ids"], other["x_segment_ids"])
-        np.testing.assert_array_equal(one["positions"], other["x_positions"])
-
-
-def test_chunks_are_those_of_grain():
-    rng = np.random.default_rng(0)
-    documents = [rng.integers(1, 256, rng.integers(1, 60)) for _ in range(50)]
-    records = grain.MapDataset.source([{"x": one} for one in documents])
-    theirs = experimental.ConcatThenSplitIterDataset(
-        records.to_iter_dataset(), length_struct={"x": 16}
-    )
-    ours = data.pack_sequences(documents, 16).to_arrays()["tokens"]
-    np.testing.assert_array_equal(ours, [row["x"] for row in theirs])
+    documents = [rng.integers(1, 256, rng.integers(1, 60)) for _ in range(200)]
+    expected = packed_with_lists(documents, 24, open_rows)
+    rows = list(data.pack_sequences(documents, 24, mode="pack", open_rows=open_rows))
+    assert len(rows) == len(expected)
+    for row, segments in zip(rows, expected, strict=True):
+        padding = 24 - sum(map(len, segments))
+        tokens = np.concatenate([*segments, np.zeros(padding, int)])
+        ids = [number for number, x in enumerate(segments, 1) for _ in x]
+        positions = [place for x in segments for place in range(len(x))]
+        np.testing.assert_array_equal(row["tokens"], tokens)
+        np.testing.assert_array_equal(row["segment_ids"], ids + [0] * padding)
+        np.testing.assert_array_equal(row["positions"], positions + [0] * padding)
 
 
 # Where documents come from.
