@@ -432,6 +432,26 @@ def test_a_state_of_longer_documents_is_refused(mode, message):
     assert str(error.value) == message
 
 
+@pytest.mark.parametrize("mode", ["chunk", "pack"])
+def test_a_state_of_more_documents_or_a_damaged_one_is_refused(mode):
+    rows = iter(data.pack_sequences(TEXTS, 5, mode=mode, open_rows=1))
+    assert len(list(rows)) > 3
+    state = rows.get_state()
+    for documents, damaged in (
+        (TEXTS[:2], state),
+        (TEXTS, {**state, "place": state["place"][:-2]}),
+        (TEXTS, {**state, "place": "{}"}),
+        (TEXTS, {name: state[name] for name in ("kind", "version")}),
+    ):
+        other = iter(data.pack_sequences(documents, 5, mode=mode, open_rows=1))
+        with pytest.raises(
+            ml.errors.DataError,
+            match=r"not here \(\w+: .*\)\. Either it is of other documents or of another "
+            "version of Grain, or it is damaged.",
+        ):
+            other.set_state(damaged)
+
+
 # What is refused.
 
 

@@ -185,12 +185,22 @@ class PackedIterator:
                 "the documents before the place."
             )
             raise DataError(msg)
-        self._packed.set_state(ast.literal_eval(state["place"]))
-        self._next, self._place = None, self._where()
-        self._counts = TokenCounts(*state["counts"])
+        try:
+            counts = TokenCounts(*state["counts"])
+            then = TokenCounts(*(state["read"] or ()))
+            self._packed.set_state(ast.literal_eval(state["place"]))
+        except DataError:
+            raise
+        except Exception as error:
+            msg = (
+                f"the place of the state is not here ({type(error).__name__}: {error})."
+                " Either it is of other documents or of another version of Grain, or "
+                "it is damaged."
+            )
+            raise DataError(msg) from error
+        self._next, self._place, self._counts = None, self._where(), counts
         read = self._pieces.counts
-        if state["read"] is not None and list(read) != list(state["read"]):
-            then = TokenCounts(*state["read"])
+        if state["read"] is not None and read != then:
             msg = (
                 f"the place is after {then.tokens:,} tokens of "
                 f"{counted(then.documents, 'document')}, and here are "
@@ -380,8 +390,8 @@ def _check_state(recipe: Recipe, state: Any) -> None:
         )
         raise DataError(msg)
     now = asdict(recipe)
-    for name, then in state["recipe"].items():
-        if now[name] != then:
+    for name, then in state.get("recipe", {}).items():
+        if name in now and now[name] != then:
             msg = (
                 f"the state is of rows packed with {name}={then!r}, and these are with "
                 f"{name}={now[name]!r}: the same place is not among them."
