@@ -18,12 +18,11 @@ from meshlayout.step.interception import Call, Module, intercepting_classes
 
 
 _BATCH_NORMS = (nn.BatchNorm, nnx.BatchNorm)
-_NNX_NORMS = (
-    nnx.BatchNorm,
-    nnx.GroupNorm,
-    nnx.InstanceNorm,
-    nnx.LayerNorm,
-    nnx.RMSNorm,
+# InstanceNorm is new in Flax 0.12.
+_NNX_NORMS = tuple(
+    getattr(nnx, name)
+    for name in ("BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm")
+    if hasattr(nnx, name)
 )
 
 
