@@ -150,7 +150,7 @@ class Manifest:
             )
             raise CheckpointError(msg)
         try:
-            return cls(
+            manifest = cls(
                 **fields
                 | {
                     "leaves": tuple(map(_leaf, fields["leaves"])),
@@ -166,6 +166,22 @@ class Manifest:
                 "the program that wrote it."
             )
             raise CheckpointError(msg) from error
+        for name in (manifest.arrays, manifest.data, *manifest.files):
+            if name is not None and not _is_inside(name):
+                msg = (
+                    f"{where} names {name!r}, which is not inside of the step's "
+                    "directory. Restore another step, or the newest intact one with "
+                    "fallback=True."
+                )
+                raise DamagedCheckpointError(msg)
+        return manifest
+
+
+def _is_inside(name: object) -> bool:
+    """Returns whether this is the name of a file below a directory."""
+    if not isinstance(name, str) or not name or "\0" in name:
+        return False
+    return not name.startswith("/") and not {"..", "."} & {*name.split("/")}
 
 
 def _damaged(where: str) -> str:

@@ -1,0 +1,407 @@
+"""What users hand in by mistake, and files made to do harm: a sentence, or it works."""
+
+import decimal
+import hashlib
+import json
+import struct
+
+import jax
+import jax.numpy as jnp
+import msgpack
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import serialization
+
+import meshlayout as ml
+from meshlayout import checkpoint
+
+
+BAD = [None, float("nan"), -1, 0, "x", "", "a\0b", object(), ["x"], {"x": 1}]
+STATE = {"w": np.ones((2, 3), "float32")}
+
+
+def error_of(call, *args, error=ml.errors.CheckpointError, **options):
+    with pytest.raises(error) as caught:
+        call(*args, **options)
+    return str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A directory with a state in every format."""
+    path = tmp_path_factory.mktemp("saved")
+    with ml.Checkpointer(path / "own") as ck:
+        ck.save(1, STATE)
+    checkpoint.save_safetensors(path / "w.safetensors", STATE)
+    (path / "w.msgpack").write_bytes(serialization.to_bytes(STATE))
+    with ocp.StandardCheckpointer() as saver:
+        saver.save(path / "orbax", STATE)
+    return path
+
+
+OPTIONS = ["layouts", "rename", "transpose", "partial", "allow", "dtype"]
+LOADERS = {
+    "load_safetensors": ("w.safetensors", ["path", "like", "separator", *OPTIONS]),
+    "load_msgpack": ("w.msgpack", ["path", "like", *OPTIONS]),
+    "load_orbax": ("orbax", ["directory", "like", "item", *OPTIONS]),
+}
+CASES = [(name, option) for name, (_, all_) in LOADERS.items() for option in all_]
+
+
+def outcome(call, arguments):
+    """Returns what a call returned; a sentence if it was refused."""
+    try:
+        return call(**arguments)
+    except ml.MeshLayoutError as error:
+        return str(error)
+
+
+def is_sentence(value):
+    return isinstance(value, str) and value.endswith((".", "?"))
+
+
+@pytest.mark.parametrize(("name", "option"), CASES)
+def test_every_option_of_a_loader_works_or_is_refused_in_a_sentence(
+    saved, name, option
+):
+    file, (path, *_) = LOADERS[name]
+    for value in BAD:
+        arguments = {path: saved / file, "like": STATE} | {option: value}
+        result = outcome(getattr(checkpoint, name), arguments)
+        if not is_sentence(result):
+            np.testing.assert_array_equal(result["w"], STATE["w"])
+            assert value in (None, "") or option == "like", (option, value)
+
+
+RESTORE = ["like", "step", "layouts", "data", "partial", "rename", "only", "allow"]
+
+
+@pytest.mark.parametrize("option", [*RESTORE, "dtype", "verify", "fallback"])
+def test_every_option_of_restore_works_or_is_refused_in_a_sentence(saved, option):
+    ck = ml.Checkpointer(saved / "own")
+    for value in BAD:
+        result = outcome(ck.restore, {"like": STATE} | {option: value})
+        if not is_sentence(result):
+            np.testing.assert_array_equal(result["w"], STATE["w"])
+            assert value in (None, "") or option == "like", (option, value)
+
+
+SAVE = ["path", "state", "max_shard_bytes", "rename", "transpose", "separator"]
+
+
+@pytest.mark.parametrize("option", [*SAVE, "metadata", "overwrite"])
+def test_every_option_of_saving_weights_works_or_is_refused(
+    tmp_path, monkeypatch, option
+):
+    monkeypatch.chdir(tmp_path)
+    for value in BAD:
+        arguments = {"path": tmp_path / "a.safetensors", "state": STATE}
+        result = outcome(checkpoint.save_safetensors, arguments | {option: value})
+        if not is_sentence(result):
+            for file in result:
+                file.unlink()
+            assert value in (None, "x") or isinstance(value, dict), (option, value)
+
+
+@pytest.mark.parametrize("flag", ["yes", "no", 1, None])
+def test_flags_are_true_or_false(saved, tmp_path, flag):
+    shown = repr(flag)
+    ck = ml.Checkpointer(saved / "own")
+    assert error_of(ck.restore, STATE, partial=flag) == (
+        f"partial must be True or False, got {shown}."
+    )
+    for name in ("verify", "fallback"):
+        message = f"restore: {name} must be True or False, got {shown}."
+        assert error_of(ck.restore, STATE, **{name: flag}) == message
+        assert error_of(ck.restore_numpy, **{name: flag}) == message
+    assert error_of(
+        checkpoint.load_msgpack, saved / "w.msgpack", STATE, partial=flag
+    ) == (f"partial must be True or False, got {shown}.")
+    assert error_of(checkpoint.save_safetensors, tmp_path, STATE, overwrite=flag) == (
+        f"overwrite must be True or False, got {shown}."
+    )
+
+
+@pytest.mark.parametrize("state", [None, {}, [], {"a": {}}])
+def test_a_tree_without_arrays_is_not_written(tmp_path, state):
+    message = error_of(checkpoint.save_safetensors, tmp_path / "a.safetensors", state)
+    assert message == (
+        f"save_safetensors: state holds no arrays, got {state!r}. A function that ends "
+        "without `return` gives None."
+    )
+    with ml.Checkpointer(tmp_path / "ck") as ck, checkpoint.Loop(ck, [1]) as loop:
+        loop.resume(STATE)
+        for _ in loop:
+            assert error_of(loop.step_done, state) == (
+                f"checkpoint.Loop: step_done: state holds no arrays, got {state!r}. A "
+                "function that ends without `return` gives None."
+            )
+            loop.step_done(STATE)
+        ck.wait()
+        assert ck.all_steps() == [1]
+    assert [path.name for path in tmp_path.iterdir()] == ["ck"]
+
+
+def test_no_path_is_not_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path, shown in (("", "''"), (None, "None"), (b"a", "b'a'"), (3, "3")):
+        message = f"path must be the path of a file or directory, got {shown}."
+        assert error_of(checkpoint.save_safetensors, path, STATE) == message
+        assert error_of(checkpoint.load_safetensors, path, STATE) == message
+        assert error_of(checkpoint.load_orbax, path, STATE) == (
+            f"directory must be the path of a file or directory, got {shown}."
+        )
+    assert error_of(checkpoint.load_msgpack, None, STATE) == (
+        "path must be the path of a file or directory, got None."
+    )
+    assert not [*tmp_path.iterdir()]
+
+
+# Files made to do harm.
+
+
+def safetensors_file(path, header, data=b""):
+    text = header.encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+def entry(begin, end):
+    return f'{{"dtype":"F32","shape":[{(end - begin) // 4}],"data_offsets":[{begin},{end}]}}'
+
+
+def nested(depth):
+    tree = np.ones(2, "float32")
+    for _ in range(depth):
+        tree = {"a": tree}
+    return tree
+
+
+def test_names_of_very_many_keys_are_refused_and_the_process_lives(
+    saved, tmp_path, mesh_2x4
+):
+    layouts = ml.LayoutMap(mesh_2x4)
+    name = ".".join("a" * 1500)
+    deep = safetensors_file(
+        tmp_path / "deep.safetensors", f'{{"{name}":{entry(0, 8)}}}', bytes(8)
+    )
+    message = (
+        f"{name[:40]}...: its name has 1,500 keys, and nested dicts may have 100. "
+        "Shorten it with rename=, or give another separator=."
+    )
+    assert error_of(checkpoint.load_safetensors, deep, layouts) == message
+    for depth in (101, 900):
+        written = serialization.msgpack_serialize(nested(depth))
+        assert error_of(checkpoint.load_msgpack, written, layouts) == (
+            f"the msgpack data: {'a/' * 20}... is nested more than 100 deep, which no "
+            "state is."
+        )
+    ck = ml.Checkpointer(saved / "own")
+    assert "its name has 1,500 keys" in error_of(
+        ck.restore, rename={"w": "/".join("a" * 1500)}
+    )
+    # JAX still takes trees apart.
+    loaded = checkpoint.load_safetensors(deep, layouts, separator="/")
+    assert list(loaded) == [name]
+    np.testing.assert_array_equal(ck.restore(STATE)["w"], STATE["w"])
+
+
+def test_a_name_that_comes_twice_in_a_header_is_damage(tmp_path):
+    file = safetensors_file(
+        tmp_path / "twice.safetensors",
+        f'{{"w":{entry(0, 8)},"v":{entry(0, 8)},"w":{entry(8, 16)}}}',
+        bytes(16),
+    )
+    damaged = ml.errors.DamagedCheckpointError
+    message = error_of(checkpoint.load_safetensors, file, STATE, error=damaged)
+    assert message.startswith(f"{file}: it is cut off or not a safetensors file: ")
+    file = safetensors_file(
+        tmp_path / "twice.safetensors",
+        f'{{"w":{entry(0, 8)},"w":{entry(0, 8)}}}',
+        bytes(8),
+    )
+    assert error_of(checkpoint.load_safetensors, file, STATE, error=damaged) == (
+        f"{file}: it is cut off or not a safetensors file: 'w' is in it twice."
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 100_000, '{"a":' * 100_000, '{"weight_map": {"w": "a", "w": "b"}}', "[]"],
+)
+def test_an_index_that_is_not_one_is_damage(tmp_path, text):
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(text)
+    message = error_of(
+        checkpoint.load_safetensors,
+        index,
+        STATE,
+        error=ml.errors.DamagedCheckpointError,
+    )
+    assert message.startswith(f"{index}: it is not an index of safetensors files")
+
+
+def test_an_extension_type_that_flax_does_not_write_is_damage():
+    written = msgpack.packb({"a": {"w": msgpack.ExtType(7, b"xy")}})
+    assert error_of(
+        checkpoint.load_msgpack,
+        written,
+        STATE,
+        error=ml.errors.DamagedCheckpointError,
+    ) == (
+        "the msgpack data: a/w is of the extension type 7 of msgpack, which Flax does "
+        "not write."
+    )
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../../secret", "state/../../x", ""])
+@pytest.mark.parametrize("field", ["files", "arrays", "data"])
+def test_a_manifest_names_nothing_outside_of_its_step(tmp_path, field, name):
+    with ml.Checkpointer(tmp_path) as ck:
+        ck.save(1, STATE)
+    path = tmp_path / "1" / "manifest.json"
+    manifest = json.loads(path.read_text())["manifest"]
+    if field == "files":
+        manifest["files"] |= {name: {"size": 1, "sha256": None}}
+    else:
+        manifest[field] = name
+    body = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
+    digest = hashlib.sha256(body.encode()).hexdigest()
+    path.write_text(f'{{"manifest":{body},"sha256":"{digest}"}}\n')
+    ck = ml.Checkpointer(tmp_path)
+    for restore in (ck.restore, ck.restore_numpy):
+        message = error_of(restore, error=ml.errors.DamagedCheckpointError)
+        assert repr(name) in message
+
+
+# Messages.
+
+
+def test_a_key_of_another_generator_says_how_to_make_the_state(tmp_path):
+    with ml.Checkpointer(tmp_path) as ck:
+        ck.save(1, {"key": jax.random.key(0, impl="rbg"), "w": jnp.ones(2)})
+        message = error_of(ck.restore, {"key": jax.random.key(0), "w": jnp.ones(2)})
+        assert message == (
+            "step 1 does not fit the state to restore: 1 of another dtype.\n"
+            "differs  wanted          saved\n"
+            "───────  ──────────────  ──────────────\n"
+            "dtype    key key<fry>[]  key key<rbg>[]\n"
+            "A PRNG key is restored for the generator that it was saved for: make the "
+            "state with jax.random.key(seed, impl='rbg')."
+        )
+        like = {"key": jax.random.key(0, impl="rbg"), "w": jnp.ones(2)}
+        assert jnp.array_equal(
+            jax.random.key_data(ck.restore(like)["key"]),
+            jax.random.key_data(jax.random.key(0, impl="rbg")),
+        )
+
+
+def test_a_damaged_newest_step_says_what_latest_step_is(tmp_path):
+    with ml.Checkpointer(tmp_path) as ck:
+        ck.save(1, STATE)
+        ck.save(2, STATE)
+    (tmp_path / "2").rename(tmp_path / "7")
+    ck = ml.Checkpointer(tmp_path)
+    assert ck.latest_step() == 1
+    message = error_of(ck.restore, STATE, error=ml.errors.DamagedCheckpointError)
+    assert message.endswith(
+        "latest_step() is 1, the newest step with an intact manifest."
+    )
+    np.testing.assert_array_equal(
+        ck.restore(STATE, step=ck.latest_step())["w"], STATE["w"]
+    )
+
+
+# Metrics of a loop.
+
+
+UNREADABLE = {
+    "text": "warm-up",
+    "an object": object(),
+    "a decimal": decimal.Decimal(1),
+    "a date": np.datetime64("2026-01-01"),
+    "strings": np.array(["a", "b"]),
+    "objects": np.array([None, {}], object),
+    "a large int": 2**70,
+}
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_metrics_that_cannot_be_read_back_are_refused_before_a_save(tmp_path, kind):
+    metrics = {"loss": 0.5, "more": [jnp.ones(2), UNREADABLE[kind]]}
+    with ml.Checkpointer(tmp_path) as ck, checkpoint.Loop(ck, [1, 2]) as loop:
+        loop.resume(STATE)
+        next(iter(loop))
+        message = error_of(loop.step_done, STATE, metrics)
+        assert message.startswith("checkpoint.Loop: step_done: metrics['more'][1] is ")
+        assert message.endswith(
+            "which a checkpoint cannot give back. Metrics are arrays and numbers; keep "
+            "anything else outside."
+        )
+        assert loop.step == 0
+        ck.wait()
+        assert ck.all_steps() == []
+
+
+def test_metrics_of_every_kind_of_number_come_back(tmp_path):
+    metrics = {
+        "float": 0.5,
+        "int": 3,
+        "bool": True,
+        "bfloat16": jnp.ones(2, jnp.bfloat16) / 3,
+        "numpy": np.float64(0.1),
+        "key": jax.random.key(3),
+        "complex": np.array([1 + 2j]),
+    }
+
+    def step(state, batch, metrics_so_far):
+        return state, jax.tree.map(lambda x: x, metrics)
+
+    for run in range(2):
+        with ml.Checkpointer(tmp_path) as ck, checkpoint.Loop(ck, [1, 2]) as loop:
+            loop.resume(STATE, step)
+            if run == 1:
+                found = loop.metrics
+                break
+            next(iter(loop))
+            loop.step_done(STATE, metrics)
+    for name, value in metrics.items():
+        assert type(found[name]) is type(value) or name == "numpy"
+        if name == "key":
+            value, found[name] = map(jax.random.key_data, (value, found[name]))
+        np.testing.assert_array_equal(found[name], value)
+
+
+def test_every_option_of_a_loop_works_or_is_refused_in_a_sentence(tmp_path):
+    for value in BAD:
+        with pytest.raises(ml.MeshLayoutError):
+            checkpoint.Loop(value, [1])
+        with ml.Checkpointer(tmp_path / "ck") as ck:
+            if not isinstance(value, list):
+                with pytest.raises(ml.MeshLayoutError):
+                    checkpoint.Loop(ck, value)
+            with checkpoint.Loop(ck, [1]) as loop:
+                if value is not None:
+                    with pytest.raises(ml.MeshLayoutError):
+                        loop.resume(STATE, value)
+                loop.resume(STATE)
+                if value != 0 or isinstance(value, bool):
+                    with pytest.raises(ml.MeshLayoutError):
+                        loop.epochs(value)
+
+
+def test_a_step_of_the_wrong_arity_is_refused_before_it_is_called(tmp_path):
+    with ml.Checkpointer(tmp_path) as ck, checkpoint.Loop(ck, [1]) as loop:
+        assert error_of(loop.resume, STATE, lambda state, batch: state) == (
+            "checkpoint.Loop: train_step is called as train_step(state, batch, "
+            "metrics), and takes (state, batch)."
+        )
+
+
+def test_optimizer_states_are_refused_by_name_where_arrays_are_wanted(tmp_path):
+    state = {"opt": optax.adam(1e-3).init(STATE), "n": 3}
+    assert error_of(checkpoint.save_safetensors, tmp_path, state).startswith(
+        "n: safetensors files hold arrays, and this is 3 of type int."
+    )
