@@ -703,6 +703,15 @@ def test_files_are_read_in_turn_where_nothing_is_shuffled(tiny, directory):
     assert numbers(data) == stored
 
 
+def test_iterations_by_file_in_different_epochs_do_not_disturb_each_other(tiny):
+    options = {"cache": "none", "deterministic": False, "global_batch_size": 8}
+    expected = host(tiny(epochs=2, **options))
+    data = tiny(**options)
+    both = list(zip(data, data, strict=True))
+    same([host([one])[0] for one, _ in both], expected[:25])
+    same([host([other])[0] for _, other in both], expected[25:])
+
+
 def test_rows_by_file_resume_in_the_middle_of_an_epoch(tiny):
     options = {"cache": "none", "deterministic": False, "map": add_noise, "epochs": 2}
     expected = host(tiny(**options))

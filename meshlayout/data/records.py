@@ -9,7 +9,7 @@ import inspect
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -353,41 +353,52 @@ class FileOrder:
 
     def __init__(self, files: Sequence[range], seed: int | None) -> None:
         self._runs, self._seed = interleaved(files, _RUN), seed
-        self._epoch: int | None = None
+        self._latest: _Arrangement | None = None
 
     def at(self, places: Array, epoch: int) -> Array:
         """Returns the rows at some places of an epoch's order."""
-        if epoch != self._epoch:
-            self._arrange(epoch)
+        runs = self._latest
+        # Iterations in several threads may be in different epochs: nothing is shared
+        # but a whole arrangement.
+        if runs is None or runs.epoch != epoch:
+            runs = self._latest = self._arrangement(epoch)
         if self._seed is not None:
-            places = self._shuffled(places)
-        run = np.searchsorted(self._ends, places, side="right")
-        return self._starts[run] + places - (self._ends - self._lengths)[run]
+            places = self._shuffled(places, runs)
+        run = np.searchsorted(runs.ends, places, side="right")
+        return runs.starts[run] + places - (runs.ends - runs.lengths)[run]
 
-    def _arrange(self, epoch: int) -> None:
-        """Puts the runs into the order of an epoch."""
+    def _arrangement(self, epoch: int) -> "_Arrangement":
+        """Returns the runs in the order of an epoch."""
         count = len(self._runs)
         order = Order(count, self._seed, epoch).at(np.arange(count))
-        self._starts = np.array([run.start for run in self._runs])[order]
-        self._lengths = np.array([len(run) for run in self._runs])[order]
-        self._ends = np.cumsum(self._lengths)
+        lengths = np.array([len(run) for run in self._runs])[order]
+        ends = np.cumsum(lengths)
         last_runs = [*range(_RUNS_IN_WINDOW - 1, count - 1, _RUNS_IN_WINDOW), count - 1]
-        self._window_ends = self._ends[last_runs]
-        self._epoch = epoch
+        starts = np.array([run.start for run in self._runs])[order]
+        return _Arrangement(epoch, starts, lengths, ends, ends[last_runs])
 
-    def _shuffled(self, places: Array) -> Array:
+    def _shuffled(self, places: Array, runs: "_Arrangement") -> Array:
         """Returns places after a shuffle inside each window."""
-        assert self._epoch is not None
         shuffled = np.empty_like(places)
-        windows = np.searchsorted(self._window_ends, places, side="right")
+        windows = np.searchsorted(runs.window_ends, places, side="right")
         for window in np.unique(windows):
-            start = self._window_ends[window - 1] if window else 0
-            size = int(self._window_ends[window] - start)
-            number = self._epoch * len(self._window_ends) + int(window)
+            start = runs.window_ends[window - 1] if window else 0
+            size = int(runs.window_ends[window] - start)
+            number = runs.epoch * len(runs.window_ends) + int(window)
             inside = windows == window
             order = Order(size, self._seed, number)
             shuffled[inside] = start + order.at(places[inside] - start)
         return shuffled
+
+
+class _Arrangement(NamedTuple):
+    """Runs of rows in the order of an epoch, and where windows of them end."""
+
+    epoch: int
+    starts: Array
+    lengths: Array
+    ends: Array
+    window_ends: Array
 
 
 class OrderedRows:
