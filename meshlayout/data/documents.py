@@ -18,6 +18,10 @@ TokenArray: TypeAlias = np.ndarray[Any, Any]
 Document: TypeAlias = Any
 """A text, its bytes, or a 1-D array of tokens."""
 
+Documents: TypeAlias = Any
+"""A collection of documents: indexed, iterable, or a function that returns one."""
+
+# Tokens are int32.
 _LARGEST = 2**31 - 1
 
 
@@ -46,7 +50,7 @@ class DocumentPass:
         DataError: If it is a function that does not return an iterable.
     """
 
-    def __init__(self, documents: Any) -> None:
+    def __init__(self, documents: Documents) -> None:
         self._documents = documents
         # A list is read by number, since Grain takes None for what a filter left out.
         self._by_number = _is_indexed(documents) and not _is_grain(documents)
@@ -97,7 +101,7 @@ class DocumentPass:
             close()
 
 
-def _opened(documents: Any) -> Any:
+def _opened(documents: Documents) -> Any:
     """Returns an iterator of documents, or of the numbers of those in a list."""
     if _is_indexed(documents):
         grain: Any = require("grain", extra="data", purpose="pack_sequences")
@@ -120,7 +124,7 @@ def _is_grain(documents: object) -> bool:
     return any(kind.__name__ == "MapDataset" for kind in type(documents).__mro__)
 
 
-def check_documents(documents: Any) -> None:
+def check_documents(documents: Documents) -> None:
     """Raises DataError if something is not a collection of documents, or is empty."""
     if isinstance(documents, (str, bytes)):
         msg = (
@@ -280,7 +284,7 @@ def _as_tokens(tokens: Any, what: str) -> TokenArray:
     return values.astype(np.int32)
 
 
-def _is_indexed(documents: Any) -> TypeGuard[Sequence[Any]]:
+def _is_indexed(documents: Documents) -> TypeGuard[Sequence[Any]]:
     has = all(hasattr(documents, name) for name in ("__len__", "__getitem__"))
     return has and not isinstance(documents, type)
 

@@ -7,13 +7,17 @@ them is a sentence with the way out, before anything is read.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
 from meshlayout import _checks, _optional, _paths
 from meshlayout._annotations import PyTree
 from meshlayout.errors import DataError, did_you_mean
+
+
+Builder: TypeAlias = Any
+"""A `tfds.core.DatasetBuilder`, whose package only some users have."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ class Prepared:
         source: TFDS's data source, which reads and decodes any example.
     """
 
-    builder: Any
+    builder: Builder
     split: str
     source: Any
 
@@ -72,18 +76,20 @@ def find_prepared(
     if data_dir is not None and not isinstance(data_dir, (str, Path)):
         msg = f"data_dir must be a directory or None, got {_checks.shown(data_dir)}."
         raise DataError(msg)
-    builder: Any = _builder(name, data_dir) if isinstance(name, str) else name
+    builder: Builder = _builder(name, data_dir) if isinstance(name, str) else name
     if not hasattr(builder, "as_data_source") or isinstance(builder, type):
         msg = (
             "from_tfds takes the name of a TFDS dataset or a builder, got "
             f"{_checks.shown(name)}."
         )
         raise DataError(msg)
+    # TFDS knows the splits of what is prepared, and of nothing else.
     if not builder.info.splits:
         _prepare(builder)
     _check_format(builder)
     _check_split(builder, split)
     _check_decoders(builder.info.features, decoders)
+    # A file that is missing or damaged is found now, and not after hours of training.
     try:
         _check_files(builder, split)
         source = builder.as_data_source(split=split, decoders=decoders)
@@ -94,7 +100,7 @@ def find_prepared(
     return Prepared(builder, split, source)
 
 
-def supervised_keys(builder: Any) -> PyTree:
+def supervised_keys(builder: Builder) -> PyTree:
     """Returns which features are input and target, as TFDS's builder says.
 
     Raises:
@@ -111,13 +117,14 @@ def supervised_keys(builder: Any) -> PyTree:
     return keys
 
 
-def _builder(name: str, data_dir: str | Path | None) -> Any:
+def _builder(name: str, data_dir: str | Path | None) -> Builder:
     tfds: Any = _optional.require(
         "tensorflow_datasets", extra="tfds", purpose="Reading a TFDS dataset"
     )
     try:
         return tfds.builder(name, data_dir=data_dir)
     except tfds.core.DatasetNotFoundError:
+        # Without those of the community, whose list would be downloaded.
         known = tfds.list_builders(with_community_datasets=False)
         where = f" and none is prepared in {data_dir}" if data_dir else ""
         msg = f"TFDS has no dataset {name!r}{where}.{did_you_mean(name, known)}"
@@ -127,7 +134,7 @@ def _builder(name: str, data_dir: str | Path | None) -> Any:
         raise DataError(msg) from error
 
 
-def _prepare(builder: Any) -> None:
+def _prepare(builder: Builder) -> None:
     """Downloads and prepares a dataset in the format that needs no TensorFlow."""
     try:
         builder.download_and_prepare(file_format="array_record")
@@ -150,7 +157,7 @@ def _prepare(builder: Any) -> None:
         raise DataError(msg) from error
 
 
-def _check_format(builder: Any) -> None:
+def _check_format(builder: Builder) -> None:
     file_format = builder.info.file_format
     if file_format is None or file_format.value == "array_record":
         return
@@ -163,7 +170,7 @@ def _check_format(builder: Any) -> None:
     raise DataError(msg)
 
 
-def _check_split(builder: Any, split: str) -> None:
+def _check_split(builder: Builder, split: str) -> None:
     splits = builder.info.splits
     listed = ", ".join(map(repr, splits))
     try:
@@ -214,7 +221,7 @@ def _check_decoders(features: Any, decoders: PyTree, path: str = "") -> None:
         raise DataError(msg)
 
 
-def _check_files(builder: Any, split: str) -> None:
+def _check_files(builder: Builder, split: str) -> None:
     for instruction in builder.info.splits[split].file_instructions:
         path = Path(instruction.filename)
         if not path.exists():
@@ -222,13 +229,13 @@ def _check_files(builder: Any, split: str) -> None:
             raise FileNotFoundError(msg)
 
 
-def _feature_names(builder: Any) -> list[str]:
+def _feature_names(builder: Builder) -> list[str]:
     infos = builder.info.features.get_tensor_info()
     paths, _ = jax.tree_util.tree_flatten_with_path(infos)
     return ["/".join(map(_paths.key_name, path)) for path, _ in paths]
 
 
-def _unreadable(builder: Any, error: Exception) -> str:
+def _unreadable(builder: Builder, error: Exception) -> str:
     return (
         f"the prepared dataset in {builder.data_path} cannot be read "
         f"({_first_line(error)[:-1]}). Remove that directory and prepare it again with "

@@ -8,6 +8,7 @@ import numpy as np
 from meshlayout import _checks
 from meshlayout.data.documents import (
     DocumentPass,
+    Documents,
     DocumentTokens,
     Encode,
     Tokenizer,
@@ -30,7 +31,7 @@ from meshlayout.errors import DataError
 
 
 def pack_sequences(
-    documents: Any,
+    documents: Documents,
     length: int,
     *,
     mode: PackingMode = "chunk",
@@ -155,7 +156,9 @@ class PackedSequences:
     `set_state`, which name a place to the row and are as small as the documents' own.
     """
 
-    def __init__(self, documents: Any, recipe: Recipe, encode: DocumentTokens) -> None:
+    def __init__(
+        self, documents: Documents, recipe: Recipe, encode: DocumentTokens
+    ) -> None:
         self._documents, self._recipe, self._encode = documents, recipe, encode
         self._latest: PackedIterator | None = None
         #: Rows of a pass; not known before they are made.
