@@ -24,25 +24,12 @@ import meshlayout as ml
 from meshlayout.checkpoint import Checkpointer, lease, orbax, step_writer
 from meshlayout.checkpoint.orbax_arrays import OrbaxArrays
 from meshlayout.errors import CheckpointWarning
+from tests.orbax_noise import quiet_orbax
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _without_what_orbax_leaves_behind():
-    """Keeps quiet about what Orbax leaves behind where it cannot read a file.
-
-    Coroutines that are never awaited, and callbacks to loops that it has closed; some
-    are found at the very end, so that this stays.
-    """
-    before = sys.unraisablehook
-
-    def tell(found):
-        code = getattr(found.object, "cr_code", None)
-        if "orbax" in getattr(code, "co_filename", ""):
-            return
-        if "Event loop is closed" not in str(found.exc_value):
-            before(found)
-
-    sys.unraisablehook = tell
+def _quiet():
+    quiet_orbax()
 
 
 def state_of(step, mesh):

@@ -20,6 +20,7 @@ import meshlayout as ml
 from meshlayout.checkpoint import Checkpointer, step_writer
 from meshlayout.errors import CheckpointWarning
 from tests.object_store import ObjectStore, serving
+from tests.orbax_noise import quiet_orbax
 from tests.processes import run_processes
 
 
@@ -41,16 +42,8 @@ def served():
     store = ObjectStore()
     with serving(store), pytest.MonkeyPatch.context() as patch:
         take_no_tensorflow(patch)
-        before = sys.unraisablehook
-        sys.unraisablehook = lambda found: _is_orbax(found) or before(found)
+        quiet_orbax()
         yield store
-
-
-def _is_orbax(found):
-    """Tells of what Orbax leaves behind where it cannot read or write a file."""
-    code = getattr(found.object, "cr_code", None)
-    is_coroutine = "orbax" in getattr(code, "co_filename", "")
-    return is_coroutine or "Event loop is closed" in str(found.exc_value)
 
 
 @pytest.fixture

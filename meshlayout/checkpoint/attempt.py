@@ -115,24 +115,34 @@ class _DiskAttempt(Attempt):
     def commit(self, content: bytes) -> None:
         files.sync_tree(self.folder)
         files.write_whole(self.folder / manifest.NAME, content)
-        final, old = self.directory / str(self.step), None
+        final = self.directory / str(self.step)
         _check_ours(final)
         if final.exists():
-            old = _hidden(self.directory, "replaced", self.step, self._lease)
-            _at_work.add(old.name)
-            final.rename(old)
+            self._replace(final)
+            return
+        self.folder.rename(final)
+        self._sync()
+
+    def _replace(self, final: Any) -> None:
+        old = _hidden(self.directory, "replaced", self.step, self._lease)
+        _at_work.add(old.name)
         try:
-            self.folder.rename(final)
-        except BaseException:
-            if old is not None:
+            final.rename(old)
+            try:
+                self.folder.rename(final)
+            except BaseException:
                 old.rename(final)
-            raise
+                raise
+            self._sync()
+            self._remove_replaced(old, final)
+        finally:
+            _at_work.discard(old.name)
+
+    def _sync(self) -> None:
         try:
             files.sync_directory(self.directory)
         except OSError as error:
             raise NotDurableError(str(error)) from error
-        if old is not None:
-            self._remove_replaced(old, final)
 
     def _remove_replaced(self, old: Any, final: Any) -> None:
         with contextlib.suppress(OSError):  # the next one that opens does it
@@ -140,7 +150,6 @@ class _DiskAttempt(Attempt):
                 if not _MARK.fullmatch(name) and not _CONTENT.fullmatch(name):
                     (old / name).rename(final / name)  # somebody put it there
             files.remove(old)
-        _at_work.discard(old.name)
 
     def end(self) -> None:
         _at_work.discard(self.folder.name)
