@@ -761,7 +761,7 @@ def test_sizes_and_seconds_are_logged(ck, caplog):
 
 
 def test_a_long_wait_is_logged(ck, caplog, monkeypatch):
-    monkeypatch.setattr("meshlayout.checkpoint.progress._AFTER_S", 0.0)
+    monkeypatch.setattr("meshlayout.checkpoint.waits._AFTER_S", 0.0)
     caplog.set_level(logging.INFO, "meshlayout.checkpoint")
     ck.save(1, {"x": jnp.ones(4)})
     ck.restore_numpy()

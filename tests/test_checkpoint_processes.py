@@ -1,6 +1,9 @@
 """Checkpoints of several real processes, and from any number of them to any other."""
 
 import json
+import logging
+import re
+import time
 from pathlib import Path
 
 import jax
@@ -9,7 +12,7 @@ import numpy as np
 import pytest
 
 import meshlayout as ml
-from meshlayout.checkpoint import Checkpointer, orbax
+from meshlayout.checkpoint import Checkpointer, orbax, waits
 from tests.processes import run_processes
 
 
@@ -198,7 +201,7 @@ def faults(directory):
 
     ck.save(4, state)
     ck.wait()
-    told["steps"] = ck.all_steps()
+    told["all_steps"] = ck.all_steps()
 
     # Process 1 looks into another directory.
     other = Checkpointer(directory if first else f"{directory}-other")
@@ -218,6 +221,28 @@ def faults(directory):
     told["same"] = shards(made) == shards(state)
     told["position"] = position.at
     ck.close()
+    told |= disagreements(f"{directory}-disagreements")
+    return told
+
+
+def disagreements(directory):
+    """Saves what is not the same on both processes; returns what each was told."""
+    first, told = jax.process_index() == 0, {}
+    state = state_on("2x4")
+    waits._WARN_AFTER_S, lines = 0.5, []
+    logger = logging.getLogger("meshlayout.cluster.process_sync")
+    logger.addFilter(lambda record: lines.append(record.getMessage()))
+    with Checkpointer(directory) as ck, Checkpointer(directory if first else "/x") as x:
+        own = 1 if first else 2
+        told["steps"] = message(lambda: ck.save(own, state))
+        told["directories"] = message(lambda: x.save(1, state))
+        other = state if first else state | {"more": jnp.ones(2)}
+        told["states"] = message(lambda: ck.save(1, other))
+        time.sleep(0 if first else 4)  # as if process 0 saved alone
+        ck.save(1, state)
+        ck.wait()
+        told["whole"] = ck.all_steps()
+    told["lines"] = lines
     return told
 
 
@@ -239,7 +264,7 @@ def test_all_processes_are_told_what_went_wrong_on_one(tmp_path):
             "CheckpointError: data.get_state()['at'] is {1, 2} of type set, which cannot "
             "be written as JSON. Give numbers, texts, bytes, and lists and dicts of them."
         )
-        assert one["steps"] == [1, 4]
+        assert one["all_steps"] == [1, 4]
         assert one["other"].endswith(
             f"Error: {tmp_path}-other holds no checkpoint: there is no such directory any "
             "more, or not on this machine."
@@ -251,6 +276,30 @@ def test_all_processes_are_told_what_went_wrong_on_one(tmp_path):
         assert one["fallback"] == ["restored step 1, the newest that is intact"]
         assert one["same"]
         assert one["position"] == 10 + index
+        where = f"{tmp_path}-disagreements"
+        assert one["steps"] == (
+            f"CheckpointError: process 0 saves step 1 in {where}, and process 1 saves "
+            f"step 2 in {where}. All processes have to save the same step in the same "
+            "directory."
+        )
+        assert one["directories"] == (
+            f"CheckpointError: process 0 saves step 1 in {where}, and process 1 saves "
+            "step 1 in /x. All processes have to save the same step in the same "
+            "directory."
+        )
+        assert one["states"] == (
+            f"CheckpointError: process 0 and process 1 save step 1 in {where} with "
+            "states of other paths, shapes or dtypes. All processes have to save the "
+            "same state."
+        )
+        assert one["whole"] == [1]
+    (line, *_) = told[0]["lines"]
+    assert re.fullmatch(
+        r"process 0 has waited \d+ s for process 1 to come to the same save or "
+        r"restore, and waits up to 1200 s\. All processes have to open, save and "
+        r"restore the same checkpoints in the same order; process 0 alone cannot\.",
+        line,
+    )
     left = sorted(one.name for one in tmp_path.iterdir())
     assert left == ["1", "4"]
     with (

@@ -19,8 +19,6 @@ from meshlayout.checkpoint.leaf_restore import LeafRestore
 from meshlayout.checkpoint.lease import Lease
 from meshlayout.checkpoint.manifest import Inspection, Manifest, encode
 from meshlayout.checkpoint.matching import Dtypes
-from meshlayout.checkpoint.processes import Channel, next_number
-from meshlayout.checkpoint.progress import progress
 from meshlayout.checkpoint.restore import Request, load, to_numpy
 from meshlayout.checkpoint.saved_step import SavedStep
 from meshlayout.checkpoint.snapshot import Snapshot, host_bytes
@@ -28,6 +26,8 @@ from meshlayout.checkpoint.step_selection import StepSelection
 from meshlayout.checkpoint.step_writer import Job, StepWriter
 from meshlayout.checkpoint.steps import Steps, steps_to_delete
 from meshlayout.checkpoint.store import StoreError
+from meshlayout.checkpoint.waits import open_channel, progress
+from meshlayout.cluster.process_sync import Channel
 from meshlayout.errors import CheckpointError, did_you_mean
 from meshlayout.layout_map import LayoutMap
 
@@ -111,10 +111,9 @@ class Checkpointer:
         self._best = _check_best(best)
         self._async = _checks.flag("async_save", async_save, error=CheckpointError)
         self._steps = Steps(self.directory)
-        number = next_number()
-        self._main = Channel("main", number)
+        self._main = open_channel("the same save or restore")
         self._selection = StepSelection(self._steps, self._best, self._main)
-        self._background = Channel("saves", number, is_patient=True)
+        self._background = open_channel("the end of a save", is_patient=True)
         self._schedule = _Schedule(_check_count("every", every), every_s, self._main)
         self._open()
 
@@ -131,7 +130,7 @@ class Checkpointer:
             )
         except StoreError as error:
             problem = f"{error}"
-        problem = self._main.from_first(problem, "to open a checkpointer")
+        problem = self._main.from_first(problem)
         if problem:
             raise CheckpointError(problem)
 
@@ -521,12 +520,10 @@ class _Schedule:
             return True
         if self._every_s is not None:
             passed = time.monotonic() - self._last_s >= self._every_s
-            answer = self._channel.from_first(
-                "due" if passed else "", f"to ask whether step {step} is to be saved"
-            )
-            if answer == "due" and jax.process_index() != 0:
+            is_due = self._channel.from_first(passed)
+            if is_due and jax.process_index() != 0:
                 self._last_s = time.monotonic()
-            return answer == "due"
+            return is_due
         if self._every is None:
             return True
         if self._last_step is None:

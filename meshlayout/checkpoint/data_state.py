@@ -9,8 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 
 from meshlayout.checkpoint.manifest import decode, encode
-from meshlayout.checkpoint.processes import Channel
 from meshlayout.checkpoint.store import StoreError
+from meshlayout.cluster.process_sync import Channel
 from meshlayout.errors import CheckpointError, DamagedCheckpointError, DataError
 
 
@@ -54,7 +54,7 @@ class DataState:
         Raises:
             CheckpointError: If it has none, on any process.
         """
-        texts = channel.exchange(_text(data))
+        texts = list(channel.exchange(_text(data)).values())
         errors = [text for text in texts if text.startswith(_ERROR)]
         if errors:  # on all processes, so that none waits for the others
             raise CheckpointError(errors[0].removeprefix(_ERROR))

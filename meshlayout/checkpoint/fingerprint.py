@@ -108,9 +108,9 @@ def _mixed_sum(mixed: np.ndarray[Any, Any], words: np.ndarray[Any, Any]) -> int:
     return int(mixed.sum(dtype=np.uint32))
 
 
-def text_of(sums: Iterable[Any]) -> str:
-    """Returns the fingerprint that two sums are."""
-    return "".join(f"{int(one):08x}" for one in sums)
+def text_of(sums: Iterable[int]) -> str:
+    """Returns the fingerprint that two sums make, each modulo 2**32."""
+    return "".join(f"{int(total) % 2**32:08x}" for total in sums)
 
 
 def _host_words(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

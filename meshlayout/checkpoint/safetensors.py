@@ -32,8 +32,9 @@ from meshlayout.checkpoint.foreign import LoadOptions, check_path
 from meshlayout.checkpoint.leaf_restore import HostArray, Index, bounds_of
 from meshlayout.checkpoint.matching import Dtypes
 from meshlayout.checkpoint.patterns import permutations, renamed
-from meshlayout.checkpoint.processes import Channel, next_number
 from meshlayout.checkpoint.restore import Request, load_foreign
+from meshlayout.checkpoint.waits import open_channel
+from meshlayout.cluster.process_sync import Channel
 from meshlayout.errors import CheckpointError, DamagedCheckpointError
 from meshlayout.layout_map import LayoutMap
 from meshlayout.state.create import Description
@@ -220,7 +221,7 @@ def save_safetensors(
     most = _checks.count("max_shard_bytes", max_shard_bytes, error=CheckpointError)
     arrays = _named_arrays(state, rename, transpose, _check_separator(separator))
     plan = _Plan.of(_target_file(path), arrays, most)
-    channel = Channel("safetensors", next_number())
+    channel = open_channel("the same save_safetensors")
     check = functools.partial(_check_free, plan, overwrite=overwrite)
     _on_first_process(channel, check)
     try:
@@ -732,7 +733,7 @@ def _agreed(channel: Channel) -> Iterator[None]:
     except OSError as error:
         msg = f"the safetensors files cannot be written: {error}."
         problem = CheckpointError(msg)
-    texts = channel.exchange("" if problem is None else str(problem))
+    texts = channel.exchange("" if problem is None else str(problem)).values()
     if problem is not None:
         raise problem
     for process, text in enumerate(texts):

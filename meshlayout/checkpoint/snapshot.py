@@ -69,6 +69,14 @@ class Snapshot:
             _checks.has_arrays("state", state, where="save", error=CheckpointError)
         return cls(tuple(leaves), arrays)
 
+    def without_values(self) -> "Snapshot":
+        """Returns the same, with shapes in the place of the arrays."""
+        shapes = {
+            name: jax.ShapeDtypeStruct(array.shape, array.dtype)
+            for name, array in self.arrays.items()
+        }
+        return Snapshot(self.leaves, shapes)
+
     @property
     def nbytes(self) -> int:
         """The bytes of the state."""

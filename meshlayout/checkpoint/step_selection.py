@@ -18,11 +18,11 @@ from meshlayout import _checks, _render
 from meshlayout.checkpoint.damage import check_files
 from meshlayout.checkpoint.leaf_restore import LeafRestore
 from meshlayout.checkpoint.manifest import Manifest
-from meshlayout.checkpoint.processes import Channel
-from meshlayout.checkpoint.progress import progress
 from meshlayout.checkpoint.saved_step import SavedStep
 from meshlayout.checkpoint.steps import Steps, best_of
 from meshlayout.checkpoint.store import StoreError
+from meshlayout.checkpoint.waits import progress
+from meshlayout.cluster.process_sync import Channel
 from meshlayout.errors import (
     CheckpointError,
     CheckpointWarning,
@@ -193,7 +193,7 @@ class StepSelection:
         elif problem is not None:
             is_still = self._steps.is_still(step, manifest)
             text = f"{'damaged' if is_still else 'gone'} {problem}"
-        texts = self._channel.exchange(text)
+        texts = list(self._channel.exchange(text).values())
         first = next((said for said in texts if not said.startswith("fine ")), None)
         if first is None:
             return [said.removeprefix("fine ") for said in texts]

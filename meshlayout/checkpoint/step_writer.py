@@ -13,8 +13,8 @@ a running thread as ended, and what waits for it the next time does not wait.
 
 import atexit
 import concurrent.futures.thread
+import dataclasses
 import functools
-import json
 import logging
 import threading
 import time
@@ -30,8 +30,8 @@ from meshlayout.checkpoint.attempt import Attempt, NotDurableError
 from meshlayout.checkpoint.fingerprint import slice_sums, text_of
 from meshlayout.checkpoint.lease import Lease
 from meshlayout.checkpoint.manifest import Manifest, SavedFile
-from meshlayout.checkpoint.processes import Channel
 from meshlayout.checkpoint.snapshot import HostShards, Shard, Snapshot, host_shards
+from meshlayout.cluster.process_sync import Channel
 from meshlayout.errors import CheckpointError
 
 
@@ -154,8 +154,7 @@ class StepWriter:
         except Exception as error:
             problem = error
             said["error"] = orbax.reason(error)
-        texts = channel.exchange(json.dumps(said), f"to save step {job.step}")
-        everyone = [json.loads(text) for text in texts]
+        everyone = list(channel.exchange(said).values())
         if "error" in everyone[0]:
             raise CheckpointError(self._failed(everyone[0]["error"])) from problem
         _check_agreement(everyone)
@@ -166,6 +165,8 @@ class StepWriter:
             where = job.directory / everyone[0]["arrays"]
             self._wait = orbax.start_writing(where, arrays)
             self._shards = host_shards(arrays)
+            # The devices' memory is the caller's again.
+            self._job = dataclasses.replace(job, snapshot=job.snapshot.without_values())
         except Exception as error:
             if jax.process_count() == 1:
                 raise CheckpointError(self._failed(orbax.reason(error))) from error
@@ -203,9 +204,7 @@ class StepWriter:
         except Exception as error:
             problem = error
             said = {"error": orbax.reason(error)}
-        everyone = [
-            json.loads(text) for text in self._channel.exchange(json.dumps(said))
-        ]
+        everyone = list(self._channel.exchange(said).values())
         errors = [one["error"] for one in everyone if "error" in one]
         if not errors:
             try:

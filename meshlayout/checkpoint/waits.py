@@ -1,6 +1,11 @@
-"""Tells somebody who watches that a save or restore takes its time."""
+"""Waits of a save or restore: for its own end, and for the other processes.
+
+Whoever watches a terminal sees that something goes on; whoever reads a log reads once
+what is waited for.
+"""
 
 import contextlib
+import itertools
 import logging
 import sys
 import threading
@@ -10,9 +15,17 @@ from collections.abc import Iterator
 import jax
 
 from meshlayout._render.consoles import console_on
+from meshlayout.cluster.process_sync import Channel
+from meshlayout.errors import CheckpointError
 
 
 logger = logging.getLogger("meshlayout.checkpoint")
+
+# Checkpointers are opened in the same order on all processes, so the numbers agree.
+_numbers = itertools.count()
+
+_TIMEOUT_S = 1200.0
+_WARN_AFTER_S = 10.0
 
 # Shorter waits need no words.
 _AFTER_S = 3.0
@@ -51,3 +64,23 @@ def _show(what: str, done: threading.Event) -> None:
     with console.status(what) as status:
         while not done.wait(0.5):
             status.update(f"{what}, {time.perf_counter() - begin_s:.0f} s")
+
+
+def open_channel(purpose: str, *, is_patient: bool = False) -> Channel:
+    """Returns a conversation of all processes, for one object.
+
+    Args:
+        purpose: What it is about, to complete "did not come to".
+        is_patient: Whether long waits are usual, as for the files of another process.
+    """
+    return Channel(
+        f"checkpoint/{next(_numbers)}",
+        what=purpose,
+        hint=(
+            "All processes have to open, save and restore the same checkpoints in the "
+            "same order; process 0 alone cannot."
+        ),
+        timeout_s=_TIMEOUT_S,
+        warn_after_s=_TIMEOUT_S if is_patient else _WARN_AFTER_S,
+        error=CheckpointError,
+    )
