@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType
 
+from meshlayout._checks import shown
 from meshlayout.errors import MeshError, did_you_mean
 
 
@@ -60,10 +61,7 @@ def _parse_axis_text(part: str, text: str) -> tuple[str, int]:
 def check_names(names: Sequence[Any]) -> None:
     for name in names:
         if not isinstance(name, str):
-            msg = (
-                f"axis name {name!r} is of type {type(name).__name__}; a name is a "
-                "string, as 'batch'."
-            )
+            msg = f"axis name {shown(name)} is not a string, as 'batch' is."
             raise MeshError(msg)
         if not name or set(name) & set(",=|") or name != name.strip():
             msg = (
@@ -72,7 +70,7 @@ def check_names(names: Sequence[Any]) -> None:
                 "'batch'."
             )
             raise MeshError(msg)
-    twice = [name for at, name in enumerate(names) if name in names[:at]]
+    twice = [name for index, name in enumerate(names) if name in names[:index]]
     if twice:
         msg = f"axis {twice[0]!r} is named twice; each axis needs a name of its own."
         raise MeshError(msg)
@@ -81,8 +79,8 @@ def check_names(names: Sequence[Any]) -> None:
 def _check_size(name: str, size: Any) -> None:
     if isinstance(size, bool) or not isinstance(size, (int, np.integer)):
         msg = (
-            f"axis {name!r} has size {size!r} of type {type(size).__name__}; a size is "
-            "a whole number of devices."
+            f"axis {name!r} has size {shown(size)}; a size is an integer number of "
+            "devices."
         )
         raise MeshError(msg)
     if size < 1 and size != -1:
@@ -98,11 +96,11 @@ def fill_sizes(pairs: list[tuple[str, int]], count: int, *, given: bool) -> list
     sizes = [size for _, size in pairs]
     fixed = math.prod(size for size in sizes if size != -1)
     text = ", ".join(f"{name}={size}" for name, size in pairs)
-    one = count == 1
+    is_one = count == 1
     have = (
-        f"{count} {'was' if one else 'were'} given"
+        f"{count} {'was' if is_one else 'were'} given"
         if given
-        else f"there {'is' if one else 'are'} {count}"
+        else f"there {'is' if is_one else 'are'} {count}"
     )
     if -1 in sizes:
         if count % fixed:
@@ -152,8 +150,8 @@ def parse_axis_types(
         return tuple(_parse_axis_type(types.get(n, AxisType.Auto)) for n in names)
     if not isinstance(types, Sequence):
         msg = (
-            f"axis_types is {types!r} of type {type(types).__name__}; give one axis "
-            "type, a list with one per axis, or a dict by axis name."
+            f"axis_types is {shown(types)}; give one axis type, a "
+            "list with one per axis, or a dict by axis name."
         )
         raise MeshError(msg)
     if len(types) != len(names):
@@ -190,7 +188,7 @@ def parse_devices(devices: Any) -> list[Any]:
         raise MeshError(msg)
     for device in chosen:
         if not hasattr(device, "platform"):
-            msg = f"{device!r} is not a device; take them from jax.devices()."
+            msg = f"{shown(device)} is not a device; take them from jax.devices()."
             raise MeshError(msg)
     check_devices(chosen)
     return chosen
@@ -199,7 +197,9 @@ def parse_devices(devices: Any) -> list[Any]:
 def check_devices(devices: Sequence[Any]) -> None:
     """Raises where devices do not make one mesh."""
     if len(set(devices)) < len(devices):
-        twice = next(one for at, one in enumerate(devices) if one in devices[:at])
+        twice = next(
+            held for index, held in enumerate(devices) if held in devices[:index]
+        )
         msg = (
             f"device {twice.platform}:{twice.id} is given twice; a mesh holds each "
             "device once."

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from meshlayout import _jax, _render
+from meshlayout import _checks, _jax, _render
 from meshlayout._default_mesh import get_default_mesh
 from meshlayout._specs import (
     MATCH as MATCH,
@@ -26,6 +26,7 @@ from meshlayout._specs import (
     parse_specs,
     specs_text,
 )
+from meshlayout.dtensor import DTensorLayout
 from meshlayout.errors import LayoutError, did_you_mean
 from meshlayout.mesh import (
     Mesh,
@@ -35,7 +36,7 @@ from meshlayout.mesh import (
 )
 
 
-class Layout:
+class Layout(DTensorLayout):
     """Says how the dims of one array lie on the axes of a mesh.
 
     A layout is an immutable value: two that mean the same compare equal and hash
@@ -63,7 +64,7 @@ class Layout:
         (3, 5, 2)
     """
 
-    __slots__ = ("_memory_kind", "_mesh", "_specs")
+    __slots__ = ("_hash", "_memory_kind", "_mesh", "_specs")
 
     def __init__(
         self,
@@ -523,7 +524,7 @@ class Layout:
         return json.dumps(
             {
                 "specs": [entry_to_json(entry) for entry in self._specs],
-                "mesh": json.loads(self._mesh.to_json()),
+                "mesh": self._mesh.to_string(),
                 "memory_kind": self._memory_kind,
             }
         )
@@ -540,10 +541,13 @@ class Layout:
             data = json.loads(text)
             specs = [entry_from_json(entry) for entry in data["specs"]]
             mesh, memory_kind = data["mesh"], data["memory_kind"]
-        except (ValueError, KeyError, TypeError):
-            msg = f"{text!r} is not a layout's text; write it with layout.to_string()."
+        except (ValueError, KeyError, TypeError, RecursionError):
+            msg = (
+                f"{_checks.shown(text)} is not a layout's text; write it with "
+                "layout.to_string()."
+            )
             raise LayoutError(msg) from None
-        return cls(specs, Mesh.from_json(json.dumps(mesh)), memory_kind=memory_kind)
+        return cls(specs, Mesh.from_string(mesh), memory_kind=memory_kind)
 
     def __repr__(self) -> str:
         memory = f", memory_kind={self._memory_kind!r}" if self._memory_kind else ""
@@ -567,19 +571,14 @@ class Layout:
         return self is other or self._key() == other._key()
 
     def __hash__(self) -> int:
-        return hash(self._key())
+        try:
+            return self._hash
+        except AttributeError:  # asked for the first time
+            object.__setattr__(self, "_hash", hash(self._key()))
+            return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickle, (self._specs, self._mesh, self._memory_kind)
-
-    # DTensor's spellings, for code that comes from there; not used inside.
-    @property
-    def sharding_specs(self) -> list[DimSpec]:
-        """DTensor's name for `specs`."""
-        return list(self._specs)
-
-    local_shape_from_global_shape = shard_shape
-    global_shape_from_local_shape = global_shape
 
     # Inside.
 
@@ -626,8 +625,8 @@ def as_layout(value: Any, rank: int | None = None) -> Layout:
         if isinstance(value, (list, tuple, PartitionSpec)):
             hint = " A spec needs a mesh: Layout(spec, mesh)."
         msg = (
-            f"expected a Layout or a NamedSharding, and got {value!r} of type "
-            f"{type(value).__name__}.{hint}"
+            "expected a Layout or a NamedSharding, and got "
+            f"{_checks.shown(value)}.{hint}"
         )
         raise LayoutError(msg)
     return Layout.of(value, rank)
@@ -637,12 +636,12 @@ def _shard_index(
     specs: tuple[DimSpec, ...], mesh: Mesh, coords: Sequence[int]
 ) -> tuple[int, ...]:
     """Returns the index, per dim, of the shard at mesh coordinates."""
-    at = dict(zip(mesh.axis_names, coords, strict=True))
+    coord = dict(zip(mesh.axis_names, coords, strict=True))
     index = []
     for entry in specs:
         position = 0
         for axis in axes_of(entry):  # major first, as JAX lays them
-            position = position * mesh.shape[axis] + at[axis]
+            position = position * mesh.shape[axis] + coord[axis]
         index.append(position)
     return tuple(index)
 
@@ -669,53 +668,52 @@ def _memory_kind(kind: str | None, mesh: Mesh) -> str | None:
     return None if kind == default else kind
 
 
-def _whole(value: Any) -> int | None:
-    """Returns a whole number as an int, and None for anything else."""
+def _check_rank(rank: Any) -> int:
+    hint = "It is the number of dims of an array."
+    return _checks.count("rank", rank, at_least=0, error=LayoutError, hint=hint)
+
+
+def _check_dim(dim: Any, rank: int) -> int:
+    index = _index(dim)
+    if index is None:
+        msg = f"dim must be an integer, got {_checks.shown(dim)}."
+        raise LayoutError(msg)
+    if not -rank <= index < rank:
+        have = f"which has dims 0 to {rank - 1}" if rank else "which has no dims"
+        msg = f"dim {index} is out of range for a layout of rank {rank}, {have}."
+        raise LayoutError(msg)
+    return index % rank
+
+
+def _check_shape(shape: Any) -> tuple[int, ...]:
+    """Returns a shape as ints, or raises LayoutError."""
+    if isinstance(shape, str) or not isinstance(shape, Iterable):
+        msg = (
+            f"a shape is a tuple of sizes, one per dim, and got {_checks.shown(shape)}."
+        )
+        raise LayoutError(msg)
+    sizes = tuple(shape)
+    checked: list[int] = []
+    for dim, size in enumerate(sizes):
+        index = _index(size)
+        if index is None or index < 0:
+            msg = (
+                f"dim {dim} of shape {sizes} has size {_checks.shown(size)}; a size is "
+                "an integer, 0 or more."
+            )
+            raise LayoutError(msg)
+        checked.append(index)
+    return tuple(checked)
+
+
+def _index(value: Any) -> int | None:
+    """Returns an integer as an int, and None for anything else."""
     if isinstance(value, (bool, np.bool_)):
         return None
     try:
         return operator.index(value)
     except TypeError:
         return None
-
-
-def _check_rank(rank: Any) -> int:
-    whole = _whole(rank)
-    if whole is None or whole < 0:
-        msg = f"rank is the number of dims of an array, 0 or more, and got {rank!r}."
-        raise LayoutError(msg)
-    return whole
-
-
-def _check_dim(dim: Any, rank: int) -> int:
-    whole = _whole(dim)
-    if whole is None:
-        msg = f"dim {dim!r} is of type {type(dim).__name__}; a dim is a whole number."
-        raise LayoutError(msg)
-    if not -rank <= whole < rank:
-        have = f"which has dims 0 to {rank - 1}" if rank else "which has no dims"
-        msg = f"dim {whole} is out of range for a layout of rank {rank}, {have}."
-        raise LayoutError(msg)
-    return whole % rank
-
-
-def _check_shape(shape: Any) -> tuple[int, ...]:
-    """Returns a shape as ints, or raises LayoutError."""
-    if isinstance(shape, str) or not isinstance(shape, Iterable):
-        msg = f"a shape is a tuple of sizes, one per dim, and got {shape!r}."
-        raise LayoutError(msg)
-    sizes = tuple(shape)
-    checked: list[int] = []
-    for dim, size in enumerate(sizes):
-        whole = _whole(size)
-        if whole is None or whole < 0:
-            msg = (
-                f"dim {dim} of shape {sizes} has size {size!r}; a size is a whole "
-                "number, 0 or more."
-            )
-            raise LayoutError(msg)
-        checked.append(whole)
-    return tuple(checked)
 
 
 def _mesh_layout(mesh: Mesh, specs: tuple[Any, ...], memory_kind: str | None) -> Layout:

@@ -1,9 +1,7 @@
 """A named grid of devices: `Mesh`, and how one is made, named and taken apart."""
 
 import functools
-import json
 import math
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -27,6 +25,7 @@ from meshlayout._axes import (
     ranges_text,
 )
 from meshlayout._checks import shown
+from meshlayout.dtensor import DTensorMesh
 from meshlayout.errors import MeshError, did_you_mean
 
 
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from meshlayout.layout import Layout
 
 
-class Mesh:
+class Mesh(DTensorMesh):
     """A named grid of devices.
 
     An immutable value around a `jax.sharding.Mesh`: meshes with the same devices in
@@ -115,14 +114,14 @@ class Mesh:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """How far apart, in the flattened mesh, neighbours along each axis are.
+        """How far apart, in the flattened mesh, neighbors along each axis are.
 
         Example:
             >>> create_mesh({"a": 2, "b": 2, "c": 2}).strides
             (4, 2, 1)
         """
         sizes = tuple(self._shape.values())
-        return tuple(math.prod(sizes[at + 1 :]) for at in range(len(sizes)))
+        return tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
 
     @property
     def device_kind(self) -> str:
@@ -162,7 +161,7 @@ class Mesh:
         """
         return math.prod(self._shape[name] for name in self._check_axes(axis))
 
-    # It has axes by name, and is no sequence of them: see axis_names.
+    # It has axes by name, and is not a sequence of them: see axis_names.
     __iter__ = None
 
     def __contains__(self, axis: object) -> bool:
@@ -186,14 +185,14 @@ class Mesh:
                 raise MeshError(msg)
             flat = int(device)
         else:
-            found = [at for at, one in enumerate(self.devices.flat) if one is device]
-            if not found:
+            indices = [i for i, held in enumerate(self.devices.flat) if held is device]
+            if not indices:
                 msg = (
                     f"{device!r} is not a device of {self!r}, whose devices are "
                     f"{self._devices_text()}."
                 )
                 raise MeshError(msg)
-            (flat,) = found
+            (flat,) = indices
         return tuple(
             flat // stride % size
             for stride, size in zip(self.strides, self._shape.values(), strict=True)
@@ -251,7 +250,7 @@ class Mesh:
         if not isinstance(names, Mapping):
             msg = (
                 f"rename takes new names by old ones, as {{'batch': 'data'}}, and got "
-                f"{names!r}."
+                f"{shown(names)}."
             )
             raise MeshError(msg)
         self._check_axes(tuple(names))
@@ -327,38 +326,6 @@ class Mesh:
 
     # Text, pickle, equality.
 
-    def to_json(self) -> str:
-        """Returns the mesh as JSON that `from_json` reads back exactly."""
-        return json.dumps(
-            {
-                "axes": [[name, size] for name, size in self._shape.items()],
-                "axis_types": [kind.name for kind in self.axis_types],
-                "platform": self.platform,
-                "device_ids": [int(device.id) for device in self.devices.flat],
-            }
-        )
-
-    @classmethod
-    def from_json(cls, text: str) -> "Mesh":
-        """Returns the mesh that `to_json` wrote, on the devices of the same ids.
-
-        Raises:
-            MeshError: If the text is not a mesh's, or a device is not here.
-        """
-        try:
-            data = json.loads(text)
-            axes = [(name, operator.index(size)) for name, size in data["axes"]]
-            types = [AxisType[kind] for kind in data["axis_types"]]
-            platform, ids = (
-                str(data["platform"]),
-                list(map(operator.index, data["device_ids"])),
-            )
-        except (ValueError, KeyError, TypeError):
-            msg = f"{text!r} is not a mesh's text; write it with mesh.to_json()."
-            raise MeshError(msg) from None
-        _check_count(text, axes, len(ids))
-        return _mesh_of_text(axes, types, platform, ids)
-
     def to_string(self) -> str:
         """Returns the mesh as one readable line that `from_string` reads back exactly.
 
@@ -385,7 +352,7 @@ class Mesh:
             kinds = [AXIS_TYPES[kind] for kind in types.split(",")]
             runs = parse_ranges(ids)
         except (ValueError, KeyError, AttributeError, TypeError):
-            msg = f"{text!r} is not a mesh's text; write it with mesh.to_string()."
+            msg = f"{shown(text)} is not a mesh's text; write it with mesh.to_string()."
             raise MeshError(msg) from None
         # Counted before they are written out: a slip of the pen may name billions.
         _check_count(text, sizes, sum(run.stop - run.start for run in runs))
@@ -418,46 +385,7 @@ class Mesh:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickle, (self.to_json(),)
-
-    # DTensor's spellings, for code that comes from there; not used inside.
-    @property
-    def dim_names(self) -> tuple[str, ...]:
-        """DTensor's name for `axis_names`."""
-        return self.axis_names
-
-    def device_type(self) -> str:
-        """DTensor's name for `platform`, in capitals as it writes them."""
-        return self.platform.upper()
-
-    def min_global_device_id(self) -> int:
-        """The smallest device id of the mesh."""
-        return min(int(device.id) for device in self.devices.flat)
-
-    def dim_size(self, name: str) -> int:
-        """DTensor's name for `axis_size`."""
-        return self.axis_size(name)
-
-    def contains_dim(self, name: str) -> bool:
-        """DTensor's name for `name in mesh`."""
-        return name in self
-
-    def global_device_ids(self) -> list[int]:
-        """Returns the ids of all devices, in mesh order."""
-        return [int(device.id) for device in self.devices.flat]
-
-    def num_local_devices(self) -> int:
-        """Returns how many of the devices belong to this process."""
-        return len(self.local_devices)
-
-    def local_device_ids(self) -> list[int]:
-        """Returns the ids of the devices of this process, in mesh order."""
-        return [int(device.id) for device in self.local_devices]
-
-    def local_device_locations(self) -> list[dict[str, int]]:
-        """Returns the coordinates by axis of the devices of this process."""
-        coords = self.local_device_coords
-        return [dict(zip(self._shape, at, strict=True)) for at in coords]
+        return _unpickle, (self.to_string(),)
 
     # Inside.
 
@@ -475,7 +403,7 @@ class Mesh:
                 msg = f"{self!r} has no axis {name!r}.{hint}"
                 raise MeshError(msg)
         if len(set(names)) < len(names):
-            twice = next(name for at, name in enumerate(names) if name in names[:at])
+            twice = next(name for i, name in enumerate(names) if name in names[:i])
             msg = f"axis {twice!r} of {self!r} is asked for twice."
             raise MeshError(msg)
         return names
@@ -497,7 +425,7 @@ class Mesh:
 
 @functools.lru_cache(maxsize=1024)
 def _checked_shape(mesh: jax.sharding.Mesh) -> Mapping[str, int]:
-    """Returns sizes by name, or raises for a mesh of JAX that is none of ours."""
+    """Returns sizes by name, or raises for a mesh of JAX that cannot be a `Mesh`."""
     if not mesh.axis_names:
         msg = "the mesh has no axes; make one with create_mesh({'batch': 8})."
         raise MeshError(msg)
@@ -565,7 +493,10 @@ def create_mesh(
     for name, size in axis_sizes.items():
         hint = did_you_mean(name, ("devices", "axis_types"))
         if hint and not isinstance(size, (int, np.integer)):
-            msg = f"create_mesh takes no {name!r}, and {size!r} is no axis size.{hint}"
+            text = shown(size)
+            msg = (
+                f"create_mesh takes no {name!r}, and {text} is not an axis size.{hint}"
+            )
             raise MeshError(msg)
     if axes is not None and axis_sizes:
         msg = (
@@ -593,16 +524,18 @@ def create_mesh(
 
 def _check_count(text: str, axes: list[tuple[str, int]], count: int) -> None:
     if not axes or math.prod(size for _, size in axes) != count:
-        msg = f"{text!r} is not a mesh's text: its axes do not hold {count} devices."
+        msg = (
+            f"{shown(text)} is not a mesh's text: its axes do not hold {count} devices."
+        )
         raise MeshError(msg)
 
 
 def _mesh_of_text(
     axes: list[tuple[str, int]], types: list[AxisType], platform: str, ids: list[int]
 ) -> Mesh:
-    """Returns the mesh that a text tells of, every number of it written out."""
+    """Returns the mesh that a text describes."""
     return create_mesh(axes, devices=devices_by_id(platform, ids), axis_types=types)
 
 
 def _unpickle(text: str) -> Mesh:
-    return Mesh.from_json(text)
+    return Mesh.from_string(text)

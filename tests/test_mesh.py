@@ -159,10 +159,9 @@ def test_coordinates_are_where_the_device_lies_in_the_grid(mesh):
 
 @FEW
 @given(meshes())
-def test_text_json_pickle_and_copies_give_an_equal_mesh(mesh):
+def test_text_pickle_and_copies_give_an_equal_mesh(mesh):
     for twin in (
         Mesh.from_string(mesh.to_string()),
-        Mesh.from_json(mesh.to_json()),
         pickle.loads(pickle.dumps(mesh)),
         copy.copy(mesh),
         copy.deepcopy(mesh),
@@ -174,7 +173,6 @@ def test_text_json_pickle_and_copies_give_an_equal_mesh(mesh):
         assert hash(twin) == hash(mesh)
         assert twin.axis_types == mesh.axis_types
         assert twin.to_string() == mesh.to_string()
-        assert twin.to_json() == mesh.to_json()
 
 
 @FEW
@@ -668,15 +666,15 @@ BAD = {
     ),
     "bool size": (
         lambda: create_mesh({"batch": YES}),
-        "axis 'batch' has size True of type bool; a size is a whole number of devices.",
+        "axis 'batch' has size True; a size is an integer number of devices.",
     ),
     "float size": (
         lambda: anyhow(batch=8.0),
-        "axis 'batch' has size 8.0 of type float; a size is a whole number of devices.",
+        "axis 'batch' has size 8.0; a size is an integer number of devices.",
     ),
     "string size": (
         lambda: anyhow({"batch": "8"}),
-        "axis 'batch' has size '8' of type str; a size is a whole number of devices.",
+        "axis 'batch' has size '8'; a size is an integer number of devices.",
     ),
     "duplicate names": (
         lambda: create_mesh([("batch", 2), ("batch", 4)]),
@@ -698,11 +696,11 @@ BAD = {
     ),
     "number as name": (
         lambda: anyhow({0: 8}),
-        "axis name 0 is of type int; a name is a string, as 'batch'.",
+        "axis name 0 is not a string, as 'batch' is.",
     ),
     "number as name in a mesh of JAX": (
         lambda: Mesh(jax.sharding.Mesh(np.array(jax.devices()), (0,))),
-        "axis name 0 is of type int; a name is a string, as 'batch'.",
+        "axis name 0 is not a string, as 'batch' is.",
     ),
     "no axes": (
         lambda: create_mesh({}),
@@ -779,7 +777,7 @@ BAD = {
     ),
     "number for axis types": (
         lambda: anyhow(batch=8, axis_types=3),
-        "axis_types is 3 of type int; give one axis type, a list with one per axis, or "
+        "axis_types is 3; give one axis type, a list with one per axis, or "
         "a dict by axis name.",
     ),
     "unknown axis": (
@@ -829,7 +827,7 @@ BAD = {
     ),
     "merge into a number": (
         lambda: ANY_MESH.merge(("batch", "model"), 3),
-        "axis name 3 is of type int; a name is a string, as 'batch'.",
+        "axis name 3 is not a string, as 'batch' is.",
     ),
     "merge of axes of several types": (
         lambda: create_mesh(a=2, b=4, axis_types={"a": "explicit"}).merge(
@@ -859,9 +857,9 @@ BAD = {
         lambda: Mesh.from_string("batch=2,model=4"),
         "'batch=2,model=4' is not a mesh's text; write it with mesh.to_string().",
     ),
-    "JSON that is no mesh's": (
-        lambda: Mesh.from_json('{"axes": [["a", 2]]}'),
-        '\'{"axes": [["a", 2]]}\' is not a mesh\'s text; write it with mesh.to_json().',
+    "text of many brackets": (
+        lambda: Mesh.from_string("[" * 100_000),
+        f"'{'[' * 79}... is not a mesh's text; write it with mesh.to_string().",
     ),
     "None for text": (
         lambda: AnyMesh.from_string(None),
@@ -876,23 +874,18 @@ BAD = {
         f"'batch=8|auto|cpu:0-{10**30}' is not a mesh's text: its axes do not hold "
         f"{10**30 + 1} devices.",
     ),
-    "JSON of a product that is not that of its devices": (
-        lambda: Mesh.from_json(MESH.to_json().replace("4", "3")),
-        f"{MESH.to_json().replace('4', '3')!r} is not a mesh's text: its axes do not "
-        "hold 8 devices.",
-    ),
     "a mesh of JAX with a device twice": (
         lambda: Mesh(jax.sharding.Mesh(np.array(jax.devices()[:1] * 2), ("a",))),
         "device cpu:0 is given twice; a mesh holds each device once.",
     ),
     "a keyword of create_mesh with a slip": (
         lambda: anyhow(batch=8, device=["CPU:0"]),
-        "create_mesh takes no 'device', and ['CPU:0'] is no axis size. Did you mean "
+        "create_mesh takes no 'device', and ['CPU:0'] is not an axis size. Did you mean "
         "'devices'?",
     ),
     "axis types in the singular": (
         lambda: anyhow({"batch": 8}, axis_type="explicit"),
-        "create_mesh takes no 'axis_type', and 'explicit' is no axis size. Did you "
+        "create_mesh takes no 'axis_type', and 'explicit' is not an axis size. Did you "
         "mean 'axis_types'?",
     ),
     "empty text for axis types": (
@@ -911,13 +904,11 @@ BAD = {
     ),
     "dict for a mesh": (
         lambda: as_mesh({"batch": 8}),
-        "expected a Mesh or a jax.sharding.Mesh, and got {'batch': 8} of type dict. "
-        + NOT_A_MESH,
+        "expected a Mesh or a jax.sharding.Mesh, and got {'batch': 8}. " + NOT_A_MESH,
     ),
     "None for the default mesh": (
         lambda: default_mesh(NOTHING),
-        "expected a Mesh or a jax.sharding.Mesh, and got None of type NoneType. "
-        + NOT_A_MESH,
+        "expected a Mesh or a jax.sharding.Mesh, and got None. " + NOT_A_MESH,
     ),
 }
 
@@ -933,7 +924,7 @@ def test_what_is_said_about_a_bad_mesh(case):
 
 def test_an_abstract_mesh_names_no_devices():
     abstract: Any = AbstractMesh((8,), ("batch",), axis_types=(AxisType.Auto,))
-    with pytest.raises(MeshError, match=r"of type AbstractMesh\. Make one with"):
+    with pytest.raises(MeshError, match=r"got an AbstractMesh\. Make one with"):
         Mesh(abstract)
 
 

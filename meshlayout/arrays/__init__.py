@@ -13,15 +13,15 @@ from meshlayout.arrays.creation import (
     uniform as uniform,
     zeros as zeros,
 )
-from meshlayout.arrays.moving import (
+from meshlayout.arrays.parts import (
+    pack as pack,
+    to_numpy as to_numpy,
+    unpack as unpack,
+)
+from meshlayout.arrays.relayout import (
     check_layout as check_layout,
     copy_to_mesh as copy_to_mesh,
     fetch_layout as fetch_layout,
     relayout as relayout,
     relayout_like as relayout_like,
-)
-from meshlayout.arrays.parts import (
-    pack as pack,
-    to_numpy as to_numpy,
-    unpack as unpack,
 )

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from meshlayout import _jax
+from meshlayout import _checks, _jax
 from meshlayout._cuts import tidy
 from meshlayout._host_arrays import check_cast
 from meshlayout.arrays.leaf import (
@@ -34,7 +34,7 @@ from meshlayout.arrays.tree import (
     describe,
     device_ids,
     first_line,
-    kind_text,
+    type_text,
 )
 from meshlayout.errors import LayoutError
 from meshlayout.layout import MATCH, Layout
@@ -77,7 +77,7 @@ def call_with_layout(
     if not callable(fn):
         msg = (
             "call_with_layout(fn, layout, ...) takes a function, and got "
-            f"{fn!r} of type {type(fn).__name__}."
+            f"{_checks.shown(fn)}."
         )
         raise LayoutError(msg)
     static, fn, args, kwargs = _split_static(fn, args, kwargs)
@@ -86,7 +86,7 @@ def call_with_layout(
     layouts = [
         resolve(leaf, one, where, match=False, what="result")
         for (where, leaf), one in zip(
-            results.named("result"), results.spread(layout), strict=True
+            results.named("result"), results.broadcast(layout), strict=True
         )
     ]
     meshes = {one.mesh for one in layouts}
@@ -349,7 +349,7 @@ def arange(
     if not jnp.issubdtype(work, jnp.floating) or step in (None, 1) or first == 0:
         return _create(_arange, (size,), layout, chosen, (start_, step_))
     # Two roundings, as in jnp.arange: one program would fuse them into one.
-    where = kind_text((size,), chosen)
+    where = type_text((size,), chosen)
     main = with_full_rank(layout, 1, where).with_memory_kind(None)
     steps = _create(_arange, (size,), main, work, (np.zeros_like(start_), step_))
     with contextlib.nullcontext() if _jax.is_staged(None) else _jax.no_mesh():
@@ -391,16 +391,22 @@ def _create(
     keys: Any = None,
 ) -> Any:
     """Creates one array per shape, by a function that is compiled once for each."""
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        msg = (
+            "inside shard_map every device works on its own shard, and nothing can be "
+            "created in a layout. Create it outside of shard_map, and pass it in."
+        )
+        raise LayoutError(msg)
     tree = Tree(shape, is_leaf=_is_shape)
     each: list[tuple[Any, ...]] = [()] * len(tree.leaves)
     if keys is not None or make in (_normal, _uniform):
         each = [(key,) for key in _keys_for(keys, tree)]
     made = []
     for (path, one), layout_, key in zip(
-        tree.items(), tree.spread(layout), each, strict=True
+        tree.items(), tree.broadcast(layout), each, strict=True
     ):
         sizes = _sizes(one, path)
-        where = " ".join(filter(None, [path, kind_text(sizes, dtype)]))
+        where = " ".join(filter(None, [path, type_text(sizes, dtype)]))
         chosen = with_full_rank(layout_, len(sizes), where)
         if MATCH in chosen.specs:
             msg = f"{where}: {chosen!r} holds MATCH; a new array has nothing to match."
@@ -451,8 +457,8 @@ def _keys_for(keys: Any, tree: "Tree") -> list[Any]:
     found = Tree(keys)
     if found.treedef != tree.treedef:
         msg = (
-            "a tree of shapes takes a tree of keys of its structure "
-            f"{tree.treedef}, and got {found.treedef}. Split one key with "
+            "a tree of shapes takes a tree of keys of its structure: "
+            f"{tree.difference(found, 'key', 'shape')} Split one key with "
             "jax.random.split."
         )
         raise LayoutError(msg)

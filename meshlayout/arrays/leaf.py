@@ -32,6 +32,12 @@ def resolve(
     if not what and not is_array(x) and not isinstance(x, jax.ShapeDtypeStruct):
         msg = f"{where}: a layout is for arrays, and this is {describe(x)}."
         raise LayoutError(msg)
+    if isinstance(x, Tracer) and _jax.is_manual(x):
+        msg = (
+            f"{where}: inside shard_map every device works on its own shard, which "
+            "relayout cannot move. Call it outside of shard_map."
+        )
+        raise LayoutError(msg)
     shape = np.shape(x) if not hasattr(x, "shape") else x.shape
     fitting = _fitting(layout, shape) if isinstance(layout, Layout) else None
     if fitting is not None:
@@ -126,6 +132,14 @@ def move(
         return _independent(x, layout, sharding)
     except LayoutError:
         raise
+    except AssertionError as error:
+        # "with_sharding_constraint acts as an assert when all axes are Explicit"
+        msg = (
+            f"{where}: inside jit, under jax.set_mesh of another mesh or of other "
+            f"types of axes, JAX cannot move it to {layout!r}. Set that mesh, or move "
+            "it outside of jit."
+        )
+        raise LayoutError(msg) from error
     except (ValueError, TypeError, OverflowError) as error:
         msg = f"{where}: JAX cannot move it to {layout!r}: {first_line(error)}"
         raise LayoutError(msg) from error
@@ -140,7 +154,7 @@ def _on_all_processes(x: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 def _is_one_program(x: jax.Array, layout: Layout) -> bool:
-    """Tells whether jit can move an array: same devices, Auto axes, main memory."""
+    """Returns whether jit can move an array: same devices, Auto axes, main memory."""
     if not isinstance(x.sharding, NamedSharding):
         return False
     now = Layout.of(x)
@@ -288,7 +302,7 @@ def _aligned_copy(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def is_array(x: Any) -> bool:
-    """Tells whether a leaf is an array, a number, or says that it is like one."""
+    """Returns whether a leaf is an array, a number, or says that it is like one."""
     if isinstance(x, jax.Array):
         return True
     if isinstance(x, (np.ndarray, np.generic)):
@@ -300,14 +314,14 @@ def is_array(x: Any) -> bool:
 
 
 def is_jax_dtype(dtype: Any) -> bool:
-    """Tells whether arrays can have a dtype."""
+    """Returns whether arrays can have a dtype."""
     return any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_)) or (
         jnp.issubdtype(dtype, jax.dtypes.extended)
     )
 
 
 def is_concrete_array(x: Any) -> TypeGuard[jax.Array]:
-    """Tells whether a leaf is a `jax.Array` that has values now."""
+    """Returns whether a leaf is a `jax.Array` that has values now."""
     return isinstance(x, jax.Array) and not isinstance(x, Tracer)
 
 

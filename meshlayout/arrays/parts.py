@@ -25,7 +25,7 @@ from meshlayout.arrays.tree import (
     describe,
     device_ids,
     is_number_list,
-    kind_text,
+    type_text,
 )
 from meshlayout.errors import LayoutError
 from meshlayout.layout import MATCH, Layout
@@ -70,11 +70,12 @@ def pack(parts: Iterable[Any], layout: LayoutLike, *, verify: bool = False) -> A
         msg = "pack takes one part per device, and got none."
         raise LayoutError(msg)
     trees = [Tree(part, is_leaf=is_number_list) for part in parts]
-    for at, tree in enumerate(trees):
+    for index, tree in enumerate(trees):
         if tree.treedef != trees[0].treedef:
+            here, first = f"leaf of part {index}", "leaf of part 0"
             msg = (
-                f"the parts have different structures: part 0 is {trees[0].treedef}, "
-                f"and part {at} is {tree.treedef}."
+                f"parts 0 and {index} have different structures: "
+                f"{trees[0].difference(tree, here, first)}"
             )
             raise LayoutError(msg)
     first = trees[0]
@@ -82,7 +83,7 @@ def pack(parts: Iterable[Any], layout: LayoutLike, *, verify: bool = False) -> A
         _pack_leaf(
             [tree.leaves[at] for tree in trees], one, first.paths[at], verify=verify
         )
-        for at, one in enumerate(first.spread(layout))
+        for at, one in enumerate(first.broadcast(layout))
     )
 
 
@@ -99,12 +100,12 @@ def _pack_leaf(parts: list[Any], layout: Any, path: str, *, verify: bool) -> jax
     for at, kind in enumerate(kinds):
         if kind != kinds[0]:
             msg = (
-                f"{where}part 0 is {kind_text(*kinds[0])}, and part {at} is "
-                f"{kind_text(*kind)}; the parts of one array have one shape and dtype."
+                f"{where}part 0 is {type_text(*kinds[0])}, and part {at} is "
+                f"{type_text(*kind)}; the parts of one array have one shape and dtype."
             )
             raise LayoutError(msg)
     shard_shape, _ = kinds[0]
-    text = f"{where}parts {kind_text(*kinds[0])}"
+    text = f"{where}parts {type_text(*kinds[0])}"
     layout = with_full_rank(layout, len(shard_shape), text)
     if MATCH in layout.specs:
         msg = f"{text}: {layout!r} holds MATCH, and new arrays have nothing to match."

@@ -1,32 +1,38 @@
-"""A pytree of arrays taken apart: its leaves, how messages name them, its layouts."""
+"""A pytree of arrays taken apart: its leaves, how messages name them, its layouts.
 
+Every step of a loop may relayout a batch, so that names and paths, which only messages
+show, are not worked out before there is a message.
+"""
+
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.tree_util import keystr, tree_flatten_with_path
+from jax.typing import DTypeLike
 
-from meshlayout import _jax
+from meshlayout import _checks, _jax, _paths, _render
+from meshlayout._annotations import Leaf, PyTree
 from meshlayout.errors import LayoutError
 from meshlayout.layout import MATCH, Layout
 
 
-LayoutLike: TypeAlias = Layout | NamedSharding | Any
+LayoutLike: TypeAlias = Layout | NamedSharding | PyTree
 """A layout, or a tree of layouts that is a prefix of the tree of arrays."""
 
 
 class Name:
     """What a message names a leaf by: its text is made when a message is."""
 
-    __slots__ = ("_keys", "_leaf", "_root")
+    __slots__ = ("_index", "_leaf", "_root", "_tree")
 
-    def __init__(self, root: str, keys: tuple[Any, ...], leaf: Any) -> None:
-        self._root, self._keys, self._leaf = root, keys, leaf
+    def __init__(self, tree: "Tree", index: int, leaf: Leaf, root: str) -> None:
+        self._tree, self._index, self._leaf, self._root = tree, index, leaf, root
 
     def __str__(self) -> str:
-        path = "/".join(filter(None, [self._root, _path(self._keys)]))
+        path = "/".join(filter(None, [self._root, self._tree.paths[self._index]]))
         return array_text(path, self._leaf)
 
 
@@ -36,51 +42,89 @@ Where: TypeAlias = str | Name
 class Tree:
     """A pytree taken apart into named leaves."""
 
-    def __init__(self, tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> None:
-        self._entries, self.treedef = tree_flatten_with_path(tree, is_leaf=is_leaf)
-        self.leaves = [leaf for _, leaf in self._entries]
+    def __init__(
+        self, tree: PyTree, is_leaf: Callable[[Any], bool] | None = None
+    ) -> None:
+        self._tree, self._is_leaf = tree, is_leaf
+        self.leaves, self.treedef = jax.tree.flatten(tree, is_leaf=is_leaf)
 
-    @property
+    @functools.cached_property
     def paths(self) -> list[str]:
         """The path of each leaf."""
-        return [_path(keys) for keys, _ in self._entries]
+        return list(_paths.leaf_names(self._tree, self._is_leaf))
 
-    def items(self) -> list[tuple[str, Any]]:
+    def items(self) -> list[tuple[str, Leaf]]:
         """Returns the leaves with their paths."""
         return list(zip(self.paths, self.leaves, strict=True))
 
-    def named(self, root: str = "") -> list[tuple[Name, Any]]:
+    def named(self, root: str = "") -> list[tuple[Name, Leaf]]:
         """Returns the leaves with what a message names each by."""
-        return [(Name(root, keys, leaf), leaf) for keys, leaf in self._entries]
+        return [
+            (Name(self, index, leaf, root), leaf)
+            for index, leaf in enumerate(self.leaves)
+        ]
 
-    def unflatten(self, leaves: Iterable[Any]) -> Any:
+    def unflatten(self, leaves: Iterable[Leaf]) -> PyTree:
         """Returns a tree of the same structure."""
         return self.treedef.unflatten(leaves)
 
-    def spread(self, layout: LayoutLike) -> list[Any]:
+    def broadcast(self, layout: LayoutLike) -> list[Any]:
         """Returns one layout per leaf, from one for all or a prefix tree."""
         if _is_layout(layout) or _is_spec(layout):
             return [layout] * len(self.leaves)
         numbered = self.unflatten(range(len(self.leaves)))
-        given, prefix = jax.tree.flatten(layout, is_leaf=_is_layout)
+        layouts, prefix = jax.tree.flatten(layout, is_leaf=_is_layout)
         try:
             parts = prefix.flatten_up_to(numbered)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError):
             msg = (
-                f"the layouts {prefix} do not have the structure of the arrays "
-                f"{self.treedef}: {first_line(error)} Give one layout for all, or a "
-                "tree of layouts that is a prefix of the arrays' tree."
+                "the layouts do not have the structure of the arrays: "
+                f"{self.difference(Tree(layout, _is_layout), 'layout', 'array')} Give "
+                "one layout for all, or a tree of layouts that is a prefix of the "
+                "arrays' tree."
             )
             raise LayoutError(msg) from None
         return [
-            one
-            for one, part in zip(given, parts, strict=True)
+            layout
+            for layout, part in zip(layouts, parts, strict=True)
             for _ in jax.tree.leaves(part)
         ]
 
+    def difference(self, other: "Tree", ours: str, theirs: str) -> str:
+        """Returns a sentence on how another tree's structure differs from this one's.
 
-def _path(keys: tuple[Any, ...]) -> str:
-    return keystr(keys, simple=True, separator="/")
+        Args:
+            other: The other tree; its leaves may stand for whole parts of this one.
+            ours: What a leaf of the other tree is.
+            theirs: What a leaf of this tree is.
+        """
+        missing = [
+            path
+            for path in self.paths
+            if not any(_is_below(path, start) for start in other.paths)
+        ]
+        extra = [
+            start
+            for start in other.paths
+            if not any(_is_below(path, start) for path in self.paths)
+        ]
+        facts = []
+        if missing:
+            facts.append(f"there is no {ours} for {_listed(missing)}")
+        if extra:
+            facts.append(f"there is no {theirs} for {_listed(extra)}")
+        if not facts:
+            facts = ["their paths agree, and the types of their containers do not"]
+        return f"{', and '.join(facts)}."
+
+
+def _is_below(path: str, start: str) -> bool:
+    return path == start or not start or path.startswith(f"{start}/")
+
+
+def _listed(paths: Sequence[str]) -> str:
+    shown = ", ".join(repr(path) if path else "the array itself" for path in paths[:3])
+    return shown + f" and {len(paths) - 3} more" * (len(paths) > 3)
 
 
 def _is_layout(node: Any) -> bool:
@@ -88,7 +132,7 @@ def _is_layout(node: Any) -> bool:
 
 
 def _is_spec(node: Any) -> bool:
-    """Tells whether a node is a spec without a mesh, which no function here takes."""
+    """Returns whether a node is a spec without a mesh, which no function here takes."""
     if isinstance(node, PartitionSpec):
         return True
     return isinstance(node, (list, tuple)) and any(
@@ -97,7 +141,7 @@ def _is_spec(node: Any) -> bool:
 
 
 def is_number_list(node: Any) -> bool:
-    """Tells whether a node is a list, or lists in a list, of numbers only."""
+    """Returns whether a node is a list, or lists in a list, of numbers only."""
     return (
         isinstance(node, list)
         and bool(node)
@@ -109,33 +153,27 @@ def is_number_list(node: Any) -> bool:
     )
 
 
-def array_text(path: str, x: Any) -> str:
+def array_text(path: str, x: Leaf) -> str:
     """Returns how a message names an array: `encoder/kernel f32[512, 10]`."""
     if hasattr(x, "shape") and hasattr(x, "dtype"):
-        kind = kind_text(x.shape, x.dtype)
+        kind = type_text(x.shape, x.dtype)
     else:
         kind = "" if path else describe(x)
     return " ".join(filter(None, [path, kind]))
 
 
-def kind_text(shape: Sequence[int], dtype: Any) -> str:
-    """Returns `f32[512, 10]`."""
-    name = "array" if dtype is None else str(dtype)
-    for long, short in (("bfloat", "bf"), ("float", "f"), ("complex", "c")):
-        if name.startswith(long):
-            name = short + name.removeprefix(long)
-    name = name.replace("uint", "u") if name.startswith("uint") else name
-    name = name.replace("int", "i") if name.startswith("int") else name
-    return f"{name}[{', '.join(map(str, shape))}]"
+def type_text(shape: Sequence[int], dtype: DTypeLike | None) -> str:
+    """Returns `f32[512, 10]`; `array[512, 10]` where the dtype is open."""
+    return _render.array_text("array" if dtype is None else dtype, shape)
 
 
-def describe(x: Any) -> str:
+def describe(x: Leaf) -> str:
     """Returns what a value is, for a message about what it is not."""
     if isinstance(x, (np.ndarray, np.generic)):
-        return f"a NumPy array {kind_text(x.shape, x.dtype)}"
+        return f"a NumPy array {type_text(x.shape, x.dtype)}"
     if isinstance(x, jax.Array):
-        return f"an array {kind_text(x.shape, x.dtype)}"
-    return f"{x!r} of type {type(x).__name__}"
+        return f"an array {type_text(x.shape, x.dtype)}"
+    return _checks.shown(x)
 
 
 def device_ids(devices: Iterable[_jax.Device]) -> str:

@@ -50,7 +50,7 @@ def relayout(x: Any, layout: LayoutLike, *, donate: bool = False) -> Any:
         Layout([batch, model], Mesh(batch=2, model=4))
     """
     tree = Tree(x)
-    layouts = tree.spread(layout)
+    layouts = tree.broadcast(layout)
     todo = [
         (leaf, where, resolve(leaf, one, where))
         for (where, leaf), one in zip(tree.named(), layouts, strict=True)
@@ -104,7 +104,7 @@ def copy_to_mesh(x: Any, layout: LayoutLike) -> Any:
     """
     tree = Tree(x, is_leaf=is_number_list)
     copies = []
-    for (path, leaf), one in zip(tree.items(), tree.spread(layout), strict=True):
+    for (path, leaf), one in zip(tree.items(), tree.broadcast(layout), strict=True):
         if is_number_list(leaf):
             leaf = as_array(leaf, path or "the list")
         where = array_text(path, leaf)
@@ -158,7 +158,7 @@ def check_layout(x: Any, layout: LayoutLike) -> None:
         ... )
     """
     tree = Tree(x)
-    for (where, leaf), one in zip(tree.named(), tree.spread(layout), strict=True):
+    for (where, leaf), one in zip(tree.named(), tree.broadcast(layout), strict=True):
         actual = layout_of(leaf, where)
         expected = with_full_rank(one, actual.rank, where)
         if not _equivalent(*_without_matched(actual, expected)):
