@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar, Unpack, overload
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -32,10 +32,7 @@ from meshlayout.checkpoint.restore import (
 )
 from meshlayout.errors import CheckpointError, DamagedCheckpointError
 from meshlayout.layout_map import LayoutMap
-from meshlayout.state.create import Description
 
-
-T = TypeVar("T")
 
 # `msgpack_restore` and `msgpack` raise all of these for bytes that are something else.
 _UNPACK_ERRORS = (
@@ -48,37 +45,6 @@ _UNPACK_ERRORS = (
     RecursionError,
     MemoryError,
 )
-
-
-class LoadOptions(TypedDict, total=False):
-    """The options that all functions for foreign formats take."""
-
-    layouts: LayoutMap | None
-    rename: Mapping[str, str] | None
-    transpose: Mapping[str, Sequence[int]] | None
-    partial: bool
-    allow: str | Sequence[str]
-    dtype: Dtypes
-
-
-class OrbaxOptions(LoadOptions, total=False):
-    """The options of `load_orbax`."""
-
-    item: str | None
-
-
-@overload
-def load_msgpack(
-    path: str | os.PathLike[str] | bytes,
-    like: LayoutMap | Description,
-    **options: Unpack[LoadOptions],
-) -> PyTree: ...
-
-
-@overload
-def load_msgpack(
-    path: str | os.PathLike[str] | bytes, like: T, **options: Unpack[LoadOptions]
-) -> T: ...
 
 
 def load_msgpack(
@@ -140,20 +106,6 @@ def load_msgpack(
         dtype=dtype,
     )
     return load_foreign(_MsgpackFile(path), request)
-
-
-@overload
-def load_orbax(
-    directory: str | os.PathLike[str],
-    like: LayoutMap | Description,
-    **options: Unpack[OrbaxOptions],
-) -> PyTree: ...
-
-
-@overload
-def load_orbax(
-    directory: str | os.PathLike[str], like: T, **options: Unpack[OrbaxOptions]
-) -> T: ...
 
 
 def load_orbax(

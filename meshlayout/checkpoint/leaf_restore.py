@@ -25,6 +25,9 @@ from meshlayout.layout import Layout
 Index: TypeAlias = tuple[slice, ...]
 """One slice per dim, each with a start and a stop."""
 
+Bounds: TypeAlias = tuple[tuple[int, int], ...]
+"""The start and the stop of a slice in every dim: an index that can be compared."""
+
 HostArray: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -93,7 +96,7 @@ class LeafRestore:
         sharding = self.sharding
         if sharding is None:
             return [(tuple(slice(0, size) for size in self.shape), [])]
-        devices: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+        devices: dict[Bounds, list[Any]] = {}
         indices = sharding.addressable_devices_indices_map(self.shape)
         for device, index in indices.items():
             devices.setdefault(bounds_of(index, self.shape), []).append(device)
@@ -171,9 +174,7 @@ class LeafRestore:
         return _jax.with_weak_type(value, is_weak) if is_weak else value
 
 
-def bounds_of(
-    index: Index | None, shape: tuple[int, ...]
-) -> tuple[tuple[int, int], ...]:
+def bounds_of(index: Index | None, shape: tuple[int, ...]) -> Bounds:
     """Returns the start and the stop of an index in every dim.
 
     Args:

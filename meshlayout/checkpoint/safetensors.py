@@ -8,16 +8,18 @@ than one shard, and a path on process 0's own disk will do.
 
 import contextlib
 import functools
+import glob
+import itertools
 import json
 import logging
 import math
 import os
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, Unpack, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +29,9 @@ from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import PyTree
 from meshlayout._optional import require
 from meshlayout.checkpoint.difference import Leaf
-from meshlayout.checkpoint.files import sync_directory
-from meshlayout.checkpoint.foreign import LoadOptions, check_path
-from meshlayout.checkpoint.leaf_restore import HostArray, Index, bounds_of
+from meshlayout.checkpoint.files import sync_directory, write_whole
+from meshlayout.checkpoint.foreign import check_path
+from meshlayout.checkpoint.leaf_restore import Bounds, HostArray, Index, bounds_of
 from meshlayout.checkpoint.matching import Dtypes
 from meshlayout.checkpoint.patterns import permutations, renamed
 from meshlayout.checkpoint.restore import Request, load_foreign
@@ -37,12 +39,9 @@ from meshlayout.checkpoint.waits import open_channel
 from meshlayout.cluster.process_sync import Channel
 from meshlayout.errors import CheckpointError, DamagedCheckpointError
 from meshlayout.layout_map import LayoutMap
-from meshlayout.state.create import Description
 
 
 logger = logging.getLogger("meshlayout.checkpoint")
-
-T = TypeVar("T")
 
 INDEX = ".index.json"
 SUFFIX = ".safetensors"
@@ -72,26 +71,6 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 # What comes from another process at once; every device holds so much meanwhile.
 _PIECE_BYTES = 2**24
-
-
-class SafetensorsOptions(LoadOptions, total=False):
-    """The options of `load_safetensors`."""
-
-    separator: str
-
-
-@overload
-def load_safetensors(
-    path: str | os.PathLike[str],
-    like: LayoutMap | Description,
-    **options: Unpack[SafetensorsOptions],
-) -> PyTree: ...
-
-
-@overload
-def load_safetensors(
-    path: str | os.PathLike[str], like: T, **options: Unpack[SafetensorsOptions]
-) -> T: ...
 
 
 def load_safetensors(
@@ -222,17 +201,25 @@ def save_safetensors(
     arrays = _named_arrays(state, rename, transpose, _check_separator(separator))
     plan = _Plan.of(_target_file(path), arrays, most)
     channel = open_channel("the same save_safetensors")
-    check = functools.partial(_check_free, plan, overwrite=overwrite)
-    _on_first_process(channel, check)
+    is_first = jax.process_index() == 0
+    with _agreed(channel):
+        if is_first:
+            _check_free(plan, overwrite=overwrite)
     try:
         for file in plan.files:
-            _on_first_process(channel, functools.partial(_allocate, file, texts))
+            with _agreed(channel):
+                if is_first:
+                    _allocate(file, texts)
             _fill(channel, file)
-        _on_first_process(channel, functools.partial(_publish, plan))
+        with _agreed(channel):
+            if is_first:
+                _publish(plan)
     finally:
-        if jax.process_index() == 0:
-            for file in plan.files:
-                _remove_unfinished(file.temporary)
+        for file in plan.files if is_first else ():
+            try:
+                file.temporary.unlink(missing_ok=True)
+            except OSError as error:  # of a save that failed before
+                logger.warning("%s cannot be removed: %s", file.temporary, error)
     logger.info(
         "saved %d arrays, %s, to %s in %.1f s",
         len(arrays),
@@ -451,13 +438,7 @@ def _resolve(path: Path) -> Path:
 
 @dataclass(frozen=True)
 class _Array:
-    """An array to write.
-
-    Attributes:
-        name: Its name in the file.
-        value: The array.
-        dims: The permutation of its dims in the file; None for none.
-    """
+    """An array to write; `dims` is the permutation of its dims in the file, or None."""
 
     name: str
     value: jax.Array | HostArray
@@ -471,12 +452,10 @@ class _Array:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Its dtype."""
         return np.dtype(self.value.dtype)
 
     @property
     def nbytes(self) -> int:
-        """Its bytes in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def shards(self) -> Iterator["_Shard"]:
@@ -485,7 +464,7 @@ class _Array:
         if not isinstance(value, jax.Array):
             yield _Shard(self, tuple((0, size) for size in shape), 0)
             return
-        owners: dict[tuple[tuple[int, int], ...], int] = {}
+        owners: dict[Bounds, int] = {}
         is_shared = not value.is_fully_addressable
         for device, index in value.sharding.devices_indices_map(shape).items():
             # Of an array that every process has for itself, that of process 0 counts.
@@ -498,26 +477,18 @@ class _Array:
 
 @dataclass(frozen=True)
 class _Shard:
-    """A piece of an array, as one process has it.
-
-    Attributes:
-        array: The array.
-        bounds: The start and the stop of the piece in every dim.
-        owner: The process.
-    """
+    """A piece of an array: its bounds in every dim, and a process that has it."""
 
     array: _Array
-    bounds: tuple[tuple[int, int], ...]
+    bounds: Bounds
     owner: int
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
         return tuple(stop - start for start, stop in self.bounds)
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
         return math.prod(self.shape) * self.array.dtype.itemsize
 
     def values(self) -> HostArray:
@@ -535,20 +506,18 @@ class _Shard:
     def write(self, whole: HostArray, values: HostArray) -> None:
         """Writes its values into the whole array of the file."""
         index = tuple(slice(*bound) for bound in self.bounds)
-        if self.array.dims is not None:
-            index = tuple(index[dim] for dim in self.array.dims)
-            values = np.transpose(values, self.array.dims)
+        dims = self.array.dims
+        if dims is not None:
+            index, values = (
+                tuple(index[dim] for dim in dims),
+                np.transpose(values, dims),
+            )
         whole[index] = values
 
 
 @dataclass(frozen=True)
 class _File:
-    """One file.
-
-    Attributes:
-        path: Its name.
-        arrays: What it holds, in order.
-    """
+    """One file, and the arrays that it holds, in order."""
 
     path: Path
     arrays: list[_Array]
@@ -560,24 +529,24 @@ class _File:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its arrays."""
         return sum(array.nbytes for array in self.arrays)
 
-    def header(self, metadata: Mapping[str, str]) -> bytes:
-        """Returns what comes before the arrays.
+    @functools.cached_property
+    def offsets(self) -> dict[str, int]:
+        """Where each array begins, after the header."""
+        sizes = [array.nbytes for array in self.arrays]
+        begins = itertools.accumulate(sizes, initial=0)
+        return dict(zip([array.name for array in self.arrays], begins, strict=False))
 
-        Args:
-            metadata: Texts by name.
-        """
+    def header(self, metadata: Mapping[str, str]) -> bytes:
+        """Returns what comes before the arrays."""
         entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-        offset = 0
-        for array in self.arrays:
+        for array, begin in zip(self.arrays, self.offsets.values(), strict=True):
             entries[array.name] = {
                 "dtype": _CODES[array.dtype],
                 "shape": list(array.shape),
-                "data_offsets": [offset, offset + array.nbytes],
+                "data_offsets": [begin, begin + array.nbytes],
             }
-            offset += array.nbytes
         text = json.dumps(entries, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         return struct.pack("<Q", len(text)) + text
@@ -585,12 +554,7 @@ class _File:
 
 @dataclass(frozen=True)
 class _Plan:
-    """All files of a save.
-
-    Attributes:
-        path: The name of the one file, or what those of several are made of.
-        files: The files with arrays.
-    """
+    """All files of a save; `path` is the one file, or what the names are made of."""
 
     path: Path
     files: list[_File]
@@ -599,25 +563,24 @@ class _Plan:
     def of(cls, path: Path, arrays: Sequence[_Array], most: int) -> "_Plan":
         """Returns the files for arrays, each of at most so many bytes if it can be."""
         groups: list[list[_Array]] = [[]]
-        size = 0
         for array in arrays:
-            if groups[-1] and size + array.nbytes > most:
+            size = sum(other.nbytes for other in groups[-1]) + array.nbytes
+            if groups[-1] and size > most:
                 groups.append([])
-                size = 0
             groups[-1].append(array)
-            size += array.nbytes
         stem, count = path.name.removesuffix(SUFFIX), len(groups)
-        files: list[_File] = []
-        for number, group in enumerate(groups, start=1):
-            name = f"{stem}-{number:05}-of-{count:05}{SUFFIX}"
+        paths = [path]
+        if count > 1:
+            names = [f"{stem}-{i + 1:05}-of-{count:05}{SUFFIX}" for i in range(count)]
+            paths = [path.with_name(name) for name in names]
+        for group in groups:
             # Large elements first: each array then begins at a multiple of its element.
-            ordered = sorted(group, key=lambda array: -array.dtype.itemsize)
-            files.append(_File(path.with_name(name) if count > 1 else path, ordered))
-        return cls(path, files)
+            group.sort(key=lambda array: -array.dtype.itemsize)
+        return cls(path, [_File(*pair) for pair in zip(paths, groups, strict=True)])
 
     @property
     def index(self) -> Path:
-        """The file that says which array is in which file."""
+        """The file that says which array is in which file, if there are several."""
         return self.path.with_name(f"{self.path.name}{INDEX}")
 
     @property
@@ -630,10 +593,8 @@ class _Plan:
         """Returns what the index holds."""
         names = {a.name: file.path.name for file in self.files for a in file.arrays}
         total = sum(file.nbytes for file in self.files)
-        index = {
-            "metadata": {"total_size": total},
-            "weight_map": dict(sorted(names.items())),
-        }
+        weight_map = dict(sorted(names.items()))
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         return json.dumps(index, indent=2) + "\n"
 
 
@@ -653,17 +614,16 @@ def _named_arrays(
         _check_array(leaf)
     paths = [leaf.path for leaf in leaves]
     names = renamed(paths, rename)
-    if separator != "/":
-        for path, name in zip(paths, names, strict=True):
-            if name == path and separator in path:
-                msg = (
-                    f"{path}: a key holds {separator!r}, which also stands between "
-                    "keys in the file. Give separator='/', or rename it."
-                )
-                raise CheckpointError(msg)
-        names = [name.replace("/", separator) for name in names]
-    if "__metadata__" in names or len(set(names)) < len(names):
-        twice = sorted({name for name in names if names.count(name) > 1})
+    for path, name in zip(paths, names, strict=True):
+        if separator != "/" and name == path and separator in path:
+            msg = (
+                f"{path}: a key holds {separator!r}, which also stands between keys in "
+                "the file. Give separator='/', or rename it."
+            )
+            raise CheckpointError(msg)
+    names = [name.replace("/", separator) for name in names]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice or "__metadata__" in names:
         msg = (
             f"{(twice or ['__metadata__'])[0]}: more than one thing in the file would "
             "have this name. Change rename=."
@@ -681,45 +641,37 @@ def _named_arrays(
 
 
 def _check_array(leaf: _paths.Leaf) -> None:
-    value = leaf.value
-    dtype = getattr(value, "dtype", None)
+    value, dtype = leaf.value, getattr(leaf.value, "dtype", None)
+    alone = "Save the parameters alone, as state.params or nnx.state(model, nnx.Param)"
+    problem = ""
     if not leaf.path:
         msg = "the state is one leaf without a name. Put it into a dict."
-    elif dtype is not None and _jax.is_extended(dtype):
-        msg = (
-            f"{leaf.path}: it is a PRNG key, which safetensors files cannot hold. Save "
-            "the parameters alone, as state.params or nnx.state(model, nnx.Param), or "
+        raise CheckpointError(msg)
+    if dtype is not None and _jax.is_extended(dtype):
+        problem = (
+            f"it is a PRNG key, which safetensors files cannot hold. {alone}, or "
             "jax.random.key_data of the key."
         )
     elif not isinstance(value, (jax.Array, np.ndarray, np.generic)):
-        msg = (
-            f"{leaf.path}: safetensors files hold arrays, and this is "
-            f"{value!r} of type {type(value).__name__}. Save the parameters alone, as "
-            "state.params or nnx.state(model, nnx.Param)."
+        problem = (
+            f"safetensors files hold arrays, and this is {value!r} of type "
+            f"{type(value).__name__}. {alone}."
         )
     elif np.dtype(dtype) not in _CODES:
-        msg = (
-            f"{leaf.path}: safetensors files cannot hold the dtype {dtype}. Cast it to "
-            "another one."
+        problem = (
+            f"safetensors files cannot hold the dtype {dtype}. Cast it to another one."
         )
     elif isinstance(value, jax.Array) and value.is_deleted():
-        msg = (
-            f"{leaf.path}: the array is deleted: it was donated to a step or a "
-            "relayout. Save what the step returned."
+        problem = (
+            "the array is deleted: it was donated to a step or a relayout. Save what "
+            "the step returned."
         )
-    else:
-        return
-    raise CheckpointError(msg)
+    if problem:
+        msg = f"{leaf.path}: {problem}"
+        raise CheckpointError(msg)
 
 
 # Writing.
-
-
-def _on_first_process(channel: Channel, act: Callable[[], None]) -> None:
-    """Does something on process 0; if that fails, all processes raise."""
-    with _agreed(channel):
-        if jax.process_index() == 0:
-            act()
 
 
 @contextlib.contextmanager
@@ -744,9 +696,8 @@ def _agreed(channel: Channel) -> Iterator[None]:
 
 def _existing(plan: _Plan) -> list[Path]:
     """Returns the files of an earlier save under this name."""
-    stem = plan.path.name.removesuffix(SUFFIX)
-    literal = "".join(f"[{char}]" if char in "*?[" else char for char in stem)
-    shards = plan.path.parent.glob(f"{literal}-?????-of-?????{SUFFIX}")
+    stem = glob.escape(plan.path.name.removesuffix(SUFFIX))
+    shards = plan.path.parent.glob(f"{stem}-?????-of-?????{SUFFIX}")
     paths = [plan.index, plan.path, *sorted(shards)]
     return [path for path in paths if path.exists()]
 
@@ -765,90 +716,64 @@ def _allocate(file: _File, metadata: Mapping[str, str]) -> None:
     with file.temporary.open("wb") as stream:
         stream.write(header)
         stream.flush()
-        if file.nbytes:
-            _reserve(stream, len(header), file.nbytes)
+        # A full disk is found here: in mapped memory it would end the process.
+        if file.nbytes and hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(stream.fileno(), len(header), file.nbytes)
+        else:
+            for begin in range(0, file.nbytes, _PIECE_BYTES):
+                stream.write(bytes(min(_PIECE_BYTES, file.nbytes - begin)))
         os.fsync(stream.fileno())
 
 
-def _reserve(stream: BinaryIO, begin: int, size: int) -> None:
-    # A full disk is found here: in mapped memory it would end the process.
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(stream.fileno(), begin, size)
-        return
-    zeros = bytes(1 << 20)
-    while size:
-        size -= stream.write(zeros[:size])
-
-
 def _fill(channel: Channel, file: _File) -> None:
-    """Writes all shards of a file's arrays, on process 0."""
-    shards = [
-        shard for array in file.arrays if array.nbytes for shard in array.shards()
-    ]
-    writer = _Writer(file) if jax.process_index() == 0 else None
-    for shard in shards:
-        if writer is not None and shard.owner == 0:
-            writer.write(shard, shard.values())
-    for batch in _batches(shard for shard in shards if shard.owner != 0):
+    """Writes all shards of a file's arrays, on process 0.
+
+    What goes wrong there is raised at the end: until then other processes send their
+    shards, and would wait for ever for one that no longer takes part.
+    """
+    is_first = jax.process_index() == 0
+    problem: OSError | None = None
+    for shard, values in _all_values(file):
+        if is_first and problem is None:
+            try:
+                _write(file, shard, values)
+            except OSError as error:
+                problem = error
+    with _agreed(channel):
+        if problem is not None:
+            raise problem
+        if is_first:
+            with file.temporary.open("r+b") as stream:
+                os.fsync(stream.fileno())
+
+
+def _all_values(file: _File) -> Iterator[tuple[_Shard, HostArray]]:
+    """Yields the shards of a file with their values, on process 0."""
+    remote: list[_Shard] = []
+    for array in file.arrays:
+        for shard in array.shards() if array.nbytes else ():
+            if shard.owner:
+                remote.append(shard)
+            elif jax.process_index() == 0:
+                yield shard, shard.values()
+    for batch in _batches(remote):
         content = _received(batch)
         for shard in batch:
             values = content[: shard.nbytes].view(shard.array.dtype)
             content = content[shard.nbytes :]
-            if writer is not None:
-                writer.write(shard, values.reshape(shard.shape))
-    with _agreed(channel):
-        if writer is not None:
-            writer.close()
+            yield shard, values.reshape(shard.shape)
 
 
-class _Writer:
-    """Writes shards into a file that was allocated.
-
-    What goes wrong is raised at the end: until then other processes send their shards,
-    and would wait for ever for one that has stopped to take part.
-
-    Args:
-        file: What goes into it.
-    """
-
-    def __init__(self, file: _File) -> None:
-        self._file = file
-        self._stream: BinaryIO | None = None
-        self._offsets: dict[str, int] = {}
-        self._error: OSError | None = None
-
-    def write(self, shard: _Shard, values: HostArray) -> None:
-        """Writes a shard."""
-        if self._error is not None:
-            return
-        try:
-            stream = self._stream or self._open()
-            array = shard.array
-            offset, shape = self._offsets[array.name], array.shape or (1,)
-            whole = np.memmap(stream, array.dtype, "r+", offset, shape)
-            shard.write(whole.reshape(array.shape), values)
-        except OSError as error:
-            self._error = error
-
-    def close(self) -> None:
-        """Brings everything to the disk; raises OSError if something went wrong."""
-        if self._stream is not None:
-            with self._stream:
-                os.fsync(self._stream.fileno())
-        if self._error is not None:
-            raise self._error
-
-    def _open(self) -> BinaryIO:
-        self._stream = self._file.temporary.open("r+b")
-        (size,) = struct.unpack("<Q", self._stream.read(8))
-        offset = 8 + size
-        for array in self._file.arrays:
-            self._offsets[array.name] = offset
-            offset += array.nbytes
-        return self._stream
+def _write(file: _File, shard: _Shard, values: HostArray) -> None:
+    array = shard.array
+    with file.temporary.open("r+b") as stream:
+        (size,) = struct.unpack("<Q", stream.read(8))
+        offset = 8 + size + file.offsets[array.name]
+        whole = np.memmap(stream, array.dtype, "r+", offset, array.shape or (1,))
+    shard.write(whole.reshape(array.shape), values)
 
 
-def _batches(shards: Iterable[_Shard]) -> Iterator[list[_Shard]]:
+def _batches(shards: Sequence[_Shard]) -> Iterator[list[_Shard]]:
     """Yields shards of one process each, small ones together."""
     batch: list[_Shard] = []
     for shard in sorted(shards, key=lambda shard: shard.owner):
@@ -892,21 +817,8 @@ def _publish(plan: _Plan) -> None:
     for file in plan.files:
         file.temporary.replace(file.path)
     if is_sharded:
-        temporary = plan.index.with_name(f".{plan.index.name}.incomplete")
-        with temporary.open("w") as stream:
-            stream.write(plan.index_text())
-            stream.flush()
-            os.fsync(stream.fileno())
         sync_directory(plan.path.parent)
-        temporary.replace(plan.index)
+        write_whole(plan.index, plan.index_text().encode())
     for path in sorted(existing - set(plan.paths), key=lambda path: path != plan.index):
         path.unlink(missing_ok=True)
     sync_directory(plan.path.parent)
-
-
-def _remove_unfinished(path: Path) -> None:
-    """Removes a file that is not complete; if that fails, the save failed before."""
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        logger.warning("%s cannot be removed: %s", path, error)

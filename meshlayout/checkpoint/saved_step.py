@@ -24,6 +24,7 @@ from meshlayout.checkpoint.damage import WAY_OUT, check_files, unreadable
 from meshlayout.checkpoint.difference import Leaf, is_number
 from meshlayout.checkpoint.fingerprint import slice_sums, text_of
 from meshlayout.checkpoint.leaf_restore import (
+    Bounds,
     HostArray,
     Index,
     LeafRestore,
@@ -41,7 +42,6 @@ from meshlayout.errors import DamagedCheckpointError
 # Arrays of up to this size are read whole by each process, and cut in memory.
 _WHOLE_BYTES = 2**18
 
-Bounds = tuple[tuple[int, int], ...]
 Sums = tuple[int, int]
 
 
