@@ -221,7 +221,7 @@ def clean(directory: Any) -> None:
     if left:
         what = ", ".join(left)
         logger.info("removed %s of unfinished saves from %s", what, directory)
-    for name in filter(is_step, names):
+    for name in filter(files.is_step, names):
         folder = directory / name
         if files.is_remote(folder):
             _clean_step_in_store(folder, living)
@@ -301,11 +301,6 @@ def is_unfinished(folder: Any) -> bool:
         if not all(_is_left(name, living) for name in filter(_HIDDEN.fullmatch, names)):
             return False
     return folder.is_dir() and not (folder / manifest.NAME).exists()
-
-
-def is_step(name: str) -> bool:
-    """Returns whether a name is one of a step's directory."""
-    return name.isascii() and name.isdecimal() and str(int(name)) == name
 
 
 def _check_ours(folder: Any) -> None:

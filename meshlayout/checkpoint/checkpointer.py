@@ -15,7 +15,6 @@ from meshlayout import _checks, _jax, _render
 from meshlayout._annotations import Metadata, PyTree
 from meshlayout.checkpoint import attempt, files
 from meshlayout.checkpoint.data_state import Continues, DataState
-from meshlayout.checkpoint.leaf_restore import LeafRestore
 from meshlayout.checkpoint.lease import Lease
 from meshlayout.checkpoint.manifest import Inspection, Manifest, encode
 from meshlayout.checkpoint.matching import Dtypes
@@ -26,6 +25,7 @@ from meshlayout.checkpoint.step_selection import StepSelection
 from meshlayout.checkpoint.step_writer import Job, StepWriter
 from meshlayout.checkpoint.steps import Steps, steps_to_delete
 from meshlayout.checkpoint.store import StoreError
+from meshlayout.checkpoint.target import LeafRestore
 from meshlayout.checkpoint.waits import open_channel, progress
 from meshlayout.cluster.process_sync import Channel
 from meshlayout.errors import CheckpointError, did_you_mean

@@ -58,6 +58,11 @@ def as_directory(path: Any) -> Any:
     return pathlib.Path(text).expanduser().absolute()
 
 
+def is_step(name: str) -> bool:
+    """Returns whether a name is one of a step's directory."""
+    return name.isascii() and name.isdecimal() and str(int(name)) == name
+
+
 def is_remote(path: Any) -> bool:
     """Tells whether a path is one of an object store."""
     return isinstance(path, StorePath)

@@ -15,7 +15,6 @@ from meshlayout import _checks
 from meshlayout._annotations import PyTree
 from meshlayout._optional import require
 from meshlayout.checkpoint.difference import Leaf
-from meshlayout.checkpoint.leaf_restore import HostArray, Index
 from meshlayout.checkpoint.matching import Dtypes, key_dtype, key_words
 from meshlayout.checkpoint.orbax_arrays import (
     TREE,
@@ -30,6 +29,7 @@ from meshlayout.checkpoint.restore import (
     Request,
     load_foreign,
 )
+from meshlayout.checkpoint.target import HostArray, Index
 from meshlayout.errors import CheckpointError, DamagedCheckpointError
 from meshlayout.layout_map import LayoutMap
 

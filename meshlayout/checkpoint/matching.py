@@ -121,10 +121,15 @@ def match(
         >>> [(pair.wanted.path, pair.saved.path) for pair in matched.pairs]
         [('model/w', 'net.w')]
     """
-    names = renamed([leaf.path for leaf in saved], rename, separator)
+    names = [leaf.path for leaf in saved]
+    if rename is not None or separator != "/":
+        names = renamed(names, rename, separator)
     unused, partners = _find(saved, names, wanted, is_foreign=is_foreign)
-    allowed = compile_patterns("allow", [allow] if isinstance(allow, str) else allow)
-    check_used(allowed, [*names, *(leaf.path for leaf in wanted)], "allow")
+    allowed: Mapping[str, re.Pattern[str]] = {}
+    if allow != ():
+        patterns = [allow] if isinstance(allow, str) else allow
+        allowed = compile_patterns("allow", patterns)
+        check_used(allowed, [*names, *(leaf.path for leaf in wanted)], "allow")
     requested = _RequestedDtypes(dtype, wanted)
     pairs: list[Pair] = []
     kept: list[Leaf] = []

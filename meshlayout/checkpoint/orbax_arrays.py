@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from meshlayout._optional import require
-from meshlayout.checkpoint.leaf_restore import HostArray, Index
+from meshlayout.checkpoint.target import HostArray, Index
 from meshlayout.errors import DamagedCheckpointError
 
 

@@ -23,10 +23,16 @@ from jax.tree_util import DictKey
 from meshlayout import _checks, _render
 from meshlayout._annotations import PyTree
 from meshlayout.checkpoint.difference import Leaf, RestoreDiff, is_number
-from meshlayout.checkpoint.leaf_restore import HostArray, Index, LeafRestore
 from meshlayout.checkpoint.matching import Dtypes, Matched, key_words, match
 from meshlayout.checkpoint.patterns import permutations, renamed
-from meshlayout.checkpoint.target import Target, TargetLeaf, check_kept
+from meshlayout.checkpoint.target import (
+    HostArray,
+    Index,
+    LeafRestore,
+    Target,
+    TargetLeaf,
+    check_kept,
+)
 from meshlayout.errors import CheckpointError
 from meshlayout.layout_map import LayoutMap
 
@@ -122,7 +128,9 @@ def load(source: Source, request: Request) -> Restored:
         CheckpointError: If the saved arrays do not fit.
     """
     saved, names, rename = _chosen(source, request)
-    by_name = permutations(request.transpose, names)
+    by_name: dict[str, tuple[int, ...]] = {}
+    if request.transpose is not None:
+        by_name = permutations(request.transpose, names)
     dims = {
         leaf.path: by_name.get(name) for leaf, name in zip(saved, names, strict=True)
     }
@@ -218,7 +226,9 @@ def _chosen(
     nothing; it is left out with it.
     """
     paths = [leaf.path for leaf in source.leaves]
-    names = renamed(paths, request.rename, request.separator)
+    names = paths
+    if request.rename is not None or request.separator != "/":
+        names = renamed(paths, request.rename, request.separator)
     if request.only is None:
         return source.leaves, names, request.rename
     pairs = [

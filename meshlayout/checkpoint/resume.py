@@ -18,10 +18,10 @@ from meshlayout import _checks, _jax
 from meshlayout._annotations import Batch, PyTree
 from meshlayout.arrays import to_numpy
 from meshlayout.checkpoint.checkpointer import Checkpointer
-from meshlayout.checkpoint.damage import check_files
 from meshlayout.checkpoint.data_state import Continues, DataState
 from meshlayout.checkpoint.input import Input
 from meshlayout.checkpoint.manifest import Manifest
+from meshlayout.checkpoint.saved_step import check_files
 from meshlayout.checkpoint.steps import Steps
 from meshlayout.errors import (
     CheckpointError,

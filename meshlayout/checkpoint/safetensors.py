@@ -31,10 +31,10 @@ from meshlayout._optional import require
 from meshlayout.checkpoint.difference import Leaf
 from meshlayout.checkpoint.files import sync_directory, write_whole
 from meshlayout.checkpoint.foreign import check_path
-from meshlayout.checkpoint.leaf_restore import Bounds, HostArray, Index, bounds_of
 from meshlayout.checkpoint.matching import Dtypes
 from meshlayout.checkpoint.patterns import permutations, renamed
 from meshlayout.checkpoint.restore import Request, load_foreign
+from meshlayout.checkpoint.target import Bounds, HostArray, Index, bounds_of
 from meshlayout.checkpoint.waits import open_channel
 from meshlayout.cluster.process_sync import Channel
 from meshlayout.errors import CheckpointError, DamagedCheckpointError

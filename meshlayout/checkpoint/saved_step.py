@@ -20,24 +20,28 @@ import numpy as np
 
 from meshlayout import _render
 from meshlayout.checkpoint import files, orbax
-from meshlayout.checkpoint.damage import WAY_OUT, check_files, unreadable
 from meshlayout.checkpoint.difference import Leaf, is_number
 from meshlayout.checkpoint.fingerprint import slice_sums, text_of
-from meshlayout.checkpoint.leaf_restore import (
-    Bounds,
-    HostArray,
-    Index,
-    LeafRestore,
-    bounds_of,
-)
 from meshlayout.checkpoint.manifest import Manifest, SavedLeaf
 from meshlayout.checkpoint.matching import key_dtype, key_words
 from meshlayout.checkpoint.orbax_arrays import ArrayReadError, Format, OrbaxArrays
 from meshlayout.checkpoint.restore import READ_AHEAD_BYTES
 from meshlayout.checkpoint.snapshot import PYTHON_TYPES
 from meshlayout.checkpoint.store import REFUSALS, StoreError
+from meshlayout.checkpoint.target import (
+    Bounds,
+    HostArray,
+    Index,
+    LeafRestore,
+    bounds_of,
+)
 from meshlayout.errors import DamagedCheckpointError
 
+
+_WAY_OUT = (
+    "Restore another step, or the newest intact one with fallback=True; verify=False "
+    "reads what there is."
+)
 
 # Arrays of up to this size are read whole by each process, and cut in memory.
 _WHOLE_BYTES = 2**18
@@ -104,7 +108,7 @@ class SavedStep:
             read = self._arrays.start(name, index)
         if stored != (shape, np.dtype(str(saved.stored))):
             why = f"array {name} is not there as it was saved"
-            raise unreadable(self._folder, self._manifest, why)
+            raise self._not_read(why)
 
         def finish() -> HostArray:
             part = read().view(_file_dtype(leaf))
@@ -128,7 +132,7 @@ class SavedStep:
         try:
             layout = Format.read(directory)
         except DamagedCheckpointError as error:
-            raise unreadable(self._folder, self._manifest, str(error)) from error
+            raise self._not_read(str(error)) from error
         return OrbaxArrays(str(directory), layout, names)
 
     @contextlib.contextmanager
@@ -143,7 +147,12 @@ class SavedStep:
                 check_files(self._folder, self._manifest)
                 if why.startswith(REFUSALS):
                     raise StoreError.of(self._folder, "read", why) from error
-            raise unreadable(self._folder, self._manifest, why) from error
+            raise self._not_read(why) from error
+
+    def _not_read(self, why: str) -> DamagedCheckpointError:
+        where = self._folder / str(self._manifest.arrays)
+        msg = f"the arrays in {where} cannot be read: {why}. {_WAY_OUT}"
+        return DamagedCheckpointError(msg)
 
     # Verifying.
 
@@ -214,7 +223,7 @@ class SavedStep:
         places = ", ".join(unhashed[:3]) or str(self._manifest.arrays)
         msg = (
             f"{', '.join(arrays)}{more}: the values in {self._folder} are not those "
-            f"that were saved; the damage is in {places}. {WAY_OUT}"
+            f"that were saved; the damage is in {places}. {_WAY_OUT}"
         )
         return DamagedCheckpointError(msg)
 
@@ -246,6 +255,36 @@ def _by_replica(
         if device.process_index == jax.process_index():
             by_replica.setdefault(replica, []).append(sums[bounds])
     return {replica: _added(own) for replica, own in by_replica.items()}
+
+
+def check_files(folder: Any, manifest: Manifest) -> None:
+    """Raises if a file is gone, has another size or, if it is small, other content.
+
+    Args:
+        folder: The step's directory.
+        manifest: Its manifest.
+
+    Raises:
+        DamagedCheckpointError: Names the file.
+    """
+    for name, saved in manifest.files.items():
+        file = folder / name
+        try:
+            size = files.size_of(file)
+            content = None if saved.sha256 is None else file.read_bytes()
+        except FileNotFoundError:
+            raise DamagedCheckpointError(f"{file} is missing. {_WAY_OUT}") from None
+        except OSError as error:
+            msg = f"{file} cannot be read: {error}. {_WAY_OUT}"
+            raise DamagedCheckpointError(msg) from error
+        if size != saved.size:
+            msg = (
+                f"{file} has {size:,} bytes, and {saved.size:,} were saved. {_WAY_OUT}"
+            )
+            raise DamagedCheckpointError(msg)
+        if content is not None and files.digest(content) != saved.sha256:
+            msg = f"{file} is not what was saved: its content has changed. {_WAY_OUT}"
+            raise DamagedCheckpointError(msg)
 
 
 # What the manifest says.

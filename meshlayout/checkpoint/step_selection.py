@@ -15,12 +15,11 @@ from typing import Any, TypeVar
 import jax
 
 from meshlayout import _checks, _render
-from meshlayout.checkpoint.damage import check_files
-from meshlayout.checkpoint.leaf_restore import LeafRestore
 from meshlayout.checkpoint.manifest import Manifest
-from meshlayout.checkpoint.saved_step import SavedStep
+from meshlayout.checkpoint.saved_step import SavedStep, check_files
 from meshlayout.checkpoint.steps import Steps, best_of
 from meshlayout.checkpoint.store import StoreError
+from meshlayout.checkpoint.target import LeafRestore
 from meshlayout.checkpoint.waits import progress
 from meshlayout.cluster.process_sync import Channel
 from meshlayout.errors import (
@@ -293,10 +292,9 @@ def _warn_of_damage(
 
 def _warn_of_unfinished(steps: Steps, restored: int) -> None:
     """Warns if a newer step has files but no manifest, and nobody is at work on it."""
-    for step in steps.unfinished():
-        if step > restored:
-            msg = (
-                f"{steps.folder(step)} has no manifest: that step was not saved to its "
-                f"end, or the file was deleted. Restoring step {restored}."
-            )
-            warnings.warn(msg, CheckpointWarning, stacklevel=stack_level())
+    for step in steps.unfinished(after=restored):
+        msg = (
+            f"{steps.folder(step)} has no manifest: that step was not saved to its "
+            f"end, or the file was deleted. Restoring step {restored}."
+        )
+        warnings.warn(msg, CheckpointWarning, stacklevel=stack_level())

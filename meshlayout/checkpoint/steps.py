@@ -33,14 +33,14 @@ class Steps:
         """Returns the steps that have a manifest, be it damaged, in order."""
         return [step for step in self._folders() if self._file(step).exists()]
 
-    def unfinished(self) -> list[int]:
-        """Returns the steps that have no manifest, and nobody who writes one."""
-        folders = self._folders()
-        return [step for step in folders if attempt.is_unfinished(self.folder(step))]
+    def unfinished(self, after: int) -> list[int]:
+        """Returns later steps that have no manifest, and nobody who writes one."""
+        later = [step for step in self._folders() if step > after]
+        return [step for step in later if attempt.is_unfinished(self.folder(step))]
 
     def _folders(self) -> list[int]:
         names = files.names_in(self.directory)
-        return sorted(int(name) for name in names if attempt.is_step(name))
+        return sorted(int(name) for name in names if files.is_step(name))
 
     def manifest(self, step: int) -> Manifest:
         """Returns a step's manifest.
