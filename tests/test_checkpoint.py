@@ -957,7 +957,7 @@ def test_what_save_is_given_is_checked(tmp_path):
         )
         assert message(data=[1]) == (
             "data= must be an iterator with get_state() and set_state(state), got "
-            "[1] of type list. Pass iter(dataset), not the data set."
+            "[1] of type list. Pass iter(dataset), not the dataset."
         )
         ck.save(1, {"x": 1})
         with pytest.raises(ml.errors.CheckpointError) as caught:

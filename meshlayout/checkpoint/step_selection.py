@@ -192,7 +192,7 @@ class StepSelection:
         elif problem is not None:
             is_still = self._steps.is_still(step, manifest)
             text = f"{'damaged' if is_still else 'gone'} {problem}"
-        texts = list(self._channel.exchange(text).values())
+        texts = self._exchanged(text)
         first = next((said for said in texts if not said.startswith("fine ")), None)
         if first is None:
             return [said.removeprefix("fine ") for said in texts]
@@ -204,6 +204,12 @@ class StepSelection:
         if problem is not None and first == text:
             raise problem
         raise DamagedCheckpointError(words) from problem
+
+    def _exchanged(self, text: str) -> list[str]:
+        """Returns what each process says, process 0 first."""
+        if jax.process_count() == 1:
+            return [text]
+        return list(self._channel.exchange(text).values())
 
     def _candidates(self, step: int | str, *, fallback: bool) -> list[int]:
         """Returns the steps to try, the same on all processes."""
@@ -220,7 +226,7 @@ class StepSelection:
         except CheckpointError as error:
             problem = error
             text = f"error {error}"
-        text = self._channel.from_first(text)
+        text = self._exchanged(text)[0]
         if problem is not None:
             raise problem
         if text.startswith("error "):
