@@ -118,7 +118,7 @@ def test_single_arrays_in_a_map_dataset_may_be_batches(mesh):
     with pytest.raises(ml.errors.DataError) as error:
         distribute_dataset(source, mesh, global_batch_size=8)
     assert str(error.value) == (
-        "the elements of the Grain data set may be examples or batches: all their "
+        "the elements of the Grain dataset may be examples or batches: all their "
         "arrays have the same first dim. Say batched=False for examples, or "
         "batched=True for batches."
     )
@@ -170,7 +170,9 @@ def test_a_data_loader_gives_what_it_gives_by_itself(mesh, batch_size):
     expected = [
         int(y) for element in loader(0, batch_size) for y in np.atleast_1d(element["y"])
     ]
-    data = distribute_dataset(loader(0, batch_size), mesh, global_batch_size=16)
+    options = {"batched": True} if batch_size else {}
+    source = loader(0, batch_size)
+    data = distribute_dataset(source, mesh, global_batch_size=16, **options)
     assert values(data) == expected
     assert sorted(expected) == squares(range(40))
 
@@ -195,6 +197,8 @@ def sources():
 def test_a_grain_source_resumes_exactly_where_it_stopped(mesh, name, stop):
     make = sources()[name]
     options = {"global_batch_size": 8, "epochs": 2}
+    if name == "DataLoader of batches":
+        options["batched"] = True
     whole = values(distribute_dataset(make(), mesh, **options))
     with distribute_dataset(make(), mesh, **options).iterator() as iterator:
         before = values(next(iterator) for _ in range(stop))
@@ -311,8 +315,8 @@ def test_packed_sequences_give_no_batches(mesh):
     with pytest.raises(ml.errors.DataError) as error:
         distribute_dataset(source, mesh, global_batch_size=8, batched=True)
     assert str(error.value) == (
-        "a PackedSequences gives single examples. Leave out batched=True, or give "
-        "an iterable of the batches."
+        "a PackedSequences is a source that says itself what it gives. Leave out "
+        "batched=True."
     )
 
 

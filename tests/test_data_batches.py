@@ -498,7 +498,7 @@ class Frame:
 
 def test_a_table_is_given_as_a_dict():
     assert refused(Frame()) == (
-        "a Frame gives columns by name, and is no tree of arrays. Make it one with "
+        "a Frame gives columns by name, and is not a tree of arrays. Make it one with "
         "dict(...)."
     )
     assert_same(batches(dict(Frame()), remainder="error"), [{"x": np.arange(8)}])
@@ -508,7 +508,7 @@ def test_an_npz_file_is_given_as_a_dict(tmp_path):
     np.savez(tmp_path / "data.npz", x=np.arange(8, dtype=np.int32))
     with np.load(tmp_path / "data.npz") as file:
         assert refused(file) == (
-            "a NpzFile gives columns by name, and is no tree of arrays. Make it one "
+            "a NpzFile gives columns by name, and is not a tree of arrays. Make it one "
             "with dict(...)."
         )
         assert_same(batches(dict(file), remainder="error"), [{"x": np.arange(8)}])
@@ -806,7 +806,7 @@ def test_objects_are_refused():
 def test_what_is_no_array_is_refused():
     examples = [{"x": np.ones(2), "when": object()} for _ in range(8)]
     assert refused(iter(examples)) == (
-        "leaf 'when' is of type object, which is no array, number or string. Leave it "
+        "leaf 'when' is of type object, which is not an array, number or string. Leave it "
         "out of the examples, or make it an array."
     )
 
@@ -907,15 +907,14 @@ def test_an_example_without_arrays_is_refused():
 @pytest.mark.parametrize("source", [7, "a text", {}, None, {"x": None}])
 def test_what_is_no_source_is_refused(source):
     assert message(lambda: distributed(source)) == (
-        f"a {type(source).__name__} is no source of examples. Give arrays, a list of "
-        "examples, an iterable, a function that makes a generator, or a data set of "
-        "Grain, TFDS, tf.data, PyTorch or Hugging Face."
+        f"{source!r} is not a source of examples. Give arrays, a list of examples, an "
+        "iterable, a function that makes a generator, or a dataset of Grain, TFDS, tf.data, PyTorch or Hugging Face."
     )
 
 
 def test_a_function_that_returns_no_iterator_is_refused():
     assert message(lambda: distributed(lambda: 7)) == (
-        "the source is a function that returned a int; it has to return an iterator, or "
+        "the source is a function that returned 7; it has to return an iterator, or "
         "be a generator function."
     )
 
@@ -954,10 +953,10 @@ def test_a_class_makes_a_new_iterator_for_every_epoch(kind):
 # Examples or batches
 
 
-@pytest.mark.parametrize("batched", ["yes", 1, np.True_])
+@pytest.mark.parametrize("batched", ["yes", 1, 0.0])
 def test_batched_is_a_flag(batched):
     assert message(lambda: distributed([{"y": 1}], batched=batched)) == (
-        f"batched= is True, False or None, and got {batched!r}."
+        f"batched must be True, False or None, got {batched!r}."
     )
 
 
@@ -989,7 +988,7 @@ def test_elements_that_may_be_both_need_a_word():
 def test_a_list_of_arrays_needs_a_word():
     arrays = [np.zeros((8, 2), np.float32), np.ones((8, 2), np.float32)]
     assert message(lambda: distributed(arrays)) == (
-        "a list of 2 arrays may be the columns of one data set, or as many examples or "
+        "a list of 2 arrays may be the columns of one dataset, or as many examples or "
         "batches. Give columns as a tuple or dict; say batched=False for examples, or "
         "batched=True for batches."
     )
@@ -1045,7 +1044,7 @@ def test_batches_that_are_on_the_mesh_have_the_global_batch_size():
     placed = [{"x": ml.relayout(np.zeros((8, 2)), MESH.layout("batch", None))}]
     assert message(lambda: distributed(iter(placed), size=16)) == (
         "the source gives batches of 8 rows that are on the mesh already, and "
-        "global_batch_size=16. They pass through as they are: give their size."
+        "global_batch_size=16. They pass through unchanged: give their size."
     )
 
 
@@ -1104,29 +1103,33 @@ def test_examples_may_come_in_one_buffer(kind):
 
 
 WRONG = [
-    ({"size": 0}, "global_batch_size= is a whole number, 1 or more, and got 0."),
-    ({"size": 8.0}, "global_batch_size= is a whole number, 1 or more, and got 8.0."),
-    ({"epochs": 0}, "epochs= is a whole number, 1 or more, and got 0."),
-    ({"epochs": -1}, "epochs= is a whole number, 1 or more, and got -1."),
-    ({"steps": 0}, "steps= is a whole number, 1 or more, and got 0."),
-    ({"prefetch": -1}, "prefetch= is a whole number, 0 or more, and got -1."),
-    ({"shuffle": -1}, "shuffle= is a whole number, 0 or more, and got -1."),
+    ({"size": 0}, "global_batch_size must be a positive integer, got 0."),
+    ({"size": 8.0}, "global_batch_size must be a positive integer, got 8.0."),
+    ({"epochs": 0}, "epochs must be a positive integer, got 0."),
+    ({"epochs": -1}, "epochs must be a positive integer, got -1."),
+    ({"steps": 0}, "steps must be a positive integer, got 0."),
+    ({"prefetch": -1}, "prefetch must be a non-negative integer, got -1."),
+    (
+        {"shuffle": -1},
+        "shuffle must be a non-negative integer, got -1. shuffle=0 is a shuffle that is "
+        "the same in every run.",
+    ),
     (
         {"shuffle": True},
-        "shuffle= takes a seed, a whole number, or None, and got True. Write shuffle=0 "
-        "for a shuffle that is the same in every run.",
+        "shuffle must be a non-negative integer, got True. shuffle=0 is a shuffle that "
+        "is the same in every run.",
     ),
     (
         {"remainder": "padd"},
-        "remainder= is one of 'pad', 'drop', 'repeat', 'error', and got 'padd'. Did you "
-        "mean 'pad'?",
+        "remainder must be 'pad', 'drop', 'repeat' or 'error', got 'padd'. Did you mean "
+        "'pad'?",
     ),
-    ({"strings": "keep"}, "strings= is one of 'error', 'host', and got 'keep'."),
+    ({"strings": "keep"}, "strings must be 'error' or 'host', got 'keep'."),
     (
         {"weights": 1.5},
-        "weights= is a batch's key, or the place in a tuple, or None, and got 1.5.",
+        "weights must be a batch's key, a place in a tuple, or None, got 1.5.",
     ),
-    ({"per_process": 1}, "per_process= is True or False, and got 1."),
+    ({"per_process": 1}, "per_process must be True or False, got 1."),
     (
         {"per_process": True, "remainder": "repeat"},
         "remainder='repeat' with per_process=True needs steps=: the processes may have "

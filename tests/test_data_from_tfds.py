@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+import itertools
 import json
 import logging
 import os
@@ -529,7 +530,8 @@ def test_the_number_of_workers_is_measured_said_and_logged(tiny, caplog):
         r"tried, since an epoch takes [\d.]+ s|; there is one core)\.",
         said[0],
     )
-    assert [record.getMessage() for record in caplog.records] == said
+    messages = [record.getMessage() for record in caplog.records]
+    assert [text for text in messages if "int64 becomes" not in text] == said
 
 
 def test_threads_are_chosen_where_they_help(tiny):
@@ -882,7 +884,9 @@ def test_odd_values_work_or_are_refused_in_a_sentence(mesh, directory, name, val
         "map": numbers_and_images,
     }
     try:
-        shapes = [b["number"].shape for b in from_tfds(**{**options, name: value})]
+        data = from_tfds(**{**options, name: value})
+        # Without a number of epochs, there is no end.
+        shapes = [batch["number"].shape for batch in itertools.islice(data, 5)]
     except ml.errors.MeshLayoutError as error:
         message = str(error)
     else:

@@ -289,7 +289,7 @@ def test_from_tfds_says_that_only_tensorflow_reads_tfrecords(mesh, tfds, tfrecor
 
 
 class Rows:
-    """A data set with random access, as PyTorch takes it."""
+    """A dataset with random access, as PyTorch takes it."""
 
     def __len__(self):
         return 20
@@ -542,7 +542,7 @@ def test_a_hugging_face_format_of_tables_is_an_error(mesh, hf):
     with pytest.raises(ml.errors.DataError) as error:
         distribute_dataset(dataset.with_format("arrow"), mesh, global_batch_size=8)
     assert str(error.value) == (
-        "the Hugging Face data set is formatted as 'arrow', which gives no arrays. Use "
+        "the Hugging Face dataset is formatted as 'arrow', which gives no arrays. Use "
         "with_format('numpy')."
     )
 
@@ -554,14 +554,14 @@ def test_ragged_and_missing_columns_of_hugging_face_are_errors(mesh, hf):
         next(iter(data))
     assert str(error.value) == (
         "words: rows have different lengths, 1 and 2. Pad or crop them to one with the "
-        "data set's map."
+        "dataset's map."
     )
     missing = hf.Dataset.from_dict({"age": [None, 2]})
     with pytest.raises(ml.errors.DataError) as error:
         distribute_dataset(missing, mesh, global_batch_size=8)
     assert str(error.value) == (
         "age: 1 of the rows asked for are None. Fill them in, or leave them out, with "
-        "the data set's map or filter."
+        "the dataset's map or filter."
     )
 
 
@@ -657,7 +657,7 @@ def test_missing_structures_of_hugging_face_are_an_error(mesh, hf, how):
         list(distribute_dataset(STRUCTURES[how](dataset), mesh, global_batch_size=8))
     assert str(error.value) == (
         "inside: some of the rows asked for are None. Fill them in, or leave them out, "
-        "with the data set's map or filter."
+        "with the dataset's map or filter."
     )
 
 
@@ -705,7 +705,7 @@ def test_two_iterators_over_one_iterable_dataset_do_not_disturb_each_other(mesh,
         found["first"] += np.asarray(next(first)["y"]).tolist()
         found["second"] += np.asarray(next(second)["y"]).tolist()
     assert found["first"] == found["second"] == list(range(160))
-    # The data set keeps the place of one pass only, and there were two.
+    # The dataset keeps the place of one pass only, and there were two.
     again = iter(distribute_dataset(dataset, mesh, global_batch_size=40))
     with pytest.raises(ml.errors.DataError, match="cannot go to row 160 of epoch 1"):
         again.set_state(first.get_state())

@@ -96,9 +96,10 @@ def test_an_iteration_may_have_several_epochs(source):
 def test_steps_end_an_iteration_early(source):
     data = distributed(source, epochs=2, steps=4)
     assert len(data) == 4
-    one = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 9, 9]]
-    assert rows_of(data) == [*one, one[0]]
-    assert rows_of(data) == [*one, one[0]]
+    first, second, third = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 9, 9]]
+    assert rows_of(data) == [first, second, third, first]
+    # The next one begins where the last one ended.
+    assert rows_of(data) == [second, third, first, second]
 
 
 def test_more_steps_than_there_are_batches_are_an_error():
@@ -160,8 +161,7 @@ def test_repeated_data_goes_on_where_a_loop_was_left():
 def test_the_length_of_a_stream_is_not_known():
     data = distributed(examples(10))
     assert message(lambda: len(data), TypeError) == (
-        "this data set does not know how many batches it has: its source does not tell. "
-        "Give steps= to have the same number in every iteration."
+        "this dataset does not know how many batches it has. Give steps= to have the same number in every iteration."
     )
     assert len(distributed([{"y": i} for i in range(10)])) == 3
 
@@ -296,7 +296,7 @@ def test_an_exception_of_the_source_comes_after_the_batches_before_it(
     it = iter(distributed(failing(at), prefetch=prefetch))
     for batch in range(before):
         assert rows_of([next(it)]) == [list(range(4 * batch, 4 * batch + 4))]
-    with pytest.raises(SourceError, match=f"^row {at} cannot be read$") as info:
+    with pytest.raises(SourceError, match=f"^row {at} cannot be read") as info:
         next(it)
     frames = [frame.name for frame in traceback.extract_tb(info.value.__traceback__)]
     assert "generate" in frames
@@ -348,9 +348,10 @@ def test_an_exception_when_a_generator_is_closed_surfaces():
         finally:
             raise SourceError("cannot close")
 
-    data = distributed(source, steps=1, prefetch=2)
+    it = iter(distributed(source, prefetch=0))
+    next(it)
     with pytest.raises(SourceError, match="cannot close"):
-        list(data)
+        it.close()
 
 
 # Leaving early
@@ -744,7 +745,7 @@ def test_a_source_that_cannot_seek_says_so_and_offers_to_skip():
     it.close()
     other = iter(distributed(examples(12)))
     assert message(lambda: other.set_state(state)) == (
-        "this source cannot go to row 4 of epoch 1: it tells no place. "
+        "this source cannot go to row 4 of epoch 1: it does not know its place. "
         "iterator.set_state(state, skip=True) reads the rows before it, and drops them."
     )
     assert rows_of([next(other)]) == [[0, 1, 2, 3]]
@@ -769,24 +770,24 @@ def test_skipping_past_the_end_of_a_shorter_source_is_an_error():
 WRONG_STATES = {
     "source": (
         lambda: distributed(examples(12)),
-        "the state is of a source of kind rows, and this data set has a source of kind "
+        "the state is of a source of kind rows, and this dataset has a source of kind "
         "stream",
     ),
     "rows": (
         lambda: distributed(columns(16)),
-        "the state is of a source of 12 rows, and this data set has a source of 16 rows",
+        "the state is of a source of 12 rows, and this dataset has a source of 16 rows",
     ),
     "batch size": (
         lambda: distributed(columns(12), size=6),
-        "the state is of global_batch_size=4, and this data set has global_batch_size=6",
+        "the state is of global_batch_size=4, and this dataset has global_batch_size=6",
     ),
     "seed": (
         lambda: distributed(columns(12), shuffle=1),
-        "the state is of shuffle=None, and this data set has shuffle=1",
+        "the state is of shuffle=None, and this dataset has shuffle=1",
     ),
     "remainder": (
         lambda: distributed(columns(12), remainder="drop"),
-        "the state is of remainder='pad', and this data set has remainder='drop'",
+        "the state is of remainder='pad', and this dataset has remainder='drop'",
     ),
 }
 
@@ -797,7 +798,7 @@ def test_a_state_of_another_data_set_is_refused(what):
     make, sentence = WRONG_STATES[what]
     it = iter(make())
     assert message(lambda: it.set_state(state)) == (
-        f"{sentence}: its batches would be others. Make the data set as it was when the "
+        f"{sentence}: its batches would be others. Make the dataset as it was when the "
         "state was taken."
     )
 
@@ -811,10 +812,10 @@ def test_what_is_no_state_is_refused():
         )
     state = it.get_state()
     assert message(lambda: it.set_state({**state, "version": 9})) == (
-        "the state has version 9, and this release reads version 1."
+        "the state has version 9, and this release reads version 2."
     )
     assert message(lambda: it.set_state({**state, "row": -1})) == (
-        "the state's 'row' is -1, and no count."
+        "the state's 'row' must be a non-negative integer, got -1."
     )
     del state["row"]
     assert message(lambda: it.set_state(state)) == (
@@ -831,8 +832,7 @@ def test_a_source_whose_state_is_no_json_is_refused():
         def __iter__(self):
             return Odd([{"y": row} for row in range(8)])
 
-    data = distributed(Source(), prefetch=0)
-    assert message(lambda: next(iter(data))) == (
+    assert message(lambda: distributed(Source())) == (
         "the source's get_state() returned a set that JSON does not take: Object of "
         "type set is not JSON serializable. Return numbers, strings, lists and dicts."
     )

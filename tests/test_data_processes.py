@@ -226,7 +226,7 @@ def _notes(mesh, here):
 
 
 def _not_made(mesh, here):
-    """What is said where process 1 alone finds that it cannot make its data set."""
+    """What is said where process 1 alone finds that it cannot make its dataset."""
 
     def made(given, **options):
         options = {"global_batch_size": 8, "per_process": True, **options}
@@ -530,7 +530,7 @@ def test_drop_says_how_many_rows_the_other_processes_had_no_batch_for(two):
     ]
 
 
-# What process 1 alone finds when data sets are made: the kind of error, and the error.
+# What process 1 alone finds when datasets are made: the kind of error, and the error.
 WEIGHTS = (
     "Padding is marked by weights: weights=2 appends them. Or choose another "
     "remainder=."
@@ -559,7 +559,7 @@ NOT_MADE = {
     "the function fails": ("", "ValueError: no such file"),
     "an argument is wrong": (
         "DataError: ",
-        "steps= is a whole number, 1 or more, and got 0.",
+        "steps must be a positive integer, got 0.",
     ),
 }
 
@@ -568,7 +568,7 @@ NOT_MADE = {
 def test_what_one_process_cannot_make_is_an_error_on_all(two, name):
     kind, text = NOT_MADE[name]
     assert [here["not made"][name] for here in two] == [
-        f"DataError: process 1 cannot make the data set: {text}",
+        f"DataError: process 1 cannot make the dataset: {text}",
         kind + text,
     ]
 
@@ -631,11 +631,11 @@ def test_a_state_of_two_processes_goes_on_in_one(two):
 
 MESSAGES = {
     "different_size": (
-        "DataError: process 0 makes the data set with global_batch_size=4, and "
+        "DataError: process 0 makes the dataset with global_batch_size=4, and "
         "process 1 with global_batch_size=8. It has to be the same on all processes."
     ),
     "different_rows": (
-        "DataError: process 0 makes the data set with number of rows=10, and process 1 "
+        "DataError: process 0 makes the dataset with number of rows=10, and process 1 "
         "with number of rows=11. It has to be the same on all processes."
     ),
     "error_on_unequal": (
@@ -652,7 +652,7 @@ def test_a_disagreement_is_an_error_on_all_processes(two, name):
 
 def test_an_empty_source_on_one_process_is_an_error_on_all(two):
     assert [here["messages"]["empty_on_one"] for here in two] == [
-        "DataError: process 1 cannot make the data set: the source is empty: it gave no "
+        "DataError: process 1 cannot make the dataset: the source is empty: it gave no "
         "examples.",
         "DataError: the source is empty: it gave no examples.",
     ]
@@ -667,9 +667,9 @@ def test_a_source_that_fails_on_one_process_is_an_error_on_all(two):
 
 def test_a_state_of_another_process_is_refused(two):
     assert [here["messages"]["other_process"] for here in two] == [
-        f"DataError: the state is of [process, processes]=[{1 - here}, 2], and this data "
-        f"set has [process, processes]=[{here}, 2]: its batches would be others. Make "
-        "the data set as it was when the state was taken."
+        f"DataError: the state is of [process, processes]=[{1 - here}, 2], and this "
+        f"dataset has [process, processes]=[{here}, 2]: its batches would be others. Make "
+        "the dataset as it was when the state was taken."
         for here in range(2)
     ]
 

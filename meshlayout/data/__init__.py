@@ -1,5 +1,6 @@
 """Any source of examples as global batches on a mesh."""
 
+from meshlayout.data.batch_iterator import DataIterator as DataIterator
 from meshlayout.data.clock import PipelineReport as PipelineReport, Stage as Stage
 from meshlayout.data.dataset import (
     DistributedDataset as DistributedDataset,
@@ -7,11 +8,15 @@ from meshlayout.data.dataset import (
 )
 from meshlayout.data.documents import Tokenizer as Tokenizer
 from meshlayout.data.from_tfds import from_tfds as from_tfds
-from meshlayout.data.iterator import DataIterator as DataIterator
 from meshlayout.data.packing import PackedIterator as PackedIterator
 from meshlayout.data.per_replica import (
     InputContext as InputContext,
     distribute_datasets_from_function as distribute_datasets_from_function,
+)
+from meshlayout.data.protocols import (
+    RandomAccessSource as RandomAccessSource,
+    Stream as Stream,
+    StreamSource as StreamSource,
 )
 from meshlayout.data.rows import (
     per_replica_batch_size as per_replica_batch_size,

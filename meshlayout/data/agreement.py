@@ -1,200 +1,284 @@
-"""Agreement between processes, through the key-value store of `jax.distributed`.
+"""What processes agree on about one dataset: how it is made, and what it reads.
 
-No device takes part, so that any thread may ask at any time.
+Every process decides alone which rows are its own, so all of them must see the same
+options and the same source. A source that differs (a shuffle without a seed, a loader
+that gives each process its part) would lose examples without a word: each process
+keeps its places of an order that the others do not have. So digests of some rows are
+compared when a dataset is made, and for streams again now and then, in the background.
 """
 
 import contextlib
+import hashlib
 import itertools
-import json
+import logging
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 
 from meshlayout import _jax
-from meshlayout.data.rows import processes_of
-from meshlayout.errors import DataError, MeshLayoutError
-from meshlayout.layout import Layout
+from meshlayout._annotations import PyTree
+from meshlayout.cluster.process_sync import Channel, failure, first_failure
+from meshlayout.data.examples import named_leaves
+from meshlayout.data.protocols import JSON, RandomAccessSource
+from meshlayout.errors import DataError
 
 
-# How long to wait for the other processes. They may still be compiling, or reading.
-TIMEOUT_S = 600
+_log = logging.getLogger(__name__)
+
+# The exchanges in which a dataset is made.
+FACTS, PLAN = "facts", "plan"
+
+# What a process says that takes no more steps.
+_LEFT = ["left"]
+
+# Rows of a source with random access that are compared.
+_SAMPLE = 16
+
+# How long to wait for another process's rows before they are no longer compared.
+_COMPARE_S = 60.0
 
 _counts: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
 
 
 class Agreement:
-    """What some processes exchange about one data set.
+    """What some processes exchange about one dataset.
 
-    All of them have to make their data sets in the same order.
+    All of them make their datasets in the same order, and iterate over them alike.
+
+    Attributes:
+        channel: Between them.
 
     Args:
         processes: Which processes; this one is among them.
     """
 
     def __init__(self, processes: list[int]) -> None:
-        self._processes = processes
-        self._here = jax.process_index()
         number = next(_counts[tuple(processes)])
-        named = "-".join(map(str, processes))
-        self._name = f"meshlayout/data/{named}/{number}"
+        name = f"data/{'-'.join(map(str, processes))}/{number}"
+        hint = (
+            "All processes have to make the same datasets in the same order, and to "
+            "iterate over them alike."
+        )
+        what = "the same dataset"
+        self.channel = Channel(
+            name, processes, what=what, hint=hint, warn_after_s=60, error=DataError
+        )
+        self._rows = Channel(
+            name, processes, what=what, timeout_s=_COMPARE_S, error=DataError
+        )
         self._iterations = itertools.count()
+        self._compares = True
+        self.finished_topics: list[str] = []
 
-    def new_iteration(self) -> str:
-        """Returns a name for one iteration, the same on all processes."""
-        return f"iteration{next(self._iterations)}"
+    def new_iteration(self) -> "IterationExchange":
+        """Returns what is exchanged in one iteration, the next one on all processes."""
+        return IterationExchange(self, f"iteration{next(self._iterations)}")
 
-    def exchange(self, what: str, value: Any) -> dict[int, Any]:
-        """Returns what each process says.
-
-        Args:
-            what: A name for it, which no other exchange has.
-            value: What this process says, as JSON takes it.
-
-        Raises:
-            DataError: If a process says nothing in time.
-        """
-        self.say(what, value)
-        client = _jax.coordination_client()
-        key = f"{self._name}/{what}"
-        said: dict[int, Any] = {}
-        for process in self._processes:
-            try:
-                text = client.blocking_key_value_get(
-                    f"{key}/{process}", TIMEOUT_S * 1000
-                )
-            except jax.errors.JaxRuntimeError as error:
-                msg = (
-                    f"process {process} did not answer process {self._here} about its "
-                    f"data within {TIMEOUT_S} s. All processes have to make the same "
-                    "data sets in the same order, and to iterate over them alike."
-                )
-                raise DataError(msg) from error
-            said[process] = json.loads(text)
-        return said
-
-    def fail(self, what: str, error: Exception) -> None:
-        """Tells the other processes of an error, in an exchange that they come to.
+    def check_same(self, facts: dict[str, JSON]) -> None:
+        """Raises DataError if processes make a dataset differently.
 
         Args:
-            what: As for `exchange`.
-            error: The error, which this process raises whatever the others say.
+            facts: What has to be the same, by name; under `"rows"`, a digest of some
+                rows of each leaf, or None for a leaf that is another at each reading.
         """
-        with contextlib.suppress(DataError):
-            self.exchange(what, {_FAILED: _text(error)})
+        values = self.channel.exchange(facts, FACTS)
+        _raise_failure(values)
+        first = min(values)
+        for process, other in values.items():
+            for name, value in values[first].items():
+                if name != "rows" and other.get(name) != value:
+                    msg = (
+                        f"process {first} makes the dataset with {name}={value!r}, and "
+                        f"process {process} with {name}={other.get(name)!r}. It has to "
+                        "be the same on all processes."
+                    )
+                    raise DataError(msg)
+        _check_rows({p: v.get("rows") or {} for p, v in values.items()}, "some rows")
 
-    def say(self, what: str, value: Any) -> None:
-        """Answers the other processes, and does not wait for theirs.
+    def check_made(self) -> None:
+        """Raises DataError if another process could not make its dataset."""
+        _raise_failure(self.channel.exchange({}, PLAN))
+
+    def check_rows(self, topic: str, where: str, digests: dict[str, str]) -> None:
+        """Raises DataError if processes have read different rows for a batch.
+
+        A process that does not come here is not waited for longer than a minute, and
+        rows are not compared any more: it may look at batches that the others do not.
 
         Args:
-            what: As for `exchange`.
-            value: What this process says.
+            topic: The exchange.
+            where: Which batch.
+            digests: Of the rows of each leaf.
         """
-        key = f"{self._name}/{what}/{self._here}"
-        client = _jax.coordination_client()
-        client.key_value_set(key, json.dumps(value), allow_overwrite=True)
+        if not self._compares:
+            return
+        try:
+            values = self._rows.exchange([where, digests], topic)
+        except DataError as error:
+            self._compares = False
+            _log.warning("rows are not compared between processes any more: %s", error)
+            return
+        if any(
+            value == _LEFT or first_failure({0: value}) for value in values.values()
+        ):
+            return
+        places = {process: value[0] for process, value in values.items()}
+        if len(set(places.values())) > 1:
+            listed = ", ".join(f"{w} on process {p}" for p, w in places.items())
+            msg = (
+                f"the processes read different batches at once: {listed}. Their "
+                "sources have different numbers of rows, or one of them has taken "
+                f"batches that the others have not. {_WAY_OUT}"
+            )
+            raise DataError(msg)
+        _check_rows({p: value[1] for p, value in values.items()}, where)
 
-    def forget(self, what: str) -> None:
-        """Removes what this process said in an exchange that all have finished.
 
-        Args:
-            what: Its name.
-        """
-        client = _jax.coordination_client()
-        client.key_value_delete(f"{self._name}/{what}/{self._here}")
-
-
-# The exchanges in which a data set is made.
-FACTS, PLAN = "facts", "plan"
-
-_FAILED = "failed"
-
-
-def agreement_of(layout: Layout) -> Agreement | None:
-    """Returns the agreement of the processes of a layout's mesh.
+class IterationExchange:
+    """What processes exchange in one iteration, step by step.
 
     Args:
-        layout: How batches lie on the mesh.
+        agreement: About the dataset.
+        name: The iteration's, the same on all processes.
+    """
+
+    def __init__(self, agreement: Agreement, name: str) -> None:
+        self._agreement, self._name = agreement, name
+        self._step = 0
+        self._is_over = False
+
+    @property
+    def topic(self) -> str:
+        """The exchange that comes next."""
+        return f"{self._name}/{self._step}"
+
+    def agree(self, value: JSON) -> dict[int, JSON]:
+        """Returns what each process says in a step; each has a source of its own.
+
+        Raises:
+            DataError: If a process has failed, or has left its loop.
+        """
+        values = self._agreement.channel.exchange(value, self.topic)
+        self._done()
+        failed = first_failure(values)
+        if failed is not None:
+            process, text = failed
+            raise DataError(f"the source of process {process} failed: {text}")
+        for process, word in values.items():
+            if word == _LEFT:
+                msg = (
+                    f"process {process} has left its loop over the data, and this one "
+                    "goes on. All processes have to take the same number of steps."
+                )
+                raise DataError(msg)
+        return values
+
+    def fail(self, error: Exception) -> None:
+        """Tells the other processes of an error, once they come to this step."""
+        with contextlib.suppress(DataError):
+            self._agreement.channel.exchange(failure(error), self.topic)
+        self._is_over = True
+
+    def compare(self, where: str, digests: dict[str, str]) -> None:
+        """Raises DataError if processes have read different rows for a batch."""
+        self._agreement.check_rows(self.topic, where, digests)
+        self._done()
+
+    def _done(self) -> None:
+        """Removes what this process said before: all have read it that came here."""
+        finished = self._agreement.finished_topics
+        while finished:
+            self._agreement.channel.forget(finished.pop())
+        finished.append(self.topic)
+        self._step += 1
+
+    def leave(self) -> None:
+        """Tells processes that wait for this one's next step not to."""
+        if not self._is_over:
+            self._agreement.channel.say(self.topic, _LEFT)
+        self._is_over = True
+
+    def end(self) -> None:
+        """Remembers that there are no more steps, on any process."""
+        self._is_over = True
+
+
+def agreement_of(processes: list[int]) -> Agreement | None:
+    """Returns the agreement of some processes.
 
     Returns:
         None where this process has nobody to agree with.
     """
-    processes = processes_of(layout.mesh)
     is_alone = len(processes) == 1 or jax.process_index() not in processes
     if is_alone or _jax.coordination_client() is None:
         return None
     return Agreement(processes)
 
 
-@contextlib.contextmanager
-def telling(agreement: Agreement | None, what: str) -> Iterator[None]:
-    """Tells the other processes of an error inside, so that none waits for this one.
+def sample_digests(source: RandomAccessSource) -> dict[str, JSON]:
+    """Returns digests of some rows of two epochs, leaf by leaf.
 
-    Args:
-        agreement: Between which processes; None if there are none.
-        what: The exchange that comes next.
+    Rows are read twice. A leaf that is another at each reading (augmented with random
+    numbers without a seed, say) tells nothing of the order, and is None.
     """
-    try:
-        yield
-    except Exception as error:
-        if agreement is not None:
-            agreement.fail(what, error)
-        raise
+    indices = np.unique(np.linspace(0, len(source) - 1, _SAMPLE).astype(np.int64))
+
+    def digests() -> dict[str, str]:
+        epochs = [source.read_rows(indices, epoch) for epoch in range(2)]
+        return block_digests(epochs)
+
+    first, second = digests(), digests()
+    return {path: d if second.get(path) == d else None for path, d in first.items()}
 
 
-def failure(said: dict[int, Any]) -> tuple[int, str] | None:
-    """Returns the first process that has failed, and its error.
-
-    Args:
-        said: What each process said in an exchange.
-
-    Returns:
-        None if none has.
-    """
-    for process, word in said.items():
-        if isinstance(word, dict) and _FAILED in word:
-            return process, word[_FAILED]
-    return None
+def block_digests(blocks: Iterable[PyTree]) -> dict[str, str]:
+    """Returns a digest of each leaf of some trees of rows."""
+    hashes: dict[str, Any] = {}
+    for rows in blocks:
+        for path, leaf in named_leaves(rows)[0]:
+            digest = hashes.setdefault(path, hashlib.blake2b(digest_size=8))
+            digest.update(row_bytes(np.asarray(leaf)))
+    return {path: digest.hexdigest() for path, digest in hashes.items()}
 
 
-def check_made(agreement: Agreement) -> None:
-    """Raises DataError if another process could not make its data set.
-
-    Args:
-        agreement: Between which processes.
-    """
-    _raise_failure(agreement.exchange(PLAN, {}))
+def row_bytes(leaf: np.ndarray) -> bytes:
+    """Returns what tells rows from other rows, also if they are strings."""
+    if leaf.dtype.hasobject:
+        return repr(leaf.tolist()).encode()
+    return np.ascontiguousarray(leaf).tobytes()
 
 
-def check_same(agreement: Agreement, facts: dict[str, Any]) -> None:
-    """Raises DataError if processes make a data set differently.
-
-    Args:
-        agreement: Between which processes.
-        facts: What has to be the same, by name.
-    """
-    said = agreement.exchange(FACTS, facts)
-    _raise_failure(said)
-    first = min(said)
-    for process, other in said.items():
-        for name, value in said[first].items():
-            if other.get(name) != value:
-                msg = (
-                    f"process {first} makes the data set with {name}={value!r}, and "
-                    f"process {process} with {name}={other.get(name)!r}. It has to be "
-                    "the same on all processes."
-                )
-                raise DataError(msg)
+_WAY_OUT = (
+    "Without per_process=True, every process reads all examples in the same order, and "
+    "keeps those of its devices: otherwise examples are lost. If the source gives each "
+    "process a part of its own, say per_process=True; if it shuffles or draws random "
+    "numbers, give it one seed on all processes; if it lists files, sort them."
+)
 
 
-def _raise_failure(said: dict[int, Any]) -> None:
-    failed = failure(said)
+def _check_rows(digests: dict[int, dict[str, str | None]], where: str) -> None:
+    first = min(digests)
+    for process, other in digests.items():
+        names = [
+            path or "the array"
+            for path, digest in digests[first].items()
+            if digest is not None and other.get(path) not in (None, digest)
+        ]
+        if names:
+            listed = ", ".join(map(repr, names))
+            msg = (
+                f"the source gives process {first} and process {process} different "
+                f"examples: {listed} {'differs' if len(names) == 1 else 'differ'} in "
+                f"{where}. {_WAY_OUT}"
+            )
+            raise DataError(msg)
+
+
+def _raise_failure(values: dict[int, JSON]) -> None:
+    failed = first_failure(values)
     if failed is not None:
         process, text = failed
-        raise DataError(f"process {process} cannot make the data set: {text}")
-
-
-def _text(error: Exception) -> str:
-    is_own = isinstance(error, MeshLayoutError)
-    return str(error) if is_own else f"{type(error).__name__}: {error}"
+        raise DataError(f"process {process} cannot make the dataset: {text}")

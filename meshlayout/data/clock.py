@@ -4,12 +4,16 @@ Stages nest: reading a batch may map it. Each is charged with its own time only,
 that the slowest stage is the one to work on.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from meshlayout._render.tables import html_table, text_table
+
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -155,6 +159,18 @@ class Clock:
         """Adds a sentence to the report, once."""
         with self._lock:
             self._notes[text] = None
+
+    def warn(self, text: str) -> None:
+        """Adds a sentence about lost or changed data to the report, and logs it once.
+
+        Args:
+            text: The sentence.
+        """
+        with self._lock:
+            is_new = text not in self._notes
+            self._notes[text] = None
+        if is_new:
+            _log.warning("%s", text)
 
     @property
     def notes(self) -> list[str]:

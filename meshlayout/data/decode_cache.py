@@ -19,7 +19,7 @@ import numpy as np
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._render.tables import bytes_text
 from meshlayout.data.adapters.arrays import ArrayRows
-from meshlayout.data.leaves import leaf_text, named_leaves
+from meshlayout.data.examples import leaf_text, named_leaves
 from meshlayout.data.prepared import Prepared
 from meshlayout.data.workers import WorkerPool
 from meshlayout.errors import DataError
@@ -129,9 +129,9 @@ class SharedRows:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def rows(self, indices: Array) -> Batch:
+    def read_rows(self, indices: Array, epoch: int) -> Batch:
         """Returns rows, in the order asked for."""
-        return self._rows.rows(indices)
+        return self._rows.read_rows(indices, epoch)
 
     def __reduce__(self) -> Any:
         leaves, treedef = jax.tree.flatten(self._tree)

@@ -5,6 +5,7 @@ is read by workers, batch by batch. Either way the split is a source of rows by 
 so that order, shards, padding and places to resume from are those of any other source.
 """
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,12 +18,13 @@ from meshlayout import _checks
 from meshlayout._annotations import PyTree
 from meshlayout.data import decode_cache
 from meshlayout.data.adapters.arrays import ArrayRows
+from meshlayout.data.batch_iterator import DataOptions
 from meshlayout.data.clock import Clock
-from meshlayout.data.dataset import DistributedDataset
-from meshlayout.data.elements import describe
-from meshlayout.data.options import Options, check_options
+from meshlayout.data.dataset import DistributedDataset, check_options
+from meshlayout.data.examples import describe
 from meshlayout.data.planning import make_plan
 from meshlayout.data.prepared import Prepared, find_prepared, supervised_keys
+from meshlayout.data.protocols import RandomAccessSource
 from meshlayout.data.records import (
     FileOrder,
     MapFunction,
@@ -34,7 +36,6 @@ from meshlayout.data.records import (
     as_map_function,
 )
 from meshlayout.data.rows import batch_layout, note_whole_batches, process_rows
-from meshlayout.data.source import RowSource
 from meshlayout.data.workers import RowFunction, WorkerKind, WorkerPool, check_workers
 from meshlayout.errors import DataError
 from meshlayout.layout import Layout
@@ -64,11 +65,11 @@ def from_tfds(
     supervised: bool = False,
     remainder: str = "pad",
     weights: str | int | None = "weight",
-    epochs: int = 1,
+    epochs: int | None = 1,
     steps: int | None = None,
     prefetch: int = 2,
     strings: str = "error",
-) -> DistributedDataset:
+) -> DistributedDataset[Any]:
     """Returns a TFDS dataset as shuffled, sharded, prefetched global batches.
 
     Use this when TFDS has the dataset: the name is enough. It needs no TensorFlow to
@@ -155,11 +156,12 @@ def from_tfds(
         per_process=False,
         strings=strings,
     )
-    reading = _Reading(function, num_workers, worker_kind, cache, clock)
+    workers = contextlib.ExitStack()
+    reading = _Reading(function, num_workers, worker_kind, cache, clock, workers)
 
     shuffle_seed = seed if is_shuffled else None
 
-    def open_source() -> RowSource:
+    def open_source() -> RandomAccessSource:
         prepared = find_prepared(name, split, data_dir, decoders)
         keys = supervised_keys(prepared.builder) if is_supervised else None
         source = _rows(_Split(prepared, keys), reading, layout, options)
@@ -173,7 +175,7 @@ def from_tfds(
         )
         return OrderedRows(source, FileOrder(files, shuffle_seed).at)
 
-    plan = make_plan(open_source, layout, options, clock)
+    plan = make_plan(open_source, layout, options, clock, close=workers.close)
     if not is_ordered:
         # A place in this order is another row than the same place in a full shuffle.
         identity = replace(
@@ -213,6 +215,7 @@ class _Reading:
         kind: Threads, processes, or `"auto"`.
         cache: What is kept.
         clock: Where time and notes go.
+        workers: Closes what reads, when the dataset is not used any more.
     """
 
     map: MapFunction | None
@@ -220,6 +223,7 @@ class _Reading:
     kind: WorkerKind
     cache: Cache
     clock: Clock
+    workers: contextlib.ExitStack
 
     @property
     def map_example(self) -> MapFunction | None:
@@ -240,8 +244,8 @@ class _Reading:
 
 
 def _rows(
-    split: _Split, reading: _Reading, layout: Layout, options: Options
-) -> RowSource:
+    split: _Split, reading: _Reading, layout: Layout, options: DataOptions
+) -> RandomAccessSource:
     """Returns a split as a source of rows."""
     num_rows, note = len(split), reading.clock.note
     batch_size = len(process_rows(layout, options.global_batch_size))
@@ -253,9 +257,10 @@ def _rows(
         first = map_any.batch(first, rows, 0)
     # What cannot be placed is refused before the whole split is decoded.
     describe(first, options.strings, lambda _: None)
-    source: RowSource
+    source: RandomAccessSource
     if not _is_kept(split, reading):
         pool = reading.pool(split.decoder(map_example), num_rows, "Reading")
+        reading.workers.callback(pool.close)
         source = RecordRows(pool, num_rows, reading.clock)
     else:
         pool = reading.pool(split.decoder(), num_rows, "Decoding")
@@ -267,6 +272,7 @@ def _rows(
         if map_example is not None:
             mapper = RowMapper(decode_cache.SharedRows(arrays), map_example)
             pool = reading.pool(mapper, num_rows, "map=")
+            reading.workers.callback(pool.close)
             source = RecordRows(pool, num_rows, reading.clock)
     if map_any is not None and map_any.is_batched:
         source = MappedBatches(source, map_any, batch_size, reading.clock)

@@ -17,16 +17,12 @@ import numpy as np
 from meshlayout import _checks
 from meshlayout._optional import require
 from meshlayout.data.documents import DocumentPass, DocumentTokens, TokenArray
-from meshlayout.data.source import Block
 from meshlayout.errors import DataError
 
 
 PackingMode: TypeAlias = Literal["chunk", "pack"]
 ShortRow: TypeAlias = Literal["pad", "drop", "error"]
 Row: TypeAlias = dict[str, np.ndarray[Any, Any]]
-
-# Rows that are handed to `distribute_dataset` at a time.
-_BLOCK_ROWS = 64
 
 _KIND = "packed sequences"
 _VERSION = 2
@@ -214,20 +210,20 @@ class PackedIterator:
         self._documents.close()
 
 
-class PackedBlocks:
-    """One pass over packed rows, in blocks, for `distribute_dataset`."""
+class PackedStream:
+    """One pass over packed rows, for `distribute_dataset`."""
 
     def __init__(self, rows: PackedIterator) -> None:
         self._rows = rows
 
-    def __next__(self) -> Block:
-        rows = [row for _, row in zip(range(_BLOCK_ROWS), self._rows, strict=False)]
-        if not rows:
-            raise StopIteration
-        return Block(stack_rows(rows), len(rows), is_own=True)
+    def __iter__(self) -> PackedIterator:
+        return self._rows
+
+    def __next__(self) -> Row:
+        return next(self._rows)
 
     def get_state(self) -> Any:
-        """Returns the place after the last block; None if documents cannot seek."""
+        """Returns the place after the last row; None if documents cannot seek."""
         return self._rows.get_state() if self._rows.can_seek else None
 
     def set_state(self, state: Any) -> None:

@@ -6,23 +6,24 @@ from typing import Any
 
 import jax
 
+from meshlayout import _checks
 from meshlayout._batches import num_row_shards
-from meshlayout.data.adapters import as_source
-from meshlayout.data.adapters.arrays import looks_batched
+from meshlayout.cluster.process_sync import report_failure_to
 from meshlayout.data.adapters.iterables import IterableSource
-from meshlayout.data.agreement import FACTS, agreement_of, telling
+from meshlayout.data.agreement import FACTS, agreement_of
+from meshlayout.data.by_stream import open_first
 from meshlayout.data.clock import Clock
-from meshlayout.data.dataset import DistributedDataset
-from meshlayout.data.options import check_options
-from meshlayout.data.peeked import PeekedSource
-from meshlayout.data.planning import make_plan
+from meshlayout.data.dataset import DistributedDataset, check_options
+from meshlayout.data.examples import looks_batched
+from meshlayout.data.planning import as_source, make_plan
+from meshlayout.data.protocols import Source, StreamSource
 from meshlayout.data.rows import (
+    LayoutOrMesh,
     batch_layout,
     note_whole_batches,
+    processes_of,
     row_groups,
-    whole,
 )
-from meshlayout.data.source import Source, StreamSource
 from meshlayout.errors import DataError
 
 
@@ -48,6 +49,23 @@ class InputContext:
     input_pipeline_id: int
     num_replicas_in_sync: int
 
+    def __post_init__(self) -> None:
+        for name, at_least in (
+            ("num_input_pipelines", 1),
+            ("input_pipeline_id", 0),
+            ("num_replicas_in_sync", 1),
+        ):
+            value = getattr(self, name)
+            _checks.count(
+                name, value, at_least=at_least, where="InputContext", error=DataError
+            )
+        if self.input_pipeline_id >= self.num_input_pipelines:
+            msg = (
+                "InputContext: input_pipeline_id must be below num_input_pipelines="
+                f"{self.num_input_pipelines}, got {self.input_pipeline_id}."
+            )
+            raise DataError(msg)
+
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """Returns how many rows of a global batch each replica gets.
 
@@ -55,9 +73,9 @@ class InputContext:
             global_batch_size: Rows of the global batch.
 
         Raises:
-            DataError: If it is no whole number, 1 or more, or does not divide.
+            DataError: If it is not a positive integer, or does not divide.
         """
-        size = whole("global_batch_size", global_batch_size, at_least=1)
+        size = _checks.count("global_batch_size", global_batch_size, error=DataError)
         replicas = self.num_replicas_in_sync
         if size % replicas:
             msg = (
@@ -68,7 +86,7 @@ class InputContext:
         return size // replicas
 
     @classmethod
-    def of(cls, layout_or_mesh: Any) -> "InputContext":
+    def of(cls, layout_or_mesh: LayoutOrMesh) -> "InputContext":
         """Returns this process's context.
 
         Args:
@@ -91,18 +109,18 @@ class InputContext:
 
 def distribute_datasets_from_function(
     fn: Callable[[InputContext], Any],
-    layout_or_mesh: Any,
+    layout_or_mesh: LayoutOrMesh,
     *,
     global_batch_size: int | None = None,
     remainder: str = "pad",
     weights: str | int | None = "weight",
     shuffle: int | None = None,
-    epochs: int = 1,
+    epochs: int | None = 1,
     steps: int | None = None,
     prefetch: int = 2,
     strings: str = "error",
     batched: bool | None = None,
-) -> DistributedDataset:
+) -> DistributedDataset[Any]:
     """Makes global batches from the sources that a function makes on each process.
 
     The function decides what its process reads: nothing is sharded for it. What it
@@ -142,14 +160,16 @@ def distribute_datasets_from_function(
         [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15]]
     """
     layout = batch_layout(layout_or_mesh)
-    agreement = agreement_of(layout)
+    agreement = agreement_of(processes_of(layout.mesh))
     clock = Clock()
     note_whole_batches(layout_or_mesh, clock.note)
-    with telling(agreement, FACTS):
+    with report_failure_to(agreement and agreement.channel, FACTS):
+        _checks.function("fn", fn, "context", error=DataError)
         source = _source(fn(InputContext.of(layout)), clock, batched=batched)
+        opened = None
         if global_batch_size is None:
-            source = PeekedSource(_stream(source))
-            global_batch_size = source.first.count * num_row_shards(layout)
+            opened = open_first(_stream(source))
+            global_batch_size = (opened.count or 1) * num_row_shards(layout)
         options = check_options(
             global_batch_size=global_batch_size,
             remainder=remainder,
@@ -161,8 +181,9 @@ def distribute_datasets_from_function(
             per_process=True,
             strings=strings,
         )
-    plan = make_plan(lambda: source, layout, options, clock, agreement)
-    return DistributedDataset(plan)
+    return DistributedDataset(
+        make_plan(lambda: source, layout, options, clock, agreement, opened=opened)
+    )
 
 
 def _source(made: Any, clock: Clock, *, batched: bool | None) -> Source:

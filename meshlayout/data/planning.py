@@ -1,4 +1,9 @@
-"""What a data set does, decided once: checked from the first element."""
+"""What a dataset does, decided once: checked from the first rows of its source.
+
+All that can be refused is refused here, before anything is trained: what cannot be
+placed, padded or divided, and on several processes what is not the same on all of
+them. Each process tells the others of its own errors, so that none waits for it.
+"""
 
 import functools
 import math
@@ -9,42 +14,106 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshlayout import _jax
+from meshlayout import _checks, _jax
+from meshlayout._annotations import PyTree
 from meshlayout._render.tables import array_text
+from meshlayout.cluster.process_sync import report_failure_to
+from meshlayout.data.adapters import (
+    arrays,
+    grain,
+    hugging_face,
+    iterables,
+    tensorflow,
+    tfds,
+    torch,
+)
 from meshlayout.data.agreement import (
     FACTS,
     PLAN,
     Agreement,
     agreement_of,
-    check_made,
-    check_same,
-    telling,
+    block_digests,
+    sample_digests,
+)
+from meshlayout.data.batch_iterator import DataOptions, Pipeline
+from meshlayout.data.by_row import Cut, RowReader, batches_in_epoch
+from meshlayout.data.by_stream import (
+    OpenedStream,
+    PlacedReader,
+    Reader,
+    StreamReader,
+    first_row,
+    no_rows,
+    open_first,
 )
 from meshlayout.data.clock import Clock
-from meshlayout.data.host_batches import Cut, Reader
-from meshlayout.data.looking import Looked, look
-from meshlayout.data.options import Options
-from meshlayout.data.placed_batches import PlacedReader
-from meshlayout.data.placing import plan_placement
+from meshlayout.data.examples import ExampleSpec, describe, is_placed
+from meshlayout.data.placement import (
+    find_weights,
+    is_on_mesh,
+    plan_placement,
+    way_out,
+)
 from meshlayout.data.position import Identity
-from meshlayout.data.producing import Pipeline
-from meshlayout.data.row_batches import RowReader
-from meshlayout.data.row_plan import batches_in_epoch
+from meshlayout.data.protocols import JSON, RandomAccessSource, Source, StreamSource
 from meshlayout.data.rows import (
     per_replica_batch_size,
     process_rows,
+    processes_of,
     row_groups,
 )
-from meshlayout.data.source import Source
-from meshlayout.data.stream_batches import StreamReader, first_row
-from meshlayout.data.weighting import find_weighting, way_out
 from meshlayout.errors import DataError
 from meshlayout.layout import Layout
 
 
+# By the outermost package of an object's class or one of its bases, so that no
+# framework is imported for the look. An adapter returns None for an object of its
+# package that it does not take.
+_ADAPTERS: dict[str, Callable[..., Source | None]] = {
+    "grain": grain.adapt,
+    "tensorflow": tensorflow.adapt,
+    "tensorflow_datasets": tfds.adapt,
+    "torch": torch.adapt,
+    "datasets": hugging_face.adapt,
+}
+
+
+def as_source(obj: object, clock: Clock, *, batched: bool | None = None) -> Source:
+    """Returns what a user handed in as a source.
+
+    Args:
+        obj: A source already, or what one of the adapters takes.
+        clock: Where notes go.
+        batched: Whether the elements of an iterable are batches (True) or single
+            examples (False); None finds out where the object tells.
+
+    Raises:
+        DataError: If it is none of the kinds that are known, or may be two of them.
+    """
+    batched = _checks.choice("batched", batched, (True, False, None), error=DataError)
+    if isinstance(obj, type):  # a class whose objects are iterated
+        obj = functools.partial(obj)
+    if isinstance(obj, (RandomAccessSource, StreamSource)):
+        if batched is not None:
+            msg = (
+                f"a {type(obj).__name__} is a source that says itself what it gives. "
+                f"Leave out batched={batched}."
+            )
+            raise DataError(msg)
+        return obj
+    packages = [kind.__module__.partition(".")[0] for kind in type(obj).__mro__]
+    for package in dict.fromkeys(packages):
+        adapter = _ADAPTERS.get(package)
+        source = adapter(obj, clock, batched=batched) if adapter else None
+        if source is not None:
+            return source
+    rows = arrays.adapt(obj, batched=batched)
+    return iterables.adapt(obj, batched=batched) if rows is None else rows
+
+
 @dataclass(frozen=True)
-class Plan:
-    """What all iterations over a data set share.
+class DataPlan:
+    """What all iterations over a dataset share.
 
     Attributes:
         pipeline: What is done with every batch.
@@ -52,12 +121,12 @@ class Plan:
         identity: What has to be the same for a state to fit.
         num_steps: Batches of one iteration, or None where that is not known.
         new_reader: Begins to read the source.
-        close: Lets go of what was opened for the look at the first element.
+        close: Releases what was opened to see the first element.
         agreement: With the other processes; None if there are none.
     """
 
     pipeline: Pipeline
-    element_spec: Any
+    element_spec: PyTree
     identity: Identity
     num_steps: int | None
     new_reader: Callable[[], Reader]
@@ -68,98 +137,175 @@ class Plan:
 def make_plan(
     open_source: Callable[[], Source],
     layout: Layout,
-    options: Options,
+    options: DataOptions,
     clock: Clock,
     agreement: Agreement | None = None,
-) -> Plan:
-    """Returns what a data set does.
+    *,
+    opened: OpenedStream | None = None,
+    close: Callable[[], None] | None = None,
+) -> DataPlan:
+    """Returns what a dataset does.
 
     Args:
-        open_source: Gives the source.
+        open_source: Returns the source.
         layout: How batches lie on the mesh.
         options: What was asked for.
         clock: Where time and notes go.
         agreement: With the other processes, where it was made before; None makes it.
+        opened: The source's first pass, where it was begun before.
+        close: Releases what the source holds, if it is not the user's.
 
     Raises:
         DataError: If the source cannot be made into such batches, here or on another
             process.
     """
-    agreement = agreement or agreement_of(layout)
-    with telling(agreement, FACTS):
+    agreement = agreement or agreement_of(processes_of(layout.mesh))
+    channel = agreement and agreement.channel
+    with report_failure_to(channel, FACTS):
         kept = _kept_rows(layout, options)
-        looked = look(open_source(), layout, options, clock)
-        facts = _facts(looked, options)
+        first = _look(open_source(), layout, options, clock, opened)
+        facts = {} if agreement is None else _facts(first, options)
     num_batches = None
     if agreement is not None:
-        check_same(agreement, facts)
-        if options.per_process and looked.is_random_access:
-            num_batches = _agreed_batches(agreement, looked, len(kept), options)
-    with telling(agreement, PLAN):
-        pipeline = _pipeline(looked, layout, options, clock, kept, agreement)
-        _check_length(looked, pipeline, num_batches)
+        agreement.check_same(facts)
+        if options.per_process and first.is_random_access:
+            num_batches = _agreed_batches(agreement, first, len(kept), options)
+    with report_failure_to(channel, PLAN):
+        pipeline = _pipeline(first, layout, options, clock, kept)
+        _check_length(first, pipeline, num_batches)
     if agreement is not None:
-        check_made(agreement)
-    cut, placement = pipeline.cut, pipeline.placement
-    return Plan(
+        agreement.check_made()
+    num_steps = _num_steps(first, pipeline.cut, options, num_batches)
+    placement = pipeline.placement
+    first_pass = [] if first.opened is None else [first.opened]
+    return DataPlan(
         pipeline,
-        _placed_spec(looked.first) if placement is None else placement.element_spec,
-        _identity(looked, options),
-        _num_steps(looked, cut, options, num_batches),
-        functools.partial(_reader, looked, cut, options, num_batches, clock),
-        getattr(looked.source, "close", _nothing),
+        _placed_spec(first.rows) if placement is None else placement.element_spec,
+        _identity(first, options),
+        num_steps,
+        functools.partial(_reader, first, pipeline, num_batches, first_pass),
+        functools.partial(_close, first_pass, close),
         agreement,
     )
 
 
-def _pipeline(
-    looked: Looked,
+@dataclass(frozen=True)
+class _FirstRows:
+    """A source, and its first rows.
+
+    Attributes:
+        source: The source.
+        rows: Its first rows.
+        spec: What its examples are; None for batches that are placed already.
+        num_rows: How many it has; None where that is not known.
+        opened: The pass that they were read from; None for random access.
+    """
+
+    source: Any
+    rows: PyTree
+    spec: ExampleSpec | None
+    num_rows: int | None
+    opened: OpenedStream | None
+
+    @property
+    def is_random_access(self) -> bool:
+        """Whether the source gives any row by number."""
+        return self.opened is None
+
+
+def _look(
+    source: Source,
     layout: Layout,
-    options: Options,
+    options: DataOptions,
     clock: Clock,
-    kept: np.ndarray[Any, Any],
-    agreement: Agreement | None,
+    opened: OpenedStream | None,
+) -> _FirstRows:
+    """Returns a source with its first rows, checked."""
+    if isinstance(source, RandomAccessSource):
+        if not len(source):
+            raise DataError(no_rows(0))
+        rows = source.read_rows(np.zeros(1, np.int64), 0)
+        spec = describe(rows, options.strings, clock.warn)
+        return _FirstRows(source, rows, spec, len(source), None)
+    if options.shuffle is not None:
+        msg = (
+            "shuffle= reorders the rows of a source with random access, and this one "
+            "is read one way. Shuffle it where it is made, and leave out shuffle=."
+        )
+        raise DataError(msg)
+    opened = opened or open_first(source)
+    try:
+        if is_placed(opened.rows) and opened.count is not None:
+            _check_placed(opened.rows, opened.count, layout, options)
+            return _FirstRows(source, opened.rows, None, None, opened)
+        spec = describe(opened.rows, options.strings, clock.warn).with_objects()
+    except BaseException:
+        opened.stream.close()
+        raise
+    num_rows = None if options.per_process else source.num_rows
+    return _FirstRows(source, opened.rows, spec, num_rows, opened)
+
+
+def _check_placed(
+    batch: PyTree, count: int, layout: Layout, options: DataOptions
+) -> None:
+    if not is_on_mesh(batch, layout):
+        msg = (
+            "the source gives arrays that are on other devices than those of "
+            f"{layout.mesh!r}. Place them on this mesh, or give them as NumPy arrays."
+        )
+        raise DataError(msg)
+    if count != options.global_batch_size:
+        msg = (
+            f"the source gives batches of {count} rows that are on the mesh already, "
+            f"and global_batch_size={options.global_batch_size}. They pass through "
+            "unchanged: give their size."
+        )
+        raise DataError(msg)
+
+
+def _pipeline(
+    first: _FirstRows,
+    layout: Layout,
+    options: DataOptions,
+    clock: Clock,
+    kept: np.ndarray,
 ) -> Pipeline:
     size = len(kept) if options.per_process else options.global_batch_size
     is_all = options.per_process or len(kept) == size
-    weighting, placement, filler = None, None, None
+    weights, placement, filler = None, None, None
     no_place = (
         "Batches that are on the mesh already are not padded: give as many on every "
         "process, or choose remainder='drop'."
     )
-    if looked.element is not None:
+    if first.spec is not None:
         add = options.remainder == "pad"
-        weighting = find_weighting(
-            looked.first, looked.element, options.weights, add=add
-        )
-        no_place = way_out(looked.first)
+        weights = find_weights(first.rows, first.spec, options.weights, add=add)
+        no_place = way_out(first.rows)
         placement = plan_placement(
-            weighting.treedef,
-            weighting.leaves,
-            layout,
-            options.global_batch_size,
-            kept,
+            weights.treedef, weights.leaves, layout, options.global_batch_size, kept
         )
-        may_run_short = options.per_process and not looked.is_random_access
-        if may_run_short and weighting.at is not None:
-            filler = first_row(looked.element, looked.first)
+        may_run_short = options.per_process and not first.is_random_access
+        if may_run_short and weights.index is not None:
+            filler = first_row(first.spec, first.rows)
     return Pipeline(
         options,
         Cut(size, None if is_all else kept),
-        weighting,
+        weights,
         placement,
         no_place,
         filler,
-        agreement if options.per_process else None,
         _jax.canonical_dtype(np.int64) == np.int64,
         clock,
     )
 
 
-def _check_length(looked: Looked, pipeline: Pipeline, num_batches: int | None) -> None:
+def _check_length(
+    first: _FirstRows, pipeline: Pipeline, num_batches: int | None
+) -> None:
     """Raises DataError if it is known already that an epoch cannot be cut."""
-    num_rows, size = looked.num_rows, pipeline.cut.size
-    remainder, weighting = pipeline.options.remainder, pipeline.weighting
+    num_rows, size = first.num_rows, pipeline.cut.size
+    remainder, weights = pipeline.options.remainder, pipeline.weights
     if num_rows is None or remainder == "repeat":
         return
     if num_batches is None:
@@ -176,13 +322,13 @@ def _check_length(looked: Looked, pipeline: Pipeline, num_batches: int | None) -
             raise DataError(msg)
         dropped = num_rows - num_batches * size
         if dropped:
-            pipeline.clock.note(
+            pipeline.clock.warn(
                 f"remainder='drop' drops {dropped} of {num_rows} rows in every epoch."
             )
     if remainder == "error" and left:
         msg = f"{what}. Choose another remainder=, or another global_batch_size."
         raise DataError(msg)
-    if remainder != "pad" or weighting is None or weighting.at is not None:
+    if remainder != "pad" or weights is None or weights.index is not None:
         return
     if left:
         raise DataError(f"{what}, to be padded. {pipeline.no_place}")
@@ -195,7 +341,7 @@ def _check_length(looked: Looked, pipeline: Pipeline, num_batches: int | None) -
         raise DataError(msg)
 
 
-def _kept_rows(layout: Layout, options: Options) -> np.ndarray[Any, Any]:
+def _kept_rows(layout: Layout, options: DataOptions) -> np.ndarray:
     """Returns which rows of a global batch are this process's own."""
     size = options.global_batch_size
     per_replica_batch_size(size, layout)
@@ -204,116 +350,128 @@ def _kept_rows(layout: Layout, options: Options) -> np.ndarray[Any, Any]:
         row_groups(layout, size)
         if not len(kept):
             msg = (
-                f"process {jax.process_index()} has no devices in {layout.mesh!r}, so "
-                "that no rows are its own: with per_process=True it makes no data set."
+                f"process {jax.process_index()} has no devices in {layout.mesh!r}, and "
+                "so no rows of its own: with per_process=True it makes no dataset."
             )
             raise DataError(msg)
     return kept
 
 
-def _facts(looked: Looked, options: Options) -> dict[str, Any]:
+def _facts(first: _FirstRows, options: DataOptions) -> dict[str, JSON]:
     """Returns what has to be the same on all processes."""
-    facts = asdict(options)
-    facts["shuffle"] = facts.pop("seed")
+    facts: dict[str, JSON] = asdict(options)
     if not options.per_process:
-        facts["number of rows"] = looked.num_rows
-    if looked.element is not None:
+        facts["number of rows"] = first.num_rows
+    if first.spec is not None:
         facts["leaves"] = [
             f"{spec.path} {array_text(spec.dtype, spec.shape)}"
-            for spec in looked.element.leaves
+            for spec in first.spec.leaves
         ]
+        if not options.per_process:
+            facts["rows"] = (
+                sample_digests(first.source)
+                if first.is_random_access
+                else block_digests([first.rows])
+            )
     return facts
 
 
 def _agreed_batches(
-    agreement: Agreement, looked: Looked, size: int, options: Options
+    agreement: Agreement, first: _FirstRows, size: int, options: DataOptions
 ) -> int | None:
     """Returns how many batches an epoch has where processes have rows of their own."""
-    if options.remainder == "repeat" or looked.num_rows is None:
+    if options.remainder == "repeat" or first.num_rows is None:
         return None
-    here = batches_in_epoch(looked.num_rows, size, options.remainder)
-    said = agreement.exchange("batches", here)
-    if options.remainder == "error" and len(set(said.values())) > 1:
-        listed = ", ".join(f"{n} on process {p}" for p, n in said.items())
+    here = batches_in_epoch(first.num_rows, size, options.remainder)
+    counts = agreement.channel.exchange(here, "batches")
+    if options.remainder == "error" and len(set(counts.values())) > 1:
+        listed = ", ".join(f"{n} on process {p}" for p, n in counts.items())
         msg = (
             f"the processes have different numbers of batches: {listed}. "
             "remainder='pad' pads the shorter ones."
         )
         raise DataError(msg)
-    return min(said.values()) if options.remainder == "drop" else max(said.values())
+    return (min if options.remainder == "drop" else max)(counts.values())
 
 
-def _identity(looked: Looked, options: Options) -> Identity:
+def _identity(first: _FirstRows, options: DataOptions) -> Identity:
     process = None
     if options.per_process:
         process = [jax.process_index(), jax.process_count()]
     return Identity(
-        "rows" if looked.is_random_access else "stream",
-        looked.num_rows if looked.is_random_access else None,
+        "rows" if first.is_random_access else "stream",
+        first.num_rows if first.is_random_access else None,
         options.global_batch_size,
         options.remainder,
-        options.seed,
+        options.shuffle,
         process,
+        None if first.opened is None else first.opened.count,
     )
 
 
 def _num_steps(
-    looked: Looked, cut: Cut, options: Options, num_batches: int | None
+    first: _FirstRows, cut: Cut, options: DataOptions, num_batches: int | None
 ) -> int | None:
     """Returns how many batches an iteration has, or None."""
-    if looked.num_rows is None:
-        return options.steps
+    epochs, steps, num_rows = options.epochs, options.steps, first.num_rows
+    if num_rows is None or epochs is None:
+        return steps
     if options.remainder == "repeat":
-        if options.steps is not None:
-            return options.steps
-        return math.ceil(options.epochs * looked.num_rows / cut.size)
+        return math.ceil(epochs * num_rows / cut.size) if steps is None else steps
     if num_batches is None:
-        num_batches = batches_in_epoch(looked.num_rows, cut.size, options.remainder)
-    available = options.epochs * num_batches
-    if options.steps is not None and options.steps > available:
-        epochs = (
-            "1 epoch has" if options.epochs == 1 else f"{options.epochs} epochs have"
-        )
+        num_batches = batches_in_epoch(num_rows, cut.size, options.remainder)
+    available = epochs * num_batches
+    if steps is not None and steps > available:
+        have = "1 epoch has" if epochs == 1 else f"{epochs} epochs have"
         msg = (
-            f"steps={options.steps}, and {epochs} {available} batches. Take more "
-            "epochs=, fewer steps=, or remainder='repeat'."
+            f"steps={steps}, and {have} {available} batches. Take more epochs=, fewer "
+            "steps=, or remainder='repeat'."
         )
         raise DataError(msg)
-    return available if options.steps is None else options.steps
+    return available if steps is None else steps
 
 
 def _reader(
-    looked: Looked,
-    cut: Cut,
-    options: Options,
+    first: _FirstRows,
+    pipeline: Pipeline,
     num_batches: int | None,
-    clock: Clock,
+    opened: list[OpenedStream],
 ) -> Reader:
-    if looked.element is None:
-        return PlacedReader(looked.source, clock)
-    if looked.is_random_access:
+    options, clock = pipeline.options, pipeline.clock
+    if first.spec is None:
+        return PlacedReader(first.source, opened, clock)
+    if first.opened is None:
         return RowReader(
-            looked.source,
-            looked.element,
-            cut,
+            first.source,
+            first.spec,
+            pipeline.cut,
             remainder=options.remainder,
-            seed=options.seed,
+            seed=options.shuffle,
             num_batches=num_batches,
             clock=clock,
         )
     return StreamReader(
-        looked.source, looked.element, cut, remainder=options.remainder, clock=clock
+        first.source,
+        opened,
+        first.spec,
+        pipeline.cut,
+        batched=first.opened.count is not None,
+        remainder=options.remainder,
+        clock=clock,
     )
 
 
-def _placed_spec(batch: Any) -> Any:
+def _close(opened: list[OpenedStream], close: Callable[[], None] | None) -> None:
+    while opened:
+        opened.pop().stream.close()
+    if close is not None:
+        close()
+
+
+def _placed_spec(batch: PyTree) -> PyTree:
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=leaf.sharding
         ),
         batch,
     )
-
-
-def _nothing() -> None:
-    """Does nothing."""

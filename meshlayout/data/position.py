@@ -4,10 +4,13 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+from meshlayout import _checks
+from meshlayout.data.protocols import JSON
 from meshlayout.errors import DataError
 
 
-_VERSION = 1
+# 2: shuffles are an order of this library's own, and streams say how they are cut.
+_VERSION = 2
 
 # The place of a source whose examples come in another order in every run.
 NO_ORDER = "no order"
@@ -50,6 +53,9 @@ class Identity:
         seed: What shuffles the rows.
         process: This process's index and the number of processes, where each of them
             has a source of its own.
+        block: Examples in the first batch of a stream of batches; None for single
+            examples, and where rows are counted. A stream may count batches in its own
+            place, which then means other rows where they are of another size.
     """
 
     source: str
@@ -58,6 +64,7 @@ class Identity:
     remainder: str
     seed: int | None
     process: list[int] | None
+    block: int | None
 
 
 _WORDS = {
@@ -67,16 +74,12 @@ _WORDS = {
     "remainder": "remainder={!r}",
     "seed": "shuffle={}",
     "process": "[process, processes]={}",
+    "block": "a stream whose first batch has {} examples",
 }
 
 
-def to_state(identity: Identity, position: Position) -> dict[str, Any]:
-    """Returns a place as a dict that JSON takes.
-
-    Args:
-        identity: Whose place it is.
-        position: The place.
-    """
+def to_state(identity: Identity, position: Position) -> dict[str, JSON]:
+    """Returns a place as a dict that JSON takes."""
     return {
         "kind": "meshlayout.data",
         "version": _VERSION,
@@ -89,16 +92,16 @@ def from_state(identity: Identity, state: Any) -> Position:
     """Returns the place that a dict names.
 
     Args:
-        identity: Of the data set that is to go there.
+        identity: Of the dataset that is to go there.
         state: What `to_state` has returned, or JSON has read.
 
     Raises:
-        DataError: If it is none, or one of another data set.
+        DataError: If it is not a place, or one of another dataset.
     """
     if not isinstance(state, dict) or state.get("kind") != "meshlayout.data":
         msg = (
             "the state is not one of a data iterator: expected what get_state() "
-            f"returned, and got {_shortened(state)}."
+            f"returned, and got {_checks.shown(state)}."
         )
         raise DataError(msg)
     if state.get("version") != _VERSION:
@@ -107,38 +110,39 @@ def from_state(identity: Identity, state: Any) -> Position:
             f"version {_VERSION}."
         )
         raise DataError(msg)
-    fields = Position._fields
     own = asdict(identity)
-    missing = [
-        name for name in [*fields, *(f"of_{name}" for name in own)] if name not in state
-    ]
-    if missing:
-        msg = f"the state lacks {missing[0]!r}; it was cut or written by hand."
-        raise DataError(msg)
+    for name in [*Position._fields, *(f"of_{name}" for name in own)]:
+        if name not in state:
+            msg = f"the state lacks {name!r}; it was cut or written by hand."
+            raise DataError(msg)
     for name, here in own.items():
         there = state[f"of_{name}"]
-        if there != here:
-            word = _WORDS[name]
+        # How a stream is cut matters only to the place that it has named itself.
+        if there != here and (name != "block" or state["source"] is not None):
             msg = (
-                f"the state is of {word.format(there)}, and this data set has "
-                f"{word.format(here)}: its batches would be others. Make the data set "
+                f"the state is of {_text(name, there)}, and this dataset has "
+                f"{_text(name, here)}: its batches would be others. Make the dataset "
                 "as it was when the state was taken."
             )
             raise DataError(msg)
-    numbers = {name: state[name] for name in fields}
-    for name in fields:
-        if name != "source" and (type(numbers[name]) is not int or numbers[name] < 0):
-            msg = f"the state's {name!r} is {numbers[name]!r}, and no count."
-            raise DataError(msg)
-    return Position(**numbers)
+    counts = {
+        name: _checks.count(
+            f"the state's {name!r}", state[name], at_least=0, error=DataError
+        )
+        for name in Position._fields
+        if name != "source"
+    }
+    return Position(source=state["source"], **counts)
 
 
-def check_json(state: Any) -> Any:
-    """Returns a source's own state, or raises DataError if JSON does not take it.
+def _text(name: str, value: Any) -> str:
+    if name == "block" and value is None:
+        return "a stream of single examples"
+    return _WORDS[name].format(value)
 
-    Args:
-        state: What the source returned.
-    """
+
+def check_json(state: JSON) -> JSON:
+    """Returns a source's own state, or raises DataError if JSON does not take it."""
     if state is None:
         return None
     try:
@@ -149,8 +153,3 @@ def check_json(state: Any) -> Any:
             f"does not take: {error}. Return numbers, strings, lists and dicts."
         )
         raise DataError(msg) from error
-
-
-def _shortened(state: Any) -> str:
-    text = repr(state)
-    return text if len(text) <= 60 else f"{text[:60]}..."

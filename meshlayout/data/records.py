@@ -16,12 +16,11 @@ import numpy as np
 
 from meshlayout import _checks
 from meshlayout._annotations import Batch, PyTree
-from meshlayout.data.adapters.streams import as_block
 from meshlayout.data.adapters.tfds import feature_dtypes
+from meshlayout.data.by_row import Order
 from meshlayout.data.clock import Clock
-from meshlayout.data.order import Order
-from meshlayout.data.source import RowSource
-from meshlayout.data.stacking import concatenate, examples_of, stack
+from meshlayout.data.examples import as_batch, concatenate, examples_of, stack
+from meshlayout.data.protocols import RandomAccessSource
 from meshlayout.data.workers import TimedRows, WorkerPool
 from meshlayout.errors import DataError
 
@@ -223,13 +222,13 @@ class RowMapper:
         map: The user's function of an example.
     """
 
-    decoded: RowSource
+    decoded: RandomAccessSource
     map: MapFunction
 
     def __call__(self, rows: Array, epoch: int) -> TimedRows:
         """Returns rows, at least one, as they are in an epoch."""
         watch = _Watch()
-        examples = examples_of(self.decoded.rows(rows), len(rows))
+        examples = examples_of(self.decoded.read_rows(rows, epoch), len(rows))
         watch.stage("read")
         stacked = stack(_mapped(self.map, examples, rows, epoch))
         watch.stage("map")
@@ -243,35 +242,21 @@ class RecordRows:
         pool: The workers.
         num_rows: How many rows there are.
         clock: Where the time goes.
-        epoch: Which epoch, from 0.
     """
 
-    def __init__(
-        self, pool: WorkerPool, num_rows: int, clock: Clock, epoch: int = 0
-    ) -> None:
-        self._pool, self._num_rows = pool, num_rows
-        self._clock, self._epoch = clock, epoch
+    def __init__(self, pool: WorkerPool, num_rows: int, clock: Clock) -> None:
+        self._pool, self._num_rows, self._clock = pool, num_rows, clock
 
     def __len__(self) -> int:
         return self._num_rows
 
-    def at_epoch(self, epoch: int) -> "RecordRows":
-        """Returns the rows as another epoch's random numbers make them."""
-        return RecordRows(self._pool, self._num_rows, self._clock, epoch)
-
-    def rows(self, indices: Array) -> Batch:
-        """Returns rows, in the order asked for."""
-        if not len(indices):  # a process without rows: the structure alone
-            return _cut(self.rows(np.zeros(1, int)), slice(0))
-        pieces, num_workers = self._pool.read(indices, self._epoch)
+    def read_rows(self, indices: Array, epoch: int) -> Batch:
+        """Returns rows, in the order asked for, as an epoch's random numbers do."""
+        pieces, num_workers = self._pool.read(indices, epoch)
         for stage in pieces[0].seconds:
             seconds = sum(piece.seconds[stage] for piece in pieces) / num_workers
             self._clock.add(stage, 0 if stage == "read" else len(indices), seconds)
         return concatenate([piece.rows for piece in pieces])
-
-    def close(self) -> None:
-        """Ends threads and processes."""
-        self._pool.close()
 
 
 class MappedBatches:
@@ -283,55 +268,40 @@ class MappedBatches:
         batch_size: Rows of this process in a batch; a shorter one is filled with its
             last row, so that the function only sees batches of one shape.
         clock: Where the time goes.
-        epoch: Which epoch, from 0.
     """
 
     def __init__(
         self,
-        source: RowSource,
+        source: RandomAccessSource,
         function: MapFunction,
         batch_size: int,
         clock: Clock,
-        epoch: int = 0,
     ) -> None:
         self._source, self._function = source, function
-        self._batch_size, self._clock, self._epoch = batch_size, clock, epoch
+        self._batch_size, self._clock = batch_size, clock
 
     def __len__(self) -> int:
         return len(self._source)
 
-    def at_epoch(self, epoch: int) -> "MappedBatches":
-        """Returns the rows as another epoch's random numbers make them."""
-        source = _at_epoch(self._source, epoch)
-        return MappedBatches(
-            source, self._function, self._batch_size, self._clock, epoch
-        )
-
-    def rows(self, indices: Array) -> Batch:
+    def read_rows(self, indices: Array, epoch: int) -> Batch:
         """Returns rows, in the order asked for.
 
         Raises:
             DataError: If the function returned another number of rows.
         """
-        if not len(indices):  # a process without rows: the structure alone
-            return _cut(self.rows(np.zeros(1, int)), slice(0))
         padding = max(0, self._batch_size - len(indices))
         padded = np.pad(indices, (0, padding), mode="edge")
-        rows = self._source.rows(padded)
+        rows = self._source.read_rows(padded, epoch)
         with self._clock.stage("map", len(padded)):
-            mapped = self._function.batch(rows, padded, self._epoch)
-        block = as_block(mapped)
-        if block.count != len(padded):
+            mapped = self._function.batch(rows, padded, epoch)
+        mapped_rows, count = as_batch(mapped)
+        if count != len(padded):
             msg = (
-                f"map= returned {block.count} rows for a batch of {len(padded)}. With "
+                f"map= returned {count} rows for a batch of {len(padded)}. With "
                 "map_batched=True it has to keep their number."
             )
             raise DataError(msg)
-        return _cut(block.rows, slice(len(indices)))
-
-    def close(self) -> None:
-        """Closes the rows before."""
-        _close(self._source)
+        return jax.tree.map(lambda leaf: leaf[: len(indices)], mapped_rows)
 
 
 class FileOrder:
@@ -407,28 +377,19 @@ class OrderedRows:
     Args:
         source: The rows.
         order: Returns the rows at some places of an epoch.
-        epoch: Which epoch, from 0.
     """
 
     def __init__(
-        self, source: RowSource, order: Callable[[Array, int], Array], epoch: int = 0
+        self, source: RandomAccessSource, order: Callable[[Array, int], Array]
     ) -> None:
-        self._source, self._order, self._epoch = source, order, epoch
+        self._source, self._order = source, order
 
     def __len__(self) -> int:
         return len(self._source)
 
-    def at_epoch(self, epoch: int) -> "OrderedRows":
-        """Returns the rows of another epoch."""
-        return OrderedRows(_at_epoch(self._source, epoch), self._order, epoch)
-
-    def rows(self, indices: Array) -> Batch:
+    def read_rows(self, indices: Array, epoch: int) -> Batch:
         """Returns the rows at some places of the order."""
-        return self._source.rows(self._order(indices, self._epoch))
-
-    def close(self) -> None:
-        """Closes the rows before."""
-        _close(self._source)
+        return self._source.read_rows(self._order(indices, epoch), epoch)
 
 
 def interleaved(files: Sequence[range], size: int) -> list[range]:
@@ -457,21 +418,6 @@ def _mapped(
         function.example(example, row, epoch)
         for example, row in zip(examples, rows.tolist(), strict=True)
     ]
-
-
-def _cut(rows: Batch, index: slice) -> Batch:
-    return jax.tree.map(lambda leaf: leaf[index], rows)
-
-
-def _at_epoch(source: RowSource, epoch: int) -> RowSource:
-    at_epoch = getattr(source, "at_epoch", None)
-    return source if at_epoch is None else at_epoch(epoch)
-
-
-def _close(source: RowSource) -> None:
-    close = getattr(source, "close", None)
-    if close is not None:
-        close()
 
 
 class _Watch:

@@ -1,23 +1,28 @@
 """Which rows of a global batch belong to which process, and how they are divided."""
 
-import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshlayout import _batches
-from meshlayout._batches import BATCH_AXES as BATCH_AXES
+from meshlayout import _batches, _checks
+from meshlayout._annotations import AnySharding
 from meshlayout.errors import DataError, LayoutError
 from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh, as_mesh
 
 
+LayoutOrMesh: TypeAlias = Layout | Mesh | jax.sharding.Mesh | AnySharding
+"""How batches lie on a mesh, or the mesh: its batch axes then shard their rows."""
+
+
 def process_rows(
-    layout: Any, global_shape: Sequence[int] | int, process_index: int | None = None
-) -> np.ndarray[Any, Any]:
+    layout: LayoutOrMesh,
+    global_shape: Sequence[int] | int,
+    process_index: int | None = None,
+) -> np.ndarray:
     """Returns which rows of a global array a process has to load.
 
     These are the rows of which its devices hold a part, each of them once, however
@@ -34,7 +39,7 @@ def process_rows(
 
     Raises:
         LayoutError: If the shape does not fit the layout.
-        DataError: If the process index is not a whole number, 0 or more.
+        DataError: If there is no such process.
 
     Example:
         >>> from meshlayout import create_mesh
@@ -42,18 +47,22 @@ def process_rows(
         >>> process_rows(mesh.layout("batch", None), (6, 5))
         array([0, 1, 2, 3, 4, 5])
         >>> process_rows(mesh, 6, process_index=1)
-        array([], dtype=int64)
+        Traceback (most recent call last):
+        meshlayout.errors.DataError: process_index must be below 1, the number of
+            processes, got 1.
     """
     shape = tuple(global_shape) if isinstance(global_shape, Sequence) else None
     if shape is None:
-        shape = (whole("global_shape", global_shape, at_least=0),)
+        count = _checks.count("global_shape", global_shape, at_least=0, error=DataError)
+        shape = (count,)
     if not shape:
         msg = "an array without dims has no rows; global_shape needs its batch dim."
         raise LayoutError(msg)
+    full = _batches.leaf_layout(batch_layout(layout), len(shape))
     if process_index is None:
         process_index = jax.process_index()
-    process_index = whole("process_index", process_index, at_least=0)
-    full = _batches.leaf_layout(batch_layout(layout), len(shape))
+    else:
+        _check_process(process_index, full.mesh)
     size = full.shard_shape(shape)[0]
     starts = {
         full.shard_slices(shape, device)[0].start
@@ -64,7 +73,19 @@ def process_rows(
     return np.concatenate([np.empty(0, np.int64), *parts]).astype(np.int64)
 
 
-def per_replica_batch_size(global_batch_size: int, layout_or_mesh: Any) -> int:
+def _check_process(index: int, mesh: Mesh) -> None:
+    index = _checks.count("process_index", index, at_least=0, error=DataError)
+    # A mesh of a topology has processes that do not run.
+    num_processes = max(jax.process_count(), processes_of(mesh)[-1] + 1)
+    if index >= num_processes:
+        msg = (
+            f"process_index must be below {num_processes}, the number of processes, "
+            f"got {index}."
+        )
+        raise DataError(msg)
+
+
+def per_replica_batch_size(global_batch_size: int, layout_or_mesh: LayoutOrMesh) -> int:
     """Returns how many rows of a global batch each replica gets.
 
     Args:
@@ -80,7 +101,7 @@ def per_replica_batch_size(global_batch_size: int, layout_or_mesh: Any) -> int:
         >>> per_replica_batch_size(512, create_mesh({"batch": 2, "model": 4}))
         256
     """
-    size = whole("global_batch_size", global_batch_size, at_least=1)
+    size = _checks.count("global_batch_size", global_batch_size, error=DataError)
     layout = batch_layout(layout_or_mesh)
     replicas = _batches.num_row_shards(layout)
     if size % replicas:
@@ -95,7 +116,7 @@ def per_replica_batch_size(global_batch_size: int, layout_or_mesh: Any) -> int:
     return size // replicas
 
 
-def batch_layout(layout_or_mesh: Any) -> Layout:
+def batch_layout(layout_or_mesh: LayoutOrMesh) -> Layout:
     """Returns the layout of batches.
 
     Args:
@@ -112,9 +133,8 @@ def batch_layout(layout_or_mesh: Any) -> Layout:
         return Layout(given)
     if not isinstance(given, (Layout, NamedSharding)):
         msg = (
-            "batches need a Layout, a mesh or a NamedSharding, and got "
-            f"{type(given).__name__} {given!r}. For a list of entries, write "
-            "mesh.layout(...)."
+            "batches need a Layout, a mesh or a NamedSharding, got "
+            f"{_checks.shown(given)}. For a list of entries, write mesh.layout(...)."
         )
         raise DataError(msg)
     layout = Layout.of(given)
@@ -122,7 +142,9 @@ def batch_layout(layout_or_mesh: Any) -> Layout:
     return layout
 
 
-def note_whole_batches(layout_or_mesh: Any, note: Callable[[str], None]) -> None:
+def note_whole_batches(
+    layout_or_mesh: LayoutOrMesh, note: Callable[[str], None]
+) -> None:
     """Notes that every device holds whole batches where nobody asked for that.
 
     Args:
@@ -177,27 +199,3 @@ def processes_of(mesh: Mesh) -> list[int]:
         mesh: The mesh.
     """
     return sorted({device.process_index for device in mesh.devices.flat})
-
-
-def whole(name: str, value: Any, *, at_least: int) -> int:
-    """Returns an argument as an int.
-
-    Args:
-        name: The argument's name.
-        value: Its value.
-        at_least: The smallest that it can be.
-
-    Raises:
-        DataError: If it is no whole number, or smaller.
-    """
-    try:
-        if isinstance(value, (bool, np.bool_)):
-            raise TypeError
-        number = operator.index(value)
-    except TypeError:
-        msg = f"{name}= is a whole number, {at_least} or more, and got {value!r}."
-        raise DataError(msg) from None
-    if number < at_least:
-        msg = f"{name}= is a whole number, {at_least} or more, and got {number}."
-        raise DataError(msg)
-    return number

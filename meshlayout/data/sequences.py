@@ -16,8 +16,8 @@ from meshlayout.data.documents import (
     is_read_once,
 )
 from meshlayout.data.packing import (
-    PackedBlocks,
     PackedIterator,
+    PackedStream,
     PackingMode,
     Recipe,
     Row,
@@ -163,6 +163,8 @@ class PackedSequences:
         self._latest: PackedIterator | None = None
         #: Rows of a pass; not known before they are made.
         self.num_rows: int | None = None
+        #: That a row is a single example.
+        self.batched = False
 
     @property
     def length(self) -> int:
@@ -180,13 +182,13 @@ class PackedSequences:
         self._latest = PackedIterator(documents, self._recipe, self._encode)
         return self._latest
 
-    def open(self, epoch: int) -> "PackedBlocks":
-        """Begins a pass whose rows come in blocks.
+    def open(self, epoch: int) -> PackedStream:
+        """Begins a pass.
 
         Args:
             epoch: Which pass; all have the same rows, if the documents do.
         """
-        return PackedBlocks(iter(self))
+        return PackedStream(iter(self))
 
     def report(self) -> PackingReport:
         """Returns what became of the documents in the pass that was begun last."""

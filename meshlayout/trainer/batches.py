@@ -10,13 +10,13 @@ from jax.sharding import NamedSharding
 
 from meshlayout import _jax
 from meshlayout._batches import (
+    BATCH_AXES,
     map_batch,
     num_examples,
     weights_of,
     with_weights,
 )
 from meshlayout.arrays import relayout, to_numpy
-from meshlayout.data.rows import BATCH_AXES
 from meshlayout.errors import MeshLayoutError
 from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh

@@ -6,23 +6,33 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshlayout import _jax, _paths
-from meshlayout.data.clock import Clock
-from meshlayout.data.leaves import empty, leaf_text, map_named, named_leaves
-from meshlayout.data.source import Source
-from meshlayout.data.stacking import host_leaf, stack
+from meshlayout import _paths
+from meshlayout._annotations import PyTree
+from meshlayout.data.by_stream import ambiguous
+from meshlayout.data.examples import (
+    as_array,
+    empty,
+    is_placed,
+    leaf_text,
+    looks_batched,
+    named_leaves,
+    stack,
+)
+from meshlayout.data.protocols import RandomAccessSource
 from meshlayout.errors import DataError
 
 
-def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> Source | None:
+_SINGLE = (bool, int, float, complex, str, bytes, np.generic)
+
+
+def adapt(obj: Any, *, batched: bool | None) -> RandomAccessSource | None:
     """Returns a tree of arrays or a sequence of examples as a source of rows.
 
     Args:
         obj: An array, a tree of arrays with a dim for the examples in common, or what
             has `__len__` and `__getitem__`, as a list of examples.
-        clock: Not needed here.
-        batched: Whether the elements of a sequence are batches, which is no source of
-            rows; None where the elements tell.
+        batched: Whether the elements of a sequence are batches, which is not a source
+            of rows; None where the elements tell.
 
     Returns:
         None if it is something else.
@@ -30,8 +40,7 @@ def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> Source | None:
     Raises:
         DataError: If it may be columns or examples, or its arrays do not fit together.
     """
-    del clock
-    if is_columns(obj):
+    if _is_columns(obj):
         if batched is not None and not isinstance(obj, list):
             msg = (
                 "a tree of arrays is a source of rows, one per example. Leave out "
@@ -40,8 +49,8 @@ def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> Source | None:
             raise DataError(msg)
         if batched is None and isinstance(obj, list):
             msg = (
-                f"a list of {len(obj)} arrays may be the columns of one data set, or "
-                "as many examples or batches. Give columns as a tuple or dict; say "
+                f"a list of {len(obj)} arrays may be the columns of one dataset, or as "
+                "many examples or batches. Give columns as a tuple or dict; say "
                 "batched=False for examples, or batched=True for batches."
             )
             raise DataError(msg)
@@ -66,24 +75,26 @@ class ArrayRows:
         DataError: If they have no dim for the examples, or differ in it.
     """
 
-    def __init__(self, tree: Any) -> None:
+    def __init__(self, tree: PyTree) -> None:
         _refuse_lists(tree)
-        self._tree = map_named(host_leaf, tree)
+        named, treedef = named_leaves(tree)
+        columns = {path: as_array(path, leaf) for path, leaf in named}
+        self._tree = treedef.unflatten(columns.values())
         sizes: dict[int, str] = {}
-        for path, leaf in named_leaves(self._tree)[0]:
-            if not leaf.ndim:
+        for path, column in columns.items():
+            if not column.ndim:
                 msg = (
-                    f"{leaf_text(path)} is a single {leaf.dtype}, without a dim for "
+                    f"{leaf_text(path)} is a single {column.dtype}, without a dim for "
                     "the examples. Give it one row per example, with np.full, or "
                     "leave it out."
                 )
                 raise DataError(msg)
-            sizes.setdefault(leaf.shape[0], path)
+            sizes.setdefault(column.shape[0], path)
         if len(sizes) > 1:
-            (first, one), (second, other), *_ = sizes.items()
+            (rows, name), (other_rows, other_name), *_ = sizes.items()
             msg = (
-                f"{leaf_text(one)} has {first} rows and {leaf_text(other)} {second}: "
-                "the first dim of every array counts the examples."
+                f"{leaf_text(name)} has {rows} rows and {leaf_text(other_name)} "
+                f"{other_rows}: the first dim of every array counts the examples."
             )
             raise DataError(msg)
         self._num_rows = next(iter(sizes))
@@ -91,9 +102,10 @@ class ArrayRows:
     def __len__(self) -> int:
         return self._num_rows
 
-    def rows(self, indices: np.ndarray[Any, Any]) -> Any:
+    def read_rows(self, indices: np.ndarray, epoch: int) -> PyTree:
         """Returns rows, in the order asked for."""
-        return jax.tree.map(lambda leaf: _taken(leaf, indices), self._tree)
+        del epoch
+        return jax.tree.map(lambda column: _taken(column, indices), self._tree)
 
 
 class ItemRows:
@@ -109,15 +121,33 @@ class ItemRows:
     def __len__(self) -> int:
         return len(self._items)
 
-    def rows(self, indices: np.ndarray[Any, Any]) -> Any:
+    def read_rows(self, indices: np.ndarray, epoch: int) -> PyTree:
         """Returns examples, in the order asked for, stacked."""
+        del epoch
         return stack([self._items[i] for i in indices.tolist()])
 
 
-_SINGLE = (bool, int, float, complex, str, bytes, np.generic)
+def refuse_batched(what: str, *, batched: bool | None) -> None:
+    """Raises DataError if a source that says itself what it gives is said to batch.
+
+    Args:
+        what: Which source.
+        batched: What the user said.
+    """
+    if batched:
+        msg = (
+            f"{what} gives single examples. Leave out batched=True, or give an "
+            "iterable of the batches."
+        )
+        raise DataError(msg)
 
 
-def _refuse_lists(tree: Any) -> None:
+def is_table(obj: Any) -> bool:
+    """Returns whether an object gives columns by name, as a data frame does."""
+    return isinstance(obj, Mapping) or callable(getattr(obj, "keys", None))
+
+
+def _refuse_lists(tree: PyTree) -> None:
     """Raises DataError for a column that is a list of numbers."""
     entries, _ = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda node: isinstance(node, list)
@@ -132,20 +162,14 @@ def _refuse_lists(tree: Any) -> None:
             raise DataError(msg)
 
 
-def _taken(
-    leaf: np.ndarray[Any, Any], indices: np.ndarray[Any, Any]
-) -> np.ndarray[Any, Any]:
-    found = empty((len(indices), *leaf.shape[1:]), leaf.dtype)
+def _taken(column: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    out = empty((len(indices), *column.shape[1:]), column.dtype)
     # With mode="raise", NumPy gathers into memory of its own first.
-    return np.take(leaf, indices, axis=0, out=found, mode="clip")
+    return np.take(column, indices, axis=0, out=out, mode="clip")
 
 
-def is_columns(obj: Any) -> bool:
-    """Tells whether an object is an array or a tree of arrays, all with dims.
-
-    Args:
-        obj: What the user gave.
-    """
+def _is_columns(obj: Any) -> bool:
+    """Returns whether an object is an array or a tree of arrays, all with dims."""
     if hasattr(obj, "__next__") or callable(obj):
         return False
     if _is_array(obj):
@@ -157,73 +181,14 @@ def is_columns(obj: Any) -> bool:
     except ValueError:  # the slower way says why
         leaves, treedef = named_leaves(obj)
     if jax.tree.structure(0) == treedef or not leaves:
-        return False  # no tree
+        return False  # not a tree
     if isinstance(obj, Mapping) or not isinstance(obj, list):
         return True
     return all(_is_array(leaf) and leaf.ndim for leaf in obj)
 
 
-def looks_batched(example: Any) -> bool:
-    """Tells whether an element may be a batch as well as an example.
-
-    Args:
-        example: An element of an iterable.
-    """
-    sizes = set()
-    for leaf in jax.tree.leaves(example):
-        shape = np.shape(leaf) if _is_array(leaf) else ()
-        sizes.add(shape[0] if shape else None)
-    return len(sizes) == 1 and None not in sizes
-
-
-def is_placed(element: Any) -> bool:
-    """Tells whether all arrays of a batch are where their maker has placed them.
-
-    Args:
-        element: A batch.
-    """
-    leaves = jax.tree.leaves(element)
-    return bool(leaves) and all(map(_jax.is_committed, leaves))
-
-
-def ambiguous(what: str) -> str:
-    """Returns the sentence that asks for `batched=`.
-
-    Args:
-        what: Whose elements they are.
-    """
-    return (
-        f"the elements of {what} may be examples or batches: all their arrays have the "
-        "same first dim. Say batched=False for examples, or batched=True for batches."
-    )
-
-
-def refuse_batches(what: str, batched: Any) -> None:
-    """Raises DataError if a source of single rows is said to give batches.
-
-    Args:
-        what: Which source.
-        batched: What was said.
-    """
-    if batched:
-        msg = (
-            f"{what} gives single examples. Leave out batched=True, or give an "
-            "iterable of the batches."
-        )
-        raise DataError(msg)
-
-
 def _is_array(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-
-
-def is_table(obj: Any) -> bool:
-    """Tells whether an object gives columns by name, as a data frame does.
-
-    Args:
-        obj: What the user gave.
-    """
-    return isinstance(obj, Mapping) or callable(getattr(obj, "keys", None))
 
 
 def _is_sequence(obj: Any) -> bool:

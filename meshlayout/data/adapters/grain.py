@@ -1,24 +1,29 @@
-"""Grain's datasets and loaders as sources."""
+"""Grain's datasets and loaders as sources.
+
+Grain does not say in public whether a dataset gives batches, filters or shuffles. Where
+the elements cannot tell, the names of the classes of its steps are a hint; a step that
+another release calls differently is met by an error that asks for `batched=` or for
+`to_iter_dataset()`, never by other rows. `test_data_adapters` has each of the hints.
+"""
 
 import base64
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from meshlayout.data.adapters.arrays import ambiguous, looks_batched
-from meshlayout.data.adapters.streams import Elements, ElementStream
+from meshlayout._annotations import PyTree
+from meshlayout.data.adapters.iterables import IteratorStream
+from meshlayout.data.by_stream import ambiguous
 from meshlayout.data.clock import Clock
-from meshlayout.data.source import Source, Stream
-from meshlayout.data.stacking import stack
+from meshlayout.data.examples import looks_batched, stack
+from meshlayout.data.protocols import JSON, Source
 from meshlayout.errors import DataError
 
 
 # A dataset that repeats for ever has a length near the largest integer.
 _ENDLESS = 2**48
-
-_WHAT = "the Grain data set"
 
 
 def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> Source | None:
@@ -26,24 +31,23 @@ def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> Source | None:
 
     Args:
         obj: A MapDataset, IterDataset, DataLoader or random-access data source.
-        clock: Not needed here.
-        batched: Whether its elements are batches; None looks for a batch step.
+        clock: Where notes go.
+        batched: Whether its elements are batches; None where they tell.
 
     Raises:
         DataError: If its elements may be batches or examples.
     """
-    del clock
     kinds = {kind.__name__ for kind in type(obj).__mro__}
-    if batched is None and _gives_batches(obj):
+    if batched is None and _has_batch_step(obj):
         batched = True
     if "MapDataset" in kinds:
-        if batched or _leaves_holes(obj) or len(obj) > _ENDLESS:
+        if batched or _has_step(obj, "Filter") or len(obj) > _ENDLESS:
             return MapDatasetStream(obj, batched=batched)
         if batched is None and len(obj) and looks_batched(obj[0]):
-            raise DataError(ambiguous(_WHAT))
+            raise DataError(ambiguous("the Grain dataset"))
         return MapDatasetRows(obj)
     if "IterDataset" in kinds or "DataLoader" in kinds:
-        return GrainStream(obj, batched=batched)
+        return IterDatasetStream(obj, clock.warn, batched=batched)
     if hasattr(obj, "__getitem__") and hasattr(obj, "__len__") and not batched:
         return MapDatasetRows(obj)
     return None
@@ -52,34 +56,28 @@ def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> Source | None:
 class MapDatasetRows:
     """A Grain MapDataset, or another random-access source, as a source of rows.
 
-    A dataset that shuffles gives another order in every epoch, as with Grain itself.
+    A MapDataset that shuffles gives another order in every epoch, as with Grain itself:
+    its rows beyond its length are those of the epochs to come.
 
     Args:
         dataset: The dataset.
-        epoch: Which epoch of it, from 0.
     """
 
-    def __init__(self, dataset: Any, epoch: int = 0) -> None:
+    def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        reshuffles = any(
-            kind.__name__ == "MapDataset" for kind in type(dataset).__mro__
-        )
-        self._offset = epoch * len(dataset) if reshuffles else 0
+        kinds = {kind.__name__ for kind in type(dataset).__mro__}
+        self._epoch_rows = len(dataset) if "MapDataset" in kinds else 0
 
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def at_epoch(self, epoch: int) -> "MapDatasetRows":
-        """Returns the rows of another epoch."""
-        return MapDatasetRows(self._dataset, epoch)
-
-    def rows(self, indices: np.ndarray[Any, Any]) -> Any:
+    def read_rows(self, indices: np.ndarray, epoch: int) -> PyTree:
         """Returns rows, in the order asked for.
 
         Raises:
             DataError: If the dataset has no element there.
         """
-        numbers = (indices + self._offset).tolist()
+        numbers = (indices + epoch * self._epoch_rows).tolist()
         examples = [self._dataset[number] for number in numbers]
         for number, example in zip(indices.tolist(), examples, strict=True):
             if example is None:
@@ -99,17 +97,17 @@ class MapDatasetStream:
         batched: Whether its elements are batches; None where they tell.
     """
 
+    num_rows = None
+
     def __init__(self, dataset: Any, *, batched: bool | None) -> None:
-        self._dataset, self._batched = dataset, batched
-        self.num_rows: int | None = None
+        self._dataset, self.batched = dataset, batched
 
-    def open(self, epoch: int) -> Stream:
+    def open(self, epoch: int) -> IteratorStream:
         """Begins a pass: that epoch of a dataset that shuffles."""
-        elements = _Numbered(self._dataset, epoch)
-        return ElementStream(elements, batched=self._batched, what=_WHAT)
+        return IteratorStream(_Numbered(self._dataset, epoch))
 
 
-class _Numbered(Elements):
+class _Numbered(Iterator[PyTree]):
     """The elements of one epoch of a MapDataset; the state is the next one's number."""
 
     def __init__(self, dataset: Any, epoch: int) -> None:
@@ -117,7 +115,7 @@ class _Numbered(Elements):
         self._length = len(dataset)
         self._offset = epoch * self._length if self._length < _ENDLESS else 0
 
-    def __next__(self) -> Any:
+    def __next__(self) -> PyTree:
         while self._next < self._length:
             element = self._dataset[self._offset + self._next]
             self._next += 1
@@ -125,55 +123,68 @@ class _Numbered(Elements):
                 return element
         raise StopIteration
 
-    def get_state(self) -> Any:
+    def get_state(self) -> JSON:
         return self._next
 
-    def set_state(self, state: Any) -> None:
+    def set_state(self, state: JSON) -> None:
         self._next = int(state)
 
 
-class GrainStream:
+class IterDatasetStream:
     """A Grain IterDataset or DataLoader as a stream.
 
     Args:
         dataset: The dataset or loader.
+        warn: Called with a sentence if every epoch has one shuffled order.
         batched: Whether its elements are batches; None where they tell.
     """
 
-    def __init__(self, dataset: Any, *, batched: bool | None) -> None:
-        self._dataset, self._batched = dataset, batched
-        self.num_rows: int | None = None
+    num_rows = None
 
-    def open(self, epoch: int) -> Stream:
+    def __init__(
+        self, dataset: Any, warn: Callable[[str], None], *, batched: bool | None
+    ) -> None:
+        self._dataset, self._warn, self.batched = dataset, warn, batched
+        self._is_shuffled_once = _has_step(dataset, "Shuffle") and not _has_step(
+            dataset, "Repeat"
+        )
+
+    def open(self, epoch: int) -> IteratorStream:
         """Begins a pass over the dataset; what it does in an epoch is its own."""
+        if epoch and self._is_shuffled_once:
+            self._warn(
+                "Grain's IterDataset shuffles, and repeats one order in every epoch. "
+                "Give the MapDataset, which has another one in each; or repeat() it "
+                "before to_iter_dataset(), and say steps=."
+            )
         mark_flags_as_parsed()
-        elements = _Iterated(iter(self._dataset))
-        return ElementStream(elements, batched=self._batched, what=_WHAT)
+        return IteratorStream(_Encoded(iter(self._dataset)))
 
 
-class _Iterated(Elements):
-    """The elements of a Grain iterator, with Grain's own state as text or JSON."""
+class _Encoded(Iterator[PyTree]):
+    """A Grain iterator, with Grain's own state as text or JSON."""
 
-    def __init__(self, iterator: Iterator[Any]) -> None:
-        self._iterator: Any = iterator
+    def __init__(self, iterator: Any) -> None:
+        self._iterator = iterator
 
-    def __next__(self) -> Any:
+    def __next__(self) -> PyTree:
         return next(self._iterator)
 
-    def get_state(self) -> Any:
+    def get_state(self) -> JSON:
         state = self._iterator.get_state()
         if isinstance(state, bytes):  # of a DataLoader
             return base64.b64encode(state).decode("ascii")
         return state
 
-    def set_state(self, state: Any) -> None:
+    def set_state(self, state: JSON) -> None:
         self._iterator.set_state(
             base64.b64decode(state) if isinstance(state, str) else state
         )
 
     def close(self) -> None:
         # A DataLoader's iterator closes when it is let go.
-        getattr(self._iterator, "close", lambda: None)()
+        if hasattr(self._iterator, "close"):
+            self._iterator.close()
 
 
 def mark_flags_as_parsed() -> None:
@@ -187,12 +198,9 @@ def mark_flags_as_parsed() -> None:
         flags.FLAGS.mark_as_parsed()
 
 
-def _gives_batches(dataset: Any) -> bool:
-    """Tells whether one of a data set's steps makes batches."""
-    if "DataLoader" in {kind.__name__ for kind in type(dataset).__mro__}:
-        operations = getattr(dataset, "_operations", ())
-        return any("Batch" in type(step).__name__ for step in operations)
-    for step in _chain(dataset):
+def _has_batch_step(dataset: Any) -> bool:
+    """Returns whether a step makes batches, and no later one takes them apart."""
+    for step in _steps(dataset):
         name = type(step).__name__
         if "Batch" in name:
             return True
@@ -201,12 +209,12 @@ def _gives_batches(dataset: Any) -> bool:
     return False
 
 
-def _leaves_holes(dataset: Any) -> bool:
-    return any("Filter" in type(part).__name__ for part in _chain(dataset))
+def _has_step(dataset: Any, word: str) -> bool:
+    return any(word in type(step).__name__ for step in _steps(dataset))
 
 
-def _chain(dataset: Any) -> Iterator[Any]:
-    """Yields a dataset and what it is made of."""
+def _steps(dataset: Any) -> Iterator[Any]:
+    """Yields a dataset and those that it is made of."""
     yield dataset
     for parent in getattr(dataset, "parents", ()):
-        yield from _chain(parent)
+        yield from _steps(parent)

@@ -1,4 +1,9 @@
-"""Hugging Face's data sets as sources."""
+"""Hugging Face's datasets as sources.
+
+Rows come from Arrow tables, which keep the dtypes of the features: the "numpy" format
+makes int64 and float32 of all numbers. Lists become arrays; structures inside of lists
+(a list of dicts) have no columns, and are left to the user's own map.
+"""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -6,22 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from meshlayout.data.adapters.arrays import refuse_batches
-from meshlayout.data.adapters.arrow import columns
-from meshlayout.data.adapters.streams import Elements, ElementStream, as_block
+from meshlayout._annotations import PyTree
+from meshlayout.data.adapters.arrays import refuse_batched
+from meshlayout.data.adapters.iterables import IteratorStream
 from meshlayout.data.clock import Clock
-from meshlayout.data.source import Source, Stream
-from meshlayout.data.stacking import stack
+from meshlayout.data.examples import as_batch, leaf_text
+from meshlayout.data.protocols import JSON, Source
 from meshlayout.errors import DataError
 
 
-Array = np.ndarray[Any, Any]
-
-# Formats whose elements are arrays, or become ones.
-_FORMATS = ("numpy", "torch", "tensorflow", "jax", "custom")
-
-
-# The place before the first example, which a data set names only after it.
+# The place before the first example, which a dataset names only after it.
 _START = "start"
 
 
@@ -31,7 +30,7 @@ def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> Source | None:
     Args:
         obj: A Dataset or IterableDataset of the `datasets` package.
         clock: Not needed here.
-        batched: Whether an IterableDataset gives batches; None looks for a batch step.
+        batched: Whether an IterableDataset gives batches; None where they tell.
 
     Raises:
         DataError: If it holds several splits, is formatted as tables, or is a Dataset
@@ -46,23 +45,21 @@ def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> Source | None:
         )
         raise DataError(msg)
     if "IterableDataset" in kinds:
-        if batched is None:
-            batched = _gives_batches(obj)
-        return IterableStream(obj, batched=batched)
+        return HuggingFaceStream(obj, batched=batched)
     if "Dataset" not in kinds:
         return None
-    refuse_batches("a Hugging Face Dataset", batched)
-    return DatasetRows(obj)
+    refuse_batched("a Hugging Face Dataset", batched=batched)
+    return HuggingFaceRows(obj)
 
 
-class DatasetRows:
+class HuggingFaceRows:
     """A Hugging Face Dataset as a source of rows.
 
     Without a format of the user's, numbers come straight from the Arrow table, in the
     dtypes of its features; images and other decoded features as NumPy arrays.
 
     Args:
-        dataset: The data set.
+        dataset: The dataset.
 
     Raises:
         DataError: If it is formatted as tables.
@@ -71,17 +68,21 @@ class DatasetRows:
     def __init__(self, dataset: Any) -> None:
         self._length = len(dataset)
         self._readers: list[Callable[[list[int]], Mapping[str, Any]]] = []
-        kind = dataset.format["type"]
-        names = dataset.format["columns"]
+        kind, names = dataset.format["type"], dataset.format["columns"]
+        if kind in ("arrow", "pandas", "polars"):
+            msg = (
+                f"the Hugging Face dataset is formatted as {kind!r}, which does not "
+                "give arrays. Use with_format('numpy')."
+            )
+            raise DataError(msg)
         if kind is not None:
-            _check_format(kind)
             self._readers.append(lambda rows: dataset[rows])
             return
         plain = [name for name in names if _is_plain(dataset.features[name])]
         decoded = [name for name in names if name not in plain]
         if plain:
             table = dataset.with_format("arrow", columns=plain)
-            self._readers.append(lambda rows: columns(table[rows]))
+            self._readers.append(lambda rows: _columns(table[rows]))
         if decoded:
             arrays = dataset.with_format("numpy", columns=decoded)
             self._readers.append(lambda rows: arrays[rows])
@@ -89,79 +90,70 @@ class DatasetRows:
     def __len__(self) -> int:
         return self._length
 
-    def rows(self, indices: Array) -> Any:
+    def read_rows(self, indices: np.ndarray, epoch: int) -> PyTree:
         """Returns rows, in the order asked for."""
-        numbers = indices.tolist()
-        found: dict[str, Any] = {}
+        del epoch
+        columns: dict[str, Any] = {}
         for reader in self._readers:
-            found.update(reader(numbers))
-        return as_block(_as_arrays(found, {})).rows
+            columns.update(reader(indices.tolist()))
+        rows, _ = as_batch(_as_arrays(columns, {}))
+        return rows
 
 
-class IterableStream:
+class HuggingFaceStream:
     """A Hugging Face IterableDataset as a stream.
 
     Args:
-        dataset: The data set.
-        batched: Whether its elements are batches.
-
-    Raises:
-        DataError: If it is formatted as tables.
+        dataset: The dataset.
+        batched: Whether its elements are batches; None where they tell.
     """
 
-    def __init__(self, dataset: Any, *, batched: bool) -> None:
-        self.num_rows: int | None = None
-        formatting = getattr(dataset, "_formatting", None)
-        kind = getattr(formatting, "format_type", None)
-        if kind is not None:
-            _check_format(kind)
-        self._dtypes: dict[str, Any] = {}
-        self._dataset, self._batched = dataset, batched
-        self._passes = _Passes()
-        if kind is None and dataset.features is not None and not batched:
-            self._dtypes = _dtypes(dataset.features)
+    num_rows = None
 
-    def open(self, epoch: int) -> Stream:
-        """Begins a pass; a data set that shuffles is told the epoch."""
-        elements = _Examples(self._dataset, self._dtypes, epoch, self._passes)
-        return ElementStream(elements, batched=self._batched, dtypes=self._dtypes)
+    def __init__(self, dataset: Any, *, batched: bool | None) -> None:
+        self._dataset, self.batched = dataset, batched
+        self._passes = _Passes()
+        features = dataset.features
+        self._dtypes = {} if features is None else _dtypes(features)
+
+    def open(self, epoch: int) -> IteratorStream:
+        """Begins a pass; a dataset that shuffles is told the epoch."""
+        return IteratorStream(
+            _HuggingFacePass(self._dataset, self._dtypes, epoch, self._passes)
+        )
 
 
 class _Passes:
-    """Which pass a data set, which keeps the place of one, has begun last."""
+    """Which pass of a dataset, which keeps the place of one, was begun last."""
 
     def __init__(self) -> None:
-        self.latest: Any = None
-        self.is_mixed = False
+        self._latest: object = None
+        self._is_mixed = False
 
-    def begin(self, one: Any) -> None:
-        self.latest, self.is_mixed = one, False
+    def begin(self, each: object) -> None:
+        self._latest, self._is_mixed = each, False
 
-    def read(self, one: Any) -> None:
-        self.is_mixed = self.is_mixed or one is not self.latest
+    def read(self, each: object) -> None:
+        self._is_mixed = self._is_mixed or each is not self._latest
 
-    def knows(self, one: Any) -> bool:
-        return one is self.latest and not self.is_mixed
+    def knows(self, each: object) -> bool:
+        return each is self._latest and not self._is_mixed
 
 
-class _Examples(Elements):
-    """The examples of one pass, lists as arrays."""
+class _HuggingFacePass(Iterator[PyTree]):
+    """The elements of one pass, lists as arrays."""
 
     def __init__(
         self, dataset: Any, dtypes: dict[str, Any], epoch: int, passes: _Passes
     ) -> None:
         self._dataset, self._dtypes, self._epoch = dataset, dtypes, epoch
         self._passes = passes
-        # A buffer that shuffles is filled anew after a resume, with other examples.
-        self._forgets = any(
-            "BufferShuffled" in type(step).__name__
-            for step in _steps(getattr(dataset, "_ex_iterable", None))
-        )
+        self._knows_place = _knows_place(dataset)
         self._iterator: Any = None
-        self._begin: Any = _START  # where the first example is read from
+        self._begin: JSON = _START  # where the first element is read from
         self._is_closed = False
 
-    def __next__(self) -> Any:
+    def __next__(self) -> PyTree:
         if self._is_closed:
             raise StopIteration
         if self._iterator is None:
@@ -174,80 +166,75 @@ class _Examples(Elements):
         self._passes.read(self)
         return _as_arrays(next(self._iterator), self._dtypes)
 
-    def get_state(self) -> Any:
+    def get_state(self) -> JSON:
         if self._iterator is None:
             return self._begin
-        if not self._passes.knows(self) or self._forgets:
+        if not self._knows_place or not self._passes.knows(self):
             return None
-        # A copy: the data set goes on to change what it returns.
+        # A copy: the dataset goes on to change what it returns.
         return json.loads(json.dumps(self._dataset.state_dict()))
 
-    def set_state(self, state: Any) -> None:
+    def set_state(self, state: JSON) -> None:
         self._begin, self._iterator = state, None
 
     def close(self) -> None:
         self._is_closed, self._iterator = True, None
 
 
-def _gives_batches(dataset: Any) -> bool:
-    """Tells whether the last step that changes the number of rows is `batch`."""
-    for step in _steps(getattr(dataset, "_ex_iterable", None)):
-        if getattr(step, "batched", False):
-            function = getattr(step, "function", None)
-            function = getattr(function, "func", function)  # inside of a partial
-            name = f"{function.__module__}.{getattr(function, '__name__', '')}"
-            return name.startswith("datasets.") and "._batch" in name
-    return False
+def _knows_place(dataset: Any) -> bool:
+    """Returns whether a dataset's own state leads to the same examples.
+
+    A buffer that shuffles is filled anew after a resume, with other examples, and no
+    public attribute tells whether there is one. `_ex_iterable` is private: without it,
+    or with other names in it, places are not trusted, and resuming asks for
+    `skip=True`. `test_an_iterable_dataset_of_hugging_face_resumes_exactly` notices.
+    """
+    steps = [getattr(dataset, "_ex_iterable", None)]
+    names = []
+    while steps:
+        step = steps.pop()
+        if step is None:
+            return False
+        names.append(type(step).__name__)
+        inner = getattr(step, "ex_iterable", None)
+        steps += [inner] if inner is not None else getattr(step, "ex_iterables", ())
+    return not any("Shuffled" in name and "Buffer" in name for name in names)
 
 
-def _steps(step: Any) -> Iterator[Any]:
-    """Yields a step of an IterableDataset, and those that it reads from."""
-    yield step
-    inner = getattr(step, "ex_iterable", None)
-    for one in [inner] if inner is not None else getattr(step, "ex_iterables", ()):
-        yield from _steps(one)
-
-
-def _check_format(kind: str) -> None:
-    if kind not in _FORMATS:
-        msg = (
-            f"the Hugging Face data set is formatted as {kind!r}, which gives no "
-            "arrays. Use with_format('numpy')."
-        )
-        raise DataError(msg)
-
-
-def _as_arrays(node: Any, dtypes: dict[str, Any], path: str = "") -> Any:
+def _as_arrays(node: Any, dtypes: Mapping[str, Any], path: str = "") -> PyTree:
     """Returns an example or a batch with its lists as arrays.
-
-    Structures in lists become dicts of arrays, one for each of their fields.
 
     Args:
         node: A dict of columns, or what is inside of it.
         dtypes: By path, the dtypes of numbers that carry none of their own.
         path: Where the node is.
+
+    Raises:
+        DataError: If it holds structures inside of lists, or values are missing.
     """
     if isinstance(node, dict):
         return {
             name: _as_arrays(inner, dtypes, f"{path}/{name}" if path else name)
             for name, inner in node.items()
         }
-    is_dicts = isinstance(node, np.ndarray) and isinstance(_first(node), dict)
-    items = node.tolist() if is_dicts else node
-    if not isinstance(items, list):
-        return node
-    first = _first(items)
+    first = _first(node)
     if isinstance(first, dict):
-        return {
-            name: _as_arrays(_field(items, name, path), dtypes, f"{path}/{name}")
-            for name in first
-        }
+        msg = (
+            f"{leaf_text(path)} is a list of structures, which has no columns. Make "
+            "arrays of their fields with the dataset's map."
+        )
+        raise DataError(msg)
+    if isinstance(node, (bool, int, float)):
+        return np.asarray(node, dtypes.get(path))[()]
+    if not isinstance(node, list):
+        return node
     if isinstance(first, (str, bytes)):
-        return np.asarray(items, object)
-    if first is None or isinstance(first, (bool, int, float, complex, list)):
-        return np.asarray(items, dtypes.get(path))
-    rows = [_as_arrays(item, dtypes, path) for item in items]
-    return stack([{path: row} for row in rows])[path]
+        return np.asarray(node, object)
+    if first is None:
+        raise DataError(_missing(path, "some"))
+    if isinstance(first, (bool, int, float, complex)):
+        return np.asarray(node, dtypes.get(path))
+    return np.stack([np.asarray(item) for item in node])
 
 
 def _first(items: Any) -> Any:
@@ -259,18 +246,47 @@ def _first(items: Any) -> Any:
     return items
 
 
-def _field(items: list[Any], name: str, path: str) -> list[Any]:
-    """Returns a field of all structures in nested lists."""
-    if None in items:
-        msg = (
-            f"{path}: some of the rows asked for are None. Fill them in, or leave them "
-            "out, with the data set's map or filter."
-        )
-        raise DataError(msg)
-    return [
-        _field(item, name, path) if isinstance(item, list) else item[name]
-        for item in items
-    ]
+def _missing(path: str, count: str) -> str:
+    return (
+        f"{path}: {count} of the rows asked for are None. Fill them in, or leave them "
+        "out, with the dataset's map or filter."
+    )
+
+
+# Columns of Arrow tables as arrays with one row per example
+
+
+def _columns(table: Any) -> dict[str, PyTree]:
+    """Returns the columns of a table by name, each a tree of arrays.
+
+    Raises:
+        DataError: If values are missing, or rows have different lengths.
+    """
+    return {
+        name: _column(table.column(name).combine_chunks(), name)
+        for name in table.column_names
+    }
+
+
+def _column(column: Any, path: str) -> PyTree:
+    if column.null_count:
+        raise DataError(_missing(path, str(column.null_count)))
+    if hasattr(column, "storage"):
+        return _column(column.storage, path)
+    if str(column.type).startswith("struct"):
+        fields = [column.type.field(i).name for i in range(column.type.num_fields)]
+        return {name: _column(column.field(name), f"{path}/{name}") for name in fields}
+    if hasattr(column, "flatten") and hasattr(column, "value_lengths"):
+        lengths = column.value_lengths().to_numpy(zero_copy_only=False)
+        if len(set(lengths.tolist())) > 1:
+            msg = (
+                f"{path}: rows have different lengths, {lengths.min()} and "
+                f"{lengths.max()}. Pad or crop them to one with the dataset's map."
+            )
+            raise DataError(msg)
+        inner = _column(column.flatten(), path)
+        return inner.reshape(len(column), -1, *inner.shape[1:])
+    return column.to_numpy(zero_copy_only=False)
 
 
 # Features: what a column holds
@@ -287,7 +303,7 @@ def _item(feature: Any) -> Any:
             return feature
 
 
-def _number_dtype(feature: Any) -> Any:
+def _number_dtype(feature: Any) -> np.dtype | None:
     """Returns the dtype of a feature of numbers, or None if it is of another kind."""
     feature = _item(feature)
     kind = type(feature).__name__
@@ -300,19 +316,22 @@ def _number_dtype(feature: Any) -> Any:
 
 
 def _is_plain(feature: Any) -> bool:
+    """Returns whether a feature is read from the Arrow table."""
     if isinstance(feature, dict):
         return all(map(_is_plain, feature.values()))
+    if isinstance(_item(feature), dict):
+        return False  # structures inside of lists
     return getattr(feature, "dtype", "") == "string" or (
         _number_dtype(feature) is not None
     )
 
 
-def _dtypes(features: Any, prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _dtypes(features: Any, prefix: str = "") -> dict[str, np.dtype]:
+    """Returns by path the dtypes of a dataset's numbers."""
+    dtypes: dict[str, np.dtype] = {}
     for name, feature in features.items():
-        item = _item(feature)
-        if isinstance(item, dict):
-            found |= _dtypes(item, f"{prefix}{name}/")
-        elif (dtype := _number_dtype(item)) is not None:
-            found[prefix + name] = dtype
-    return found
+        if isinstance(feature, dict):
+            dtypes |= _dtypes(feature, f"{prefix}{name}/")
+        elif (dtype := _number_dtype(feature)) is not None:
+            dtypes[prefix + name] = dtype
+    return dtypes

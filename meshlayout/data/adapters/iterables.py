@@ -1,41 +1,40 @@
 """Iterables, iterators and generator functions as sources that are streamed."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 
-from meshlayout.data.adapters.arrays import is_table, looks_batched
-from meshlayout.data.adapters.streams import Elements, ElementStream
-from meshlayout.data.clock import Clock
-from meshlayout.data.source import Source
+from meshlayout import _checks
+from meshlayout._annotations import PyTree
+from meshlayout.data.adapters.arrays import is_table
+from meshlayout.data.examples import looks_batched
+from meshlayout.data.protocols import JSON, StreamSource
 from meshlayout.errors import DataError
 
 
-def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> Source:
+def adapt(obj: Any, *, batched: bool | None) -> StreamSource:
     """Returns an iterable, an iterator or a generator function as a source.
 
     Args:
         obj: What the user gave.
-        clock: Not needed here.
         batched: Whether its elements are batches; None where they tell.
 
     Raises:
         DataError: If it can neither be iterated nor called.
     """
-    del clock
     if is_table(obj) and not isinstance(obj, dict):
         msg = (
-            f"a {type(obj).__name__} gives columns by name, and is no tree of arrays. "
-            "Make it one with dict(...)."
+            f"a {type(obj).__name__} gives columns by name, and is not a tree of "
+            "arrays. Make it one with dict(...)."
         )
         raise DataError(msg)
     is_other = isinstance(obj, (str, bytes, dict))
     if is_other or not (callable(obj) or _is_iterable(obj)):
         msg = (
-            f"a {type(obj).__name__} is no source of examples. Give arrays, a list of "
-            "examples, an iterable, a function that makes a generator, or a data set "
-            "of Grain, TFDS, tf.data, PyTorch or Hugging Face."
+            f"{_checks.shown(obj)} is not a source of examples. Give arrays, a list of "
+            "examples, an iterable, a function that makes a generator, or a dataset of "
+            "Grain, TFDS, tf.data, PyTorch or Hugging Face."
         )
         raise DataError(msg)
     return IterableSource(obj, batched=batched)
@@ -44,24 +43,27 @@ def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> Source:
 class IterableSource:
     """A source of the elements of an iterable.
 
+    Attributes:
+        batched: Whether its elements are batches; None where they tell.
+        num_rows: How many examples it has, where that is seen without reading them.
+
     Args:
         obj: An iterable, an iterator, or a function that returns one of them.
         batched: Whether its elements are batches; None where they tell.
     """
 
     def __init__(self, obj: Any, *, batched: bool | None) -> None:
-        self._obj, self._batched = obj, batched
+        self._obj, self.batched = obj, batched
         self._was_opened = False
         self.num_rows = _num_rows(obj, batched=batched)
-        self.is_one_way = hasattr(obj, "__next__")
 
-    def open(self, epoch: int) -> ElementStream:
+    def open(self, epoch: int) -> "IteratorStream":
         """Begins a pass.
 
         Raises:
             DataError: If it cannot be read again.
         """
-        if self._was_opened and self.is_one_way:
+        if self._was_opened and hasattr(self._obj, "__next__"):
             msg = (
                 f"the source is an iterator ({type(self._obj).__name__}), which can be "
                 f"read once, and epoch {epoch + 1} begins. Give a function that makes "
@@ -69,9 +71,9 @@ class IterableSource:
             )
             raise DataError(msg)
         self._was_opened = True
-        return ElementStream(_IteratorElements(self._begin()), batched=self._batched)
+        return IteratorStream(self._begin())
 
-    def _begin(self) -> Any:
+    def _begin(self) -> Iterator[PyTree]:
         if _is_iterable(self._obj):
             if isinstance(self._obj, Sequence):
                 return _Items(self._obj)
@@ -79,53 +81,48 @@ class IterableSource:
         made = self._obj()
         if not _is_iterable(made):
             msg = (
-                f"the source is a function that returned a {type(made).__name__}; it "
-                "has to return an iterator, or be a generator function."
+                f"the source is a function that returned {_checks.shown(made)}; it has "
+                "to return an iterator, or be a generator function."
             )
             raise DataError(msg)
         return _iterator(made)
 
 
-class _IteratorElements(Elements):
-    """The elements of an iterator.
-
-    It tells its place if it has `get_state` and `set_state`.
-    """
+class IteratorStream:
+    """One pass over an iterator, which knows its place if it has the methods for it."""
 
     def __init__(self, iterator: Any) -> None:
         self._iterator = iterator
 
-    def __iter__(self) -> Iterator[Any]:
-        return self._iterator
+    def __iter__(self) -> Iterator[PyTree]:
+        return self._iterator  # without a call of `__next__` here for each element
 
-    def __next__(self) -> Any:
+    def __next__(self) -> PyTree:
         return next(self._iterator)
 
-    def get_state(self) -> Any:
+    def get_state(self) -> JSON:
+        """Returns the iterator's own place, or None."""
         if not hasattr(self._iterator, "set_state"):
             return None
         return self._iterator.get_state()
 
-    def set_state(self, state: Any) -> None:
+    def set_state(self, state: JSON) -> None:
+        """Goes to a place."""
         self._iterator.set_state(state)
 
     def close(self) -> None:
         """Closes a generator, so that its `finally` clauses run."""
-        close: Callable[[], None] | None = getattr(self._iterator, "close", None)
-        if close is not None:
-            close()
+        if hasattr(self._iterator, "close"):
+            self._iterator.close()
 
 
-class _Items:
+class _Items(Iterator[PyTree]):
     """An iterator over a sequence that knows its place."""
 
-    def __init__(self, items: Sequence[Any]) -> None:
+    def __init__(self, items: Sequence[PyTree]) -> None:
         self._items, self._next = items, 0
 
-    def __iter__(self) -> "_Items":
-        return self
-
-    def __next__(self) -> Any:
+    def __next__(self) -> PyTree:
         if self._next >= len(self._items):
             raise StopIteration
         self._next += 1
@@ -153,5 +150,5 @@ def _is_iterable(obj: Any) -> bool:
     return hasattr(obj, "__iter__") or hasattr(obj, "__next__")
 
 
-def _iterator(obj: Any) -> Any:
+def _iterator(obj: Any) -> Iterator[PyTree]:
     return iter(obj) if hasattr(obj, "__iter__") else obj

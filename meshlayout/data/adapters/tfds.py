@@ -7,13 +7,14 @@ import jax
 import numpy as np
 
 from meshlayout import _paths
-from meshlayout.data.adapters.arrays import refuse_batches
+from meshlayout._annotations import PyTree
+from meshlayout.data.adapters.arrays import refuse_batched
 from meshlayout.data.clock import Clock
-from meshlayout.data.source import Source
-from meshlayout.data.stacking import stack
+from meshlayout.data.examples import stack
+from meshlayout.data.protocols import RandomAccessSource
 
 
-def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> Source | None:
+def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> RandomAccessSource | None:
     """Returns a TFDS data source as a source, or None if it is of another kind.
 
     Args:
@@ -27,7 +28,7 @@ def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> Source | None:
     del clock
     if "BaseDataSource" not in {kind.__name__ for kind in type(obj).__mro__}:
         return None
-    refuse_batches("a TFDS data source", batched)
+    refuse_batched("a TFDS data source", batched=batched)
     return DataSourceRows(obj)
 
 
@@ -45,13 +46,14 @@ class DataSourceRows:
     def __len__(self) -> int:
         return len(self._source)
 
-    def rows(self, indices: np.ndarray[Any, Any]) -> Any:
+    def read_rows(self, indices: np.ndarray, epoch: int) -> PyTree:
         """Returns rows, decoded, in the order asked for."""
+        del epoch
         return stack(self._source.__getitems__(indices.tolist()), self._dtypes)
 
 
 def feature_dtypes(features: Any) -> Mapping[str, Any]:
-    """Returns by path the dtypes of a TFDS data set's numbers.
+    """Returns by path the dtypes of a TFDS dataset's numbers.
 
     TFDS decodes a lone number to a Python number; this is what it was stored as.
     """

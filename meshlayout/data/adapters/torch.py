@@ -1,16 +1,18 @@
-"""PyTorch's DataLoader, and data sets with random access, as sources."""
+"""PyTorch's DataLoader, and datasets with random access, as sources."""
 
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from meshlayout.data.adapters.arrays import refuse_batches
-from meshlayout.data.adapters.streams import Elements, ElementStream
+from meshlayout._annotations import PyTree
+from meshlayout.data.adapters.arrays import refuse_batched
+from meshlayout.data.adapters.iterables import IteratorStream
 from meshlayout.data.clock import Clock
-from meshlayout.data.source import Source, Stream
-from meshlayout.data.stacking import stack
+from meshlayout.data.examples import stack
+from meshlayout.data.protocols import Source
 from meshlayout.errors import DataError
 
 
@@ -35,16 +37,16 @@ def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> Source | None:
             "torch.utils.data.DataLoader."
         )
     if "Dataset" in kinds and hasattr(obj, "__len__"):
-        refuse_batches("a PyTorch Dataset", batched)
-        return DatasetRows(obj)
+        refuse_batched("a PyTorch Dataset", batched=batched)
+        return TorchRows(obj)
     return None
 
 
-class DatasetRows:
+class TorchRows:
     """A PyTorch Dataset with a length as a source of rows.
 
     Args:
-        dataset: The data set.
+        dataset: The dataset.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -53,8 +55,9 @@ class DatasetRows:
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def rows(self, indices: np.ndarray[Any, Any]) -> Any:
+    def read_rows(self, indices: np.ndarray, epoch: int) -> PyTree:
         """Returns rows, in the order asked for."""
+        del epoch
         numbers = indices.tolist()
         if hasattr(self._dataset, "__getitems__"):
             return stack(self._dataset.__getitems__(numbers))
@@ -63,6 +66,10 @@ class DatasetRows:
 
 class LoaderStream:
     """A PyTorch DataLoader as a stream; its tensors become arrays of the same memory.
+
+    Attributes:
+        batched: Whether it gives batches.
+        num_rows: How many examples a pass gives, where the loader's sampler tells.
 
     Args:
         loader: The loader.
@@ -74,25 +81,21 @@ class LoaderStream:
     def __init__(self, loader: Any, clock: Clock, *, batched: bool | None) -> None:
         makes_batches = loader.batch_sampler is not None
         self._loader = loader
-        self._batched = (makes_batches or None) if batched is None else batched
-        self.num_rows = _num_rows(loader, batched=self._batched)
+        self.batched = (makes_batches or None) if batched is None else batched
+        self.num_rows = _num_rows(loader, batched=self.batched)
         parts = getattr(loader.sampler, "num_replicas", 1)
         if parts > 1:
-            clock.note(
+            clock.warn(
                 f"The DataLoader's sampler gives each of {parts} processes a part of "
                 "its own: say per_process=True."
             )
 
-    def open(self, epoch: int) -> Stream:
+    def open(self, epoch: int) -> IteratorStream:
         """Begins a pass; a sampler that shuffles by epoch is told which."""
         for sampler in (self._loader.sampler, self._loader.batch_sampler):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
-        return ElementStream(
-            _Loaded(self._loader),
-            batched=self._batched,
-            what="the DataLoader without a batch size",
-        )
+        return IteratorStream(_LoaderPass(self._loader))
 
 
 class _Workers:
@@ -107,8 +110,8 @@ class _Workers:
 _KEPT: weakref.WeakKeyDictionary[Any, _Workers] = weakref.WeakKeyDictionary()
 
 
-class _Loaded(Elements):
-    """The elements of one pass over a DataLoader; the loader cannot seek."""
+class _LoaderPass(Iterator[PyTree]):
+    """The elements of one pass over a DataLoader, which does not know its place."""
 
     def __init__(self, loader: Any) -> None:
         self._workers = _Workers()
@@ -119,7 +122,7 @@ class _Loaded(Elements):
             self._number = self._workers.num_passes
             self._iterator: Any = iter(loader)
 
-    def __next__(self) -> Any:
+    def __next__(self) -> PyTree:
         if self._iterator is None:
             raise StopIteration
         with self._workers.lock:

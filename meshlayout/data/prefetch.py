@@ -1,4 +1,10 @@
-"""Batches made ready ahead, by a thread that stops when nobody waits for it."""
+"""Batches made ready ahead, by a thread that stops when nobody waits for it.
+
+The thread never holds the loop's iterator, so a loop that is left without closing
+leaves no thread behind; and it is stopped before Python ends, since a thread that uses
+devices during shutdown crashes the process. Each thread sets an event when it is done:
+an interrupted `Thread.join` makes Python 3.11 and 3.12 take a running thread for ended.
+"""
 
 import atexit
 import contextlib
@@ -6,55 +12,60 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 # How long closing waits for a thread. One that is inside the user's source cannot be
 # stopped there, and ends when the source returns.
 _JOIN_S = 0.2
 
-_NAME = "meshlayout-data"
 
+class ClosableIterator(Protocol[T_co]):
+    """An iterator with `close()`."""
 
-class Makes(Protocol):
-    """What makes one thing after another, and may hold something open."""
-
-    def __next__(self) -> Any:
-        """Returns the next one; raises StopIteration after the last."""
+    def __next__(self) -> T_co:
+        """Returns the next item; raises StopIteration after the last."""
         ...
 
     def close(self) -> None:
-        """Lets go of what it holds."""
+        """Releases what it holds."""
         ...
 
 
-class Prefetched:
-    """What a maker makes, made ready ahead.
+class Prefetch(Generic[T]):
+    """The items of an iterator, made ready ahead.
 
     Args:
-        maker: What makes things. It is closed in the thread that runs it.
-        ahead: How many are made ready; 0 makes them where they are asked for.
-        at_end: Called instead of the maker's `close` after its last one.
+        items: The iterator. It is closed in the thread that runs it.
+        ahead: How many are made ready; 0 makes them when they are asked for.
+        at_end: Called instead of the iterator's `close` after its last item.
     """
 
     def __init__(
-        self, maker: Makes, ahead: int, at_end: Callable[[], None] | None = None
+        self,
+        items: ClosableIterator[T],
+        ahead: int,
+        at_end: Callable[[], None] | None = None,
     ) -> None:
-        self._maker, self._at_end = maker, at_end or maker.close
+        self._items: ClosableIterator[T] | None = items
+        self._at_end: Callable[[], None] | None = at_end or items.close
         self._ahead = ahead
         self._room = _Room(ahead)
         self._thread: threading.Thread | None = None
         self._is_over = False
 
-    def __next__(self) -> Any:
-        if self._is_over:
+    def __next__(self) -> T:
+        if self._is_over or self._items is None:
             raise StopIteration
         if not self._ahead:
-            return self._made_here()
+            return self._next_here(self._items)
         if self._thread is None:
             self._start()
         kind, value = self._room.take()
-        if kind == "made":
+        if kind == "item":
             return value
         self._is_over = True
         self._join()
@@ -70,21 +81,22 @@ class Prefetched:
         self._room.stop()
 
     def close(self) -> None:
-        """Stops the thread, and closes the maker."""
+        """Stops the thread, and closes the iterator."""
         self._is_over = True
         self._room.stop()
         if self._thread is not None:
             self._join()
-        elif self._maker is not None:
-            self._maker.close()
+        elif self._items is not None:
+            self._items.close()
         self._forget()
 
-    def _made_here(self) -> Any:
+    def _next_here(self, items: ClosableIterator[T]) -> T:
         try:
-            return next(self._maker)
+            return next(items)
         except StopIteration:
             self._is_over = True
-            self._at_end()
+            if self._at_end is not None:
+                self._at_end()
             self._forget()
             raise
         except BaseException:
@@ -93,9 +105,9 @@ class Prefetched:
 
     def _start(self) -> None:
         self._thread = threading.Thread(
-            target=_make,
-            args=(self._maker, self._room, self._at_end),
-            name=_NAME,
+            target=_run,
+            args=(self._items, self._room, self._at_end),
+            name="meshlayout-data",
             daemon=True,
         )
         _running.add(self._room)
@@ -104,27 +116,29 @@ class Prefetched:
         self._thread.start()
 
     def _join(self) -> None:
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(_JOIN_S)
+        if self._thread is not threading.current_thread():
+            self._room.is_done.wait(_JOIN_S)
         self._forget()
 
     def _forget(self) -> None:
-        self._maker: Any = None
-        self._at_end: Any = None
+        self._items = self._at_end = None
 
 
 class _Room:
-    """What was made and not taken, of bounded number.
+    """Items that were made ready and not taken, of bounded number.
 
     Two queues of the standard library hand things over with less work for Python than
     a condition, which matters where both sides have little else to do.
+
+    Attributes:
+        is_done: Set once the thread has nothing more to do.
     """
 
     def __init__(self, size: int) -> None:
         self._ready: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._free: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._is_stopped = False
+        self.is_done = threading.Event()
         for _ in range(size):
             self._free.put(None)
 
@@ -139,12 +153,12 @@ class _Room:
             self._clear()
 
     def take(self) -> tuple[str, Any]:
-        found = self._ready.get()
-        if found is _STOPPED:
+        item = self._ready.get()
+        if item is _STOPPED:
             self._ready.put(_STOPPED)  # for whoever else waits
         else:
             self._free.put(None)
-        return found
+        return item
 
     def stop(self) -> None:
         self._is_stopped = True
@@ -166,20 +180,20 @@ _running: weakref.WeakSet[_Room] = weakref.WeakSet()
 @atexit.register
 def _stop_all() -> None:
     """Stops the threads: one that uses devices while Python ends would crash it."""
-    for room in list(_running):
+    rooms = list(_running)
+    for room in rooms:
         room.stop()
-    for thread in threading.enumerate():
-        if thread.name == _NAME:
-            thread.join(_JOIN_S)
+    for room in rooms:
+        room.is_done.wait(_JOIN_S)
 
 
-def _make(maker: Makes, room: _Room, at_end: Callable[[], None]) -> None:
-    """Makes things while there is room; what the thread runs."""
-    finish = maker.close
+def _run(items: ClosableIterator[Any], room: _Room, at_end: Callable[[], None]) -> None:
+    """Makes items while there is room; what the thread runs."""
+    finish = items.close
     end: tuple[str, Any] = ("ended", None)
     try:
         while room.wait_for_room():
-            room.put("made", next(maker))
+            room.put("item", next(items))
     except StopIteration:
         finish = at_end
     except BaseException as error:  # raised again in the loop
@@ -190,3 +204,4 @@ def _make(maker: Makes, room: _Room, at_end: Callable[[], None]) -> None:
         end = ("failed", error) if end[0] == "ended" else end
     room.put(*end)
     del end  # a cycle with an exception's traceback would keep the source's frames
+    room.is_done.set()

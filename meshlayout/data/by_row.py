@@ -1,0 +1,278 @@
+"""Batches of a source with random access: a function of the place alone.
+
+Which rows make a batch follows from seed, epoch and the batch's number, so that any
+number of processes agree without talking, and resuming is arithmetic. The shuffle is a
+Feistel network, which needs no table and never changes: NumPy's permutation may differ
+between its releases, and a run that resumed after an upgrade would lose some rows and
+repeat others. Up to a million rows, an epoch's order is computed once as a table,
+which is faster per batch; it is the same order.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from meshlayout import _checks
+from meshlayout.data.clock import Clock
+from meshlayout.data.examples import ExampleSpec, empty
+from meshlayout.data.position import Position
+from meshlayout.data.protocols import RandomAccessSource
+
+
+# Up to here the order of a whole epoch is computed at once.
+_LARGEST_TABLE = 2**20
+
+_ROUNDS = 6
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How batches are cut from the rows that a process reads.
+
+    Attributes:
+        size: The rows of one batch, of those that this process reads.
+        keep: Which of them are this process's own, ascending; None for all.
+    """
+
+    size: int
+    keep: np.ndarray | None
+
+    @property
+    def num_kept(self) -> int:
+        """How many rows of a batch are this process's own."""
+        return self.size if self.keep is None else len(self.keep)
+
+    def is_real(self, count: int) -> np.ndarray | None:
+        """Returns which of the kept rows are not padding; None for all.
+
+        Args:
+            count: How many rows of the batch are real; the others come after them.
+        """
+        if count >= self.size:
+            return None
+        kept = np.arange(self.size) if self.keep is None else self.keep
+        return kept < count
+
+
+@dataclass(frozen=True)
+class HostBatch:
+    """This process's rows of one batch, before they are placed.
+
+    Attributes:
+        leaves: In JAX's order, on the host; or one batch that its maker has placed.
+        count: How many rows of the batch are real.
+        position: The place after it.
+        digests: By leaf, a digest of all rows that were read for it; None if not asked
+            for.
+    """
+
+    leaves: list[Any]
+    count: int
+    position: Position
+    digests: dict[str, str] | None = None
+
+
+class Order:
+    """The order of one epoch: a function of seed, epoch and number of rows.
+
+    Args:
+        num_rows: Rows of the source.
+        seed: What shuffles them; None leaves them as they are.
+        epoch: Which epoch, from 0.
+
+    Example:
+        >>> order = Order(5, seed=0, epoch=3)
+        >>> sorted(order.at(np.arange(5)).tolist())
+        [0, 1, 2, 3, 4]
+        >>> Order(5, seed=None, epoch=3).at(np.array([1, 2]))
+        array([1, 2])
+    """
+
+    def __init__(self, num_rows: int, seed: int | None, epoch: int) -> None:
+        self._num_rows = num_rows
+        self._table: np.ndarray | None = None
+        self._keys: list[np.uint64] | None = None
+        if seed is None:
+            return
+        # NumPy promises that seed sequences do not change.
+        entropy = np.random.SeedSequence([seed, epoch])
+        self._keys = list(entropy.generate_state(_ROUNDS, np.uint64))
+        if num_rows <= _LARGEST_TABLE:
+            self._table = self._permuted_rows(np.arange(num_rows))
+
+    def at(self, places: np.ndarray) -> np.ndarray:
+        """Returns the numbers of the rows at some places of the order.
+
+        Args:
+            places: From 0 to the number of rows, exclusive, as int64.
+        """
+        if self._table is not None:
+            return self._table[places]
+        return places if self._keys is None else self._permuted_rows(places)
+
+    def _permuted_rows(self, places: np.ndarray) -> np.ndarray:
+        """Returns places under a permutation that needs no table.
+
+        A Feistel network permutes the next power of 4; a place that lands outside of
+        the rows is permuted again until it is inside (Black and Rogaway, 2002, "Ciphers
+        with arbitrary finite domains", cycle walking).
+        """
+        half = ((self._num_rows - 1).bit_length() + 1) // 2
+        rows = self._permuted(places.astype(np.uint64), half)
+        outside = np.flatnonzero(rows >= self._num_rows)
+        while outside.size:
+            rows[outside] = self._permuted(rows[outside], half)
+            outside = outside[rows[outside] >= self._num_rows]
+        return rows.astype(np.int64)
+
+    def _permuted(self, values: np.ndarray, half: int) -> np.ndarray:
+        shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
+        left, right = values >> shift, values & mask
+        for key in self._keys or ():
+            left, right = right, left ^ (_mixed(right ^ key) & mask)
+        return (left << shift) | right
+
+
+def _mixed(values: np.ndarray) -> np.ndarray:
+    """Returns 64-bit numbers with their bits mixed: the finalizer of SplitMix64."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def batches_in_epoch(num_rows: int, size: int, remainder: str) -> int:
+    """Returns how many batches an epoch has.
+
+    Args:
+        num_rows: Rows of the source.
+        size: Rows of a batch.
+        remainder: What becomes of rows that do not fill one.
+    """
+    return num_rows // size if remainder == "drop" else math.ceil(num_rows / size)
+
+
+class RowReader:
+    """Gathers this process's rows of each batch.
+
+    Args:
+        source: The source.
+        spec: What its examples are.
+        cut: How batches are cut.
+        remainder: What becomes of rows that do not fill a batch.
+        seed: What shuffles them.
+        num_batches: Batches of an epoch, where other processes have more than this
+            source has rows for; None for as many as it has.
+        clock: Where the time goes.
+    """
+
+    def __init__(
+        self,
+        source: RandomAccessSource,
+        spec: ExampleSpec,
+        cut: Cut,
+        *,
+        remainder: str,
+        seed: int | None,
+        num_batches: int | None,
+        clock: Clock,
+    ) -> None:
+        self._source, self._spec, self._cut = source, spec, cut
+        self._seed, self._repeats, self._clock = seed, remainder == "repeat", clock
+        self._num_rows = len(source)
+        if num_batches is None:
+            num_batches = batches_in_epoch(self._num_rows, cut.size, remainder)
+        self._num_batches = num_batches
+        self._keep = np.arange(cut.size) if cut.keep is None else cut.keep
+        self._orders: dict[int, Order] = {}
+
+    def seek(self, position: Position) -> None:
+        """Any place is as near as any other."""
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    def read(self, position: Position, *, digest: bool = False) -> HostBatch | None:
+        """Returns the next batch, or None at the epoch's end."""
+        del digest  # rows are compared between processes when the dataset is made
+        if self._repeats:
+            return self._repeated(position)
+        if position.batch >= self._num_batches:
+            return None
+        start = position.batch * self._cut.size
+        count = min(max(self._num_rows - start, 0), self._cut.size)
+        leaves = [_filled_up(leaf, self._cut.num_kept) for leaf in self._rows(position)]
+        after = position._replace(batch=position.batch + 1, row=start + count)
+        return HostBatch(leaves, count, after)
+
+    def _repeated(self, position: Position) -> HostBatch | None:
+        if position.row >= self._num_rows:
+            return None
+        leaves = self._rows(position)
+        passed, row = divmod(position.row + self._cut.size, self._num_rows)
+        if not row:
+            passed, row = passed - 1, self._num_rows
+        batch = 0 if passed else position.batch + 1
+        after = position._replace(epoch=position.epoch + passed, batch=batch, row=row)
+        return HostBatch(leaves, self._cut.size, after)
+
+    def _rows(self, position: Position) -> list[np.ndarray]:
+        """Returns this process's rows of the batch after a position, leaf by leaf."""
+        specs = self._spec.leaves
+        if not self._cut.num_kept:
+            return [np.empty((0, *spec.shape), spec.to or object) for spec in specs]
+        indices = self._indices(position)
+        batch, epoch = position.batch + 1, position.epoch + 1
+        with (
+            self._clock.stage("read", sum(len(rows) for _, rows in indices)),
+            _checks.noted(lambda: f"while batch {batch} of epoch {epoch} was read."),
+        ):
+            columns = [
+                [spec.converted(leaf) for spec, leaf in zip(specs, leaves, strict=True)]
+                for leaves in (self._read(rows, epoch) for epoch, rows in indices)
+            ]
+        if len(columns) == 1:
+            return columns[0]
+        return [np.concatenate(column) for column in zip(*columns, strict=True)]
+
+    def _indices(self, position: Position) -> list[tuple[int, np.ndarray]]:
+        """Returns what is read for the next batch: epochs, and rows of each."""
+        if self._repeats:
+            epochs, places = np.divmod(position.row + self._keep, self._num_rows)
+            epochs += position.epoch
+            return [
+                (int(epoch), self._order(int(epoch)).at(places[epochs == epoch]))
+                for epoch in np.unique(epochs)
+            ]
+        start = position.batch * self._cut.size
+        places = np.minimum(start + self._keep, self._num_rows - 1)
+        if start + self._cut.size > self._num_rows:
+            places = np.unique(places)  # padding is the last row again, read once
+        return [(position.epoch, self._order(position.epoch).at(places))]
+
+    def _order(self, epoch: int) -> Order:
+        order = self._orders.get(epoch)
+        if order is None:
+            order = Order(self._num_rows, self._seed, epoch)
+            # A batch may lie in two epochs; older orders are let go.
+            recent = {e: o for e, o in self._orders.items() if e >= epoch - 1}
+            self._orders = {**recent, epoch: order}
+        return order
+
+    def _read(self, indices: np.ndarray, epoch: int) -> list[np.ndarray]:
+        try:
+            return self._spec.checked(self._source.read_rows(indices, epoch))
+        except StopIteration as error:  # would end the epoch
+            msg = "the source raised StopIteration when it was asked for rows."
+            raise RuntimeError(msg) from error
+
+
+def _filled_up(leaf: np.ndarray, num_rows: int) -> np.ndarray:
+    """Returns a leaf with its last row repeated up to a number of rows."""
+    if len(leaf) == num_rows:
+        return leaf
+    out = empty((num_rows, *leaf.shape[1:]), leaf.dtype)
+    out[: len(leaf)] = leaf
+    out[len(leaf) :] = leaf[-1:]
+    return out

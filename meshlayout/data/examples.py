@@ -1,0 +1,521 @@
+"""Examples on the host: their leaves as arrays, and what all of them have in common.
+
+A step is compiled for one structure, one shape and one dtype per leaf, so the first
+example decides them, and every later one is checked against it and named if it
+differs. Leaves keep the dtype that the source gave them until a batch is whole, and
+are narrowed to what JAX has in one pass, with a check that no integer is changed.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshlayout import _jax, _paths
+from meshlayout._annotations import Batch, Leaf, PyTree
+from meshlayout._render.tables import array_text
+from meshlayout.errors import DataError
+
+
+# Where JAX takes an array's memory on a CPU device without a copy.
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class LeafSpec:
+    """One leaf of the examples.
+
+    Attributes:
+        path: Its name.
+        dtype: Its dtype in the source.
+        shape: Its shape in one example.
+        to: Its dtype on the devices, or None for strings, which stay on the host.
+    """
+
+    path: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    to: np.dtype | None
+
+    @property
+    def text(self) -> str:
+        """Its name in a sentence."""
+        return leaf_text(self.path)
+
+    @property
+    def narrows(self) -> bool:
+        """Whether the source may hold integers that do not fit on the devices."""
+        if self.to is None or self.dtype == self.to:
+            return False
+        return jnp.issubdtype(self.dtype, np.integer)
+
+    def converted(self, values: np.ndarray) -> np.ndarray:
+        """Returns rows in the dtype that they have on the devices.
+
+        Raises:
+            DataError: If an integer does not fit.
+        """
+        if self.to is None or values.dtype == self.to:
+            return values
+        out = empty(values.shape, self.to)
+        self.copy(values, out)
+        return out
+
+    def copy(self, values: np.ndarray, out: np.ndarray) -> None:
+        """Copies rows of this leaf into an array of the devices' dtype.
+
+        Raises:
+            DataError: If an integer does not fit.
+        """
+        if values.dtype == out.dtype:
+            out[...] = values
+            return
+        self._check_fits(values)
+        with np.errstate(over="ignore"):  # to infinity, as JAX does
+            out[...] = values
+
+    def _check_fits(self, values: np.ndarray) -> None:
+        if not self.narrows or not values.size:
+            return
+        bounds: Any = np.iinfo(self.to)
+        for extreme in (values.min(), values.max()):
+            if not bounds.min <= extreme <= bounds.max:
+                msg = (
+                    f"{self.text} has the value {extreme}, which does not fit into "
+                    f"{self.to}: without jax_enable_x64, {self.dtype} becomes "
+                    f"{self.to}. Set jax.config.update('jax_enable_x64', True), or "
+                    "give smaller numbers."
+                )
+                raise DataError(msg)
+
+    def check(self, shape: tuple[int, ...], leaf: np.ndarray) -> None:
+        """Raises DataError if an example's leaf is not like the first example's.
+
+        Args:
+            shape: The shape of one example of `leaf`.
+            leaf: The leaf, of one example or of several.
+        """
+        if shape != self.shape:
+            msg = (
+                f"{self.text} is ragged: an example has shape {shape}, and the first "
+                f"one has {self.shape}. Pad the examples to one shape."
+            )
+            raise DataError(msg)
+        if leaf.dtype == self.dtype or (self.to is None and is_string(leaf)):
+            return  # strings may have another length
+        msg = (
+            f"{self.text} changes its dtype: an example is "
+            f"{array_text(leaf.dtype, shape)}, and the first one is "
+            f"{array_text(self.dtype, self.shape)}. Give all examples one dtype."
+        )
+        raise DataError(msg)
+
+
+@dataclass(frozen=True)
+class ExampleSpec:
+    """What one example is.
+
+    Attributes:
+        treedef: The structure.
+        leaves: Its leaves, in JAX's order.
+    """
+
+    treedef: Any
+    leaves: tuple[LeafSpec, ...]
+
+    def with_objects(self) -> "ExampleSpec":
+        """Returns it with strings as objects: their lengths differ between blocks."""
+        leaves = tuple(
+            replace(spec, dtype=np.dtype(object)) if spec.to is None else spec
+            for spec in self.leaves
+        )
+        return replace(self, leaves=leaves)
+
+    def checked(self, rows: PyTree) -> list[np.ndarray]:
+        """Returns the leaves of some rows, a tree of arrays with a dim for them.
+
+        Raises:
+            DataError: If they differ from the first example in structure, dtype or
+                shape.
+        """
+        leaves, treedef = jax.tree.flatten(rows)
+        if treedef != self.treedef:
+            raise self.structure_error(rows)
+        for spec, leaf in zip(self.leaves, leaves, strict=True):
+            if leaf.shape[1:] != spec.shape or leaf.dtype != spec.dtype:
+                spec.check(leaf.shape[1:], leaf)
+        return leaves
+
+    def structure_error(self, example: PyTree) -> DataError:
+        """Returns the error about an example of another structure."""
+        names = [path for path, _ in named_leaves(example)[0]]
+        msg = (
+            "an example has another structure than the first one: leaves "
+            f"{_listed(names)} instead of {_listed([s.path for s in self.leaves])}. "
+            "Lists of numbers count as structure: make them arrays with np.asarray."
+        )
+        return DataError(msg)
+
+
+def describe(rows: PyTree, strings: str, warn: Callable[[str], None]) -> ExampleSpec:
+    """Returns what the examples are, from the first ones.
+
+    Args:
+        rows: A tree of arrays with a dim for the examples.
+        strings: `"error"` or `"host"`.
+        warn: Called with a sentence about every leaf that is narrowed.
+
+    Raises:
+        DataError: If there is no leaf, or one that cannot be placed: objects, strings
+            unless they stay on the host, dtypes that JAX does not have.
+    """
+    named, treedef = named_leaves(rows)
+    if not named:
+        msg = "an example has no leaves: there is no array in it."
+        raise DataError(msg)
+    specs = tuple(
+        LeafSpec(path, leaf.dtype, leaf.shape[1:], _device_dtype(path, leaf, strings))
+        for path, leaf in named
+    )
+    for spec in specs:
+        if spec.to is not None and spec.to != spec.dtype.newbyteorder("="):
+            name = spec.path or "the array"
+            warn(
+                f"{name}: {spec.dtype} becomes {spec.to}, as JAX does without "
+                "jax_enable_x64."
+            )
+    return ExampleSpec(treedef, specs)
+
+
+def _device_dtype(path: str, leaf: np.ndarray, strings: str) -> np.dtype | None:
+    """Returns a leaf's dtype on the devices, or None if it stays on the host."""
+    dtype = leaf.dtype
+    if is_string(leaf) and leaf.size:
+        if strings == "host":
+            return None
+        msg = (
+            f"{leaf_text(path)} holds strings, which devices do not take. Leave it "
+            "out, or keep it on the host with strings='host'."
+        )
+        raise DataError(msg)
+    if dtype.kind == "O":
+        msg = (
+            f"{leaf_text(path)} is an array of objects, which devices do not take. "
+            "Ragged rows have to be padded to one shape; numbers need a dtype, as "
+            "array.astype('float32')."
+        )
+        raise DataError(msg)
+    too_wide = dtype.kind in "fc" and dtype.itemsize > 8 * (1 + (dtype.kind == "c"))
+    if too_wide or not _jax.is_array_dtype(dtype):
+        msg = (
+            f"{leaf_text(path)} has dtype {dtype}, which JAX does not have. Convert "
+            "it, for instance with array.astype('float32')."
+        )
+        raise DataError(msg)
+    return np.dtype(_jax.canonical_dtype(dtype.newbyteorder("=")))
+
+
+def is_string(array: np.ndarray) -> bool:
+    """Returns whether an array holds strings, or objects that all are."""
+    if array.dtype.kind == "O":
+        return all(isinstance(value, (str, bytes)) for value in array.flat)
+    return array.dtype.kind in "UST"
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(repr(name) for name in names) if names else "none"
+
+
+# Leaves
+
+
+def named_leaves(tree: PyTree) -> tuple[list[tuple[str, Leaf]], Any]:
+    """Returns the leaves of a tree with their names, and its structure.
+
+    Raises:
+        DataError: If JAX cannot take the tree apart.
+    """
+    try:
+        entries, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    except ValueError as error:  # keys of a dict that cannot be put in order
+        reason = str(error).partition("\n")[0]
+        msg = f"JAX cannot take an example apart: {reason} Use keys of one type."
+        raise DataError(msg) from None
+    named = [("/".join(map(_paths.key_name, keys)), leaf) for keys, leaf in entries]
+    return named, treedef
+
+
+def leaf_text(path: str) -> str:
+    """Returns how a sentence names a leaf; the path of a lone array is empty."""
+    return f"leaf {path!r}" if path else "the array"
+
+
+def as_array(path: str, leaf: Leaf) -> np.ndarray:
+    """Returns a leaf as a NumPy array, without a copy where there is one already.
+
+    Args:
+        path: Its name.
+        leaf: An array, a PyTorch tensor, a number, or a string, which becomes an
+            object in an array.
+
+    Raises:
+        DataError: If it is something else.
+    """
+    if type(leaf) is np.ndarray:
+        return leaf
+    if isinstance(leaf, (str, bytes)):
+        return np.array(leaf, dtype=object)  # NumPy's own strings lose trailing nulls
+    if type(leaf).__module__.partition(".")[0] == "torch":
+        return tensor_to_numpy(leaf)
+    if isinstance(leaf, np.ma.MaskedArray):
+        msg = (
+            f"{leaf_text(path)} is a masked array, whose mask would be lost. Fill it "
+            "with array.filled(value), and give the mask as a leaf of its own."
+        )
+        raise DataError(msg)
+    try:
+        array = np.asarray(leaf)
+    except (TypeError, ValueError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        msg = (
+            f"{leaf_text(path)} is of type {type(leaf).__name__}, which NumPy cannot "
+            f"make an array of: {reason}"
+        )
+        raise DataError(msg) from error
+    if array.dtype == object and not isinstance(leaf, np.ndarray):
+        msg = (
+            f"{leaf_text(path)} is of type {type(leaf).__name__}, which is not an "
+            "array, number or string. Leave it out of the examples, or make it an "
+            "array."
+        )
+        raise DataError(msg)
+    return array
+
+
+def tensor_to_numpy(tensor: Any) -> np.ndarray:
+    """Returns a PyTorch tensor as an array, of the same memory if it is on the host.
+
+    Raises:
+        DataError: If it is sparse, nested or quantized.
+    """
+    if str(tensor.layout) != "torch.strided" or tensor.is_quantized:
+        msg = (
+            f"a PyTorch tensor of shape {tuple(tensor.shape)} and {tensor.dtype} is "
+            "not dense. Make it dense with its method to_dense() or dequantize()."
+        )
+        raise DataError(msg)
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name != "bfloat16" and not name.startswith("float8"):
+        return tensor.numpy()
+    # NumPy has no such dtype of its own: the bits are reinterpreted by ml_dtypes.
+    torch: Any = sys.modules["torch"]
+    bits = torch.int16 if tensor.element_size() == 2 else torch.uint8
+    return tensor.contiguous().view(bits).numpy().view(np.dtype(name))
+
+
+def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Returns an array to be filled, that is placed on CPU devices without a copy.
+
+    Example:
+        >>> empty((3, 2), "float32").shape
+        (3, 2)
+    """
+    dtype = np.dtype(dtype)
+    if dtype.hasobject:
+        return np.empty(shape, dtype)
+    nbytes = math.prod(shape) * dtype.itemsize
+    memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    address, _ = memory.__array_interface__["data"]
+    start = -address % _ALIGNMENT
+    return memory[start : start + nbytes].view(dtype).reshape(shape)
+
+
+# Examples and batches
+
+
+def looks_batched(element: PyTree) -> bool:
+    """Returns whether an element may be a batch: its arrays share their first dim."""
+    sizes = set()
+    for leaf in jax.tree.leaves(element):
+        is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+        shape = np.shape(leaf) if is_array else ()
+        sizes.add(shape[0] if shape else None)
+    return len(sizes) == 1 and None not in sizes
+
+
+def is_placed(batch: Batch) -> bool:
+    """Returns whether all arrays of a batch were placed on devices by their maker."""
+    leaves = jax.tree.leaves(batch)
+    return bool(leaves) and all(map(_jax.is_committed, leaves))
+
+
+def as_batch(batch: Batch) -> tuple[PyTree, int]:
+    """Returns a batch of the user's as a tree of NumPy arrays, and its rows.
+
+    Raises:
+        DataError: If its arrays have no batch dim, or differ in it.
+    """
+    entries, treedef = jax.tree_util.tree_flatten_with_path(batch, is_leaf=_is_strings)
+    leaves = [
+        stack(list(leaf))
+        if _is_strings(leaf)
+        else as_array("/".join(map(_paths.key_name, keys)), leaf)
+        for keys, leaf in entries
+    ]
+    sizes = {leaf.shape[0] if leaf.ndim else -1 for leaf in leaves}
+    if len(sizes) != 1 or -1 in sizes:
+        shapes = ", ".join(str(leaf.shape) for leaf in leaves)
+        msg = (
+            f"the arrays of a batch have the shapes {shapes or 'of no array'}, which "
+            "have no batch dim in common. If the source gives single examples, say "
+            "batched=False."
+        )
+        raise DataError(msg)
+    return treedef.unflatten(leaves), sizes.pop()
+
+
+def _is_strings(node: PyTree) -> bool:
+    """Returns whether a list is a batch's strings rather than a list of arrays."""
+    if type(node) not in (list, tuple) or not node:
+        return False
+    return all(isinstance(item, (str, bytes)) for item in node)
+
+
+def stack(examples: Sequence[PyTree], dtypes: Mapping[str, Any] | None = None) -> Any:
+    """Stacks examples of one structure.
+
+    Args:
+        examples: At least one tree of arrays, numbers, strings or images.
+        dtypes: By path, the dtypes of numbers that carry none of their own.
+
+    Returns:
+        A tree of arrays whose first dim counts the examples. Strings become an array
+        of objects.
+
+    Raises:
+        DataError: If examples differ in structure, or a leaf in shape or dtype.
+
+    Example:
+        >>> stack([{"x": np.ones(2), "y": 1}, {"x": np.zeros(2), "y": 2}])["y"]
+        array([1, 2])
+    """
+    named, treedef = named_leaves(examples[0])
+    try:
+        flat = [treedef.flatten_up_to(example) for example in examples]
+    except ValueError:  # the slower way says which leaves
+        flat = _flat(examples, treedef)
+    return treedef.unflatten(
+        _stacked(path, column, (dtypes or {}).get(path))
+        for (path, _), column in zip(named, zip(*flat, strict=True), strict=True)
+    )
+
+
+def concatenate(blocks: Sequence[PyTree]) -> PyTree:
+    """Joins blocks of rows of one structure, one after another.
+
+    Raises:
+        DataError: If a leaf's rows differ between blocks in shape or dtype.
+    """
+    if len(blocks) == 1:
+        return blocks[0]
+    named, treedef = named_leaves(blocks[0])
+    columns = zip(*_flat(blocks, treedef), strict=True)
+    leaves = []
+    for (path, _), column in zip(named, columns, strict=True):
+        _check_alike(path, column, 1)
+        leaves.append(np.concatenate(column))
+    return treedef.unflatten(leaves)
+
+
+def examples_of(rows: PyTree, count: int) -> Iterator[PyTree]:
+    """Yields the single examples of a block of rows, as views of it."""
+    leaves, treedef = jax.tree.flatten(rows)
+    for row in range(count):
+        yield treedef.unflatten([leaf[row] for leaf in leaves])
+
+
+def _flat(trees: Sequence[PyTree], treedef: Any) -> list[list[Leaf]]:
+    flat = []
+    for tree in trees:
+        leaves, other = jax.tree.flatten(tree)
+        if other != treedef:
+            first, names = (
+                ", ".join(repr(path) for path, _ in named_leaves(each)[0]) or "none"
+                for each in (trees[0], tree)
+            )
+            msg = (
+                "an example has another structure than the first one: leaves "
+                f"{names} instead of {first}. Give every example the same ones."
+            )
+            raise DataError(msg)
+        flat.append(leaves)
+    return flat
+
+
+def _stacked(path: str, column: Sequence[Leaf], dtype: Any) -> np.ndarray:
+    first = column[0]
+    if isinstance(first, (str, bytes)):
+        strings = np.empty(len(column), object)
+        strings[:] = column
+        return strings
+    kinds = set(map(type, column))
+    if len(kinds) == 1 or dtype is not None:
+        if isinstance(first, (bool, int, float, complex)):
+            numbers = np.asarray(column, dtype)
+            own: Any = getattr(first, "dtype", numbers.dtype)
+            return numbers.astype(own, copy=False)
+        if isinstance(first, np.generic) and _have_one_dtype(column):
+            return np.array(column, first.dtype)
+    if kinds == {np.ndarray} and first.ndim and _have_one_dtype(column):
+        shape: Any = first.shape
+        if all(leaf.shape == shape for leaf in column):
+            out = empty((len(column), *shape), first.dtype)
+            np.concatenate(column, out=out.reshape(len(column) * shape[0], *shape[1:]))
+            return out
+    arrays = [leaf_array(path, leaf) for leaf in column]
+    _check_alike(path, arrays, 0)
+    return np.stack(arrays)
+
+
+def leaf_array(path: str, leaf: Leaf) -> np.ndarray:
+    """Returns a leaf of an example as an array.
+
+    Raises:
+        DataError: If it is a tree, where the first example has a leaf.
+    """
+    if not jax.tree_util.all_leaves([leaf]):
+        msg = (
+            f"{leaf_text(path)} is a {type(leaf).__name__}, and not a tree in the "
+            "first example. Give every example the same leaves."
+        )
+        raise DataError(msg)
+    return leaf if isinstance(leaf, np.generic) else as_array(path, leaf)  # type: ignore[return-value]
+
+
+def _have_one_dtype(column: Sequence[Leaf]) -> bool:
+    return len({leaf.dtype for leaf in column}) == 1
+
+
+def _check_alike(path: str, arrays: Sequence[np.ndarray], dim: int) -> None:
+    """Raises DataError unless arrays have one dtype, and one shape from a dim on."""
+    shape, dtype = arrays[0].shape[dim:], arrays[0].dtype
+    for array in arrays:
+        if array.shape[dim:] != shape:
+            msg = (
+                f"{leaf_text(path)} is ragged: an example has shape "
+                f"{array.shape[dim:]}, and the first one has {shape}. Pad the examples "
+                "to one shape."
+            )
+            raise DataError(msg)
+        if array.dtype != dtype:
+            msg = (
+                f"{leaf_text(path)} changes its dtype: an example is {array.dtype}, "
+                f"and the first one is {dtype}. Give all examples one dtype."
+            )
+            raise DataError(msg)

@@ -1,0 +1,122 @@
+"""What a source of examples is: the two protocols that every adapter implements.
+
+`distribute_dataset` takes arrays, iterables and the datasets of several frameworks.
+Write a class with these methods where none of them fits: a database, a file format of
+your own, a service. A class that has all the methods of a protocol is a source; nothing
+has to be inherited or registered.
+
+Example:
+    >>> import numpy as np
+    >>> import meshlayout as ml
+    >>> class Squares:
+    ...     def __len__(self):
+    ...         return 8
+    ...
+    ...     def read_rows(self, indices, epoch):
+    ...         return {"x": indices, "y": indices**2}
+    >>> isinstance(Squares(), ml.data.RandomAccessSource)
+    True
+    >>> mesh = ml.create_mesh({"batch": 8})
+    >>> (batch,) = ml.distribute_dataset(Squares(), mesh, global_batch_size=8)
+    >>> batch["y"].tolist()
+    [0, 1, 4, 9, 16, 25, 36, 49]
+"""
+
+from collections.abc import Iterator
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+
+from meshlayout._annotations import PyTree
+
+
+JSON: TypeAlias = Any
+"""What `json.dumps` takes: numbers, strings, None, lists and dicts of them."""
+
+
+@runtime_checkable
+class RandomAccessSource(Protocol):
+    """A source that gives any of its rows by number.
+
+    Use this where rows can be looked up: batches are then shuffled by `shuffle=`, every
+    process reads only the rows that its devices need, and iteration resumes anywhere.
+    """
+
+    def __len__(self) -> int:
+        """Returns the number of rows, the same in every epoch and on every process."""
+        ...
+
+    def read_rows(self, indices: np.ndarray, epoch: int) -> PyTree:
+        """Returns rows, in the order asked for.
+
+        Row `i` of an epoch must be the same on every process and in every run. Several
+        threads may call this at once.
+
+        Args:
+            indices: Row numbers, int64, of shape (rows,), at least one.
+            epoch: Which epoch they are read for, from 0: for sources that shuffle or
+                augment by themselves. Others ignore it.
+
+        Returns:
+            A tree of NumPy arrays whose first dim is `len(indices)`. Its memory must
+            not be used again.
+        """
+        ...
+
+
+class Stream(Iterator[PyTree], Protocol):
+    """One pass over a `StreamSource`; an iterator of its elements."""
+
+    def get_state(self) -> JSON:
+        """Returns the place after the last element, as JSON takes it.
+
+        Before the first element, it is the place of the epoch's start. None means that
+        the stream does not know its place: resuming then reads from the start.
+        """
+        ...
+
+    def set_state(self, state: JSON) -> None:
+        """Goes to a place that `get_state` has returned, here or in another run."""
+        ...
+
+    def close(self) -> None:
+        """Releases what the pass holds: files, threads, processes."""
+        ...
+
+
+@runtime_checkable
+class StreamSource(Protocol):
+    """A source that is read from its start to its end.
+
+    Use this where rows come one after another: a socket, a compressed file, a queue.
+    Without `per_process=True`, every process reads the whole stream, in the same order,
+    and keeps the rows that its devices need.
+    """
+
+    @property
+    def batched(self) -> bool | None:
+        """Whether elements are batches (True) or single examples (False).
+
+        None leaves it to the first element: it is an example if its arrays have no
+        first dim in common, and refused otherwise.
+        """
+        ...
+
+    @property
+    def num_rows(self) -> int | None:
+        """The number of examples in an epoch; None if that is not known."""
+        ...
+
+    def open(self, epoch: int) -> Stream:
+        """Begins a pass.
+
+        Elements are copied as they come, so a stream may use their memory again for
+        the next one.
+
+        Args:
+            epoch: Which epoch, from 0.
+        """
+        ...
+
+
+Source: TypeAlias = RandomAccessSource | StreamSource
