@@ -18,7 +18,6 @@ from meshlayout import _checks
 from meshlayout._annotations import PyTree
 from meshlayout.data import decode_cache
 from meshlayout.data.adapters.arrays import ArrayRows
-from meshlayout.data.batch_iterator import DataOptions
 from meshlayout.data.clock import Clock
 from meshlayout.data.dataset import DistributedDataset, check_options
 from meshlayout.data.examples import describe
@@ -38,7 +37,6 @@ from meshlayout.data.records import (
 from meshlayout.data.rows import batch_layout, note_whole_batches, process_rows
 from meshlayout.data.workers import RowFunction, WorkerKind, WorkerPool, check_workers
 from meshlayout.errors import DataError
-from meshlayout.layout import Layout
 
 
 Cache: TypeAlias = Literal["auto", "memory", "none"]
@@ -156,15 +154,20 @@ def from_tfds(
         per_process=False,
         strings=strings,
     )
-    workers = contextlib.ExitStack()
-    reading = _Reading(function, num_workers, worker_kind, cache, clock, workers)
-
+    batch_size = len(process_rows(layout, options.global_batch_size))
+    pools = contextlib.ExitStack()
     shuffle_seed = seed if is_shuffled else None
 
     def open_source() -> RandomAccessSource:
         prepared = find_prepared(name, split, data_dir, decoders)
         keys = supervised_keys(prepared.builder) if is_supervised else None
-        source = _rows(_Split(prepared, keys), reading, layout, options)
+        loader = _SplitLoader(
+            prepared, keys, function, num_workers, worker_kind, cache, clock, pools
+        )
+        loader.check_first(batch_size, options.strings)
+        source = loader.rows()
+        if function is not None and function.is_batched:
+            source = MappedBatches(source, function, batch_size, clock)
         if is_ordered:
             return source
         files = prepared.files()
@@ -175,7 +178,7 @@ def from_tfds(
         )
         return OrderedRows(source, FileOrder(files, shuffle_seed).at)
 
-    plan = make_plan(open_source, layout, options, clock, close=workers.close)
+    plan = make_plan(open_source, layout, options, clock, close=pools.close)
     if not is_ordered:
         # A place in this order is another row than the same place in a full shuffle.
         identity = replace(
@@ -186,108 +189,85 @@ def from_tfds(
 
 
 @dataclass(frozen=True)
-class _Split:
-    """What is read.
+class _SplitLoader:
+    """How a split becomes a source of rows.
 
     Attributes:
         prepared: The split on disk.
         keys: The features that make an example; None for all of them.
-    """
-
-    prepared: Prepared
-    keys: PyTree
-
-    def __len__(self) -> int:
-        return len(self.prepared.source)
-
-    def decoder(self, function: MapFunction | None = None) -> RecordDecoder:
-        """Returns what reads, decodes and maps some rows."""
-        return RecordDecoder(self.prepared.source, self.keys, function)
-
-
-@dataclass(frozen=True)
-class _Reading:
-    """How it is read.
-
-    Attributes:
         map: The user's function, or None.
         num_workers: How many, or `"auto"`.
         kind: Threads, processes, or `"auto"`.
         cache: What is kept.
         clock: Where time and notes go.
-        workers: Closes what reads, when the dataset is not used any more.
+        pools: Closes the workers when the dataset is no longer used.
     """
 
+    prepared: Prepared
+    keys: PyTree
     map: MapFunction | None
     num_workers: int | Literal["auto"]
     kind: WorkerKind
     cache: Cache
     clock: Clock
-    workers: contextlib.ExitStack
+    pools: contextlib.ExitStack
 
     @property
     def map_example(self) -> MapFunction | None:
         """The user's function if it takes an example."""
         return None if self.map is None or self.map.is_batched else self.map
 
-    def pool(self, function: RowFunction, num_rows: int, task: str) -> WorkerPool:
+    def check_first(self, batch_size: int, strings: str) -> None:
+        """Refuses what cannot be placed, before the whole split is decoded."""
+        first = self._decoder(self.map_example)(_FIRST, 0).rows
+        if self.map is not None and self.map.is_batched:
+            rows = np.repeat(_FIRST, max(1, batch_size))
+            first = jax.tree.map(lambda leaf: leaf[rows], first)
+            first = self.map.batch(first, rows, 0)
+        describe(first, strings, lambda _: None)
+
+    def rows(self) -> RandomAccessSource:
+        """Returns the rows, mapped if the user's function takes an example."""
+        num_rows = len(self.prepared.source)
+        if not self._is_kept():
+            pool = self._pool(self._decoder(self.map_example), "Reading")
+            return RecordRows(pool, num_rows, self.clock)
+        pool = self._pool(self._decoder(), "Decoding")
+        try:
+            arrays = decode_cache.decoded_rows(pool, num_rows, self.clock.note)
+        finally:
+            pool.close()
+        if self.map_example is None:
+            return ArrayRows(arrays)
+        mapper = RowMapper(decode_cache.SharedRows(arrays), self.map_example)
+        return RecordRows(self._pool(mapper, "map="), num_rows, self.clock)
+
+    def _decoder(self, function: MapFunction | None = None) -> RecordDecoder:
+        return RecordDecoder(self.prepared.source, self.keys, function)
+
+    def _pool(self, function: RowFunction, task: str) -> WorkerPool:
         """Returns the workers that call a function."""
-        return WorkerPool(
+        pool = WorkerPool(
             function,
             self.map_example,
             num_workers=self.num_workers,
             kind=self.kind,
-            num_rows=num_rows,
+            num_rows=len(self.prepared.source),
             task=task,
             note=self.clock.note,
         )
+        self.pools.callback(pool.close)
+        return pool
 
-
-def _rows(
-    split: _Split, reading: _Reading, layout: Layout, options: DataOptions
-) -> RandomAccessSource:
-    """Returns a split as a source of rows."""
-    num_rows, note = len(split), reading.clock.note
-    batch_size = len(process_rows(layout, options.global_batch_size))
-    map_example, map_any = reading.map_example, reading.map
-    first = split.decoder(map_example)(_FIRST, 0).rows
-    if map_any is not None and map_any.is_batched:
-        rows = np.repeat(_FIRST, max(1, batch_size))
-        first = jax.tree.map(lambda leaf: leaf[rows], first)
-        first = map_any.batch(first, rows, 0)
-    # What cannot be placed is refused before the whole split is decoded.
-    describe(first, options.strings, lambda _: None)
-    source: RandomAccessSource
-    if not _is_kept(split, reading):
-        pool = reading.pool(split.decoder(map_example), num_rows, "Reading")
-        reading.workers.callback(pool.close)
-        source = RecordRows(pool, num_rows, reading.clock)
-    else:
-        pool = reading.pool(split.decoder(), num_rows, "Decoding")
-        try:
-            arrays = decode_cache.decoded_rows(pool, num_rows, note)
-        finally:
-            pool.close()
-        source = ArrayRows(arrays)
-        if map_example is not None:
-            mapper = RowMapper(decode_cache.SharedRows(arrays), map_example)
-            pool = reading.pool(mapper, num_rows, "map=")
-            reading.workers.callback(pool.close)
-            source = RecordRows(pool, num_rows, reading.clock)
-    if map_any is not None and map_any.is_batched:
-        source = MappedBatches(source, map_any, batch_size, reading.clock)
-    return source
-
-
-def _is_kept(split: _Split, reading: _Reading) -> bool:
-    """Returns whether a split is kept in memory, decoded; notes why not."""
-    if reading.cache != "auto":
-        return reading.cache == "memory"
-    first = split.decoder()(_FIRST, 0).rows
-    why_not = decode_cache.why_not_kept(first, split.prepared)
-    if why_not is not None:
-        reading.clock.note(f"cache='auto' keeps nothing: {why_not}.")
-    return why_not is None
+    def _is_kept(self) -> bool:
+        """Returns whether the split is kept in memory, decoded; notes why not."""
+        if self.cache != "auto":
+            return self.cache == "memory"
+        first = self._decoder()(_FIRST, 0).rows
+        why_not = decode_cache.why_not_kept(first, self.prepared)
+        if why_not is not None:
+            self.clock.note(f"cache='auto' keeps nothing: {why_not}.")
+        return why_not is None
 
 
 def _flag(name: str, value: object) -> bool:

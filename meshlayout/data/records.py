@@ -189,11 +189,13 @@ class RecordDecoder:
                 for path, name in named
                 if name in dtypes
             }
+        # Once here, and not for every batch: TFDS computes it anew each time.
         object.__setattr__(self, "dtypes", dtypes)
 
     def __call__(self, rows: Array, epoch: int) -> TimedRows:
         """Returns rows, at least one, as they are in an epoch."""
-        watch = _Watch()
+        watch = _Stopwatch()
+        # One call for all records, which reads from several files at once.
         records = self.source.data_source.__getitems__(rows.tolist())
         watch.stage("read")
         examples = [self._decoded(record) for record in records]
@@ -227,7 +229,7 @@ class RowMapper:
 
     def __call__(self, rows: Array, epoch: int) -> TimedRows:
         """Returns rows, at least one, as they are in an epoch."""
-        watch = _Watch()
+        watch = _Stopwatch()
         examples = examples_of(self.decoded.read_rows(rows, epoch), len(rows))
         watch.stage("read")
         stacked = stack(_mapped(self.map, examples, rows, epoch))
@@ -253,6 +255,8 @@ class RecordRows:
     def read_rows(self, indices: Array, epoch: int) -> Batch:
         """Returns rows, in the order asked for, as an epoch's random numbers do."""
         pieces, num_workers = self._pool.read(indices, epoch)
+        # Workers read side by side: their seconds are shared out among them. What
+        # was read is counted once, in the stage around this one.
         for stage in pieces[0].seconds:
             seconds = sum(piece.seconds[stage] for piece in pieces) / num_workers
             self._clock.add(stage, 0 if stage == "read" else len(indices), seconds)
@@ -420,7 +424,7 @@ def _mapped(
     ]
 
 
-class _Watch:
+class _Stopwatch:
     """Seconds by stage, one after another."""
 
     def __init__(self) -> None:
