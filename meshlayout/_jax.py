@@ -1,13 +1,16 @@
 """The only place for jax.experimental, private JAX and differences between versions.
 
-Everything else in the library uses the public API that jax 0.7.2 and later share.
+Everything else in the library uses the public API that jax 0.7.2 and later share. What
+has no public way is below, each with what it is for, what breaks when JAX changes it
+(an ImportError here, unless said otherwise), and a test that notices.
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 # pyright: reportAttributeAccessIssue=false
 
 import math
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -20,7 +23,7 @@ from jax._src import (
 )
 from jax._src.interpreters import mlir, partial_eval, pxla
 from jax._src.lax import lax as jax_lax
-from jax._src.sharding_impls import UNSPECIFIED as UNSPECIFIED
+from jax._src.sharding_impls import UNSPECIFIED
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
@@ -39,19 +42,33 @@ else:
 _trace_key = jax.make_user_context()
 
 
-def set_trace_key(value: Any) -> None:
+class _Thread(threading.local):
+    trace_key: AbstractContextManager[Any] | None = None
+
+
+_thread = _Thread()
+
+
+def set_trace_key(value: Hashable | None) -> None:
     """Makes JAX trace a compiled function again where `value` has changed.
 
     For what a traced function reads and its arguments do not tell. Set for this
     thread until it is set again; None is as if never set.
     """
-    # Left without its exit: that would bring back what another task of this thread
-    # had set in the meantime.
-    _trace_key(value).__enter__()
+    # JAX has a `with` for it; but tasks of one thread take turns and leave in any
+    # order, and each exit would bring back what another task had set. So there is one
+    # context at a time, which is left before the next one is entered.
+    if _thread.trace_key is not None:
+        _thread.trace_key.__exit__(None, None, None)
+        _thread.trace_key = None
+    if value is not None:
+        context = _trace_key(value)
+        context.__enter__()
+        _thread.trace_key = context
 
 
 def is_unreduced(spec: PartitionSpec) -> bool:
-    """Tells whether a spec has axes that hold partial sums."""
+    """Returns whether a spec has axes that hold partial sums."""
     return bool(getattr(spec, "unreduced", ()) or getattr(spec, "reduced", ()))
 
 
@@ -75,12 +92,12 @@ def sharding_of(value: Any) -> jax.sharding.Sharding | None:
 
 
 def is_extended(dtype: Any) -> bool:
-    """Tells whether a dtype is one that NumPy does not have, as that of PRNG keys."""
+    """Returns whether a dtype is one that NumPy does not have, as that of PRNG keys."""
     return jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
 
 
 def is_array_dtype(dtype: Any) -> bool:
-    """Tells whether JAX arrays can have a dtype.
+    """Returns whether JAX arrays can have a dtype.
 
     Raises:
         TypeError: If it is no dtype.
@@ -238,7 +255,11 @@ def inner_jaxprs(eqn: Any) -> list[Any]:
 
 
 def concrete_mesh() -> jax.sharding.Mesh | None:
-    """Returns the mesh that `jax.set_mesh` has set, or None."""
+    """Returns the mesh that `jax.set_mesh` has set, or None.
+
+    `jax.sharding.get_mesh` is new in jax 0.8, and refuses to answer inside jit, where
+    layouts are made as well. tests/test_mesh.py notices.
+    """
     mesh = jax_mesh.get_concrete_mesh()
     return mesh if isinstance(mesh, jax.sharding.Mesh) and mesh.size else None
 
@@ -264,7 +285,11 @@ def place(x: Any, sharding: NamedSharding) -> Any:
 
 
 def concrete_value(x: Any) -> Any:
-    """Returns the array behind a traced value where there is one, as in eager grad."""
+    """Returns the array behind a traced value where there is one, as in eager grad.
+
+    So that `Layout.of` and `relayout` work on what is differentiated; JAX has no public
+    way. tests/test_arrays.py notices (gradients through relayout).
+    """
     if not isinstance(x, jax.core.Tracer):
         return x
     value = jax_core.to_concrete_value(x)
@@ -272,14 +297,14 @@ def concrete_value(x: Any) -> Any:
 
 
 def is_manual(x: Any) -> bool:
-    """Tells whether a value is one device's own shard, as inside shard_map."""
+    """Returns whether a value is one device's own shard, as inside shard_map."""
     sharding = getattr(jax.typeof(x), "sharding", None)
     types = getattr(getattr(sharding, "mesh", None), "axis_types", ())
     return any(kind == AxisType.Manual for kind in types)
 
 
 def is_staged(x: Any) -> bool:
-    """Tells whether an operation on a value is recorded rather than run, as in jit.
+    """Returns whether an operation on a value is recorded rather than run, as in jit.
 
     A value under vmap counts as recorded: its dims are not those of the array.
     """
@@ -294,7 +319,7 @@ def is_staged(x: Any) -> bool:
 
 
 def is_tracing() -> bool:
-    """Tells whether this is inside jit, grad, vmap or another transformation."""
+    """Returns whether this is inside jit, grad, vmap or another transformation."""
     return not isinstance(jax_core.trace_ctx.trace, jax_core.EvalTrace)
 
 
@@ -372,12 +397,12 @@ def movable(x: jax.Array, mesh: jax.sharding.Mesh) -> jax.Array:
 
 
 def memory_in_jit() -> bool:
-    """Tells whether a value can be moved to another memory inside jit on CPU."""
+    """Returns whether a value can be moved to another memory inside jit on CPU."""
     return hasattr(jax, "reshard")
 
 
 def is_committed(x: Any) -> bool:
-    """Tells whether an array is bound to its devices, so that jit cannot move it."""
+    """Returns whether an array is bound to its devices, so that jit cannot move it."""
     return isinstance(x, jax.Array) and bool(getattr(x, "committed", True))
 
 
@@ -403,7 +428,11 @@ def from_one_process(
 
 
 def with_weak_type(x: Any, weak_type: bool) -> Any:  # noqa: FBT001
-    """Returns the value, weakly typed or not as asked."""
+    """Returns the value, weakly typed or not as asked.
+
+    A state whose weak types change from step to step is compiled twice. JAX makes weak
+    types strong in public, and not the other way. tests/test_step.py notices.
+    """
     aval = jax.typeof(x)
     if aval.weak_type == weak_type:
         return x
@@ -412,7 +441,7 @@ def with_weak_type(x: Any, weak_type: bool) -> Any:  # noqa: FBT001
 
 def manual_axis_sizes() -> dict[str, int]:
     """Returns the mesh axes that are manual here, as inside shard_map, and sizes."""
-    mesh = jax_mesh.get_abstract_mesh()
+    mesh = jax.sharding.get_abstract_mesh()
     return {
         axis: size
         for axis, size, kind in zip(
@@ -443,7 +472,12 @@ def x64_mode(enabled: bool) -> Any:  # noqa: FBT001
 
 
 def coordination_client() -> Any:
-    """Returns what the processes of `jax.distributed` agree through, or None."""
+    """Returns what the processes of `jax.distributed` agree through, or None.
+
+    Its key-value store carries short texts between processes without a collective, so
+    also from background threads. JAX has no public face for it.
+    tests/test_data_processes.py notices.
+    """
     return distributed.global_state.client
 
 
@@ -472,7 +506,7 @@ def shard_placer(
 
 
 def reached_preemption_sync_point(turn: int) -> bool:
-    """Tells whether a process was told to end, at the same turn on all of them.
+    """Returns whether a process was told to end, at the same turn on all of them.
 
     Args:
         turn: How often it was asked, 1 more each time, the same on all processes.
@@ -481,5 +515,5 @@ def reached_preemption_sync_point(turn: int) -> bool:
 
 
 def has_preemption_service() -> bool:
-    """Tells whether `jax.distributed` looks out for SIGTERM in this process."""
+    """Returns whether `jax.distributed` looks out for SIGTERM in this process."""
     return distributed.global_state.preemption_sync_manager is not None

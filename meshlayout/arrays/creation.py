@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from meshlayout import _checks, _jax
-from meshlayout._cuts import tidy
+from meshlayout._bit_exact import bit_exact_sharding
 from meshlayout._host_arrays import check_cast
 from meshlayout.arrays.leaf import (
     as_array,
@@ -434,7 +434,7 @@ def _made(
         used = jnp.result_type(operands[0]) if dtype is None else dtype
         return jax.device_put(np.empty(shape, used), sharding)
     if make in (_normal, _uniform) and not _jax.is_staged(None):
-        sharding = tidy(sharding, shape, dtype, layout.mesh)
+        sharding = bit_exact_sharding(sharding, shape, dtype, layout.mesh)
     if _jax.is_staged(None):
         return _compiled(make, shape, dtype, sharding)(*operands)
     with _jax.no_mesh():

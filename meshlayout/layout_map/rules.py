@@ -116,7 +116,7 @@ def parse_spec(value: Any, mesh: Mesh) -> Layout:
     leaves out are unsharded. A list or tuple has one entry per dim, or a `...`.
 
     Raises:
-        LayoutError: If it is no layout on this mesh.
+        LayoutError: If it is not a layout on this mesh.
     """
     if isinstance(value, NamedSharding):
         layout = Layout.of(value)
@@ -141,7 +141,7 @@ def parse_spec(value: Any, mesh: Mesh) -> Layout:
             msg += " Write [...] for replicated."
         raise LayoutError(msg)
     if MATCH in layout.specs:
-        msg = f"{layout} holds MATCH, which is for relayout; there is no array yet."
+        msg = f"{layout} holds MATCH, which is for relayout; there is not an array yet."
         raise LayoutError(msg)
     return layout
 

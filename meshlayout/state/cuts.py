@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlayout import _jax
-from meshlayout._cuts import spread, tidy
+from meshlayout._bit_exact import bit_exact_sharding, finest_layout
 from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh
 
@@ -33,7 +33,7 @@ class Cuts:
         if is_literal(var):
             return NamedSharding(self._mesh.jax_mesh, PartitionSpec())
         if var not in self._shardings:
-            cut = spread(self._mesh, var.aval.shape).specs
+            cut = finest_layout(self._mesh, var.aval.shape).specs
             self._shardings[var] = self._tidy(var, cut)
         return self._shardings[var]
 
@@ -74,8 +74,8 @@ class Cuts:
         shape = out.aval.shape
         for specs in (
             tuple(self.of(out).spec),
-            [*spread(self._mesh, shape[:-1]).specs, None],
-            [*[None] * (len(shape) - 1), *spread(self._mesh, shape[-1:]).specs],
+            [*finest_layout(self._mesh, shape[:-1]).specs, None],
+            [*[None] * (len(shape) - 1), *finest_layout(self._mesh, shape[-1:]).specs],
         ):
             sharding = self._tidy(out, specs)
             if _specs_before(eqn, sharding) is not None:
@@ -84,7 +84,7 @@ class Cuts:
 
     def _tidy(self, var: Any, specs: Sequence[Any]) -> NamedSharding:
         sharding = Layout(specs, self._mesh).sharding
-        return tidy(sharding, var.aval.shape, var.aval.dtype, self._mesh)
+        return bit_exact_sharding(sharding, var.aval.shape, var.aval.dtype, self._mesh)
 
 
 def is_literal(var: Any) -> bool:

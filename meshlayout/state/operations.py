@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshlayout import _jax
-from meshlayout._cuts import is_large, is_tidy
+from meshlayout._bit_exact import is_large, preserves_bits
 from meshlayout.arrays import copy_to_mesh
 from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh
@@ -329,7 +329,7 @@ def _is_worth_it(step: _Step) -> bool:
     What is small has the bits of an unsharded build for sure only as JAX compiles it.
     """
     return step.mesh.platform == "cpu" and all(
-        is_large(var.aval.shape, var.aval.dtype) and is_tidy(cut, var.aval.shape)
+        is_large(var.aval.shape, var.aval.dtype) and preserves_bits(cut, var.aval.shape)
         for var, cut in zip(step.outputs, step.shardings_out, strict=True)
     )
 

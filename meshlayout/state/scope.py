@@ -22,7 +22,7 @@ import jax
 from flax import errors as flax_errors, linen as nn, nnx
 
 from meshlayout import _jax, _paths
-from meshlayout._cuts import spread
+from meshlayout._bit_exact import finest_layout
 from meshlayout.errors import LayoutMapError, LayoutWarning, StateError, stack_level
 from meshlayout.layout import Layout
 from meshlayout.layout_map import (
@@ -192,10 +192,10 @@ class Scope:
         try:
             found = self.layouts._resolve_leaf(leaf)
         except LayoutMapError:
-            return spread(self.layouts.mesh, leaf.value.shape)
+            return finest_layout(self.layouts.mesh, leaf.value.shape)
         if found is None or found.reason != "default":
             return found and found.layout
-        return spread(self.layouts.mesh, found.shape)
+        return finest_layout(self.layouts.mesh, found.shape)
 
     def _move(self, module: nnx.Module, *, strict: bool) -> tuple[Resolution, ...]:
         """Relays a module's arrays out by their paths below it."""

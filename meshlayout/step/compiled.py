@@ -411,13 +411,9 @@ class CompiledStep:
         now: Description,
         axes: GradientAxes | None = None,
     ) -> _Program:
-        open_ = _jax.UNSPECIFIED
-        into = signature.state_def.unflatten(
-            [open_ if layout is None else layout for layout in signature.state_layouts]
-        )
-        rest = signature.rest_def.unflatten(
-            [open_ if layout is None else layout for layout in signature.rest_layouts]
-        )
+        # Where JAX is to decide, the layout is None.
+        into = signature.state_def.unflatten(signature.state_layouts)
+        rest = signature.rest_def.unflatten(signature.rest_layouts)
         seen: list[Description] = []
 
         def traced(static: tuple[Any, ...], state: Any, rest: Any) -> Any:
@@ -432,7 +428,7 @@ class CompiledStep:
             static_argnums=0,
             donate_argnums=1,
             in_shardings=(into, rest),
-            out_shardings=(into, open_),
+            out_shardings=(into, None),
         )
         devices = {
             device

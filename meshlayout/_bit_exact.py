@@ -1,4 +1,8 @@
-"""Ways to cut an array that nobody asked to cut: finely, and without other bits."""
+"""Shardings for arrays that nobody gave one: finest, and with the bits of the whole.
+
+What is made on the way to a state has no layout of its own, must not be whole on any
+device, and must have the bits that it has on one device.
+"""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +15,7 @@ from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh
 
 
-def spread(mesh: Mesh, shape: Sequence[int]) -> Layout:
+def finest_layout(mesh: Mesh, shape: Sequence[int]) -> Layout:
     """Returns a layout that cuts an array as finely as its shape allows.
 
     No layout on this mesh that fits the array holds less of it on a device by more
@@ -22,7 +26,7 @@ def spread(mesh: Mesh, shape: Sequence[int]) -> Layout:
     for axis, size in sorted(mesh.shape.items(), key=lambda item: -item[1]):
         fitting = [dim for dim, extent in enumerate(left) if extent % size == 0]
         if fitting and size > 1:
-            dim = max(fitting, key=lambda at: left[at])
+            dim = max(fitting, key=lambda dim: left[dim])
             entries[dim] = (*entries[dim], axis)
             left[dim] //= size
     return Layout(entries, mesh)
@@ -37,35 +41,35 @@ _VECTOR = 16
 _SMALL_BYTES = 512 * 1024
 
 
-def tidy(
+def bit_exact_sharding(
     sharding: NamedSharding, shape: tuple[int, ...], dtype: Any, mesh: Mesh
 ) -> NamedSharding:
     """Returns a sharding in which every element gets the bits it has in the whole."""
     whole = NamedSharding(mesh.jax_mesh, PartitionSpec())
     if not math.prod(shape):
         return whole  # JAX does not cut what is empty, or fails
-    if mesh.platform != "cpu" or is_tidy(sharding, shape):
+    if mesh.platform != "cpu" or preserves_bits(sharding, shape):
         return sharding
     if not is_large(shape, dtype):
         return whole
     others = [
-        [*spread(mesh, shape[:-1]).specs, None],
-        [*[None] * (len(shape) - 1), *spread(mesh, shape[-1:]).specs],
-        spread(mesh, shape).specs,
+        [*finest_layout(mesh, shape[:-1]).specs, None],
+        [*[None] * (len(shape) - 1), *finest_layout(mesh, shape[-1:]).specs],
+        finest_layout(mesh, shape).specs,
     ]
     cuts = [Layout(specs, mesh).sharding for specs in others]
-    tidy_ones = [cut for cut in cuts if is_tidy(cut, shape)]
-    finest = min([*tidy_ones, whole], key=lambda cut: math.prod(cut.shard_shape(shape)))
+    exact = [cut for cut in cuts if preserves_bits(cut, shape)]
+    finest = min([*exact, whole], key=lambda cut: math.prod(cut.shard_shape(shape)))
     return sharding if finest.is_fully_replicated else finest
 
 
 def is_large(shape: tuple[int, ...], dtype: Any) -> bool:
-    """Tells whether an array is too large to be made whole on the way."""
+    """Returns whether an array is too large to be made whole on the way."""
     return math.prod(shape) * _jax.itemsize(dtype) > _SMALL_BYTES
 
 
-def is_tidy(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
-    """Tells whether shards have the bits of the whole."""
+def preserves_bits(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
+    """Returns whether shards have the bits of the whole."""
     if sharding.is_fully_replicated:
         return True
     shard = sharding.shard_shape(shape)
