@@ -1,6 +1,8 @@
 """Saving and restoring: every tree and dtype, on any mesh, and what is refused."""
 
 import errno
+import hashlib
+import json
 import logging
 import os
 import re
@@ -802,9 +804,8 @@ def test_retention_deletes_only_what_nothing_keeps(steps, keep, keep_every, loss
     [
         (
             {"f": print},
-            "f: <built-in function print> of type builtin_function_or_method cannot be "
-            "saved. A state holds arrays and numbers; keep other things in metadata=, "
-            "or outside of the tree.",
+            "f: a builtin_function_or_method cannot be saved. A state holds arrays and "
+            "numbers; keep other things in metadata=, or outside of the tree.",
         ),
         (
             {"x": jax.ShapeDtypeStruct((2,), "float32")},
@@ -896,7 +897,7 @@ def test_a_wrong_directory_is_refused():
     with pytest.raises(ml.errors.CheckpointError) as caught:
         Checkpointer(3)
     assert str(caught.value) == (
-        "a checkpoint directory is a path, and got 3 of type int. Write "
+        "a checkpoint directory must be a path, got 3. Write "
         "Checkpointer('/data/run') or 'gs://...'."
     )
 
@@ -952,12 +953,12 @@ def test_what_save_is_given_is_checked(tmp_path):
             "metrics={'val_accuracy': 0.9}."
         )
         assert message(metadata={"f": {1, 2}}) == (
-            "metadata['f'] is {1, 2} of type set, which cannot be written as JSON. Give "
+            "metadata['f'] is {1, 2}, which cannot be written as JSON. Give "
             "numbers, texts, bytes, and lists and dicts of them."
         )
         assert message(data=[1]) == (
             "data= must be an iterator with get_state() and set_state(state), got "
-            "[1] of type list. Pass iter(dataset), not the dataset."
+            "[1]. Pass iter(dataset), not the dataset."
         )
         ck.save(1, {"x": 1})
         with pytest.raises(ml.errors.CheckpointError) as caught:
@@ -978,3 +979,137 @@ def test_keys_of_another_generator_are_refused(ck):
     ck.save(1, {"key": jax.random.key(0)})
     with pytest.raises(ml.errors.CheckpointError, match="1 of another dtype"):
         ck.restore({"key": jax.random.key(0, impl="rbg")})
+
+
+def test_a_save_compiles_no_program(tmp_path, mesh_2x4):
+    """Not even the first one of a shape, on a mesh on which arrays are replicated."""
+    sharding = mesh_2x4.layout(None, "model").sharding
+    state = {
+        f"w{size}": jax.device_put(np.ones((size, 8), np.float32), sharding)
+        for size in (2, 6, 10)
+    }
+    compiled = []
+
+    def listen(event, seconds, **facts):
+        if "backend_compile" in event:
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    with Checkpointer(tmp_path) as ck:
+        ck.save(1, state)
+        ck.wait()
+        assert compiled == []
+        assert_same_bits(ck.restore(state), state)
+
+
+JUNK = {
+    "None": None,
+    "nan": float("nan"),
+    "-1": -1,
+    "0": 0,
+    "x": "x",
+    "object": object(),
+}
+
+
+@pytest.mark.parametrize("value", JUNK.values(), ids=JUNK)
+def test_what_a_user_hands_in_by_mistake_works_or_is_a_sentence(tmp_path, value):
+    sentences = []
+
+    def attempt(call):
+        try:
+            call()
+        except ml.MeshLayoutError as error:
+            sentences.append(str(error))
+
+    for name in ("keep", "keep_every", "every", "every_s", "async_save", "best"):
+        attempt(lambda name=name: Checkpointer(tmp_path, **{name: value}).close())
+    if not isinstance(value, str):
+        attempt(lambda: Checkpointer(value))
+    state = {"x": np.zeros(1)}
+    with Checkpointer(tmp_path, best=("loss", "min")) as ck:
+        attempt(lambda: ck.save(value, state))
+        attempt(lambda: ck.save(1, value))
+        for name in ("data", "metadata", "metrics", "force"):
+            attempt(lambda name=name: ck.save(1, state, **{name: value}))
+        attempt(lambda: ck.save(1, state, metadata=lambda other: {}))
+        attempt(lambda: ck.save(1, state, metadata=lambda: value))
+        attempt(lambda: ck.save(1, state, metrics={"loss": value}))
+        attempt(lambda: ck.save(1, state, metrics={value: 1.0}))
+        attempt(lambda: ck.memory(value))
+        attempt(lambda: ck.inspect(value))
+        ck.wait()
+    assert len(sentences) > 8
+    for sentence in sentences:
+        assert len(sentence.split()) > 4, sentence
+        assert " at 0x" not in sentence, sentence
+
+
+@pytest.mark.parametrize("state", [None, {}, [], {"a": {}, "b": ()}])
+def test_a_forgotten_return_is_not_saved(ck, state):
+    with pytest.raises(ml.errors.CheckpointError) as caught:
+        ck.save(1, state)
+    assert str(caught.value) == (
+        f"save: state holds no arrays, got {state!r}. A function that ends without "
+        "`return` gives None."
+    )
+    assert ck.all_steps() == []
+
+
+def test_paths_that_are_none_are_refused(tmp_path):
+    for directory in ("", b"run", "a\0b"):
+        with pytest.raises(ml.errors.CheckpointError) as caught:
+            Checkpointer(directory)
+        assert ("a checkpoint directory must be a path" in str(caught.value)) or (
+            str(caught.value)
+            == "'a\\x00b' has a null byte in it, which no path may have."
+        )
+
+
+def test_a_directory_that_was_removed_is_told_as_such(tmp_path):
+    ck = Checkpointer(tmp_path / "run")
+    ck.save(1, {"x": np.zeros(1)})
+    ck.wait()
+    (tmp_path / "run").rename(tmp_path / "other")
+    with pytest.raises(ml.errors.CheckpointError) as caught:
+        ck.restore()
+    assert str(caught.value) == (
+        f"{tmp_path}/run holds no checkpoint: there is no such directory any more, or "
+        "not on this machine."
+    )
+
+
+def with_manifest(ck, change):
+    """Changes a step's manifest, so that its hash is right."""
+    file = ck.directory / "1" / "manifest.json"
+    fields = json.loads(file.read_bytes())["manifest"]
+    change(fields)
+    body = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+    digest = hashlib.sha256(body.encode()).hexdigest()
+    file.write_text(f'{{"manifest":{body},"sha256":"{digest}"}}\n')
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda fields: fields.pop("version"), "has version None of the format"),
+        (lambda fields: fields.update(version=2), "has version 2 of the format"),
+        (lambda fields: fields.update(more=1), "holds other fields than this"),
+        (lambda fields: fields.pop("leaves"), "holds other fields than this"),
+        (lambda fields: fields.update(leaves=3), "holds other fields than this"),
+        (lambda fields: fields.update(files=[1]), "holds other fields than this"),
+        (lambda fields: fields["leaves"][0].pop("path"), "holds other fields than"),
+        (
+            lambda fields: fields.update(
+                metadata={"!": "array", "dtype": "|O", "shape": [1], "base64": "AAAA"}
+            ),
+            "its metadata cannot be read, and was not written by this meshlayout",
+        ),
+    ],
+)
+def test_a_manifest_of_another_program_is_a_sentence(ck, change, message):
+    ck.save(1, {"x": np.zeros(1)})
+    ck.wait()
+    with_manifest(ck, change)
+    with pytest.raises(ml.errors.CheckpointError, match=message):
+        ck.inspect(1)

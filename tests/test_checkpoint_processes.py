@@ -261,7 +261,7 @@ def test_all_processes_are_told_what_went_wrong_on_one(tmp_path):
             f"directory of its own, or remove that one. {end}"
         )
         assert one["data"] == (
-            "CheckpointError: data.get_state()['at'] is {1, 2} of type set, which cannot "
+            "CheckpointError: data.get_state()['at'] is {1, 2}, which cannot "
             "be written as JSON. Give numbers, texts, bytes, and lists and dicts of them."
         )
         assert one["all_steps"] == [1, 4]

@@ -192,7 +192,7 @@ class Checkpointer:
             step,
             snapshot,
             None if position is None else position.to_bytes(),
-            encode(metadata() if callable(metadata) else metadata or {}, "metadata"),
+            encode(_metadata(metadata), "metadata"),
             _check_metrics(metrics, self._best),
         )
         hold = functools.partial(Lease.hold, self.directory, self)
@@ -560,6 +560,14 @@ def check_step(step: object) -> int:
     return _checks.count("step", step, at_least=0, error=CheckpointError)
 
 
+def _metadata(metadata: Metadata | Callable[[], Metadata] | None) -> Metadata:
+    if callable(metadata):
+        _checks.function("metadata", metadata, error=CheckpointError)
+        with _checks.noted("in the function that save(metadata=...) was given"):
+            return metadata()
+    return {} if metadata is None else metadata
+
+
 def _check_count(name: str, count: object) -> int | None:
     if count is None:
         return None
@@ -576,11 +584,12 @@ def _check_best(
         not isinstance(best, tuple)
         or len(best) != 2
         or not isinstance(best[0], str)
+        or not isinstance(best[1], str)
         or best[1] not in ("max", "min")
     ):
         msg = (
-            f"best={best!r} is not a metric's name and 'max' or 'min'. Write "
-            "best=('val_accuracy', 'max')."
+            f"best={_checks.shown(best)} is not a metric's name and 'max' or 'min'. "
+            "Write best=('val_accuracy', 'max')."
         )
         raise CheckpointError(msg)
     return best

@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 
+from meshlayout import _checks
 from meshlayout.checkpoint.manifest import decode, encode
 from meshlayout.checkpoint.store import StoreError
 from meshlayout.cluster.process_sync import Channel
@@ -135,8 +136,7 @@ def _checked(data: Any) -> Continues:
     if not isinstance(data, Continues):
         msg = (
             "data= must be an iterator with get_state() and set_state(state), got "
-            f"{data!r} of type {type(data).__name__}. Pass iter(dataset), not the "
-            "dataset."
+            f"{_checks.shown(data)}. Pass iter(dataset), not the dataset."
         )
         raise CheckpointError(msg)
     return data

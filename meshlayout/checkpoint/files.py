@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
+from meshlayout import _checks
 from meshlayout.checkpoint import store
 from meshlayout.checkpoint.store import StorePath
 from meshlayout.errors import CheckpointError
@@ -34,8 +35,8 @@ def as_directory(path: Any) -> Any:
         text = None
     if not isinstance(text, str) or not text:
         msg = (
-            f"a checkpoint directory is a path, and got {path!r} of type "
-            f"{type(path).__name__}. Write Checkpointer('/data/run') or 'gs://...'."
+            f"a checkpoint directory must be a path, got {_checks.shown(path)}. Write "
+            "Checkpointer('/data/run') or 'gs://...'."
         )
         raise CheckpointError(msg)
     if "\0" in text:
@@ -64,7 +65,7 @@ def is_step(name: str) -> bool:
 
 
 def is_remote(path: Any) -> bool:
-    """Tells whether a path is one of an object store."""
+    """Returns whether a path is one of an object store."""
     return isinstance(path, StorePath)
 
 

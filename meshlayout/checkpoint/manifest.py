@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshlayout import _render
+from meshlayout import _checks, _render
 from meshlayout.checkpoint.files import digest
 from meshlayout.errors import CheckpointError, DamagedCheckpointError
 
@@ -386,8 +386,8 @@ def encode(value: Any, where: str) -> Any:
         items = [[encode(key, f"a key of {where}"), one] for key, one in pairs]
         return {_MARK: "dict", "items": items}
     msg = (
-        f"{where} is {value!r} of type {type(value).__name__}, which cannot be written "
-        "as JSON. Give numbers, texts, bytes, and lists and dicts of them."
+        f"{where} is {_checks.shown(value)}, which cannot be written as JSON. Give "
+        "numbers, texts, bytes, and lists and dicts of them."
     )
     raise CheckpointError(msg)
 

@@ -69,7 +69,7 @@ def start_writing(directory: Any, arrays: Mapping[str, Any]) -> Callable[[], Non
 
 
 def is_written(directory: Any) -> bool:
-    """Tells whether `start_writing` wrote a directory, to the end.
+    """Returns whether `start_writing` wrote a directory, to the end.
 
     Args:
         directory: A directory or file.
@@ -78,7 +78,11 @@ def is_written(directory: Any) -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """Returns the first line of what an error of Orbax is about, in its cause's words.
+    """Returns in one line what an error of Orbax is about, in its first cause's words.
+
+    TensorStore writes its whole state into a message, with the names of hidden files:
+    where the system refused something, what the system said is enough. All of it is in
+    the error's chain of causes.
 
     Args:
         error: What was raised.
@@ -87,7 +91,11 @@ def reason(error: BaseException) -> str:
         if isinstance(error, store.StoreError):
             return error.fact
         error = inner
+    of_system = re.search(r"([^:\[\]]+) \[os_error_code='(\d+)'", str(error))
+    if of_system is not None:
+        return f"[Errno {of_system[2]}] {of_system[1].strip()}"
     text = re.split(r"\n| \[(?:tensorstore_spec|http_response)", str(error).strip())[0]
+    text = re.sub(r'Error \w+ "[^"]*" in OCDBT database at [^:]*: ', "", text)
     text = text.rstrip(".")
     if isinstance(error, OSError):
         return text
@@ -109,9 +117,10 @@ def _context(ocp: ModuleType) -> Any:
     context = ocp.Context()
     saving = context.array.saving
     saving.storage_options.chunk_byte_size = _CHUNK_BYTES
-    # The host copies that JAX keeps, which fingerprints are taken of: not those that
-    # Orbax makes elsewhere on GPUs, and not slices of replicas, which only pay where
-    # several hosts write. `test_a_save_copies_each_shard_once` would notice.
+    # The host copies of shards that JAX keeps, of which fingerprints are taken. By
+    # default Orbax copies to other memory on GPUs, and cuts slices of replicas, each
+    # kind by a program of its own; that only pays where several hosts write.
+    # `test_a_save_compiles_no_program` notices the second.
     saving.enable_pinned_host_transfer = False
     saving.use_replica_parallel = jax.process_count() > 1
     return context

@@ -288,9 +288,8 @@ def _unknown(path: str, value: Any) -> str:
             "jax.eval_shape give them. Save the state itself."
         )
     return (
-        f"{where}: {value!r} of type {type(value).__name__} cannot be saved. A state "
-        "holds arrays and numbers; keep other things in metadata=, or outside "
-        "of the tree."
+        f"{where}: {_checks.shown(value)} cannot be saved. A state holds arrays and "
+        "numbers; keep other things in metadata=, or outside of the tree."
     )
 
 
