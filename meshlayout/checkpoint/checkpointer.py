@@ -605,8 +605,12 @@ def _check_metrics(
             "metrics={'val_accuracy': 0.9}."
         )
         raise CheckpointError(msg)
+    for name in metrics or {}:
+        if not isinstance(name, str):
+            msg = f"metrics= holds the name {_checks.shown(name)}: names are strings."
+            raise CheckpointError(msg)
     numbers = {
-        str(name): _checks.number(
+        name: _checks.number(
             f"metrics[{name!r}]", value, finite=False, error=CheckpointError
         )
         for name, value in (metrics or {}).items()
