@@ -360,20 +360,19 @@ def test_strings_stay_on_the_host_where_asked(mesh, directory, cache):
 # Errors in map and in workers
 
 
-@pytest.mark.parametrize("way", [*WAYS, "as they come"])
+EVERY_WAY = {**WAYS, "by file": {"cache": "none", "deterministic": False}}
+
+
+@pytest.mark.parametrize("way", EVERY_WAY)
 def test_an_exception_in_map_surfaces_with_its_row(tiny, way):
-    way = WAYS.get(way, {"cache": "none", "deterministic": False})
     with pytest.raises(ArithmeticError) as error:
-        host(tiny(map=fail_at_77, **way))
+        host(tiny(map=fail_at_77, **EVERY_WAY[way]))
     assert str(error.value) == "77 is not to be had"
     assert re.fullmatch(
         r"This was raised by map= at row \d+ of the split.", error.value.__notes__[0]
     )
     frames = [entry.name for entry in error.traceback]
     assert "fail_at_77" in frames
-
-
-EVERY_WAY = {**WAYS, "by file": {"cache": "none", "deterministic": False}}
 
 
 @pytest.mark.parametrize("way", EVERY_WAY)
@@ -404,7 +403,7 @@ def test_errors_and_deaths_of_worker_processes_surface(tiny):
     with pytest.raises(ArithmeticError) as error:
         host(tiny(map=fail_at_77, **options))
     assert str(error.value) == "77 is not to be had"
-    assert "in fail_at_77" in error.value.__notes__[-1]
+    assert any("in fail_at_77" in note for note in error.value.__notes__)
     memory = "Memory that ran out is the usual cause: use fewer workers"
     for fatal, how, why in (
         (stop_process_at_77, "was killed by SIGKILL", memory),

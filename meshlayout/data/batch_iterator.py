@@ -22,7 +22,7 @@ from meshlayout.data.by_row import Cut, HostBatch
 from meshlayout.data.by_stream import Reader, no_rows, rows_text
 from meshlayout.data.clock import Clock
 from meshlayout.data.placement import Placement, WeightsPlace
-from meshlayout.data.position import NO_ORDER, Identity, Position, from_state, to_state
+from meshlayout.data.position import Identity, Position, from_state, to_state
 from meshlayout.data.prefetch import Prefetch
 from meshlayout.data.protocols import JSON
 from meshlayout.errors import DataError
@@ -373,13 +373,6 @@ class DataIterator(Generic[BatchT]):
         """Raises DataError if the source cannot go to a place."""
         if position.row == 0 and position.batch == 0:
             return
-        if position.source == NO_ORDER:
-            msg = (
-                "this source gives its examples in another order in every run, so that "
-                f"those before row {position.row} of epoch {position.epoch + 1} cannot "
-                "be told from those after it. Resume from a state of an epoch's end."
-            )
-            raise DataError(msg)
         is_stream = self._hooks.identity.source == "stream"
         if is_stream and position.source is None and not skip:
             msg = (

@@ -12,9 +12,6 @@ from meshlayout.errors import DataError
 # 2: shuffles are an order of this library's own, and streams say how they are cut.
 _VERSION = 2
 
-# The place of a source whose examples come in another order in every run.
-NO_ORDER = "no order"
-
 
 class Position(NamedTuple):
     """The place after some batch.
