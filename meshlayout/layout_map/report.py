@@ -324,8 +324,8 @@ def shared_text(pattern: str, shared: Mapping[str, str]) -> str:
 # How many paths, words and comparisons a hint may cost: it must stay a matter of
 # milliseconds for one misspelled rule of a large model, and of seconds for hundreds.
 _MOST_PATHS = 5000
-_MOST_WORDS = 500
-_MOST_COMPARISONS = 200
+_MOST_WORDS = 300
+_MOST_COMPARISONS = 100
 
 
 def nearest_paths(

@@ -161,7 +161,8 @@ class Matcher:
     Models repeat: `layers/0/kernel`, `layers/1/kernel`. A pattern that cannot tell
     one digit from another gives the same answer for all of them, so its answer is
     kept by the path with every digit replaced by 0. Patterns that might tell are
-    tried on every path.
+    tried on every path, but for those whose text, its digits replaced as well, is not
+    in that.
     """
 
     def __init__(self, rules: Iterable[ParsedRule]) -> None:
@@ -174,7 +175,7 @@ class Matcher:
         ]
         self._blind = [entry for entry in searches if _is_digit_blind(entry[0].pattern)]
         self._sighted = [entry for entry in searches if entry not in self._blind]
-        self._memo: dict[str, tuple[ParsedRule, ...]] = {}
+        self._memo: dict[str, tuple[tuple[ParsedRule, ...], list[_Search]]] = {}
 
     def candidates(self, path: str) -> tuple[ParsedRule, ...]:
         """Returns the rule whose pattern is the path, or else all that match it."""
@@ -182,12 +183,16 @@ class Matcher:
         if exact is not None:
             return exact
         key = path.translate(_ZERO_DIGITS) if path.isascii() else path
-        blind = self._memo.get(key)
-        if blind is None:
-            blind = self._memo[key] = tuple(_search(self._blind, path))
-        if not self._sighted:
-            return blind
-        seen = _search(self._sighted, path)
+        found = self._memo.get(key)
+        if found is None:
+            possible = [
+                entry
+                for entry in self._sighted
+                if not path.isascii() or entry[1].translate(_ZERO_DIGITS) in key
+            ]
+            found = self._memo[key] = (tuple(_search(self._blind, path)), possible)
+        blind, possible = found
+        seen = _search(possible, path) if possible else ()
         if not seen:
             return blind
         return tuple(sorted([*blind, *seen], key=self._index.__getitem__))
