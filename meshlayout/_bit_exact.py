@@ -1,13 +1,19 @@
-"""Shardings for arrays that nobody gave one: finest, and with the bits of the whole.
+"""How arrays are sharded while they are made, so that every bit is that of the whole.
 
-What is made on the way to a state has no layout of its own, must not be whole on any
-device, and must have the bits that it has on one device.
+Initial values must not depend on the mesh. An array that is made on shards has the bits
+of the whole where its operations work element by element, or only move elements, and
+where its shards fill the compiler's vectors: XLA's CPU compiler runs the last elements
+of a loop, too few to fill a vector, as scalar code that may round otherwise. Compiling
+a whole builder at once would change bits too, and so would making everything whole and
+sharding it then change memory; hence one operation at a time, in a sharding chosen from
+its uses backwards (`ShardingPlan`), finest where nothing else is asked for.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlayout import _jax
@@ -15,66 +21,287 @@ from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh
 
 
+# Shards of this many elements, or multiples, fill the vectors of every CPU.
+_VECTOR = 16
+# Arrays up to this size are made whole where their shards would have other bits.
+_SMALL_BYTES = 512 * 1024
+
+
 def finest_layout(mesh: Mesh, shape: Sequence[int]) -> Layout:
-    """Returns a layout that cuts an array as finely as its shape allows.
+    """Returns a layout that shards an array as finely as its shape allows.
 
     No layout on this mesh that fits the array holds less of it on a device by more
     than the axes that no dim can take.
     """
     entries: list[tuple[str, ...]] = [()] * len(shape)
-    left = list(shape)
-    for axis, size in sorted(mesh.shape.items(), key=lambda item: -item[1]):
-        fitting = [dim for dim, extent in enumerate(left) if extent % size == 0]
-        if fitting and size > 1:
-            dim = max(fitting, key=lambda dim: left[dim])
+    sizes = list(shape)
+    for axis, axis_size in sorted(mesh.shape.items(), key=lambda item: -item[1]):
+        fitting = [dim for dim, size in enumerate(sizes) if size % axis_size == 0]
+        if fitting and axis_size > 1:
+            dim = max(fitting, key=lambda fit: sizes[fit])
             entries[dim] = (*entries[dim], axis)
-            left[dim] //= size
+            sizes[dim] //= axis_size
     return Layout(entries, mesh)
-
-
-# XLA's CPU compiler runs the last elements of a loop, too few to fill a vector, as
-# scalar code that may round otherwise, and it divides by a broadcast array otherwise
-# where nothing is broadcast. Shards that fill vectors, and are longer than 1 where the
-# whole is, have the bits of the whole; small arrays that cannot be cut so are made
-# whole, and cut then.
-_VECTOR = 16
-_SMALL_BYTES = 512 * 1024
 
 
 def bit_exact_sharding(
     sharding: NamedSharding, shape: tuple[int, ...], dtype: Any, mesh: Mesh
 ) -> NamedSharding:
-    """Returns a sharding in which every element gets the bits it has in the whole."""
-    whole = NamedSharding(mesh.jax_mesh, PartitionSpec())
+    """Returns a sharding in which every element gets the bits it has in the whole.
+
+    It is the one that is asked for where that preserves the bits, else another fine
+    one that does, or replication for small arrays. Large arrays that no sharding
+    preserves keep theirs: a whole one might not fit.
+
+    Args:
+        sharding: The sharding that is asked for.
+        shape: The shape of the array.
+        dtype: Its dtype.
+        mesh: The mesh of the sharding, with Auto axes.
+    """
+    replicated = NamedSharding(mesh.jax_mesh, PartitionSpec())
     if not math.prod(shape):
-        return whole  # JAX does not cut what is empty, or fails
+        return replicated  # JAX does not shard what is empty, or fails
     if mesh.platform != "cpu" or preserves_bits(sharding, shape):
         return sharding
     if not is_large(shape, dtype):
-        return whole
-    others = [
-        [*finest_layout(mesh, shape[:-1]).specs, None],
-        [*[None] * (len(shape) - 1), *finest_layout(mesh, shape[-1:]).specs],
-        finest_layout(mesh, shape).specs,
-    ]
-    cuts = [Layout(specs, mesh).sharding for specs in others]
-    exact = [cut for cut in cuts if preserves_bits(cut, shape)]
-    finest = min([*exact, whole], key=lambda cut: math.prod(cut.shard_shape(shape)))
+        return replicated
+    specs = [*_finest_on_one_side(mesh, shape), finest_layout(mesh, shape).specs]
+    shardings = [Layout(entries, mesh).sharding for entries in specs]
+    exact = [other for other in shardings if preserves_bits(other, shape)]
+    finest = min(
+        [*exact, replicated], key=lambda other: math.prod(other.shard_shape(shape))
+    )
     return sharding if finest.is_fully_replicated else finest
 
 
-def is_large(shape: tuple[int, ...], dtype: Any) -> bool:
+def _finest_on_one_side(mesh: Mesh, shape: Sequence[int]) -> list[list[Any]]:
+    """Returns the finest specs that leave the last dim whole, or all but the last."""
+    return [
+        [*finest_layout(mesh, shape[:-1]).specs, None],
+        [*[None] * (len(shape) - 1), *finest_layout(mesh, shape[-1:]).specs],
+    ]
+
+
+def is_large(shape: Sequence[int], dtype: Any) -> bool:
     """Returns whether an array is too large to be made whole on the way."""
     return math.prod(shape) * _jax.itemsize(dtype) > _SMALL_BYTES
 
 
 def preserves_bits(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
-    """Returns whether shards have the bits of the whole."""
+    """Returns whether shards that are computed apart have the bits of the whole."""
     if sharding.is_fully_replicated:
         return True
     shard = sharding.shard_shape(shape)
-    if any(here == 1 < there for here, there in zip(shard, shape, strict=True)):
+    # XLA divides by a broadcast array otherwise where nothing is broadcast.
+    if any(size == 1 < whole for size, whole in zip(shard, shape, strict=True)):
         return False
     if shard[-1] != shape[-1]:
         return shard[-1] % _VECTOR == 0
     return math.prod(shard) % _VECTOR == 0
+
+
+# Operations of a traced function (`eqn`s) and their values (`var`s).
+
+
+class ShardingPlan:
+    """The shardings of a traced function's values, chosen from its results backwards.
+
+    Args:
+        mesh: The mesh, with Auto axes.
+        outputs: The results of all operations.
+        targets: The layout that each will have.
+        eqns: The operations, the last one first.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        outputs: Sequence[Any],
+        targets: Sequence[Layout],
+        eqns: Iterable[Any],
+    ) -> None:
+        self._mesh = mesh
+        self._shardings: dict[Any, NamedSharding] = {}
+        for var, target in zip(outputs, targets, strict=True):
+            if not is_literal(var):
+                self._shardings.setdefault(var, self._exact(var, target.specs))
+        for eqn in eqns:
+            self._choose_result(eqn)
+            for out in eqn.outvars:
+                self._choose_operands(eqn, out, self[out])
+
+    def __getitem__(self, var: Any) -> NamedSharding:
+        """Returns the sharding in which a value is made."""
+        if is_literal(var):
+            return NamedSharding(self._mesh.jax_mesh, PartitionSpec())
+        if var not in self._shardings:
+            finest = finest_layout(self._mesh, var.aval.shape)
+            self._shardings[var] = self._exact(var, finest.specs)
+        return self._shardings[var]
+
+    def _choose_result(self, eqn: Any) -> None:
+        """Shards the result of a reordering otherwise, if its operand cannot be so.
+
+        Moving it afterwards is cheap; inside the operation, XLA may make it whole.
+        """
+        operands = [var for var in eqn.invars if not is_literal(var)]
+        if eqn.primitive.name not in _REORDERINGS or not operands:
+            return
+        (out,) = eqn.outvars
+        for specs in (
+            tuple(self[out].spec),
+            *_finest_on_one_side(self._mesh, out.aval.shape),
+        ):
+            sharding = self._exact(out, specs)
+            if _operand_specs(eqn, sharding) is not None:
+                self._shardings[out] = sharding
+                return
+
+    def _choose_operands(self, eqn: Any, out: Any, sharding: NamedSharding) -> None:
+        """Shards operands as the result is, where the shapes agree."""
+        for var in eqn.invars:
+            if is_literal(var) or var in self._shardings:
+                continue
+            if var.aval.shape == out.aval.shape:
+                self._shardings[var] = sharding
+            elif (specs := _operand_specs(eqn, sharding)) is not None:
+                self._shardings[var] = self._exact(var, specs)
+
+    def _exact(self, var: Any, specs: Sequence[Any]) -> NamedSharding:
+        sharding = Layout(specs, self._mesh).sharding
+        return bit_exact_sharding(sharding, var.aval.shape, var.aval.dtype, self._mesh)
+
+
+def is_literal(var: Any) -> bool:
+    """Returns whether a value of a traced function is a constant in its text."""
+    return hasattr(var, "val")
+
+
+_REORDERINGS = ("reshape", "squeeze", "expand_dims", "concatenate", "stack")
+
+
+def _operand_specs(eqn: Any, sharding: NamedSharding) -> list[Any] | None:
+    """Returns how an operand must be sharded for a reordering to move nothing.
+
+    None for other operations, and where there is no such sharding.
+    """
+    name, shape = eqn.primitive.name, eqn.invars[0].aval.shape
+    specs = [*sharding.spec, *[None] * (eqn.outvars[0].aval.ndim - len(sharding.spec))]
+    if name == "transpose":
+        return [specs[dim] for dim in np.argsort(eqn.params["permutation"])]
+    if name == "broadcast_in_dim":
+        dims = zip(eqn.params["broadcast_dimensions"], shape, strict=True)
+        return [specs[dim] if size > 1 else None for dim, size in dims]
+    if name == "concatenate":
+        return None if specs[eqn.params["dimension"]] else specs
+    if name == "stack":
+        return None if specs.pop(eqn.params["axis"]) else specs
+    if name not in _REORDERINGS:
+        return None
+    # Shards of one dim are those of another that begins at the same place in memory.
+    before: list[Any] = [None] * len(shape)
+    starts = _starts(shape)
+    for spec, start in zip(specs, _starts(eqn.outvars[0].aval.shape), strict=True):
+        if spec is None:
+            continue
+        axes = spec if isinstance(spec, tuple) else (spec,)
+        num_shards = math.prod(sharding.mesh.shape[axis] for axis in axes)
+        fitting = [
+            dim
+            for dim, size in enumerate(shape)
+            if starts[dim] == start and size % num_shards == 0 and before[dim] is None
+        ]
+        if not fitting:
+            return None
+        before[fitting[-1]] = spec
+    return before
+
+
+def _starts(shape: Sequence[int]) -> list[int]:
+    """Returns, for each dim, into how many runs the dims before it divide an array."""
+    return [math.prod(shape[:dim]) for dim in range(len(shape))]
+
+
+# Operations that give each element the same bits however the array is sharded: one
+# element at a time, moving elements about, or counter-based random numbers.
+_SAFE_NAMES = """
+abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type
+broadcast_in_dim cbrt ceil clamp clz complex concatenate conj
+convert_element_type copy copy_p cos cosh digamma div dynamic_slice
+dynamic_update_slice empty eq erf erf_inv erfc exp exp2 expand_dims expm1 floor
+full gather ge gt imag integer_pow iota is_finite le lgamma log log1p logistic
+lt max min mul ne neg nextafter not or optimization_barrier pad population_count
+pow random_bits random_clone random_fold_in random_seed random_split
+random_unwrap random_wrap real reduce_precision rem reshape rev round rsqrt
+select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh
+slice split sqrt square squeeze stack stop_gradient sub tan tanh threefry2x32 tile
+transpose unstack xor
+"""
+_CONTAINER_NAMES = """
+jit pjit closed_call core_call custom_jvp_call custom_vjp_call remat2
+scan while cond
+"""
+_SAFE = frozenset(_SAFE_NAMES.split())
+_CONTAINERS = frozenset(_CONTAINER_NAMES.split())
+
+
+def is_bit_exact_on_shards(eqn: Any) -> bool:
+    """Returns whether an operation gives the same bits on shards as on the whole."""
+    name = eqn.primitive.name
+    if name in _SAFE:
+        return True
+    return name in _CONTAINERS and all(
+        is_bit_exact_on_shards(inner)
+        for jaxpr in _jax.inner_jaxprs(eqn)
+        for inner in jaxpr.eqns
+    )
+
+
+# Operations whose bodies JAX without jit runs one by one.
+_OPENED = ("remat2", "remat", "checkpoint", "custom_jvp_call", "custom_vjp_call")
+
+
+class InlinedVar:
+    """A variable of a traced function, of which one body can have many copies."""
+
+    def __init__(self, aval: Any) -> None:
+        self.aval = aval
+
+
+def inlined(
+    eqns: Iterable[Any], names: dict[Any, Any], consts: dict[Any, Any]
+) -> Iterator[Any]:
+    """Yields operations without those of `jax.checkpoint` and custom derivatives.
+
+    Args:
+        eqns: The operations of a jaxpr.
+        names: What its variables are called in the result; filled in on the way.
+        consts: Values by variable; those of inner jaxprs are added.
+    """
+    for eqn in eqns:
+        invars = [_renamed(var, names) for var in eqn.invars]
+        if eqn.primitive.name == "sharding_constraint":
+            # The layout map decides; a constraint would be computed whole.
+            names[eqn.outvars[0]] = invars[0]
+            continue
+        if eqn.primitive.name not in _OPENED:
+            outvars = [InlinedVar(var.aval) for var in eqn.outvars]
+            names.update(zip(eqn.outvars, outvars, strict=True))
+            yield eqn.replace(invars=invars, outvars=outvars)
+            continue
+        params = eqn.params
+        closed = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
+        body = getattr(closed, "jaxpr", closed)
+        inner = dict(zip(body.invars, invars, strict=True))
+        body_consts = getattr(closed, "consts", ())
+        for var, value in zip(body.constvars, body_consts, strict=False):
+            inner[var] = InlinedVar(var.aval)
+            consts[inner[var]] = value
+        yield from inlined(body.eqns, inner, consts)
+        for out, var in zip(eqn.outvars, body.outvars, strict=True):
+            names[out] = _renamed(var, inner)
+
+
+def _renamed(var: Any, names: Mapping[Any, Any]) -> Any:
+    return var if is_literal(var) else names.get(var, var)

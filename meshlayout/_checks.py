@@ -10,6 +10,7 @@ scalars are as good as Python's, and a string is never parsed.
 """
 
 import contextlib
+import functools
 import inspect
 import math
 import numbers
@@ -295,10 +296,13 @@ def function(
             and takes (model).
     """
     if not callable(value):
-        call = f"a function of ({', '.join(args)})"
+        call = f"a function of ({', '.join(args)})" if args else "a function"
         raise _refusal(name, value, call, where, error, hint)
     try:
-        signature = inspect.signature(value)
+        # Of a class, its __init__: the metaclass of NNX modules takes anything.
+        is_class = isinstance(value, type)
+        call = functools.partial(value.__init__, None) if is_class else value
+        signature = inspect.signature(call)
     except (TypeError, ValueError):
         return value
     try:

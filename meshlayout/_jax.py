@@ -27,6 +27,8 @@ from jax._src.sharding_impls import UNSPECIFIED
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from meshlayout._patches import SharedPatches
+
 
 try:
     from jax._src.random import threefry2x32 as threefry
@@ -164,6 +166,20 @@ def compile_frugally(jitted: Any, operands: Sequence[Any]) -> Any:
     rules = ((threefry.threefry2x32_p, threefry._threefry2x32_lowering_rule),)
     options = mlir.LoweringParameters(override_lowering_rules=rules)
     return jitted.trace(*operands).lower(_private_parameters=options).compile()
+
+
+# Flax asks every value of a Variable for its sharding, and JAX's answer for a traced
+# one is an AttributeError whose text walks all operations so far to name its origin:
+# quadratic in the size of a model. Inside this, the text is short. When Flax or JAX
+# mend it, test_describing_takes_time_in_proportion_to_the_layers passes without.
+short_sharding_errors = SharedPatches(
+    (jax_core.Tracer, "sharding", lambda _: property(_no_sharding))
+)
+
+
+def _no_sharding(tracer: jax.core.Tracer) -> Any:
+    msg = f"the 'sharding' attribute is not available on {type(tracer).__name__}."
+    raise AttributeError(msg)
 
 
 def without_sharding_types(closed: Any) -> Any:

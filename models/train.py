@@ -334,7 +334,7 @@ def make_setting(
 
 def describe_state(
     options: argparse.Namespace, num_labels: int, layouts: ml.LayoutMap
-) -> ml.state.Description:
+) -> ml.state.StateDescription[ml.TrainState]:
     """Returns what the initial state will be; it creates nothing yet.
 
     Raises:

@@ -2,6 +2,8 @@
 
 import gc
 import re
+import time
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -334,12 +336,12 @@ def test_no_compiled_operation_holds_a_whole_leaf(monkeypatch):
     """Reads the compiled programs themselves, apart from the library's accounting."""
     programs = []
 
-    class Recorded(operations._Program):
+    class Recorded(operations._CompiledOperation):
         def __init__(self, step):
             super().__init__(step)
             programs.append(self)
 
-    monkeypatch.setattr(operations, "_Program", Recorded)
+    monkeypatch.setattr(operations, "_CompiledOperation", Recorded)
     operations._compile.cache_clear()
     mesh = ml.create_mesh({"model": 8})
     layouts = ml.LayoutMap(mesh, {".*": (..., "model")})
@@ -450,7 +452,7 @@ def test_numpy_arrays_may_change_after_they_were_given():
 
 
 def test_tied_parameters_stay_one_parameter(mesh_2x4):
-    def build():
+    def build() -> Any:
         rngs = nnx.Rngs(0)
         one, other = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
         other.kernel = one.kernel
@@ -469,6 +471,45 @@ def test_linen_metadata_boxes_stay_as_init_gives_them(mesh_2x4):
     kernel = made["params"]["kernel"]
     assert isinstance(kernel, nn.Partitioned)
     assert ml.Layout.of(kernel.value) == mesh_2x4.layout(None, "model")
+
+
+class Rows(nnx.Module):
+    """As many layers as asked for, each of which draws from one stream."""
+
+    def __init__(self, num_layers):
+        rngs = nnx.Rngs(0)
+        layers = [nnx.Linear(2, 2, rngs=rngs) for _ in range(num_layers)]
+        self.layers = module_list(layers)
+
+
+def test_describing_takes_time_in_proportion_to_the_layers(mesh_2x4):
+    layouts = ml.LayoutMap(mesh_2x4, {"kernel": (None, None)})
+
+    def cpu_seconds(num_layers):
+        start = time.process_time()
+        ml.describe(lambda: Rows(num_layers), layouts)
+        return time.process_time() - start
+
+    cpu_seconds(2)
+    small = min(cpu_seconds(40) for _ in range(3))
+    # 4 times the layers: 4 times the time, and 16 if it were quadratic.
+    assert min(cpu_seconds(160) for _ in range(2)) < 8 * small
+
+
+def test_a_traced_value_has_the_attributes_that_jax_gives_it():
+    before = vars(jax.core.Tracer).get("sharding")
+    inside = []
+
+    def build():
+        x = jnp.ones(3)
+        inside.append((hasattr(x, "sharding"), getattr(x, "sharding", "none")))
+        with pytest.raises(AttributeError):
+            _ = x.sharding
+        return x
+
+    ml.create(build, ml.LayoutMap(ONE))
+    assert inside == [(False, "none")]
+    assert vars(jax.core.Tracer).get("sharding") is before
 
 
 def test_the_builder_runs_once(mesh_2x4):
@@ -638,18 +679,48 @@ NO_TRANSFORMS = (
 BAD_BUILDERS = [
     (
         lambda: 3,
-        "expected a function that builds the state, and got 3 of type int. Write "
-        "create(lambda: Model(...), layouts).",
+        "create: build must be a function, got 3. Write create(lambda: Model(...), "
+        "layouts).",
     ),
     (
         lambda: {"w": np.float32(1)},
-        f"expected a function that builds the state, and got {{'w': {np.float32(1)!r}}} "
-        "of type dict. Write create(lambda: Model(...), layouts).",
+        f"create: build must be a function, got {{'w': {np.float32(1)!r}}}. Write "
+        "create(lambda: Model(...), layouts).",
     ),
     (
         lambda: LinenMLP(),
-        f"expected a function that builds the state, and got {LinenMLP()!r} of type "
-        "LinenMLP. Write create(lambda: Model(...), layouts).",
+        "create takes a function that builds the state, got a LinenMLP that is built "
+        "already. Write create(lambda: Model(...), layouts).",
+    ),
+    (
+        lambda: nnx.Sequential(*[nnx.Linear(8, 8, rngs=nnx.Rngs(0))] * 40),
+        "create takes a function that builds the state, got a Sequential that is built "
+        "already. Write create(lambda: Model(...), layouts).",
+    ),
+    (
+        lambda: lambda rngs: nnx.Linear(8, 8, rngs=rngs),
+        "create: build is called as build(), and takes (rngs). Write create(lambda: "
+        "Model(...), layouts).",
+    ),
+    (
+        lambda: Block,
+        "create: build is called as build(), and takes (features, rngs). Write "
+        "create(lambda: Model(...), layouts).",
+    ),
+    (
+        lambda: lambda: None,
+        "create: what the builder returned holds no arrays, got None. A function that "
+        "ends without `return` gives None.",
+    ),
+    (
+        lambda: dict,
+        "create: what the builder returned holds no arrays, got {}. A function that "
+        "ends without `return` gives None.",
+    ),
+    (
+        lambda: lambda: {"a": [None, ()], "b": 3, "c": "x"},
+        "create: what the builder returned holds no arrays, got {'a': [None, ()], 'b': "
+        "3, 'c': 'x'}. A function that ends without `return` gives None.",
     ),
     (lambda: lambda: float(jnp.ones(())), READS),
     (lambda: lambda: np.asarray(jnp.ones(3)), READS),
@@ -686,6 +757,28 @@ def test_what_is_no_builder_is_refused(make, message):
     assert str(error.value) == message
 
 
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: optax.sgd(0.1).init({"w": jnp.ones(3)}),
+        lambda: nnx.Dropout(0.5),
+        lambda: {"pool": nnx.Sequential(nnx.relu)},
+    ],
+)
+def test_modules_and_states_without_arrays_are_no_mistake(build):
+    made = ml.create(build, ml.LayoutMap(ONE))
+    assert jax.tree.structure(made) == jax.tree.structure(build())
+
+
+def test_big_endian_arrays_keep_their_values(mesh_2x4):
+    tree = {k: np.arange(8).astype(k) for k in (">f4", ">i4", ">u2", ">f8", ">c8")}
+    layouts = ml.LayoutMap(mesh_2x4, {".*": ("model",)})
+    made = ml.create(lambda: {"new": jnp.ones(8), **tree}, layouts)
+    for name, array in tree.items():
+        np.testing.assert_array_equal(np.asarray(made[name]), array)
+        assert np.asarray(made[name]).dtype.isnative
+
+
 @pytest.mark.parametrize("transform", [jax.jit, jax.vmap, jax.grad])
 def test_create_is_refused_inside_a_transformation(transform):
     def inside(x):
@@ -712,12 +805,12 @@ def test_random_numbers_from_outside_are_refused():
     [
         (
             {"a": ("model",)},
-            "expected a LayoutMap, and got {'a': ('model',)} of type dict. For "
-            "replicated: LayoutMap(mesh).",
+            "create takes a LayoutMap, got {'a': ('model',)}. To replicate everything, "
+            "give LayoutMap(mesh).",
         ),
         (
             ONE,
-            "expected a LayoutMap, and got Mesh(model=1) of type Mesh. For replicated: "
+            "create takes a LayoutMap, got a Mesh. To replicate everything, give "
             "LayoutMap(mesh).",
         ),
     ],

@@ -371,56 +371,99 @@ def create(build, optimizer=ADAM, **options):
     return ml.TrainState.create(build, optimizer, ml.LayoutMap(MESH), **options)
 
 
+def used_up(state):
+    jax.jit(lambda s: jax.tree.map(lambda x: x, s), donate_argnums=0)(state)
+    return state
+
+
 REFUSED = [
     (
         lambda: create(lambda: {"w": jnp.ones(3)}),
-        "the builder returned a dict; TrainState.create takes an NNX module, or Linen's "
-        "variables together with module=. For any other pytree use create(build, "
-        "layouts).",
+        "TrainState.create: the builder returned a dict, and must return an NNX module, "
+        "or Linen's variables together with module=. For any other pytree use "
+        "create(build, layouts).",
+    ),
+    (
+        lambda: create(lambda: None),
+        "TrainState.create: the builder returned None, and must return an NNX module, "
+        "or Linen's variables together with module=. A function that ends without "
+        "`return` gives None. For any other pytree use create(build, layouts).",
+    ),
+    (
+        lambda: create(lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0))),
+        "TrainState.create: the Dropout has no parameters to train: none of its "
+        "variables is an nnx.Param. Use create(build, layouts) for it.",
+    ),
+    (
+        lambda: create(dict, module=LINEN),
+        "TrainState.create: the builder's variables have the collections [], and no "
+        "parameters in 'params'. Return what module.init(key, sample) returns.",
+    ),
+    (
+        lambda: create(lambda: {"params": {}, "batch_stats": {}}, module=LINEN),
+        "TrainState.create: the builder's variables have the collections "
+        "['batch_stats', 'params'], and no parameters in 'params'. Return what "
+        "module.init(key, sample) returns.",
+    ),
+    (
+        lambda: create(Net(rngs=nnx.Rngs(0))),
+        "TrainState.create takes a function that builds the state, got a Net that is "
+        "built already. Write TrainState.create(lambda: Model(...), optimizer, layouts).",
+    ),
+    (
+        lambda: create(lambda rngs: Net(rngs=rngs)),
+        "TrainState.create: build is called as build(), and takes (rngs). Write "
+        "TrainState.create(lambda: Model(...), optimizer, layouts).",
+    ),
+    (
+        lambda: used_up(nnx_state()).model,
+        "this state was used up by a step, which reused its memory. Go on with the "
+        "state that the step returned, or make the step with donate=False.",
     ),
     (
         lambda: create(Net(rngs=nnx.Rngs(0)).__class__.__name__),
-        "expected a function that builds the state, and got 'Net' of type str. Write "
-        "create(lambda: Model(...), layouts).",
+        "TrainState.create: build must be a function, got 'Net'. Write "
+        "TrainState.create(lambda: Model(...), optimizer, layouts).",
     ),
     (
         lambda: create(lambda: Net(rngs=nnx.Rngs(0)), 0.1),
-        "expected an Optax optimizer, and got 0.1 of type float. Write "
+        "TrainState.create takes an Optax optimizer, got 0.1. Write "
         "TrainState.create(build, optax.adam(1e-3), layouts).",
     ),
     (
         lambda: create(lambda: Net(rngs=nnx.Rngs(0)), rng=0.5),
-        "rng is a seed or a PRNG key, and got 0.5 of type float. Write rng=0 or "
+        "TrainState.create: rng must be a seed or a PRNG key, got 0.5. Write rng=0 or "
         "rng=jax.random.key(0).",
     ),
     (
         lambda: create(lambda: Net(rngs=nnx.Rngs(0)), rng=True),
-        "rng is a seed or a PRNG key, and got True of type bool. Write rng=0 or "
+        "TrainState.create: rng must be a seed or a PRNG key, got True. Write rng=0 or "
         "rng=jax.random.key(0).",
     ),
     (
         lambda: create(lambda: Net(rngs=nnx.Rngs(0)), module=LINEN),
-        "module= is for Linen: a Linen module, beside a builder that returns what "
-        "module.init(key, sample) returns. Got a LinenNet and a builder that returns a "
-        "Net.",
+        "TrainState.create: module= is for Linen: a Linen module, with a builder that "
+        "returns what module.init(key, sample) returns. Got a LinenNet, and a builder "
+        "that returns a Net.",
     ),
     (
         lambda: create(lambda: LINEN.init(jax.random.key(0), X), module=Net),
-        "module= is for Linen: a Linen module, beside a builder that returns what "
-        "module.init(key, sample) returns. Got a ModuleMeta and a builder that "
-        "returns a dict.",
+        "TrainState.create: module= is for Linen: a Linen module, with a builder that "
+        "returns what module.init(key, sample) returns. Got the class Net, and a "
+        "builder that returns a dict.",
     ),
     (
         lambda: create(
             lambda: LINEN.init(jax.random.key(0), X)["params"], module=LINEN
         ),
-        "the builder's variables have the collections ['hidden', 'norm', 'output'] and "
-        "no 'params'. Return what module.init(key, sample) returns.",
+        "TrainState.create: the builder's variables have the collections ['hidden', "
+        "'norm', 'output'], and no parameters in 'params'. Return what "
+        "module.init(key, sample) returns.",
     ),
     (
         lambda: ml.TrainState.create(lambda: Net(rngs=nnx.Rngs(0)), ADAM, RULES),
-        f"expected a LayoutMap, and got {RULES!r} of type dict. For replicated: "
-        "LayoutMap(mesh).",
+        f"TrainState.create takes a LayoutMap, got {ml._checks.shown(RULES)}. To "
+        "replicate everything, give LayoutMap(mesh).",
     ),
     (
         lambda: nnx_state().replace(parms={}),
@@ -431,7 +474,7 @@ REFUSED = [
         lambda: with_missing_gradient(nnx_state()),
         "the gradients and state.params differ in structure or shapes; missing: "
         "output/bias, output/kernel; not in it: extra/w. Pass what was derived from "
-        "state.params, as it is.",
+        "state.params, unchanged.",
     ),
     (
         lambda: nnx_state().apply_gradients(
@@ -439,7 +482,7 @@ REFUSED = [
         ),
         "the gradients and state.params differ in structure or shapes; hidden/bias is "
         "[1] and not [16]; hidden/kernel is [1, 16] and not [8, 16]; norm/bias is [1] "
-        "and not [16]. Pass what was derived from state.params, as it is.",
+        "and not [16]. Pass what was derived from state.params, unchanged.",
     ),
     (
         lambda: nnx_state().apply_gradients(
@@ -447,15 +490,15 @@ REFUSED = [
         ),
         "the model's state and state.model_state differ in structure or shapes; "
         "missing: dropout/rngs/count, dropout/rngs/key, norm/mean, norm/var. Pass what "
-        "was derived from state.model_state, as it is.",
+        "was derived from state.model_state, unchanged.",
     ),
     (
         lambda: nnx_state().model_state_of({"a": 1}),
-        "expected the model that state.model gave, and got {'a': 1} of type dict.",
+        "model_state_of takes the model that state.model gave, got {'a': 1}.",
     ),
     (
         lambda: linen_state().model_state_of(3),
-        "expected the model that state.model gave, and got 3 of type int.",
+        "model_state_of takes the model that state.model gave, got 3.",
     ),
 ]
 

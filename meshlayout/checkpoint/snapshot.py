@@ -19,7 +19,7 @@ from meshlayout.checkpoint.manifest import SavedLeaf
 from meshlayout.checkpoint.orbax import stored_dtype
 from meshlayout.errors import CheckpointError, MeshLayoutError
 from meshlayout.layout import Layout
-from meshlayout.state.create import Description
+from meshlayout.state.create import StateDescription
 
 
 # The index of a shard's first element in the whole array, and the shard's values.
@@ -129,10 +129,10 @@ def host_bytes(state: PyTree) -> int:
     """Returns the bytes of this process's shards of a state, each counted once.
 
     Args:
-        state: As for `Snapshot.take`; may be abstract, or a `Description`.
+        state: As for `Snapshot.take`; may be abstract, or a `StateDescription`.
     """
     total = 0
-    state = state.abstract if isinstance(state, Description) else state
+    state = state.abstract if isinstance(state, StateDescription) else state
     for _, _, value in named_leaves(state):
         shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
         if shape is None or dtype is None:

@@ -23,7 +23,8 @@ from meshlayout.checkpoint.matching import Pair, key_words
 from meshlayout.errors import CheckpointError, LayoutError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap
-from meshlayout.state.create import Description, eager_sharding_off
+from meshlayout.state.build import eager_sharding_off
+from meshlayout.state.create import StateDescription
 
 
 Index: TypeAlias = tuple[slice, ...]
@@ -84,7 +85,7 @@ class Target:
         """Takes apart a state.
 
         Args:
-            like: Arrays or abstract arrays in any tree, or a `Description`.
+            like: Arrays or abstract arrays in any tree, or a `StateDescription`.
             layouts: Where its arrays go, if not where they are.
             whole: Whether paths keep the `params` at the root of Linen variables.
 
@@ -99,7 +100,7 @@ class Target:
                 "are."
             )
             raise CheckpointError(msg)
-        like = like.abstract if isinstance(like, Description) else like
+        like = like.abstract if isinstance(like, StateDescription) else like
         graphdef, tree = None, like
         if _paths.holds_modules(like):
             with eager_sharding_off():

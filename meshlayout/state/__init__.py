@@ -1,12 +1,12 @@
 """States born sharded: `create`, `LayoutMap.scope`, `with_layouts`, `TrainState`."""
 
 from meshlayout.state.create import (
-    Description as Description,
+    StateDescription as StateDescription,
     create as create,
     describe as describe,
 )
 from meshlayout.state.layer_layouts import with_layouts as with_layouts
-from meshlayout.state.operations import MemoryEstimate as MemoryEstimate
+from meshlayout.state.operations import CreationMemory as CreationMemory
 from meshlayout.state.optimizers import optimizer_by_path as optimizer_by_path
 from meshlayout.state.precision import PrecisionPolicy as PrecisionPolicy
 from meshlayout.state.scope import Scope as Scope

@@ -1,10 +1,11 @@
 """Runs a traced builder one operation at a time, on shards.
 
-Compiling a whole builder into one program would change the last bits of what it
-makes: the compiler fuses and re-orders across operations. JAX without jit runs one
-compiled program per operation, and so does this, so that the values are the same to
-the bit. But every array is made in the layout it will have, and is freed or
-overwritten with its last use, so that no device ever holds more than its shards.
+Compiling a whole builder into one program would change the last bits of the state: the
+compiler fuses and re-orders across operations. JAX without jit runs one compiled
+program per operation, and so does this, so that the values are the same to the bit.
+But every array is made in the layout it will have, and is freed or overwritten with
+its last use, so that no device ever holds more than its shards. Equal operations share
+one program, which also takes a third of the CPU time of one big one.
 
 Operations whose result depends on the order of a sum or on the blocking of a matrix
 product (QR in an orthogonal initializer, say) run on replicated operands, because
@@ -21,18 +22,24 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
 from meshlayout import _jax
-from meshlayout._bit_exact import is_large, preserves_bits
+from meshlayout._bit_exact import (
+    ShardingPlan,
+    inlined,
+    is_bit_exact_on_shards,
+    is_large,
+    is_literal,
+    preserves_bits,
+)
 from meshlayout.arrays import copy_to_mesh
 from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh
-from meshlayout.state.cuts import Cuts, is_literal, keeps_bits_when_sharded
-from meshlayout.state.inlining import inlined
 
 
 @dataclass(frozen=True)
-class MemoryEstimate:
+class CreationMemory:
     """Bytes on each device while a state is made, read off the compiled programs.
 
     Attributes:
@@ -45,8 +52,8 @@ class MemoryEstimate:
 
 
 @dataclass
-class _Step:
-    """One operation: what it reads, makes, and is done with."""
+class _Operation:
+    """One operation: its operands, its results, and the values it uses last."""
 
     eqn: Any
     inputs: list[Any]
@@ -60,11 +67,11 @@ class _Step:
 
 
 @dataclass
-class _Result:
-    """A value that was asked for, and the layout it was asked for in.
+class _RequestedResult:
+    """A value of the traced function that is a result, and its layout.
 
     Every result has memory of its own, so that a step may donate them all:
-    `is_copied` is False where the value lies as asked and nothing else holds it.
+    `is_copied` is False where the value has that layout and nothing else holds it.
     """
 
     var: Any
@@ -84,7 +91,7 @@ class Operations:
 
     def __init__(self, jaxpr: Any, targets: Sequence[Layout], mesh: Mesh) -> None:
         inner = getattr(jaxpr, "jaxpr", jaxpr)
-        # On Explicit axes, operations ask what JAX without a mesh does not.
+        # On Explicit axes, operations ask for what JAX without a mesh does not.
         self._mesh = _with_auto_axes(mesh)
         self._inputs = list(inner.invars)
         self._consts = dict(zip(inner.constvars, jaxpr.consts, strict=True))
@@ -94,31 +101,34 @@ class Operations:
             var if is_literal(var) else names.get(var, var) for var in inner.outvars
         ]
         self._given = {*self._inputs, *self._consts}
-        self._cuts = Cuts(self._mesh)
-        self._steps = self._plan(eqns, targets)
-        self._results = self._finish(targets)
+        needed = _needed(eqns, self._outputs)
+        self._shardings = ShardingPlan(
+            self._mesh, self._outputs, targets, reversed(needed)
+        )
+        self._operations = self._plan(needed)
+        self._results = self._requested(targets)
 
-    def run(self, inputs: Sequence[Any] = ()) -> list[jax.Array]:
+    def run(self, inputs: Sequence[ArrayLike] = ()) -> list[jax.Array]:
         """Makes the results.
 
         Args:
             inputs: The values of the traced function's arguments, flat.
         """
-        values: dict[Any, Any] = {}
-        for var, value in [
-            *zip(self._inputs, inputs, strict=True),
-            *self._consts.items(),
-        ]:
-            values[var] = _placed(value, self._cuts.of(var))
-        for step in self._steps:
+        inputs_by_var = zip(self._inputs, inputs, strict=True)
+        values: dict[Any, Any] = {
+            var: _placed(value, self._shardings[var])
+            for var, value in (*inputs_by_var, *self._consts.items())
+        }
+        for operation in self._operations:
             operands = [
-                _literal(var) if is_literal(var) else values[var] for var in step.inputs
+                _literal(var) if is_literal(var) else values[var]
+                for var in operation.inputs
             ]
-            results = self._compiled(step)(*operands)
-            values.update(zip(step.outputs, results, strict=True))
-            for var in step.dead:
+            outputs = _compile(_OperationKey(operation))(*operands)
+            values.update(zip(operation.outputs, outputs, strict=True))
+            for var in operation.dead:
                 del values[var]
-        results: list[Any] = []
+        results: list[jax.Array] = []
         for result in self._results:
             var, layout = result.var, result.layout
             value = _literal(var) if is_literal(var) else values[var]
@@ -130,24 +140,26 @@ class Operations:
                 del values[var]
         return results
 
-    def memory(self) -> MemoryEstimate:
+    def memory(self) -> CreationMemory:
         """Compiles every operation and reads off what the devices hold."""
         held = {var: self._bytes(var) for var in [*self._inputs, *self._consts]}
         peak = sum(held.values())
-        for step in self._steps:
-            analysis = self._compiled(step).memory_analysis()
-            made = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-            now = sum(held.values()) + analysis.temp_size_in_bytes + made
-            # An operand in another layout than it lies in is moved first.
+        for operation in self._operations:
+            analysis = _compile(_OperationKey(operation)).memory_analysis()
+            new = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+            now = sum(held.values()) + analysis.temp_size_in_bytes + new
+            # An operand that is needed in another sharding is moved first.
             moved = sum(
                 math.prod(sharding.shard_shape(var.aval.shape))
                 * _jax.itemsize(var.aval.dtype)
-                for var, sharding in zip(step.inputs, step.shardings_in, strict=True)
-                if sharding != self._cuts.of(var)
+                for var, sharding in zip(
+                    operation.inputs, operation.shardings_in, strict=True
+                )
+                if sharding != self._shardings[var]
             )
             peak = max(peak, now + moved)
-            held.update({var: self._bytes(var) for var in step.outputs})
-            for var in step.dead:
+            held.update({var: self._bytes(var) for var in operation.outputs})
+            for var in operation.dead:
                 held.pop(var, None)
         finished = 0
         for result in self._results:
@@ -157,62 +169,60 @@ class Operations:
                 peak = max(peak, sum(held.values()) + finished)
             if result.is_last:
                 del held[result.var]
-        return MemoryEstimate(finished, max(peak, finished))
+        return CreationMemory(finished, max(peak, finished))
+
+    def _bytes(self, var: Any) -> int:
+        shape = self._shardings[var].shard_shape(var.aval.shape)
+        return math.prod(shape) * _jax.itemsize(var.aval.dtype)
 
     # Planning.
 
-    def _plan(self, eqns: list[Any], targets: Sequence[Layout]) -> list[_Step]:
-        needed: list[Any] = []
-        wanted = {var for var in self._outputs if not is_literal(var)}
-        for eqn in reversed(eqns):
-            if wanted.intersection(eqn.outvars):
-                needed.append(eqn)
-                wanted.update(var for var in eqn.invars if not is_literal(var))
-        self._cuts.choose(self._outputs, targets, needed)
+    def _plan(self, eqns: list[Any]) -> list[_Operation]:
         last_use = {
-            var: at
-            for at, eqn in enumerate(reversed(needed))
+            var: index
+            for index, eqn in enumerate(eqns)
             for var in eqn.invars
             if not is_literal(var)
         }
-        kept = {var for var in self._outputs if not is_literal(var)}
+        results = {var for var in self._outputs if not is_literal(var)}
         return [
-            self._step(at, eqn, last_use, kept)
-            for at, eqn in enumerate(reversed(needed))
+            self._operation(index, eqn, last_use, results)
+            for index, eqn in enumerate(eqns)
         ]
 
-    def _finish(self, targets: Sequence[Layout]) -> list[_Result]:
-        left = Counter(map(id, self._outputs))
+    def _requested(self, targets: Sequence[Layout]) -> list[_RequestedResult]:
+        uses = Counter(map(id, self._outputs))
         results = []
         for var, layout in zip(self._outputs, targets, strict=True):
-            left[id(var)] -= 1
-            is_last = not left[id(var)] and not is_literal(var)
-            is_own = is_last and var not in self._given
-            made = Layout(layout.specs, self._mesh).sharding
-            lies_so = self._cuts.of(var) == made and layout.memory_kind is None
-            results.append(_Result(var, layout, not (is_own and lies_so), is_last))
+            uses[id(var)] -= 1
+            is_last = not uses[id(var)] and not is_literal(var)
+            owns_memory = is_last and var not in self._given
+            sharding = Layout(layout.specs, self._mesh).sharding
+            is_there = self._shardings[var] == sharding and layout.memory_kind is None
+            is_copied = not (owns_memory and is_there)
+            results.append(_RequestedResult(var, layout, is_copied, is_last))
         return results
 
-    def _step(
-        self, at: int, eqn: Any, last_use: dict[Any, int], kept: set[Any]
-    ) -> _Step:
+    def _operation(
+        self, index: int, eqn: Any, last_use: dict[Any, int], results: set[Any]
+    ) -> _Operation:
         # Literals are operands too, as they are without jit: a constant would be
         # folded into the program, and change its bits.
         inputs = list(eqn.invars)
         values = dict.fromkeys(var for var in inputs if not is_literal(var))
-        dead = [var for var in values if last_use[var] == at and var not in kept]
+        dead = [var for var in values if last_use[var] == index and var not in results]
         outputs = list(eqn.outvars)
-        shardings_in = [self._cuts.of(var) for var in inputs]
-        shardings_out = [self._cuts.of(var) for var in outputs]
-        is_whole = not keeps_bits_when_sharded(eqn)
+        shardings_in = [self._shardings[var] for var in inputs]
+        shardings_out = [self._shardings[var] for var in outputs]
+        is_whole = not is_bit_exact_on_shards(eqn)
         if is_whole:
             whole = NamedSharding(self._mesh.jax_mesh, PartitionSpec())
             shardings_in = [whole] * len(inputs)
-        donated = _reusable(inputs, outputs, shardings_in, shardings_out, dead)
-        donated = tuple(at for at in donated if inputs[at] not in self._given)
-        # What nobody reads is not kept.
-        dead += [v for v in outputs if v not in last_use and v not in kept]
-        return _Step(
+        reusable = _reusable(inputs, outputs, shardings_in, shardings_out, dead)
+        donated = tuple(i for i in reusable if inputs[i] not in self._given)
+        # Outputs that nobody reads are not kept.
+        dead += [v for v in outputs if v not in last_use and v not in results]
+        return _Operation(
             eqn=eqn,
             inputs=inputs,
             outputs=outputs,
@@ -224,12 +234,16 @@ class Operations:
             mesh=self._mesh,
         )
 
-    def _bytes(self, var: Any) -> int:
-        shape = self._cuts.of(var).shard_shape(var.aval.shape)
-        return math.prod(shape) * _jax.itemsize(var.aval.dtype)
 
-    def _compiled(self, step: _Step) -> Any:
-        return _compile(_Key(step))
+def _needed(eqns: list[Any], outputs: Sequence[Any]) -> list[Any]:
+    """Returns the operations that the results depend on, in their order."""
+    needed: list[Any] = []
+    used = {var for var in outputs if not is_literal(var)}
+    for eqn in reversed(eqns):
+        if used.intersection(eqn.outvars):
+            needed.append(eqn)
+            used.update(var for var in eqn.invars if not is_literal(var))
+    return needed[::-1]
 
 
 def _reusable(
@@ -244,51 +258,52 @@ def _reusable(
         (var.aval.shape, var.aval.dtype, sharding)
         for var, sharding in zip(outputs, shardings_out, strict=True)
     ]
-    found = []
-    for at, (var, sharding) in enumerate(zip(inputs, shardings_in, strict=True)):
-        what = (var.aval.shape, var.aval.dtype, sharding)
-        given_once = not is_literal(var) and inputs.count(var) == 1
-        if given_once and var in dead and what in free:
-            free.remove(what)
-            found.append(at)
-    return tuple(found)
+    reusable = []
+    for index, (var, sharding) in enumerate(zip(inputs, shardings_in, strict=True)):
+        memory = (var.aval.shape, var.aval.dtype, sharding)
+        is_operand_once = not is_literal(var) and inputs.count(var) == 1
+        if is_operand_once and var in dead and memory in free:
+            free.remove(memory)
+            reusable.append(index)
+    return tuple(reusable)
 
 
 # Compiling, once for each different operation.
 
 
-class _Key:
+class _OperationKey:
     """An operation as a key: equal for operations that compile to one program."""
 
-    def __init__(self, step: _Step) -> None:
-        self.step = step
-        eqn = step.eqn
+    def __init__(self, operation: _Operation) -> None:
+        self.operation = operation
+        eqn = operation.eqn
+        avals = [var.aval for var in operation.inputs]
         self._value = (
             eqn.primitive,
             tuple(sorted(eqn.params.items(), key=lambda item: item[0])),
-            tuple((v.aval.shape, v.aval.dtype, v.aval.weak_type) for v in step.inputs),
-            tuple(step.shardings_in),
-            tuple(step.shardings_out),
-            step.donated,
+            tuple((aval.shape, aval.dtype, aval.weak_type) for aval in avals),
+            tuple(operation.shardings_in),
+            tuple(operation.shardings_out),
+            operation.donated,
         )
         try:
             self._hash = hash(self._value)
         except TypeError:  # a parameter that cannot be hashed: no sharing
-            self._value = (id(eqn), tuple(step.shardings_in), step.donated)
+            self._value = (id(eqn), tuple(operation.shardings_in), operation.donated)
             self._hash = hash(self._value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self._value == other._value
+        return isinstance(other, _OperationKey) and self._value == other._value
 
     def __hash__(self) -> int:
         return self._hash
 
 
-class _Program:
+class _CompiledOperation:
     """An operation, compiled."""
 
-    def __init__(self, step: _Step) -> None:
-        self._shardings = step.shardings_in
+    def __init__(self, operation: _Operation) -> None:
+        self._shardings = operation.shardings_in
         operands = [
             jax.ShapeDtypeStruct(
                 var.aval.shape,
@@ -296,25 +311,27 @@ class _Program:
                 sharding=sharding,
                 weak_type=var.aval.weak_type,
             )
-            for var, sharding in zip(step.inputs, step.shardings_in, strict=True)
+            for var, sharding in zip(
+                operation.inputs, operation.shardings_in, strict=True
+            )
         ]
         jitted = jax.jit(
-            functools.partial(_apply, step),
-            in_shardings=tuple(step.shardings_in),
-            out_shardings=list(step.shardings_out),
-            donate_argnums=step.donated,
+            functools.partial(_apply, operation),
+            in_shardings=tuple(operation.shardings_in),
+            out_shardings=list(operation.shardings_out),
+            donate_argnums=operation.donated,
         )
         with jax.disable_jit(disable=False), _jax.no_mesh():
             self._compiled = (
                 _jax.compile_frugally(jitted, operands)
-                if _is_worth_it(step)
+                if _saves_memory(operation)
                 else jitted.lower(*operands).compile()
             )
         self.memory_analysis: Callable[[], Any] = self._compiled.memory_analysis
         self.as_text: Callable[[], str | None] = self._compiled.as_text
 
-    def __call__(self, *operands: Any) -> Any:
-        """Runs it, on operands that lie anywhere."""
+    def __call__(self, *operands: ArrayLike) -> list[jax.Array]:
+        """Runs it, on operands in any sharding."""
         moved = [
             jax.device_put(operand, sharding)
             for operand, sharding in zip(operands, self._shardings, strict=True)
@@ -323,34 +340,37 @@ class _Program:
             return self._compiled(*moved)
 
 
-def _is_worth_it(step: _Step) -> bool:
-    """Tells whether to save the memory in which random numbers are made on CPU.
+def _saves_memory(operation: _Operation) -> bool:
+    """Returns whether to save the memory in which random numbers are made on CPU.
 
-    What is small has the bits of an unsharded build for sure only as JAX compiles it.
+    Small arrays have the bits of an unsharded build for sure only as JAX compiles them.
     """
-    return step.mesh.platform == "cpu" and all(
-        is_large(var.aval.shape, var.aval.dtype) and preserves_bits(cut, var.aval.shape)
-        for var, cut in zip(step.outputs, step.shardings_out, strict=True)
+    return operation.mesh.platform == "cpu" and all(
+        is_large(var.aval.shape, var.aval.dtype)
+        and preserves_bits(sharding, var.aval.shape)
+        for var, sharding in zip(
+            operation.outputs, operation.shardings_out, strict=True
+        )
     )
 
 
-def _apply(step: _Step, *operands: Any) -> list[Any]:
-    results = _jax.apply_operation(step.eqn, list(operands))
-    if not step.is_whole:
+def _apply(operation: _Operation, *operands: jax.Array) -> list[jax.Array]:
+    results = _jax.apply_operation(operation.eqn, list(operands))
+    if not operation.is_whole:
         return results
-    # Or else the compiler cuts the operation as its result is cut.
+    # Or else the compiler shards the operation as its result is sharded.
     return [
         _jax.constrain(result, NamedSharding(sharding.mesh, PartitionSpec()))
-        for result, sharding in zip(results, step.shardings_out, strict=True)
+        for result, sharding in zip(results, operation.shardings_out, strict=True)
     ]
 
 
 @functools.lru_cache(maxsize=1024)
-def _compile(key: _Key) -> _Program:
-    return _Program(key.step)
+def _compile(key: _OperationKey) -> _CompiledOperation:
+    return _CompiledOperation(key.operation)
 
 
-def _placed(value: Any, sharding: NamedSharding) -> jax.Array:
+def _placed(value: ArrayLike, sharding: NamedSharding) -> jax.Array:
     """Returns a value of this process on the mesh."""
     if sharding.is_fully_addressable:
         return jax.device_put(value, sharding)
@@ -364,9 +384,7 @@ def _with_auto_axes(mesh: Mesh) -> Mesh:
     return Mesh(jax.sharding.Mesh(devices, mesh.axis_names, axis_types=types))
 
 
-def _literal(var: Any) -> Any:
-    return (
-        np.asarray(var.val, dtype=var.aval.dtype)
-        if not isinstance(var.val, jax.Array)
-        else var.val
-    )
+def _literal(var: Any) -> ArrayLike:
+    if isinstance(var.val, jax.Array):
+        return var.val
+    return np.asarray(var.val, dtype=var.aval.dtype)

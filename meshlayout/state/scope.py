@@ -12,7 +12,6 @@ to lay out, and everything is constructed as without a scope.
 
 import contextlib
 import functools
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
@@ -23,6 +22,7 @@ from flax import errors as flax_errors, linen as nn, nnx
 
 from meshlayout import _jax, _paths
 from meshlayout._bit_exact import finest_layout
+from meshlayout._patches import SharedPatches
 from meshlayout.errors import LayoutMapError, LayoutWarning, StateError, stack_level
 from meshlayout.layout import Layout
 from meshlayout.layout_map import (
@@ -32,14 +32,14 @@ from meshlayout.layout_map import (
     activate,
     register_scope_factory,
 )
-from meshlayout.state.create import (
+from meshlayout.state.build import (
     eager_sharding,
     eager_sharding_off,
     has_layout,
     marked,
-    place,
     trace,
 )
+from meshlayout.state.create import place
 
 
 class Scope:
@@ -258,7 +258,7 @@ _scope: ContextVar[Scope | None] = ContextVar("scope", default=None)
 @contextlib.contextmanager
 def _open_scope(layouts: LayoutMap) -> Iterator[LayoutMap]:
     scope = Scope(layouts)
-    with _patches:
+    with _constructors:
         token = _scope.set(scope)
         try:
             with activate(layouts):
@@ -308,72 +308,39 @@ def _start_optimizer(
     scope.start_optimizer(optimizer, model, start)
 
 
-class _Patches(contextlib.AbstractContextManager[None]):
-    """Flax's constructors, replaced while any scope is open in any thread.
+def _in_scope(around: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Returns what replaces a constructor of Flax by one that asks for a scope.
 
-    Flax has no hook for "a module is being constructed". The replacements ask whether
-    the code that calls them is inside a scope, so that other threads notice nothing,
-    and the last scope that closes puts back what was there. If Flax moves one of these
-    methods, tests/test_scope.py fails at its first test.
+    Args:
+        around: Called in place of the constructor where a scope is open, with the
+            scope and the constructor before the arguments.
     """
 
-    _METHODS: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
-        (type(nnx.Module), "__call__", _construct_module),
-        (nn.Module, "init", _init),
-        (nn.Module, "init_with_output", _init_with_output),
-        (nn.Module, "lazy_init", _init),
-        (nnx.Optimizer, "__init__", _start_optimizer),
-    )
+    def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def patched(*args: Any, **kwargs: Any) -> Any:
+            scope = _scope.get()
+            if scope is None:
+                return original(*args, **kwargs)
+            scope.is_empty = False
+            if _jax.is_tracing():
+                return original(*args, **kwargs)
+            return around(scope, original, *args, **kwargs)
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_open = 0
-        self._undo: list[Callable[[], None]] = []
+        return patched
 
-    def __enter__(self) -> None:
-        with self._lock:
-            self._num_open += 1
-            if self._num_open == 1:
-                self._undo = [_patch(*method) for method in self._METHODS]
-
-    def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self._num_open -= 1
-            if self._num_open == 0:
-                for undo in self._undo:
-                    undo()
+    return replacement
 
 
-def _patch(
-    owner: Any, name: str, replacement: Callable[..., Any]
-) -> Callable[[], None]:
-    """Replaces a method for code inside a scope; returns what undoes it."""
-    original = getattr(owner, name)
-    is_own = name in vars(owner)
-
-    @functools.wraps(original)
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        scope = _scope.get()
-        if scope is None:
-            return original(*args, **kwargs)
-        scope.is_empty = False
-        if _jax.is_tracing():
-            return original(*args, **kwargs)
-        return replacement(scope, original, *args, **kwargs)
-
-    def undo() -> None:
-        if vars(owner).get(name) is not patched:
-            return  # someone patched it after us, and calls us: let them
-        if is_own:
-            setattr(owner, name, original)
-        else:
-            delattr(owner, name)
-
-    setattr(owner, name, patched)
-    return undo
-
-
-_patches = _Patches()
+# Flax has no hook for "a module is being constructed". If it moves one of these
+# methods, tests/test_scope.py fails at its first test.
+_constructors = SharedPatches(
+    (type(nnx.Module), "__call__", _in_scope(_construct_module)),
+    (nn.Module, "init", _in_scope(_init)),
+    (nn.Module, "init_with_output", _in_scope(_init_with_output)),
+    (nn.Module, "lazy_init", _in_scope(_init)),
+    (nnx.Optimizer, "__init__", _in_scope(_start_optimizer)),
+)
 
 
 def _is_nnx_object(node: Any) -> TypeGuard[nnx.Pytree]:

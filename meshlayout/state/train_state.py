@@ -5,7 +5,7 @@ import dataclasses
 import uuid
 from collections.abc import Callable, Mapping
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, Self, overload
 
 import cloudpickle
 import jax
@@ -16,21 +16,36 @@ from flax.core import meta
 from jax.core import Tracer
 
 from meshlayout import _jax, _paths, _render
+from meshlayout._annotations import Leaf, PyTree
+from meshlayout._checks import shown
 from meshlayout.errors import StateError, did_you_mean
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, Resolved
-from meshlayout.state.create import (
+from meshlayout.state.build import (
     check_builder,
-    describe,
     eager_sharding,
     eager_sharding_off,
     has_layout,
     marked,
 )
+from meshlayout.state.create import StateDescription, describe_state
 
 
-class _Program:
-    """What of a train state is code: the model's structure and the optimiser.
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    # A default, so that a TrainState without its model's type is one of any model.
+    M = TypeVar("M", default=Any)
+    L = TypeVar("L", bound=nn.Module)
+else:
+    from typing import TypeVar
+
+    M = TypeVar("M")
+    L = TypeVar("L")
+
+
+class ModelCode:
+    """What of a train state is code: the model's structure and the optimizer.
 
     Compared by identity first, because every call of a compiled step compares it. A
     copy that was pickled equals the original by its token.
@@ -49,7 +64,7 @@ class _Program:
 
     def __eq__(self, other: object) -> bool:
         return self is other or (
-            isinstance(other, _Program)
+            isinstance(other, ModelCode)
             and (
                 self.token == other.token
                 or (
@@ -64,55 +79,78 @@ class _Program:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # An optimiser is made of local functions, which pickle alone cannot hold.
+        # An optimizer is made of local functions, which pickle alone cannot hold.
         code = (self.graphdef, self.module, self.boxed, self.tx)
-        return _load_program, (cloudpickle.dumps(code), self.token)
+        return _load_code, (cloudpickle.dumps(code), self.token)
 
 
-def _load_program(code: bytes, token: str) -> _Program:
+def _load_code(code: bytes, token: str) -> ModelCode:
     graphdef, module, boxed, tx = cloudpickle.loads(code)
-    return _Program(graphdef, module, boxed, tx, token)
+    return ModelCode(graphdef, module, boxed, tx, token)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
-class TrainState:
+class TrainState(Generic[M]):
     """Everything that a training step carries forward, as one pytree.
 
     Make one with `TrainState.create`. It is a frozen dataclass whose array fields are
     plain nested dicts (an Optax state for `opt_state`), so that `jax.tree`, `jax.jit`
-    and `jax.grad` take it and its parts as they are.
+    and `jax.grad` take it and its parts as they are. To a type checker it is generic
+    over its model: `TrainState[MLP]`.
 
     Attributes:
         params: The trainable parameters.
-        opt_state: The optimiser's state.
+        opt_state: The optimizer's state.
         model_state: The model's other arrays: batch statistics, RNG streams.
         step: How many updates were applied, int32.
         rng: A PRNG key for the step's own randomness.
-        extra: What a train step keeps beside, by name: the moving average of the
+        extra: More arrays of a train step, by name: the moving average of the
             parameters (`ema`), a loss scale, a count of skipped steps.
-        program: The model's structure and the optimiser; no arrays.
+        program: The model's structure and the optimizer; no arrays.
     """
 
-    params: Any
-    opt_state: Any
-    model_state: Any
-    step: Any
-    rng: Any
+    params: PyTree
+    opt_state: PyTree
+    model_state: PyTree
+    step: jax.Array
+    rng: jax.Array
     extra: dict[str, Any]
-    program: Any = dataclasses.field(metadata={"static": True})
+    program: ModelCode = dataclasses.field(metadata={"static": True})
 
+    @overload
+    @classmethod
+    def create(
+        cls,
+        build: Callable[[], Mapping[str, Any]],
+        optimizer: optax.GradientTransformation | optax.MultiSteps,
+        layouts: LayoutMap,
+        *,
+        module: L,
+        rng: jax.Array | int = 0,
+    ) -> "TrainState[L]": ...
+    @overload
+    @classmethod
+    def create(
+        cls,
+        build: Callable[[], M],
+        optimizer: optax.GradientTransformation | optax.MultiSteps,
+        layouts: LayoutMap,
+        *,
+        module: None = None,
+        rng: jax.Array | int = 0,
+    ) -> "TrainState[M]": ...
     @classmethod
     def create(
         cls,
         build: Callable[[], Any],
-        optimizer: optax.GradientTransformation,
+        optimizer: optax.GradientTransformation | optax.MultiSteps,
         layouts: LayoutMap,
         *,
         module: nn.Module | None = None,
         rng: jax.Array | int = 0,
-    ) -> "TrainState":
-        """Makes a state, born sharded: parameters by the map, slots beside them.
+    ) -> "TrainState[Any]":
+        """Makes a state, born sharded: parameters by the map, slots as they are.
 
         Args:
             build: Makes the NNX module; or Linen's variables, given `module`.
@@ -123,7 +161,8 @@ class TrainState:
             rng: A PRNG key or a seed, for `state.rng`.
 
         Raises:
-            StateError: If the builder makes neither, or cannot be traced.
+            StateError: If the builder makes neither, or a model without parameters, or
+                cannot be traced.
             LayoutMapError: If the rules disagree or do not fit.
 
         Example:
@@ -138,18 +177,43 @@ class TrainState:
             >>> str(state.layouts.opt_state[0].mu["kernel"])
             '[unsharded, model]'
         """
-        return cls.describe(build, optimizer, layouts, module=module, rng=rng).create()
+        description = cls._describe(
+            "TrainState.create", build, optimizer, layouts, module, rng
+        )
+        return description.create()
 
+    @overload
+    @classmethod
+    def describe(
+        cls,
+        build: Callable[[], Mapping[str, Any]],
+        optimizer: optax.GradientTransformation | optax.MultiSteps,
+        layouts: LayoutMap,
+        *,
+        module: L,
+        rng: jax.Array | int = 0,
+    ) -> "StateDescription[TrainState[L]]": ...
+    @overload
+    @classmethod
+    def describe(
+        cls,
+        build: Callable[[], M],
+        optimizer: optax.GradientTransformation | optax.MultiSteps,
+        layouts: LayoutMap,
+        *,
+        module: None = None,
+        rng: jax.Array | int = 0,
+    ) -> "StateDescription[TrainState[M]]": ...
     @classmethod
     def describe(
         cls,
         build: Callable[[], Any],
-        optimizer: optax.GradientTransformation,
+        optimizer: optax.GradientTransformation | optax.MultiSteps,
         layouts: LayoutMap,
         *,
         module: nn.Module | None = None,
         rng: jax.Array | int = 0,
-    ) -> Any:
+    ) -> "StateDescription[TrainState[Any]]":
         """Describes what `create` would make, and makes nothing; see `ml.describe`.
 
         Args:
@@ -159,41 +223,59 @@ class TrainState:
             module: As for `create`.
             rng: As for `create`.
         """
-        check_builder(build)
-        optimizer = _as_transformation(optimizer)
-        flag = eager_sharding()
-        _check_rng(rng)
+        return cls._describe(
+            "TrainState.describe", build, optimizer, layouts, module, rng
+        )
 
-        def state() -> TrainState:
-            key = jax.random.key(rng) if isinstance(rng, Integral) else rng
+    @classmethod
+    def _describe(
+        cls,
+        where: str,
+        build: Callable[[], Any],
+        optimizer: optax.GradientTransformation | optax.MultiSteps,
+        layouts: LayoutMap,
+        module: nn.Module | None,
+        rng: jax.Array | int,
+    ) -> "StateDescription[TrainState[Any]]":
+        check_builder(build, where)
+        transformation = _as_transformation(optimizer, where)
+        is_eager = eager_sharding()
+        _check_rng(rng, where)
+
+        def state() -> TrainState[Any]:
+            key = rng if isinstance(rng, jax.Array) else jax.random.key(int(rng))
             built = build()
             if isinstance(built, nnx.Module):
-                built = marked(built, flag)
-            params, model_state, program = _split(built, module, optimizer)
-            opt_state = optimizer.init(params)
+                built = marked(built, is_eager)
+            params, model_state, code = _split(built, module, transformation, where)
+            opt_state = transformation.init(params)
             step = jax.numpy.zeros((), "int32")
-            return cls(params, opt_state, model_state, step, key, {}, program)
+            return cls(params, opt_state, model_state, step, key, {}, code)
 
-        return describe(state, layouts)
+        return describe_state(state, layouts, where)
 
     @property
-    def model(self) -> Any:
+    def model(self) -> M:
         """The model with these parameters: an NNX module, or a bound Linen module.
 
         Each access makes a new one, around the same arrays. A Linen module is bound
         with its other collections mutable; read them back with `model_state_of`.
+
+        Raises:
+            StateError: If a step has used up this state.
         """
+        _check_alive(self.params)
         if self.program.graphdef is not None:
             with eager_sharding_off():
                 return nnx.merge(self.program.graphdef, self.params, self.model_state)
         variables = {"params": self.params, **self.model_state}
         return self.program.module.bind(variables, mutable=list(self.model_state))
 
-    def model_state_of(self, model: Any) -> Any:
-        """Returns the arrays of a model that are no parameters, for `model_state`.
+    def model_state_of(self, model: nnx.Module | nn.Module) -> PyTree:
+        """Returns the arrays of a model that are not parameters, for `model_state`.
 
         Args:
-            model: What `model` gave, after it was called.
+            model: What `state.model` gave, after it was called.
 
         Raises:
             StateError: If it is not such a model.
@@ -206,23 +288,22 @@ class TrainState:
         if not is_linen and isinstance(model, nnx.Module):
             return nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
         msg = (
-            f"expected the model that state.model gave, and got {model!r} of type "
-            f"{type(model).__name__}."
+            f"model_state_of takes the model that state.model gave, got {shown(model)}."
         )
         raise StateError(msg)
 
-    def _state_after(self, model: Any) -> Any:
+    def _state_after(self, model: nnx.Module | nn.Module) -> PyTree:
         """Returns a model's other arrays, if they are those of this state."""
-        found = self.model_state_of(model)
-        _check_like("the model's state", found, "state.model_state", self.model_state)
-        return found
+        new = self.model_state_of(model)
+        _check_like("the model's state", new, "state.model_state", self.model_state)
+        return new
 
     @property
     def tx(self) -> optax.GradientTransformation:
-        """The optimiser."""
+        """The optimizer."""
         return self.program.tx
 
-    def replace(self, **changes: Any) -> "TrainState":
+    def replace(self, **changes: Any) -> Self:
         """Returns this state with other values for some fields.
 
         Args:
@@ -241,7 +322,9 @@ class TrainState:
                 raise StateError(msg)
         return dataclasses.replace(self, **changes)
 
-    def apply_gradients(self, grads: Any, *, model: Any = None) -> "TrainState":
+    def apply_gradients(
+        self, grads: PyTree, *, model: nnx.Module | nn.Module | None = None
+    ) -> Self:
         """Returns the state after one update.
 
         Args:
@@ -268,7 +351,7 @@ class TrainState:
         )
 
     @property
-    def layouts(self) -> "TrainState":
+    def layouts(self) -> "TrainState[Any]":
         """The layout of every array, in the structure of the state."""
         return jax.tree.map(Layout.of, self)
 
@@ -278,8 +361,8 @@ class TrainState:
         params = layouts.resolve(boxed_params)
         rest = layouts.resolve(boxed_rest)
         # The slots' paths begin with their field, the parameters' with no prefix.
-        beside = {"opt_state": self.opt_state, "extra": self.extra}
-        slots = layouts._resolve_slots(beside, self.params, params.resolutions)
+        with_slots = {"opt_state": self.opt_state, "extra": self.extra}
+        slots = layouts._resolve_slots(with_slots, self.params, params.resolutions)
         own = layouts.resolve({"step": self.step, "rng": self.rng})
         tree = self.replace(
             params=_like(self.params, params.layouts),
@@ -289,10 +372,10 @@ class TrainState:
             rng=own.layouts["rng"],
             extra=slots.layouts["extra"],
         )
-        found = (params, slots, rest, own)
-        return Resolved(tree, tuple(r for part in found for r in part.resolutions))
+        parts = (params, slots, rest, own)
+        return Resolved(tree, tuple(r for part in parts for r in part.resolutions))
 
-    def _boxed(self) -> tuple[Any, Any]:
+    def _boxed(self) -> tuple[PyTree, PyTree]:
         """Returns parameters and the rest with the metadata that their layers gave."""
         code = self.program
         if code.graphdef is None:
@@ -303,16 +386,16 @@ class TrainState:
         return nnx.state(model, nnx.Param), nnx.state(model, nnx.Not(nnx.Param))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        packed = {
-            name: jax.tree.map(_Packed.of, getattr(self, name))
+        leaves = {
+            name: jax.tree.map(_PickledLeaf.of, getattr(self, name))
             for name in _ARRAY_FIELDS
         }
-        return _unpickle, (packed, self.program)
+        return _unpickle, (leaves, self.program)
 
-    def __copy__(self) -> "TrainState":
+    def __copy__(self) -> Self:
         return self.replace()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "TrainState":
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return jax.tree.map(lambda leaf: copy.deepcopy(leaf, memo), self)
 
     def _table(self) -> tuple[str, list[str], list[list[str]]]:
@@ -339,72 +422,111 @@ class TrainState:
 
 
 def _split(
-    built: Any, module: nn.Module | None, optimizer: Any
-) -> tuple[Any, Any, _Program]:
+    built: PyTree,
+    module: nn.Module | None,
+    optimizer: optax.GradientTransformation,
+    where: str,
+) -> tuple[PyTree, PyTree, ModelCode]:
     """Returns parameters, the model's other arrays, and the code."""
     if module is not None:
         if not isinstance(module, nn.Module) or not isinstance(built, Mapping):
             msg = (
-                "module= is for Linen: a Linen module, beside a builder that returns "
-                f"what module.init(key, sample) returns. Got a {type(module).__name__} "
-                f"and a builder that returns a {type(built).__name__}."
+                f"{where}: module= is for Linen: a Linen module, with a builder that "
+                "returns what module.init(key, sample) returns. Got "
+                f"{shown(module)}, and a builder that returns {_type_text(built)}."
             )
             raise StateError(msg)
         variables = dict(built)
-        if "params" not in variables:
+        boxed = variables.pop("params", None)
+        params = meta.unbox(boxed)
+        if not jax.tree.leaves(params):
             msg = (
-                f"the builder's variables have the collections {sorted(variables)} and "
-                "no 'params'. Return what module.init(key, sample) returns."
+                f"{where}: the builder's variables have the collections "
+                f"{sorted(built)}, and no parameters in 'params'. Return what "
+                "module.init(key, sample) returns."
             )
             raise StateError(msg)
-        boxed = variables.pop("params")
-        params = meta.unbox(boxed)
-        program = _Program(None, module, jax.tree.structure(boxed), optimizer)
-        return params, meta.unbox(variables), program
+        code = ModelCode(None, module, jax.tree.structure(boxed), optimizer)
+        return params, meta.unbox(variables), code
     if isinstance(built, nnx.Module):
         graphdef, params, rest = nnx.split(built, nnx.Param, ...)
-        program = _Program(graphdef, None, None, optimizer)
-        return nnx.to_pure_dict(params), nnx.to_pure_dict(rest), program
+        if not jax.tree.leaves(params):
+            msg = (
+                f"{where}: the {type(built).__name__} has no parameters to train: none "
+                "of its variables is an nnx.Param. Use create(build, layouts) for it."
+            )
+            raise StateError(msg)
+        code = ModelCode(graphdef, None, None, optimizer)
+        return nnx.to_pure_dict(params), nnx.to_pure_dict(rest), code
+    forgotten = (
+        " A function that ends without `return` gives None." if built is None else ""
+    )
     msg = (
-        f"the builder returned a {type(built).__name__}; TrainState.create takes an "
-        "NNX module, or Linen's variables together with module=. For any other "
+        f"{where}: the builder returned {_type_text(built)}, and must return an NNX "
+        f"module, or Linen's variables together with module=.{forgotten} For any other "
         "pytree use create(build, layouts)."
     )
     raise StateError(msg)
 
 
-def _as_transformation(optimizer: Any) -> optax.GradientTransformation:
-    if hasattr(optimizer, "gradient_transformation"):  # optax.MultiSteps
-        # Its own gradient_transformation() keeps value= from the optimiser inside.
-        return optax.GradientTransformationExtraArgs(optimizer.init, optimizer.update)
+def _type_text(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _as_transformation(
+    optimizer: optax.GradientTransformation | optax.MultiSteps, where: str
+) -> optax.GradientTransformation:
+    if isinstance(optimizer, optax.MultiSteps):
+        # Its own gradient_transformation() keeps value= from the optimizer inside.
+        update: Any = optimizer.update
+        return optax.GradientTransformationExtraArgs(optimizer.init, update)
     if not isinstance(optimizer, optax.GradientTransformation):
         msg = (
-            f"expected an Optax optimizer, and got {optimizer!r} of type "
-            f"{type(optimizer).__name__}. Write TrainState.create(build, "
-            "optax.adam(1e-3), layouts)."
+            f"{where} takes an Optax optimizer, got {shown(optimizer)}. Write "
+            "TrainState.create(build, optax.adam(1e-3), layouts)."
         )
         raise StateError(msg)
     return optimizer
 
 
-def _check_rng(rng: Any) -> None:
-    if not isinstance(rng, (Integral, jax.Array)) or isinstance(rng, bool):
+def _check_rng(rng: object, where: str) -> None:
+    is_seed = isinstance(rng, Integral) and not isinstance(rng, bool)
+    is_key = isinstance(rng, jax.Array) and (
+        jax.numpy.issubdtype(rng.dtype, jax.dtypes.prng_key)
+        or (rng.dtype == "uint32" and rng.ndim == 1)
+    )
+    if not is_seed and not is_key:
         msg = (
-            f"rng is a seed or a PRNG key, and got {rng!r} of type "
-            f"{type(rng).__name__}. Write rng=0 or rng=jax.random.key(0)."
+            f"{where}: rng must be a seed or a PRNG key, got {shown(rng)}. Write rng=0 "
+            "or rng=jax.random.key(0)."
         )
         raise StateError(msg)
 
 
-def _check_like(what: str, tree: Any, name: str, like: Any) -> None:
+def _check_alive(params: PyTree) -> None:
+    """Raises StateError if a step that took the state has reused its memory."""
+    for leaf in jax.tree.leaves(params):
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
+            if leaf.is_deleted():
+                msg = (
+                    "this state was used up by a step, which reused its memory. Go on "
+                    "with the state that the step returned, or make the step with "
+                    "donate=False."
+                )
+                raise StateError(msg)
+            return
+
+
+def _check_like(what: str, tree: PyTree, name: str, like: PyTree) -> None:
     """Raises StateError unless a tree has the structure and shapes of another."""
-    found = {leaf.path: np.shape(leaf.value) for leaf in _paths.flatten(tree).leaves}
-    wanted = {leaf.path: np.shape(leaf.value) for leaf in _paths.flatten(like).leaves}
-    missing, extra = sorted(wanted.keys() - found), sorted(found.keys() - wanted)
+    shapes = {leaf.path: np.shape(leaf.value) for leaf in _paths.flatten(tree).leaves}
+    expected = {leaf.path: np.shape(leaf.value) for leaf in _paths.flatten(like).leaves}
+    missing = sorted(expected.keys() - shapes)
+    extra = sorted(shapes.keys() - expected)
     unlike = [
-        f"{path} is {list(found[path])} and not {list(shape)}"
-        for path, shape in wanted.items()
-        if path in found and found[path] != shape
+        f"{path} is {list(shapes[path])} and not {list(shape)}"
+        for path, shape in expected.items()
+        if path in shapes and shapes[path] != shape
     ]
     facts = [
         f"missing: {', '.join(missing)}" * bool(missing),
@@ -416,45 +538,45 @@ def _check_like(what: str, tree: Any, name: str, like: Any) -> None:
     msg = f"{what} and {name} differ in structure or shapes; " + "; ".join(
         [fact for fact in facts if fact] or ["the containers are of other types"]
     )
-    raise StateError(f"{msg}. Pass what was derived from {name}, as it is.")
+    raise StateError(f"{msg}. Pass what was derived from {name}, unchanged.")
 
 
-def _like(tree: Any, layouts: Any) -> Any:
+def _like(tree: PyTree, layouts: PyTree) -> PyTree:
     """Returns layouts in the structure of a tree of the same leaves."""
-    found = iter(jax.tree.leaves(layouts))
-    return jax.tree.map(lambda leaf: next(found) if has_layout(leaf) else None, tree)
+    each = iter(jax.tree.leaves(layouts))
+    return jax.tree.map(lambda leaf: next(each) if has_layout(leaf) else None, tree)
 
 
-def _scalar(value: Any) -> str:
+def _scalar(value: Leaf) -> str:
     is_known = isinstance(value, jax.Array) and not isinstance(value, Tracer)
     return str(int(value)) if is_known and not value.is_deleted() else "?"
 
 
-def _array_text(value: Any) -> str:
+def _array_text(value: Leaf) -> str:
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     return repr(value) if shape is None else _render.array_text(dtype, shape)
 
 
-def _layout_text(value: Any) -> str:
+def _layout_text(value: Leaf) -> str:
     if isinstance(value, Layout):
         return str(value)
     return str(Layout.of(value)) if _jax.sharding_of(value) is not None else "?"
 
 
-# Pickling by value: what each device holds is gathered to the host, and placed again
-# where the same devices are.
+# Pickling by value: arrays are gathered to the host, and placed again on the same
+# devices.
 
 
 @dataclasses.dataclass(frozen=True)
-class _Packed:
-    """A leaf as it is pickled; `layout` is None for what is no array on devices."""
+class _PickledLeaf:
+    """A leaf as it is pickled; `layout` is None for what is not an array on devices."""
 
-    value: Any
+    value: Leaf
     layout: Layout | None
     key_impl: str | None
 
     @classmethod
-    def of(cls, leaf: Any) -> "_Packed":
+    def of(cls, leaf: Leaf) -> "_PickledLeaf":
         if not isinstance(leaf, jax.Array):
             return cls(leaf, None, None)
         layout = Layout.of(leaf)
@@ -463,7 +585,7 @@ class _Packed:
             return cls(data, layout, str(jax.random.key_impl(leaf)))
         return cls(_jax.to_host(leaf), layout, None)
 
-    def unpacked(self) -> Any:
+    def restored(self) -> Leaf:
         if self.layout is None:
             return self.value
         value = self.value
@@ -475,5 +597,5 @@ class _Packed:
 _ARRAY_FIELDS = ("params", "opt_state", "model_state", "step", "rng", "extra")
 
 
-def _unpickle(packed: dict[str, Any], program: Any) -> TrainState:
-    return jax.tree.map(_Packed.unpacked, TrainState(**packed, program=program))
+def _unpickle(leaves: dict[str, PyTree], code: ModelCode) -> TrainState[Any]:
+    return jax.tree.map(_PickledLeaf.restored, TrainState(**leaves, program=code))
