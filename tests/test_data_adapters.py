@@ -150,6 +150,22 @@ def test_an_iter_dataset_gives_every_example_once(mesh, make):
     assert values(data) == expected
 
 
+def test_a_shuffle_that_repeats_one_order_is_noted(mesh, caplog):
+    source = grain.MapDataset.source(records(12)).shuffle(seed=1)
+    data = distribute_dataset(source.to_iter_dataset(), mesh, global_batch_size=8)
+    with caplog.at_level("WARNING", logger="meshlayout"):
+        first = values(data)
+        assert not [r for r in caplog.records if "shuffles" in r.getMessage()]
+        assert values(data) == first
+    (note,) = [text for text in data.report().notes if "shuffles" in text]
+    assert note in [record.getMessage() for record in caplog.records]
+    assert note == (
+        "Grain's IterDataset shuffles, and repeats one order in every epoch. Give the "
+        "MapDataset, which has another one in each; or repeat() it before "
+        "to_iter_dataset(), and say steps=."
+    )
+
+
 def loader(num_workers=0, batch_size=None):
     return grain.DataLoader(
         data_source=records(40),

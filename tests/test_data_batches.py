@@ -1,7 +1,11 @@
 """What global batches hold: padding, weights, dtypes, layouts, and what is refused."""
 
 import collections
+import copy
 import dataclasses
+import inspect
+import itertools
+import pickle
 import typing
 from collections.abc import Mapping
 from typing import Any
@@ -907,8 +911,9 @@ def test_an_example_without_arrays_is_refused():
 @pytest.mark.parametrize("source", [7, "a text", {}, None, {"x": None}])
 def test_what_is_no_source_is_refused(source):
     assert message(lambda: distributed(source)) == (
-        f"{source!r} is not a source of examples. Give arrays, a list of examples, an "
-        "iterable, a function that makes a generator, or a dataset of Grain, TFDS, tf.data, PyTorch or Hugging Face."
+        "source must be arrays, a list of examples, an iterable, a function that makes "
+        "a generator, or a dataset of Grain, TFDS, tf.data, PyTorch or Hugging Face, "
+        f"got {source!r}."
     )
 
 
@@ -1099,7 +1104,227 @@ def test_examples_may_come_in_one_buffer(kind):
     np.testing.assert_array_equal(rows[:, 1, 2], expected)
 
 
+def read_buffer():
+    """Rows as views of a buffer that is filled again, as by `file.readinto`."""
+    buffer = np.zeros((10, 3), np.int32)
+    for start in range(0, 100, 10):
+        buffer[...] = np.arange(start, start + 10)[:, None]
+        for row in buffer:
+            yield {"x": row}
+    buffer[...] = -1
+
+
+def two_buffers():
+    buffers = [np.zeros(3, np.int32), np.zeros(3, np.int32)]
+    for row in range(100):
+        buffers[row % 2][...] = row
+        yield {"x": buffers[row % 2]}
+    for buffer in buffers:
+        buffer[...] = -1
+
+
+def one_dict():
+    example = {"x": np.zeros(3, np.int32)}
+    for row in range(100):
+        example["x"] = np.full(3, row, np.int32)
+        yield example
+        example["x"][...] = -1
+
+
+@pytest.mark.parametrize("size", [8, 16, 48])
+@pytest.mark.parametrize("generate", [read_buffer, two_buffers, one_dict])
+def test_examples_whose_memory_is_used_again_come_out_right(generate, size):
+    found = batches(generate, size=size, batched=False, remainder="drop")
+    rows = np.concatenate([batch["x"] for batch in found])
+    expected = np.repeat(np.arange(100)[: len(rows), None], 3, axis=1)
+    np.testing.assert_array_equal(rows, expected)
+
+
+def test_integers_beyond_64_bits_are_an_error():
+    source = [{"y": 1}, {"y": 2**70}]
+    assert refused(lambda: iter(source), size=8).startswith(
+        "an example holds an integer beyond 64 bits"
+    )
+
+
+# Sources of one's own
+
+
+class Table:
+    """A source with random access that augments by epoch."""
+
+    def __len__(self):
+        return 20
+
+    def read_rows(self, indices, epoch):
+        return {"y": indices.astype(np.int32), "epoch": np.full(len(indices), epoch)}
+
+
+class Socket:
+    """A source that is read one way, in batches or one by one, from any row on."""
+
+    num_rows = 20
+
+    def __init__(self, batched):
+        self.batched = batched
+
+    def open(self, epoch):
+        return SocketPass(self.batched)
+
+
+class SocketPass:
+    def __init__(self, batched):
+        self.batched, self.row = batched, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.row >= 20:
+            raise StopIteration
+        start, self.row = self.row, self.row + (5 if self.batched else 1)
+        rows = np.arange(start, self.row, dtype=np.int32)
+        return {"y": rows if self.batched else rows[0]}
+
+    def get_state(self):
+        return self.row
+
+    def set_state(self, state):
+        self.row = state
+
+    def close(self):
+        pass
+
+
+def test_a_users_own_source_with_random_access_is_taken():
+    assert isinstance(Table(), md.RandomAccessSource)
+    data = distributed(Table(), shuffle=0)
+    assert len(data) == 3
+    for epoch in range(2):
+        found = [jax.tree.map(np.asarray, batch) for batch in data]
+        real = np.concatenate([batch["weight"] for batch in found]) > 0
+        rows = np.concatenate([batch["y"] for batch in found])[real]
+        assert sorted(rows) == list(range(20))
+        assert {int(e) for batch in found for e in batch["epoch"]} == {epoch}
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_a_users_own_stream_is_taken_and_resumes(batched):
+    assert isinstance(Socket(batched), md.StreamSource)
+    it = iter(distributed(Socket(batched)))
+    first = np.asarray(next(it)["y"])
+    assert first.tolist() == list(range(8))
+    again = iter(distributed(Socket(batched)))
+    again.set_state(it.get_state())
+    rest = np.concatenate(
+        [np.asarray(b["y"])[np.asarray(b["weight"]) > 0] for b in again]
+    )
+    assert rest.tolist() == list(range(8, 20))
+
+
+def test_a_users_own_source_says_itself_what_it_gives():
+    assert message(lambda: distributed(Table(), batched=True)) == (
+        "a Table is a source that says itself what it gives. Leave out batched=True."
+    )
+
+
+# What loses or narrows data is logged
+
+
+def test_what_loses_or_narrows_data_is_logged_once(caplog):
+    source = {"y": np.arange(20)}
+    with caplog.at_level("WARNING", logger="meshlayout"):
+        data = distributed(source, remainder="drop")
+        for _ in range(2):
+            list(data)
+    assert [record.getMessage() for record in caplog.records] == [
+        "y: int64 becomes int32, as JAX does without jax_enable_x64.",
+        "remainder='drop' drops 4 of 20 rows in every epoch.",
+    ]
+    caplog.clear()
+    with caplog.at_level("WARNING", logger="meshlayout"):
+        data = distributed(lambda: iter(as_examples(columns(20))), remainder="drop")
+        for _ in range(2):
+            list(data)
+    assert [record.getMessage() for record in caplog.records] == [
+        "Dropped the last 4 rows of an epoch."
+    ]
+
+
 # Arguments
+
+
+@pytest.mark.parametrize(
+    ("source", "weights", "way_out"),
+    [
+        (columns(8), 2, "a dict carries them under a key"),
+        ((np.zeros(8), np.ones(8)), "mask", "weights=2 appends them"),
+        ((np.zeros(8), np.ones(8)), 5, "weights=2 appends them"),
+        (np.zeros(8), "mask", "a dict carries them under a key"),
+    ],
+)
+@pytest.mark.parametrize("remainder", ["pad", "drop"])
+def test_weights_that_batches_have_no_place_for_are_refused(
+    source, weights, way_out, remainder
+):
+    assert message(
+        lambda: distributed(source, weights=weights, remainder=remainder)
+    ) == (
+        f"the source's examples have no place for weights={weights!r}. Padding is "
+        f"marked by weights: {way_out}. Or choose another remainder=."
+    )
+
+
+ODD = [None, float("nan"), -1, 0, "x", object()]
+PARAMETERS = [*inspect.signature(ml.data.distribute_dataset).parameters]
+
+
+@pytest.mark.parametrize("value", ODD, ids=repr)
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_odd_values_work_or_are_refused_in_a_sentence(name, value):
+    options = {
+        "source": columns(8),
+        "layout_or_mesh": MESH,
+        "global_batch_size": 8,
+        name: value,
+    }
+    found, text = [], "."
+    try:
+        found = list(itertools.islice(ml.data.distribute_dataset(**options), 3))
+    except ml.MeshLayoutError as error:
+        text = str(error)
+    assert text[-1] in ".?"
+    assert all(batch["y"].shape == (8,) for batch in found)
+
+
+@pytest.mark.parametrize("value", ODD, ids=repr)
+@pytest.mark.parametrize("place", range(3))
+def test_odd_contexts_are_refused_in_a_sentence(place, value):
+    counts = [2, 0, 8]
+    counts[place] = value
+    if place == 1 and isinstance(value, int) and value == 0:
+        return
+    assert message(lambda: md.InputContext(*counts)).startswith("InputContext: ")
+
+
+def test_a_context_is_one_of_its_pipelines():
+    assert message(lambda: md.InputContext(2, 5, 8)) == (
+        "InputContext: input_pipeline_id must be below num_input_pipelines=2, got 5."
+    )
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_dataset_is_not_copied_in_silence(how):
+    data = distributed(columns(8))
+    assert message(lambda: how(data)) == (
+        "a dataset holds its source, threads and devices, and cannot be copied or "
+        "pickled. Make another one with distribute_dataset; a place in it is saved by "
+        "get_state() of its iterator."
+    )
+    assert message(lambda: how(iter(data))) == (
+        "a data iterator holds threads and devices, and cannot be copied or pickled. "
+        "Save its get_state(), and set it on another one with set_state()."
+    )
 
 
 WRONG = [

@@ -102,6 +102,62 @@ def test_steps_end_an_iteration_early(source):
     assert rows_of(data) == [second, third, first, second]
 
 
+SOURCES = [columns(10), examples(10), lambda: iter(in_batches(10, [3, 4]))]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_steps_below_an_epoch_go_on_where_the_last_ones_ended(source, prefetch):
+    options = {"batched": True} if source is SOURCES[2] else {}
+    data = distributed(source, steps=2, prefetch=prefetch, **options)
+    first, second, third = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 9, 9]]
+    assert rows_of(data) == [first, second]
+    it = iter(data)
+    state = it.get_state()
+    assert rows_of(it) == [third, first]
+    assert rows_of(data) == [second, third]
+    again = iter(distributed(source, steps=2, prefetch=prefetch, **options))
+    again.set_state(state, skip=True)
+    assert rows_of(again) == [third, first]
+
+
+def test_steps_of_a_generator_do_not_read_it_again():
+    opened = []
+
+    def source():
+        opened.append(1)
+        for row in range(16):
+            yield {"y": row}
+
+    data = distributed(source, steps=2)
+    assert rows_of(data) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert rows_of(data) == [[8, 9, 10, 11], [12, 13, 14, 15]]
+    assert len(opened) == 1
+
+
+@pytest.mark.parametrize("source", [columns(10), examples(10)])
+@pytest.mark.parametrize("remainder", ["pad", "repeat"])
+def test_epochs_may_have_no_end(source, remainder):
+    data = distributed(source, epochs=None, remainder=remainder)
+    with pytest.raises(TypeError, match="does not know how many batches it has"):
+        len(data)
+    found = rows_of(itertools.islice(data, 7))
+    one = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 9, 9]]
+    if remainder == "pad":
+        assert found == [*one, *one, one[0]]
+    else:
+        assert np.concatenate(found).tolist() == (list(range(10)) * 3)[:28]
+
+
+def test_a_stream_without_an_end_is_read_without_steps():
+    data = distributed(lambda: ({"y": row} for row in itertools.count()), epochs=None)
+    assert rows_of(itertools.islice(data, 3)) == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [8, 9, 10, 11],
+    ]
+
+
 def test_more_steps_than_there_are_batches_are_an_error():
     assert message(lambda: distributed(columns(10), steps=4)) == (
         "steps=4, and 1 epoch has 3 batches. Take more epochs=, fewer steps=, or "
@@ -801,6 +857,43 @@ def test_a_state_of_another_data_set_is_refused(what):
         f"{sentence}: its batches would be others. Make the dataset as it was when the "
         "state was taken."
     )
+
+
+def in_fives_or_sevens(size):
+    """A source whose own place counts batches, of one size or another."""
+    batches = in_batches(42, [size] * (42 // size))
+    return distributed(Seekable(batches), batched=True)
+
+
+def test_a_state_of_a_stream_that_is_cut_otherwise_is_refused():
+    it = iter(in_fives_or_sevens(5))
+    for _ in range(3):
+        next(it)
+    state = json.loads(json.dumps(it.get_state()))
+    other = iter(in_fives_or_sevens(7))
+    rest = "its batches would be others. Make the dataset as it was when the state"
+    assert message(lambda: other.set_state(state)) == (
+        "the state is of a stream whose first batch has 5 examples, and this dataset "
+        f"has a stream whose first batch has 7 examples: {rest} was taken."
+    )
+    single = iter(distributed(Seekable([{"y": row} for row in range(42)])))
+    assert message(lambda: single.set_state(state)) == (
+        "the state is of a stream whose first batch has 5 examples, and this dataset "
+        f"has a stream of single examples: {rest} was taken."
+    )
+
+
+def test_a_stream_that_is_cut_otherwise_goes_on_by_rows_where_it_does_not_seek():
+    def make(size):
+        batches = in_batches(42, [size] * (42 // size))
+        return iter(distributed(lambda: iter(batches), batched=True))
+
+    it = make(5)
+    for _ in range(3):
+        next(it)
+    other = make(7)
+    other.set_state(it.get_state(), skip=True)
+    assert rows_of(other) == rows_of(it)
 
 
 def test_what_is_no_state_is_refused():

@@ -1,15 +1,17 @@
 """Input pipelines on several real processes."""
 
+import itertools
 import json
 import time
 from typing import Any
 
+import grain
 import jax
 import numpy as np
 import pytest
 
 import meshlayout as ml
-from meshlayout import data as md
+from meshlayout import _jax, data as md
 from tests.processes import run_processes
 
 
@@ -83,6 +85,8 @@ def job() -> dict[str, Any]:
         "context": _context(mesh),
         "other mesh": _without_devices(here),
         "left": _left_early(mesh, here),
+        "differ": _differing(mesh, here),
+        "keys": _keys_left(mesh),
     }
 
 
@@ -331,6 +335,96 @@ def _left_early(mesh, here):
     said = message(loop)
     quickly = time.monotonic() - start < 30
     return {"said": said, "all": len(steps) == 100, "quickly": quickly}
+
+
+def _differing(mesh, here):
+    """What is said of sources that are not the same on both processes."""
+
+    def shuffled(seed, epochs=None):
+        """A stream that shuffles, by its seed and from some epoch on."""
+        passes = itertools.count()
+
+        def stream():
+            epoch = next(passes)
+            is_shuffled = epochs is None or epoch in epochs
+            rng = np.random.default_rng([seed, epoch])
+            order = rng.permutation(64) if is_shuffled else np.arange(64)
+            return ({"i": int(i), "kind": 3} for i in order)
+
+        return stream
+
+    def files(names):
+        return lambda: ({"i": 8 * name + row} for name in names for row in range(8))
+
+    def batches(order):
+        return lambda: ({"i": order[at : at + 8]} for at in range(0, 64, 8))
+
+    class Augmented:
+        """Rows with an order, and noise that is never the same."""
+
+        def __len__(self):
+            return 64
+
+        def __getitem__(self, row):
+            return {"i": row, "x": np.random.default_rng().normal(size=3)}
+
+    class Noise(Augmented):
+        def __getitem__(self, row):
+            return {"i": row + 100 * here, "x": np.random.default_rng().normal(size=3)}
+
+    def parts():
+        return ({"i": i} for i in range(here, 64, 2))
+
+    permuted = np.random.default_rng(here).permutation(64)
+    part = grain.MapDataset.range(64)[here::2].map(lambda i: {"i": i})
+    tries = {
+        "arrays shuffled without a seed": {"i": permuted},
+        "a list shuffled without a seed": [{"i": i} for i in permuted],
+        "a part of a Grain dataset": part,
+        "a part of a Grain stream": part.to_iter_dataset(),
+        "a part from a generator": parts,
+        "a generator without a seed": shuffled(here),
+        "batches without a seed": (batches(permuted), {"batched": True}),
+        "files from a set": files([[0, 1, 2, 3], [0, 2, 1, 3]][here]),
+        "the last file": files(
+            [[0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6, 8]][here]
+        ),
+        "a stream that is shorter": files([[0, 1, 2, 3], [0, 1, 2]][here]),
+        "another order in the second epoch": shuffled(here, {1}),
+        "rows of other numbers, with noise": Noise(),
+        "the same generator": shuffled(7),
+        "the same rows, with noise": Augmented(),
+        "a part, said so": (parts, {"per_process": True}),
+        "the same batches": (batches(np.arange(64)), {"batched": True, "steps": 3}),
+    }
+    found = {}
+    for name, given in tries.items():
+        source, options = given if isinstance(given, tuple) else (given, {})
+        options = {"global_batch_size": 8, **options}
+        if "steps" not in options:
+            options["epochs"] = 2
+        steps = []
+
+        def loop(source=source, options=options, steps=steps):
+            data = ml.data.distribute_dataset(source, mesh, **options)
+            steps.extend(1 for _ in data)
+
+        found[name] = [message(loop), len(steps)]
+    return found
+
+
+def _keys_left(mesh):
+    """Keys of the store after some iterations, without those of the start."""
+    client = _jax.coordination_client()
+    data = ml.data.distribute_dataset(
+        source(), mesh, global_batch_size=8, per_process=True
+    )
+    counts = []
+    for _ in range(3):
+        list(data)
+        keys = [key for key, _ in client.key_value_dir_get("meshlayout/data")]
+        counts.append(sum(key.endswith(f"/{jax.process_index()}") for key in keys))
+    return counts
 
 
 def _resumed(mesh):
@@ -598,6 +692,58 @@ FAILED = {
 def test_what_fails_on_one_process_ends_the_loops_of_all_at_one_step(two, name):
     steps, *said = FAILED[name]
     assert [here["failed"][name] for here in two] == [[steps, one] for one in said]
+
+
+WAY_OUT = (
+    "Without per_process=True, every process reads all examples in the same order, and "
+    "keeps those of its devices: otherwise examples are lost. If the source gives each "
+    "process a part of its own, say per_process=True; if it shuffles or draws random "
+    "numbers, give it one seed on all processes; if it lists files, sort them."
+)
+
+
+def differs(where):
+    return (
+        "DataError: the source gives process 0 and process 1 different examples: 'i' "
+        f"differs in {where}. {WAY_OUT}"
+    )
+
+
+# What is said of a source that differs, and after how many steps at most.
+DIFFER = {
+    "arrays shuffled without a seed": (differs("some rows"), 0),
+    "a list shuffled without a seed": (differs("some rows"), 0),
+    "a part of a Grain dataset": (differs("some rows"), 0),
+    "a part of a Grain stream": (differs("the first rows"), 0),
+    "a part from a generator": (differs("the first rows"), 0),
+    "a generator without a seed": (differs("the first rows"), 0),
+    "batches without a seed": (differs("the first rows"), 0),
+    "files from a set": (differs("batch 2 of epoch 1"), 1),
+    "the last file": (differs("batch 8 of epoch 1"), 7),
+    "a stream that is shorter": (None, 4),
+    "another order in the second epoch": (differs("batch 1 of epoch 2"), 8),
+    "rows of other numbers, with noise": (differs("some rows"), 0),
+    "the same generator": ("no error", 16),
+    "the same rows, with noise": ("no error", 16),
+    "a part, said so": ("no error", 16),
+    "the same batches": ("no error", 3),
+}
+
+
+@pytest.mark.parametrize("name", DIFFER)
+def test_sources_that_differ_between_processes_are_refused_on_all(two, name):
+    expected, steps = DIFFER[name]
+    for here in two:
+        said, taken = here["differ"][name]
+        if expected is None:
+            assert said.startswith("DataError: the processes read different batches")
+        else:
+            assert said == expected
+        assert taken == steps if said == "no error" else taken <= steps
+
+
+def test_iterations_leave_no_keys_behind(two):
+    assert all(len(set(here["keys"])) == 1 for here in two)
 
 
 def test_a_process_that_leaves_its_loop_early_ends_those_of_the_others(two):

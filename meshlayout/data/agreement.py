@@ -96,13 +96,15 @@ class Agreement:
                         "be the same on all processes."
                     )
                     raise DataError(msg)
-        _check_rows({p: v.get("rows") or {} for p, v in values.items()}, "some rows")
+        where = "the first rows" if values[first].get("number of rows") is None else ""
+        digests = {process: v.get("rows") or {} for process, v in values.items()}
+        _check_rows(digests, where or "some rows")
 
     def check_made(self) -> None:
         """Raises DataError if another process could not make its dataset."""
         _raise_failure(self.channel.exchange({}, PLAN))
 
-    def check_rows(self, topic: str, where: str, digests: dict[str, str]) -> None:
+    def check_rows(self, topic: str, where: str, digests: dict[str, str]) -> bool:
         """Raises DataError if processes have read different rows for a batch.
 
         A process that does not come here is not waited for longer than a minute, and
@@ -112,19 +114,20 @@ class Agreement:
             topic: The exchange.
             where: Which batch.
             digests: Of the rows of each leaf.
+
+        Returns:
+            Whether the other processes still compare theirs.
         """
         if not self._compares:
-            return
+            return False
         try:
             values = self._rows.exchange([where, digests], topic)
         except DataError as error:
             self._compares = False
             _log.warning("rows are not compared between processes any more: %s", error)
-            return
-        if any(
-            value == _LEFT or first_failure({0: value}) for value in values.values()
-        ):
-            return
+            return False
+        if _LEFT in values.values():
+            return False
         places = {process: value[0] for process, value in values.items()}
         if len(set(places.values())) > 1:
             listed = ", ".join(f"{w} on process {p}" for p, w in places.items())
@@ -135,6 +138,7 @@ class Agreement:
             )
             raise DataError(msg)
         _check_rows({p: value[1] for p, value in values.items()}, where)
+        return True
 
 
 class IterationExchange:
@@ -149,6 +153,7 @@ class IterationExchange:
         self._agreement, self._name = agreement, name
         self._step = 0
         self._is_over = False
+        self._compares = True
 
     @property
     def topic(self) -> str:
@@ -184,8 +189,12 @@ class IterationExchange:
 
     def compare(self, where: str, digests: dict[str, str]) -> None:
         """Raises DataError if processes have read different rows for a batch."""
-        self._agreement.check_rows(self.topic, where, digests)
-        self._done()
+        if not self._compares:
+            return
+        try:
+            self._compares = self._agreement.check_rows(self.topic, where, digests)
+        finally:
+            self._done()  # what was said here is not overwritten by leaving
 
     def _done(self) -> None:
         """Removes what this process said before: all have read it that came here."""

@@ -32,9 +32,9 @@ def adapt(obj: Any, *, batched: bool | None) -> StreamSource:
     is_other = isinstance(obj, (str, bytes, dict))
     if is_other or not (callable(obj) or _is_iterable(obj)):
         msg = (
-            f"{_checks.shown(obj)} is not a source of examples. Give arrays, a list of "
-            "examples, an iterable, a function that makes a generator, or a dataset of "
-            "Grain, TFDS, tf.data, PyTorch or Hugging Face."
+            "source must be arrays, a list of examples, an iterable, a function that "
+            "makes a generator, or a dataset of Grain, TFDS, tf.data, PyTorch or "
+            f"Hugging Face, got {_checks.shown(obj)}."
         )
         raise DataError(msg)
     return IterableSource(obj, batched=batched)
