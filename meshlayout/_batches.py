@@ -350,12 +350,12 @@ def check_weights_key(
             weights='mask' where the step is made, or weights='weight' where the
             batches are.
     """
-    if not _marked or _is_marked(get_weights(batch, key)):
+    if not _marked or is_marked(get_weights(batch, key)):
         return
-    if not any(map(_is_marked, jax.tree.leaves(batch))):
+    if not any(map(is_marked, jax.tree.leaves(batch))):
         return
     named = _paths.flatten(batch).leaves
-    place: WeightsKey = next(leaf.path for leaf in named if _is_marked(leaf.value))
+    place: WeightsKey = next(leaf.path for leaf in named if is_marked(leaf.value))
     if isinstance(batch, (tuple, list)) and place.isdigit():
         place = int(place)
     msg = (
@@ -366,6 +366,7 @@ def check_weights_key(
     raise error(msg)
 
 
-def _is_marked(leaf: Any) -> bool:
+def is_marked(leaf: Any) -> bool:
+    """Returns whether an array is the weights of a batch that the library made."""
     reference = _marked.get(id(leaf))
     return reference is not None and reference() is leaf

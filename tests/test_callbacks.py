@@ -137,17 +137,17 @@ class Duck:
         ),
         (
             ml.callbacks.StopOnNaN(),
-            "callbacks= takes a list of callbacks, and got a StopOnNaN. Give "
+            "callbacks must be a list of callbacks, got a StopOnNaN. Give "
             "callbacks=[...], or leave it out.",
         ),
         (
             ml.callbacks.StopOnNaN,
-            "callbacks= takes a list of callbacks, and got the class StopOnNaN. Give "
+            "callbacks must be a list of callbacks, got the class StopOnNaN. Give "
             "callbacks=[...], or leave it out.",
         ),
         (
             None,
-            "callbacks= takes a list of callbacks, and got None. Give callbacks=[...], "
+            "callbacks must be a list of callbacks, got None. Give callbacks=[...], "
             "or leave it out.",
         ),
     ],
@@ -178,7 +178,7 @@ def test_a_log_has_one_plain_line_per_epoch(state):
     assert len(lines) == 3
     for number, line in enumerate(lines, start=1):
         assert line.startswith(f"epoch {number}/3  loss ")
-        assert "  learning_rate 0.05  val_loss " in line
+        assert "  learning_rate 0.05000  val_loss " in line
         assert "examples/s" in line
         assert "\x1b" not in line
     assert lines[0].endswith(" left)")
@@ -199,6 +199,21 @@ def test_a_terminal_has_a_bar_and_the_lines(state):
     for number in (1, 2, 3):
         assert f"epoch {number}/3  loss " in text
     assert text.endswith("\x1b[2K")  # the bar is taken away
+
+
+def test_the_bar_moves_while_validation_is_measured(state, monkeypatch):
+    monkeypatch.setattr(ml.trainer.callbacks.progress, "_INTERVAL_S", 0)
+    steps = []
+
+    class Steps(ml.callbacks.Callback):
+        def on_validation_step_end(self, trainer, step):
+            steps.append((step, trainer.validation_steps))
+
+    trainer = ml.Trainer(state, loss_fn)
+    fit(trainer, Steps(), validation_data=batches(2))
+    assert steps == [(1, 2), (2, 2)]
+    text = lines_of(trainer.state, force_terminal=True, color_system=None)
+    assert "validating" in text
 
 
 def test_a_notebook_has_one_display_that_is_updated(state, monkeypatch):
@@ -252,7 +267,7 @@ def test_early_stopping_waits_for_its_patience():
     stopping = ml.callbacks.EarlyStopping("loss", patience=2, min_delta=0.1)
     history = trainer.run(stopping)
     assert history["loss"] == pytest.approx([3.0, 2.0, 2.5, 1.95])
-    assert history.stopped == "loss has not become better since epoch 2"
+    assert history.stopped == "loss has not improved since epoch 2"
 
 
 def test_early_stopping_knows_that_more_may_be_better():
@@ -342,13 +357,13 @@ def test_nan_stops_training_within_the_epoch(state):
 def test_early_stopping_refuses_what_is_wrong():
     stopping = ml.callbacks.EarlyStopping
     assert message_of(lambda: stopping(mode="least")) == (
-        "EarlyStopping: mode='least' is not 'min' or 'max'."
+        "EarlyStopping: mode must be 'min' or 'max', got 'least'."
     )
     assert message_of(lambda: stopping(patience=0)) == (
-        "EarlyStopping: patience=0 is no whole number from 1 on."
+        "EarlyStopping: patience must be a positive integer, got 0."
     )
     assert message_of(lambda: stopping(min_delta=-1)) == (
-        "EarlyStopping: min_delta=-1 is below 0."
+        "EarlyStopping: min_delta must be a finite number of at least 0, got -1."
     )
     assert message_of(
         lambda: Scripted(1.0, name="val_loss").run(stopping("val_los"))
@@ -356,7 +371,7 @@ def test_early_stopping_refuses_what_is_wrong():
         "EarlyStopping: there is no 'val_los' among 'val_loss'. Did you mean 'val_loss'?"
     )
     assert message_of(lambda: ml.callbacks.StopOnNaN(every=0)) == (
-        "StopOnNaN: every=0 is no whole number of steps from 1 on."
+        "StopOnNaN: every must be a positive integer, got 0."
     )
 
 
@@ -385,7 +400,7 @@ def test_a_csv_file_refuses_other_columns(tmp_path):
     Scripted(1.0).run(ml.callbacks.CSVLogger(path))
     other = ml.callbacks.CSVLogger(path, append=True)
     assert message_of(lambda: Scripted(1.0, name="error").run(other)) == (
-        f"CSVLogger: 'error' is no column of {str(path)!r}, which has 'epoch', 'step', "
+        f"CSVLogger: 'error' is not a column of {str(path)!r}, which has 'epoch', 'step', "
         "'loss'. Write to another file, or use JSONLLogger, whose lines may differ."
     )
 
@@ -484,6 +499,74 @@ def test_tensorboard_says_what_to_install(monkeypatch, tmp_path):
     )
 
 
+# Arguments.
+
+BAD = [None, float("nan"), -1, 0, "", object(), True, 1.5, type("Cls", (), {})]
+CALLBACKS = {
+    "EarlyStopping": ["monitor", "patience", "min_delta", "mode", "restore_best"],
+    "StopOnNaN": ["monitor", "every"],
+    "CSVLogger": ["path", "append"],
+    "JSONLLogger": ["path", "every", "append"],
+    "ProfilerTrace": ["directory", "start_step", "num_steps"],
+    "Checkpoint": ["checkpointer", "every"],
+    "Progress": ["console"],
+}
+WORKS = {
+    "min_delta": [0, 1.5],
+    "restore_best": [True],
+    "append": [True],
+    "console": [None],
+}
+
+
+@pytest.mark.parametrize("value", BAD, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "name"), [(k, n) for k, names in CALLBACKS.items() for n in names]
+)
+def test_arguments_of_callbacks_work_or_are_refused_with_a_sentence(
+    tmp_path, kind, name, value
+):
+    needed = {
+        "path": tmp_path / "log",
+        "directory": tmp_path,
+        "checkpointer": Saver(),
+    }
+    arguments = {x: needed[x] for x in CALLBACKS[kind] if x in needed} | {name: value}
+    make = getattr(ml.callbacks, kind)
+    works = WORKS.get(name, [])
+    is_none = value is None and (kind, name) == ("JSONLLogger", "every")
+    if is_none or any(value is x or (value == x and value is not True) for x in works):
+        make(**arguments)
+        return
+    text = message_of(lambda: make(**arguments))
+    assert text.startswith(f"{kind}: {name} must be ")
+    assert text.endswith(".")
+
+
+def test_a_log_that_cannot_be_written_is_named(tmp_path):
+    assert message_of(lambda: ml.callbacks.CSVLogger(tmp_path)) == (
+        f"CSVLogger: {str(tmp_path)!r} is a directory; give a file in it."
+    )
+    (tmp_path / "file").write_text("")
+    logger = ml.callbacks.JSONLLogger(tmp_path / "file" / "log")
+    text = message_of(lambda: Scripted(1.0).run(logger))
+    assert text.startswith("JSONLLogger: cannot write ")
+
+
+def test_a_class_in_place_of_a_checkpointer_is_refused():
+    assert message_of(lambda: ml.callbacks.Checkpoint(ml.Checkpointer)) == (
+        "Checkpoint: checkpointer must be an ml.Checkpointer(directory), got the class "
+        "Checkpointer."
+    )
+
+
+def test_early_stopping_says_that_a_value_was_never_a_number():
+    history = Scripted(float("nan"), float("nan"), 1.0).run(
+        ml.callbacks.EarlyStopping("loss", patience=2)
+    )
+    assert history.stopped == "loss was not a number in any epoch"
+
+
 # Saving and tracing.
 
 
@@ -494,7 +577,7 @@ class Saver:
         self.saved = []
 
     def save(self, step, state, *, data, metadata, metrics, force):
-        found = {name: x for name, x in metadata.items() if name != "resume"}
+        found = {name: x for name, x in metadata().items() if name != "resume"}
         self.saved.append((step, int(state.step), found))
         return True
 
@@ -575,10 +658,10 @@ def test_a_best_metric_that_nobody_measures_is_refused(tmp_path):
 
 def test_a_checkpointer_has_to_save():
     assert message_of(lambda: ml.callbacks.Checkpoint("runs")) == (
-        "Checkpoint takes an ml.Checkpointer(directory), and got a str."
+        "Checkpoint: checkpointer must be an ml.Checkpointer(directory), got 'runs'."
     )
     assert message_of(lambda: ml.callbacks.Checkpoint(Saver(), every="step")) == (
-        "Checkpoint: every='step' is no whole number of steps from 1 on."
+        "Checkpoint: every must be a positive integer, got 'step'. Or write every='epoch'."
     )
 
 
@@ -609,5 +692,5 @@ def test_a_trace_is_written(tmp_path):
 
 def test_a_window_of_no_steps_is_refused(tmp_path):
     assert message_of(lambda: ml.callbacks.ProfilerTrace(tmp_path, num_steps=0)) == (
-        "ProfilerTrace: num_steps=0 is no whole number from 1 on."
+        "ProfilerTrace: num_steps must be a positive integer, got 0."
     )

@@ -279,8 +279,8 @@ def test_a_run_begins_in_no_directory_of_another_one(count, has, tmp_path):
             trainer.fit(ONES[:count], callbacks=[saving], progress=False)
         assert str(error.value) == (
             f"fit begins at step 0, and {tmp_path} holds {has} of another training: "
-            f"resume=True would later go on from step {count}, and not from this "
-            "training. Give resume=True to go on from there now, or save in another "
+            f"resume=True would later resume from step {count}, and not from this "
+            "training. Give resume=True to resume from there now, or save in another "
             "directory."
         )
         assert trainer.position.step == 0
@@ -302,7 +302,7 @@ def test_resuming_needs_a_checkpoint(mesh):
     with pytest.raises(ml.MeshLayoutError) as error:
         fit(mesh, "a distributed dataset", resume=True)
     assert str(error.value) == (
-        "fit(resume=True) goes on from what a Checkpoint has saved, and there is none "
+        "fit(resume=True) resumes from what a Checkpoint has saved, and there is none "
         "among the callbacks. Add ml.callbacks.Checkpoint(checkpointer)."
     )
 
@@ -477,9 +477,9 @@ def test_a_loop_and_a_trainer_do_not_go_on_with_each_other(tmp_path):
             )
     assert str(error.value) == (
         f"the newest checkpoint in {tmp_path / 'loop'} was saved by a checkpoint.Loop, "
-        "and fit(resume=True) goes on from what the callback Checkpoint has saved. Go on "
-        "with the Loop, or give another directory; Checkpointer.restore returns the "
-        "state alone."
+        "and fit(resume=True) resumes from what the callback Checkpoint has saved. "
+        "Resume with the Loop, or give another directory; Checkpointer.restore returns "
+        "the state alone."
     )
     assert not getattr(error.value, "__notes__", [])
     with ml.Checkpointer(tmp_path / "trainer") as ck:
@@ -537,7 +537,7 @@ def test_what_callbacks_know_comes_along(until, mesh, tmp_path):
         run("cut", ck, until=until)
     with ml.Checkpointer(tmp_path / "cut") as ck:
         assert run("cut", ck, resume=True) == whole
-    assert whole == ([1, 2, 3], "row has not become better since epoch 1")
+    assert whole == ([1, 2, 3], "row has not improved since epoch 1")
     for kind in ("csv", "jsonl"):
         lines = [
             (tmp_path / f"{name}.{kind}").read_text().splitlines()

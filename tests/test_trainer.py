@@ -351,11 +351,17 @@ def test_predict_returns_the_real_examples_in_order(mesh):
     np.testing.assert_array_equal(x, data["x"])
 
 
-def test_predict_leaves_out_rows_of_weight_zero_that_the_data_has(mesh):
-    batch = {**examples(8), "weight": np.array([1] * 5 + [0] * 3, "float32")}
+def test_predict_returns_every_row_that_came_and_no_padding(mesh):
+    data = examples(8)
+    batch = {**data, "weight": np.array([1] * 5 + [0] * 3, "float32")}
     placed = ml.relayout(batch, mesh.layout("batch", ...))
     trainer = ml.Trainer(create_state(mesh), predict_fn=lambda model, b: b["x"])
-    np.testing.assert_array_equal(trainer.predict([placed]), batch["x"][:5])
+    for batches in ([placed], [batch], cut(batch, 6)):
+        np.testing.assert_array_equal(trainer.predict(batches), data["x"])
+    padded = ml.distribute_dataset(
+        {"x": data["x"][:5]}, mesh, global_batch_size=8, weights="weight"
+    )
+    np.testing.assert_array_equal(trainer.predict(padded), data["x"][:5])
 
 
 def test_evaluate_measures_the_real_examples_and_changes_nothing(mesh):
@@ -703,7 +709,7 @@ def test_an_unknown_option_is_refused():
 def test_options_without_a_loss_function_are_refused():
     assert message_of(lambda: ml.Trainer({}, metrics={}, ema=0.9)) == (
         "Trainer was given no loss function, and ema, metrics for the steps that are "
-        "made of it. Give loss_fn, or leave these to your own steps."
+        "made from it. Give loss_fn, or leave these to your own steps."
     )
 
 
@@ -718,25 +724,45 @@ def test_options_without_a_loss_function_are_refused():
 def test_a_trainer_without_a_loss_function_says_which_step_it_lacks(step, run):
     trainer = ml.Trainer({"n": jnp.zeros(())})
     assert message_of(lambda: run(trainer, [{"x": np.ones(2)}])) == (
-        f"Trainer has no loss function to make its {step} of: give loss_fn, or override "
+        f"Trainer has no loss function to make its {step} from: give loss_fn, or override "
         f"{step} in a subclass."
     )
 
 
 @pytest.mark.parametrize(
-    ("data", "what"),
+    "data",
+    [{"x": np.ones((2, 3))}, np.ones((2, 3)), (np.ones(2), np.ones(2))],
+    ids=["dict", "array", "tuple"],
+)
+def test_arrays_without_a_batch_size_are_answered_with_the_line_to_write(data):
+    text = message_of(lambda: Counted().fit(data))
+    assert text.startswith("fit: train is ")
+    assert text.endswith(
+        ", of arrays with 2 rows. Say how many rows make a batch, fit(train, "
+        "batch_size=32), or give an iterable of batches. A list of one batch is one, "
+        "too."
+    )
+    text = message_of(lambda: Counted().fit(np.ones(2), np.ones(2)))
+    assert "fit(train, labels, batch_size=32)" in text
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
     [
-        ({"x": np.ones(2)}, "a dict, one batch"),
-        (np.ones(2), "a ndarray, one batch"),
-        ((np.ones(2), np.ones(2)), "a tuple, one batch"),
-        (3, "a int, not iterable"),
+        (
+            3,
+            "train must be an iterable of batches, or a function that returns one, got 3.",
+        ),
+        (
+            lambda: None,
+            "train is a function that returned None; it must return an iterable of "
+            "batches.",
+        ),
+        (lambda a: [], "train is called as train(), and takes (a)."),
     ],
 )
-def test_what_is_no_data_is_refused(data, what):
-    assert message_of(lambda: Counted().fit(data)) == (
-        f"train is {what}: it takes an iterable of batches, or a function that returns "
-        "one. A list of one batch is one, too."
-    )
+def test_what_cannot_be_data_is_refused(data, expected):
+    assert message_of(lambda: quiet_fit(Counted(), data)) == expected
 
 
 def test_data_that_gives_nothing_is_refused():
@@ -756,25 +782,229 @@ def test_an_iterator_for_several_epochs_is_refused():
 
 def test_counts_that_are_none_are_refused():
     assert message_of(lambda: Counted().fit([], epochs=0)) == (
-        "fit: epochs=0 is no whole number from 1 on."
+        "fit: epochs must be a positive integer, got 0."
     )
     assert message_of(lambda: Counted().fit([], steps_per_epoch=1.5)) == (
-        "fit: steps_per_epoch=1.5 is no whole number from 1 on."
+        "fit: steps_per_epoch must be a positive integer, got 1.5."
     )
 
 
-def test_a_batch_that_cannot_be_padded_is_refused(mesh):
+def test_a_batch_that_cannot_be_padded_is_computed_whole(mesh, caplog):
     def tuple_loss(model, batch):
         return loss_fn(model, {"x": batch[0], "y": batch[1]})
 
-    data = examples(6)
-    trainer = ml.Trainer(create_state(mesh), tuple_loss)
-    assert message_of(lambda: trainer.evaluate([(data["x"], data["y"])])) == (
-        "a batch has 6 rows, which do not divide into 4 shards of [batch, ...], and was "
-        "not padded: padding is marked by weights, which a dict carries under a key, and "
-        "a tuple in the place given by weights=, its last. With pad=False, nothing is "
-        "padded."
+    data = examples(14)
+    state = create_state(mesh)
+    w, _, losses = numpy_epochs(state, cut(data, 8), epochs=2)
+    trainer = ml.Trainer(state, tuple_loss)
+    batches = [(one["x"], one["y"]) for one in cut(data, 8)]
+    history = quiet_fit(trainer, batches, 2)
+    np.testing.assert_allclose(history["loss"], losses, rtol=1e-5)
+    np.testing.assert_allclose(params_of(trainer.state)["kernel"][:, 0], w, atol=1e-5)
+    assert [record.getMessage() for record in caplog.records] == [
+        "a batch of 6 rows does not divide over 4 shards, and cannot be padded: every "
+        "device computes all of it."
+    ]
+
+
+def mean_loss(model, batch):
+    return loss_fn(model, batch)[0].mean()
+
+
+@pytest.mark.parametrize("options", [{}, {"steps_per_call": 2}], ids=str)
+@pytest.mark.parametrize("size", [8, 6])
+def test_a_mean_as_the_loss_trains_on_a_generator(mesh, size, options):
+    state, batches = create_state(mesh), cut(examples(22), size)
+    w, _, losses = numpy_epochs(state, batches, epochs=2)
+    trainer = ml.Trainer(state, mean_loss, **options)
+    history = quiet_fit(trainer, lambda: iter(batches), 2, validation_data=batches)
+    np.testing.assert_allclose(history["loss"], losses, rtol=1e-5)
+    np.testing.assert_allclose(params_of(trainer.state)["kernel"][:, 0], w, atol=1e-5)
+    measured = trainer.evaluate(lambda: iter(batches))["loss"]
+    np.testing.assert_allclose(history["val_loss"][-1], measured, rtol=1e-6)
+
+
+def test_a_loss_that_fits_with_no_weights_either_says_so(mesh):
+    def wrong(model, batch):
+        return loss_fn(model, batch)[0][:3]
+
+    trainer = ml.Trainer(create_state(mesh), wrong)
+    with pytest.raises(ml.errors.LossError) as caught:
+        quiet_fit(trainer, lambda: iter(cut(examples(8), 8)))
+    assert caught.value.__notes__[-1] == "in fit: batch 1 of epoch 1"
+
+
+# Arrays.
+
+
+@pytest.mark.parametrize("kind", ["dict", "tuple", "labels"])
+def test_arrays_train_with_a_batch_size(mesh, kind):
+    def pair_loss(model, batch):
+        return loss_fn(model, {"x": batch[0], "y": batch[1]})[0]
+
+    data = examples(22)
+    state = create_state(mesh)
+    w, _, losses = numpy_epochs(state, cut(data, 8), epochs=2)
+    trainer = ml.Trainer(state, loss_fn if kind == "dict" else pair_loss)
+    options: Any = {"batch_size": 8, "shuffle": False, "progress": False}
+    pair = data["x"], data["y"]
+    if kind == "dict":
+        history = trainer.fit(data, 2, validation_data=data, **options)
+    elif kind == "tuple":
+        history = trainer.fit(pair, epochs=2, validation_data=pair, **options)
+    else:
+        history = trainer.fit(*pair, epochs=2, validation_data=pair, **options)
+    np.testing.assert_allclose(history["loss"], losses, rtol=1e-5)
+    np.testing.assert_allclose(params_of(trainer.state)["kernel"][:, 0], w, atol=1e-5)
+    given = (data,) if kind == "dict" else pair
+    measured = trainer.evaluate(*given, batch_size=8)
+    np.testing.assert_allclose(history["val_loss"][-1], measured["loss"], rtol=1e-6)
+    predicting = ml.Trainer(trainer.state, predict_fn=lambda model, x: model(x)[:, 0])
+    found = predicting.predict(data["x"], batch_size=8)
+    expected = data["x"] @ w + params_of(trainer.state)["bias"]
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+def test_arrays_are_shuffled_anew_in_each_epoch_and_lose_no_row():
+    class Rows(ml.Trainer):
+        def train_step(self, state, batch, metrics):
+            seen.append(np.asarray(batch["i"]).astype(int).tolist())
+            return state, ml.metrics.Metrics({})
+
+    seen: list[list[int]] = []
+    trainer = Rows({"n": jnp.int32(0)}, pad=False)
+    rows = {"i": np.arange(10, dtype="float32")}
+    trainer.fit(rows, epochs=2, batch_size=4, progress=False)
+    epochs = [[*itertools.chain(*seen[:3])], [*itertools.chain(*seen[3:])]]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(10))] * 2
+    assert epochs[0] != epochs[1] != list(range(10))
+
+
+# Batches that do not fit.
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        (lambda x, y: {"x": x}, "it lacks 'y', which the first batch has"),
+        (
+            lambda x, y: {"x": np.ones((8, 5), "float32"), "y": y},
+            "'x' is f32[rows, 5], and f32[rows, 4] in the first batch",
+        ),
+        (lambda x, y: (x, y), "it is a tuple of 2, and the first batch is a dict"),
+    ],
+)
+def test_a_batch_that_is_unlike_the_first_is_named(mesh, batch, expected):
+    first = examples(8)
+    trainer = ml.Trainer(create_state(mesh), loss_fn, on_recompile="ignore")
+    data = [first, first, batch(first["x"], first["y"])]
+    assert message_of(lambda: quiet_fit(trainer, lambda: iter(data))) == (
+        f"fit: batch 3 of epoch 1 is not like the first one: {expected}. All batches "
+        "of a dataset must have the same arrays."
     )
+    assert int(trainer.state.step) == 2
+    text = message_of(lambda: trainer.evaluate(lambda: iter(data)))
+    assert text.startswith("evaluate: batch 3 is not like the first one: ")
+
+
+def test_an_error_in_the_first_batch_says_which_it_was(mesh):
+    trainer = ml.Trainer(create_state(mesh), loss_fn)
+    with pytest.raises(KeyError) as caught:
+        quiet_fit(trainer, [{"x": examples(8)["x"]}])
+    assert caught.value.__notes__[-1] == "in fit: batch 1 of epoch 1"
+
+
+def test_a_batch_of_no_rows_makes_no_step(mesh, caplog):
+    data = examples(16)
+    empty = {name: rows[:0] for name, rows in data.items()}
+    batches = cut(data, 8)
+    state = create_state(mesh, optax.sgd(0.05, momentum=0.9))
+    trainer = ml.Trainer(state, loss_fn)
+    quiet_fit(trainer, [batches[0], empty, batches[1]])
+    other = ml.Trainer(create_state(mesh, optax.sgd(0.05, momentum=0.9)), loss_fn)
+    quiet_fit(other, lambda: iter(batches))
+    assert int(trainer.state.step) == 2
+    assert_same_bits(params_of(trainer.state), params_of(other.state))
+    assert "batch 2 of train has no rows: left out" in caplog.text
+
+
+# Arguments.
+
+
+def test_functions_of_other_arguments_are_refused_before_training(mesh):
+    state = create_state(mesh)
+    assert message_of(lambda: ml.Trainer(state, lambda model: 0.0)) == (
+        "Trainer: loss_fn is called as loss_fn(model, batch), and takes (model)."
+    )
+    assert message_of(lambda: ml.Trainer(state, predict_fn=lambda model: 0.0)) == (
+        "Trainer: predict_fn is called as predict_fn(model, batch), and takes (model)."
+    )
+
+
+def test_fit_inside_of_fit_is_refused_and_the_callback_is_named(mesh):
+    class Again(ml.callbacks.Callback):
+        def on_step_end(self, trainer, step, metrics):
+            quiet_fit(trainer, cut(examples(8), 8))
+
+    trainer = ml.Trainer(create_state(mesh), loss_fn)
+    with pytest.raises(ml.MeshLayoutError) as caught:
+        quiet_fit(trainer, cut(examples(8), 8), callbacks=[Again()])
+    assert str(caught.value) == (
+        "fit was called inside a fit of the same trainer, by a callback or the data. "
+        "Call it after that one has returned, or make another Trainer."
+    )
+    assert caught.value.__notes__ == ["in Again.on_step_end, at step 1, epoch 1"]
+    assert quiet_fit(trainer, cut(examples(8), 8)).epochs == [1]
+
+
+BAD = [None, float("nan"), -1, 0, "x", object(), 1.5]
+
+
+@pytest.mark.parametrize("value", BAD, ids=str)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("epochs", "steps_per_epoch", "batch_size", "shuffle", "progress", "resume"),
+        *("callbacks", "validation_data", "train"),
+    ],
+)
+def test_arguments_of_fit_work_or_are_refused_with_a_sentence(mesh, name, value):
+    if value is None and name in ("steps_per_epoch", "batch_size", "validation_data"):
+        return
+    trainer = Counted()
+    arguments: Any = {"train": numbered(1, 2), "progress": False, name: value}
+    with pytest.raises(ml.MeshLayoutError) as caught:
+        trainer.fit(**arguments)
+    assert str(caught.value).endswith(".")
+    assert trainer.seen == []
+
+
+@pytest.mark.parametrize("value", [*BAD, 3], ids=str)
+@pytest.mark.parametrize("name", ["loss_fn", "predict_fn", "pad", "metrics"])
+def test_arguments_of_the_trainer_work_or_are_refused_with_a_sentence(
+    mesh, name, value
+):
+    if value is None and name != "pad":
+        return
+    arguments: Any = {"loss_fn": loss_fn, name: value}
+    with pytest.raises(ml.MeshLayoutError) as caught:
+        ml.Trainer({}, **arguments)
+    assert str(caught.value).endswith(".")
+
+
+def test_a_history_takes_one_value_per_epoch():
+    history = ml.History()
+    with pytest.raises(ml.MeshLayoutError) as caught:
+        history.set([1, 2], {"loss": [1.0]})
+    assert str(caught.value) == (
+        "History.set: 'loss' has 1 values for 2 epochs; give one value per epoch."
+    )
+    history.set([1, 2, 3], {"loss": [0.788, 0.81, 12.0], "rate": [1e-5, 2e-5, 1.0]})
+    assert repr(history).splitlines()[2:] == [
+        "    1   0.788  1e-05",
+        "    2   0.810  2e-05",
+        "    3  12.000      1",
+    ]
 
 
 def test_a_step_that_returns_other_metrics_is_refused():
@@ -783,8 +1013,8 @@ def test_a_step_that_returns_other_metrics_is_refused():
             return state, {"loss": 1.0}
 
     assert message_of(lambda: quiet_fit(Bad({"n": 0}), [{"x": np.ones(1)}])) == (
-        "Bad.train_step returns (state, metrics), with metrics that are "
-        "ml.metrics.Metrics, and gave a dict."
+        "Bad.train_step must return (state, metrics), with metrics that are "
+        "ml.metrics.Metrics, got a dict."
     )
 
 
@@ -802,7 +1032,7 @@ def test_a_step_that_returns_no_pair_is_refused(result, what):
             return result
 
     assert message_of(lambda: quiet_fit(Bad({"n": 0}), [{"x": np.ones(1)}])) == (
-        f"Bad.train_step returns a pair, (state, metrics), and gave {what}."
+        f"Bad.train_step must return a pair, (state, metrics), got {what}."
     )
 
 
@@ -828,6 +1058,6 @@ def test_predict_says_what_is_no_output(mesh):
     )
     mean = ml.Trainer(state, predict_fn=lambda model, b: b["x"].mean())
     assert message_of(lambda: mean.predict(data)) == (
-        "predict: an output has shape () for a batch of 8 rows; it has to have one row "
-        "per example."
+        "predict: an output has shape () for a batch of 8 rows; it must have one row per "
+        "example."
     )

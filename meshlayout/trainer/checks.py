@@ -1,11 +1,10 @@
-"""What is refused before training begins, and what a step of one's own may return."""
+"""What is refused before training begins, and what a user's own step may return."""
 
 import inspect
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from meshlayout import _checks
 from meshlayout.data import DistributedDataset
 from meshlayout.errors import MeshLayoutError, did_you_mean
 from meshlayout.metrics import Metrics
@@ -23,7 +22,7 @@ def check_options(
 
     Args:
         trainer: The class.
-        options: What was given.
+        options: The options.
         known: The names of those that exist.
     """
     own = [*inspect.signature(trainer).parameters][:-1]
@@ -36,98 +35,101 @@ def check_options(
             raise MeshLayoutError(msg)
 
 
-def check_needless(metrics: Any, options: Mapping[str, Any]) -> None:
-    """Raises for options of a step that is not made, for want of a loss function."""
-    given = [name for name in options if name not in ("weights", "steps_per_call")]
-    given += [] if metrics is None else ["metrics"]
-    if given:
+def check_needless(
+    metrics: Mapping[str, Any] | None, options: Mapping[str, Any]
+) -> None:
+    """Raises for options of steps that are not made, as there is no loss function."""
+    names = [name for name in options if name not in ("weights", "steps_per_call")]
+    names += [] if metrics is None else ["metrics"]
+    if names:
         msg = (
-            f"Trainer was given no loss function, and {', '.join(given)} for the steps "
-            "that are made of it. Give loss_fn, or leave these to your own steps."
+            f"Trainer was given no loss function, and {', '.join(names)} for the steps "
+            "that are made from it. Give loss_fn, or leave these to your own steps."
         )
         raise MeshLayoutError(msg)
 
 
-def check_counts(**counts: int | None) -> None:
-    """Raises MeshLayoutError for what is no number of epochs or steps."""
-    for name, value in counts.items():
-        is_whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-        if value is not None and (not is_whole or value < 1):
-            msg = f"fit: {name}={value!r} is no whole number from 1 on."
-            raise MeshLayoutError(msg)
-
-
-def check_weights(data: Any, weights: str | int) -> None:
+def check_weights(data: object, weights: str | int) -> None:
     """Raises MeshLayoutError if batches carry weights where the trainer sees none.
 
     Args:
         data: What the trainer is given.
         weights: Where it looks for them.
     """
-    theirs = data.weights if isinstance(data, DistributedDataset) else None
-    if theirs is not None and theirs != weights:
+    place = data.weights if isinstance(data, DistributedDataset) else None
+    if place is not None and place != weights:
         msg = (
-            f"the data's batches carry their weights at {theirs!r}, 0 for padding, and "
+            f"the data's batches carry their weights at {place!r}, 0 for padding, and "
             f"the trainer looks for them at {weights!r}, so that padding would count. "
-            f"Give the trainer weights={theirs!r}."
+            f"Give the trainer weights={place!r}."
         )
         raise MeshLayoutError(msg)
 
 
-def as_callbacks(given: Any) -> list[Callback]:
-    """Returns the callbacks that were given, each of which is one.
-
-    Args:
-        given: What `callbacks=` is.
+def as_callbacks(callbacks: Any) -> list[Callback]:
+    """Returns the callbacks of a `fit` as a list.
 
     Raises:
-        MeshLayoutError: If it is no list of callbacks.
+        MeshLayoutError: If it is not a list of callbacks.
     """
-    if isinstance(given, (Callback, type)) or not isinstance(given, Iterable):
+    if isinstance(callbacks, (Callback, type)) or not isinstance(callbacks, Iterable):
         msg = (
-            f"fit: callbacks= takes a list of callbacks, and got {_text(given)}. Give "
-            "callbacks=[...], or leave it out."
+            f"fit: callbacks must be a list of callbacks, got "
+            f"{_checks.shown(callbacks)}. Give callbacks=[...], or leave it out."
         )
         raise MeshLayoutError(msg)
-    callbacks = [*given]
-    for at, one in enumerate(callbacks):
-        if not isinstance(one, Callback):
-            msg = f"fit: callbacks[{at}] is {_text(one)}. {_way_out(one)}"
+    callbacks = [*callbacks]
+    for index, callback in enumerate(callbacks):
+        if not isinstance(callback, Callback):
+            shown = _checks.shown(callback)
+            msg = f"fit: callbacks[{index}] is {shown}. {_way_out(callback)}"
             raise MeshLayoutError(msg)
     return callbacks
 
 
-def _text(given: Any) -> str:
-    if isinstance(given, type):
-        return f"the class {given.__name__}"
-    return "None" if given is None else f"a {type(given).__name__}"
-
-
-def _way_out(given: Any) -> str:
-    """Says how to make a callback of what is none."""
-    if isinstance(given, type) and issubclass(given, Callback):
-        return f"Give an instance of it, {given.__name__}(...)."
+def _way_out(value: Any) -> str:
+    """Says how to make a callback of what is not one."""
+    if isinstance(value, type) and issubclass(value, Callback):
+        return f"Give an instance of it, {value.__name__}(...)."
     return (
         "A callback derives from ml.callbacks.Callback, which does nothing at the "
         "moments that it does not override."
     )
 
 
+def not_like_the_first(where: str, difference: str) -> MeshLayoutError:
+    """Returns the error for a batch that a step could not take.
+
+    Args:
+        where: Which batch.
+        difference: How it is unlike the first one.
+    """
+    msg = (
+        f"{where} is not like the first one: {difference}. All batches of a dataset "
+        "must have the same arrays."
+    )
+    return MeshLayoutError(msg)
+
+
+def _text(result: Any) -> str:
+    return "None" if result is None else f"a {type(result).__name__}"
+
+
 def as_pair(trainer: "Trainer", result: Any) -> tuple[Any, Any]:
-    """Returns what a train step returned, which is a pair.
+    """Returns what a train step returned: a pair.
 
     Args:
         trainer: Whose step.
         result: What it returned.
 
     Raises:
-        MeshLayoutError: If it is none.
+        MeshLayoutError: If it is anything else.
     """
     if not isinstance(result, tuple) or len(result) != 2:
         size = f" of {len(result)}" if isinstance(result, tuple) else ""
         msg = (
-            f"{type(trainer).__name__}.train_step returns a pair, (state, metrics), "
-            f"and gave {_text(result)}{size}."
+            f"{type(trainer).__name__}.train_step must return a pair, (state, "
+            f"metrics), got {_text(result)}{size}."
         )
         raise MeshLayoutError(msg)
     return result
@@ -144,8 +146,8 @@ def check_metrics(trainer: "Trainer", step: str, metrics: Any) -> None:
     if not isinstance(metrics, Metrics):
         pair = "(state, metrics)" if step == "train_step" else "metrics"
         msg = (
-            f"{type(trainer).__name__}.{step} returns {pair}, with metrics that are "
-            f"ml.metrics.Metrics, and gave a {type(metrics).__name__}."
+            f"{type(trainer).__name__}.{step} must return {pair}, with metrics that "
+            f"are ml.metrics.Metrics, got a {type(metrics).__name__}."
         )
         raise MeshLayoutError(msg)
 
@@ -154,6 +156,6 @@ def missing(trainer: "Trainer", step: str) -> str:
     """Returns the message for a step that was neither made nor written."""
     name = type(trainer).__name__
     return (
-        f"{name} has no loss function to make its {step} of: give loss_fn, or override "
-        f"{step} in a subclass."
+        f"{name} has no loss function to make its {step} from: give loss_fn, or "
+        f"override {step} in a subclass."
     )

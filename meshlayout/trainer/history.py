@@ -5,11 +5,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from meshlayout import _render
-from meshlayout.errors import did_you_mean
+from meshlayout.errors import MeshLayoutError, did_you_mean
 
 
 class History(Mapping[str, list[Any]]):
-    """What was measured in each epoch: a mapping from names to one value per epoch.
+    """What was measured in each epoch: a mapping from names to lists of values.
 
     Values are floats, or NumPy arrays of metrics that have dims. An epoch in which a
     name was not measured has NaN there.
@@ -27,8 +27,8 @@ class History(Mapping[str, list[Any]]):
         >>> history
         epoch  loss  val_loss
         ─────  ────  ────────
-            1   0.5      0.75
-            2  0.25       0.5
+            1  0.50      0.75
+            2  0.25      0.50
     """
 
     def __init__(self) -> None:
@@ -50,17 +50,27 @@ class History(Mapping[str, list[Any]]):
             values.append(logs.get(name, math.nan))
 
     def set(self, epochs: Sequence[int], values: Mapping[str, Sequence[Any]]) -> None:
-        """Takes over what another run has measured.
+        """Replaces what was measured by the epochs of another run.
 
         Args:
             epochs: Its `epochs`.
             values: Its `to_dict()`.
+
+        Raises:
+            MeshLayoutError: If there is not one value per epoch.
         """
-        self.epochs = [*epochs]
-        self._values = {name: [*some] for name, some in values.items()}
+        lists = {name: list(column) for name, column in values.items()}
+        for name, column in lists.items():
+            if len(column) != len(epochs):
+                msg = (
+                    f"History.set: {name!r} has {len(column)} values for "
+                    f"{len(epochs)} epochs; give one value per epoch."
+                )
+                raise MeshLayoutError(msg)
+        self.epochs, self._values = [*epochs], lists
 
     def to_dict(self) -> dict[str, list[Any]]:
-        """Returns the values by name, one per epoch, as lists of their own."""
+        """Returns copies of the lists of values, by name."""
         return {name: list(values) for name, values in self._values.items()}
 
     def __getitem__(self, name: str) -> list[Any]:
@@ -86,12 +96,33 @@ class History(Mapping[str, list[Any]]):
         return _render.html_table(*self._table(), notes=self._notes())
 
     def _table(self) -> tuple[list[str], list[list[str]], str]:
-        columns = [list(map(_text, values)) for values in self._values.values()]
+        columns = list(map(_column, self._values.values()))
         rows = [list(row) for row in zip(map(str, self.epochs), *columns, strict=True)]
         return ["epoch", *self._values], rows, "r" * (1 + len(columns))
 
     def _notes(self) -> list[str]:
         return [f"stopped: {self.stopped}"] if self.stopped else []
+
+
+def number_text(value: float) -> str:
+    """Returns a number with four significant digits, always as many characters.
+
+    Example:
+        >>> number_text(0.81), number_text(12.345), number_text(2.0), number_text(1e-5)
+        ('0.8100', '12.35', '2.000', '1.000e-05')
+    """
+    return f"{value:#.4g}".rstrip(".")
+
+
+def _column(values: Sequence[Any]) -> list[str]:
+    """Returns the texts of a column: as many decimals in each row as one needs."""
+    texts = [_text(value) for value in values]
+    plain = [text for text in texts if text.lstrip("-").replace(".", "", 1).isdigit()]
+    decimals = max((len(text.partition(".")[2]) for text in plain), default=0)
+    return [
+        f"{value:.{decimals}f}" if text in plain else text
+        for text, value in zip(texts, values, strict=True)
+    ]
 
 
 def _text(value: Any) -> str:

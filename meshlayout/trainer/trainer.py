@@ -1,17 +1,21 @@
 """`Trainer`: fit, evaluate and predict, on the public steps."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 import jax
 import numpy as np
 import optax
 
-from meshlayout import losses
-from meshlayout.errors import MeshLayoutError
+from meshlayout import _checks, losses
+from meshlayout._annotations import Batch, PyTree
+from meshlayout.checkpoint.input import Data
+from meshlayout.errors import LossError, MeshLayoutError, RecompileWarning
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
@@ -21,26 +25,36 @@ from meshlayout.step import make_eval_step, make_predict_step, make_train_step
 from meshlayout.step.compiled import OnRecompile
 from meshlayout.step.remat import Remat
 from meshlayout.step.updates import OnNonfinite
-from meshlayout.trainer.batches import Fed, Feeder, data_layout, is_even, mesh_of
+from meshlayout.trainer.array_batches import are_arrays, batches_from
+from meshlayout.trainer.batch_placement import (
+    BatchPlacer,
+    PlacedBatch,
+    data_layout,
+    is_even,
+    mesh_of,
+    outputs_of,
+    real_outputs,
+)
 from meshlayout.trainer.callbacks import Callback
 from meshlayout.trainer.checks import (
     as_callbacks,
     as_pair,
-    check_counts,
     check_metrics,
     check_needless,
     check_options,
     check_weights,
     missing,
+    not_like_the_first,
 )
+from meshlayout.trainer.epochs import Passes, TrainingInput, TrainingPosition
 from meshlayout.trainer.history import History
 from meshlayout.trainer.interrupts import Interrupts
-from meshlayout.trainer.passes import Data, Passes
-from meshlayout.trainer.position import Position
-from meshlayout.trainer.predicting import outputs_of, real_outputs
-from meshlayout.trainer.reading import Reading
-from meshlayout.trainer.resuming import Saver, in_order, resume_fit
+from meshlayout.trainer.resumption import Saver, in_order, resume_fit
 
+
+_log = logging.getLogger("meshlayout")
+
+T = TypeVar("T")
 
 # Batches that a call takes with steps_per_call="auto".
 _AUTO_BATCHES = 8
@@ -73,27 +87,28 @@ class Trainer:
     callback asks for a value. A subclass may define `train_step`, `eval_step` or
     `predict_step` with these signatures, and the state may then be any tree of arrays.
 
-    Batches that their maker has placed on devices are taken as they are. Others, of
-    NumPy arrays, are sharded over the mesh, and a short one is padded to the size of
-    the first, so that one program serves all; for that they carry weights, under the
-    key `weight` of a dict (or another one, `weights=`), or last in a tuple if `weights`
-    is that place. The padding has weight 0. A list of batches that need no padding gets
-    no weights.
+    Data is an iterable of batches, or arrays and a `batch_size`. Batches that their
+    maker placed on devices are used unchanged. Others, of NumPy arrays, are sharded
+    over the mesh, and a short one is padded to the size of the first, so that one
+    program serves all; for that they carry weights, under the key `weight` of a dict
+    (or another one, `weights=`), or last in a tuple if `weights` is that place. The
+    padding has weight 0. A list of batches that need no padding gets no weights. Where
+    nothing can mark padding (the loss function returns a mean, or a tuple has no place
+    for weights), a short batch keeps its size, and is compiled for it.
 
     Args:
         state: A `TrainState`, or for a subclass any tree of arrays. It is used up by
             training; `trainer.state` is always the newest.
         loss_fn: As for `make_train_step`. A subclass that overrides the steps needs
             none.
-        metrics: What is measured beside the loss, by name; in training and validation.
+        metrics: What is measured besides the loss, by name; in training and validation.
         layouts: The layout map that `constrain` follows in the model.
         predict_fn: A function of the model, in evaluation mode, and a batch, for
             `predict`; the outputs of the loss function if left out.
         data_layout: Where batches go: a layout, or its entries, for all arrays of a
             batch, as `("batch", ...)`. By default their first dim is sharded over the
             mesh axes called `batch`, `data` or `fsdp`, and is whole if there is none.
-        pad: Whether batches get weights and padding. A loss function that returns a
-            scalar takes no batches with weights.
+        pad: Whether batches get weights and padding, where that is possible.
         **options: Options of `make_train_step` and, as far as they apply,
             `make_eval_step`, as `clip_norm=1.0`. With `steps_per_call`, a train step
             takes a list of so many batches ("auto": 8), and those that are left over
@@ -102,10 +117,11 @@ class Trainer:
     Attributes:
         state: The state after the last finished step.
         history: The finished epochs, of all calls of `fit`.
-        position: How far training is.
+        position: How far training is; a `TrainingPosition`.
         stopped: Why training stops before its last epoch; empty if it does not.
         steps_in_call: The steps that the last call of the train step made.
-        reading: What the running `fit` reads, and how far; for callbacks that save it.
+        validation_steps: The batches of a validation; None if that is not known.
+        input: What the running `fit` reads, and how far; for callbacks that save it.
 
     Raises:
         MeshLayoutError: If an option does not exist, or needs a loss function.
@@ -134,29 +150,37 @@ class Trainer:
 
     def __init__(
         self,
-        state: Any,
+        state: PyTree,
         loss_fn: Callable[..., Any] | None = None,
         *,
         metrics: Mapping[str, Any] | None = None,
         layouts: LayoutMap | None = None,
-        predict_fn: Callable[[Any, Any], Any] | None = None,
+        predict_fn: Callable[[Any, Batch], PyTree] | None = None,
         data_layout: Layout | Sequence[Any] | None = None,
         pad: bool = True,
         **options: Unpack[StepOptions],
     ) -> None:
         check_options(Trainer, options, StepOptions.__annotations__)
+        pad = _checks.flag("pad", pad, where="Trainer")
         if loss_fn is None:
             check_needless(metrics, options)
+        else:
+            _check_loss_fn(loss_fn)
+        if predict_fn is not None:
+            names = ("model", "batch")
+            _checks.function("predict_fn", predict_fn, *names, where="Trainer")
         self.state = state
         self.history = History()
-        self.position = Position()
+        self.position = TrainingPosition()
         self.stopped = ""
         self.steps_in_call = 1
-        self.reading: Reading | None = None
+        self.input: TrainingInput | None = None
+        self.validation_steps: int | None = None
+        self._is_fitting = False
         self._so_far: Metrics | None = None
         self._loss_fn, self._predict_fn = loss_fn, predict_fn
         self._data_layout, self._pad = data_layout, pad
-        self._has_padded = False
+        self._has_padded = self._takes_no_weights = False
         self._weights = options.get("weights", "weight")
         self._group = options.get("steps_per_call", 1)
         self._make_steps(metrics, layouts, options)
@@ -190,8 +214,8 @@ class Trainer:
     # The steps.
 
     def train_step(
-        self, state: Any, batch: Any, metrics: Metrics | None
-    ) -> tuple[Any, Metrics]:
+        self, state: PyTree, batch: Batch, metrics: Metrics | None
+    ) -> tuple[PyTree, Metrics]:
         """Runs one step; to be overridden.
 
         Args:
@@ -215,7 +239,9 @@ class Trainer:
             return self._one(state, batch[0], metrics)
         return self._many(state, batch, metrics)
 
-    def eval_step(self, state: Any, batch: Any, metrics: Metrics | None) -> Metrics:
+    def eval_step(
+        self, state: PyTree, batch: Batch, metrics: Metrics | None
+    ) -> Metrics:
         """Measures one batch; to be overridden.
 
         Args:
@@ -230,8 +256,8 @@ class Trainer:
             raise MeshLayoutError(missing(self, "eval_step"))
         return self._evaluating(state, batch, metrics)
 
-    def predict_step(self, state: Any, batch: Any) -> Any:
-        """Returns what the model makes of one batch; to be overridden.
+    def predict_step(self, state: PyTree, batch: Batch) -> PyTree:
+        """Returns the model's predictions for one batch; to be overridden.
 
         Args:
             state: The state, which is not used up.
@@ -248,126 +274,182 @@ class Trainer:
 
     def fit(
         self,
-        train: Data,
+        train: Data | PyTree,
+        labels: PyTree | int = None,
         epochs: int = 1,
         *,
+        batch_size: int | None = None,
+        shuffle: bool = True,
         steps_per_epoch: int | None = None,
-        validation_data: Data | None = None,
+        validation_data: Data | PyTree | None = None,
         callbacks: Sequence[Callback] = (),
         progress: bool = True,
         resume: bool = False,
     ) -> History:
-        """Trains for some epochs more, or goes on with a run that ended too early.
+        """Trains for some more epochs, or resumes a run that ended too early.
+
+        `fit(x, y, epochs=5, batch_size=32)` trains on arrays; batches are tuples `(x,
+        y)`, and for a dict of arrays dicts. `fit(batches, 5)` trains on batches.
 
         Ctrl-C, and any error of the data or a callback, leaves `state` as the last
         finished step returned it, and `history` with the finished epochs; training can
-        go on with another `fit`. Ctrl-C waits for the call of a step to return.
+        continue with another `fit`. Ctrl-C waits for the call of a step to return.
 
         With a `Checkpoint` among the callbacks, SIGTERM (on several processes, to any
         of them) saves after the step that is running, and ends the process with status
-        75, `ml.checkpoint.EXIT_STATUS`. A run that ended so, or was killed, goes on
+        75, `ml.checkpoint.EXIT_STATUS`. A run that ended so, or was killed, resumes
         from the newest intact checkpoint when it is started again with `resume=True`:
         state, metrics of the epoch so far, history, and the data to the batch; it ends
-        with the bits of one that was not interrupted. Data that does not tell its
-        place (`get_state`) is read up to it, and has to give the same batches again.
+        with the bits of one that was not interrupted. Data without a position
+        (`get_state`) is read up to it, and must give the same batches again.
 
         Args:
             train: An iterable of batches, a new pass each epoch; a function that
-                returns one; or an iterator.
+                returns one; or an iterator. Or arrays with one row per example: one,
+                or a dict or tuple of them.
+            labels: Further arrays of the same examples; or `epochs`, after batches.
             epochs: How many; with `resume`, those before the interruption count.
+            batch_size: Rows of a global batch, for arrays.
+            shuffle: Whether arrays are shuffled, in a new order each epoch. Batches
+                keep their order.
             steps_per_epoch: Batches in an epoch, instead of one pass. The next epoch
-                goes on where this one stopped; a new pass begins where one ends.
-            validation_data: Batches to evaluate after each epoch; their values have
-                `val_` in front of their names.
-            callbacks: What else is to be done; see `ml.callbacks`.
-            progress: Whether to show progress, where no callback is a `Progress`.
-            resume: Whether to go on from the newest checkpoint of the first
+                resumes where this one stopped; a new pass begins where one ends.
+            validation_data: Batches, or arrays, to evaluate after each epoch; the names
+                of their values begin with `val_`.
+            callbacks: What else to do; see `ml.callbacks`.
+            progress: Whether to show progress, if no callback is a `Progress`.
+            resume: Whether to resume from the newest checkpoint of the first
                 `Checkpoint`. Where there is none, training begins as without. Without
                 it, a directory must hold no step after the one that training begins
                 at: it would be taken for this training's.
 
         Returns:
-            The history of all epochs, those of an earlier `fit` too.
+            The history of all epochs, including those of an earlier `fit`.
 
         Raises:
-            MeshLayoutError: If the data is none, or gives no batch; if a callback is
-                none; with `resume`, if there is no `Checkpoint`.
-            CheckpointError: If the checkpoint cannot be gone on from; its message says
+            MeshLayoutError: If an argument is wrong, the data gives no batch, or a
+                batch is not like the first one; with `resume`, if there is no
+                `Checkpoint`.
+            CheckpointError: If the checkpoint cannot be resumed from; its message says
                 why, and a note whether the trainer's state is used up. Without
                 `resume`, if a directory holds later steps of another training.
             Preempted: After SIGTERM, which ends the process.
         """
-        check_counts(epochs=epochs, steps_per_epoch=steps_per_epoch)
-        passes = Passes("train", train, steps_per_epoch, epochs)
-        feeder = self._feeder(train)
-        validation = self._validation(validation_data, epochs)
-        called = in_order(as_callbacks(callbacks), progress=progress)
-        saver = Saver(called)
-        self.reading = Reading(passes, feeder)
+        if isinstance(labels, (int, np.integer)):
+            labels, epochs = None, int(labels)
+        epochs = _checks.count("epochs", epochs, where="fit")
+        if steps_per_epoch is not None:
+            steps_per_epoch = _checks.count(
+                "steps_per_epoch", steps_per_epoch, where="fit"
+            )
+        for name, value in (
+            ("shuffle", shuffle),
+            ("progress", progress),
+            ("resume", resume),
+        ):
+            _checks.flag(name, value, where="fit")
+        ordered = in_order(as_callbacks(callbacks), progress=progress)
+        if self._is_fitting:
+            msg = (
+                "fit was called inside a fit of the same trainer, by a callback or the "
+                "data. Call it after that one has returned, or make another Trainer."
+            )
+            raise MeshLayoutError(msg)
+        data = batches_from("fit", "train", train, labels, batch_size, shuffle=shuffle)
+        passes = Passes("train", data, steps_per_epoch, epochs)
+        placer = self._placer(data)
+        validation = self._validation(validation_data, batch_size, epochs)
+        saver = Saver(ordered)
+        self.input = TrainingInput(passes, placer)
         self._begin(passes, epochs)
-        if resume:
-            self._so_far = resume_fit(self, saver.first, self._group_size)
-        else:
-            saver.check_new(self.position.step)
-        with ExitStack() as closing, Interrupts() as interrupts, saver:
-            for callback in called:
-                closing.callback(callback.close)
-            for callback in called:
-                callback.on_fit_start(self)
-            while self.position.epoch < self.position.last_epoch and not self.stopped:
-                self._train_epoch(self.reading, called, interrupts, saver)
-                self._end_epoch(passes, called, validation)
-                saver.look(self, None)
-            for callback in called:
-                callback.on_fit_end(self)
+        self._is_fitting = True
+        try:
+            if resume:
+                self._so_far = resume_fit(self, saver.first, self._group_size)
+            else:
+                saver.check_new(self.position.step)
+            self._run(self.input, ordered, validation, saver)
+        finally:
+            self._is_fitting = False
         return self.history
 
-    def evaluate(self, data: Data) -> dict[str, Any]:
+    def _run(
+        self,
+        source: TrainingInput,
+        callbacks: Sequence[Callback],
+        validation: tuple[Passes, BatchPlacer] | None,
+        saver: Saver,
+    ) -> None:
+        with ExitStack() as closing, Interrupts() as interrupts, saver:
+            for callback in callbacks:
+                closing.callback(callback.close)
+            self._notify(callbacks, "on_fit_start")
+            while self.position.epoch < self.position.last_epoch and not self.stopped:
+                self._train_epoch(source, callbacks, interrupts, saver)
+                self._end_epoch(source.passes, callbacks, validation)
+                saver.end_if_due(self, None)
+            self._notify(callbacks, "on_fit_end")
+
+    def evaluate(
+        self,
+        data: Data | PyTree,
+        labels: PyTree = None,
+        *,
+        batch_size: int | None = None,
+    ) -> dict[str, Any]:
         """Measures the state on some data.
 
         Args:
-            data: Batches, as for `fit`; one pass.
+            data: Batches or arrays, as for `fit`; one pass.
+            labels: As for `fit`.
+            batch_size: As for `fit`.
 
         Returns:
             The values by name, as floats; those of metrics with dims as NumPy arrays.
 
         Raises:
-            MeshLayoutError: If the data is none, or gives no batch.
+            MeshLayoutError: If it is not such data, gives no batch, or a batch is not
+                like the first one.
         """
-        return self._evaluate(Passes("data", data), self._feeder(data))
+        data = batches_from("evaluate", "data", data, labels, batch_size)
+        return self._evaluate("evaluate", Passes("data", data), self._placer(data))
 
-    def predict(self, data: Data) -> Any:
-        """Returns what the model makes of some data: the real examples, in order.
+    def predict(self, data: Data | PyTree, *, batch_size: int | None = None) -> PyTree:
+        """Returns the model's predictions for all rows of some data, in their order.
 
-        Rows of weight 0 are padding, the trainer's or the data's, and are left out.
+        Padding that was added by the trainer, or by `distribute_dataset`, is left out;
+        rows to which you gave weight 0 yourself are not.
 
         Args:
-            data: Batches, as for `fit`; one pass.
+            data: Batches or arrays, as for `fit`; one pass.
+            batch_size: As for `fit`.
 
         Returns:
             What `predict_fn` returns, or the dict of outputs of the loss function: a
             tree of NumPy arrays with one row per example.
 
         Raises:
-            MeshLayoutError: If the data is none, gives no batch, or an output has no
-                row per example.
+            MeshLayoutError: If it is not such data, gives no batch, or an output has
+                not one row per example.
         """
-        feeder = self._feeder(data, needs_weights=False)
-        found: list[Any] = []
-        waiting: tuple[Fed, Any] | None = None
-        for batch in Passes("data", data).epoch():
-            fed = feeder(batch)
-            outputs = self.predict_step(self.state, fed.batch)
+        data = batches_from("predict", "data", data, None, batch_size)
+        placer = self._placer(data, needs_weights=False)
+        predictions: list[PyTree] = []
+        pending: tuple[PlacedBatch, PyTree] | None = None
+        for number, batch in enumerate(Passes("data", data).epoch(), 1):
+            with self._located(f"predict: batch {number}", [batch], placer):
+                placed = placer(batch)
+                outputs = self.predict_step(self.state, placed.batch)
             # Read while the device is at the next batch.
-            if waiting is not None:
-                found.append(real_outputs(feeder, *waiting))
-            waiting = fed, outputs
-        if waiting is not None:
-            found.append(real_outputs(feeder, *waiting))
-        return jax.tree.map(lambda *parts: np.concatenate(parts), *found)
+            if pending is not None:
+                predictions.append(real_outputs(placer, *pending))
+            pending = placed, outputs
+        if pending is not None:
+            predictions.append(real_outputs(placer, *pending))
+        return jax.tree.map(lambda *parts: np.concatenate(parts), *predictions)
 
     def stop(self, reason: str) -> None:
-        """Ends training after the step, or the epoch, that is being finished.
+        """Ends training after the current step or epoch.
 
         Args:
             reason: Why, for `stopped`, the history and the progress.
@@ -386,7 +468,7 @@ class Trainer:
         step = self.position.step
         if isinstance(self.state, TrainState):
             step = int(self.state.step)  # the one wait, before the loop
-        self.position = Position(
+        self.position = TrainingPosition(
             done, done + epochs, step, steps_per_epoch=passes.num_steps
         )
         self.stopped = self.history.stopped = ""
@@ -394,7 +476,7 @@ class Trainer:
 
     def _train_epoch(
         self,
-        reading: Reading,
+        source: TrainingInput,
         callbacks: Sequence[Callback],
         interrupts: Interrupts,
         saver: Saver,
@@ -404,27 +486,104 @@ class Trainer:
         self.position = replace(self.position, epoch=epoch)
         if metrics is None:
             self.position = replace(self.position, step_in_epoch=0, examples_in_epoch=0)
-        for callback in callbacks:
-            callback.on_epoch_start(self, epoch)
-        for batch, steps, examples in reading.batches(self._group_size):
-            with interrupts.held:
-                self.state, metrics = as_pair(
-                    self, self.train_step(self.state, batch, metrics)
+        self._notify(callbacks, "on_epoch_start", epoch)
+        placer, number = source.placer, self.position.step_in_epoch
+
+        def place(batch: Batch) -> PlacedBatch:
+            nonlocal number
+            number += 1
+            with self._located(
+                f"fit: batch {number} of epoch {epoch}", [batch], placer
+            ):
+                return placer(batch)
+
+        for group in source.groups(self._group_size, place):
+            first = self.position.step_in_epoch + 1
+            last = first + len(group) - 1
+            batches = f"batch {first}" if len(group) == 1 else f"batches {first}-{last}"
+            where = f"fit: {batches} of epoch {epoch}"
+            with interrupts.held, self._located(where, _hosts(group), placer):
+                self.state, metrics = self._call(
+                    lambda batch, metrics=metrics: as_pair(
+                        self, self.train_step(self.state, batch, metrics)
+                    ),
+                    group,
+                    placer,
+                    as_list=self._group_size > 1,
                 )
-                self._advance(steps, examples)
+                self._advance(len(group), sum(one.num_examples for one in group))
             check_metrics(self, "train_step", metrics)
-            for callback in callbacks:
-                callback.on_step_end(self, self.position.step, metrics)
-            saver.look(self, metrics)
+            self._notify(callbacks, "on_step_end", self.position.step, metrics)
+            saver.end_if_due(self, metrics)
             if self.stopped:
                 break
         self._so_far = metrics
+
+    def _call(
+        self,
+        step: Callable[[Batch], T],
+        group: list[PlacedBatch],
+        placer: BatchPlacer,
+        *,
+        as_list: bool = False,
+    ) -> T:
+        """Calls a step, without the weights that a loss function does not take."""
+
+        def called(group: list[PlacedBatch]) -> T:
+            batches = [placed.batch for placed in group]
+            batch = batches if as_list else batches[0]
+            if not any(placed.is_odd for placed in group):
+                return step(batch)
+            with warnings.catch_warnings():  # it cannot be padded
+                warnings.simplefilter("ignore", RecompileWarning)
+                return step(batch)
+
+        try:
+            return called(group)
+        except LossError:
+            # It is raised before anything runs: the state is not used up.
+            hosts = [placed.host for placed in group]
+            if not placer.stop_weighting(hosts[0]):
+                raise
+            unweighted = list(map(placer, hosts))
+            with suppress(LossError):
+                result = called(unweighted)
+                _log.info("the loss function returns a mean: batches get no weights")
+                self._takes_no_weights = True
+                return result
+            placer.pad = True
+            raise
+
+    def _notify(self, callbacks: Sequence[Callback], moment: str, *args: Any) -> None:
+        for callback in callbacks:
+            with _checks.noted(
+                lambda callback=callback: (
+                    f"in {type(callback).__name__}.{moment}, at step "
+                    f"{self.position.step}, epoch {self.position.epoch}"
+                )
+            ):
+                getattr(callback, moment)(self, *args)
+
+    @contextmanager
+    def _located(
+        self, where: str, batches: list[Batch], placer: BatchPlacer
+    ) -> Iterator[None]:
+        """Says of an error which batch it comes from, and how that is unlike others."""
+        try:
+            yield
+        except Exception as error:
+            differences = [placer.difference(batch) for batch in batches]
+            difference = next(filter(None, differences), "")
+            if difference and not isinstance(error, MeshLayoutError):
+                raise not_like_the_first(where, difference) from error
+            error.add_note(f"in {where}{f': {difference}' if difference else ''}")
+            raise
 
     def _end_epoch(
         self,
         passes: Passes,
         callbacks: Sequence[Callback],
-        validation: tuple[Passes, Feeder] | None,
+        validation: tuple[Passes, BatchPlacer] | None,
     ) -> None:
         """Reads the epoch's metrics, and validates; an epoch of no step is none."""
         metrics, self._so_far = self._so_far, None
@@ -440,15 +599,15 @@ class Trainer:
             if step is not None:
                 step.check()
         if validation is not None and not self.stopped:
-            for callback in callbacks:
-                callback.on_validation_start(self)
-            found = self._evaluate(*validation)
-            logs.update({f"val_{name}": value for name, value in found.items()})
+            passes, placer = validation
+            self.validation_steps = passes.num_steps
+            self._notify(callbacks, "on_validation_start")
+            values = self._evaluate("fit: validation", passes, placer, callbacks)
+            logs.update({f"val_{name}": value for name, value in values.items()})
         if now.steps_per_epoch is None and not self.stopped:
             self.position = replace(now, steps_per_epoch=now.step_in_epoch)
         self.history.add(now.epoch, logs)
-        for callback in callbacks:
-            callback.on_epoch_end(self, now.epoch, logs)
+        self._notify(callbacks, "on_epoch_end", now.epoch, logs)
         self.history.stopped = self.stopped
 
     def _advance(self, steps: int, examples: int) -> None:
@@ -467,28 +626,62 @@ class Trainer:
         """How many batches a call of the train step takes."""
         return _AUTO_BATCHES if isinstance(self._group, str) else self._group
 
-    def _evaluate(self, passes: Passes, feeder: Feeder) -> dict[str, Any]:
+    def _evaluate(
+        self,
+        name: str,
+        passes: Passes,
+        placer: BatchPlacer,
+        callbacks: Sequence[Callback] = (),
+    ) -> dict[str, Any]:
         metrics: Metrics | None = None
-        for batch in passes.epoch():
-            metrics = self.eval_step(self.state, feeder(batch).batch, metrics)
+        for number, batch in enumerate(passes.epoch(), 1):
+            with self._located(f"{name}: batch {number}", [batch], placer):
+                placed = placer(batch)
+                metrics = self._call(
+                    lambda batch, metrics=metrics: self.eval_step(
+                        self.state, batch, metrics
+                    ),
+                    [placed],
+                    placer,
+                )
             check_metrics(self, "eval_step", metrics)
+            self._notify(callbacks, "on_validation_step_end", number)
         return {} if metrics is None else metrics.to_host()
 
     def _validation(
-        self, data: Data | None, epochs: int
-    ) -> tuple[Passes, Feeder] | None:
+        self, data: Data | PyTree | None, batch_size: int | None, epochs: int
+    ) -> tuple[Passes, BatchPlacer] | None:
         if data is None:
             return None
-        passes = Passes("validation_data", data, num_epochs=epochs)
-        return passes, self._feeder(data)
+        source: Any = data
+        if are_arrays(data):
+            source = batches_from("fit", "validation_data", data, None, batch_size)
+        passes = Passes("validation_data", source, num_epochs=epochs)
+        return passes, self._placer(source)
 
-    def _feeder(self, data: Data, *, needs_weights: bool = True) -> Feeder:
+    def _placer(self, data: Data, *, needs_weights: bool = True) -> BatchPlacer:
         check_weights(data, self._weights)
         layout = data_layout(mesh_of(self.state), self._data_layout)
         # Once batches carry weights all do: without would be another program.
         pad = self._has_padded or (self._pad and not is_even(data, layout))
-        self._has_padded = pad
-        return Feeder(layout, self._weights, pad=pad, needs_weights=needs_weights)
+        self._has_padded = pad = pad and not self._takes_no_weights
+        return BatchPlacer(layout, self._weights, pad=pad, needs_weights=needs_weights)
+
+
+def _hosts(group: list[PlacedBatch]) -> list[Batch]:
+    """Returns batches as they came, as far as the trainer placed them."""
+    return [placed.batch if placed.host is None else placed.host for placed in group]
+
+
+def _check_loss_fn(loss_fn: Any) -> None:
+    """Raises MeshLayoutError unless this can be called with a model and a batch."""
+    extras = {"rngs", "train"}
+    try:
+        names = {*inspect.signature(loss_fn).parameters} - extras
+    except (TypeError, ValueError):
+        names = {"model", "batch"}
+    if len(names) < 2 or not callable(loss_fn):
+        _checks.function("loss_fn", loss_fn, "model", "batch", where="Trainer")
 
 
 def _options_for(make: Callable[..., Any], options: StepOptions) -> dict[str, Any]:

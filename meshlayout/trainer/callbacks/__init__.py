@@ -1,4 +1,4 @@
-"""What a trainer can do beside training; and the base of a user's own."""
+"""What a trainer can do besides training, and the base class for your own."""
 
 from meshlayout.trainer.callbacks.callback import Callback as Callback
 from meshlayout.trainer.callbacks.checkpoint import Checkpoint as Checkpoint
@@ -9,7 +9,7 @@ from meshlayout.trainer.callbacks.loggers import (
 )
 from meshlayout.trainer.callbacks.profiler import ProfilerTrace as ProfilerTrace
 from meshlayout.trainer.callbacks.progress import Progress as Progress
-from meshlayout.trainer.callbacks.stopping import (
+from meshlayout.trainer.callbacks.stop_conditions import (
     EarlyStopping as EarlyStopping,
     StopOnNaN as StopOnNaN,
 )

@@ -1,4 +1,4 @@
-"""`Callback`: the moments of training at which something else can be done."""
+"""`Callback`: the moments of training at which a user's code can run."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """What a trainer calls as it goes. Override what is needed; the rest does nothing.
+    """Code that a trainer calls as it goes; override what you need.
 
-    Callbacks run in the order in which they were given, on every process. What they
-    find in the trainer: `state`, `position`, `history`, and `stop(reason)`. A state is
-    used up by the next step, so that what is to be kept of it has to be copied.
+    Callbacks run in the order they were given, on every process. The trainer they get
+    has `state`, `position`, `history` and `stop(reason)`. The next step uses the state
+    up, so copy what you keep of it.
 
     Example:
         >>> class Curriculum(Callback):
@@ -25,10 +25,10 @@ class Callback:
     """
 
     def on_fit_start(self, trainer: "Trainer") -> None:
-        """Is called before the first epoch of a `fit`."""
+        """Called before the first epoch of a `fit`."""
 
     def on_epoch_start(self, trainer: "Trainer", epoch: int) -> None:
-        """Is called before the first step of an epoch.
+        """Called before the first step of an epoch.
 
         Args:
             trainer: The trainer.
@@ -36,7 +36,7 @@ class Callback:
         """
 
     def on_step_end(self, trainer: "Trainer", step: int, metrics: Metrics) -> None:
-        """Is called after each call of the train step, which may still be running.
+        """Called after each call of the train step, which may still be running.
 
         Args:
             trainer: The trainer.
@@ -45,12 +45,20 @@ class Callback:
         """
 
     def on_validation_start(self, trainer: "Trainer") -> None:
-        """Is called after an epoch's last step, before validation, if there is any."""
+        """Called after an epoch's last step, before validation, if there is any."""
+
+    def on_validation_step_end(self, trainer: "Trainer", step: int) -> None:
+        """Called after each batch of validation, which may still be running.
+
+        Args:
+            trainer: The trainer.
+            step: How many batches were measured so far.
+        """
 
     def on_epoch_end(
         self, trainer: "Trainer", epoch: int, logs: Mapping[str, Any]
     ) -> None:
-        """Is called after an epoch and its validation.
+        """Called after an epoch and its validation.
 
         Args:
             trainer: The trainer; its history has the epoch already.
@@ -59,7 +67,7 @@ class Callback:
         """
 
     def on_fit_end(self, trainer: "Trainer") -> None:
-        """Is called after the last epoch, unless an error or Ctrl-C ended the `fit`."""
+        """Called after the last epoch, unless an error or Ctrl-C ended the `fit`."""
 
     def close(self) -> None:
-        """Is called last, however the `fit` ended: the place to close files."""
+        """Called last, however the `fit` ended: the place to close files."""

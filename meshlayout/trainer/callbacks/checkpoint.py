@@ -4,13 +4,14 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from meshlayout import _checks
 from meshlayout.checkpoint.checkpointer import Checkpointer
 from meshlayout.checkpoint.resume import KEY, notes_of
 from meshlayout.errors import MeshLayoutError
 from meshlayout.metrics import Metrics
+from meshlayout.trainer.callbacks.async_metrics import numbers
 from meshlayout.trainer.callbacks.callback import Callback
-from meshlayout.trainer.callbacks.late import numbers
-from meshlayout.trainer.callbacks.stopping import check_every, is_due
+from meshlayout.trainer.callbacks.stop_conditions import is_due
 
 
 if TYPE_CHECKING:
@@ -46,14 +47,16 @@ class Checkpoint(Callback):
     def __init__(
         self, checkpointer: Checkpointer, every: Literal["epoch"] | int = "epoch"
     ) -> None:
-        if not callable(getattr(checkpointer, "save", None)):
+        is_class = isinstance(checkpointer, type)
+        if is_class or not callable(getattr(checkpointer, "save", None)):
             msg = (
-                "Checkpoint takes an ml.Checkpointer(directory), and got a "
-                f"{type(checkpointer).__name__}."
+                "Checkpoint: checkpointer must be an ml.Checkpointer(directory), got "
+                f"{_checks.shown(checkpointer)}."
             )
             raise MeshLayoutError(msg)
         if every != "epoch":
-            check_every("Checkpoint", every)
+            hint = "Or write every='epoch'."
+            every = _checks.count("every", every, where="Checkpoint", hint=hint)
         self.checkpointer, self._every = checkpointer, every
         # The metric of `best=`.
         best = getattr(checkpointer, "best", None)
@@ -63,8 +66,8 @@ class Checkpoint(Callback):
     def on_fit_start(self, trainer: "Trainer") -> None:
         """Asks for the places in the data."""
         self._saved_at = None
-        if trainer.reading is not None:
-            trainer.reading.is_saved = True
+        if trainer.input is not None:
+            trainer.input.is_saved = True
 
     def on_step_end(self, trainer: "Trainer", step: int, metrics: Metrics) -> None:
         """Saves, if enough steps are done."""
@@ -105,9 +108,9 @@ class Checkpoint(Callback):
         *,
         force: bool = False,
     ) -> None:
-        now, history, reading = trainer.position, trainer.history, trainer.reading
-        assert reading is not None
-        place, data = reading.place()
+        now, history, source = trainer.position, trainer.history, trainer.input
+        assert source is not None
+        place, data = source.place()
         # The history has a NaN for what was not measured in this epoch: no best step.
         logs = {name: history[name][-1] for name in history} if metrics is None else {}
         measured = numbers(logs)
@@ -120,7 +123,8 @@ class Checkpoint(Callback):
                 metrics,
                 is_end=metrics is None,
                 stopped=trainer.stopped,
-                batch_rows=reading.feeder.size,
+                batch_rows=source.placer.size,
+                pads=source.placer.pad,
                 position={
                     "step_in_epoch": now.step_in_epoch,
                     "steps_per_epoch": now.steps_per_epoch,

@@ -1,8 +1,9 @@
-"""Callbacks that write down what was measured: CSV, JSON lines, TensorBoard."""
+"""Callbacks that log what was measured: CSV, JSON lines, TensorBoard."""
 
 import csv
 import json
 import math
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -10,23 +11,50 @@ from typing import TYPE_CHECKING, Any, TextIO
 import jax
 import numpy as np
 
-from meshlayout import _optional
+from meshlayout import _checks, _optional
 from meshlayout.errors import MeshLayoutError
 from meshlayout.metrics import Metrics
+from meshlayout.trainer.callbacks.async_metrics import AsyncMetrics, numbers
 from meshlayout.trainer.callbacks.callback import Callback
-from meshlayout.trainer.callbacks.late import Late, numbers
-from meshlayout.trainer.callbacks.stopping import check_every, is_due
+from meshlayout.trainer.callbacks.stop_conditions import is_due
 
 
 if TYPE_CHECKING:
     from meshlayout.trainer.trainer import Trainer
 
 
-class _File:
-    """A text file that every `fit` opens, and that is begun anew only once."""
+def as_path(where: str, name: str, path: str | os.PathLike[str]) -> Path:
+    """Returns a path, or raises MeshLayoutError for what cannot be one.
 
-    def __init__(self, path: str | Path, *, append: bool) -> None:
-        self.path, self._append = Path(path), append
+    Args:
+        where: The callback.
+        name: The parameter.
+        path: What the user gave.
+    """
+    if not isinstance(path, (str, os.PathLike)) or not str(path) or "\0" in str(path):
+        msg = f"{where}: {name} must be a path, got {_checks.shown(path)}."
+        raise MeshLayoutError(msg)
+    return Path(path)
+
+
+class _LogFile:
+    """A text file that every `fit` opens, and only the first one overwrites.
+
+    Args:
+        where: The callback.
+        path: The file.
+        append: Whether the first one keeps what it holds.
+    """
+
+    def __init__(
+        self, where: str, path: str | os.PathLike[str], *, append: bool
+    ) -> None:
+        self.path = as_path(where, "path", path)
+        if self.path.is_dir():
+            msg = f"{where}: {str(path)!r} is a directory; give a file in it."
+            raise MeshLayoutError(msg)
+        self._where = where
+        self._append = _checks.flag("append", append, where=where)
         self.file: TextIO | None = None
 
     def open(
@@ -37,32 +65,49 @@ class _File:
     ) -> TextIO:
         """Opens the file, after what this object wrote before.
 
-        When a run is resumed, after what it wrote up to there in another process.
+        A resumed run writes after the lines of the steps that are in its checkpoint;
+        later lines are removed.
 
         Args:
             trainer: The trainer.
-            place_of: Returns the epoch and the step that a line is of.
-            every: How many steps lie between two lines inside an epoch.
+            place_of: Returns the epoch and the step of a line.
+            every: How many steps are between two lines inside an epoch.
+
+        Raises:
+            MeshLayoutError: If the file cannot be written.
         """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        is_resumed = trainer.reading is not None and trainer.reading.is_resumed
-        if is_resumed and self.path.exists():
-            before = self.path.read_text(encoding="utf-8")
-            done, last = len(trainer.history.epochs), trainer.position.step
-            kept: dict[Any, str] = {}
-            for at, line in enumerate(before.splitlines(keepends=True)):
-                epoch, step = place_of(line) if line.endswith("\n") else (done + 2, 0)
-                if epoch <= done:
-                    kept[at] = line
-                elif epoch == done + 1 and step <= last and every and not step % every:
-                    # The second line of a step is the whole epoch's, which is to come.
-                    kept.setdefault((epoch, step), line)
-            self.path.write_text("".join(kept.values()), encoding="utf-8", newline="")
-            self._append = True
-        mode = "a" if self._append else "w"
+        is_resumed = trainer.input is not None and trainer.input.is_resumed
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if is_resumed and self.path.exists():
+                self._cut(trainer, place_of, every)
+                self._append = True
+            mode = "a" if self._append else "w"
+            self.file = self.path.open(mode, encoding="utf-8", newline="")
+        except OSError as error:
+            msg = f"{self._where}: cannot write {str(self.path)!r}: {error}."
+            raise MeshLayoutError(msg) from error
         self._append = True
-        self.file = self.path.open(mode, encoding="utf-8", newline="")
         return self.file
+
+    def _cut(
+        self,
+        trainer: "Trainer",
+        place_of: Callable[[str], tuple[int, int]],
+        every: int | None,
+    ) -> None:
+        """Removes the lines after the position that a run resumes from."""
+        text = self.path.read_text(encoding="utf-8")
+        done, last = len(trainer.history.epochs), trainer.position.step
+        lines: dict[Any, str] = {}
+        for index, line in enumerate(text.splitlines(keepends=True)):
+            epoch, step = place_of(line) if line.endswith("\n") else (done + 2, 0)
+            if epoch <= done:
+                lines[index] = line
+            elif epoch == done + 1 and step <= last and every and not step % every:
+                # The second line of a step is the whole epoch's, which is to come.
+                lines.setdefault((epoch, step), line)
+        self.path.write_text("".join(lines.values()), encoding="utf-8", newline="")
 
     def close(self) -> None:
         """Closes the file, if it is open."""
@@ -79,8 +124,8 @@ class CSVLogger(Callback):
     in the file when its epoch is over.
 
     Args:
-        path: The file; its folder is made. What it held is written over.
-        append: Whether lines are added to what it holds.
+        path: The file; its folder is made. It is overwritten.
+        append: Whether lines are added to the file instead.
 
     Raises:
         MeshLayoutError: At the end of an epoch, if something else was measured than the
@@ -88,7 +133,7 @@ class CSVLogger(Callback):
     """
 
     def __init__(self, path: str | Path, *, append: bool = False) -> None:
-        self._file = _File(path, append=append)
+        self._file = _LogFile("CSVLogger", path, append=append)
         self._columns: list[str] = []
 
     def on_fit_start(self, trainer: "Trainer") -> None:
@@ -112,7 +157,7 @@ class CSVLogger(Callback):
         extra = [name for name in row if name not in self._columns]
         if extra:
             msg = (
-                f"CSVLogger: {', '.join(map(repr, extra))} is no column of "
+                f"CSVLogger: {', '.join(map(repr, extra))} is not a column of "
                 f"{str(self._file.path)!r}, which has "
                 f"{', '.join(map(repr, self._columns))}. Write to another file, or use "
                 "JSONLLogger, whose lines may differ."
@@ -130,26 +175,28 @@ class JSONLLogger(Callback):
     """Writes a JSON object per epoch into a file of lines, on process 0.
 
     An object has the epoch, the step, and what was measured, the learning rate among
-    it; metrics with dims as lists. What is not finite is written as null, which JSON
-    has, and NaN it has not.
+    it; metrics with dims as lists. Values that are not finite are written as null:
+    JSON has no NaN.
 
     Args:
-        path: The file; its folder is made. What it held is written over.
+        path: The file; its folder is made. It is overwritten.
         every: Also writes the epoch's values so far after every so many steps, once
             the device has them.
-        append: Whether lines are added to what it holds.
+        append: Whether lines are added to the file instead.
 
     Raises:
-        MeshLayoutError: If `every` is no number of steps.
+        MeshLayoutError: If `every` is not a positive integer, or the path not one of a
+            file.
     """
 
     def __init__(
         self, path: str | Path, *, every: int | None = None, append: bool = False
     ) -> None:
         if every is not None:
-            check_every("JSONLLogger", every)
-        self._file, self._every = _File(path, append=append), every
-        self._late = Late()
+            every = _checks.count("every", every, where="JSONLLogger")
+        self._file = _LogFile("JSONLLogger", path, append=append)
+        self._every = every
+        self._pending = AsyncMetrics()
 
     def on_fit_start(self, trainer: "Trainer") -> None:
         """Opens the file."""
@@ -157,12 +204,12 @@ class JSONLLogger(Callback):
             self._file.open(trainer, _json_place, self._every)
 
     def on_step_end(self, trainer: "Trainer", step: int, metrics: Metrics) -> None:
-        """Writes the values that are there."""
+        """Writes the values that are ready."""
         if self._file.file is None or self._every is None:
             return
         if is_due(trainer, self._every):
-            self._late.add(trainer.position, metrics)
-        for position, values in self._late.ready():
+            self._pending.add(trainer.position, metrics)
+        for position, values in self._pending.ready():
             self._write(position.epoch, position.step, values)
 
     def on_epoch_end(
@@ -171,7 +218,7 @@ class JSONLLogger(Callback):
         """Writes the epoch's values."""
         if self._file.file is None:
             return
-        for position, values in self._late.drain():
+        for position, values in self._pending.drain():
             self._write(position.epoch, position.step, values)
         self._write(epoch, trainer.position.step, logs)
         self._file.file.flush()
@@ -183,7 +230,7 @@ class JSONLLogger(Callback):
 
     def close(self) -> None:
         """Closes the file."""
-        self._late.clear()
+        self._pending.clear()
         self._file.close()
 
 
@@ -193,7 +240,7 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _finite(value: Any) -> Any:
     if isinstance(value, list):
-        return [_finite(one) for one in value]
+        return [_finite(item) for item in value]
     return value if math.isfinite(value) else None
 
 
@@ -218,18 +265,19 @@ class TensorBoard(Callback):
             names that begin with `steps/`, once the device has them.
 
     Raises:
-        MeshLayoutError: If tensorboardX is not installed, or `every` is no number of
-            steps.
+        MeshLayoutError: If tensorboardX is not installed, or `every` is not a positive
+            integer.
     """
 
     def __init__(self, directory: str | Path, *, every: int | None = None) -> None:
         if every is not None:
-            check_every("TensorBoard", every)
+            every = _checks.count("every", every, where="TensorBoard")
         self._package: Any = _optional.require(
             "tensorboardX", extra="tensorboard", purpose="The TensorBoard callback"
         )
-        self._directory, self._every = Path(directory), every
-        self._late = Late()
+        self._directory = as_path("TensorBoard", "directory", directory)
+        self._every = every
+        self._pending = AsyncMetrics()
         self._writer: Any = None
 
     def on_fit_start(self, trainer: "Trainer") -> None:
@@ -238,12 +286,12 @@ class TensorBoard(Callback):
             self._writer = self._package.SummaryWriter(str(self._directory))
 
     def on_step_end(self, trainer: "Trainer", step: int, metrics: Metrics) -> None:
-        """Writes the values that are there."""
+        """Writes the values that are ready."""
         if self._writer is None or self._every is None:
             return
         if is_due(trainer, self._every):
-            self._late.add(trainer.position, metrics)
-        for position, values in self._late.ready():
+            self._pending.add(trainer.position, metrics)
+        for position, values in self._pending.ready():
             self._write("steps/", position.step, values)
 
     def on_epoch_end(
@@ -252,7 +300,7 @@ class TensorBoard(Callback):
         """Writes the epoch's values."""
         if self._writer is None:
             return
-        for position, values in self._late.drain():
+        for position, values in self._pending.drain():
             self._write("steps/", position.step, values)
         self._write("", trainer.position.step, numbers(logs))
         self._writer.flush()
@@ -263,7 +311,7 @@ class TensorBoard(Callback):
 
     def close(self) -> None:
         """Closes the event file."""
-        self._late.clear()
+        self._pending.clear()
         if self._writer is not None:
             self._writer.close()
         self._writer = None

@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from meshlayout.errors import MeshLayoutError
+from meshlayout import _checks
 from meshlayout.metrics import Metrics
 from meshlayout.trainer.callbacks.callback import Callback
+from meshlayout.trainer.callbacks.loggers import as_path
 
 
 if TYPE_CHECKING:
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 class ProfilerTrace(Callback):
     """Traces a window of steps with `jax.profiler`, on process 0.
 
-    The window begins and ends when the device has done the steps before it and in it,
-    so that these two moments wait. The first steps compile: leave them out.
+    The window begins and ends when the device has finished the steps before it and in
+    it, so these two moments wait. The first steps compile: leave them out.
 
     Args:
         directory: Where the trace goes.
@@ -26,22 +27,21 @@ class ProfilerTrace(Callback):
         num_steps: How many steps it has.
 
     Raises:
-        MeshLayoutError: If a number is no whole number from 1 on.
+        MeshLayoutError: If a number is not a positive integer, or the directory is not
+            a path.
     """
 
     def __init__(
         self, directory: str | Path, *, start_step: int = 10, num_steps: int = 5
     ) -> None:
-        for name, value in (("start_step", start_step), ("num_steps", num_steps)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                msg = f"ProfilerTrace: {name}={value!r} is no whole number from 1 on."
-                raise MeshLayoutError(msg)
-        self._directory = Path(directory)
+        start_step = _checks.count("start_step", start_step, where="ProfilerTrace")
+        num_steps = _checks.count("num_steps", num_steps, where="ProfilerTrace")
+        self._directory = as_path("ProfilerTrace", "directory", directory)
         self._before, self._last = start_step - 1, start_step + num_steps - 1
         self._is_tracing = False
 
     def on_fit_start(self, trainer: "Trainer") -> None:
-        """Begins the window, if it is with the first step."""
+        """Begins the window, if it begins with the first step."""
         if self._before == 0:
             self._start(trainer)
 

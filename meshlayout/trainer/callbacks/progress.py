@@ -10,12 +10,15 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, Progress as Bars, TextColumn
 
+from meshlayout._checks import shown
 from meshlayout._render.consoles import console_on
 from meshlayout._render.tables import html_block, html_line
+from meshlayout.errors import MeshLayoutError
 from meshlayout.metrics import Metrics
+from meshlayout.trainer.callbacks.async_metrics import AsyncMetrics, numbers
 from meshlayout.trainer.callbacks.callback import Callback
-from meshlayout.trainer.callbacks.late import Late, numbers
-from meshlayout.trainer.position import Position
+from meshlayout.trainer.epochs import TrainingPosition
+from meshlayout.trainer.history import number_text
 
 
 if TYPE_CHECKING:
@@ -32,7 +35,8 @@ class Progress(Callback):
     A line per epoch: what was measured, the epoch's seconds, the examples per second
     without validation, and how long the rest will take. A terminal also has a bar while
     an epoch runs, and a notebook one display that is updated. The bar shows the newest
-    values that the device has computed, and waits for none.
+    values that the device has computed, and waits for none; during validation it shows
+    the batches measured so far.
 
     Args:
         console: Where to write, a `rich` console; standard output if left out, or the
@@ -40,40 +44,58 @@ class Progress(Callback):
     """
 
     def __init__(self, console: Console | None = None) -> None:
+        if console is not None and not isinstance(console, Console):
+            msg = f"Progress: console must be a rich Console, got {shown(console)}."
+            raise MeshLayoutError(msg)
         self._console = console
-        self._view: _View | None = None
-        self._late = Late()
+        self._view: _BarView | None = None
+        self._pending = AsyncMetrics()
 
     def on_fit_start(self, trainer: "Trainer") -> None:
         """Finds out who is watching."""
-        self._late.clear()
+        self._pending.clear()
         self._start_s = self._looked_s = time.perf_counter()
         self._first_epoch = len(trainer.history.epochs) + 1
         if jax.process_index() == 0:
             self._view = _view(self._console)
 
     def on_epoch_start(self, trainer: "Trainer", epoch: int) -> None:
-        """Begins a bar."""
-        self._late.clear()
+        """Starts a bar."""
+        self._pending.clear()
         self._epoch_start_s = time.perf_counter()
         self._trained_s = 0.0
         if self._view is not None:
             self._view.show(_bar(trainer.position, {}, ""))
 
     def on_step_end(self, trainer: "Trainer", step: int, metrics: Metrics) -> None:
-        """Moves the bar, now and then, to where the device is."""
+        """Moves the bar, now and then, to the device's newest values."""
         if self._view is None or not self._view.is_live:
             return
         now_s = time.perf_counter()
-        if not self._late and now_s - self._looked_s >= _INTERVAL_S:
+        if not self._pending and now_s - self._looked_s >= _INTERVAL_S:
             self._looked_s = now_s
-            self._late.add(trainer.position, metrics)
-        for position, values in self._late.ready():
+            self._pending.add(trainer.position, metrics)
+        for position, values in self._pending.ready():
             self._view.show(_bar(position, values, self._pace(position, now_s)))
 
     def on_validation_start(self, trainer: "Trainer") -> None:
-        """Takes the time of the epoch's training."""
+        """Shows that the epoch is being validated, and stops its clock."""
         self._trained_s = time.perf_counter() - self._epoch_start_s
+        self._show_validation(trainer, 0)
+
+    def on_validation_step_end(self, trainer: "Trainer", step: int) -> None:
+        """Moves the bar, now and then."""
+        now_s = time.perf_counter()
+        if now_s - self._looked_s >= _INTERVAL_S:
+            self._looked_s = now_s
+            self._show_validation(trainer, step)
+
+    def _show_validation(self, trainer: "Trainer", step: int) -> None:
+        if self._view is not None and self._view.is_live:
+            total = trainer.validation_steps
+            steps = f"{step}/{total}" if total else f"{step}"
+            text = f"validating  step {steps}"
+            self._view.show(_Bar(_title(trainer.position), step, total, text))
 
     def on_epoch_end(
         self, trainer: "Trainer", epoch: int, logs: Mapping[str, Any]
@@ -98,12 +120,12 @@ class Progress(Callback):
             self._view.end_epoch(f"stopped: {trainer.stopped}")
 
     def close(self) -> None:
-        """Takes the bar away."""
+        """Removes the bar."""
         if self._view is not None:
             self._view.close()
         self._view = None
 
-    def _pace(self, position: Position, now_s: float) -> str:
+    def _pace(self, position: TrainingPosition, now_s: float) -> str:
         """Returns the speed, and the time left if the number of steps is known."""
         pace = _rate_text(position, now_s - self._epoch_start_s)
         if position.steps_per_epoch is None:
@@ -124,7 +146,7 @@ class _Bar:
         self.title, self.done, self.total, self.text = title, done, total, text
 
 
-def _bar(position: Position, values: Mapping[str, float], pace: str) -> _Bar:
+def _bar(position: TrainingPosition, values: Mapping[str, float], pace: str) -> _Bar:
     total, done = position.steps_per_epoch, position.step_in_epoch
     count = f"{done}/{total}" if total else f"{done}"
     parts = [f"step {count}", _values_text(values), pace]
@@ -132,16 +154,16 @@ def _bar(position: Position, values: Mapping[str, float], pace: str) -> _Bar:
     return _Bar(_title(position), done, total, text)
 
 
-def _title(position: Position) -> str:
+def _title(position: TrainingPosition) -> str:
     width = len(str(position.last_epoch))
     return f"epoch {position.epoch:>{width}}/{position.last_epoch}"
 
 
 def _values_text(values: Mapping[str, float]) -> str:
-    return "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+    return "  ".join(f"{name} {number_text(x)}" for name, x in values.items())
 
 
-def _rate_text(position: Position, seconds: float) -> str:
+def _rate_text(position: TrainingPosition, seconds: float) -> str:
     rate = position.examples_in_epoch / max(seconds, 1e-9)
     return f"{rate:,.0f} examples/s" if rate >= 10 else f"{rate:.2g} examples/s"
 
@@ -157,7 +179,7 @@ def _left_text(seconds: float) -> str:
 # Where it is shown.
 
 
-class _View(Protocol):
+class _BarView(Protocol):
     is_live: bool
 
     def show(self, bar: _Bar) -> None: ...
@@ -165,7 +187,7 @@ class _View(Protocol):
     def close(self) -> None: ...
 
 
-def _view(console: Console | None) -> _View:
+def _view(console: Console | None) -> _BarView:
     if console is None:
         ipython = sys.modules.get("IPython")
         shell = ipython.get_ipython() if ipython is not None else None
@@ -198,7 +220,7 @@ class _Lines:
         self._console.file.flush()
 
     def close(self) -> None:
-        """Has nothing to take away."""
+        """Has nothing to remove."""
 
 
 class _Terminal:
@@ -229,7 +251,7 @@ class _Terminal:
         _write(self._console, line)
 
     def close(self) -> None:
-        """Takes the bar away."""
+        """Removes the bar."""
         self._bars.stop()
 
 
@@ -250,13 +272,13 @@ class _Notebook:
         self._update()
 
     def end_epoch(self, line: str) -> None:
-        """Adds a line, and takes the bar away until the next epoch."""
+        """Adds a line, and removes the bar until the next epoch."""
         self._lines.append(line)
         self._bar = None
         self._update()
 
     def close(self) -> None:
-        """Takes the bar away."""
+        """Removes the bar."""
         self._bar = None
         self._update()
 

@@ -1,4 +1,4 @@
-"""How a `fit` is saved at preemption, and gone on with in another process."""
+"""How a `fit` is saved at preemption, and resumed in another process."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 from meshlayout.checkpoint.preemption import Preempted, Preemption
 from meshlayout.checkpoint.resume import resume
 from meshlayout.errors import CheckpointError, MeshLayoutError
+from meshlayout.metrics import Metrics
 from meshlayout.trainer.callbacks import Callback, Checkpoint, Progress
 
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def in_order(callbacks: Sequence[Callback], *, progress: bool) -> list[Callback]:
-    """Returns the callbacks as they are called: those that save are last.
+    """Returns the callbacks in the order of their calls: those that save are last.
 
     So what others have done at a step, as stopping, is saved with it.
 
@@ -24,21 +25,21 @@ def in_order(callbacks: Sequence[Callback], *, progress: bool) -> list[Callback]
         callbacks: What the user gave.
         progress: Whether to show progress, if none of them does.
     """
-    called = [*callbacks]
-    if progress and not any(isinstance(one, Progress) for one in called):
-        called.insert(0, Progress())
-    return sorted(called, key=lambda one: isinstance(one, Checkpoint))
+    ordered = [*callbacks]
+    if progress and not any(isinstance(callback, Progress) for callback in ordered):
+        ordered.insert(0, Progress())
+    return sorted(ordered, key=lambda callback: isinstance(callback, Checkpoint))
 
 
 class Saver:
-    """Looks out for SIGTERM in a `fit` that has a `Checkpoint`, and saves then.
+    """Watches for SIGTERM in a `fit` that has a `Checkpoint`, and saves then.
 
     Args:
         callbacks: All callbacks.
     """
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
-        self._checkpoints = [one for one in callbacks if isinstance(one, Checkpoint)]
+        self._checkpoints = [x for x in callbacks if isinstance(x, Checkpoint)]
         self._preemption = Preemption()
 
     @property
@@ -61,7 +62,7 @@ class Saver:
             self._preemption.__exit__(kind, error, trace)
 
     def check_new(self, step: int) -> None:
-        """Raises where steps lie that training from a step on would not have made.
+        """Refuses directories with steps that this training would not have made.
 
         Args:
             step: Where training begins.
@@ -69,14 +70,15 @@ class Saver:
         Raises:
             CheckpointError: If a directory holds later steps.
         """
-        for one in self._checkpoints:
-            one.checkpointer.wait()
-            later = [found for found in one.checkpointer.all_steps() if found > step]
+        for callback in self._checkpoints:
+            checkpointer = callback.checkpointer
+            checkpointer.wait()
+            later = [saved for saved in checkpointer.all_steps() if saved > step]
             if later:
-                raise CheckpointError(_others(one.checkpointer.directory, step, later))
+                raise CheckpointError(_others(checkpointer.directory, step, later))
 
-    def look(self, trainer: "Trainer", metrics: Any) -> None:
-        """Saves and ends the process, if it was told to; to be called after each step.
+    def end_if_due(self, trainer: "Trainer", metrics: Metrics | None) -> None:
+        """Saves and ends the process after SIGTERM; called after each step.
 
         Args:
             trainer: The trainer.
@@ -86,8 +88,8 @@ class Saver:
             Preempted: If so, once everything is saved.
         """
         if self._checkpoints and self._preemption.is_due():
-            for one in self._checkpoints:
-                one.save_now(trainer, metrics)
+            for callback in self._checkpoints:
+                callback.save_now(trainer, metrics)
             raise Preempted(trainer.position.step)
 
 
@@ -97,17 +99,19 @@ def _others(directory: Any, step: int, later: Sequence[int]) -> str:
     has = f"step {last}" if len(later) == 1 else f"{len(later)} steps up to {last}"
     return (
         f"fit begins at step {step}, and {directory} holds {has} of another training: "
-        f"resume=True would later go on from step {last}, and not from this training. "
-        "Give resume=True to go on from there now, or save in another directory."
+        f"resume=True would later resume from step {last}, and not from this training. "
+        "Give resume=True to resume from there now, or save in another directory."
     )
 
 
-def resume_fit(trainer: "Trainer", saved: Checkpoint | None, group_size: int) -> Any:
-    """Puts a trainer where the newest intact checkpoint was made.
+def resume_fit(
+    trainer: "Trainer", saved: Checkpoint | None, group_size: int
+) -> Metrics | None:
+    """Puts a trainer where it was when the newest intact checkpoint was made.
 
     Args:
         trainer: The trainer, at the beginning of a `fit`.
-        saved: What saved.
+        saved: The callback that saved.
         group_size: The batches of a call of the train step.
 
     Returns:
@@ -115,12 +119,12 @@ def resume_fit(trainer: "Trainer", saved: Checkpoint | None, group_size: int) ->
 
     Raises:
         MeshLayoutError: If nothing saves.
-        CheckpointError: If the checkpoint cannot be gone on from.
+        CheckpointError: If the checkpoint cannot be resumed from.
     """
-    reading = trainer.reading
-    if saved is None or reading is None:
+    training_input = trainer.input
+    if saved is None or training_input is None:
         msg = (
-            "fit(resume=True) goes on from what a Checkpoint has saved, and there is "
+            "fit(resume=True) resumes from what a Checkpoint has saved, and there is "
             "none among the callbacks. Add ml.callbacks.Checkpoint(checkpointer)."
         )
         raise MeshLayoutError(msg)
@@ -130,24 +134,29 @@ def resume_fit(trainer: "Trainer", saved: Checkpoint | None, group_size: int) ->
     def first_step(state: Any, batch: Any) -> Any:
         nonlocal is_used_up
         is_used_up = True
-        fed = reading.feeder(batch).batch
-        group = fed if group_size == 1 else [fed] * group_size
+        placed = training_input.placer(batch).batch
+        group = placed if group_size == 1 else [placed] * group_size
         return trainer.train_step(state, group, None)
 
     def look(notes: Any) -> None:
         if "history" not in notes:
             msg = (
                 f"the newest checkpoint in {saved.checkpointer.directory} was saved by "
-                "a checkpoint.Loop, and fit(resume=True) goes on from what the "
-                "callback Checkpoint has saved. Go on with the Loop, or give another "
+                "a checkpoint.Loop, and fit(resume=True) resumes from what the "
+                "callback Checkpoint has saved. Resume with the Loop, or give another "
                 "directory; Checkpointer.restore returns the state alone."
             )
             raise CheckpointError(msg)
-        reading.feeder.size = notes["batch_rows"]
+        training_input.placer.size = notes["batch_rows"]
+        training_input.placer.pad = notes.get("pads", training_input.placer.pad)
 
     try:
         found = resume(
-            saved.checkpointer, trainer.state, reading.passes.input, first_step, look
+            saved.checkpointer,
+            trainer.state,
+            training_input.passes.input,
+            first_step,
+            look,
         )
     except Exception as error:
         if is_used_up:
@@ -156,7 +165,7 @@ def resume_fit(trainer: "Trainer", saved: Checkpoint | None, group_size: int) ->
     if found is None:
         return None
     notes, epochs = found.notes, trainer.position.last_epoch - trainer.position.epoch
-    trainer.state, reading.is_resumed = found.state, True
+    trainer.state, training_input.is_resumed = found.state, True
     trainer.history.set(**notes["history"])
     done = len(trainer.history.epochs)
     trainer.position = replace(
@@ -167,9 +176,9 @@ def resume_fit(trainer: "Trainer", saved: Checkpoint | None, group_size: int) ->
         **notes["position"],
     )
     if notes["is_end"]:
-        reading.passes.go_on(None)
+        training_input.passes.resume(None)
         trainer.stop(notes["stopped"])
         trainer.history.stopped = trainer.stopped
         return None
-    reading.passes.go_on(trainer.position.step_in_epoch)
+    training_input.passes.resume(trainer.position.step_in_epoch)
     return found.metrics

@@ -1,17 +1,18 @@
-"""Metrics that are read when the device has got there, so that nobody waits."""
+"""Metrics that are read once the device has computed them, so that nobody waits."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
+from meshlayout._annotations import Leaf
 from meshlayout.metrics import Metrics, Throughput
-from meshlayout.trainer.position import Position
+from meshlayout.trainer.epochs import TrainingPosition
 
 
-class Late:
+class AsyncMetrics:
     """A queue of metrics, each read once its values are there.
 
     The values are computed from this process's copy, so that processes may look at
@@ -19,53 +20,53 @@ class Late:
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[Position, dict[str, Any]]] = deque()
+        self._waiting: deque[tuple[TrainingPosition, dict[str, Any]]] = deque()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, position: Position, metrics: Metrics) -> None:
+    def add(self, position: TrainingPosition, metrics: Metrics) -> None:
         """Puts metrics in the queue.
 
         Args:
             position: Where they were measured.
             metrics: The metrics, on the device.
         """
-        mine = {
+        local = {
             name: jax.tree.map(_local, metrics.metric(name))
             for name in metrics
             if not isinstance(metrics.metric(name), Throughput)
         }
-        self._waiting.append((position, Metrics(mine).compute()))
+        self._waiting.append((position, Metrics(local).compute()))
 
-    def ready(self) -> Iterator[tuple[Position, dict[str, float]]]:
-        """Gives what is there by now, oldest first: the values that are one number."""
+    def ready(self) -> Iterator[tuple[TrainingPosition, dict[str, float]]]:
+        """Yields what is ready, oldest first: the values that are one number."""
         while self._waiting and all(
-            getattr(leaf, "is_ready", _is_there)()
+            getattr(leaf, "is_ready", _always_ready)()
             for leaf in jax.tree.leaves(self._waiting[0][1])
         ):
             yield self._first()
 
-    def drain(self) -> Iterator[tuple[Position, dict[str, float]]]:
-        """Gives all the rest, and waits for it."""
+    def drain(self) -> Iterator[tuple[TrainingPosition, dict[str, float]]]:
+        """Yields all the rest, and waits for it."""
         while self._waiting:
             yield self._first()
 
     def clear(self) -> None:
-        """Forgets what is in the queue."""
+        """Empties the queue."""
         self._waiting.clear()
 
-    def _first(self) -> tuple[Position, dict[str, float]]:
+    def _first(self) -> tuple[TrainingPosition, dict[str, float]]:
         position, values = self._waiting.popleft()
         return position, numbers(values)
 
 
-def _is_there() -> bool:
-    """Says of what is no JAX array that it is there."""
+def _always_ready() -> bool:
+    """Returns True: values that are not JAX arrays are always ready."""
     return True
 
 
-def numbers(values: Any) -> dict[str, float]:
+def numbers(values: Mapping[str, Any]) -> dict[str, float]:
     """Returns the values that are one number each.
 
     Args:
@@ -74,7 +75,7 @@ def numbers(values: Any) -> dict[str, float]:
     return {name: float(value) for name, value in values.items() if not np.ndim(value)}
 
 
-def _local(leaf: Any) -> Any:
+def _local(leaf: Leaf) -> Leaf:
     """Returns this process's copy of what is the same everywhere."""
     if isinstance(leaf, jax.Array) and leaf.is_fully_replicated:
         return leaf.addressable_data(0)

@@ -1,0 +1,155 @@
+"""Batches of plain arrays, for `fit(x, y, batch_size=32)`."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshlayout import _checks
+from meshlayout._annotations import Batch, PyTree
+from meshlayout._batches import num_examples
+from meshlayout.data.by_row import Order
+from meshlayout.errors import MeshLayoutError
+
+
+class ArrayBatches:
+    """Batches of a tree of arrays on the host; each iteration is an epoch.
+
+    Args:
+        arrays: A dict, tuple or array, with one row per example.
+        batch_size: Rows of a global batch; the last one of an epoch may have fewer.
+        shuffle: Whether each epoch has an order of its own.
+
+    Example:
+        >>> batches = ArrayBatches(np.arange(5), 2, shuffle=False)
+        >>> [batch.tolist() for batch in batches]
+        [[0, 1], [2, 3], [4]]
+    """
+
+    def __init__(self, arrays: PyTree, batch_size: int, *, shuffle: bool) -> None:
+        self._arrays, self._batch_size = arrays, batch_size
+        self._seed = 0 if shuffle else None
+        self.num_rows = num_examples(arrays)
+        self.epoch = 0
+        self._order: tuple[int, Order] | None = None
+
+    def __len__(self) -> int:
+        return -(-self.num_rows // self._batch_size)
+
+    def __iter__(self) -> "ArrayBatchIterator":
+        self.epoch += 1
+        return ArrayBatchIterator(self, self.epoch - 1)
+
+    def batch(self, epoch: int, start: int) -> Batch:
+        """Returns the rows of a batch.
+
+        Args:
+            epoch: The epoch, from 0.
+            start: The place of the first row in the epoch's order.
+        """
+        if self._order is None or self._order[0] != epoch:
+            self._order = epoch, Order(self.num_rows, self._seed, epoch)
+        rows = self._order[1].at(np.arange(start, self.next_start(start)))
+        return jax.tree.map(lambda leaf: leaf[rows], self._arrays)
+
+    def next_start(self, start: int) -> int:
+        """Returns the place of the first row after a batch."""
+        return min(start + self._batch_size, self.num_rows)
+
+
+class ArrayBatchIterator(Iterator[Batch]):
+    """One epoch of `ArrayBatches`, whose position can be saved."""
+
+    def __init__(self, batches: ArrayBatches, epoch: int) -> None:
+        self._batches, self._epoch, self._row = batches, epoch, 0
+
+    def __next__(self) -> Batch:
+        if self._row >= self._batches.num_rows:
+            raise StopIteration
+        batch = self._batches.batch(self._epoch, self._row)
+        self._row = self._batches.next_start(self._row)
+        return batch
+
+    def get_state(self) -> dict[str, int]:
+        """Returns the position, as JSON holds it."""
+        return {"epoch": self._epoch, "row": self._row}
+
+    def set_state(self, state: Mapping[str, int]) -> None:
+        """Moves to a position that `get_state` returned; later epochs follow it."""
+        self._epoch, self._row = state["epoch"], state["row"]
+        self._batches.epoch = self._epoch + 1
+
+
+def batches_from(
+    where: str,
+    name: str,
+    data: Any,
+    labels: Any = None,
+    batch_size: int | None = None,
+    *,
+    shuffle: bool = False,
+) -> Any:
+    """Returns arrays as batches; other data as it is.
+
+    Args:
+        where: The method that was called, for messages.
+        name: What it calls the data.
+        data: What the user gave: arrays, or batches.
+        labels: Further arrays of the same examples, or None.
+        batch_size: Rows of a batch of arrays.
+        shuffle: Whether arrays are shuffled.
+
+    Raises:
+        MeshLayoutError: If the batch size of arrays is missing, or batches are given
+            one.
+    """
+    arrays = data if labels is None else (data, labels)
+    if batch_size is not None:
+        batch_size = _checks.count("batch_size", batch_size, where=where)
+    if not are_arrays(arrays):
+        if labels is not None:
+            msg = (
+                f"{where}: {name} and the labels after it must be arrays with one row "
+                f"per example, got {_checks.shown(data)} and {_checks.shown(labels)}. "
+                f"Data that is in batches already is one argument: {where}(batches)."
+            )
+            raise MeshLayoutError(msg)
+        if batch_size is not None:
+            msg = (
+                f"{where}: batch_size cuts arrays into batches, and {name} is "
+                f"{_checks.shown(data)}. Leave batch_size out if it gives batches."
+            )
+            raise MeshLayoutError(msg)
+        return data
+    if batch_size is None:
+        given = name if labels is None else f"{name}, labels"
+        msg = (
+            f"{where}: {name} is {_checks.shown(data)}, of arrays with "
+            f"{num_examples(arrays):,} rows. Say how many rows make a batch, "
+            f"{where}({given}, batch_size=32), or give an iterable of batches. A list "
+            "of one batch is one, too."
+        )
+        raise MeshLayoutError(msg)
+    arrays = jax.tree.map(np.asarray, arrays)
+    return ArrayBatches(arrays, batch_size, shuffle=shuffle)
+
+
+def are_arrays(data: Any) -> bool:
+    """Returns whether data is arrays with a row per example, and not batches of them.
+
+    Example:
+        >>> x = np.ones((4, 2))
+        >>> are_arrays(x), are_arrays({"x": x}), are_arrays((x, x)), are_arrays([x, x])
+        (True, True, True, False)
+    """
+    if isinstance(data, (np.ndarray, jax.Array)):
+        return data.ndim > 0
+    if isinstance(data, Mapping):
+        leaves = jax.tree.leaves(dict(data))
+    elif isinstance(data, tuple):
+        leaves = list(data)
+    else:
+        return False
+    is_array = (isinstance(x, (np.ndarray, jax.Array)) and np.ndim(x) for x in leaves)
+    return bool(leaves) and all(is_array)
