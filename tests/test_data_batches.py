@@ -1400,7 +1400,43 @@ def test_a_function_may_return_rows_and_say_the_batch_size():
     assert message(
         lambda: md.distribute_datasets_from_function(lambda context: columns(8), MESH)
     ) == (
-        "the function returned a source of single rows, from which the size of a batch "
-        "cannot be told. Give global_batch_size=, or return batches of the per-replica "
-        "size."
+        "fn returned a source of single rows, which does not tell the size of a batch. "
+        "Give global_batch_size=, or return batches of the per-replica size."
     )
+
+
+def test_what_a_function_raises_says_for_which_part_of_the_input():
+    def fn(context):
+        raise FileNotFoundError("part-00000 is gone")
+
+    with pytest.raises(FileNotFoundError, match="part-00000 is gone") as error:
+        md.distribute_datasets_from_function(fn, MESH)
+    assert error.value.__notes__ == [
+        "This was raised by fn, called with InputContext(num_input_pipelines=1, "
+        "input_pipeline_id=0, num_replicas_in_sync=8)."
+    ]
+
+
+PARAMETERS = inspect.signature(md.distribute_datasets_from_function).parameters
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), -1, 0, "x", object()], ids=repr)
+@pytest.mark.parametrize("name", [*PARAMETERS, "dataset"])
+def test_odd_values_for_a_function_of_sources_work_or_are_refused(name, value):
+    dataset = value if name == "dataset" else columns(16)
+    options = {
+        "fn": lambda context: dataset,
+        "layout_or_mesh": MESH,
+        "global_batch_size": 8,
+    }
+    if name != "dataset":
+        options[name] = value
+    try:
+        data = md.distribute_datasets_from_function(**options)
+        num_batches = len(list(itertools.islice(data, 3)))
+    except ml.errors.MeshLayoutError as error:
+        num_batches, text = 1, str(error)
+    else:
+        text = "It works."
+    assert num_batches
+    assert text.endswith((".", "?"))

@@ -1,4 +1,9 @@
-"""Sources that each process makes for itself, as in tf.distribute."""
+"""Sources that each process makes for itself, as in tf.distribute.
+
+For input that cannot be divided after the fact: files on local disks, a service that
+serves each host its part. Processes with parts of the same replicas must make the same
+input, so the function is told which pipeline it makes, and not which process it is on.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +37,7 @@ class InputContext:
     """Which part of the input this process makes.
 
     An input pipeline feeds the replicas of one process. Processes that hold parts of
-    the same replicas are one pipeline, and have to make the same input.
+    the same replicas are one pipeline, and must make the same input.
 
     Attributes:
         num_input_pipelines: How many pipelines there are.
@@ -123,7 +128,9 @@ def distribute_datasets_from_function(
 ) -> DistributedDataset[Any]:
     """Makes global batches from the sources that a function makes on each process.
 
-    The function decides what its process reads: nothing is sharded for it. What it
+    Use this to move a pipeline from tf.distribute, or where each process must read a
+    part of its own. The function decides what its process reads: nothing is sharded
+    for it. What it
     returns is cut into this process's part of the global batches, one replica's rows
     after another's; a source of batches of the per-replica size, as for tf.distribute,
     gives one batch to each replica in turn.
@@ -131,9 +138,9 @@ def distribute_datasets_from_function(
     Args:
         fn: Called once with an `InputContext`; returns any source that
             `distribute_dataset` takes.
-        layout_or_mesh: How batches lie on the mesh.
+        layout_or_mesh: The layout of batches, as for `distribute_dataset`.
         global_batch_size: Rows of a batch, on all processes together; None for the
-            size of the first batch that the source gives times the replicas.
+            size of the first batch of the source times the number of replicas.
         remainder: As for `distribute_dataset`, like all that follow.
         weights: Where batches carry one weight per example.
         shuffle: A seed for a source with random access.
@@ -142,10 +149,10 @@ def distribute_datasets_from_function(
         prefetch: How many batches are made ready ahead.
         strings: `"error"` or `"host"`.
         batched: Whether the elements of an iterable are batches; None takes elements
-            that may be either for batches.
+            that may be either as batches.
 
     Raises:
-        DataError: As `distribute_dataset`, or if there is no batch to take the size of.
+        DataError: As `distribute_dataset`, or if no batch tells the size.
 
     Example:
         >>> import numpy as np
@@ -165,7 +172,10 @@ def distribute_datasets_from_function(
     note_whole_batches(layout_or_mesh, clock.note)
     with report_failure_to(agreement and agreement.channel, FACTS):
         _checks.function("fn", fn, "context", error=DataError)
-        source = _source(fn(InputContext.of(layout)), clock, batched=batched)
+        context = InputContext.of(layout)
+        with _checks.noted(f"This was raised by fn, called with {context}."):
+            dataset = fn(context)
+        source = _source(dataset, clock, batched=batched)
         opened = None
         if global_batch_size is None:
             opened = open_first(_stream(source))
@@ -186,13 +196,13 @@ def distribute_datasets_from_function(
     )
 
 
-def _source(made: Any, clock: Clock, *, batched: bool | None) -> Source:
-    """Returns what the function made as a source; its elements may well be batches."""
-    if batched is None and isinstance(made, list) and made:
-        batched = looks_batched(made[0])
-    source = as_source(made, clock, batched=batched)
+def _source(dataset: Any, clock: Clock, *, batched: bool | None) -> Source:
+    """Returns what the function returned as a source, of batches if that is unsure."""
+    if batched is None and isinstance(dataset, list) and dataset:
+        batched = looks_batched(dataset[0])
+    source = as_source(dataset, clock, batched=batched)
     if batched is None and isinstance(source, IterableSource):
-        return IterableSource(made, batched=True)
+        return IterableSource(dataset, batched=True)
     return source
 
 
@@ -200,8 +210,8 @@ def _stream(source: Source) -> StreamSource:
     if isinstance(source, StreamSource):
         return source
     msg = (
-        "the function returned a source of single rows, from which the size of a batch "
-        "cannot be told. Give global_batch_size=, or return batches of the per-replica "
+        "fn returned a source of single rows, which does not tell the size of a batch. "
+        "Give global_batch_size=, or return batches of the per-replica "
         "size."
     )
     raise DataError(msg)
