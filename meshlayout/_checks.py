@@ -269,6 +269,7 @@ def function(
     name: str,
     value: Any,
     *args: str,
+    keywords: Iterable[str] = (),
     where: str = "",
     error: type[MeshLayoutError] = MeshLayoutError,
     hint: str = "",
@@ -282,6 +283,7 @@ def function(
         name: The parameter, as the user writes it.
         value: What the user gave.
         *args: What it will be called with, by the names that a reader knows.
+        keywords: What it will be called with by name, where it has such parameters.
         where: The public function or class, which opens the message.
         error: The class to raise.
         hint: A sentence to end with: the way out.
@@ -306,7 +308,8 @@ def function(
     except (TypeError, ValueError):
         return value
     try:
-        signature.bind(*args)
+        asked = {name: None for name in keywords if name in signature.parameters}
+        signature.bind(*args, **asked)
     except TypeError:
         names = ", ".join(signature.parameters)
         msg = (

@@ -480,7 +480,7 @@ REFUSED = {
     ),
     "bad option": (
         lambda: ml.compile_step(doubled, on_recompile="wrn"),
-        "on_recompile='wrn' is not one of 'warn', 'error', 'ignore'. Did you mean "
+        "on_recompile must be 'warn', 'error' or 'ignore', got 'wrn'. Did you mean "
         "'warn'?",
     ),
     "bad map": (

@@ -132,11 +132,11 @@ SHUFFLE = (
 REFUSED = {
     "a size that is no whole number": (
         {"global_batch_size": 16.0},
-        "global_batch_size=16.0 is no whole number from 1 on.",
+        "scan_epoch: global_batch_size must be a positive integer, got 16.0.",
     ),
     "no size": (
         {"global_batch_size": 0},
-        "global_batch_size=0 is no whole number from 1 on.",
+        "scan_epoch: global_batch_size must be a positive integer, got 0.",
     ),
     "a yes to shuffle": ({"shuffle": True}, SHUFFLE.format(True)),
     "a seed to shuffle": ({"shuffle": 7}, SHUFFLE.format(7)),

@@ -111,7 +111,7 @@ def train_step(name, layouts, axes, rows=ROWS, has_weights=False, **options):
         for key, (shape, dtype) in example.items()
     }
     step = ml.make_train_step(loss_fn, **options)
-    return step, step.prepare(state, batch), batch
+    return step, step._prepare(state, batch), batch
 
 
 @pytest.fixture

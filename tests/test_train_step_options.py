@@ -133,9 +133,9 @@ def test_a_step_that_is_not_finite_raises_and_leaves_the_state(mesh, batch):
     with pytest.raises(ml.errors.StepError) as caught:
         train_step.check()
     assert str(caught.value) == (
-        "the loss or a gradient of an earlier step was not finite. The state is as it "
-        "was before that step. Lower the learning rate, clip with clip_norm=, or use "
-        'on_nonfinite="skip".'
+        "the loss or a gradient was not finite in step 1: the loss first. The state is "
+        "as it was before that step. Lower the learning rate, clip with clip_norm=, or "
+        'use on_nonfinite="skip".'
     )
     assert_same_bits(on_host(state.params), before)
     assert metrics["skipped"] == 1
@@ -655,49 +655,50 @@ class Largest:
 STEPS = {
     "a loss function that is none": (
         lambda: ml.make_train_step(3),
-        "make_train_step takes a function of the model and a batch first, and got a int.",
+        "make_train_step: loss_fn must be a function of (model, batch), got 3.",
     ),
     "an eval loss that is none": (
         lambda: ml.make_eval_step("loss"),
-        "make_eval_step takes a function of the model and a batch first, and got a str.",
+        "make_eval_step: loss_fn must be a function of (model, batch), got 'loss'.",
     ),
     "a prediction that is none": (
         lambda: ml.make_predict_step(None),
-        "make_predict_step takes a function of the model and a batch first, and got a "
-        "NoneType.",
+        "make_predict_step: predict_fn must be a function of (model, batch), got None.",
     ),
     "no microbatch": (
         lambda: ml.make_train_step(squares, accumulate=0),
-        "accumulate=0 is no whole number from 1 on.",
+        "make_train_step: accumulate must be a positive integer, got 0.",
     ),
     "microbatches as a bool": (
         lambda: ml.make_train_step(squares, accumulate=True),
-        "accumulate=True is no whole number from 1 on.",
+        "make_train_step: accumulate must be a positive integer, got True.",
     ),
     "steps_per_call": (
         lambda: ml.make_train_step(squares, steps_per_call=1.5),
-        "steps_per_call=1.5 is no whole number from 1 on.",
+        "make_train_step: steps_per_call must be a positive integer, got 1.5. It may "
+        'also be "auto".',
     ),
     "clip_norm": (
         lambda: ml.make_train_step(squares, clip_norm=0),
-        "clip_norm=0 is no positive number.",
+        "make_train_step: clip_norm must be a finite number above 0, got 0.",
     ),
     "on_nonfinite": (
         lambda: ml.make_train_step(squares, on_nonfinite="skpi"),
-        "on_nonfinite='skpi' is not one of 'error', 'skip', 'ignore'. Did you mean "
-        "'skip'?",
+        "make_train_step: on_nonfinite must be 'error', 'skip' or 'ignore', got 'skpi'. "
+        "Did you mean 'skip'?",
     ),
     "ema": (
         lambda: ml.make_train_step(squares, ema=1.0),
-        "ema=1.0 is no decay: a number from 0 on and below 1, as 0.999.",
+        "make_train_step: ema must be a finite number of at least 0 and below 1, got 1.0.",
     ),
     "trainable": (
         lambda: ml.make_train_step(squares, trainable="*"),
-        "trainable='*' is no regular expression: nothing to repeat at position 0.",
+        "make_train_step: trainable='*' is not a regular expression: nothing to repeat "
+        "at position 0.",
     ),
     "zero": (
         lambda: ml.make_train_step(squares, zero=2),
-        "zero=2 is not one of 0, 1.",
+        "make_train_step: zero must be 0 or 1, got 2.",
     ),
     "denominator": (
         lambda: ml.make_train_step(squares, denominator=-1),
@@ -791,20 +792,22 @@ CALLS = {
         {},
         {},
         "<lambda> returned a float; a loss function returns losses of shape (batch, "
-        "...), or a pair of losses and a dict of outputs.",
+        "...), or "
+        'those and a dict of outputs for the metrics: return losses, {"logits": logits}.',
     ),
     "a tuple of three": (
         lambda model, batch: (1, 2, 3),
         {},
         {},
         "<lambda> returned a tuple of 3; a loss function returns losses of shape "
-        "(batch, ...), or a pair of losses and a dict of outputs.",
+        "(batch, ...), or "
+        'those and a dict of outputs for the metrics: return losses, {"logits": logits}.',
     ),
     "whole numbers": (
         lambda model, batch: jnp.ones(16, "int32"),
         {},
         {},
-        "<lambda> returned losses of dtype int32; they are no floats.",
+        "<lambda> returned losses of dtype int32; losses are floats.",
     ),
     "losses of other rows": (
         lambda model, batch: squares(model, batch)[:4],
@@ -889,13 +892,14 @@ def test_calls_that_do_not_fit_are_refused_in_words(mesh, name):
 
 
 def test_a_batch_that_every_device_computes_is_logged_once(mesh, caplog):
-    host, layout = {"x": X, "y": Y}, mesh.layout("batch", ...)
-    placed = ml.relayout(host, layout)
-    state, _ = ml.make_train_step(squares)(create(mesh), placed)
+    host = {"x": X, "y": Y}
+    for batch in (on(mesh, host), host):
+        state, _ = ml.make_train_step(squares)(create(mesh), batch)
     assert not caplog.records
     train_step = ml.make_train_step(squares)
-    state, _ = train_step(state, host)
-    train_step(state, host)
+    everywhere = ml.relayout(host, mesh.layout(...))
+    for _ in range(2):
+        state, _ = train_step(state, everywhere)
     assert [one.getMessage() for one in caplog.records] == [
         f"the batch is sharded over no axis, so that all {mesh.size} devices compute "
         "all of it. Place it with ml.relayout(batch, mesh.layout('batch', ...)), or "
@@ -906,9 +910,9 @@ def test_a_batch_that_every_device_computes_is_logged_once(mesh, caplog):
 def test_zero_wants_a_batch_that_is_sharded(mesh):
     train_step = ml.make_train_step(squares, zero=1)
     with pytest.raises(ml.errors.StepError) as caught:
-        train_step(create(mesh), {"x": X, "y": Y})
+        train_step(create(mesh), ml.relayout({"x": X, "y": Y}, mesh.layout(...)))
     assert str(caught.value) == (
-        "zero=1 shards the optimiser's state over the axes that shard the batch, and "
+        "zero=1 shards the optimizer's state over the axes that shard the batch, and "
         "this batch is sharded over none. Place it with relayout(batch, "
         "mesh.layout('batch', ...))."
     )

@@ -44,7 +44,7 @@ class Metrics(Mapping[str, Any]):
         {'loss': 0.75, 'accuracy': 0.5}
     """
 
-    __slots__ = ("__weakref__", "_metrics")
+    __slots__ = ("__weakref__", "_built", "_flat")
 
     def __init__(self, metrics: Mapping[str, Any]) -> None:
         if not isinstance(metrics, Mapping):
@@ -65,7 +65,29 @@ class Metrics(Mapping[str, Any]):
                     "flax.nnx, use metrics.adapt."
                 )
                 raise MetricError(msg)
-        object.__setattr__(self, "_metrics", dict(metrics))
+        object.__setattr__(self, "_built", dict(metrics))
+        object.__setattr__(self, "_flat", None)
+
+    @classmethod
+    def from_flat(cls, leaves: list[Any], treedef: Any) -> "Metrics":
+        """Returns metrics that are put together when somebody looks at them.
+
+        Args:
+            leaves: Their arrays.
+            treedef: Their structure, as `jax.tree.flatten` gives it.
+        """
+        lazy = object.__new__(cls)
+        object.__setattr__(lazy, "_built", None)
+        object.__setattr__(lazy, "_flat", (leaves, treedef))
+        return lazy
+
+    @property
+    def _metrics(self) -> dict[str, Any]:
+        if self._built is None:
+            leaves, treedef = self._flat
+            object.__setattr__(self, "_built", treedef.unflatten(leaves)._built)  # noqa: SLF001
+        built: Any = self._built
+        return built
 
     def __setattr__(self, name: str, value: Any) -> None:
         msg = f"Metrics cannot be changed: make new ones instead of setting {name!r}."
@@ -217,7 +239,8 @@ class Metrics(Mapping[str, Any]):
         """Returns metrics of names and whatever JAX has put in their places."""
         collection = object.__new__(cls)
         by_name = dict(zip(names, metrics, strict=True))
-        object.__setattr__(collection, "_metrics", by_name)
+        object.__setattr__(collection, "_built", by_name)
+        object.__setattr__(collection, "_flat", None)
         return collection
 
 

@@ -111,6 +111,12 @@ def parse_precision(precision: Any) -> Policies:
     """
     if not isinstance(precision, Mapping):
         return Policies(_policy(precision))
+    if not precision:
+        msg = (
+            "precision={} says nothing. Give patterns of paths and their dtypes, as "
+            '{"router": "float32", "": "bfloat16"}.'
+        )
+        raise StateError(msg)
     rules = []
     for pattern, one in precision.items():
         try:
@@ -195,8 +201,23 @@ def cast(value: Any, dtype: Any) -> Any:
 
 
 def check_params(params: Any, policies: Policies) -> None:
-    """Raises StateError if parameters are stored in another dtype than the policy's."""
-    for leaf in _paths.flatten(params).leaves:
+    """Raises StateError if parameters do not fit the policies.
+
+    They do not if one is stored in another dtype than its policy says, or if a pattern
+    matches no parameter and no submodule.
+    """
+    leaves = _paths.flatten(params).leaves
+    paths = {prefix for leaf in leaves for prefix in _prefixes(leaf.path)}
+    for pattern, _ in policies.by_path:
+        if not any(re.search(pattern, path) for path in paths):
+            names = [repr(leaf.path) for leaf in leaves]
+            more = ", ..." if names[4:] else ""
+            msg = (
+                f"precision: {pattern!r} matches no parameter; there are "
+                f"{', '.join(names[:4])}{more}."
+            )
+            raise StateError(msg)
+    for leaf in leaves:
         wanted = policies.at(leaf.path).param
         dtype = leaf.value.dtype
         if (
@@ -210,6 +231,12 @@ def check_params(params: Any, policies: Policies) -> None:
                 f"param_dtype={str(wanted)!r}, or leave param out of the policy."
             )
             raise StateError(msg)
+
+
+def _prefixes(path: str) -> list[str]:
+    """Returns a parameter's path, and those of the modules around it."""
+    names = path.split("/")
+    return ["/".join(names[:end]) for end in range(1, len(names) + 1)]
 
 
 @jax.tree_util.register_dataclass

@@ -95,6 +95,13 @@ def check_memory(
             raise StepError(msg)
         seen[id(leaf)] = path
     for path, leaf in labelled(names[1:], args[1:], kwargs):
+        is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+        if is_array and leaf.is_deleted():
+            msg = (
+                f"{name}: {path!r} was used up by an earlier call of a step, which "
+                "takes the memory of its state. Use the state that the call returned."
+            )
+            raise StepError(msg)
         if id(leaf) in seen:
             msg = (
                 f"{name}: {path!r} is the state's {seen[id(leaf)]!r}, whose "

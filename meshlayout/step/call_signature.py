@@ -12,7 +12,7 @@ from meshlayout import _jax, _paths, _render
 
 
 @dataclass(frozen=True)
-class Description:
+class CallSignature:
     """Every argument of a call, by name: what a program is compiled for."""
 
     avals: dict[str, str]
@@ -21,7 +21,7 @@ class Description:
 
 def describe(
     names: tuple[str, ...], static: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Description:
+) -> CallSignature:
     """Describes a call.
 
     Args:
@@ -36,7 +36,7 @@ def describe(
         avals[where] = _aval_text(leaf)
         if not isinstance(leaf, Tracer):
             layouts[where] = _sharding_text(layout_of(leaf))
-    return Description(avals, layouts)
+    return CallSignature(avals, layouts)
 
 
 def labelled(
@@ -86,7 +86,7 @@ SETTING = (
 )
 
 
-def differences(last: Description, now: Description) -> list[str]:
+def differences(last: CallSignature, now: CallSignature) -> list[str]:
     """Returns what changed between two calls, one phrase each."""
     found = []
     for where in dict.fromkeys([*now.avals, *last.avals]):

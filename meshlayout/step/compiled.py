@@ -7,12 +7,21 @@ import threading
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args, overload
+from typing import (
+    Any,
+    Generic,
+    Literal,
+    ParamSpec,
+    TypeAlias,
+    TypeVar,
+    get_args,
+    overload,
+)
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshlayout import _jax, _paths, _render
+from meshlayout import _checks, _jax, _paths, _render
 from meshlayout.errors import RecompileWarning, StepError, did_you_mean, stack_level
 from meshlayout.layout_map import LayoutMap, activate
 from meshlayout.step.arguments import (
@@ -23,7 +32,7 @@ from meshlayout.step.arguments import (
 from meshlayout.step.batch_norm import ignoring_unbound_axes
 from meshlayout.step.call_signature import (
     SETTING,
-    Description,
+    CallSignature,
     describe,
     differences,
     layout_of,
@@ -39,6 +48,9 @@ from meshlayout.step.kernel_gradients import (
 )
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 OnRecompile: TypeAlias = Literal["warn", "error", "ignore"]
 
 # Virtual CPU devices share one thread pool. With many collectives queued, the last
@@ -53,15 +65,15 @@ def compile_step(
     static_argnames: Sequence[str] = (),
     on_recompile: OnRecompile = "warn",
     layouts: LayoutMap | None = None,
-) -> "Callable[[Callable[..., Any]], CompiledStep]": ...
+) -> "Callable[[Callable[P, R]], CompiledStep[P, R]]": ...
 @overload
 def compile_step(
-    step: Callable[..., Any],
+    step: Callable[P, R],
     *,
     static_argnames: Sequence[str] = (),
     on_recompile: OnRecompile = "warn",
     layouts: LayoutMap | None = None,
-) -> "CompiledStep": ...
+) -> "CompiledStep[P, R]": ...
 def compile_step(
     step: Callable[..., Any] | None = None,
     *,
@@ -98,13 +110,7 @@ def compile_step(
         >>> state["w"].tolist(), int(aux["seen"])
         ([3.0, 3.0], 3)
     """
-    choices = get_args(OnRecompile)
-    if on_recompile not in choices:
-        msg = (
-            f"on_recompile={on_recompile!r} is not one of "
-            f"{', '.join(map(repr, choices))}.{did_you_mean(on_recompile, choices)}"
-        )
-        raise StepError(msg)
+    _checks.choice("on_recompile", on_recompile, get_args(OnRecompile), error=StepError)
     if layouts is not None and not isinstance(layouts, LayoutMap):
         msg = f"layouts= takes a LayoutMap, and got a {type(layouts).__name__}."
         raise StepError(msg)
@@ -132,8 +138,8 @@ class _Program:
 
     signature: _Signature
     jitted: Any
-    first_call: Description
-    seen: list[Description]  # what it was traced for
+    first_call: CallSignature
+    seen: list[CallSignature]  # what it was traced for
     loose: bool  # some batch leaf has no layout of its own: look at it every call
     spread: bool  # several devices: JAX may crash on memory given twice, so look
     bounded: bool  # several CPU devices: bound what is in flight
@@ -150,7 +156,7 @@ class _Retrace(Exception):  # noqa: N818 (no error: it stops a trace that has to
     """JAX traces a program again, and nothing has said why yet."""
 
 
-class CompiledStep:
+class CompiledStep(Generic[P, R]):
     """A compiled step; made by `compile_step`.
 
     Calling it raises StepError, before anything is run or used up, if what the step
@@ -196,8 +202,12 @@ class CompiledStep:
         self._program: _Program | None = None
         self._thread = _Thread()
         self._in_flight = 0
+        # The mesh that jax.set_mesh has set, if calls can run under it; or none.
+        self._ambient: jax.sharding.AbstractMesh | None = None
 
-    def __get__(self, instance: object, owner: type | None = None) -> "CompiledStep":
+    def __get__(
+        self, instance: object, owner: type | None = None
+    ) -> "CompiledStep[P, R]":
         if instance is None:
             return self
         msg = (
@@ -206,7 +216,12 @@ class CompiledStep:
         )
         raise StepError(msg)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What was compiled belongs to this process, and locks cannot be copied.
+        how = (self._step, self.static_argnames, self._on_recompile, self._layouts)
+        return CompiledStep, how
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs the step.
 
         Args:
@@ -216,6 +231,35 @@ class CompiledStep:
         Returns:
             What the step returns: the new state, and the rest.
         """
+        ambient = jax.sharding.get_abstract_mesh()
+        if ambient is not self._ambient and self._is_foreign(ambient, args, kwargs):
+            with _jax.no_mesh():
+                return self._run(args, kwargs)
+        return self._run(args, kwargs)
+
+    def _is_foreign(
+        self, ambient: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Returns whether `jax.set_mesh` has set another mesh than the state's.
+
+        JAX would refuse the state's arrays under it. A mesh that is the state's own
+        stays, for functions that constrain values by a PartitionSpec alone.
+        """
+        if ambient.empty:
+            self._ambient = ambient
+            return False
+        if _jax.is_tracing():
+            return False
+        leaves = jax.tree.leaves(args[:1] or kwargs)
+        shardings = (_jax.sharding_of(leaf) for leaf in leaves)
+        meshes = (x.mesh for x in shardings if isinstance(x, NamedSharding))
+        mesh = next(meshes, None)
+        if mesh is None or mesh.abstract_mesh != ambient:
+            return True
+        self._ambient = ambient
+        return False
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         static: tuple[Any, ...] = ()
         if kwargs or self.static_argnames or not args:
             args, kwargs, static = self._normalised(args, kwargs)
@@ -223,7 +267,8 @@ class CompiledStep:
         try:
             if program is None or (
                 program.loose
-                and _layouts_of(args[1:], kwargs) != program.signature.rest_layouts
+                and _layouts_of(args[1:], kwargs, None)
+                != program.signature.rest_layouts
             ):
                 program, args = self._switch(static, args, kwargs)
             if program.spread and gives_memory_twice(args, kwargs):
@@ -247,6 +292,10 @@ class CompiledStep:
             *args: As for a call; arrays may be `jax.ShapeDtypeStruct` with shardings.
             **kwargs: Arguments by name.
         """
+        ambient = jax.sharding.get_abstract_mesh()
+        if self._is_foreign(ambient, args, kwargs):
+            with _jax.no_mesh():
+                return self.lower(*args, **kwargs)
         args, kwargs, static = self._normalised(args, kwargs)
         signature = self._signature(args, kwargs)
         before, self._thread.is_quiet = self._thread.is_quiet, True
@@ -342,12 +391,13 @@ class CompiledStep:
             raise StepError(msg)
         state_leaves, state_def = jax.tree.flatten(args[0])
         rest_def = jax.tree.structure((args[1:], kwargs))
-        return _Signature(
-            state_def,
-            _one_mesh(self._name, args[0], [layout_of(leaf) for leaf in state_leaves]),
-            rest_def,
-            _layouts_of(args[1:], kwargs),
-        )
+        layouts = [layout_of(leaf) for leaf in state_leaves]
+        state_layouts = _one_mesh(self._name, args[0], layouts)
+        # What lies nowhere yet comes back from the step on the mesh: the next call
+        # would be another one if it did not start there.
+        whole = _whole(state_layouts)
+        rest_layouts = _layouts_of(args[1:], kwargs, whole)
+        return _Signature(state_def, state_layouts, rest_def, rest_layouts)
 
     def _switch(
         self, static: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -408,13 +458,13 @@ class CompiledStep:
     def _make(
         self,
         signature: _Signature,
-        now: Description,
+        now: CallSignature,
         axes: GradientAxes | None = None,
     ) -> _Program:
-        # Where JAX is to decide, the layout is None.
+        # None leaves the layout to JAX.
         into = signature.state_def.unflatten(signature.state_layouts)
         rest = signature.rest_def.unflatten(signature.rest_layouts)
-        seen: list[Description] = []
+        seen: list[CallSignature] = []
 
         def traced(static: tuple[Any, ...], state: Any, rest: Any) -> Any:
             step = functools.partial(self._traced, seen, static)
@@ -451,7 +501,7 @@ class CompiledStep:
 
     def _traced(
         self,
-        seen: list[Description],
+        seen: list[CallSignature],
         static: tuple[Any, ...],
         state: Any,
         rest: Any,
@@ -474,7 +524,7 @@ class CompiledStep:
             seen.append(describe(self._names, static, (state, *args), kwargs))
         return kept, aux
 
-    def _explain(self, now: Description, before: list[Description]) -> None:
+    def _explain(self, now: CallSignature, before: list[CallSignature]) -> None:
         """Says what is unlike the most similar call before, if there was one."""
         # Inside another transformation every call is traced.
         if self._on_recompile == "ignore" or not before or _jax.is_tracing():
@@ -534,8 +584,19 @@ def _takes_any(step: Callable[..., Any]) -> bool:
     return inspect.Parameter.VAR_KEYWORD in kinds
 
 
-def _layouts_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple([layout_of(leaf) for leaf in jax.tree.leaves((args, kwargs))])
+def _layouts_of(
+    args: tuple[Any, ...], kwargs: dict[str, Any], whole: NamedSharding | None
+) -> tuple[Any, ...]:
+    """Returns the layouts of arrays; for those that have none, `whole`."""
+    leaves = jax.tree.leaves((args, kwargs))
+    return tuple([layout_of(leaf) or whole for leaf in leaves])
+
+
+def _whole(layouts: tuple[Any, ...]) -> NamedSharding | None:
+    """Returns the layout of what is the same on every device of a state's mesh."""
+    meshes = (one.mesh for one in layouts if isinstance(one, NamedSharding))
+    mesh = next(meshes, None)
+    return None if mesh is None else NamedSharding(mesh, PartitionSpec())
 
 
 def _placed(state: Any, signature: _Signature) -> Any:
@@ -551,16 +612,15 @@ def _placed(state: Any, signature: _Signature) -> Any:
 
 def _one_mesh(name: str, state: Any, layouts: list[Any]) -> tuple[Any, ...]:
     """Gives leaves without a layout the replicated one, if the others have a mesh."""
-    meshes = [one.mesh for one in layouts if isinstance(one, NamedSharding)]
-    if not meshes:
+    whole = _whole(tuple(layouts))
+    if whole is None:
         return tuple(layouts)
-    whole = NamedSharding(meshes[0], PartitionSpec())
     devices = whole.device_set
     for (path, _), layout in zip(named_leaves(state), layouts, strict=True):
         if layout is not None and layout.device_set != devices:
             msg = (
                 f"{name}: the state's {path!r} lies on other devices than the rest, "
-                f"which is on {mesh_text(meshes[0])}. Move it with "
+                f"which is on {mesh_text(whole.mesh)}. Move it with "
                 "relayout(x, layout)."
             )
             raise StepError(msg)

@@ -1,5 +1,9 @@
 """A whole epoch in one dispatch, over a dataset that is on the devices."""
 
+# What TrainStep keeps for this file and multi_step has an underscore.
+# ruff: noqa: SLF001
+# pyright: reportPrivateUsage=false
+
 from typing import Any
 
 import jax
@@ -7,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from meshlayout import _jax
+from meshlayout import _checks, _jax
+from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import (
     batch_axes as axes_for_batches,
     map_batch,
@@ -20,71 +25,142 @@ from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
-from meshlayout.step.options import check_whole
-from meshlayout.step.placement import StepMesh
+from meshlayout.step.compiled import CompiledStep
+from meshlayout.step.placement import StepMesh, in_own_mesh
+from meshlayout.step.step_metrics import MetricsStart
 from meshlayout.step.train_step import TrainStep
 
 
-def scan_epoch(
+class _ScanEpoch:
+    """The type of `scan_epoch`: a function, and `lower` for its program."""
+
+    __name__ = "scan_epoch"
+
+    def __call__(
+        self,
+        train_step: TrainStep,
+        state: TrainState,
+        data: PyTree,
+        *,
+        global_batch_size: int,
+        shuffle: jax.Array | None = None,
+        batch_axes: str | tuple[str, ...] | None = None,
+        metrics: Metrics | None = None,
+    ) -> tuple[TrainState, Metrics]:
+        """Runs a train step over all batches of a dataset, in a loop on the device.
+
+        The batches and the numbers are those of a loop in Python over the same rows
+        in the same order. A short last batch is filled up with rows of weight 0. On
+        CPUs, XLA's convolutions are several times slower inside a loop on the device
+        than outside of it.
+
+        Args:
+            train_step: What `make_train_step` made.
+            state: The state; it is used up.
+            data: A tree of arrays whose first dim is the examples, on the state's
+                devices (best replicated: rows are picked from it). Where the last batch
+                is short, it has weights or a place for them, as a mapping has, and a
+                tuple after its last array.
+            global_batch_size: Examples in a batch.
+            shuffle: A PRNG key for the order of this epoch; None keeps the rows in
+                order.
+            batch_axes: The mesh axes over which the rows of a batch are sharded; by
+                default those called batch, data or fsdp.
+            metrics: Metrics to add to; None starts with empty ones.
+
+        Returns:
+            The state after the epoch, and the metrics.
+
+        Raises:
+            StepError: If the dataset is empty, or its last batch is short and there is
+                no place for weights; or an argument is wrong.
+            LayoutError: If an axis does not exist.
+
+        Example:
+            >>> import optax
+            >>> from flax import nnx
+            >>> import meshlayout as ml
+            >>> layouts = ml.LayoutMap(ml.create_mesh({"batch": 8}), {})
+            >>> state = ml.TrainState.create(
+            ...     lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), layouts
+            ... )
+            >>> def loss_fn(model, batch):
+            ...     return jnp.square(model(batch["x"]) - batch["y"])
+            >>> step = ml.make_train_step(loss_fn)
+            >>> data = {"x": jnp.ones((20, 2)), "y": jnp.zeros((20, 1))}
+            >>> state, metrics = scan_epoch(step, state, data, global_batch_size=8)
+            >>> int(state.step)
+            3
+        """
+        with in_own_mesh(state):
+            compiled, start, count, args = _epoch_program(
+                train_step,
+                state,
+                data,
+                global_batch_size,
+                shuffle,
+                batch_axes,
+                metrics,
+            )
+            return train_step._finished(compiled, start, count, *args)
+
+    def lower(
+        self,
+        train_step: TrainStep,
+        state: TrainState,
+        data: PyTree,
+        *,
+        global_batch_size: int,
+        shuffle: jax.Array | None = None,
+        batch_axes: str | tuple[str, ...] | None = None,
+        metrics: Metrics | None = None,
+    ) -> jax.stages.Lowered:
+        """Lowers the epoch for these arguments, as `jax.jit(...).lower` does.
+
+        Args:
+            train_step: As for a call, and so are the others.
+            state: It is not used up.
+            data: As for a call.
+            global_batch_size: As for a call.
+            shuffle: As for a call.
+            batch_axes: As for a call.
+            metrics: As for a call.
+        """
+        with in_own_mesh(state):
+            compiled, _, _, args = _epoch_program(
+                train_step,
+                state,
+                data,
+                global_batch_size,
+                shuffle,
+                batch_axes,
+                metrics,
+            )
+            return compiled.lower(*args)
+
+
+scan_epoch = _ScanEpoch()
+
+
+def _epoch_program(
     train_step: TrainStep,
     state: TrainState,
-    data: Any,
-    *,
+    data: PyTree,
     global_batch_size: int,
-    shuffle: jax.Array | None = None,
-    batch_axes: str | tuple[str, ...] | None = None,
-    metrics: Metrics | None = None,
-) -> tuple[TrainState, Metrics]:
-    """Runs a train step over all batches of a dataset, in a loop on the device.
-
-    The batches and the numbers are those of a loop in Python over the same rows in the
-    same order. A short last batch is filled up with rows of weight 0. On CPUs, XLA's
-    convolutions are several times slower inside a loop on the device than outside it.
-
-    Args:
-        train_step: What `make_train_step` made.
-        state: The state; it is used up.
-        data: A tree of arrays whose first dim is the examples, on the state's devices
-            (best replicated: rows are picked from it). Where the last batch is short,
-            it has weights or a place for them, as a mapping has, and a tuple after its
-            last array.
-        global_batch_size: Examples in a batch.
-        shuffle: A PRNG key for the order of this epoch; None takes the rows in order.
-        batch_axes: The mesh axes over which the rows of a batch are sharded; by
-            default those called batch, data or fsdp.
-        metrics: Metrics to add to; None starts with empty ones.
-
-    Returns:
-        The state after the epoch, and the metrics.
-
-    Raises:
-        StepError: If the dataset is empty, or its last batch is short and there is no
-            place for weights; or an argument is wrong.
-        LayoutError: If an axis does not exist.
-
-    Example:
-        >>> import optax
-        >>> from flax import nnx
-        >>> import meshlayout as ml
-        >>> layouts = ml.LayoutMap(ml.create_mesh({"batch": 8}), {})
-        >>> state = ml.TrainState.create(
-        ...     lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), layouts
-        ... )
-        >>> def loss_fn(model, batch):
-        ...     return jnp.square(model(batch["x"]) - batch["y"])
-        >>> step = ml.make_train_step(loss_fn)
-        >>> data = {"x": jnp.ones((20, 2)), "y": jnp.zeros((20, 1))}
-        >>> state, metrics = scan_epoch(step, state, data, global_batch_size=8)
-        >>> int(state.step)
-        3
-    """
+    shuffle: jax.Array | None,
+    batch_axes: str | tuple[str, ...] | None,
+    metrics: Metrics | None,
+) -> tuple[CompiledStep[..., Any], MetricsStart, int, tuple[Any, ...]]:
+    """Returns an epoch's program, its metrics, its number of steps and arguments."""
     if not isinstance(train_step, TrainStep):
         msg = (
             "scan_epoch takes what make_train_step made, and got a "
             f"{type(train_step).__name__}."
         )
         raise StepError(msg)
-    check_whole("global_batch_size", global_batch_size)
+    global_batch_size = _checks.count(
+        "global_batch_size", global_batch_size, where="scan_epoch", error=StepError
+    )
     _check_key(shuffle)
     rows = num_examples(data)
     if rows == 0:
@@ -92,11 +168,11 @@ def scan_epoch(
         raise StepError(msg)
     if rows % global_batch_size:
         data = _with_weights(data, train_step.weights, rows, global_batch_size)
-    place = _place(state, batch_axes)
-    data = place.put(data)
+    mesh = _epoch_mesh(state, batch_axes)
+    data = mesh.put(data)
 
-    def batch_at(data: Any, order: Any, at: Any) -> Any:
-        picked = jax.lax.dynamic_slice_in_dim(order, at, global_batch_size)
+    def batch_at(data: PyTree, order: jax.Array, start: Any) -> Batch:
+        picked = jax.lax.dynamic_slice_in_dim(order, start, global_batch_size)
         real = picked >= 0
         batch = map_batch(lambda leaf: leaf[jnp.maximum(picked, 0)], data)
         if rows % global_batch_size:
@@ -104,7 +180,7 @@ def scan_epoch(
             spread = real.reshape(-1, *[1] * (given.ndim - 1))
             weights = jnp.where(spread, given, 0).astype("float32")
             batch = with_weights(batch, train_step.weights, weights)
-        return map_batch(lambda leaf: place.constrain(leaf, 0), batch)
+        return map_batch(lambda leaf: mesh.constrain(leaf, 0), batch)
 
     def order_of(shuffle: Any) -> jax.Array:
         order = jnp.arange(rows)
@@ -112,13 +188,14 @@ def scan_epoch(
             order = jax.random.permutation(shuffle, order)
         return jnp.pad(order, (0, -rows % global_batch_size), constant_values=-1)
 
-    return train_step.run_epoch(
+    compiled, start, args = train_step._epoch(
         (global_batch_size, rows, shuffle is None),
-        place,
+        mesh,
         (state, data, shuffle, metrics),
         batch_at,
         order_of,
     )
+    return compiled, start, -(-rows // global_batch_size), args
 
 
 def _check_key(shuffle: Any) -> None:
@@ -135,7 +212,7 @@ def _check_key(shuffle: Any) -> None:
         raise StepError(msg)
 
 
-def _with_weights(data: Any, key: str | int, rows: int, size: int) -> Any:
+def _with_weights(data: PyTree, key: str | int, rows: int, size: int) -> Any:
     """Returns a dataset whose last batch can be filled up: one that has weights."""
     if weights_of(data, key) is not None:
         return data
@@ -149,7 +226,9 @@ def _with_weights(data: Any, key: str | int, rows: int, size: int) -> Any:
         raise StepError(msg) from None
 
 
-def _place(state: TrainState, batch_axes: Any) -> StepMesh:
+def _epoch_mesh(
+    state: TrainState, batch_axes: str | tuple[str, ...] | None
+) -> StepMesh:
     sharding = _jax.sharding_of(state.step)
     if not isinstance(sharding, NamedSharding):
         return StepMesh(None, (), sharding)

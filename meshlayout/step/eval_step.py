@@ -6,30 +6,39 @@ from typing import Any
 import jax
 
 from meshlayout import losses
+from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import num_examples
-from meshlayout.errors import StepError
 from meshlayout.layout_map import LayoutMap
 from meshlayout.losses.weighting import check_denominator
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
-from meshlayout.state.precision import Precision, parse_precision
+from meshlayout.state.precision import Precision, check_params, parse_precision
 from meshlayout.step.compiled import CompiledStep, OnRecompile, compile_step
 from meshlayout.step.gradients import updated
 from meshlayout.step.model_call import (
     ModelCall,
     bound_model,
     cast_model,
+    check_loss_fn,
     handled_calls,
 )
-from meshlayout.step.objective import Loss, joined, parts_of, penalties_of
-from meshlayout.step.options import check_loss_fn, check_weights
-from meshlayout.step.placement import step_mesh_of
+from meshlayout.step.objective import (
+    Loss,
+    check_batch,
+    check_state,
+    check_weights,
+    joined,
+    parts_of,
+    penalties_of,
+)
+from meshlayout.step.placement import in_own_mesh, place_host_batch, step_mesh_of
+from meshlayout.step.program import ProgramCache
 from meshlayout.step.step_metrics import (
-    Measured,
-    Start,
+    FlatMetrics,
+    MetricsStart,
+    StepValues,
     as_regularizers,
     empty_metrics,
-    strong,
     total_weight,
     user_metrics,
 )
@@ -81,7 +90,7 @@ def make_eval_step(
         >>> float(metrics["loss"])
         9.0
     """
-    check_loss_fn("make_eval_step", loss_fn)
+    check_loss_fn("loss_fn", "make_eval_step", loss_fn)
     check_denominator(denominator)
     check_weights(weights)
     call = ModelCall(loss_fn, parse_precision(precision))
@@ -107,31 +116,38 @@ class EvalStep:
         self._loss, self._metrics = loss, metrics
         self._layouts = layouts
         self._on_recompile: OnRecompile = on_recompile
-        self._programs: dict[Any, tuple[CompiledStep, Start]] = {}
+        self._programs = ProgramCache(layouts, on_recompile)
         self.__name__ = "eval_step"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What was compiled belongs to this process.
+        how = (self._loss, self._metrics, self._layouts, self._on_recompile)
+        return EvalStep, how
+
     def __call__(
-        self, state: TrainState, batch: Any, metrics: Metrics | None = None
+        self, state: TrainState, batch: Batch, metrics: Metrics | None = None
     ) -> Metrics:
         """Measures one batch.
 
         Args:
             state: The state.
-            batch: The global batch.
+            batch: The global batch, as for a train step.
             metrics: Metrics to add to; None starts with empty ones.
 
         Raises:
             StepError: If the state, the batch or the metrics do not fit.
             LossError: If what the loss function returns does not fit the batch.
         """
-        compiled, start = self._program(state, batch)
-        given = start.metrics(self.__name__, metrics)
-        _, found = compiled((), without_optimizer(state), batch, given)
-        start.remember(found)
-        return found
+        check_state(self.__name__, state)
+        with in_own_mesh(state):
+            batch = self._placed(state, batch)
+            compiled, start = self._program(state, batch)
+            flat = start.flat(self.__name__, metrics)
+            _, flat = compiled((), without_optimizer(state), batch, flat)
+        return start.returned(flat)
 
     def lower(
-        self, state: TrainState, batch: Any, metrics: Metrics | None = None
+        self, state: TrainState, batch: Batch, metrics: Metrics | None = None
     ) -> jax.stages.Lowered:
         """Lowers the step for these arguments, as `jax.jit(...).lower` does.
 
@@ -140,65 +156,62 @@ class EvalStep:
             batch: The global batch.
             metrics: As for a call.
         """
-        compiled, start = self._program(state, batch)
-        given = start.metrics(self.__name__, metrics)
-        return compiled.lower((), without_optimizer(state), batch, given)
-
-    def _program(self, state: TrainState, batch: Any) -> tuple[CompiledStep, Start]:
         check_state(self.__name__, state)
-        place = step_mesh_of(state, batch)
-        key = (place, state.program)
-        if key not in self._programs:
+        with in_own_mesh(state):
+            batch = self._placed(state, batch)
+            compiled, start = self._program(state, batch)
+            flat = start.flat(self.__name__, metrics)
+            return compiled.lower((), without_optimizer(state), batch, flat)
+
+    def _placed(self, state: TrainState, batch: Batch) -> Batch:
+        check_batch(batch, self._loss.weights)
+        return place_host_batch(state, batch)
+
+    def _program(
+        self, state: TrainState, batch: Batch
+    ) -> tuple[CompiledStep[..., Any], MetricsStart]:
+        mesh = step_mesh_of(state, ())
+
+        def eval_step(
+            nothing: tuple[()], state: TrainState, batch: Batch, metrics: FlatMetrics
+        ) -> tuple[tuple[()], FlatMetrics]:
+            before = metrics.metrics()
+            users = Metrics({name: before.metric(name) for name in self._metrics})
+            values, users = self._values(state, batch, users)
+            after = values.added_to(before, users)
+            return nothing, FlatMetrics.of(mesh.everywhere(after))
+
+        def empty() -> Metrics:
+            check_params(state.params, self._loss.call.policies)
             names: list[str] = []
 
-            def trace(state: TrainState, batch: Any) -> Metrics:
-                users = Metrics(self._metrics)
-                measured, users = self._measured(state, batch, users)
-                names.extend(measured.values)
+            def trace(state: TrainState, batch: Batch) -> Metrics:
+                values, users = self._values(state, batch, Metrics(self._metrics))
+                names.extend(values.values)
                 return users
 
-            def eval_step(nothing: Any, state: Any, batch: Any, metrics: Any) -> Any:
-                users = Metrics({name: metrics.metric(name) for name in self._metrics})
-                measured, users = self._measured(state, batch, users)
-                found = {
-                    **measured.added_to(metrics),
-                    **{name: users.metric(name) for name in users},
-                }
-                made = Metrics({name: found[name] for name in metrics})
-                return nothing, place.everywhere(strong(made))
+            users = jax.eval_shape(trace, without_optimizer(state), batch)
+            return empty_metrics(names, self._metrics, users)
 
-            after = jax.eval_shape(trace, without_optimizer(state), batch)
-            compiled = compile_step(
-                eval_step, layouts=self._layouts, on_recompile=self._on_recompile
-            )
-            empty = empty_metrics(names, self._metrics, after)
-            start = Start(empty, place)
-            self._programs[key] = compiled, start
-        return self._programs[key]
+        return self._programs.find(state.program, mesh, state.program, eval_step, empty)
 
-    def _measured(
-        self, state: TrainState, batch: Any, users: Metrics
-    ) -> tuple[Measured, Metrics]:
+    def _values(
+        self, state: TrainState, batch: Batch, users: Metrics
+    ) -> tuple[StepValues, Metrics]:
+        """Returns a step's own values, and the user's metrics with the batch added."""
         loss, share = self._loss, self._loss.share(batch)
         outcome = loss.forward(
-            state,
-            state.params,
-            state.model_state,
-            batch,
-            state.rng,
-            share.weights,
+            state, state.params, state.model_state, batch, state.rng, share.weights
         )
-        penalties = penalties_of(state.params, loss.regularizers)
         parts = {name: x.sum() for name, x in parts_of(outcome, share).items()}
-        parts = joined(parts, penalties)
+        parts = joined(parts, penalties_of(state.params, loss.regularizers))
         weight = total_weight(share.weights, num_examples(batch))
-        return Measured(parts, {}, weight), updated(
-            users, outcome, batch, share.weights
-        )
+        users = updated(users, outcome, batch, share.weights)
+        return StepValues(parts, {}, weight), users
 
     def __repr__(self) -> str:
         name = getattr(self._loss.call.loss_fn, "__name__", "loss")
-        return f"EvalStep({name}, {len(self._programs)} places seen)"
+        return f"EvalStep({name}, {len(self._programs)} models seen)"
 
 
 def make_predict_step(
@@ -235,12 +248,13 @@ def make_predict_step(
         >>> predict_step(state, jnp.zeros((8, 2))).shape
         (8, 1)
     """
-    check_loss_fn("make_predict_step", predict_fn)
+    check_loss_fn("predict_fn", "make_predict_step", predict_fn)
     policies = parse_precision(precision)
 
-    def predict(nothing: Any, state: TrainState, batch: Any) -> Any:
+    def predict(nothing: tuple[()], state: TrainState, batch: Batch) -> Any:
+        check_params(state.params, policies)
 
-        def bound(params: Any) -> Any:
+        def bound(params: PyTree) -> Any:
             return bound_model(state, params, state.model_state, state.rng, train=False)
 
         def call(model: Any) -> Any:
@@ -255,7 +269,9 @@ def make_predict_step(
     def predict_step(state: TrainState, batch: Any) -> Any:
         """Returns what the model makes of a batch."""
         check_state("predict_step", state)
-        return compiled((), without_optimizer(state), batch)[1]
+        with in_own_mesh(state):
+            batch = place_host_batch(state, batch)
+            return compiled((), without_optimizer(state), batch)[1]
 
     return predict_step
 
@@ -263,12 +279,3 @@ def make_predict_step(
 def without_optimizer(state: TrainState) -> TrainState:
     """Returns a state with only what a model's forward pass needs."""
     return state.replace(opt_state=(), extra={})
-
-
-def check_state(name: str, state: Any) -> None:
-    """Raises StepError for what is no train state."""
-    if type(state) is not TrainState:
-        article = "an" if name[0] in "aeiou" else "a"
-        words = name.replace("_", " ")
-        msg = f"{article} {words} takes a TrainState, and got a {type(state).__name__}."
-        raise StepError(msg)

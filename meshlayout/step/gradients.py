@@ -17,10 +17,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding
 
-from meshlayout import _jax, _paths
+from meshlayout import _jax, _paths, _render
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import map_batch, num_examples, without_nan_padding
 from meshlayout.errors import StepError
@@ -67,6 +66,16 @@ class Trainable:
         leaves = _paths.flatten(params).leaves
         self._treedef = jax.tree.structure(params)
         self.mask = [matches(leaf.path) for leaf in leaves]
+        self.paths = [leaf.path for leaf in leaves if matches(leaf.path)]
+        for leaf in leaves:
+            if matches(leaf.path) and not is_statistic(leaf.value):
+                text = _render.array_text(leaf.value.dtype, leaf.value.shape)
+                msg = (
+                    f"the parameter {leaf.path} {text} cannot be trained: there is no "
+                    "gradient for integers. Make it another kind of variable than "
+                    "nnx.Param, or leave it out with trainable=."
+                )
+                raise StepError(msg)
 
     @property
     def is_all(self) -> bool:
@@ -332,7 +341,6 @@ def select(condition: jax.Array, ours: PyTree, theirs: PyTree) -> PyTree:
     )
 
 
-def is_finite(tree: PyTree) -> jax.Array:
-    """Returns whether all numbers in a tree are finite."""
-    leaves = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]
-    return jnp.stack(leaves).all() if leaves else jnp.asarray(np.True_)
+def finite_leaves(leaves: list[jax.Array]) -> jax.Array:
+    """Returns of each array whether all of its numbers are finite."""
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves])

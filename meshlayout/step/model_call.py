@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn, nnx
 
-from meshlayout import _paths
+from meshlayout import _checks, _paths
 from meshlayout.errors import StepError
 from meshlayout.losses import ModelLoss
 from meshlayout.losses.recorded import COLLECTION
@@ -122,6 +122,25 @@ class ModelCall:
         if "train" in asked:
             extras["train"] = self.train
         return extras
+
+
+def check_loss_fn(name: str, where: str, function: Callable[..., Any]) -> None:
+    """Raises StepError unless this can be called with a model and a batch.
+
+    Args:
+        name: What the argument is called.
+        where: The public function.
+        function: A loss function, or one that predicts.
+    """
+    _checks.function(
+        name,
+        function,
+        "model",
+        "batch",
+        keywords=("rngs", "train") if name == "loss_fn" else (),
+        where=where,
+        error=StepError,
+    )
 
 
 def bound_model(
@@ -314,8 +333,8 @@ def _parts(name: str, result: Any) -> tuple[Any, dict[str, Any]]:
         if len(result) != 2 or not isinstance(result[1], Mapping):
             msg = (
                 f"{name} returned a tuple of {len(result)}; a loss function returns "
-                "losses of shape (batch, ...), or a pair of losses and a dict of "
-                "outputs."
+                "losses of shape (batch, ...), or those and a dict of outputs for the "
+                'metrics: return losses, {"logits": logits}.'
             )
             raise StepError(msg)
         result, outputs = result
@@ -326,7 +345,7 @@ def _parts(name: str, result: Any) -> tuple[Any, dict[str, Any]]:
         )
         raise StepError(msg)
     if not jnp.issubdtype(result.dtype, jnp.floating):
-        msg = f"{name} returned losses of dtype {result.dtype}; they are no floats."
+        msg = f"{name} returned losses of dtype {result.dtype}; losses are floats."
         raise StepError(msg)
     return result, dict(outputs)
 

@@ -1,5 +1,7 @@
 """Several steps in one call: in one dispatch, or one by one where that is faster."""
 
+# ruff: noqa: SLF001 (TrainStep._run is for this file)
+
 import logging
 import time
 from dataclasses import dataclass, field
@@ -110,7 +112,7 @@ class Fixed:
 
     def run(self, step: Any, state: Any, batches: Any, metrics: Any) -> Any:
         """Runs a step on each batch."""
-        return step.run(state, self.stacked(batches), metrics)
+        return step._run(state, self.stacked(batches), metrics)
 
 
 # How often each way is timed; the first run of a way compiles and does not count.
@@ -178,9 +180,9 @@ def _run(
     step: Any, state: Any, batches: list[Any], metrics: Any, *, is_scanned: bool
 ) -> Any:
     if is_scanned:
-        return step.run(state, stack(batches), metrics)
+        return step._run(state, stack(batches), metrics)
     for batch in batches:
-        state, metrics = step.run(state, batch, metrics)
+        state, metrics = step._run(state, batch, metrics)
     return state, metrics
 
 

@@ -2,16 +2,24 @@
 
 import logging
 import math
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from meshlayout import losses
+from meshlayout import _checks, losses
 from meshlayout._annotations import Batch, PyTree
-from meshlayout._batches import num_examples, weights_of
-from meshlayout.errors import LossError
+from meshlayout._batches import (
+    check_weights_key,
+    get_weights,
+    num_examples,
+    weights_of,
+)
+from meshlayout.errors import LossError, StepError
 from meshlayout.losses.averages import weighted
 from meshlayout.state import TrainState
 from meshlayout.step.batch_norm import WeightMask
@@ -69,8 +77,9 @@ class Loss:
     regularizers: tuple[losses.Regularizer, ...]
 
     def weights_of(self, batch: Batch) -> jax.Array | None:
-        """Returns a batch's weights, or None."""
-        return weights_of(batch, self.weights)
+        """Returns a batch's weights, or None; NaN for negative ones."""
+        weights = weights_of(batch, self.weights)
+        return None if weights is None else jnp.where(weights >= 0, weights, jnp.nan)
 
     def share(self, batch: Batch) -> LossShare:
         """Returns the share of a whole batch: all of it."""
@@ -122,7 +131,10 @@ class Loss:
         if weights is not None and self.call.train:
             mask = (WeightMask(weights),)
         outcome = self.call(state, params, model_state, batch, key, mask)
-        _check_rows(outcome, num_examples(batch), weights)
+        _check_rows(outcome, num_examples(batch))
+        is_per_loss = weights is not None and weights.ndim > 1
+        if not is_per_loss and self.call.loss_fn not in _noted:
+            _note_pairs(outcome, num_examples(batch), self.call.loss_fn)
         return outcome
 
 
@@ -177,9 +189,12 @@ def _part(what: str, value: jax.Array, share: LossShare) -> jax.Array:
         raise LossError(msg) from None
 
 
-def _check_rows(outcome: Outcome, num_rows: int, weights: jax.Array | None) -> None:
+def _check_rows(outcome: Outcome, num_rows: int) -> None:
     """Raises LossError if losses are there for another number of examples."""
     values = {"the loss function's losses": outcome.losses, **outcome.recorded}
+    if num_rows == 0:
+        msg = "the batch has no examples, and there is nothing to learn from it."
+        raise StepError(msg)
     for name, value in values.items():
         if jnp.ndim(value) and jnp.shape(value)[0] != num_rows:
             msg = (
@@ -187,6 +202,23 @@ def _check_rows(outcome: Outcome, num_rows: int, weights: jax.Array | None) -> N
                 "examples: the first dim has to be the batch dim."
             )
             raise LossError(msg)
+
+
+# Loss functions of which it was said that they compare all pairs of examples.
+_noted: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+
+
+def _note_pairs(outcome: Outcome, num_rows: int, loss_fn: Callable[..., Any]) -> None:
+    """Logs once for each loss function that its losses are one per pair of examples."""
+    shape = jnp.shape(outcome.losses)
+    if shape == (num_rows, num_rows) and num_rows > 1:
+        _noted.add(loss_fn)
+        _log.warning(
+            "the losses have shape %s, one for every pair of examples, and are "
+            "averaged. Predictions of shape (batch, 1) minus labels of shape (batch,) "
+            "give that: take predictions[:, 0].",
+            shape,
+        )
 
 
 def example_losses(outcome: Outcome, weights: jax.Array | None) -> jax.Array | None:
@@ -219,3 +251,46 @@ def joined(
             )
             raise LossError(msg)
     return {**parts, **penalties}
+
+
+def check_weights(weights: str | int) -> None:
+    """Raises StepError unless this is a key or an index."""
+    if not isinstance(weights, (str, int)) or isinstance(weights, bool):
+        msg = (
+            f"weights must be a key of the batch, as 'weight', or an index, as 2, got "
+            f"{_checks.shown(weights)}."
+        )
+        raise StepError(msg)
+
+
+def check_batch(batch: Batch, key: str | int) -> None:
+    """Raises StepError if the weights of a batch are elsewhere, or not weights.
+
+    Args:
+        batch: A batch.
+        key: Where the step looks for weights.
+    """
+    check_weights_key(batch, key)
+    weights = get_weights(batch, key)
+    # On devices, looking would mean waiting: there the loss becomes NaN.
+    on_host = isinstance(weights, np.ndarray) and weights.dtype.kind in "fiu"
+    if on_host and not ((weights >= 0) & np.isfinite(weights)).all():
+        msg = (
+            f"the weights of a batch must be finite and not negative; {key!r} has "
+            f"values from {weights.min()} to {weights.max()}."
+        )
+        raise StepError(msg)
+
+
+def check_state(name: str, state: TrainState) -> None:
+    """Raises StepError unless this is a train state.
+
+    Args:
+        name: The step, as `"eval_step"`.
+        state: What it was called with.
+    """
+    if type(state) is not TrainState:
+        article = "an" if name[0] in "aeiou" else "a"
+        words = name.replace("_", " ")
+        msg = f"{article} {words} takes a TrainState, and got {_checks.shown(state)}."
+        raise StepError(msg)

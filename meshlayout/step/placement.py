@@ -1,7 +1,9 @@
 """The mesh of a state and the axes that shard a batch: what a step's program is for."""
 
+import contextlib
 import logging
 import math
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +13,12 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlayout import _jax, _paths, _render
-from meshlayout._batches import BATCH_AXES
+from meshlayout._annotations import Batch, Leaf, PyTree
+from meshlayout._batches import BATCH_AXES, batch_axes
+from meshlayout.arrays import relayout
 from meshlayout.errors import StepError
 from meshlayout.layout_map.zero import zero_spec
+from meshlayout.state import TrainState
 
 
 _log = logging.getLogger("meshlayout")
@@ -88,6 +93,29 @@ class StepMesh:
         return jax.tree.map(lambda x: _jax.constrain(x, self.sharding), tree)
 
 
+def in_own_mesh(tree: PyTree) -> AbstractContextManager[None]:
+    """Returns a context for work on arrays, whatever mesh `jax.set_mesh` has set.
+
+    JAX refuses arrays under another mesh than theirs, or under the same one with other
+    types of axes. A mesh that is the arrays' own stays in force, for functions that
+    constrain values by a PartitionSpec alone.
+
+    Args:
+        tree: The state.
+    """
+    ambient = jax.sharding.get_abstract_mesh()
+    if ambient.empty or _jax.is_tracing():
+        return _NOTHING
+    shardings = map(_jax.sharding_of, jax.tree.leaves(tree))
+    meshes = (x.mesh for x in shardings if isinstance(x, NamedSharding))
+    mesh = next(meshes, None)
+    is_own = mesh is not None and mesh.abstract_mesh == ambient
+    return _NOTHING if is_own else _jax.no_mesh()
+
+
+_NOTHING = contextlib.nullcontext()
+
+
 def step_mesh_of(state: Any, batch: Any, dim: int = 0) -> StepMesh:
     """Returns where a state and a batch lie.
 
@@ -113,6 +141,46 @@ def row_axes(batch: Any, dim: int = 0) -> tuple[str, ...]:
             if entry is not None:
                 return entry if isinstance(entry, tuple) else (entry,)
     return ()
+
+
+def place_host_batch(state: TrainState, batch: Batch, dim: int = 0) -> Batch:
+    """Shards a batch that lies on no mesh over the batch axes of the state's mesh.
+
+    As the Trainer does; otherwise every device would compute all of it. A batch whose
+    rows do not divide, or of which any array was placed by its maker, stays as it is.
+
+    Args:
+        state: A train state.
+        batch: A batch, or batches stacked in a dim before the rows.
+        dim: Which dim the rows are.
+    """
+    leaves = jax.tree.leaves(batch)
+    if any(map(_is_placed, leaves)):
+        return batch
+    sharding = _jax.sharding_of(state.step)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
+        return batch
+    mesh: Any = sharding.mesh
+    axes = batch_axes(mesh)
+    num_shards = math.prod(mesh.shape[axis] for axis in axes)
+    rows = {np.shape(leaf)[dim] for leaf in leaves if np.ndim(leaf) > dim}
+    if not axes or any(size % num_shards for size in rows) or not rows:
+        return batch
+
+    def placed(leaf: Leaf) -> Leaf:
+        if np.ndim(leaf) <= dim:
+            return leaf
+        spec: list[Any] = [None] * np.ndim(leaf)
+        spec[dim] = axes
+        return relayout(leaf, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    return jax.tree.map(placed, batch)
+
+
+def _is_placed(leaf: Leaf) -> bool:
+    if isinstance(leaf, (Tracer, jax.ShapeDtypeStruct)):
+        return True
+    return _jax.is_committed(leaf)
 
 
 def note_if_replicated(state: Any, batch: Any) -> None:
@@ -169,7 +237,7 @@ def zero_layouts(tree: Any, replicas: StepMesh) -> list[ZeroLayout]:
     if mesh is None or not replicas.axes:
         if mesh is not None and mesh.size > 1:
             msg = (
-                "zero=1 shards the optimiser's state over the axes that shard the "
+                "zero=1 shards the optimizer's state over the axes that shard the "
                 "batch, and this batch is sharded over none. Place it with "
                 "relayout(batch, mesh.layout('batch', ...))."
             )

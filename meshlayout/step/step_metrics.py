@@ -1,5 +1,6 @@
 """The metrics of a step: the loss and its parts, the update's notes, the user's own."""
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ _KINDS = {
 
 
 @dataclass(frozen=True)
-class Measured:
+class StepValues:
     """One step's own numbers.
 
     Attributes:
@@ -47,64 +48,99 @@ class Measured:
         parts = dict(self.parts) if len(self.parts) > 1 else {}
         return {"loss": total, **parts, **self.notes}
 
-    def added_to(self, metrics: Metrics) -> dict[str, Any]:
-        """Returns these names' metrics, with this step's numbers added."""
-        found: dict[str, Any] = {}
+    def added_to(self, metrics: Metrics, users: Metrics) -> Metrics:
+        """Returns metrics with this step's values added.
+
+        Args:
+            metrics: All metrics before.
+            users: The user's, with the batch added.
+        """
+        updated = {name: users.metric(name) for name in users}
+        weight = jnp.asarray(self.weight, "float32").reshape(1)
         for name, value in self.values.items():
             metric = metrics.metric(name)
             if isinstance(metric, Mean):
-                weight = jnp.asarray(self.weight, "float32")
-                found[name] = metric.update(jnp.reshape(value, 1), weight.reshape(1))
+                updated[name] = metric.update(jnp.reshape(value, 1), weight)
             else:
-                found[name] = metric.update(value)
-        return found
+                updated[name] = metric.update(value)
+        return strong(Metrics({name: updated[name] for name in metrics}))
 
 
-class Start:
-    """Where a step's metrics start.
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class FlatMetrics:
+    """Metrics as a program takes and returns them: flat, because JAX takes time.
+
+    Taking a `Metrics` apart and making one costs a call of a small step a third of its
+    time on the host; most that a step returns are only handed to the next call.
+
+    Attributes:
+        leaves: The arrays.
+        treedef: The structure of the `Metrics`.
+    """
+
+    leaves: list[Any]
+    treedef: Any = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, metrics: Metrics) -> "FlatMetrics":
+        """Returns metrics, taken apart."""
+        return cls(*jax.tree.flatten(metrics))
+
+    def metrics(self) -> Metrics:
+        """Returns the metrics."""
+        return self.treedef.unflatten(self.leaves)
+
+
+class MetricsStart:
+    """Where a step's metrics start, and those that it returned last.
 
     Args:
         empty: Metrics that have counted nothing.
-        place: Where the state lies.
+        mesh: The mesh of the state.
     """
 
-    def __init__(self, empty: Metrics, place: StepMesh) -> None:
-        self._place = place
-        self.empty: Metrics = place.put(empty, is_own=True)
+    def __init__(self, empty: Metrics, mesh: StepMesh) -> None:
+        self._mesh = mesh
+        self.empty: Metrics = mesh.put(empty, is_own=True)
+        self._flat_empty = self._flat_returned = FlatMetrics.of(self.empty)
         leaves = jax.tree.leaves(empty, is_leaf=_is_clock)
         self._has_clock = any(map(_is_clock, leaves))
         self._returned: Callable[[], Metrics | None] = lambda: None
 
-    def metrics(self, name: str, given: Any) -> Metrics:
-        """Returns the metrics that a step adds to, where the state lies.
+    def flat(self, name: str, metrics: Metrics | None) -> FlatMetrics:
+        """Returns the metrics that a step adds to, on the mesh of the state.
 
         Args:
             name: The step.
-            given: Those of an earlier call, or None for empty ones.
+            metrics: Those of an earlier call, or None for empty ones.
 
         Raises:
-            StepError: If those given are not those of this step.
+            StepError: If those are not the metrics of this step.
         """
-        if given is None:
-            return self._now() if self._has_clock else self.empty
-        if given is self._returned():
-            return given
-        check_metrics(name, given, self.empty)
-        return self._place.put(_cast(strong(given), self.empty), is_own=True)
+        if metrics is None:
+            return FlatMetrics.of(self._now()) if self._has_clock else self._flat_empty
+        if metrics is self._returned():
+            return self._flat_returned
+        check_metrics(name, metrics, self.empty)
+        placed = self._mesh.put(_cast(strong(metrics), self.empty), is_own=True)
+        return FlatMetrics.of(placed)
 
-    def remember(self, returned: Metrics) -> None:
-        """Notes what the step returned: given back, it is where it belongs."""
-        self._returned = weakref.ref(returned)
+    def returned(self, flat: FlatMetrics) -> Metrics:
+        """Returns the metrics of a program; given back, they are on the mesh."""
+        metrics = Metrics.from_flat(flat.leaves, flat.treedef)
+        self._returned, self._flat_returned = weakref.ref(metrics), flat
+        return metrics
 
     def _now(self) -> Metrics:
         """Returns empty metrics whose clocks start now."""
 
-        def one(node: Any) -> Any:
+        def start(node: Any) -> Any:
             if not _is_clock(node):
                 return node
-            return self._place.put(node.started(), is_own=True)
+            return self._mesh.put(node.started(), is_own=True)
 
-        return jax.tree.map(one, self.empty, is_leaf=_is_clock)
+        return jax.tree.map(start, self.empty, is_leaf=_is_clock)
 
 
 def _is_clock(node: Any) -> bool:

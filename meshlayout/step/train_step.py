@@ -1,45 +1,42 @@
 """`make_train_step`: the step that an expert would have written for the mesh."""
 
 import logging
+import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.core import Tracer
 
-from meshlayout import _jax, losses
-from meshlayout.errors import StepError
+from meshlayout import _checks, _jax, losses
+from meshlayout._annotations import Batch, PyTree
+from meshlayout._batches import check_weights_key
+from meshlayout.errors import MeshLayoutError, StepError
 from meshlayout.layout_map import LayoutMap
 from meshlayout.losses.weighting import check_denominator
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.state.precision import Precision, check_params, parse_precision
-from meshlayout.step.compiled import CompiledStep, OnRecompile, compile_step
-from meshlayout.step.model_call import ModelCall
+from meshlayout.step.compiled import CompiledStep, OnRecompile
+from meshlayout.step.model_call import ModelCall, check_loss_fn
 from meshlayout.step.multi_step import Stacked, calls_for
-from meshlayout.step.objective import Loss
-from meshlayout.step.options import (
-    check_choice,
-    check_ema,
-    check_loss_fn,
-    check_pattern,
-    check_positive,
-    check_schedule,
-    check_weights,
-    check_whole,
-)
+from meshlayout.step.objective import Loss, check_batch, check_state, check_weights
 from meshlayout.step.placement import (
     StepMesh,
+    in_own_mesh,
     note_if_replicated,
+    place_host_batch,
     step_mesh_of,
     zero_layouts,
 )
-from meshlayout.step.program import Plan, Program
+from meshlayout.step.program import Plan, Program, ProgramCache
 from meshlayout.step.remat import Remat, parse_remat
-from meshlayout.step.step_metrics import Start, as_regularizers, user_metrics
+from meshlayout.step.step_metrics import MetricsStart, as_regularizers, user_metrics
 from meshlayout.step.updates import EMA, OnNonfinite, Update
 
 
@@ -103,13 +100,15 @@ def make_train_step(
             a key of a mapping, or a place in a tuple. A batch without has none.
         denominator: What the weighted sum of losses is divided by: `"real"`, the sum
             of weights; `"global_batch_size"`, padding included; or a number.
-        accumulate: Into how many microbatches a global batch is cut, for a loss
-            function that treats examples one by one (but for BatchNorm, whose
-            statistics are those of the whole batch: that takes as many more passes as
-            the model has such layers). The gradient is that of the whole batch, and
-            replicas add theirs once; in every microbatch, where the loss is a scalar,
-            axes are Explicit, or it cannot be told which row of a random draw belongs
-            to which example (with keys of the model's own, say).
+        accumulate: Into how many microbatches a global batch is cut; they go through
+            the model one after another, and their gradients are added. Microbatch i
+            of k holds the rows i, i + k, i + 2k, ... of the global batch, so the same
+            on every mesh, and so are random draws. Losses are divided by the whole
+            batch's denominator. Where examples meet, they are those of one
+            microbatch: batch statistics are of each microbatch over all devices, and
+            move the running averages k times; scalars that the loss function returns
+            or the model records are averaged over the microbatches. Compilers for
+            TPU and GPU add up the devices' gradients once, after the last.
         clip_norm: The largest global norm of the gradients.
         on_nonfinite: What to do if the loss or a gradient is not finite: `"ignore"`;
             `"skip"`, leave the state as it was and count it in `state.extra`; or
@@ -117,14 +116,14 @@ def make_train_step(
         ema: The decay of a moving average of the parameters, `state.extra["ema"]`.
         trainable: A regular expression for the paths of what is trained; the rest
             stays as it is.
-        learning_rate: The optimiser's schedule, to show its value in the metrics. A
-            rate that `optax.inject_hyperparams` keeps is shown without.
+        learning_rate: The optimizer's schedule, to show its value in the metrics. A
+            rate that `optax.inject_hyperparams` keeps is shown anyway.
         precision: `"float32"`, `"bfloat16"`, `"float16"` (with a dynamic loss scale),
             a `PrecisionPolicy`, or a dict from patterns of paths to those.
         remat: What the backward pass recomputes: `"none"`, `"blocks"` (numbered
             submodules with insides), `"full"`, a policy of `jax.checkpoint_policies`
             for the blocks, or a dict from patterns of paths to policies.
-        zero: 1 shards the optimiser's state and the update over the axes that shard
+        zero: 1 shards the optimizer's state and the update over the axes that shard
             the batch (Rajbhandari et al., "ZeRO", 2020, stage 1).
         steps_per_call: How many batches a call takes, as a list or stacked in a dim
             before the batch dim, to run in one dispatch; with metrics as if run one by
@@ -154,18 +153,26 @@ def make_train_step(
         >>> int(state.step), list(metrics)
         (1, ['loss'])
     """
-    check_loss_fn("make_train_step", loss_fn)
+    check_loss_fn("loss_fn", "make_train_step", loss_fn)
     check_denominator(denominator)
     check_weights(weights)
-    check_schedule(learning_rate)
-    check_whole("accumulate", accumulate)
-    check_positive("clip_norm", clip_norm)
-    check_choice("on_nonfinite", on_nonfinite, get_args(OnNonfinite))
-    check_ema(ema)
-    check_pattern("trainable", trainable)
-    check_choice("zero", zero, (0, 1))
+    where: dict[str, Any] = {"where": "make_train_step", "error": StepError}
+    if learning_rate is not None:
+        _checks.function("learning_rate", learning_rate, "step", **where)
+    accumulate = _checks.count("accumulate", accumulate, **where)
+    if clip_norm is not None:
+        clip_norm = _checks.number("clip_norm", clip_norm, above=0, **where)
+    _checks.choice("on_nonfinite", on_nonfinite, get_args(OnNonfinite), **where)
+    if ema is not None:
+        ema = _checks.number("ema", ema, at_least=0, below=1, **where)
+    if trainable is not None:
+        trainable = _checks.pattern("trainable", trainable, **where).pattern
+    _checks.choice("zero", zero, (0, 1), **where)
     if steps_per_call != "auto":
-        check_whole("steps_per_call", steps_per_call)
+        hint = 'It may also be "auto".'
+        steps_per_call = _checks.count(
+            "steps_per_call", steps_per_call, hint=hint, **where
+        )
     policies = parse_precision(precision)
     call = ModelCall(loss_fn, policies, parse_remat(remat), train=True)
     loss = Loss(call, weights, denominator, as_regularizers(regularizers))
@@ -186,9 +193,9 @@ def make_train_step(
 class TrainStep:
     """A compiled train step; made by `make_train_step`.
 
-    Calling it as `state, metrics = train_step(state, batch)` gives the metrics of that
-    step; `train_step(state, batch, metrics)` adds them to those given, on the device.
-    The state is donated, as by `compile_step`.
+    `state, metrics = train_step(state, batch)` returns the metrics of that step, and
+    `train_step(state, batch, metrics)` adds them to earlier ones, on the device. The
+    state is donated, as by `compile_step`.
     """
 
     def __init__(
@@ -197,26 +204,32 @@ class TrainStep:
         self._plan = plan
         self._layouts = layouts
         self._on_recompile: OnRecompile = on_recompile
-        self._steps: dict[tuple[StepMesh, tuple[Any, ...]], CompiledStep] = {}
-        self._starts: dict[tuple[StepMesh, Any], Start] = {}
-        self._last: tuple[Any, StepMesh, bool, tuple[CompiledStep, Start]] | None = None
-        self._flags: deque[tuple[Any, bool]] = deque()
-        self._num_nonfinite = 0.0
+        self._programs = ProgramCache(layouts, on_recompile)
+        self._last: _LastCall | None = None
+        self._returned: Callable[[], TrainState | None] = lambda: None
+        self._reports: deque[_CallReport] = deque()
+        self._num_steps = 0
         self._calls = calls_for(plan.steps_per_call)
         self._wants_extra = frozenset(plan.update.names())
         self._zero_shardings: list[Any] | None = None
-        # Which leaves of the optimiser's state zero=1 left as they were, and why.
+        # Which leaves of the optimizer's state zero=1 left as they were, and why.
         self.zero_exceptions: tuple[str, ...] = ()
         self.__name__ = "train_step"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What was compiled belongs to this process.
+        plan = replace(self._plan, leaf_names={})
+        return TrainStep, (plan, self._layouts, self._on_recompile)
+
     def __call__(
-        self, state: TrainState, batch: Any, metrics: Metrics | None = None
+        self, state: TrainState, batch: Batch, metrics: Metrics | None = None
     ) -> tuple[TrainState, Metrics]:
         """Runs one step.
 
         Args:
             state: The state; it is used up.
-            batch: The global batch.
+            batch: The global batch. One that lies on the host is sharded over the
+                batch axes of the state's mesh, if its rows divide.
             metrics: Metrics to add to; None starts with empty ones.
 
         Returns:
@@ -228,105 +241,143 @@ class TrainStep:
             LossError: If what the loss function returns does not fit the batch.
         """
         if self._calls is not None:
+            for part in batch if isinstance(batch, list) else ():
+                check_batch(part, self.weights)
             return self._calls.run(self, state, batch, metrics)
-        return self.run(state, batch, metrics)
+        return self._run(state, batch, metrics)
 
-    def run(
-        self, state: TrainState, batch: Any, metrics: Metrics | None = None
+    def _run(
+        self, state: TrainState, batch: Batch | Stacked, metrics: Metrics | None
     ) -> tuple[TrainState, Metrics]:
-        """Runs one step, or all batches of a call in one dispatch.
+        """Runs one step, or those of all batches of a call in one dispatch."""
+        if self._reports:
+            self._look_at_reports(wait=False)
+        if self._is_next(state, batch):
+            # Nothing to look at but the batch: a small step takes as long as Python.
+            assert self._last is not None
+            assert self._last.found is not None
+            compiled, start = self._last.found
+            flat = start.flat(self.__name__, metrics)
+            return self._finished(compiled, start, 1, state, batch, flat)
+        with in_own_mesh(state):
+            batch = self._placed(state, batch)
+            state = self._prepare(state, batch)
+            compiled, start = self._program(state, batch)
+            count = batch.count if isinstance(batch, Stacked) else 1
+            flat = start.flat(self.__name__, metrics)
+            return self._finished(compiled, start, count, state, batch, flat)
 
-        Args:
-            state: As for a call.
-            batch: A batch, or `Stacked` ones.
-            metrics: As for a call.
-        """
-        state = self.prepare(state, batch)
-        if self._flags:
-            self._look_at_flags(wait=False)
-        compiled, start = self._program(state, batch)
-        given = start.metrics(self.__name__, metrics)
-        state, found = compiled(state, batch, given)
-        start.remember(found)
-        self._keep_flag(found, is_first=metrics is None)
-        return state, found
+    def _is_next(self, state: TrainState, batch: Batch | Stacked) -> bool:
+        """Returns whether a call goes on from the last one, with a batch like its."""
+        last = self._last
+        if last is None or state is not self._returned() or last.is_many:
+            return False
+        leaves = jax.tree.leaves(batch)
+        check_weights_key(batch, self.weights)
+        return (
+            last.ambient is jax.sharding.get_abstract_mesh()
+            and not isinstance(batch, Stacked)
+            and False not in [getattr(leaf, "committed", False) for leaf in leaves]
+            and (last.rows is None or last.rows == _rows_sharding(batch))
+        )
 
-    def prepare(self, state: TrainState, batch: Any) -> TrainState:
-        """Returns the state with what this step keeps beside; a call does it, too.
+    def _finished(
+        self,
+        compiled: CompiledStep[..., Any],
+        start: MetricsStart,
+        count: int,
+        *args: Any,
+    ) -> tuple[TrainState, Metrics]:
+        """Runs a program, and keeps what the next call needs."""
+        try:
+            state, (flat, report) = compiled(*args)
+        except MeshLayoutError:
+            raise
+        except Exception as error:
+            error.add_note(f"in {self.__name__}, at {_step_text(args[0])}")
+            raise
+        self._num_steps += count
+        if report is not None and not isinstance(report, Tracer):
+            names = self._plan.leaf_names[state.program]
+            self._reports.append(_CallReport(report, self._num_steps, names))
+        self._returned = weakref.ref(state)
+        return state, start.returned(flat)
 
-        Args:
-            state: A state, or a state that is prepared already, which comes back as
-                it is.
-            batch: A batch as the step will get it.
+    def _placed(self, state: TrainState, batch: Batch | Stacked) -> Batch | Stacked:
+        """Returns a batch on the mesh of the state."""
+        check_state(self.__name__, state)
+        if isinstance(batch, Stacked):
+            return Stacked(place_host_batch(state, batch.batches, 1))
+        check_batch(batch, self.weights)
+        return place_host_batch(state, batch)
 
-        Raises:
-            StepError: If it is no `TrainState`.
-        """
-        if type(state) is not TrainState:
-            msg = f"a train step takes a TrainState, and got a {type(state).__name__}."
-            raise StepError(msg)
+    def _prepare(self, state: TrainState, batch: Batch | Stacked) -> TrainState:
+        """Returns the state with the extra arrays that this step keeps in it."""
+        if state is self._returned():
+            return state
         if self._wants_extra <= state.extra.keys() and not self._plan.zero:
             return state
-        return self._prepared(state, self._place(state, batch))
+        return self._prepared(state, self._step_mesh(state, batch))
 
-    def _prepared(self, state: TrainState, place: StepMesh) -> TrainState:
+    def _prepared(self, state: TrainState, mesh: StepMesh) -> TrainState:
         missing = self._wants_extra - state.extra.keys()
         if missing:
-            made = self._extra(state)
-            extra = {name: place.put(made[name]) for name in sorted(missing)}
+            new = self._extra(state)
+            extra = {name: mesh.put(new[name]) for name in sorted(missing)}
             state = state.replace(extra={**state.extra, **extra})
-        return self._with_zero(state, place) if self._plan.zero else state
+        return self._with_zero(state, mesh) if self._plan.zero else state
 
     def _extra(self, state: TrainState) -> dict[str, Any]:
-        """Returns what is kept beside, for an abstract state abstract."""
+        """Builds the extra arrays (EMA, loss scale, ...); abstract if the state is."""
         if not isinstance(state.step, jax.ShapeDtypeStruct):
             return self._plan.update.extra(state)
-        made = jax.eval_shape(self._plan.update.extra, state)
-        if EMA in made:
-            made[EMA] = jax.tree.map(
+        extra = jax.eval_shape(self._plan.update.extra, state)
+        if EMA in extra:
+            extra[EMA] = jax.tree.map(
                 lambda average, param: average.update(sharding=param.sharding),
-                made[EMA],
+                extra[EMA],
                 state.params,
             )
-        return made
+        return extra
 
     def lower(
-        self, state: TrainState, batch: Any, metrics: Metrics | None = None
+        self, state: TrainState, batch: Batch, metrics: Metrics | None = None
     ) -> jax.stages.Lowered:
         """Lowers the step for these arguments, as `jax.jit(...).lower` does.
 
         Args:
-            state: A prepared state; arrays may be `jax.ShapeDtypeStruct` with
-                shardings, here and in the batch.
+            state: A state; arrays may be `jax.ShapeDtypeStruct` with shardings, here
+                and in the batch.
             batch: The global batch.
             metrics: As for a call.
         """
-        if self._calls is not None:
-            batch = self._calls.stacked(batch)
-        state = self.prepare(state, batch)
-        compiled, start = self._program(state, batch)
-        return compiled.lower(state, batch, start.metrics(self.__name__, metrics))
+        with in_own_mesh(state):
+            if self._calls is not None:
+                batch = self._calls.stacked(batch)
+            batch = self._placed(state, batch)
+            state = self._prepare(state, batch)
+            compiled, start = self._program(state, batch)
+            return compiled.lower(state, batch, start.flat(self.__name__, metrics))
 
-    def memory(self, state: TrainState, batch: Any) -> StepMemory:
+    def memory(self, state: TrainState, batch: Batch) -> StepMemory:
         """Returns the bytes that the compiled step takes on each device.
 
         Args:
             state: A state; nothing is run, and it is not used up.
             batch: The global batch.
         """
-        state = self.prepare(state, batch)
-        found: Any = self.lower(state, batch).compile().memory_analysis()
+        analysis: Any = self.lower(state, batch).compile().memory_analysis()
         saved = 0
         if self._plan.loss.call.remat:
             call = replace(self._plan.loss.call, remat=())
             plan = replace(self._plan, loss=replace(self._plan.loss, call=call))
             without = TrainStep(plan, self._layouts, self._on_recompile)
-            analysis: Any = without.lower(state, batch).compile().memory_analysis()
-            saved = analysis.temp_size_in_bytes - found.temp_size_in_bytes
+            other: Any = without.lower(state, batch).compile().memory_analysis()
+            saved = other.temp_size_in_bytes - analysis.temp_size_in_bytes
         return StepMemory(
-            found.argument_size_in_bytes,
-            found.output_size_in_bytes,
-            found.temp_size_in_bytes,
+            analysis.argument_size_in_bytes,
+            analysis.output_size_in_bytes,
+            analysis.temp_size_in_bytes,
             saved,
         )
 
@@ -341,146 +392,214 @@ class TrainStep:
         Raises:
             StepError: If so, with `on_nonfinite="error"`.
         """
-        self._look_at_flags(wait=True)
+        self._look_at_reports(wait=True)
 
     def __repr__(self) -> str:
         name = getattr(self._plan.loss.call.loss_fn, "__name__", "loss")
-        return f"TrainStep({name}, {len(self._steps)} places seen)"
+        return f"TrainStep({name}, {len(self._programs)} meshes seen)"
 
     # Programs.
 
-    def _program(self, state: TrainState, batch: Any) -> tuple[CompiledStep, Start]:
-        """Returns the program for the place of these arguments, and its metrics."""
-        is_many = isinstance(batch, Stacked)
-        place = self._place(state, batch)
-        last = self._last
-        if (
-            last is not None
-            and last[0] is state.program
-            and last[1:3] == (place, is_many)
-        ):
-            return last[3]
-        one = batch.abstract_first() if is_many else batch
-        found = self._compiled(state, one, place, (is_many,))
-        # Comparing two states' programs leaf by leaf takes time: remember the last.
-        self._last = (state.program, place, is_many, found)
-        return found
+    def _program(
+        self, state: TrainState, batch: Batch | Stacked
+    ) -> tuple[CompiledStep[..., Any], MetricsStart]:
+        """Returns the program for these arguments, and its metrics."""
+        call = _LastCall(
+            state.program,
+            _jax.sharding_of(state.step),
+            _rows_sharding(batch) if self._plan.needs_rows else None,
+            isinstance(batch, Stacked),
+        )
+        # Comparing the code of two states leaf by leaf takes time: remember the last.
+        if self._last is None or not call.is_like(self._last):
+            call.found = self._compiled(state, batch)
+            self._last = call
+        # In a mesh that is not the state's own, no call is as cheap as it can be.
+        self._last.ambient = jax.sharding.get_abstract_mesh()
+        assert self._last.found is not None
+        return self._last.found
 
     def _compiled(
-        self,
-        state: TrainState,
-        batch: Any,
-        place: StepMesh,
-        kind: tuple[Any, ...],
-        made: Callable[[Program], Callable[..., Any]] | None = None,
-    ) -> tuple[CompiledStep, Start]:
-        """Returns the compiled step of a place, and where its metrics start."""
+        self, state: TrainState, batch: Batch | Stacked
+    ) -> tuple[CompiledStep[..., Any], MetricsStart]:
+        mesh = self._step_mesh(state, batch)
+        is_many = isinstance(batch, Stacked)
+        one = batch.abstract_first() if isinstance(batch, Stacked) else batch
+        if not is_many:
+            note_if_replicated(state, batch)
+        program = self._program_of(state, mesh)
+        step = program.train_steps if is_many else program.train_step
+        return self._found(program, state, mesh, is_many, step, lambda: one)
+
+    def _program_of(self, state: TrainState, mesh: StepMesh) -> Program:
         shardings = None
         if self._plan.zero and self._plan.accumulate > 1:
             now = map(_jax.sharding_of, jax.tree.leaves(state.params))
-            sharded = (one.sharding for one in zero_layouts(state.params, place))
+            sharded = (one.sharding for one in zero_layouts(state.params, mesh))
             shardings = tuple(zip(now, sharded, strict=True))
-        program = Program(self._plan, place, shardings)
-        kind = (*kind, shardings)
-        if (place, kind) not in self._steps:
-            if kind[0] is False:
-                note_if_replicated(state, batch)
-            step = program.train_steps if kind[0] is True else program.train_step
-            self._steps[place, kind] = compile_step(
-                made(program) if made is not None else step,
-                layouts=self._layouts,
-                on_recompile=self._on_recompile,
-            )
-        key = (place, state.program)
-        if key not in self._starts:
-            check_params(state.params, self._plan.loss.call.policies)
-            self._starts[key] = Start(program.empty_metrics(state, batch), place)
-        return self._steps[place, kind], self._starts[key]
+        return Program(self._plan, mesh, shardings)
 
-    def _place(self, state: TrainState, batch: Any) -> StepMesh:
-        """Returns what a program depends on: rows matter to some plans only."""
+    def _found(
+        self,
+        program: Program,
+        state: TrainState,
+        mesh: StepMesh,
+        kind: Hashable,
+        step: Callable[..., Any],
+        batch: Callable[[], Batch],
+    ) -> tuple[CompiledStep[..., Any], MetricsStart]:
+        def empty() -> Metrics:
+            check_params(state.params, self._plan.loss.call.policies)
+            return program.empty_metrics(state, batch())
+
+        key = (kind, program.shardings)
+        return self._programs.find(key, mesh, state.program, step, empty)
+
+    def _step_mesh(self, state: TrainState, batch: Batch | Stacked) -> StepMesh:
+        """Returns what a program depends on: the rows' axes matter to some plans."""
         if not self._plan.needs_rows:
             return step_mesh_of(state, (), 0)
         if isinstance(batch, Stacked):
             return step_mesh_of(state, batch.batches, 1)
         return step_mesh_of(state, batch, 0)
 
-    def run_epoch(
+    def _epoch(
         self,
         sizes: tuple[Any, ...],
-        place: StepMesh,
-        given: tuple[TrainState, Any, Any, Metrics | None],
-        batch_at: Callable[..., Any],
-        order_of: Callable[..., Any],
-    ) -> tuple[TrainState, Metrics]:
-        """Runs a whole epoch; called by `scan_epoch`.
+        mesh: StepMesh,
+        args: tuple[TrainState, PyTree, jax.Array | None, Metrics | None],
+        batch_at: Callable[..., Batch],
+        order_of: Callable[..., jax.Array],
+    ) -> tuple[CompiledStep[..., Any], MetricsStart, tuple[Any, ...]]:
+        """Returns the program of `scan_epoch`, its metrics and its arguments.
 
         Args:
-            sizes: What the program depends on: first of all the global batch size.
-            place: Where the batches of the epoch lie.
-            given: State, dataset, key for the order, and metrics.
-            batch_at: Picks a batch from the dataset, given an order and a first row.
+            sizes: What the program depends on: rows of a batch first.
+            mesh: Where the state is, and the axes of a batch.
+            args: State, dataset, key for the order, and metrics.
+            batch_at: Takes a batch from the dataset, given an order and a first row.
             order_of: Makes the order of the rows from a key.
         """
-        state, data, shuffle, metrics = given
-        first = jax.eval_shape(lambda data: batch_at(data, order_of(shuffle), 0), data)
-        state = self._prepared(state, place)
-        compiled, start = self._compiled(
-            state,
-            first,
-            place,
-            sizes,
-            lambda program: program.train_epoch(batch_at, order_of, sizes[0]),
-        )
-        given_metrics = start.metrics(self.__name__, metrics)
-        state, found = compiled(state, data, shuffle, given_metrics)
-        start.remember(found)
-        self._keep_flag(found, is_first=metrics is None)
-        return state, found
+        state, data, shuffle, metrics = args
+        self._last = None
+        state = self._prepared(state, mesh)
+        program = self._program_of(state, mesh)
+
+        def first() -> Batch:
+            return jax.eval_shape(
+                lambda data: batch_at(data, order_of(shuffle), 0), data
+            )
+
+        step = program.train_epoch(batch_at, order_of, sizes[0])
+        compiled, start = self._found(program, state, mesh, sizes, step, first)
+        flat = start.flat(self.__name__, metrics)
+        return compiled, start, (state, data, shuffle, flat)
 
     @property
     def weights(self) -> str | int:
         """Where a batch carries its weights."""
         return self._plan.loss.weights
 
-    def _keep_flag(self, metrics: Metrics, *, is_first: bool) -> None:
-        """Keeps the count of steps that were not finite, to look at later."""
-        if self._plan.update.on_nonfinite == "error":
-            name = self._plan.update.flag
-            self._flags.append((metrics.metric(name).compute(), is_first))
-
-    def _with_zero(self, state: TrainState, place: StepMesh) -> TrainState:
-        """Returns the state with the optimiser's part sharded over the replicas."""
+    def _with_zero(self, state: TrainState, mesh: StepMesh) -> TrainState:
+        """Returns the state with the optimizer's part sharded over the batch axes."""
         leaves, treedef = jax.tree.flatten(state.opt_state)
         if [leaf.sharding for leaf in leaves] == self._zero_shardings:
             return state
-        found = zero_layouts({"opt_state": state.opt_state}, place)
-        if not found:
+        layouts = zero_layouts({"opt_state": state.opt_state}, mesh)
+        if not layouts:
             return state
         self.zero_exceptions = tuple(
-            f"{one.path} {one.reason}" for one in found if one.reason
+            f"{one.path} {one.reason}" for one in layouts if one.reason
         )
         for line in self.zero_exceptions:
             _log.info("zero=1 leaves %s", line)
-        self._zero_shardings = [one.sharding for one in found]
+        self._zero_shardings = [one.sharding for one in layouts]
         placed = [
             leaf.update(sharding=one.sharding)
             if isinstance(leaf, jax.ShapeDtypeStruct)
             else jax.device_put(leaf, one.sharding)
-            for leaf, one in zip(leaves, found, strict=True)
+            for leaf, one in zip(leaves, layouts, strict=True)
         ]
         return state.replace(opt_state=treedef.unflatten(placed))
 
-    def _look_at_flags(self, *, wait: bool) -> None:
+    def _look_at_reports(self, *, wait: bool) -> None:
         """Raises for a step that was not finite, as far as that is known."""
-        while self._flags and (wait or self._flags[0][0].is_ready()):
-            count, is_first = self._flags.popleft()
-            before = 0 if is_first else self._num_nonfinite
-            self._num_nonfinite = float(count)
-            if self._num_nonfinite > before:
-                msg = (
-                    "the loss or a gradient of an earlier step was not finite. The "
-                    "state is as it was before that step. Lower the learning rate, "
-                    'clip with clip_norm=, or use on_nonfinite="skip".'
-                )
-                raise StepError(msg)
+        while self._reports and (wait or self._reports[0].is_ready()):
+            report = self._reports.popleft()
+            problem = report.problem(self._num_steps)
+            if problem is not None:
+                raise StepError(problem)
+
+
+@dataclass
+class _LastCall:
+    """What a call was for, by identity, and the program that it ran."""
+
+    code: Any
+    sharding: Any
+    rows: Any
+    is_many: bool
+    ambient: Any = None
+    found: tuple[CompiledStep[..., Any], MetricsStart] | None = None
+
+    def is_like(self, other: "_LastCall") -> bool:
+        return (
+            self.code is other.code
+            and (self.sharding is other.sharding or self.sharding == other.sharding)
+            and self.is_many == other.is_many
+            and (self.rows is other.rows or self.rows == other.rows)
+        )
+
+
+@dataclass(frozen=True)
+class _CallReport:
+    """What `Update.apply` reported of the steps of one call.
+
+    Attributes:
+        report: int32, of shape (3,), or (steps, 3).
+        num_steps: How many steps there were up to the end of that call.
+        names: What its second number stands for.
+    """
+
+    report: jax.Array
+    num_steps: int
+    names: list[str]
+
+    def is_ready(self) -> bool:
+        """Returns whether looking at it means no waiting."""
+        array: Any = self.report
+        return array.is_ready()
+
+    def problem(self, num_steps: int) -> str | None:
+        """Returns what to say of the first step that was not finite, if there is one.
+
+        Args:
+            num_steps: How many steps there are by now.
+        """
+        steps = np.asarray(self.report).reshape(-1, 3)
+        if not steps[:, 2].any():
+            return None
+        index = int(np.argmax(steps[:, 2]))
+        number, leaf, _ = steps[index]
+        followed = num_steps - self.num_steps + len(steps) - 1 - index
+        later = {0: "", 1: ", and one step followed"}.get(
+            followed, f", and {followed} steps followed"
+        )
+        return (
+            f"the loss or a gradient was not finite in step {number}: "
+            f"{self.names[leaf]} first. The state is as it was before that "
+            f"step{later}. Lower the learning rate, clip with clip_norm=, or use "
+            'on_nonfinite="skip".'
+        )
+
+
+def _rows_sharding(batch: Batch | Stacked) -> Any:
+    leaves = jax.tree.leaves(batch)
+    return _jax.sharding_of(leaves[0]) if leaves else None
+
+
+def _step_text(state: TrainState) -> str:
+    is_known = isinstance(state.step, jax.Array) and not isinstance(state.step, Tracer)
+    if is_known and not state.step.is_deleted():
+        return f"step {int(state.step)}"
+    return "a step whose number is not known"

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from meshlayout import _paths
+from meshlayout import _paths, _render
+from meshlayout._annotations import PyTree
 from meshlayout.errors import StepError
 from meshlayout.state import TrainState
 from meshlayout.state.precision import LossScale
-from meshlayout.step.gradients import Gradients, Trainable, is_finite, select
+from meshlayout.step.gradients import Gradients, Trainable, finite_leaves, select
 
 
 OnNonfinite: TypeAlias = Literal["error", "skip", "ignore"]
@@ -59,15 +60,6 @@ class Update:
         """Whether a step may leave the state as it was."""
         return self.on_nonfinite != "ignore" or self.has_loss_scale
 
-    @property
-    def flag(self) -> str:
-        """The metric that counts the steps that are an error.
-
-        Overflowing gradients are none where the loss scale recovers from them.
-        """
-        is_scaled = self.has_loss_scale and self.on_nonfinite == "error"
-        return NONFINITE_LOSS if is_scaled else SKIPPED
-
     def extra(self, state: TrainState) -> dict[str, Any]:
         """Returns what a state keeps beside at the start; arrays yet to be placed."""
         makers: dict[str, Callable[[], Any]] = {
@@ -102,8 +94,11 @@ class Update:
 
     def apply(
         self, state: TrainState, trainable: Trainable, found: Gradients
-    ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Returns the next state, and what there is to say about the gradients.
+    ) -> tuple[TrainState, dict[str, jax.Array], jax.Array | None]:
+        """Returns the next state, notes about the gradients, and a report.
+
+        The report is for `on_nonfinite="error"`: the step's number, the number of the
+        first part or gradient that is not finite, and whether there is one.
 
         Args:
             state: The state before.
@@ -111,27 +106,33 @@ class Update:
             found: The gradients, by the loss scale if there is one.
         """
         grads, notes = found.grads, {}
+        losses = list(found.parts.values())
         if self.has_loss_scale:
             scale = self.scale(state)
             grads = jax.tree.map(lambda g: (g / scale).astype(g.dtype), grads)
             notes["loss_scale"] = scale
-        finite = None
+        finite, report = None, None
         if self.may_skip:
-            finite = is_finite((grads, list(found.parts.values())))
+            each = finite_leaves([*losses, *grads])
+            finite = each.all()
+            if self.on_nonfinite == "error":
+                # Gradients that overflow are no error where a loss scale recovers.
+                each = each[: len(losses)] if self.has_loss_scale else each
+                report = jnp.stack([state.step, jnp.argmin(each), ~each.all()])
         if self.clip_norm is not None:
             norm = global_norm(grads)
             factor = self.clip_norm / jnp.maximum(norm, self.clip_norm)
             grads = jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
             notes["grad_norm"] = norm
-        new = self._updated(state, trainable, grads, sum(found.parts.values()))
+        new = self._updated(state, trainable, grads, sum(losses))
         new = new.replace(model_state=found.model_state)
         if finite is not None:
             new = self._unless(finite, state, new)
             notes["skipped"] = 1 - finite.astype("float32")
-            if self.flag not in notes:
-                lost = ~is_finite(list(found.parts.values()))
-                notes[self.flag] = lost.astype("float32")
-        return new, notes
+            if self.has_loss_scale and self.on_nonfinite == "error":
+                lost = ~finite_leaves(losses).all()
+                notes[NONFINITE_LOSS] = lost.astype("float32")
+        return new, notes, report
 
     def _updated(
         self, state: TrainState, trainable: Trainable, grads: Any, value: Any
@@ -167,31 +168,72 @@ class Update:
         return kept.replace(extra=extra)
 
 
-def _optimized(state: TrainState, grads: Any, value: Any) -> tuple[Any, Any]:
-    """Returns an optimiser's updates and next state.
+def _optimized(state: TrainState, grads: PyTree, value: Any) -> tuple[PyTree, PyTree]:
+    """Returns an optimizer's updates and next state.
 
     Args:
         state: The state before.
         grads: The gradients.
-        value: The loss, for the optimisers that take it.
+        value: The loss, for the optimizers that take it.
 
     Raises:
-        StepError: If the optimiser takes more than that.
+        StepError: If the optimizer needs more than that, or has another state.
     """
     tx = optax.with_extra_args_support(state.tx)
     try:
         return tx.update(grads, state.opt_state, state.params, value=value)
-    except TypeError as error:
-        missing = _MISSING.search(str(error))
-        if missing is None:
+    except (AttributeError, TypeError, ValueError) as error:
+        reason = _why_not_optimized(str(error)) or _other_opt_state(state)
+        if reason is None:
             raise
-        msg = (
+        raise StepError(reason) from None
+
+
+def _why_not_optimized(message: str) -> str | None:
+    """Returns what an optimizer needs that a step does not give, from its error."""
+    missing = _MISSING.search(message)
+    if missing is not None:
+        return (
             f"the optimizer's update misses {missing[1]}: a step passes value=, the "
             "loss, and nothing else beside gradients and parameters. A line search, "
             "which calls the loss again, does not go into a step; give a learning rate "
             "in its place, as optax.lbfgs(learning_rate=0.1, linesearch=None)."
         )
-        raise StepError(msg) from None
+    if "unexpected keyword argument 'value'" in message:
+        return (
+            "the optimizer's update refuses value=, the loss, which a step passes. "
+            "optax.contrib.sam, which computes gradients at several places for one "
+            "update, does not go into a step; write one with ml.compile_step."
+        )
+    if "no attribute 'fast'" in message:
+        return (
+            "optax.lookahead keeps two copies of the parameters, as "
+            "optax.LookaheadParams, and a model has one. It does not go into a step; "
+            "write one with ml.compile_step, or average with make_train_step(ema=)."
+        )
+    return None
+
+
+def _other_opt_state(state: TrainState) -> str | None:
+    """Returns what is wrong with the optimizer's state, if it is another's."""
+    expected = jax.eval_shape(state.tx.init, state.params)
+    names = [
+        {
+            leaf.path: _render.array_text(leaf.value.dtype, leaf.value.shape)
+            for leaf in _paths.flatten(tree).leaves
+        }
+        for tree in (expected, state.opt_state)
+    ]
+    same = jax.tree.structure(expected) == jax.tree.structure(state.opt_state)
+    if names[0] == names[1] and same:
+        return None
+    differing = sorted(set(names[0].items()) ^ set(names[1].items()))
+    where = f", as {differing[0][0]!r} shows" if differing else ""
+    return (
+        f"state.opt_state is not one of this optimizer for these parameters{where}. "
+        "It comes from another optimizer or another model: start with "
+        "state.replace(opt_state=state.tx.init(state.params))."
+    )
 
 
 # What Python says of a call that leaves something out.
