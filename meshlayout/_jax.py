@@ -289,6 +289,18 @@ def no_mesh() -> AbstractContextManager[None]:
     return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
 
 
+def without_set_mesh() -> AbstractContextManager[Any]:
+    """Returns a context in which `jax.set_mesh` has set nothing; not inside jit.
+
+    `no_mesh` takes the axes away, and this the devices, too: JAX refuses arrays on
+    others than those of the mesh that is set.
+    """
+    try:
+        return jax.set_mesh(None)
+    except (TypeError, ValueError):  # older than jax 0.8
+        return no_mesh()
+
+
 def concrete_mesh_for(abstract: Any) -> jax.sharding.Mesh | None:
     """Returns the mesh that is set, if it is the one that `abstract` describes."""
     mesh = concrete_mesh()

@@ -85,7 +85,7 @@ class Metrics(Mapping[str, Any]):
     def _metrics(self) -> dict[str, Any]:
         if self._built is None:
             leaves, treedef = self._flat
-            object.__setattr__(self, "_built", treedef.unflatten(leaves)._built)  # noqa: SLF001
+            object.__setattr__(self, "_built", treedef.unflatten(leaves)._built)
         built: Any = self._built
         return built
 

@@ -233,7 +233,7 @@ class CompiledStep(Generic[P, R]):
         """
         ambient = jax.sharding.get_abstract_mesh()
         if ambient is not self._ambient and self._is_foreign(ambient, args, kwargs):
-            with _jax.no_mesh():
+            with _jax.without_set_mesh():
                 return self._run(args, kwargs)
         return self._run(args, kwargs)
 
@@ -294,7 +294,7 @@ class CompiledStep(Generic[P, R]):
         """
         ambient = jax.sharding.get_abstract_mesh()
         if self._is_foreign(ambient, args, kwargs):
-            with _jax.no_mesh():
+            with _jax.without_set_mesh():
                 return self.lower(*args, **kwargs)
         args, kwargs, static = self._normalised(args, kwargs)
         signature = self._signature(args, kwargs)

@@ -1,7 +1,6 @@
 """A whole epoch in one dispatch, over a dataset that is on the devices."""
 
 # What TrainStep keeps for this file and multi_step has an underscore.
-# ruff: noqa: SLF001
 # pyright: reportPrivateUsage=false
 
 from typing import Any

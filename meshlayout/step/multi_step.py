@@ -1,7 +1,5 @@
 """Several steps in one call: in one dispatch, or one by one where that is faster."""
 
-# ruff: noqa: SLF001 (TrainStep._run is for this file)
-
 import logging
 import time
 from dataclasses import dataclass, field

@@ -110,7 +110,7 @@ def in_own_mesh(tree: PyTree) -> AbstractContextManager[None]:
     meshes = (x.mesh for x in shardings if isinstance(x, NamedSharding))
     mesh = next(meshes, None)
     is_own = mesh is not None and mesh.abstract_mesh == ambient
-    return _NOTHING if is_own else _jax.no_mesh()
+    return _NOTHING if is_own else _jax.without_set_mesh()
 
 
 _NOTHING = contextlib.nullcontext()
