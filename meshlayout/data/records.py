@@ -66,6 +66,7 @@ class RowGenerators(list[np.random.Generator]):
             options = inspect.signature(draw).bind(None, *args, **kwargs).arguments
             del options["self"]
             size = np.atleast_1d(options.pop("size", ())).tolist()
+            # Without replacement, a row would have to know what others drew.
             if size[:1] != [len(self)] or not options.get("replace", True):
                 msg = (
                     f"rng.{name} draws for each row of the batch by itself: give "
@@ -313,7 +314,8 @@ class FileOrder:
 
     Neighboring rows stay near each other: shuffled, runs of them have an order of
     their own in every epoch, and so have the rows of all runs in a window. That is
-    less random than a shuffle of all rows, and faster from disks and buckets.
+    less random than a shuffle of all rows, and suits disks and buckets, where each
+    read costs time.
 
     Args:
         files: The rows of each file.
