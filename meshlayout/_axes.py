@@ -30,8 +30,8 @@ def parse_axes(axes: Any) -> list[tuple[str, int]]:
         pairs = [(name, size) for name, size in axes]
     except (TypeError, ValueError):
         msg = (
-            f"{axes!r} does not name axes and sizes. Write {{'batch': 2, 'model': 4}}, "
-            "[('batch', 2), ('model', 4)] or 'batch=2,model=4'."
+            f"{shown(axes)} does not name axes and sizes. Write {{'batch': 2, "
+            "'model': 4}, [('batch', 2), ('model', 4)] or 'batch=2,model=4'."
         )
         raise MeshError(msg) from None
     check_names([name for name, _ in pairs])

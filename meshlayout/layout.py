@@ -288,7 +288,8 @@ class Layout(DTensorLayout):
             Layout([batch, unsharded, unsharded], Mesh(batch=8))
         """
         if not isinstance(axis, (str, tuple, list)) or not axis:
-            msg = f"axis is a mesh axis name or a tuple of names, and got {axis!r}."
+            text = _checks.shown(axis)
+            msg = f"axis is a mesh axis name or a tuple of names, and got {text}."
             raise LayoutError(msg)
         specs: list[Any] = [None] * _check_rank(rank)
         specs[_check_dim(dim, rank)] = axis
@@ -495,9 +496,7 @@ class Layout(DTensorLayout):
                 raise TypeError
             return shard_size * _jax.itemsize(dtype)
         except TypeError:
-            msg = (
-                f"{dtype!r} is not a dtype; give one such as 'float32' or jnp.bfloat16."
-            )
+            msg = f"{_checks.shown(dtype)} is not a dtype; give one such as 'float32' or jnp.bfloat16."
             raise LayoutError(msg) from None
 
     def offset_to_shard(self) -> list[tuple[int, ...]]:
@@ -661,7 +660,7 @@ def _memory_kind(kind: str | None, mesh: Mesh) -> str | None:
     kinds, default = _jax.memory_kinds(device)
     if kinds and kind not in kinds:
         msg = (
-            f"memory_kind {kind!r} is not one of these devices' memories: "
+            f"memory_kind {_checks.shown(kind)} is not one of these devices' memories: "
             f"{', '.join(map(repr, kinds))}.{did_you_mean(kind, kinds)}"
         )
         raise LayoutError(msg)
@@ -698,7 +697,7 @@ def _check_shape(shape: Any) -> tuple[int, ...]:
         index = _index(size)
         if index is None or index < 0:
             msg = (
-                f"dim {dim} of shape {sizes} has size {_checks.shown(size)}; a size is "
+                f"dim {dim} of the shape has size {_checks.shown(size)}; a size is "
                 "an integer, 0 or more."
             )
             raise LayoutError(msg)

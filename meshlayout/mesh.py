@@ -187,8 +187,9 @@ class Mesh(DTensorMesh):
         else:
             indices = [i for i, held in enumerate(self.devices.flat) if held is device]
             if not indices:
+                text = repr(device) if hasattr(device, "platform") else shown(device)
                 msg = (
-                    f"{device!r} is not a device of {self!r}, whose devices are "
+                    f"{text} is not a device of {self!r}, whose devices are "
                     f"{self._devices_text()}."
                 )
                 raise MeshError(msg)
@@ -400,7 +401,7 @@ class Mesh(DTensorMesh):
         for name in names:
             if name not in self.axis_names:
                 hint = did_you_mean(name, self._shape)
-                msg = f"{self!r} has no axis {name!r}.{hint}"
+                msg = f"{self!r} has no axis {shown(name)}.{hint}"
                 raise MeshError(msg)
         if len(set(names)) < len(names):
             twice = next(name for i, name in enumerate(names) if name in names[:i])

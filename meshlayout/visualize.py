@@ -13,7 +13,7 @@ from flax import nnx
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from meshlayout import _jax, _paths, _render
+from meshlayout import _checks, _jax, _paths, _render
 from meshlayout.errors import LayoutError
 from meshlayout.layout import Layout, as_layout
 from meshlayout.mesh import Mesh
@@ -175,7 +175,8 @@ def _sizes(shape: Any) -> tuple[int, ...]:
     try:
         return tuple(operator.index(size) for size in shape)
     except TypeError:
-        msg = f"a shape is a tuple of sizes, one per dim, and got {shape!r}."
+        text = _checks.shown(shape)
+        msg = f"a shape is a tuple of sizes, one per dim, and got {text}."
         raise LayoutError(msg) from None
 
 

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import meshlayout as ml
 from meshlayout import arrays as ma
+from tests.bad_values import BAD as BAD_VALUES, refusal
 
 
 P = PartitionSpec
@@ -869,11 +870,11 @@ BAD = {
     ),
     "a negative shape": (
         lambda: ma.zeros((8, -1), B),
-        "a shape is sizes of 0 or more, and got (8, -1).",
+        "a shape is integers of 0 or more, and got (8, -1).",
     ),
     "a shape of floats": (
         lambda: ma.ones({"w": (8, 2.0)}, B),
-        "w: a shape is sizes of 0 or more, and got (8, 2.0).",
+        "w: a shape is integers of 0 or more, and got (8, 2.0).",
     ),
     "an unknown dtype": (
         lambda: ma.zeros((8, 8), B, "flot32"),
@@ -1138,3 +1139,48 @@ def test_arange_refuses_steps_that_the_dtype_cannot_hold():
 def test_a_dtype_that_jax_narrows_is_named_when_it_was_asked_for(dtype):
     with pytest.warns(UserWarning, match="dtype float64 is not enabled in JAX"):
         assert ml.arrays.zeros((8,), BATCH_8.layout("batch"), dtype).dtype == "float32"
+
+
+# What nobody can mean: every parameter works with it or says so in a sentence.
+
+CALLS = {
+    "relayout, x": lambda bad: ma.relayout(bad, B),
+    "relayout, layout": lambda bad: ma.relayout(jnp.ones((8, 8)), bad),
+    "relayout, donate": lambda bad: ma.relayout(jnp.ones((8, 8)), B, donate=bad),
+    "relayout_like, other": lambda bad: ma.relayout_like(jnp.ones((8, 8)), bad),
+    "copy_to_mesh, x": lambda bad: ma.copy_to_mesh(bad, B),
+    "copy_to_mesh, layout": lambda bad: ma.copy_to_mesh(jnp.ones((8, 8)), bad),
+    "fetch_layout": lambda bad: ma.fetch_layout(bad),
+    "check_layout, x": lambda bad: ma.check_layout(bad, B),
+    "check_layout, layout": lambda bad: ma.check_layout(ma.ones((8, 8), B), bad),
+    "pack, parts": lambda bad: ma.pack(bad, B),
+    "pack, a part": lambda bad: ma.pack([bad] * 8, B),
+    "pack, layout": lambda bad: ma.pack([np.ones((1, 2))] * 8, bad),
+    "pack, verify": lambda bad: ma.pack([np.ones((1, 2))] * 8, B, verify=bad),
+    "unpack": lambda bad: ma.unpack(bad),
+    "to_numpy": lambda bad: ma.to_numpy(bad),
+    "zeros, shape": lambda bad: ma.zeros(bad, BATCH_8.layout(...)),
+    "zeros, layout": lambda bad: ma.zeros((8, 8), bad),
+    "zeros, dtype": lambda bad: ma.zeros((8, 8), B, bad),
+    "full, value": lambda bad: ma.full((8, 8), bad, B),
+    "normal, key": lambda bad: ma.normal(bad, (8, 8), B),
+    "normal, shape": lambda bad: ma.normal(jax.random.key(0), bad, BATCH_8.layout(...)),
+    "normal, dtype": lambda bad: ma.normal(jax.random.key(0), (8, 8), B, bad),
+    "uniform, minval": lambda bad: ma.uniform(jax.random.key(0), (8, 8), B, minval=bad),
+    "arange, start": lambda bad: ma.arange(bad, layout=BATCH_8.layout(None)),
+    "arange, stop": lambda bad: ma.arange(0, bad, layout=BATCH_8.layout(None)),
+    "arange, step": lambda bad: ma.arange(0, 8, bad, layout=BATCH_8.layout(None)),
+    "arange, dtype": lambda bad: ma.arange(8, layout=BATCH_8.layout(None), dtype=bad),
+    "call_with_layout, fn": lambda bad: ma.call_with_layout(bad, B),
+    "call_with_layout, layout": lambda bad: ma.call_with_layout(jnp.eye, bad, 8),
+}
+FLAGS = {"relayout, donate", "pack, verify"}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_nobody_can_mean_works_or_is_a_sentence(name):
+    for bad in BAD_VALUES:
+        message = refusal(ml.MeshLayoutError, CALLS[name], bad)
+        assert message is None or "0x" not in message
+        if name in FLAGS and bad is not True:
+            assert "must be True or False" in str(message)

@@ -22,10 +22,12 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
+import meshlayout as ml
 from meshlayout._default_mesh import default_mesh
 from meshlayout.errors import LayoutError, MeshError, MeshLayoutError
 from meshlayout.layout import MATCH, UNSHARDED, Layout, as_layout
 from meshlayout.mesh import create_mesh
+from tests.bad_values import BAD as BAD_VALUES, refusal
 
 
 MESH = create_mesh({"batch": 2, "model": 4})
@@ -815,19 +817,19 @@ BAD = {
     ),
     "negative size": (
         lambda: sharded(*AXES).shard_shape((-2, 4)),
-        "dim 0 of shape (-2, 4) has size -2; a size is an integer, 0 or more.",
+        "dim 0 of the shape has size -2; a size is an integer, 0 or more.",
     ),
     "float size": (
         lambda: sharded(*AXES).global_shape((2, 4.0)),
-        "dim 1 of shape (2, 4.0) has size 4.0; a size is an integer, 0 or more.",
+        "dim 1 of the shape has size 4.0; a size is an integer, 0 or more.",
     ),
     "open size": (
         lambda: sharded(*AXES).check((None, 4)),
-        "dim 0 of shape (None, 4) has size None; a size is an integer, 0 or more.",
+        "dim 0 of the shape has size None; a size is an integer, 0 or more.",
     ),
     "bool size": (
         lambda: sharded("batch").bytes_per_device((True,), "float32"),
-        "dim 0 of shape (True,) has size True; a size is an integer, 0 or more.",
+        "dim 0 of the shape has size True; a size is an integer, 0 or more.",
     ),
     "number for a shape": (
         lambda: sharded("batch").shard_shape(8),
@@ -976,3 +978,63 @@ def test_a_changed_text_is_refused(change):
     assert change(text) != text
     with pytest.raises(MeshLayoutError):
         Layout.from_string(change(text))
+
+
+# What nobody can mean: every parameter works with it or says so in a sentence.
+
+LAYOUT = Layout(["batch", None], MESH)
+CALLS = {
+    "create_mesh": lambda bad: create_mesh(bad),
+    "create_mesh, a size": lambda bad: create_mesh({"batch": bad}),
+    "create_mesh, a name": lambda bad: create_mesh([(bad, 8)]),
+    "create_mesh, devices": lambda bad: create_mesh({"batch": 8}, devices=bad),
+    "create_mesh, axis_types": lambda bad: create_mesh({"batch": 8}, axis_types=bad),
+    "Mesh": lambda bad: ml.Mesh(bad),
+    "default_mesh": lambda bad: ml.default_mesh(bad),
+    "axis_size": lambda bad: MESH.axis_size(bad),
+    "dim_size": lambda bad: MESH.dim_size(bad),
+    "coords": lambda bad: MESH.coords(bad),
+    "a sub-mesh": lambda bad: MESH[bad],
+    "rename": lambda bad: MESH.rename(bad),
+    "rename, a name": lambda bad: MESH.rename({"batch": bad}),
+    "merge, axes": lambda bad: MESH.merge(bad, "all"),
+    "merge, name": lambda bad: MESH.merge(("batch", "model"), bad),
+    "Mesh.from_string": lambda bad: ml.Mesh.from_string(bad),
+    "mesh.layout": lambda bad: MESH.layout(bad),
+    "mesh.layout, memory_kind": lambda bad: MESH.layout("batch", memory_kind=bad),
+    "Layout": lambda bad: Layout(bad, MESH),
+    "Layout, mesh": lambda bad: Layout(["batch"], bad),
+    "Layout.of": lambda bad: Layout.of(bad),
+    "Layout.of, rank": lambda bad: Layout.of(LAYOUT, bad),
+    "replicated, mesh": lambda bad: Layout.replicated(bad, 1),
+    "replicated, rank": lambda bad: Layout.replicated(MESH, bad),
+    "batch_sharded, axis": lambda bad: Layout.batch_sharded(MESH, bad, 2),
+    "batch_sharded, rank": lambda bad: Layout.batch_sharded(MESH, "batch", bad),
+    "batch_sharded, dim": lambda bad: Layout.batch_sharded(MESH, "batch", 2, bad),
+    "inner_sharded": lambda bad: Layout.inner_sharded(MESH, bad, 2),
+    "with_rank": lambda bad: LAYOUT.with_rank(bad),
+    "delete": lambda bad: LAYOUT.delete(bad),
+    "with_memory_kind": lambda bad: LAYOUT.with_memory_kind(bad),
+    "num_shards": lambda bad: LAYOUT.num_shards(bad),
+    "misfits": lambda bad: LAYOUT.misfits(bad),
+    "check": lambda bad: LAYOUT.check(bad),
+    "shard_shape": lambda bad: LAYOUT.shard_shape(bad),
+    "shard_shape, a size": lambda bad: LAYOUT.shard_shape((bad, 2)),
+    "global_shape": lambda bad: LAYOUT.global_shape(bad),
+    "shard_slices, device": lambda bad: LAYOUT.shard_slices((4, 4), bad),
+    "bytes_per_device, shape": lambda bad: LAYOUT.bytes_per_device(bad, "float32"),
+    "bytes_per_device, dtype": lambda bad: LAYOUT.bytes_per_device((4, 4), bad),
+    "Layout.from_string": lambda bad: Layout.from_string(bad),
+    "visualize": lambda bad: ml.visualize(bad),
+    "visualize, shape": lambda bad: ml.visualize(LAYOUT, shape=bad),
+    "zero_rule, mesh": lambda bad: ml.zero_rule(bad),
+    "zero_rule, axes": lambda bad: ml.zero_rule(MESH, bad),
+    "constrain, name": lambda bad: ml.constrain(np.ones(8), bad),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_nobody_can_mean_works_or_is_a_sentence(name):
+    for bad in BAD_VALUES:
+        message = refusal(MeshLayoutError, CALLS[name], bad)
+        assert message is None or "0x" not in message

@@ -280,7 +280,12 @@ def uniform(
         LayoutError: As for `normal`.
     """
     dtype = _dtype(dtype, float)
-    return _create(_uniform, shape, layout, dtype, (minval, maxval), keys=key)
+    bounds = {"minval": minval, "maxval": maxval}
+    for name, value in bounds.items():
+        if not isinstance(value, _PYTHON_NUMBERS):
+            bounds[name] = as_array(value, f"uniform: {name}")
+        check_cast(bounds[name], dtype, f"uniform: {name}")
+    return _create(_uniform, shape, layout, dtype, tuple(bounds.values()), keys=key)
 
 
 def arange(
@@ -318,7 +323,7 @@ def arange(
         if value is None and name != "start":
             continue
         if not isinstance(value, numbers.Real) or isinstance(value, bool):
-            msg = f"arange takes numbers, and got {value!r} as {name}."
+            msg = f"arange takes numbers, and got {_checks.shown(value)} as {name}."
             raise LayoutError(msg)
         if not isinstance(value, numbers.Integral) and not math.isfinite(value):
             msg = f"arange takes finite numbers, and got {value!r} as {name}."
@@ -524,7 +529,8 @@ def _sizes(shape: Any, path: str) -> tuple[int, ...]:
         sizes = (-1,)
     if any(size < 0 for size in sizes):
         where = f"{path}: " if path else ""
-        msg = f"{where}a shape is sizes of 0 or more, and got {shape!r}."
+        text = _checks.shown(shape)
+        msg = f"{where}a shape is integers of 0 or more, and got {text}."
         raise LayoutError(msg)
     return sizes
 
@@ -544,7 +550,8 @@ def _dtype(dtype: DTypeLike | None, default: Any) -> Any:
     except TypeError:
         wanted = None
     if wanted is None or not is_jax_dtype(wanted):
-        msg = f"{dtype!r} is not a dtype of numbers. Write jnp.float32 or 'float32'."
+        text = _checks.shown(dtype)
+        msg = f"{text} is not a dtype of numbers. Write jnp.float32 or 'float32'."
         raise LayoutError(msg)
     used = jax.dtypes.canonicalize_dtype(wanted)
     # By identity: np.dtype("float64") == float, and it was asked for by name.

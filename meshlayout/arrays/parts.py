@@ -8,7 +8,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from meshlayout import _jax
+from meshlayout import _checks, _jax
 from meshlayout.arrays.leaf import (
     as_array,
     check_alive,
@@ -59,6 +59,7 @@ def pack(parts: Iterable[Any], layout: LayoutLike, *, verify: bool = False) -> A
         >>> x.shape, ml.to_numpy(x).tolist()
         ((4,), [0, 1, 2, 3])
     """
+    verify = _checks.flag("verify", verify, where="pack", error=LayoutError)
     if isinstance(parts, (dict, str)) or not isinstance(parts, Iterable):
         msg = (
             "pack takes a list with one part per device, and got "

@@ -3,6 +3,7 @@
 from collections import Counter
 from typing import Any
 
+from meshlayout import _checks
 from meshlayout.arrays.leaf import (
     as_array,
     is_concrete_array,
@@ -49,6 +50,7 @@ def relayout(x: Any, layout: LayoutLike, *, donate: bool = False) -> Any:
         >>> ml.fetch_layout(ml.relayout(x, mesh.layout(ml.MATCH, "model")))
         Layout([batch, model], Mesh(batch=2, model=4))
     """
+    donate = _checks.flag("donate", donate, where="relayout", error=LayoutError)
     tree = Tree(x)
     layouts = tree.broadcast(layout)
     todo = [

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from meshlayout import _jax
+from meshlayout import _checks, _jax
 from meshlayout.errors import LayoutMapError, LayoutWarning, stack_level
 
 
@@ -115,7 +115,8 @@ def constrain(x: Any, name: str) -> Any:
         True
     """
     if not isinstance(name, str) or not name:
-        msg = f"constrain(x, name) takes the activation's name, and got {name!r}."
+        text = _checks.shown(name)
+        msg = f"constrain(x, name) takes the activation's name, and got {text}."
         raise LayoutMapError(msg)
     snapshot = _active_map.value
     if snapshot is None:

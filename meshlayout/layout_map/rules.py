@@ -141,7 +141,7 @@ def parse_spec(value: Any, mesh: Mesh) -> Layout:
             msg += " Write [...] for replicated."
         raise LayoutError(msg)
     if MATCH in layout.specs:
-        msg = f"{layout} holds MATCH, which is for relayout; there is not an array yet."
+        msg = f"{layout} holds MATCH, which is for relayout; there is no array yet."
         raise LayoutError(msg)
     return layout
 

@@ -95,9 +95,12 @@ def zero_rule(
         (None,)
         >>> layouts = ml.LayoutMap(mesh, {"^opt_state/": rule})
     """
-    names = (axes,) if isinstance(axes, str) else tuple(axes)
-    if not names:
-        msg = "zero_rule takes the axes that shard the batch, and got none."
+    names = (axes,) if isinstance(axes, str) else axes
+    if not isinstance(names, Sequence) or not names:
+        msg = (
+            "zero_rule takes the mesh axes that shard the batch, and got "
+            f"{_checks.shown(axes)}."
+        )
         raise LayoutMapError(msg)
     wrapped = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
     wrapped.axis_size(names)
