@@ -496,7 +496,8 @@ class Layout(DTensorLayout):
                 raise TypeError
             return shard_size * _jax.itemsize(dtype)
         except TypeError:
-            msg = f"{_checks.shown(dtype)} is not a dtype; give one such as 'float32' or jnp.bfloat16."
+            text = _checks.shown(dtype)
+            msg = f"{text} is not a dtype; give one such as 'float32' or jnp.bfloat16."
             raise LayoutError(msg) from None
 
     def offset_to_shard(self) -> list[tuple[int, ...]]:
