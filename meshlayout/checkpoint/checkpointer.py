@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 import jax
 
@@ -18,7 +18,7 @@ from meshlayout.checkpoint.data_state import Continues, DataState
 from meshlayout.checkpoint.lease import Lease
 from meshlayout.checkpoint.manifest import Inspection, Manifest, encode
 from meshlayout.checkpoint.matching import Dtypes
-from meshlayout.checkpoint.restore import Request, load, to_numpy
+from meshlayout.checkpoint.restore import Request, RestoreOptions, load, to_numpy
 from meshlayout.checkpoint.saved_step import SavedStep
 from meshlayout.checkpoint.snapshot import Snapshot, host_bytes
 from meshlayout.checkpoint.step_selection import StepSelection
@@ -30,6 +30,7 @@ from meshlayout.checkpoint.waits import open_channel, progress
 from meshlayout.cluster.process_sync import Channel
 from meshlayout.errors import CheckpointError, did_you_mean
 from meshlayout.layout_map import LayoutMap
+from meshlayout.state.create import Description
 
 
 logger = logging.getLogger("meshlayout.checkpoint")
@@ -301,9 +302,19 @@ class Checkpointer:
 
     # Restoring.
 
+    @overload
     def restore(
         self,
-        like: Any = None,
+        like: LayoutMap | Description | None = None,
+        **options: Unpack[RestoreOptions],
+    ) -> Any: ...
+
+    @overload
+    def restore(self, like: _T, **options: Unpack[RestoreOptions]) -> _T: ...
+
+    def restore(
+        self,
+        like: PyTree = None,
         *,
         step: int | Literal["latest", "best"] = "latest",
         layouts: LayoutMap | None = None,

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypedDict
 
 import jax
 import numpy as np
@@ -22,6 +22,7 @@ from jax.tree_util import DictKey
 
 from meshlayout import _checks, _render
 from meshlayout._annotations import PyTree
+from meshlayout.checkpoint.data_state import Continues
 from meshlayout.checkpoint.difference import Leaf, RestoreDiff, is_number
 from meshlayout.checkpoint.matching import Dtypes, Matched, key_words, match
 from meshlayout.checkpoint.patterns import permutations, renamed
@@ -76,6 +77,21 @@ class Source(Protocol):
             in memory that nothing else uses.
         """
         ...
+
+
+class RestoreOptions(TypedDict, total=False):
+    """The options of `Checkpointer.restore`, for its overloads."""
+
+    step: int | Literal["latest", "best"]
+    layouts: LayoutMap | None
+    data: Continues | None
+    partial: bool
+    rename: Mapping[str, str] | None
+    only: str | None
+    allow: str | Sequence[str]
+    dtype: Dtypes
+    verify: bool
+    fallback: bool
 
 
 @dataclass(frozen=True, kw_only=True)
