@@ -308,8 +308,8 @@ def test_all_processes_are_told_what_went_wrong_on_one(tmp_path):
     ):
         ck.restore(only="kernel", data=Position(), step=1)
     assert str(caught.value) == (
-        "each of the 2 processes that saved the input iterator was at a place of its "
-        "own, and now there are 1. Restore on as many processes, or without data=."
+        "the 2 processes that saved the input iterator were at different positions, "
+        "and now there are 1. Restore on as many processes, or without data=."
     )
     assert json.loads((tmp_path / "1" / "data.json").read_text())["states"] == [
         {"at": 10},

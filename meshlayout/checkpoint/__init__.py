@@ -19,7 +19,7 @@ from meshlayout.checkpoint.preemption import (
     Preempted as Preempted,
     Preemption as Preemption,
 )
-from meshlayout.checkpoint.safetensors import (
-    load_safetensors as load_safetensors,
+from meshlayout.checkpoint.safetensors import load_safetensors as load_safetensors
+from meshlayout.checkpoint.safetensors_writer import (
     save_safetensors as save_safetensors,
 )
