@@ -159,12 +159,11 @@ class StepSelection:
                 sums = source.partial_sums(restores)
             except (DamagedCheckpointError, StoreError) as error:
                 problem = error
-        # All processes compare the same sums, so all of them raise, or none.
+        partial_sums = self._agree(step, manifest, problem, sums)
         try:
-            source.check_sums(self._agree(step, manifest, problem, sums))
+            source.check_sums(partial_sums)
         except DamagedCheckpointError as error:
-            if problem is not None or jax.process_count() == 1:
-                raise
+            # All processes compare the same sums, so all of them come here, or none.
             self._agree(step, manifest, error)
         if jax.process_index() == 0:
             seconds = time.perf_counter() - begin_s
