@@ -30,7 +30,7 @@ from meshlayout.checkpoint.waits import open_channel, progress
 from meshlayout.cluster.process_sync import Channel
 from meshlayout.errors import CheckpointError, did_you_mean
 from meshlayout.layout_map import LayoutMap
-from meshlayout.state.create import Description
+from meshlayout.state.create import StateDescription
 
 
 logger = logging.getLogger("meshlayout.checkpoint")
@@ -305,9 +305,14 @@ class Checkpointer:
     @overload
     def restore(
         self,
-        like: LayoutMap | Description | None = None,
+        like: LayoutMap | None = None,
         **options: Unpack[RestoreOptions],
     ) -> Any: ...
+
+    @overload
+    def restore(
+        self, like: StateDescription[_T], **options: Unpack[RestoreOptions]
+    ) -> _T: ...
 
     @overload
     def restore(self, like: _T, **options: Unpack[RestoreOptions]) -> _T: ...
