@@ -121,6 +121,18 @@ def test_steps_below_an_epoch_go_on_where_the_last_ones_ended(source, prefetch):
     assert rows_of(again) == [third, first]
 
 
+@pytest.mark.parametrize("source", [columns(10), examples(10)])
+def test_a_restarted_dataset_begins_with_the_same_rows_every_time(source):
+    data = distributed(source, steps=2)
+    again = data.restarted()
+    assert len(again) == 2
+    for _ in range(2):
+        assert rows_of(again) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert rows_of(data) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert rows_of(again) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert rows_of(data) == [[8, 9, 9, 9], [0, 1, 2, 3]]
+
+
 def test_steps_of_a_generator_do_not_read_it_again():
     opened = []
 

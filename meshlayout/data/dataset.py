@@ -3,7 +3,7 @@
 import functools
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import (
     Any,
     Generic,
@@ -299,13 +299,33 @@ class DistributedDataset(Generic[BatchT]):
             first_epoch=self._next.epoch, first_row=self._next.row, given=0
         )
         self._latest += 1
-        # The iterator keeps the dataset, which may have no other name, alive.
         moved = functools.partial(self._moved, self._latest)
         self._next = self._after(start)
+        return self._new_iterator(start, moved)
+
+    def _new_iterator(
+        self, start: Position, moved: Callable[[Position], None]
+    ) -> DataIterator[BatchT]:
         plan = self._plan
-        begin = functools.partial(_begin, plan, self._parking)
-        hooks = Hooks(plan.identity, plan.pipeline.clock, begin, moved)
-        return DataIterator(hooks, start)
+
+        # The iterator keeps the dataset, which may have no other name, alive.
+        def begin(position: Position) -> Prefetch[tuple[Batch, Position]]:
+            return _begin(plan, self._parking, position)
+
+        return DataIterator(
+            Hooks(plan.identity, plan.pipeline.clock, begin, moved), start
+        )
+
+    def restarted(self) -> "RestartedDataset[BatchT]":
+        """Returns the same batches, from the start in every iteration.
+
+        Use this to measure: with `steps=`, each validation then takes the same rows.
+        """
+        return RestartedDataset(self)
+
+    def _first_iteration(self) -> DataIterator[BatchT]:
+        """Returns an iteration from the start, which does not move the next one."""
+        return self._new_iterator(Position(0), lambda position: None)
 
     def report(self) -> PipelineReport:
         """Returns what the stages have done so far, on this process."""
@@ -322,6 +342,19 @@ class DistributedDataset(Generic[BatchT]):
         if options.goes_on or options.epochs is None:
             return position
         return Position(position.first_epoch + options.epochs)
+
+
+class RestartedDataset(Generic[BatchT]):
+    """The batches of a dataset, from the start in every iteration."""
+
+    def __init__(self, dataset: DistributedDataset[BatchT]) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __iter__(self) -> DataIterator[BatchT]:
+        return self._dataset._first_iteration()
 
 
 class _Parking:

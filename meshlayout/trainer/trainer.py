@@ -15,6 +15,7 @@ import optax
 from meshlayout import _checks, losses
 from meshlayout._annotations import Batch, PyTree
 from meshlayout.checkpoint.input import Data
+from meshlayout.data import DistributedDataset
 from meshlayout.errors import LossError, MeshLayoutError, RecompileWarning
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap
@@ -656,8 +657,10 @@ class Trainer:
         source: Any = data
         if are_arrays(data):
             source = batches_from("fit", "validation_data", data, None, batch_size)
-        passes = Passes("validation_data", source, num_epochs=epochs)
-        return passes, self._placer(source)
+        placer = self._placer(source)
+        if isinstance(source, DistributedDataset):
+            source = source.restarted()  # every validation measures the same rows
+        return Passes("validation_data", source, num_epochs=epochs), placer
 
     def _placer(self, data: Data, *, needs_weights: bool = True) -> BatchPlacer:
         check_weights(data, self._weights)
