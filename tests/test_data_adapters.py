@@ -397,3 +397,85 @@ def test_a_dict_of_splits_asks_for_one_of_them(mesh):
         "a DatasetDict holds the splits 'train', 'test'. Choose one, as "
         "dataset['train']."
     )
+
+
+# Frameworks that are not installed: classes with the public methods that are used
+
+
+def test_a_pytorch_dataset_is_a_source_of_rows(mesh):
+    members = {
+        "__len__": lambda self: 20,
+        "__getitem__": lambda self, row: {"y": row * row},
+    }
+    dataset = stand_in("torch", "Dataset", **members)()
+    data = distribute_dataset(dataset, mesh, global_batch_size=8)
+    assert values(data) == squares(range(20))
+    data = distribute_dataset(dataset, mesh, global_batch_size=8, shuffle=1)
+    assert sorted(values(data)) == squares(range(20))
+
+
+class HuggingFaceMembers:
+    features = None
+
+    def __init__(self, elements):
+        self.elements, self.row = elements, 0
+
+    def __iter__(self):
+        while self.row < len(self.elements):
+            self.row += 1
+            yield self.elements[self.row - 1]
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def load_state_dict(self, state):
+        self.row = 0 if state is None else state["row"]
+
+    def state_dict(self):
+        return {"row": self.row}
+
+
+def hugging_face_stream(elements, ex_iterable=None):
+    kind = stand_in("datasets", "IterableDataset", (HuggingFaceMembers,))
+    dataset = kind(elements)
+    if ex_iterable is not None:
+        dataset._ex_iterable = ex_iterable
+    return dataset
+
+
+def test_a_hugging_face_stream_gives_its_examples_and_batches(mesh):
+    examples = [{"y": row, "x": [row, row + 1]} for row in range(20)]
+    data = distribute_dataset(hugging_face_stream(examples), mesh, global_batch_size=8)
+    assert values(data) == list(range(20))
+    assert values(data, "x") == [[row, row + 1] for row in range(20)]
+    batches = [{"y": list(range(row, row + 5))} for row in range(0, 20, 5)]
+    with pytest.raises(ml.errors.DataError, match="may be examples or batches"):
+        distribute_dataset(hugging_face_stream(batches), mesh, global_batch_size=8)
+    data = distribute_dataset(
+        hugging_face_stream(batches), mesh, global_batch_size=8, batched=True
+    )
+    assert values(data) == list(range(20))
+
+
+def test_a_hugging_face_stream_is_trusted_with_its_place_where_it_is_known(mesh):
+    examples = [{"y": row} for row in range(20)]
+    plain = type("ArrowExamplesIterable", (), {})()
+    shuffled = type("BufferShuffledExamplesIterable", (), {"ex_iterable": plain})()
+    for steps, is_trusted in ((plain, True), (shuffled, False), (None, False)):
+        it = iter(
+            distribute_dataset(
+                hugging_face_stream(examples, steps), mesh, global_batch_size=8
+            )
+        )
+        next(it)
+        assert (it.get_state()["source"] is not None) == is_trusted
+
+
+def test_a_hugging_face_list_of_structures_is_left_to_the_users_map(mesh):
+    examples = [{"listed": [{"a": 1}, {"a": 2}]}] * 8
+    with pytest.raises(ml.errors.DataError) as error:
+        distribute_dataset(hugging_face_stream(examples), mesh, global_batch_size=8)
+    assert str(error.value) == (
+        "leaf 'listed' is a list of structures, which has no columns. Make arrays of "
+        "their fields with the dataset's map."
+    )

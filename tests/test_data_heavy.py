@@ -63,8 +63,10 @@ def test_a_tf_dataset_gives_every_example_batched_or_not(mesh, tf, batch_size):
     dataset = tf.data.Dataset.from_tensor_slices({"x": X, "y": Y, "image": IMAGE})
     if batch_size:
         dataset = dataset.batch(batch_size).map(dict).prefetch(1)
-    data = distribute_dataset(dataset, mesh, global_batch_size=8)
-    assert len(data) == 3
+    batched = True if batch_size else None
+    data = distribute_dataset(dataset, mesh, global_batch_size=8, batched=batched)
+    if not batch_size:
+        assert len(data) == 3
     assert data.element_spec["image"].shape == (8, 4, 4)
     assert data.element_spec["image"].dtype == np.uint8
     for _ in range(2):
@@ -74,7 +76,7 @@ def test_a_tf_dataset_gives_every_example_batched_or_not(mesh, tf, batch_size):
 def test_a_tf_dataset_of_batches_without_the_last_short_one(mesh, tf):
     dataset = tf.data.Dataset.from_tensor_slices({"x": X})
     dataset = dataset.batch(3, drop_remainder=True)
-    data = distribute_dataset(dataset, mesh, global_batch_size=8)
+    data = distribute_dataset(dataset, mesh, global_batch_size=8, batched=True)
     check(data, {"x": X[:18]})
 
 
@@ -97,7 +99,7 @@ def test_pairs_of_a_tf_dataset_stay_tuples(mesh, tf):
 
 def test_bfloat16_of_a_tf_dataset_stays_bfloat16(mesh, tf):
     dataset = tf.data.Dataset.from_tensor_slices({"x": tf.cast(X, tf.bfloat16)})
-    data = distribute_dataset(dataset, mesh, global_batch_size=8)
+    data = distribute_dataset(dataset, mesh, global_batch_size=8, batched=False)
     assert data.element_spec["x"].dtype == jnp.bfloat16
     check(data, {"x": X.astype(jnp.bfloat16)})
 
@@ -162,7 +164,8 @@ def test_a_tf_dataset_that_takes_its_batches_apart_gives_examples(mesh, tf, unpa
         "interleave": lambda batches: batches.interleave(slices, cycle_length=1),
     }
     batches = slices({"x": X}).batch(6)
-    data = distribute_dataset(steps[unpack](batches), mesh, global_batch_size=8)
+    examples = steps[unpack](batches)
+    data = distribute_dataset(examples, mesh, global_batch_size=8, batched=False)
     assert data.element_spec["x"].shape == (8, 2)
     check(data, {"x": X})
 
@@ -181,11 +184,9 @@ def test_batches_of_a_tf_dataset_that_are_left_out_or_repeated_count(mesh, tf, r
     with pytest.raises(TypeError, match="does not know how many batches"):
         len(data)
     check(data, {"x": expected[reads]})
-    data = distribute_dataset(chosen[reads], mesh, global_batch_size=8)
-    check(data, {"x": expected[reads]})
 
 
-def test_a_map_that_makes_other_things_of_tf_batches_has_to_be_told(mesh, tf):
+def test_what_a_map_makes_of_tf_batches_has_to_be_told(mesh, tf):
     batches = tf.data.Dataset.from_tensor_slices({"x": X}).batch(5)
     means = batches.map(lambda batch: {"x": tf.reduce_mean(batch["x"], 0)})
     with pytest.raises(ml.errors.DataError) as error:
@@ -253,8 +254,11 @@ def test_what_tfds_loads_gives_every_example(mesh, tfds, tfrecords, batch_size):
         as_supervised=True,
         batch_size=batch_size,
     )
-    data = distribute_dataset(dataset, mesh, global_batch_size=32, weights=2)
-    assert len(data) == 7
+    batched = True if batch_size else None
+    data = distribute_dataset(
+        dataset, mesh, global_batch_size=32, weights=2, batched=batched
+    )
+    assert len(list(data)) == 7
     images, found = made_up_examples(), []
     for image, number, weights in data:
         real = np.asarray(weights) > 0
@@ -542,7 +546,7 @@ def test_a_hugging_face_format_of_tables_is_an_error(mesh, hf):
     with pytest.raises(ml.errors.DataError) as error:
         distribute_dataset(dataset.with_format("arrow"), mesh, global_batch_size=8)
     assert str(error.value) == (
-        "the Hugging Face dataset is formatted as 'arrow', which gives no arrays. Use "
+        "the Hugging Face dataset is formatted as 'arrow', which does not give arrays. Use "
         "with_format('numpy')."
     )
 
@@ -612,37 +616,33 @@ BATCHED = {
 
 
 @pytest.mark.parametrize("name", BATCHED)
-def test_an_iterable_dataset_tells_whether_it_was_batched(mesh, hf, name):
+def test_an_iterable_dataset_is_told_to_be_batched(mesh, hf, name):
     make, factor = BATCHED[name]
     dataset = make(hf.Dataset.from_dict({"y": list(range(16))}).to_iterable_dataset())
-    found = list(distribute_dataset(dataset, mesh, global_batch_size=8))
+    options = {"batched": True} if name != "mapped by batches" else {}
+    found = list(distribute_dataset(dataset, mesh, global_batch_size=8, **options))
     numbers = np.concatenate([np.asarray(batch["y"]) for batch in found])
     np.testing.assert_array_equal(numbers, factor * np.arange(16))
 
 
 STRUCTURES = {
-    "rows": lambda d: d,
-    "streamed": lambda d: d.to_iterable_dataset(),
-    "streamed in batches": lambda d: d.to_iterable_dataset().batch(3),
+    "rows": lambda d: (d, {}),
+    "streamed": lambda d: (d.to_iterable_dataset(), {}),
+    "streamed in batches": lambda d: (
+        d.to_iterable_dataset().batch(3),
+        {"batched": True},
+    ),
 }
 
 
-@pytest.mark.parametrize("how", STRUCTURES)
-@pytest.mark.parametrize("kind", [None, "numpy", "torch", "jax"])
-def test_structures_of_hugging_face_become_dicts_of_arrays(mesh, hf, how, kind):
-    pytest.importorskip(kind or "datasets")
-    columns = {
-        "inside": {"p": Y, "more": {"q": X}},
-        "listed": {"a": np.stack([Y, Y + 1], 1)},
-    }
-    examples = {
-        "inside": [
-            {"p": int(y), "more": {"q": x.tolist()}} for y, x in zip(Y, X, strict=True)
-        ],
-        "listed": [[{"a": int(y)}, {"a": int(y) + 1}] for y in Y],
-    }
-    dataset = STRUCTURES[how](hf.Dataset.from_dict(examples).with_format(kind))
-    data = distribute_dataset(dataset, mesh, global_batch_size=4)
+@pytest.mark.parametrize("how", ["rows", "streamed"])
+def test_structures_of_hugging_face_become_dicts_of_arrays(mesh, hf, how):
+    columns = {"inside": {"p": Y, "more": {"q": X}}}
+    examples = [
+        {"p": int(y), "more": {"q": x.tolist()}} for y, x in zip(Y, X, strict=True)
+    ]
+    dataset, options = STRUCTURES[how](hf.Dataset.from_dict({"inside": examples}))
+    data = distribute_dataset(dataset, mesh, global_batch_size=4, **options)
     found = [jax.tree.map(np.asarray, batch) for batch in data]
     assert len(found) == 5
     for path, values in flat(columns).items():
@@ -650,15 +650,12 @@ def test_structures_of_hugging_face_become_dicts_of_arrays(mesh, hf, how, kind):
         np.testing.assert_array_equal(whole, values, err_msg=path)
 
 
-@pytest.mark.parametrize("how", ["rows", "streamed in batches"])
-def test_missing_structures_of_hugging_face_are_an_error(mesh, hf, how):
-    dataset = hf.Dataset.from_dict({"inside": [{"p": 1}, None]}).with_format("jax")
-    with pytest.raises(ml.errors.DataError) as error:
-        list(distribute_dataset(STRUCTURES[how](dataset), mesh, global_batch_size=8))
-    assert str(error.value) == (
-        "inside: some of the rows asked for are None. Fill them in, or leave them out, "
-        "with the dataset's map or filter."
-    )
+@pytest.mark.parametrize("how", STRUCTURES)
+def test_structures_inside_of_lists_are_left_to_the_users_map(mesh, hf, how):
+    listed = [[{"a": int(y)}, {"a": int(y) + 1}] for y in Y]
+    dataset, options = STRUCTURES[how](hf.Dataset.from_dict({"listed": listed}))
+    with pytest.raises(ml.errors.DataError, match="is a list of structures"):
+        distribute_dataset(dataset, mesh, global_batch_size=4, **options)
 
 
 def test_data_sets_with_random_access_give_no_batches(mesh, hf, torch):
