@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, PartitionSpec as P
 
 import meshlayout as ml
 from meshlayout import losses
+from tests.bad_values import BAD, refusal
 
 
 RNG = np.random.default_rng(0)
@@ -260,20 +262,20 @@ WRONG = {
     ),
     "an unknown denominator": (
         lambda: losses.denominator_of("mean", None, 8),
-        "denominator='mean' is none of 'real' (the sum of the weights), "
-        "'global_batch_size' (the examples with padding) or a positive number.",
+        "denominator must be 'real' (the sum of the weights), 'global_batch_size' (the "
+        "examples with padding) or a positive number, got 'mean'.",
     ),
     "a negative strength": (
         lambda: losses.l2(-1),
-        "l2: the strength is a number that is not negative; got -1.",
+        "l2: strength must be a finite number of at least 0, got -1.",
     ),
     "a strength that is no number": (
         lambda: losses.l1("a", name="sparsity"),
-        "sparsity: the strength is a number that is not negative; got 'a'.",
+        "sparsity: strength must be a finite number of at least 0, got 'a'.",
     ),
     "a broken pattern": (
         lambda: losses.l2(1.0, where="("),
-        "l2: where='(' is no regular expression: missing ), unterminated subpattern "
+        "l2: where='(' is not a regular expression: missing ), unterminated subpattern "
         "at position 0.",
     ),
     "a pattern without a match": (
@@ -283,7 +285,35 @@ WRONG = {
     ),
     "recording in what is no module": (
         lambda: losses.record({}, "activity", 1.0),
-        "record takes a Flax module first, and got a dict.",
+        "record takes a Flax module first, got {}.",
+    ),
+    "a name that the metrics have": (
+        lambda: losses.l2(0.1, name="loss"),
+        "l2: a step's metrics hold 'loss' already, which a penalty of that name would "
+        "replace. Choose another, as name='l2_loss'.",
+    ),
+    "an empty name": (
+        lambda: losses.l1(0.1, name=""),
+        "l1: name must be a non-empty string, got ''.",
+    ),
+    "a negative batch size": (
+        lambda: losses.compute_average_loss(LOSSES, global_batch_size=np.int64(-1)),
+        "compute_average_loss: global_batch_size must be a non-negative integer, got "
+        "-1.",
+    ),
+    "a fractional batch size": (
+        lambda: losses.compute_average_loss(LOSSES, global_batch_size=2.5),
+        "compute_average_loss: global_batch_size must be a non-negative integer, got "
+        "2.5.",
+    ),
+    "complex losses": (
+        lambda: losses.per_example(LOSSES * 1j),
+        "per_example: losses must be an array of real numbers, got an array of shape "
+        "(8,) of dtype complex64.",
+    ),
+    "text": (
+        lambda: losses.weighted_sum("abc"),
+        "weighted_sum: losses must be an array of real numbers, got 'abc'.",
     ),
 }
 
@@ -294,3 +324,51 @@ def test_wrong_arguments_are_refused_in_words(name):
     with pytest.raises(ml.errors.LossError) as caught:
         call()
     assert str(caught.value) == message
+
+
+# Every parameter, and what nobody can mean by it.
+
+EVERY_PARAMETER = {
+    "per_example_loss": losses.compute_average_loss,
+    "sample_weight": lambda bad: losses.compute_average_loss(LOSSES, bad),
+    "global_batch_size": lambda bad: losses.compute_average_loss(
+        LOSSES, global_batch_size=bad
+    ),
+    "regularization_loss": losses.scale_regularization_loss,
+    "losses": losses.per_example,
+    "weights": lambda bad: losses.per_example(LOSSES, bad),
+    "summed": losses.weighted_sum,
+    "summed weights": lambda bad: losses.weighted_sum(LOSSES, bad),
+    "denominator": lambda bad: losses.denominator_of(bad, WEIGHTS, 8),
+    "denominator's weights": lambda bad: losses.denominator_of("real", bad, 8),
+    "strength": lambda bad: losses.l2(bad)(PARAMS),
+    "where": lambda bad: losses.l1(1.0, bad)(PARAMS),
+    "name": lambda bad: losses.l2(1.0, name=bad)(PARAMS),
+    "module": lambda bad: losses.record(bad, "x", 1.0),
+    "record's name": lambda bad: losses.record(nnx.Dropout(0.5), bad, 1.0),
+    "recorded": lambda bad: losses.record(nnx.Dropout(0.5), "x", bad),
+}
+
+
+@pytest.mark.parametrize("parameter", EVERY_PARAMETER)
+def test_every_parameter_works_or_is_refused_in_a_sentence(parameter):
+    for bad in BAD:
+        refusal(ml.errors.LossError, EVERY_PARAMETER[parameter], bad)
+
+
+@pytest.mark.parametrize(
+    "size", [np.int64(-1), np.float32(-1), jnp.int32(-1), "4", True, 2.5, np.nan]
+)
+def test_what_is_not_a_number_of_examples_is_no_batch_size(size):
+    with pytest.raises(ml.errors.LossError):
+        losses.compute_average_loss(LOSSES, global_batch_size=size)
+
+
+@pytest.mark.parametrize("size", [4, np.int64(4), np.array(4), jnp.int32(4)])
+def test_a_batch_size_may_be_any_integer(size):
+    average = losses.compute_average_loss(LOSSES, global_batch_size=size)
+    np.testing.assert_allclose(average, LOSSES.sum() / 4, rtol=1e-6)
+    traced = jax.jit(
+        lambda size: losses.compute_average_loss(LOSSES, global_batch_size=size)
+    )
+    np.testing.assert_allclose(traced(size), LOSSES.sum() / 4, rtol=1e-6)

@@ -702,8 +702,8 @@ STEPS = {
     ),
     "denominator": (
         lambda: ml.make_train_step(squares, denominator=-1),
-        "denominator=-1 is none of 'real' (the sum of the weights), "
-        "'global_batch_size' (the examples with padding) or a positive number.",
+        "denominator must be 'real' (the sum of the weights), 'global_batch_size' (the "
+        "examples with padding) or a positive number, got -1.",
     ),
     "precision": (
         lambda: ml.make_train_step(squares, precision="bfloat61"),
@@ -717,8 +717,13 @@ STEPS = {
     ),
     "a path of a precision": (
         lambda: ml.make_train_step(squares, precision={"(": "float32"}),
-        "precision: '(' is no regular expression: missing ), unterminated subpattern "
-        "at position 0.",
+        "precision: pattern='(' is not a regular expression: missing ), unterminated "
+        "subpattern at position 0.",
+    ),
+    "a precision of nothing": (
+        lambda: ml.make_train_step(squares, precision={}),
+        "precision={} says nothing. Give patterns of paths and their dtypes, as "
+        '{"router": "float32", "": "bfloat16"}.',
     ),
     "remat": (
         lambda: ml.make_train_step(squares, remat="all"),

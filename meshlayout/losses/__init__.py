@@ -1,4 +1,4 @@
-"""Losses over real examples: averages, regularisers, and what a model records."""
+"""Losses over real examples: averages, regularizers, and what a model records."""
 
 from meshlayout.losses.averages import (
     compute_average_loss as compute_average_loss,

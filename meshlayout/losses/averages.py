@@ -1,19 +1,21 @@
 """tf.distribute's two scalings, for whole programs and for replica code."""
 
 import math
-from typing import Any
+import operator
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
+from jax.typing import ArrayLike
 
-from meshlayout import _jax
+from meshlayout import _checks, _jax
 from meshlayout.errors import LossError
 
 
 def compute_average_loss(
-    per_example_loss: Any,
-    sample_weight: Any = None,
-    global_batch_size: Any = None,
+    per_example_loss: ArrayLike,
+    sample_weight: ArrayLike | None = None,
+    global_batch_size: int | jax.Array | None = None,
 ) -> jax.Array:
     """Divides the sum of per-example losses by the global batch size.
 
@@ -35,8 +37,9 @@ def compute_average_loss(
         A float32 scalar; 0 for a batch of no examples.
 
     Raises:
-        LossError: If the losses are a scalar, the weights have another batch size, or
-            the number of replicas cannot be told.
+        LossError: If the losses are a scalar or not real numbers, the weights have
+            another batch size, the global batch size is not a number of examples, or
+            the number of replicas is ambiguous.
 
     Example:
         >>> import jax.numpy as jnp
@@ -45,30 +48,46 @@ def compute_average_loss(
         >>> float(compute_average_loss(jnp.array([2.0, 3.0]), global_batch_size=4))
         1.25
     """
-    losses = jnp.asarray(per_example_loss)
+    where = "compute_average_loss"
+    losses = real_array("per_example_loss", per_example_loss, where)
     if losses.ndim == 0:
         msg = (
             "compute_average_loss takes one loss per example, (batch,), and got a "
             "scalar. Do not average in the loss function; optax's losses do not."
         )
         raise LossError(msg)
-    is_number = isinstance(global_batch_size, (int, float))
-    if is_number and global_batch_size < 0:
-        msg = f"global_batch_size={global_batch_size!r} is negative."
-        raise LossError(msg)
     if global_batch_size is None:
         global_batch_size = losses.shape[0] * num_replicas(losses)
+    is_traced = isinstance(global_batch_size, Tracer) and not global_batch_size.shape
+    if is_traced:  # such as a psum of the replicas' own counts
+        real_array("global_batch_size", global_batch_size, where)
+    else:
+        global_batch_size = _checks.count(
+            "global_batch_size",
+            _integer(global_batch_size),
+            at_least=0,
+            where=where,
+            error=LossError,
+        )
     total = weighted(losses, sample_weight).sum()
     size = jnp.asarray(global_batch_size, "float32")
     return jnp.where(size > 0, total / jnp.where(size > 0, size, 1), 0)
 
 
-def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
-    """Divides a regularisation loss by the number of replicas.
+def _integer(value: object) -> object:
+    """Returns an array of one integer as a Python one; anything else unchanged."""
+    is_integer = hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.integer)  # pyright: ignore[reportAttributeAccessIssue]
+    if not is_integer or getattr(value, "shape", None):
+        return value
+    return operator.index(value)  # pyright: ignore[reportArgumentType]
 
-    In replica code every replica computes the whole regularisation loss, and the
+
+def scale_regularization_loss(regularization_loss: ArrayLike) -> jax.Array:
+    """Divides a regularization loss by the number of replicas.
+
+    In replica code every replica computes the whole regularization loss, and the
     replicas' losses are added up; in a program over the whole batch there is one, and
-    it stays as it is.
+    it is returned unchanged.
 
     Args:
         regularization_loss: A scalar, or an array whose sum is meant.
@@ -77,17 +96,47 @@ def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
         A float32 scalar.
 
     Raises:
-        LossError: If the number of replicas cannot be told.
+        LossError: If it is not a real number, or the number of replicas is ambiguous.
 
     Example:
         >>> float(scale_regularization_loss(0.5))
         0.5
     """
-    loss = jnp.asarray(regularization_loss).astype("float32").sum()
-    return loss / num_replicas(None)
+    where = "scale_regularization_loss"
+    loss = real_array("regularization_loss", regularization_loss, where)
+    return loss.astype("float32").sum() / num_replicas(None)
 
 
-def weighted(losses: jax.Array, weights: Any) -> jax.Array:
+def real_array(name: str, value: ArrayLike | None, where: str) -> jax.Array:
+    """Returns losses or weights as an array, of real numbers.
+
+    Args:
+        name: The parameter.
+        value: What the user gave.
+        where: The public function.
+
+    Raises:
+        LossError: If it is not an array of real numbers: text, None, complex.
+    """
+    array = None
+    if value is not None:
+        try:
+            array = jnp.asarray(value)
+        except (TypeError, ValueError, OverflowError):
+            array = None
+    if array is None or not any(
+        jnp.issubdtype(array.dtype, kind)
+        for kind in (jnp.floating, jnp.integer, jnp.bool_)
+    ):
+        given = _checks.shown(value)
+        if array is not None and array.shape:
+            given += f" of dtype {array.dtype}"
+        msg = f"{where}: {name} must be an array of real numbers, got {given}."
+        raise LossError(msg)
+    return array
+
+
+def weighted(losses: jax.Array, weights: ArrayLike | None) -> jax.Array:
     """Returns losses times their weights, in float32; weight 0 gives 0, also for NaN.
 
     Args:
@@ -100,7 +149,7 @@ def weighted(losses: jax.Array, weights: Any) -> jax.Array:
     losses = losses.astype("float32")
     if weights is None:
         return losses
-    weights = jnp.asarray(weights).astype("float32")
+    weights = real_array("weights", weights, "losses").astype("float32")
     if weights.shape != losses.shape[: weights.ndim]:
         msg = (
             f"weights of shape {weights.shape} do not fit losses of shape "
@@ -112,15 +161,15 @@ def weighted(losses: jax.Array, weights: Any) -> jax.Array:
     return jnp.where(spread != 0, losses * spread, 0)
 
 
-def num_replicas(value: Any) -> int:
+def num_replicas(value: jax.Array | None) -> int:
     """Returns over how many replicas this code runs; 1 outside replica code.
 
     Args:
-        value: A value of the replica's own, to tell along which axes replicas differ;
-            or None for all axes that are manual here.
+        value: A value of this replica, which varies along the axes of replicas; or
+            None for all axes that are manual here.
 
     Raises:
-        LossError: If several axes are manual and nothing tells which ones count.
+        LossError: If several axes are manual and the value varies along none.
     """
     axes = _jax.manual_axis_sizes()
     if value is not None:

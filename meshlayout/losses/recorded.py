@@ -4,8 +4,11 @@ import warnings
 from typing import Any
 
 from flax import linen as nn, nnx
+from jax.typing import ArrayLike
 
+from meshlayout._checks import shown
 from meshlayout.errors import LossError
+from meshlayout.losses.averages import real_array
 
 
 class ModelLoss(nnx.Intermediate[Any]):
@@ -16,7 +19,7 @@ class ModelLoss(nnx.Intermediate[Any]):
 COLLECTION = "losses"
 
 
-def record(module: Any, name: str, loss: Any) -> None:
+def record(module: nnx.Module | nn.Module, name: str, loss: ArrayLike) -> None:
     """Records a loss inside a module; train and eval steps add it to the total.
 
     Works in NNX and in Linen modules. Recording under one name again adds another one.
@@ -29,7 +32,7 @@ def record(module: Any, name: str, loss: Any) -> None:
             for a batch with weights.
 
     Raises:
-        LossError: If `module` is no Flax module.
+        LossError: If `module` is not a Flax module.
 
     Example:
         >>> import jax.numpy as jnp
@@ -38,11 +41,15 @@ def record(module: Any, name: str, loss: Any) -> None:
         ...         record(self, "activity", 0.01 * jnp.square(x))
         ...         return x
     """
+    if not isinstance(name, str) or not name:
+        msg = f"record: name must be a non-empty string, got {shown(name)}."
+        raise LossError(msg)
+    loss = real_array("loss", loss, "record")
     if isinstance(module, nn.Module):
         module.sow(COLLECTION, name, loss)
         return
     if not isinstance(module, nnx.Module):
-        msg = f"record takes a Flax module first, and got a {type(module).__name__}."
+        msg = f"record takes a Flax module first, got {shown(module)}."
         raise LossError(msg)
     with warnings.catch_warnings():
         # Flax would have this inside nnx.capture; a step collects it by itself.

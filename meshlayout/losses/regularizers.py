@@ -2,13 +2,13 @@
 
 import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from meshlayout import _paths
+from meshlayout import _checks, _paths
+from meshlayout._annotations import PyTree
 from meshlayout.errors import LossError
 
 
@@ -31,7 +31,7 @@ class Regularizer:
     where: str
     power: Literal[1, 2]
 
-    def __call__(self, params: Any) -> jax.Array:
+    def __call__(self, params: PyTree) -> jax.Array:
         """Returns the penalty.
 
         Args:
@@ -66,7 +66,7 @@ def l2(strength: float, where: str = "", *, name: str = "l2") -> Regularizer:
         name: What it is called in the metrics.
 
     Raises:
-        LossError: If the strength or the expression is no such thing.
+        LossError: If an argument is wrong, or a step's metrics have the name already.
 
     Example:
         >>> import jax.numpy as jnp
@@ -85,7 +85,7 @@ def l1(strength: float, where: str = "", *, name: str = "l1") -> Regularizer:
         name: What it is called in the metrics.
 
     Raises:
-        LossError: If the strength or the expression is no such thing.
+        LossError: If an argument is wrong, or a step's metrics have the name already.
 
     Example:
         >>> import jax.numpy as jnp
@@ -96,17 +96,21 @@ def l1(strength: float, where: str = "", *, name: str = "l1") -> Regularizer:
 
 
 def _regularizer(
-    name: str, strength: Any, where: str, power: Literal[1, 2]
+    name: str, strength: float, where: str, power: Literal[1, 2]
 ) -> Regularizer:
-    is_number = isinstance(strength, (int, float, np.number))
-    if isinstance(strength, bool) or not is_number or not 0 <= strength < np.inf:
+    """Returns a checked penalty."""
+    function = f"l{power}"
+    if not isinstance(name, str) or not name:
+        msg = f"{function}: name must be a non-empty string, got {_checks.shown(name)}."
+        raise LossError(msg)
+    if name == "loss":
         msg = (
-            f"{name}: the strength is a number that is not negative; got {strength!r}."
+            f"{function}: a step's metrics hold {name!r} already, which a penalty of "
+            f"that name would replace. Choose another, as name='{function}_{name}'."
         )
         raise LossError(msg)
-    try:
-        re.compile(where)
-    except (re.error, TypeError) as error:
-        msg = f"{name}: where={where!r} is no regular expression: {error}."
-        raise LossError(msg) from None
-    return Regularizer(name, float(strength), where, power)
+    strength = _checks.number(
+        "strength", strength, at_least=0, where=name, error=LossError
+    )
+    pattern = _checks.pattern("where", where, where=name, error=LossError)
+    return Regularizer(name, strength, pattern.pattern, power)

@@ -1,19 +1,20 @@
 """One loss per example, and what its sum is divided by."""
 
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax.typing import ArrayLike
 
-from meshlayout.errors import LossError
-from meshlayout.losses.averages import weighted
+from meshlayout import _checks
+from meshlayout.errors import LossError, MeshLayoutError
+from meshlayout.losses.averages import real_array, weighted
 
 
 Denominator: TypeAlias = Literal["real", "global_batch_size"] | float
 
 
-def per_example(losses: Any, weights: Any = None) -> jax.Array:
+def per_example(losses: ArrayLike, weights: ArrayLike | None = None) -> jax.Array:
     """Averages losses over all dims but those that have weights, or but the first.
 
     Args:
@@ -25,30 +26,32 @@ def per_example(losses: Any, weights: Any = None) -> jax.Array:
         Losses in float32, of the weights' shape, or (batch,).
 
     Raises:
-        LossError: If the weights' shape is no leading part of the losses'.
+        LossError: If the weights' shape is not a leading part of the losses'.
 
     Example:
         >>> import jax.numpy as jnp
         >>> per_example(jnp.array([[1.0, 3.0], [5.0, 5.0]])).tolist()
         [2.0, 5.0]
     """
-    losses = jnp.asarray(losses).astype("float32")
+    losses = real_array("losses", losses, "per_example").astype("float32")
     if losses.ndim == 0:
         msg = "losses are a scalar, and one per example, (batch,), is needed."
         raise LossError(msg)
-    kept = 1 if weights is None else jnp.ndim(weights)
-    if weights is not None and jnp.shape(weights) != losses.shape[:kept]:
+    if weights is not None:
+        weights = real_array("weights", weights, "per_example")
+    num_kept = 1 if weights is None else weights.ndim
+    if weights is not None and weights.shape != losses.shape[:num_kept]:
         msg = (
-            f"the batch's weights have shape {jnp.shape(weights)} and the losses "
+            f"the batch's weights have shape {weights.shape} and the losses "
             f"{losses.shape}; a loss per example, or per weight, is needed."
         )
         raise LossError(msg)
-    if losses.ndim == kept:
+    if losses.ndim == num_kept:
         return losses
-    return losses.mean(axis=tuple(range(kept, losses.ndim)))
+    return losses.mean(axis=tuple(range(num_kept, losses.ndim)))
 
 
-def weighted_sum(losses: Any, weights: Any = None) -> jax.Array:
+def weighted_sum(losses: ArrayLike, weights: ArrayLike | None = None) -> jax.Array:
     """Sums losses by weight, in float32; what has weight 0 adds nothing, NaN or not.
 
     Args:
@@ -56,18 +59,18 @@ def weighted_sum(losses: Any, weights: Any = None) -> jax.Array:
         weights: Weights of a leading part of that shape, or None for ones.
 
     Raises:
-        LossError: If the weights' shape is no leading part of the losses'.
+        LossError: If the weights' shape is not a leading part of the losses'.
 
     Example:
         >>> import jax.numpy as jnp
         >>> float(weighted_sum(jnp.array([1.0, jnp.nan]), jnp.array([2.0, 0.0])))
         2.0
     """
-    return weighted(jnp.asarray(losses), weights).sum()
+    return weighted(real_array("losses", losses, "weighted_sum"), weights).sum()
 
 
 def denominator_of(
-    denominator: Denominator, weights: Any, num_examples: int
+    denominator: Denominator, weights: ArrayLike | None, num_examples: int
 ) -> jax.Array:
     """Returns what the weighted sum over a global batch is divided by.
 
@@ -86,21 +89,23 @@ def denominator_of(
     """
     check_denominator(denominator)
     if denominator == "real" and weights is not None:
-        total = jnp.asarray(weights).astype("float32").sum()
+        total = real_array("weights", weights, "losses").astype("float32").sum()
         return jnp.where(total > 0, total, 1)
     if isinstance(denominator, str):
         return jnp.float32(num_examples)
     return jnp.float32(denominator)
 
 
-def check_denominator(denominator: Any) -> None:
+def check_denominator(denominator: object) -> None:
     """Raises LossError unless this is a denominator."""
-    if denominator in ("real", "global_batch_size"):
+    if isinstance(denominator, str) and denominator in ("real", "global_batch_size"):
         return
-    is_number = isinstance(denominator, (int, float, np.number))
-    if isinstance(denominator, bool) or not is_number or not 0 < denominator < np.inf:
+    try:
+        _checks.number("denominator", denominator, above=0)
+    except MeshLayoutError:
         msg = (
-            f"denominator={denominator!r} is none of 'real' (the sum of the weights), "
-            "'global_batch_size' (the examples with padding) or a positive number."
+            f"denominator must be 'real' (the sum of the weights), 'global_batch_size' "
+            "(the examples with padding) or a positive number, got "
+            f"{_checks.shown(denominator)}."
         )
-        raise LossError(msg)
+        raise LossError(msg) from None

@@ -1,4 +1,4 @@
-"""In which dtypes a step computes, stores and reduces; dynamic loss scaling."""
+"""The dtypes in which a step computes and stores; dynamic loss scaling."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from meshlayout import _jax, _paths, _render
+from meshlayout import _checks, _jax, _paths, _render
 from meshlayout.errors import StateError, did_you_mean
 
 
@@ -34,7 +34,7 @@ class PrecisionPolicy:
         param: The dtype the parameters are stored in; one that differs is refused.
         compute: The dtype that layers compute in. Parameters are cast as they are
             used; a layer that names a dtype of its own keeps it. Statistics of
-            normalisation, losses and norms stay in float32.
+            normalization, losses and norms stay in float32.
         output: The dtype of what the model returns.
     """
 
@@ -90,7 +90,8 @@ class Policies:
     def computes_in(self) -> frozenset[Any]:
         """All compute dtypes there are; without None."""
         policies = [self.default, *(policy for _, policy in self.by_path)]
-        return frozenset(one.compute for one in policies if one.compute is not None)
+        dtypes = {policy.compute for policy in policies}
+        return frozenset(dtypes - {None})
 
 
 def parse_precision(precision: Any) -> Policies:
@@ -118,13 +119,9 @@ def parse_precision(precision: Any) -> Policies:
         )
         raise StateError(msg)
     rules = []
-    for pattern, one in precision.items():
-        try:
-            re.compile(pattern)
-        except (re.error, TypeError) as error:
-            msg = f"precision: {pattern!r} is no regular expression: {error}."
-            raise StateError(msg) from None
-        rules.append((pattern, _policy_at(pattern, one)))
+    for pattern, policy in precision.items():
+        _checks.pattern("pattern", pattern, where="precision", error=StateError)
+        rules.append((pattern, _policy_at(pattern, policy)))
     default = dict(rules).get("", PrecisionPolicy())
     return Policies(default, tuple(rule for rule in rules if rule[0]))
 
@@ -218,17 +215,17 @@ def check_params(params: Any, policies: Policies) -> None:
             )
             raise StateError(msg)
     for leaf in leaves:
-        wanted = policies.at(leaf.path).param
+        stored = policies.at(leaf.path).param
         dtype = leaf.value.dtype
         if (
-            wanted is not None
+            stored is not None
             and jnp.issubdtype(dtype, jnp.floating)
-            and dtype != wanted
+            and dtype != stored
         ):
             msg = (
                 f"{leaf.path} {_render.array_text(dtype, leaf.value.shape)}: the "
-                f"precision policy stores parameters in {wanted}. Build the model with "
-                f"param_dtype={str(wanted)!r}, or leave param out of the policy."
+                f"precision policy stores parameters in {stored}. Build the model with "
+                f"param_dtype={str(stored)!r}, or leave param out of the policy."
             )
             raise StateError(msg)
 
