@@ -129,9 +129,9 @@ def _fitting(pairs: list[tuple[str, int]], count: int) -> str:
     left = count
     fitting: list[str] = []
     for name, size in pairs[1:][::-1]:
-        kept = math.gcd(left, size) if size != -1 else 1
-        left //= kept
-        fitting.append(f"{name}={kept}")
+        divisor = math.gcd(left, size) if size != -1 else 1
+        left //= divisor
+        fitting.append(f"{name}={divisor}")
     shape = ", ".join([f"{pairs[0][0]}={left}", *fitting[::-1]])
     return f"A shape that fits: ({shape})."
 

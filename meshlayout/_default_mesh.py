@@ -53,9 +53,9 @@ class default_mesh(ContextDecorator):  # noqa: N801 (used like a function)
         entered = list(_entered.get())
         # Its own innermost entry, not whatever came last: a generator that holds one
         # open may end later than the block around it.
-        for at in reversed(range(len(entered))):
-            if entered[at] is self:
-                del entered[at]
+        for index in reversed(range(len(entered))):
+            if entered[index] is self:
+                del entered[index]
                 break
         _set_entered(tuple(entered))
 

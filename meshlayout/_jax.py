@@ -44,11 +44,11 @@ else:
 _trace_key = jax.make_user_context()
 
 
-class _Thread(threading.local):
+class _ThreadState(threading.local):
     trace_key: AbstractContextManager[Any] | None = None
 
 
-_thread = _Thread()
+_thread = _ThreadState()
 
 
 def set_trace_key(value: Hashable | None) -> None:
@@ -261,13 +261,13 @@ def _untyped(aval: Any) -> Any:
 
 def inner_jaxprs(eqn: Any) -> list[Any]:
     """Returns the jaxprs that an operation holds, as jit, scan and cond do."""
-    found = []
+    jaxprs = []
     for value in eqn.params.values():
-        for one in value if isinstance(value, (tuple, list)) else (value,):
-            inner = getattr(one, "jaxpr", one)
+        for candidate in value if isinstance(value, (tuple, list)) else (value,):
+            inner = getattr(candidate, "jaxpr", candidate)
             if hasattr(inner, "eqns"):
-                found.append(inner)
-    return found
+                jaxprs.append(inner)
+    return jaxprs
 
 
 def concrete_mesh() -> jax.sharding.Mesh | None:
@@ -369,8 +369,8 @@ def constrain(x: Any, sharding: NamedSharding) -> Any:
     now = getattr(jax.typeof(x), "sharding", None)
     if explicit:
         entries = _fill(sharding.spec, now, np.ndim(x))
-        wanted = [_only(entry, explicit, first=True) for entry in entries]
-        x = jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*wanted)))
+        on_explicit = [_only(entry, explicit, first=True) for entry in entries]
+        x = jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*on_explicit)))
     elif _is_explicit(now):
         # JAX mixes up the two specs, or refuses, unless the Explicit one is gone.
         x = jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))
@@ -401,11 +401,11 @@ def _only(entry: Any, axes: set[str], *, first: bool) -> Any:
     """Returns the part of an entry on some axes, the first or last part of it."""
     if not isinstance(entry, tuple):
         return entry if entry in axes or not isinstance(entry, str) else None
-    kept = tuple(axis for axis in entry if axis in axes)
-    if kept != (entry[: len(kept)] if first else entry[len(entry) - len(kept) :]):
+    part = tuple(axis for axis in entry if axis in axes)
+    if part != (entry[: len(part)] if first else entry[len(entry) - len(part) :]):
         msg = f"in {entry}, the Explicit axes have to come before the Auto ones."
         raise ValueError(msg)
-    return kept or None
+    return part or None
 
 
 def movable(x: jax.Array, mesh: jax.sharding.Mesh) -> jax.Array:

@@ -186,16 +186,16 @@ def _bounds(part: slice, size: int) -> tuple[int, int]:
 
 
 def _no_sharding(value: Any) -> str:
-    wanted = "visualize takes a jax.Array, a Layout or a sharding"
+    expected = "visualize takes a jax.Array, a Layout or a sharding"
     if isinstance(value, np.ndarray):
         array = _render.array_text(value.dtype, value.shape)
         return (
-            f"{wanted}, and got a NumPy array {array}, which lies on no "
+            f"{expected}, and got a NumPy array {array}, which lies on no "
             "device. Place it first: relayout(x, layout)."
         )
     if isinstance(value, Tracer):
         return (
-            f"{wanted}, and got a value inside jit whose sharding is not known while "
+            f"{expected}, and got a value inside jit whose sharding is not known while "
             "tracing. Visualize the result, or use a mesh with Explicit axes."
         )
     if isinstance(value, jax.ShapeDtypeStruct):
@@ -205,7 +205,7 @@ def _no_sharding(value: Any) -> str:
             "sharding=layout.sharding)."
         )
     short = " ".join(reprlib.repr(value).split())
-    got = f"{wanted}, and got {short} of type {type(value).__name__}."
+    got = f"{expected}, and got {short} of type {type(value).__name__}."
     if isinstance(value, (Mesh, jax.sharding.Mesh)):
         return f"{got} To draw an array on it: visualize(mesh.layout(...), shape=...)."
     if isinstance(value, (PartitionSpec, str)):

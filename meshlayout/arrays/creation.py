@@ -84,39 +84,39 @@ def call_with_layout(
     shapes = jax.jit(fn, **static).eval_shape(*args, **kwargs)
     results = Tree(shapes)
     layouts = [
-        resolve(leaf, one, where, match=False, what="result")
-        for (where, leaf), one in zip(
+        resolve(leaf, target, where, match=False, what="result")
+        for (where, leaf), target in zip(
             results.named("result"), results.broadcast(layout), strict=True
         )
     ]
-    meshes = {one.mesh for one in layouts}
+    meshes = {target.mesh for target in layouts}
     for name, argument in [*enumerate(args), *kwargs.items()]:
         for where, leaf in Tree(argument).named(f"argument {name}"):
             for mesh in meshes:
                 _check_devices(leaf, mesh, where)
     # jax 0.7.2 has no sharded results without elements.
     out = results.unflatten(
-        None if 0 in leaf.shape else _in_default_memory(one)
-        for leaf, one in zip(results.leaves, layouts, strict=True)
+        None if 0 in leaf.shape else _in_default_memory(target)
+        for leaf, target in zip(results.leaves, layouts, strict=True)
     )
-    made = jax.jit(fn, out_shardings=out, **static)(*args, **kwargs)
-    return _finish(made, layouts)
+    created = jax.jit(fn, out_shardings=out, **static)(*args, **kwargs)
+    return _finish(created, layouts)
 
 
 def _split_static(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[dict[str, Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """Tells jit which arguments hold no array; binds those that cannot be hashed."""
-    nums = tuple(at for at, arg in enumerate(args) if not _holds_arrays(arg))
+    nums = tuple(index for index, arg in enumerate(args) if not _holds_arrays(arg))
     names = tuple(name for name, arg in kwargs.items() if not _holds_arrays(arg))
-    constants = [args[at] for at in nums] + [kwargs[name] for name in names]
+    constants = [args[index] for index in nums] + [kwargs[name] for name in names]
     if not all(map(_is_hashable, constants)):
-        traced = [at for at in range(len(args)) if at not in nums]
+        traced = [index for index in range(len(args)) if index not in nums]
         known = {name: kwargs.pop(name) for name in names}
         return (
             {},
             _bind(fn, args, traced, known),
-            tuple(args[at] for at in traced),
+            tuple(args[index] for index in traced),
             kwargs,
         )
     return {"static_argnums": nums, "static_argnames": names}, fn, args, kwargs
@@ -318,8 +318,8 @@ def arange(
         ... ).tolist()
         [0, 2, 4, 6, 8, 10, 12, 14]
     """
-    given = {"start": start, "stop": stop, "step": step}
-    for name, value in given.items():
+    numbers_by_name = {"start": start, "stop": stop, "step": step}
+    for name, value in numbers_by_name.items():
         if value is None and name != "start":
             continue
         if not isinstance(value, numbers.Real) or isinstance(value, bool):
@@ -333,8 +333,8 @@ def arange(
         raise LayoutError(msg)
     first, end = (0, start) if stop is None else (start, stop)
     try:
-        found = [value for value in given.values() if value is not None]
-        chosen = _dtype(dtype, None) or np.dtype(jnp.result_type(*found))
+        present = [value for value in numbers_by_name.values() if value is not None]
+        chosen = _dtype(dtype, None) or np.dtype(jnp.result_type(*present))
         size = max(0, math.ceil((end - first) / (1 if step is None else step)))
     except OverflowError:
         msg = "arange takes numbers that fit into a dtype, and these do not."
@@ -406,7 +406,7 @@ def _create(
     each: list[tuple[Any, ...]] = [()] * len(tree.leaves)
     if keys is not None or make in (_normal, _uniform):
         each = [(key,) for key in _keys_for(keys, tree)]
-    made = []
+    arrays = []
     for (path, one), layout_, key in zip(
         tree.items(), tree.broadcast(layout), each, strict=True
     ):
@@ -422,8 +422,8 @@ def _create(
             array = _made(make, sizes, dtype, chosen, placed)
         except (TypeError, ValueError, OverflowError) as error:
             raise LayoutError(f"{where}: {first_line(error)}") from error
-        made.append(_finish(array, [chosen]))
-    return tree.unflatten(made)
+        arrays.append(_finish(array, [chosen]))
+    return tree.unflatten(arrays)
 
 
 def _made(
@@ -453,21 +453,21 @@ def _compiled(
     dtype: Any,
     sharding: NamedSharding,
 ) -> Callable[..., jax.Array]:
-    one = functools.partial(make, shape=shape, dtype=dtype)
-    return jax.jit(one, out_shardings=sharding)
+    create = functools.partial(make, shape=shape, dtype=dtype)
+    return jax.jit(create, out_shardings=sharding)
 
 
 def _keys_for(keys: Any, tree: "Tree") -> list[Any]:
     """Returns one PRNG key per shape."""
-    found = Tree(keys)
-    if found.treedef != tree.treedef:
+    key_tree = Tree(keys)
+    if key_tree.treedef != tree.treedef:
         msg = (
             "a tree of shapes takes a tree of keys of its structure: "
-            f"{tree.difference(found, 'key', 'shape')} Split one key with "
+            f"{tree.difference(key_tree, 'key', 'shape')} Split one key with "
             "jax.random.split."
         )
         raise LayoutError(msg)
-    for path, key in found.items():
+    for path, key in key_tree.items():
         dtype = getattr(key, "dtype", None)
         typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
         if not (typed and not np.shape(key)) and not (
@@ -479,7 +479,7 @@ def _keys_for(keys: Any, tree: "Tree") -> list[Any]:
                 "jax.random.key(seed)."
             )
             raise LayoutError(msg)
-    return found.leaves
+    return key_tree.leaves
 
 
 def _near(x: Any, mesh: Mesh) -> Any:
@@ -544,20 +544,20 @@ def _dtype(dtype: DTypeLike | None, default: Any) -> Any:
         return None
     dtype = default if dtype is None else dtype
     try:
-        wanted = jnp.dtype(dtype)
-        if isinstance(wanted, np.dtype):
-            wanted = wanted.newbyteorder("=")
+        requested = jnp.dtype(dtype)
+        if isinstance(requested, np.dtype):
+            requested = requested.newbyteorder("=")
     except TypeError:
-        wanted = None
-    if wanted is None or not is_jax_dtype(wanted):
+        requested = None
+    if requested is None or not is_jax_dtype(requested):
         text = _checks.shown(dtype)
         msg = f"{text} is not a dtype of numbers. Write jnp.float32 or 'float32'."
         raise LayoutError(msg)
-    used = jax.dtypes.canonicalize_dtype(wanted)
+    used = jax.dtypes.canonicalize_dtype(requested)
     # By identity: np.dtype("float64") == float, and it was asked for by name.
-    if used != wanted and not any(dtype is kind for kind in _PYTHON_NUMBERS):
+    if used != requested and not any(dtype is kind for kind in _PYTHON_NUMBERS):
         warnings.warn(
-            f"dtype {wanted} is not enabled in JAX, and {used} is used. See "
+            f"dtype {requested} is not enabled in JAX, and {used} is used. See "
             "jax_enable_x64.",
             stacklevel=3,
         )

@@ -157,8 +157,9 @@ def _difference(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> str:
     count = int(np.count_nonzero(differ))
     if not count:
         return "differ in the bits of zeros or NaNs"
-    at = tuple(map(int, np.argwhere(differ)[0]))[: a.ndim]
-    return f"differ in {count} of {a.size} elements, first at {at}: {a[at]} and {b[at]}"
+    first = tuple(map(int, np.argwhere(differ)[0]))[: a.ndim]
+    values = f"{a[first]} and {b[first]}"
+    return f"differ in {count} of {a.size} elements, first at {first}: {values}"
 
 
 def unpack(x: Any) -> list[Any]:

@@ -54,13 +54,13 @@ def relayout(x: Any, layout: LayoutLike, *, donate: bool = False) -> Any:
     tree = Tree(x)
     layouts = tree.broadcast(layout)
     todo = [
-        (leaf, where, resolve(leaf, one, where))
-        for (where, leaf), one in zip(tree.named(), layouts, strict=True)
+        (leaf, where, resolve(leaf, target, where))
+        for (where, leaf), target in zip(tree.named(), layouts, strict=True)
     ]
     times = Counter(id(leaf) for leaf in tree.leaves)
     moved = [
-        move(leaf, one, where, donate=donate and times[id(leaf)] == 1, copy=donate)
-        for leaf, where, one in todo
+        move(leaf, target, where, donate=donate and times[id(leaf)] == 1, copy=donate)
+        for leaf, where, target in todo
     ]
     for leaf in tree.leaves if donate else ():
         if is_concrete_array(leaf) and not leaf.is_deleted():

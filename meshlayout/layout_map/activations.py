@@ -25,7 +25,7 @@ _PLAIN = re.compile(r"[\w/]+")
 _DIGITS = re.compile(r"\d+")
 
 
-class Snapshot:
+class FrozenMap:
     """A layout map as it is now, hashable by identity for JAX's compilation caches."""
 
     def __init__(self, layouts: "LayoutMap") -> None:
@@ -75,7 +75,7 @@ def activate(layouts: "LayoutMap") -> contextlib.AbstractContextManager[None]:
     return _active_map(layouts._take_snapshot())
 
 
-def is_active(snapshot: Snapshot) -> bool:
+def is_active(snapshot: FrozenMap) -> bool:
     """Returns whether `constrain` follows a map here and now."""
     return _active_map.value is snapshot
 
@@ -129,17 +129,20 @@ def constrain(x: Any, name: str) -> Any:
         )
         raise LayoutMapError(msg)
     x = jax.numpy.asarray(x)
-    found = snapshot.layouts.match(name, x.shape, x.dtype)
-    if found is None:
+    resolution = snapshot.layouts.match(name, x.shape, x.dtype)
+    if resolution is None:
         snapshot.note_if_misspelled(name)
         return x
-    if found.fallback:
-        line = f"{name} {found.array}: {found.fallback} (rule {found.rule!r})."
+    if resolution.fallback:
+        line = (
+            f"{name} {resolution.array}: {resolution.fallback} "
+            f"(rule {resolution.rule!r})."
+        )
         warnings.warn(line, LayoutWarning, stacklevel=stack_level())
     if _jax.is_manual(x):
         msg = (
-            f"{name} {found.array}: inside shard_map every device works on its own "
-            "shard, which constrain cannot move. Call it outside of shard_map."
+            f"{name} {resolution.array}: inside shard_map every device works on its "
+            "own shard, which constrain cannot move. Call it outside of shard_map."
         )
         raise LayoutMapError(msg)
-    return _jax.place(x, found.layout.sharding)
+    return _jax.place(x, resolution.layout.sharding)

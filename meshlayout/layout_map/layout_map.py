@@ -28,7 +28,7 @@ from meshlayout.errors import (
     stack_level,
 )
 from meshlayout.layout import Layout
-from meshlayout.layout_map.activations import Snapshot, is_active
+from meshlayout.layout_map.activations import FrozenMap, is_active
 from meshlayout.layout_map.metadata import AxisRule
 from meshlayout.layout_map.optimizer_states import (
     OptimizerStateIn,
@@ -136,7 +136,7 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
             msg = "default= is never used with unmatched='error'; give one of them."
             raise LayoutMapError(msg)
         self._rules: dict[str, ParsedRule] = {}
-        self._snapshot: Snapshot | None = None
+        self._snapshot: FrozenMap | None = None
         for pattern, value in _pairs(rules):
             self[pattern] = value
 
@@ -431,10 +431,10 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         if self._options.unused == "warn":
             warnings.warn(line, LayoutWarning, stacklevel=stack_level())
 
-    def _take_snapshot(self) -> Snapshot:
+    def _take_snapshot(self) -> FrozenMap:
         """Returns this map as it is now, as a value that does not change."""
         if self._snapshot is None:
-            self._snapshot = Snapshot(self.copy())
+            self._snapshot = FrozenMap(self.copy())
         return self._snapshot
 
     # Inside.

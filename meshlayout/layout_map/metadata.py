@@ -118,14 +118,14 @@ def logical_layout(
     for name, axes in rules:
         if name not in words or name in assigned:
             continue
-        wanted = (axes,) if isinstance(axes, str) else tuple(axes or ())
-        taken = [axis for axis in wanted if axis in owner]
+        mesh_axes = (axes,) if isinstance(axes, str) else tuple(axes or ())
+        taken = [axis for axis in mesh_axes if axis in owner]
         if taken:
             text = f"{axes_text(taken)} is {owner[taken[0]]!r}'s"
             refused.setdefault(name, []).append(text)
             continue
-        assigned[name] = wanted
-        owner.update(dict.fromkeys(wanted, name))
+        assigned[name] = mesh_axes
+        owner.update(dict.fromkeys(mesh_axes, name))
     is_logical = isinstance(box, nn.LogicallyPartitioned)
     notes = []
     for part in words:

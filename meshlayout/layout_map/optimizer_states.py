@@ -341,15 +341,15 @@ def _fitting(
     state: _Subtree, candidates: list[_Subtree]
 ) -> list[tuple[_Subtree, list[OptimizerSlot | None], list[int]]]:
     """Returns the parts that have the state's structure, with slots and indices."""
-    found = []
+    fitting = []
     for part in candidates:
         for kind in (None, *_variable_types(part.node)):
             params = part.node if kind is None else _only(part.node, kind)
             slots = find_slots(state.node, params)
             if _fits(slots):
-                found.append((part, slots, _indices(part, kind)))
+                fitting.append((part, slots, _indices(part, kind)))
                 break
-    return found
+    return fitting
 
 
 def _fits(slots: list[OptimizerSlot | None]) -> bool:
@@ -363,8 +363,8 @@ def _fits(slots: list[OptimizerSlot | None]) -> bool:
 def _variable_types(node: Any) -> list[type]:
     """Returns what can be optimized alone: `nnx.Param`, then the types there are."""
     leaves = jax.tree.leaves(node, is_leaf=_is_variable)
-    found = [type(leaf) for leaf in leaves if _is_variable(leaf)]
-    return list(dict.fromkeys([nnx.Param, *found])) if found else []
+    types = [type(leaf) for leaf in leaves if _is_variable(leaf)]
+    return list(dict.fromkeys([nnx.Param, *types])) if types else []
 
 
 def _is_variable(node: Any) -> bool:
@@ -376,8 +376,8 @@ def _only(node: Any, kind: type) -> Any:
     if _is_variable(node):
         return node if isinstance(node, kind) else None
     items = node.items() if isinstance(node, Mapping) else _paths.children(node) or ()
-    kept = {key: _only(child, kind) for key, child in items}
-    return {key: child for key, child in kept.items() if child is not None} or None
+    below = {key: _only(child, kind) for key, child in items}
+    return {key: child for key, child in below.items() if child is not None} or None
 
 
 def _indices(part: _Subtree, kind: type | None) -> list[int]:

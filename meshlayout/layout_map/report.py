@@ -192,14 +192,14 @@ class Explanation:
     @property
     def notes(self) -> list[str]:
         """Whatever deserves a second look, one sentence each."""
-        found = self.resolutions
+        rows = self.resolutions
         return [
-            *(f"fallback: {r.path}: {r.fallback}" for r in found if r.fallback),
-            *(f"note: {r.path}: {r.note}" for r in found if r.note),
+            *(f"fallback: {r.path}: {r.fallback}" for r in rows if r.fallback),
+            *(f"note: {r.path}: {r.note}" for r in rows if r.note),
             *(
                 f"placed: {r.path} is {r.placed}, not by this map, which gives "
                 f"{r.layout} ({r.rule or r.reason})"
-                for r in found
+                for r in rows
                 if r.placed
             ),
             *(

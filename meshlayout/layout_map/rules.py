@@ -183,15 +183,15 @@ class Matcher:
         if exact is not None:
             return exact
         key = path.translate(_ZERO_DIGITS) if path.isascii() else path
-        found = self._memo.get(key)
-        if found is None:
+        known = self._memo.get(key)
+        if known is None:
             possible = [
                 entry
                 for entry in self._sighted
                 if not path.isascii() or entry[1].translate(_ZERO_DIGITS) in key
             ]
-            found = self._memo[key] = (tuple(_search(self._blind, path)), possible)
-        blind, possible = found
+            known = self._memo[key] = (tuple(_search(self._blind, path)), possible)
+        blind, possible = known
         seen = _search(possible, path) if possible else ()
         if not seen:
             return blind
