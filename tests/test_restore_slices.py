@@ -118,6 +118,7 @@ def restore_shards(directory, misread):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("misread", [False, True])
 def test_processes_verify_arrays_that_none_of_them_has(tmp_path, misread):

@@ -18,7 +18,7 @@ _COLUMNS = ("differs", "wanted", "saved")
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class LeafSpec:
     """What is known of an array before it is read.
 
     Attributes:
@@ -46,7 +46,7 @@ class Leaf:
         """Whether it is an array of PRNG keys, whose generator is known."""
         return not is_number(self.dtype) and _jax.is_extended(self.dtype)
 
-    def transposed(self, dims: tuple[int, ...] | None) -> "Leaf":
+    def transposed(self, dims: tuple[int, ...] | None) -> "LeafSpec":
         """Returns the array with its dims in another order.
 
         Args:
@@ -86,8 +86,8 @@ class Change:
     """
 
     path: str
-    saved: Leaf
-    wanted: Leaf
+    saved: LeafSpec
+    wanted: LeafSpec
 
 
 @dataclass(frozen=True)

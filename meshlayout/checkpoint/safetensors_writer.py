@@ -25,7 +25,7 @@ import numpy as np
 
 from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import PyTree
-from meshlayout.checkpoint.difference import Leaf
+from meshlayout.checkpoint.difference import LeafSpec
 from meshlayout.checkpoint.files import sync_directory, write_whole
 from meshlayout.checkpoint.patterns import permutations, renamed
 from meshlayout.checkpoint.safetensors import (
@@ -103,7 +103,7 @@ def save_safetensors(
     texts = _check_metadata(metadata)
     most = _checks.count("max_shard_bytes", max_shard_bytes, error=CheckpointError)
     arrays = _named_arrays(state, rename, transpose, check_separator(separator))
-    plan = _Plan.of(_target_file(path), arrays, most)
+    plan = _SavePlan.of(_target_file(path), arrays, most)
     channel = open_channel("the same save_safetensors")
     is_first = jax.process_index() == 0
     with _agreed(channel):
@@ -161,7 +161,7 @@ def _target_file(path: Any) -> Path:
 
 
 @dataclass(frozen=True)
-class _Array:
+class _NamedArray:
     """An array to write; `dims` is the permutation of its dims in the file, or None."""
 
     name: str
@@ -203,7 +203,7 @@ class _Array:
 class _Shard:
     """A piece of an array: its bounds in every dim, and a process that has it."""
 
-    array: _Array
+    array: _NamedArray
     bounds: Bounds
     owner: int
 
@@ -244,7 +244,7 @@ class _File:
     """One file, and the arrays that it holds, in order."""
 
     path: Path
-    arrays: list[_Array]
+    arrays: list[_NamedArray]
 
     @property
     def temporary(self) -> Path:
@@ -277,16 +277,16 @@ class _File:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _SavePlan:
     """All files of a save; `path` is the one file, or what the names are made of."""
 
     path: Path
     files: list[_File]
 
     @classmethod
-    def of(cls, path: Path, arrays: Sequence[_Array], most: int) -> "_Plan":
+    def of(cls, path: Path, arrays: Sequence[_NamedArray], most: int) -> "_SavePlan":
         """Returns the files for arrays, each of at most so many bytes if it can be."""
-        groups: list[list[_Array]] = [[]]
+        groups: list[list[_NamedArray]] = [[]]
         for array in arrays:
             size = sum(other.nbytes for other in groups[-1]) + array.nbytes
             if groups[-1] and size > most:
@@ -327,7 +327,7 @@ def _named_arrays(
     rename: Mapping[str, str] | None,
     transpose: Mapping[str, Sequence[int]] | None,
     separator: str,
-) -> list[_Array]:
+) -> list[_NamedArray]:
     """Returns all arrays of a state, by their names in the files."""
     leaves = _paths.flatten(state).leaves
     if not leaves:
@@ -356,9 +356,9 @@ def _named_arrays(
     dims = permutations(transpose, paths)
     for leaf in leaves:
         shape = tuple(leaf.value.shape)
-        Leaf(leaf.path, (), shape, leaf.value.dtype).transposed(dims.get(leaf.path))
+        LeafSpec(leaf.path, (), shape, leaf.value.dtype).transposed(dims.get(leaf.path))
     arrays = [
-        _Array(name, leaf.value, dims.get(leaf.path))
+        _NamedArray(name, leaf.value, dims.get(leaf.path))
         for name, leaf in zip(names, leaves, strict=True)
     ]
     return sorted(arrays, key=lambda array: array.name)
@@ -418,7 +418,7 @@ def _agreed(channel: Channel) -> Iterator[None]:
             raise CheckpointError(msg)
 
 
-def _existing(plan: _Plan) -> list[Path]:
+def _existing(plan: _SavePlan) -> list[Path]:
     """Returns the files of an earlier save under this name."""
     stem = glob.escape(plan.path.name.removesuffix(SUFFIX))
     shards = plan.path.parent.glob(f"{stem}-?????-of-?????{SUFFIX}")
@@ -426,7 +426,7 @@ def _existing(plan: _Plan) -> list[Path]:
     return [path for path in paths if path.exists()]
 
 
-def _check_free(plan: _Plan, *, overwrite: bool) -> None:
+def _check_free(plan: _SavePlan, *, overwrite: bool) -> None:
     plan.path.parent.mkdir(parents=True, exist_ok=True)
     existing = _existing(plan)
     if existing and not overwrite:
@@ -531,7 +531,7 @@ def _received(batch: Sequence[_Shard]) -> HostArray:
     return content
 
 
-def _publish(plan: _Plan) -> None:
+def _publish(plan: _SavePlan) -> None:
     """Gives the files their names; a kill in between leaves no complete mixture."""
     existing = set(_existing(plan))
     is_sharded = len(plan.files) > 1
