@@ -228,13 +228,19 @@ BUILDERS = {
 }
 
 
-@pytest.mark.parametrize("kind", BUILDERS)
-def test_train_steps_are_mended(kind):
+@pytest.mark.parametrize(
+    ("kind", "spec", "options"),
+    [
+        ("nnx", (None, "h"), {}),
+        ("nnx", ("batch", "h"), {"accumulate": 2}),
+        ("linen", ("batch", "h"), {}),
+    ],
+)
+def test_train_steps_are_mended(kind, spec, options):
     build = BUILDERS[kind]
-    alone = losses_of_three_steps(*build, {"batch": 1}, ("batch",))
-    for spec in ((None, "h"), ("batch", "h"))[kind == "linen" :]:
-        found = losses_of_three_steps(*build, AXES, spec)
-        np.testing.assert_allclose(found, alone, rtol=1e-5)
+    alone = losses_of_three_steps(*build, {"batch": 1}, ("batch",), **options)
+    found = losses_of_three_steps(*build, AXES, spec, **options)
+    np.testing.assert_allclose(found, alone, rtol=1e-5)
 
 
 def test_several_steps_in_one_dispatch_are_mended(mesh):

@@ -6,8 +6,10 @@ mesh, a number of microbatches and a kind of batches.
 """
 
 import functools
+import inspect
 import itertools
 import os
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -326,3 +328,167 @@ def test_batch_statistics_that_count_padding_are_found():
     wrong = raw_steps.train(MODELS["resnet"], "partial", raw_steps.padded_statistics)
     found = disagreements(wrong, expected_run("resnet", "partial"), KINKED)
     assert {*found} >= LEARNED | {"statistics"}
+
+
+# Models that look at themselves, and losses in which examples meet: compared with Flax
+# and Optax as one writes them by hand, on one device.
+
+
+class Layer(nnx.Module):
+    """A layer that finds what to do by its own class."""
+
+    registry: ClassVar[dict[type, str]] = {}
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        Layer.registry[cls] = cls.__name__
+
+
+class Normalized(Layer):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.layers = nnx.List(
+            [nnx.Linear(4, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)]
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        handlers = {nnx.Linear: jnp.tanh, nnx.BatchNorm: lambda x: 2 * x}
+        for layer in self.layers:
+            x = handlers[type(layer)](layer(x))
+        is_itself = (
+            type(self) is Normalized and Layer.registry[type(self)] == "Normalized"
+        )
+        is_norm = type(self.layers[1]) is nnx.BatchNorm
+        return x if is_itself and is_norm else 0 * x
+
+
+class Dropped(Layer):
+    """A block that is handed its random numbers."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+        self.drop = nnx.Dropout(0.5)
+
+    def __call__(self, x: jax.Array, rngs: nnx.Rngs) -> jax.Array:
+        return self.drop(self.linear(x), rngs=rngs)
+
+
+class Looking(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.first = Normalized(rngs)
+        self.blocks = nnx.List([Dropped(rngs) for _ in range(2)])
+
+    def __call__(self, x: jax.Array, rngs: nnx.Rngs | None = None) -> jax.Array:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x if rngs is None else block(x, rngs)
+        return x
+
+
+def squares(model, batch):
+    return jnp.square(model(batch["x"]) - batch["y"]).mean(1)
+
+
+def contrastive(model, batch):
+    z = model(batch["x"])
+    return optax.softmax_cross_entropy_with_integer_labels(z @ z.T, jnp.arange(len(z)))
+
+
+def mixup(model, batch, rngs):
+    order = jax.random.permutation(rngs(), len(batch["x"]))
+    mixed = {name: 0.7 * x + 0.3 * x[order] for name, x in batch.items()}
+    return squares(model, {"x": mixed["x"], "y": mixed["y"]})
+
+
+def dropped(model, batch, rngs):
+    return jnp.square(model(batch["x"], rngs) - batch["y"]).mean(1)
+
+
+def rows(step, with_weights):
+    rng = np.random.default_rng(step)
+    batch = {name: rng.normal(size=(16, 4)).astype("float32") for name in "xy"}
+    if with_weights:
+        batch["weight"] = np.float32(np.arange(16) < 11)
+    return batch
+
+
+def by_hand(loss_fn, count, with_weights):
+    """Losses and parameters of two steps; padding is cut off, not masked."""
+    model = Looking(nnx.Rngs(0))
+    model.train()
+    tx = optax.sgd(0.1, momentum=0.9)
+    params = nnx.state(model, nnx.Param)
+    opt_state, losses = tx.init(params), []
+    for step in range(2):
+        batch = rows(step, with_weights)
+        total = batch["weight"].sum() if with_weights else 16
+        key = jax.random.fold_in(jax.random.key(0), step)
+        grads, loss = None, 0.0
+        for index in range(count):
+            part = {name: x[index::count] for name, x in batch.items()}
+            if with_weights:
+                part = {name: x[part["weight"] > 0] for name, x in part.items()}
+            part_key = key if count == 1 else jax.random.fold_in(key, index)
+
+            def objective(model, part=part, part_key=part_key, total=total):
+                asks = "rngs" in inspect.signature(loss_fn).parameters
+                extras = {"rngs": nnx.Rngs(part_key)} if asks else {}
+                return loss_fn(model, part, **extras).sum() / total
+
+            value, slope = nnx.value_and_grad(objective)(model)
+            loss += float(value)
+            grads = slope if grads is None else jax.tree.map(jnp.add, grads, slope)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        nnx.update(model, params)
+        losses.append(loss)
+    return np.array(losses), nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.RngState)))
+
+
+LOOKING = [
+    # A loss in which examples meet would see the padding, and has none.
+    (squares, False, {}),
+    (squares, False, {"accumulate": 2, "remat": {"first": None}}),
+    (squares, True, {"accumulate": 2}),
+    (contrastive, False, {"accumulate": 2}),
+    (mixup, False, {"accumulate": 2}),
+    (dropped, False, {"remat": "blocks"}),
+    (dropped, True, {"accumulate": 2}),
+    *(
+        itertools.product(
+            (squares, contrastive, mixup, dropped),
+            (False,),
+            ({}, {"accumulate": 4}, {"remat": "full"}),
+        )
+        if IS_EXHAUSTIVE
+        else ()
+    ),
+]
+
+
+@pytest.mark.parametrize(("loss_fn", "with_weights", "options"), LOOKING)
+def test_steps_agree_with_flax_and_optax_written_by_hand(
+    loss_fn, with_weights, options
+):
+    count = options.get("accumulate", 1)
+    losses, state_by_hand = by_hand(loss_fn, count, with_weights)
+    names = ["batch=8", "batch=2 x model=4"] if IS_EXHAUSTIVE else ["batch=2 x model=4"]
+    for name in names:
+        mesh = ml.create_mesh(MESHES[name][0])
+        layouts = ml.LayoutMap(mesh, {})
+        state = ml.TrainState.create(
+            lambda: Looking(nnx.Rngs(0)), optax.sgd(0.1, momentum=0.9), layouts
+        )
+        step = ml.make_train_step(loss_fn, **options)
+        found = []
+        for number in range(2):
+            batch = ml.relayout(rows(number, with_weights), mesh.layout("batch", ...))
+            state, metrics = step(state, batch)
+            found.append(float(metrics["loss"]))
+        np.testing.assert_allclose(found, losses, rtol=1e-5)
+        model_state = nnx.to_pure_dict(nnx.state(state.model, nnx.Not(nnx.RngState)))
+        jax.tree.map(
+            # Of two steps of sums in another order.
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+            model_state,
+            state_by_hand,
+        )

@@ -486,13 +486,15 @@ STEP_OPTIONS = [
     {"regularizers": ml.losses.l2(0.1, where="kernel"), "clip_norm": 0.1, "ema": 0.9},
     {"on_nonfinite": "skip", "trainable": "out", "learning_rate": lambda step: 0.1},
     {"remat": "full", "zero": 1},
+    {"precision": "bfloat16", "accumulate": 2},
 ]
 
 
 @pytest.mark.parametrize("options", STEP_OPTIONS, ids=lambda one: "-".join(one))
 def test_train_steps_agree_with_plain_flax(mesh, options):
     step = ml.make_train_step(conv_loss, **options)
-    found = testing.verify(step, conv_state(mesh), conv_batch(mesh), num_steps=2)
+    batch = conv_batch(mesh, 16, 11)
+    found = testing.verify(step, conv_state(mesh), batch, num_steps=2)
     paths = {leaf.path for leaf in found.differences}
     assert {"aux/loss", "aux/activity", "state/params/conv/bias"} <= paths
     assert "state/model_state/norm/mean" in paths

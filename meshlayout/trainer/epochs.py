@@ -43,7 +43,7 @@ class TrainingPosition:
     examples_in_epoch: int = 0
 
 
-class Passes:
+class DataPasses:
     """Cuts passes over the data into epochs.
 
     Without `steps_per_epoch`, an epoch is one pass. With it, an epoch is that many
@@ -180,14 +180,14 @@ class TrainingInput:
     """The training data of a `fit`.
 
     Attributes:
-        passes: Passes over the data.
+        passes: DataPasses over the data.
         placer: What puts batches on the mesh.
         is_saved: Whether a callback saves its position.
         is_resumed: Whether this `fit` resumes from a checkpoint; the history then has
             the epochs before it.
     """
 
-    passes: Passes
+    passes: DataPasses
     placer: BatchPlacer
     is_saved: bool = False
     is_resumed: bool = False

@@ -47,7 +47,7 @@ from meshlayout.trainer.checks import (
     missing,
     not_like_the_first,
 )
-from meshlayout.trainer.epochs import Passes, TrainingInput, TrainingPosition
+from meshlayout.trainer.epochs import DataPasses, TrainingInput, TrainingPosition
 from meshlayout.trainer.history import History
 from meshlayout.trainer.interrupts import Interrupts
 from meshlayout.trainer.resumption import Saver, in_order, resume_fit
@@ -357,7 +357,7 @@ class Trainer:
             )
             raise MeshLayoutError(msg)
         data = batches_from("fit", "train", train, labels, batch_size, shuffle=shuffle)
-        passes = Passes("train", data, steps_per_epoch, epochs)
+        passes = DataPasses("train", data, steps_per_epoch, epochs)
         placer = self._placer(data)
         validation = self._validation(validation_data, batch_size, epochs)
         saver = Saver(ordered)
@@ -378,7 +378,7 @@ class Trainer:
         self,
         source: TrainingInput,
         callbacks: Sequence[Callback],
-        validation: tuple[Passes, BatchPlacer] | None,
+        validation: tuple[DataPasses, BatchPlacer] | None,
         saver: Saver,
     ) -> None:
         with ExitStack() as closing, Interrupts() as interrupts, saver:
@@ -413,7 +413,7 @@ class Trainer:
                 like the first one.
         """
         data = batches_from("evaluate", "data", data, labels, batch_size)
-        return self._evaluate("evaluate", Passes("data", data), self._placer(data))
+        return self._evaluate("evaluate", DataPasses("data", data), self._placer(data))
 
     def predict(self, data: Data | PyTree, *, batch_size: int | None = None) -> PyTree:
         """Returns the model's predictions for all rows of some data, in their order.
@@ -437,7 +437,7 @@ class Trainer:
         placer = self._placer(data, needs_weights=False)
         predictions: list[PyTree] = []
         pending: tuple[PlacedBatch, PyTree] | None = None
-        for number, batch in enumerate(Passes("data", data).epoch(), 1):
+        for number, batch in enumerate(DataPasses("data", data).epoch(), 1):
             with self._located(f"predict: batch {number}", [batch], placer):
                 placed = placer(batch)
                 outputs = self.predict_step(self.state, placed.batch)
@@ -464,7 +464,7 @@ class Trainer:
 
     # Pieces of the loops.
 
-    def _begin(self, passes: Passes, epochs: int) -> None:
+    def _begin(self, passes: DataPasses, epochs: int) -> None:
         done = len(self.history.epochs)
         step = self.position.step
         if isinstance(self.state, TrainState):
@@ -582,9 +582,9 @@ class Trainer:
 
     def _end_epoch(
         self,
-        passes: Passes,
+        passes: DataPasses,
         callbacks: Sequence[Callback],
-        validation: tuple[Passes, BatchPlacer] | None,
+        validation: tuple[DataPasses, BatchPlacer] | None,
     ) -> None:
         """Reads the epoch's metrics, and validates; an epoch of no step is none."""
         metrics, self._so_far = self._so_far, None
@@ -630,7 +630,7 @@ class Trainer:
     def _evaluate(
         self,
         name: str,
-        passes: Passes,
+        passes: DataPasses,
         placer: BatchPlacer,
         callbacks: Sequence[Callback] = (),
     ) -> dict[str, Any]:
@@ -651,7 +651,7 @@ class Trainer:
 
     def _validation(
         self, data: Data | PyTree | None, batch_size: int | None, epochs: int
-    ) -> tuple[Passes, BatchPlacer] | None:
+    ) -> tuple[DataPasses, BatchPlacer] | None:
         if data is None:
             return None
         source: Any = data
@@ -660,7 +660,7 @@ class Trainer:
         placer = self._placer(source)
         if isinstance(source, DistributedDataset):
             source = source.restarted()  # every validation measures the same rows
-        return Passes("validation_data", source, num_epochs=epochs), placer
+        return DataPasses("validation_data", source, num_epochs=epochs), placer
 
     def _placer(self, data: Data, *, needs_weights: bool = True) -> BatchPlacer:
         check_weights(data, self._weights)
