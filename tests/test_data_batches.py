@@ -1228,6 +1228,30 @@ def test_a_users_own_source_says_itself_what_it_gives():
     )
 
 
+# Types
+
+
+def test_batches_keep_their_types_in_a_users_program():
+    arrays = columns(8)
+    named_arrays: dict[str, np.ndarray[Any, Any]] = arrays
+    by_name = ml.distribute_dataset(named_arrays, MESH, global_batch_size=8)
+    for named in by_name:
+        typing.assert_type(named, dict[str, jax.Array])
+    pair = ml.distribute_dataset(
+        (np.zeros((8, 2)), np.zeros(8)), MESH, global_batch_size=8, weights=2
+    )
+    for items in pair:
+        assert len(typing.assert_type(items, tuple[jax.Array, ...])) == 3
+    lone = ml.distribute_dataset(np.zeros((8, 2)), MESH, global_batch_size=8)
+    for x in lone:
+        assert typing.assert_type(x, jax.Array).shape == (8, 2)
+    chosen: md.DistributedDataset[Pair] = ml.distribute_dataset(
+        lambda: iter([Pair(1.0, 2.0)] * 8), MESH, global_batch_size=8, weights=None
+    )
+    for batch in chosen:
+        assert typing.assert_type(batch, Pair).first.shape == (8,)
+
+
 # What loses or narrows data is logged
 
 
