@@ -37,11 +37,13 @@ if TYPE_CHECKING:
     # A default, so that a TrainState without its model's type is one of any model.
     M = TypeVar("M", default=Any)
     L = TypeVar("L", bound=nn.Module)
+    T = TypeVar("T")
 else:
     from typing import TypeVar
 
     M = TypeVar("M")
     L = TypeVar("L")
+    T = TypeVar("T")
 
 
 class ModelCode:
@@ -133,13 +135,13 @@ class TrainState(Generic[M]):
     @classmethod
     def create(
         cls,
-        build: Callable[[], M],
+        build: Callable[[], T],
         optimizer: optax.GradientTransformation | optax.MultiSteps,
         layouts: LayoutMap,
         *,
         module: None = None,
         rng: jax.Array | int = 0,
-    ) -> "TrainState[M]": ...
+    ) -> "TrainState[T]": ...
     @classmethod
     def create(
         cls,
@@ -197,13 +199,13 @@ class TrainState(Generic[M]):
     @classmethod
     def describe(
         cls,
-        build: Callable[[], M],
+        build: Callable[[], T],
         optimizer: optax.GradientTransformation | optax.MultiSteps,
         layouts: LayoutMap,
         *,
         module: None = None,
         rng: jax.Array | int = 0,
-    ) -> "StateDescription[TrainState[M]]": ...
+    ) -> "StateDescription[TrainState[T]]": ...
     @classmethod
     def describe(
         cls,
