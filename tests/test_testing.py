@@ -1054,13 +1054,13 @@ def test_operations_that_start_and_end_are_counted_once():
     [
         (
             lambda: testing.expect_communication(Text(""), all_reduces=1),
-            "'all_reduces' is no kind of collective; there are all_reduce, all_gather, "
+            "'all_reduces' is not a kind of collective; the kinds are all_reduce, all_gather, "
             "reduce_scatter, all_to_all, collective_permute, ragged_all_to_all, "
             "collective_broadcast. Did you mean 'all_reduce'?",
         ),
         (
             lambda: testing.expect_communication(Text(""), all_reduce=-1),
-            "all_reduce is a count, 0 or more, and got -1.",
+            "all_reduce must be a non-negative integer, got -1.",
         ),
         (
             lambda: testing.expect_communication(Text(""), 1, 2),

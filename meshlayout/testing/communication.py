@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshlayout import _render
+from meshlayout import _checks, _render
 from meshlayout.errors import did_you_mean
 from meshlayout.step import compile_step
 from meshlayout.testing.expectations import VerificationError
@@ -128,7 +128,7 @@ def expect_communication(
             `collective_broadcast`. A collective in a loop counts once.
 
     Returns:
-        What was found.
+        The collectives of the program.
 
     Raises:
         VerificationError: If a count is another one; every collective is listed.
@@ -173,13 +173,11 @@ def _unlike(found: Communication, expected: Mapping[str, int], where: str) -> li
 def _check_count(kind: str, count: Any) -> None:
     if kind not in KINDS:
         msg = (
-            f"{kind!r} is no kind of collective; there are {', '.join(KINDS)}."
+            f"{kind!r} is not a kind of collective; the kinds are {', '.join(KINDS)}."
             f"{did_you_mean(kind, KINDS)}"
         )
         raise VerificationError(msg)
-    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-        msg = f"{kind} is a count, 0 or more, and got {count!r}."
-        raise VerificationError(msg)
+    _checks.count(kind, count, at_least=0, error=VerificationError)
 
 
 def _compiled_text(program: Any, args: tuple[Any, ...]) -> str:
@@ -252,7 +250,7 @@ def _collectives(text: str) -> Iterator[Collective]:
 
 
 def _is_scatter(computation: str) -> bool:
-    """Whether it is a TPU's reduce-scatter: a fusion around an all-reduce."""
+    """Returns whether it is a TPU's reduce-scatter: a fusion around an all-reduce."""
     return computation.startswith("all-reduce-scatter")
 
 
