@@ -519,7 +519,7 @@ WORKS = {
 }
 
 
-@pytest.mark.parametrize("value", BAD, ids=str)
+@pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize(
     ("kind", "name"), [(k, n) for k, names in CALLBACKS.items() for n in names]
 )

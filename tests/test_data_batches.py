@@ -1303,7 +1303,7 @@ ODD = [None, float("nan"), -1, 0, "x", object()]
 PARAMETERS = [*inspect.signature(ml.data.distribute_dataset).parameters]
 
 
-@pytest.mark.parametrize("value", ODD, ids=repr)
+@pytest.mark.parametrize("value", ODD)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_odd_values_work_or_are_refused_in_a_sentence(name, value):
     options = {
@@ -1321,7 +1321,7 @@ def test_odd_values_work_or_are_refused_in_a_sentence(name, value):
     assert all(batch["y"].shape == (8,) for batch in found)
 
 
-@pytest.mark.parametrize("value", ODD, ids=repr)
+@pytest.mark.parametrize("value", ODD)
 @pytest.mark.parametrize("place", range(3))
 def test_odd_contexts_are_refused_in_a_sentence(place, value):
     counts = [2, 0, 8]
@@ -1444,7 +1444,7 @@ def test_what_a_function_raises_says_for_which_part_of_the_input():
 PARAMETERS = inspect.signature(md.distribute_datasets_from_function).parameters
 
 
-@pytest.mark.parametrize("value", [None, float("nan"), -1, 0, "x", object()], ids=repr)
+@pytest.mark.parametrize("value", [None, float("nan"), -1, 0, "x", object()])
 @pytest.mark.parametrize("name", [*PARAMETERS, "dataset"])
 def test_odd_values_for_a_function_of_sources_work_or_are_refused(name, value):
     dataset = value if name == "dataset" else columns(16)

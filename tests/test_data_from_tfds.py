@@ -871,7 +871,7 @@ PARAMETERS = [
 ]
 
 
-@pytest.mark.parametrize("value", ODD_VALUES, ids=repr)
+@pytest.mark.parametrize("value", ODD_VALUES)
 @pytest.mark.parametrize("name", [*PARAMETERS, "global_batch_size"])
 def test_odd_values_work_or_are_refused_in_a_sentence(mesh, directory, name, value):
     options = {

@@ -731,7 +731,7 @@ def test_a_transformer_learns_from_packed_rows():
 ODD_VALUES = [None, float("nan"), -1, 0, "x", object()]
 
 
-@pytest.mark.parametrize("value", ODD_VALUES, ids=repr)
+@pytest.mark.parametrize("value", ODD_VALUES)
 @pytest.mark.parametrize("name", inspect.signature(data.pack_sequences).parameters)
 def test_odd_values_work_or_are_refused_in_a_sentence(name, value):
     try:

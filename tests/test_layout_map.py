@@ -794,14 +794,14 @@ NONSENSE = [None, float("nan"), -1, 0, "x", object(), YES]
 PARAMETERS = ["mesh", "rules", "default", "conflict", "unmatched", "on_uneven"]
 
 
-@pytest.mark.parametrize("value", NONSENSE, ids=repr)
+@pytest.mark.parametrize("value", NONSENSE)
 @pytest.mark.parametrize("name", [*PARAMETERS, "unused", "logical_axes"])
 def test_nonsense_works_or_is_a_sentence(mesh, name, value):
     options = {"mesh": mesh, "rules": {"w": ("batch",)}, name: value}
     check_sentence(lambda: ml.LayoutMap(**options).resolve({"w": array(8)}))
 
 
-@pytest.mark.parametrize("value", NONSENSE, ids=repr)
+@pytest.mark.parametrize("value", NONSENSE)
 @pytest.mark.parametrize("where", ["pattern", "spec", "Rule", "on_uneven", "function"])
 def test_nonsense_in_a_rule_works_or_is_a_sentence(mesh, where, value):
     rules = {

@@ -960,7 +960,7 @@ def test_fit_inside_of_fit_is_refused_and_the_callback_is_named(mesh):
 BAD = [None, float("nan"), -1, 0, "x", object(), 1.5]
 
 
-@pytest.mark.parametrize("value", BAD, ids=str)
+@pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize(
     "name",
     [
@@ -979,7 +979,7 @@ def test_arguments_of_fit_work_or_are_refused_with_a_sentence(mesh, name, value)
     assert trainer.seen == []
 
 
-@pytest.mark.parametrize("value", [*BAD, 3], ids=str)
+@pytest.mark.parametrize("value", [*BAD, 3])
 @pytest.mark.parametrize("name", ["loss_fn", "predict_fn", "pad", "metrics"])
 def test_arguments_of_the_trainer_work_or_are_refused_with_a_sentence(
     mesh, name, value
