@@ -1,8 +1,10 @@
-"""Counts the files of the library that a reader passes on four ways through it.
+"""How many files of meshlayout/ a first train step, restore and batch pass through.
 
-`python benchmarks/files_passed.py` creates a kernel, gets a first batch from arrays,
-takes a first train step and restores a state, each under a profile hook, and names
-every file of meshlayout/ whose code ran. Few files on a way are what makes it readable.
+Every distinct file in which a function is called counts, seen by a profile hook; what
+runs while modules are imported does not. Whoever reads how one of these works has to
+open that many files.
+
+    python -m benchmarks.files_passed [train_step] [restore] [batch] [--names]
 """
 
 import sys
@@ -11,8 +13,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -20,61 +23,82 @@ from flax import nnx
 import meshlayout as ml
 
 
-T = TypeVar("T")
-
-PACKAGE = Path(ml.__file__).parent
+ROOT = Path(ml.__file__).parent
 
 
-def files_passed(way: Callable[[], T]) -> tuple[T, list[str]]:
-    """Returns what a function returns, and the files whose code it ran."""
+def files_passed(call: Callable[[], Any]) -> list[str]:
+    """Returns the files of meshlayout/ whose functions a call runs, in any thread.
+
+    Args:
+        call: What is done.
+    """
     files: set[str] = set()
 
-    def note(frame: FrameType, event: str, argument: object) -> None:
-        if event == "call":
+    def hook(frame: FrameType, event: str, arg: object) -> None:
+        if event == "call" and frame.f_code.co_name != "<module>":
             files.add(frame.f_code.co_filename)
 
-    sys.setprofile(note)
-    threading.setprofile(note)
+    threading.setprofile(hook)
+    sys.setprofile(hook)
     try:
-        result = way()
+        call()
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
-    paths = (Path(file) for file in files)
-    inside = [path for path in paths if path.is_relative_to(PACKAGE)]
-    return result, sorted(str(path.relative_to(PACKAGE)) for path in inside)
+    inside = (Path(name) for name in files if name.startswith(str(ROOT)))
+    return sorted(str(path.relative_to(ROOT)) for path in inside)
 
 
-def loss_fn(model: nnx.Linear, batch: Any) -> Any:
-    """Returns one loss per example."""
-    return (model(batch["x"])[:, 0] - batch["y"]) ** 2
+def loss_fn(model: nnx.Linear, batch: dict[str, Any]) -> Any:
+    return jnp.square(model(batch["x"]) - batch["y"])
+
+
+def create_state() -> ml.TrainState:
+    layouts = ml.LayoutMap(ml.create_mesh({"batch": 8}), {})
+    return ml.TrainState.create(
+        lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)), optax.adam(1e-3), layouts
+    )
+
+
+def train_step() -> Callable[[], Any]:
+    """Returns the first call of a train step."""
+    state = create_state()
+    mesh = ml.create_mesh({"batch": 8})
+    rows = np.ones((8, 4), "float32")
+    batch = ml.relayout({"x": rows, "y": rows}, mesh.layout("batch", ...))
+    return lambda: ml.make_train_step(loss_fn)(state, batch)
+
+
+def restore() -> Callable[[], Any]:
+    """Returns the restore of a checkpoint."""
+    state = create_state()
+    directory = tempfile.mkdtemp()
+    with ml.Checkpointer(directory) as checkpointer:
+        checkpointer.save(1, state)
+        checkpointer.wait()
+    reader = ml.Checkpointer(directory)
+    return lambda: reader.restore(like=state)
+
+
+def batch() -> Callable[[], Any]:
+    """Returns the making of a dataset of arrays, and of its first batch."""
+    mesh = ml.create_mesh({"batch": 8})
+    data = {"x": np.ones((32, 4), "float32"), "y": np.ones((32, 4), "float32")}
+    return lambda: next(iter(ml.distribute_dataset(data, mesh, global_batch_size=8)))
+
+
+WAYS = {"train_step": train_step, "restore": restore, "batch": batch}
 
 
 def main() -> None:
-    """Prints the files of each way."""
+    """Prints the number of files of each way, and their names with `--names`."""
     ml.virtual_devices(8)
-    mesh = ml.create_mesh({"batch": 2, "model": 4})
-    layouts = ml.LayoutMap(mesh, {"kernel": ("model", None)})
-    ways: dict[str, list[str]] = {}
-    _, ways["create one kernel"] = files_passed(
-        lambda: ml.create(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), layouts)
-    )
-    state = ml.TrainState.create(
-        lambda: nnx.Linear(8, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), layouts
-    )
-    examples = {"x": np.ones((16, 8), np.float32), "y": np.ones(16, np.float32)}
-    data = ml.distribute_dataset(examples, mesh, global_batch_size=8)
-    batch, ways["first batch from arrays"] = files_passed(lambda: next(iter(data)))
-    step = ml.make_train_step(loss_fn)
-    (state, _), ways["first train step"] = files_passed(lambda: step(state, batch))
-    with tempfile.TemporaryDirectory() as folder, ml.Checkpointer(folder) as saver:
-        saver.save(1, state)
-        saver.wait()
-        _, ways["restore"] = files_passed(lambda: saver.restore(like=state))
-    for way, files in ways.items():
-        print(f"{way}: {len(files)} files")
-        for file in files:
-            print(f"    {file}")
+    chosen = [name for name in sys.argv[1:] if name in WAYS] or list(WAYS)
+    for name in chosen:
+        files = files_passed(WAYS[name]())
+        print(f"{name}: {len(files)} files")
+        if "--names" in sys.argv:
+            print("".join(f"  {file}\n" for file in files), end="")
 
 
 if __name__ == "__main__":

@@ -23,8 +23,17 @@ def gives_memory_twice(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         used_up = True in [leaf.is_deleted() for leaf in leaves]
     except (AttributeError, jax.errors.ConcretizationTypeError):
         return True  # NumPy arrays, numbers, tracers: to be looked at one by one
-    rest = map(id, jax.tree.leaves((args[1:], kwargs)))
-    return used_up or len(given) != len(leaves) or not given.isdisjoint(rest)
+    rest = jax.tree.leaves((args[1:], kwargs))
+    # On several devices, JAX ends the process for an array that was deleted.
+    used_up = used_up or True in map(_is_deleted, rest)
+    is_twice = len(given) != len(leaves) or not given.isdisjoint(map(id, rest))
+    return used_up or is_twice
+
+
+def _is_deleted(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and (
+        not isinstance(leaf, Tracer) and leaf.is_deleted()
+    )
 
 
 def check_arguments(

@@ -19,6 +19,7 @@ from typing import (
 )
 
 import jax
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlayout import _checks, _jax, _paths, _render
@@ -110,16 +111,21 @@ def compile_step(
         >>> state["w"].tolist(), int(aux["seen"])
         ([3.0, 3.0], 3)
     """
-    _checks.choice("on_recompile", on_recompile, get_args(OnRecompile), error=StepError)
-    if layouts is not None and not isinstance(layouts, LayoutMap):
-        msg = f"layouts= takes a LayoutMap, and got a {type(layouts).__name__}."
-        raise StepError(msg)
+    check_options(on_recompile, layouts)
     names = (static_argnames,) if isinstance(static_argnames, str) else static_argnames
     if step is None:
         return lambda function: CompiledStep(
             function, tuple(names), on_recompile, layouts
         )
     return CompiledStep(step, tuple(names), on_recompile, layouts)
+
+
+def check_options(on_recompile: OnRecompile, layouts: LayoutMap | None) -> None:
+    """Raises StepError unless these are options of `compile_step`."""
+    _checks.choice("on_recompile", on_recompile, get_args(OnRecompile), error=StepError)
+    if layouts is not None and not isinstance(layouts, LayoutMap):
+        msg = f"layouts= takes a LayoutMap, and got a {type(layouts).__name__}."
+        raise StepError(msg)
 
 
 @dataclass(frozen=True)
@@ -202,6 +208,7 @@ class CompiledStep(Generic[P, R]):
         self._program: _Program | None = None
         self._thread = _Thread()
         self._in_flight = 0
+        self._places_rest = False
         # The mesh that jax.set_mesh has set, if calls can run under it; or none.
         self._ambient: jax.sharding.AbstractMesh | None = None
 
@@ -264,19 +271,22 @@ class CompiledStep(Generic[P, R]):
         if kwargs or self.static_argnames or not args:
             args, kwargs, static = self._normalised(args, kwargs)
         program = self._program
+        if self._places_rest and program is not None:
+            args, kwargs = _rest_placed(args, kwargs, program.signature)
         try:
             if program is None or (
                 program.loose
                 and _layouts_of(args[1:], kwargs, None)
                 != program.signature.rest_layouts
             ):
-                program, args = self._switch(static, args, kwargs)
+                program, args, kwargs = self._switch(static, args, kwargs)
             if program.spread and gives_memory_twice(args, kwargs):
                 check_memory(self._name, self._names, args, kwargs)
             result = program.jitted(static, args[0], (args[1:], kwargs))
         except Exception as error:
             # Nothing has run: find out whether this call needs another program.
-            program, args = self._after_error(error, program, static, args, kwargs)
+            found = self._after_error(error, program, static, args, kwargs)
+            program, args, kwargs = found
             result = self._run_traced(program, static, args, kwargs)
         if program.bounded:
             self._in_flight += 1
@@ -401,18 +411,29 @@ class CompiledStep(Generic[P, R]):
 
     def _switch(
         self, static: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[_Program, tuple[Any, ...]]:
+    ) -> tuple[_Program, tuple[Any, ...], dict[str, Any]]:
         """Makes the program for these arguments the current one, and places them."""
         signature = self._signature(args, kwargs)
         placed = (_placed(args[0], signature), *args[1:])
+        placed, kwargs = self._with_rest_placed(placed, kwargs, signature)
         if signature not in self._programs:
-            now = describe(self._names, static, args, kwargs)
+            now = describe(self._names, static, (args[0], *placed[1:]), kwargs)
             before = [p.first_call for p in self._programs.values() if p.seen]
             self._explain(now, before)
             program = self._make(signature, now)
             self._programs[signature] = self._mended(program, static, placed, kwargs)
         program = self._program = self._programs[signature]
-        return program, placed
+        return program, placed, kwargs
+
+    def _with_rest_placed(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], signature: _Signature
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Places what lies nowhere on the state's mesh; notes if there was anything."""
+        placed = _rest_placed(args, kwargs, signature)
+        before, after = map(jax.tree.leaves, ((args, kwargs), placed))
+        if any(a is not b for a, b in zip(before, after, strict=True)):
+            self._places_rest = True  # look for more at every call
+        return placed
 
     def _mended(
         self,
@@ -441,8 +462,8 @@ class CompiledStep(Generic[P, R]):
         static: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> tuple[_Program, tuple[Any, ...]]:
-        """Returns the program that this call needs instead, or raises."""
+    ) -> tuple[_Program, tuple[Any, ...], dict[str, Any]]:
+        """Returns the program that this call needs, and its arguments, or raises."""
         if isinstance(error, StepError) or not args:
             raise error
         check_arguments(self._name, self._names, args, kwargs)
@@ -452,8 +473,12 @@ class CompiledStep(Generic[P, R]):
             return self._switch(static, args, kwargs)
         if not isinstance(error, _Retrace):
             raise error
+        if not self._places_rest:
+            args, kwargs = self._with_rest_placed(args, kwargs, program.signature)
+            if self._places_rest:
+                return program, args, kwargs
         self._explain(describe(self._names, static, args, kwargs), program.seen)
-        return program, args
+        return program, args, kwargs
 
     def _make(
         self,
@@ -608,6 +633,25 @@ def _placed(state: Any, signature: _Signature) -> Any:
         )
     ]
     return signature.state_def.unflatten(leaves)
+
+
+def _rest_placed(
+    args: tuple[Any, ...], kwargs: dict[str, Any], signature: _Signature
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Puts arrays that lie nowhere on every device of the state's mesh."""
+    whole = _whole(signature.state_layouts)
+    if whole is None:
+        return args, kwargs
+
+    def placed(leaf: Any) -> Any:
+        is_array = hasattr(leaf, "dtype") and not isinstance(
+            leaf, (Tracer, jax.ShapeDtypeStruct)
+        )
+        is_free = is_array and layout_of(leaf) is None
+        return jax.device_put(leaf, whole) if is_free else leaf
+
+    rest, kwargs = jax.tree.map(placed, (args[1:], kwargs))
+    return (args[0], *rest), kwargs
 
 
 def _one_mesh(name: str, state: Any, layouts: list[Any]) -> tuple[Any, ...]:

@@ -14,7 +14,12 @@ from meshlayout._batches import num_examples
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
-from meshlayout.step.compiled import CompiledStep, OnRecompile, compile_step
+from meshlayout.step.compiled import (
+    CompiledStep,
+    OnRecompile,
+    check_options,
+    compile_step,
+)
 from meshlayout.step.gradients import Backward, Gradients, Trainable, select
 from meshlayout.step.multi_step import Stacked, like
 from meshlayout.step.objective import Loss
@@ -199,6 +204,7 @@ class ProgramCache:
     """
 
     def __init__(self, layouts: LayoutMap | None, on_recompile: OnRecompile) -> None:
+        check_options(on_recompile, layouts)
         self._layouts = layouts
         self._on_recompile: OnRecompile = on_recompile
         self._compiled: dict[Any, CompiledStep[..., Any]] = {}

@@ -240,11 +240,17 @@ class TrainStep:
                 `on_nonfinite="error"` if an earlier step was not finite.
             LossError: If what the loss function returns does not fit the batch.
         """
-        if self._calls is not None:
+        try:
+            if self._calls is None:
+                return self._run(state, batch, metrics)
             for part in batch if isinstance(batch, list) else ():
                 check_batch(part, self.weights)
             return self._calls.run(self, state, batch, metrics)
-        return self._run(state, batch, metrics)
+        except (MeshLayoutError, Warning):
+            raise
+        except Exception as error:
+            error.add_note(f"in {self.__name__}, at {_step_text(state)}")
+            raise
 
     def _run(
         self, state: TrainState, batch: Batch | Stacked, metrics: Metrics | None
@@ -289,13 +295,7 @@ class TrainStep:
         *args: Any,
     ) -> tuple[TrainState, Metrics]:
         """Runs a program, and keeps what the next call needs."""
-        try:
-            state, (flat, report) = compiled(*args)
-        except MeshLayoutError:
-            raise
-        except Exception as error:
-            error.add_note(f"in {self.__name__}, at {_step_text(args[0])}")
-            raise
+        state, (flat, report) = compiled(*args)
         self._num_steps += count
         if report is not None and not isinstance(report, Tracer):
             names = self._plan.leaf_names[state.program]

@@ -1,0 +1,300 @@
+"""What a step takes: host batches, weights in their place, states that fit."""
+
+import copy
+import logging
+
+import cloudpickle
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import meshlayout as ml
+
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(16, 4)).astype("float32")
+Y = RNG.normal(size=(16, 4)).astype("float32")
+
+
+@pytest.fixture
+def mesh():
+    return ml.create_mesh({"batch": 4, "model": 2})
+
+
+def create(mesh, tx=None, build=lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0))):
+    return ml.TrainState.create(build, tx or optax.sgd(0.1), ml.LayoutMap(mesh, {}))
+
+
+def on(mesh, batch):
+    return ml.relayout(batch, mesh.layout("batch", ...))
+
+
+def squares(model, batch):
+    return jnp.square(model(batch["x"]) - batch["y"])
+
+
+def message_of(call, error=ml.MeshLayoutError):
+    with pytest.raises(error) as caught:
+        call()
+    return str(caught.value)
+
+
+# Batches from the host.
+
+
+@pytest.mark.parametrize("options", [{}, {"zero": 1}, {"accumulate": 2}])
+def test_a_batch_from_the_host_is_sharded_over_the_batch_axes(mesh, options):
+    host = {"x": X, "y": Y}
+    shards = []
+
+    def loss_fn(model, batch):
+        jax.debug.inspect_array_sharding(
+            batch["x"], callback=lambda s: shards.append(s.shard_shape((16, 4)))
+        )
+        return squares(model, batch)
+
+    states = []
+    for batch in (host, on(mesh, host)):
+        train_step = ml.make_train_step(squares, **options)
+        state, _ = train_step(create(mesh, optax.adam(0.1)), batch)
+        states.append(state.params)
+    jax.tree.map(np.testing.assert_array_equal, *states)
+    if not options:
+        ml.make_train_step(loss_fn)(create(mesh), host)
+        assert set(shards) == {(4, 4)}
+
+
+def test_batches_of_a_call_of_several_steps_come_from_the_host_too(mesh):
+    host = {"x": X, "y": Y}
+    states = []
+    for batches in ([host, host], [on(mesh, host), on(mesh, host)]):
+        train_step = ml.make_train_step(squares, steps_per_call=2)
+        states.append(train_step(create(mesh), batches)[0].params)
+    jax.tree.map(np.testing.assert_array_equal, *states)
+
+
+def test_metrics_that_start_on_no_device_make_no_second_program(mesh):
+    @ml.compile_step(on_recompile="error")
+    def step(state, batch, metrics):
+        return state, metrics.update_from(
+            outputs={}, batch=batch, losses=batch["x"][:, 0]
+        )
+
+    state = create(mesh)
+    metrics = ml.metrics.Metrics({"d": ml.metrics.Mean()})
+    for _ in range(3):
+        state, metrics = step(state, on(mesh, {"x": X}), metrics)
+    np.testing.assert_allclose(metrics["d"], X[:, 0].mean(), rtol=1e-5)
+
+
+# Weights.
+
+
+def test_a_batch_with_its_weights_elsewhere_is_refused(mesh):
+    data = {"x": X[:13], "y": Y[:13]}
+    batches = ml.distribute_dataset(data, mesh, global_batch_size=16, weights="mask")
+    batch = next(iter(batches))
+    for make in (ml.make_train_step, ml.make_eval_step):
+        assert message_of(lambda make=make: make(squares)(create(mesh), batch)) == (
+            "the batch's weights are at 'mask', and the step looks for them at "
+            "'weight', so that padding would count as examples. Say weights='mask' "
+            "where the step is made, or weights='weight' where the batches are."
+        )
+
+
+@pytest.mark.parametrize("value", [np.nan, -1.0, np.inf])
+def test_weights_that_make_no_sense_are_refused_on_the_host(mesh, value):
+    batch = {"x": X, "y": Y, "weight": np.full(16, value, "float32")}
+    assert message_of(lambda: ml.make_train_step(squares)(create(mesh), batch)) == (
+        "the weights of a batch must be finite and not negative; 'weight' has values "
+        f"from {np.float32(value)} to {np.float32(value)}."
+    )
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("denominator", ["real", "global_batch_size"])
+def test_a_negative_weight_on_devices_shows_in_the_loss(mesh, denominator, accumulate):
+    weights = np.tile(np.array([1, -1], "float32"), 8)
+    batch = on(mesh, {"x": X, "y": Y, "weight": weights})
+    step = ml.make_train_step(squares, denominator=denominator, accumulate=accumulate)
+    _, metrics = step(create(mesh), batch)
+    assert np.isnan(metrics["loss"])
+
+
+# What is not finite.
+
+
+def test_a_step_that_is_not_finite_is_named_with_its_leaf_and_what_followed(mesh):
+    def loss_fn(model, batch):
+        # The gradient of a square root of 0 is not finite; the value is.
+        return jnp.sqrt(jnp.square(model(batch["x"]) * batch["y"]).sum(axis=1))
+
+    good, bad = on(mesh, {"x": X, "y": Y}), on(mesh, {"x": X, "y": 0 * Y})
+    step = ml.make_train_step(loss_fn, on_nonfinite="error", steps_per_call=3)
+    state, _ = step(create(mesh), [good, bad, good])
+    assert message_of(step.check) == (
+        "the loss or a gradient was not finite in step 1: the gradient of bias first. "
+        "The state is as it was before that step, and one step followed. Lower the "
+        'learning rate, clip with clip_norm=, or use on_nonfinite="skip".'
+    )
+    assert int(state.step) == 2
+
+
+# Losses.
+
+
+def test_losses_of_all_pairs_are_noted_once(mesh, caplog):
+    def loss_fn(model, batch):
+        return jnp.square(model(batch["x"])[:, :1] - batch["y"][None, :, 0])
+
+    step = ml.make_train_step(loss_fn, on_recompile="ignore")
+    with caplog.at_level(logging.WARNING, "meshlayout"):
+        state, _ = step(create(mesh), on(mesh, {"x": X, "y": Y}))
+        step(state, on(mesh, {"x": X[:8], "y": Y[:8]}))
+    assert [record.getMessage() for record in caplog.records] == [
+        "the losses have shape (16, 16), one for every pair of examples, and are "
+        "averaged. Predictions of shape (batch, 1) minus labels of shape (batch,) "
+        "give that: take predictions[:, 0]."
+    ]
+
+
+def test_a_batch_without_examples_is_refused(mesh):
+    batch = {"x": X[:0], "y": Y[:0]}
+    for make in (ml.make_train_step, ml.make_eval_step):
+        assert message_of(lambda make=make: make(squares)(create(mesh), batch)) == (
+            "the batch has no examples, and there is nothing to learn from it."
+        )
+
+
+def test_the_arity_of_functions_is_looked_at_when_the_step_is_made():
+    assert message_of(lambda: ml.make_train_step(lambda model: 1.0)) == (
+        "make_train_step: loss_fn is called as loss_fn(model, batch), and takes "
+        "(model)."
+    )
+    ml.make_train_step(lambda model, batch, rngs, *, train: 1.0)
+    assert "predict_fn(model, batch)" in message_of(
+        lambda: ml.make_predict_step(lambda model: 1.0)
+    )
+
+
+def test_an_error_of_the_users_names_the_step(mesh):
+    def loss_fn(model, batch):
+        return batch["z"]
+
+    with pytest.raises(KeyError) as caught:
+        ml.make_train_step(loss_fn)(create(mesh), on(mesh, {"x": X}))
+    assert caught.value.__notes__[-1] == "in train_step, at step 0"
+
+
+# States and optimizers that do not fit.
+
+
+def test_a_state_that_was_used_up_is_refused_by_eval_steps(mesh):
+    state, batch = create(mesh), on(mesh, {"x": X, "y": Y})
+    eval_step = ml.make_eval_step(squares)
+    eval_step(state, batch)
+    ml.make_train_step(squares)(state, batch)
+    assert message_of(lambda: eval_step(state, batch)) == (
+        "eval_step: 'state/params/bias' was used up by an earlier call of a step, "
+        "which takes the memory of its state. Use the state that the call returned."
+    )
+
+
+class Whole(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+        self.count = nnx.Param(jnp.zeros(3, "int32"))
+
+    def __call__(self, x):
+        return self.linear(x)
+
+
+def test_integers_are_not_trained(mesh):
+    state = create(mesh, build=lambda: Whole(nnx.Rngs(0)))
+    batch = on(mesh, {"x": X, "y": Y})
+    assert message_of(lambda: ml.make_train_step(squares)(state, batch)) == (
+        "the parameter count i32[3] cannot be trained: there is no gradient for "
+        "integers. Make it another kind of variable than nnx.Param, or leave it out "
+        "with trainable=."
+    )
+    ml.make_train_step(squares, trainable="linear")(state, batch)
+
+
+def test_another_optimizers_state_is_named(mesh):
+    batch = on(mesh, {"x": X, "y": Y})
+    state = create(mesh, optax.adam(0.1))
+    other = state.replace(opt_state=create(mesh, optax.sgd(0.1, 0.9)).opt_state)
+    assert message_of(lambda: ml.make_train_step(squares)(other, batch)) == (
+        "state.opt_state is not one of this optimizer for these parameters, as "
+        "'0/count' shows. It comes from another optimizer or another model: start "
+        "with state.replace(opt_state=state.tx.init(state.params))."
+    )
+
+
+def test_optimizers_that_need_more_than_gradients_are_refused_in_words(mesh):
+    batch = on(mesh, {"x": X, "y": Y})
+    sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1))
+    message = message_of(lambda: ml.make_train_step(squares)(create(mesh, sam), batch))
+    assert "optax.contrib.sam" in message
+
+
+def test_precision_patterns_that_match_nothing_are_refused(mesh):
+    batch = on(mesh, {"x": X, "y": Y})
+    for make in (ml.make_train_step, ml.make_eval_step):
+        step = make(squares, precision={"nothing": "bfloat16"})
+        assert message_of(lambda step=step: step(create(mesh), batch)) == (
+            "precision: 'nothing' matches no parameter; there are 'bias', 'kernel'."
+        )
+    assert message_of(lambda: ml.make_train_step(squares, precision={})) == (
+        "precision={} says nothing. Give patterns of paths and their dtypes, as "
+        '{"router": "float32", "": "bfloat16"}.'
+    )
+
+
+# Steps as objects.
+
+
+def test_steps_are_copied_and_pickled_without_what_was_compiled(mesh):
+    batch = on(mesh, {"x": X, "y": Y})
+    doubled = ml.compile_step(lambda state, batch: (state, batch["x"].sum()))
+    for step in (ml.make_train_step(squares), ml.make_eval_step(squares), doubled):
+        state = create(mesh)
+        step(jax.tree.map(jnp.copy, state), batch)
+        for same in (copy.deepcopy(step), cloudpickle.loads(cloudpickle.dumps(step))):
+            expected = step(jax.tree.map(jnp.copy, state), batch)
+            found = same(jax.tree.map(jnp.copy, state), batch)
+            if isinstance(found, tuple):
+                expected, found = expected[1], found[1]
+            assert str(found) == str(expected)
+
+
+OPTIONS = [
+    "accumulate",
+    "clip_norm",
+    "on_nonfinite",
+    "ema",
+    "trainable",
+    "learning_rate",
+    "precision",
+    "remat",
+    "zero",
+    "steps_per_call",
+    "weights",
+    "denominator",
+    "metrics",
+    "regularizers",
+    "layouts",
+    "on_recompile",
+]
+
+
+@pytest.mark.parametrize("value", [float("nan"), -1, "x", object()], ids=repr)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_that_make_no_sense_are_refused_when_the_step_is_made(name, value):
+    if (name, value) in {("weights", "x"), ("weights", -1), ("trainable", "x")}:
+        return
+    with pytest.raises(ml.MeshLayoutError):
+        ml.make_train_step(squares, **{name: value})
