@@ -25,17 +25,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshlayout import _checks, _jax, _paths, _render
 from meshlayout.errors import RecompileWarning, StepError, did_you_mean, stack_level
 from meshlayout.layout_map import LayoutMap, activate
-from meshlayout.step.arguments import (
-    check_arguments,
-    check_memory,
-    gives_memory_twice,
-)
 from meshlayout.step.batch_norm import ignoring_unbound_axes
 from meshlayout.step.call_signature import (
     SETTING,
     CallSignature,
+    check_arguments,
+    check_memory,
     describe,
     differences,
+    gives_memory_twice,
     layout_of,
     mesh_text,
     named_leaves,
@@ -414,10 +412,11 @@ class CompiledStep(Generic[P, R]):
     ) -> tuple[_Program, tuple[Any, ...], dict[str, Any]]:
         """Makes the program for these arguments the current one, and places them."""
         signature = self._signature(args, kwargs)
+        given = kwargs
         placed = (_placed(args[0], signature), *args[1:])
         placed, kwargs = self._with_rest_placed(placed, kwargs, signature)
         if signature not in self._programs:
-            now = describe(self._names, static, (args[0], *placed[1:]), kwargs)
+            now = describe(self._names, static, args, given)
             before = [p.first_call for p in self._programs.values() if p.seen]
             self._explain(now, before)
             program = self._make(signature, now)

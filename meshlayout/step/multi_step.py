@@ -78,7 +78,7 @@ def like(old: Any, new: Any) -> Any:
 
 
 @dataclass
-class Fixed:
+class FixedCalls:
     """A given number of batches in one dispatch.
 
     Attributes:
@@ -118,7 +118,7 @@ _TRIALS = 3
 
 
 @dataclass
-class Auto:
+class TimedCalls:
     """Tries both ways on the first calls, and goes on with the faster one.
 
     All calls do the work they are asked for; only their order of trying is fixed.
@@ -184,8 +184,8 @@ def _run(
     return state, metrics
 
 
-def calls_for(steps_per_call: int | Literal["auto"]) -> Fixed | Auto | None:
+def calls_for(steps_per_call: int | Literal["auto"]) -> FixedCalls | TimedCalls | None:
     """Returns how the batches of a call are run; None for one batch a call."""
     if steps_per_call == "auto":
-        return Auto()
-    return None if steps_per_call == 1 else Fixed(steps_per_call)
+        return TimedCalls()
+    return None if steps_per_call == 1 else FixedCalls(steps_per_call)
