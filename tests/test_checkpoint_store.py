@@ -436,9 +436,12 @@ def test_a_store_that_refuses_is_not_an_empty_one(store, run):
 
 
 @pytest.mark.parametrize(
-    "part", ["/manifest.json", "/d/", "manifest.ocdbt", "/_METADATA"]
+    ("part", "verify"),
+    [
+        *itertools.product(["/manifest.json", "/d/", "manifest.ocdbt"], [True, False]),
+        ("/_METADATA", True),  # not read otherwise
+    ],
 )
-@pytest.mark.parametrize("verify", [True, False])
 def test_a_file_that_the_store_refuses_is_not_a_damaged_one(store, run, part, verify):
     save_steps(run, 1, 2)
     ck = Checkpointer(run)

@@ -103,7 +103,7 @@ class Attempt(ABC):
 
     @abstractmethod
     def end(self) -> None:
-        """Takes away what is not part of a step: all, if it was not committed."""
+        """Removes temporary files: everything, if the step was not committed."""
 
 
 class _DiskAttempt(Attempt):
@@ -177,7 +177,7 @@ class _StoreAttempt(Attempt):
 
 
 def delete(folder: Any, lease: Lease) -> None:
-    """Removes a step: first, in one operation, it stops being one.
+    """Removes a step, which atomically stops being listed first.
 
     Args:
         folder: The step's directory.
@@ -205,7 +205,7 @@ def delete(folder: Any, lease: Lease) -> None:
 
 
 def clean(directory: Any) -> None:
-    """Finishes or removes what processes that died have left over.
+    """Removes the leftovers of dead processes, or finishes what they began.
 
     Args:
         directory: The directory of all steps.
@@ -240,7 +240,7 @@ def _is_left(name: str, living: Collection[str]) -> bool:
 
 
 def _finish_replacing(directory: Any, left: Collection[str]) -> None:
-    """Gives steps back their names where a process died while it replaced one."""
+    """Restores the names of steps that a process was replacing when it died."""
     hidden = {name: match for name in left if (match := _HIDDEN.fullmatch(name))}
     for old, match in hidden.items():
         final = directory / match["step"]
@@ -288,7 +288,7 @@ def _clean_step_in_store(folder: Any, living: Collection[str]) -> None:
 
 
 def is_unfinished(folder: Any) -> bool:
-    """Returns whether a step has files, but no manifest and nobody who writes one.
+    """Returns whether a step has files but no manifest, and is not being saved.
 
     Args:
         folder: The step's directory.
@@ -304,7 +304,7 @@ def is_unfinished(folder: Any) -> bool:
 
 
 def _check_ours(folder: Any) -> None:
-    """Raises if what is in a step's place is not a checkpointer's."""
+    """Raises if a step's directory holds files that no checkpointer wrote."""
     names = files.names_in(folder)
     strange = sorted(names)[:3]
     if manifest.NAME in names or _is_ours(folder, names):

@@ -41,42 +41,43 @@ _T = TypeVar("_T")
 class Checkpointer:
     """Saves a state as training goes, and restores it on any mesh.
 
-    A step is saved whole or not at all: it exists once its manifest is written, which
-    is done last and in one piece. A process that is killed, a full disk or a directory
-    that cannot be written leave the steps saved before as they were. What a restore
-    reads is compared, bit for bit, with what was saved.
+    A step is saved completely or not at all: it exists once its manifest is in place,
+    which happens last and atomically. A killed process, a full disk or a directory that
+    is not writable leave the earlier steps intact. A restore compares every bit that it
+    reads with what was saved.
 
     An asynchronous save returns as soon as the state may be donated to the next step.
     Until it is done it holds a copy of this process's shards in host memory, as many
     bytes as `memory(state)` says; what is encoded and not yet written comes on top,
-    with which it has taken up to two and a half times as many. One save goes on at a
-    time; the next waits for it. What goes wrong in the background is raised by the next
-    call of any method, once. Use it in a `with` block, or close it. A process that ends
-    otherwise, by an exception or Ctrl-C too, finishes the save that is under way first.
+    which in measurements came to two and a half times as much. Only one save runs at a
+    time; the next one waits for it. An error in the background is raised once, by the
+    next call of any method. Use it in a `with` block, or close it. A process that ends
+    in another way, by an exception or Ctrl-C too, first finishes a running save.
 
-    One process at a time may save in a directory: the first save takes it, until the
-    checkpointer is closed or the process ends, and another process that saves there is
-    refused. Any number may read. On several processes all of them open it, and save and
-    restore the same steps in one order.
+    Only one run at a time may save to a directory. The first save claims it until the
+    checkpointer is closed or the process ends; another run that saves there gets an
+    error. Any number may read. In a job of several processes, all of them open the
+    checkpointer, and save and restore the same steps in the same order.
 
-    In Google Cloud Storage, too, a step begins to exist when its manifest is written,
-    and ends when that is deleted, before all else. What other machines save there is
-    seen at once. A store that refuses or does not answer is an error: neither an empty
-    directory nor a damaged step.
+    In Google Cloud Storage a step also appears when its manifest is written, and
+    disappears when the manifest is deleted, before any other file. Steps that other
+    machines save are visible immediately. A store that refuses or does not answer is an
+    error, and is never taken for an empty directory or a damaged step.
 
-    When it is opened, it removes what processes that died have left over, and nothing
-    that no checkpointer wrote.
+    Opening it removes the leftovers of dead processes, and nothing that a checkpointer
+    did not write.
 
     Args:
-        directory: Where the steps go: a local path, or `gs://bucket/run` in Google
-            Cloud Storage, which gcsfs reads and writes (the extra `gcs`).
-        keep: How many of the last steps stay; None for all.
-        keep_every: Steps that this divides stay as well.
-        every: `save` saves only where so many steps have passed.
-        every_s: `save` saves only where so many seconds have passed, by the clock of
-            process 0, which the other processes ask at every call.
+        directory: Where to save: a local path, or `gs://bucket/run` in Google Cloud
+            Storage, which needs gcsfs (the extra `gcs`).
+        keep: How many of the latest steps to keep; None for all.
+        keep_every: Also keep steps that are multiples of this number.
+        every: Save only when this many steps have passed since the last save.
+        every_s: Save only when this many seconds have passed, by the clock of process
+            0, which the other processes ask at every call.
         async_save: Whether `save` returns while the files are still being written.
-        best: A metric's name and `"max"` or `"min"`: the best step stays as well.
+        best: A metric's name and `"max"` or `"min"`: also keep the step with the best
+            value.
 
     Raises:
         CheckpointError: If an argument is wrong, or the directory cannot be used.
@@ -155,10 +156,10 @@ class Checkpointer:
         metrics: Mapping[str, Any] | None = None,
         force: bool = False,
     ) -> bool:
-        """Saves a state, if it is due.
+        """Saves a state, if a save is due.
 
-        When it returns, the state may be donated. A step that exists is replaced, in
-        one piece, once the new files are complete.
+        The state may be donated as soon as this returns. A step that already exists is
+        replaced once the new files are complete.
 
         Args:
             step: The number of the step.
@@ -216,7 +217,7 @@ class Checkpointer:
         self._finish_saving()
 
     def close(self) -> None:
-        """Waits for the last save; after this nothing can be saved.
+        """Waits for the running save, and refuses further saves.
 
         Raises:
             CheckpointError: If it could not be saved.
@@ -268,12 +269,12 @@ class Checkpointer:
         return self._best
 
     def all_steps(self) -> list[int]:
-        """Returns the steps that are saved, in order, without one under way."""
+        """Returns the saved steps in ascending order, without a running save."""
         self._raise_pending()
         return self._steps.all()
 
     def latest_step(self) -> int | None:
-        """Returns the highest step that is saved, or None."""
+        """Returns the highest saved step, or None."""
         self._raise_pending()
         return max(self._steps.all(), default=None)
 
@@ -553,7 +554,7 @@ class _Schedule:
         self._last_step, self._last_s = step, time.monotonic()
 
     def restored(self, step: int) -> None:
-        """Notes that training goes on from a step."""
+        """Notes that training continues from a step."""
         self._last_step = step
 
 
@@ -614,7 +615,7 @@ def _check_best(
 def _check_metrics(
     metrics: Mapping[str, Any] | None, best: tuple[str, str] | None
 ) -> dict[str, float]:
-    """Returns what was measured as numbers; NaN is one, which is never the best."""
+    """Returns metrics as floats; NaN is allowed, and is never the best."""
     if metrics is not None and not isinstance(metrics, Mapping):
         msg = (
             f"metrics must be numbers by name, got {_checks.shown(metrics)}. Write "

@@ -27,7 +27,7 @@ def as_directory(path: Any) -> Any:
         path: What the user gave.
 
     Raises:
-        CheckpointError: If it is no path, or one of a store of another kind.
+        CheckpointError: If it is not a path, or is in an unsupported kind of store.
     """
     try:
         text = os.fspath(path)
@@ -65,7 +65,7 @@ def is_step(name: str) -> bool:
 
 
 def is_remote(path: Any) -> bool:
-    """Returns whether a path is one of an object store."""
+    """Returns whether a path is in an object store."""
     return isinstance(path, StorePath)
 
 
@@ -144,7 +144,7 @@ def names_in(path: Any) -> set[str]:
     """
     if is_remote(path):
         return path.names()
-    return {one.name for one in path.iterdir()} if path.is_dir() else set()
+    return {entry.name for entry in path.iterdir()} if path.is_dir() else set()
 
 
 def files_below(path: Any) -> Iterator[Any]:
@@ -156,11 +156,11 @@ def files_below(path: Any) -> Iterator[Any]:
     if is_remote(path):
         yield from path.below()
         return
-    for one in sorted(path.iterdir(), key=lambda entry: entry.name):
-        if one.is_dir():
-            yield from files_below(one)
+    for entry in sorted(path.iterdir(), key=lambda entry: entry.name):
+        if entry.is_dir():
+            yield from files_below(entry)
         else:
-            yield one
+            yield entry
 
 
 def size_of(path: Any) -> int:
@@ -169,15 +169,15 @@ def size_of(path: Any) -> int:
 
 
 def mark_of(path: Any) -> Any:
-    """Returns what tells whether a file is the one that was read before.
+    """Returns a value that changes when the file is replaced.
 
     Args:
         path: The file.
     """
     if is_remote(path):
         return path.generation()
-    found = path.stat()
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    status = path.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def digest(content: bytes) -> str:
@@ -186,7 +186,7 @@ def digest(content: bytes) -> str:
 
 
 def remove(path: Any) -> None:
-    """Removes a file, or a directory with all in it; one that is gone is no error.
+    """Removes a file or a directory tree; a missing one is not an error.
 
     Args:
         path: The file or directory.

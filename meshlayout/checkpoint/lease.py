@@ -146,14 +146,14 @@ class Lease:
 
     @classmethod
     def release(cls, directory: Any, user: object) -> None:
-        """Gives the lease back, if this was its last user."""
+        """Ends the lease if this was its last user."""
         lease = _leases.get((os.getpid(), str(directory)))
         if lease is not None:
             lease.drop(id(user))
             lease.end_if_unused()
 
     def is_held(self) -> bool:
-        """Returns whether nobody took the lease for a dead one's."""
+        """Returns whether the note is still there: nobody took its owner for dead."""
         return self._note.exists()
 
     def take(self) -> None:
@@ -210,7 +210,7 @@ class Lease:
             return not self.users
 
     def end(self) -> None:
-        """Gives the directory back."""
+        """Ends the lease, and removes its note."""
         self._is_over.set()
         _leases.pop((os.getpid(), str(self.directory)), None)
         with contextlib.suppress(OSError, CheckpointError):
@@ -240,7 +240,7 @@ def is_own(lease_id: str | None) -> bool:
 
 
 def is_dead_note(name: str, living: Collection[str]) -> bool:
-    """Returns whether a file is the note, or a part of one, of an owner that died.
+    """Returns whether a file is the note, or part of a note, of a dead owner.
 
     Args:
         name: The file's name.

@@ -135,11 +135,11 @@ class Manifest:
         """
         try:
             whole = json.loads(content)
-            body, found = _text(whole["manifest"]), whole["sha256"]
+            body, saved_hash = _text(whole["manifest"]), whole["sha256"]
         except (ValueError, KeyError, TypeError, RecursionError):
             raise DamagedCheckpointError(_damaged(where)) from None
-        same = f'{{"manifest":{body},"sha256":"{found}"}}\n'.encode() == content
-        if digest(body.encode()) != found or not same:
+        same = f'{{"manifest":{body},"sha256":"{saved_hash}"}}\n'.encode() == content
+        if digest(body.encode()) != saved_hash or not same:
             raise DamagedCheckpointError(_damaged(where))
         fields = whole["manifest"]
         version = fields.pop("version", None) if isinstance(fields, dict) else None
@@ -208,9 +208,9 @@ def _decoded(manifest: Manifest) -> Any:
 
 def _without_defaults(leaf: SavedLeaf) -> dict[str, Any]:
     return {
-        one.name: getattr(leaf, one.name)
-        for one in dataclasses.fields(leaf)
-        if one.default is dataclasses.MISSING or getattr(leaf, one.name) != one.default
+        field.name: getattr(leaf, field.name)
+        for field in dataclasses.fields(leaf)
+        if getattr(leaf, field.name) != field.default
     }
 
 
@@ -377,13 +377,13 @@ def encode(value: Any, where: str) -> Any:
             "base64": content,
         }
     if isinstance(value, (list, tuple)):
-        items = [encode(one, f"{where}[{at}]") for at, one in enumerate(value)]
+        items = [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
         return {_MARK: "tuple", "items": items} if isinstance(value, tuple) else items
     if isinstance(value, Mapping):
-        pairs = [(key, encode(one, f"{where}[{key!r}]")) for key, one in value.items()]
+        pairs = [(k, encode(item, f"{where}[{k!r}]")) for k, item in value.items()]
         if all(isinstance(key, str) for key, _ in pairs) and _MARK not in value:
             return dict(pairs)
-        items = [[encode(key, f"a key of {where}"), one] for key, one in pairs]
+        items = [[encode(k, f"a key of {where}"), item] for k, item in pairs]
         return {_MARK: "dict", "items": items}
     msg = (
         f"{where} is {_checks.shown(value)}, which cannot be written as JSON. Give "
@@ -399,16 +399,16 @@ def decode(value: Any) -> Any:
         value: What `encode` returned.
     """
     if isinstance(value, list):
-        return [decode(one) for one in value]
+        return [decode(item) for item in value]
     if not isinstance(value, dict):
         return value
     kind = value.get(_MARK)
     if kind is None:
-        return {key: decode(one) for key, one in value.items()}
+        return {key: decode(item) for key, item in value.items()}
     if kind == "tuple":
         return tuple(decode(value["items"]))
     if kind == "dict":
-        return {decode(key): decode(one) for key, one in value["items"]}
+        return {decode(key): decode(item) for key, item in value["items"]}
     content = base64.b64decode(value["base64"])
     if kind == "bytes":
         return content

@@ -1,14 +1,14 @@
-"""`StepWriter`: one save, of which the caller sees the beginning alone.
+"""`StepWriter`: one save, most of which runs in a background thread.
 
-The caller waits until the state is on the host, and may donate it then. A thread takes
-the fingerprints of those host copies, waits for the files, and writes the manifest,
-which makes the step count. Fingerprints are not made on the devices: that took a
-compiled program for every distinct shape and a dispatch for every array, all in the
-caller, three to four times as long as the copy itself.
+The caller waits only until the state is on the host, and may then donate it. A thread
+computes fingerprints of those host copies, waits for the files, and commits the step by
+its manifest. Fingerprints are not computed on the devices: that took a compiled program
+for each distinct shape and a dispatch for each array, all in the caller, and blocked it
+three to four times as long as the copy itself.
 
-Whether a save is over is told by an Event. `Thread.join` and `is_alive` cannot be
-trusted: in Python 3.11 and 3.12 an exception inside `join`, as Ctrl-C raises it, marks
-a running thread as ended, and what waits for it the next time does not wait.
+An Event says when a save is over. `Thread.join` and `is_alive` cannot be trusted: in
+Python 3.11 and 3.12 an exception inside `join`, such as Ctrl-C, marks a running thread
+as stopped, and the next `join` returns at once.
 """
 
 import atexit
@@ -98,15 +98,15 @@ class StepWriter:
 
     @property
     def is_done(self) -> bool:
-        """Whether it came to an end, good or bad."""
+        """Whether it has finished, successfully or not."""
         return self._finished.is_set()
 
     def wait(self) -> None:
-        """Waits for the end; it may be interrupted, and called again."""
+        """Waits until it has finished; may be interrupted and called again."""
         self._finished.wait()
 
     def settle(self) -> None:
-        """Raises what went wrong; called once, after the end.
+        """Raises the error of a finished save; called once.
 
         Raises:
             CheckpointError: If the step could not be saved.
@@ -116,7 +116,7 @@ class StepWriter:
             raise self.error
 
     def start(self, channel: Channel) -> None:
-        """Copies the state from the devices, and has a thread do the rest.
+        """Copies the state from the devices, and starts a thread for the rest.
 
         Args:
             channel: What the callers of all processes agree through.
@@ -205,11 +205,11 @@ class StepWriter:
             problem = error
             said = {"error": orbax.reason(error)}
         everyone = list(self._channel.exchange(said).values())
-        errors = [one["error"] for one in everyone if "error" in one]
+        errors = [answer["error"] for answer in everyone if "error" in answer]
         if not errors:
             try:
                 if jax.process_index() == 0:
-                    self._commit([one["sums"] for one in everyone])
+                    self._commit([answer["sums"] for answer in everyone])
             except NotDurableError as error:
                 problem = error
                 errors = [f"!{error}"]
@@ -261,7 +261,7 @@ class StepWriter:
         attempt.commit(contents.to_bytes())
 
     def _clear_up(self) -> None:
-        """Deletes what is not kept; all wait for it, and list the same steps after."""
+        """Applies retention; all processes wait for it, and list the same steps."""
         problem = None
         try:
             if self._attempt is not None:
@@ -269,9 +269,9 @@ class StepWriter:
                 self._after()
         except Exception as error:
             problem = error
-        told = self._channel.from_first("" if problem is None else str(problem))
-        if told:
-            msg = f"step {self.step} is saved, but {told}"
+        error = self._channel.from_first("" if problem is None else str(problem))
+        if error:
+            msg = f"step {self.step} is saved, but {error}"
             raise CheckpointError(msg) from problem
 
     def _end(self) -> None:
@@ -304,7 +304,7 @@ def _check_agreement(everyone: list[dict[str, Any]]) -> None:
     """Raises, on all processes, if they do not save the same state as the same step."""
     first = everyone[0]
     for index, other in enumerate(everyone):
-        places = [f"step {one['step']} in {one['directory']}" for one in (first, other)]
+        places = [f"step {x['step']} in {x['directory']}" for x in (first, other)]
         if places[0] != places[1]:
             msg = (
                 f"process 0 saves {places[0]}, and process {index} saves {places[1]}. "
@@ -341,7 +341,7 @@ def _fail(error: Exception) -> None:
 
 
 def _nothing() -> None:
-    """Waits for nothing: there are no arrays."""
+    """Waits for no files: there are no arrays."""
 
 
 # The end of the process.
@@ -367,6 +367,6 @@ def _finish_all() -> None:
         if not writer.is_done:
             logger.info("the process ends once step %d is saved", writer.step)
         writer.wait()
-        if writer.error is not None:  # nobody will be told of it any more
+        if writer.error is not None:  # no further call will raise it
             logger.error("%s", writer.error)
     lease.release_all()

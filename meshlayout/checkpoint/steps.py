@@ -34,7 +34,7 @@ class Steps:
         return [step for step in self._folders() if self._file(step).exists()]
 
     def unfinished(self, after: int) -> list[int]:
-        """Returns later steps that have no manifest, and nobody who writes one."""
+        """Returns later steps without a manifest that are not being saved."""
         later = [step for step in self._folders() if step > after]
         return [step for step in later if attempt.is_unfinished(self.folder(step))]
 
@@ -57,23 +57,23 @@ class Steps:
             mark = files.mark_of(path)
             if step in self._read and self._read[step][0] == mark:
                 return self._read[step][1]
-            found = Manifest.from_bytes(path.read_bytes(), str(path))
+            contents = Manifest.from_bytes(path.read_bytes(), str(path))
         except FileNotFoundError:
             raise CheckpointError(self.missing(step)) from None
         except OSError as error:
             msg = f"{path} cannot be read: {error}."
             raise DamagedCheckpointError(msg) from error
-        if found.step != step:
+        if contents.step != step:
             msg = (
-                f"{path} is the manifest of step {found.step}: the directory was "
+                f"{path} is the manifest of step {contents.step}: the directory was "
                 "renamed or the file copied. Give the directory its own name."
             )
             raise DamagedCheckpointError(msg)
-        self._read[step] = (mark, found)
-        return found
+        self._read[step] = (mark, contents)
+        return contents
 
     def is_still(self, step: int, found: Manifest | None) -> bool:
-        """Tells whether a step was neither deleted nor replaced meanwhile.
+        """Returns whether a step was neither deleted nor replaced in the meantime.
 
         Args:
             step: The step.
@@ -93,14 +93,14 @@ class Steps:
             steps: Steps; those that another process has deleted meanwhile are left
                 out.
         """
-        found = {}
+        metrics = {}
         for step in steps:
             try:
-                found[step] = self.manifest(step).metrics
+                metrics[step] = self.manifest(step).metrics
             except CheckpointError:
                 if self._file(step).exists():
                     raise
-        return found
+        return metrics
 
     def missing(self, step: int) -> str:
         """Returns the sentence that says that a step does not exist."""
@@ -192,9 +192,9 @@ def best_of(
         return None
     name, mode = best
     sign = 1.0 if mode == "max" else -1.0
-    found = {
+    values = {
         step: sign * metrics[step][name]
         for step in steps
         if not math.isnan(metrics.get(step, {}).get(name, math.nan))
     }
-    return max(found, key=lambda step: (found[step], step), default=None)
+    return max(values, key=lambda step: (values[step], step), default=None)

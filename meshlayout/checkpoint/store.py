@@ -2,8 +2,8 @@
 
 A store has no directories, only objects whose names have slashes: a directory is there
 while an object is in it. Nothing is remembered from one call to the next, as other
-machines write there too. What cannot be told is an error: a store that refuses, or does
-not answer, is not an empty one.
+machines write there too. A question without an answer is an error: a store
+that refuses, or does not answer, is not an empty one.
 """
 
 import posixpath
@@ -91,7 +91,7 @@ class StorePath:
         if not bucket:
             msg = f"{text!r} names no bucket. Write 'gs://bucket/run'."
             raise CheckpointError(msg)
-        special = next((one for one in text if one in _SPECIAL), None)
+        special = next((char for char in text if char in _SPECIAL), None)
         if special is not None:
             msg = (
                 f"{text!r} has {special!r} in it, which some programs on the way to "
@@ -123,25 +123,27 @@ class StorePath:
         return StorePath(self.text.rpartition("/")[0])
 
     def exists(self) -> bool:
-        """Tells whether there is an object of this name."""
+        """Returns whether there is an object of this name."""
         try:
             return self._facts()["type"] == "file"
         except FileNotFoundError:
             return False
 
     def is_dir(self) -> bool:
-        """Tells whether an object is in this directory."""
+        """Returns whether an object is in this directory."""
         return bool(self.names())
 
     def names(self) -> set[str]:
         """Returns the names of what is in this directory."""
         try:
-            found = self._ask("listed", lambda files: files.ls(self.text, detail=True))
+            entries = self._ask(
+                "listed", lambda files: files.ls(self.text, detail=True)
+            )
         except FileNotFoundError:
             return set()
         # The directory itself is among them where somebody made an object of its name.
-        inside = [_plain(one["name"]) for one in found]
-        return {one.rpartition("/")[2] for one in inside if one != self._plain}
+        paths = [_plain(entry["name"]) for entry in entries]
+        return {path.rpartition("/")[2] for path in paths if path != self._plain}
 
     def below(self) -> "Iterator[StorePath]":
         """Yields all objects of this directory, in the order of their names."""
@@ -154,7 +156,7 @@ class StorePath:
         return int(self._facts()["size"])
 
     def generation(self) -> str:
-        """Returns what is another one after every write of an object."""
+        """Returns a text that changes with every write of the object."""
         return str(self._facts()["generation"])
 
     def read_bytes(self) -> bytes:
@@ -162,7 +164,7 @@ class StorePath:
         return self._ask("read", lambda files: files.cat_file(self.text))
 
     def write_bytes(self, content: bytes) -> None:
-        """Writes an object, in one piece.
+        """Writes an object atomically.
 
         Args:
             content: What it holds.
@@ -196,8 +198,8 @@ class StorePath:
 
     def _all(self) -> list[str]:
         """Lists all objects of this directory; there may be none, but the bucket."""
-        found = self._ask("listed", lambda files: files.find(self.text))
-        return sorted(one for one in found if one.startswith(f"{self._plain}/"))
+        paths = self._ask("listed", lambda files: files.find(self.text))
+        return sorted(path for path in paths if path.startswith(f"{self._plain}/"))
 
     def _remove_one(self) -> None:
         try:

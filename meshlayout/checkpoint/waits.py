@@ -1,7 +1,6 @@
 """Waits of a save or restore: for its own end, and for the other processes.
 
-Whoever watches a terminal sees that something goes on; whoever reads a log reads once
-what is waited for.
+A terminal shows a moving line; a log says once what is being waited for.
 """
 
 import contextlib
@@ -33,12 +32,12 @@ _AFTER_S = 3.0
 
 @contextlib.contextmanager
 def progress(what: str) -> Iterator[None]:
-    """Shows a line while the work inside goes on for more than a few seconds.
+    """Shows a line while the work inside takes more than a few seconds.
 
     In a terminal the line moves; elsewhere it is logged once. On process 0 only.
 
     Args:
-        what: What is going on, as `restoring step 5, 1.2 GiB`.
+        what: A description, such as `restoring step 5, 1.2 GiB`.
     """
     if jax.process_index() != 0:
         yield
