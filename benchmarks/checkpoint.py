@@ -66,8 +66,14 @@ def create_state(name: str, width: int) -> dict[str, Any]:
         state = ml.TrainState.create(
             lambda: Network(width, rngs=nnx.Rngs(0)), optax.adam(1e-3), layouts
         )
-        slots = dict(enumerate(jax.tree.leaves(state.opt_state)))
-        return {"params": state.params, "opt_state": slots}
+        # Moments as after a step: those of a new optimizer are zeros, which cost a
+        # compressing writer nothing.
+        moments = [x for x in jax.tree.leaves(state.opt_state) if x.ndim]
+        slots = [
+            x + jax.random.normal(jax.random.key(i), x.shape)
+            for i, x in enumerate(moments)
+        ]
+        return {"params": state.params, "opt_state": dict(enumerate(slots))}
     rng = np.random.default_rng(0)
     sizes = [8] * 400 if name == "many leaves" else [8 * (i + 1) for i in range(60)]
     sharding = mesh.layout(None, "model").sharding
