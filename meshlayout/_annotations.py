@@ -20,6 +20,15 @@ Batch: TypeAlias = Any
 Leaf: TypeAlias = Any
 """One leaf of a pytree: an array, a `ShapeDtypeStruct`, or a Python number."""
 
+DType: TypeAlias = Any
+"""A dtype, or what NumPy or JAX takes for one; PRNG keys have dtypes of their own."""
+
+Equation: TypeAlias = Any
+"""One operation of a jaxpr, which may hold other jaxprs among its parameters."""
+
+Box: TypeAlias = Any
+"""A Flax variable, or a box of Flax's around an array that says more about it."""
+
 AbstractArray: TypeAlias = jax.Array | jax.ShapeDtypeStruct
 """An array, or the shape, dtype and sharding of one."""
 

@@ -15,6 +15,7 @@ import numpy as np
 from jax.core import Tracer
 
 from meshlayout import _jax
+from meshlayout._annotations import DType
 from meshlayout._checks import shown
 from meshlayout.errors import LayoutError, MeshLayoutError
 
@@ -116,7 +117,7 @@ def host_array(
 
 def check_cast(
     value: Any,
-    dtype: Any,
+    dtype: DType,
     where: object = "the value",
     *,
     error: type[MeshLayoutError] = LayoutError,
@@ -159,7 +160,7 @@ def check_cast(
         raise error(msg)
 
 
-def _survives(numbers: np.ndarray[Any, Any], dtype: Any) -> np.ndarray[Any, Any]:
+def _survives(numbers: np.ndarray[Any, Any], dtype: DType) -> np.ndarray[Any, Any]:
     """Returns for each number whether a dtype can hold it, rounded at most."""
     if jnp.issubdtype(dtype, np.complexfloating):
         return np.ones(numbers.shape, bool)

@@ -27,6 +27,7 @@ from jax._src.sharding_impls import UNSPECIFIED
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from meshlayout._annotations import DType, Equation, Leaf
 from meshlayout._patches import SharedPatches
 
 
@@ -93,12 +94,12 @@ def sharding_of(value: Any) -> jax.sharding.Sharding | None:
     return sharding.with_memory_kind("pinned_host") if on_host else sharding
 
 
-def is_extended(dtype: Any) -> bool:
+def is_extended(dtype: DType) -> bool:
     """Returns whether a dtype is one that NumPy does not have, as that of PRNG keys."""
     return jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
 
 
-def is_array_dtype(dtype: Any) -> bool:
+def is_array_dtype(dtype: DType) -> bool:
     """Returns whether JAX arrays can have a dtype.
 
     Raises:
@@ -108,7 +109,7 @@ def is_array_dtype(dtype: Any) -> bool:
     return any(jax.numpy.issubdtype(dtype, kind) for kind in kinds)
 
 
-def itemsize(dtype: Any) -> int:
+def itemsize(dtype: DType) -> int:
     """Returns the bytes of one element in an array; for PRNG keys, of a key's words.
 
     Arrays are 32-bit where JAX is not told otherwise, whatever NumPy's dtype says.
@@ -119,7 +120,7 @@ def itemsize(dtype: Any) -> int:
     return np.dtype(jax.dtypes.canonicalize_dtype(dtype)).itemsize
 
 
-def canonical_dtype(dtype: Any) -> Any:
+def canonical_dtype(dtype: DType) -> Any:
     """Returns the dtype that a NumPy array's values have on a device."""
     if is_extended(dtype):
         return dtype
@@ -138,7 +139,7 @@ def memory_kinds(device: Any) -> tuple[tuple[str, ...], str | None]:
         return (), None
 
 
-def apply_operation(eqn: Any, operands: list[Any]) -> list[Any]:
+def apply_operation(eqn: Equation, operands: list[Any]) -> list[Any]:
     """Applies one operation of a jaxpr, under the configuration it was traced in.
 
     Of that configuration, the mesh is left out: the operands are laid out already,
@@ -259,7 +260,7 @@ def _untyped(aval: Any) -> Any:
     return jax_core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
-def inner_jaxprs(eqn: Any) -> list[Any]:
+def inner_jaxprs(eqn: Equation) -> list[Any]:
     """Returns the jaxprs that an operation holds, as jit, scan and cond do."""
     jaxprs = []
     for value in eqn.params.values():
@@ -307,12 +308,12 @@ def concrete_mesh_for(abstract: Any) -> jax.sharding.Mesh | None:
     return mesh if mesh is not None and mesh.abstract_mesh == abstract else None
 
 
-def place(x: Any, sharding: NamedSharding) -> Any:
+def place(x: Leaf, sharding: NamedSharding) -> Any:
     """Moves a value to a sharding; inside jit, constrains it."""
     return constrain(x, sharding) if is_staged(x) else jax.device_put(x, sharding)
 
 
-def concrete_value(x: Any) -> Any:
+def concrete_value(x: Leaf) -> Any:
     """Returns the array behind a traced value where there is one, as in eager grad.
 
     So that `Layout.of` and `relayout` work on what is differentiated; JAX has no public
@@ -324,14 +325,14 @@ def concrete_value(x: Any) -> Any:
     return x if value is None else value
 
 
-def is_manual(x: Any) -> bool:
+def is_manual(x: Leaf) -> bool:
     """Returns whether a value is one device's own shard, as inside shard_map."""
     sharding = getattr(jax.typeof(x), "sharding", None)
     types = getattr(getattr(sharding, "mesh", None), "axis_types", ())
     return any(kind == AxisType.Manual for kind in types)
 
 
-def is_staged(x: Any) -> bool:
+def is_staged(x: Leaf) -> bool:
     """Returns whether an operation on a value is recorded rather than run, as in jit.
 
     A value under vmap counts as recorded: its dims are not those of the array.
@@ -351,7 +352,7 @@ def is_tracing() -> bool:
     return not isinstance(jax_core.trace_ctx.trace, jax_core.EvalTrace)
 
 
-def constrain(x: Any, sharding: NamedSharding) -> Any:
+def constrain(x: Leaf, sharding: NamedSharding) -> Any:
     """Gives a value inside jit a sharding, on axes of whatever type.
 
     Dims that are `PartitionSpec.UNCONSTRAINED` stay as they are on Explicit axes, and
@@ -429,7 +430,7 @@ def memory_in_jit() -> bool:
     return hasattr(jax, "reshard")
 
 
-def is_committed(x: Any) -> bool:
+def is_committed(x: Leaf) -> bool:
     """Returns whether an array is bound to its devices, so that jit cannot move it."""
     return isinstance(x, jax.Array) and bool(getattr(x, "committed", True))
 
@@ -455,7 +456,7 @@ def from_one_process(
     return np.asarray(multihost_utils.broadcast_one_to_all(x, is_source=is_source))
 
 
-def with_weak_type(x: Any, weak_type: bool) -> Any:  # noqa: FBT001
+def with_weak_type(x: Leaf, weak_type: bool) -> Any:  # noqa: FBT001
     """Returns the value, weakly typed or not as asked.
 
     A state whose weak types change from step to step is compiled twice. JAX makes weak
@@ -479,7 +480,7 @@ def manual_axis_sizes() -> dict[str, int]:
     }
 
 
-def varying_axes(x: Any) -> frozenset[str]:
+def varying_axes(x: Leaf) -> frozenset[str]:
     """Returns the manual axes over which a value differs, as far as JAX tracks it."""
     aval = jax.typeof(x)
     if hasattr(aval, "manual_axis_type"):
@@ -487,7 +488,7 @@ def varying_axes(x: Any) -> frozenset[str]:
     return frozenset(getattr(aval, "vma", ()))
 
 
-def key_impl(dtype: Any) -> str:
+def key_impl(dtype: DType) -> str:
     """Returns the name of the generator that PRNG keys of a dtype are for."""
     return str(dtype._impl.name)
 
@@ -510,7 +511,7 @@ def coordination_client() -> Any:
 
 
 def shard_placer(
-    shape: tuple[int, ...], dtype: Any, sharding: Any
+    shape: tuple[int, ...], dtype: DType, sharding: Any
 ) -> Callable[[list[np.ndarray[Any, Any]]], jax.Array]:
     """Returns a function from shards on the host to a global array.
 

@@ -26,7 +26,7 @@ from jax.tree_util import (
     tree_flatten_with_path,
 )
 
-from meshlayout._annotations import PyTree
+from meshlayout._annotations import Box, PyTree
 from meshlayout.errors import MeshLayoutError
 
 
@@ -41,7 +41,7 @@ class Leaf(NamedTuple):
 
     path: str
     value: Any
-    box: Any = None
+    box: Box = None
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def leaf_names(
     same.
 
     Args:
-        tree: Any pytree.
+        tree: PyTree pytree.
         is_leaf: As for `jax.tree.flatten`.
     """
     parts = _Parts.of(tree, _is_box_type, is_leaf=is_leaf)
@@ -154,7 +154,7 @@ def shared_paths(tree: PyTree) -> dict[str, str]:
     first: dict[int, str] = {}
     others: dict[str, str] = {}
 
-    def visit(node: Any, path: str, seen: tuple[int, ...]) -> None:
+    def visit(node: PyTree, path: str, seen: tuple[int, ...]) -> None:
         if isinstance(node, nnx.Variable):
             if first.setdefault(id(node), path) != path:
                 others[path] = first[id(node)]
@@ -183,7 +183,7 @@ def holds_modules(tree: PyTree) -> bool:
     return any(map(_is_module, jax.tree.leaves(tree, is_leaf=_is_module)))
 
 
-def is_nnx_object(node: Any) -> bool:
+def is_nnx_object(node: PyTree) -> bool:
     """Returns whether this is an NNX module, variable, Rngs or other object.
 
     JAX takes them for pytrees: what `jax.tree.map` makes of one is a copy, whose random
@@ -212,7 +212,7 @@ def children(node: PyTree) -> list[tuple[str, Any]] | None:
     return [(key_name(keys[0]) if keys else "", child) for keys, child in one_level]
 
 
-def box_value(box: Any) -> Any:
+def box_value(box: Box) -> Any:
     """Returns what a Flax variable or box holds, as it is."""
     if isinstance(box, nnx.Variable):
         # get_raw_value is new in flax 0.12; `.value` and `[...]` run hooks.
@@ -242,7 +242,7 @@ class _Parts:
         """Takes a tree apart.
 
         Args:
-            tree: Any pytree.
+            tree: PyTree pytree.
             is_end: Which types are leaves although JAX could open them.
             prefix: What every path begins with.
             is_leaf: As for `jax.tree.flatten`.
@@ -252,7 +252,7 @@ class _Parts:
         leaf_types: set[type] = set()
         node_types: set[type] = set()
 
-        def visit(node: Any, path: str) -> None:
+        def visit(node: PyTree, path: str) -> None:
             kind = type(node)
             if is_leaf is not None and is_leaf(node):
                 paths.append(path)
@@ -284,15 +284,15 @@ class _Parts:
         return cls(paths, leaves, leaf_types, node_types)
 
 
-def _open(node: Any, is_end: Callable[[type], bool]) -> list[tuple[str, Any]] | None:
+def _open(node: PyTree, is_end: Callable[[type], bool]) -> list[tuple[str, Any]] | None:
     return None if is_end(type(node)) else children(node)
 
 
-def _is_box(node: Any) -> bool:
+def _is_box(node: PyTree) -> bool:
     return _is_box_type(type(node))
 
 
-def _is_module(node: Any) -> bool:
+def _is_module(node: PyTree) -> bool:
     return _is_module_type(type(node))
 
 

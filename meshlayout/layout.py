@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from meshlayout import _checks, _jax, _render
+from meshlayout._annotations import DType
 from meshlayout._default_mesh import get_default_mesh
 from meshlayout._specs import (
     MATCH as MATCH,
@@ -480,7 +481,7 @@ class Layout(DTensorLayout):
             for i, size in zip(index, shard_shape, strict=True)
         )
 
-    def bytes_per_device(self, global_shape: Sequence[int], dtype: Any) -> int:
+    def bytes_per_device(self, global_shape: Sequence[int], dtype: DType) -> int:
         """Returns how many bytes of the array each device holds.
 
         Args:

@@ -14,6 +14,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from meshlayout import _checks, _jax, _paths, _render
+from meshlayout._annotations import DType
 from meshlayout.errors import LayoutError
 from meshlayout.layout import Layout, as_layout
 from meshlayout.mesh import Mesh
@@ -36,7 +37,7 @@ class Shards:
     """
 
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: DType
     layout: Layout | None
     platform: str
     held: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
@@ -150,7 +151,7 @@ def visualize(
     return _shards(sharding, array.shape, array.dtype)
 
 
-def _shards(value: Layout | Sharding, shape: Sequence[int], dtype: Any) -> Shards:
+def _shards(value: Layout | Sharding, shape: Sequence[int], dtype: DType) -> Shards:
     shape = _sizes(shape)
     if isinstance(value, (Layout, NamedSharding)):
         layout = as_layout(value, len(shape))

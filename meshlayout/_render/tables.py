@@ -4,7 +4,8 @@ import html
 import re
 import unicodedata
 from collections.abc import Sequence
-from typing import Any
+
+from meshlayout._annotations import DType
 
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
@@ -32,7 +33,7 @@ def bytes_text(n: float) -> str:
     return f"{value:.1f} {_UNITS[unit]}" if unit else f"{value:.0f} B"
 
 
-def dtype_text(dtype: Any) -> str:
+def dtype_text(dtype: DType) -> str:
     """Returns a dtype's short name, the way JAX prints it in a type.
 
     Example:
@@ -46,7 +47,7 @@ def dtype_text(dtype: Any) -> str:
     return name
 
 
-def array_text(dtype: Any, shape: Sequence[int]) -> str:
+def array_text(dtype: DType, shape: Sequence[int]) -> str:
     """Returns the type of an array.
 
     Example:

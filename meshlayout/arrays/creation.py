@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from meshlayout import _checks, _jax
+from meshlayout._annotations import DType, Leaf, PyTree
 from meshlayout._bit_exact import bit_exact_sharding
 from meshlayout._host_arrays import check_cast
 from meshlayout.arrays.leaf import (
@@ -137,7 +138,7 @@ def _bind(
     return bound
 
 
-def _check_devices(x: Any, mesh: Mesh, where: Where) -> None:
+def _check_devices(x: Leaf, mesh: Mesh, where: Where) -> None:
     """Raises LayoutError if jit could not use an argument on this mesh."""
     if not is_concrete_array(x) or not _jax.is_committed(x):
         return
@@ -149,14 +150,14 @@ def _check_devices(x: Any, mesh: Mesh, where: Where) -> None:
         raise LayoutError(msg)
 
 
-def _holds_arrays(tree: Any) -> bool:
+def _holds_arrays(tree: PyTree) -> bool:
     return any(
         isinstance(leaf, (jax.Array, np.ndarray, np.generic))
         for leaf in jax.tree.leaves(tree)
     )
 
 
-def _is_hashable(x: Any) -> bool:
+def _is_hashable(x: Leaf) -> bool:
     try:
         hash(x)
     except TypeError:
@@ -231,7 +232,7 @@ def full(
 
 
 def normal(
-    key: Any, shape: ShapeLike, layout: LayoutLike, dtype: DTypeLike | None = None
+    key: PyTree, shape: ShapeLike, layout: LayoutLike, dtype: DTypeLike | None = None
 ) -> Any:
     """Creates arrays of standard normal values, each device its own part.
 
@@ -257,7 +258,7 @@ def normal(
 
 
 def uniform(
-    key: Any,
+    key: PyTree,
     shape: ShapeLike,
     layout: LayoutLike,
     dtype: DTypeLike | None = None,
@@ -361,28 +362,28 @@ def arange(
         return call_with_layout(_shifted, layout, steps, start_, dtype=chosen)
 
 
-def _full(value: Any, *, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def _full(value: Any, *, shape: tuple[int, ...], dtype: DType) -> jax.Array:
     return jnp.full(shape, value, dtype)
 
 
-def _normal(key: Any, *, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def _normal(key: PyTree, *, shape: tuple[int, ...], dtype: DType) -> jax.Array:
     return jax.random.normal(key, shape, dtype)
 
 
 def _uniform(
-    key: Any, minval: Any, maxval: Any, *, shape: tuple[int, ...], dtype: Any
+    key: PyTree, minval: Any, maxval: Any, *, shape: tuple[int, ...], dtype: DType
 ) -> jax.Array:
     return jax.random.uniform(key, shape, dtype, minval, maxval)
 
 
 def _arange(
-    start: jax.Array, step: jax.Array, *, shape: tuple[int, ...], dtype: Any
+    start: jax.Array, step: jax.Array, *, shape: tuple[int, ...], dtype: DType
 ) -> jax.Array:
     steps = jax.lax.broadcasted_iota(start.dtype, shape, 0)
     return (start + step * steps).astype(dtype)
 
 
-def _shifted(steps: jax.Array, start: jax.Array, *, dtype: Any) -> jax.Array:
+def _shifted(steps: jax.Array, start: jax.Array, *, dtype: DType) -> jax.Array:
     return (start + steps).astype(dtype)
 
 
@@ -390,10 +391,10 @@ def _create(
     make: Callable[..., jax.Array],
     shape: ShapeLike,
     layout: LayoutLike,
-    dtype: Any,
+    dtype: DType,
     operands: tuple[Any, ...],
     *,
-    keys: Any = None,
+    keys: PyTree = None,
 ) -> Any:
     """Creates one array per shape, by a function that is compiled once for each."""
     if jax.sharding.get_abstract_mesh().manual_axes:
@@ -429,7 +430,7 @@ def _create(
 def _made(
     make: Callable[..., jax.Array],
     shape: tuple[int, ...],
-    dtype: Any,
+    dtype: DType,
     layout: Layout,
     operands: list[Any],
 ) -> jax.Array:
@@ -450,14 +451,14 @@ def _made(
 def _compiled(
     make: Callable[..., jax.Array],
     shape: tuple[int, ...],
-    dtype: Any,
+    dtype: DType,
     sharding: NamedSharding,
 ) -> Callable[..., jax.Array]:
     create = functools.partial(make, shape=shape, dtype=dtype)
     return jax.jit(create, out_shardings=sharding)
 
 
-def _keys_for(keys: Any, tree: "Tree") -> list[Any]:
+def _keys_for(keys: PyTree, tree: "Tree") -> list[Any]:
     """Returns one PRNG key per shape."""
     key_tree = Tree(keys)
     if key_tree.treedef != tree.treedef:
@@ -482,7 +483,7 @@ def _keys_for(keys: Any, tree: "Tree") -> list[Any]:
     return key_tree.leaves
 
 
-def _near(x: Any, mesh: Mesh) -> Any:
+def _near(x: Leaf, mesh: Mesh) -> Any:
     """Brings a small operand of a creator to the devices of the mesh."""
     if not is_concrete_array(x) or not _jax.is_committed(x):
         return x
@@ -513,7 +514,7 @@ def _is_final(x: jax.Array, layout: Layout) -> bool:
     return not _jax.is_staged(x) and _jax.sharding_of(x) == layout.sharding
 
 
-def _is_shape(node: Any) -> bool:
+def _is_shape(node: PyTree) -> bool:
     if isinstance(node, (list, tuple)):
         return not any(isinstance(size, (list, tuple, dict)) for size in node)
     return not isinstance(node, dict)

@@ -12,6 +12,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshlayout import _jax
+from meshlayout._annotations import DType, Leaf
 from meshlayout._host_arrays import host_array, plain_array
 from meshlayout.arrays.tree import Where, describe, first_line
 from meshlayout.errors import LayoutError
@@ -23,7 +24,7 @@ _ALIGNMENT = 64
 
 
 def resolve(
-    x: Any, layout: Any, where: Where, *, match: bool = True, what: str = ""
+    x: Leaf, layout: Any, where: Where, *, match: bool = True, what: str = ""
 ) -> Layout:
     """Returns the layout for one array: of its rank, and known to fit.
 
@@ -76,7 +77,7 @@ def _sharding(layout: Layout) -> NamedSharding:
     return NamedSharding(layout.mesh.jax_mesh, spec, memory_kind=layout.memory_kind)
 
 
-def _matched(x: Any, layout: Layout, where: Where) -> Layout:
+def _matched(x: Leaf, layout: Layout, where: Where) -> Layout:
     """Fills in MATCH, if it can be told how the array lies."""
     if not isinstance(_jax.concrete_value(x), (jax.Array, jax.ShapeDtypeStruct)):
         now: Sequence[DimSpec] = [None] * layout.rank
@@ -99,7 +100,7 @@ def _matched(x: Any, layout: Layout, where: Where) -> Layout:
 
 
 def move(
-    x: Any, layout: Layout, where: Where, *, donate: bool = False, copy: bool = False
+    x: Leaf, layout: Layout, where: Where, *, donate: bool = False, copy: bool = False
 ) -> Any:
     """Moves one array to a layout that is known to fit it.
 
@@ -200,7 +201,7 @@ def _copier(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(jnp.copy, out_shardings=sharding)
 
 
-def _constrain(x: Any, sharding: NamedSharding, layout: Layout, where: Where) -> Any:
+def _constrain(x: Leaf, sharding: NamedSharding, layout: Layout, where: Where) -> Any:
     """Places a value inside jit, also in another memory."""
     x = _jax.constrain(x, sharding)
     if layout.memory_kind is None:
@@ -220,7 +221,7 @@ def _constrain(x: Any, sharding: NamedSharding, layout: Layout, where: Where) ->
     return jax.device_put(x, sharding)
 
 
-def _placed(x: Any, layout: Layout, sharding: NamedSharding) -> jax.Array:
+def _placed(x: Leaf, layout: Layout, sharding: NamedSharding) -> jax.Array:
     """Places what is on the host: piece by piece, which is quicker, where it can be."""
     if (
         not isinstance(x, np.ndarray)
@@ -235,7 +236,7 @@ def _placed(x: Any, layout: Layout, sharding: NamedSharding) -> jax.Array:
 
 @functools.lru_cache(maxsize=512)
 def _placer(
-    shape: tuple[int, ...], dtype: Any, sharding: NamedSharding
+    shape: tuple[int, ...], dtype: DType, sharding: NamedSharding
 ) -> Callable[[np.ndarray[Any, Any]], jax.Array]:
     """Returns what places arrays of one kind, the pieces worked out once."""
     pieces: Any = tuple(sharding.addressable_devices_indices_map(shape).values())
@@ -243,7 +244,7 @@ def _placer(
     return lambda x: place([x[piece] for piece in pieces])
 
 
-def layout_of(x: Any, where: Where) -> Layout:
+def layout_of(x: Leaf, where: Where) -> Layout:
     """Returns the layout that an array has, or raises LayoutError."""
     if is_concrete_array(x):
         check_alive(x, where)
@@ -274,7 +275,7 @@ def check_alive(x: jax.Array, where: Where) -> None:
         raise LayoutError(msg)
 
 
-def as_array(x: Any, where: Where) -> Any:
+def as_array(x: Leaf, where: Where) -> Any:
     """Returns a NumPy or JAX array for anything like one."""
     if isinstance(x, jax.Array):
         return x
@@ -283,7 +284,7 @@ def as_array(x: Any, where: Where) -> Any:
     return host_array(x, where)
 
 
-def private_copy(x: Any, device: _jax.Device) -> Any:
+def private_copy(x: Leaf, device: _jax.Device) -> Any:
     """Returns an array that nobody else can write to.
 
     The CPU devices may use the memory of a NumPy array as their own.
@@ -301,7 +302,7 @@ def _aligned_copy(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return copy
 
 
-def is_array(x: Any) -> bool:
+def is_array(x: Leaf) -> bool:
     """Returns whether a leaf is an array, a number, or says that it is like one."""
     if isinstance(x, jax.Array):
         return True
@@ -313,19 +314,19 @@ def is_array(x: Any) -> bool:
     return not isinstance(x, type) and any(hasattr(x, name) for name in likes)
 
 
-def is_jax_dtype(dtype: Any) -> bool:
+def is_jax_dtype(dtype: DType) -> bool:
     """Returns whether arrays can have a dtype."""
     return any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_)) or (
         jnp.issubdtype(dtype, jax.dtypes.extended)
     )
 
 
-def is_concrete_array(x: Any) -> TypeGuard[jax.Array]:
+def is_concrete_array(x: Leaf) -> TypeGuard[jax.Array]:
     """Returns whether a leaf is a `jax.Array` that has values now."""
     return isinstance(x, jax.Array) and not isinstance(x, Tracer)
 
 
-def host_value(x: Any, where: Where = "") -> np.ndarray[Any, Any]:
+def host_value(x: Leaf, where: Where = "") -> np.ndarray[Any, Any]:
     """Returns the whole value of an array or number; of PRNG keys, their words."""
     if not isinstance(x, jax.Array):
         return plain_array(x, where or "the array")
@@ -335,7 +336,7 @@ def host_value(x: Any, where: Where = "") -> np.ndarray[Any, Any]:
     return _jax.to_host(x)
 
 
-def dtype_of(x: Any) -> Any:
+def dtype_of(x: Leaf) -> Any:
     """Returns the dtype that an array will have in JAX."""
     dtype = jnp.asarray(x).dtype if not hasattr(x, "dtype") else x.dtype
     if jnp.issubdtype(dtype, jax.dtypes.extended):

@@ -9,6 +9,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from meshlayout import _checks, _jax
+from meshlayout._annotations import Leaf
 from meshlayout.arrays.leaf import (
     as_array,
     check_alive,
@@ -162,7 +163,7 @@ def _difference(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> str:
     return f"differ in {count} of {a.size} elements, first at {first}: {values}"
 
 
-def unpack(x: Any) -> list[Any]:
+def unpack(x: Leaf) -> list[Any]:
     """Takes arrays apart into the parts that the devices hold.
 
     Args:
@@ -205,7 +206,7 @@ def unpack(x: Any) -> list[Any]:
     ]
 
 
-def _unpack_leaf(x: Any, where: Where) -> dict[_jax.Device, jax.Array]:
+def _unpack_leaf(x: Leaf, where: Where) -> dict[_jax.Device, jax.Array]:
     """Returns the parts by device, in mesh order."""
     if isinstance(x, Tracer):
         msg = f"{where}: a value inside jit has no parts yet; unpack the result of it."
@@ -224,7 +225,7 @@ def _unpack_leaf(x: Any, where: Where) -> dict[_jax.Device, jax.Array]:
     return {device: held[device] for device in devices}
 
 
-def to_numpy(x: Any) -> Any:
+def to_numpy(x: Leaf) -> Any:
     """Returns whole values on the host.
 
     Args:
@@ -248,7 +249,7 @@ def to_numpy(x: Any) -> Any:
     return tree.unflatten(_numpy_leaf(leaf, where) for where, leaf in tree.named())
 
 
-def _numpy_leaf(x: Any, where: Where) -> Any:
+def _numpy_leaf(x: Leaf, where: Where) -> Any:
     x = _jax.concrete_value(x)
     if isinstance(x, Tracer):
         msg = f"{where}: a value inside jit is not known yet; return it from there."

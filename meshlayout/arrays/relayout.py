@@ -4,6 +4,7 @@ from collections import Counter
 from typing import Any
 
 from meshlayout import _checks
+from meshlayout._annotations import Leaf, PyTree
 from meshlayout.arrays.leaf import (
     as_array,
     is_concrete_array,
@@ -17,7 +18,7 @@ from meshlayout.errors import LayoutError
 from meshlayout.layout import MATCH, Layout
 
 
-def relayout(x: Any, layout: LayoutLike, *, donate: bool = False) -> Any:
+def relayout(x: Leaf, layout: LayoutLike, *, donate: bool = False) -> Any:
     """Returns the same values in another layout.
 
     From any layout to any other one, also on other devices; from NumPy arrays and
@@ -68,7 +69,7 @@ def relayout(x: Any, layout: LayoutLike, *, donate: bool = False) -> Any:
     return tree.unflatten(moved)
 
 
-def relayout_like(x: Any, other: Any, *, donate: bool = False) -> Any:
+def relayout_like(x: Leaf, other: PyTree, *, donate: bool = False) -> Any:
     """Returns `x` in the layout that other arrays have; see `relayout`.
 
     Args:
@@ -82,7 +83,7 @@ def relayout_like(x: Any, other: Any, *, donate: bool = False) -> Any:
     return relayout(x, fetch_layout(other), donate=donate)
 
 
-def copy_to_mesh(x: Any, layout: LayoutLike) -> Any:
+def copy_to_mesh(x: Leaf, layout: LayoutLike) -> Any:
     """Copies arrays from the host, or from anywhere, to a mesh.
 
     The copy is independent: it shares no memory with `x`.
@@ -115,7 +116,7 @@ def copy_to_mesh(x: Any, layout: LayoutLike) -> Any:
     return tree.unflatten(copies)
 
 
-def fetch_layout(x: Any) -> Any:
+def fetch_layout(x: Leaf) -> Any:
     """Returns the layout of an array, or a tree of layouts.
 
     Works inside jit where JAX knows: on a mesh whose axes are all Explicit and that
@@ -137,7 +138,7 @@ def fetch_layout(x: Any) -> Any:
     return tree.unflatten(layout_of(leaf, where) for where, leaf in tree.named())
 
 
-def check_layout(x: Any, layout: LayoutLike) -> None:
+def check_layout(x: Leaf, layout: LayoutLike) -> None:
     """Raises LayoutError unless arrays lie as expected.
 
     Layouts are compared by what they mean: every device has to hold the same piece,

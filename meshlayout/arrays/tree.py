@@ -127,11 +127,11 @@ def _listed(paths: Sequence[str]) -> str:
     return shown + f" and {len(paths) - 3} more" * (len(paths) > 3)
 
 
-def _is_layout(node: Any) -> bool:
+def _is_layout(node: PyTree) -> bool:
     return isinstance(node, (Layout, NamedSharding))
 
 
-def _is_spec(node: Any) -> bool:
+def _is_spec(node: PyTree) -> bool:
     """Returns whether a node is a spec without a mesh, which no function here takes."""
     if isinstance(node, PartitionSpec):
         return True
@@ -140,7 +140,7 @@ def _is_spec(node: Any) -> bool:
     )
 
 
-def is_number_list(node: Any) -> bool:
+def is_number_list(node: PyTree) -> bool:
     """Returns whether a node is a list, or lists in a list, of numbers only."""
     return (
         isinstance(node, list)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from meshlayout import _checks, _jax
+from meshlayout._annotations import Leaf
 from meshlayout.errors import LayoutMapError, LayoutWarning, stack_level
 
 
@@ -80,7 +81,7 @@ def is_active(snapshot: FrozenMap) -> bool:
     return _active_map.value is snapshot
 
 
-def constrain(x: Any, name: str) -> Any:
+def constrain(x: Leaf, name: str) -> Any:
     """Places an activation by the active layout map.
 
     Inside `with layouts.scope():` (or a step compiled with `layouts=`), the rules of

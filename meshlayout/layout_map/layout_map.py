@@ -517,7 +517,7 @@ def _check_rivals(
     raise LayoutMapError(msg)
 
 
-def _check_follows_nothing(opt_state: _paths.Flat, params: Any) -> None:
+def _check_follows_nothing(opt_state: _paths.Flat, params: PyTree) -> None:
     """Raises LayoutMapError if a state that follows no parameter holds arrays."""
     for leaf in opt_state.leaves:
         if np.shape(leaf.value):

@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 from flax import linen as nn, nnx, struct
 from flax.core import meta
 
+from meshlayout._annotations import Box
 from meshlayout._specs import axes_text
 from meshlayout.errors import LayoutError, did_you_mean
 from meshlayout.layout import Layout
@@ -41,7 +42,7 @@ class LayoutBox(struct.PyTreeNode, meta.AxisMetadata[Any]):
         return self
 
 
-def own_layout_metadata(box: Any) -> Any:
+def own_layout_metadata(box: Box) -> Any:
     """Returns the layout or spec given on the layer for this leaf, or None."""
     if isinstance(box, nnx.Variable):
         return box.get_metadata().get(OWN_LAYOUT)
@@ -50,7 +51,7 @@ def own_layout_metadata(box: Any) -> Any:
     return None
 
 
-def logical_axes(box: Any) -> tuple[Any, ...] | None:
+def logical_axes(box: Box) -> tuple[Any, ...] | None:
     """Returns the axis names that Flax's partitioning metadata gives, or None."""
     if isinstance(box, nnx.Variable):
         metadata = box.get_metadata()
@@ -66,7 +67,7 @@ AxisRule: TypeAlias = tuple[str, str | Sequence[str] | None]
 """A logical axis name, and the mesh axes (or None) that it may take."""
 
 
-def axis_rules(box: Any, given: Sequence[AxisRule]) -> list[AxisRule]:
+def axis_rules(box: Box, given: Sequence[AxisRule]) -> list[AxisRule]:
     """Returns the rules for logical axes that hold for one leaf, in order.
 
     The map's own rules come first, then the leaf's, then Flax's global ones.
@@ -79,7 +80,7 @@ def axis_rules(box: Any, given: Sequence[AxisRule]) -> list[AxisRule]:
 
 
 def logical_layout(
-    box: Any, names: tuple[Any, ...], rules: Sequence[AxisRule], mesh: Mesh
+    box: Box, names: tuple[Any, ...], rules: Sequence[AxisRule], mesh: Mesh
 ) -> tuple[Layout, list[str]]:
     """Returns the layout that logical axis names mean on a mesh, as Flax reads them.
 

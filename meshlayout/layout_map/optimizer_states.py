@@ -104,7 +104,7 @@ class _Column:
     pass
 
 
-def _owner(node: Any, name: str, owner: type) -> type:
+def _owner(node: PyTree, name: str, owner: type) -> type:
     # In an NNX state, a dict stands for it.
     if isinstance(node, optax.FactoredState) or (
         isinstance(node, dict) and node.keys() == {*optax.FactoredState._fields}
@@ -132,7 +132,7 @@ def _matching(node: PyTree, numbered: PyTree) -> list[tuple[Leaf, int]] | None:
     return pairs
 
 
-def _is_masked(node: Any) -> bool:
+def _is_masked(node: PyTree) -> bool:
     return isinstance(node, optax.MaskedNode)
 
 
@@ -229,7 +229,7 @@ def find_optimizer_states(
         yield from _walk(_Subtree.of("", tree, 0), [], states)
 
 
-def _state_indices(tree: Any) -> list[int]:
+def _state_indices(tree: PyTree) -> list[int]:
     """Returns indices of leaves in optimizer states, at least one of each state."""
     indices: list[int] = []
     index = 0
@@ -246,7 +246,7 @@ def _is_named(key: Any) -> bool:
     return OPT_STATE in (getattr(key, "key", None), getattr(key, "name", None))
 
 
-def _is_optax(node: Any) -> bool:
+def _is_optax(node: PyTree) -> bool:
     """Returns whether a node is a state that one of Optax's transformations made."""
     return _is_optax_type(type(node))
 
@@ -261,12 +261,12 @@ class _Subtree:
     """A part of a tree, its name, and where its leaves start and end."""
 
     name: str
-    node: Any
+    node: PyTree
     start: int
     end: int
 
     @classmethod
-    def of(cls, name: str, node: Any, start: int) -> "_Subtree":
+    def of(cls, name: str, node: PyTree, start: int) -> "_Subtree":
         return cls(name, node, start, start + len(jax.tree.leaves(node)))
 
     def parts(self) -> list["_Subtree"]:
@@ -360,18 +360,18 @@ def _fits(slots: list[OptimizerSlot | None]) -> bool:
     )
 
 
-def _variable_types(node: Any) -> list[type]:
+def _variable_types(node: PyTree) -> list[type]:
     """Returns what can be optimized alone: `nnx.Param`, then the types there are."""
     leaves = jax.tree.leaves(node, is_leaf=_is_variable)
     types = [type(leaf) for leaf in leaves if _is_variable(leaf)]
     return list(dict.fromkeys([nnx.Param, *types])) if types else []
 
 
-def _is_variable(node: Any) -> bool:
+def _is_variable(node: PyTree) -> bool:
     return isinstance(node, nnx.Variable)
 
 
-def _only(node: Any, kind: type) -> Any:
+def _only(node: PyTree, kind: type) -> Any:
     """Returns nested dicts of the variables of one type."""
     if _is_variable(node):
         return node if isinstance(node, kind) else None

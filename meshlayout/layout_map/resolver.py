@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from meshlayout import _checks, _paths, _render
+from meshlayout._annotations import DType
 from meshlayout.errors import LayoutError, LayoutMapError
 from meshlayout.layout import Layout
 from meshlayout.layout_map.metadata import (
@@ -364,7 +365,7 @@ class _NamedArray(NamedTuple):
 
     path: str
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: DType
 
     def __str__(self) -> str:
         return f"{self.path} {_render.array_text(self.dtype, self.shape)}"

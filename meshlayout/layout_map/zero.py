@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from meshlayout import _checks
+from meshlayout._annotations import DType
 from meshlayout._specs import DimSpec, axes_of
 from meshlayout.errors import LayoutMapError
 from meshlayout.mesh import Mesh
@@ -108,7 +109,7 @@ def zero_rule(
         "min_size", min_size, at_least=0, where="zero_rule", error=LayoutMapError
     )
 
-    def rule(path: str, shape: tuple[int, ...], dtype: Any) -> tuple[DimSpec, ...]:
+    def rule(path: str, shape: tuple[int, ...], dtype: DType) -> tuple[DimSpec, ...]:
         unsharded = (None,) * len(shape)
         return zero_spec(shape, unsharded, names, wrapped.shape, min_size)[0]
 
