@@ -126,7 +126,7 @@ def _host_words(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         return x.view(np.uint32).reshape(*x.shape, 2)
     if bits < 8:  # NumPy keeps one in each byte
         return (x.view(np.uint8) & (2**bits - 1)).astype(np.uint32)[..., None]
-    return x.view(f"uint{bits}").astype(np.uint32)[..., None]
+    return x.view(f"uint{bits}").astype(np.uint32, copy=False)[..., None]
 
 
 def _mixed(x: Any) -> Any:
