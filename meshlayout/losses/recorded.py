@@ -1,4 +1,4 @@
-"""Losses that a model records on its way, as activity regularisation does."""
+"""Losses that a model records on its way, as activity regularization does."""
 
 import warnings
 from typing import Any

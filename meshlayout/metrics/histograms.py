@@ -230,7 +230,7 @@ class Histogram(MetricOfValues):
         return self.weights.value[1:-1]
 
     def quantile(self, q: float) -> jax.Array:
-        """Returns the value that a share `q` of the weight lies below.
+        """Returns the value below which a share `q` of the weight is.
 
         Straight lines join the edges of a bin, so that the result is off by one bin's
         width at most. It is -inf or inf where the value lies outside of the bins, and
@@ -261,7 +261,7 @@ class Histogram(MetricOfValues):
 
 @metric_class
 class Quantile(MetricOfValues):
-    """The value that a share `q` of the weight lies below, from a histogram.
+    """The value below which a share `q` of the weight is, from a histogram.
 
     Off by one bin's width at most; see `Histogram.quantile`.
 

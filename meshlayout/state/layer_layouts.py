@@ -22,8 +22,8 @@ def with_layouts(layer: Any, **layouts: Any) -> type[Any]:
         **layouts: By parameter name: a `Layout`, or a spec on the mesh of the map.
 
     Raises:
-        StateError: If it is no layer class, no layout is given, or the layer has no
-            such parameter (said when a layer is made or initialised).
+        StateError: If it is not a layer class, no layout is given, or the layer has no
+            such parameter (raised when a layer is made or initialized).
 
     Example:
         >>> import meshlayout as ml

@@ -5,9 +5,9 @@ through `create`. Modules that are parts of others are constructed inside their
 parent's creation. A module that is given to another one later (the layers of an
 `nnx.Sequential`) was created first, under a path that is not its last: its arrays
 are spread as finely as they divide, and take their layouts when the parent is made.
-An `nnx.Optimizer` is made for a model that is complete, and its slots lie as the
-model's parameters do. Inside jit, vmap and other transformations there are no arrays
-to lay out, and everything is constructed as without a scope.
+An `nnx.Optimizer` is made for a model that is complete, and its slots take the layouts
+of the model's parameters. Inside jit, vmap and other transformations there are no
+arrays to lay out, and everything is constructed as without a scope.
 """
 
 import contextlib
@@ -102,10 +102,10 @@ class Scope:
     def start_optimizer(
         self, optimizer: nnx.Optimizer[Any], model: nnx.Module, start: Callable[[], Any]
     ) -> None:
-        """Makes an optimiser's state for a model, which it takes to be complete.
+        """Makes an optimizer's state for a model, which is taken to be complete.
 
         Args:
-            optimizer: The optimiser, without its state.
+            optimizer: The optimizer, without its state.
             model: The model.
             start: Makes the state.
         """
@@ -198,7 +198,7 @@ class Scope:
         return finest_layout(self.layouts.mesh, found.shape)
 
     def _move(self, module: nnx.Module, *, strict: bool) -> tuple[Resolution, ...]:
-        """Relays a module's arrays out by their paths below it."""
+        """Lays a module's arrays out by their paths below it."""
         try:
             resolved = self.layouts.resolve(module)
         except LayoutMapError:
@@ -211,9 +211,9 @@ class Scope:
     def _follow(
         self, optimizer: nnx.Optimizer[Any], model: nnx.Module
     ) -> tuple[Resolution, ...]:
-        """Relays an optimiser's state out as its parameters lie now."""
+        """Lays an optimizer's state out as its parameters are now."""
         params = nnx.state(model, optimizer.wrt)
-        owners = [_as_it_lies(leaf) for leaf in _paths.flatten(params).leaves]
+        owners = [_current_resolution(leaf) for leaf in _paths.flatten(params).leaves]
         slots = _without_model(optimizer, model)
         resolved = self.layouts._resolve_slots(slots, params, owners)
         _lay_out(optimizer, slots, resolved.layouts)
@@ -229,11 +229,11 @@ def _without_model(
     return nnx.state(optimizer, lambda path, _: path not in paths)
 
 
-def _as_it_lies(leaf: _paths.Leaf) -> Resolution:
+def _current_resolution(leaf: _paths.Leaf) -> Resolution:
     x = leaf.value
     layout = Layout.of(x)
     size = layout.bytes_per_device(x.shape, x.dtype)
-    why = "as it lies"
+    why = "where it is"
     return Resolution(leaf.path, x.shape, x.dtype, layout, None, why, None, None, size)
 
 
