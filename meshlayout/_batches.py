@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshlayout import _paths
-from meshlayout._annotations import Batch
+from meshlayout._annotations import Batch, Leaf
 from meshlayout.errors import LayoutError, MeshLayoutError, StepError
 from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh
@@ -193,7 +193,7 @@ def takes_weights(batch: Batch, key: WeightsKey) -> bool:
     return type(batch) in (tuple, list) and key == len(batch)
 
 
-def with_weights(batch: Batch, key: WeightsKey, weights: Any) -> Batch:
+def with_weights(batch: Batch, key: WeightsKey, weights: Leaf) -> Batch:
     """Returns a batch that carries these weights, in place of any that it had.
 
     Args:
@@ -223,7 +223,7 @@ def with_weights(batch: Batch, key: WeightsKey, weights: Any) -> Batch:
     raise StepError(_no_place(batch, key))
 
 
-def _with_item(batch: Any, key: WeightsKey, weights: Any) -> Any:
+def _with_item(batch: Batch, key: WeightsKey, weights: Leaf) -> Any:
     if isinstance(batch, MutableMapping):
         copied = copy.copy(batch)  # a defaultdict keeps its default
         copied[key] = weights
@@ -237,7 +237,7 @@ def _with_item(batch: Any, key: WeightsKey, weights: Any) -> Any:
     return copied
 
 
-def _no_place(batch: Any, key: WeightsKey) -> str:
+def _no_place(batch: Batch, key: WeightsKey) -> str:
     return (
         f"a {type(batch).__name__} has no place for weights={key!r}. Give a dict of "
         "arrays; or a tuple, and weights= the place after its last array."
@@ -248,7 +248,7 @@ def _is_number(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)
 
 
-def _text(value: Any) -> str:
+def _text(value: Leaf) -> str:
     if hasattr(value, "dtype"):
         return f"of dtype {value.dtype} and shape {np.shape(value)}"
     return f"a {type(value).__name__}"
@@ -269,7 +269,7 @@ def mask_padding(weights: np.ndarray, is_real: np.ndarray) -> np.ndarray:
     return np.where(mask, weights, np.zeros_like(weights))
 
 
-def pad_rows(leaf: Any, num_rows: int) -> Any:
+def pad_rows(leaf: Leaf, num_rows: int) -> Any:
     """Returns an array with its last row repeated up to a number of rows.
 
     A row of the data is as finite as the data is, where zeros may not be: their norm
@@ -285,7 +285,7 @@ def pad_rows(leaf: Any, num_rows: int) -> Any:
     return leaf[np.minimum(np.arange(num_rows), rows - 1)]
 
 
-def without_nan_padding(batch: Batch, weights: Any) -> Batch:
+def without_nan_padding(batch: Batch, weights: Leaf) -> Batch:
     """Replaces what is not finite with 0 in rows of weight 0.
 
     The losses of such rows count for nothing, but a gradient through them is 0 times
@@ -299,7 +299,7 @@ def without_nan_padding(batch: Batch, weights: Any) -> Batch:
         return batch
     real = weights != 0
 
-    def clean(leaf: Any) -> Any:
+    def clean(leaf: Leaf) -> Any:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return leaf
         dims = min(real.ndim, leaf.ndim)
@@ -366,7 +366,7 @@ def check_weights_key(
     raise error(msg)
 
 
-def is_marked(leaf: Any) -> bool:
+def is_marked(leaf: Leaf) -> bool:
     """Returns whether an array is the weights of a batch that the library made."""
     reference = _marked.get(id(leaf))
     return reference is not None and reference() is leaf

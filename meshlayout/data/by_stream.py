@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from meshlayout import _checks
-from meshlayout._annotations import PyTree
+from meshlayout._annotations import Leaf, PyTree
 from meshlayout.data.agreement import row_bytes
 from meshlayout.data.by_row import Cut, HostBatch
 from meshlayout.data.clock import Clock
@@ -478,7 +478,7 @@ def _flattener(spec: ExampleSpec) -> Callable[[PyTree], Sequence[Any]]:
     return leaves
 
 
-def _checked(spec: LeafSpec, leaf: Any, scalars: set[type]) -> Any:
+def _checked(spec: LeafSpec, leaf: Leaf, scalars: set[type]) -> Any:
     """Returns a leaf of one example that is not an array like the first one's.
 
     Args:

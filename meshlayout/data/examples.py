@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 from meshlayout import _jax, _paths
 from meshlayout._annotations import Batch, Leaf, PyTree
@@ -319,7 +320,7 @@ def tensor_to_numpy(tensor: Any) -> np.ndarray:
     return tensor.contiguous().view(bits).numpy().view(np.dtype(name))
 
 
-def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+def empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
     """Returns an array to be filled, that is placed on CPU devices without a copy.
 
     Example:
@@ -440,7 +441,7 @@ def examples_of(rows: PyTree, count: int) -> Iterator[PyTree]:
         yield treedef.unflatten([leaf[row] for leaf in leaves])
 
 
-def _flat(trees: Sequence[PyTree], treedef: Any) -> list[list[Leaf]]:
+def _flat(trees: Sequence[PyTree], treedef: PyTree) -> list[list[Leaf]]:
     flat = []
     for tree in trees:
         leaves, other = jax.tree.flatten(tree)
@@ -458,7 +459,9 @@ def _flat(trees: Sequence[PyTree], treedef: Any) -> list[list[Leaf]]:
     return flat
 
 
-def _stacked(path: str, column: Sequence[Leaf], dtype: Any) -> np.ndarray:
+def _stacked(
+    path: str, column: Sequence[Leaf], dtype: npt.DTypeLike | None
+) -> np.ndarray:
     first = column[0]
     if isinstance(first, (str, bytes)):
         strings = np.empty(len(column), object)

@@ -78,7 +78,7 @@ class Placement:
 
 
 def plan_placement(
-    treedef: Any,
+    treedef: PyTree,
     specs: tuple[LeafSpec, ...],
     layout: Layout,
     num_rows: int,

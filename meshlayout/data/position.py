@@ -85,7 +85,7 @@ def to_state(identity: Identity, position: Position) -> dict[str, JSON]:
     }
 
 
-def from_state(identity: Identity, state: Any) -> Position:
+def from_state(identity: Identity, state: object) -> Position:
     """Returns the place that a dict names.
 
     Args:
@@ -132,7 +132,7 @@ def from_state(identity: Identity, state: Any) -> Position:
     return Position(source=state["source"], **counts)
 
 
-def _text(name: str, value: Any) -> str:
+def _text(name: str, value: object) -> str:
     if name == "block" and value is None:
         return "a stream of single examples"
     return _WORDS[name].format(value)

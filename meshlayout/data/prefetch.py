@@ -147,7 +147,7 @@ class _Room:
         self._free.get()
         return not self._is_stopped
 
-    def put(self, kind: str, value: Any) -> None:
+    def put(self, kind: str, value: object) -> None:
         self._ready.put((kind, value))
         if self._is_stopped:
             self._clear()

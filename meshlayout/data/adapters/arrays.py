@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from meshlayout import _paths
-from meshlayout._annotations import PyTree
+from meshlayout._annotations import Leaf, PyTree
 from meshlayout.data.by_stream import ambiguous
 from meshlayout.data.examples import (
     as_array,
@@ -142,7 +142,7 @@ def refuse_batched(what: str, *, batched: bool | None) -> None:
         raise DataError(msg)
 
 
-def is_table(obj: Any) -> bool:
+def is_table(obj: object) -> bool:
     """Returns whether an object gives columns by name, as a data frame does."""
     return isinstance(obj, Mapping) or callable(getattr(obj, "keys", None))
 
@@ -168,7 +168,7 @@ def _taken(column: np.ndarray, indices: np.ndarray) -> np.ndarray:
     return np.take(column, indices, axis=0, out=out, mode="clip")
 
 
-def _is_columns(obj: Any) -> bool:
+def _is_columns(obj: PyTree) -> bool:
     """Returns whether an object is an array or a tree of arrays, all with dims."""
     if hasattr(obj, "__next__") or callable(obj):
         return False
@@ -187,11 +187,11 @@ def _is_columns(obj: Any) -> bool:
     return all(_is_array(leaf) and leaf.ndim for leaf in obj)
 
 
-def _is_array(leaf: Any) -> bool:
+def _is_array(leaf: Leaf) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-def _is_sequence(obj: Any) -> bool:
+def _is_sequence(obj: object) -> bool:
     is_other = isinstance(obj, (str, bytes)) or is_table(obj)
     if is_other or not hasattr(obj, "__getitem__"):
         return False

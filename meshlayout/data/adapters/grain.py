@@ -198,7 +198,7 @@ def mark_flags_as_parsed() -> None:
         flags.FLAGS.mark_as_parsed()
 
 
-def _has_batch_step(dataset: Any) -> bool:
+def _has_batch_step(dataset: object) -> bool:
     """Returns whether a step makes batches, and no later one takes them apart."""
     for step in _steps(dataset):
         name = type(step).__name__
@@ -209,11 +209,11 @@ def _has_batch_step(dataset: Any) -> bool:
     return False
 
 
-def _has_step(dataset: Any, word: str) -> bool:
+def _has_step(dataset: object, word: str) -> bool:
     return any(word in type(step).__name__ for step in _steps(dataset))
 
 
-def _steps(dataset: Any) -> Iterator[Any]:
+def _steps(dataset: object) -> Iterator[object]:
     """Yields a dataset and those that it is made of."""
     yield dataset
     for parent in getattr(dataset, "parents", ()):

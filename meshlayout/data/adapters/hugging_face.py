@@ -181,7 +181,7 @@ class _HuggingFacePass(Iterator[PyTree]):
         self._is_closed, self._iterator = True, None
 
 
-def _knows_place(dataset: Any) -> bool:
+def _knows_place(dataset: object) -> bool:
     """Returns whether a dataset's own state leads to the same examples.
 
     A buffer that shuffles is filled anew after a resume, with other examples, and no
@@ -237,7 +237,7 @@ def _as_arrays(node: Any, dtypes: Mapping[str, Any], path: str = "") -> PyTree:
     return np.stack([np.asarray(item) for item in node])
 
 
-def _first(items: Any) -> Any:
+def _first(items: object) -> Any:
     """Returns the first item of nested lists, or an empty list."""
     if isinstance(items, np.ndarray):
         return items.flat[0] if items.dtype == object and items.size else None

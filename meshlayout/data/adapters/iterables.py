@@ -146,7 +146,7 @@ def _num_rows(obj: Any, *, batched: bool | None) -> int | None:
     return sum(len(jax.tree.leaves(batch)[0]) for batch in obj)
 
 
-def _is_iterable(obj: Any) -> bool:
+def _is_iterable(obj: object) -> bool:
     return hasattr(obj, "__iter__") or hasattr(obj, "__next__")
 
 
