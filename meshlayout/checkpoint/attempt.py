@@ -25,7 +25,7 @@ from typing import Any
 
 from meshlayout.checkpoint import files, manifest, orbax
 from meshlayout.checkpoint.lease import Lease, is_dead_note, is_own, living_ids
-from meshlayout.checkpoint.store import StoreError
+from meshlayout.checkpoint.store import AnyPath, StoreError
 from meshlayout.errors import CheckpointError
 
 
@@ -60,16 +60,16 @@ class Attempt(ABC):
         data: The name in it of the file for the input iterator's state.
     """
 
-    folder: Any
+    folder: AnyPath
     arrays: str = "state"
     data: str = "data.json"
 
-    def __init__(self, directory: Any, step: int, lease: Lease) -> None:
+    def __init__(self, directory: AnyPath, step: int, lease: Lease) -> None:
         self.directory, self.step, self._lease = directory, step, lease
         self._hidden = _hidden(directory, "saving", step, lease)
 
     @staticmethod
-    def begin(directory: Any, step: int, lease: Lease) -> "Attempt":
+    def begin(directory: AnyPath, step: int, lease: Lease) -> "Attempt":
         """Returns an attempt that has a place to write to.
 
         Args:
@@ -123,7 +123,7 @@ class _DiskAttempt(Attempt):
         self.folder.rename(final)
         self._sync()
 
-    def _replace(self, final: Any) -> None:
+    def _replace(self, final: AnyPath) -> None:
         old = _hidden(self.directory, "replaced", self.step, self._lease)
         _at_work.add(old.name)
         try:
@@ -144,7 +144,7 @@ class _DiskAttempt(Attempt):
         except OSError as error:
             raise NotDurableError(str(error)) from error
 
-    def _remove_replaced(self, old: Any, final: Any) -> None:
+    def _remove_replaced(self, old: AnyPath, final: AnyPath) -> None:
         with contextlib.suppress(OSError):  # the next one that opens does it
             for name in files.names_in(old):
                 if not _MARK.fullmatch(name) and not _CONTENT.fullmatch(name):
@@ -176,7 +176,7 @@ class _StoreAttempt(Attempt):
         files.remove(self._note)
 
 
-def delete(folder: Any, lease: Lease) -> None:
+def delete(folder: AnyPath, lease: Lease) -> None:
     """Removes a step, which atomically stops being listed first.
 
     Args:
@@ -204,7 +204,7 @@ def delete(folder: Any, lease: Lease) -> None:
 # What is left over.
 
 
-def clean(directory: Any) -> None:
+def clean(directory: AnyPath) -> None:
     """Removes the leftovers of dead processes, or finishes what they began.
 
     Args:
@@ -239,7 +239,7 @@ def _is_left(name: str, living: Collection[str]) -> bool:
     return hidden["lease"] not in living or is_own(hidden["lease"])
 
 
-def _finish_replacing(directory: Any, left: Collection[str]) -> None:
+def _finish_replacing(directory: AnyPath, left: Collection[str]) -> None:
     """Restores the names of steps that a process was replacing when it died."""
     hidden = {name: match for name in left if (match := _HIDDEN.fullmatch(name))}
     for old, match in hidden.items():
@@ -255,7 +255,7 @@ def _finish_replacing(directory: Any, left: Collection[str]) -> None:
         (directory / next(iter(new), old)).rename(final)
 
 
-def _clean_step_in_store(folder: Any, living: Collection[str]) -> None:
+def _clean_step_in_store(folder: AnyPath, living: Collection[str]) -> None:
     """Removes what no manifest names from a step in a store, if no writer lives.
 
     What is not of a checkpointer stays, and so does what has neither a manifest nor a
@@ -287,7 +287,7 @@ def _clean_step_in_store(folder: Any, living: Collection[str]) -> None:
         files.remove(folder)
 
 
-def is_unfinished(folder: Any) -> bool:
+def is_unfinished(folder: AnyPath) -> bool:
     """Returns whether a step has files but no manifest, and is not being saved.
 
     Args:
@@ -303,7 +303,7 @@ def is_unfinished(folder: Any) -> bool:
     return folder.is_dir() and not (folder / manifest.NAME).exists()
 
 
-def _check_ours(folder: Any) -> None:
+def _check_ours(folder: AnyPath) -> None:
     """Raises if a step's directory holds files that no checkpointer wrote."""
     names = files.names_in(folder)
     strange = sorted(names)[:3]
@@ -318,7 +318,7 @@ def _check_ours(folder: Any) -> None:
     raise CheckpointError(msg)
 
 
-def _is_ours(folder: Any, names: Collection[str]) -> bool:
+def _is_ours(folder: AnyPath, names: Collection[str]) -> bool:
     marks = [name for name in names if _MARK.fullmatch(name)]
     content = [name for name in names if _CONTENT.fullmatch(name)]
     if len(marks) + len(content) < len(names):
@@ -328,5 +328,5 @@ def _is_ours(folder: Any, names: Collection[str]) -> bool:
     )
 
 
-def _hidden(directory: Any, kind: str, step: int, lease: Lease) -> Any:
+def _hidden(directory: AnyPath, kind: str, step: int, lease: Lease) -> Any:
     return directory / f".{kind}-{step}-{lease.id}-{uuid.uuid4().hex[:8]}"

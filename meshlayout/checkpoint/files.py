@@ -16,11 +16,11 @@ from typing import Any
 
 from meshlayout import _checks
 from meshlayout.checkpoint import store
-from meshlayout.checkpoint.store import StorePath
+from meshlayout.checkpoint.store import AnyPath, StorePath
 from meshlayout.errors import CheckpointError
 
 
-def as_directory(path: Any) -> Any:
+def as_directory(path: AnyPath) -> AnyPath:
     """Returns a directory as an absolute `pathlib.Path`, or as a `StorePath`.
 
     Args:
@@ -64,12 +64,12 @@ def is_step(name: str) -> bool:
     return name.isascii() and name.isdecimal() and str(int(name)) == name
 
 
-def is_remote(path: Any) -> bool:
+def is_remote(path: AnyPath) -> bool:
     """Returns whether a path is in an object store."""
     return isinstance(path, StorePath)
 
 
-def make_directory(path: Any) -> None:
+def make_directory(path: AnyPath) -> None:
     """Makes a directory; in an object store, sees that its bucket is there.
 
     Args:
@@ -81,7 +81,7 @@ def make_directory(path: Any) -> None:
         path.mkdir(parents=True, exist_ok=True)
 
 
-def write_whole(path: Any, content: bytes) -> None:
+def write_whole(path: AnyPath, content: bytes) -> None:
     """Writes a file that is there whole, or as it was before; it survives a crash.
 
     Args:
@@ -115,7 +115,7 @@ def sync_directory(path: pathlib.Path) -> None:
         os.close(handle)
 
 
-def sync_tree(path: Any) -> None:
+def sync_tree(path: AnyPath) -> None:
     """Makes everything below a directory durable, and its own name.
 
     Args:
@@ -131,12 +131,12 @@ def sync_tree(path: Any) -> None:
     sync_directory(path.parent)
 
 
-def exists(path: Any) -> bool:
+def exists(path: AnyPath) -> bool:
     """Returns whether there is a directory; in an object store there always is."""
     return is_remote(path) or path.is_dir()
 
 
-def names_in(path: Any) -> set[str]:
+def names_in(path: AnyPath) -> set[str]:
     """Returns the names in a directory; none where it does not exist.
 
     Args:
@@ -147,7 +147,7 @@ def names_in(path: Any) -> set[str]:
     return {entry.name for entry in path.iterdir()} if path.is_dir() else set()
 
 
-def files_below(path: Any) -> Iterator[Any]:
+def files_below(path: AnyPath) -> Iterator[Any]:
     """Yields every file below a directory, in the order of their names.
 
     Args:
@@ -163,12 +163,12 @@ def files_below(path: Any) -> Iterator[Any]:
             yield entry
 
 
-def size_of(path: Any) -> int:
+def size_of(path: AnyPath) -> int:
     """Returns the bytes of a file."""
     return path.size() if is_remote(path) else path.stat().st_size
 
 
-def mark_of(path: Any) -> Any:
+def mark_of(path: AnyPath) -> Any:
     """Returns a value that changes when the file is replaced.
 
     Args:
@@ -185,7 +185,7 @@ def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def remove(path: Any) -> None:
+def remove(path: AnyPath) -> None:
     """Removes a file or a directory tree; a missing one is not an error.
 
     Args:

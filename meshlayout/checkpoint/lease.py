@@ -26,10 +26,9 @@ import uuid
 import weakref
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from meshlayout.checkpoint import files
-from meshlayout.checkpoint.store import StoreError
+from meshlayout.checkpoint.store import AnyPath, StoreError
 from meshlayout.errors import CheckpointError
 
 
@@ -85,7 +84,7 @@ class Owner:
         )
 
     @classmethod
-    def read(cls, note: Any) -> "Owner | None":
+    def read(cls, note: AnyPath) -> "Owner | None":
         """Returns the owner that a note names; None if it is gone or not whole."""
         try:
             return cls(**json.loads(note.read_bytes()))
@@ -111,7 +110,7 @@ class Lease:
         id: Eight hex digits, which also mark what is written under the lease.
     """
 
-    def __init__(self, directory: Any) -> None:
+    def __init__(self, directory: AnyPath) -> None:
         self.directory = directory
         self.id = uuid.uuid4().hex[:8]
         self._note = directory / f".owner-{self.id}.json"
@@ -119,7 +118,7 @@ class Lease:
         self._is_over = threading.Event()
 
     @classmethod
-    def hold(cls, directory: Any, user: object) -> "Lease":
+    def hold(cls, directory: AnyPath, user: object) -> "Lease":
         """Returns the lease of a directory, for an object that is going to write.
 
         Args:
@@ -145,7 +144,7 @@ class Lease:
             return lease
 
     @classmethod
-    def release(cls, directory: Any, user: object) -> None:
+    def release(cls, directory: AnyPath, user: object) -> None:
         """Ends the lease if this was its last user."""
         lease = _leases.get((os.getpid(), str(directory)))
         if lease is not None:
@@ -225,7 +224,7 @@ def release_all() -> None:
         thread.join(_EXIT_WAITS_S)
 
 
-def living_ids(directory: Any) -> set[str]:
+def living_ids(directory: AnyPath) -> set[str]:
     """Returns the ids of the leases whose owners are alive.
 
     Args:
@@ -252,7 +251,7 @@ def is_dead_note(name: str, living: Collection[str]) -> bool:
     return note[1] not in living
 
 
-def _living(directory: Any) -> dict[str, Owner]:
+def _living(directory: AnyPath) -> dict[str, Owner]:
     owners: dict[str, Owner] = {}
     with _lock:  # not between the note of a lease that is being taken and its entry
         mine = {lease.id for lease in _own_leases()}

@@ -17,6 +17,7 @@ import numpy as np
 
 from meshlayout._optional import require
 from meshlayout.checkpoint import files, store
+from meshlayout.checkpoint.store import AnyPath
 
 
 # Orbax's name for the one tree in a directory that we write.
@@ -47,7 +48,7 @@ def _can_store(name: str) -> bool:
     return hasattr(tensorstore, name)
 
 
-def start_writing(directory: Any, arrays: Mapping[str, Any]) -> Callable[[], None]:
+def start_writing(directory: AnyPath, arrays: Mapping[str, Any]) -> Callable[[], None]:
     """Starts to write arrays, and returns when they may be donated.
 
     On several processes all of them call this with the same arrays; each of them
@@ -68,7 +69,7 @@ def start_writing(directory: Any, arrays: Mapping[str, Any]) -> Callable[[], Non
     return response.result
 
 
-def is_written(directory: Any) -> bool:
+def is_written(directory: AnyPath) -> bool:
     """Returns whether `start_writing` wrote a directory, to the end.
 
     Args:

@@ -31,6 +31,7 @@ from meshlayout.checkpoint.fingerprint import slice_sums, text_of
 from meshlayout.checkpoint.lease import Lease
 from meshlayout.checkpoint.manifest import Manifest, SavedFile
 from meshlayout.checkpoint.snapshot import HostShards, Shard, Snapshot, host_shards
+from meshlayout.checkpoint.store import AnyPath
 from meshlayout.cluster.process_sync import Channel
 from meshlayout.errors import CheckpointError
 
@@ -57,7 +58,7 @@ class Job:
         metrics: What was measured.
     """
 
-    directory: Any
+    directory: AnyPath
     step: int
     snapshot: Snapshot
     data: bytes | None
@@ -325,7 +326,7 @@ def _sums_of(shards: list[Shard], shape: Sequence[int]) -> list[int]:
     return [sum(pair[k] for pair in pairs) % 2**32 for k in (0, 1)]
 
 
-def _saved_files(folder: Any, arrays: str) -> dict[str, SavedFile]:
+def _saved_files(folder: AnyPath, arrays: str) -> dict[str, SavedFile]:
     """Returns the size and hash of every file of the arrays."""
     saved: dict[str, SavedFile] = {}
     start = len(str(folder)) + 1

@@ -6,7 +6,7 @@ from typing import Any
 
 from meshlayout.checkpoint import attempt, files, manifest
 from meshlayout.checkpoint.manifest import Manifest
-from meshlayout.checkpoint.store import StoreError
+from meshlayout.checkpoint.store import AnyPath, StoreError
 from meshlayout.errors import CheckpointError, DamagedCheckpointError
 
 
@@ -17,7 +17,7 @@ class Steps:
         directory: The directory of all steps.
     """
 
-    def __init__(self, directory: Any) -> None:
+    def __init__(self, directory: AnyPath) -> None:
         self.directory = directory
         self._read: dict[int, tuple[Any, Manifest]] = {}
 

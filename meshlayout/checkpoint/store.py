@@ -10,11 +10,14 @@ import posixpath
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from meshlayout._optional import require
 from meshlayout.errors import CheckpointError
 
+
+AnyPath: TypeAlias = Any
+"""A `pathlib.Path` or a `StorePath`, which has those of its methods that are used."""
 
 SCHEME = "gs://"
 
