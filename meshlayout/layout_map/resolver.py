@@ -141,7 +141,7 @@ class Resolver:
         self, path: str, shape: tuple[int, ...], dtype: DTypeLike
     ) -> Resolution | None:
         """Returns what the rules say of one array, or None where none matches."""
-        array = _NamedArray(path, shape, dtype)
+        array = _ArrayAt(path, shape, dtype)
         decision = self._by_rules(array, self._matcher.candidates(path))
         return decision and self._resolution(array, None, decision)
 
@@ -150,7 +150,7 @@ class Resolver:
         return self._matcher.all_matching(path)
 
     def _resolution(
-        self, array: "_NamedArray", value: object, decision: "_Decision"
+        self, array: "_ArrayAt", value: object, decision: "_Decision"
     ) -> Resolution:
         fit, rule, reason, note = decision
         layout, lost, size = fit
@@ -193,7 +193,7 @@ class Resolver:
     # Each source of layouts, in the order in which they are asked.
 
     def _by_metadata(
-        self, array: "_NamedArray", box: object, rules: tuple[ParsedRule, ...]
+        self, array: "_ArrayAt", box: object, rules: tuple[ParsedRule, ...]
     ) -> "_Decision":
         own = own_layout_metadata(box)
         if own is not None:
@@ -205,7 +205,7 @@ class Resolver:
         return self._by_names(array, box, names, decision)
 
     def _by_own(
-        self, array: "_NamedArray", own: LayoutLike, rules: tuple[ParsedRule, ...]
+        self, array: "_ArrayAt", own: LayoutLike, rules: tuple[ParsedRule, ...]
     ) -> "_Decision":
         try:
             layout = parse_spec(own, self._options.mesh).with_rank(len(array.shape))
@@ -219,7 +219,7 @@ class Resolver:
         return _Decision(fit, None, source, note)
 
     def _by_rules(
-        self, array: "_NamedArray", rules: Iterable[ParsedRule]
+        self, array: "_ArrayAt", rules: Iterable[ParsedRule]
     ) -> "_Decision | None":
         chosen: tuple[ParsedRule, Layout] | None = None
         for rule in rules:
@@ -242,7 +242,7 @@ class Resolver:
 
     def _by_names(
         self,
-        array: "_NamedArray",
+        array: "_ArrayAt",
         box: object,
         names: tuple[Any, ...],
         by_rules: "_Decision | None",
@@ -267,7 +267,7 @@ class Resolver:
         return by_rules._replace(note=note)
 
     def _by_owner(
-        self, array: "_NamedArray", slot: OptimizerSlot | None, owner: Resolution | None
+        self, array: "_ArrayAt", slot: OptimizerSlot | None, owner: Resolution | None
     ) -> "_Decision":
         if owner is None or slot is None:
             return self._replicate(array, "belongs to no parameter")
@@ -279,7 +279,7 @@ class Resolver:
         fit = self._fit(array, layout, "replicate", "")
         return _Decision(fit, owner.rule, f"follows parameter {owner.path!r}", None)
 
-    def _by_default(self, array: "_NamedArray") -> "_Decision":
+    def _by_default(self, array: "_ArrayAt") -> "_Decision":
         if not array.shape:
             return self._replicate(array, "scalar")
         if self._options.unmatched == "error":
@@ -300,7 +300,7 @@ class Resolver:
         )
 
     def _replicate(
-        self, array: "_NamedArray", reason: str, lost: str | None = None
+        self, array: "_ArrayAt", reason: str, lost: str | None = None
     ) -> "_Decision":
         rank = len(array.shape)
         if rank not in self._replicated:
@@ -310,7 +310,7 @@ class Resolver:
 
     # From a rule to a layout that fits.
 
-    def _expand(self, rule: ParsedRule, array: "_NamedArray") -> Layout | None:
+    def _expand(self, rule: ParsedRule, array: "_ArrayAt") -> Layout | None:
         """Returns the rule's layout for an array of this rank."""
         rank = len(array.shape)
         try:
@@ -333,7 +333,7 @@ class Resolver:
             raise LayoutMapError(msg) from None
 
     def _fit(
-        self, array: "_NamedArray", layout: Layout, policy: OnUneven, source: str
+        self, array: "_ArrayAt", layout: Layout, policy: OnUneven, source: str
     ) -> "_Fit":
         """Returns the layout that the shape takes, and what was lost."""
         key = (layout, array.shape, array.dtype, policy)
@@ -360,7 +360,7 @@ class Resolver:
         return self._fits[key]
 
 
-class _NamedArray(NamedTuple):
+class _ArrayAt(NamedTuple):
     """An array to find a layout for; as text, how errors name it."""
 
     path: str
@@ -391,15 +391,13 @@ class _Decision(NamedTuple):
 _NUMBERS = (bool, int, float, complex)
 
 
-def _array_of(path: str, value: Any) -> _NamedArray | None:
+def _array_of(path: str, value: Any) -> _ArrayAt | None:
     """Returns the array or number that a leaf is; None for anything else."""
     dtype = getattr(value, "dtype", None)
     if dtype is not None and hasattr(value, "shape"):
-        return _NamedArray(path, tuple(value.shape), dtype)
+        return _ArrayAt(path, tuple(value.shape), dtype)
     if isinstance(value, _NUMBERS):
-        return _NamedArray(
-            path, (), jax.dtypes.canonicalize_dtype(np.result_type(value))
-        )
+        return _ArrayAt(path, (), jax.dtypes.canonicalize_dtype(np.result_type(value)))
     return None
 
 
@@ -409,7 +407,7 @@ def _needs_dims(rule: ParsedRule) -> bool:
 
 
 def _conflict_text(
-    array: _NamedArray,
+    array: _ArrayAt,
     first: tuple[ParsedRule, Layout],
     other: tuple[ParsedRule, Layout],
 ) -> str:
