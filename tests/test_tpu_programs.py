@@ -325,6 +325,15 @@ def test_microbatches_of_batch_normalization_send_their_statistics_each(tpu):
     assert all(one.nbytes <= 4 * 64 * FLOAT for one in sent if one.in_loop)
 
 
+def test_fsdp_in_bfloat16_sends_no_more_than_in_float32(tpu):
+    """The compiler gathers weights in bfloat16 either way: what a matmul multiplies."""
+    sizes = {}
+    for precision in ("float32", "bfloat16"):
+        _, sent = tpu.sent("transformer", "FSDP", EIGHT, precision=precision)
+        sizes[precision] = sum(one.nbytes for one in sent)
+    assert sizes["bfloat16"] <= sizes["float32"]
+
+
 def test_microbatches_of_bfloat16_send_the_gradients_once(tpu):
     state, sent = tpu.sent(
         "transformer", "DATA_PARALLEL", EIGHT, accumulate=4, precision="bfloat16"

@@ -341,7 +341,8 @@ def _parts(name: str, result: Any) -> tuple[Any, dict[str, Any]]:
     if not hasattr(result, "dtype") or not hasattr(result, "shape"):
         msg = (
             f"{name} returned a {type(result).__name__}; a loss function returns "
-            "losses of shape (batch, ...), or a pair of losses and a dict of outputs."
+            "losses of shape (batch, ...), or those and a dict of outputs for the "
+            'metrics: return losses, {"logits": logits}.'
         )
         raise StepError(msg)
     if not jnp.issubdtype(result.dtype, jnp.floating):
