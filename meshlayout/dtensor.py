@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from meshlayout._specs import DimSpec
 
 
-class _Mesh(Protocol):
+class _MeshMembers(Protocol):
+    """What a mesh has, that DTensor's names are given to."""
+
     @property
     def axis_names(self) -> tuple[str, ...]: ...
     @property
@@ -30,7 +32,9 @@ class _Mesh(Protocol):
     def local_device_coords(self) -> list[tuple[int, ...]]: ...
 
 
-class _Layout(Protocol):
+class _LayoutMembers(Protocol):
+    """What a layout has, that DTensor's names are given to."""
+
     @property
     def specs(self) -> "tuple[DimSpec, ...]": ...
     def shard_shape(self, global_shape: Sequence[int]) -> tuple[int, ...]: ...
@@ -43,39 +47,39 @@ class DTensorMesh:
     __slots__ = ()
 
     @property
-    def dim_names(self: _Mesh) -> tuple[str, ...]:
+    def dim_names(self: _MeshMembers) -> tuple[str, ...]:
         """DTensor's name for `axis_names`."""
         return self.axis_names
 
-    def dim_size(self: _Mesh, name: str) -> int:
+    def dim_size(self: _MeshMembers, name: str) -> int:
         """DTensor's name for `axis_size`."""
         return self.axis_size(name)
 
-    def contains_dim(self: _Mesh, name: str) -> bool:
+    def contains_dim(self: _MeshMembers, name: str) -> bool:
         """DTensor's name for `name in mesh`."""
         return name in self.axis_names
 
-    def device_type(self: _Mesh) -> str:
+    def device_type(self: _MeshMembers) -> str:
         """DTensor's name for `platform`, in capitals as it writes them."""
         return self.platform.upper()
 
-    def global_device_ids(self: _Mesh) -> list[int]:
+    def global_device_ids(self: _MeshMembers) -> list[int]:
         """Returns the ids of all devices, in mesh order."""
         return [int(device.id) for device in self.devices.flat]
 
-    def min_global_device_id(self: _Mesh) -> int:
+    def min_global_device_id(self: _MeshMembers) -> int:
         """Returns the smallest device id of the mesh."""
         return min(int(device.id) for device in self.devices.flat)
 
-    def num_local_devices(self: _Mesh) -> int:
+    def num_local_devices(self: _MeshMembers) -> int:
         """Returns how many of the devices belong to this process."""
         return len(self.local_devices)
 
-    def local_device_ids(self: _Mesh) -> list[int]:
+    def local_device_ids(self: _MeshMembers) -> list[int]:
         """Returns the ids of the devices of this process, in mesh order."""
         return [int(device.id) for device in self.local_devices]
 
-    def local_device_locations(self: _Mesh) -> list[dict[str, int]]:
+    def local_device_locations(self: _MeshMembers) -> list[dict[str, int]]:
         """Returns the coordinates by axis of the devices of this process."""
         return [
             dict(zip(self.axis_names, coords, strict=True))
@@ -89,18 +93,18 @@ class DTensorLayout:
     __slots__ = ()
 
     @property
-    def sharding_specs(self: _Layout) -> "list[DimSpec]":
+    def sharding_specs(self: _LayoutMembers) -> "list[DimSpec]":
         """DTensor's name for `specs`."""
         return list(self.specs)
 
     def local_shape_from_global_shape(
-        self: _Layout, global_shape: Sequence[int]
+        self: _LayoutMembers, global_shape: Sequence[int]
     ) -> tuple[int, ...]:
         """DTensor's name for `shard_shape`."""
         return self.shard_shape(global_shape)
 
     def global_shape_from_local_shape(
-        self: _Layout, local_shape: Sequence[int]
+        self: _LayoutMembers, local_shape: Sequence[int]
     ) -> tuple[int, ...]:
         """DTensor's name for `global_shape`."""
         return self.global_shape(local_shape)

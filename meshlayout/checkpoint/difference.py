@@ -18,7 +18,7 @@ _COLUMNS = ("differs", "wanted", "saved")
 
 
 @dataclass(frozen=True, slots=True)
-class LeafSpec:
+class ArraySpec:
     """What is known of an array before it is read.
 
     Attributes:
@@ -46,7 +46,7 @@ class LeafSpec:
         """Whether it is an array of PRNG keys, whose generator is known."""
         return not is_number(self.dtype) and _jax.is_extended(self.dtype)
 
-    def transposed(self, dims: tuple[int, ...] | None) -> "LeafSpec":
+    def transposed(self, dims: tuple[int, ...] | None) -> "ArraySpec":
         """Returns the array with its dims in another order.
 
         Args:
@@ -86,8 +86,8 @@ class Change:
     """
 
     path: str
-    saved: LeafSpec
-    wanted: LeafSpec
+    saved: ArraySpec
+    wanted: ArraySpec
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from flax import serialization
 from meshlayout import _checks
 from meshlayout._annotations import PyTree
 from meshlayout._optional import require
-from meshlayout.checkpoint.difference import LeafSpec
-from meshlayout.checkpoint.matching import Dtypes, key_dtype, key_words
+from meshlayout.checkpoint.difference import ArraySpec
 from meshlayout.checkpoint.orbax_arrays import (
     TREE,
     ArrayReadError,
@@ -23,6 +22,7 @@ from meshlayout.checkpoint.orbax_arrays import (
     OrbaxArrays,
     read_json,
 )
+from meshlayout.checkpoint.pairs import Dtypes, key_dtype, key_words
 from meshlayout.checkpoint.restore import (
     MOST_KEYS,
     READ_AHEAD_BYTES,
@@ -201,7 +201,7 @@ class _MsgpackFile:
             self._values[name] = value
         self.leaves = [_leaf(path, value) for path, value in self._values.items()]
 
-    def start(self, leaf: LeafSpec, index: Index) -> Callable[[], HostArray]:
+    def start(self, leaf: ArraySpec, index: Index) -> Callable[[], HostArray]:
         """As for `Source`."""
         value = np.asarray(self._values[leaf.path])
         return lambda: np.array(value[index])
@@ -256,11 +256,11 @@ def _values_in(
         yield keys, node
 
 
-def _leaf(path: str, value: Any) -> LeafSpec:
+def _leaf(path: str, value: Any) -> ArraySpec:
     parts = tuple(path.split("/"))
     if not hasattr(value, "dtype"):
-        return LeafSpec(path, parts, (), type(value))
-    return LeafSpec(path, parts, value.shape, value.dtype)
+        return ArraySpec(path, parts, (), type(value))
+    return ArraySpec(path, parts, value.shape, value.dtype)
 
 
 # Plain Orbax.
@@ -294,7 +294,7 @@ class _OrbaxDirectory:
         impls = _key_impls(path)
         self.leaves = [self._leaf(entry, impls.get(entry.path)) for entry in entries]
 
-    def start(self, leaf: LeafSpec, index: Index) -> Callable[[], HostArray]:
+    def start(self, leaf: ArraySpec, index: Index) -> Callable[[], HostArray]:
         """As for `Source`."""
 
         def finish() -> HostArray:
@@ -305,16 +305,16 @@ class _OrbaxDirectory:
             read = self._arrays.start(self._names[leaf.path], index)
         return finish
 
-    def _leaf(self, entry: "_Entry", impl: str | None) -> LeafSpec:
+    def _leaf(self, entry: "_Entry", impl: str | None) -> ArraySpec:
         with self._unreadable(entry.path):
             shape, dtype = self._arrays.shape_and_dtype(entry.name)
         if entry.is_number:
-            return LeafSpec(entry.path, entry.keys, (), type(dtype.type(0).item()))
+            return ArraySpec(entry.path, entry.keys, (), type(dtype.type(0).item()))
         keys = None if impl is None else key_dtype(impl)
         if keys is not None:
             rank = len(shape) - len(key_words(keys, ())["shape"])
-            return LeafSpec(entry.path, entry.keys, shape[:rank], keys)
-        return LeafSpec(entry.path, entry.keys, shape, dtype)
+            return ArraySpec(entry.path, entry.keys, shape[:rank], keys)
+        return ArraySpec(entry.path, entry.keys, shape, dtype)
 
     @contextlib.contextmanager
     def _unreadable(self, path: str) -> Iterator[None]:

@@ -23,8 +23,8 @@ from jax.tree_util import DictKey
 from meshlayout import _checks, _render
 from meshlayout._annotations import PyTree
 from meshlayout.checkpoint.data_state import Continues
-from meshlayout.checkpoint.difference import LeafSpec, RestoreDiff, is_number
-from meshlayout.checkpoint.matching import Dtypes, Matched, key_words, match
+from meshlayout.checkpoint.difference import ArraySpec, RestoreDiff, is_number
+from meshlayout.checkpoint.pairs import Dtypes, Matched, key_words, match
 from meshlayout.checkpoint.patterns import permutations, renamed
 from meshlayout.checkpoint.target import (
     HostArray,
@@ -60,11 +60,11 @@ class Source(Protocol):
     """
 
     name: str
-    leaves: list[LeafSpec]
+    leaves: list[ArraySpec]
     is_foreign: bool
     read_ahead_bytes: int
 
-    def start(self, leaf: LeafSpec, index: Index) -> Callable[[], HostArray]:
+    def start(self, leaf: ArraySpec, index: Index) -> Callable[[], HostArray]:
         """Starts reading a slice of a saved array.
 
         Args:
@@ -235,7 +235,7 @@ def to_numpy(source: Source) -> PyTree:
 
 def _chosen(
     source: Source, request: Request
-) -> tuple[list[LeafSpec], list[str], Mapping[str, str] | None]:
+) -> tuple[list[ArraySpec], list[str], Mapping[str, str] | None]:
     """Returns what `only=` leaves of the saved leaves, their new names, and `rename=`.
 
     A pattern of `rename=` that only matches what is left out would be said to match
@@ -271,7 +271,7 @@ def _is_chosen(path: str, request: Request) -> bool:
 
 
 def _target(
-    source: Source, saved: Sequence[LeafSpec], names: Sequence[str], request: Request
+    source: Source, saved: Sequence[ArraySpec], names: Sequence[str], request: Request
 ) -> Target:
     like, layouts = request.like, request.layouts
     if isinstance(like, LayoutMap):
@@ -301,7 +301,7 @@ def _target(
 
 
 def _nested(
-    leaves: Sequence[LeafSpec], parts: Sequence[Sequence[str]], values: Sequence[Any]
+    leaves: Sequence[ArraySpec], parts: Sequence[Sequence[str]], values: Sequence[Any]
 ) -> PyTree:
     """Returns nested dicts of values, or the value of a leaf without a name.
 
@@ -341,7 +341,7 @@ def _nested(
     return tree
 
 
-def _template(leaf: LeafSpec) -> Any:
+def _template(leaf: ArraySpec) -> Any:
     """Returns what stands for a saved leaf in the state to build."""
     if is_number(leaf.dtype):
         return leaf.dtype()
@@ -378,7 +378,7 @@ class _SavedTree:
 def _plan(
     source: Source,
     target: Target,
-    saved: Sequence[LeafSpec],
+    saved: Sequence[ArraySpec],
     matched: Matched,
     dims: Mapping[str, tuple[int, ...] | None],
 ) -> list[TargetLeaf | LeafRestore]:
@@ -401,7 +401,7 @@ def _plan(
 
 
 def _read(
-    source: Source, requests: Iterable[tuple[LeafSpec, Index]]
+    source: Source, requests: Iterable[tuple[ArraySpec, Index]]
 ) -> Iterator[HostArray]:
     """Yields slices in order; later ones are read while there is room for them."""
     waiting: deque[tuple[int, Callable[[], HostArray]]] = deque()
@@ -418,7 +418,7 @@ def _read(
         yield waiting.popleft()[1]()
 
 
-def _slice_bytes(leaf: LeafSpec, index: Index) -> int:
+def _slice_bytes(leaf: ArraySpec, index: Index) -> int:
     itemsize = 4 if leaf.is_key or is_number(leaf.dtype) else leaf.dtype.itemsize
     for part in index:
         itemsize *= part.stop - part.start

@@ -21,9 +21,9 @@ import numpy as np
 from meshlayout import _checks
 from meshlayout._annotations import PyTree
 from meshlayout._optional import require
-from meshlayout.checkpoint.difference import LeafSpec
+from meshlayout.checkpoint.difference import ArraySpec
 from meshlayout.checkpoint.foreign import check_path
-from meshlayout.checkpoint.matching import Dtypes
+from meshlayout.checkpoint.pairs import Dtypes
 from meshlayout.checkpoint.restore import Request, load_foreign
 from meshlayout.checkpoint.target import HostArray, Index
 from meshlayout.errors import CheckpointError, DamagedCheckpointError
@@ -165,11 +165,11 @@ class _Files:
         self._arrays = _arrays(_resolve(path))
         self.leaves = [array.leaf for array in self._arrays.values()]
 
-    def start(self, leaf: LeafSpec, index: Index) -> Callable[[], HostArray]:
+    def start(self, leaf: ArraySpec, index: Index) -> Callable[[], HostArray]:
         """As for `Source`; reads when it is waited for."""
         return lambda: self.read(leaf, index)
 
-    def read(self, leaf: LeafSpec, index: Index) -> HostArray:
+    def read(self, leaf: ArraySpec, index: Index) -> HostArray:
         """Reads a slice."""
         return self._arrays[leaf.path].read(index)
 
@@ -178,7 +178,7 @@ class _Files:
 class _FileArray:
     """One array of a file, and the byte at which it begins."""
 
-    leaf: LeafSpec
+    leaf: ArraySpec
     path: Path
     offset: int
 
@@ -280,7 +280,7 @@ def _file_arrays(path: Path, index: Path | None = None) -> dict[str, _FileArray]
                 f"are: {', '.join(DTYPES)}."
             )
             raise CheckpointError(msg)
-        leaf = LeafSpec(name, (), tuple(entry["shape"]), DTYPES[code])
+        leaf = ArraySpec(name, (), tuple(entry["shape"]), DTYPES[code])
         arrays[name] = _FileArray(leaf, path, 8 + size + entry["data_offsets"][0])
     return arrays
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import PyTree
-from meshlayout.checkpoint.difference import LeafSpec
+from meshlayout.checkpoint.difference import ArraySpec
 from meshlayout.checkpoint.files import sync_directory, write_whole
 from meshlayout.checkpoint.patterns import permutations, renamed
 from meshlayout.checkpoint.safetensors import (
@@ -356,7 +356,9 @@ def _named_arrays(
     dims = permutations(transpose, paths)
     for leaf in leaves:
         shape = tuple(leaf.value.shape)
-        LeafSpec(leaf.path, (), shape, leaf.value.dtype).transposed(dims.get(leaf.path))
+        ArraySpec(leaf.path, (), shape, leaf.value.dtype).transposed(
+            dims.get(leaf.path)
+        )
     arrays = [
         _NamedArray(name, leaf.value, dims.get(leaf.path))
         for name, leaf in zip(names, leaves, strict=True)

@@ -20,11 +20,11 @@ import numpy as np
 
 from meshlayout import _render
 from meshlayout.checkpoint import files, orbax
-from meshlayout.checkpoint.difference import LeafSpec, is_number
+from meshlayout.checkpoint.difference import ArraySpec, is_number
 from meshlayout.checkpoint.fingerprint import slice_sums, text_of
 from meshlayout.checkpoint.manifest import Manifest, SavedLeaf
-from meshlayout.checkpoint.matching import key_dtype, key_words
 from meshlayout.checkpoint.orbax_arrays import ArrayReadError, Format, OrbaxArrays
+from meshlayout.checkpoint.pairs import key_dtype, key_words
 from meshlayout.checkpoint.restore import READ_AHEAD_BYTES
 from meshlayout.checkpoint.snapshot import PYTHON_TYPES
 from meshlayout.checkpoint.store import REFUSALS, StoreError
@@ -78,7 +78,7 @@ class SavedStep:
     def __exit__(self, *error: object) -> None:
         self._threads.shutdown(cancel_futures=True)
 
-    def start(self, leaf: LeafSpec, index: Index) -> Callable[[], HostArray]:
+    def start(self, leaf: ArraySpec, index: Index) -> Callable[[], HostArray]:
         """As for `Source`.
 
         Raises:
@@ -99,7 +99,7 @@ class SavedStep:
         return lambda: np.array(finish()[index])
 
     def _start(
-        self, leaf: LeafSpec, saved: SavedLeaf, index: Index
+        self, leaf: ArraySpec, saved: SavedLeaf, index: Index
     ) -> Callable[[], HostArray]:
         """Starts reading from the files, and computing the sums of what is read."""
         name, shape = str(saved.array), _shape(leaf)
@@ -290,7 +290,7 @@ def check_files(folder: Any, manifest: Manifest) -> None:
 # What the manifest says.
 
 
-def _leaf(saved: SavedLeaf) -> LeafSpec:
+def _leaf(saved: SavedLeaf) -> ArraySpec:
     """Returns what was saved as the restore engine compares it."""
     if saved.kind == "python":
         dtype = PYTHON_TYPES[saved.dtype]
@@ -299,15 +299,15 @@ def _leaf(saved: SavedLeaf) -> LeafSpec:
     else:
         dtype = jnp.dtype(saved.dtype)
     is_numpy = saved.kind == "numpy"
-    return LeafSpec(saved.path, saved.parts, saved.shape, dtype, is_numpy)
+    return ArraySpec(saved.path, saved.parts, saved.shape, dtype, is_numpy)
 
 
-def _shape(leaf: LeafSpec) -> tuple[int, ...]:
+def _shape(leaf: ArraySpec) -> tuple[int, ...]:
     """Returns the shape of what is in the files; of PRNG keys, of their words."""
     return key_words(leaf.dtype, leaf.shape)["shape"] if leaf.is_key else leaf.shape
 
 
-def _file_dtype(leaf: LeafSpec) -> np.dtype[Any]:
+def _file_dtype(leaf: ArraySpec) -> np.dtype[Any]:
     """Returns the dtype of what was saved; of PRNG keys, of their words."""
     return np.dtype("uint32") if leaf.is_key else np.dtype(leaf.dtype)
 

@@ -18,8 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from meshlayout import _jax, _paths
 from meshlayout._annotations import Leaf as AnyLeaf, PyTree
 from meshlayout.arrays import copy_to_mesh
-from meshlayout.checkpoint.difference import LeafSpec, is_number
-from meshlayout.checkpoint.matching import Pair, key_words
+from meshlayout.checkpoint.difference import ArraySpec, is_number
+from meshlayout.checkpoint.pairs import Pair, key_words
 from meshlayout.errors import CheckpointError, LayoutError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap
@@ -47,7 +47,7 @@ class TargetLeaf:
         moves: Whether that is another place than where the value is now.
     """
 
-    leaf: LeafSpec
+    leaf: ArraySpec
     value: Any
     sharding: jax.sharding.Sharding | None
     moves: bool
@@ -204,11 +204,11 @@ def _target_leaf(
     parts = tuple(path.split("/"))
     if not hasattr(value, "dtype"):
         # A Python number has no place of its own.
-        leaf = LeafSpec(path, parts, (), type(value))
+        leaf = ArraySpec(path, parts, (), type(value))
         return TargetLeaf(leaf, value, sharding, moves=False)
     is_key = _jax.is_extended(value.dtype)
     dtype = value.dtype if is_key else np.dtype(value.dtype)
-    leaf = LeafSpec(path, parts, tuple(value.shape), dtype)
+    leaf = ArraySpec(path, parts, tuple(value.shape), dtype)
     return TargetLeaf(leaf, value, sharding, moves)
 
 
@@ -228,7 +228,7 @@ class LeafRestore:
 
     target: TargetLeaf
     pair: Pair
-    saved: LeafSpec
+    saved: ArraySpec
     dims: tuple[int, ...] | None = None
 
     @property
@@ -368,7 +368,7 @@ def bounds_of(index: Index | None, shape: tuple[int, ...]) -> Bounds:
     return tuple(part.indices(size)[:2] for part, size in pairs)
 
 
-def _cast(values: HostArray, dtype: np.dtype[Any], saved: LeafSpec) -> HostArray:
+def _cast(values: HostArray, dtype: np.dtype[Any], saved: ArraySpec) -> HostArray:
     """Returns values in another dtype of the same kind, if that can hold them."""
     if values.dtype == dtype:
         return values
@@ -389,7 +389,9 @@ def _cast(values: HostArray, dtype: np.dtype[Any], saved: LeafSpec) -> HostArray
     return result
 
 
-def _check_divides(sharding: Sharding, shape: tuple[int, ...], saved: LeafSpec) -> None:
+def _check_divides(
+    sharding: Sharding, shape: tuple[int, ...], saved: ArraySpec
+) -> None:
     try:
         sharding.shard_shape(shape)
     except ValueError as error:

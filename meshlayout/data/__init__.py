@@ -8,7 +8,6 @@ from meshlayout.data.dataset import (
 )
 from meshlayout.data.documents import Tokenizer as Tokenizer
 from meshlayout.data.from_tfds import from_tfds as from_tfds
-from meshlayout.data.packing import PackedIterator as PackedIterator
 from meshlayout.data.per_replica import (
     InputContext as InputContext,
     distribute_datasets_from_function as distribute_datasets_from_function,
@@ -27,3 +26,4 @@ from meshlayout.data.sequences import (
     PackingReport as PackingReport,
     pack_sequences as pack_sequences,
 )
+from meshlayout.data.token_rows import PackedIterator as PackedIterator

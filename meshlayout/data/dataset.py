@@ -30,7 +30,7 @@ from meshlayout.data.batch_iterator import (
 )
 from meshlayout.data.by_stream import Reader
 from meshlayout.data.clock import Clock, PipelineReport
-from meshlayout.data.planning import DataPlan, as_source, make_plan
+from meshlayout.data.plan import DataPlan, as_source, make_plan
 from meshlayout.data.position import Position
 from meshlayout.data.prefetch import Prefetch
 from meshlayout.data.rows import (

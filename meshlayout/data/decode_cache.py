@@ -20,7 +20,7 @@ from meshlayout._annotations import Batch, PyTree
 from meshlayout._render.tables import bytes_text
 from meshlayout.data.adapters.arrays import ArrayRows
 from meshlayout.data.examples import leaf_text, named_leaves
-from meshlayout.data.prepared import Prepared
+from meshlayout.data.preparation import Prepared
 from meshlayout.data.workers import WorkerPool
 from meshlayout.errors import DataError
 

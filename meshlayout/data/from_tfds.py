@@ -21,8 +21,8 @@ from meshlayout.data.adapters.arrays import ArrayRows
 from meshlayout.data.clock import Clock
 from meshlayout.data.dataset import DistributedDataset, check_options
 from meshlayout.data.examples import describe
-from meshlayout.data.planning import make_plan
-from meshlayout.data.prepared import Prepared, find_prepared, supervised_keys
+from meshlayout.data.plan import make_plan
+from meshlayout.data.preparation import Prepared, find_prepared, supervised_keys
 from meshlayout.data.protocols import RandomAccessSource
 from meshlayout.data.records import (
     FileOrder,

@@ -20,7 +20,7 @@ from meshlayout.data.by_stream import open_first
 from meshlayout.data.clock import Clock
 from meshlayout.data.dataset import DistributedDataset, check_options
 from meshlayout.data.examples import looks_batched
-from meshlayout.data.planning import as_source, make_plan
+from meshlayout.data.plan import as_source, make_plan
 from meshlayout.data.protocols import Source, StreamSource
 from meshlayout.data.rows import (
     LayoutOrMesh,

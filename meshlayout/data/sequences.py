@@ -15,7 +15,7 @@ from meshlayout.data.documents import (
     check_documents,
     is_read_once,
 )
-from meshlayout.data.packing import (
+from meshlayout.data.token_rows import (
     PackedIterator,
     PackedStream,
     PackingMode,

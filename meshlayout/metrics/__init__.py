@@ -14,7 +14,7 @@ from meshlayout.metrics.histograms import (
     Histogram as Histogram,
     Quantile as Quantile,
 )
-from meshlayout.metrics.input_binding import update_from as update_from
+from meshlayout.metrics.inputs import update_from as update_from
 from meshlayout.metrics.means import (
     CrossEntropy as CrossEntropy,
     Last as Last,

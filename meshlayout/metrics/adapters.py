@@ -16,7 +16,7 @@ from meshlayout._annotations import PyTree
 from meshlayout._checks import shown
 from meshlayout.errors import MetricError
 from meshlayout.metrics.elements import as_array
-from meshlayout.metrics.input_binding import MetricInputs, bound_arguments, updated
+from meshlayout.metrics.inputs import MetricInputs, bound_arguments, updated
 from meshlayout.metrics.metric import Metric
 
 

@@ -12,7 +12,7 @@ from meshlayout import _jax, _render
 from meshlayout._annotations import Batch
 from meshlayout._checks import shown
 from meshlayout.errors import MetricError, did_you_mean
-from meshlayout.metrics.input_binding import update_from
+from meshlayout.metrics.inputs import update_from
 
 
 @jax.tree_util.register_pytree_with_keys_class

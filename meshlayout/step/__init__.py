@@ -1,6 +1,6 @@
 """Compiled steps: `compile_step`, `make_train_step`, `make_eval_step`."""
 
-from meshlayout.step.compiled import (
+from meshlayout.step.compiled_step import (
     CompiledStep as CompiledStep,
     compile_step as compile_step,
 )

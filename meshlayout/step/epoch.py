@@ -24,7 +24,7 @@ from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
-from meshlayout.step.compiled import CompiledStep
+from meshlayout.step.compiled_step import CompiledStep
 from meshlayout.step.placement import StepMesh, in_own_mesh
 from meshlayout.step.step_metrics import MetricsStart
 from meshlayout.step.train_step import TrainStep

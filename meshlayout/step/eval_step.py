@@ -9,11 +9,11 @@ from meshlayout import losses
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import num_examples
 from meshlayout.layout_map import LayoutMap
-from meshlayout.losses.weighting import check_denominator
+from meshlayout.losses.reduction import check_denominator
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.state.precision import Precision, check_params, parse_precision
-from meshlayout.step.compiled import CompiledStep, OnRecompile, compile_step
+from meshlayout.step.compiled_step import CompiledStep, OnRecompile, compile_step
 from meshlayout.step.gradients import updated
 from meshlayout.step.model_call import (
     ModelCall,

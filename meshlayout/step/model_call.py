@@ -16,7 +16,7 @@ from flax import linen as nn, nnx
 from meshlayout import _checks, _paths
 from meshlayout.errors import StepError
 from meshlayout.losses import ModelLoss
-from meshlayout.losses.recorded import COLLECTION
+from meshlayout.losses.model_losses import COLLECTION
 from meshlayout.state import TrainState
 from meshlayout.state.precision import Policies, cast, cast_for_compute
 from meshlayout.step.batch_norm import ignoring_unbound_axes

@@ -14,7 +14,7 @@ from meshlayout._batches import num_examples
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
-from meshlayout.step.compiled import (
+from meshlayout.step.compiled_step import (
     CompiledStep,
     OnRecompile,
     check_options,

@@ -18,11 +18,11 @@ from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import check_weights_key
 from meshlayout.errors import MeshLayoutError, StepError
 from meshlayout.layout_map import LayoutMap
-from meshlayout.losses.weighting import check_denominator
+from meshlayout.losses.reduction import check_denominator
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.state.precision import Precision, check_params, parse_precision
-from meshlayout.step.compiled import CompiledStep, OnRecompile
+from meshlayout.step.compiled_step import CompiledStep, OnRecompile
 from meshlayout.step.model_call import ModelCall, check_loss_fn
 from meshlayout.step.multi_step import Stacked, calls_for
 from meshlayout.step.objective import Loss, check_batch, check_state, check_weights

@@ -11,7 +11,7 @@ from meshlayout import _paths, _render
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout.arrays import to_numpy
 from meshlayout.testing.expectations import VerificationError, leaf_text
-from meshlayout.testing.rounding import Values, changes
+from meshlayout.testing.rounding_errors import Values, changes
 
 
 @dataclass(frozen=True)

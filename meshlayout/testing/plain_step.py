@@ -25,7 +25,7 @@ from meshlayout import _paths
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import get_weights, num_examples
 from meshlayout.losses import ModelLoss
-from meshlayout.losses.recorded import COLLECTION
+from meshlayout.losses.model_losses import COLLECTION
 from meshlayout.metrics import Metrics, Throughput
 from meshlayout.state import TrainState
 from meshlayout.state.precision import LossScale, cast
@@ -33,7 +33,7 @@ from meshlayout.step.eval_step import EvalStep
 from meshlayout.step.gradients import Loss
 from meshlayout.step.program import Plan
 from meshlayout.step.train_step import TrainStep
-from meshlayout.testing.rounding import coarsest
+from meshlayout.testing.rounding_errors import coarsest
 
 
 _UNBOUND_AXIS = re.compile(r"unbound axis name: (\w+)")

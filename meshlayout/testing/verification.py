@@ -24,7 +24,7 @@ from meshlayout.testing.differences import Difference, Tolerance, compare, value
 from meshlayout.testing.expectations import VerificationError
 from meshlayout.testing.one_device import alone, copied, one_device_mesh, to_one_device
 from meshlayout.testing.plain_step import PlainEvalStep, PlainTrainStep, computed
-from meshlayout.testing.rounding import RoundingErrors, Values, rounding_error
+from meshlayout.testing.rounding_errors import RoundingErrors, Values, rounding_error
 
 
 Step: TypeAlias = Callable[..., Any]

@@ -23,7 +23,7 @@ from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.state.precision import Precision
 from meshlayout.step import make_eval_step, make_predict_step, make_train_step
-from meshlayout.step.compiled import OnRecompile
+from meshlayout.step.compiled_step import OnRecompile
 from meshlayout.step.remat import Remat
 from meshlayout.step.updates import OnNonfinite
 from meshlayout.trainer.array_batches import are_arrays, batches_from

@@ -16,7 +16,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from meshlayout import _jax
-from meshlayout.checkpoint.difference import Change, LeafSpec, RestoreDiff, is_number
+from meshlayout.checkpoint.difference import ArraySpec, Change, RestoreDiff, is_number
 from meshlayout.checkpoint.patterns import (
     by_pattern,
     check_used,
@@ -56,8 +56,8 @@ class Pair:
         dtype: The dtype of the result.
     """
 
-    wanted: LeafSpec
-    saved: LeafSpec
+    wanted: ArraySpec
+    saved: ArraySpec
     dtype: Any
 
 
@@ -73,14 +73,14 @@ class Matched:
     """
 
     pairs: tuple[Pair, ...]
-    kept: tuple[LeafSpec, ...]
-    unused: tuple[LeafSpec, ...]
+    kept: tuple[ArraySpec, ...]
+    unused: tuple[ArraySpec, ...]
     diff: RestoreDiff
 
 
 def match(
-    saved: Sequence[LeafSpec],
-    wanted: Sequence[LeafSpec],
+    saved: Sequence[ArraySpec],
+    wanted: Sequence[ArraySpec],
     *,
     rename: Mapping[str, str] | None = None,
     partial: bool = False,
@@ -115,8 +115,8 @@ def match(
         RestoreDiffError: If what differs is not allowed; it holds the difference.
 
     Example:
-        >>> old = [LeafSpec("net.w", (), (2, 3), np.dtype("float32"))]
-        >>> new = [LeafSpec("model/w", (), (2, 3), np.dtype("float32"))]
+        >>> old = [ArraySpec("net.w", (), (2, 3), np.dtype("float32"))]
+        >>> new = [ArraySpec("model/w", (), (2, 3), np.dtype("float32"))]
         >>> matched = match(old, new, rename={r"^net\.": "model/"})
         >>> [(pair.wanted.path, pair.saved.path) for pair in matched.pairs]
         [('model/w', 'net.w')]
@@ -132,7 +132,7 @@ def match(
         check_used(allowed, [*names, *(leaf.path for leaf in wanted)], "allow")
     requested = _RequestedDtypes(dtype, wanted)
     pairs: list[Pair] = []
-    kept: list[LeafSpec] = []
+    kept: list[ArraySpec] = []
     missing: dict[str, str] = {}
     changes: dict[str, list[Change]] = {"shape": [], "dtype": []}
     for leaf, position in zip(wanted, partners, strict=True):
@@ -220,9 +220,9 @@ def _word_shape(dtype: Any) -> tuple[int, ...]:
 
 
 def _find(
-    saved: Sequence[LeafSpec],
+    saved: Sequence[ArraySpec],
     names: Sequence[str],
-    wanted: Sequence[LeafSpec],
+    wanted: Sequence[ArraySpec],
     *,
     is_foreign: bool,
 ) -> tuple[list[int], list[int | None]]:
@@ -269,7 +269,7 @@ def _without_flax(paths: Sequence[str]) -> list[str]:
 class _RequestedDtypes:
     """The dtypes that were asked for with `dtype=`."""
 
-    def __init__(self, dtype: Dtypes, wanted: Sequence[LeafSpec]) -> None:
+    def __init__(self, dtype: Dtypes, wanted: Sequence[ArraySpec]) -> None:
         self._for_kind: Any = None
         self._by_path: dict[str, Any] = {}
         if isinstance(dtype, Mapping):
@@ -279,7 +279,7 @@ class _RequestedDtypes:
         elif dtype is not None:
             self._for_kind = as_dtype(dtype)
 
-    def of(self, leaf: LeafSpec) -> np.dtype[Any] | None:
+    def of(self, leaf: ArraySpec) -> np.dtype[Any] | None:
         """Returns the dtype that is asked for a leaf, or None."""
         if is_number(leaf.dtype):
             return None
@@ -289,7 +289,7 @@ class _RequestedDtypes:
             return self._for_kind
         return self._by_path.get(leaf.path)
 
-    def check_used(self, wanted: Sequence[LeafSpec]) -> None:
+    def check_used(self, wanted: Sequence[ArraySpec]) -> None:
         """Raises if no array of the state is of the kind of one dtype for all."""
         if self._for_kind is None:
             return

@@ -137,7 +137,7 @@ class _Signature:
 
 
 @dataclass(frozen=True)
-class _Program:
+class _JittedStep:
     """One jitted function."""
 
     signature: _Signature
@@ -202,8 +202,8 @@ class CompiledStep(Generic[P, R]):
         self.static_argnames = static_names
         self._on_recompile: OnRecompile = on_recompile
         self._layouts = layouts
-        self._programs: dict[_Signature, _Program] = {}
-        self._program: _Program | None = None
+        self._programs: dict[_Signature, _JittedStep] = {}
+        self._program: _JittedStep | None = None
         self._thread = _Thread()
         self._in_flight = 0
         self._places_rest = False
@@ -318,7 +318,7 @@ class CompiledStep(Generic[P, R]):
             self._thread.is_quiet = before
 
     def _run_traced(
-        self, program: _Program, static: Any, args: Any, kwargs: Any
+        self, program: _JittedStep, static: Any, args: Any, kwargs: Any
     ) -> Any:
         """Runs a program that was explained, and may be traced."""
         before, self._thread.may_trace = self._thread.may_trace, True
@@ -409,7 +409,7 @@ class CompiledStep(Generic[P, R]):
 
     def _switch(
         self, static: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[_Program, tuple[Any, ...], dict[str, Any]]:
+    ) -> tuple[_JittedStep, tuple[Any, ...], dict[str, Any]]:
         """Makes the program for these arguments the current one, and places them."""
         signature = self._signature(args, kwargs)
         given = kwargs
@@ -436,11 +436,11 @@ class CompiledStep(Generic[P, R]):
 
     def _mended(
         self,
-        program: _Program,
+        program: _JittedStep,
         static: tuple[Any, ...],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> _Program:
+    ) -> _JittedStep:
         """Returns the program, or one with right gradients of kernels in its place.
 
         JAX keeps the trace that is looked at for the program's first call.
@@ -457,11 +457,11 @@ class CompiledStep(Generic[P, R]):
     def _after_error(
         self,
         error: Exception,
-        program: _Program | None,
+        program: _JittedStep | None,
         static: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> tuple[_Program, tuple[Any, ...], dict[str, Any]]:
+    ) -> tuple[_JittedStep, tuple[Any, ...], dict[str, Any]]:
         """Returns the program that this call needs, and its arguments, or raises."""
         if isinstance(error, StepError) or not args:
             raise error
@@ -484,7 +484,7 @@ class CompiledStep(Generic[P, R]):
         signature: _Signature,
         now: CallSignature,
         axes: GradientAxes | None = None,
-    ) -> _Program:
+    ) -> _JittedStep:
         # None leaves the layout to JAX.
         into = signature.state_def.unflatten(signature.state_layouts)
         rest = signature.rest_def.unflatten(signature.rest_layouts)
@@ -511,7 +511,7 @@ class CompiledStep(Generic[P, R]):
             for device in layout.device_set
         }
         spread = len(devices) > 1
-        return _Program(
+        return _JittedStep(
             signature,
             jitted,
             now,

@@ -13,15 +13,15 @@ from hypothesis import given, settings, strategies as st
 
 import meshlayout as ml
 from meshlayout import checkpoint
-from meshlayout.checkpoint.difference import LeafSpec
-from meshlayout.checkpoint.matching import match
+from meshlayout.checkpoint.difference import ArraySpec
+from meshlayout.checkpoint.pairs import match
 
 
 F32 = np.dtype("float32")
 
 
 def leaf(path, shape=(2, 3), dtype="float32"):
-    return LeafSpec(path, tuple(path.split("/")), tuple(shape), np.dtype(dtype))
+    return ArraySpec(path, tuple(path.split("/")), tuple(shape), np.dtype(dtype))
 
 
 def restored(saved, like, **options):
@@ -133,8 +133,8 @@ def test_only_values_of_one_kind_are_ever_paired(saved, wanted, dtype):
 
 
 def test_keys_with_slashes_are_told_apart_by_their_parts():
-    flat = LeafSpec("a/b", ("a/b",), (1,), F32)
-    nested = LeafSpec("a/b", ("a", "b"), (2,), F32)
+    flat = ArraySpec("a/b", ("a/b",), (1,), F32)
+    nested = ArraySpec("a/b", ("a", "b"), (2,), F32)
     found = match([flat, nested], [nested, flat])
     assert [pair.saved for pair in found.pairs] == [nested, flat]
 
