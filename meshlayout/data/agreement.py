@@ -2,8 +2,8 @@
 
 Every process decides alone which rows are its own, so all of them must see the same
 options and the same source. A source that differs (a shuffle without a seed, a loader
-that gives each process its part) would lose examples without a word: each process
-keeps its places of an order that the others do not have. So digests of some rows are
+that hands each process its part) would silently lose examples: each process
+keeps its share of an order that the others do not have. So digests of some rows are
 compared when a dataset is made, and for streams again now and then, in the background.
 """
 
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 # The exchanges in which a dataset is made.
 FACTS, PLAN = "facts", "plan"
 
-# What a process says that takes no more steps.
+# The message of a process that takes no more steps.
 _LEFT = ["left"]
 
 # Rows of a source with random access that are compared.
@@ -74,7 +74,7 @@ class Agreement:
         self.finished_topics: list[str] = []
 
     def new_iteration(self) -> "IterationExchange":
-        """Returns what is exchanged in one iteration, the next one on all processes."""
+        """Returns the exchanges of the next iteration, the same on all processes."""
         return IterationExchange(self, f"iteration{next(self._iterations)}")
 
     def check_same(self, facts: dict[str, JSON]) -> None:
@@ -82,7 +82,7 @@ class Agreement:
 
         Args:
             facts: What has to be the same, by name; under `"rows"`, a digest of some
-                rows of each leaf, or None for a leaf that is another at each reading.
+                rows of each leaf, or None for a leaf that differs at each reading.
         """
         values = self.channel.exchange(facts, FACTS)
         _raise_failure(values)
@@ -107,8 +107,8 @@ class Agreement:
     def check_rows(self, topic: str, where: str, digests: dict[str, str]) -> bool:
         """Raises DataError if processes have read different rows for a batch.
 
-        A process that does not come here is not waited for longer than a minute, and
-        rows are not compared any more: it may look at batches that the others do not.
+        A process that does not get here is waited for at most a minute, and rows are
+        no longer compared: it may look at batches that the others do not.
 
         Args:
             topic: The exchange.
@@ -161,7 +161,7 @@ class IterationExchange:
         return f"{self._name}/{self._step}"
 
     def agree(self, value: JSON) -> dict[int, JSON]:
-        """Returns what each process says in a step; each has a source of its own.
+        """Returns the message of each process in a step; each has its own source.
 
         Raises:
             DataError: If a process has failed, or has left its loop.
@@ -194,10 +194,10 @@ class IterationExchange:
         try:
             self._compares = self._agreement.check_rows(self.topic, where, digests)
         finally:
-            self._done()  # what was said here is not overwritten by leaving
+            self._done()  # leaving does not overwrite this message
 
     def _done(self) -> None:
-        """Removes what this process said before: all have read it that came here."""
+        """Removes this process's earlier messages: every process here has read them."""
         finished = self._agreement.finished_topics
         while finished:
             self._agreement.channel.forget(finished.pop())
@@ -211,7 +211,7 @@ class IterationExchange:
         self._is_over = True
 
     def end(self) -> None:
-        """Remembers that there are no more steps, on any process."""
+        """Records that no process has more steps."""
         self._is_over = True
 
 
@@ -219,7 +219,7 @@ def agreement_of(processes: list[int]) -> Agreement | None:
     """Returns the agreement of some processes.
 
     Returns:
-        None where this process has nobody to agree with.
+        None if this is the only process.
     """
     is_alone = len(processes) == 1 or jax.process_index() not in processes
     if is_alone or _jax.coordination_client() is None:
@@ -230,8 +230,8 @@ def agreement_of(processes: list[int]) -> Agreement | None:
 def sample_digests(source: RandomAccessSource) -> dict[str, JSON]:
     """Returns digests of some rows of two epochs, leaf by leaf.
 
-    Rows are read twice. A leaf that is another at each reading (augmented with random
-    numbers without a seed, say) tells nothing of the order, and is None.
+    Rows are read twice. A leaf that differs between the two readings (say, augmented
+    without a seed) says nothing about the order, and is None.
     """
     indices = np.unique(np.linspace(0, len(source) - 1, _SAMPLE).astype(np.int64))
 
@@ -254,7 +254,7 @@ def block_digests(blocks: Iterable[PyTree]) -> dict[str, str]:
 
 
 def row_bytes(leaf: np.ndarray) -> bytes:
-    """Returns what tells rows from other rows, also if they are strings."""
+    """Returns the bytes that identify rows, also if they are strings."""
     if leaf.dtype.hasobject:
         return repr(leaf.tolist()).encode()
     return np.ascontiguousarray(leaf).tobytes()

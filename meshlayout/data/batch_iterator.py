@@ -43,7 +43,7 @@ class DataOptions:
         epochs: Passes over the source in one iteration; None for no end.
         steps: Batches in one iteration; None for all.
         prefetch: Batches that are made ready ahead.
-        per_process: Whether the source gives only this process's rows.
+        per_process: Whether the source yields only this process's rows.
         strings: `"error"` or `"host"`.
     """
 
@@ -73,9 +73,9 @@ class Pipeline:
         cut: How batches are cut.
         weights: Where batches have their weights.
         placement: Where they go; None for batches that are placed already.
-        no_place: What to do where batches cannot be padded.
-        filler: The row of which batches consist for which a process has no rows of
-            its own, leaf by leaf; None where there cannot be such batches.
+        no_place: What to do if batches cannot be padded.
+        filler: The row that fills batches for which a process has no rows, leaf by
+            leaf; None if there cannot be such batches.
         x64: Whether arrays are 64-bit.
         clock: Where the time goes.
     """
@@ -127,7 +127,7 @@ class BatchIterator:
         pipeline: What to do with them.
         reader: Where they come from.
         position: Where to begin.
-        must_seek: Whether the reader is not there already.
+        must_seek: Whether the reader still has to move there.
         exchange: With the other processes, if any.
     """
 
@@ -145,7 +145,7 @@ class BatchIterator:
         self._must_seek = must_seek and (position.row > 0 or position.batch > 0)
         is_alone = exchange is None
         is_per_process = pipeline.options.per_process
-        # Processes with sources of their own agree in every step that all have a
+        # Processes with separate sources agree in every step that all have a
         # batch; those that read the same source compare its rows now and then.
         self._steps = exchange if is_per_process and not is_alone else None
         self._rows = exchange if not is_per_process and not is_alone else None
@@ -188,7 +188,7 @@ class BatchIterator:
             if options.remainder == "repeat":
                 return (here.epoch, here.row) >= (last, here.first_row)
             return here.epoch >= last
-        # It began where the last one ended, maybe in the middle of an epoch.
+        # It resumed where the last one ended, maybe in the middle of an epoch.
         is_left = (here.epoch, here.row) < (last, here.first_row)
         if options.remainder == "repeat" or is_left:
             return False
@@ -211,7 +211,7 @@ class BatchIterator:
         try:
             batch = self._read()
         except Exception as error:
-            # Raised here, and by the others, once all have come to this step.
+            # Raised here, and by the others, once all have reached this step.
             self._steps.fail(error)
             raise
         if batch is None and self._pipeline.options.remainder == "repeat":

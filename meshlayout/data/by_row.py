@@ -188,10 +188,10 @@ class RowReader:
         self._orders: dict[int, Order] = {}
 
     def seek(self, position: Position) -> None:
-        """Any place is as near as any other."""
+        """Does nothing: every place is equally near."""
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Does nothing: no file or thread is open."""
 
     def read(self, position: Position, *, digest: bool = False) -> HostBatch | None:
         """Returns the next batch, or None at the epoch's end."""
@@ -237,7 +237,7 @@ class RowReader:
         return [np.concatenate(column) for column in zip(*columns, strict=True)]
 
     def _indices(self, position: Position) -> list[tuple[int, np.ndarray]]:
-        """Returns what is read for the next batch: epochs, and rows of each."""
+        """Returns the reads for the next batch: epochs, and rows of each."""
         if self._repeats:
             epochs, places = np.divmod(position.row + self._keep, self._num_rows)
             epochs += position.epoch
@@ -255,7 +255,7 @@ class RowReader:
         order = self._orders.get(epoch)
         if order is None:
             order = Order(self._num_rows, self._seed, epoch)
-            # A batch may lie in two epochs; older orders are let go.
+            # A batch may span two epochs; older orders are dropped.
             recent = {e: o for e, o in self._orders.items() if e >= epoch - 1}
             self._orders = {**recent, epoch: order}
         return order
@@ -263,7 +263,7 @@ class RowReader:
     def _read(self, indices: np.ndarray, epoch: int) -> list[np.ndarray]:
         try:
             return self._spec.checked(self._source.read_rows(indices, epoch))
-        except StopIteration as error:  # would end the epoch
+        except StopIteration as error:  # would silently end the epoch
             msg = "the source raised StopIteration when it was asked for rows."
             raise RuntimeError(msg) from error
 

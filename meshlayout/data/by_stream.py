@@ -2,7 +2,7 @@
 
 A generator may yield the same buffer again and again, or views of one that it refills.
 So each example is copied into the batch before the next one is asked for; nothing is
-gathered first, and nothing is guessed from where arrays lie in memory. That is also
+gathered first, and nothing is inferred from the addresses of arrays. That is also
 the fastest way: an example is written once, where it stays.
 """
 
@@ -38,7 +38,7 @@ from meshlayout.errors import DataError
 
 
 class Reader(Protocol):
-    """What cuts a source into batches."""
+    """Cuts a source into batches."""
 
     def seek(self, position: Position) -> None:
         """Goes to a place.
@@ -66,7 +66,7 @@ class Reader(Protocol):
 class OpenedStream:
     """A pass whose first element was read, to see what the examples are.
 
-    The first iteration goes on with it, so that nothing is read twice.
+    The first iteration continues it, so that nothing is read twice.
 
     Attributes:
         stream: The pass.
@@ -118,7 +118,7 @@ def ambiguous(what: str) -> str:
     """Returns the sentence that asks for `batched=`.
 
     Args:
-        what: What gives the elements.
+        what: The source, in words.
     """
     return (
         f"the elements of {what} may be examples or batches: all their arrays have the "
@@ -364,7 +364,7 @@ class _Batch:
 
     def add_examples(self, elements: Iterator[PyTree], count: int) -> None:
         """Adds at most `count` single examples, each before the next one is read."""
-        # This loop runs for every example: all it needs is in local variables.
+        # This loop runs for every example, and locals are faster than attributes.
         flatten, ndarray = _flattener(self._spec), np.ndarray
         columns = [
             (out, spec.dtype, spec.shape, scalars, spec)
@@ -404,7 +404,7 @@ class _Batch:
             )
 
     def _slots(self) -> Any:
-        """Returns into which row of the arrays each row of the batch is written."""
+        """Returns the row of the arrays to which each row of the batch is written."""
         if self._cut.keep is None:
             return range(self._cut.size)
         slots = np.full(self._cut.size, self._spare)
@@ -412,7 +412,7 @@ class _Batch:
         return slots.tolist()
 
     def add_rows(self, block: list[np.ndarray], start: int, count: int) -> None:
-        """Adds the rows of a batch of the source's that this process keeps."""
+        """Adds the rows of a source batch that this process keeps."""
         chosen, number = self._chosen(start, count)
         for spec, out, leaf in zip(self._spec.leaves, self._out, block, strict=True):
             if number:
@@ -498,14 +498,14 @@ def _checked(spec: LeafSpec, leaf: Leaf, scalars: set[type]) -> Any:
 
 
 def first_row(spec: ExampleSpec, rows: PyTree) -> list[np.ndarray]:
-    """Returns the leaves of a batch of the first of some rows alone."""
+    """Returns the leaves of the first row alone."""
     batch = _Batch(spec, Cut(1, None), batched=True)
     batch.add_rows(spec.checked(rows), 0, 1)
     return batch.finished()
 
 
 class PlacedReader:
-    """Gives batches that are on the devices already, as they are.
+    """Passes on batches that are on the devices already, unchanged.
 
     Args:
         source: The source, whose elements are such batches.

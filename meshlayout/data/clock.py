@@ -1,4 +1,4 @@
-"""How long each stage of an input pipeline takes, and what is worth knowing about it.
+"""How long each stage of an input pipeline takes, and notes for its user.
 
 Stages nest: reading a batch may map it. Each is charged with its own time only, so
 that the slowest stage is the one to work on.
@@ -39,7 +39,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class PipelineReport:
-    """What the stages of a pipeline have done so far, in this process.
+    """The work of the stages of a pipeline so far, in this process.
 
     Attributes:
         stages: In the order in which examples pass through them.

@@ -101,13 +101,13 @@ def distribute_dataset(
     strings: str = "error",
     batched: bool | None = None,
 ) -> "DistributedDataset[Any]":
-    """Makes global batches on a mesh from what gives examples.
+    """Makes global batches on a mesh from a source of examples.
 
     Every example is in one batch of an epoch, and each process loads the rows of which
     its devices hold a part. Batches have one shape and one structure; those that the
     source cannot fill are padded with its last row, and marked by weights of 0.
 
-    On several processes, all of them must give the same source (or say
+    On several processes, all of them must pass the same source (or
     `per_process=True`): rows are compared now and then, and a source that differs is
     refused on all of them.
 
@@ -116,7 +116,7 @@ def distribute_dataset(
             generator function of examples or batches; a dataset of Grain, TFDS,
             tf.data, PyTorch or Hugging Face; or your own `RandomAccessSource` or
             `StreamSource`.
-        layout_or_mesh: How batches lie on the mesh: a `Layout`, whose missing dims are
+        layout_or_mesh: How batches are laid out: a `Layout`, whose missing dims are
             unsharded, or a mesh, whose axes called batch, data or fsdp shard the first
             dim.
         global_batch_size: Rows of a batch, on all processes together.
@@ -126,15 +126,15 @@ def distribute_dataset(
             a tuple's place, its length to append them. Padding needs such a place;
             weights that the source has are kept, and are 0 for padding. None for
             nowhere.
-        shuffle: A seed, which with the number of the epoch gives the order of the rows
+        shuffle: A seed, which together with the epoch determines the order of the rows
             of a source with random access. None leaves them as they are.
         epochs: Passes over the source in one iteration; None for as many as the loop
             takes batches of, also from a source without an end.
         steps: Batches in one iteration; None for all. The next iteration begins where
             the last one ended, so that all rows are seen in time.
-        prefetch: How many batches a background thread makes ready ahead; with 0, there
-            is no thread.
-        per_process: Whether the source on each process gives this process's rows only,
+        prefetch: How many batches a background thread prepares ahead; 0 starts no
+            thread.
+        per_process: Whether the source on each process yields this process's rows only,
             in the order of `process_rows`. Processes take as many steps as the one
             with the most rows, or with `remainder="drop"` the fewest. Where a stream
             has no rows left for a step, its first one is the padding.
@@ -240,7 +240,7 @@ def _check_epochs(source: object, options: DataOptions) -> None:
 class DistributedDataset(Generic[BatchT]):
     """Global batches on a mesh; made by `distribute_dataset`.
 
-    Each iteration gives the next `epochs` epochs of the source, or the next `steps`
+    Each iteration yields the next `epochs` epochs of the source, or the next `steps`
     batches. Several iterations at once do not disturb each other; each takes the
     epochs after those of the iteration that was begun before it.
 
@@ -328,16 +328,16 @@ class DistributedDataset(Generic[BatchT]):
         return self._new_iterator(Position(0), lambda position: None)
 
     def report(self) -> PipelineReport:
-        """Returns what the stages have done so far, on this process."""
+        """Returns the work of each stage so far, on this process."""
         return self._plan.pipeline.clock.report()
 
     def _moved(self, number: int, position: Position) -> None:
-        """Remembers where an iteration stands, if it is the latest one."""
+        """Records the position of an iteration, if it is the latest one."""
         if number == self._latest:
             self._next = self._after(position)
 
     def _after(self, position: Position) -> Position:
-        """Returns where the iteration after one begins."""
+        """Returns the position at which the next iteration begins."""
         options = self._plan.pipeline.options
         if options.goes_on or options.epochs is None:
             return position
@@ -358,7 +358,7 @@ class RestartedDataset(Generic[BatchT]):
 
 
 class _Parking:
-    """Keeps what reads a stream for the iteration that goes on with it."""
+    """Keeps the reader of a stream for the iteration that continues it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -373,7 +373,7 @@ class _Parking:
             before[1].close()
 
     def take(self, position: Position) -> Reader | None:
-        """Returns the reader that stands at a place, if there is one."""
+        """Returns the reader that is at a position, if there is one."""
         with self._lock:
             parked, self._parked = self._parked, None
         if parked is None or parked[0] == _place(position):
@@ -412,7 +412,7 @@ def _begin(
 
 
 def _place(position: Position) -> Position:
-    """Returns a position without the iteration that it is of."""
+    """Returns a position without the fields of its iteration."""
     return position._replace(first_epoch=0, first_row=0, given=0)
 
 

@@ -99,11 +99,11 @@ def why_not_kept(first: Batch, prepared: Prepared) -> str | None:
 
 
 def free_memory() -> int:
-    """Returns how many bytes of memory this process may still take."""
+    """Returns how many bytes of memory are available to this process."""
     page = os.sysconf("SC_PAGE_SIZE")
     try:
         free = os.sysconf("SC_AVPHYS_PAGES") * page
-    except (ValueError, OSError):  # macOS knows only the total
+    except (ValueError, OSError):  # macOS reports only the total
         free = os.sysconf("SC_PHYS_PAGES") * page
     # Memory that caches files is available, too.
     known = Path("/proc/meminfo")
@@ -139,7 +139,7 @@ class SharedRows:
             directory = Path(tempfile.mkdtemp(prefix="meshlayout-"))
             weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
             for number, leaf in enumerate(leaves):
-                # NumPy's files do not know bfloat16 and its like: they get its bits.
+                # NumPy files lack bfloat16 and similar dtypes: store their bits.
                 is_extended = leaf.dtype.kind == "V"
                 bits = leaf.view(f"u{leaf.dtype.itemsize}") if is_extended else leaf
                 np.save(directory / f"{number}.npy", bits)
@@ -160,7 +160,7 @@ def _from_files(directory: Path, tree: PyTree, dtypes: list[Any]) -> SharedRows:
 
 
 def _decoded_bytes(first: Batch, prepared: Prepared) -> int | None:
-    """Returns what a decoded split takes, or None if rows differ in size."""
+    """Returns the bytes of a decoded split, or None if rows differ in size."""
     infos = jax.tree.leaves(prepared.builder.info.features.get_tensor_info())
     if any(dim is None for info in infos for dim in info.shape):
         return None
@@ -184,7 +184,7 @@ def _check_shape(path: str, leaf: Array, array: Array) -> None:
 
 
 def _container_limit() -> int | None:
-    """Returns how many bytes a container may still take, where it is limited."""
+    """Returns how many bytes are left to a container, if it has a limit."""
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         used = Path("/sys/fs/cgroup/memory.current").read_text().strip()

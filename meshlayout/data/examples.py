@@ -119,7 +119,7 @@ class LeafSpec:
 
 @dataclass(frozen=True)
 class ExampleSpec:
-    """What one example is.
+    """The structure, dtypes and shapes of one example.
 
     Attributes:
         treedef: The structure.
@@ -164,7 +164,7 @@ class ExampleSpec:
 
 
 def describe(rows: PyTree, strings: str, warn: Callable[[str], None]) -> ExampleSpec:
-    """Returns what the examples are, from the first ones.
+    """Returns the spec of the examples, from the first ones.
 
     Args:
         rows: A tree of arrays with a dim for the examples.
@@ -393,7 +393,7 @@ def stack(examples: Sequence[PyTree], dtypes: Mapping[str, Any] | None = None) -
 
     Args:
         examples: At least one tree of arrays, numbers, strings or images.
-        dtypes: By path, the dtypes of numbers that carry none of their own.
+        dtypes: By path, the dtypes of Python numbers.
 
     Returns:
         A tree of arrays whose first dim counts the examples. Strings become an array
@@ -409,7 +409,7 @@ def stack(examples: Sequence[PyTree], dtypes: Mapping[str, Any] | None = None) -
     named, treedef = named_leaves(examples[0])
     try:
         flat = [treedef.flatten_up_to(example) for example in examples]
-    except ValueError:  # the slower way says which leaves
+    except ValueError:  # the slower way names the leaves that differ
         flat = _flat(examples, treedef)
     return treedef.unflatten(
         _stacked(path, column, (dtypes or {}).get(path))

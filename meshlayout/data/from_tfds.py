@@ -95,7 +95,7 @@ def from_tfds(
             second argument then draws for each row by itself, with `size=(rows, ...)`,
             and is a list of the generators of the rows.
         num_workers: How many threads or processes read, decode and map; 0 for none
-            besides the one that prefetches. `"auto"` measures the first batch.
+            beyond the prefetching thread. `"auto"` measures the first batch.
         worker_kind: `"threads"` or `"processes"`; `"auto"` measures both, and takes
             processes where the number is fixed.
         deterministic: Whether the order is a shuffle of all rows. If False, it follows
@@ -180,7 +180,7 @@ def from_tfds(
 
     plan = make_plan(open_source, layout, options, clock, close=pools.close)
     if not is_ordered:
-        # A place in this order is another row than the same place in a full shuffle.
+        # The same place in a full shuffle is a different row.
         identity = replace(
             plan.identity, source="rows in the order of files", seed=shuffle_seed
         )
@@ -218,7 +218,7 @@ class _SplitLoader:
         return None if self.map is None or self.map.is_batched else self.map
 
     def check_first(self, batch_size: int, strings: str) -> None:
-        """Refuses what cannot be placed, before the whole split is decoded."""
+        """Refuses examples that cannot be placed, before the whole split is decoded."""
         first = self._decoder(self.map_example)(_FIRST, 0).rows
         if self.map is not None and self.map.is_batched:
             rows = np.repeat(_FIRST, max(1, batch_size))

@@ -95,7 +95,7 @@ class InputContext:
         """Returns this process's context.
 
         Args:
-            layout_or_mesh: How batches lie on the mesh, as for `distribute_dataset`.
+            layout_or_mesh: The layout of batches, as for `distribute_dataset`.
 
         Raises:
             DataError: If this process has no devices in the mesh, or shares only a
@@ -130,10 +130,9 @@ def distribute_datasets_from_function(
 
     Use this to move a pipeline from tf.distribute, or where each process must read a
     part of its own. The function decides what its process reads: nothing is sharded
-    for it. What it
-    returns is cut into this process's part of the global batches, one replica's rows
-    after another's; a source of batches of the per-replica size, as for tf.distribute,
-    gives one batch to each replica in turn.
+    for it. The source that it returns is cut into this process's part of the global
+    batches, one replica's rows after another's; a source of batches of the per-replica
+    size, as for tf.distribute, feeds one batch to each replica in turn.
 
     Args:
         fn: Called once with an `InputContext`; returns any source that
@@ -146,13 +145,13 @@ def distribute_datasets_from_function(
         shuffle: A seed for a source with random access.
         epochs: Passes over the source in one iteration.
         steps: Batches in one iteration; None for all.
-        prefetch: How many batches are made ready ahead.
+        prefetch: How many batches are prepared ahead.
         strings: `"error"` or `"host"`.
         batched: Whether the elements of an iterable are batches; None takes elements
             that may be either as batches.
 
     Raises:
-        DataError: As `distribute_dataset`, or if no batch tells the size.
+        DataError: As `distribute_dataset`, or if the batch size cannot be inferred.
 
     Example:
         >>> import numpy as np
@@ -197,7 +196,7 @@ def distribute_datasets_from_function(
 
 
 def _source(dataset: Any, clock: Clock, *, batched: bool | None) -> Source:
-    """Returns what the function returned as a source, of batches if that is unsure."""
+    """Returns the function's result as a source, of batches where that is ambiguous."""
     if batched is None and isinstance(dataset, list) and dataset:
         batched = looks_batched(dataset[0])
     source = as_source(dataset, clock, batched=batched)

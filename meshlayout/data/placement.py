@@ -53,7 +53,7 @@ class Placement:
 
     @property
     def element_spec(self) -> PyTree:
-        """The tree of what a batch is."""
+        """The abstract batch: a tree of shapes, dtypes and shardings."""
         return self.treedef.unflatten(
             [
                 jax.ShapeDtypeStruct(
@@ -84,7 +84,7 @@ def plan_placement(
     num_rows: int,
     kept: np.ndarray,
 ) -> Placement:
-    """Returns where batches go.
+    """Returns the placement of batches.
 
     Args:
         treedef: Their structure.
@@ -196,7 +196,7 @@ class _LeafNumber:
 def find_weights(
     rows: PyTree, spec: ExampleSpec, key: str | int | None, *, add: bool
 ) -> WeightsPlace:
-    """Returns where batches have, or get, their weights.
+    """Returns the location of the weights in batches, the source's or added ones.
 
     Args:
         rows: Some rows of the source.
@@ -205,8 +205,8 @@ def find_weights(
         add: Whether to add them where the source has none.
 
     Raises:
-        DataError: If what is there is not weights, or a key that the user has chosen
-            can never be there.
+        DataError: If the leaf there is not weights, or the chosen key cannot exist in
+            these batches.
     """
     nowhere = WeightsPlace(None, False, spec.treedef, spec.leaves)  # noqa: FBT003
     if key is None:
@@ -238,7 +238,7 @@ def find_weights(
 def _with_weights_leaf(
     numbered: PyTree, key: str | int, spec: ExampleSpec
 ) -> WeightsPlace | None:
-    """Returns where added weights are, or None if there is no place for them."""
+    """Returns the location of added weights, or None if there is no place for them."""
     if not _batches.takes_weights(numbered, key):
         return None
     try:

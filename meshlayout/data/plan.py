@@ -1,8 +1,8 @@
 """What a dataset does, decided once: checked from the first rows of its source.
 
-All that can be refused is refused here, before anything is trained: what cannot be
-placed, padded or divided, and on several processes what is not the same on all of
-them. Each process tells the others of its own errors, so that none waits for it.
+Everything that can be refused is refused here, before training starts: leaves that
+cannot be placed, padded or divided, and on several processes options or rows that
+differ between them. Each process sends its errors to the others, so that none waits.
 """
 
 import functools
@@ -79,16 +79,16 @@ _ADAPTERS: dict[str, Callable[..., Source | None]] = {
 
 
 def as_source(obj: object, clock: Clock, *, batched: bool | None = None) -> Source:
-    """Returns what a user handed in as a source.
+    """Returns the user's object as a source.
 
     Args:
-        obj: A source already, or what one of the adapters takes.
+        obj: A source already, or an object that one of the adapters supports.
         clock: Where notes go.
         batched: Whether the elements of an iterable are batches (True) or single
-            examples (False); None finds out where the object tells.
+            examples (False); None infers it from the object, if possible.
 
     Raises:
-        DataError: If it is none of the kinds that are known, or may be two of them.
+        DataError: If it is of no known kind, or ambiguous.
     """
     batched = _checks.choice("batched", batched, (True, False, None), error=DataError)
     if isinstance(obj, type):  # a class whose objects are iterated
@@ -118,7 +118,7 @@ class DataPlan:
     Attributes:
         pipeline: What is done with every batch.
         element_spec: What a batch is.
-        identity: What has to be the same for a state to fit.
+        identity: The facts that must match for a saved position to fit.
         num_steps: Batches of one iteration, or None where that is not known.
         new_reader: Begins to read the source.
         close: Releases what was opened to see the first element.
@@ -144,11 +144,11 @@ def make_plan(
     opened: OpenedStream | None = None,
     close: Callable[[], None] | None = None,
 ) -> DataPlan:
-    """Returns what a dataset does.
+    """Returns the plan of a dataset.
 
     Args:
         open_source: Returns the source.
-        layout: How batches lie on the mesh.
+        layout: The layout of batches.
         options: What was asked for.
         clock: Where time and notes go.
         agreement: With the other processes, where it was made before; None makes it.
@@ -209,7 +209,7 @@ class _FirstRows:
 
     @property
     def is_random_access(self) -> bool:
-        """Whether the source gives any row by number."""
+        """Whether the source can read any row by number."""
         return self.opened is None
 
 
@@ -303,7 +303,7 @@ def _pipeline(
 def _check_length(
     first: _FirstRows, pipeline: Pipeline, num_batches: int | None
 ) -> None:
-    """Raises DataError if it is known already that an epoch cannot be cut."""
+    """Raises DataError if an epoch is known not to divide into batches."""
     num_rows, size = first.num_rows, pipeline.cut.size
     remainder, weights = pipeline.options.remainder, pipeline.weights
     if num_rows is None or remainder == "repeat":
@@ -358,7 +358,7 @@ def _kept_rows(layout: Layout, options: DataOptions) -> np.ndarray:
 
 
 def _facts(first: _FirstRows, options: DataOptions) -> dict[str, JSON]:
-    """Returns what has to be the same on all processes."""
+    """Returns the facts that must be the same on all processes."""
     facts: dict[str, JSON] = asdict(options)
     if not options.per_process:
         facts["number of rows"] = first.num_rows
@@ -379,7 +379,7 @@ def _facts(first: _FirstRows, options: DataOptions) -> dict[str, JSON]:
 def _agreed_batches(
     agreement: Agreement, first: _FirstRows, size: int, options: DataOptions
 ) -> int | None:
-    """Returns how many batches an epoch has where processes have rows of their own."""
+    """Returns how many batches an epoch has if each process has its own rows."""
     if options.remainder == "repeat" or first.num_rows is None:
         return None
     here = batches_in_epoch(first.num_rows, size, options.remainder)

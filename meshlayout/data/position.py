@@ -1,4 +1,4 @@
-"""Where an iteration over a data set stands, as JSON takes it."""
+"""The position of an iteration over a dataset, as JSON."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -9,7 +9,7 @@ from meshlayout.data.protocols import JSON
 from meshlayout.errors import DataError
 
 
-# 2: shuffles are an order of this library's own, and streams say how they are cut.
+# 2: shuffles use this library's own permutation, and streams record how they are cut.
 _VERSION = 2
 
 
@@ -52,7 +52,7 @@ class Identity:
             has a source of its own.
         block: Examples in the first batch of a stream of batches; None for single
             examples, and where rows are counted. A stream may count batches in its own
-            place, which then means other rows where they are of another size.
+            place, which means different rows if the batch size differs.
     """
 
     source: str
@@ -76,7 +76,7 @@ _WORDS = {
 
 
 def to_state(identity: Identity, position: Position) -> dict[str, JSON]:
-    """Returns a place as a dict that JSON takes."""
+    """Returns a place as a JSON-serializable dict."""
     return {
         "kind": "meshlayout.data",
         "version": _VERSION,
@@ -139,7 +139,7 @@ def _text(name: str, value: object) -> str:
 
 
 def check_json(state: JSON) -> JSON:
-    """Returns a source's own state, or raises DataError if JSON does not take it."""
+    """Returns a source's own state, or raises DataError if JSON cannot hold it."""
     if state is None:
         return None
     try:

@@ -1,9 +1,9 @@
-"""Batches made ready ahead, by a thread that stops when nobody waits for it.
+"""Batches prepared ahead by a thread, which stops when its loop is gone.
 
 The thread never holds the loop's iterator, so a loop that is left without closing
 leaves no thread behind; and it is stopped before Python ends, since a thread that uses
 devices during shutdown crashes the process. Each thread sets an event when it is done:
-an interrupted `Thread.join` makes Python 3.11 and 3.12 take a running thread for ended.
+after an interrupted `Thread.join`, Python 3.11 and 3.12 report a live thread as ended.
 """
 
 import atexit
@@ -36,7 +36,7 @@ class ClosableIterator(Protocol[T_co]):
 
 
 class Prefetch(Generic[T]):
-    """The items of an iterator, made ready ahead.
+    """The items of an iterator, prepared ahead.
 
     Args:
         items: The iterator. It is closed in the thread that runs it.
@@ -77,7 +77,7 @@ class Prefetch(Generic[T]):
             del value  # a cycle with its traceback would keep the source's frames
 
     def stop(self) -> None:
-        """Makes nothing more, and wakes who waits; what is held open stays open."""
+        """Stops making items and wakes waiting threads; the iterator stays open."""
         self._room.stop()
 
     def close(self) -> None:
@@ -127,8 +127,8 @@ class Prefetch(Generic[T]):
 class _Room:
     """Items that were made ready and not taken, of bounded number.
 
-    Two queues of the standard library hand things over with less work for Python than
-    a condition, which matters where both sides have little else to do.
+    Two `SimpleQueue`s cost less Python time per item than a condition, which matters
+    where both sides have little else to do.
 
     Attributes:
         is_done: Set once the thread has nothing more to do.
@@ -155,7 +155,7 @@ class _Room:
     def take(self) -> tuple[str, Any]:
         item = self._ready.get()
         if item is _STOPPED:
-            self._ready.put(_STOPPED)  # for whoever else waits
+            self._ready.put(_STOPPED)  # for other waiting threads
         else:
             self._free.put(None)
         return item

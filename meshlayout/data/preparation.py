@@ -1,7 +1,7 @@
 """A TFDS dataset, prepared on disk: found, or downloaded and prepared, and checked.
 
-TFDS says in many ways that something is not there, most of them long. Here each of
-them is a sentence with the way out, before anything is read.
+TFDS reports what is missing in many ways, most of them long. Here each of them becomes
+one sentence with the fix, before anything is read.
 """
 
 from collections.abc import Mapping
@@ -83,7 +83,7 @@ def find_prepared(
             f"{_checks.shown(name)}."
         )
         raise DataError(msg)
-    # TFDS knows the splits of what is prepared, and of nothing else.
+    # TFDS knows the splits of prepared datasets only.
     if not builder.info.splits:
         _prepare(builder)
     _check_format(builder)
@@ -101,10 +101,10 @@ def find_prepared(
 
 
 def supervised_keys(builder: Builder) -> PyTree:
-    """Returns which features are input and target, as TFDS's builder says.
+    """Returns the features that are input and target, according to TFDS's builder.
 
     Raises:
-        DataError: If it does not say.
+        DataError: If the builder does not name them.
     """
     keys = builder.info.supervised_keys
     if keys is None:
@@ -196,7 +196,7 @@ def _check_split(builder: Builder, split: str) -> None:
 
 
 def _check_decoders(features: Any, decoders: PyTree, path: str = "") -> None:
-    """Refuses decoders of features that are not there, and what is not a decoder."""
+    """Refuses decoders of unknown features, and objects that are not decoders."""
     where = f"decoders[{path!r}]" if path else "decoders"
     if isinstance(decoders, Mapping):
         # A sequence of dicts has no names to look at; TFDS checks it.

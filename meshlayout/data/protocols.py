@@ -1,4 +1,4 @@
-"""What a source of examples is: the two protocols that every adapter implements.
+"""Sources of examples: the two protocols that every adapter implements.
 
 `distribute_dataset` takes arrays, iterables and the datasets of several frameworks.
 Write a class with these methods where none of them fits: a database, a file format of
@@ -36,7 +36,7 @@ JSON: TypeAlias = Any
 
 @runtime_checkable
 class RandomAccessSource(Protocol):
-    """A source that gives any of its rows by number.
+    """A source that can read any of its rows by number.
 
     Use this where rows can be looked up: batches are then shuffled by `shuffle=`, every
     process reads only the rows that its devices need, and iteration resumes anywhere.

@@ -36,8 +36,8 @@ _RUNS_IN_WINDOW = 16
 class RowGenerators(list[np.random.Generator]):
     """One random generator for each row of a batch.
 
-    It draws as a single one does, where `size` begins with the number of rows. But what
-    a row gets is the same whichever rows are in its batch, on any number of processes.
+    It draws as a single one does, with a `size` that begins with the number of rows. A
+    row gets the same numbers whichever rows share its batch, on any number of processes.
 
     Args:
         seed: What the generators start from, together with epoch and row.
@@ -98,14 +98,14 @@ class MapFunction:
     seed: int
 
     def example(self, example: PyTree, row: int, epoch: int) -> PyTree:
-        """Returns what an example becomes."""
+        """Returns the mapped example."""
         rng = ()
         if self.is_random:
             rng = (np.random.default_rng([self.seed, epoch, row]),)
         return self._called(f"row {row}", example, *rng)
 
     def batch(self, batch: Batch, rows: Array, epoch: int) -> Batch:
-        """Returns what a batch of some rows becomes."""
+        """Returns the mapped batch of some rows."""
         rngs = (RowGenerators(self.seed, epoch, rows),) if self.is_random else ()
         return self._called(f"the batch that begins with row {rows[0]}", batch, *rngs)
 

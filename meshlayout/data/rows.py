@@ -15,7 +15,7 @@ from meshlayout.mesh import Mesh, as_mesh
 
 
 LayoutOrMesh: TypeAlias = Layout | Mesh | jax.sharding.Mesh | AnySharding
-"""How batches lie on a mesh, or the mesh: its batch axes then shard their rows."""
+"""The layout of batches, or a mesh, whose batch axes then shard their rows."""
 
 
 def process_rows(
@@ -26,11 +26,11 @@ def process_rows(
     """Returns which rows of a global array a process has to load.
 
     These are the rows of which its devices hold a part, each of them once, however
-    the mesh lies over the processes. A process without devices in the mesh has none.
+    the mesh spans the processes. A process without devices in the mesh has none.
 
     Args:
-        layout: How the array lies on the mesh, or the mesh: then its first dim lies
-            over the axes called batch, data or fsdp.
+        layout: The layout of the array, or a mesh: then its axes called batch, data or
+            fsdp shard the first dim.
         global_shape: Shape of the whole array, or only its number of rows.
         process_index: The process; this one if None.
 
@@ -90,8 +90,8 @@ def per_replica_batch_size(global_batch_size: int, layout_or_mesh: LayoutOrMesh)
 
     Args:
         global_batch_size: Rows of the global batch.
-        layout_or_mesh: How batches lie on the mesh, or the mesh: then its replicas lie
-            along the axes called batch, data or fsdp.
+        layout_or_mesh: The layout of batches, or a mesh: then its replicas are along
+            the axes called batch, data or fsdp.
 
     Raises:
         DataError: If they do not divide.
@@ -145,7 +145,7 @@ def batch_layout(layout_or_mesh: LayoutOrMesh) -> Layout:
 def note_whole_batches(
     layout_or_mesh: LayoutOrMesh, note: Callable[[str], None]
 ) -> None:
-    """Notes that every device holds whole batches where nobody asked for that.
+    """Notes that every device holds whole batches if the user did not ask for that.
 
     Args:
         layout_or_mesh: What was given for the layout of batches.

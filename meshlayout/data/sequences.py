@@ -60,7 +60,7 @@ def pack_sequences(
         documents: Texts, bytes, or 1-D arrays of tokens: a list or other sequence; a
             Grain MapDataset, IterDataset or DataLoader of them; any iterable; or a
             function that returns one, called once for every pass. A Grain dataset can
-            encode in its own threads or processes: map it there, and give tokens.
+            encode in its own threads or processes: map it there, and pass tokens.
         length: Tokens in a row.
         mode: `"chunk"` or `"pack"`.
         tokenizer: What encodes texts: an object with `encode(text)`, or a function. By
@@ -117,7 +117,7 @@ def pack_sequences(
 
 @dataclass(frozen=True)
 class PackingReport:
-    """What became of the documents of a pass, so far.
+    """Packing statistics of a pass so far.
 
     Attributes:
         counts: Documents, tokens, rows and padding.
@@ -150,10 +150,10 @@ class PackingReport:
 
 
 class PackedSequences:
-    """Rows of one length, made anew from the documents in every pass.
+    """Rows of one length, packed again from the documents in every pass.
 
-    Made by `pack_sequences`. Iterating gives rows; the iterator has `get_state` and
-    `set_state`, which name a place to the row and are as small as the documents' own.
+    Made by `pack_sequences`. Iterating yields rows; the iterator has `get_state` and
+    `set_state`, exact to the row, whose states are as small as those of the documents.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class PackedSequences:
         self._latest: PackedIterator | None = None
         #: Rows of a pass; not known before they are made.
         self.num_rows: int | None = None
-        #: That a row is a single example.
+        #: Each row is a single example.
         self.batched = False
 
     @property
@@ -191,7 +191,7 @@ class PackedSequences:
         return PackedStream(iter(self))
 
     def report(self) -> PackingReport:
-        """Returns what became of the documents in the pass that was begun last."""
+        """Returns the packing statistics of the latest pass."""
         counts = TokenCounts() if self._latest is None else self._latest.counts
         return PackingReport(counts, self._recipe.length)
 

@@ -1,8 +1,8 @@
-"""Rows packed or cut by Grain, with a place in them and what became of every token.
+"""Rows packed or cut by Grain, with a saved position and statistics of the tokens.
 
 Grain's FirstFitPackIterDataset packs whole documents, its ConcatThenSplitIterDataset
-cuts a text into rows. What is here are the pieces that Grain takes, the names that
-models expect, targets, and counts. A place in the rows is what Grain keeps for its own
+cuts a text into rows. This module makes the pieces that Grain takes, and adds the names
+that models expect, targets, and counts. A place in the rows is the state of Grain's own
 iterators, and as small as a place in the documents.
 """
 
@@ -42,7 +42,7 @@ class Recipe:
 
 
 class TokenCounts(NamedTuple):
-    """What was packed so far.
+    """Counts of the documents and rows so far.
 
     Attributes:
         documents: Documents that were read.
@@ -63,7 +63,7 @@ class TokenCounts(NamedTuple):
     dropped: int = 0
 
     def plus(self, **more: int) -> "TokenCounts":
-        """Returns counts with some added to."""
+        """Returns the counts with some increased."""
         sums = {name: getattr(self, name) + count for name, count in more.items()}
         return self._replace(**sums)
 
@@ -90,7 +90,7 @@ class PackedIterator:
 
     @property
     def counts(self) -> TokenCounts:
-        """What was packed so far."""
+        """Counts of the documents and rows so far."""
         of_documents = self._pieces.counts
         return of_documents._replace(
             rows=self._counts.rows,
@@ -158,7 +158,7 @@ class PackedIterator:
         }
 
     def _where(self) -> tuple[Any, TokenCounts]:
-        """Returns Grain's place, and what was read of the documents up to there."""
+        """Returns Grain's place, and the counts of the documents up to there."""
         return self._packed.get_state(), self._pieces.counts
 
     def set_state(self, state: Any, *, skip: bool = False) -> None:
@@ -170,7 +170,7 @@ class PackedIterator:
                 and dropped up to the place.
 
         Raises:
-            DataError: If the rows were made otherwise, or the documents cannot go to
+            DataError: If the rows were made differently, or the documents cannot go to
                 a place and are not to be skipped.
         """
         _check_state(self._recipe, state)

@@ -4,8 +4,8 @@ Python's executors do the work, one batch at a time, so that a place in the data
 a plain number and any batch can be asked for next. Grain's workers were tried before:
 they have to know the order of all batches in advance, wait forever for a worker that
 exits with status 0, and outside of `absl.app.run` start only after absl's command-line
-flags are marked as parsed by hand. How many workers there are is measured where nobody
-says it, as tf.data's AUTOTUNE does, on the first batch, which is read several times.
+flags are marked as parsed by hand. If the number of workers is not set, it is measured
+on the first batch, which is read several times, much as tf.data's AUTOTUNE does.
 """
 
 import logging
@@ -99,7 +99,7 @@ class WorkerPool:
 
     Args:
         function: Reads rows.
-        sent: What of it the user wrote, which has to reach worker processes.
+        sent: The part of it that the user wrote, which has to reach worker processes.
         num_workers: How many; `"auto"` measures the first batch.
         kind: Threads or processes; `"auto"` measures both, and takes processes where
             the number is fixed.
@@ -151,7 +151,7 @@ class WorkerPool:
             DataError: If a worker process ended.
             Exception: What reading or the user's function raised.
         """
-        if len(rows) == 1:  # which nobody shares, and which tells nothing about speed
+        if len(rows) == 1:  # which cannot be split, and says nothing about speed
             return [self._function(rows, epoch)], 1
         with self._lock:
             if self._workforce is None:
@@ -269,7 +269,7 @@ class _Crew:
             raise
 
     def how_it_ended(self) -> str:
-        """Returns the sentence about a worker process that is gone."""
+        """Returns the message about a worker process that has ended."""
         codes = [child.exitcode for child in self._children]
         # When one is gone, the executor ends the others with SIGTERM.
         codes = [code for code in codes if code not in (None, -signal.SIGTERM)]
@@ -293,7 +293,7 @@ class _Crew:
 def check_workers(
     num_workers: object, kind: object
 ) -> tuple[int | Literal["auto"], WorkerKind]:
-    """Returns the two arguments that say who reads, checked.
+    """Returns `num_workers` and `kind`, checked.
 
     Args:
         num_workers: A number, or `"auto"`.
@@ -327,7 +327,7 @@ T = TypeVar("T")
 
 
 def _results(futures: "list[Future[T]]") -> list[T]:
-    """Returns what futures give, or raises the first error and cancels the others."""
+    """Returns the results of futures, or raises the first error and cancels the rest."""
     try:
         return [future.result() for future in futures]
     finally:
@@ -382,7 +382,7 @@ def _prepare_worker(packed: bytes) -> None:
     """Runs first in a worker process."""
     # An interrupt from the keyboard is for the process that trains.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # So are accelerators.
+    # Accelerators belong to it, too.
     jax.config.update("jax_platforms", "cpu")
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _in_worker["function"] = cloudpickle.loads(packed)
@@ -397,10 +397,10 @@ def _end_with_parent() -> None:
 
 
 def _read_in_worker(rows: Array, epoch: int) -> TimedRows | bytes:
-    """Returns rows, or the error that was raised, in a form that arrives."""
+    """Returns rows, or the error that was raised, in a form that can be pickled."""
     try:
         return _in_worker["function"](rows, epoch)
-    except BaseException as error:  # all of them are the caller's to handle
+    except BaseException as error:  # the caller handles all of them
         return _as_bytes(error)
 
 

@@ -32,7 +32,7 @@ def adapt(obj: Any, *, batched: bool | None) -> RandomAccessSource | None:
         obj: An array, a tree of arrays with a dim for the examples in common, or what
             has `__len__` and `__getitem__`, as a list of examples.
         batched: Whether the elements of a sequence are batches, which is not a source
-            of rows; None where the elements tell.
+            of rows; None infers it from the elements.
 
     Returns:
         None if it is something else.
@@ -109,7 +109,7 @@ class ArrayRows:
 
 
 class ItemRows:
-    """The examples of an object that gives each of them by number.
+    """The examples of an indexable object.
 
     Args:
         items: What has `__len__` and `__getitem__`.
@@ -128,7 +128,7 @@ class ItemRows:
 
 
 def refuse_batched(what: str, *, batched: bool | None) -> None:
-    """Raises DataError if a source that says itself what it gives is said to batch.
+    """Raises DataError for `batched=True` with a source of single examples.
 
     Args:
         what: Which source.
@@ -143,7 +143,7 @@ def refuse_batched(what: str, *, batched: bool | None) -> None:
 
 
 def is_table(obj: object) -> bool:
-    """Returns whether an object gives columns by name, as a data frame does."""
+    """Returns whether an object holds columns by name, as a data frame does."""
     return isinstance(obj, Mapping) or callable(getattr(obj, "keys", None))
 
 
@@ -164,7 +164,7 @@ def _refuse_lists(tree: PyTree) -> None:
 
 def _taken(column: np.ndarray, indices: np.ndarray) -> np.ndarray:
     out = empty((len(indices), *column.shape[1:]), column.dtype)
-    # With mode="raise", NumPy gathers into memory of its own first.
+    # With mode="raise", NumPy would gather into a temporary buffer first.
     return np.take(column, indices, axis=0, out=out, mode="clip")
 
 
@@ -178,7 +178,7 @@ def _is_columns(obj: PyTree) -> bool:
         return False
     try:
         leaves, treedef = jax.tree.flatten(obj)
-    except ValueError:  # the slower way says why
+    except ValueError:  # the slower way explains why
         leaves, treedef = named_leaves(obj)
     if jax.tree.structure(0) == treedef or not leaves:
         return False  # not a tree

@@ -1,9 +1,9 @@
 """Grain's datasets and loaders as sources.
 
-Grain does not say in public whether a dataset gives batches, filters or shuffles. Where
-the elements cannot tell, the names of the classes of its steps are a hint; a step that
-another release calls differently is met by an error that asks for `batched=` or for
-`to_iter_dataset()`, never by other rows. `test_data_adapters` has each of the hints.
+Grain has no public API for whether a dataset batches, filters or shuffles. Where the
+elements do not show it, the class names of its steps are a hint; a step that another
+release renames leads to an error that asks for `batched=` or `to_iter_dataset()`, never
+to wrong rows. `test_data_adapters` covers each of the hints.
 """
 
 import base64
@@ -22,7 +22,7 @@ from meshlayout.data.protocols import JSON, Source
 from meshlayout.errors import DataError
 
 
-# A dataset that repeats for ever has a length near the largest integer.
+# A dataset that repeats forever has a length near the largest integer.
 _ENDLESS = 2**48
 
 
@@ -32,7 +32,7 @@ def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> Source | None:
     Args:
         obj: A MapDataset, IterDataset, DataLoader or random-access data source.
         clock: Where notes go.
-        batched: Whether its elements are batches; None where they tell.
+        batched: Whether its elements are batches; None infers it from them.
 
     Raises:
         DataError: If its elements may be batches or examples.
@@ -56,8 +56,8 @@ def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> Source | None:
 class MapDatasetRows:
     """A Grain MapDataset, or another random-access source, as a source of rows.
 
-    A MapDataset that shuffles gives another order in every epoch, as with Grain itself:
-    its rows beyond its length are those of the epochs to come.
+    A MapDataset that shuffles has a new order in every epoch, as with Grain itself:
+    its rows beyond its length are those of later epochs.
 
     Args:
         dataset: The dataset.
@@ -90,11 +90,11 @@ class MapDatasetRows:
 
 
 class MapDatasetStream:
-    """A Grain MapDataset that filters, has no end or gives batches, read in order.
+    """A Grain MapDataset that filters, is endless or yields batches, read in order.
 
     Args:
         dataset: The dataset.
-        batched: Whether its elements are batches; None where they tell.
+        batched: Whether its elements are batches; None infers it from them.
     """
 
     num_rows = None
@@ -136,7 +136,7 @@ class IterDatasetStream:
     Args:
         dataset: The dataset or loader.
         warn: Called with a sentence if every epoch has one shuffled order.
-        batched: Whether its elements are batches; None where they tell.
+        batched: Whether its elements are batches; None infers it from them.
     """
 
     num_rows = None
@@ -150,7 +150,7 @@ class IterDatasetStream:
         )
 
     def open(self, epoch: int) -> IteratorStream:
-        """Begins a pass over the dataset; what it does in an epoch is its own."""
+        """Begins a pass over the dataset, which ignores the epoch."""
         if epoch and self._is_shuffled_once:
             self._warn(
                 "Grain's IterDataset shuffles, and repeats one order in every epoch. "
@@ -182,7 +182,7 @@ class _Encoded(Iterator[PyTree]):
         )
 
     def close(self) -> None:
-        # A DataLoader's iterator closes when it is let go.
+        # A DataLoader's iterator closes when it is garbage collected.
         if hasattr(self._iterator, "close"):
             self._iterator.close()
 
@@ -190,8 +190,8 @@ class _Encoded(Iterator[PyTree]):
 def mark_flags_as_parsed() -> None:
     """Lets Grain's worker processes start outside of `absl.app.run`.
 
-    Grain reads one of absl's command-line flags for them, which absl refuses before
-    the flags are parsed.
+    Grain reads one of absl's command-line flags for them, and absl raises until its
+    flags are parsed.
     """
     flags: Any = sys.modules["absl.flags"]
     if not flags.FLAGS.is_parsed():
@@ -199,7 +199,7 @@ def mark_flags_as_parsed() -> None:
 
 
 def _has_batch_step(dataset: object) -> bool:
-    """Returns whether a step makes batches, and no later one takes them apart."""
+    """Returns whether a step makes batches that no later one unbatches."""
     for step in _steps(dataset):
         name = type(step).__name__
         if "Batch" in name:
@@ -214,7 +214,7 @@ def _has_step(dataset: object, word: str) -> bool:
 
 
 def _steps(dataset: object) -> Iterator[object]:
-    """Yields a dataset and those that it is made of."""
+    """Yields a dataset and its parents."""
     yield dataset
     for parent in getattr(dataset, "parents", ()):
         yield from _steps(parent)

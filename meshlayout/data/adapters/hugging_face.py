@@ -1,7 +1,7 @@
 """Hugging Face's datasets as sources.
 
 Rows come from Arrow tables, which keep the dtypes of the features: the "numpy" format
-makes int64 and float32 of all numbers. Lists become arrays; structures inside of lists
+turns all numbers into int64 and float32. Lists become arrays; structures inside lists
 (a list of dicts) have no columns, and are left to the user's own map.
 """
 
@@ -30,11 +30,11 @@ def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> Source | None:
     Args:
         obj: A Dataset or IterableDataset of the `datasets` package.
         clock: Not needed here.
-        batched: Whether an IterableDataset gives batches; None where they tell.
+        batched: Whether an IterableDataset yields batches; None infers it.
 
     Raises:
         DataError: If it holds several splits, is formatted as tables, or is a Dataset
-            that is said to give batches.
+            with `batched=True`.
     """
     del clock
     kinds = [kind.__name__ for kind in type(obj).__mro__]
@@ -105,7 +105,7 @@ class HuggingFaceStream:
 
     Args:
         dataset: The dataset.
-        batched: Whether its elements are batches; None where they tell.
+        batched: Whether its elements are batches; None infers it from them.
     """
 
     num_rows = None
@@ -117,7 +117,7 @@ class HuggingFaceStream:
         self._dtypes = {} if features is None else _dtypes(features)
 
     def open(self, epoch: int) -> IteratorStream:
-        """Begins a pass; a dataset that shuffles is told the epoch."""
+        """Begins a pass, and sets the epoch of a dataset that shuffles."""
         return IteratorStream(
             _HuggingFacePass(self._dataset, self._dtypes, epoch, self._passes)
         )
@@ -171,7 +171,7 @@ class _HuggingFacePass(Iterator[PyTree]):
             return self._begin
         if not self._knows_place or not self._passes.knows(self):
             return None
-        # A copy: the dataset goes on to change what it returns.
+        # A copy: the dataset later changes the object that it returns.
         return json.loads(json.dumps(self._dataset.state_dict()))
 
     def set_state(self, state: JSON) -> None:
@@ -184,8 +184,8 @@ class _HuggingFacePass(Iterator[PyTree]):
 def _knows_place(dataset: object) -> bool:
     """Returns whether a dataset's own state leads to the same examples.
 
-    A buffer that shuffles is filled anew after a resume, with other examples, and no
-    public attribute tells whether there is one. `_ex_iterable` is private: without it,
+    A shuffle buffer is refilled after a resume, with other examples, and no public
+    attribute reveals whether there is one. `_ex_iterable` is private: without it,
     or with other names in it, places are not trusted, and resuming asks for
     `skip=True`. `test_an_iterable_dataset_of_hugging_face_resumes_exactly` notices.
     """
@@ -205,12 +205,12 @@ def _as_arrays(node: Any, dtypes: Mapping[str, Any], path: str = "") -> PyTree:
     """Returns an example or a batch with its lists as arrays.
 
     Args:
-        node: A dict of columns, or what is inside of it.
-        dtypes: By path, the dtypes of numbers that carry none of their own.
+        node: A dict of columns, or a part of one.
+        dtypes: By path, the dtypes of Python numbers.
         path: Where the node is.
 
     Raises:
-        DataError: If it holds structures inside of lists, or values are missing.
+        DataError: If it holds structures inside lists, or values are missing.
     """
     if isinstance(node, dict):
         return {
@@ -293,7 +293,7 @@ def _column(column: Any, path: str) -> PyTree:
 
 
 def _item(feature: Any) -> Any:
-    """Returns the feature of what is inside of lists."""
+    """Returns the feature of the items inside lists."""
     while True:
         if isinstance(feature, list):
             feature = feature[0]
@@ -320,7 +320,7 @@ def _is_plain(feature: Any) -> bool:
     if isinstance(feature, dict):
         return all(map(_is_plain, feature.values()))
     if isinstance(_item(feature), dict):
-        return False  # structures inside of lists
+        return False  # structures inside lists
     return getattr(feature, "dtype", "") == "string" or (
         _number_dtype(feature) is not None
     )

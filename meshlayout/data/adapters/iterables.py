@@ -18,7 +18,7 @@ def adapt(obj: Any, *, batched: bool | None) -> StreamSource:
 
     Args:
         obj: What the user gave.
-        batched: Whether its elements are batches; None where they tell.
+        batched: Whether its elements are batches; None infers it from them.
 
     Raises:
         DataError: If it can neither be iterated nor called.
@@ -44,12 +44,12 @@ class IterableSource:
     """A source of the elements of an iterable.
 
     Attributes:
-        batched: Whether its elements are batches; None where they tell.
-        num_rows: How many examples it has, where that is seen without reading them.
+        batched: Whether its elements are batches; None infers it from them.
+        num_rows: How many examples it has, if known without reading them.
 
     Args:
         obj: An iterable, an iterator, or a function that returns one of them.
-        batched: Whether its elements are batches; None where they tell.
+        batched: Whether its elements are batches; None infers it from them.
     """
 
     def __init__(self, obj: Any, *, batched: bool | None) -> None:
@@ -95,7 +95,7 @@ class IteratorStream:
         self._iterator = iterator
 
     def __iter__(self) -> Iterator[PyTree]:
-        return self._iterator  # without a call of `__next__` here for each element
+        return self._iterator  # saves a call of this class's `__next__` per element
 
     def __next__(self) -> PyTree:
         return next(self._iterator)
@@ -136,13 +136,13 @@ class _Items(Iterator[PyTree]):
 
 
 def _num_rows(obj: Any, *, batched: bool | None) -> int | None:
-    """Returns how many examples there are, where that is seen without reading them."""
+    """Returns how many examples there are, if known without reading them."""
     if batched is False and hasattr(obj, "__len__"):
         return len(obj)
     if not batched or not isinstance(obj, list):
         return None
     if not all(map(looks_batched, obj)):
-        return None  # reading says what is wrong
+        return None  # reading raises a better error
     return sum(len(jax.tree.leaves(batch)[0]) for batch in obj)
 
 

@@ -1,8 +1,8 @@
-"""TensorFlow's tf.data.Dataset, and what tfds.load gives, as streams.
+"""TensorFlow's tf.data.Dataset, which tfds.load returns, as streams.
 
-A tf.data.Dataset does not say in public whether its elements are batches: a batch of 5
-rows and an example of 5 vectors have one spec. A tensor without dims settles it; where
-there is none, `batched=` has to be given.
+A tf.data.Dataset has no public flag for whether its elements are batches: a batch of 5
+rows and an example of 5 vectors have the same spec. A scalar tensor settles it; without
+one, `batched=` is required.
 """
 
 from collections.abc import Iterator
@@ -31,11 +31,11 @@ def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> StreamSource | Non
     Args:
         obj: The dataset.
         clock: Not needed here.
-        batched: Whether its elements are batches; None where their shapes tell.
+        batched: Whether its elements are batches; None infers it from shapes.
 
     Raises:
-        DataError: If it holds ragged or sparse tensors, or may give batches or
-            examples.
+        DataError: If it holds ragged or sparse tensors, or its elements may be
+            batches or examples.
     """
     del clock
     if "DatasetV2" not in {kind.__name__ for kind in type(obj).__mro__}:
@@ -44,15 +44,15 @@ def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> StreamSource | Non
 
 
 class TensorFlowStream:
-    """A tf.data.Dataset as a stream, which does not know its place.
+    """A tf.data.Dataset as a stream without a position.
 
     Attributes:
         batched: Whether its elements are batches.
-        num_rows: How many examples a pass gives, where TensorFlow knows.
+        num_rows: How many examples a pass yields, if TensorFlow knows.
 
     Args:
         dataset: The dataset.
-        batched: Whether its elements are batches; None where their shapes tell.
+        batched: Whether its elements are batches; None infers it from shapes.
     """
 
     def __init__(self, dataset: Any, *, batched: bool | None) -> None:
@@ -70,7 +70,7 @@ class TensorFlowStream:
             self.batched = True
 
     def open(self, epoch: int) -> IteratorStream:
-        """Begins a pass; whether it shuffles anew is the dataset's own choice."""
+        """Begins a pass; the dataset decides whether it reshuffles."""
         del epoch
         return IteratorStream(_NumpyPass(self._dataset))
 
@@ -114,10 +114,10 @@ def _specs(dataset: Any) -> list[Any]:
 
 
 def _gives_batches(specs: list[Any]) -> bool:
-    """Returns whether elements are batches, as far as their shapes tell.
+    """Returns whether elements are batches, inferred from their shapes.
 
     Raises:
-        DataError: If they do not.
+        DataError: If the shapes are ambiguous.
     """
     first_dims = {spec.shape[0] if spec.shape.rank else "none" for spec in specs}
     if "none" in first_dims or len(first_dims) > 1:

@@ -20,10 +20,10 @@ def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> RandomAccessSource
     Args:
         obj: What `tfds.data_source` or a builder's `as_data_source` returned.
         clock: Not needed here.
-        batched: Whether it gives batches, which none does.
+        batched: Must not be True: no data source yields batches.
 
     Raises:
-        DataError: If it is said to give batches.
+        DataError: If `batched` is True.
     """
     del clock
     if "BaseDataSource" not in {kind.__name__ for kind in type(obj).__mro__}:

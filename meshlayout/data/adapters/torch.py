@@ -22,11 +22,11 @@ def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> Source | None:
     Args:
         obj: A DataLoader, or a Dataset with a length.
         clock: Where notes go.
-        batched: Whether it gives batches; None means what a loader was made for.
+        batched: Whether it yields batches; None infers it from the loader's options.
 
     Raises:
-        DataError: If it is an IterableDataset without a loader, or a Dataset that is
-            said to give batches.
+        DataError: If it is an IterableDataset without a loader, or a Dataset with
+            `batched=True`.
     """
     kinds = {kind.__name__ for kind in type(obj).__mro__}
     if "DataLoader" in kinds:
@@ -68,13 +68,13 @@ class LoaderStream:
     """A PyTorch DataLoader as a stream; its tensors become arrays of the same memory.
 
     Attributes:
-        batched: Whether it gives batches.
-        num_rows: How many examples a pass gives, where the loader's sampler tells.
+        batched: Whether it yields batches.
+        num_rows: How many examples a pass yields, if the loader's sampler has a length.
 
     Args:
         loader: The loader.
         clock: Where notes go.
-        batched: Whether it gives batches; None means that it does if it has a batch
+        batched: Whether it yields batches; None means that it does if it has a batch
             size or a batch sampler.
     """
 
@@ -91,7 +91,7 @@ class LoaderStream:
             )
 
     def open(self, epoch: int) -> IteratorStream:
-        """Begins a pass; a sampler that shuffles by epoch is told which."""
+        """Begins a pass, and sets the epoch of a sampler that shuffles by epoch."""
         for sampler in (self._loader.sampler, self._loader.batch_sampler):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
@@ -99,14 +99,14 @@ class LoaderStream:
 
 
 class _Workers:
-    """Who reads from a loader: one that keeps its workers serves one pass at a time."""
+    """The reader of a loader: one with persistent workers serves one pass at a time."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.num_passes = 0
 
 
-# Of loaders that keep their workers, by loader.
+# By loader, for loaders with persistent workers.
 _KEPT: weakref.WeakKeyDictionary[Any, _Workers] = weakref.WeakKeyDictionary()
 
 
@@ -141,7 +141,7 @@ class _LoaderPass(Iterator[PyTree]):
 
 
 def _num_rows(loader: Any, *, batched: bool | None) -> int | None:
-    """Returns how many examples a pass gives, where the loader's sampler tells."""
+    """Returns how many examples a pass yields, if the loader's sampler has a length."""
     if loader.batch_sampler is None and batched:
         return None  # the sampler chooses batches
     if type(loader.batch_sampler).__name__ not in ("BatchSampler", "NoneType"):
