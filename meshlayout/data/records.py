@@ -37,7 +37,8 @@ class RowGenerators(list[np.random.Generator]):
     """One random generator for each row of a batch.
 
     It draws as a single one does, with a `size` that begins with the number of rows. A
-    row gets the same numbers whichever rows share its batch, on any number of processes.
+    row gets the same numbers whichever rows share its batch, on any number of
+    processes.
 
     Args:
         seed: What the generators start from, together with epoch and row.

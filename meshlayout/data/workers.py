@@ -327,7 +327,7 @@ T = TypeVar("T")
 
 
 def _results(futures: "list[Future[T]]") -> list[T]:
-    """Returns the results of futures, or raises the first error and cancels the rest."""
+    """Returns the results of futures; raises the first error and cancels the rest."""
     try:
         return [future.result() for future in futures]
     finally:
