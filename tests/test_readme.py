@@ -1,4 +1,4 @@
-"""The README's program runs as it stands."""
+"""The README's program runs as it stands, and the tour names files that exist."""
 
 import os
 import re
@@ -26,3 +26,28 @@ def test_the_readme_program_trains(tmp_path: Path):
     assert any(line.startswith("up/kernel") for line in lines)
     (loss,) = [float(line.split()[1]) for line in lines if line.startswith("loss")]
     assert 0 < loss < 5
+
+
+def test_the_tour_names_files_that_exist():
+    root = README.parent
+    tour = (root / "docs" / "tour.md").read_text()
+    names = set(re.findall(r"[\w/]+\.py\b", tour))
+    files = [f"/{path.relative_to(root)}" for path in root.glob("[a-z]*/**/*.py")]
+    missing = [
+        name for name in names if not any(file.endswith(f"/{name}") for file in files)
+    ]
+    assert names
+    assert sorted(missing) == []
+
+
+def test_the_tour_names_functions_that_exist():
+    root = README.parent
+    tour = (root / "docs" / "tour.md").read_text()
+    code = "\n".join(path.read_text() for path in root.glob("meshlayout/**/*.py"))
+    names = {
+        name.split(".")[-1]
+        for name in re.findall(r"`([A-Za-z_.]+)`", tour)
+        if not name.endswith(".py") and (name.lower() != name or "." in name)
+    }
+    missing = [name for name in names if not re.search(rf"\b{name}\b", code)]
+    assert sorted(missing) == []
