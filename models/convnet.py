@@ -3,8 +3,8 @@
 Two 3x3 convolutions of 32 and 64 features, each with ReLU and 2x2 max pooling, a dense
 layer of 64 and one logit per class; no padding, so a 28x28 image becomes 5x5x64.
 
-Both variants are written for one device. How their parameters lie on a mesh is said
-in the layout maps at the foot of this file; the rules are regular expressions on the
+Both variants are written for one device. The layout maps at the foot of this file
+shard their parameters over a mesh; the rules are regular expressions on the
 parameters' paths, which are the same in both variants.
 """
 
@@ -17,9 +17,9 @@ def max_pool_2x2(x: jax.Array) -> jax.Array:
     """Returns the maximum of every 2x2 window of (batch, height, width, features).
 
     An odd last row or column is left out. Written as a reshape because the gradient of
-    `flax`'s windowed pooling is slow on CPUs (a training step takes 2.5 times as long).
-    Where several values of a window share the maximum this form splits the gradient
-    between them; after a ReLU those are zeros, which pass no gradient on.
+    Flax's windowed pooling is slow on CPUs (a training step takes 2.5 times as long).
+    If several values of a window share the maximum, this form splits the gradient
+    between them; after a ReLU those are zeros, which pass no gradient.
 
     Args:
         x: Features of shape (batch, height, width, features).

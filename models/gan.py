@@ -1,12 +1,12 @@
 """A generative adversarial network for 28x28 images, and its trainer.
 
-Two models and two optimisers: the generator makes images of noise, and the
+Two models and two optimizers: the generator makes images from noise, and the
 discriminator tells them from real ones (Goodfellow et al., "Generative Adversarial
 Nets", 2014, with the non-saturating loss). Both are updated in one compiled step; the
 rest of training is the library's.
 
-Both models are written for one device. How their parameters lie on a mesh is said in
-the layout maps at the foot of this file, whose rules fit both.
+Both models are written for one device. The layout maps at the foot of this file, whose
+rules fit both, shard their parameters over a mesh.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ class Generator(nnx.Module):
         self.output = nnx.Linear(hidden_features, 28 * 28, rngs=rngs)
 
     def __call__(self, noise: jax.Array) -> jax.Array:
-        """Returns images of shape (batch, 28, 28, 1) of noise (batch, latent)."""
+        """Returns images of shape (batch, 28, 28, 1) from noise (batch, latent)."""
         x = nnx.relu(self.hidden(noise))
         return jnp.tanh(self.output(x)).reshape(-1, 28, 28, 1)
 
@@ -59,7 +59,7 @@ def create_state(
 
     Args:
         layouts: Where the parameters go.
-        learning_rate: Of both optimisers.
+        learning_rate: Of both optimizers.
         hidden_features: Of both models.
         seed: Seeds the parameters and the noise.
     """
@@ -124,11 +124,11 @@ def gan_step(
 
 
 class GANTrainer(ml.Trainer):
-    """Trains both models: a step of its own, and the library's loop.
+    """Trains both models: a custom step in the library's loop.
 
     Args:
         state: What `create_state` returns.
-        mesh: The mesh that it lies on.
+        mesh: The mesh of the state.
     """
 
     def __init__(self, state: dict[str, ml.TrainState], mesh: ml.Mesh) -> None:

@@ -1,7 +1,7 @@
 """The tutorial's classifier, 784-128-10, in NNX and in Linen.
 
-Both variants are written for one device. How their parameters lie on a mesh is said
-in the layout maps at the foot of this file; the rules are regular expressions on the
+Both variants are written for one device. The layout maps at the foot of this file
+shard their parameters over a mesh; the rules are regular expressions on the
 parameters' paths, which are the same in both variants.
 """
 

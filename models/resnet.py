@@ -1,15 +1,15 @@
-"""A small residual network with batch normalisation, in NNX and in Linen.
+"""A small residual network with batch normalization, in NNX and in Linen.
 
 A 3x3 convolution, three residual blocks of 16, 32 and 64 features, the second and the
 third at half the height and width, the mean over all pixels, and one logit per class.
 Images may have any size.
 
 Both variants are written for one device: batch statistics are means over the batch that
-the model is given, which is the global batch on any mesh. How the parameters lie on a
-mesh is said in the layout maps at the foot of this file; the rules are regular
-expressions on the parameters' paths, which are the same in both variants. The running
-statistics are named after their layer, as `block1/norm1/mean`; Linen keeps them in a
-collection of their own, as `batch_stats/block1/norm1/mean`.
+the model sees, which is the global batch on any mesh. The layout maps at the foot of
+this file shard the parameters over a mesh; the rules are regular expressions on the
+parameters' paths, which are the same in both variants. The running statistics are named
+after their layer, as `block1/norm1/mean`; Linen keeps them in a separate collection, as
+`batch_stats/block1/norm1/mean`.
 """
 
 import flax.linen as nn
@@ -22,7 +22,7 @@ MOMENTUM = 0.9
 
 
 class Block(nnx.Module):
-    """Two 3x3 convolutions beside a shortcut, each followed by batch normalisation."""
+    """Two 3x3 convolutions and a shortcut, each followed by batch normalization."""
 
     def __init__(
         self, in_features: int, features: int, *, strides: int = 1, rngs: nnx.Rngs
@@ -48,7 +48,7 @@ class Block(nnx.Module):
 def conv(
     in_features: int, features: int, size: int, strides: int, rngs: nnx.Rngs
 ) -> nnx.Conv:
-    """Returns a convolution without a bias: the normalisation after it has one.
+    """Returns a convolution without a bias: the normalization after it has one.
 
     Args:
         in_features: Features of its input.
@@ -66,7 +66,7 @@ def conv(
 class ResNet(nnx.Module):
     """A convolution, three residual blocks, and one logit per class.
 
-    It begins in training mode, in which it normalises with the statistics of the batch
+    It begins in training mode, in which it normalizes with the statistics of the batch
     and updates the running ones; `model.eval()` and `model.train()` switch.
     """
 
@@ -113,7 +113,7 @@ class LinenBlock(nn.Module):
 
 
 def linen_conv(features: int, size: int, strides: int, name: str) -> nn.Conv:
-    """Returns what `conv` returns, in Linen.
+    """Returns the Linen counterpart of `conv`.
 
     Args:
         features: Features of its output.
@@ -126,7 +126,7 @@ def linen_conv(features: int, size: int, strides: int, name: str) -> nn.Conv:
 
 
 def linen_norm(name: str, train: bool) -> nn.BatchNorm:  # noqa: FBT001
-    """Returns a batch normalisation, of this batch or of the running statistics.
+    """Returns a batch normalization, of this batch or of the running statistics.
 
     Args:
         name: Its path.
@@ -138,7 +138,7 @@ def linen_norm(name: str, train: bool) -> nn.BatchNorm:  # noqa: FBT001
 class LinenResNet(nn.Module):
     """`ResNet` in Linen, with the same parameter paths.
 
-    With `train=True` it normalises with the statistics of the batch, and updates the
+    With `train=True` it normalizes with the statistics of the batch, and updates the
     running ones if the collection `batch_stats` is mutable.
     """
 
@@ -160,8 +160,8 @@ class LinenResNet(nn.Module):
 DATA_PARALLEL = {}
 
 # Inside each block the features are sharded over `model`: the first convolution by its
-# output features, with their normalisation, the second by its input features, so that
-# one all-reduce of each block's result is all that the forward pass sends.
+# output features, with their normalization, the second by its input features, so that
+# the forward pass needs only one all-reduce per block.
 MODEL_PARALLEL = {
     r"conv1/kernel": (..., "model"),
     r"norm1/(scale|bias|mean|var)": ("model",),
@@ -169,7 +169,7 @@ MODEL_PARALLEL = {
 }
 
 # The kernels are sharded over the axis that also shards the batch. A few numbers per
-# feature stay whole: those of the normalisation, and the output bias.
+# feature stay whole: those of the normalization, and the output bias.
 FSDP = {
     r"(stem|conv\d|projection)/kernel": (..., "batch"),
     r"output/kernel": ("batch", None),

@@ -174,7 +174,7 @@ def train(
         seed: Seeds the order of the training examples.
 
     Raises:
-        TrainingError: If the loss is not a finite number any more.
+        TrainingError: If the loss is no longer finite.
     """
     train_step, test_step = make_steps(*dataset.train.pixel_statistics())
     run = Run(title, host_arrays(state.params))
@@ -217,7 +217,7 @@ def train(
 
 @contextlib.contextmanager
 def progress_bar(name: str, num_steps: int) -> Iterator[Callable[[Totals], None]]:
-    """Shows a progress bar on a terminal; gives the function that updates it."""
+    """Shows a progress bar on a terminal; yields the function that updates it."""
     console = Console()
     with Progress(
         TextColumn("{task.description}"),

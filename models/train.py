@@ -46,7 +46,7 @@ LAYOUTS = {
 
 
 class OptionError(Exception):
-    """An option has a value that cannot be, alone or with the others."""
+    """An option has an invalid value, alone or together with the others."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def command_line() -> argparse.ArgumentParser:
     mesh.add_argument(
         "--layouts",
         choices=("data_parallel", "model_parallel", "fsdp"),
-        help="how parameters and optimiser state lie on the mesh (default: "
+        help="how parameters and optimizer state are sharded over the mesh (default: "
         "model_parallel if --mesh has an axis 'model', else data_parallel)",
     )
     mesh.add_argument(
@@ -230,7 +230,7 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Raises OptionError for the first option with a value that cannot be."""
+    """Raises OptionError for the first option with an invalid value."""
     for name in (
         "epochs",
         "global_batch_size",
@@ -265,7 +265,7 @@ def start_devices(num_virtual: int | None) -> None:
     """Starts JAX with its accelerators, or with virtual devices on a CPU."""
     with warnings.catch_warnings():
         if num_virtual is None:
-            # Who asked for no virtual devices need not hear that there are real ones.
+            # Without --virtual-devices, the warning about real accelerators is noise.
             warnings.simplefilter("ignore")
         ml.virtual_devices(num_virtual or 8)
 
@@ -295,7 +295,7 @@ def make_setting(
     try:
         mesh = ml.create_mesh(axes)
     except ml.errors.MeshError as error:
-        # The rest of that sentence is for who writes Python.
+        # The rest of that message is about the Python API.
         fact, is_count, _ = str(error).partition(", or give ")
         way = "; on CPU, --virtual-devices says how many there are" if is_count else ""
         raise OptionError(f"argument --mesh: {fact}{way}") from error
@@ -335,7 +335,7 @@ def make_setting(
 def describe_state(
     options: argparse.Namespace, num_labels: int, layouts: ml.LayoutMap
 ) -> ml.state.StateDescription[ml.TrainState]:
-    """Returns what the initial state will be; it creates nothing yet.
+    """Describes the initial state, without creating it.
 
     Raises:
         LayoutMapError: If the layouts do not fit the model.

@@ -1,11 +1,11 @@
 """A decoder-only language model in NNX and in Linen.
 
 Token and position embeddings, blocks of causal self-attention and an MLP with layer
-normalisation before each, a last normalisation, and one logit per token of the
+normalization before each, a last normalization, and one logit per token of the
 vocabulary. Sequences may be packed: tokens then attend only to their own segment.
 
-Both variants are written for one device. How their parameters lie on a mesh is said
-in the layout maps at the foot of this file; the rules are regular expressions on the
+Both variants are written for one device. The layout maps at the foot of this file
+shard their parameters over a mesh; the rules are regular expressions on the
 parameters' paths, which are the same in both variants. The blocks are the modules
 `blocks/0`, `blocks/1` and so on.
 """
@@ -60,15 +60,15 @@ def attend(
     num_heads: int,
     segment_ids: jax.Array | None,
 ) -> jax.Array:
-    """Returns what each token reads from itself and from the tokens before it.
+    """Returns causal attention: each token attends to itself and the tokens before it.
 
     Args:
         query: Shape (batch, length, features).
         key: Shape (batch, length, features).
         value: Shape (batch, length, features).
-        num_heads: Into how many heads the features are split.
-        segment_ids: Shape (batch, length), int32, or None: tokens read only from those
-            with their own number.
+        num_heads: Number of heads into which the features are split.
+        segment_ids: Shape (batch, length), int32, or None: tokens attend only to those
+            of the same segment.
 
     Returns:
         An array of shape (batch, length, features); the softmax is in float32.
@@ -142,7 +142,7 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention and an MLP, each normalised before and added to its input."""
+    """Attention and an MLP, each after layer normalization and added to its input."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
         self.attention_norm = nnx.LayerNorm(config.features, rngs=rngs)
@@ -157,7 +157,7 @@ class Block(nnx.Module):
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
-# Flax wraps lists of modules since 0.12; before, a plain list was what it held.
+# Since 0.12 Flax wraps lists of modules; before, a plain list held them.
 module_list: Callable[[list[Block]], list[Block]] = getattr(nnx, "List", list)
 
 
@@ -202,8 +202,8 @@ class Transformer(nnx.Module):
         """
         x = self.embed(tokens)
         if positions is None:
-            # A slice and not a look-up, whose gradient is scattered: that keeps the
-            # compiler from adding up the gradients of microbatches behind the loop.
+            # A slice rather than a look-up, whose gradient is a scatter: that keeps the
+            # compiler from summing the gradients of microbatches after the loop.
             length = default_positions(tokens, self.config).shape[1]
             table = self.positions.embedding[...][None, :length]
             x = self.dropout(x + table.astype(x.dtype))
@@ -321,7 +321,7 @@ def next_token_losses(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     rows the first token of a segment should get weight 0 for the same reason.
 
     Args:
-        logits: What the model gives for `tokens`: shape (batch, length, vocab_size).
+        logits: The model's logits for `tokens`: shape (batch, length, vocab_size).
         tokens: Shape (batch, length), int32.
 
     Returns:
@@ -342,8 +342,9 @@ DATA_PARALLEL = {}
 
 # Heads and hidden features are sharded over `model`: the first matrices by columns, the
 # second by rows, so that each half of a block sends one all-reduce. The embedding is
-# cut over the vocabulary, for one all-reduce more that leaves each token's features
-# whole; cut over the features, every normalisation would send. The logits stay cut.
+# sharded over the vocabulary, for one more all-reduce that leaves each token's features
+# whole; sharded over the features, every normalization would communicate. The logits
+# stay sharded.
 MODEL_PARALLEL = {
     r"(query|key|value|up)/kernel": (None, "model"),
     r"(query|key|value|up)/bias": ("model",),
@@ -353,7 +354,7 @@ MODEL_PARALLEL = {
 }
 
 # The matrices are sharded over the axis that also shards the batch. A few numbers per
-# feature stay whole: biases, and those of the normalisation.
+# feature stay whole: biases, and those of the normalization.
 FSDP = {
     r"kernel": ("batch", None),
     r"embedding": ("batch", None),

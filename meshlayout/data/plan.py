@@ -66,9 +66,9 @@ from meshlayout.errors import DataError
 from meshlayout.layout import Layout
 
 
-# By the outermost package of an object's class or one of its bases, so that no
-# framework is imported for the look. An adapter returns None for an object of its
-# package that it does not take.
+# By the outermost package of an object's class or one of its bases, so that looking
+# imports no framework. An adapter returns None for an object of its package that it
+# does not support.
 _ADAPTERS: dict[str, Callable[..., Source | None]] = {
     "grain": grain.adapt,
     "tensorflow": tensorflow.adapt,

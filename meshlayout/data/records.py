@@ -257,8 +257,8 @@ class RecordRows:
     def read_rows(self, indices: Array, epoch: int) -> Batch:
         """Returns rows, in the order asked for, as an epoch's random numbers do."""
         pieces, num_workers = self._pool.read(indices, epoch)
-        # Workers read side by side: their seconds are shared out among them. What
-        # was read is counted once, in the stage around this one.
+        # Workers read in parallel: their seconds are divided by their number. The
+        # rows are counted once, in the stage around this one.
         for stage in pieces[0].seconds:
             seconds = sum(piece.seconds[stage] for piece in pieces) / num_workers
             self._clock.add(stage, 0 if stage == "read" else len(indices), seconds)

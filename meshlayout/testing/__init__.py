@@ -1,4 +1,4 @@
-"""For users' own tests: the same numbers, the layouts and the communication expected.
+"""For users' tests: numbers equal to one device's, expected layouts and communication.
 
 Used as `ml.testing`. Every failed expectation is a `VerificationError`, which test
 runners show like a failed assertion.

@@ -29,11 +29,11 @@ class Collective:
     """One collective of a compiled program.
 
     Attributes:
-        kind: What it does, as `"all_reduce"`.
-        arrays: What it results in on each device, as `("f32[512, 10]",)`.
-        nbytes: Bytes of that.
+        kind: Its kind, such as `"all_reduce"`.
+        arrays: Its results on each device, such as `("f32[512, 10]",)`.
+        nbytes: Bytes of the results on each device.
         in_loop: Whether it is inside a loop, and so may run many times.
-        op_name: Where in the user's code it comes from, as JAX says.
+        op_name: JAX's name of the operation in the user's code.
     """
 
     kind: str
@@ -58,7 +58,7 @@ class Communication(Mapping[str, int]):
 
     @property
     def in_loops(self) -> "Communication":
-        """Those that are inside a loop, as a `scan` over layers or microbatches."""
+        """Those inside a loop, such as a `scan` over layers or microbatches."""
         return Communication(tuple(one for one in self.collectives if one.in_loop))
 
     def __getitem__(self, kind: str) -> int:
@@ -119,8 +119,8 @@ def expect_communication(
         program: A compiled step, or anything that `jax.jit` returned, to be compiled
             for `args`; what its `lower`, or `lower` and `compile`, returned; or a
             plain function `(state, batch, ...) -> (state, aux)`.
-        *args: What the step would be called with; nothing is run or used up.
-        only: Whether kinds that are not named have to be absent.
+        *args: The step's arguments; nothing is run or donated.
+        only: Whether kinds that are not named must be absent.
         in_loops: Counts of those inside a loop, by kind; a gradient's all-reduce in
             the scan over microbatches is one.
         **counts: Counts by kind: `all_reduce`, `all_gather`, `reduce_scatter`,
@@ -131,7 +131,7 @@ def expect_communication(
         The collectives of the program.
 
     Raises:
-        VerificationError: If a count is another one; every collective is listed.
+        VerificationError: If a count differs; every collective is listed.
 
     Example:
         >>> import meshlayout as ml
@@ -181,7 +181,7 @@ def _check_count(kind: str, count: Any) -> None:
 
 
 def _compiled_text(program: Any, args: tuple[Any, ...]) -> str:
-    """Compiles a program, as far as it is not compiled yet, and returns its text."""
+    """Compiles a program, unless it is compiled already, and returns its text."""
     is_made = hasattr(program, "as_text")
     if is_made and args:
         msg = (
@@ -227,7 +227,7 @@ _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 def _collectives(text: str) -> Iterator[Collective]:
     computations = _computations(text)
     looped = _in_loops(computations)
-    # A TPU's asynchronous collective is in several fusions, all with its channel.
+    # On TPUs an asynchronous collective spans several fusions with the same channel.
     channels: set[str] = set()
     for name, lines in computations.items():
         for line in lines:
@@ -291,9 +291,9 @@ def _in_loops(computations: Mapping[str, list[str]]) -> set[str]:
 
 
 def _result_type(match: re.Match[str]) -> str:
-    """Returns the type of what a collective results in.
+    """Returns the type of a collective's result.
 
-    Those that only start hold their operands, too; all-reduce's does not.
+    The result of a `-start` operation includes its operands, except for all-reduce.
     """
     text = match["type"]
     if not match["start"] or match["kind"] == "all-reduce":

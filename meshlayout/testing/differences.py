@@ -23,7 +23,7 @@ class Difference:
         array: Its dtype, shape and layout on the mesh, as `f32[512@batch, 10]`.
         step: The step after which it was compared, from 1.
         largest: The largest difference; infinite where one value alone is NaN.
-        allowed: The largest difference that is let pass.
+        allowed: The largest difference that passes.
         index: Where it is.
         on_mesh: The value there, as text.
         on_one_device: The value there on one device.
@@ -48,11 +48,11 @@ class Difference:
 
     @property
     def is_too_large(self) -> bool:
-        """Whether the two values are not the same."""
+        """Whether the two values differ."""
         return bool(self.kinds) or self.num_different > 0
 
     def allowing(self, allowed: float) -> "Difference":
-        """Returns the difference with more that is let pass."""
+        """Returns the difference with a larger allowance."""
         if self.distances is None or allowed <= self.allowed:
             return self
         different = int(np.count_nonzero(self.distances > allowed))
@@ -60,7 +60,7 @@ class Difference:
 
     @property
     def badness(self) -> tuple[bool, float]:
-        """What the worst of several steps is found by."""
+        """The sort key that finds the worst of several steps."""
         relative = self.largest / self.allowed if self.allowed else self.largest
         return self.is_too_large, relative
 
@@ -69,7 +69,7 @@ class Difference:
 class Tolerance:
     """How far the floats of a leaf may be apart; see `verify`.
 
-    None stands for what dtypes suggest.
+    None derives a tolerance from the dtypes.
 
     Attributes:
         rtol: Relative to the leaf's largest value.
@@ -82,7 +82,7 @@ class Tolerance:
     eps: float
 
     def allowed(self, dtype: Any, largest: float, largest_change: float) -> float:
-        """Returns the largest difference that is let pass.
+        """Returns the largest difference that passes.
 
         Args:
             dtype: The leaf's.
@@ -119,13 +119,13 @@ def compare(
 
     Args:
         step: The number of the step, from 1.
-        on_mesh: What the step gave on the mesh, by path.
-        on_one: What the reference gave.
-        start: What the reference's state was before the first step.
-        tolerance: What is let pass.
+        on_mesh: The step's results on the mesh, by path.
+        on_one: The reference's results.
+        start: The reference's state before the first step.
+        tolerance: The tolerance.
 
     Raises:
-        VerificationError: If they are other leaves.
+        VerificationError: If the two sets have different paths.
     """
     if on_mesh.keys() != on_one.keys():
         lost = [repr(path) for path in on_mesh if path not in on_one]

@@ -16,7 +16,7 @@ _MAX_SHOWN = 10
 
 
 class VerificationError(MeshLayoutError, AssertionError):
-    """A step, a layout or a program is not what a test expects of it."""
+    """A step, a layout or a program differs from what a test expects."""
 
 
 def leaf_text(x: Leaf) -> str:
@@ -35,10 +35,10 @@ def leaf_text(x: Leaf) -> str:
 
 
 def assert_layout(x: Any, expected: Any) -> None:
-    """Checks how arrays lie.
+    """Checks the layouts of arrays.
 
-    Layouts are compared by what they mean: every device has to hold the same piece,
-    whatever the axes are called and of whatever size 1 they are.
+    Layouts are compared by their effect: every device must hold the same piece,
+    whatever the names of the axes; axes of size 1 make no difference.
 
     Args:
         x: An array, an abstract array with a sharding, or a tree of such: a module,
@@ -49,8 +49,8 @@ def assert_layout(x: Any, expected: Any) -> None:
             which is resolved for the tree.
 
     Raises:
-        VerificationError: If arrays lie otherwise, or there are none.
-        LayoutError: If what is expected is no layout, or does not fit.
+        VerificationError: If a layout differs, or there are no arrays.
+        LayoutError: If `expected` is not a layout, or does not fit.
         LayoutMapError: If the map does not fit the tree.
 
     Example:
@@ -78,7 +78,7 @@ def assert_layout(x: Any, expected: Any) -> None:
 
 
 def _wrong(leaf: _paths.Leaf, expected: Any) -> str:
-    """Says how an array lies, if it is not as expected."""
+    """Describes an array's layout, if it is not the expected one."""
     where = " ".join(filter(None, [leaf.path, leaf_text(leaf.value)]))
     if not isinstance(leaf.value, (jax.Array, jax.ShapeDtypeStruct)):
         return f"{where}: it is on no mesh, and {expected!r} was expected."

@@ -1,4 +1,4 @@
-"""The same program on one device: its mesh, its arrays and what is in force there."""
+"""The same program on one device: its mesh, its arrays and its active mesh."""
 
 import contextlib
 import warnings
@@ -42,7 +42,7 @@ def one_device_mesh(mesh: Mesh | jax.sharding.Mesh) -> Mesh:
 
 @contextlib.contextmanager
 def alone(mesh: Mesh) -> Iterator[None]:
-    """Puts meshes of one device, and no layouts, in place of what is in force.
+    """Replaces the active mesh by one of one device, and layout maps by none.
 
     Args:
         mesh: A mesh of one device.
@@ -66,7 +66,7 @@ def to_one_device(tree: Any, mesh: Mesh) -> Any:
 
 
 def copied(tree: Any) -> Any:
-    """Copies the arrays of a tree, each where it lies."""
+    """Copies the arrays of a tree, each on its own devices."""
     return jax.tree.map(_copied, tree)
 
 

@@ -1,10 +1,10 @@
 """Train and eval steps as hand-written Flax and Optax on one device, for `verify`.
 
-A step that is compared with itself on one device agrees with itself, also where it is
-wrong on both. So what `make_train_step` and `make_eval_step` were told is written out
-here once more, with nothing of what makes those steps: no call of a layer is
-intercepted, padding is cut off instead of masked, losses are averaged here,
-microbatches are a Python loop, and everything is computed in the parameters' dtype.
+A step compared with itself on one device agrees with itself even if it is wrong on
+both. So the options of `make_train_step` and `make_eval_step` are implemented here a
+second time, sharing no code with those steps: no call of a layer is intercepted,
+padding is cut off instead of masked, losses are averaged here, microbatches are a
+Python loop, and everything is computed in the parameters' dtype.
 """
 
 import functools
@@ -41,7 +41,7 @@ _UNBOUND_AXIS = re.compile(r"unbound axis name: (\w+)")
 
 @dataclass(frozen=True)
 class Forward:
-    """What a loss function and a model gave for some rows.
+    """The results of a loss function and a model for some rows.
 
     Attributes:
         parts: The parts of the loss by name, divided by the whole batch's denominator.
@@ -236,7 +236,7 @@ def _has_batch_norm(state: TrainState) -> bool:
 
 
 class PlainEvalStep:
-    """What an eval step does, in plain Flax.
+    """An eval step in plain Flax.
 
     Args:
         step: What `make_eval_step` returned.
@@ -276,7 +276,7 @@ class PlainEvalStep:
 
 
 class PlainTrainStep:
-    """What a train step does, in plain Flax and Optax.
+    """A train step in plain Flax and Optax.
 
     Args:
         step: What `make_train_step` returned.
@@ -340,7 +340,7 @@ class PlainTrainStep:
         return traced.jaxpr.jaxpr
 
     def prepared(self, state: TrainState) -> TrainState:
-        """Returns the state with what the step keeps besides, as it begins."""
+        """Returns the initial state with the extra arrays that the step keeps."""
         update = self._plan.update
         extra = dict(state.extra)
         if update.ema is not None and "ema" not in extra:
@@ -401,7 +401,7 @@ class PlainTrainStep:
         return weights is None or bool(np.any(np.asarray(weights) != 0))
 
     def _seen(self, batch: Batch, before: PyTree, after: PyTree) -> PyTree:
-        """Returns the model's state after a microbatch; padding teaches it nothing."""
+        """Returns the state after a microbatch; padding alone changes no floats."""
         if self._is_any_real(batch):
             return after
         return jax.tree.map(
@@ -512,13 +512,13 @@ def _with_axes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _filled(mask: list[bool], chosen: list[Any], rest: list[Any]) -> list[Any]:
-    """Returns the chosen leaves in their places, and the others from the rest."""
+    """Merges the chosen leaves back into the rest, each in its place."""
     new = iter(chosen)
     return [next(new) if is_in else x for x, is_in in zip(rest, mask, strict=True)]
 
 
 def _part(batch: Batch, index: int, count: int) -> Batch:
-    """Returns the rows of a microbatch: every so many-th of the batch."""
+    """Returns the rows of a microbatch: every `num_microbatches`-th of the batch."""
     return jax.tree.map(
         lambda leaf: leaf[index::count] if np.ndim(leaf) else leaf, batch
     )
@@ -537,7 +537,7 @@ def _sum(sums: list[jax.Array], grads: list[jax.Array]) -> list[jax.Array]:
 def _values(
     parts: list[dict[str, jax.Array]], weights: list[float], users: Metrics
 ) -> dict[str, Any]:
-    """Returns what a step's metrics show, by name: means over a call's batches."""
+    """Returns a step's metrics by name: means over a call's batches."""
     named = [
         {"loss": sum(one.values()), **(one if len(one) > 1 else {})} for one in parts
     ]

@@ -1,11 +1,11 @@
-"""How much of a difference is rounding: the reference, run again a little beside.
+"""How much of a difference is rounding: the reference, rerun with perturbed inputs.
 
 A gradient that is zero in exact arithmetic (of a convolution's bias before BatchNorm)
 is nothing but rounding, and Adam makes whole steps of it; a fixed tolerance is then
 either a false alarm or blind. So where values differ, the reference runs again from
-parameters and batches that are off by one rounding error each. What that changes is
-what rounding may change: the size of all that was added up, carried through the
-optimizer and through the steps before.
+parameters and batches that are off by one rounding error each. The resulting change is
+what rounding may cause: it scales with the sums, and is carried through the optimizer
+and through earlier steps.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,10 +20,10 @@ from meshlayout._annotations import PyTree
 
 
 Values: TypeAlias = dict[str, np.ndarray]
-"""The leaves of a state and of what a step returns besides, by path, on the host."""
+"""The leaves of a state and of a step's other results, by path, on the host."""
 
-# Errors are made anew at every operation, and in another order on every mesh. Measured
-# for convolutions and perceptrons in float32, bfloat16 and float16: up to 5 times.
+# Every operation rounds again, and in another order on every mesh. Measured for
+# convolutions and perceptrons in float32, bfloat16 and float16: up to 5 times.
 _FACTOR = 8
 _NUM_RUNS = 3
 
@@ -58,7 +58,7 @@ class RoundingErrors:
         self._step = 0
 
     def after(self, step: int, expected: Values) -> dict[str, float]:
-        """Returns by how much each leaf may differ after a step, by path.
+        """Returns how much each leaf may differ after a step, by path.
 
         Args:
             step: The step's number, from 1.
@@ -91,7 +91,7 @@ class RoundingErrors:
             if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
                 return leaf
             values = np.asarray(leaf).astype(np.float64)
-            # Masks, counts and labels mean something else if they are not whole.
+            # Masks, counts and labels are whole numbers, and must stay so.
             if not np.any(values != np.round(values)):
                 return leaf
             eps = max(self._eps, float(jnp.finfo(dtype).eps))
@@ -104,7 +104,7 @@ class RoundingErrors:
 
 
 def changes(values: Values, start: Values) -> Values:
-    """Returns floats as what was added to them since the start.
+    """Returns the change of floats since the start.
 
     A parameter's own rounding is not that of its update, which is much smaller.
     """
@@ -128,7 +128,7 @@ def _distance(values: np.ndarray, expected: np.ndarray) -> float:
 
 
 def coarsest(dtypes: Iterable[Any]) -> Any:
-    """Returns the floating-point dtype that rounds most; None of none.
+    """Returns the floating-point dtype that rounds most; None if there is none.
 
     Example:
         >>> coarsest(["float32", "bfloat16", "int32"])

@@ -32,15 +32,15 @@ Step: TypeAlias = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Verification:
-    """That a step computes on meshes what it computes on one device.
+    """The result of `verify`: a step computes on meshes what it computes on one device.
 
     Text by `str` or `print`, a table in notebooks.
 
     Attributes:
         meshes: The meshes.
         num_steps: How many steps were compared on each.
-        differences: One `Difference` per leaf of the state and of what else the step
-            returns, from the mesh and the step where it was largest.
+        differences: One `Difference` per leaf of the state and of the step's other
+            results, from the mesh and the step where it was largest.
     """
 
     meshes: tuple[Mesh, ...]
@@ -106,8 +106,8 @@ def verify(
       (`default_mesh`, `jax.set_mesh`) is `one_device_mesh(mesh)` there, and `constrain`
       leaves values where they are.
 
-    Compared are all leaves of the new state and of what the step returns besides, or
-    the metrics by name. Integers and PRNG keys must be equal; NaN is equal to NaN.
+    It compares all leaves of the new state and of the step's other results, or the
+    metrics by name. Integers and PRNG keys must be equal; NaN is equal to NaN.
     Floats may be apart by the rounding of sums in another order, relative to the leaf's
     largest value; by the rounding of the dtype that the step computes in, relative to
     how much the leaf has changed; and by what rounding was seen to do to the leaf.
@@ -126,7 +126,7 @@ def verify(
             (state, aux)` is compiled first.
         state: A state on a mesh of several devices.
         batch: The global batch, for every step; or an iterator over batches, such as
-            `iter([first, second])`, which gives each step its own.
+            `iter([first, second])`, one for each step.
         *args: Further arguments of the step.
         rtol: Relative tolerance, instead of what the dtypes suggest: 128 times the
             rounding error of sums and 4 times that of the leaf's own dtype, which is
@@ -204,7 +204,7 @@ def verify(
 
 @dataclass(frozen=True)
 class _Arguments:
-    """What a step is run with: a state, a batch for every step, and the rest."""
+    """The arguments of a step: a state, a batch for every step, and the rest."""
 
     state: PyTree
     batches: list[Batch]
@@ -288,7 +288,7 @@ def _is_batch(value: object) -> bool:
 
 
 def _pair(name: str, result: Any, state: PyTree) -> tuple[PyTree, PyTree]:
-    """Returns what a step returned: a state and the rest, or metrics alone."""
+    """Returns a step's result as the state and the rest, or metrics alone."""
     if isinstance(result, Metrics):
         return state, result
     if not isinstance(result, tuple) or len(result) != 2:
@@ -331,7 +331,7 @@ def _batches(batch: Batch, num_steps: int) -> list[Batch]:
 
 
 def _mesh_of(state: PyTree, rest: PyTree) -> Mesh:
-    """Returns the mesh of several devices that a step's arguments lie on."""
+    """Returns the mesh of several devices of a step's arguments."""
     values = [leaf.value for leaf in _paths.flatten(state).leaves]
     leaves = (*values, *jax.tree.leaves(rest))
     shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
@@ -395,7 +395,7 @@ def _moved(
 
 
 class _Reference:
-    """What a step is compared with.
+    """The reference that a step is compared with.
 
     Attributes:
         state: The state to begin with, on one device.
@@ -513,7 +513,7 @@ def _as_kinds(expected: Values, found: Mapping[str, Leaf]) -> Values:
     }
 
 
-# What is said.
+# Messages.
 
 
 def _message(mesh: Mesh, differences: list[Difference]) -> str:

@@ -19,7 +19,7 @@ class ArrayBatches:
     Args:
         arrays: A dict, tuple or array, with one row per example.
         batch_size: Rows of a global batch; the last one of an epoch may have fewer.
-        shuffle: Whether each epoch has an order of its own.
+        shuffle: Whether each epoch has a new order.
 
     Example:
         >>> batches = ArrayBatches(np.arange(5), 2, shuffle=False)
@@ -72,7 +72,7 @@ class ArrayBatchIterator(Iterator[Batch]):
         return batch
 
     def get_state(self) -> dict[str, int]:
-        """Returns the position, as JSON holds it."""
+        """Returns the position as JSON values."""
         return {"epoch": self._epoch, "row": self._row}
 
     def set_state(self, state: Mapping[str, int]) -> None:
@@ -93,7 +93,7 @@ def batches_from(
     """Returns arrays as batches; other data as it is.
 
     Args:
-        where: The method that was called, for messages.
+        where: The method that was called, for error messages.
         name: What it calls the data.
         data: What the user gave: arrays, or batches.
         labels: Further arrays of the same examples, or None.
@@ -136,7 +136,7 @@ def batches_from(
 
 
 def are_arrays(data: Any) -> bool:
-    """Returns whether data is arrays with a row per example, and not batches of them.
+    """Returns whether data is arrays with a row per example rather than batches.
 
     Example:
         >>> x = np.ones((4, 2))

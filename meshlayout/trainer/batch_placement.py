@@ -3,8 +3,8 @@
 Steps are compiled for one shape, and a mesh divides rows into equal shards. So short
 batches are padded to the size of the first, and weights of 0 mark the padding. Where
 nothing can mark it (a loss function that returns a mean, a tuple without a place for
-weights), a short batch keeps its size: it is a program of its own and, if its rows do
-not divide, computed whole on every device. Its numbers are right either way.
+weights), a short batch keeps its size: it compiles a second program and, if its rows do
+not divide, is computed whole on every device. Its numbers are right either way.
 """
 
 import inspect
@@ -51,7 +51,7 @@ class PlacedBatch:
         batch: The batch, on the mesh.
         num_examples: Its rows without those that were added here.
         host: The batch as it came, if it was placed here.
-        is_odd: Whether it has another size than the first, and so its own program.
+        is_odd: Whether its size differs from the first, so that it compiles again.
     """
 
     batch: Batch
@@ -63,12 +63,12 @@ class PlacedBatch:
 class BatchPlacer:
     """Puts the batches of one dataset on the mesh, all in one size.
 
-    Batches with arrays that their maker placed are left alone. Others get weights,
+    Batches whose arrays are already on devices are left alone. Others get weights,
     padding up to the size of the first batch (rounded up to a multiple of the shards; a
     larger batch is rounded up itself), and the layout.
 
     Args:
-        layout: How batches lie; None leaves them to JAX.
+        layout: The layout of batches; None leaves them to JAX.
         weights: Where a batch carries its weights, as for `make_train_step`.
         pad: Whether batches get weights and padding.
         needs_weights: Whether padding has to be marked by weights; if not, batches
@@ -128,10 +128,10 @@ class BatchPlacer:
         return PlacedBatch(self._placed(batch), rows, host, is_odd)
 
     def stop_weighting(self, batch: Batch | None) -> bool:
-        """Gives batches no weights from now on, and pads no more.
+        """Stops adding weights and padding to batches.
 
         Args:
-            batch: A batch as it came; None if its maker placed it.
+            batch: A batch as it came; None if it was already on devices.
 
         Returns:
             Whether that changes anything for this batch.
@@ -142,7 +142,7 @@ class BatchPlacer:
         return True
 
     def real_rows(self, placed: PlacedBatch) -> Any:
-        """Returns what selects the rows that came.
+        """Returns the index of the user's rows.
 
         Padding of `distribute_dataset` did not; rows of weight 0 of the user's did.
         """
@@ -153,7 +153,7 @@ class BatchPlacer:
         return np.any(weights != 0, axis=tuple(range(1, weights.ndim)))
 
     def difference(self, batch: Batch) -> str:
-        """Says how a batch is unlike the first one; nothing if it is like it."""
+        """Describes how a batch differs from the first one; empty if it does not."""
         kind = _kind(batch)
         if kind != self._first_kind:
             return f"it is {kind}, and the first batch is {self._first_kind}"
@@ -221,7 +221,7 @@ class BatchPlacer:
 
 
 def mesh_of(state: PyTree) -> Mesh | None:
-    """Returns the mesh that a state lies on, or None if it lies on none."""
+    """Returns the mesh of a state, or None if it is not on one."""
     for leaf in jax.tree.leaves(state):
         sharding = _jax.sharding_of(leaf)
         if isinstance(sharding, NamedSharding):
@@ -304,7 +304,7 @@ def outputs_of(loss_fn: Callable[..., Any]) -> Callable[[Any, Batch], PyTree]:
 
 
 def real_outputs(placer: BatchPlacer, placed: PlacedBatch, outputs: PyTree) -> PyTree:
-    """Returns the rows that came, on the host.
+    """Returns the outputs of the user's rows, on the host.
 
     Args:
         placer: What put the batch on the mesh.
@@ -312,7 +312,7 @@ def real_outputs(placer: BatchPlacer, placed: PlacedBatch, outputs: PyTree) -> P
         outputs: A tree of arrays with one row per example.
 
     Raises:
-        MeshLayoutError: If an output has other rows.
+        MeshLayoutError: If an output has a different number of rows.
     """
     rows, size = placer.real_rows(placed), num_examples(placed.batch)
 

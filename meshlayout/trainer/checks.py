@@ -1,4 +1,4 @@
-"""What is refused before training begins, and what a user's own step may return."""
+"""Checks of a trainer's options, data and callbacks, and of what user steps return."""
 
 import inspect
 from collections.abc import Collection, Iterable, Mapping
@@ -38,7 +38,7 @@ def check_options(
 def check_needless(
     metrics: Mapping[str, Any] | None, options: Mapping[str, Any]
 ) -> None:
-    """Raises for options of steps that are not made, as there is no loss function."""
+    """Raises for options of `make_train_step` if there is no loss function."""
     names = [name for name in options if name not in ("weights", "steps_per_call")]
     names += [] if metrics is None else ["metrics"]
     if names:
@@ -50,7 +50,7 @@ def check_needless(
 
 
 def check_weights(data: object, weights: str | int) -> None:
-    """Raises MeshLayoutError if batches carry weights where the trainer sees none.
+    """Raises MeshLayoutError if batches carry weights that the trainer would ignore.
 
     Args:
         data: What the trainer is given.
@@ -88,7 +88,7 @@ def as_callbacks(callbacks: Any) -> list[Callback]:
 
 
 def _way_out(value: Any) -> str:
-    """Says how to make a callback of what is not one."""
+    """Returns a hint how to turn an object into a callback."""
     if isinstance(value, type) and issubclass(value, Callback):
         return f"Give an instance of it, {value.__name__}(...)."
     return (
@@ -102,7 +102,7 @@ def not_like_the_first(where: str, difference: str) -> MeshLayoutError:
 
     Args:
         where: Which batch.
-        difference: How it is unlike the first one.
+        difference: How it differs from the first one.
     """
     msg = (
         f"{where} is not like the first one: {difference}. All batches of a dataset "
@@ -116,7 +116,7 @@ def _text(result: Any) -> str:
 
 
 def as_pair(trainer: "Trainer", result: Any) -> tuple[Any, Any]:
-    """Returns what a train step returned: a pair.
+    """Returns a train step's result, checked to be a pair.
 
     Args:
         trainer: Whose step.
@@ -153,7 +153,7 @@ def check_metrics(trainer: "Trainer", step: str, metrics: Any) -> None:
 
 
 def missing(trainer: "Trainer", step: str) -> str:
-    """Returns the message for a step that was neither made nor written."""
+    """Returns the message for a step with neither a loss function nor an override."""
     name = type(trainer).__name__
     return (
         f"{name} has no loss function to make its {step} from: give loss_fn, or "

@@ -1,4 +1,4 @@
-"""Epochs: passes over the data, how far a trainer is in them, and what steps take."""
+"""Epochs: passes over the data, the position in them, and the batches of steps."""
 
 import logging
 import operator
@@ -21,7 +21,7 @@ _END = object()
 
 @dataclass(frozen=True)
 class TrainingPosition:
-    """How far a trainer is, in numbers that the host knows without the device.
+    """How far training is, in numbers that the host knows without the device.
 
     Attributes:
         epoch: The epoch, from 1.
@@ -61,7 +61,8 @@ class DataPasses:
         input: The passes, whose position can be saved.
 
     Raises:
-        MeshLayoutError: If it is not such data, or an iterator for several epochs.
+        MeshLayoutError: If the data is of another type, or an iterator for several
+        epochs.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class DataPasses:
         self._begun, self._has_batches = num_done, True
 
     def epoch(self) -> Iterator[Batch]:
-        """Yields the batches of the next epoch; those without rows are left out.
+        """Yields the batches of the next epoch; empty ones are skipped.
 
         Raises:
             MeshLayoutError: If there is none.
@@ -135,7 +136,7 @@ class DataPasses:
             yield batch
 
     def _next(self) -> Any:
-        """Returns the next batch, of a new pass if need be."""
+        """Returns the next batch, starting a new pass if necessary."""
         batch = next(self.input, _END)
         if batch is _END:
             self.input.begin()

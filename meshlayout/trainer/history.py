@@ -1,4 +1,4 @@
-"""`History`: what the epochs of a trainer measured."""
+"""`History`: the metrics of a trainer's epochs."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ from meshlayout.errors import MeshLayoutError, did_you_mean
 
 
 class History(Mapping[str, list[Any]]):
-    """What was measured in each epoch: a mapping from names to lists of values.
+    """The metrics of each epoch: a mapping from names to lists of values.
 
     Values are floats, or NumPy arrays of metrics that have dims. An epoch in which a
     name was not measured has NaN there.
@@ -105,7 +105,7 @@ class History(Mapping[str, list[Any]]):
 
 
 def number_text(value: float) -> str:
-    """Returns a number with four significant digits, always as many characters.
+    """Returns a number with four significant digits, at a fixed width.
 
     Example:
         >>> number_text(0.81), number_text(12.345), number_text(2.0), number_text(1e-5)
@@ -115,7 +115,7 @@ def number_text(value: float) -> str:
 
 
 def _column(values: Sequence[Any]) -> list[str]:
-    """Returns the texts of a column: as many decimals in each row as one needs."""
+    """Returns the texts of a column, with the same number of decimals in each row."""
     texts = [_text(value) for value in values]
     plain = [text for text in texts if text.lstrip("-").replace(".", "", 1).isdigit()]
     decimals = max((len(text.partition(".")[2]) for text in plain), default=0)

@@ -5,7 +5,7 @@ import threading
 from typing import Any, Self
 
 
-# A step that hangs in Python can be ended all the same.
+# So that a step that hangs in Python can still be interrupted.
 _MAX_HELD = 2
 
 
@@ -36,7 +36,7 @@ class Interrupts:
 
 
 class _Held:
-    """A stretch of code in which a signal waits."""
+    """A block of code in which a signal is deferred."""
 
     def __init__(self) -> None:
         self.handler: Any = None
@@ -44,7 +44,7 @@ class _Held:
         self._waiting: list[tuple[int, Any]] = []
 
     def on_signal(self, number: int, frame: Any) -> None:
-        """Handles a signal now, or at the end of the stretch."""
+        """Handles a signal now, or at the end of the block."""
         if not self._is_holding or len(self._waiting) >= _MAX_HELD:
             self._waiting.clear()
             self.handler(number, frame)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def in_order(callbacks: Sequence[Callback], *, progress: bool) -> list[Callback]:
     """Returns the callbacks in the order of their calls: those that save are last.
 
-    So what others have done at a step, as stopping, is saved with it.
+    So the effects of the others at a step, such as stopping, are saved with it.
 
     Args:
         callbacks: What the user gave.
@@ -62,7 +62,7 @@ class Saver:
             self._preemption.__exit__(kind, error, trace)
 
     def check_new(self, step: int) -> None:
-        """Refuses directories with steps that this training would not have made.
+        """Refuses directories with steps that this run would not have saved.
 
         Args:
             step: Where training begins.
@@ -94,7 +94,7 @@ class Saver:
 
 
 def _others(directory: Any, step: int, later: Sequence[int]) -> str:
-    """Returns the message for steps that another training has made."""
+    """Returns the message for steps that another run has saved."""
     last = later[-1]
     has = f"step {last}" if len(later) == 1 else f"{len(later)} steps up to {last}"
     return (
@@ -107,7 +107,7 @@ def _others(directory: Any, step: int, later: Sequence[int]) -> str:
 def resume_fit(
     trainer: "Trainer", saved: Checkpoint | None, group_size: int
 ) -> Metrics | None:
-    """Puts a trainer where it was when the newest intact checkpoint was made.
+    """Restores a trainer from the newest intact checkpoint.
 
     Args:
         trainer: The trainer, at the beginning of a `fit`.
@@ -118,7 +118,7 @@ def resume_fit(
         The metrics of the epoch so far; None if it is over, or there is no checkpoint.
 
     Raises:
-        MeshLayoutError: If nothing saves.
+        MeshLayoutError: If there is no `Checkpoint`.
         CheckpointError: If the checkpoint cannot be resumed from.
     """
     training_input = trainer.input

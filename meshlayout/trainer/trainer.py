@@ -88,8 +88,8 @@ class Trainer:
     callback asks for a value. A subclass may define `train_step`, `eval_step` or
     `predict_step` with these signatures, and the state may then be any tree of arrays.
 
-    Data is an iterable of batches, or arrays and a `batch_size`. Batches that their
-    maker placed on devices are used unchanged. Others, of NumPy arrays, are sharded
+    Data is an iterable of batches, or arrays and a `batch_size`. Batches that are
+    already on devices are used unchanged. Others, of NumPy arrays, are sharded
     over the mesh, and a short one is padded to the size of the first, so that one
     program serves all; for that they carry weights, under the key `weight` of a dict
     (or another one, `weights=`), or last in a tuple if `weights` is that place. The
@@ -102,7 +102,7 @@ class Trainer:
             training; `trainer.state` is always the newest.
         loss_fn: As for `make_train_step`. A subclass that overrides the steps needs
             none.
-        metrics: What is measured besides the loss, by name; in training and validation.
+        metrics: Metrics besides the loss, by name; in training and validation.
         layouts: The layout map that `constrain` follows in the model.
         predict_fn: A function of the model, in evaluation mode, and a batch, for
             `predict`; the outputs of the loss function if left out.
@@ -192,9 +192,9 @@ class Trainer:
         layouts: LayoutMap | None,
         options: StepOptions,
     ) -> None:
-        """Makes the steps; nothing is compiled before it is called."""
+        """Makes the steps; each is compiled when it is first called."""
         self._many = self._one = self._evaluating = self._predicting = None
-        # Data of another batch size is no accident where it is only measured.
+        # Evaluating with a different batch size is legitimate, so it does not warn.
         measuring: StepOptions = {"on_recompile": "ignore", **options}
         predicting = _options_for(make_predict_step, measuring)
         if self._loss_fn is not None:
@@ -322,14 +322,14 @@ class Trainer:
             resume: Whether to resume from the newest checkpoint of the first
                 `Checkpoint`. Where there is none, training begins as without. Without
                 it, a directory must hold no step after the one that training begins
-                at: it would be taken for this training's.
+                at: it would be mistaken for one of this run.
 
         Returns:
             The history of all epochs, including those of an earlier `fit`.
 
         Raises:
-            MeshLayoutError: If an argument is wrong, the data gives no batch, or a
-                batch is not like the first one; with `resume`, if there is no
+            MeshLayoutError: If an argument is wrong, the data yields no batch, or a
+                batch differs from the first one; with `resume`, if there is no
                 `Checkpoint`.
             CheckpointError: If the checkpoint cannot be resumed from; its message says
                 why, and a note whether the trainer's state is used up. Without
@@ -409,8 +409,8 @@ class Trainer:
             The values by name, as floats; those of metrics with dims as NumPy arrays.
 
         Raises:
-            MeshLayoutError: If it is not such data, gives no batch, or a batch is not
-                like the first one.
+            MeshLayoutError: If the data is of another type, yields no batch, or a
+                batch differs from the first one.
         """
         data = batches_from("evaluate", "data", data, labels, batch_size)
         return self._evaluate("evaluate", DataPasses("data", data), self._placer(data))
@@ -430,8 +430,8 @@ class Trainer:
             tree of NumPy arrays with one row per example.
 
         Raises:
-            MeshLayoutError: If it is not such data, gives no batch, or an output has
-                not one row per example.
+            MeshLayoutError: If the data is of another type, yields no batch, or an
+                output does not have one row per example.
         """
         data = batches_from("predict", "data", data, None, batch_size)
         placer = self._placer(data, needs_weights=False)
@@ -441,7 +441,7 @@ class Trainer:
             with self._located(f"predict: batch {number}", [batch], placer):
                 placed = placer(batch)
                 outputs = self.predict_step(self.state, placed.batch)
-            # Read while the device is at the next batch.
+            # Read while the device computes the next batch.
             if pending is not None:
                 predictions.append(real_outputs(placer, *pending))
             pending = placed, outputs
@@ -468,7 +468,7 @@ class Trainer:
         done = len(self.history.epochs)
         step = self.position.step
         if isinstance(self.state, TrainState):
-            step = int(self.state.step)  # the one wait, before the loop
+            step = int(self.state.step)  # the only wait, before the first step
         self.position = TrainingPosition(
             done, done + epochs, step, steps_per_epoch=passes.num_steps
         )
@@ -569,7 +569,7 @@ class Trainer:
     def _located(
         self, where: str, batches: list[Batch], placer: BatchPlacer
     ) -> Iterator[None]:
-        """Says of an error which batch it comes from, and how that is unlike others."""
+        """Adds to an error its batch, and how that differs from the first one."""
         try:
             yield
         except Exception as error:
@@ -586,7 +586,7 @@ class Trainer:
         callbacks: Sequence[Callback],
         validation: tuple[DataPasses, BatchPlacer] | None,
     ) -> None:
-        """Reads the epoch's metrics, and validates; an epoch of no step is none."""
+        """Reads the epoch's metrics and validates; drops an epoch without steps."""
         metrics, self._so_far = self._so_far, None
         now = self.position
         if passes.is_over:
@@ -665,14 +665,14 @@ class Trainer:
     def _placer(self, data: Data, *, needs_weights: bool = True) -> BatchPlacer:
         check_weights(data, self._weights)
         layout = data_layout(mesh_of(self.state), self._data_layout)
-        # Once batches carry weights all do: without would be another program.
+        # Once one batch carries weights, all do: otherwise the step compiles twice.
         pad = self._has_padded or (self._pad and not is_even(data, layout))
         self._has_padded = pad = pad and not self._takes_no_weights
         return BatchPlacer(layout, self._weights, pad=pad, needs_weights=needs_weights)
 
 
 def _hosts(group: list[PlacedBatch]) -> list[Batch]:
-    """Returns batches as they came, as far as the trainer placed them."""
+    """Returns the host batches of those that the trainer placed."""
     return [placed.batch if placed.host is None else placed.host for placed in group]
 
 
@@ -688,6 +688,6 @@ def _check_loss_fn(loss_fn: Any) -> None:
 
 
 def _options_for(make: Callable[..., Any], options: StepOptions) -> dict[str, Any]:
-    """Returns the options that a maker of steps takes."""
+    """Returns the options that a `make_*_step` function accepts."""
     taken = inspect.signature(make).parameters
     return {name: value for name, value in options.items() if name in taken}

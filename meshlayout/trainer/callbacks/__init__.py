@@ -1,4 +1,4 @@
-"""What a trainer can do besides training, and the base class for your own."""
+"""Callbacks of a trainer, and the base class for your own."""
 
 from meshlayout.trainer.callbacks.callback import Callback as Callback
 from meshlayout.trainer.callbacks.checkpoint import Checkpoint as Checkpoint

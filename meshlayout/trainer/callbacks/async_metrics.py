@@ -1,4 +1,4 @@
-"""Metrics that are read once the device has computed them, so that nobody waits."""
+"""Metrics that are read once the device has computed them, without blocking."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -40,7 +40,7 @@ class AsyncMetrics:
         self._waiting.append((position, Metrics(local).compute()))
 
     def ready(self) -> Iterator[tuple[TrainingPosition, dict[str, float]]]:
-        """Yields what is ready, oldest first: the values that are one number."""
+        """Yields the scalar values that are ready, oldest first."""
         while self._waiting and all(
             getattr(leaf, "is_ready", _always_ready)()
             for leaf in jax.tree.leaves(self._waiting[0][1])
@@ -48,7 +48,7 @@ class AsyncMetrics:
             yield self._first()
 
     def drain(self) -> Iterator[tuple[TrainingPosition, dict[str, float]]]:
-        """Yields all the rest, and waits for it."""
+        """Yields all remaining values, waiting for them."""
         while self._waiting:
             yield self._first()
 
@@ -67,7 +67,7 @@ def _always_ready() -> bool:
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the values that are one number each.
+    """Returns the scalar values.
 
     Args:
         values: Values by name: numbers and arrays.
@@ -76,7 +76,7 @@ def numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _local(leaf: Leaf) -> Leaf:
-    """Returns this process's copy of what is the same everywhere."""
+    """Returns this process's copy of a replicated array."""
     if isinstance(leaf, jax.Array) and leaf.is_fully_replicated:
         return leaf.addressable_data(0)
     return leaf

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 class Callback:
     """Code that a trainer calls as it goes; override what you need.
 
-    Callbacks run in the order they were given, on every process. The trainer they get
-    has `state`, `position`, `history` and `stop(reason)`. The next step uses the state
-    up, so copy what you keep of it.
+    Callbacks run in the order they were passed, on every process. The trainer they get
+    has `state`, `position`, `history` and `stop(reason)`. The next step donates the
+    state, so copy the arrays that you keep.
 
     Example:
         >>> class Curriculum(Callback):
@@ -63,7 +63,7 @@ class Callback:
         Args:
             trainer: The trainer; its history has the epoch already.
             epoch: The epoch's number.
-            logs: What was measured, as floats; of validation with `val_` in front.
+            logs: The epoch's values as floats; those of validation begin with `val_`.
         """
 
     def on_fit_end(self, trainer: "Trainer") -> None:

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 class Checkpoint(Callback):
     """Saves the run every epoch or so many steps, at its end, and at preemption.
 
-    A checkpoint holds the state, the place in the data, and as metadata the epoch's
-    number, at the end of an epoch what was measured, `"logs"`, and what else
-    `fit(resume=True)` goes on from: the history, and the metrics of the epoch so far.
+    A checkpoint holds the state, the place in the data, and as metadata the epoch, its
+    values (`"logs"`) at the end of an epoch, and what `fit(resume=True)` needs
+    besides: the history, and the metrics of the epoch so far.
     The state alone comes back with `checkpointer.restore(like=state)`.
 
     A checkpointer with `every=` or `every_s=` of its own saves where both are due. One
@@ -41,7 +41,7 @@ class Checkpoint(Callback):
         checkpointer: Where it saves.
 
     Raises:
-        MeshLayoutError: If it is no checkpointer, or `every` is neither.
+        MeshLayoutError: If `checkpointer` is not one, or `every` is neither.
     """
 
     def __init__(
@@ -64,34 +64,34 @@ class Checkpoint(Callback):
         self._saved_at: tuple[int, bool] | None = None
 
     def on_fit_start(self, trainer: "Trainer") -> None:
-        """Asks for the places in the data."""
+        """Requests that positions in the data be recorded."""
         self._saved_at = None
         if trainer.input is not None:
             trainer.input.is_saved = True
 
     def on_step_end(self, trainer: "Trainer", step: int, metrics: Metrics) -> None:
-        """Saves, if enough steps are done."""
+        """Saves if a multiple of `every` steps was reached."""
         if self._every != "epoch" and is_due(trainer, int(self._every)):
             self._save(trainer, metrics)
 
     def on_epoch_end(
         self, trainer: "Trainer", epoch: int, logs: Mapping[str, Any]
     ) -> None:
-        """Saves, if that is wanted each epoch, or the best one is."""
+        """Saves if `every` is `"epoch"`, or the checkpointer keeps the best step."""
         if self._best is not None:
             self._save(trainer, None, force=True)
         elif self._every == "epoch":
             self._save(trainer, None)
 
     def on_fit_end(self, trainer: "Trainer") -> None:
-        """Saves the end, and waits for it, so that what failed is raised here."""
+        """Saves the end, and waits for it, so that a failure is raised here."""
         now = trainer.position
         if now.step_in_fit and (self._saved_at or (None,))[0] != now.step:
             self.save_now(trainer, None)
         self.checkpointer.wait()
 
     def save_now(self, trainer: "Trainer", metrics: Metrics | None) -> None:
-        """Saves, whether it is due or not, and waits for it.
+        """Saves, due or not, and waits for it.
 
         Args:
             trainer: The trainer.

@@ -1,4 +1,4 @@
-"""Callbacks that log what was measured: CSV, JSON lines, TensorBoard."""
+"""Callbacks that log metrics: CSV, JSON lines, TensorBoard."""
 
 import csv
 import json
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def as_path(where: str, name: str, path: str | os.PathLike[str]) -> Path:
-    """Returns a path, or raises MeshLayoutError for what cannot be one.
+    """Returns a path, or raises MeshLayoutError if it is not one.
 
     Args:
         where: The callback.
@@ -43,7 +43,7 @@ class _LogFile:
     Args:
         where: The callback.
         path: The file.
-        append: Whether the first one keeps what it holds.
+        append: Whether the first `fit` keeps the existing content.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class _LogFile:
         place_of: Callable[[str], tuple[int, int]],
         every: int | None = None,
     ) -> TextIO:
-        """Opens the file, after what this object wrote before.
+        """Opens the file, after the lines that this object wrote before.
 
         A resumed run writes after the lines of the steps that are in its checkpoint;
         later lines are removed.
@@ -105,7 +105,7 @@ class _LogFile:
             if epoch <= done:
                 lines[index] = line
             elif epoch == done + 1 and step <= last and every and not step % every:
-                # The second line of a step is the whole epoch's, which is to come.
+                # The second line of a step is the epoch's, which is still to come.
                 lines.setdefault((epoch, step), line)
         self.path.write_text("".join(lines.values()), encoding="utf-8", newline="")
 
@@ -124,12 +124,11 @@ class CSVLogger(Callback):
     in the file when its epoch is over.
 
     Args:
-        path: The file; its folder is made. It is overwritten.
+        path: The file, overwritten; its folder is created.
         append: Whether lines are added to the file instead.
 
     Raises:
-        MeshLayoutError: At the end of an epoch, if something else was measured than the
-            columns say.
+        MeshLayoutError: At the end of an epoch, if its values differ from the columns.
     """
 
     def __init__(self, path: str | Path, *, append: bool = False) -> None:
@@ -179,7 +178,7 @@ class JSONLLogger(Callback):
     JSON has no NaN.
 
     Args:
-        path: The file; its folder is made. It is overwritten.
+        path: The file, overwritten; its folder is created.
         every: Also writes the epoch's values so far after every so many steps, once
             the device has them.
         append: Whether lines are added to the file instead.
@@ -255,7 +254,7 @@ def _json_place(line: str) -> tuple[int, int]:
 
 
 class TensorBoard(Callback):
-    """Writes what was measured for TensorBoard, on process 0, with tensorboardX.
+    """Writes metrics for TensorBoard, on process 0, with tensorboardX.
 
     An epoch's values are written at the number of its last step, under their names.
 

@@ -1,4 +1,4 @@
-"""`Progress`: a line per epoch, and a bar where somebody is watching."""
+"""`Progress`: a line per epoch, and a bar in terminals and notebooks."""
 
 import html
 import sys
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from meshlayout.trainer.trainer import Trainer
 
 
-# Seconds between two looks at the device.
+# Seconds between two checks of the device.
 _INTERVAL_S = 0.2
 
 
@@ -52,7 +52,7 @@ class Progress(Callback):
         self._pending = AsyncMetrics()
 
     def on_fit_start(self, trainer: "Trainer") -> None:
-        """Finds out who is watching."""
+        """Chooses the display: a terminal, a notebook or a log."""
         self._pending.clear()
         self._start_s = self._looked_s = time.perf_counter()
         self._first_epoch = len(trainer.history.epochs) + 1
@@ -136,11 +136,11 @@ class Progress(Callback):
         return f"{pace}, {_left_text(each_s * max(0, left))}"
 
 
-# What is shown.
+# The text.
 
 
 class _Bar:
-    """A bar's text and how full it is; None if nobody knows."""
+    """A bar's text and how full it is; None if that is not known."""
 
     def __init__(self, title: str, done: int, total: int | None, text: str) -> None:
         self.title, self.done, self.total, self.text = title, done, total, text
@@ -176,7 +176,7 @@ def _left_text(seconds: float) -> str:
     return f"{minutes}:{rest:02} left"
 
 
-# Where it is shown.
+# The displays.
 
 
 class _BarView(Protocol):
@@ -212,15 +212,15 @@ class _Lines:
         self._console = console
 
     def show(self, bar: _Bar) -> None:
-        """Shows nothing: nobody is watching."""
+        """Does nothing: a log has no bar."""
 
     def end_epoch(self, line: str) -> None:
-        """Writes a line, at once."""
+        """Writes a line and flushes it."""
         _write(self._console, line)
         self._console.file.flush()
 
     def close(self) -> None:
-        """Has nothing to remove."""
+        """Does nothing: a log has no bar."""
 
 
 class _Terminal:

@@ -40,8 +40,8 @@ class EarlyStopping(Callback):
             was stopped or not. They are copied on the devices at each better epoch.
 
     Raises:
-        MeshLayoutError: If an option is wrong; at the end of an epoch, if nothing of
-            that name was measured.
+        MeshLayoutError: If an option is wrong; at the end of an epoch, if it has no
+            value of that name.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class EarlyStopping(Callback):
         self._weights: Any = None
 
     def on_fit_start(self, trainer: "Trainer") -> None:
-        """Forgets earlier training, but not that of a run that is resumed."""
+        """Resets the best value, except in a run that is resumed."""
         self._forget()
         if trainer.input is None or not trainer.input.is_resumed:
             return
@@ -174,7 +174,7 @@ class StopOnNaN(Callback):
 
     Args:
         monitor: The name of the value.
-        every: Steps between two looks.
+        every: Steps between two checks.
     """
 
     def __init__(self, monitor: str = "loss", *, every: int = 1) -> None:
@@ -187,7 +187,7 @@ class StopOnNaN(Callback):
         self._pending.clear()
 
     def on_step_end(self, trainer: "Trainer", step: int, metrics: Metrics) -> None:
-        """Looks at the values that are ready."""
+        """Checks the values that are ready."""
         if is_due(trainer, self._every):
             measured(type(self).__name__, self._monitor, metrics)
             only = {self._monitor: metrics.metric(self._monitor)}
@@ -198,7 +198,7 @@ class StopOnNaN(Callback):
     def on_epoch_end(
         self, trainer: "Trainer", epoch: int, logs: Mapping[str, Any]
     ) -> None:
-        """Looks at the epoch's value."""
+        """Checks the epoch's value."""
         if not trainer.stopped:
             measured(type(self).__name__, self._monitor, logs)
             self._look(trainer, trainer.position.step, logs)
