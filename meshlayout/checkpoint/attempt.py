@@ -1,18 +1,17 @@
-"""One attempt to save a step: where it writes, what makes it count, what it leaves.
+"""One attempt to save a step: where it writes, when it counts, what it leaves behind.
 
 On a disk an attempt writes to a hidden directory, `.saving-<step>-<lease>-<random>`,
 which is renamed to the step's name once everything in it is durable. A step that is
-saved again is renamed out of the way first, `.replaced-...`; a process that dies
-between the two renames leaves both, and the next one that opens the directory finishes
-what was begun. A step that is deleted is renamed as well, `.deleting-...`, so that it
-stops being a step in one operation.
+saved again is first renamed to `.replaced-...`; a process that dies between the two
+renames leaves both, and the next one that opens the directory completes them. A deleted
+step is renamed as well, to `.deleting-...`, so that it stops being a step atomically.
 
-In an object store nothing can be renamed. There an attempt writes beside the files of
-an earlier save of the step, the manifest, which is replaced in one piece, names the new
-ones, and a note, `.saving-...`, says whose files the others are.
+In an object store nothing can be renamed. There an attempt writes next to the files of
+an earlier save of the step; the manifest, which is replaced atomically, names the new
+ones, and a note, `.saving-...`, names the owner of the others.
 
-What carries the lease id of a living owner is never touched, and neither is anything
-that no checkpointer wrote.
+Files with the lease id of a living owner are never touched, and neither are files that
+no checkpointer wrote.
 """
 
 import contextlib
@@ -35,20 +34,20 @@ _HIDDEN = re.compile(
     r"\.(?P<kind>saving|replaced|deleting)-(?P<step>\d+)-(?:(?P<lease>\w{8})-)?\w{8}"
 )
 
-# What shows on its own that a checkpointer, or Orbax for it, wrote a directory.
+# Names that prove that a checkpointer, or Orbax for it, wrote a directory.
 _MARK = re.compile(
     r"\.(saving|deleting)-[\w-]+|\.writer-\d+\.json|\.[\w.-]+\.json-[0-9a-f]{8}"
     r"|state(-\w+)?\.orbax-checkpoint-tmp.*"
 )
-# What is a checkpointer's together with a mark or a manifest.
+# Names that are a checkpointer's if there is a mark or a manifest, too.
 _CONTENT = re.compile(r"manifest\.json|state(-\w+)?|data(-\w+)?\.json")
 
-# The hidden names that this process is at work on.
+# The hidden names that this process is using.
 _at_work: set[str] = set()
 
 
 class NotDurableError(Exception):
-    """A step is in its place, and a power cut may still undo that."""
+    """A step is in place, but a power cut may still undo that."""
 
 
 class Attempt(ABC):
@@ -70,7 +69,7 @@ class Attempt(ABC):
 
     @staticmethod
     def begin(directory: AnyPath, step: int, lease: Lease) -> "Attempt":
-        """Returns an attempt that has a place to write to.
+        """Creates an attempt's place to write to.
 
         Args:
             directory: The directory of all steps.
@@ -88,7 +87,7 @@ class Attempt(ABC):
 
     @abstractmethod
     def make_place(self) -> None:
-        """Makes the place to write to."""
+        """Creates the place to write to."""
 
     @abstractmethod
     def commit(self, content: bytes) -> None:
@@ -145,10 +144,10 @@ class _DiskAttempt(Attempt):
             raise NotDurableError(str(error)) from error
 
     def _remove_replaced(self, old: AnyPath, final: AnyPath) -> None:
-        with contextlib.suppress(OSError):  # the next one that opens does it
+        with contextlib.suppress(OSError):  # the next opener does it
             for name in files.names_in(old):
                 if not _MARK.fullmatch(name) and not _CONTENT.fullmatch(name):
-                    (old / name).rename(final / name)  # somebody put it there
+                    (old / name).rename(final / name)  # a user put it there
             files.remove(old)
 
     def end(self) -> None:
@@ -192,7 +191,7 @@ def delete(folder: AnyPath, lease: Lease) -> None:
         note = folder / hidden.name
         files.write_whole(note, b"{}")
         files.remove(folder / manifest.NAME)
-        # The note goes last, so that whoever finds the rest knows whose it is.
+        # The note is removed last, so that the files left over always have an owner.
         for name in files.names_in(folder) - {note.name}:
             files.remove(folder / name)
         files.remove(note)
@@ -201,7 +200,7 @@ def delete(folder: AnyPath, lease: Lease) -> None:
         _at_work.discard(hidden.name)
 
 
-# What is left over.
+# Leftovers.
 
 
 def clean(directory: AnyPath) -> None:
@@ -210,8 +209,8 @@ def clean(directory: AnyPath) -> None:
     Args:
         directory: The directory of all steps.
     """
-    # Listed before the owners are asked for: what is in the list is older than its
-    # owner's end.
+    # Listed before the owners are read: otherwise a process could start in between,
+    # and its new files would look like leftovers.
     names = files.names_in(directory)
     living = living_ids(directory)
     left = [name for name in sorted(names) if _is_left(name, living)]
@@ -258,8 +257,8 @@ def _finish_replacing(directory: AnyPath, left: Collection[str]) -> None:
 def _clean_step_in_store(folder: AnyPath, living: Collection[str]) -> None:
     """Removes what no manifest names from a step in a store, if no writer lives.
 
-    What is not of a checkpointer stays, and so does what has neither a manifest nor a
-    note: no attempt leaves that behind.
+    Files that are not a checkpointer's stay, and so does a directory with neither a
+    manifest nor a note: no attempt leaves one behind.
     """
     names = files.names_in(folder)
     notes = {name for name in names if _MARK.fullmatch(name)}
@@ -273,7 +272,7 @@ def _clean_step_in_store(folder: AnyPath, living: Collection[str]) -> None:
         except StoreError:
             raise
         except (CheckpointError, OSError):
-            return  # it may still name something; whoever restores it is told
+            return  # it may still name files; a restore reports the damage
         named = {manifest.NAME, saved.arrays, saved.data}
     elif not notes:
         return

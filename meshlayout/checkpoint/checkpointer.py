@@ -43,16 +43,16 @@ class Checkpointer:
 
     A step is saved completely or not at all: it exists once its manifest is in place,
     which happens last and atomically. A killed process, a full disk or a directory that
-    is not writable leave the earlier steps intact. A restore compares every bit that it
-    reads with what was saved.
+    is not writable leave the earlier steps intact. A restore verifies every bit that it
+    reads.
 
     An asynchronous save returns as soon as the state may be donated to the next step.
     Until it is done it holds a copy of this process's shards in host memory, as many
-    bytes as `memory(state)` says; what is encoded and not yet written comes on top,
-    which in measurements came to two and a half times as much. Only one save runs at a
+    bytes as `memory(state)` returns, plus encoded bytes that are not written yet: in
+    measurements, two and a half times as much in total. Only one save runs at a
     time; the next one waits for it. An error in the background is raised once, by the
     next call of any method. Use it in a `with` block, or close it. A process that ends
-    in another way, by an exception or Ctrl-C too, first finishes a running save.
+    in another way, even by an exception or Ctrl-C, first finishes a running save.
 
     Only one run at a time may save to a directory. The first save claims it until the
     checkpointer is closed or the process ends; another run that saves there gets an
@@ -74,7 +74,7 @@ class Checkpointer:
         keep_every: Also keep steps that are multiples of this number.
         every: Save only when this many steps have passed since the last save.
         every_s: Save only when this many seconds have passed, by the clock of process
-            0, which the other processes ask at every call.
+            0, with which the others synchronize at every call.
         async_save: Whether `save` returns while the files are still being written.
         best: A metric's name and `"max"` or `"min"`: also keep the step with the best
             value.
@@ -140,7 +140,7 @@ class Checkpointer:
         try:
             attempt.clean(self.directory)
         except OSError as error:
-            # What is saved there can be read nevertheless.
+            # Its checkpoints can be read nevertheless.
             what = "what is left of unfinished saves in"
             logger.warning("%s %s cannot be removed: %s", what, self.directory, error)
 
@@ -167,9 +167,9 @@ class Checkpointer:
                 Linen variables, an Optax state.
             data: The iterator of the input, to be continued from here: an object with
                 `get_state()` and `set_state(state)`.
-            metadata: What else to keep: numbers, texts, lists and dicts of them; or a
-                function that returns it, which is called if the save is due.
-            metrics: What was measured, by name; for `best`.
+            metadata: Other values: numbers, texts, lists and dicts of them; or a
+                function that returns them, which is called if the save is due.
+            metrics: Metrics by name, for `best`.
             force: Whether to save although it is not due.
 
         Returns:
@@ -199,7 +199,7 @@ class Checkpointer:
         )
         hold = functools.partial(Lease.hold, self.directory, self)
         clear_up = functools.partial(self._clear_up, step)
-        # Known before it starts: what interrupts the start does not lose it.
+        # Assigned before it starts, so that an interrupt does not lose track of it.
         self._saving = StepWriter(job, hold, self._background, clear_up)
         with _undisturbed():
             self._saving.start(self._main)
@@ -209,7 +209,7 @@ class Checkpointer:
         return True
 
     def wait(self) -> None:
-        """Waits until the last save is done.
+        """Waits for the last save.
 
         Raises:
             CheckpointError: If it could not be saved.
@@ -226,7 +226,7 @@ class Checkpointer:
         try:
             self._finish_saving()
         finally:
-            if self._saving is None:  # else it goes on: the wait was interrupted
+            if self._saving is None:  # else interrupted: it continues
                 Lease.release(self.directory, self)
 
     def __enter__(self) -> "Checkpointer":
@@ -261,11 +261,11 @@ class Checkpointer:
         """
         return host_bytes(state)
 
-    # Looking.
+    # Queries.
 
     @property
     def best(self) -> tuple[str, str] | None:
-        """The metric by which one step is the best, and which value is; or None."""
+        """The metric that selects the best step, and `"max"` or `"min"`; or None."""
         return self._best
 
     def all_steps(self) -> list[int]:
@@ -288,9 +288,9 @@ class Checkpointer:
         return self._selection.best()
 
     def inspect(self, step: int | Literal["latest", "best"] = "latest") -> Inspection:
-        """Returns what a checkpoint holds, without loading it: a table.
+        """Returns a table of a checkpoint's contents, without loading it.
 
-        It waits for a save that is under way.
+        It waits for a running save.
 
         Args:
             step: The step.
@@ -335,15 +335,14 @@ class Checkpointer:
     ) -> Any:
         r"""Returns a state with the values that were saved.
 
-        Every device reads only its own slices, from whatever mesh, layouts and number
-        of processes the state was saved on. The bits of every array are compared with
-        those that were saved.
+        Every device reads only its own slices, whatever mesh, layouts and number of
+        processes the state was saved on. Every bit that is read is verified.
 
         Args:
-            like: The state that is wanted: one that was created, whose values are not
-                looked at and whose arrays say shape, dtype and layout; or its shapes
-                (`ml.describe`, `jax.eval_shape`), on one device where they have no
-                sharding; or a layout map, for nested dicts of all that was saved.
+            like: The state to restore into: a concrete one, whose values are ignored
+                and whose arrays set shape, dtype and layout; or an abstract one
+                (`ml.describe`, `jax.eval_shape`), on one device where it has no
+                sharding; or a layout map, for nested dicts of all saved arrays.
                 None for nested dicts on one device, without any mesh.
             step: The step; `"latest"`, or `"best"` by the metric of `best`.
             layouts: Where arrays go, if not where those of `like` are.
@@ -357,7 +356,7 @@ class Checkpointer:
                 `r"^params/"`.
             allow: Patterns of paths that may differ in any way, and then stay.
             dtype: Another dtype for every array of its kind, or `{pattern: dtype}`.
-            verify: Whether to compare what is read with what was saved.
+            verify: Whether to check what is read against the saved fingerprints.
             fallback: Whether to take the newest intact step where one is damaged,
                 with a warning.
 
@@ -365,9 +364,8 @@ class Checkpointer:
             A tree of the type of `like`.
 
         Raises:
-            RestoreDiffError: If what was saved is not what is wanted.
-            DamagedCheckpointError: If files or arrays are not what was saved; it
-                names them.
+            RestoreDiffError: If the saved arrays do not match `like`.
+            DamagedCheckpointError: If files or arrays are damaged; it names them.
             CheckpointError: If there is no such step.
 
         Warns:
@@ -405,7 +403,7 @@ class Checkpointer:
         verify: bool = True,
         fallback: bool = False,
     ) -> Any:
-        """Returns everything that was saved as nested dicts of NumPy arrays.
+        """Returns all saved values as nested dicts of NumPy arrays.
 
         No device is used; PRNG keys come as their words.
 
@@ -415,7 +413,7 @@ class Checkpointer:
             fallback: As for `restore`.
 
         Raises:
-            DamagedCheckpointError: If files or arrays are not what was saved.
+            DamagedCheckpointError: If files or arrays are damaged.
             CheckpointError: If there is no such step.
         """
         self._raise_pending()
@@ -474,7 +472,7 @@ class Checkpointer:
             size = _render.bytes_text(saving.nbytes)
             with progress(f"saving step {saving.step}, {size}"):
                 saving.wait()
-        # Not before: Ctrl-C in the wait leaves it to be waited for again.
+        # Only now: after Ctrl-C in the wait, the save can be waited for again.
         self._saving = None
         saving.settle()
 
@@ -503,7 +501,7 @@ class Checkpointer:
 
 
 class _Schedule:
-    """When a save is due, by steps or by the clock of process 0."""
+    """Decides when a save is due, by steps or by the clock of process 0."""
 
     def __init__(
         self, every: int | None, every_s: float | None, channel: Channel
@@ -529,9 +527,9 @@ class _Schedule:
 
         Args:
             step: The step.
-            steps: Returns the steps that exist, where it is not known yet how far the
-                last save was.
-            force: Whether it is, in any case.
+            steps: Returns the existing steps; called if the last saved step is not
+                known yet.
+            force: Whether to save in any case.
         """
         if force:
             return True
@@ -550,29 +548,29 @@ class _Schedule:
         return step // self._every > min(self._last_step, step) // self._every
 
     def saved(self, step: int) -> None:
-        """Notes that a step is being saved."""
+        """Records that a step is being saved."""
         self._last_step, self._last_s = step, time.monotonic()
 
     def restored(self, step: int) -> None:
-        """Notes that training continues from a step."""
+        """Records that training continues from a step."""
         self._last_step = step
 
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Keeps out what is set for the caller's programs: a mesh, and transfer guards."""
+    """Suspends the caller's active mesh and transfer guards."""
     with _jax.no_mesh(), jax.transfer_guard("allow"):
         yield
 
 
-# What the user gives.
+# Arguments.
 
 
 def check_step(step: object) -> int:
     """Returns the number of a step.
 
     Raises:
-        CheckpointError: If it is not an integer from 0 on.
+        CheckpointError: If it is not a non-negative integer.
     """
     return _checks.count("step", step, at_least=0, error=CheckpointError)
 

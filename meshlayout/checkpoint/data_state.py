@@ -17,7 +17,7 @@ from meshlayout.errors import CheckpointError, DamagedCheckpointError, DataError
 
 logger = logging.getLogger("meshlayout.checkpoint")
 
-# No JSON begins so.
+# JSON never begins with this.
 _ERROR = "error: "
 
 
@@ -26,7 +26,7 @@ class Continues(Protocol):
     """An iterator whose position can be saved and restored."""
 
     def get_state(self) -> Any:
-        """Returns the position: values that JSON can hold."""
+        """Returns the position as JSON-serializable values."""
         ...
 
     def set_state(self, state: Any) -> None:
@@ -50,14 +50,14 @@ class DataState:
 
         Args:
             data: The iterator.
-            channel: The processes' conversation.
+            channel: Exchanges messages between the processes.
 
         Raises:
             CheckpointError: If it has none, on any process.
         """
         texts = list(channel.exchange(_text(data)).values())
         errors = [text for text in texts if text.startswith(_ERROR)]
-        if errors:  # on all processes, so that none waits for the others
+        if errors:  # raised on all processes, so that none waits for the others
             raise CheckpointError(errors[0].removeprefix(_ERROR))
         distinct = texts[:1] if len(set(texts)) == 1 else texts
         return cls(tuple(json.loads(text) for text in distinct))
@@ -120,7 +120,7 @@ def _text(data: Any) -> str:
 
 
 def _go_to(data: Any, state: Any) -> None:
-    """Moves an iterator to a position, by reading up to it if there is no other way."""
+    """Moves an iterator to a position, reading up to it if necessary."""
     try:
         data.set_state(state)
     except DataError:

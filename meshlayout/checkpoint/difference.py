@@ -19,7 +19,7 @@ _COLUMNS = ("differs", "wanted", "saved")
 
 @dataclass(frozen=True, slots=True)
 class ArraySpec:
-    """What is known of an array before it is read.
+    """The spec of a saved array, known before it is read.
 
     Attributes:
         path: Its name.
@@ -81,7 +81,7 @@ class Change:
 
     Attributes:
         path: Its name in the state to restore.
-        saved: The array that was saved, under the name that it was saved by.
+        saved: The saved array, under its saved name.
         wanted: The array in the state to restore.
     """
 
@@ -96,7 +96,7 @@ class RestoreDiff:
 
     Attributes:
         missing: Paths in the state to restore that were not saved.
-        extra: Paths that were saved and have no place, after renaming.
+        extra: Paths that were saved and are not in the state, after renaming.
         shapes: Arrays of another shape.
         dtypes: Arrays of another dtype.
     """

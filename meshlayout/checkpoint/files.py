@@ -70,7 +70,7 @@ def is_remote(path: AnyPath) -> bool:
 
 
 def make_directory(path: AnyPath) -> None:
-    """Makes a directory; in an object store, sees that its bucket is there.
+    """Creates a directory; in an object store, checks that its bucket exists.
 
     Args:
         path: The directory.
@@ -82,11 +82,11 @@ def make_directory(path: AnyPath) -> None:
 
 
 def write_whole(path: AnyPath, content: bytes) -> None:
-    """Writes a file that is there whole, or as it was before; it survives a crash.
+    """Writes a file atomically and durably.
 
     Args:
         path: The file; one that exists is replaced.
-        content: What it holds.
+        content: Its new content.
     """
     if is_remote(path):
         path.write_bytes(content)
@@ -107,7 +107,7 @@ def write_whole(path: AnyPath, content: bytes) -> None:
 def sync_directory(path: pathlib.Path) -> None:
     """Makes the names in a local directory durable."""
     if os.name != "posix":
-        return  # Windows has no handles of directories
+        return  # Windows cannot open directories
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,12 +1,12 @@
-"""Fingerprints of arrays that do not depend on how they lie on devices.
+"""Fingerprints of arrays that do not depend on their layout.
 
 An array's bits are taken as 32-bit words. Each word is combined with a number for its
-place, the product of odd numbers for its indices in the whole array, and mixed; what
-comes of it is summed modulo 2**32, twice with other numbers. Sums of integers do not
-depend on their order, so any layout gives the same fingerprint. Mixing (the finalizer
+position, the product of odd numbers for its indices in the whole array, and mixed; the
+results are summed modulo 2**32, twice with different numbers. Sums of integers do not
+depend on their order, so every layout has the same fingerprint. Mixing (the finalizer
 of MurmurHash3, Appleby 2011) is one to one, so that a change inside one word always
 changes both sums; and it is not linear, so that changes of several words cancel each
-other as seldom as two random 64-bit numbers are equal.
+other as rarely as two random 64-bit numbers are equal.
 
 They are computed on the host, from the copies that saving and restoring make anyway.
 Devices would need a program for every shape, compiled in each process, and on a CPU
@@ -23,10 +23,10 @@ import numpy as np
 
 _SEEDS = (0x243F6A88, 0x85A308D3)
 
-# Stands for the words of one element, as if they were a dim of the array.
+# The key of the words of one element, as if they were a dim of the array.
 _WORDS = 255
 
-# NumPy works on so many elements at a time, which stay in a core's cache.
+# Elements that NumPy processes at a time, so that they stay in a core's cache.
 _CHUNK = 1 << 15
 
 # Of MurmurHash3's finalizer.
@@ -49,10 +49,10 @@ def host_fingerprint(x: np.ndarray[Any, Any]) -> str:
 def slice_sums(
     x: np.ndarray[Any, Any], starts: Sequence[int], shape: Sequence[int]
 ) -> tuple[int, int]:
-    """Returns what a slice of an array adds to the two sums of its fingerprint.
+    """Returns a slice's contribution to the two sums of its array's fingerprint.
 
     The sums of slices that cover an array, each element once, add up to those of the
-    array, modulo 2**32; `text_of` makes the fingerprint of them.
+    array, modulo 2**32; `text_of` turns them into the fingerprint.
 
     Args:
         x: The slice.
@@ -95,7 +95,7 @@ def slice_sums(
 
 
 def _mixed_sum(mixed: np.ndarray[Any, Any], words: np.ndarray[Any, Any]) -> int:
-    """Returns the sum of mixed words; `mixed` holds their weights, and is used up."""
+    """Returns the sum of mixed words; overwrites `mixed`, which holds their weights."""
     mixed ^= words
     scratch = mixed >> 16
     mixed ^= scratch
@@ -109,7 +109,7 @@ def _mixed_sum(mixed: np.ndarray[Any, Any], words: np.ndarray[Any, Any]) -> int:
 
 
 def text_of(sums: Iterable[int]) -> str:
-    """Returns the fingerprint that two sums make, each modulo 2**32."""
+    """Returns the fingerprint of two sums, each modulo 2**32."""
     return "".join(f"{int(total) % 2**32:08x}" for total in sums)
 
 
@@ -124,7 +124,7 @@ def _host_words(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     bits = _num_bits(x.dtype)
     if bits == 64:
         return x.view(np.uint32).reshape(*x.shape, 2)
-    if bits < 8:  # NumPy keeps one in each byte
+    if bits < 8:  # NumPy stores one per byte
         return (x.view(np.uint8) & (2**bits - 1)).astype(np.uint32)[..., None]
     return x.view(f"uint{bits}").astype(np.uint32, copy=False)[..., None]
 

@@ -34,7 +34,7 @@ from meshlayout.errors import CheckpointError, DamagedCheckpointError
 from meshlayout.layout_map import LayoutMap
 
 
-# `msgpack_restore` and `msgpack` raise all of these for bytes that are something else.
+# `msgpack_restore` and `msgpack` raise all of these for other kinds of bytes.
 _UNPACK_ERRORS = (
     ValueError,
     TypeError,
@@ -63,21 +63,21 @@ def load_msgpack(
     Use this for what `flax.serialization.to_bytes` wrote. Msgpack can only be read from
     beginning to end: the host holds all arrays while this runs, twice for those that
     Flax wrote in chunks. Each device gets only its own slices. A changed bit inside an
-    array is not found, as the format has no checksums.
+    array goes unnoticed, as the format has no checksums.
 
     Args:
         path: The file, or its bytes: what `flax.serialization.to_bytes` or
             `msgpack_serialize` made of a state.
-        like: The state to restore: arrays, whose values are not looked at, or abstract
-            arrays, as `ml.describe` gives them, in any tree. Or a layout map alone:
-            then nested dicts of all arrays are returned.
+        like: The state to restore: arrays, whose values are ignored, or abstract
+            arrays (from `ml.describe`), in any tree. Or a layout map alone: then nested
+            dicts of all arrays are returned.
         layouts: Where arrays go, if not where those of `like` are.
         rename: `{pattern: replacement}`, applied to the saved paths (keys joined by
             `/`) as by `re.sub`. A path may be changed by one pattern only.
         transpose: `{pattern: permutation}`, by path in the state: the array in the
             state is `np.transpose(saved, permutation)`.
-        partial: Whether arrays of the state may be missing in the file, which then
-            keep their values, and the file may hold more, which is then not read.
+        partial: Whether arrays of the state may be missing in the file, and keep
+            their values, and extra arrays in the file are ignored.
         allow: Patterns of paths that may differ in any way, in shape too; they then
             keep their values.
         dtype: A dtype for every array of its kind, or `{pattern: dtype}`. All others
@@ -85,7 +85,7 @@ def load_msgpack(
 
     Raises:
         DamagedCheckpointError: If the file is cut off or is not Flax's msgpack.
-        RestoreDiffError: If what differs is not allowed.
+        RestoreDiffError: If they differ in ways that are not allowed.
         CheckpointError: If there is no such file, or an option does not fit.
 
     Example:
@@ -143,7 +143,7 @@ def load_orbax(
     Raises:
         DamagedCheckpointError: If files are missing or are not what was saved, as far
             as the format can tell.
-        RestoreDiffError: If what differs is not allowed.
+        RestoreDiffError: If they differ in ways that are not allowed.
         CheckpointError: If Orbax wrote nothing there, or an option does not fit.
     """
     request = Request(
@@ -159,7 +159,7 @@ def load_orbax(
 
 
 def check_path(name: str, path: Any) -> None:
-    """Raises CheckpointError for what is not a path.
+    """Raises CheckpointError if a value is not a path.
 
     Args:
         name: The parameter, for messages.
@@ -346,7 +346,7 @@ class _OrbaxDirectory:
 
 @dataclass(frozen=True)
 class _Entry:
-    """What Orbax says of one leaf.
+    """Orbax's metadata of one leaf.
 
     Attributes:
         keys: The keys that its name is made of.
@@ -373,12 +373,12 @@ class _Entry:
 
     @property
     def name(self) -> str:
-        """What Orbax calls it in its files."""
+        """Orbax's name for it in its files."""
         return ".".join(self.keys)
 
 
 def _find_tree(path: Any, item: str | None) -> Any:
-    """Returns the directory of the tree that is meant."""
+    """Returns the directory of the requested tree."""
     if not path.is_dir():
         msg = f"{path}: there is no such directory."
         raise CheckpointError(msg)

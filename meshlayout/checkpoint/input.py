@@ -21,7 +21,7 @@ _END: Any = object()
 
 
 def why_not(data: object) -> str:
-    """Returns why data cannot be batches; nothing if it may be some.
+    """Returns why data cannot be batches; empty if it may be.
 
     Args:
         data: What the user gave.
@@ -39,11 +39,11 @@ def why_not(data: object) -> str:
 
 
 class Input:
-    """The batches of one pass over the data after the other.
+    """The batches of successive passes over the data.
 
     It counts the batches of the pass that were yielded, and saves the position of
-    iterators that have one (`get_state` and `set_state`). Other data has to give the
-    same batches in each pass, or in each run, to be resumed.
+    iterators that have one (`get_state` and `set_state`). To be resumed, other data
+    must yield the same batches in each pass and in each run.
 
     Args:
         data: An iterable, of which each pass is a new iteration; a function that
@@ -64,7 +64,7 @@ class Input:
     def __init__(self, data: Data) -> None:
         self._data = data
         self._pass: Iterator[Any] | None = None
-        # Batches that were looked at and not yielded yet; of the next pass, too.
+        # Batches that were peeked at and not yielded yet, including the next pass's.
         self._seen: list[Any] = []
         self._next: tuple[Iterator[Any], Any] | None = None
         self._is_over = False
@@ -104,7 +104,7 @@ class Input:
             self.num_given = 0
 
     def look(self) -> Batch:
-        """Returns the next batch, of the next pass if need be, and does not yield it.
+        """Returns the next batch, if necessary of the next pass, without yielding it.
 
         Returns:
             The batch; None if there is none.
@@ -124,10 +124,10 @@ class Input:
     # Its position.
 
     def place(self, *, keep: bool = False) -> tuple[dict[str, Any], Continues | None]:
-        """Returns the position, and what has the iterator's state; None if nothing has.
+        """Returns the position, and the object with the iterator's state, or None.
 
         Args:
-            keep: Whether that is the state of now, whatever is read later.
+            keep: Whether to freeze the current state, whatever is read later.
         """
         place = {"given": self.num_given, "over": self._is_over, "tells": self.tells}
         iterator = self._pass
@@ -142,7 +142,7 @@ class Input:
 
         Args:
             place: What `place` returned.
-            put: Puts an iterator where it was.
+            put: Restores an iterator's position.
         """
         self._next = None
         self.begin()
@@ -158,7 +158,7 @@ class Input:
             place: What `take_up` was given.
 
         Raises:
-            CheckpointError: If there are not that many.
+            CheckpointError: If there are fewer batches.
         """
         count = place["given"] - self.num_given
         if count > 0 and place["over"] and not isinstance(self._data, Iterator):
@@ -184,7 +184,7 @@ class Input:
 
 
 class _SavedPosition:
-    """An iterator's state as it was, in the place of the iterator."""
+    """A frozen state that stands in for its iterator."""
 
     def __init__(self, state: object) -> None:
         self._state = state

@@ -1,16 +1,15 @@
 """Who may write to a directory: one process, as long as its lease is renewed.
 
 Two runs that save in one directory delete each other's steps. So whoever saves first
-leaves a note there, `.owner-<id>.json`, and takes it away when it is closed or ends.
-Everybody else reads, and is refused when it saves. A note whose process died counts
-for nothing: on the same machine the system knows whether the process lives, and a
-machine that has started again since has no process of before; elsewhere a note is
-believed while it is younger than ten minutes, and the owner writes it anew every
-minute. A clock that is far ahead is no better than one that is far behind.
+leaves a note there, `.owner-<id>.json`, and removes it when it is closed or ends. All
+others may read, and get an error when they save. The note of a dead process is ignored:
+on the same machine the system knows whether the process is alive, and after a reboot
+none is; elsewhere a note counts while it is younger than ten minutes, and the owner
+renews it every minute. A note from far in the future counts as little as an old one.
 
-File systems and object stores have no lock that works on all of them. Each process
-writes a note under a name of its own and then looks for others: of two that start at
-the same moment at least one sees the other, and withdraws.
+No lock works on all file systems and object stores. So each process writes a note under
+a unique name and then looks for others: of two that start at the same moment at least
+one sees the other, and withdraws.
 """
 
 import contextlib
@@ -38,27 +37,27 @@ _PART = re.compile(r"\.\.owner-[0-9a-f]{8}\.json-[0-9a-f]{8}")
 _RENEWED_EVERY_S = 60.0
 _DEAD_AFTER_S = 600.0
 
-# The end of a process waits so long for a store; a note that stays is soon dead.
+# How long a process that ends waits for a store; a note that stays soon expires.
 _EXIT_WAITS_S = 5.0
 
-# How often two that start together draw lots for who goes first.
+# How many rounds two processes that start together draw to decide who goes first.
 _ROUNDS = 6
 
-# The leases of this process, by directory. A child after os.fork has none of them.
+# The leases of this process, by directory; a forked child has none of them.
 _leases: dict[tuple[int, str], "Lease"] = {}
 _lock = threading.RLock()
 
 
 @dataclass(frozen=True)
 class Owner:
-    """What a note says of the process that wrote it.
+    """The process that wrote a note.
 
     Attributes:
         host: The machine's name.
-        boot: What changes when the machine, or the container, starts again.
-        namespace: What process numbers are unique in.
+        boot: An id that changes when the machine, or the container, restarts.
+        namespace: The namespace of process numbers.
         pid: The process.
-        started: When it started, as the system counts.
+        started: When it started, in the system's clock ticks.
         renewed_at: Seconds since the epoch when the note was written.
     """
 
@@ -71,7 +70,7 @@ class Owner:
 
     @classmethod
     def of_this_process(cls) -> "Owner":
-        """Returns the owner that this process is, renewed now."""
+        """Returns this process as an owner, renewed now."""
         boot = _system_text("/proc/sys/kernel/random/boot_id")
         namespace = pathlib.Path("/proc/self/ns/pid")
         return cls(
@@ -85,7 +84,7 @@ class Owner:
 
     @classmethod
     def read(cls, note: AnyPath) -> "Owner | None":
-        """Returns the owner that a note names; None if it is gone or not whole."""
+        """Returns the owner that a note names; None if it is gone or incomplete."""
         try:
             return cls(**json.loads(note.read_bytes()))
         except StoreError:
@@ -107,7 +106,7 @@ class Lease:
     """This process's right to write to a directory; shared by its checkpointers.
 
     Attributes:
-        id: Eight hex digits, which also mark what is written under the lease.
+        id: Eight hex digits, which also mark the files written under the lease.
     """
 
     def __init__(self, directory: AnyPath) -> None:
@@ -119,14 +118,14 @@ class Lease:
 
     @classmethod
     def hold(cls, directory: AnyPath, user: object) -> "Lease":
-        """Returns the lease of a directory, for an object that is going to write.
+        """Returns the lease of a directory, for an object that will write to it.
 
         Args:
             directory: The directory of all steps.
             user: Who writes; the lease ends when all users released it, or are gone.
 
         Raises:
-            CheckpointError: If another process that lives has it; names the process.
+            CheckpointError: If another living process has it; names the process.
         """
         with _lock:
             lease = _leases.get((os.getpid(), str(directory)))
@@ -152,14 +151,14 @@ class Lease:
             lease.end_if_unused()
 
     def is_held(self) -> bool:
-        """Returns whether the note is still there: nobody took its owner for dead."""
+        """Returns whether the note still exists: no process took its owner for dead."""
         return self._note.exists()
 
     def take(self) -> None:
-        """Writes a note, if nobody else's is there, before or after.
+        """Writes a note, and checks before and after that there is no other.
 
         Raises:
-            CheckpointError: If somebody else has the directory.
+            CheckpointError: If another process has the directory.
         """
         for _ in range(_ROUNDS):
             self._refuse_if_owned()
@@ -189,10 +188,10 @@ class Lease:
         files.write_whole(self._note, json.dumps(owner).encode())
 
     def renew(self) -> None:
-        """Writes the note anew until the lease is over; in a thread of its own."""
+        """Renews the note until the lease ends; runs in a thread."""
         while not self._is_over.wait(_RENEWED_EVERY_S):
-            # What fails now may work in a minute. A note that somebody removed is not
-            # written again: the next save takes a new lease, or is refused.
+            # An error now may be gone in a minute. A removed note is not written again:
+            # the next save takes a new lease, or is refused.
             with contextlib.suppress(OSError, CheckpointError), _lock:
                 if not self.end_if_unused() and self._note.exists():
                     self._write()
@@ -202,7 +201,7 @@ class Lease:
         self.users.discard(user)
 
     def end_if_unused(self) -> bool:
-        """Ends the lease if nobody uses it; returns whether that was so."""
+        """Ends the lease if it has no users; returns whether it did."""
         with _lock:
             if not self.users:
                 self.end()
@@ -243,7 +242,7 @@ def is_dead_note(name: str, living: Collection[str]) -> bool:
 
     Args:
         name: The file's name.
-        living: The ids of the leases that hold.
+        living: The ids of the valid leases.
     """
     note = _NOTE.fullmatch(name)
     if note is None:
@@ -253,7 +252,7 @@ def is_dead_note(name: str, living: Collection[str]) -> bool:
 
 def _living(directory: AnyPath) -> dict[str, Owner]:
     owners: dict[str, Owner] = {}
-    with _lock:  # not between the note of a lease that is being taken and its entry
+    with _lock:  # not between writing the note of a new lease and registering it
         mine = {lease.id for lease in _own_leases()}
     for name in files.names_in(directory):
         note = _NOTE.fullmatch(name)
@@ -262,7 +261,7 @@ def _living(directory: AnyPath) -> dict[str, Owner]:
         owner = Owner.read(directory / name)
         if owner is None or not owner.is_alive():
             continue
-        # A note of this process that no lease knows was left by one that failed.
+        # A note of this process without a lease was left by an attempt that failed.
         is_mine = owner.pid == os.getpid() and owner.host == socket.gethostname()
         if not is_mine or note[1] in mine:
             owners[note[1]] = owner
@@ -274,7 +273,7 @@ def _own_leases() -> list["Lease"]:
     return [lease for (pid, _), lease in entries if pid == os.getpid()]
 
 
-# What the system says of processes.
+# Processes, according to the system.
 
 
 def _system_text(path: str) -> str:
@@ -295,7 +294,7 @@ def _is_running(pid: int) -> bool:
 
 
 def _start_time(pid: int) -> str | None:
-    """Returns when a process started; None if it ended, or the system does not say."""
-    # The second field is a name in parentheses, which may hold spaces.
+    """Returns when a process started; None if it ended or that is unknown."""
+    # The second field is a name in parentheses, which may contain spaces.
     fields = _system_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return fields[19] if fields and fields[0] != "Z" else None

@@ -26,8 +26,8 @@ T = TypeVar("T")
 class Loop:
     """A training loop written by hand that is saved, and resumes where it was.
 
-    Use this where `Trainer.fit` is not what you want. It yields the batches, counts
-    steps and epochs, saves when the checkpointer says that it is time, and resumes from
+    Use this where `Trainer.fit` does not fit. It yields the batches, counts steps and
+    epochs, saves when the checkpointer says that a save is due, and resumes from
     the newest intact checkpoint: state, metrics of the epoch so far, and the data to
     the batch. At SIGTERM, on several processes to any of them, it saves after the
     running step and ends the process with status 75 (`EXIT_STATUS`).
@@ -36,15 +36,15 @@ class Loop:
         checkpointer: Where to save, and how often; it is not closed.
         data: A distributed dataset or any other iterable of batches, a new iteration
             for each epoch; a function that returns one; or an iterator. Iterators
-            without `get_state` and `set_state` are read up to their place, and have to
-            give the same batches in each run.
+            without `get_state` and `set_state` are read up to their place, and must
+            yield the same batches in each run.
 
     Attributes:
         step: The steps so far, of earlier runs too: the checkpoints' numbers.
         epoch: The epoch, from 1; 0 before the first one.
 
     Raises:
-        CheckpointError: If `checkpointer` or `data` is something else.
+        CheckpointError: If `checkpointer` or `data` is of another type.
 
     Example:
         >>> import tempfile, numpy as np
@@ -83,7 +83,7 @@ class Loop:
         self.step = self.epoch = 0
         self._metrics: Any = None
         self._is_entered = self._is_resumed = False
-        # Whether an epoch is set up, a batch is in use, restored metrics were not read.
+        # Whether an epoch is set up, a batch is in use, restored metrics are unread.
         self._is_ready = self._is_given = self._is_untaken = False
 
     def __enter__(self) -> Self:
@@ -219,15 +219,15 @@ class Loop:
         *,
         measured: Mapping[str, Any] | None = None,
     ) -> None:
-        """Counts a batch as done, and saves if it is time; call it after each batch.
+        """Counts a batch as done, and saves if due; call it after each batch.
 
         Args:
             state: The state after the step.
             metrics: The metrics of the epoch so far, which the step returned: any tree
                 of arrays and numbers. They are kept in the checkpoint's metadata, so
                 that the state can be restored alone: they have to be small.
-            measured: Values by name, of which the checkpointer finds the best step, as
-                for `save`.
+            measured: Values by name, from which the checkpointer finds the best step,
+                as for `save`.
 
         Raises:
             CheckpointError: If the state holds no arrays, the metrics hold something

@@ -1,10 +1,9 @@
-"""The manifest: what a checkpoint holds, in one file that is written last.
+"""The manifest: a checkpoint's table of contents, in one file that is written last.
 
-A step exists if its manifest is there and whole. It names every array with its shape,
-dtype, layout and fingerprint, and every other file with its size and hash. What a user
-gave beside the state is in it as JSON, marked where JSON has no word for a type, so
-that tuples, bytes and small arrays come back as what they were. `Inspection` is what a
-user sees of all that.
+A step exists if its manifest is complete. It names every array with its shape,
+dtype, layout and fingerprint, and every other file with its size and hash. A user's
+metadata is in it as JSON, tagged where JSON lacks a type, so that tuples, bytes and
+small arrays come back with their types. `Inspection` is the user's view of it.
 """
 
 import base64
@@ -39,8 +38,8 @@ class SavedLeaf:
             Python's.
         shape: Its global shape.
         dtype: Its dtype; of Python's values, their type.
-        layout: How it lay when it was saved.
-        mesh: The mesh that it lay on.
+        layout: Its layout when it was saved.
+        mesh: Its mesh when it was saved.
         nbytes: The bytes of the whole leaf.
         array: Its name in the array files; None if it is not in them.
         stored: The dtype there.
@@ -79,17 +78,17 @@ class SavedFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     Attributes:
         step: The step.
         saved_at: Seconds since the epoch when it was complete.
         num_processes: How many processes wrote it.
-        arrays: The directory of the array files, beside the manifest; None if the
+        arrays: The directory of the array files, next to the manifest; None if the
             state holds no arrays.
         data: The file of the input iterator's state, if there is one.
-        metadata: What the user gave.
-        metrics: What was measured.
+        metadata: The user's metadata.
+        metrics: The metrics at this step.
         leaves: The state.
         files: All files but the manifest, by their names.
     """
@@ -130,7 +129,7 @@ class Manifest:
             where: The file's name, for messages.
 
         Raises:
-            DamagedCheckpointError: If it is not what was written.
+            DamagedCheckpointError: If it is damaged.
             CheckpointError: If another version of this library wrote it.
         """
         try:
@@ -219,7 +218,7 @@ def _leaf(fields: dict[str, Any]) -> SavedLeaf:
     return SavedLeaf(**fields)
 
 
-# What a user sees.
+# The user's view.
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,8 +229,8 @@ class InspectedLeaf:
         path: Its name.
         shape: Its global shape.
         dtype: Its dtype; of Python's numbers, their type.
-        layout: How it lay when it was saved; empty where it was on no mesh.
-        mesh: The mesh that it lay on.
+        layout: Its layout when it was saved; empty if it was not on a mesh.
+        mesh: Its mesh when it was saved.
         nbytes: Its bytes.
     """
 
@@ -245,15 +244,15 @@ class InspectedLeaf:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a checkpoint holds; text by `str` or `print`, HTML in notebooks.
+    """The contents of a checkpoint; text by `str` or `print`, HTML in notebooks.
 
     Attributes:
         step: The step.
         saved_at: When it was complete, in UTC.
         num_processes: How many processes wrote it.
         leaves: The state.
-        metadata: What the user gave.
-        metrics: What was measured.
+        metadata: The user's metadata.
+        metrics: The metrics at this step.
         has_data: Whether it holds the state of an input iterator.
         nbytes: Bytes of the state.
         file_bytes: Bytes of the files.
@@ -271,7 +270,7 @@ class Inspection:
 
     @classmethod
     def of(cls, manifest: Manifest) -> "Inspection":
-        """Returns what a manifest says."""
+        """Returns the inspection of a manifest."""
         leaves = [
             InspectedLeaf(
                 leaf.path, leaf.shape, leaf.dtype, leaf.layout, leaf.mesh, leaf.nbytes
@@ -347,7 +346,7 @@ _MARK = "!"
 
 
 def encode(value: Any, where: str) -> Any:
-    """Returns a value as JSON has it.
+    """Returns a value in a form that JSON can hold.
 
     Args:
         value: Numbers, texts, bytes, None, NumPy's scalars, small arrays, and lists,

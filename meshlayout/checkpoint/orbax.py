@@ -1,7 +1,7 @@
-"""The only place for Orbax: writes flat dicts of arrays, by its v1 API.
+"""The only module that writes with Orbax: flat dicts of arrays, by its v1 API.
 
-Names are numbers in the order of the manifest, so that no path of a state has a meaning
-to Orbax.
+Names are numbers in the order of the manifest, so that Orbax never interprets a path of
+a state.
 """
 
 import functools
@@ -23,12 +23,12 @@ from meshlayout.checkpoint.store import AnyPath
 # Orbax's name for the one tree in a directory that we write.
 ITEM = "arrays"
 
-# Arrays are stored in pieces of at most so many bytes, which are read whole: that
-# bounds what reading a slice of a large shard takes.
+# Arrays are stored in chunks of at most so many bytes, which are read whole: that
+# bounds the cost of reading a slice of a large shard.
 _CHUNK_BYTES = 64 * 2**20
 
 
-# Orbax has one number for the operation of a process that begins: one begins at a time.
+# Orbax numbers the operations of a process with one counter: start one at a time.
 _one_at_a_time = threading.Lock()
 
 
@@ -59,7 +59,7 @@ def start_writing(directory: AnyPath, arrays: Mapping[str, Any]) -> Callable[[],
         arrays: JAX or NumPy arrays, by name.
 
     Returns:
-        What waits for the files, on all processes, and raises what went wrong.
+        A function that waits for the files on all processes, and raises their errors.
     """
     ocp = _orbax()
     if files.is_remote(directory):
@@ -79,10 +79,10 @@ def is_written(directory: AnyPath) -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """Returns in one line what an error of Orbax is about, in its first cause's words.
+    """Returns the first cause of an Orbax error in one line.
 
     TensorStore writes its whole state into a message, with the names of hidden files:
-    where the system refused something, what the system said is enough. All of it is in
+    if the system refused something, its message is enough. All of it is in
     the error's chain of causes.
 
     Args:
@@ -104,13 +104,13 @@ def reason(error: BaseException) -> str:
 
 
 def _orbax() -> ModuleType:
-    logging.getLogger("absl").addFilter(_without_traces)  # the same one once only
+    logging.getLogger("absl").addFilter(_without_traces)  # each message only once
     name = "orbax.checkpoint.experimental.v1"
     return require(name, extra="checkpoint", purpose="Checkpointing")
 
 
 def _without_traces(record: logging.LogRecord) -> bool:
-    """Keeps Orbax from logging what its threads raise: we raise it too."""
+    """Keeps Orbax from logging the errors of its threads: we raise them."""
     return "_SignalingThread" not in str(record.msg)
 
 

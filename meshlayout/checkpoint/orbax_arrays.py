@@ -1,8 +1,8 @@
 """Arrays in a directory that Orbax wrote, read slice by slice with TensorStore.
 
-Orbax itself reads whole trees into arrays of JAX. TensorStore, which Orbax is built on,
-reads the same files a slice at a time: that is what the one restore engine needs, and
-for many small arrays it takes a fifth of the CPU time.
+Orbax itself reads whole trees into JAX arrays. TensorStore, on which Orbax is built,
+reads the same files a slice at a time, as the restore engine needs; for many small
+arrays it takes a fifth of the CPU time.
 """
 
 import json
@@ -21,7 +21,7 @@ TREE = "_METADATA"
 
 
 class ArrayReadError(Exception):
-    """An array cannot be read; TensorStore's first sentence about it, in short.
+    """An array cannot be read; holds TensorStore's first sentence, shortened.
 
     Attributes:
         name: The array's name.
@@ -38,7 +38,7 @@ class Format:
     """How Orbax wrote a directory: its versions and options differ.
 
     Attributes:
-        tree: What it says of every leaf.
+        tree: Its metadata of every leaf.
         driver: TensorStore's name for the format of arrays.
         is_ocdbt: Whether all arrays are in one key-value store.
         is_full: Whether chunks that hold only zeros are written, too.
@@ -51,13 +51,13 @@ class Format:
 
     @classmethod
     def read(cls, directory: Any) -> "Format":
-        """Reads the file in which Orbax says it.
+        """Reads Orbax's metadata files.
 
         Args:
             directory: The directory of the tree.
 
         Raises:
-            DamagedCheckpointError: If that is not what Orbax writes.
+            DamagedCheckpointError: If they are not in Orbax's format.
         """
         path = directory / TREE
         content = read_json(path)
@@ -74,7 +74,7 @@ class Format:
 
 
 class OrbaxArrays:
-    """The arrays of one tree; all of them begin to be opened at once.
+    """The arrays of one tree, which are all opened concurrently.
 
     Args:
         directory: The directory of the tree, as text.
@@ -100,14 +100,14 @@ class OrbaxArrays:
         return tuple(store.shape), store.dtype.numpy_dtype
 
     def start(self, name: str, index: Index) -> Callable[[], HostArray]:
-        """Starts reading a slice; what is returned waits for it.
+        """Starts reading a slice; returns a function that waits for it.
 
         Args:
             name: The array's name.
             index: The slice.
 
         Raises:
-            ArrayReadError: If it cannot be read; when it is waited for, too.
+            ArrayReadError: If it cannot be read; the returned function raises it, too.
         """
         future = self._store(name)[index].read()
 
@@ -127,7 +127,7 @@ class OrbaxArrays:
 
 
 def read_json(path: Any) -> Any:
-    """Returns the content of a file of Orbax's.
+    """Returns the content of one of Orbax's files.
 
     Raises:
         DamagedCheckpointError: If it cannot be read.
@@ -145,13 +145,13 @@ def _spec(directory: str, layout: Format, name: str) -> dict[str, Any]:
         store = {"driver": "ocdbt", "base": store, "path": f"{name}/"}
     spec: dict[str, Any] = {"driver": layout.driver, "kvstore": store}
     if layout.is_full:
-        # A chunk that is not there was lost: it does not stand for zeros.
+        # A missing chunk was lost: it does not stand for zeros.
         spec["fill_missing_data_reads"] = False
     return spec
 
 
 def _key_value_store(path: str) -> dict[str, Any] | str:
-    """Returns how TensorStore names a directory."""
+    """Returns TensorStore's spec of a directory."""
     scheme, _, rest = path.rpartition("://")
     if not scheme:
         return {"driver": "file", "path": path}

@@ -20,14 +20,14 @@ logger = logging.getLogger("meshlayout.checkpoint")
 # distinguish a run to start again from one that failed.
 EXIT_STATUS = 75
 
-# JAX compares what processes say; one count for all loops of a process never goes back.
+# JAX compares this count between processes; shared by all loops, it never decreases.
 _turns = itertools.count(1)
 
 
 class Preempted(SystemExit):
     """A run was asked to end (SIGTERM), and its state is saved: start it again.
 
-    It need not be caught: the process ends with status 75 (`EXIT_STATUS`).
+    You need not catch it: the process ends with status 75 (`EXIT_STATUS`).
 
     Args:
         step: The step that is saved.
@@ -51,10 +51,10 @@ class Preemption:
     Use this in a loop that saves by itself; `Loop` and `Trainer` have it built in. With
     `jax.distributed`, its preemption service watches for the signal: a SIGTERM to one
     process counts for all, and all of them learn of it at the same step, some tenths of
-    a second later; they have to ask equally often. A run without it handles the signal
-    itself inside the `with` block, in the main thread; a second SIGTERM is handled as
-    it was before. If the first one came and `is_due` was not called again, that happens
-    at the end of the block.
+    a second later; they must ask equally often. A run without it handles the signal
+    itself inside the `with` block, in the main thread; a second SIGTERM goes to the
+    previous handler. If `is_due` is not called again after the first one, that handler
+    runs at the end of the block.
 
     Example:
         >>> import os, signal

@@ -1,4 +1,4 @@
-"""From saved arrays in any format to a state on devices: the one restore engine.
+"""The restore engine: from saved arrays in any format to a state on devices.
 
 A format is a `Source`: names, shapes, dtypes, and a function that starts reading one
 slice. Everything else is here and in `leaf_restore`, and is the same for checkpoints of
@@ -40,12 +40,12 @@ from meshlayout.layout_map import LayoutMap
 
 logger = logging.getLogger("meshlayout.checkpoint")
 
-# Trees that are deeper make JAX run into Python's limit of recursion, and the process
-# does not recover from that (test: names of 1,500 keys in test_checkpoint_foreign).
+# Deeper trees make JAX exceed Python's recursion limit, from which the process does
+# not recover (test: names of 1,500 keys in test_checkpoint_foreign).
 MOST_KEYS = 100
 
-# How much a source whose reads take time may read before it is asked for: enough to
-# keep a disk or a store busy, and little for a host.
+# How far a source with slow reads may read ahead: enough to keep a disk or a store
+# busy, and little for a host's memory.
 READ_AHEAD_BYTES = 2**28
 
 
@@ -53,10 +53,10 @@ class Source(Protocol):
     """Saved arrays that can be read in part.
 
     Attributes:
-        name: What holds them, for messages.
-        leaves: What was saved.
+        name: The file or directory, for messages.
+        leaves: The saved leaves.
         is_foreign: Whether another library wrote it; see `match`.
-        read_ahead_bytes: How much may be read before it is asked for.
+        read_ahead_bytes: How many bytes may be read ahead.
     """
 
     name: str
@@ -73,8 +73,8 @@ class Source(Protocol):
                 words.
 
         Returns:
-            What waits for the slice and returns it, in the dtype that it was saved in,
-            in memory that nothing else uses.
+            A function that waits for the slice and returns it, in its saved dtype, in
+            memory that nothing else uses.
         """
         ...
 
@@ -96,7 +96,7 @@ class RestoreOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is asked of a restore; see `Checkpointer.restore` and `load_safetensors`.
+    """The arguments of a restore; see `Checkpointer.restore` and `load_safetensors`.
 
     Raises:
         CheckpointError: If a flag or a pattern is not one.
@@ -120,12 +120,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Restored:
-    """What came of a restore.
+    """The result of a restore.
 
     Attributes:
         state: The state.
         diff: How the saved arrays differed from it.
-        restores: What was read, and where it went.
+        restores: The arrays that were read, with their targets.
     """
 
     state: PyTree
@@ -137,7 +137,7 @@ def load(source: Source, request: Request) -> Restored:
     """Returns a state with the values that were saved.
 
     Args:
-        source: What was saved.
+        source: The saved arrays.
         request: The state to restore, names, dtypes and dims.
 
     Raises:
@@ -187,7 +187,7 @@ def load(source: Source, request: Request) -> Restored:
 
 
 def load_foreign(source: Source, request: Request) -> PyTree:
-    """Returns a state from what another library wrote, and logs it.
+    """Returns a state from another library's files, and logs the restore.
 
     Args:
         source: As for `load`.
@@ -215,7 +215,7 @@ def to_numpy(source: Source) -> PyTree:
     """Returns nested dicts of NumPy arrays; PRNG keys as their words.
 
     Args:
-        source: What was saved.
+        source: The saved arrays.
     """
     shapes = [
         key_words(leaf.dtype, leaf.shape)["shape"] if leaf.is_key else leaf.shape
@@ -230,7 +230,7 @@ def to_numpy(source: Source) -> PyTree:
     return _nested(source.leaves, [leaf.parts for leaf in source.leaves], values)
 
 
-# Which leaves, and under which names.
+# The leaves to restore, and their names.
 
 
 def _chosen(
@@ -238,8 +238,8 @@ def _chosen(
 ) -> tuple[list[ArraySpec], list[str], Mapping[str, str] | None]:
     """Returns what `only=` leaves of the saved leaves, their new names, and `rename=`.
 
-    A pattern of `rename=` that only matches what is left out would be said to match
-    nothing; it is left out with it.
+    A pattern of `rename=` that only matches omitted leaves would be reported as
+    matching nothing; it is omitted with them.
     """
     paths = [leaf.path for leaf in source.leaves]
     names = paths
@@ -306,7 +306,7 @@ def _nested(
     """Returns nested dicts of values, or the value of a leaf without a name.
 
     Args:
-        leaves: What was saved, for messages.
+        leaves: The saved leaves, for messages.
         parts: The keys of every value, from the outermost.
         values: The values.
 
@@ -342,7 +342,7 @@ def _nested(
 
 
 def _template(leaf: ArraySpec) -> Any:
-    """Returns what stands for a saved leaf in the state to build."""
+    """Returns the placeholder of a saved leaf in the state to build."""
     if is_number(leaf.dtype):
         return leaf.dtype()
     if leaf.is_numpy:
@@ -355,8 +355,8 @@ def _template(leaf: ArraySpec) -> Any:
 class _SavedTree:
     """Nested dicts whose root key `params` is part of the paths that rules see.
 
-    A plain dict with that key is taken for Linen variables, and here it may be a
-    `TrainState` whose type nobody knows.
+    A plain dict with that key is taken for Linen variables, but here it may be a
+    `TrainState` whose type was not saved.
     """
 
     tree: dict[str, Any]
@@ -382,7 +382,7 @@ def _plan(
     matched: Matched,
     dims: Mapping[str, tuple[int, ...] | None],
 ) -> list[TargetLeaf | LeafRestore]:
-    """Returns what becomes of every leaf of the target: restored, or kept as it is."""
+    """Returns the outcome for every leaf of the target: restored or kept."""
     in_files = {(leaf.path, leaf.parts): leaf for leaf in saved}
     pairs = {pair.wanted.path: pair for pair in matched.pairs}
     plan: list[TargetLeaf | LeafRestore] = []
@@ -403,7 +403,7 @@ def _plan(
 def _read(
     source: Source, requests: Iterable[tuple[ArraySpec, Index]]
 ) -> Iterator[HostArray]:
-    """Yields slices in order; later ones are read while there is room for them."""
+    """Yields slices in order, reading ahead within the budget."""
     waiting: deque[tuple[int, Callable[[], HostArray]]] = deque()
     num_bytes = 0
     for leaf, index in requests:

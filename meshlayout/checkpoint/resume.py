@@ -1,8 +1,8 @@
 """Resuming from the newest intact checkpoint: the state, metrics so far, the data.
 
-`checkpoint.Loop` and `Trainer.fit(resume=True)` share it. What they need besides the
-state is small and kept in the metadata of a checkpoint, so that `restore` returns the
-state alone.
+`checkpoint.Loop` and `Trainer.fit(resume=True)` share it. Everything they need besides
+the state is small and kept in the metadata of a checkpoint, so that `restore` returns
+the state alone.
 """
 
 import logging
@@ -33,7 +33,7 @@ from meshlayout.errors import (
 
 logger = logging.getLogger("meshlayout.checkpoint")
 
-# Where the metadata of a checkpoint says how to resume from it.
+# The key of the metadata that a resume needs.
 KEY = "resume"
 
 Notes: TypeAlias = Mapping[str, Any]
@@ -44,14 +44,14 @@ FirstStep: TypeAlias = Callable[[PyTree, Batch], tuple[PyTree, PyTree]]
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a run continues with.
+    """The values that a run continues with.
 
     Attributes:
         step: The step of the checkpoint.
         state: The state.
         metrics: The metrics so far; None if there are none, and `Values` if their
-            arrays are not known, as no batch is left.
-        notes: What else was saved with `notes_of`.
+            structure is unknown because no batch is left.
+        notes: The other values saved with `notes_of`.
     """
 
     step: int
@@ -61,7 +61,7 @@ class Resumed:
 
 
 class Values(dict[str, Any]):
-    """Values of metrics that nothing is added to any more, by name, on the host."""
+    """Final values of metrics, by name, on the host."""
 
     def to_host(self) -> dict[str, Any]:
         """Returns the values by name."""
@@ -75,7 +75,7 @@ def notes_of(place: Notes, metrics: PyTree, **notes: Any) -> dict[str, Any]:
         place: What `Input.place` returned.
         metrics: The metrics so far: a pytree of arrays, all of them small; None if
             there are none.
-        **notes: What else to keep.
+        **notes: Other values to keep.
 
     Raises:
         CheckpointError: If the metrics hold something else.
@@ -89,7 +89,7 @@ def notes_of(place: Notes, metrics: PyTree, **notes: Any) -> dict[str, Any]:
 
 
 def check_metrics(metrics: PyTree, where: str = "") -> None:
-    """Raises if metrics hold what cannot be read back, such as text or objects.
+    """Raises if metrics hold leaves that cannot be read back, such as text or objects.
 
     Args:
         metrics: The metrics so far.
@@ -122,16 +122,16 @@ def resume(
     Args:
         checkpointer: Where the checkpoints are.
         state: The state that training would begin with. `first_step` uses it up.
-        batches: The data, which is put where it was.
-        first_step: Returns the state and the metrics after a batch, to see what both
-            look like once training has begun: a step may keep more with the state
-            than there was at first. What it returns is not used otherwise. None if
-            the state has everything already, and there are no metrics.
-        look: Is called with the notes of a checkpoint before it is read.
+        batches: The data, which is moved to its saved position.
+        first_step: Returns the state and the metrics after a batch, whose structure
+            is that of both once training has begun: a step may add arrays to the
+            initial state. Only the structure is used. None if the state is complete
+            already, and there are no metrics.
+        look: Called with the notes of a checkpoint before it is read.
 
     Raises:
         CheckpointError: If no checkpoint was made to resume from, or all are damaged.
-        RestoreDiffError: If the state is another one.
+        RestoreDiffError: If the state differs.
 
     Warns:
         CheckpointWarning: If a newer checkpoint is damaged.
@@ -165,7 +165,7 @@ def resume(
 
 
 class _Shapes:
-    """What state and metrics look like; found when it is asked for, once."""
+    """The structure of state and metrics, computed once, when needed."""
 
     def __init__(self, state: PyTree, first_step: FirstStep | None) -> None:
         self._state, self._first_step = state, first_step
@@ -186,7 +186,7 @@ class _Shapes:
 def _newest_first(
     checkpointer: Checkpointer, damaged: list[str]
 ) -> Iterator[tuple[int, Manifest]]:
-    """Yields the steps with their manifests; notes those that cannot be read."""
+    """Yields the steps with their manifests; collects those that cannot be read."""
     steps = Steps(checkpointer.directory)
     for step in reversed(steps.with_manifest()):
         try:
@@ -252,7 +252,7 @@ def _unpacked(leaves: Sequence[Mapping[str, Any]], empty: PyTree) -> PyTree:
     """Returns metrics of known shapes with the values that were saved.
 
     Raises:
-        CheckpointError: If the metrics are others.
+        CheckpointError: If the metrics differ.
     """
     templates, treedef = jax.tree.flatten(empty)
     shapes = [(word.dtype.name, tuple(word.shape)) for word in map(_words, templates)]
@@ -289,7 +289,7 @@ def _placed(packed: Mapping[str, Any], template: Any) -> Any:
 
 
 def _words(template: Any) -> Any:
-    """Returns what has the dtype and shape of a leaf; of PRNG keys, of their words."""
+    """Returns the dtype and shape of a leaf; of PRNG keys, those of their words."""
     if isinstance(template, jax.ShapeDtypeStruct) and _jax.is_extended(template.dtype):
         return jax.eval_shape(jax.random.key_data, template)
     return template if hasattr(template, "dtype") else np.asarray(template)

@@ -1,8 +1,8 @@
 """Published weights: reads safetensors, one file or indexed shards.
 
 A file is mapped into memory, and the slices that devices hold are copied. The library
-`safetensors` checks the header; it has no NumPy dtypes for bfloat16 and float8, so that
-the bytes are read here.
+`safetensors` checks the header; it has no NumPy dtypes for bfloat16 and float8, so the
+bytes are read here.
 """
 
 import json
@@ -79,9 +79,9 @@ def load_safetensors(
         path: A `.safetensors` file, an index of shards (`.safetensors.index.json`),
             or a directory that holds one of them. On several processes, each of them
             reads it.
-        like: The state to restore: arrays, whose values are not looked at, or abstract
-            arrays, as `ml.describe` gives them, in any tree. Or a layout map alone:
-            then nested dicts of all arrays are returned.
+        like: The state to restore: arrays, whose values are ignored, or abstract
+            arrays (from `ml.describe`), in any tree. Or a layout map alone: then nested
+            dicts of all arrays are returned.
         layouts: Where arrays go, if not where those of `like` are.
         rename: `{pattern: replacement}`, applied to the names in the files as by
             `re.sub`. A name may be changed by one pattern only.
@@ -89,17 +89,17 @@ def load_safetensors(
             state is `np.transpose(saved, permutation)`. PyTorch has the weights of
             dense layers as `(out, in)`, which is `(1, 0)`, and those of convolutions
             as `(out, in, h, w)`, which is `(2, 3, 1, 0)`.
-        partial: Whether arrays of the state may be missing in the files, which then
-            keep their values, and files may hold more, which is then not read.
+        partial: Whether arrays of the state may be missing in the files, and keep
+            their values, and extra arrays in the files are ignored.
         allow: Patterns of paths that may differ in any way, in shape too; they then
             keep their values.
         dtype: A dtype for every array of its kind, or `{pattern: dtype}`. All others
             must have been saved in the state's dtype.
-        separator: What stands between the keys in the names, after renaming.
+        separator: The separator between the keys in the names, after renaming.
 
     Raises:
-        DamagedCheckpointError: If a file is cut off or is not what it says.
-        RestoreDiffError: If what differs is not allowed.
+        DamagedCheckpointError: If a file is truncated or contradicts its header.
+        RestoreDiffError: If they differ in ways that are not allowed.
         CheckpointError: If there is no such file, or an option does not fit.
 
     Example:
@@ -146,7 +146,7 @@ def local_path(path: Any) -> Path:
 
 
 def check_separator(separator: str) -> str:
-    """Returns what stands between keys, or raises CheckpointError."""
+    """Returns the separator, or raises CheckpointError."""
     return _checks.choice("separator", separator, (".", "/"), error=CheckpointError)
 
 
@@ -166,7 +166,7 @@ class _Files:
         self.leaves = [array.leaf for array in self._arrays.values()]
 
     def start(self, leaf: ArraySpec, index: Index) -> Callable[[], HostArray]:
-        """As for `Source`; reads when it is waited for."""
+        """As for `Source`; reads when the returned function is called."""
         return lambda: self.read(leaf, index)
 
     def read(self, leaf: ArraySpec, index: Index) -> HostArray:
@@ -183,7 +183,7 @@ class _FileArray:
     offset: int
 
     def read(self, index: Index) -> HostArray:
-        """Reads a slice; the pages of the file around it alone are looked at."""
+        """Reads a slice; touches only its pages of the file."""
         shape, dtype = self.leaf.shape, self.leaf.dtype
         if not math.prod(shape):
             return np.empty(shape, dtype)[index]
@@ -258,7 +258,7 @@ def _file_arrays(path: Path, index: Path | None = None) -> dict[str, _FileArray]
         raise DamagedCheckpointError(f"{msg}, which {index.name} names.")
     library = require("safetensors", extra="safetensors", purpose="Reading safetensors")
     try:
-        # The library checks that the arrays cover the file; it lets names come twice.
+        # The library checks that arrays cover the file, but accepts duplicate names.
         with library.safe_open(path, framework="np"):
             pass
         with path.open("rb") as file:
@@ -286,7 +286,7 @@ def _file_arrays(path: Path, index: Path | None = None) -> dict[str, _FileArray]
 
 
 def _resolve(path: Path) -> Path:
-    """Returns the file or index that a path means."""
+    """Returns the file or index of a path."""
     if not path.is_dir():
         if not path.exists():
             msg = f"{path}: there is no such file or directory."

@@ -1,8 +1,8 @@
 """Writes states as safetensors: one file, or shards with an index.
 
-Process 0 writes alone, shard after shard, into files whose room on the disk was taken
-before; shards of other processes come to it piece by piece. So no host ever holds more
-than one shard, and a path on process 0's own disk will do.
+Process 0 writes alone, shard after shard, into files that are preallocated on the disk;
+other processes send their shards in pieces. So no host ever holds more than one shard,
+and the path may be on a local disk of process 0.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ logger = logging.getLogger("meshlayout.checkpoint")
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
-# What comes from another process at once; every device holds so much meanwhile.
+# Bytes sent by another process at a time; every device holds as many meanwhile.
 _PIECE_BYTES = 2**24
 
 
@@ -78,7 +78,7 @@ def save_safetensors(
             `re.sub`. A path may be changed by one pattern only.
         transpose: `{pattern: permutation}`, by path in the state: the saved array is
             `np.transpose(array, permutation)`.
-        separator: What stands between the keys in the names.
+        separator: The separator between the keys in the names.
         metadata: Texts to write next to the arrays, by name.
         overwrite: Whether files of that name may be replaced. One file is replaced
             at once; of several, a kill in between leaves none that can be loaded.
@@ -263,7 +263,7 @@ class _File:
         return dict(zip([array.name for array in self.arrays], begins, strict=False))
 
     def header(self, metadata: Mapping[str, str]) -> bytes:
-        """Returns what comes before the arrays."""
+        """Returns the bytes before the arrays."""
         entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
         for array, begin in zip(self.arrays, self.offsets.values(), strict=True):
             entries[array.name] = {
@@ -314,7 +314,7 @@ class _SavePlan:
         return [*paths, self.index] if len(paths) > 1 else paths
 
     def index_text(self) -> str:
-        """Returns what the index holds."""
+        """Returns the content of the index."""
         names = {a.name: file.path.name for file in self.files for a in file.arrays}
         total = sum(file.nbytes for file in self.files)
         weight_map = dict(sorted(names.items()))
@@ -402,7 +402,7 @@ def _check_array(leaf: _paths.Leaf) -> None:
 
 @contextlib.contextmanager
 def _agreed(channel: Channel) -> Iterator[None]:
-    """Raises on all processes what was raised on one of them."""
+    """Raises on all processes an error of one of them."""
     problem: CheckpointError | None = None
     try:
         yield
@@ -442,7 +442,7 @@ def _allocate(file: _File, metadata: Mapping[str, str]) -> None:
     with file.temporary.open("wb") as stream:
         stream.write(header)
         stream.flush()
-        # A full disk is found here: in mapped memory it would end the process.
+        # A full disk is detected here: a write to mapped memory would kill the process.
         if file.nbytes and hasattr(os, "posix_fallocate"):
             os.posix_fallocate(stream.fileno(), len(header), file.nbytes)
         else:
@@ -454,8 +454,8 @@ def _allocate(file: _File, metadata: Mapping[str, str]) -> None:
 def _fill(channel: Channel, file: _File) -> None:
     """Writes all shards of a file's arrays, on process 0.
 
-    What goes wrong there is raised at the end: until then other processes send their
-    shards, and would wait for ever for one that no longer takes part.
+    Errors are raised at the end: until then the other processes send their shards, and
+    would wait forever for a process that no longer takes part.
     """
     is_first = jax.process_index() == 0
     problem: OSError | None = None
@@ -534,7 +534,7 @@ def _received(batch: Sequence[_Shard]) -> HostArray:
 
 
 def _publish(plan: _SavePlan) -> None:
-    """Gives the files their names; a kill in between leaves no complete mixture."""
+    """Renames the files; a kill in between never leaves a mixture that loads."""
     existing = set(_existing(plan))
     is_sharded = len(plan.files) > 1
     if is_sharded:

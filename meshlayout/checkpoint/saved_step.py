@@ -1,8 +1,8 @@
 """A step of a `Checkpointer` as a source to restore from, verified bit by bit.
 
 While slices are read, what each adds to its array's fingerprint is computed from the
-host's copy. On several processes no one may have a whole array: what they have adds up
-in one exchange when all of them have read.
+host's copy. On several processes none may have a whole array: their sums are added up
+in one exchange after the reads.
 """
 
 import contextlib
@@ -43,19 +43,19 @@ _WAY_OUT = (
     "reads what there is."
 )
 
-# Arrays of up to this size are read whole by each process, and cut in memory.
+# Arrays of up to this size are read whole by each process, and sliced in memory.
 _WHOLE_BYTES = 2**18
 
 Sums = tuple[int, int]
 
 
 class SavedStep:
-    """What a manifest says was saved, to be read slice by slice; see `Source`.
+    """The arrays of a manifest, to be read slice by slice; see `Source`.
 
     Args:
         folder: The step's directory.
         manifest: Its manifest.
-        verify: Whether to compute fingerprints of what is read.
+        verify: Whether to compute fingerprints of the slices.
     """
 
     is_foreign = False
@@ -66,10 +66,10 @@ class SavedStep:
         self.leaves = [_leaf(saved) for saved in manifest.leaves]
         self._folder, self._manifest, self._verify = folder, manifest, verify
         self._saved = {leaf.path: leaf for leaf in manifest.leaves}
-        # By array: what was read of it, and the sums of that.
+        # By array: the slices read so far, and their sums.
         self._sums: dict[str, dict[Bounds, Sums]] = {}
         self._last_whole: tuple[str, Callable[[], HostArray]] | None = None
-        # NumPy lets other threads run while it computes sums.
+        # NumPy releases the GIL while it computes sums.
         self._threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
 
     def __enter__(self) -> "SavedStep":
@@ -82,7 +82,7 @@ class SavedStep:
         """As for `Source`.
 
         Raises:
-            DamagedCheckpointError: If the files are not what was saved.
+            DamagedCheckpointError: If the files are damaged.
         """
         saved = self._saved[leaf.path]
         if saved.array is None:
@@ -143,7 +143,7 @@ class SavedStep:
         except ArrayReadError as error:
             why = str(error)
             if files.is_remote(self._folder):
-                # A store that refuses says nothing about what it holds.
+                # A refusal of the store says nothing about its content.
                 check_files(self._folder, self._manifest)
                 if why.startswith(REFUSALS):
                     raise StoreError.of(self._folder, "read", why) from error
@@ -157,17 +157,16 @@ class SavedStep:
     # Verifying.
 
     def partial_sums(self, restores: Sequence[LeafRestore]) -> str:
-        """Compares what was read with what was saved, as far as this process can.
+        """Verifies the arrays that this process has read whole.
 
         Args:
-            restores: What was read, and where it went.
+            restores: The arrays that were read, with their targets.
 
         Returns:
             For `check_sums`: the sums of arrays that this process has read in part.
 
         Raises:
-            DamagedCheckpointError: If an array that was read whole is not what was
-                saved.
+            DamagedCheckpointError: If one of them is damaged.
         """
         shardings = {restore.saved.path: restore.sharding for restore in restores}
         wrong: list[SavedLeaf] = []
@@ -188,13 +187,13 @@ class SavedStep:
         return json.dumps(parts)
 
     def check_sums(self, partial_sums: Sequence[str]) -> None:
-        """Compares arrays that no process has read whole with what was saved.
+        """Verifies arrays that no process has read whole.
 
         Args:
             partial_sums: What `partial_sums` returned, on every process.
 
         Raises:
-            DamagedCheckpointError: If one is not what was saved; on all processes.
+            DamagedCheckpointError: If one is damaged; on all processes.
         """
         replicas: dict[tuple[str, str], list[Sums]] = {}
         for text in partial_sums:
@@ -241,7 +240,7 @@ def _added(sums: Iterable[Sequence[int]]) -> Sums:
 def _by_replica(
     sums: Mapping[Bounds, Sums], sharding: jax.sharding.Sharding, shape: tuple[int, ...]
 ) -> dict[int, Sums]:
-    """Returns what this process's devices add to each complete copy of an array.
+    """Returns this process's sums for each complete copy of an array.
 
     The first device of each slice, in the order of the sharding, has a part of the
     first copy, and so on: so each copy is verified, on whatever process its parts are.
@@ -287,11 +286,11 @@ def check_files(folder: Any, manifest: Manifest) -> None:
             raise DamagedCheckpointError(msg)
 
 
-# What the manifest says.
+# The manifest's entries.
 
 
 def _leaf(saved: SavedLeaf) -> ArraySpec:
-    """Returns what was saved as the restore engine compares it."""
+    """Returns the spec of a saved leaf, for the restore engine."""
     if saved.kind == "python":
         dtype = PYTHON_TYPES[saved.dtype]
     elif saved.kind == "key":
@@ -303,12 +302,12 @@ def _leaf(saved: SavedLeaf) -> ArraySpec:
 
 
 def _shape(leaf: ArraySpec) -> tuple[int, ...]:
-    """Returns the shape of what is in the files; of PRNG keys, of their words."""
+    """Returns the shape in the files; of PRNG keys, that of their words."""
     return key_words(leaf.dtype, leaf.shape)["shape"] if leaf.is_key else leaf.shape
 
 
 def _file_dtype(leaf: ArraySpec) -> np.dtype[Any]:
-    """Returns the dtype of what was saved; of PRNG keys, of their words."""
+    """Returns the saved dtype; of PRNG keys, that of their words."""
     return np.dtype("uint32") if leaf.is_key else np.dtype(leaf.dtype)
 
 

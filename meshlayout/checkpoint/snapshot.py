@@ -1,4 +1,4 @@
-"""A state taken apart for saving: what the manifest says of it, and its arrays."""
+"""A state flattened for saving: its manifest entries and its arrays."""
 
 import dataclasses
 import hashlib
@@ -29,10 +29,10 @@ HostShards = dict[str, list[Shard]]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What is saved of a state.
+    """A state as it is saved.
 
     Attributes:
-        leaves: What the manifest says, but for the fingerprints.
+        leaves: The manifest's entries, without the fingerprints.
         arrays: The arrays as they are stored, by their names there.
     """
 
@@ -41,7 +41,7 @@ class Snapshot:
 
     @classmethod
     def take(cls, state: PyTree) -> "Snapshot":
-        """Takes a state apart.
+        """Flattens a state.
 
         Args:
             state: Any tree of arrays and numbers.
@@ -70,7 +70,7 @@ class Snapshot:
         return cls(tuple(leaves), arrays)
 
     def without_values(self) -> "Snapshot":
-        """Returns the same, with shapes in the place of the arrays."""
+        """Returns the snapshot with shapes in place of the arrays."""
         shapes = {
             name: jax.ShapeDtypeStruct(array.shape, array.dtype)
             for name, array in self.arrays.items()
@@ -171,7 +171,7 @@ def named_leaves(tree: PyTree) -> list[tuple[str, tuple[str, ...], Any]]:
     if _paths.holds_modules(tree):
         tree = nnx.state(tree)
     entries, _ = jax.tree_util.tree_flatten_with_path(tree)
-    if len(entries) != len(flat):  # a box that holds what is no leaf
+    if len(entries) != len(flat):  # a box that holds something other than a leaf
         return [(leaf.path, tuple(leaf.path.split("/")), leaf.value) for leaf in flat]
     return [
         (leaf.path, _parts(leaf.path, keys), leaf.value)
@@ -189,7 +189,7 @@ def _parts(path: str, keys: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def _saved(path: str, parts: tuple[str, ...], value: Any) -> tuple[SavedLeaf, Any]:
-    """Returns what the manifest says of a leaf, and the array to store."""
+    """Returns the manifest's entry of a leaf, and the array to store."""
     if isinstance(value, (bool, int, float, complex)) and not isinstance(
         value, np.generic
     ):
@@ -225,7 +225,7 @@ def _saved(path: str, parts: tuple[str, ...], value: Any) -> tuple[SavedLeaf, An
         else value.size * _jax.itemsize(value.dtype),
     )
     if not isinstance(value, jax.Array):
-        return leaf, np.array(value)  # a copy: nobody writes to it meanwhile
+        return leaf, np.array(value)  # the caller may write to its own
     if value.is_deleted():
         msg = (
             f"{path}: the array is deleted; it was donated, to a step or a relayout. "
@@ -241,12 +241,12 @@ def _saved(path: str, parts: tuple[str, ...], value: Any) -> tuple[SavedLeaf, An
         leaf = dataclasses.replace(leaf, kind="key", key_impl=impl)
         value = jax.random.key_data(value)
     if jax.process_count() > 1 and value.is_fully_addressable:
-        value = np.array(value)  # each process has its own: that of process 0 is kept
+        value = np.array(value)  # each process has its own: process 0's is saved
     return leaf, value
 
 
 def _check_dtype(path: str, dtype: Any) -> None:
-    """Raises if no file holds a dtype of NumPy's."""
+    """Raises if files cannot hold a NumPy dtype."""
     if _jax.is_extended(dtype):
         return
     if dtype.name in ("int2", "uint2") and jax.__version_info__ < (0, 8):

@@ -1,7 +1,7 @@
-"""Which step is restored, and what happens where one is damaged.
+"""Selects the step to restore, and falls back if it is damaged.
 
-All processes have to restore the same step, or none: so process 0 chooses, and whatever
-goes wrong on one process is raised on all of them.
+All processes must restore the same step, or none: so process 0 chooses, and an error
+on one process is raised on all of them.
 """
 
 import contextlib
@@ -34,21 +34,21 @@ logger = logging.getLogger("meshlayout.checkpoint")
 
 T = TypeVar("T")
 
-# How often a step is chosen anew where another process deletes the chosen one.
+# How often to choose again if another process deletes the chosen step.
 _ATTEMPTS = 20
 
 
 class _GoneError(CheckpointError):
-    """A step was deleted or replaced while it was read."""
+    """A step was deleted or replaced while being read."""
 
 
 class StepSelection:
     """Restores a step, the same on all processes.
 
     Args:
-        steps: The steps that there are.
-        best: The metric that the best step is chosen by, and `"max"` or `"min"`.
-        channel: The processes' conversation.
+        steps: The existing steps.
+        best: The metric that selects the best step, and `"max"` or `"min"`.
+        channel: Exchanges messages between the processes.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class StepSelection:
         Args:
             step: The step.
             read: Restores from a step, given its manifest; also returns what it read.
-            verify: Whether to compare files and arrays with what was saved.
-            fallback: Whether to try older steps where one is damaged.
+            verify: Whether to verify files and arrays.
+            fallback: Whether to try older steps if one is damaged.
 
         Raises:
             DamagedCheckpointError: If no intact step was found.
@@ -118,7 +118,7 @@ class StepSelection:
     def _with_latest(
         self, error: DamagedCheckpointError, step: int | str, candidate: int
     ) -> DamagedCheckpointError:
-        """Returns the error of the newest step, with what `latest_step()` says."""
+        """Returns the error of the newest step, extended with `latest_step()`."""
         latest = max(self._steps.all(), default=None) if step == "latest" else None
         if latest is None or latest == candidate:
             return error
@@ -135,7 +135,7 @@ class StepSelection:
         *,
         verify: bool,
     ) -> T:
-        """Restores one step; raises on all processes if it is damaged for one."""
+        """Restores one step; raises on all processes if it is damaged on one."""
         begin_s = time.perf_counter()
         problem: CheckpointError | None = None
         manifest: Manifest | None = None
@@ -182,8 +182,8 @@ class StepSelection:
         Args:
             step: The step that was tried.
             manifest: Its manifest; None if that is damaged.
-            problem: What went wrong here.
-            message: What to tell the others if nothing did.
+            problem: This process's error, if any.
+            message: The message to the others if there is none.
         """
         text = f"fine {message}"
         if isinstance(problem, StoreError):
@@ -205,7 +205,7 @@ class StepSelection:
         raise DamagedCheckpointError(words) from problem
 
     def _exchanged(self, text: str) -> list[str]:
-        """Returns what each process says, process 0 first."""
+        """Returns the message of each process, process 0 first."""
         if jax.process_count() == 1:
             return [text]
         return list(self._channel.exchange(text).values())
@@ -244,8 +244,8 @@ class StepSelection:
         """
         if step == "latest":
             listed = self._steps.with_manifest if allow_damaged else self._steps.all
-            # While names are listed, another process may save a step and delete those
-            # that were listed: an empty answer is asked for twice.
+            # During the listing, another process may save a step and delete the ones
+            # listed: list again if none is left.
             steps = listed() or listed()
             if not steps:
                 raise CheckpointError(self._steps.missing(0))
@@ -296,7 +296,7 @@ def _warn_of_damage(
 
 
 def _warn_of_unfinished(steps: Steps, restored: int) -> None:
-    """Warns if a newer step has files but no manifest, and nobody is at work on it."""
+    """Warns if a newer step has files but no manifest, and is not being saved."""
     for step in steps.unfinished(after=restored):
         msg = (
             f"{steps.folder(step)} has no manifest: that step was not saved to its "

@@ -41,21 +41,21 @@ logger = logging.getLogger("meshlayout.checkpoint")
 # Files of up to this size are hashed; the arrays in larger ones have fingerprints.
 _HASHED_BYTES = 4 * 2**20
 
-# Saves that are under way, or whose failure nobody was told of yet.
+# Saves that are running, or whose error was not raised yet.
 _unsettled: "set[StepWriter]" = set()
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is saved, and where.
+    """The data of a save, and its destination.
 
     Attributes:
         directory: The directory of all steps.
         step: The step.
         snapshot: The state.
         data: The input iterator's state, as the content of a file; None without one.
-        metadata: What the user gave, as JSON has it.
-        metrics: What was measured.
+        metadata: The user's metadata as JSON.
+        metrics: The metrics at this step.
     """
 
     directory: AnyPath
@@ -67,13 +67,13 @@ class Job:
 
 
 class StepWriter:
-    """One save, from its start to its end.
+    """One running save.
 
     Args:
-        job: What is saved.
+        job: The save's data.
         hold: Returns the lease of the directory; called on process 0.
-        channel: What the processes agree through in the background.
-        after: What to do once the step exists; called on process 0.
+        channel: Exchanges messages between the background threads.
+        after: Called on process 0 once the step exists.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class StepWriter:
         """Copies the state from the devices, and starts a thread for the rest.
 
         Args:
-            channel: What the callers of all processes agree through.
+            channel: Exchanges messages between the callers of all processes.
 
         Raises:
             CheckpointError: If nothing can be written, or the processes disagree.
@@ -133,7 +133,7 @@ class StepWriter:
             name = f"checkpoint-{self.step}"
             threading.Thread(target=self._run, name=name, daemon=False).start()
         except BaseException:
-            # Ctrl-C may come after the thread began: then that goes on to the end.
+            # Ctrl-C may come after the thread started, which then runs to its end.
             if self._turn and self._turn.pop():
                 self._end()
                 _unsettled.discard(self)
@@ -166,12 +166,12 @@ class StepWriter:
             where = job.directory / everyone[0]["arrays"]
             self._wait = orbax.start_writing(where, arrays)
             self._shards = host_shards(arrays)
-            # The devices' memory is the caller's again.
+            # From now on the caller may donate the devices' memory.
             self._job = dataclasses.replace(job, snapshot=job.snapshot.without_values())
         except Exception as error:
             if jax.process_count() == 1:
                 raise CheckpointError(self._failed(orbax.reason(error))) from error
-            # The others are told in the background.
+            # The other processes learn of it in the background.
             self._wait = functools.partial(_fail, error)
 
     # In the thread.
@@ -219,7 +219,7 @@ class StepWriter:
                 errors = [orbax.reason(error)]
             errors = list(filter(None, [self._channel.from_first("".join(errors))]))
         if errors and errors[0].startswith("!"):
-            # No older step is deleted then.
+            # In that case no older step is deleted.
             msg = (
                 f"step {self.step} is written to {self._job.directory}, but may not "
                 f"survive a power cut: {errors[0][1:]}."
@@ -262,7 +262,7 @@ class StepWriter:
         attempt.commit(contents.to_bytes())
 
     def _clear_up(self) -> None:
-        """Applies retention; all processes wait for it, and list the same steps."""
+        """Applies retention; the others wait, so that all list the same steps."""
         problem = None
         try:
             if self._attempt is not None:
@@ -280,7 +280,7 @@ class StepWriter:
             if self._attempt is not None:
                 self._attempt.end()
         except (OSError, CheckpointError) as error:
-            # The next one that opens the directory removes it.
+            # The next process that opens the directory removes it.
             logger.info("what step %d left cannot be removed: %s", self.step, error)
 
     def _failed(self, why: str) -> str:
@@ -342,7 +342,7 @@ def _fail(error: Exception) -> None:
 
 
 def _nothing() -> None:
-    """Waits for no files: there are no arrays."""
+    """Does nothing: without arrays there are no files."""
 
 
 # The end of the process.
@@ -353,9 +353,9 @@ def _finish_at_exit() -> None:
     """Has the interpreter finish saves before it shuts thread pools down.
 
     At its end Python first shuts down the pools that Orbax writes with, and waits for
-    threads after that: a save under way would hang for minutes, and be lost. What is
-    registered here, after `concurrent.futures`, runs before. The function is private
-    (in Python 3.9 to 3.14); without it saves under way are lost as they were before,
+    threads after that: a running save would hang for minutes, and be lost. A function
+    registered here, after `concurrent.futures`, runs earlier. The API is private
+    (in Python 3.9 to 3.14); without it running saves are lost at exit,
     and `test_a_process_that_ends_finishes_its_save` fails.
     """
     assert concurrent.futures.thread  # registers its own first
@@ -368,6 +368,6 @@ def _finish_all() -> None:
         if not writer.is_done:
             logger.info("the process ends once step %d is saved", writer.step)
         writer.wait()
-        if writer.error is not None:  # no further call will raise it
+        if writer.error is not None:  # no later call will raise it
             logger.error("%s", writer.error)
     lease.release_all()

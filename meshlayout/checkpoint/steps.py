@@ -1,4 +1,4 @@
-"""The steps that a directory holds, and which of them are kept."""
+"""The steps in a directory, and their retention."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from meshlayout.errors import CheckpointError, DamagedCheckpointError
 
 
 class Steps:
-    """Reads which steps there are, and their manifests.
+    """Lists the steps of a directory, and reads their manifests.
 
     Args:
         directory: The directory of all steps.
@@ -26,11 +26,11 @@ class Steps:
         return self.directory / str(step)
 
     def all(self) -> list[int]:
-        """Returns the steps whose manifest is there and whole, in order."""
+        """Returns the steps with an intact manifest, in order."""
         return [step for step in self.with_manifest() if self._is_whole(step)]
 
     def with_manifest(self) -> list[int]:
-        """Returns the steps that have a manifest, be it damaged, in order."""
+        """Returns the steps with a manifest, even a damaged one, in order."""
         return [step for step in self._folders() if self._file(step).exists()]
 
     def unfinished(self, after: int) -> list[int]:
@@ -49,7 +49,7 @@ class Steps:
             step: The step.
 
         Raises:
-            DamagedCheckpointError: If it is not what was written.
+            DamagedCheckpointError: If it is damaged.
             CheckpointError: If there is none.
         """
         path = self._file(step)
@@ -73,7 +73,7 @@ class Steps:
         return contents
 
     def is_still(self, step: int, found: Manifest | None) -> bool:
-        """Returns whether a step was neither deleted nor replaced in the meantime.
+        """Returns whether a step was neither deleted nor replaced since it was read.
 
         Args:
             step: The step.
@@ -87,7 +87,7 @@ class Steps:
             return False
 
     def metrics(self, steps: Sequence[int]) -> dict[int, Mapping[str, float]]:
-        """Returns what was measured at some steps.
+        """Returns the metrics of some steps.
 
         Args:
             steps: Steps; those that another process has deleted meanwhile are left
@@ -103,7 +103,7 @@ class Steps:
         return metrics
 
     def missing(self, step: int) -> str:
-        """Returns the sentence that says that a step does not exist."""
+        """Returns the message that a step does not exist."""
         if not files.exists(self.directory):
             return (
                 f"{self.directory} holds no checkpoint: there is no such directory any "
@@ -130,7 +130,7 @@ class Steps:
             return False
         except StoreError:
             raise
-        except CheckpointError:  # of another version, or gone meanwhile
+        except CheckpointError:  # of another version, or deleted meanwhile
             return self._file(step).exists()
         return True
 
@@ -147,16 +147,16 @@ def steps_to_delete(
     metrics: Mapping[int, Mapping[str, float]] | None = None,
     newest: int | None = None,
 ) -> list[int]:
-    """Returns the steps that go, oldest first.
+    """Returns the steps to delete, oldest first.
 
     Args:
-        steps: The steps that there are.
+        steps: The existing steps.
         keep: How many of the last steps stay; None for all.
         keep_every: Steps that this divides stay as well.
         best: A metric's name and `"max"` or `"min"`: the best step stays as well.
-        metrics: What was measured, by step.
-        newest: The step that was saved last, which stays; it has not the highest
-            number where a run went back to an earlier step.
+        metrics: The metrics by step.
+        newest: The step that was saved last, which stays; it does not have the highest
+            number if a run went back to an earlier step.
 
     Example:
         >>> steps_to_delete([1, 2, 3, 4, 5, 6], keep=2, keep_every=3)
@@ -176,10 +176,10 @@ def best_of(
     best: tuple[str, str] | None,
     metrics: Mapping[int, Mapping[str, float]],
 ) -> int | None:
-    """Returns the step with the best metric, the later of equals, or None.
+    """Returns the step with the best metric, the later one of a tie, or None.
 
     Args:
-        steps: The steps that there are.
+        steps: The existing steps.
         best: As for `steps_to_delete`.
         metrics: As for `steps_to_delete`.
 

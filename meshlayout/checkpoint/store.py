@@ -1,9 +1,8 @@
-"""Paths of Google Cloud Storage, with what a checkpointer needs of a `pathlib.Path`.
+"""Google Cloud Storage paths with the methods of `pathlib.Path` that saving needs.
 
-A store has no directories, only objects whose names have slashes: a directory is there
-while an object is in it. Nothing is remembered from one call to the next, as other
-machines write there too. A question without an answer is an error: a store
-that refuses, or does not answer, is not an empty one.
+A store has no directories, only objects whose names contain slashes: a directory exists
+while an object is in it. Nothing is cached between calls, as other machines write there
+too. A store that refuses or does not answer is an error, never an empty store.
 """
 
 import posixpath
@@ -21,7 +20,7 @@ AnyPath: TypeAlias = Any
 
 SCHEME = "gs://"
 
-# How TensorStore's errors begin where the store refuses, or does not answer.
+# Prefixes of TensorStore's errors for a store that refuses, or does not answer.
 REFUSALS = (
     "ABORTED",
     "CANCELLED",
@@ -36,17 +35,17 @@ REFUSALS = (
 # Objects are deleted one by one, so many at a time.
 _DELETIONS = 16
 
-# Some client on the way takes these for patterns, or for the end of a path.
+# Some client library takes these for patterns, or for the end of a path.
 _SPECIAL = "*?[]#"
 
 _T = TypeVar("_T")
 
 
 class StoreError(CheckpointError):
-    """The store refuses or does not answer, which says nothing of what it holds.
+    """The store refuses or does not answer, which says nothing about its content.
 
     Attributes:
-        fact: What happened, without a way out of it.
+        fact: What happened, without the fix.
     """
 
     def __init__(self, fact: str, way_out: str) -> None:
@@ -55,12 +54,12 @@ class StoreError(CheckpointError):
 
     @classmethod
     def of(cls, path: Any, what: str, why: str) -> "StoreError":
-        """Returns the error for a question that has no answer.
+        """Returns the error for a failed request.
 
         Args:
-            path: What was asked for.
-            what: What cannot be done with it.
-            why: What the store's client says.
+            path: The requested path.
+            what: The operation that failed.
+            why: The client's message.
         """
         return cls(
             f"{path} cannot be {what}: {why.rstrip('.')}",
@@ -81,7 +80,7 @@ class StorePath:
 
     @classmethod
     def of(cls, text: str) -> "StorePath":
-        """Returns the path that a user gave.
+        """Parses a user's path.
 
         Args:
             text: The path.
@@ -137,21 +136,21 @@ class StorePath:
         return bool(self.names())
 
     def names(self) -> set[str]:
-        """Returns the names of what is in this directory."""
+        """Returns the names in this directory."""
         try:
             entries = self._ask(
                 "listed", lambda files: files.ls(self.text, detail=True)
             )
         except FileNotFoundError:
             return set()
-        # The directory itself is among them where somebody made an object of its name.
+        # The listing includes the directory itself if an object has its name.
         paths = [_plain(entry["name"]) for entry in entries]
         return {path.rpartition("/")[2] for path in paths if path != self._plain}
 
     def below(self) -> "Iterator[StorePath]":
         """Yields all objects of this directory, in the order of their names."""
         for name in self._all():
-            if not name.endswith("/"):  # made by some tools for a directory
+            if not name.endswith("/"):  # a directory, for some tools
                 yield StorePath(SCHEME + name)
 
     def size(self) -> int:
@@ -178,13 +177,13 @@ class StorePath:
             raise self._no_bucket() from None
 
     def remove(self) -> None:
-        """Deletes the object of this name, and all in the directory of this name."""
+        """Deletes the object of this name, and all objects in its directory."""
         inside = [StorePath(SCHEME + name) for name in self._all()]
         with ThreadPoolExecutor(_DELETIONS) as threads:
             list(threads.map(StorePath._remove_one, [self, *inside]))
 
     def check_bucket(self) -> None:
-        """Raises if there is no such bucket."""
+        """Raises if the bucket does not exist."""
         try:
             self._all()
         except FileNotFoundError:
@@ -200,7 +199,7 @@ class StorePath:
         return StoreError(fact, "Make it, or give another one.")
 
     def _all(self) -> list[str]:
-        """Lists all objects of this directory; there may be none, but the bucket."""
+        """Lists all objects of this directory, if any; the bucket must exist."""
         paths = self._ask("listed", lambda files: files.find(self.text))
         return sorted(path for path in paths if path.startswith(f"{self._plain}/"))
 
@@ -208,7 +207,7 @@ class StorePath:
         try:
             self._ask("deleted", lambda files: files.rm_file(self.text))
         except FileNotFoundError:
-            return  # somebody else was faster
+            return  # another process was faster
 
     def _facts(self) -> dict[str, Any]:
         return self._ask("looked at", lambda files: files.info(self.text))
@@ -218,7 +217,7 @@ class StorePath:
             return question(_files())
         except FileNotFoundError:
             raise
-        except Exception as error:  # of many libraries, with no class in common
+        except Exception as error:  # from many libraries, without a common base class
             why = " ".join(str(error).split()) or type(error).__name__
             raise StoreError.of(self, what, why) from error
 
@@ -228,13 +227,13 @@ def _plain(name: str) -> str:
 
 
 def forget_listings() -> None:
-    """Has Orbax's own client list anew: it remembers what others change meanwhile."""
+    """Invalidates the listing cache of Orbax's client: other machines write, too."""
     backend = require("etils.epath.backend", extra="checkpoint", purpose="Orbax")
     backend.fsspec_backend.fs(SCHEME).invalidate_cache()
 
 
 def _files() -> Any:
-    """Returns the client of the store, one that remembers nothing."""
+    """Returns the store's client, without caching."""
     purpose = "A path of Google Cloud Storage"
     require("gcsfs", extra="gcs", purpose=purpose)
     fsspec = require("fsspec", extra="gcs", purpose=purpose)

@@ -1,8 +1,8 @@
 """The target of a restore: the state to build, and how each leaf of it is filled.
 
-This is the only place that casts, cuts and places what a restore reads, whatever format
-it comes from. It works on NumPy slices: what no device of this process needs is never
-read, and 64-bit values and PRNG keys need no special way through JAX.
+Only this module casts, slices and places the arrays of a restore, whatever their
+format. It works on NumPy slices: parts that no device of this process needs are never
+read, and 64-bit values and PRNG keys need no special handling in JAX.
 """
 
 import math
@@ -44,7 +44,7 @@ class TargetLeaf:
         leaf: Its name, shape and dtype.
         value: The leaf itself, abstract or not.
         sharding: Where it goes; None for JAX's default device.
-        moves: Whether that is another place than where the value is now.
+        moves: Whether `sharding` differs from the value's current one.
     """
 
     leaf: ArraySpec
@@ -82,7 +82,7 @@ class Target:
     def of(
         cls, like: PyTree, layouts: LayoutMap | None = None, *, whole: bool = False
     ) -> "Target":
-        """Takes apart a state.
+        """Flattens a state.
 
         Args:
             like: Arrays or abstract arrays in any tree, or a `StateDescription`.
@@ -90,7 +90,7 @@ class Target:
             whole: Whether paths keep the `params` at the root of Linen variables.
 
         Raises:
-            CheckpointError: If it holds nothing that could be restored, or `layouts`
+            CheckpointError: If it has no leaf to restore, or `layouts`
                 is not a layout map.
         """
         if layouts is not None and not isinstance(layouts, LayoutMap):
@@ -142,8 +142,8 @@ def check_kept(leaves: Sequence[TargetLeaf], source: str) -> None:
     """Raises if a leaf that is not restored has no value to keep.
 
     Args:
-        leaves: What is not restored.
-        source: What holds the saved arrays, for messages.
+        leaves: The leaves that are not restored.
+        source: The file or directory of the saved arrays, for messages.
 
     Raises:
         CheckpointError: Names the leaves.
@@ -203,7 +203,7 @@ def _target_leaf(
 ) -> TargetLeaf:
     parts = tuple(path.split("/"))
     if not hasattr(value, "dtype"):
-        # A Python number has no place of its own.
+        # A Python number is not on a device.
         leaf = ArraySpec(path, parts, (), type(value))
         return TargetLeaf(leaf, value, sharding, moves=False)
     is_key = _jax.is_extended(value.dtype)
@@ -223,7 +223,7 @@ class LeafRestore:
         target: The leaf.
         pair: How it was matched.
         saved: The array as it is in the files.
-        dims: The permutation that makes the target's dims of the saved ones.
+        dims: The permutation from the saved dims to the target's.
     """
 
     target: TargetLeaf
@@ -260,7 +260,7 @@ class LeafRestore:
         return sharding
 
     def check(self) -> None:
-        """Raises CheckpointError if JAX cannot hold the array as it is asked for."""
+        """Raises CheckpointError if JAX cannot hold the array in its new dtype."""
         if self.target.on_host:
             return
         if self.sharding is not None:
@@ -275,7 +275,7 @@ class LeafRestore:
             raise CheckpointError(msg)
 
     def slices(self) -> list[tuple[Index, list[Any]]]:
-        """Returns what this process reads, and the devices that each slice goes to."""
+        """Returns the slices that this process reads, each with its devices."""
         sharding = self.sharding
         if sharding is None:
             return [(tuple(slice(0, size) for size in self.shape), [])]
@@ -289,7 +289,7 @@ class LeafRestore:
         ]
 
     def saved_index(self, index: Index) -> Index:
-        """Returns the slice in the file of a slice of the target."""
+        """Maps a slice of the target to a slice in the file."""
         if self.dims is None:
             return index
         order = [self.dims.index(dim) for dim in range(len(self.dims))]
@@ -299,10 +299,10 @@ class LeafRestore:
         """Returns the leaf's new value.
 
         Args:
-            parts: What was read, in the order of `slices`.
+            parts: The slices' values, in the order of `slices`.
 
         Raises:
-            CheckpointError: If the dtype that is asked for cannot hold a value.
+            CheckpointError: If the requested dtype cannot hold a value.
         """
         sharding = self.sharding
         if sharding is None:
@@ -314,7 +314,7 @@ class LeafRestore:
         kind = sharding.memory_kind
         for _, devices in self.slices():
             part = self._converted(next(parts))
-            # A CPU device may use a NumPy array's memory as its own: one for each.
+            # A CPU device may alias a NumPy array's memory: a separate one for each.
             copies = [part, *(part.copy() for _ in devices[1:])]
             places = [SingleDeviceSharding(d, memory_kind=kind) for d in devices]
             # Waiting here bounds what the host holds while devices are being filled.
@@ -328,7 +328,7 @@ class LeafRestore:
 
     @property
     def _dtype(self) -> Any:
-        # A Python number that becomes an array is as wide as JAX's arrays are.
+        # A Python number that becomes an array gets JAX's default precision.
         if is_number(self.pair.saved.dtype) and not is_number(self.pair.dtype):
             return _jax.canonical_dtype(self.pair.dtype)
         return self.pair.dtype
@@ -345,7 +345,7 @@ class LeafRestore:
         return part[()] if isinstance(self.target.value, np.generic) else part
 
     def _finished(self, value: jax.Array) -> jax.Array:
-        """Returns an array as the target has it: a key again, or weakly typed."""
+        """Returns an array in the target's form: a PRNG key, or weakly typed."""
         target = self.target
         if target.leaf.is_key:
             impl = _jax.key_impl(target.leaf.dtype)
@@ -361,7 +361,7 @@ def bounds_of(index: Index | None, shape: tuple[int, ...]) -> Bounds:
     """Returns the start and the stop of an index in every dim.
 
     Args:
-        index: Slices, as JAX gives them; None for all of an array without dims.
+        index: Slices, as returned by JAX; None for all of an array without dims.
         shape: The shape of the whole array.
     """
     pairs = zip(index or (), shape, strict=True)
@@ -376,7 +376,7 @@ def _cast(values: HostArray, dtype: np.dtype[Any], saved: ArraySpec) -> HostArra
         result = values.astype(dtype)
         if jax.numpy.issubdtype(values.dtype, np.integer):
             lost = result.astype(values.dtype) != values
-            # Between signed and unsigned, the bits alone come back.
+            # A cast between signed and unsigned preserves bits but not values.
             lost |= (result < 0) != (values < 0)
         else:
             lost = np.isfinite(values) & ~np.isfinite(result)
@@ -397,7 +397,7 @@ def _check_divides(
     except ValueError as error:
         why = str(error)
         if isinstance(sharding, NamedSharding):
-            # The layout says the same with the mesh's names, and sizes that fit.
+            # The layout is equivalent, with the mesh's names and sizes that divide.
             try:
                 Layout.of(sharding, len(shape)).shard_shape(shape)
             except LayoutError as layout_error:

@@ -1,4 +1,4 @@
-"""Waits of a save or restore: for its own end, and for the other processes.
+"""Waits of a save or restore: for its completion, and for the other processes.
 
 A terminal shows a moving line; a log says once what is being waited for.
 """
@@ -26,7 +26,7 @@ _numbers = itertools.count()
 _TIMEOUT_S = 1200.0
 _WARN_AFTER_S = 10.0
 
-# Shorter waits need no words.
+# Shorter waits are not reported.
 _AFTER_S = 3.0
 
 
@@ -66,10 +66,10 @@ def _show(what: str, done: threading.Event) -> None:
 
 
 def open_channel(purpose: str, *, is_patient: bool = False) -> Channel:
-    """Returns a conversation of all processes, for one object.
+    """Returns a channel between all processes, for one object.
 
     Args:
-        purpose: What it is about, to complete "did not come to".
+        purpose: Its purpose, to complete the message "did not come to".
         is_patient: Whether long waits are usual, as for the files of another process.
     """
     return Channel(

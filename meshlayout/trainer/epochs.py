@@ -62,7 +62,7 @@ class DataPasses:
 
     Raises:
         MeshLayoutError: If the data is of another type, or an iterator for several
-        epochs.
+            epochs.
     """
 
     def __init__(
