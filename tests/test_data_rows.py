@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import meshlayout as ml
 from meshlayout import data as md
+from tests.bad_values import BAD, refusal
 
 
 many = hypothesis.settings(max_examples=100, deadline=None, derandomize=True)
@@ -289,3 +290,25 @@ def feistel_order(num_rows, seed, epoch):
         return row if row < num_rows else visit(row)
 
     return [visit(row) for row in range(num_rows)]
+
+
+@pytest.mark.parametrize(
+    ("call", "works"),
+    [
+        (lambda mesh, x: ml.data.process_rows(x, (8, 2)), []),
+        (lambda mesh, x: ml.data.process_rows(mesh, x), [0]),
+        (lambda mesh, x: ml.data.process_rows(mesh, (x, 2)), [0]),
+        (lambda mesh, x: ml.data.process_rows(mesh, 8, x), [None, 0]),
+        (lambda mesh, x: ml.data.per_replica_batch_size(x, mesh), []),
+        (lambda mesh, x: ml.data.per_replica_batch_size(8, x), []),
+    ],
+    ids=[
+        *("rows of a layout", "rows of a shape", "rows of a size", "rows of a process"),
+        *("rows of a replica", "replicas of a layout"),
+    ],
+)
+def test_arguments_work_or_are_refused_with_a_sentence(mesh_2x4, call, works):
+    for value in BAD:
+        said = refusal(ml.MeshLayoutError, call, mesh_2x4, value)
+        is_refused = not any(type(value) is type(one) and value == one for one in works)
+        assert (said is not None) == is_refused, (value, said)

@@ -165,3 +165,44 @@ def test_what_is_no_epoch_is_refused_in_words(name):
     with pytest.raises(ml.errors.StepError) as caught:
         ml.scan_epoch(ml.make_train_step(squares), state, **options)
     assert str(caught.value) == message
+
+
+def test_an_epoch_is_lowered_for_its_arguments_and_nothing_is_used_up():
+    state = create(ml.create_mesh({"batch": 8}))
+    train_step = ml.make_train_step(squares)
+    data = {"x": X, "y": Y}
+    lowered = ml.scan_epoch.lower(train_step, state, data, global_batch_size=8)
+    assert "while" in lowered.as_text()
+    assert lowered.compile().memory_analysis() is not None
+    state, _ = ml.scan_epoch(train_step, state, data, global_batch_size=8)
+    assert int(state.step) == 3
+
+
+def test_epochs_of_the_same_shapes_trace_the_loss_function_once(monkeypatch):
+    abstract_calls, traces = [], []
+    eval_shape = jax.eval_shape
+
+    def counted(function, *args, **kwargs):
+        abstract_calls.append(function)
+        return eval_shape(function, *args, **kwargs)
+
+    def loss_fn(model, batch):
+        traces.append(batch)
+        return squares(model, batch)
+
+    state = create(ml.create_mesh({"batch": 8}))
+    train_step = ml.make_train_step(loss_fn)
+    counts = []
+    for epoch in range(3):
+        monkeypatch.setattr(jax, "eval_shape", counted)
+        state, _ = ml.scan_epoch(
+            train_step,
+            state,
+            {"x": X + epoch, "y": Y},
+            global_batch_size=8,
+            shuffle=jax.random.key(epoch),
+        )
+        monkeypatch.undo()
+        counts.append((len(abstract_calls), len(traces)))
+    assert counts[0][0] >= 1
+    assert counts == [counts[0]] * 3

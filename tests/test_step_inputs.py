@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from typing import Any
 
 import cloudpickle
 import jax
@@ -12,6 +13,7 @@ import pytest
 from flax import nnx
 
 import meshlayout as ml
+from tests.bad_values import BAD, refusal
 
 
 RNG = np.random.default_rng(0)
@@ -161,6 +163,32 @@ def test_losses_of_all_pairs_are_noted_once(mesh, caplog):
     ]
 
 
+def test_outputs_that_hide_parts_of_the_batch_are_noted_once(mesh, caplog):
+    def loss_fn(model, batch):
+        outputs = {"x": batch["x"], "y": model(batch["x"]), "out": batch["x"]}
+        return squares(model, batch), outputs
+
+    def make(make, **metrics):
+        return make(loss_fn, on_recompile="ignore", metrics=metrics)
+
+    batch = on(mesh, {"x": X, "y": Y})
+    mean = ml.metrics.Mean("y")
+    with caplog.at_level(logging.WARNING, "meshlayout"):
+        make(ml.make_train_step)(create(mesh), batch)  # nothing reads the outputs
+        assert caplog.records == []
+        state = create(mesh)
+        expected = np.mean(state.model(X))
+        measured = make(ml.make_eval_step, mean=mean)(state, batch)
+        state, _ = make(ml.make_train_step, mean=mean)(state, batch)
+        make(ml.make_train_step, mean=mean)(state, batch)
+    np.testing.assert_allclose(measured["mean"], expected, rtol=1e-5)
+    assert [record.getMessage() for record in caplog.records] == [
+        "the loss function's outputs 'y' have the names of entries of the batch: "
+        "metrics that read these names get the outputs. Rename the outputs if the "
+        "entries of the batch are meant."
+    ]
+
+
 def test_a_batch_without_examples_is_refused(mesh):
     batch = {"x": X[:0], "y": Y[:0]}
     for make in (ml.make_train_step, ml.make_eval_step):
@@ -234,11 +262,54 @@ def test_another_optimizers_state_is_named(mesh):
     )
 
 
-def test_optimizers_that_need_more_than_gradients_are_refused_in_words(mesh):
+MORE_THAN_GRADIENTS = {
+    "sam": (
+        lambda: optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1)),
+        "the optimizer's update refuses value=, the loss, which a step passes. "
+        "optax.contrib.sam, which computes gradients at several places for one update, "
+        "does not go into a step; write one with ml.compile_step.",
+    ),
+    "lookahead": (
+        lambda: optax.lookahead(optax.sgd(0.1), 5, 0.5),
+        "optax.lookahead keeps two copies of the parameters, as optax.LookaheadParams, "
+        "and a model has one. It does not go into a step; write one with "
+        "ml.compile_step, or average with make_train_step(ema=).",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MORE_THAN_GRADIENTS)
+def test_optimizers_that_need_more_than_gradients_are_refused_in_words(mesh, name):
+    make, message = MORE_THAN_GRADIENTS[name]
     batch = on(mesh, {"x": X, "y": Y})
-    sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1))
-    message = message_of(lambda: ml.make_train_step(squares)(create(mesh, sam), batch))
-    assert "optax.contrib.sam" in message
+    said = message_of(lambda: ml.make_train_step(squares)(create(mesh, make()), batch))
+    assert said == message
+
+
+# Code that names an axis of pmap.
+
+
+@pytest.mark.parametrize("make", [ml.make_train_step, ml.make_eval_step])
+def test_a_mean_over_an_axis_of_pmap_is_refused_with_its_name(mesh, make):
+    def loss_fn(model, batch):
+        return jax.lax.pmean(squares(model, batch), "devices")
+
+    batch = on(mesh, {"x": X, "y": Y})
+    assert message_of(lambda: make(loss_fn)(create(mesh), batch)) == (
+        "the loss function or the model names the axis 'devices', as code for pmap "
+        "does in lax.pmean or lax.psum, and a step has no such axis: it is one program "
+        "over the global batch, in which a mean over the rows is over those of all "
+        "devices. Leave that call out, or make it inside a jax.shard_map that binds "
+        "the axis."
+    )
+
+
+def test_a_name_that_python_does_not_know_stays_a_name_error(mesh):
+    def loss_fn(model, batch):
+        return undefined  # type: ignore[name-defined]  # noqa: F821
+
+    with pytest.raises(NameError, match="'undefined' is not defined"):
+        ml.make_train_step(loss_fn)(create(mesh), on(mesh, {"x": X}))
 
 
 def test_precision_patterns_that_match_nothing_are_refused(mesh):
@@ -291,10 +362,26 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("value", [float("nan"), -1, "x", object()])
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options_that_make_no_sense_are_refused_when_the_step_is_made(name, value):
-    if (name, value) in {("weights", "x"), ("weights", -1), ("trainable", "x")}:
-        return
-    with pytest.raises(ml.MeshLayoutError):
-        ml.make_train_step(squares, **{name: value})
+# What works among the values of the table; everything else is refused.
+WORKS: dict[str, list[Any]] = {
+    "clip_norm": [None],
+    "ema": [None, 0],
+    "trainable": [None, "x", ""],
+    "learning_rate": [None],
+    "remat": [{}],
+    "zero": [0],
+    "weights": [-1, 0, "x", ""],
+    "metrics": [None, {}],
+    "regularizers": [[]],
+    "layouts": [None],
+}
+
+
+@pytest.mark.parametrize("name", [*OPTIONS, "loss_fn"])
+def test_options_that_make_no_sense_are_refused_when_the_step_is_made(name):
+    works = [(type(value), value) for value in WORKS.get(name, [])]
+    for value in BAD:
+        options: dict[str, Any] = {"loss_fn": squares, name: value}
+        said = refusal(ml.MeshLayoutError, ml.make_train_step, **options)
+        is_refused = all(type(value) is not kind or value != one for kind, one in works)
+        assert (said is not None) == is_refused, (value, said)

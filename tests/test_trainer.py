@@ -1061,3 +1061,69 @@ def test_predict_says_what_is_no_output(mesh):
         "predict: an output has shape () for a batch of 8 rows; it must have one row per "
         "example."
     )
+
+
+# Batches without examples, and means over batches of several sizes.
+
+
+def test_a_batch_of_weight_0_makes_no_step(mesh, caplog):
+    data = examples(16)
+    data["weight"] = np.ones(16, "float32")
+    batches = cut(data, 8)
+    padding = {**batches[0], "weight": np.zeros(8, "float32")}
+    states = []
+    for given in (batches, [padding, batches[0], padding, batches[1]]):
+        optimizer = optax.adamw(0.05, weight_decay=0.1)
+        trainer = ml.Trainer(create_state(mesh, optimizer), loss_fn)
+        history = quiet_fit(trainer, given)
+        states.append((trainer.state.params, trainer.state.opt_state, history["loss"]))
+        assert int(trainer.state.step) == trainer.position.step == 2
+    assert_same_bits(*states)
+    assert "batch 3 of train has weight 0 in all its rows: left out" in caplog.text
+
+
+@pytest.mark.parametrize("sizes", [(8, 6), (8, 8, 6), (8, 6, 8, 8, 8, 8)], ids=str)
+def test_a_mean_as_the_loss_trains_on_a_first_call_with_a_short_batch(mesh, sizes):
+    stops = np.cumsum(sizes)
+    data, state = examples(stops[-1]), create_state(mesh)
+    batches = [
+        {name: rows[stop - size : stop] for name, rows in data.items()}
+        for size, stop in zip(sizes, stops, strict=True)
+    ]
+    w, _, losses = numpy_epochs(state, batches, epochs=2)
+    trainer = ml.Trainer(state, mean_loss, steps_per_call=3)
+    history = quiet_fit(trainer, lambda: iter(batches), 2)
+    np.testing.assert_allclose(params_of(trainer.state)["kernel"][:, 0], w, atol=1e-5)
+    assert int(trainer.state.step) == trainer.position.step == 2 * len(sizes)
+    # A mean counts its rows, as the mean over all examples does.
+    np.testing.assert_allclose(history["loss"], losses, rtol=1e-5)
+
+
+def test_batches_of_a_mean_never_reach_the_loss_with_weights_in_a_step_that_runs(mesh):
+    keys = []
+
+    def noting(model, batch):
+        jax.debug.callback(lambda: keys.append(sorted(batch)))
+        return mean_loss(model, batch)
+
+    batches = cut(examples(16), 8)
+    trainer = ml.Trainer(create_state(mesh), noting, steps_per_call=2)
+    quiet_fit(trainer, lambda: iter(batches), 2)
+    jax.effects_barrier()
+    assert keys == [["x", "y"]] * 4
+
+
+def test_a_step_that_is_not_finite_names_the_newest_checkpoint(mesh, tmp_path):
+    batches = cut(examples(24), 8)
+    batches[2]["y"] = np.full(8, np.inf, "float32")
+    trainer = ml.Trainer(create_state(mesh), loss_fn, on_nonfinite="error")
+    with ml.Checkpointer(tmp_path) as checkpointer:
+        saving = ml.callbacks.Checkpoint(checkpointer, every=2)
+        with pytest.raises(ml.errors.StepError) as caught:
+            quiet_fit(trainer, batches, callbacks=[saving])
+        assert "was not finite in step 2: the loss first" in str(caught.value)
+        assert checkpointer.latest_step() == 2
+    assert caught.value.__notes__[-1] == (
+        f"The newest checkpoint is step 2 in {checkpointer.directory}; "
+        "fit(resume=True) resumes from it."
+    )

@@ -2,11 +2,12 @@
 
 import copyreg
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from flax import linen as nn, nnx
 
+from meshlayout import _checks
 from meshlayout.errors import StateError, did_you_mean
 from meshlayout.layout_map import OWN_LAYOUT, LayoutBox
 
@@ -45,6 +46,13 @@ def with_layouts(layer: Any, **layouts: Any) -> type[Any]:
         msg = f"with_layouts({layer.__name__}) gives no layouts; name a parameter's."
         raise StateError(msg)
     given = tuple((name, _hashable(spec)) for name, spec in layouts.items())
+    for name, spec in given:
+        if not isinstance(spec, Hashable):
+            msg = (
+                f"with_layouts({layer.__name__}): {name} must be a Layout, or a spec "
+                f"as (None, 'model'), got {_checks.shown(spec)}."
+            )
+            raise StateError(msg)
     return _layer_class(layer, given)
 
 

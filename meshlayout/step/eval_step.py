@@ -94,7 +94,8 @@ def make_eval_step(
     check_denominator(denominator)
     check_weights(weights)
     call = ModelCall(loss_fn, parse_precision(precision))
-    loss = Loss(call, weights, denominator, as_regularizers(regularizers))
+    penalties = as_regularizers(regularizers)
+    loss = Loss(call, weights, denominator, penalties, bool(metrics))
     return EvalStep(loss, user_metrics(metrics), layouts, on_recompile)
 
 

@@ -36,6 +36,10 @@ _PASSING = (COLLECTION, "intermediates")
 # What plain `sow(nnx.Intermediate, name, ...)` has to be called to be a loss.
 _LOSS_NAME = re.compile(r"(^|_)loss(es)?$")
 
+# What JAX says of a collective over an axis that nothing binds. Should it say it in
+# other words, users see JAX's own error; test_step_inputs.py notices.
+_UNBOUND_AXIS = re.compile(r"unbound axis name:? '?(\w+)")
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -208,6 +212,9 @@ def handled_calls(model: Module, interceptors: Interceptors) -> Iterator[None]:
     """Lets interceptors handle a model's calls, and layers ignore the axes of pmap.
 
     Flax advises to capture what is sown; the step collects it, and silences that.
+
+    Raises:
+        StepError: If the user's own code names an axis of pmap.
     """
     with (
         ignoring_unbound_axes(),
@@ -215,7 +222,20 @@ def handled_calls(model: Module, interceptors: Interceptors) -> Iterator[None]:
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("ignore", "\\s*Using 'Module.sow", DeprecationWarning)
-        yield
+        try:
+            yield
+        except NameError as error:
+            axis = _UNBOUND_AXIS.search(str(error))
+            if axis is None:
+                raise
+            msg = (
+                f"the loss function or the model names the axis {axis[1]!r}, as code "
+                "for pmap does in lax.pmean or lax.psum, and a step has no such axis: "
+                "it is one program over the global batch, in which a mean over the "
+                "rows is over those of all devices. Leave that call out, or make it "
+                "inside a jax.shard_map that binds the axis."
+            )
+            raise StepError(msg) from error
 
 
 def cast_model(

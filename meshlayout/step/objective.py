@@ -69,12 +69,14 @@ class Loss:
         weights: Where a batch carries its weights.
         denominator: What sums are divided by.
         regularizers: Penalties on parameters.
+        has_metrics: Whether metrics read the outputs.
     """
 
     call: ModelCall
     weights: str | int
     denominator: losses.Denominator
     regularizers: tuple[losses.Regularizer, ...]
+    has_metrics: bool = False
 
     def weights_of(self, batch: Batch) -> jax.Array | None:
         """Returns a batch's weights, or None; NaN for negative ones."""
@@ -135,6 +137,8 @@ class Loss:
         is_per_loss = weights is not None and weights.ndim > 1
         if not is_per_loss and self.call.loss_fn not in _noted:
             _note_pairs(outcome, num_examples(batch), self.call.loss_fn)
+        if self.has_metrics:
+            _note_hidden(outcome, batch, self.call.loss_fn)
         return outcome
 
 
@@ -218,6 +222,29 @@ def _note_pairs(outcome: Outcome, num_rows: int, loss_fn: Callable[..., Any]) ->
             "averaged. Predictions of shape (batch, 1) minus labels of shape (batch,) "
             "give that: take predictions[:, 0].",
             shape,
+        )
+
+
+# Loss functions of which it was said that their outputs hide parts of the batch.
+_hiding: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+
+
+def _note_hidden(outcome: Outcome, batch: Batch, loss_fn: Callable[..., Any]) -> None:
+    """Logs once for each loss function which outputs metrics take for the batch's."""
+    if not isinstance(batch, Mapping) or loss_fn in _hiding:
+        return
+    hidden = [
+        repr(name)
+        for name, value in outcome.outputs.items()
+        if name in batch and value is not batch[name]
+    ]
+    if hidden:
+        _hiding.add(loss_fn)
+        _log.warning(
+            "the loss function's outputs %s have the names of entries of the batch: "
+            "metrics that read these names get the outputs. Rename the outputs if "
+            "the entries of the batch are meant.",
+            ", ".join(hidden),
         )
 
 

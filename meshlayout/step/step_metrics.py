@@ -255,7 +255,9 @@ def as_regularizers(regularizers: Any) -> tuple[losses.Regularizer, ...]:
     """
     if isinstance(regularizers, losses.Regularizer):
         return (regularizers,)
-    if not isinstance(regularizers, Iterable):
+    if isinstance(regularizers, (str, Mapping)) or not isinstance(
+        regularizers, Iterable
+    ):
         msg = (
             "regularizers= takes what losses.l1 and losses.l2 give, not "
             f"{regularizers!r}."

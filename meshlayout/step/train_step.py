@@ -97,7 +97,10 @@ def make_train_step(
         metrics: What is measured beside the loss, by name.
         regularizers: Penalties on parameters, as `losses.l2(1e-5, where="kernel")`.
         weights: Where a batch carries its weights, (batch,) or the losses' own shape:
-            a key of a mapping, or a place in a tuple. A batch without has none.
+            a key of a mapping, or a place in a tuple. A batch without has none. One
+            whose weights are all 0 has gradients of 0 and is a step all the same:
+            `step` counts it, and momentum and weight decay move the parameters. Leave
+            such batches out of a loop of your own, as `Trainer` does.
         denominator: What the weighted sum of losses is divided by: `"real"`, the sum
             of weights; `"global_batch_size"`, padding included; or a number.
         accumulate: Into how many microbatches a global batch is cut; they go through
@@ -175,7 +178,8 @@ def make_train_step(
         )
     policies = parse_precision(precision)
     call = ModelCall(loss_fn, policies, parse_remat(remat), train=True)
-    loss = Loss(call, weights, denominator, as_regularizers(regularizers))
+    penalties = as_regularizers(regularizers)
+    loss = Loss(call, weights, denominator, penalties, bool(metrics))
     has_loss_scale = jnp.dtype("float16") in policies.computes_in
     update = Update(clip_norm, on_nonfinite, ema, has_loss_scale, trainable)
     plan = Plan(

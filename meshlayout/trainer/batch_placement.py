@@ -141,6 +141,23 @@ class BatchPlacer:
         self.pad, self._first_rows = False, 0
         return True
 
+    def without_stale_weights(self, group: list[PlacedBatch]) -> list[PlacedBatch]:
+        """Returns batches that were placed before `stop_weighting` as those after it.
+
+        Args:
+            group: Batches of one call, read ahead.
+        """
+        return [
+            self(placed.host) if self._is_stale(placed) else placed for placed in group
+        ]
+
+    def _is_stale(self, placed: PlacedBatch) -> bool:
+        """Returns whether a batch has weights of this placer that it gives no more."""
+        if self.pad or placed.host is None:
+            return False
+        is_weighted = get_weights(placed.batch, self._weights) is not None
+        return is_weighted and takes_weights(placed.host, self._weights)
+
     def real_rows(self, placed: PlacedBatch) -> Any:
         """Returns the index of the user's rows.
 

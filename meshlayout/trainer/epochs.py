@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from meshlayout import _checks
 from meshlayout._annotations import Batch
-from meshlayout._batches import num_examples
+from meshlayout._batches import WeightsKey, get_weights, num_examples
 from meshlayout.checkpoint.input import Data, Input, why_not
 from meshlayout.errors import MeshLayoutError
 from meshlayout.trainer.batch_placement import BatchPlacer, PlacedBatch
@@ -55,6 +57,8 @@ class DataPasses:
         data: The data.
         steps_per_epoch: Batches in an epoch, or None.
         num_epochs: How many epochs will be asked for.
+        weights: Where batches on the host carry their weights, if those in which all
+            weights are 0 are to be left out; None keeps them.
 
     Attributes:
         is_over: Whether the last epoch ended before its batches, or had none left.
@@ -71,10 +75,11 @@ class DataPasses:
         data: Data,
         steps_per_epoch: int | None = None,
         num_epochs: int = 1,
+        weights: WeightsKey | None = None,
     ) -> None:
         data = _checked(name, data)
         self._name, self._data = name, data
-        self._num_steps = steps_per_epoch
+        self._num_steps, self._weights = steps_per_epoch, weights
         self.input = Input(data)
         self._begun: int | None = None
         self._has_batches = False
@@ -104,7 +109,7 @@ class DataPasses:
         self._begun, self._has_batches = num_done, True
 
     def epoch(self) -> Iterator[Batch]:
-        """Yields the batches of the next epoch; empty ones are skipped.
+        """Yields the batches of the next epoch; those without examples are skipped.
 
         Raises:
             MeshLayoutError: If there is none.
@@ -116,12 +121,29 @@ class DataPasses:
             self._has_batches = True
             if _is_empty(batch):
                 _log.warning("batch %d of %s has no rows: left out", count, self._name)
+            elif self._is_padding(batch):
+                _log.warning(
+                    "batch %d of %s has weight 0 in all its rows: left out",
+                    count,
+                    self._name,
+                )
             else:
                 yield batch
         self.is_over = self._has_batches and count < (self._num_steps or 1)
         if not self._has_batches:
             msg = f"{self._name} gave no batch. An iterator that is used up gives none."
             raise MeshLayoutError(msg)
+
+    def _is_padding(self, batch: Batch) -> bool:
+        """Returns whether all rows of a batch on the host have weight 0.
+
+        On devices, looking would mean waiting. A step with such a batch has gradients
+        of 0, and momentum and weight decay would still move the parameters.
+        """
+        if self._weights is None:
+            return False
+        weights = get_weights(batch, self._weights)
+        return isinstance(weights, np.ndarray) and not weights.any()
 
     def _batches(self, begun: int | None) -> Iterator[Batch]:
         if self._num_steps is None:
@@ -193,6 +215,15 @@ class TrainingInput:
     is_saved: bool = False
     is_resumed: bool = False
     _place: tuple[dict[str, Any], Any] | None = None
+    _retried: list[PlacedBatch] | None = None
+
+    def retry(self, group: list[PlacedBatch]) -> None:
+        """Has `groups` yield the batches of a call that made no step one by one.
+
+        Args:
+            group: The batches of that call, placed anew, maybe of several sizes.
+        """
+        self._retried = group
 
     def place(self) -> tuple[dict[str, Any], Any]:
         """Returns the position after the last batch used; see `Input.place`."""
@@ -208,7 +239,7 @@ class TrainingInput:
                 an epoch come one by one.
             place: Puts a batch on the mesh.
         """
-        self._place = None
+        self._place = self._retried = None
         placed_batches = map(place, self.passes.epoch())
         if group_size == 1:
             yield from ([placed] for placed in placed_batches)
@@ -223,6 +254,11 @@ class TrainingInput:
                 group = []
             elif len(group) == group_size:
                 yield [placed for placed, _ in group]
+                if self._retried is not None:
+                    positions = [position for _, position in group]
+                    again = list(zip(self._retried, positions, strict=True))
+                    self._retried = None
+                    yield from self._one_by_one(again)
                 group = []
         yield from self._one_by_one(group)
 

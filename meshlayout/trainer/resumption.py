@@ -5,9 +5,11 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+import jax
+
 from meshlayout.checkpoint.preemption import Preempted, Preemption
 from meshlayout.checkpoint.resume import resume
-from meshlayout.errors import CheckpointError, MeshLayoutError
+from meshlayout.errors import CheckpointError, MeshLayoutError, StepError
 from meshlayout.metrics import Metrics
 from meshlayout.trainer.callbacks import Callback, Checkpoint, Progress
 
@@ -60,6 +62,9 @@ class Saver:
     ) -> None:
         if self._checkpoints:
             self._preemption.__exit__(kind, error, trace)
+        if isinstance(error, StepError):
+            for callback in self._checkpoints:
+                _note_newest(error, callback)
 
     def check_new(self, step: int) -> None:
         """Refuses directories with steps that this run would not have saved.
@@ -91,6 +96,25 @@ class Saver:
             for callback in self._checkpoints:
                 callback.save_now(trainer, metrics)
             raise Preempted(trainer.position.step)
+
+
+def _note_newest(error: StepError, callback: Checkpoint) -> None:
+    """Says in an error of a step from where training can start again."""
+    checkpointer = callback.checkpointer
+    try:
+        # A save that is running ends on all processes or on none, and the others may
+        # not have come to this error yet.
+        if jax.process_count() == 1:
+            checkpointer.wait()
+        step = checkpointer.latest_step()
+    except CheckpointError as problem:  # a save that failed is not the first problem
+        error.add_note(f"No checkpoint is named here: {problem}")
+        return
+    if step is not None:
+        error.add_note(
+            f"The newest checkpoint is step {step} in {checkpointer.directory}; "
+            "fit(resume=True) resumes from it."
+        )
 
 
 def _others(directory: Any, step: int, later: Sequence[int]) -> str:

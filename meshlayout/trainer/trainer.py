@@ -357,7 +357,9 @@ class Trainer:
             )
             raise MeshLayoutError(msg)
         data = batches_from("fit", "train", train, labels, batch_size, shuffle=shuffle)
-        passes = DataPasses("train", data, steps_per_epoch, epochs)
+        # What a subclass's own steps make of weights is not known.
+        weights = None if self._loss_fn is None else self._weights
+        passes = DataPasses("train", data, steps_per_epoch, epochs, weights)
         placer = self._placer(data)
         validation = self._validation(validation_data, batch_size, epochs)
         saver = Saver(ordered)
@@ -504,7 +506,7 @@ class Trainer:
             batches = f"batch {first}" if len(group) == 1 else f"batches {first}-{last}"
             where = f"fit: {batches} of epoch {epoch}"
             with interrupts.held, self._located(where, _hosts(group), placer):
-                self.state, metrics = self._call(
+                pair = self._call(
                     lambda batch, metrics=metrics: as_pair(
                         self, self.train_step(self.state, batch, metrics)
                     ),
@@ -512,6 +514,10 @@ class Trainer:
                     placer,
                     as_list=self._group_size > 1,
                 )
+                if pair is None:
+                    source.retry(list(map(placer, _hosts(group))))
+                    continue
+                self.state, metrics = pair
                 self._advance(len(group), sum(one.num_examples for one in group))
             check_metrics(self, "train_step", metrics)
             self._notify(callbacks, "on_step_end", self.position.step, metrics)
@@ -527,8 +533,13 @@ class Trainer:
         placer: BatchPlacer,
         *,
         as_list: bool = False,
-    ) -> T:
-        """Calls a step, without the weights that a loss function does not take."""
+    ) -> T | None:
+        """Calls a step, without the weights that a loss function does not take.
+
+        Returns:
+            What the step returns. None if no step was made, because the batches of the
+            call have several sizes without their padding.
+        """
 
         def called(group: list[PlacedBatch]) -> T:
             batches = [placed.batch for placed in group]
@@ -539,6 +550,7 @@ class Trainer:
                 warnings.simplefilter("ignore", RecompileWarning)
                 return step(batch)
 
+        group = placer.without_stale_weights(group)
         try:
             return called(group)
         except LossError:
@@ -547,13 +559,19 @@ class Trainer:
             if not placer.stop_weighting(hosts[0]):
                 raise
             unweighted = list(map(placer, hosts))
+            if len(group) > 1 and any(placed.is_odd for placed in unweighted):
+                self._stop_weighting()
+                return None
             with suppress(LossError):
                 result = called(unweighted)
-                _log.info("the loss function returns a mean: batches get no weights")
-                self._takes_no_weights = True
+                self._stop_weighting()
                 return result
             placer.pad = True
             raise
+
+    def _stop_weighting(self) -> None:
+        _log.info("the loss function returns a mean: batches get no weights")
+        self._takes_no_weights = True
 
     def _notify(self, callbacks: Sequence[Callback], moment: str, *args: Any) -> None:
         for callback in callbacks:
