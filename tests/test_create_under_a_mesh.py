@@ -129,12 +129,11 @@ def job(orders):
             assert_same_bits(found, expected)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "orders",
     [
         ["explicit", "none", "other auto"],
-        ["other", "explicit", "auto"],
+        pytest.param(["other", "explicit", "auto"], marks=pytest.mark.slow),
     ],
 )
 def test_whatever_mesh_is_set_a_state_has_the_maps_layouts_and_its_own_bits(orders):

@@ -490,7 +490,17 @@ STEP_OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("options", STEP_OPTIONS, ids=lambda one: "-".join(one))
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(
+            options,
+            id="-".join(options),
+            marks=[pytest.mark.slow] * bool({"metrics", "precision"} & {*options}),
+        )
+        for options in STEP_OPTIONS
+    ],
+)
 def test_train_steps_agree_with_plain_flax(mesh, options):
     step = ml.make_train_step(conv_loss, **options)
     batch = conv_batch(mesh, 16, 11)
@@ -518,6 +528,7 @@ def test_microbatches_in_every_precision_agree_with_plain_flax(mesh, precision):
     assert loss.allowed < 0.15  # of 2.5
 
 
+@pytest.mark.slow
 def test_adam_makes_whole_steps_of_rounding_and_that_is_let_pass(mesh):
     step = ml.make_train_step(conv_loss)
     state = conv_state(mesh, optax.adam(1e-2))
