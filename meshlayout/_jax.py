@@ -32,9 +32,9 @@ from meshlayout._patches import SharedPatches
 
 
 try:
-    from jax._src.random import threefry2x32 as threefry
+    from jax._src.random import prng, threefry2x32 as threefry
 except ImportError:  # jax 0.7
-    from jax._src import prng as threefry
+    from jax._src import prng, prng as threefry
 
 if TYPE_CHECKING:
     # jaxlib has no types: to a checker `jax.Device` is a variable, not a class.
@@ -491,6 +491,24 @@ def varying_axes(x: Leaf) -> frozenset[str]:
 def key_impl(dtype: DType) -> str:
     """Returns the name of the generator that PRNG keys of a dtype are for."""
     return str(dtype._impl.name)
+
+
+# A PRNG key in a compiled function costs a call more than its words, and JAX's public
+# `key_data` and `wrap_key_data` each run a program. If a key no longer keeps its words
+# in `_base_array`, tests/test_step_calls.py fails.
+KeyDType = prng.KeyTy
+
+
+def words_of_key(key: Any) -> jax.Array:
+    """Returns the array that a PRNG key is around, without a copy."""
+    return key._base_array
+
+
+def key_of_words(words: jax.Array, dtype: DType) -> Any:
+    """Returns the PRNG key of a dtype around an array, perhaps a used-up one."""
+    if isinstance(words, jax.core.Tracer):
+        return prng.random_wrap(words, impl=dtype._impl)
+    return prng.PRNGKeyArray(dtype._impl, words)
 
 
 def x64_mode(enabled: bool) -> Any:  # noqa: FBT001

@@ -387,6 +387,19 @@ class TrainState(Generic[M]):
             model = nnx.merge(code.graphdef, self.params, self.model_state)
         return nnx.state(model, nnx.Param), nnx.state(model, nnx.Not(nnx.Param))
 
+    if not TYPE_CHECKING:  # to a type checker, any attribute would exist
+
+        def __getattr__(self, name: str) -> Any:
+            """Puts together a state of `StateStructure.lazy`, when a field is read."""
+            flat = self.__dict__.get("_flat")
+            if flat is None or name not in (*_ARRAY_FIELDS, "program"):
+                # A property raised AttributeError: this raises it again.
+                return object.__getattribute__(self, name)
+            leaves, structure = flat
+            self.__dict__.update(structure.unflatten(leaves).__dict__)
+            self.__dict__.pop("_flat", None)
+            return self.__dict__[name]
+
     def __reduce__(self) -> tuple[Any, ...]:
         leaves = {
             name: jax.tree.map(_PickledLeaf.of, getattr(self, name))

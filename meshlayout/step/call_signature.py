@@ -14,6 +14,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from meshlayout import _jax, _paths, _render
+from meshlayout._annotations import PyTree
 from meshlayout.errors import StepError
 
 
@@ -184,18 +185,18 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
 # What JAX refuses, or would crash on.
 
 
-def gives_memory_twice(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def gives_memory_twice(state: PyTree, rest: PyTree) -> bool:
     """Tells, fast, whether the state may be used up, or an array be given twice."""
-    leaves = jax.tree.leaves(args[0])
+    leaves = jax.tree.leaves(state)
     given = {*map(id, leaves)}
     try:
         used_up = True in [leaf.is_deleted() for leaf in leaves]
     except (AttributeError, jax.errors.ConcretizationTypeError):
         return True  # NumPy arrays, numbers, tracers: to be looked at one by one
-    rest = jax.tree.leaves((args[1:], kwargs))
+    others = jax.tree.leaves(rest)
     # On several devices, JAX ends the process for an array that was deleted.
-    used_up = used_up or True in map(_is_deleted, rest)
-    is_twice = len(given) != len(leaves) or not given.isdisjoint(map(id, rest))
+    used_up = used_up or True in map(_is_deleted, others)
+    is_twice = len(given) != len(leaves) or not given.isdisjoint(map(id, others))
     return used_up or is_twice
 
 

@@ -25,6 +25,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshlayout import _checks, _jax, _paths, _render
 from meshlayout.errors import RecompileWarning, StepError, did_you_mean, stack_level
 from meshlayout.layout_map import LayoutMap, activate
+from meshlayout.state import TrainState
+from meshlayout.state.flat_state import StateStructure
 from meshlayout.step.batch_norm import ignoring_unbound_axes
 from meshlayout.step.call_signature import (
     SETTING,
@@ -131,6 +133,7 @@ class _Signature:
     """What one jitted function is made for: structures and layouts, not shapes."""
 
     state_def: Any
+    structure: StateStructure | None
     state_layouts: tuple[Any, ...]
     rest_def: Any
     rest_layouts: tuple[Any, ...]
@@ -144,9 +147,20 @@ class _JittedStep:
     jitted: Any
     first_call: CallSignature
     seen: list[CallSignature]  # what it was traced for
+    structure: StateStructure | None  # takes a TrainState as a tuple of its leaves
     loose: bool  # some batch leaf has no layout of its own: look at it every call
     spread: bool  # several devices: JAX may crash on memory given twice, so look
     bounded: bool  # several CPU devices: bound what is in flight
+
+    def flattened(self, state: Any) -> Any:
+        """Returns a state as the function takes it."""
+        if self.structure is None:
+            return state
+        is_state = type(state) is TrainState
+        leaves = self.structure.flatten(state) if is_state else None
+        if leaves is None:
+            raise _Retrace  # the state has another structure
+        return leaves
 
 
 class _Thread(threading.local):
@@ -242,6 +256,14 @@ class CompiledStep(Generic[P, R]):
                 return self._run(args, kwargs)
         return self._run(args, kwargs)
 
+    def run_again(self, *args: Any) -> R:
+        """Runs the step as a call would, where it was called under this ambient mesh.
+
+        Args:
+            *args: The state, and the step's other arguments.
+        """
+        return self._run(args, {})
+
     def _is_foreign(
         self, ambient: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
@@ -278,9 +300,13 @@ class CompiledStep(Generic[P, R]):
                 != program.signature.rest_layouts
             ):
                 program, args, kwargs = self._switch(static, args, kwargs)
-            if program.spread and gives_memory_twice(args, kwargs):
+            rest = (args[1:], kwargs)
+            state = args[0]
+            if program.structure is not None:
+                state = program.flattened(state)
+            if program.spread and gives_memory_twice(state, rest):
                 check_memory(self._name, self._names, args, kwargs)
-            result = program.jitted(static, args[0], (args[1:], kwargs))
+            result = program.jitted(static, state, rest)
         except Exception as error:
             # Nothing has run: find out whether this call needs another program.
             found = self._after_error(error, program, static, args, kwargs)
@@ -291,6 +317,8 @@ class CompiledStep(Generic[P, R]):
             if self._in_flight >= _MAX_IN_FLIGHT:  # threads may count past it
                 self._in_flight = 0
                 jax.block_until_ready(result)
+        if program.structure is not None:
+            return program.structure.lazy(result[0]), result[1]
         return result
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
@@ -313,7 +341,8 @@ class CompiledStep(Generic[P, R]):
                 program = self._make(signature, now)
                 self._programs[signature] = self._mended(program, static, args, kwargs)
             program = self._programs[signature]
-            return program.jitted.lower(static, args[0], (args[1:], kwargs))
+            state = program.flattened(args[0])
+            return program.jitted.lower(static, state, (args[1:], kwargs))
         finally:
             self._thread.is_quiet = before
 
@@ -323,7 +352,8 @@ class CompiledStep(Generic[P, R]):
         """Runs a program that was explained, and may be traced."""
         before, self._thread.may_trace = self._thread.may_trace, True
         try:
-            return program.jitted(static, args[0], (args[1:], kwargs))
+            state = program.flattened(args[0])
+            return program.jitted(static, state, (args[1:], kwargs))
         except Exception as error:
             check_arguments(self._name, self._names, args, kwargs)
             raise error from None
@@ -405,7 +435,9 @@ class CompiledStep(Generic[P, R]):
         # would be another one if it did not start there.
         whole = _whole(state_layouts)
         rest_layouts = _layouts_of(args[1:], kwargs, whole)
-        return _Signature(state_def, state_layouts, rest_def, rest_layouts)
+        is_state = type(args[0]) is TrainState
+        structure = StateStructure.of(args[0]) if is_state else None
+        return _Signature(state_def, structure, state_layouts, rest_def, rest_layouts)
 
     def _switch(
         self, static: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -448,7 +480,8 @@ class CompiledStep(Generic[P, R]):
         if not program.spread or _jax.is_tracing():
             return program
         rest = (args[1:], kwargs)
-        jaxpr = program.jitted.trace(static, args[0], rest).jaxpr.jaxpr
+        state = program.flattened(args[0])
+        jaxpr = program.jitted.trace(static, state, rest).jaxpr.jaxpr
         axes = gradient_axes(jaxpr, args[0], rest)
         if axes is None:
             return program
@@ -486,7 +519,10 @@ class CompiledStep(Generic[P, R]):
         axes: GradientAxes | None = None,
     ) -> _JittedStep:
         # None leaves the layout to JAX.
-        into = signature.state_def.unflatten(signature.state_layouts)
+        structure = signature.structure
+        into: Any = signature.state_layouts
+        if structure is None:
+            into = signature.state_def.unflatten(into)
         rest = signature.rest_def.unflatten(signature.rest_layouts)
         seen: list[CallSignature] = []
 
@@ -494,7 +530,10 @@ class CompiledStep(Generic[P, R]):
             step = functools.partial(self._traced, seen, static)
             if axes is not None:
                 step = with_right_gradients(step, axes)
-            return step(state, rest)
+            if structure is None:
+                return step(state, rest)
+            state, aux = step(structure.unflatten(state), rest)
+            return structure.flatten(state), aux
 
         traced.__name__ = traced.__qualname__ = self._name  # shown by profilers
         jitted = jax.jit(
@@ -516,6 +555,7 @@ class CompiledStep(Generic[P, R]):
             jitted,
             now,
             seen,
+            structure,
             loose=None in signature.rest_layouts,
             spread=spread,
             bounded=spread and next(iter(devices)).platform == "cpu",

@@ -101,7 +101,7 @@ class _ScanEpoch:
                 batch_axes,
                 metrics,
             )
-            return train_step._finished(compiled, start, count, *args)
+            return train_step._finished(compiled(*args), start, count)
 
     def lower(
         self,

@@ -34,9 +34,14 @@ from meshlayout.step.placement import (
     step_mesh_of,
     zero_layouts,
 )
-from meshlayout.step.program import Plan, Program, ProgramCache
+from meshlayout.step.program import Plan, Program, ProgramCache, Report
 from meshlayout.step.remat import Remat, parse_remat
-from meshlayout.step.step_metrics import MetricsStart, as_regularizers, user_metrics
+from meshlayout.step.step_metrics import (
+    FlatMetrics,
+    MetricsStart,
+    as_regularizers,
+    user_metrics,
+)
 from meshlayout.step.updates import EMA, OnNonfinite, Update
 
 
@@ -268,22 +273,23 @@ class TrainStep:
             assert self._last.found is not None
             compiled, start = self._last.found
             flat = start.flat(self.__name__, metrics)
-            return self._finished(compiled, start, 1, state, batch, flat)
+            result = compiled.run_again(state, batch, flat)
+            return self._finished(result, start, 1)
         with in_own_mesh(state):
             batch = self._placed(state, batch)
             state = self._prepare(state, batch)
             compiled, start = self._program(state, batch)
             count = batch.count if isinstance(batch, Stacked) else 1
             flat = start.flat(self.__name__, metrics)
-            return self._finished(compiled, start, count, state, batch, flat)
+            return self._finished(compiled(state, batch, flat), start, count)
 
     def _is_next(self, state: TrainState, batch: Batch | Stacked) -> bool:
         """Returns whether a call goes on from the last one, with a batch like its."""
         last = self._last
         if last is None or state is not self._returned() or last.is_many:
             return False
-        leaves = jax.tree.leaves(batch)
-        check_weights_key(batch, self.weights)
+        leaves = jax.tree_util.tree_leaves(batch)
+        check_weights_key(batch, self._plan.loss.weights)
         return (
             last.ambient is jax.sharding.get_abstract_mesh()
             and not isinstance(batch, Stacked)
@@ -293,13 +299,12 @@ class TrainStep:
 
     def _finished(
         self,
-        compiled: CompiledStep[..., Any],
+        result: tuple[TrainState, tuple[FlatMetrics, Report]],
         start: MetricsStart,
         count: int,
-        *args: Any,
     ) -> tuple[TrainState, Metrics]:
-        """Runs a program, and keeps what the next call needs."""
-        state, (flat, report) = compiled(*args)
+        """Returns the state and metrics of a program, and keeps what the next needs."""
+        state, (flat, report) = result
         self._num_steps += count
         if report is not None and not isinstance(report, Tracer):
             names = self._plan.leaf_names[state.program]
