@@ -5,18 +5,25 @@ the hand-written call on the same pytree. The programs do next to nothing, so th
 what is measured is the call. All are run in turn, window by window, in one process;
 the figures are medians over the windows, and ratios are medians of the ratios within
 a round.
+
+`python benchmarks/dispatch.py --train-step` prints CPU microseconds of a call of
+`make_train_step` and of `jax.jit` over its leaves, for the same program on one
+device, each in a process of its own; the figures are the best of several windows.
 """
 
 import argparse
 import functools
 import platform
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import __version__ as flax_version, nnx
 
 import meshlayout as ml
@@ -100,12 +107,97 @@ def contestants(mesh: ml.Mesh) -> dict[str, tuple[Callable[[], Any], bool]]:
     }
 
 
+class Sum(nnx.Module):
+    """Scalars; Adam makes three times as many leaves of them, and four more."""
+
+    def __init__(self, size: int) -> None:
+        self.weights = nnx.List([nnx.Param(jnp.zeros(())) for _ in range(size)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns the product with the sum of the parameters."""
+        return x * sum(weight[...] for weight in self.weights)
+
+
+def as_words(leaves: list[Any]) -> list[Any]:
+    """Returns leaves with the last one, the PRNG key of a state, as its words."""
+    return [*leaves[:-1], jax.random.key_data(leaves[-1])]
+
+
+def as_keys(leaves: list[Any]) -> list[Any]:
+    """Returns leaves with the words of the key as the key."""
+    return [*leaves[:-1], jax.random.wrap_key_data(leaves[-1])]
+
+
+def train_step_call(way: str, size: int) -> Callable[[], Any]:
+    """Returns a call of a train step, or of `jax.jit` of it with flat leaves."""
+    mesh = ml.create_mesh({"batch": 1})
+    layouts = ml.LayoutMap(mesh)
+    state = ml.TrainState.create(lambda: Sum(size), optax.adam(1e-3), layouts)
+    batch = ml.arrays.zeros(8, mesh.layout("batch"))
+    train_step = ml.make_train_step(lambda model, batch: jnp.square(model(batch)))
+    held: list[Any] = [state, None]
+    step: Any = train_step
+    if way == "raw":
+        held[:] = train_step(state, batch)
+        treedefs = [jax.tree.structure(tree) for tree in held]
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def step(leaves: Any, batch: Any, metrics: Any) -> Any:
+            trees = zip(treedefs, (as_keys(leaves), metrics), strict=True)
+            state, metrics = (treedef.unflatten(tree) for treedef, tree in trees)
+            state, metrics = train_step(state, batch, metrics)
+            return as_words(jax.tree.leaves(state)), jax.tree.leaves(metrics)
+
+        held = [as_words(jax.tree.leaves(held[0])), jax.tree.leaves(held[1])]
+
+    def call() -> Any:
+        held[:] = step(held[0], batch, held[1])
+        return held[1]
+
+    return call
+
+
+def compare_train_steps() -> None:
+    """Measures each way in a process of its own, and prints a table."""
+    print("| parameters | raw us | train step us | ratio |\n|---|---|---|---|")
+    for size in (4, 70):
+        cpu = []
+        for way in ("raw", "train-step"):
+            command = [sys.executable, __file__, "--way", way, "--size", str(size)]
+            printed = subprocess.run(
+                command, capture_output=True, check=True, text=True
+            )
+            cpu.append(float(printed.stdout))
+        print(f"| {size} | {cpu[0]:.1f} | {cpu[1]:.1f} | {cpu[1] / cpu[0]:.2f} |")
+
+
+def best_cpu(call: Callable[[], Any]) -> float:
+    """Returns CPU microseconds a call of the calling thread, best of windows."""
+    best = float("inf")
+    for _ in range(15):
+        jax.block_until_ready(call())
+        start = time.thread_time()
+        for _ in range(500):
+            call()
+        best = min(best, (time.thread_time() - start) / 500 * 1e6)
+    return best
+
+
 def main() -> None:
     """Measures and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=41)
+    parser.add_argument("--train-step", action="store_true")
+    parser.add_argument("--way", choices=("raw", "train-step"))
+    parser.add_argument("--size", type=int, default=4)
     options = parser.parse_args()
+    if options.way:
+        print(best_cpu(train_step_call(options.way, options.size)))
+        return
+    if options.train_step:
+        compare_train_steps()
+        return
     ml.virtual_devices(options.devices)
     ways = contestants(ml.create_mesh({"batch": options.devices}))
     for call, wait in ways.values():
