@@ -196,6 +196,7 @@ def test_a_model_parallel_mlp_sends_its_logits_and_its_gradients(tpu):
     assert gradients.nbytes == gradient_bytes(state)
 
 
+@pytest.mark.slow
 def test_a_model_parallel_convnet_gathers_the_features_of_two_layers(tpu):
     state, sent = tpu.sent("convnet", "MODEL_PARALLEL", TWO_BY_FOUR)
     features = sizes([(32, 13, 13, 32), (32, 5, 5, 64)])
@@ -215,6 +216,7 @@ def test_a_model_parallel_resnet_sends_each_blocks_result_once_each_way(tpu):
     assert len(large) == 3 + 3
 
 
+@pytest.mark.slow
 def test_a_model_parallel_transformer_sends_one_result_per_half_of_a_block(tpu):
     state, sent = tpu.sent("transformer", "MODEL_PARALLEL", TWO_BY_FOUR)
     assert_transformer_activations(sent, ROWS // 2)
