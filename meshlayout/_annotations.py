@@ -1,7 +1,7 @@
 """Short names for signatures: what a user may hand in, said once.
 
 `Any` in a signature tells a reader nothing. Where Python's types cannot say more (any
-pytree is allowed), the name does; where they can, the type itself stands there.
+pytree is allowed), the name does; where they can, the type itself is used.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What a user writes for the axes and devices of a mesh, parsed and checked."""
+"""Parses and checks what a user writes for the axes and devices of a mesh."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -195,7 +195,7 @@ def parse_devices(devices: Any) -> list[Any]:
 
 
 def check_devices(devices: Sequence[Any]) -> None:
-    """Raises where devices do not make one mesh."""
+    """Raises MeshError if the devices cannot form one mesh."""
     if len(set(devices)) < len(devices):
         twice = next(
             held for index, held in enumerate(devices) if held in devices[:index]

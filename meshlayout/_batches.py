@@ -1,10 +1,10 @@
 """What a batch is: the mesh axes that shard it, its weights, its rows and its padding.
 
 A batch is any tree of arrays with one row per example. A short batch is padded to the
-static shape, and a weight of 0 marks the padding; so whoever makes, pads, cuts or
-measures batches must agree where the weights are and which rows are real. data, step
-and trainer each had an answer of their own, and padding was trained on where two
-answers differed. They all ask here now.
+static shape, and a weight of 0 marks the padding; so all code that makes, pads, splits
+or measures batches must agree on where the weights are and which rows are real. When
+data, step and trainer each decided this separately, padding was trained on wherever
+two of them disagreed. Now they all ask here.
 
 Weights are found by a key: a mapping's key, a tuple's or list's index, or the name of
 a field. Arrays of weights that the library itself put into a batch are remembered by
@@ -32,7 +32,7 @@ from meshlayout.mesh import Mesh
 
 WeightsKey: TypeAlias = str | int
 
-# Mesh axes that shard the rows of batches where only a mesh is given.
+# Mesh axes that shard the rows of batches when only a mesh is given.
 BATCH_AXES = ("batch", "data", "fsdp")
 
 
@@ -57,7 +57,7 @@ def batch_axes(mesh: HasAxisNames) -> tuple[str, ...]:
 
 
 def batch_layout(mesh: Mesh) -> Layout:
-    """Returns how batches of any rank lie on a mesh: rows over its batch axes.
+    """Returns the layout of batches of any rank: rows sharded over the batch axes.
 
     Example:
         >>> from meshlayout import create_mesh
@@ -73,7 +73,7 @@ def leaf_layout(layout: Layout, rank: int) -> Layout:
 
     Args:
         layout: The layout of batches. Dims that it does not name are unsharded, and an
-            array of one number per example takes its first entry alone.
+            array with one number per example takes only its first entry.
         rank: Dims of the leaf, including the batch dim.
 
     Raises:
@@ -138,7 +138,7 @@ def map_batch(function: Callable[[Any], Any], batch: Batch) -> Batch:
 
 
 def get_weights(batch: Batch, key: WeightsKey) -> Any:
-    """Returns what a batch holds in the place of its weights, unchecked, or None.
+    """Returns whatever a batch holds where its weights go, unchecked, or None.
 
     Args:
         batch: A mapping, a tuple or list, an object with fields, or an array, which
@@ -179,7 +179,7 @@ def weights_of(batch: Batch, key: WeightsKey) -> Any:
 
 
 def takes_weights(batch: Batch, key: WeightsKey) -> bool:
-    """Returns whether a batch carries no weights, and has a free place for them.
+    """Returns whether a batch carries no weights but has a place for them.
 
     Example:
         >>> takes_weights({"x": 1}, "weight"), takes_weights((1, 2), 2)
@@ -272,8 +272,8 @@ def mask_padding(weights: np.ndarray, is_real: np.ndarray) -> np.ndarray:
 def pad_rows(leaf: Leaf, num_rows: int) -> Any:
     """Returns an array with its last row repeated up to a number of rows.
 
-    A row of the data is as finite as the data is, where zeros may not be: their norm
-    has no gradient.
+    A real row is as finite as the rest of the data. Zeros may not be: their norm has
+    no gradient.
 
     Example:
         >>> pad_rows(np.array([1, 2]), 4)
@@ -286,10 +286,10 @@ def pad_rows(leaf: Leaf, num_rows: int) -> Any:
 
 
 def without_nan_padding(batch: Batch, weights: Leaf) -> Batch:
-    """Replaces what is not finite with 0 in rows of weight 0.
+    """Replaces values that are not finite with 0 in rows of weight 0.
 
-    The losses of such rows count for nothing, but a gradient through them is 0 times
-    NaN, which is NaN.
+    Such rows do not count toward the loss, but a gradient through them is 0 times NaN,
+    which is NaN.
 
     Args:
         batch: A batch of arrays, traced or not.
@@ -319,7 +319,7 @@ _marked: dict[int, weakref.ref[Any]] = {}
 
 
 def mark_weights(weights: jax.Array) -> None:
-    """Remembers that an array is the weights of a batch, as long as it lives."""
+    """Remembers that an array is the weights of a batch, for as long as it exists."""
     number = id(weights)
     _marked[number] = weakref.ref(weights, lambda _: _marked.pop(number, None))
 
@@ -329,7 +329,7 @@ def check_weights_key(
 ) -> None:
     """Refuses a batch whose marked weights are elsewhere than at a key.
 
-    Called before a step runs: it costs one look-up for a batch that is right.
+    Called before a step runs; for a correct batch it costs one lookup.
 
     Args:
         batch: A batch of concrete arrays.
@@ -338,7 +338,7 @@ def check_weights_key(
 
     Raises:
         MeshLayoutError: As `error`, if the weights that the library put into the batch
-            are in another place: padding would be trained on.
+            are somewhere else: padding would be trained on.
 
     Example:
         >>> weights = jnp.ones(4)
@@ -367,6 +367,6 @@ def check_weights_key(
 
 
 def is_marked(leaf: Leaf) -> bool:
-    """Returns whether an array is the weights of a batch that the library made."""
+    """Returns whether an array is the weights of a batch made by the library."""
     reference = _marked.get(id(leaf))
     return reference is not None and reference() is leaf

@@ -1,12 +1,12 @@
-"""How arrays are sharded while they are made, so that every bit is that of the whole.
+"""How arrays are sharded during creation without changing a bit of their values.
 
-Initial values must not depend on the mesh. An array that is made on shards has the bits
-of the whole where its operations work element by element, or only move elements, and
-where its shards fill the compiler's vectors: XLA's CPU compiler runs the last elements
-of a loop, too few to fill a vector, as scalar code that may round otherwise. Compiling
-a whole builder at once would change bits too, and so would making everything whole and
-sharding it then change memory; hence one operation at a time, in a sharding chosen from
-its uses backwards (`ShardingPlan`), finest where nothing else is asked for.
+Initial values must not depend on the mesh. An array computed in shards is bitwise equal
+to the unsharded one if its operations are elementwise or only move elements, and if its
+shards fill the compiler's vectors: XLA's CPU compiler runs the remainder of a loop, too
+short to fill a vector, as scalar code that may round differently. Compiling a whole
+builder into one program would change bits too, and creating everything unsharded first
+would take too much memory; hence one operation at a time, in a sharding chosen
+backwards from its uses (`ShardingPlan`), the finest one where nothing else is requested.
 """
 
 import math
@@ -23,7 +23,7 @@ from meshlayout.mesh import Mesh
 
 # Shards of this many elements, or multiples, fill the vectors of every CPU.
 _VECTOR = 16
-# Arrays up to this size are made whole where their shards would have other bits.
+# Arrays up to this size are made unsharded if their shards would have other bits.
 _SMALL_BYTES = 512 * 1024
 
 
@@ -47,21 +47,21 @@ def finest_layout(mesh: Mesh, shape: Sequence[int]) -> Layout:
 def bit_exact_sharding(
     sharding: NamedSharding, shape: tuple[int, ...], dtype: Any, mesh: Mesh
 ) -> NamedSharding:
-    """Returns a sharding in which every element gets the bits it has in the whole.
+    """Returns a sharding in which every element has the bits of the unsharded array.
 
-    It is the one that is asked for where that preserves the bits, else another fine
-    one that does, or replication for small arrays. Large arrays that no sharding
-    preserves keep theirs: a whole one might not fit.
+    This is the requested sharding if it preserves the bits, else another fine one that
+    does, or replication for small arrays. Large arrays that no sharding preserves keep
+    the requested one: an unsharded array might not fit.
 
     Args:
-        sharding: The sharding that is asked for.
+        sharding: The requested sharding.
         shape: The shape of the array.
         dtype: Its dtype.
         mesh: The mesh of the sharding, with Auto axes.
     """
     replicated = NamedSharding(mesh.jax_mesh, PartitionSpec())
     if not math.prod(shape):
-        return replicated  # JAX does not shard what is empty, or fails
+        return replicated  # JAX does not shard empty arrays, or fails
     if mesh.platform != "cpu" or preserves_bits(sharding, shape):
         return sharding
     if not is_large(shape, dtype):
@@ -76,7 +76,7 @@ def bit_exact_sharding(
 
 
 def _finest_on_one_side(mesh: Mesh, shape: Sequence[int]) -> list[list[Any]]:
-    """Returns the finest specs that leave the last dim whole, or all but the last."""
+    """Returns the finest specs that leave the last dim, or all others, unsharded."""
     return [
         [*finest_layout(mesh, shape[:-1]).specs, None],
         [*[None] * (len(shape) - 1), *finest_layout(mesh, shape[-1:]).specs],
@@ -84,16 +84,16 @@ def _finest_on_one_side(mesh: Mesh, shape: Sequence[int]) -> list[list[Any]]:
 
 
 def is_large(shape: Sequence[int], dtype: Any) -> bool:
-    """Returns whether an array is too large to be made whole on the way."""
+    """Returns whether an array is too large to exist unsharded, even temporarily."""
     return math.prod(shape) * _jax.itemsize(dtype) > _SMALL_BYTES
 
 
 def preserves_bits(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
-    """Returns whether shards that are computed apart have the bits of the whole."""
+    """Returns whether separately computed shards have the bits of the whole array."""
     if sharding.is_fully_replicated:
         return True
     shard = sharding.shard_shape(shape)
-    # XLA divides by a broadcast array otherwise where nothing is broadcast.
+    # XLA divides by a broadcast array differently where nothing is broadcast.
     if any(size == 1 < whole for size, whole in zip(shard, shape, strict=True)):
         return False
     if shard[-1] != shape[-1]:
@@ -141,9 +141,9 @@ class ShardingPlan:
         return self._shardings[var]
 
     def _choose_result(self, eqn: Any) -> None:
-        """Shards the result of a reordering otherwise, if its operand cannot be so.
+        """Reshards a reordering's result if its operand cannot be sharded to match.
 
-        Moving it afterwards is cheap; inside the operation, XLA may make it whole.
+        Moving it afterwards is cheap; inside the operation, XLA may unshard it.
         """
         operands = [var for var in eqn.invars if not is_literal(var)]
         if eqn.primitive.name not in _REORDERINGS or not operands:
@@ -159,7 +159,7 @@ class ShardingPlan:
                 return
 
     def _choose_operands(self, eqn: Any, out: Any, sharding: NamedSharding) -> None:
-        """Shards operands as the result is, where the shapes agree."""
+        """Shards operands like the result, where the shapes agree."""
         for var in eqn.invars:
             if is_literal(var) or var in self._shardings:
                 continue
@@ -174,7 +174,7 @@ class ShardingPlan:
 
 
 def is_literal(var: Any) -> bool:
-    """Returns whether a value of a traced function is a constant in its text."""
+    """Returns whether a value of a traced function is a literal constant."""
     return hasattr(var, "val")
 
 
@@ -184,7 +184,7 @@ _REORDERINGS = ("reshape", "squeeze", "expand_dims", "concatenate", "stack")
 def _operand_specs(eqn: Any, sharding: NamedSharding) -> list[Any] | None:
     """Returns how an operand must be sharded for a reordering to move nothing.
 
-    None for other operations, and where there is no such sharding.
+    Returns None for other operations, and if there is no such sharding.
     """
     name, shape = eqn.primitive.name, eqn.invars[0].aval.shape
     specs = [*sharding.spec, *[None] * (eqn.outvars[0].aval.ndim - len(sharding.spec))]
@@ -219,12 +219,12 @@ def _operand_specs(eqn: Any, sharding: NamedSharding) -> list[Any] | None:
 
 
 def _starts(shape: Sequence[int]) -> list[int]:
-    """Returns, for each dim, into how many runs the dims before it divide an array."""
+    """Returns, for each dim, the number of runs that the dims before it make."""
     return [math.prod(shape[:dim]) for dim in range(len(shape))]
 
 
-# Operations that give each element the same bits however the array is sharded: one
-# element at a time, moving elements about, or counter-based random numbers.
+# Operations that compute the same bits for each element however the array is sharded:
+# elementwise ones, moves of elements, and counter-based random numbers.
 _SAFE_NAMES = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type
 broadcast_in_dim cbrt ceil clamp clz complex concatenate conj
@@ -247,7 +247,7 @@ _CONTAINERS = frozenset(_CONTAINER_NAMES.split())
 
 
 def is_bit_exact_on_shards(eqn: Any) -> bool:
-    """Returns whether an operation gives the same bits on shards as on the whole."""
+    """Returns whether an operation computes the same bits on shards as unsharded."""
     name = eqn.primitive.name
     if name in _SAFE:
         return True
@@ -282,7 +282,7 @@ def inlined(
     for eqn in eqns:
         invars = [_renamed(var, names) for var in eqn.invars]
         if eqn.primitive.name == "sharding_constraint":
-            # The layout map decides; a constraint would be computed whole.
+            # The layout map decides; a constraint would be computed unsharded.
             names[eqn.outvars[0]] = invars[0]
             continue
         if eqn.primitive.name not in _OPENED:

@@ -32,7 +32,7 @@ _LONGEST_REPR = 80
 
 
 def shown(value: Any) -> str:
-    """Returns a value as a message shows it: short, and never a whole array or model.
+    """Returns a value as messages show it: short, and never a full array or model.
 
     Example:
         >>> shown("3"), shown(None), shown(2.5), shown(dict)
@@ -72,7 +72,7 @@ def count(
         at_least: The smallest number allowed.
         where: The public function or class, which opens the message.
         error: The class to raise.
-        hint: A sentence to end with: the way out.
+        hint: A closing sentence that says how to fix it.
 
     Raises:
         MeshLayoutError: As `error`, if it is a bool, not an integer, or too small.
@@ -125,7 +125,7 @@ def number(
             be; False for what was measured.
         where: The public function or class, which opens the message.
         error: The class to raise.
-        hint: A sentence to end with: the way out.
+        hint: A closing sentence that says how to fix it.
 
     Raises:
         MeshLayoutError: As `error`, if it is a bool, not a real number, NaN, infinite
@@ -186,7 +186,7 @@ def flag(
     error: type[MeshLayoutError] = MeshLayoutError,
     hint: str = "",
 ) -> bool:
-    """Returns True or False; no other truth value is taken, as `"no"` would mean yes.
+    """Returns True or False; refuses other truth values, since `"no"` would mean yes.
 
     Raises:
         MeshLayoutError: As `error`, if it is anything else.
@@ -210,7 +210,7 @@ def choice(
     error: type[MeshLayoutError] = MeshLayoutError,
     hint: str = "",
 ) -> T:
-    """Returns a value that is one of a few.
+    """Returns a value that must be one of a few.
 
     Raises:
         MeshLayoutError: As `error`, if it is none of them.
@@ -276,17 +276,17 @@ def function(
 ) -> Callable[..., Any]:
     """Returns a function that can be called with these positional arguments.
 
-    Looked at before anything is traced, so that a wrong signature is not a TypeError
-    from the depths of JAX. What has no signature (some built-ins) passes.
+    Checked before anything is traced, so that a wrong signature is not a TypeError from
+    deep inside JAX. A callable without a signature (some built-ins) passes.
 
     Args:
         name: The parameter, as the user writes it.
         value: What the user gave.
-        *args: What it will be called with, by the names that a reader knows.
-        keywords: What it will be called with by name, where it has such parameters.
+        *args: What it will be called with, under names that the user knows.
+        keywords: What it will be called with by name, if it has such parameters.
         where: The public function or class, which opens the message.
         error: The class to raise.
-        hint: A sentence to end with: the way out.
+        hint: A closing sentence that says how to fix it.
 
     Raises:
         MeshLayoutError: As `error`, if it cannot be called, or not with these.
@@ -328,7 +328,7 @@ def has_arrays(
     error: type[MeshLayoutError] = MeshLayoutError,
     hint: str = "A function that ends without `return` gives None.",
 ) -> None:
-    """Refuses a tree without one array: nearly always a forgotten `return`.
+    """Refuses a tree without arrays: nearly always a forgotten `return`.
 
     Raises:
         MeshLayoutError: As `error`, if no leaf has a shape and a dtype.

@@ -1,4 +1,4 @@
-"""The default mesh: the one that layouts are on where none is given."""
+"""The default mesh, which layouts use when none is given."""
 
 import functools
 import inspect
@@ -20,12 +20,12 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 class default_mesh(ContextDecorator):  # noqa: N801 (used like a function)
     """Makes a mesh the default one, inside a `with` or a decorated function.
 
-    Nests, restores the outer mesh when an exception leaves, and is seen only by the
-    thread or task that entered; a new thread has none. JAX's own mesh is left alone;
-    where no default mesh is set, `get_default_mesh` sees the one of `jax.set_mesh`.
-    A compiled function is traced again under another default mesh, as under another
-    `jax.set_mesh`. It decorates `async def` functions too, but no generators: their
-    bodies run in pieces, between which the caller would see the mesh.
+    Nests, restores the outer mesh after an exception, and is visible only to the thread
+    or task that entered; a new thread has none. JAX's own mesh is left alone; if no
+    default mesh is set, `get_default_mesh` returns the one of `jax.set_mesh`.
+    A compiled function is retraced under another default mesh, as under another
+    `jax.set_mesh`. It decorates `async def` functions too, but not generators: their
+    bodies run in pieces, and between those the caller would see the mesh.
 
     Args:
         mesh: A `Mesh` or `jax.sharding.Mesh`.
@@ -49,7 +49,7 @@ class default_mesh(ContextDecorator):  # noqa: N801 (used like a function)
         return self.mesh
 
     def __exit__(self, *exception: object) -> None:
-        """Makes the mesh that was the default before the default again."""
+        """Restores the previous default mesh."""
         entered = list(_entered.get())
         # Its own innermost entry, not whatever came last: a generator that holds one
         # open may end later than the block around it.
@@ -60,7 +60,7 @@ class default_mesh(ContextDecorator):  # noqa: N801 (used like a function)
         _set_entered(tuple(entered))
 
     def __call__(self, func: _Function) -> _Function:
-        """Returns the function, made to run with the mesh as the default one."""
+        """Returns the function, wrapped to run with the mesh as the default."""
         if inspect.isgeneratorfunction(func) or inspect.isasyncgenfunction(func):
             msg = (
                 f"default_mesh cannot decorate the generator {func.__qualname__!r}: it "

@@ -1,9 +1,9 @@
-"""Arrays of the host on their way to devices: one door for all that a user hands in.
+"""Host arrays on their way to devices: one entry point for whatever a user passes in.
 
 NumPy has arrays that JAX does not: in the other byte order (IDX, FITS and HDF5 files
 hold such), with a mask, of 64 bits, of objects. `jax.device_put` refuses some of them,
 but the quick ways to place an array shard by shard read its memory as it is, so that
-bytes came out swapped and masks were lost. Whatever places host arrays asks here first.
+bytes came out swapped and masks were lost. All code that places host arrays asks here.
 """
 
 import math
@@ -28,8 +28,8 @@ def plain_array(
 ) -> np.ndarray[Any, Any]:
     """Returns a value as a NumPy array in this machine's byte order, without a mask.
 
-    Nothing is copied where it is one already. The dtype may be any, strings too; see
-    `host_array` for what goes to a device.
+    Nothing is copied if it is one already. Any dtype is allowed, even strings; see
+    `host_array` for values that go to a device.
 
     Args:
         value: Anything like an array.
@@ -87,7 +87,7 @@ def host_array(
 
     Raises:
         MeshLayoutError: As `error`, as `plain_array` does, and for dtypes that JAX
-            does not have and integers that would become others.
+            does not have and integers whose values would change.
 
     Example:
         >>> host_array(np.array([1.0, 2.0], ">f4"))
@@ -122,11 +122,11 @@ def check_cast(
     *,
     error: type[MeshLayoutError] = LayoutError,
 ) -> None:
-    """Refuses to convert a number to a dtype in which it would be another one.
+    """Refuses to convert a number to a dtype that would change its value.
 
-    Rounding to a float of fewer digits is what a float dtype means, and passes. What
-    does not: NaN, fractions and large numbers as integers, an imaginary part as a real
-    number, a finite number as infinity, and any number but 0 and 1 as a bool.
+    Rounding to a float of lower precision is what a float dtype means, and is allowed.
+    Refused are NaN, fractions and large numbers as integers, an imaginary part as a
+    real     number, a finite number as infinity, and any number but 0 and 1 as a bool.
 
     Args:
         value: A number, or an array of them; inside jit there is no value yet to check.
@@ -149,7 +149,7 @@ def check_cast(
     numbers = np.asarray(value)
     dtype = np.dtype(dtype)
     with np.errstate(all="ignore"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the warnings of what is refused below
+        warnings.simplefilter("ignore")  # about values that are refused below
         is_same = _survives(numbers, dtype)
     if not is_same.all():
         first = numbers[~is_same].flat[0]
@@ -161,7 +161,7 @@ def check_cast(
 
 
 def _survives(numbers: np.ndarray[Any, Any], dtype: DType) -> np.ndarray[Any, Any]:
-    """Returns for each number whether a dtype can hold it, rounded at most."""
+    """Returns, for each number, whether a dtype can hold it up to rounding."""
     if jnp.issubdtype(dtype, np.complexfloating):
         return np.ones(numbers.shape, bool)
     if jnp.issubdtype(numbers.dtype, np.complexfloating):
@@ -171,7 +171,7 @@ def _survives(numbers: np.ndarray[Any, Any], dtype: DType) -> np.ndarray[Any, An
     if dtype == np.bool_:
         return (numbers == 0) | (numbers == 1)
     limits = jnp.iinfo(dtype)
-    # Compared as Python's numbers: int64 and uint64 meet as floats in NumPy.
+    # Compared as Python numbers: NumPy compares int64 and uint64 as floats.
     exact = [
         math.isfinite(number)
         and number == int(number)
@@ -182,7 +182,7 @@ def _survives(numbers: np.ndarray[Any, Any], dtype: DType) -> np.ndarray[Any, An
 
 
 def _is_masked(value: Any) -> bool:
-    """Returns whether a value is a masked array, or a list that holds some."""
+    """Returns whether a value is a masked array, or a list that contains one."""
     if isinstance(value, np.ma.MaskedArray):
         return True
     return isinstance(value, (list, tuple)) and any(map(_is_masked, value))

@@ -53,10 +53,10 @@ _thread = _ThreadState()
 
 
 def set_trace_key(value: Hashable | None) -> None:
-    """Makes JAX trace a compiled function again where `value` has changed.
+    """Makes JAX retrace a compiled function when `value` has changed.
 
-    For what a traced function reads and its arguments do not tell. Set for this
-    thread until it is set again; None is as if never set.
+    For state that a traced function reads and that is not among its arguments. Set for
+    this thread until it is set again; None is as if never set.
     """
     # JAX has a `with` for it; but tasks of one thread take turns and leave in any
     # order, and each exit would bring back what another task had set. So there is one
@@ -103,7 +103,7 @@ def is_array_dtype(dtype: DType) -> bool:
     """Returns whether JAX arrays can have a dtype.
 
     Raises:
-        TypeError: If it is no dtype.
+        TypeError: If it is not a dtype.
     """
     kinds = (np.number, np.bool_, jax.dtypes.extended)
     return any(jax.numpy.issubdtype(dtype, kind) for kind in kinds)
@@ -112,7 +112,7 @@ def is_array_dtype(dtype: DType) -> bool:
 def itemsize(dtype: DType) -> int:
     """Returns the bytes of one element in an array; for PRNG keys, of a key's words.
 
-    Arrays are 32-bit where JAX is not told otherwise, whatever NumPy's dtype says.
+    Arrays are 32-bit unless JAX is told otherwise, whatever NumPy's dtype says.
     """
     if is_extended(dtype):
         words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
@@ -130,7 +130,7 @@ def canonical_dtype(dtype: DType) -> Any:
 def memory_kinds(device: Any) -> tuple[tuple[str, ...], str | None]:
     """Returns the memories a device has, and its default one.
 
-    A device of a topology description has none to ask: `((), None)`.
+    A device of a topology description cannot be asked: `((), None)`.
     """
     try:
         kinds = tuple(memory.kind for memory in device.addressable_memories())
@@ -142,7 +142,7 @@ def memory_kinds(device: Any) -> tuple[tuple[str, ...], str | None]:
 def apply_operation(eqn: Equation, operands: list[Any]) -> list[Any]:
     """Applies one operation of a jaxpr, under the configuration it was traced in.
 
-    Of that configuration, the mesh is left out: the operands are laid out already,
+    The mesh is left out of that configuration: the operands are laid out already,
     and JAX refuses operands on another mesh, or on other types of axes, than the one
     that the caller has set.
     """
@@ -157,8 +157,8 @@ def compile_frugally(jitted: Any, operands: Sequence[Any]) -> Any:
     """Compiles for CPUs so that random numbers take no memory but their own.
 
     There, JAX makes threefry's rounds a loop, which holds three arrays for each one
-    that it makes. As on other platforms, without the loop, they are one fused
-    operation: the same integers, sooner.
+    that it makes. Without the loop, as on other platforms, they are one fused
+    operation: the same integers, faster.
 
     Args:
         jitted: What `jax.jit` returned.
@@ -189,7 +189,7 @@ def without_sharding_types(closed: Any) -> Any:
     On Explicit axes, which `jax.make_mesh` makes by default, every traced value has a
     sharding in its type, some operations have one among their parameters, and JAX
     refuses operands of any other type. Types, parameters and the operations that only
-    lay values out are taken away, in inner jaxprs too. Rests on the classes of jaxprs;
+    reshard values are removed, in inner jaxprs too. Relies on the classes of jaxprs;
     tests/test_create_under_a_mesh.py notices when they change.
 
     Args:
@@ -204,7 +204,7 @@ def without_sharding_types(closed: Any) -> Any:
         return _without_types(closed)
 
 
-# Operations that move a value to another sharding, and leave it the same.
+# Operations that move a value to another sharding and do not change it.
 _LAYING_OUT = ("reshard", "sharding_constraint", "mesh_cast")
 
 
@@ -275,26 +275,27 @@ def concrete_mesh() -> jax.sharding.Mesh | None:
     """Returns the mesh that `jax.set_mesh` has set, or None.
 
     `jax.sharding.get_mesh` is new in jax 0.8, and refuses to answer inside jit, where
-    layouts are made as well. tests/test_mesh.py notices.
+    layouts are created too. tests/test_mesh.py notices.
     """
     mesh = jax_mesh.get_concrete_mesh()
     return mesh if isinstance(mesh, jax.sharding.Mesh) and mesh.size else None
 
 
 def no_mesh() -> AbstractContextManager[None]:
-    """Returns a context in which no mesh is set: JAX looks at the arrays alone.
+    """Returns a context in which no mesh is set: JAX looks only at the arrays.
 
-    What the library compiles for itself names its own mesh. Under `jax.set_mesh` of
-    another one, or of the same with Explicit axes, JAX would refuse the operands.
+    Programs that the library compiles for itself name their own mesh. Under
+    `jax.set_mesh` of another one, or of the same one with Explicit axes, JAX would
+    refuse the operands.
     """
     return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
 
 
 def without_set_mesh() -> AbstractContextManager[Any]:
-    """Returns a context in which `jax.set_mesh` has set nothing; not inside jit.
+    """Returns a context in which `jax.set_mesh` has set nothing; not for inside jit.
 
-    `no_mesh` takes the axes away, and this the devices, too: JAX refuses arrays on
-    others than those of the mesh that is set.
+    `no_mesh` removes only the axes; this removes the devices too, because JAX refuses
+    arrays on devices other than those of the mesh that is set.
     """
     try:
         return jax.set_mesh(None)
@@ -314,10 +315,10 @@ def place(x: Leaf, sharding: NamedSharding) -> Any:
 
 
 def concrete_value(x: Leaf) -> Any:
-    """Returns the array behind a traced value where there is one, as in eager grad.
+    """Returns the array behind a traced value if there is one, as in eager grad.
 
-    So that `Layout.of` and `relayout` work on what is differentiated; JAX has no public
-    way. tests/test_arrays.py notices (gradients through relayout).
+    So that `Layout.of` and `relayout` work on values being differentiated; JAX has no
+    public way. tests/test_arrays.py notices (gradients through relayout).
     """
     if not isinstance(x, jax.core.Tracer):
         return x
@@ -343,7 +344,7 @@ def is_staged(x: Leaf) -> bool:
     while hasattr(trace, "parent_trace") and not isinstance(
         trace, partial_eval.DynamicJaxprTrace
     ):
-        trace = trace.parent_trace  # grad and vmap, around whatever is outside them
+        trace = trace.parent_trace  # through grad and vmap, to what is outside of them
     return not isinstance(trace, jax_core.EvalTrace)
 
 
@@ -353,7 +354,7 @@ def is_tracing() -> bool:
 
 
 def constrain(x: Leaf, sharding: NamedSharding) -> Any:
-    """Gives a value inside jit a sharding, on axes of whatever type.
+    """Constrains a value inside jit to a sharding, on axes of any type.
 
     Dims that are `PartitionSpec.UNCONSTRAINED` stay as they are on Explicit axes, and
     are left to the compiler on Auto axes.
@@ -389,7 +390,7 @@ def _is_explicit(sharding: Any) -> bool:
 
 
 def _fill(spec: PartitionSpec, now: Any, rank: int) -> list[Any]:
-    """Replaces UNCONSTRAINED by the entries that a traced value has."""
+    """Replaces UNCONSTRAINED with the entries that a traced value has."""
     known = [] if now is None else list(now.spec)
     known += [None] * (rank - len(known))
     return [
@@ -436,7 +437,7 @@ def is_committed(x: Leaf) -> bool:
 
 
 def to_host(x: jax.Array) -> np.ndarray[Any, Any]:
-    """Returns the whole value of an array, from all processes if need be."""
+    """Returns the full value of an array, gathered from all processes if needed."""
     if x.is_fully_addressable:
         return np.asarray(x)
     if x.is_fully_replicated:
@@ -457,10 +458,10 @@ def from_one_process(
 
 
 def with_weak_type(x: Leaf, weak_type: bool) -> Any:  # noqa: FBT001
-    """Returns the value, weakly typed or not as asked.
+    """Returns the value, weakly typed or not, as requested.
 
-    A state whose weak types change from step to step is compiled twice. JAX makes weak
-    types strong in public, and not the other way. tests/test_step.py notices.
+    A state whose weak types change from step to step is compiled twice. JAX has a
+    public way to make weak types strong, not the reverse. tests/test_step.py notices.
     """
     aval = jax.typeof(x)
     if aval.weak_type == weak_type:
@@ -469,7 +470,7 @@ def with_weak_type(x: Leaf, weak_type: bool) -> Any:  # noqa: FBT001
 
 
 def manual_axis_sizes() -> dict[str, int]:
-    """Returns the mesh axes that are manual here, as inside shard_map, and sizes."""
+    """Returns the axes that are manual here, as inside shard_map, with their sizes."""
     mesh = jax.sharding.get_abstract_mesh()
     return {
         axis: size
@@ -519,10 +520,10 @@ def x64_mode(enabled: bool) -> Any:  # noqa: FBT001
 
 
 def coordination_client() -> Any:
-    """Returns what the processes of `jax.distributed` agree through, or None.
+    """Returns the client of `jax.distributed`'s coordination service, or None.
 
     Its key-value store carries short texts between processes without a collective, so
-    also from background threads. JAX has no public face for it.
+    also from background threads. JAX has no public API for it.
     tests/test_data_processes.py notices.
     """
     return distributed.global_state.client
@@ -553,14 +554,14 @@ def shard_placer(
 
 
 def reached_preemption_sync_point(turn: int) -> bool:
-    """Returns whether a process was told to end, at the same turn on all of them.
+    """Returns whether a process was told to stop, at the same turn on all of them.
 
     Args:
-        turn: How often it was asked, 1 more each time, the same on all processes.
+        turn: How often this was called: 1 more each time, the same on all processes.
     """
     return bool(multihost_utils.reached_preemption_sync_point(turn))
 
 
 def has_preemption_service() -> bool:
-    """Returns whether `jax.distributed` looks out for SIGTERM in this process."""
+    """Returns whether `jax.distributed` watches for SIGTERM in this process."""
     return distributed.global_state.preemption_sync_manager is not None

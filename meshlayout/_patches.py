@@ -9,15 +9,14 @@ from typing import Any
 class SharedPatches(contextlib.AbstractContextManager[None]):
     """Attributes that are replaced while any thread is inside, and restored after.
 
-    The first one that enters patches; the last one that leaves puts back what was
-    there, or takes the attribute away where it was inherited. An attribute that
-    someone else has replaced in the meantime is left to them. What is inside a
-    replacement has to look for itself whether it is meant, as by a ContextVar: other
-    threads call it too.
+    The first thread to enter patches; the last one to leave restores the original,
+    or deletes the attribute if it was inherited. An attribute that
+    someone else has replaced in the meantime is left alone. A replacement must check
+    whether it is meant, by a ContextVar for instance: other threads call it too.
 
     Args:
-        *patches: The class, the attribute's name, and what makes the replacement of
-            the original.
+        *patches: The class, the attribute's name, and a function from the original to
+            its replacement.
 
     Example:
         >>> class Greeter:
@@ -53,7 +52,7 @@ class SharedPatches(contextlib.AbstractContextManager[None]):
 
 
 def _replace(owner: type, name: str, make: Callable[[Any], Any]) -> Callable[[], None]:
-    """Replaces one attribute; returns what undoes it."""
+    """Replaces one attribute; returns a function that undoes it."""
     is_inherited = name not in vars(owner)
     original = getattr(owner, name)
     replacement = make(original)

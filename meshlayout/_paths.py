@@ -4,7 +4,7 @@ A path is the keys that a user wrote, joined by `/`, as `encoder/layers/0/kernel
 The `value` inside a Flax variable or box is not part of it, and neither is the `params`
 collection at the root of Linen variables, unless the whole path is asked for.
 
-JAX takes trees apart with an object per key of every path, and its garbage collector
+JAX flattens trees with an object per key of every path, and its garbage collector
 walks all of them: for 100,000 leaves that is four fifths of the time. Here only leaves
 come from JAX; paths are strings that grow on the way down, through the containers that
 JAX itself would open, in its order.
@@ -46,7 +46,7 @@ class Leaf(NamedTuple):
 
 @dataclass(frozen=True)
 class Flat:
-    """A tree, taken apart.
+    """A flattened tree.
 
     Attributes:
         leaves: Its leaves, in JAX's order.
@@ -62,7 +62,7 @@ class Flat:
 
 
 def flatten(tree: PyTree, *, whole: bool = False) -> Flat:
-    """Takes a tree apart into named leaves.
+    """Flattens a tree into named leaves.
 
     Args:
         tree: An NNX module or anything that holds some, an NNX state, Linen
@@ -186,7 +186,7 @@ def holds_modules(tree: PyTree) -> bool:
 def is_nnx_object(node: PyTree) -> bool:
     """Returns whether this is an NNX module, variable, Rngs or other object.
 
-    JAX takes them for pytrees: what `jax.tree.map` makes of one is a copy, whose random
+    To JAX they are pytrees: what `jax.tree.map` makes of one is a copy, whose random
     streams and variables are no longer those of the original.
     """
     return isinstance(node, (nnx.Pytree, nnx.Variable)) and not isinstance(
@@ -195,7 +195,7 @@ def is_nnx_object(node: PyTree) -> bool:
 
 
 def key_name(key: Any) -> str:
-    """Returns one key of a JAX key path as it is written in a path."""
+    """Returns one key of a JAX key path as paths spell it."""
     kind = type(key)
     if kind is DictKey or kind is FlattenedIndexKey:
         return str(key.key)
@@ -239,7 +239,7 @@ class _Parts:
         prefix: str = "",
         is_leaf: Callable[[Any], bool] | None = None,
     ) -> "_Parts":
-        """Takes a tree apart.
+        """Flattens a tree.
 
         Args:
             tree: PyTree pytree.
@@ -313,7 +313,7 @@ def _is_box_or_module_type(kind: type) -> bool:
 
 
 def _without_params(tree: PyTree, paths: list[str]) -> list[str]:
-    """Leaves out Linen's `params` collection where no two paths become one by it."""
+    """Leaves out Linen's `params` collection, unless two paths would become one."""
     if not isinstance(tree, Mapping) or not isinstance(tree.get("params"), Mapping):
         return paths
     start = "params/"

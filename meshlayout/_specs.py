@@ -54,7 +54,7 @@ class Misfit:
 
     @property
     def fact(self) -> str:
-        """What does not divide, without the full stop."""
+        """What does not divide, without a period at the end."""
         return (
             f"dim {self.dim} has size {self.size}, which does not divide into "
             f"{self.num_shards} shards over mesh {axes_text(self.axes)}"
@@ -62,7 +62,7 @@ class Misfit:
 
     @property
     def fix(self) -> str:
-        """The sizes that would fit, and the other way out."""
+        """The sizes that would fit, and the alternative."""
         below = self.size // self.num_shards * self.num_shards
         sizes = [below] * (below > 0) + [below + self.num_shards]
         fit = " and ".join(map(str, sizes))
@@ -72,7 +72,7 @@ class Misfit:
         )
 
     def __str__(self) -> str:
-        """Returns the fact and the way out, without saying which array."""
+        """Returns the fact and the fix, without saying which array."""
         return f"{self.fact}. {self.fix}"
 
 

@@ -9,7 +9,7 @@ from meshlayout import _checks, _jax
 from meshlayout.errors import MeshError
 
 
-# Each device is an object with a queue of its own; JAX takes no more than 32 bits.
+# Each device is an object with its own queue; JAX takes no more than 32 bits.
 _MOST = 2**16
 
 
@@ -67,10 +67,10 @@ def _start(n: int) -> None:
         jax.config.update("jax_num_cpu_devices", n)
     except RuntimeError:  # "... should be updated before backends are initialized"
         return
-    # XLA's CPU client runs collectives in a pool of NPROC threads, and cuts matrix
+    # XLA's CPU client runs collectives in a pool of NPROC threads, and splits matrix
     # products into as many pieces. With fewer threads than waiting devices, queued
     # steps dead-lock; on one device there is nothing to wait for, and more threads than
-    # cores make small products twice as slow. A value of the user's is left alone.
+    # cores make small products twice as slow. A value set by the user is left alone.
     if n == 1 or os.environ.get("NPROC"):
         return
     os.environ["NPROC"] = str(2 * n)

@@ -1,7 +1,7 @@
 """DTensor's spellings of what `Mesh` and `Layout` say in JAX's words.
 
 For code that comes from TensorFlow's DTensor; the library does not use them. DTensor
-calls a mesh axis a dim, and asks some things by a method that are attributes here.
+calls a mesh axis a dim, and has methods for some things that are attributes here.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class _MeshMembers(Protocol):
-    """What a mesh has, that DTensor's names are given to."""
+    """The members of a mesh that DTensor's names stand for."""
 
     @property
     def axis_names(self) -> tuple[str, ...]: ...
@@ -33,7 +33,7 @@ class _MeshMembers(Protocol):
 
 
 class _LayoutMembers(Protocol):
-    """What a layout has, that DTensor's names are given to."""
+    """The members of a layout that DTensor's names stand for."""
 
     @property
     def specs(self) -> "tuple[DimSpec, ...]": ...
@@ -42,7 +42,7 @@ class _LayoutMembers(Protocol):
 
 
 class DTensorMesh:
-    """What a `Mesh` is called and asked in DTensor."""
+    """DTensor's names for the members of a `Mesh`."""
 
     __slots__ = ()
 
@@ -88,7 +88,7 @@ class DTensorMesh:
 
 
 class DTensorLayout:
-    """What a `Layout` is called and asked in DTensor."""
+    """DTensor's names for the members of a `Layout`."""
 
     __slots__ = ()
 

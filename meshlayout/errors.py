@@ -1,4 +1,4 @@
-"""Every error that meshlayout raises on purpose, and the words they share.
+"""Every error that meshlayout raises on purpose, and the helpers they share.
 
 ```
 MeshLayoutError(ValueError)
@@ -10,9 +10,9 @@ MeshLayoutError(ValueError)
 ├── StepError            a step that does not keep its promises
 ├── LossError            losses, weights and denominators that do not fit
 ├── MetricError          a metric that is misconfigured, or fed what does not fit
-├── DataError            a source that cannot be cut into global batches
+├── DataError            a source that cannot be split into global batches
 └── CheckpointError      a state that cannot be saved or restored
-    ├── RestoreDiffError     what was saved is not what is wanted
+    ├── RestoreDiffError     what was saved is not what was requested
     └── DamagedCheckpointError   a checkpoint whose files are not what was saved
 ```
 """
@@ -59,19 +59,19 @@ class LossError(MeshLayoutError):
 
 
 class MetricError(MeshLayoutError):
-    """A metric is configured wrongly, or was given what it cannot measure."""
+    """A metric is misconfigured, or was given inputs that it cannot measure."""
 
 
 class DataError(MeshLayoutError):
-    """A source, or what it gives, cannot be made into global batches."""
+    """A source, or what it yields, cannot be made into global batches."""
 
 
 class CheckpointError(MeshLayoutError):
-    """A state cannot be saved, or a checkpoint does not fit what is asked for."""
+    """A state cannot be saved, or a checkpoint does not match what was requested."""
 
 
 class RestoreDiffError(CheckpointError):
-    """What was saved differs from the state that is wanted.
+    """What was saved differs from the requested state.
 
     Attributes:
         diff: The `RestoreDiff`.
@@ -90,7 +90,7 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint was damaged and another one taken, and why."""
+    """A checkpoint was damaged and another one was used instead, and why."""
 
 
 class RecompileWarning(UserWarning):
@@ -98,7 +98,7 @@ class RecompileWarning(UserWarning):
 
 
 class LayoutWarning(UserWarning):
-    """A layout could not be kept to all the way, and why."""
+    """A layout could not be followed completely, and why."""
 
 
 def stack_level() -> int:

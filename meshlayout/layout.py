@@ -1,4 +1,4 @@
-"""How one array lies on a mesh: `Layout`, and its shape arithmetic."""
+"""How one array is laid out on a mesh: `Layout`, and its shape arithmetic."""
 
 import json
 import math
@@ -38,7 +38,7 @@ from meshlayout.mesh import (
 
 
 class Layout(DTensorLayout):
-    """Says how the dims of one array lie on the axes of a mesh.
+    """Says how the dims of one array are sharded over the axes of a mesh.
 
     A layout is an immutable value: two that mean the same compare equal and hash
     alike. It is a `jax.sharding.NamedSharding` with a rank, so that shapes can be
@@ -49,7 +49,7 @@ class Layout(DTensorLayout):
             `UNSHARDED` (or `None`), `MATCH` (see `relayout`), or once `...` for any
             number of unsharded dims. A `PartitionSpec` is taken as it is.
         mesh: A `Mesh` or `jax.sharding.Mesh`; the default mesh if left out.
-        memory_kind: Where in the devices' memories the array lies, such as
+        memory_kind: Which of the devices' memories holds the array, such as
             `"pinned_host"`; the devices' default if left out.
 
     Raises:
@@ -170,16 +170,16 @@ class Layout(DTensorLayout):
         """Whether every device holds the whole array.
 
         Raises:
-            LayoutError: If an entry is MATCH, which does not say.
+            LayoutError: If an entry is MATCH, which leaves it open.
         """
         return all(self._entry_shards(entry) == 1 for entry in self._known())
 
     @property
     def is_batch_parallel(self) -> bool:
-        """Whether the first dim, and no other, lies on mesh axes.
+        """Whether the first dim, and no other, is sharded over mesh axes.
 
         Raises:
-            LayoutError: If an entry is MATCH, which does not say.
+            LayoutError: If an entry is MATCH, which leaves it open.
         """
         sharded = [bool(axes_of(entry)) for entry in self._known()]
         return sharded[:1] == [True] and not any(sharded[1:])
@@ -194,7 +194,7 @@ class Layout(DTensorLayout):
             value: A `jax.Array`, a `jax.ShapeDtypeStruct` with a sharding, a value
                 inside jit on a mesh with Explicit axes, a `NamedSharding`, or a
                 sharding on a single device (which becomes a mesh of one device).
-            rank: Dims of the array, where a sharding alone does not tell.
+            rank: Dims of the array, if a sharding alone does not determine them.
 
         Raises:
             LayoutError: If there is no sharding to read, or JAX has no names for it.
@@ -272,13 +272,13 @@ class Layout(DTensorLayout):
         rank: int,
         dim: int = 0,
     ) -> "Layout":
-        """Returns the layout that shards one dim, the first if not told otherwise.
+        """Returns the layout that shards one dim, by default the first.
 
         Args:
             mesh: The mesh; the default mesh if None.
             axis: The mesh axis, or several.
             rank: Dims of the array.
-            dim: Which dim lies on `axis`; negative counts from the end.
+            dim: Which dim is sharded over `axis`; negative counts from the end.
 
         Raises:
             LayoutError: If the axis is unknown or there is no such dim.
@@ -366,7 +366,7 @@ class Layout(DTensorLayout):
     # Arithmetic on shapes.
 
     def num_shards(self, dim: int) -> int:
-        """Returns into how many shards a dim is cut.
+        """Returns how many shards a dim is divided into.
 
         Raises:
             LayoutError: If there is no such dim, or the rank is open.
@@ -391,11 +391,11 @@ class Layout(DTensorLayout):
         ]
 
     def check(self, global_shape: Sequence[int], where: str = "") -> None:
-        """Raises LayoutError if an array of this shape cannot lie so.
+        """Raises LayoutError if an array of this shape cannot have this layout.
 
         Args:
             global_shape: Shape of the whole array.
-            where: Which array it is, to begin the message with.
+            where: Which array it is; the message begins with it.
         """
         prefix = f"{where}: " if where else ""
         try:
@@ -536,7 +536,7 @@ class Layout(DTensorLayout):
 
         Raises:
             LayoutError: If the text is not a layout's.
-            MeshError: If the mesh's devices are not here.
+            MeshError: If the mesh's devices do not exist here.
         """
         try:
             data = json.loads(text)
@@ -611,7 +611,7 @@ class Layout(DTensorLayout):
 
 
 def as_layout(value: Any, rank: int | None = None) -> Layout:
-    """Returns a `Layout` for what a user gave as one.
+    """Returns a `Layout` for whatever a user passed as one.
 
     Args:
         value: A `Layout` or a `NamedSharding`.
@@ -641,7 +641,7 @@ def _shard_index(
     index = []
     for entry in specs:
         position = 0
-        for axis in axes_of(entry):  # major first, as JAX lays them
+        for axis in axes_of(entry):  # major first, as in JAX
             position = position * mesh.shape[axis] + coord[axis]
         index.append(position)
     return tuple(index)
@@ -657,7 +657,7 @@ def _memory_kind(kind: str | None, mesh: Mesh) -> str | None:
     """Returns the kind, or None where it is the devices' default."""
     if kind is None:
         return None
-    # A device of another process does not tell its memories.
+    # A device of another process does not list its memories.
     device = next(iter(mesh.local_devices), mesh.devices.flat[0])
     kinds, default = _jax.memory_kinds(device)
     if kinds and kind not in kinds:

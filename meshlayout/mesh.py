@@ -1,4 +1,4 @@
-"""A named grid of devices: `Mesh`, and how one is made, named and taken apart."""
+"""A named grid of devices: `Mesh`, and how one is created, renamed and divided."""
 
 import functools
 import math
@@ -161,7 +161,7 @@ class Mesh(DTensorMesh):
         """
         return math.prod(self._shape[name] for name in self._check_axes(axis))
 
-    # It has axes by name, and is not a sequence of them: see axis_names.
+    # It has axes by name and is not a sequence of them: see axis_names.
     __iter__ = None
 
     def __contains__(self, axis: object) -> bool:
@@ -343,7 +343,7 @@ class Mesh(DTensorMesh):
         """Returns the mesh that `to_string` wrote, on the devices of the same ids.
 
         Raises:
-            MeshError: If the text is not a mesh's, or a device is not here.
+            MeshError: If the text is not a mesh's, or a device does not exist here.
         """
         try:
             axes, types, devices = text.rsplit("|", 2)
@@ -355,7 +355,7 @@ class Mesh(DTensorMesh):
         except (ValueError, KeyError, AttributeError, TypeError):
             msg = f"{shown(text)} is not a mesh's text; write it with mesh.to_string()."
             raise MeshError(msg) from None
-        # Counted before they are written out: a slip of the pen may name billions.
+        # Counted before they are written out: a typo may name billions.
         _check_count(text, sizes, sum(run.stop - run.start for run in runs))
         flat = [number for run in runs for number in run]
         return _mesh_of_text(sizes, kinds, platform, flat)
@@ -449,7 +449,7 @@ def register_layout_factory(
 
 
 def as_mesh(value: Any) -> Mesh:
-    """Returns a `Mesh` for what a user gave as one.
+    """Returns a `Mesh` for whatever a user passed as one.
 
     Raises:
         MeshError: If it is neither a `Mesh` nor a `jax.sharding.Mesh`.

@@ -1,4 +1,4 @@
-"""Pictures of how an array lies on its devices: `visualize`."""
+"""Pictures of how an array is laid out on its devices: `visualize`."""
 
 import math
 import operator
@@ -25,7 +25,7 @@ class Shards:
     """Which device holds which part of an array; a picture when it is shown.
 
     Printed, it is drawn with characters; as the last line of a notebook's cell, in
-    colour. Each block is a shard, with the ids of the devices that hold it.
+    color. Each block is a shard, with the ids of the devices that hold it.
 
     Attributes:
         shape: Shape of the whole array.
@@ -53,7 +53,7 @@ class Shards:
         )
 
     def _axes(self) -> list[str]:
-        """Returns for each dim the mesh axes it lies on, or an empty text."""
+        """Returns, for each dim, the mesh axes that shard it, or an empty string."""
         if self.layout is None:
             return [""] * len(self.shape)
         specs = self.layout.with_rank(len(self.shape)).specs
@@ -105,7 +105,7 @@ def visualize(
 ) -> Shards:
     """Returns a picture of which device holds which part of an array.
 
-    Nothing is moved or copied; an abstract array will do.
+    Nothing is moved or copied; an abstract array is enough.
 
     Args:
         value: A `jax.Array`, an NNX variable, a `jax.ShapeDtypeStruct` with a
@@ -113,7 +113,7 @@ def visualize(
         shape: Shape of the whole array; only for a layout or a sharding.
 
     Raises:
-        LayoutError: If the value lies on no devices, the shape is missing or is not
+        LayoutError: If the value is on no devices, the shape is missing or is not
             the array's, or it does not divide into the layout's shards.
 
     Example:

@@ -9,7 +9,7 @@ def console_on(stream: Any) -> Console:
     """Returns a console that writes to a stream.
 
     Rich takes FORCE_COLOR, which notebooks set for the programs that they start, for a
-    sign of a terminal. It asks for colours; a line that moves needs the real thing.
+    sign of a terminal. It asks for colors; a line that moves needs the real thing.
 
     Args:
         stream: As `sys.stdout`.

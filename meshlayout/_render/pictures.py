@@ -59,7 +59,7 @@ class Cell:
 
     Attributes:
         labels: The devices that hold it.
-        number: Which of the picture's colours it has.
+        number: Which of the picture's colors it has.
         about: What it is, told where a mouse rests on it.
     """
 
@@ -76,7 +76,7 @@ class Picture:
         down: The direction of the rows.
         across: The direction of the columns.
         panels: Of each grid, its title and its cells by row and column.
-        num_colors: How many colours there are in all panels.
+        num_colors: How many colors there are in all panels.
         notes: What there is to say below.
     """
 
@@ -147,9 +147,9 @@ def shards_picture(shape: Sequence[int], axes: Sequence[str], held: Held) -> Pic
 def _numbers(
     holders: Mapping[tuple[int, ...], Sequence[int | str]], devices: list[int | str]
 ) -> tuple[dict[tuple[int, ...], int], int]:
-    """Returns the colour of each shard, and how many colours there are.
+    """Returns the color of each shard, and how many colors there are.
 
-    A shard has the colour of its first device in the picture of the mesh; with many
+    A shard has the color of its first device in the picture of the mesh; with many
     devices these are too close to tell a few shards apart, which get their own.
     """
     shards = sorted(holders)
@@ -349,7 +349,7 @@ class _Frame:
 def picture_svg(picture: Picture) -> str:
     """Draws as one SVG element that needs nothing around it.
 
-    Text outside the cells takes the colour of the text around the picture, so that it
+    Text outside the cells takes the color of the text around the picture, so that it
     reads on light and on dark pages.
     """
     frame = _frame(picture)
@@ -496,10 +496,10 @@ def _wide(text: str) -> float:
 
 
 def _colors(number: int, count: int) -> tuple[str, str]:
-    """Returns the fill of one of `count` cells and the colour of its text.
+    """Returns the fill of one of `count` cells and the color of its text.
 
     The hues are evenly spaced at one perceived lightness; with many cells the
-    lightness alternates. One cell alone is grey.
+    lightness alternates. One cell alone is gray.
     """
     if count == 1:
         return "#b6bfcc", "#111827"
@@ -508,7 +508,7 @@ def _colors(number: int, count: int) -> tuple[str, str]:
 
 
 def _oklch(lightness: float, chroma: float, hue: float) -> str:
-    """Returns an OKLCH colour as `#rrggbb`."""
+    """Returns an OKLCH color as `#rrggbb`."""
     a = chroma * math.cos(math.radians(hue))
     b = chroma * math.sin(math.radians(hue))
     long = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3

@@ -122,7 +122,7 @@ def html_table(
     if len(rows) > _MAX_HTML_ROWS:
         left = f"{len(rows) - _MAX_HTML_ROWS:,} more rows are not shown here."
         notes = [left, *notes]
-    # Outside of standards mode, a table does not take the colour around it by itself.
+    # Outside of standards mode, a table does not take the color around it by itself.
     table = (
         f'<table style="border-collapse:collapse;border:none;margin:0;font-size:12px;'
         f'color:inherit">'
