@@ -6,7 +6,7 @@ shards fill the compiler's vectors: XLA's CPU compiler runs the remainder of a l
 short to fill a vector, as scalar code that may round differently. Compiling a whole
 builder into one program would change bits too, and creating everything unsharded first
 would take too much memory; hence one operation at a time, in a sharding chosen
-backwards from its uses (`ShardingPlan`), the finest one where nothing else is requested.
+backwards from its uses (`ShardingPlan`), the finest where nothing else is requested.
 """
 
 import math

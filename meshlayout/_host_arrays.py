@@ -126,7 +126,7 @@ def check_cast(
 
     Rounding to a float of lower precision is what a float dtype means, and is allowed.
     Refused are NaN, fractions and large numbers as integers, an imaginary part as a
-    real     number, a finite number as infinity, and any number but 0 and 1 as a bool.
+    real number, a finite number as infinity, and any number but 0 and 1 as a bool.
 
     Args:
         value: A number, or an array of them; inside jit there is no value yet to check.

@@ -300,7 +300,7 @@ def test_partial_alone_does_not_hide_another_shape():
     assert "2 of another shape" in message
 
 
-def test_a_new_head_is_left_as_initialised_when_it_is_named():
+def test_a_new_head_is_left_as_initialized_when_it_is_named():
     saved = {"body": np.ones((4, 2), "float32"), "head": np.ones((2, 10), "float32")}
     like = {"body": np.zeros((4, 2), "float32"), "head": np.full((2, 3), 5, "float32")}
     got = restored(saved, like, allow="^head$")

@@ -1,4 +1,4 @@
-"""Lines that move are for terminals, whatever the environment says of colours."""
+"""Lines that move are for terminals, whatever the environment says of colors."""
 
 import io
 
@@ -12,10 +12,10 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize("colour", [None, "1"])
-def test_a_terminal_is_what_the_stream_says(colour, monkeypatch):
+@pytest.mark.parametrize("color", [None, "1"])
+def test_a_terminal_is_what_the_stream_says(color, monkeypatch):
     monkeypatch.delenv("FORCE_COLOR", raising=False)
-    if colour is not None:
-        monkeypatch.setenv("FORCE_COLOR", colour)
+    if color is not None:
+        monkeypatch.setenv("FORCE_COLOR", color)
     assert not console_on(io.StringIO()).is_terminal
     assert console_on(Terminal()).is_terminal

@@ -200,7 +200,7 @@ def pytree():
     }
 
 
-def optimiser_state():
+def optimizer_state():
     params = {"a": jax.random.normal(jax.random.key(0), (16, 24)), "b": jnp.ones(8)}
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0), optax.adamw(optax.cosine_decay_schedule(1, 9))
@@ -222,7 +222,7 @@ BUILDERS = {
         jax.random.key(4), jnp.ones((2, 4))
     ),
     "pytree": pytree,
-    "optimiser": optimiser_state,
+    "optimizer": optimizer_state,
     "one array": lambda: jnp.linspace(0.0, 1.0, 64),
     "pair": lambda: (MLP(rngs=nnx.Rngs(1)), {"step": jnp.zeros(()), "n": 3}),
 }

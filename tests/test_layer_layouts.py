@@ -107,7 +107,7 @@ def test_a_wrapped_layer_works_without_a_layout_map():
     assert jnp.array_equal(out, expected.apply(expected.init(jax.random.key(0), X), X))
 
 
-def test_the_optimiser_follows_a_parameters_own_layout():
+def test_the_optimizer_follows_a_parameters_own_layout():
     state = ml.TrainState.create(
         lambda: NnxNet(rngs=nnx.Rngs(0)), optax.adam(1e-3), ml.LayoutMap(MESH)
     )

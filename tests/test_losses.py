@@ -182,7 +182,7 @@ def test_denominators(denominator, weights, expected):
     assert losses.denominator_of(denominator, weights, 8) == expected
 
 
-# Regularisers.
+# Regularizers.
 
 PARAMS = {
     "hidden": {"kernel": jnp.array([[1.0, -2.0]]), "bias": jnp.array([3.0])},

@@ -25,7 +25,7 @@ def svg_of(html_text):
 
 
 def blocks_of(svg):
-    """Returns what each coloured block says: its text and its tooltip."""
+    """Returns what each colored block says: its text and its tooltip."""
     return [
         (group.findtext(f"{SVG}text"), group.findtext(f"{SVG}title"))
         for group in svg.iter(f"{SVG}g")
@@ -34,7 +34,7 @@ def blocks_of(svg):
 
 
 def contrast(one, other):
-    """Returns the contrast of two colours by the WCAG's formula."""
+    """Returns the contrast of two colors by the WCAG's formula."""
 
     def luminance(color):
         channels = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
@@ -138,14 +138,14 @@ def test_html_tables_escape_whatever_a_user_wrote():
     assert text.count("&lt;script&gt;") == 4
 
 
-def test_html_tables_name_no_colour_of_their_own():
+def test_html_tables_name_no_color_of_their_own():
     text = _render.html_table(["a", "b"], [["1", "2"]], "lr", "caption", ["note"])
     assert not re.search(r"#[0-9a-f]{3}|\b(black|white)\b(?!-)", text)
     assert "<style" not in text
     assert "class=" not in text
 
 
-def test_html_tables_take_the_colour_of_the_page_even_outside_of_standards_mode():
+def test_html_tables_take_the_color_of_the_page_even_outside_of_standards_mode():
     (table,) = re.findall(r"<table [^>]*>", _render.html_table(["a"], [["1"]]))
     assert "color:inherit" in table
 
@@ -258,7 +258,7 @@ def test_a_layout_over_several_axes_counts_their_shards():
     assert cells == ["0", "(fsdp, model)", "4", "1", "unsharded", "1"]
 
 
-# Colours.
+# Colors.
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 8, 16, 64, 256])
@@ -275,7 +275,7 @@ def test_blocks_can_be_read_and_told_apart(count):
     assert all(a != b for a, b in itertools.pairwise([fill for fill, _ in pairs]))
 
 
-def test_text_around_the_blocks_takes_the_colour_of_the_page():
+def test_text_around_the_blocks_takes_the_color_of_the_page():
     svg = svg_of(_render.mesh_html(*mesh_case(("batch", "model"), (2, 4))))
     assert svg.get("fill") == "currentColor"
     blocks = {

@@ -297,11 +297,11 @@ def test_a_mean_of_per_shard_means_is_found(mesh):
 
 def test_batch_statistics_of_one_shard_are_found(mesh):
     def step(state, batch):
-        def normalise(x):
+        def normalize(x):
             mean = x.mean(0)
             return x - mean[None], jax.lax.pmean(mean, "batch")
 
-        x, mean = per_shard(normalise, (P("batch"), P()))(batch)
+        x, mean = per_shard(normalize, (P("batch"), P()))(batch)
         return {"mean": 0.9 * state["mean"] + 0.1 * mean}, {"x": x}
 
     state = {"mean": ml.arrays.zeros(2, mesh.layout(None))}

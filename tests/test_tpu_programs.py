@@ -178,7 +178,7 @@ def test_data_parallel_sends_one_all_reduce_of_the_gradients(tpu, name):
 
 def test_data_parallel_batch_normalization_adds_only_its_statistics(tpu):
     state, sent = tpu.sent("resnet", "DATA_PARALLEL", EIGHT)
-    # Nine layers, two of which send their numbers with a neighbour's; backward, too.
+    # Nine layers, two of which send their numbers with a neighbor's; backward, too.
     assert kinds(sent) == {"all_reduce": 7 + 7 + 1}
     *statistics, gradients = sorted(sent, key=lambda one: one.nbytes)
     assert all(one.nbytes <= 4 * 64 * FLOAT for one in statistics)

@@ -1,4 +1,4 @@
-"""`TrainState`: a plain pytree that knows its model, its optimiser and its layouts."""
+"""`TrainState`: a plain pytree that knows its model, its optimizer and its layouts."""
 
 import copy
 import dataclasses
@@ -184,7 +184,7 @@ def reference_linen(steps):
     ids=["nnx", "linen"],
 )
 def test_training_is_that_of_a_plain_loop(make, reference, mean):
-    # Adam would make updates of what is rounding: a bias before a normalisation.
+    # Adam would make updates of what is rounding: a bias before a normalization.
     state, losses = make(optax.sgd(0.1, momentum=0.9)), []
     layouts = state.layouts
     step = ml.compile_step(train_step)

@@ -561,7 +561,7 @@ def test_batch_statistics_are_those_of_the_real_rows_of_each_microbatch(
         )
         params = jax.tree.map(lambda p, g: p - RATE * g, params, grads)
         np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-4)
-    # float32 sums of 11 rows, through two normalisations
+    # float32 sums of 11 rows, through two normalizations
     assert_close(on_host(state.params), on_host(params), rtol=1e-3, atol=2e-5)
     assert_close(on_host(stats(state)), on_host(expected), rtol=1e-3, atol=2e-5)
 
@@ -605,8 +605,8 @@ class LinenDroppedNorm(nn.Module):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
-def test_what_was_dropped_is_what_is_normalised(kind, accumulate):
-    """Normalised features have a mean square of 1, whatever was dropped before."""
+def test_what_was_dropped_is_what_is_normalized(kind, accumulate):
+    """Normalized features have a mean square of 1, whatever was dropped before."""
     if kind == "nnx":
         state, loss_fn = create(lambda: DroppedNorm(nnx.Rngs(0))), squares
     else:

@@ -572,7 +572,7 @@ def test_auto_says_what_it_chose(mesh, batch):
     assert int(state.step) == 20
 
 
-# Optimiser states over replicas.
+# Optimizer states over replicas.
 
 
 def test_zero_shards_the_optimizer_and_not_the_parameters(mesh, batch):

@@ -154,7 +154,7 @@ def test_a_replicated_array_is_one_block_with_all_devices():
 
 
 def colors_in_svg(value):
-    """Returns the colour of each block by the label in it."""
+    """Returns the color of each block by the label in it."""
     html_text = operator.methodcaller("_repr_html_")(value)
     svg = html_text[html_text.index("<svg") : html_text.index("</svg>") + 6]
     return {
@@ -167,7 +167,7 @@ def colors_in_svg(value):
 @pytest.mark.parametrize(
     "specs", [["batch", None], [None, "model"], ["model", "batch"]]
 )
-def test_a_shard_has_the_colour_of_its_first_device_in_the_mesh(specs):
+def test_a_shard_has_the_color_of_its_first_device_in_the_mesh(specs):
     of_mesh = colors_in_svg(MESH)
     assert len(set(of_mesh.values())) == 8
     for label, color in colors_in_svg(

@@ -47,7 +47,7 @@ def layout_html(
     sizes: Sequence[int],
     memory_kind: str | None = None,
 ) -> str:
-    """Returns a table of what each dim of a layout lies on.
+    """Returns a table of the mesh axes that shard each dim of a layout.
 
     Args:
         entries: One text per dim, as `"batch"`, `"(fsdp, model)"` or `"unsharded"`.
@@ -83,11 +83,11 @@ def shards_html(
     title: str,
     notes: Sequence[str] = (),
 ) -> str:
-    """Returns a picture of an array cut into shards.
+    """Returns a picture of how an array is divided into shards.
 
     Args:
         shape: The shape of the whole array.
-        axes: For each dim, the mesh axes it lies on, as text, or an empty one.
+        axes: For each dim, the mesh axes that shard it, as text; empty if none.
         held: What each device holds.
         title: A line above.
         notes: Lines below.

@@ -13,7 +13,7 @@ from meshlayout._render.tables import SANS, cell_width, one_line, padded
 Held: TypeAlias = Sequence[tuple[int | str, tuple[tuple[int, int], ...]]]
 """What each device holds: its label, and (start, stop) for every dim."""
 
-# What is drawn of each direction before its middle is left out.
+# How much of each direction is drawn before its middle is left out.
 _MAX_STEPS = 16
 _MAX_PANELS = 8
 _MAX_TEXT_WIDTH = 110
@@ -44,7 +44,7 @@ class Direction:
 
     @property
     def indices(self) -> list[int | None]:
-        """Which of the steps are drawn; None once where some are left out."""
+        """Which of the steps are drawn; a None where some are left out."""
         return _outer(len(self.steps), self.most)
 
     @property
@@ -59,8 +59,8 @@ class Cell:
 
     Attributes:
         labels: The devices that hold it.
-        number: Which of the picture's colors it has.
-        about: What it is, told where a mouse rests on it.
+        number: The index of its color in the picture.
+        about: What it is; shown as a tooltip.
     """
 
     labels: tuple[int | str, ...]
@@ -70,14 +70,14 @@ class Cell:
 
 @dataclass(frozen=True)
 class Picture:
-    """A grid, or several beside each other.
+    """A grid, or several side by side.
 
     Attributes:
         down: The direction of the rows.
         across: The direction of the columns.
-        panels: Of each grid, its title and its cells by row and column.
+        panels: For each grid, its title and its cells by row and column.
         num_colors: How many colors there are in all panels.
-        notes: What there is to say below.
+        notes: Lines to write below.
     """
 
     down: Direction
@@ -91,15 +91,15 @@ class Picture:
 
 
 def shards_picture(shape: Sequence[int], axes: Sequence[str], held: Held) -> Picture:
-    """Describes how an array is cut into shards, and who holds which.
+    """Describes how an array is divided into shards, and which device holds which.
 
-    Two dims are drawn: the last two that are cut, filled up with the largest of the
-    others; dims cut beside these become several grids.
+    Two dims are drawn: the last two that are sharded, or else the largest others;
+    additional sharded dims become several grids.
 
     Args:
         shape: The shape of the whole array.
-        axes: For each dim, the mesh axes that it lies on, as text; empty if it is
-            whole on every device.
+        axes: For each dim, the mesh axes that shard it, as text; empty if it is
+            unsharded.
         held: What each device holds.
     """
     cuts = [sorted({slices[dim] for _, slices in held}) for dim in range(len(shape))]
@@ -225,7 +225,7 @@ def _whole_dims_notes(shape: Sequence[int], dims: Iterable[int]) -> list[str]:
 
 
 def _outer(count: int, most: int) -> list[int | None]:
-    """Returns the indices up to `count`, their middle as one None if there are many."""
+    """Returns the indices up to `count`, with None for the middle if there are many."""
     if count <= most:
         return list(range(count))
     tail = (most - 1) // 2
@@ -328,7 +328,7 @@ _GAP = 12
 
 @dataclass(frozen=True)
 class _Frame:
-    """Where one grid lies: its cells' box and the space around it."""
+    """The position of one grid: its cells' box and the space around it."""
 
     left: float
     top: float
@@ -468,7 +468,7 @@ def _text(
 def _ticks(
     direction: Direction, length: float, wide: Callable[[str], float]
 ) -> list[tuple[str, float]]:
-    """Returns what to write along a direction, and where, without overlaps."""
+    """Returns the labels along a direction and their positions, without overlaps."""
     indices = direction.indices
     step = length / len(indices)
     if direction.edges:
@@ -484,7 +484,7 @@ def _ticks(
     widest = max((wide(text) for text, _ in ticks), default=0) + 4
     every = max(1, math.ceil(widest / step))
     kept = [tick for at, tick in enumerate(ticks) if at % every == 0]
-    # The end of the array is always told, in place of the tick too close to it.
+    # The end of the array is always shown, instead of a tick too close to it.
     if direction.edges and kept[-1] != ticks[-1]:
         near = len(kept) > 1 and ticks[-1][1] - kept[-1][1] < widest
         kept[len(kept) - near :] = [ticks[-1]]
@@ -499,7 +499,7 @@ def _colors(number: int, count: int) -> tuple[str, str]:
     """Returns the fill of one of `count` cells and the color of its text.
 
     The hues are evenly spaced at one perceived lightness; with many cells the
-    lightness alternates. One cell alone is gray.
+    lightness alternates. A single cell is gray.
     """
     if count == 1:
         return "#b6bfcc", "#111827"

@@ -122,7 +122,7 @@ def html_table(
     if len(rows) > _MAX_HTML_ROWS:
         left = f"{len(rows) - _MAX_HTML_ROWS:,} more rows are not shown here."
         notes = [left, *notes]
-    # Outside of standards mode, a table does not take the color around it by itself.
+    # Outside of standards mode, a table does not inherit the color around it.
     table = (
         f'<table style="border-collapse:collapse;border:none;margin:0;font-size:12px;'
         f'color:inherit">'
@@ -168,7 +168,7 @@ def one_line(cell: object) -> str:
 
 
 def cell_width(text: str) -> int:
-    """Returns how many columns of a terminal a text takes."""
+    """Returns how many terminal columns text takes."""
     return sum(
         0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF")
         for c in text
@@ -183,7 +183,7 @@ def padded(text: str, width: int, how: str) -> str:
 
 
 def shortened(text: str, width: int) -> str:
-    """Returns a text with its middle left out, if it is wider than `width`."""
+    """Returns text with its middle left out if it is wider than `width`."""
     if cell_width(text) <= width:
         return text
     keep = max(0, width - 1)

@@ -1,4 +1,4 @@
-"""Arrays that are created sharded, never whole on a device."""
+"""Arrays that are created sharded, never in full on one device."""
 
 import contextlib
 import functools
@@ -51,7 +51,7 @@ def call_with_layout(
 ) -> Any:
     """Calls a function so that its results are created with a layout.
 
-    The function is compiled; no result is ever whole on a device. Arguments that hold
+    The function is compiled; no device ever holds a full result. Arguments that hold
     arrays are traced, others (shapes, dtypes, numbers) are compiled in, so that the
     same function called with the same ones is compiled once.
 
@@ -65,7 +65,7 @@ def call_with_layout(
         What the function returns.
 
     Raises:
-        LayoutError: If a layout does not fit a result, or an argument lies on other
+        LayoutError: If a layout does not fit a result, or an argument is on other
             devices.
 
     Example:
@@ -95,7 +95,7 @@ def call_with_layout(
         for where, leaf in Tree(argument).named(f"argument {name}"):
             for mesh in meshes:
                 _check_devices(leaf, mesh, where)
-    # jax 0.7.2 has no sharded results without elements.
+    # jax 0.7.2 cannot shard results without elements.
     out = results.unflatten(
         None if 0 in leaf.shape else _in_default_memory(target)
         for leaf, target in zip(results.leaves, layouts, strict=True)
@@ -107,7 +107,7 @@ def call_with_layout(
 def _split_static(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[dict[str, Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Tells jit which arguments hold no array; binds those that cannot be hashed."""
+    """Marks arguments without arrays as static; binds those that cannot be hashed."""
     nums = tuple(index for index, arg in enumerate(args) if not _holds_arrays(arg))
     names = tuple(name for name, arg in kwargs.items() if not _holds_arrays(arg))
     constants = [args[index] for index in nums] + [kwargs[name] for name in names]
@@ -166,7 +166,7 @@ def _is_hashable(x: Leaf) -> bool:
 
 
 def zeros(shape: ShapeLike, layout: LayoutLike, dtype: DTypeLike | None = None) -> Any:
-    """Creates arrays of zeros, each device its own part.
+    """Creates arrays of zeros, each device only its shard.
 
     Args:
         shape: Shape of the whole array, or a pytree of shapes.
@@ -188,7 +188,7 @@ def zeros(shape: ShapeLike, layout: LayoutLike, dtype: DTypeLike | None = None) 
 
 
 def ones(shape: ShapeLike, layout: LayoutLike, dtype: DTypeLike | None = None) -> Any:
-    """Creates arrays of ones, each device its own part; see `zeros`."""
+    """Creates arrays of ones, each device only its shard; see `zeros`."""
     return _create(_full, shape, layout, _dtype(dtype, float), (1,))
 
 
@@ -198,7 +198,7 @@ def full(
     layout: LayoutLike,
     dtype: DTypeLike | None = None,
 ) -> Any:
-    """Creates arrays of one value, each device its own part.
+    """Creates arrays of one value, each device only its shard.
 
     Args:
         shape: Shape of the whole array, or a pytree of shapes.
@@ -207,7 +207,7 @@ def full(
         dtype: Dtype of the elements; the value's if left out.
 
     Raises:
-        LayoutError: As for `zeros`, and if the value is not a single one.
+        LayoutError: As for `zeros`, and if the value is not a scalar.
 
     Example:
         >>> import meshlayout as ml
@@ -234,7 +234,7 @@ def full(
 def normal(
     key: PyTree, shape: ShapeLike, layout: LayoutLike, dtype: DTypeLike | None = None
 ) -> Any:
-    """Creates arrays of standard normal values, each device its own part.
+    """Creates arrays of standard normal values, each device only its shard.
 
     The values are those of `jax.random.normal`, bit for bit, under any layout.
 
@@ -245,7 +245,7 @@ def normal(
         dtype: A float dtype; JAX's default if left out.
 
     Raises:
-        LayoutError: As for `zeros`, and if the key is not one.
+        LayoutError: As for `zeros`, and if the key is not a PRNG key.
 
     Example:
         >>> import meshlayout as ml
@@ -265,7 +265,7 @@ def uniform(
     minval: ArrayLike = 0.0,
     maxval: ArrayLike = 1.0,
 ) -> Any:
-    """Creates arrays of uniform values in `[minval, maxval)`, each device its part.
+    """Creates arrays of uniform values in `[minval, maxval)`, each device its shard.
 
     The values are those of `jax.random.uniform`, bit for bit, under any layout.
 
@@ -297,13 +297,13 @@ def arange(
     layout: LayoutLike,
     dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """Creates evenly spaced values, each device its own part.
+    """Creates evenly spaced values, each device only its shard.
 
-    The values are `start + step * i`, worked out in the dtype, as `jnp.arange` does.
+    The values are `start + step * i`, computed in the dtype, as in `jnp.arange`.
 
     Args:
         start: The first value; the end, if there is no `stop`.
-        stop: The end, which is left out.
+        stop: The end, excluded.
         step: The distance between values; 1 if left out.
         layout: The layout.
         dtype: Dtype of the elements; that of the arguments if left out.
@@ -434,7 +434,7 @@ def _made(
     layout: Layout,
     operands: list[Any],
 ) -> jax.Array:
-    """Makes one array, if need be in another layout that has the same bits."""
+    """Makes one array, if necessary in another layout that gets the same bits."""
     sharding = _in_default_memory(layout)
     if 0 in shape and not _jax.is_staged(None):
         used = jnp.result_type(operands[0]) if dtype is None else dtype
@@ -484,10 +484,10 @@ def _keys_for(keys: PyTree, tree: "Tree") -> list[Any]:
 
 
 def _near(x: Leaf, mesh: Mesh) -> Any:
-    """Brings a small operand of a creator to the devices of the mesh."""
+    """Moves a small operand of a creation function to the devices of the mesh."""
     if not is_concrete_array(x) or not _jax.is_committed(x):
         return x
-    # On Auto axes, so that its layout says nothing about the result's.
+    # On Auto axes, so that its layout does not affect the result's.
     auto = (jax.sharding.AxisType.Auto,) * len(mesh.axis_names)
     devices = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=auto)
     return jax.device_put(x, NamedSharding(devices, PartitionSpec()))
@@ -498,10 +498,10 @@ def _in_default_memory(layout: Layout) -> NamedSharding:
 
 
 def _finish(made: Any, layouts: list[Layout]) -> Any:
-    """Moves what is not where it should be yet.
+    """Moves results that are not where they should be yet.
 
-    Inside jit, `out_shardings` say nothing on Explicit axes, and not every backend can
-    compile results into another memory.
+    Inside jit, `out_shardings` has no effect on Explicit axes, and not every backend
+    can compile results into another memory.
     """
     tree = Tree(made)
     return tree.unflatten(
@@ -555,7 +555,7 @@ def _dtype(dtype: DTypeLike | None, default: Any) -> Any:
         msg = f"{text} is not a dtype of numbers. Write jnp.float32 or 'float32'."
         raise LayoutError(msg)
     used = jax.dtypes.canonicalize_dtype(requested)
-    # By identity: np.dtype("float64") == float, and it was asked for by name.
+    # By identity: np.dtype("float64") == float, and it was requested by name.
     if used != requested and not any(dtype is kind for kind in _PYTHON_NUMBERS):
         warnings.warn(
             f"dtype {requested} is not enabled in JAX, and {used} is used. See "

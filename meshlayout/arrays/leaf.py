@@ -19,7 +19,7 @@ from meshlayout.errors import LayoutError
 from meshlayout.layout import MATCH, DimSpec, Layout, as_layout
 
 
-# Bytes; what XLA asks of memory on CPUs to use it as it is.
+# Bytes; the alignment that XLA needs on CPUs to use memory without a copy.
 _ALIGNMENT = 64
 
 
@@ -28,7 +28,7 @@ def resolve(
 ) -> Layout:
     """Returns the layout for one array: of its rank, and known to fit.
 
-    `MATCH` is filled in where it can be told how the array lies, and stays otherwise.
+    `MATCH` is filled in if the array's layout is known, and stays otherwise.
     """
     if not what and not is_array(x) and not isinstance(x, jax.ShapeDtypeStruct):
         msg = f"{where}: a layout is for arrays, and this is {describe(x)}."
@@ -56,9 +56,9 @@ def resolve(
 
 @functools.lru_cache(maxsize=4096)
 def _fitting(layout: Layout, shape: tuple[int, ...]) -> Layout | None:
-    """Returns a layout in a shape's rank, or None unless all is well.
+    """Returns a layout with a shape's rank, or None if it does not fit.
 
-    Looked up again in every step of a loop; what is wrong is found out elsewhere.
+    Cached, for steps of a loop; the caller finds out what is wrong.
     """
     is_open = ... in layout.specs
     spare = len(shape) - (len(layout.specs) - is_open)
@@ -70,7 +70,7 @@ def _fitting(layout: Layout, shape: tuple[int, ...]) -> Layout | None:
 
 @functools.lru_cache(maxsize=4096)
 def _sharding(layout: Layout) -> NamedSharding:
-    """Returns a layout's sharding; where it says MATCH, as the compiler likes."""
+    """Returns a layout's sharding; MATCH entries are left to the compiler."""
     spec = PartitionSpec(
         *(PartitionSpec.UNCONSTRAINED if e is MATCH else e for e in layout.specs)
     )
@@ -78,7 +78,7 @@ def _sharding(layout: Layout) -> NamedSharding:
 
 
 def _matched(x: Leaf, layout: Layout, where: Where) -> Layout:
-    """Fills in MATCH, if it can be told how the array lies."""
+    """Fills in MATCH, if the array's layout is known."""
     if not isinstance(_jax.concrete_value(x), (jax.Array, jax.ShapeDtypeStruct)):
         now: Sequence[DimSpec] = [None] * layout.rank
     elif _jax.is_staged(x) and _jax.sharding_of(x) is None:
@@ -104,7 +104,7 @@ def move(
 ) -> Any:
     """Moves one array to a layout that is known to fit it.
 
-    With `donate` or `copy`, the result does not share memory with an `x` that lives on.
+    With `donate` or `copy`, the result shares no memory with an `x` that stays alive.
     """
     sharding = _sharding(layout)
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -125,7 +125,7 @@ def move(
         if x.is_fully_addressable and not sharding.is_fully_addressable:
             return _on_all_processes(x, sharding)
         x = _jax.movable(x, layout.mesh.jax_mesh)
-        # Of an empty array there is nothing to share, and jit does not cut it.
+        # An empty array has no memory to share, and jit does not shard it.
         if not (donate or copy) or not x.size:
             return jax.device_put(x, sharding)
         if donate and _is_one_program(x, layout):
@@ -147,7 +147,7 @@ def move(
 
 
 def _on_all_processes(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Moves what every process has: JAX 0.7 moves no array so, and none moves keys."""
+    """Moves a value that every process has; JAX 0.7 cannot, and none moves keys."""
     if not _jax.is_extended(x.dtype):
         return jax.device_put(np.asarray(x), sharding)
     words = jax.device_put(np.asarray(jax.random.key_data(x)), sharding)
@@ -168,7 +168,7 @@ def _is_one_program(x: jax.Array, layout: Layout) -> bool:
 
 
 def _donated(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Moves an array, in its own memory where the pieces stay where they are."""
+    """Moves an array, reusing its memory where shards stay in place."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         return _mover(sharding)(x)
@@ -180,7 +180,7 @@ def _mover(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
 
 
 def _independent(x: jax.Array, layout: Layout, sharding: NamedSharding) -> jax.Array:
-    """Moves an array, and shares none of its memory: `may_alias=False` is a hint."""
+    """Moves an array without sharing its memory: `may_alias=False` is only a hint."""
     kind = sharding.memory_kind
     if x.sharding.memory_kind != kind or x.sharding.device_set.isdisjoint(
         sharding.device_set
@@ -202,7 +202,7 @@ def _copier(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
 
 
 def _constrain(x: Leaf, sharding: NamedSharding, layout: Layout, where: Where) -> Any:
-    """Places a value inside jit, also in another memory."""
+    """Constrains a value inside jit, possibly to another memory."""
     x = _jax.constrain(x, sharding)
     if layout.memory_kind is None:
         return x
@@ -222,7 +222,7 @@ def _constrain(x: Leaf, sharding: NamedSharding, layout: Layout, where: Where) -
 
 
 def _placed(x: Leaf, layout: Layout, sharding: NamedSharding) -> jax.Array:
-    """Places what is on the host: piece by piece, which is quicker, where it can be."""
+    """Places a host array, shard by shard where possible, which is faster."""
     if (
         not isinstance(x, np.ndarray)
         or layout.memory_kind is not None
@@ -238,7 +238,7 @@ def _placed(x: Leaf, layout: Layout, sharding: NamedSharding) -> jax.Array:
 def _placer(
     shape: tuple[int, ...], dtype: DType, sharding: NamedSharding
 ) -> Callable[[np.ndarray[Any, Any]], jax.Array]:
-    """Returns what places arrays of one kind, the pieces worked out once."""
+    """Returns a function that places arrays of one kind; shards are computed once."""
     pieces: Any = tuple(sharding.addressable_devices_indices_map(shape).values())
     place = _jax.shard_placer(shape, dtype, sharding)
     return lambda x: place([x[piece] for piece in pieces])
@@ -261,7 +261,7 @@ def layout_of(x: Leaf, where: Where) -> Layout:
 
 
 def with_full_rank(layout: Any, rank: int, where: Where) -> Layout:
-    """Returns what was given as a layout for arrays of a rank."""
+    """Returns the user's layout for arrays of a rank."""
     try:
         return as_layout(layout, rank)
     except LayoutError as error:
@@ -276,7 +276,7 @@ def check_alive(x: jax.Array, where: Where) -> None:
 
 
 def as_array(x: Leaf, where: Where) -> Any:
-    """Returns a NumPy or JAX array for anything like one."""
+    """Returns a NumPy or JAX array for anything array-like."""
     if isinstance(x, jax.Array):
         return x
     if hasattr(x, "__jax_array__"):
@@ -287,14 +287,14 @@ def as_array(x: Leaf, where: Where) -> Any:
 def private_copy(x: Leaf, device: _jax.Device) -> Any:
     """Returns an array that nobody else can write to.
 
-    The CPU devices may use the memory of a NumPy array as their own.
+    CPU devices may use the memory of a NumPy array directly.
     """
     used = isinstance(x, np.ndarray) and device.platform == "cpu"
     return _aligned_copy(x) if used else x
 
 
 def _aligned_copy(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Returns a copy that begins where XLA can use it, and makes no other one."""
+    """Returns an aligned copy, which XLA uses without copying it again."""
     memory = np.empty(x.nbytes + _ALIGNMENT, np.uint8)
     start = -memory.__array_interface__["data"][0] % _ALIGNMENT
     copy = memory[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
@@ -303,7 +303,7 @@ def _aligned_copy(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def is_array(x: Leaf) -> bool:
-    """Returns whether a leaf is an array, a number, or says that it is like one."""
+    """Returns whether a leaf is an array, a number, or array-like."""
     if isinstance(x, jax.Array):
         return True
     if isinstance(x, (np.ndarray, np.generic)):
@@ -327,7 +327,7 @@ def is_concrete_array(x: Leaf) -> TypeGuard[jax.Array]:
 
 
 def host_value(x: Leaf, where: Where = "") -> np.ndarray[Any, Any]:
-    """Returns the whole value of an array or number; of PRNG keys, their words."""
+    """Returns the full value of an array or number; for PRNG keys, their words."""
     if not isinstance(x, jax.Array):
         return plain_array(x, where or "the array")
     check_alive(x, where)

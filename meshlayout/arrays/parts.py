@@ -33,17 +33,17 @@ from meshlayout.layout import MATCH, Layout
 
 
 def pack(parts: Iterable[Any], layout: LayoutLike, *, verify: bool = False) -> Any:
-    """Makes whole arrays from the parts that the devices hold.
+    """Makes global arrays from the parts that the devices hold.
 
     The inverse of `unpack`. Each part goes straight to its device; nothing is
-    gathered anywhere. Devices whose parts are replicas of each other by the layout
-    have to be given equal parts, which is checked only if asked for.
+    gathered anywhere. Devices that the layout makes replicas of each other must be
+    given equal parts, which is checked only on request.
 
     Args:
         parts: One part per device of the mesh (with several processes: per device of
-            this process), in mesh order. A part is anything like an array, also a
-            list of numbers, or a pytree of such; all parts have one structure.
-        layout: How the whole lies on the mesh, or a tree of layouts.
+            this process), in mesh order. A part is anything array-like, even a
+            list of numbers, or a pytree of those; all parts have one structure.
+        layout: The layout of the global array, or a tree of layouts.
         verify: Whether to compare the parts that should be replicas, bit by bit.
 
     Returns:
@@ -164,17 +164,17 @@ def _difference(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> str:
 
 
 def unpack(x: Leaf) -> list[Any]:
-    """Takes arrays apart into the parts that the devices hold.
+    """Splits arrays into the parts that the devices hold.
 
     Args:
-        x: An array on a mesh, or a pytree of such on the same devices.
+        x: An array on a mesh, or a pytree of those on the same devices.
 
     Returns:
         One part per device of this process, in mesh order: an array on that device,
         or a pytree of them. Nothing is copied.
 
     Raises:
-        LayoutError: If a leaf is not a `jax.Array` outside jit, or the leaves lie on
+        LayoutError: If a leaf is not a `jax.Array` outside jit, or the leaves are on
             different devices.
 
     Example:
@@ -226,15 +226,15 @@ def _unpack_leaf(x: Leaf, where: Where) -> dict[_jax.Device, jax.Array]:
 
 
 def to_numpy(x: Leaf) -> Any:
-    """Returns whole values on the host.
+    """Returns full values on the host.
 
     Args:
-        x: An array, wherever it lies, or a pytree of arrays; from several processes,
-            all of which have to call this. PRNG keys become their words; what is no
-            array and no number stays as it is.
+        x: An array, wherever it is, or a pytree of arrays; with several processes,
+            all of them must call this. PRNG keys become their words; leaves that are
+            neither arrays nor numbers are left unchanged.
 
     Returns:
-        A NumPy array, to be read, or a pytree of them.
+        A read-only NumPy array, or a pytree of them.
 
     Raises:
         LayoutError: If a leaf has no value: inside jit, abstract, or deleted.

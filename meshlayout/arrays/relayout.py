@@ -1,4 +1,4 @@
-"""From layout to layout: `relayout` and its kin, and what layout an array has."""
+"""Changing layouts: `relayout` and its relatives, and which layout an array has."""
 
 from collections import Counter
 from typing import Any
@@ -21,10 +21,10 @@ from meshlayout.layout import MATCH, Layout
 def relayout(x: Leaf, layout: LayoutLike, *, donate: bool = False) -> Any:
     """Returns the same values in another layout.
 
-    From any layout to any other one, also on other devices; from NumPy arrays and
-    numbers too. It is differentiable. Inside jit it becomes a constraint, and there
-    the mesh has the devices that the whole computation runs on; where the arguments
-    lie on a mesh of another shape, JAX may need `out_shardings` to name the layouts
+    From any layout to any other, also on other devices; from NumPy arrays and numbers
+    too. It is differentiable. Inside jit it becomes a constraint, and there the mesh
+    must have the devices that the whole computation runs on; if the arguments are on
+    a mesh of another shape, JAX may need `out_shardings` to name the layouts
     of the results.
 
     Args:
@@ -33,10 +33,10 @@ def relayout(x: Leaf, layout: LayoutLike, *, donate: bool = False) -> Any:
             of the array is sharded; inside jit on a mesh with Auto axes, where JAX
             does not know it, the entry leaves the dim to the compiler.
         donate: Whether to delete `x`, so that both are not held for longer than the
-            move takes. Inside jit it says nothing: the compiler frees what it can.
+            move takes. Inside jit it has no effect: the compiler frees what it can.
 
     Returns:
-        The array or pytree. Where the layout is already so, nothing is copied.
+        The array or pytree. Nothing is copied if it already has the layout.
 
     Raises:
         LayoutError: If the layout does not fit an array, the trees do not fit each
@@ -78,7 +78,7 @@ def relayout_like(x: Leaf, other: PyTree, *, donate: bool = False) -> Any:
         donate: As for `relayout`.
 
     Raises:
-        LayoutError: As for `relayout`, and if a layout cannot be told.
+        LayoutError: As for `relayout`, and if a layout is unknown.
     """
     return relayout(x, fetch_layout(other), donate=donate)
 
@@ -89,7 +89,7 @@ def copy_to_mesh(x: Leaf, layout: LayoutLike) -> Any:
     The copy is independent: it shares no memory with `x`.
 
     Args:
-        x: Anything like an array, also a list of numbers, or a pytree of such.
+        x: Anything array-like, even a list of numbers, or a pytree of those.
         layout: The layout, or a tree of layouts; no MATCH.
 
     Returns:
@@ -119,14 +119,14 @@ def copy_to_mesh(x: Leaf, layout: LayoutLike) -> Any:
 def fetch_layout(x: Leaf) -> Any:
     """Returns the layout of an array, or a tree of layouts.
 
-    Works inside jit where JAX knows: on a mesh whose axes are all Explicit and that
+    Works inside jit where JAX knows it: on a mesh whose axes are all Explicit and that
     `jax.set_mesh` has set. An array on a single device is on a mesh of one.
 
     Args:
-        x: An array, an abstract array with a sharding, or a pytree of such.
+        x: An array, an abstract array with a sharding, or a pytree of those.
 
     Raises:
-        LayoutError: If a leaf has no layout, or it cannot be told.
+        LayoutError: If a leaf has no layout, or it is unknown.
 
     Example:
         >>> import meshlayout as ml
@@ -139,18 +139,18 @@ def fetch_layout(x: Leaf) -> Any:
 
 
 def check_layout(x: Leaf, layout: LayoutLike) -> None:
-    """Raises LayoutError unless arrays lie as expected.
+    """Raises LayoutError unless arrays have the expected layouts.
 
-    Layouts are compared by what they mean: every device has to hold the same piece,
-    in the same memory, whatever the axes are called and of whatever size 1 they are.
+    Layouts are compared by what they mean: every device must hold the same shard, in
+    the same memory, whatever the names of the axes, and ignoring axes of size 1.
 
     Args:
-        x: An array, an abstract array with a sharding, or a pytree of such.
+        x: An array, an abstract array with a sharding, or a pytree of those.
         layout: The expected layout, or a tree of layouts; a `MATCH` entry allows
             anything for that dim.
 
     Raises:
-        LayoutError: If an array lies otherwise, or it cannot be told how it lies.
+        LayoutError: If an array has another layout, or its layout is unknown.
 
     Example:
         >>> import meshlayout as ml

@@ -1,7 +1,7 @@
-"""A pytree of arrays taken apart: its leaves, how messages name them, its layouts.
+"""A flattened pytree of arrays: its leaves, how messages name them, its layouts.
 
-Every step of a loop may relayout a batch, so that names and paths, which only messages
-show, are not worked out before there is a message.
+Every step of a loop may relayout a batch, so names and paths, which only messages show,
+are not computed until there is a message.
 """
 
 import functools
@@ -24,7 +24,7 @@ LayoutLike: TypeAlias = Layout | NamedSharding | PyTree
 
 
 class Name:
-    """What a message names a leaf by: its text is made when a message is."""
+    """A leaf's name for messages; its text is made only when a message is."""
 
     __slots__ = ("_index", "_leaf", "_root", "_tree")
 
@@ -40,7 +40,7 @@ Where: TypeAlias = str | Name
 
 
 class Tree:
-    """A pytree taken apart into named leaves."""
+    """A pytree, flattened into named leaves."""
 
     def __init__(
         self, tree: PyTree, is_leaf: Callable[[Any], bool] | None = None
@@ -58,7 +58,7 @@ class Tree:
         return list(zip(self.paths, self.leaves, strict=True))
 
     def named(self, root: str = "") -> list[tuple[Name, Leaf]]:
-        """Returns the leaves with what a message names each by."""
+        """Returns the leaves with their names for messages."""
         return [
             (Name(self, index, leaf, root), leaf)
             for index, leaf in enumerate(self.leaves)
@@ -69,7 +69,7 @@ class Tree:
         return self.treedef.unflatten(leaves)
 
     def broadcast(self, layout: LayoutLike) -> list[Any]:
-        """Returns one layout per leaf, from one for all or a prefix tree."""
+        """Returns one layout per leaf, from a single one or a prefix tree."""
         if _is_layout(layout) or _is_spec(layout):
             return [layout] * len(self.leaves)
         numbered = self.unflatten(range(len(self.leaves)))
@@ -94,7 +94,7 @@ class Tree:
         """Returns a sentence on how another tree's structure differs from this one's.
 
         Args:
-            other: The other tree; its leaves may stand for whole parts of this one.
+            other: The other tree; its leaves may stand for whole subtrees of this one.
             ours: What a leaf of the other tree is.
             theirs: What a leaf of this tree is.
         """
@@ -141,7 +141,7 @@ def _is_spec(node: PyTree) -> bool:
 
 
 def is_number_list(node: PyTree) -> bool:
-    """Returns whether a node is a list, or lists in a list, of numbers only."""
+    """Returns whether a node is a list, possibly nested, of numbers only."""
     return (
         isinstance(node, list)
         and bool(node)
@@ -163,12 +163,12 @@ def array_text(path: str, x: Leaf) -> str:
 
 
 def type_text(shape: Sequence[int], dtype: DTypeLike | None) -> str:
-    """Returns `f32[512, 10]`; `array[512, 10]` where the dtype is open."""
+    """Returns `f32[512, 10]`, or `array[512, 10]` if the dtype is unknown."""
     return _render.array_text("array" if dtype is None else dtype, shape)
 
 
 def describe(x: Leaf) -> str:
-    """Returns what a value is, for a message about what it is not."""
+    """Returns what a value is, for a message that says what it should have been."""
     if isinstance(x, (np.ndarray, np.generic)):
         return f"a NumPy array {type_text(x.shape, x.dtype)}"
     if isinstance(x, jax.Array):
@@ -182,6 +182,6 @@ def device_ids(devices: Iterable[_jax.Device]) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Returns what JAX says, without its dumps."""
+    """Returns the first line of JAX's message, without its dumps."""
     line = str(error).strip().split("\n", 1)[0]
     return line if line.endswith((".", "!", "?")) else f"{line}."

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from meshlayout.layout_map.layout_map import LayoutMap
 
 
-# Part of the key of every jit cache: a function that was traced under one map is
-# traced again under another one.
+# Part of the key of every jit cache: a function traced under one map is retraced
+# under another one.
 _active_map = jax.make_user_context(None)
 
-# Patterns that are names; and numbers of layers, by which names may well differ.
+# Patterns that are plain names; and layer numbers, in which names may well differ.
 _PLAIN = re.compile(r"[\w/]+")
 _DIGITS = re.compile(r"\d+")
 
@@ -31,14 +31,14 @@ class FrozenMap:
 
     def __init__(self, layouts: "LayoutMap") -> None:
         self.layouts = layouts
-        self.is_read = False  # whether `constrain` has asked it
+        self.is_read = False  # whether `constrain` has used it
         self._unmatched: set[str] = set()
 
     def note_if_misspelled(self, name: str) -> None:
-        """Warns, once for each name, of a name that is almost a rule's pattern.
+        """Warns, once per name, about a name that is almost a rule's pattern.
 
-        Names without a rule are as they should be where a map says nothing of
-        activations, so that only a near miss is worth a word.
+        Names without a rule are fine in a map that does not cover activations, so
+        only a near miss deserves a warning.
         """
         if name in self._unmatched:
             return
@@ -82,10 +82,10 @@ def is_active(snapshot: FrozenMap) -> bool:
 
 
 def constrain(x: Leaf, name: str) -> Any:
-    """Places an activation by the active layout map.
+    """Lays out an activation by the active layout map.
 
     Inside `with layouts.scope():` (or a step compiled with `layouts=`), the rules of
-    the map are matched against `name` as against the path of a parameter. Where no
+    the map are matched against `name` like against the path of a parameter. If no
     map is active, or no rule matches, the value is returned as it is.
 
     Args:

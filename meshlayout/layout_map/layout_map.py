@@ -71,8 +71,8 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
 
     A pattern is a regular expression, found anywhere in a path (`re.search`). A
     pattern that is a leaf's path letter for letter wins; otherwise two patterns that
-    match a leaf and give different layouts are an error. Patterns and layouts are
-    checked when they are inserted; nothing is placed by a map alone.
+    match a leaf and specify different layouts are an error. Patterns and layouts are
+    checked when they are inserted; a map alone places nothing.
 
     Args:
         mesh: The mesh of all its layouts.
@@ -95,7 +95,7 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
             in order of preference, with several for one name where some may be taken.
 
     Raises:
-        LayoutMapError: If a rule is malformed, as its insertion would.
+        LayoutMapError: If a rule is malformed, as when it is inserted.
 
     Example:
         >>> import meshlayout as ml
@@ -163,7 +163,7 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         """Inserts a rule.
 
         Raises:
-            LayoutMapError: If the pattern is there already or is not a regular
+            LayoutMapError: If the map already has the pattern, it is not a regular
                 expression, or the value is not a layout on this mesh.
         """
         if isinstance(pattern, str) and pattern in self._rules:
@@ -246,7 +246,7 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
     def match(
         self, path: str, shape: Iterable[int], dtype: DTypeLike
     ) -> Resolution | None:
-        """Returns what the rules say of one leaf, or None where none matches.
+        """Returns what the rules decide for one leaf, or None if none matches.
 
         Args:
             path: The leaf's path, or the name of an activation.
@@ -259,7 +259,7 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         return self._resolver().by_rules(path, tuple(shape), dtype)
 
     def resolve(self, tree: PyTree, *, params: PyTree = None) -> Resolved:
-        """Returns the layout of every leaf, and why.
+        """Returns the layout of every leaf, and the reason for it.
 
         Touches no device: the leaves may be `jax.ShapeDtypeStruct`. For concrete
         arrays on the map's mesh, a resolution also says where they are, if that is
@@ -271,8 +271,8 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
             params: For an optimizer state: the parameters that it belongs to. Its
                 slots then take the parameters' layouts by structure; a rule that
                 matches a slot's path and no parameter's overrides this. Where the
-                tree holds both, as a subtree `opt_state` and the parameters beside
-                it, they need not be given.
+                tree holds both, as a subtree `opt_state` next to the parameters, this
+                can be left out.
 
         Raises:
             LayoutMapError: If rules disagree, a layout does not fit its leaf, or
@@ -306,8 +306,8 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         """Returns a report on how this map applies to a tree; print or display it.
 
         It shows every leaf with its layout, rule and bytes per device, the totals
-        against full replication, whatever fell back or disagreed, arrays that are
-        placed otherwise, rules that match nothing with the paths they almost matched,
+        compared with full replication, whatever fell back or disagreed, arrays that
+        are placed differently, rules that match nothing with the paths that almost match,
         rules that others hide, and large leaves that stay replicated.
 
         Args:
@@ -415,7 +415,7 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         self._report_unused(line)
 
     def _report_unused(self, line: str) -> None:
-        """Warns or raises, as `unused` says, of what the map had no effect on.
+        """Warns or raises, as `unused` says, about something the map did not affect.
 
         Args:
             line: The sentence.
@@ -432,7 +432,7 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
             warnings.warn(line, LayoutWarning, stacklevel=stack_level())
 
     def _take_snapshot(self) -> FrozenMap:
-        """Returns this map as it is now, as a value that does not change."""
+        """Returns an immutable snapshot of this map."""
         if self._snapshot is None:
             self._snapshot = FrozenMap(self.copy())
         return self._snapshot
@@ -501,7 +501,7 @@ def register_scope_factory(
 def _check_rivals(
     state: OptimizerStateIn, resolutions: list[Resolution | None]
 ) -> None:
-    """Raises LayoutMapError if it matters which of several parameters are meant."""
+    """Raises LayoutMapError if it matters which of several parameter trees is meant."""
     layouts = [
         [found and found.layout for found in (resolutions[index] for index in indices)]
         for _, indices in state.owners
@@ -518,7 +518,7 @@ def _check_rivals(
 
 
 def _check_follows_nothing(opt_state: _paths.Flat, params: PyTree) -> None:
-    """Raises LayoutMapError if a state that follows no parameter holds arrays."""
+    """Raises LayoutMapError if a state that belongs to no parameter holds arrays."""
     for leaf in opt_state.leaves:
         if np.shape(leaf.value):
             names = [owner.path for owner in _paths.flatten(params).leaves]

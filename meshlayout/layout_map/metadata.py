@@ -1,4 +1,4 @@
-"""Layouts that a parameter carries itself: its own, or Flax's logical axes."""
+"""Layouts that a parameter carries itself: explicit ones, or Flax's logical axes."""
 
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -32,18 +32,18 @@ class LayoutBox(struct.PyTreeNode, meta.AxisMetadata[Any]):
         return self.replace(value=val)
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> "LayoutBox":
-        """Returns the box as it is: layouts name their stacked dim with `...`."""
+        """Returns the box unchanged: layouts cover a stacked dim with `...`."""
         del index, params
         return self
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> "LayoutBox":
-        """Returns the box as it is."""
+        """Returns the box unchanged."""
         del index, params
         return self
 
 
 def own_layout_metadata(box: Box) -> Any:
-    """Returns the layout or spec given on the layer for this leaf, or None."""
+    """Returns the layout or spec that the layer sets for this leaf, or None."""
     if isinstance(box, nnx.Variable):
         return box.get_metadata().get(OWN_LAYOUT)
     if isinstance(box, LayoutBox):
@@ -52,7 +52,7 @@ def own_layout_metadata(box: Box) -> Any:
 
 
 def logical_axes(box: Box) -> tuple[Any, ...] | None:
-    """Returns the axis names that Flax's partitioning metadata gives, or None."""
+    """Returns the axis names in Flax's partitioning metadata, or None."""
     if isinstance(box, nnx.Variable):
         metadata = box.get_metadata()
         names = next((metadata[k] for k in _AXES_KEYS if metadata.get(k)), None)
@@ -68,7 +68,7 @@ AxisRule: TypeAlias = tuple[str, str | Sequence[str] | None]
 
 
 def axis_rules(box: Box, given: Sequence[AxisRule]) -> list[AxisRule]:
-    """Returns the rules for logical axes that hold for one leaf, in order.
+    """Returns the rules for logical axes that apply to one leaf, in order.
 
     The map's own rules come first, then the leaf's, then Flax's global ones.
     """
@@ -84,10 +84,11 @@ def logical_layout(
 ) -> tuple[Layout, list[str]]:
     """Returns the layout that logical axis names mean on a mesh, as Flax reads them.
 
-    Rules are taken in order. One whose name is here, and whose mesh axes are all free,
-    gives them to that dim; a dim takes one rule at most, so that several rules for one
-    name are an order of preference. What has no rule is unsharded, unless it is a mesh
-    axis by name and Flax reads it so (`nn.with_partitioning` and NNX; not
+    Rules are taken in order. One whose name occurs, and whose mesh axes are all free,
+    assigns them to that dim; a dim takes one rule at most, so several rules for one
+    name are an order of preference. A name without a rule is unsharded, unless it is a
+    mesh
+    axis and Flax reads it so (`nn.with_partitioning` and NNX; not
     `nn.with_logical_partitioning`).
 
     Args:
@@ -100,7 +101,7 @@ def logical_layout(
         The layout, and a sentence for each name that did not get its first choice.
 
     Raises:
-        LayoutError: If a name is given to two dims, or a rule names an unknown axis.
+        LayoutError: If two dims have the same name, or a rule names an unknown axis.
     """
     parts = [
         (dim, part)

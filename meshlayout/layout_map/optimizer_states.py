@@ -1,6 +1,6 @@
 """Optimizer states: every slot takes the layout of the parameter it belongs to.
 
-Decided by structure and not by names, which mislead (`mu` may be a layer). Two
+This is decided by structure, not by names, which mislead (`mu` may be a layer). Two
 questions: which leaf of an optimizer state belongs to which parameter (`find_slots`),
 and, where one tree holds both, which subtrees are optimizer states and which part of
 the rest are their parameters (`find_optimizer_states`).
@@ -32,8 +32,8 @@ class OptimizerSlot:
 
     Attributes:
         param: The parameter's index in the flat list of parameters.
-        dims: For each dim of the leaf, the parameter's dim that it is, or None for one
-            that the parameter does not have; None altogether if they cannot be told.
+        dims: For each dim of the leaf, the parameter's dim that it is, or None if
+            the parameter has no such dim; None altogether if this cannot be inferred.
     """
 
     param: int
@@ -52,8 +52,8 @@ def find_slots(opt_state: PyTree, params: PyTree) -> list[OptimizerSlot | None]:
     """Returns, for each leaf of an optimizer state, the parameter it belongs to.
 
     Decided by structure: a subtree of the state that has the structure of the
-    parameters holds one leaf per parameter. `optax.MaskedNode` may stand for any
-    part of it, as `optax.masked` and `multi_transform` leave it.
+    parameters holds one leaf per parameter. `optax.MaskedNode` may replace any part of
+    it, as in the states of `optax.masked` and `multi_transform`.
 
     Args:
         opt_state: An Optax state, or a tree with states in it; abstract or not.
@@ -69,7 +69,7 @@ def find_slots(opt_state: PyTree, params: PyTree) -> list[OptimizerSlot | None]:
 
 
 def _plain(tree: PyTree, leaves: Sequence[Leaf] | None = None) -> PyTree:
-    """Returns the tree, or one like it of other leaves, without Flax's containers."""
+    """Returns the tree, optionally with other leaves, without Flax's containers."""
     flat = _paths.flatten(tree)
     plain = flat.unflatten(leaves or [leaf.value for leaf in flat.leaves])
     return jax.tree.map(
@@ -105,7 +105,7 @@ class _Column:
 
 
 def _owner(node: PyTree, name: str, owner: type) -> type:
-    # In an NNX state, a dict stands for it.
+    # In an NNX state, a dict takes its place.
     if isinstance(node, optax.FactoredState) or (
         isinstance(node, dict) and node.keys() == {*optax.FactoredState._fields}
     ):
@@ -137,7 +137,7 @@ def _is_masked(node: PyTree) -> bool:
 
 
 def _dims_of(leaf: Leaf, param: Leaf, owner: type) -> tuple[int | None, ...] | None:
-    """Returns which dim of its parameter each dim of a slot is, if it can be told."""
+    """Returns the parameter's dim for each dim of a slot, if it can be inferred."""
     shape, whole = np.shape(leaf), np.shape(param)
     if shape == whole:
         return tuple(range(len(whole)))
@@ -146,7 +146,7 @@ def _dims_of(leaf: Leaf, param: Leaf, owner: type) -> tuple[int | None, ...] | N
     extra = len(shape) - len(whole)
     if (
         extra > 0 and whole and shape[extra:] == whole
-    ):  # several of it, as L-BFGS remembers
+    ):  # a history of it, as L-BFGS keeps
         return (*[None] * extra, *range(len(whole)))
     if owner in (_Row, _Column) and len(shape) == len(whole) - 1:
         # Optax's rule (scale_by_factored_rms): of the two largest dims, the rows
@@ -160,7 +160,7 @@ def _dims_of(leaf: Leaf, param: Leaf, owner: type) -> tuple[int | None, ...] | N
 def _subsequence(
     shape: tuple[int, ...], whole: tuple[int, ...]
 ) -> tuple[int, ...] | None:
-    """Returns the only way in which `shape` is some dims of `whole`, or None."""
+    """Returns the only way to get `shape` by dropping dims of `whole`, or None."""
     if len(shape) > len(whole):
         return None
     found: list[tuple[int, ...]] = []
@@ -182,7 +182,7 @@ def _subsequence(
 # Which subtrees are optimizer states, and whose.
 
 
-# What Flax and most loops call it.
+# The name it has in Flax and in most training loops.
 OPT_STATE = "opt_state"
 
 
@@ -193,9 +193,9 @@ class OptimizerStateIn:
     Attributes:
         name: What it is called, for messages.
         indices: The indices of its leaves.
-        slots: One entry per leaf of it, as `find_slots` gives them.
+        slots: One entry per leaf of it, as returned by `find_slots`.
         owners: For each tree of parameters that it may belong to, their name and
-            indices. More than one where nothing tells them apart.
+            indices. More than one if nothing distinguishes them.
     """
 
     name: str
@@ -210,13 +210,13 @@ def find_optimizer_states(
     """Yields every optimizer state whose parameters are in the same tree.
 
     That is an Optax state, or a subtree named `opt_state` (in an NNX state, dicts
-    stand for Optax's types), with parameters of its structure beside it or beside
-    what it is part of. The nearest are taken; of several, those named `params` or
+    replace Optax's types), with parameters of its structure next to it or next to
+    something it is part of. The nearest are used; of several, those named `params` or
     `model`, or those whose name is in the state's own, as `gen` in `gen_opt`.
 
     Args:
         tree: What a layout map resolves.
-        flat: The same, taken apart.
+        flat: The same tree, flattened.
     """
     paths = [leaf.path for leaf in flat.leaves]
     is_named = OPT_STATE in "\n".join(paths)
@@ -230,7 +230,7 @@ def find_optimizer_states(
 
 
 def _state_indices(tree: PyTree) -> list[int]:
-    """Returns indices of leaves in optimizer states, at least one of each state."""
+    """Returns indices of leaves in optimizer states, at least one per state."""
     indices: list[int] = []
     index = 0
     entries = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_optax)
@@ -247,7 +247,7 @@ def _is_named(key: Any) -> bool:
 
 
 def _is_optax(node: PyTree) -> bool:
-    """Returns whether a node is a state that one of Optax's transformations made."""
+    """Returns whether a node is the state of one of Optax's transformations."""
     return _is_optax_type(type(node))
 
 
@@ -286,7 +286,7 @@ class _Subtree:
 
 @dataclass(frozen=True)
 class _Level:
-    """One step on the way down to a state: the neighbors, and where it went on."""
+    """One level on the way down to a state: the siblings, and which one holds it."""
 
     branch: str
     neighbors: list[_Subtree]
@@ -295,7 +295,7 @@ class _Level:
 def _walk(
     part: _Subtree, above: list[_Level], states: list[int]
 ) -> Iterator[OptimizerStateIn]:
-    """Walks down to the states; `above` are the levels on the way, nearest first."""
+    """Walks down to the states; `above` are the levels passed, nearest first."""
     parts = part.parts()
     for branch in parts:
         if not branch.holds_any(states):
@@ -315,7 +315,7 @@ def _owned(
     for level in levels:
         free = [part for part in level.neighbors if not part.holds_any(states)]
         fitting = _fitting(state, free)
-        if not fitting:  # or parts of the neighbors, as params["gen"] is
+        if not fitting:  # or parts of the siblings, such as params["gen"]
             inner = [part for near in level.neighbors for part in near.parts()]
             fitting = _fitting(state, [p for p in inner if not p.holds_any(states)])
         if fitting:
@@ -329,7 +329,7 @@ def _owned(
 
 
 def _rank(part: _Subtree, names: list[str]) -> int:
-    """Returns how surely a part holds the parameters of a state, by its name."""
+    """Returns how likely a part holds a state's parameters, judging by its name."""
     if part.name in names:
         return 3
     if part.name in ("params", "model"):
@@ -353,7 +353,7 @@ def _fitting(
 
 
 def _fits(slots: list[OptimizerSlot | None]) -> bool:
-    """Returns whether slots are of parameters, and not of a counter, say."""
+    """Returns whether slots belong to parameters, rather than being a counter, say."""
     owned = [slot for slot in slots if slot is not None]
     return any(slot.dims for slot in owned) and all(
         slot.dims is not None for slot in owned
@@ -361,7 +361,7 @@ def _fits(slots: list[OptimizerSlot | None]) -> bool:
 
 
 def _variable_types(node: PyTree) -> list[type]:
-    """Returns what can be optimized alone: `nnx.Param`, then the types there are."""
+    """Returns types that can be optimized alone: `nnx.Param`, then those that occur."""
     leaves = jax.tree.leaves(node, is_leaf=_is_variable)
     types = [type(leaf) for leaf in leaves if _is_variable(leaf)]
     return list(dict.fromkeys([nnx.Param, *types])) if types else []

@@ -1,10 +1,10 @@
-"""What was decided for each leaf, as plain values; the report on it and its lock text.
+"""The decision for each leaf, as plain values; its report and its lock text.
 
-A map says where arrays go. Arrays that exist may be elsewhere: a parameter whose own
-metadata decided has lost that metadata once it is a plain array, and ZeRO shards slots
-that no rule names. So the report, its bytes and the lock show where concrete arrays
-are, and note each that this map would place otherwise; `Resolved.layouts` is what the
-map says.
+A map says where arrays go. Existing arrays may be somewhere else: a parameter placed by
+its own metadata loses that metadata once it is a plain array, and ZeRO shards slots
+that no rule names. So the report, its bytes and the lock show where concrete arrays are, and
+note each one that this map would place differently; `Resolved.layouts` is what the map
+says.
 """
 
 import difflib
@@ -30,17 +30,17 @@ class Resolution:
         path: The leaf's name.
         shape: Its global shape.
         dtype: Its dtype.
-        layout: The layout that the map gives it.
-        rule: The pattern that gave it, in the user's words, or None.
+        layout: The layout that the map assigns to it.
+        rule: The pattern that decided, in the user's words, or None.
         reason: Why this layout, as a phrase.
-        fallback: What had to be given up, such as a dim that does not divide, or
+        fallback: What could not be followed, such as a dim that does not divide, or
             None.
         note: What disagreed without being an error, or None.
         bytes_per_device: Bytes of the leaf on each device, where it is now if it is
             placed.
-        placed: The layout that a concrete array has on the map's mesh, if it is
-            another one than `layout`; else None.
-        is_array: False for a Python number, which `create` leaves as it is.
+        placed: The layout that a concrete array has on the map's mesh, if it differs
+            from `layout`; else None.
+        is_array: False for a Python number, which `create` leaves unchanged.
     """
 
     path: str
@@ -57,7 +57,7 @@ class Resolution:
 
     @property
     def current_layout(self) -> Layout:
-        """Where a placed array is; for others, where the map puts it."""
+        """Where a placed array is; for other leaves, where the map puts them."""
         return self.placed or self.layout
 
     @property
@@ -82,7 +82,7 @@ class Resolved:
     Unpacks as `layouts, resolutions = layout_map.resolve(tree)`.
 
     Attributes:
-        layouts: A tree with the structure of the one that was resolved and a
+        layouts: A tree with the structure of the resolved one and a
             `Layout` for every leaf (None for leaves that are not arrays or numbers).
         resolutions: One `Resolution` per array or number, in the tree's order.
     """
@@ -120,8 +120,8 @@ class Resolved:
     def to_lock(self) -> str:
         """Returns every array's layout as stable text, one line each, sorted by path.
 
-        Arrays that are placed already are written as they are placed. Commit the text
-        beside a test that calls `check_lock` with it.
+        Arrays that are already placed are written with their actual layouts. Commit the
+        text next to a test that calls `check_lock` with it.
         """
         arrays = [found for found in self.resolutions if found.is_array]
         meshes = sorted({repr(found.layout.mesh) for found in arrays})
@@ -160,7 +160,7 @@ class Resolved:
         raise LayoutMapError(msg)
 
 
-# A replicated leaf is worth a line from this share of the whole tree on.
+# A replicated leaf gets a line if it is at least this share of the whole tree.
 _LARGE_SHARE = 0.01
 _LARGE_BYTES = 64 * 1024
 
@@ -176,7 +176,7 @@ class Explanation:
         replicated_bytes: Bytes on each device if everything were replicated.
         dead_rules: Patterns that match nothing, with the paths they almost matched.
         shadowed_rules: Patterns that match leaves but decide none, with what wins.
-        large_replicated: Paths of large leaves that every device holds whole.
+        large_replicated: Paths of large leaves that every device holds in full.
         shared: Paths that share an array with another path, which names it.
     """
 
@@ -321,8 +321,8 @@ def shared_text(pattern: str, shared: Mapping[str, str]) -> str:
     return ""
 
 
-# How many paths, words and comparisons a hint may cost: it must stay a matter of
-# milliseconds for one misspelled rule of a large model, and of seconds for hundreds.
+# How many paths, words and comparisons a hint may cost: it must take milliseconds for
+# one misspelled rule of a large model, and seconds for hundreds.
 _MOST_PATHS = 5000
 _MOST_WORDS = 300
 _MOST_COMPARISONS = 100

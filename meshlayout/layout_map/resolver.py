@@ -1,9 +1,9 @@
 """Decides the layout of one leaf after another, by the rules of a layout map.
 
-Large models repeat: thousands of leaves share their rules, shape and dtype. What was
-decided for one is kept and used for the next, so that a leaf costs a few dictionary
-look-ups; whatever depends on the leaf itself (its own metadata, a rule that is a
-function, where a concrete array is) is asked each time.
+Large models repeat: thousands of leaves share their rules, shape and dtype. A decision
+for one is cached and reused for the next, so that a leaf costs a few dictionary
+lookups; whatever depends on the leaf itself (its own metadata, a rule that is a function, where
+a concrete array is) is evaluated each time.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -44,7 +44,7 @@ from meshlayout.mesh import Mesh
 
 @dataclass(frozen=True)
 class Options:
-    """What a layout map decides by, besides its rules; see `LayoutMap`."""
+    """The options of a layout map, besides its rules; see `LayoutMap`."""
 
     mesh: Mesh
     default: ParsedRule | None
@@ -56,7 +56,7 @@ class Options:
 
 
 class Resolver:
-    """Resolves leaves one after another, and remembers what repeats.
+    """Resolves leaves one after another, and caches what repeats.
 
     Args:
         options: The map's options.
@@ -112,7 +112,7 @@ class Resolver:
             owners: The parameters' resolutions.
         """
         # A rule that matches any parameter is not a rule for slots: it would match
-        # their paths by accident of names.
+        # their paths only because names coincide.
         taken = {
             rule
             for owner in owners
@@ -140,13 +140,13 @@ class Resolver:
     def by_rules(
         self, path: str, shape: tuple[int, ...], dtype: DTypeLike
     ) -> Resolution | None:
-        """Returns what the rules say of one array, or None where none matches."""
+        """Returns what the rules decide for one array, or None if none matches."""
         array = _ArrayAt(path, shape, dtype)
         decision = self._by_rules(array, self._matcher.candidates(path))
         return decision and self._resolution(array, None, decision)
 
     def all_matching(self, path: str) -> tuple[ParsedRule, ...]:
-        """Returns every rule that matches a path, hidden by the exact one or not."""
+        """Returns every rule that matches a path, even if the exact one hides it."""
         return self._matcher.all_matching(path)
 
     def _resolution(
@@ -173,7 +173,7 @@ class Resolver:
         )
 
     def _placed_otherwise(self, x: jax.Array, layout: Layout) -> Layout | None:
-        """Returns the layout that an array has on this mesh, if it is another one."""
+        """Returns the layout that an array has on this mesh, if it is different."""
         sharding = x.sharding
         mesh = self._options.mesh.jax_mesh
         if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:
@@ -335,7 +335,7 @@ class Resolver:
     def _fit(
         self, array: "_ArrayAt", layout: Layout, policy: OnUneven, source: str
     ) -> "_Fit":
-        """Returns the layout that the shape takes, and what was lost."""
+        """Returns the layout that fits the shape, and what was given up for it."""
         key = (layout, array.shape, array.dtype, policy)
         if key in self._fits:
             return self._fits[key]
@@ -380,7 +380,7 @@ class _Fit(NamedTuple):
 
 
 class _Decision(NamedTuple):
-    """All of a resolution that leaves of one kind have in common."""
+    """The part of a resolution that leaves of one kind have in common."""
 
     fit: _Fit
     rule: str | None

@@ -30,7 +30,7 @@ RuleLike: TypeAlias = "LayoutLike | LayoutFunction | Rule"
 
 @dataclass(frozen=True)
 class Rule:
-    """What a pattern gives, with options of its own.
+    """The layout for a pattern, with its own options.
 
     Attributes:
         layout: A `Layout`, a spec (tuple, list or `PartitionSpec`) or a function
@@ -74,7 +74,7 @@ def parse_rule(pattern: Any, value: Any, mesh: Mesh) -> ParsedRule:
     """Checks one rule when it is inserted.
 
     Raises:
-        LayoutMapError: If the pattern is not a regular expression, or what it gives is
+        LayoutMapError: If the pattern is not a regular expression, or its value is
             not a layout on this mesh.
     """
     if pattern == "":
@@ -110,10 +110,10 @@ def parse_rule(pattern: Any, value: Any, mesh: Mesh) -> ParsedRule:
 
 
 def parse_spec(value: Any, mesh: Mesh) -> Layout:
-    """Returns the layout that a rule gives, on the map's mesh.
+    """Returns the layout that a rule specifies, on the map's mesh.
 
-    A `PartitionSpec` or `NamedSharding` means what it means in JAX: dims that it
-    leaves out are unsharded. A list or tuple has one entry per dim, or a `...`.
+    A `PartitionSpec` or `NamedSharding` means the same as in JAX: dims that it leaves
+    out are unsharded. A list or tuple has one entry per dim, or a `...`.
 
     Raises:
         LayoutError: If it is not a layout on this mesh.
@@ -158,11 +158,11 @@ def _check_mesh(layout: Layout, mesh: Mesh) -> None:
 class Matcher:
     """Finds the rules that match a path; fast for many paths that differ by digits.
 
-    Models repeat: `layers/0/kernel`, `layers/1/kernel`. A pattern that cannot tell
-    one digit from another gives the same answer for all of them, so its answer is
-    kept by the path with every digit replaced by 0. Patterns that might tell are
-    tried on every path, but for those whose text, its digits replaced as well, is not
-    in that.
+    Models repeat: `layers/0/kernel`, `layers/1/kernel`. A pattern that cannot tell one
+    digit from another has the same answer for all of them, so its answer is cached
+    under the path with every digit replaced by 0. Patterns that might tell them apart
+    are tried on every path, unless their text, with its digits replaced too, does not
+    occur in that.
     """
 
     def __init__(self, rules: Iterable[ParsedRule]) -> None:
@@ -198,7 +198,7 @@ class Matcher:
         return tuple(sorted([*blind, *seen], key=self._index.__getitem__))
 
     def all_matching(self, path: str) -> tuple[ParsedRule, ...]:
-        """Returns every rule that matches a path, hidden by the exact one or not."""
+        """Returns every rule that matches a path, even if the exact one hides it."""
         exact = self._by_pattern.get(path, ())
         searched = _search([*self._blind, *self._sighted], path) if exact else ()
         return (*exact, *(searched or self.candidates(path)))
@@ -226,7 +226,7 @@ _ZERO_DIGITS = {ord(digit): "0" for digit in "123456789"}
 
 
 def _is_digit_blind(pattern: str) -> bool:
-    r"""Returns whether a pattern surely treats all ASCII digits alike.
+    r"""Returns whether a pattern certainly treats all ASCII digits alike.
 
     Literal digits, counts, numbered references and escapes by code all contain a
     digit; named references and `\N{...}` are refused by their letters. A range

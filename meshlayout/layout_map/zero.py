@@ -1,4 +1,4 @@
-"""ZeRO stage 1: the optimizer's state sharded where the parameters are not."""
+"""ZeRO stage 1: optimizer state sharded over axes that replicate the parameters."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -25,17 +25,17 @@ def zero_spec(
     axis_sizes: Mapping[str, int],
     min_size: int = MIN_SIZE,
 ) -> tuple[tuple[DimSpec, ...], str]:
-    """Shards one dim of an array over axes that do not shard it yet: the largest.
+    """Shards an array's largest dim that divides over axes that do not shard it yet.
 
     Args:
         shape: The array's shape.
         spec: How it is sharded now, one entry per dim.
         axes: The mesh axes to add; those that shard it already are left out.
         axis_sizes: Size of every mesh axis.
-        min_size: Arrays of fewer elements stay as they are.
+        min_size: Arrays of fewer elements are left unchanged.
 
     Returns:
-        The new entries, and why they are the old ones; empty if they are not.
+        The new entries, and why they are unchanged; empty if they did change.
 
     Example:
         >>> zero_spec((784, 4096), (None, "model"), ["batch"], {"batch": 2, "model": 4})
@@ -71,8 +71,8 @@ def zero_rule(
     """Returns a rule that shards arrays over axes on the largest dim that divides.
 
     As a rule for `"^opt_state/"` it shards the optimizer's state over the axes that
-    shard the batch, while the parameters stay replicated; the update is then computed
-    in shards, too (Rajbhandari et al., "ZeRO", 2020, stage 1). Small arrays and those
+    shard the batch, while the parameters stay replicated; the update is then sharded
+    too (Rajbhandari et al., "ZeRO", 2020, stage 1). Small arrays and those
     that do not divide are replicated. `make_train_step(zero=1)` does the same on top of
     the parameters' own rules.
 

@@ -248,7 +248,7 @@ def _cast(tree: Any, like: Any) -> Any:
 
 
 def as_regularizers(regularizers: Any) -> tuple[losses.Regularizer, ...]:
-    """Returns regularisers as a tuple.
+    """Returns regularizers as a tuple.
 
     Raises:
         StepError: If there is anything else among them, or a name occurs twice.

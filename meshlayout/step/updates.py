@@ -137,7 +137,7 @@ class Update:
     def _updated(
         self, state: TrainState, trainable: Trainable, grads: Any, value: Any
     ) -> Any:
-        """Returns the state after the optimiser's update of what is trained."""
+        """Returns the state after the optimizer's update of what is trained."""
         if not trainable.is_all:
             grads = trainable.zeros_elsewhere(grads, state.params)
         else:
@@ -254,7 +254,7 @@ def global_norm(tree: Any) -> jax.Array:
 
 
 def learning_rate(opt_state: Any) -> Any:
-    """Returns the learning rate that an optimiser's state shows, or None.
+    """Returns the learning rate that an optimizer's state shows, or None.
 
     `optax.inject_hyperparams` keeps it there, also for a schedule.
     """
