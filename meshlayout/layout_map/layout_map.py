@@ -307,8 +307,8 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
 
         It shows every leaf with its layout, rule and bytes per device, the totals
         compared with full replication, whatever fell back or disagreed, arrays that
-        are placed differently, rules that match nothing with the paths that almost match,
-        rules that others hide, and large leaves that stay replicated.
+        are placed differently, rules that match nothing with the paths they almost
+        match, rules that others hide, and large leaves that stay replicated.
 
         Args:
             tree: As for `resolve`; abstract trees need no device memory.

@@ -2,9 +2,9 @@
 
 A map says where arrays go. Existing arrays may be somewhere else: a parameter placed by
 its own metadata loses that metadata once it is a plain array, and ZeRO shards slots
-that no rule names. So the report, its bytes and the lock show where concrete arrays are, and
-note each one that this map would place differently; `Resolved.layouts` is what the map
-says.
+that no rule names. So the report, its bytes and the lock show where concrete arrays
+are, and note each one that this map would place differently; `Resolved.layouts`
+is what the map says.
 """
 
 import difflib

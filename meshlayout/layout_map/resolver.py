@@ -2,8 +2,8 @@
 
 Large models repeat: thousands of leaves share their rules, shape and dtype. A decision
 for one is cached and reused for the next, so that a leaf costs a few dictionary
-lookups; whatever depends on the leaf itself (its own metadata, a rule that is a function, where
-a concrete array is) is evaluated each time.
+lookups; whatever depends on the leaf itself (its own metadata, a function as
+its rule, where a concrete array is) is evaluated each time.
 """
 
 from collections.abc import Collection, Iterable, Sequence
