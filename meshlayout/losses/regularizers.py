@@ -16,7 +16,7 @@ from meshlayout.errors import LossError
 class Regularizer:
     """A penalty on the parameters whose paths match; made by `l1` and `l2`.
 
-    Calling it with a tree of parameters gives a float32 scalar. It does not depend on
+    Calling it with a tree of parameters returns a float32 scalar. It does not depend on
     the batch, so no denominator applies to it.
 
     Attributes:

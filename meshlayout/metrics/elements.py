@@ -1,4 +1,4 @@
-"""Inputs of metrics: checked, in float32, and with one weight per element."""
+"""Metric inputs: checked, in float32, and with one weight per element."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""How fast it goes: counts on the device, and the host's clock."""
+"""Throughput: counts on the device, timed by the host's clock."""
 
 import dataclasses
 import time

@@ -1,4 +1,4 @@
-"""States born sharded: `create`, `LayoutMap.scope`, `with_layouts`, `TrainState`."""
+"""States created sharded: `create`, `LayoutMap.scope`, `with_layouts`, `TrainState`."""
 
 from meshlayout.state.create import (
     StateDescription as StateDescription,

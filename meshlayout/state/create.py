@@ -93,7 +93,7 @@ def describe(build: Callable[[], T], layouts: LayoutMap) -> StateDescription[T]:
 
 
 def create(build: Callable[[], T], layouts: LayoutMap) -> T:
-    """Makes a state whose arrays are born in their layouts.
+    """Makes a state whose arrays are created in their layouts.
 
     The values are those of calling `build()` without a mesh, to the bit, under any
     layouts. No device ever holds an array whole that its layout shards; operations

@@ -1,4 +1,4 @@
-"""`with layouts.scope():` models are born sharded in unchanged code.
+"""`with layouts.scope():` models are created sharded in unchanged code.
 
 While a scope is open, constructing an NNX module or calling Linen's `init` goes
 through `create`. Modules that are parts of others are constructed inside their
@@ -198,7 +198,7 @@ class Scope:
         return finest_layout(self.layouts.mesh, found.shape)
 
     def _move(self, module: nnx.Module, *, strict: bool) -> tuple[Resolution, ...]:
-        """Lays a module's arrays out by their paths below it."""
+        """Lays out a module's arrays by their paths below it."""
         try:
             resolved = self.layouts.resolve(module)
         except LayoutMapError:
@@ -211,7 +211,7 @@ class Scope:
     def _follow(
         self, optimizer: nnx.Optimizer[Any], model: nnx.Module
     ) -> tuple[Resolution, ...]:
-        """Lays an optimizer's state out as its parameters are now."""
+        """Lays out an optimizer's state like its parameters are now."""
         params = nnx.state(model, optimizer.wrt)
         owners = [_current_resolution(leaf) for leaf in _paths.flatten(params).leaves]
         slots = _without_model(optimizer, model)
@@ -309,7 +309,7 @@ def _start_optimizer(
 
 
 def _in_scope(around: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Returns what replaces a constructor of Flax by one that asks for a scope.
+    """Returns a function that replaces a constructor of Flax to look for a scope.
 
     Args:
         around: Called in place of the constructor where a scope is open, with the

@@ -277,7 +277,7 @@ class TrainState(Generic[M]):
         """Returns the arrays of a model that are not parameters, for `model_state`.
 
         Args:
-            model: What `state.model` gave, after it was called.
+            model: The model from `state.model`, after it was called.
 
         Raises:
             StateError: If it is not such a model.

@@ -159,12 +159,12 @@ def layout_of(leaf: Any) -> Any:
 
 
 def is_array_like(leaf: Any) -> bool:
-    """Tells whether jit takes a leaf as an array."""
+    """Returns whether jit accepts a leaf as an array."""
     return hasattr(leaf, "dtype") or isinstance(leaf, (int, float, complex))
 
 
 def devices_text(sharding: Any) -> str:
-    """Returns where a sharding lies, in words."""
+    """Returns the devices of a sharding, in words."""
     if isinstance(sharding, NamedSharding):
         return f"a mesh ({mesh_text(sharding.mesh)})"
     names = sorted(str(device) for device in sharding.device_set)
@@ -186,7 +186,7 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
 
 
 def gives_memory_twice(state: PyTree, rest: PyTree) -> bool:
-    """Tells, fast, whether the state may be used up, or an array be given twice."""
+    """Returns, fast, whether the state may be used up, or an array passed twice."""
     leaves = jax.tree.leaves(state)
     given = {*map(id, leaves)}
     try:
@@ -232,7 +232,7 @@ def check_arguments(
 
 
 def _check_devices(name: str, state: Any, rest: list[tuple[str, Any]]) -> None:
-    """Raises StepError if arguments lie on other devices than the state."""
+    """Raises StepError if arguments are on other devices than the state."""
     layouts = [layout_of(leaf) for leaf in jax.tree.leaves(state)]
     first = next((one for one in layouts if one is not None), None)
     for path, leaf in rest:

@@ -93,7 +93,7 @@ def compile_step(
         step: A function of a state (any pytree of arrays) and other pytrees, that
             returns the new state, in the same structure, shapes and dtypes, and
             anything else.
-        static_argnames: Arguments that are no arrays, hashable; a new value makes a
+        static_argnames: Arguments that are not arrays, hashable; a new value makes a
             new program.
         on_recompile: When a call after the first needs a new program: `"warn"`,
             `"error"` (nothing is run and the state is not used up) or `"ignore"`.
@@ -289,7 +289,7 @@ class CompiledStep(Generic[P, R]):
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         static: tuple[Any, ...] = ()
         if kwargs or self.static_argnames or not args:
-            args, kwargs, static = self._normalised(args, kwargs)
+            args, kwargs, static = self._normalized(args, kwargs)
         program = self._program
         if self._places_rest and program is not None:
             args, kwargs = _rest_placed(args, kwargs, program.signature)
@@ -332,7 +332,7 @@ class CompiledStep(Generic[P, R]):
         if self._is_foreign(ambient, args, kwargs):
             with _jax.without_set_mesh():
                 return self.lower(*args, **kwargs)
-        args, kwargs, static = self._normalised(args, kwargs)
+        args, kwargs, static = self._normalized(args, kwargs)
         signature = self._signature(args, kwargs)
         before, self._thread.is_quiet = self._thread.is_quiet, True
         try:
@@ -365,7 +365,7 @@ class CompiledStep(Generic[P, R]):
 
     # Arguments.
 
-    def _normalised(
+    def _normalized(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
         """Returns positional, keyword and static arguments, the state first."""
@@ -459,7 +459,7 @@ class CompiledStep(Generic[P, R]):
     def _with_rest_placed(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], signature: _Signature
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Places what lies nowhere on the state's mesh; notes if there was anything."""
+        """Places arrays without a layout on the state's mesh; notes if any were."""
         placed = _rest_placed(args, kwargs, signature)
         before, after = map(jax.tree.leaves, ((args, kwargs), placed))
         if any(a is not b for a, b in zip(before, after, strict=True)):
@@ -677,7 +677,7 @@ def _placed(state: Any, signature: _Signature) -> Any:
 def _rest_placed(
     args: tuple[Any, ...], kwargs: dict[str, Any], signature: _Signature
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Puts arrays that lie nowhere on every device of the state's mesh."""
+    """Replicates arrays without a layout over the state's mesh."""
     whole = _whole(signature.state_layouts)
     if whole is None:
         return args, kwargs

@@ -61,7 +61,7 @@ def make_eval_step(
 
     Args:
         loss_fn: As for `make_train_step`; `train` is False.
-        metrics: What is measured beside the loss, by name.
+        metrics: What is measured besides the loss, by name.
         regularizers: As for `make_train_step`; they count in the loss.
         weights: As for `make_train_step`.
         denominator: As for `make_train_step`.
@@ -222,7 +222,7 @@ def make_predict_step(
     layouts: LayoutMap | None = None,
     on_recompile: OnRecompile = "warn",
 ) -> "Callable[[TrainState, Any], Any]":
-    """Makes a compiled step that returns what a model makes of a batch.
+    """Makes a compiled step that returns a model's predictions for a batch.
 
     Args:
         predict_fn: A function of the model, in evaluation mode, and a batch.
@@ -234,7 +234,7 @@ def make_predict_step(
         A function of a state, which is not donated, and a global batch.
 
     Raises:
-        StepError: If `predict_fn` is no function.
+        StepError: If `predict_fn` is not a function.
         StateError: If the precision is wrong.
 
     Example:
@@ -268,7 +268,7 @@ def make_predict_step(
     compiled = compile_step(predict, layouts=layouts, on_recompile=on_recompile)
 
     def predict_step(state: TrainState, batch: Any) -> Any:
-        """Returns what the model makes of a batch."""
+        """Returns the model's predictions for a batch."""
         check_state("predict_step", state)
         with in_own_mesh(state):
             batch = place_host_batch(state, batch)

@@ -284,7 +284,7 @@ def _check_rows(rows: int, count: int, num_shards: int) -> None:
 
 
 def _cut(leaf: jax.Array, count: int) -> jax.Array:
-    """Cuts rows into (microbatches, rows of one), of every shard's rows a share each.
+    """Splits rows into (microbatches, rows of one), of every shard's rows a share each.
 
     Not into (count, rows) at once: a microbatch would be the rows of few devices.
     """

@@ -43,7 +43,7 @@ _UNBOUND_AXIS = re.compile(r"unbound axis name:? '?(\w+)")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a loss function and the model gave.
+    """What a loss function and the model returned.
 
     Attributes:
         losses: What the loss function returned: per-example losses, or a scalar.
@@ -302,7 +302,7 @@ class _Finding:
         self.paths: set[str] = set()
 
     def wants(self, path: str, module: Any) -> bool:
-        """Tells whether a layer has the field."""
+        """Returns whether a layer has the field."""
         return _has_dtype(module)
 
     def call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -327,7 +327,7 @@ class Casting:
             self._set_dtype(path, module)
 
     def wants(self, path: str, module: Any) -> bool:
-        """Tells whether a submodule's calls matter: the model's, and Linen's all."""
+        """Returns whether to handle calls: the model's own, and all of Linen's."""
         return not path or isinstance(module, nn.Module)
 
     def call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -119,7 +119,7 @@ _TRIALS = 3
 
 @dataclass
 class TimedCalls:
-    """Tries both ways on the first calls, and goes on with the faster one.
+    """Tries both ways on the first calls, then keeps the faster one.
 
     All calls do the work they are asked for; only their order of trying is fixed.
 
@@ -142,7 +142,7 @@ class TimedCalls:
         """Runs a step on each batch.
 
         Raises:
-            StepError: If they are no list, or an empty one.
+            StepError: If they are not a list, or an empty one.
         """
         if not isinstance(batches, list):
             msg = (

@@ -97,7 +97,7 @@ def in_own_mesh(tree: PyTree) -> AbstractContextManager[None]:
     """Returns a context for work on arrays, whatever mesh `jax.set_mesh` has set.
 
     JAX refuses arrays under another mesh than theirs, or under the same one with other
-    types of axes. A mesh that is the arrays' own stays in force, for functions that
+    types of axes. A mesh that is the arrays' own stays set, for functions that
     constrain values by a PartitionSpec alone.
 
     Args:
@@ -117,7 +117,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 def step_mesh_of(state: Any, batch: Any, dim: int = 0) -> StepMesh:
-    """Returns where a state and a batch lie.
+    """Returns the mesh of a state and the axes that shard a batch.
 
     Args:
         state: A train state; its step number tells the mesh.
@@ -144,7 +144,7 @@ def row_axes(batch: Any, dim: int = 0) -> tuple[str, ...]:
 
 
 def place_host_batch(state: TrainState, batch: Batch, dim: int = 0) -> Batch:
-    """Shards a batch that lies on no mesh over the batch axes of the state's mesh.
+    """Shards a batch that is on no mesh over the batch axes of the state's mesh.
 
     As the Trainer does; otherwise every device would compute all of it. A batch whose
     rows do not divide, or of which any array was placed by its maker, stays as it is.

@@ -164,8 +164,8 @@ def user_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
     """Returns the user's metrics, adapted, as they start.
 
     Raises:
-        StepError: If they are no mapping from names, or have a name that is taken, or
-            one is no metric, or no pytree of arrays.
+        StepError: If they are not a mapping from names, or have a name that is taken,
+            or one is not a metric, or not a pytree of arrays.
     """
     if metrics is None:
         return {}

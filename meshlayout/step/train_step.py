@@ -99,7 +99,7 @@ def make_train_step(
             outputs for the metrics; or a scalar, where batches carry no weights. The
             model is an NNX module in training mode or a bound Linen module. Parameters
             named `rngs` and `train` are handed an `nnx.Rngs` of this step and True.
-        metrics: What is measured beside the loss, by name.
+        metrics: What is measured besides the loss, by name.
         regularizers: Penalties on parameters, as `losses.l2(1e-5, where="kernel")`.
         weights: Where a batch carries its weights, (batch,) or the losses' own shape:
             a key of a mapping, or a place in a tuple. A batch without has none. One

@@ -47,7 +47,7 @@ class Update:
     trainable: str | None
 
     def names(self) -> tuple[str, ...]:
-        """Returns what the state has to keep beside."""
+        """Returns the names of the extra arrays that the state must have."""
         wanted = {
             EMA: self.ema is not None,
             SKIPPED: self.may_skip,
@@ -61,7 +61,7 @@ class Update:
         return self.on_nonfinite != "ignore" or self.has_loss_scale
 
     def extra(self, state: TrainState) -> dict[str, Any]:
-        """Returns what a state keeps beside at the start; arrays yet to be placed."""
+        """Returns the initial extra arrays of a state, not placed yet."""
         makers: dict[str, Callable[[], Any]] = {
             EMA: lambda: jax.tree.map(_averaged, state.params),
             SKIPPED: lambda: jnp.int32(0),
@@ -116,7 +116,7 @@ class Update:
             each = finite_leaves([*losses, *grads])
             finite = each.all()
             if self.on_nonfinite == "error":
-                # Gradients that overflow are no error where a loss scale recovers.
+                # Gradients that overflow are not an error where a loss scale recovers.
                 each = each[: len(losses)] if self.has_loss_scale else each
                 report = jnp.stack([state.step, jnp.argmin(each), ~each.all()])
         if self.clip_norm is not None:
