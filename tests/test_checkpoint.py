@@ -1093,7 +1093,7 @@ def with_manifest(ck, change):
     ("change", "message"),
     [
         (lambda fields: fields.pop("version"), "has version None of the format"),
-        (lambda fields: fields.update(version=2), "has version 2 of the format"),
+        (lambda fields: fields.update(version=1), "has version 1 of the format"),
         (lambda fields: fields.update(more=1), "holds other fields than this"),
         (lambda fields: fields.pop("leaves"), "holds other fields than this"),
         (lambda fields: fields.update(leaves=3), "holds other fields than this"),

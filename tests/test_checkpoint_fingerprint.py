@@ -1,5 +1,7 @@
 """Fingerprints: one for any layout, and another one for any damage."""
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
@@ -7,7 +9,12 @@ from hypothesis import given, settings, strategies as st
 
 import meshlayout as ml
 from meshlayout import _jax
-from meshlayout.checkpoint.fingerprint import host_fingerprint, slice_sums, text_of
+from meshlayout.checkpoint.fingerprint import (
+    host_fingerprint,
+    slice_sums,
+    text_of,
+    total,
+)
 
 
 DTYPES = [
@@ -35,43 +42,57 @@ def on_devices(x, *specs):
         for shard in placed.addressable_shards
         if shard.replica_id == 0
     ]
-    return text_of([sum(parts) % 2**32 for parts in zip(*sums, strict=True)])
+    return text_of(total(sums))
 
 
-def mixed(word):
-    """The finalizer of MurmurHash3, in Python's integers."""
-    word = (word ^ word >> 16) * 0x85EBCA6B % 2**32
-    word = (word ^ word >> 13) * 0xC2B2AE35 % 2**32
-    return word ^ word >> 16
+def odd(number, dim, seed):
+    """SplitMix64, in Python's integers."""
+    z = number * 0x9E3779B97F4A7C15 + seed + dim * 0xD1B54A32D192ED03
+    z = (z ^ z % 2**64 >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    return (z ^ z >> 31) | 1
 
 
-def test_it_is_the_sum_that_the_module_describes():
-    x = np.random.default_rng(0).integers(0, 2**32, (3, 4, 2), np.uint32)
+def expected_fingerprint(octets):
+    """The sum that the module describes, of rows of bytes; no dim has size 1."""
     text = ""
-    for seed in (0x243F6A88, 0x85A308D3):
-        total = 0
-        for index, word in np.ndenumerate(x):
-            weight = 1
-            for dim, position in [*enumerate(index), (255, 0)]:
-                step = seed + dim * 0x7F4A7C15
-                weight *= mixed((position * 0x9E3779B1 + step) % 2**32) | 1
-            total += mixed(int(word) ^ weight % 2**32)
-        text += f"{total % 2**32:08x}"
-    assert host_fingerprint(x) == text
+    for seed, order in ((0x243F6A8885A308D3, "little"), (0x13198A2E03707344, "big")):
+        sum_ = 0
+        for row in np.ndindex(octets.shape[:-1]):
+            content = octets[row].tobytes()
+            for place in range(0, len(content), 8):
+                word = content[place : place + 8].ljust(8, b"\0")
+                product = int.from_bytes(word, order)
+                for dim, index in enumerate((*row, place // 8)):
+                    product *= odd(index % 2**14, dim, seed)
+                    product *= odd(2**14 + index // 2**14, dim, seed)
+                sum_ += product
+        text += f"{sum_ % 2**64:016x}"
+    return text
 
 
-def test_checkpoints_of_earlier_versions_have_the_same_fingerprints():
+@pytest.mark.parametrize(
+    "shape", [(5,), (3, 4, 2), (2, 3, 70), (131_100,), (16_400, 3), (2, 100, 24)]
+)
+def test_it_is_the_sum_that_the_module_describes(shape):
+    x = np.random.default_rng(0).integers(0, 2**8, shape, np.uint8)
+    assert host_fingerprint(x) == expected_fingerprint(x)
+    wide = np.random.default_rng(0).integers(0, 2**32, (3, 5), np.uint32)
+    assert host_fingerprint(wide) == expected_fingerprint(wide.view(np.uint8))
+
+
+def test_fingerprints_of_checkpoints_stay_what_they_are():
     x = np.arange(24).reshape(2, 3, 4) % 5
     assert {
         dtype: host_fingerprint(x.astype(jax.numpy.dtype(dtype)))
         for dtype in ("bool", "int8", "bfloat16", "float32", "complex64", "float64")
     } == {
-        "bool": "1d0a8e7c52336ed0",
-        "int8": "2c5303dc29a22192",
-        "bfloat16": "1d48bd44c8ef2ee6",
-        "float32": "655e2897053ca9c5",
-        "complex64": "7e43d3786e202f88",
-        "float64": "30357475b00276cd",
+        "bool": "0a1a9106c1d4915a82dc585100000000",
+        "int8": "1da1fb09cb884b406ae81b1b00000000",
+        "bfloat16": "c25e2f7d9ac1fbc036696631a78914b5",
+        "float32": "f47d728360000000b6e3e6e01475937b",
+        "complex64": "52f63a1d10c00000ff766ce900000000",
+        "float64": "9a18000000000000ee142f047b1b94e9",
     }
 
 
@@ -114,8 +135,8 @@ def test_flipped_bits_change_it(flips):
     for word, bit in flips:
         damaged.flat[word] ^= np.uint32(1 << bit)
     before, after = host_fingerprint(x), host_fingerprint(damaged)
-    assert before[:8] != after[:8]
-    assert before[8:] != after[8:]
+    assert before[:16] != after[:16]
+    assert before[16:] != after[16:]
 
 
 def test_other_signs_and_another_order_change_it():
@@ -124,3 +145,32 @@ def test_other_signs_and_another_order_change_it():
     found = {host_fingerprint(np.ascontiguousarray(one)) for one in [x, *others]}
     assert len(found) == 6
     assert on_devices(-x, "a", "b") == host_fingerprint(-x)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "uint64"])
+def test_flips_of_one_bit_of_any_two_words_change_it(dtype):
+    x = np.zeros((6, 16), dtype)
+    found = {host_fingerprint(x)}
+    top = np.array(1, dtype) << np.array(x.itemsize * 8 - 1, dtype)
+    for pair in itertools.combinations(range(x.size), 2):
+        damaged = x.copy()
+        damaged.flat[list(pair)] ^= top
+        found.add(host_fingerprint(damaged))
+    assert len(found) == 1 + x.size * (x.size - 1) // 2
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int4", "bfloat16", "float32", "complex128"])
+@pytest.mark.parametrize("shape", [(7, 11), (5, 1, 13), (3, 9, 1), (1,), (), (0, 4)])
+def test_slices_at_any_place_add_up(dtype, shape):
+    x = np.random.default_rng(0).integers(0, 2, shape).astype(jax.numpy.dtype(dtype))
+    whole = host_fingerprint(x)
+    for dim, size in enumerate(shape):
+        for cut in range(size + 1):
+            before, after = (slice(None),) * dim, [0] * dim
+            rest = [0] * (len(shape) - dim - 1)
+            parts = [
+                slice_sums(x[(*before, slice(cut))], [0] * len(shape), shape),
+                slice_sums(x[(*before, slice(cut, None))], [*after, cut, *rest], shape),
+            ]
+            assert text_of(total(parts)) == whole
+    assert host_fingerprint(np.asfortranarray(x)) == whole

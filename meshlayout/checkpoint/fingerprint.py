@@ -1,19 +1,25 @@
 """Fingerprints of arrays that do not depend on their layout.
 
-An array's bits are taken as 32-bit words. Each word is combined with a number for its
-position, the product of odd numbers for its indices in the whole array, and mixed; the
-results are summed modulo 2**32, twice with different numbers. Sums of integers do not
-depend on their order, so every layout has the same fingerprint. Mixing (the finalizer
-of MurmurHash3, Appleby 2011) is one to one, so that a change inside one word always
-changes both sums; and it is not linear, so that changes of several words cancel each
-other as rarely as two random 64-bit numbers are equal.
+An array's rows are taken as 64-bit words, the last one of a row filled with zeros. Each
+word is multiplied with odd numbers for its indices in the whole array, and the products
+are summed modulo 2**64; so are the words with their bytes in reverse, with other
+numbers. Sums of products do not depend on their order, and a word may be cut between
+slices, so every layout has the same fingerprint.
 
-They are computed on the host, from the copies that saving and restoring make anyway.
-Devices would need a program for every shape, compiled in each process, and on a CPU
-three times the time.
+A product with an odd number is one to one, so that a change of one bit always changes
+both sums. A change of several words goes unseen if the products of the differences
+cancel. The first sum sees a flipped bit in all bits from its own upward, the second one
+sees most of a bit of which the first sees little: flips of the same bit in two words
+cancel in both for one in 2**56 pairs at worst (the top bit of a byte), in 2**70 at
+best. Flips of other bits never cancel.
+
+They are computed on the host, from the copies that saving and restoring make anyway,
+block by block, as memory takes longer than a product. Devices would need a program for
+every shape, compiled in each process.
 """
 
 import functools
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -21,16 +27,15 @@ import jax.numpy as jnp
 import numpy as np
 
 
-_SEEDS = (0x243F6A88, 0x85A308D3)
+_SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344)
 
-# The key of the words of one element, as if they were a dim of the array.
-_WORDS = 255
+# Words that NumPy processes at a time; with their weights they stay in a core's cache.
+_BLOCK = 1 << 14
 
-# Elements that NumPy processes at a time, so that they stay in a core's cache.
-_CHUNK = 1 << 15
+# Rows of fewer words are not worth a product of their own.
+_SHORT = 64
 
-# Of MurmurHash3's finalizer.
-_FACTORS = np.array([0x85EBCA6B, 0xC2B2AE35], np.uint32)
+Sums = tuple[int, int]
 
 
 def host_fingerprint(x: np.ndarray[Any, Any]) -> str:
@@ -41,18 +46,18 @@ def host_fingerprint(x: np.ndarray[Any, Any]) -> str:
 
     Example:
         >>> host_fingerprint(np.arange(6, dtype=np.float32))
-        '896b03fd0b3de71a'
+        '839585b15b8000006040adcdca6d24c9'
     """
     return text_of(slice_sums(x, (0,) * x.ndim, x.shape))
 
 
 def slice_sums(
     x: np.ndarray[Any, Any], starts: Sequence[int], shape: Sequence[int]
-) -> tuple[int, int]:
+) -> Sums:
     """Returns a slice's contribution to the two sums of its array's fingerprint.
 
-    The sums of slices that cover an array, each element once, add up to those of the
-    array, modulo 2**32; `text_of` turns them into the fingerprint.
+    `total` adds the sums of slices up; those of slices that cover an array, each
+    element once, are those of the array, and `text_of` turns them into its fingerprint.
 
     Args:
         x: The slice.
@@ -61,89 +66,127 @@ def slice_sums(
 
     Example:
         >>> x = np.arange(6, dtype=np.float32).reshape(2, 3)
-        >>> top = slice_sums(x[:1], (0, 0), x.shape)
-        >>> bottom = slice_sums(x[1:], (1, 0), x.shape)
-        >>> total = [(a + b) % 2**32 for a, b in zip(top, bottom)]
-        >>> text_of(total) == host_fingerprint(x)
+        >>> left = slice_sums(x[:, :1], (0, 0), x.shape)
+        >>> right = slice_sums(x[:, 1:], (0, 1), x.shape)
+        >>> text_of(total([left, right])) == host_fingerprint(x)
         True
     """
-    rows = x.reshape(-1, x.shape[-1] if x.ndim else 1)
-    num_words = 1 if not x.size else _host_words(rows[:1]).shape[-1]
-    weights = []
-    for seed in _SEEDS:
-        outer, inner = np.ones(1, np.uint32), np.ones(1, np.uint32)
-        for dim, start in enumerate(starts):
-            of_dim = _weights(shape[dim], dim, seed)[start : start + x.shape[dim]]
-            if dim < x.ndim - 1:
-                outer = np.multiply.outer(outer, of_dim).reshape(-1)
-            else:
-                inner = of_dim
-        words = np.multiply.outer(inner, _weights(num_words, _WORDS, seed))
-        weights.append((outer, words))
-    # Some elements at a time, whose words and scratch space stay in a core's cache.
-    width = max(1, min(rows.shape[1], _CHUNK))
-    height = _CHUNK // width
-    sums = [0, 0]
-    for top in range(0, len(rows), height):
-        for left in range(0, rows.shape[1], width):
-            chunk = slice(top, top + height), slice(left, left + width)
-            words = _host_words(rows[chunk])
-            for index, (outer, inner) in enumerate(weights):
-                mixed = np.multiply.outer(outer[chunk[0]], inner[chunk[1]])
-                sums[index] += _mixed_sum(mixed, words)
-    return sums[0] % 2**32, sums[1] % 2**32
+    if not x.size:
+        return 0, 0
+    # Dims of size 1 are left out: a last one would fill a word with each element.
+    dims = [dim for dim, size in enumerate(shape) if size != 1]
+    x = _plain(x).reshape([x.shape[dim] for dim in dims] or [1])
+    starts = [starts[dim] for dim in dims] or [0]
+    first, second = 0, 0
+    scratch = np.empty(0, np.uint64)
+    for block in itertools.product(*_cuts(x, starts)):
+        # The indices of the block's first word.
+        places = [start + part.start for start, part in zip(starts, block, strict=True)]
+        places[-1], offset = divmod(places[-1] * x.itemsize, 8)
+        words = _words(x[block], offset)
+        first += _weighted_sum(words, places, _SEEDS[0])
+        if scratch.size < words.size:
+            scratch = np.empty(words.size, np.uint64)
+        swapped = scratch[: words.size].reshape(words.shape)
+        np.copyto(swapped, words.view(words.dtype.newbyteorder()))
+        second += _weighted_sum(swapped, places, _SEEDS[1])
+    return total([(first, second)])
 
 
-def _mixed_sum(mixed: np.ndarray[Any, Any], words: np.ndarray[Any, Any]) -> int:
-    """Returns the sum of mixed words; overwrites `mixed`, which holds their weights."""
-    mixed ^= words
-    scratch = mixed >> 16
-    mixed ^= scratch
-    mixed *= _FACTORS[0]
-    np.right_shift(mixed, 13, out=scratch)
-    mixed ^= scratch
-    mixed *= _FACTORS[1]
-    np.right_shift(mixed, 16, out=scratch)
-    mixed ^= scratch
-    return int(mixed.sum(dtype=np.uint32))
+def total(sums: Iterable[Sequence[int]]) -> Sums:
+    """Returns the sums of several slices, added up."""
+    pairs = list(sums)
+    return sum(pair[0] for pair in pairs) % 2**64, sum(p[1] for p in pairs) % 2**64
 
 
-def text_of(sums: Iterable[int]) -> str:
-    """Returns the fingerprint of two sums, each modulo 2**32."""
-    return "".join(f"{int(total) % 2**32:08x}" for total in sums)
+def text_of(sums: Sequence[int]) -> str:
+    """Returns the fingerprint of two sums."""
+    return "".join(f"{part:016x}" for part in sums)
 
 
-def _host_words(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Returns the bits of every element as words, along one more dim."""
-    x = np.ascontiguousarray(x)
-    if x.dtype.kind == "c":
-        half = np.dtype(f"float{x.dtype.itemsize * 4}")
-        return _host_words(x.view(half)).reshape(*x.shape, -1)
+def _cuts(x: np.ndarray[Any, Any], starts: Sequence[int]) -> list[list[slice]]:
+    """Returns where to cut each dim, so that blocks have up to `_BLOCK` words.
+
+    Cuts are at multiples of a divisor of `_BLOCK` in the whole array; in the last dim,
+    at multiples of so many words.
+    """
+    cuts: list[list[slice]] = []
+    step, num_words = _BLOCK * 8 // x.itemsize, 1
+    for start, size in zip(reversed(starts), reversed(x.shape), strict=True):
+        places = [*range(start - start % step, start + size, step), start + size]
+        cuts.append(
+            [slice(max(a - start, 0), b - start) for a, b in itertools.pairwise(places)]
+        )
+        length = min(step, size)
+        if len(cuts) == 1:
+            length = -(-length * x.itemsize // 8) + 1
+        num_words *= length
+        step = 1 << max(1, _BLOCK // num_words).bit_length() - 1
+    return cuts[::-1]
+
+
+def _plain(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Returns an array whose bytes hold the bits of its elements, and nothing else."""
+    if x.itemsize > 1:
+        return x
     if x.dtype == np.bool_:
-        return x.astype(np.uint32)[..., None]
-    bits = _num_bits(x.dtype)
-    if bits == 64:
-        return x.view(np.uint32).reshape(*x.shape, 2)
-    if bits < 8:  # NumPy stores one per byte
-        return (x.view(np.uint8) & (2**bits - 1)).astype(np.uint32)[..., None]
-    return x.view(f"uint{bits}").astype(np.uint32, copy=False)[..., None]
+        return x.view(np.uint8)
+    is_integer = jnp.issubdtype(x.dtype, jnp.integer)
+    num_bits = (jnp.iinfo(x.dtype) if is_integer else jnp.finfo(x.dtype)).bits
+    x = x.view(np.uint8)
+    return x if num_bits == 8 else x & np.uint8(2**num_bits - 1)
 
 
-def _mixed(x: Any) -> Any:
-    """Returns words mixed."""
-    x = (x ^ (x >> np.uint32(16))) * _FACTORS[0]
-    x = (x ^ (x >> np.uint32(13))) * _FACTORS[1]
-    return x ^ (x >> np.uint32(16))
+def _words(x: np.ndarray[Any, Any], start: int) -> np.ndarray[Any, Any]:
+    """Returns a block's words; its last dim starts so many bytes into one."""
+    x = np.ascontiguousarray(x)
+    stop = start + x.shape[-1] * x.itemsize
+    if start or stop % 8:
+        x = x.view(f"u{x.itemsize}")
+        num_words, per_word = -(-stop // 8), 8 // x.itemsize
+        filled = np.zeros((*x.shape[:-1], num_words * per_word), x.dtype)
+        filled[..., start // x.itemsize : stop // x.itemsize] = x
+        x = filled
+    return x.view(np.uint64)
 
 
-def _num_bits(dtype: Any) -> int:
-    is_integer = jnp.issubdtype(dtype, jnp.integer)
-    return int((jnp.iinfo(dtype) if is_integer else jnp.finfo(dtype)).bits)
+def _weighted_sum(words: np.ndarray[Any, Any], places: Sequence[int], seed: int) -> int:
+    """Returns the sum of a block's words times their weights, modulo 2**64.
+
+    Args:
+        words: The words.
+        places: The indices of the first one in the whole array.
+        seed: Of the weights.
+    """
+    factor, inner = 1, np.ones(1, np.uint64)
+    for dim, size in reversed([*enumerate(words.shape)]):
+        first = places[dim]
+        weights = _weights(dim, seed)[first % _BLOCK : first % _BLOCK + size]
+        factor *= _weight(dim, seed, _BLOCK + first // _BLOCK)
+        # Short dims are joined first: NumPy's products of long vectors are fast.
+        if len(inner) < _SHORT:
+            inner = np.multiply.outer(weights, inner).reshape(-1)
+        else:
+            words, inner = np.dot(words.reshape(-1, len(inner)), inner), weights
+    return int(np.dot(words.reshape(-1), inner)) * factor % 2**64
 
 
-@functools.lru_cache(maxsize=512)
-def _weights(size: int, dim: int, seed: int) -> np.ndarray[Any, Any]:
-    """Returns an odd number for every index of a dim."""
-    x = np.arange(size, dtype=np.uint32) * np.uint32(0x9E3779B1)
-    x += np.uint32((seed + dim * 0x7F4A7C15) % 2**32)
-    return _mixed(x) | np.uint32(1)
+@functools.lru_cache(maxsize=1024)
+def _weight(dim: int, seed: int, index: int) -> int:
+    """Returns an odd number for an index of a dim."""
+    return int(_odd(np.array([index], np.uint64), dim, seed)[0])
+
+
+@functools.lru_cache(maxsize=16)
+def _weights(dim: int, seed: int) -> np.ndarray[Any, Any]:
+    """Returns odd numbers for the first indices of a dim."""
+    return _odd(np.arange(_BLOCK, dtype=np.uint64), dim, seed)
+
+
+def _odd(x: np.ndarray[Any, Any], dim: int, seed: int) -> np.ndarray[Any, Any]:
+    """Returns numbers mixed as SplitMix64 does (Steele et al., 2014), and made odd."""
+    x = x * np.uint64(0x9E3779B97F4A7C15)
+    x += np.uint64((seed + dim * 0xD1B54A32D192ED03) % 2**64)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (x ^ (x >> np.uint64(31))) | np.uint64(1)

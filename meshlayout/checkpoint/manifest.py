@@ -24,7 +24,7 @@ from meshlayout.errors import CheckpointError, DamagedCheckpointError
 
 NAME = "manifest.json"
 
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)

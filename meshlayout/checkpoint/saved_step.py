@@ -10,7 +10,7 @@ import functools
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,7 +21,7 @@ import numpy as np
 from meshlayout import _render
 from meshlayout.checkpoint import files, orbax
 from meshlayout.checkpoint.difference import ArraySpec, is_number
-from meshlayout.checkpoint.fingerprint import slice_sums, text_of
+from meshlayout.checkpoint.fingerprint import Sums, slice_sums, text_of, total
 from meshlayout.checkpoint.manifest import Manifest, SavedLeaf
 from meshlayout.checkpoint.orbax_arrays import ArrayReadError, Format, OrbaxArrays
 from meshlayout.checkpoint.pairs import key_dtype, key_words
@@ -45,8 +45,6 @@ _WAY_OUT = (
 
 # Arrays of up to this size are read whole by each process, and sliced in memory.
 _WHOLE_BYTES = 2**18
-
-Sums = tuple[int, int]
 
 
 class SavedStep:
@@ -178,7 +176,7 @@ class SavedStep:
             if sums is None:
                 continue
             if sum(map(_num_elements, sums)) == math.prod(shape):
-                if text_of(_added(sums.values())) != saved.fingerprint:
+                if text_of(total(sums.values())) != saved.fingerprint:
                     wrong.append(saved)
             elif sharding is not None:
                 parts[str(saved.array)] = _by_replica(sums, sharding, shape)
@@ -204,7 +202,7 @@ class SavedStep:
         wrong = {
             name: by_array[name]
             for (name, _), sums in replicas.items()
-            if text_of(_added(sums)) != by_array[name].fingerprint
+            if text_of(total(sums)) != by_array[name].fingerprint
         }
         if wrong:
             raise self._damaged(list(wrong.values()))
@@ -231,12 +229,6 @@ def _num_elements(bounds: Bounds) -> int:
     return math.prod(stop - start for start, stop in bounds)
 
 
-def _added(sums: Iterable[Sequence[int]]) -> Sums:
-    """Returns the sums of an array, from those of its slices."""
-    first, second = zip(*sums, strict=True)
-    return sum(first) % 2**32, sum(second) % 2**32
-
-
 def _by_replica(
     sums: Mapping[Bounds, Sums], sharding: jax.sharding.Sharding, shape: tuple[int, ...]
 ) -> dict[int, Sums]:
@@ -253,7 +245,7 @@ def _by_replica(
         num_copies[bounds] = replica + 1
         if device.process_index == jax.process_index():
             by_replica.setdefault(replica, []).append(sums[bounds])
-    return {replica: _added(own) for replica, own in by_replica.items()}
+    return {replica: total(own) for replica, own in by_replica.items()}
 
 
 def check_files(folder: Any, manifest: Manifest) -> None:

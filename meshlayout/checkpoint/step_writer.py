@@ -27,7 +27,7 @@ import jax
 from meshlayout import _render
 from meshlayout.checkpoint import files, lease, orbax
 from meshlayout.checkpoint.attempt import Attempt, NotDurableError
-from meshlayout.checkpoint.fingerprint import slice_sums, text_of
+from meshlayout.checkpoint.fingerprint import Sums, slice_sums, text_of, total
 from meshlayout.checkpoint.lease import Lease
 from meshlayout.checkpoint.manifest import Manifest, SavedFile
 from meshlayout.checkpoint.snapshot import HostShards, Shard, Snapshot, host_shards
@@ -231,7 +231,7 @@ class StepWriter:
         self._log()
         self._clear_up()
 
-    def _commit(self, sums: list[Mapping[str, list[int]]]) -> None:
+    def _commit(self, sums: list[Mapping[str, Sequence[int]]]) -> None:
         """Writes the manifest, by process 0 alone."""
         job, attempt = self._job, self._attempt
         assert attempt is not None
@@ -242,9 +242,7 @@ class StepWriter:
         if job.snapshot.arrays:
             saved |= _saved_files(attempt.folder, attempt.arrays)
         fingerprints = {
-            name: text_of(
-                sum(own[name][k] for own in sums if name in own) for k in (0, 1)
-            )
+            name: text_of(total(own[name] for own in sums if name in own))
             for name in job.snapshot.arrays
         }
         contents = Manifest(
@@ -320,10 +318,9 @@ def _check_agreement(everyone: list[dict[str, Any]]) -> None:
             raise CheckpointError(msg)
 
 
-def _sums_of(shards: list[Shard], shape: Sequence[int]) -> list[int]:
-    """Returns both sums of this process's shards of an array."""
-    pairs = [slice_sums(values, starts, shape) for starts, values in shards]
-    return [sum(pair[k] for pair in pairs) % 2**32 for k in (0, 1)]
+def _sums_of(shards: list[Shard], shape: Sequence[int]) -> Sums:
+    """Returns the sums of this process's shards of an array."""
+    return total(slice_sums(values, starts, shape) for starts, values in shards)
 
 
 def _saved_files(folder: AnyPath, arrays: str) -> dict[str, SavedFile]:
