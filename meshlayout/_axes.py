@@ -76,7 +76,7 @@ def check_names(names: Sequence[Any]) -> None:
         raise MeshError(msg)
 
 
-def _check_size(name: str, size: Any) -> None:
+def _check_size(name: str, size: object) -> None:
     if isinstance(size, bool) or not isinstance(size, (int, np.integer)):
         msg = (
             f"axis {name!r} has size {shown(size)}; a size is an integer number of "
@@ -163,7 +163,7 @@ def parse_axis_types(
     return tuple(_parse_axis_type(kind) for kind in types)
 
 
-def _parse_axis_type(kind: Any) -> AxisType:
+def _parse_axis_type(kind: object) -> AxisType:
     if isinstance(kind, AxisType):
         return kind
     if not isinstance(kind, str) or kind.lower() not in AXIS_TYPES:

@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlayout import _jax
+from meshlayout._annotations import DType, Equation
 from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh
 
@@ -45,7 +46,7 @@ def finest_layout(mesh: Mesh, shape: Sequence[int]) -> Layout:
 
 
 def bit_exact_sharding(
-    sharding: NamedSharding, shape: tuple[int, ...], dtype: Any, mesh: Mesh
+    sharding: NamedSharding, shape: tuple[int, ...], dtype: DType, mesh: Mesh
 ) -> NamedSharding:
     """Returns a sharding in which every element has the bits of the unsharded array.
 
@@ -83,7 +84,7 @@ def _finest_on_one_side(mesh: Mesh, shape: Sequence[int]) -> list[list[Any]]:
     ]
 
 
-def is_large(shape: Sequence[int], dtype: Any) -> bool:
+def is_large(shape: Sequence[int], dtype: DType) -> bool:
     """Returns whether an array is too large to exist unsharded, even temporarily."""
     return math.prod(shape) * _jax.itemsize(dtype) > _SMALL_BYTES
 
@@ -140,7 +141,7 @@ class ShardingPlan:
             self._shardings[var] = self._exact(var, finest.specs)
         return self._shardings[var]
 
-    def _choose_result(self, eqn: Any) -> None:
+    def _choose_result(self, eqn: Equation) -> None:
         """Reshards a reordering's result if its operand cannot be sharded to match.
 
         Moving it afterwards is cheap; inside the operation, XLA may unshard it.
@@ -158,7 +159,9 @@ class ShardingPlan:
                 self._shardings[out] = sharding
                 return
 
-    def _choose_operands(self, eqn: Any, out: Any, sharding: NamedSharding) -> None:
+    def _choose_operands(
+        self, eqn: Equation, out: Any, sharding: NamedSharding
+    ) -> None:
         """Shards operands like the result, where the shapes agree."""
         for var in eqn.invars:
             if is_literal(var) or var in self._shardings:
@@ -181,7 +184,7 @@ def is_literal(var: Any) -> bool:
 _REORDERINGS = ("reshape", "squeeze", "expand_dims", "concatenate", "stack")
 
 
-def _operand_specs(eqn: Any, sharding: NamedSharding) -> list[Any] | None:
+def _operand_specs(eqn: Equation, sharding: NamedSharding) -> list[Any] | None:
     """Returns how an operand must be sharded for a reordering to move nothing.
 
     Returns None for other operations, and if there is no such sharding.
@@ -246,7 +249,7 @@ _SAFE = frozenset(_SAFE_NAMES.split())
 _CONTAINERS = frozenset(_CONTAINER_NAMES.split())
 
 
-def is_bit_exact_on_shards(eqn: Any) -> bool:
+def is_bit_exact_on_shards(eqn: Equation) -> bool:
     """Returns whether an operation computes the same bits on shards as unsharded."""
     name = eqn.primitive.name
     if name in _SAFE:

@@ -181,14 +181,14 @@ def _survives(numbers: np.ndarray[Any, Any], dtype: DType) -> np.ndarray[Any, An
     return np.array(exact, bool).reshape(numbers.shape)
 
 
-def _is_masked(value: Any) -> bool:
+def _is_masked(value: object) -> bool:
     """Returns whether a value is a masked array, or a list that contains one."""
     if isinstance(value, np.ma.MaskedArray):
         return True
     return isinstance(value, (list, tuple)) and any(map(_is_masked, value))
 
 
-def _described(value: Any) -> str:
+def _described(value: object) -> str:
     if isinstance(value, (np.ndarray, np.generic)):
         return f"a NumPy array of dtype {value.dtype}"
     return shown(value)

@@ -75,7 +75,7 @@ def is_unreduced(spec: PartitionSpec) -> bool:
     return bool(getattr(spec, "unreduced", ()) or getattr(spec, "reduced", ()))
 
 
-def sharding_of(value: Any) -> jax.sharding.Sharding | None:
+def sharding_of(value: Leaf) -> jax.sharding.Sharding | None:
     """Returns the sharding of an array, an abstract array or a traced value.
 
     While tracing, JAX knows it only on a mesh whose axes are all Explicit.
@@ -303,7 +303,7 @@ def without_set_mesh() -> AbstractContextManager[Any]:
         return no_mesh()
 
 
-def concrete_mesh_for(abstract: Any) -> jax.sharding.Mesh | None:
+def concrete_mesh_for(abstract: jax.sharding.AbstractMesh) -> jax.sharding.Mesh | None:
     """Returns the mesh that is set, if it is the one that `abstract` describes."""
     mesh = concrete_mesh()
     return mesh if mesh is not None and mesh.abstract_mesh == abstract else None
@@ -384,7 +384,7 @@ def constrain(x: Leaf, sharding: NamedSharding) -> Any:
     return x
 
 
-def _is_explicit(sharding: Any) -> bool:
+def _is_explicit(sharding: object) -> bool:
     types = getattr(getattr(sharding, "mesh", None), "axis_types", ())
     return any(kind == AxisType.Explicit for kind in types)
 

@@ -362,7 +362,7 @@ def arange(
         return call_with_layout(_shifted, layout, steps, start_, dtype=chosen)
 
 
-def _full(value: Any, *, shape: tuple[int, ...], dtype: DType) -> jax.Array:
+def _full(value: ArrayLike, *, shape: tuple[int, ...], dtype: DType) -> jax.Array:
     return jnp.full(shape, value, dtype)
 
 
@@ -371,7 +371,12 @@ def _normal(key: PyTree, *, shape: tuple[int, ...], dtype: DType) -> jax.Array:
 
 
 def _uniform(
-    key: PyTree, minval: Any, maxval: Any, *, shape: tuple[int, ...], dtype: DType
+    key: PyTree,
+    minval: ArrayLike,
+    maxval: ArrayLike,
+    *,
+    shape: tuple[int, ...],
+    dtype: DType,
 ) -> jax.Array:
     return jax.random.uniform(key, shape, dtype, minval, maxval)
 
@@ -497,7 +502,7 @@ def _in_default_memory(layout: Layout) -> NamedSharding:
     return layout.with_memory_kind(None).sharding
 
 
-def _finish(made: Any, layouts: list[Layout]) -> Any:
+def _finish(made: PyTree, layouts: list[Layout]) -> Any:
     """Moves results that are not where they should be yet.
 
     Inside jit, `out_shardings` has no effect on Explicit axes, and not every backend

@@ -24,7 +24,7 @@ _ALIGNMENT = 64
 
 
 def resolve(
-    x: Leaf, layout: Any, where: Where, *, match: bool = True, what: str = ""
+    x: Leaf, layout: object, where: Where, *, match: bool = True, what: str = ""
 ) -> Layout:
     """Returns the layout for one array: of its rank, and known to fit.
 
@@ -260,7 +260,7 @@ def layout_of(x: Leaf, where: Where) -> Layout:
         raise LayoutError(f"{where}: {error}") from None
 
 
-def with_full_rank(layout: Any, rank: int, where: Where) -> Layout:
+def with_full_rank(layout: object, rank: int, where: Where) -> Layout:
     """Returns the user's layout for arrays of a rank."""
     try:
         return as_layout(layout, rank)

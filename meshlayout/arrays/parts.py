@@ -89,7 +89,9 @@ def pack(parts: Iterable[Any], layout: LayoutLike, *, verify: bool = False) -> A
     )
 
 
-def _pack_leaf(parts: list[Any], layout: Any, path: str, *, verify: bool) -> jax.Array:
+def _pack_leaf(
+    parts: list[Any], layout: object, path: str, *, verify: bool
+) -> jax.Array:
     where = f"{path}: " if path else ""
     if any(isinstance(part, Tracer) for part in parts):
         msg = (

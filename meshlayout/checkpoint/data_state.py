@@ -45,7 +45,7 @@ class DataState:
     states: tuple[Any, ...]
 
     @classmethod
-    def of(cls, data: Any, channel: Channel) -> "DataState":
+    def of(cls, data: object, channel: Channel) -> "DataState":
         """Returns the position of an iterator, and of those of the other processes.
 
         Args:
@@ -110,7 +110,7 @@ class DataState:
         _go_to(_checked(data), decode(own))
 
 
-def _text(data: Any) -> str:
+def _text(data: object) -> str:
     """Returns an iterator's position as JSON, or what is wrong with it."""
     try:
         state = encode(_checked(data).get_state(), "data.get_state()")
@@ -132,7 +132,7 @@ def _go_to(data: Any, state: Any) -> None:
     logger.info("the data cannot go to its position: it is read, and dropped, up to it")
 
 
-def _checked(data: Any) -> Continues:
+def _checked(data: object) -> Continues:
     if not isinstance(data, Continues):
         msg = (
             "data= must be an iterator with get_state() and set_state(state), got "

@@ -12,7 +12,7 @@ import numpy as np
 from flax import serialization
 
 from meshlayout import _checks
-from meshlayout._annotations import PyTree
+from meshlayout._annotations import Leaf, PyTree
 from meshlayout._optional import require
 from meshlayout.checkpoint.difference import ArraySpec
 from meshlayout.checkpoint.orbax_arrays import (
@@ -231,7 +231,7 @@ def _unpack(data: bytes, name: str) -> Mapping[Any, Any]:
 
 
 def _values_in(
-    node: Any, keys: tuple[str, ...], name: str
+    node: PyTree, keys: tuple[str, ...], name: str
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yields the keys and the value of all arrays and numbers."""
     if len(keys) > MOST_KEYS:
@@ -256,7 +256,7 @@ def _values_in(
         yield keys, node
 
 
-def _leaf(path: str, value: Any) -> ArraySpec:
+def _leaf(path: str, value: Leaf) -> ArraySpec:
     parts = tuple(path.split("/"))
     if not hasattr(value, "dtype"):
         return ArraySpec(path, parts, (), type(value))

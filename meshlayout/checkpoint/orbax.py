@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from meshlayout._annotations import DType
 from meshlayout._optional import require
 from meshlayout.checkpoint import files, store
 from meshlayout.checkpoint.store import AnyPath
@@ -32,7 +33,7 @@ _CHUNK_BYTES = 64 * 2**20
 _one_at_a_time = threading.Lock()
 
 
-def stored_dtype(dtype: Any) -> np.dtype[Any]:
+def stored_dtype(dtype: DType) -> np.dtype[Any]:
     """Returns the dtype in which the files hold an array: its own if they can.
 
     Args:

@@ -16,6 +16,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from meshlayout import _jax
+from meshlayout._annotations import DType
 from meshlayout.checkpoint.difference import ArraySpec, Change, RestoreDiff, is_number
 from meshlayout.checkpoint.patterns import (
     by_pattern,
@@ -187,7 +188,7 @@ def kind_of(dtype: DTypeLike) -> str:
     return next(kinds, str(dtype))
 
 
-def key_words(dtype: Any, shape: Sequence[int]) -> dict[str, Any]:
+def key_words(dtype: DType, shape: Sequence[int]) -> dict[str, Any]:
     """Returns the shape and the dtype of the words that PRNG keys are made of.
 
     Args:
@@ -211,7 +212,7 @@ def key_dtype(impl: str | None) -> Any:
 
 
 @functools.lru_cache(maxsize=16)
-def _word_shape(dtype: Any) -> tuple[int, ...]:
+def _word_shape(dtype: DType) -> tuple[int, ...]:
     key = jax.ShapeDtypeStruct((), dtype)
     return jax.eval_shape(jax.random.key_data, key).shape
 
@@ -303,7 +304,7 @@ class _RequestedDtypes:
             raise CheckpointError(msg)
 
 
-def _fits(saved: Any, wanted: Any, requested: Any) -> bool:
+def _fits(saved: DType, wanted: DType, requested: DType) -> bool:
     if is_number(wanted) or is_number(saved):
         return kind_of(saved) == kind_of(wanted)
     if requested is None:

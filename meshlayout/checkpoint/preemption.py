@@ -5,7 +5,7 @@ import logging
 import os
 import signal
 import threading
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Self
 
 import jax
@@ -107,7 +107,7 @@ class Preemption:
             self._is_handling = False
             signal.signal(signal.SIGTERM, self._previous)
 
-    def _on_signal(self, number: int, frame: Any) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._is_signaled:
             self._put_back()
             os.kill(os.getpid(), number)

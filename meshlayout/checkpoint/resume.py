@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from meshlayout import _checks, _jax
-from meshlayout._annotations import Batch, PyTree
+from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout.arrays import to_numpy
 from meshlayout.checkpoint.checkpointer import Checkpointer
 from meshlayout.checkpoint.data_state import Continues, DataState
@@ -233,14 +233,14 @@ def _resume_from(
 # Metrics as small arrays in the metadata.
 
 
-def _is_numeric(leaf: Any) -> bool:
+def _is_numeric(leaf: Leaf) -> bool:
     try:
         return _jax.is_array_dtype(np.asarray(leaf).dtype)
     except (TypeError, ValueError):
         return False
 
 
-def _packed(leaf: Any) -> dict[str, Any]:
+def _packed(leaf: Leaf) -> dict[str, Any]:
     """Returns a leaf as plain values that keep every bit."""
     if isinstance(leaf, jax.Array) and _jax.is_extended(leaf.dtype):
         leaf = jax.random.key_data(leaf)
@@ -268,7 +268,7 @@ def _unpacked(leaves: Sequence[Mapping[str, Any]], empty: PyTree) -> PyTree:
     return treedef.unflatten([_placed(leaf, template) for leaf, template in pairs])
 
 
-def _placed(packed: Mapping[str, Any], template: Any) -> Any:
+def _placed(packed: Mapping[str, Any], template: Leaf) -> Any:
     dtype = jax.numpy.dtype(packed["dtype"])
     host = np.frombuffer(packed["bytes"], dtype).reshape(packed["shape"])
     if not hasattr(template, "dtype"):
@@ -288,14 +288,14 @@ def _placed(packed: Mapping[str, Any], template: Any) -> Any:
     return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
 
 
-def _words(template: Any) -> Any:
+def _words(template: Leaf) -> Any:
     """Returns the dtype and shape of a leaf; of PRNG keys, those of their words."""
     if isinstance(template, jax.ShapeDtypeStruct) and _jax.is_extended(template.dtype):
         return jax.eval_shape(jax.random.key_data, template)
     return template if hasattr(template, "dtype") else np.asarray(template)
 
 
-def _abstract(leaf: Any) -> Any:
+def _abstract(leaf: Leaf) -> Any:
     if isinstance(leaf, jax.Array):
         return jax.ShapeDtypeStruct(
             leaf.shape,

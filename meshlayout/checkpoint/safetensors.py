@@ -246,7 +246,7 @@ def _json(content: bytes) -> Any:
     return json.loads(content, object_pairs_hook=unique)
 
 
-def _is_plain_name(file: Any) -> bool:
+def _is_plain_name(file: object) -> bool:
     return isinstance(file, str) and Path(file).name == file and file not in ("", "..")
 
 

@@ -134,7 +134,7 @@ def save_safetensors(
     return plan.paths
 
 
-def _check_metadata(metadata: Any) -> dict[str, str]:
+def _check_metadata(metadata: object) -> dict[str, str]:
     texts = {} if metadata is None else metadata
     if not isinstance(texts, Mapping) or not all(
         isinstance(text, str) for pair in texts.items() for text in pair

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from meshlayout import _checks, _jax, _paths
-from meshlayout._annotations import PyTree
+from meshlayout._annotations import DType, Leaf, PyTree
 from meshlayout.checkpoint.manifest import SavedLeaf
 from meshlayout.checkpoint.orbax import stored_dtype
 from meshlayout.errors import CheckpointError, MeshLayoutError
@@ -188,7 +188,7 @@ def _parts(path: str, keys: tuple[Any, ...]) -> tuple[str, ...]:
     return tuple(path.split("/"))
 
 
-def _saved(path: str, parts: tuple[str, ...], value: Any) -> tuple[SavedLeaf, Any]:
+def _saved(path: str, parts: tuple[str, ...], value: Leaf) -> tuple[SavedLeaf, Any]:
     """Returns the manifest's entry of a leaf, and the array to store."""
     if isinstance(value, (bool, int, float, complex)) and not isinstance(
         value, np.generic
@@ -245,7 +245,7 @@ def _saved(path: str, parts: tuple[str, ...], value: Any) -> tuple[SavedLeaf, An
     return leaf, value
 
 
-def _check_dtype(path: str, dtype: Any) -> None:
+def _check_dtype(path: str, dtype: DType) -> None:
     """Raises if files cannot hold a NumPy dtype."""
     if _jax.is_extended(dtype):
         return
@@ -280,7 +280,7 @@ PYTHON_TYPES = {
 }
 
 
-def _unknown(path: str, value: Any) -> str:
+def _unknown(path: str, value: Leaf) -> str:
     where = path or "the state"
     if isinstance(value, jax.ShapeDtypeStruct):
         return (
@@ -293,7 +293,7 @@ def _unknown(path: str, value: Any) -> str:
     )
 
 
-def _as_bytes(x: Any) -> Any:
+def _as_bytes(x: np.ndarray | jax.Array) -> Any:
     """Returns an array of a dtype that no file format has, as a byte per element."""
     if isinstance(x, np.ndarray):
         return x.view(np.uint8)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import ArrayLike
 
-from meshlayout._annotations import PyTree
+from meshlayout._annotations import Leaf, PyTree
 from meshlayout._checks import shown
 from meshlayout.errors import MetricError
 from meshlayout.metrics.elements import as_array
@@ -88,11 +88,11 @@ def adapt(metric: Any, **sources: str | int) -> "Metric | Adapted":
     raise MetricError(msg)
 
 
-def _is_ours(metric: Any) -> bool:
+def _is_ours(metric: object) -> bool:
     return isinstance(metric, (Metric, AdaptedModelOutput, AdaptedNnx, AdaptedParts))
 
 
-def _is_class(metric: Any) -> bool:
+def _is_class(metric: object) -> bool:
     """Returns whether this is a class of metrics that are made by calling it."""
     is_called = hasattr(metric, "update") and not hasattr(metric, "empty")
     return isinstance(metric, type) and is_called
@@ -114,7 +114,7 @@ def _check_alike(metric: "Adapted", other: Any) -> None:
         raise MetricError(msg)
 
 
-def _blanked(value: Any, weights: jax.Array | None) -> Any:
+def _blanked(value: Leaf, weights: jax.Array | None) -> Any:
     """Returns a value with 0 where the weight is 0."""
     if weights is None or not hasattr(value, "shape") or not hasattr(value, "dtype"):
         return value

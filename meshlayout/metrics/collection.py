@@ -9,7 +9,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from meshlayout import _jax, _render
-from meshlayout._annotations import Batch
+from meshlayout._annotations import Batch, Leaf
 from meshlayout._checks import shown
 from meshlayout.errors import MetricError, did_you_mean
 from meshlayout.metrics.inputs import update_from
@@ -89,7 +89,7 @@ class Metrics(Mapping[str, Any]):
         built: Any = self._built
         return built
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         msg = f"Metrics cannot be changed: make new ones instead of setting {name!r}."
         raise AttributeError(msg)
 
@@ -248,7 +248,7 @@ def _names(names: list[str]) -> str:
     return ", ".join(map(repr, names))
 
 
-def _one_copy(leaf: Any) -> Any:
+def _one_copy(leaf: Leaf) -> Any:
     """Returns an array as one device has it: small sums cost more on all of them."""
     is_spread = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
     if is_spread and leaf.is_fully_replicated and not _jax.is_extended(leaf.dtype):
@@ -256,7 +256,7 @@ def _one_copy(leaf: Any) -> Any:
     return leaf
 
 
-def _on_host(value: Any) -> Any:
+def _on_host(value: Leaf) -> Any:
     value = _jax.to_host(value) if isinstance(value, jax.Array) else np.asarray(value)
     return float(value) if value.ndim == 0 else value
 

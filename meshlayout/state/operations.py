@@ -25,6 +25,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from meshlayout import _jax
+from meshlayout._annotations import Equation
 from meshlayout._bit_exact import (
     ShardingPlan,
     inlined,
@@ -204,7 +205,7 @@ class Operations:
         return results
 
     def _operation(
-        self, index: int, eqn: Any, last_use: dict[Any, int], results: set[Any]
+        self, index: int, eqn: Equation, last_use: dict[Any, int], results: set[Any]
     ) -> _Operation:
         # Literals are operands too, as they are without jit: a constant would be
         # folded into the program, and change its bits.

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from meshlayout import _checks, _jax, _paths, _render
+from meshlayout._annotations import DType, Leaf, PyTree
 from meshlayout.errors import StateError, did_you_mean
 
 
@@ -157,7 +158,7 @@ def _policy(precision: Any) -> PrecisionPolicy:
 
 
 def cast_for_compute(
-    tree: Any, policies: Policies, casting: Collection[str] = ()
+    tree: PyTree, policies: Policies, casting: Collection[str] = ()
 ) -> Any:
     """Casts floating-point parameters to the dtypes they are used in.
 
@@ -179,12 +180,12 @@ def cast_for_compute(
     )
 
 
-def cast(value: Any, dtype: Any) -> Any:
+def cast(value: PyTree, dtype: DType | None) -> Any:
     """Casts floating-point arrays in a tree, not in NNX objects; None casts nothing."""
     if dtype is None:
         return value
 
-    def one(leaf: Any) -> Any:
+    def one(leaf: Leaf) -> Any:
         kind = None if _paths.is_nnx_object(leaf) else getattr(leaf, "dtype", None)
         if (
             kind is None
@@ -197,7 +198,7 @@ def cast(value: Any, dtype: Any) -> Any:
     return jax.tree.map(one, value, is_leaf=_paths.is_nnx_object)
 
 
-def check_params(params: Any, policies: Policies) -> None:
+def check_params(params: PyTree, policies: Policies) -> None:
     """Raises StateError if parameters do not fit the policies.
 
     They do not if one is stored in another dtype than its policy says, or if a pattern

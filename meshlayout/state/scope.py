@@ -21,6 +21,7 @@ import jax
 from flax import errors as flax_errors, linen as nn, nnx
 
 from meshlayout import _jax, _paths
+from meshlayout._annotations import PyTree
 from meshlayout._bit_exact import finest_layout
 from meshlayout._patches import SharedPatches
 from meshlayout.errors import LayoutMapError, LayoutWarning, StateError, stack_level
@@ -178,7 +179,7 @@ class Scope:
         _adopt(module, copies, objects)
         return module
 
-    def _lenient(self, node: Any) -> Resolved:
+    def _lenient(self, node: PyTree) -> Resolved:
         """Resolves what has a rule; spreads the rest until its path is final."""
         # The module is entry 0 of what was built, the caller's Rngs are entry 1.
         flat = _paths.flatten(node)
@@ -237,7 +238,7 @@ def _current_resolution(leaf: _paths.Leaf) -> Resolution:
     return Resolution(leaf.path, x.shape, x.dtype, layout, None, why, None, None, size)
 
 
-def _lay_out(node: nnx.Pytree, state: "nnx.State[Any, Any]", layouts: Any) -> None:
+def _lay_out(node: nnx.Pytree, state: "nnx.State[Any, Any]", layouts: PyTree) -> None:
     """Moves arrays of an NNX object: those of its state, or of a part of it."""
     flat = _paths.flatten(state)
     remaining = iter(jax.tree.leaves(layouts))
@@ -343,11 +344,11 @@ _constructors = SharedPatches(
 )
 
 
-def _is_nnx_object(node: Any) -> TypeGuard[nnx.Pytree]:
+def _is_nnx_object(node: object) -> TypeGuard[nnx.Pytree]:
     return isinstance(node, nnx.Pytree)
 
 
-def _nnx_objects(tree: Any) -> list[nnx.Pytree]:
+def _nnx_objects(tree: PyTree) -> list[nnx.Pytree]:
     nodes = jax.tree.leaves(tree, is_leaf=_is_nnx_object)
     return [node for node in nodes if _is_nnx_object(node)]
 

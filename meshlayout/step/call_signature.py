@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from meshlayout import _jax, _paths, _render
-from meshlayout._annotations import PyTree
+from meshlayout._annotations import Leaf, PyTree
 from meshlayout.errors import StepError
 
 
@@ -67,7 +67,7 @@ def labelled(
     ]
 
 
-def _aval_text(leaf: Any) -> str:
+def _aval_text(leaf: Leaf) -> str:
     if not hasattr(leaf, "dtype"):
         leaf = np.asarray(leaf)
         leaf = jax.ShapeDtypeStruct(
@@ -122,7 +122,7 @@ def differences(last: CallSignature, now: CallSignature) -> list[str]:
     return found
 
 
-def structure_text(name: str, old: Any, new: Any) -> str:
+def structure_text(name: str, old: PyTree, new: PyTree) -> str:
     """Says how the state that a step returned is unlike the one that came in."""
     was, now = dict(named_leaves(old)), dict(named_leaves(new))
     lost = [repr(path) for path in was if path not in now]
@@ -142,14 +142,14 @@ def structure_text(name: str, old: Any, new: Any) -> str:
     )
 
 
-def what(value: Any) -> str:
+def what(value: object) -> str:
     """Returns what kind of thing a value is, with its article."""
     if isinstance(value, tuple):
         return f"a tuple of {len(value)}"
     return f"a {type(value).__name__}"
 
 
-def layout_of(leaf: Any) -> Any:
+def layout_of(leaf: Leaf) -> Any:
     """Returns the sharding of a leaf that has one of its own, else None."""
     if isinstance(leaf, Tracer):  # the step is called inside another jit
         return None
@@ -158,7 +158,7 @@ def layout_of(leaf: Any) -> Any:
     return leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
 
 
-def is_array_like(leaf: Any) -> bool:
+def is_array_like(leaf: Leaf) -> bool:
     """Returns whether jit accepts a leaf as an array."""
     return hasattr(leaf, "dtype") or isinstance(leaf, (int, float, complex))
 
@@ -176,7 +176,7 @@ def mesh_text(mesh: Any) -> str:
     return ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
 
 
-def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
     """Returns the path and value of every leaf."""
     entries = jax.tree_util.tree_flatten_with_path(tree)[0]
     return [("/".join(map(_paths.key_name, keys)), leaf) for keys, leaf in entries]
@@ -200,7 +200,7 @@ def gives_memory_twice(state: PyTree, rest: PyTree) -> bool:
     return used_up or is_twice
 
 
-def _is_deleted(leaf: Any) -> bool:
+def _is_deleted(leaf: Leaf) -> bool:
     return isinstance(leaf, jax.Array) and (
         not isinstance(leaf, Tracer) and leaf.is_deleted()
     )
@@ -231,7 +231,7 @@ def check_arguments(
     _check_devices(name, args[0], rest)
 
 
-def _check_devices(name: str, state: Any, rest: list[tuple[str, Any]]) -> None:
+def _check_devices(name: str, state: PyTree, rest: list[tuple[str, Any]]) -> None:
     """Raises StepError if arguments are on other devices than the state."""
     layouts = [layout_of(leaf) for leaf in jax.tree.leaves(state)]
     first = next((one for one in layouts if one is not None), None)

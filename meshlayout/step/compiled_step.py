@@ -23,6 +23,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlayout import _checks, _jax, _paths, _render
+from meshlayout._annotations import Leaf, PyTree
 from meshlayout.errors import RecompileWarning, StepError, did_you_mean, stack_level
 from meshlayout.layout_map import LayoutMap, activate
 from meshlayout.state import TrainState
@@ -152,7 +153,7 @@ class _JittedStep:
     spread: bool  # several devices: JAX may crash on memory given twice, so look
     bounded: bool  # several CPU devices: bound what is in flight
 
-    def flattened(self, state: Any) -> Any:
+    def flattened(self, state: PyTree) -> Any:
         """Returns a state as the function takes it."""
         if self.structure is None:
             return state
@@ -526,7 +527,7 @@ class CompiledStep(Generic[P, R]):
         rest = signature.rest_def.unflatten(signature.rest_layouts)
         seen: list[CallSignature] = []
 
-        def traced(static: tuple[Any, ...], state: Any, rest: Any) -> Any:
+        def traced(static: tuple[Any, ...], state: PyTree, rest: Any) -> Any:
             step = functools.partial(self._traced, seen, static)
             if axes is not None:
                 step = with_right_gradients(step, axes)
@@ -567,7 +568,7 @@ class CompiledStep(Generic[P, R]):
         self,
         seen: list[CallSignature],
         static: tuple[Any, ...],
-        state: Any,
+        state: PyTree,
         rest: Any,
     ) -> Any:
         args, kwargs = rest
@@ -600,7 +601,7 @@ class CompiledStep(Generic[P, R]):
             raise StepError(line)
         warnings.warn(line, RecompileWarning, stacklevel=stack_level())
 
-    def _kept(self, old: Any, new: Any) -> Any:
+    def _kept(self, old: PyTree, new: PyTree) -> Any:
         """Returns the new state, or raises if it is not of the old one's kind."""
         if jax.tree.structure(old) != jax.tree.structure(new):
             raise StepError(structure_text(self._name, old, new))
@@ -663,7 +664,7 @@ def _whole(layouts: tuple[Any, ...]) -> NamedSharding | None:
     return None if mesh is None else NamedSharding(mesh, PartitionSpec())
 
 
-def _placed(state: Any, signature: _Signature) -> Any:
+def _placed(state: PyTree, signature: _Signature) -> Any:
     """Places the leaves that had no layout: else the next call would be another one."""
     leaves = [
         leaf if layout is None or layout_of(leaf) else jax.device_put(leaf, layout)
@@ -682,7 +683,7 @@ def _rest_placed(
     if whole is None:
         return args, kwargs
 
-    def placed(leaf: Any) -> Any:
+    def placed(leaf: Leaf) -> Any:
         is_array = hasattr(leaf, "dtype") and not isinstance(
             leaf, (Tracer, jax.ShapeDtypeStruct)
         )
@@ -693,7 +694,7 @@ def _rest_placed(
     return (args[0], *rest), kwargs
 
 
-def _one_mesh(name: str, state: Any, layouts: list[Any]) -> tuple[Any, ...]:
+def _one_mesh(name: str, state: PyTree, layouts: list[Any]) -> tuple[Any, ...]:
     """Gives leaves without a layout the replicated one, if the others have a mesh."""
     whole = _whole(tuple(layouts))
     if whole is None:

@@ -170,7 +170,7 @@ def _epoch_program(
     mesh = _epoch_mesh(state, batch_axes)
     data = mesh.put(data)
 
-    def batch_at(data: PyTree, order: jax.Array, start: Any) -> Batch:
+    def batch_at(data: PyTree, order: jax.Array, start: jax.Array | int) -> Batch:
         picked = jax.lax.dynamic_slice_in_dim(order, start, global_batch_size)
         real = picked >= 0
         batch = map_batch(lambda leaf: leaf[jnp.maximum(picked, 0)], data)
@@ -181,7 +181,7 @@ def _epoch_program(
             batch = with_weights(batch, train_step.weights, weights)
         return map_batch(lambda leaf: mesh.constrain(leaf, 0), batch)
 
-    def order_of(shuffle: Any) -> jax.Array:
+    def order_of(shuffle: jax.Array | None) -> jax.Array:
         order = jnp.arange(rows)
         if shuffle is not None:
             order = jax.random.permutation(shuffle, order)

@@ -267,7 +267,7 @@ def make_predict_step(
 
     compiled = compile_step(predict, layouts=layouts, on_recompile=on_recompile)
 
-    def predict_step(state: TrainState, batch: Any) -> Any:
+    def predict_step(state: TrainState, batch: Batch) -> Any:
         """Returns the model's predictions for a batch."""
         check_state("predict_step", state)
         with in_own_mesh(state):

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from meshlayout import _jax, _paths, _render
-from meshlayout._annotations import Batch, PyTree
+from meshlayout._annotations import Batch, DType, PyTree
 from meshlayout._batches import map_batch, num_examples, without_nan_padding
 from meshlayout.errors import StepError
 from meshlayout.metrics import Metrics
@@ -307,7 +307,7 @@ def is_statistic(leaf: jax.Array) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def _sum_dtype(dtype: Any) -> Any:
+def _sum_dtype(dtype: DType) -> Any:
     """Returns the dtype to add gradients in: many small ones vanish in bfloat16."""
     return jnp.promote_types(dtype, "float32")
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import linen as nn, nnx
 
 from meshlayout import _checks, _paths
+from meshlayout._annotations import Batch, PyTree
 from meshlayout.errors import StepError
 from meshlayout.losses import ModelLoss
 from meshlayout.losses.model_losses import COLLECTION
@@ -82,9 +83,9 @@ class ModelCall:
     def __call__(
         self,
         state: TrainState,
-        params: Any,
-        model_state: Any,
-        batch: Any,
+        params: PyTree,
+        model_state: PyTree,
+        batch: Batch,
         key: jax.Array,
         interceptors: Interceptors = (),
     ) -> Outcome:
@@ -103,7 +104,7 @@ class ModelCall:
         def call(model: Any) -> Any:
             return self.loss_fn(model, batch, **self._extras(key))
 
-        def bound(params: Any) -> Any:
+        def bound(params: PyTree) -> Any:
             return bound_model(state, params, model_state, key, train=self.train)
 
         model, casting = cast_model(self.policies, state, params, bound, call)
@@ -148,7 +149,12 @@ def check_loss_fn(name: str, where: str, function: Callable[..., Any]) -> None:
 
 
 def bound_model(
-    state: TrainState, params: Any, model_state: Any, key: jax.Array, *, train: bool
+    state: TrainState,
+    params: PyTree,
+    model_state: PyTree,
+    key: jax.Array,
+    *,
+    train: bool,
 ) -> Any:
     """Returns a model around arrays, in training or evaluation mode.
 
@@ -174,7 +180,7 @@ def bound_model(
     return model
 
 
-def collect(model: Any, before: Any) -> tuple[dict[str, Any], Any]:
+def collect(model: Any, before: PyTree) -> tuple[dict[str, Any], Any]:
     """Returns the recorded losses of a model by path, and its other arrays.
 
     Args:
@@ -195,7 +201,7 @@ def collect(model: Any, before: Any) -> tuple[dict[str, Any], Any]:
     return recorded, nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
 
 
-def _named(tree: Any, is_loss: Callable[[str], bool]) -> dict[str, Any]:
+def _named(tree: PyTree, is_loss: Callable[[str], bool]) -> dict[str, Any]:
     """Returns sown values by path; those of one name are numbered from the second."""
     found: dict[str, Any] = {}
     for leaf in _paths.flatten(tree).leaves:
@@ -241,7 +247,7 @@ def handled_calls(model: Module, interceptors: Interceptors) -> Iterator[None]:
 def cast_model(
     policies: Policies,
     state: TrainState,
-    params: Any,
+    params: PyTree,
     bound: Callable[[Any], Any],
     call: Callable[[Any], Any],
 ) -> tuple[Any, tuple["Casting", ...]]:
@@ -271,7 +277,7 @@ def cast_model(
     return model, (casting,)
 
 
-def _has_dtype(module: Any) -> bool:
+def _has_dtype(module: object) -> bool:
     return hasattr(module, "dtype")
 
 

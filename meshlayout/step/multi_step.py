@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from meshlayout import _jax
+from meshlayout._annotations import PyTree
 from meshlayout.errors import StepError
 
 
@@ -70,7 +71,7 @@ def _check_any(batches: list[Any]) -> None:
         raise StepError(msg)
 
 
-def like(old: Any, new: Any) -> Any:
+def like(old: PyTree, new: PyTree) -> Any:
     """Returns a state whose leaves are as weakly typed as before, as a loop wants."""
     return jax.tree.map(
         lambda a, b: _jax.with_weak_type(b, jax.typeof(a).weak_type), old, new
@@ -108,7 +109,7 @@ class FixedCalls:
             raise StepError(msg)
         return found
 
-    def run(self, step: Any, state: Any, batches: Any, metrics: Any) -> Any:
+    def run(self, step: Any, state: PyTree, batches: Any, metrics: Any) -> Any:
         """Runs a step on each batch."""
         return step._run(state, self.stacked(batches), metrics)
 
@@ -138,7 +139,7 @@ class TimedCalls:
         """Returns the batches of one call, stacked."""
         return batches if isinstance(batches, Stacked) else stack(batches)
 
-    def run(self, step: Any, state: Any, batches: Any, metrics: Any) -> Any:
+    def run(self, step: Any, state: PyTree, batches: Any, metrics: Any) -> Any:
         """Runs a step on each batch.
 
         Raises:
@@ -175,7 +176,7 @@ class TimedCalls:
 
 
 def _run(
-    step: Any, state: Any, batches: list[Any], metrics: Any, *, is_scanned: bool
+    step: Any, state: PyTree, batches: list[Any], metrics: Any, *, is_scanned: bool
 ) -> Any:
     if is_scanned:
         return step._run(state, stack(batches), metrics)

@@ -57,7 +57,7 @@ class StepMesh:
         entries[dim] = self.axes
         return _jax.constrain(x, NamedSharding(self.mesh, PartitionSpec(*entries)))
 
-    def put(self, tree: Any, *, is_own: bool = False) -> Any:
+    def put(self, tree: PyTree, *, is_own: bool = False) -> Any:
         """Puts arrays that are on no mesh on every device; others stay.
 
         Args:
@@ -69,7 +69,7 @@ class StepMesh:
             return tree
         is_own = is_own and not self.sharding.is_fully_addressable
 
-        def one(leaf: Any) -> Any:
+        def one(leaf: Leaf) -> Any:
             if self.is_abstract and not isinstance(leaf, jax.ShapeDtypeStruct):
                 leaf = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
             if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -86,7 +86,7 @@ class StepMesh:
 
         return jax.tree.map(one, tree)
 
-    def everywhere(self, tree: Any) -> Any:
+    def everywhere(self, tree: PyTree) -> Any:
         """Keeps values inside jit the same on every device."""
         if not isinstance(self.sharding, NamedSharding):
             return tree
@@ -116,7 +116,7 @@ def in_own_mesh(tree: PyTree) -> AbstractContextManager[None]:
 _NOTHING = contextlib.nullcontext()
 
 
-def step_mesh_of(state: Any, batch: Any, dim: int = 0) -> StepMesh:
+def step_mesh_of(state: PyTree, batch: Batch, dim: int = 0) -> StepMesh:
     """Returns the mesh of a state and the axes that shard a batch.
 
     Args:
@@ -132,7 +132,7 @@ def step_mesh_of(state: Any, batch: Any, dim: int = 0) -> StepMesh:
     return StepMesh(mesh, row_axes(batch, dim), sharding, is_abstract)
 
 
-def row_axes(batch: Any, dim: int = 0) -> tuple[str, ...]:
+def row_axes(batch: Batch, dim: int = 0) -> tuple[str, ...]:
     """Returns the mesh axes that shard a dim of a batch, the first unless told."""
     for leaf in jax.tree.leaves(batch):
         sharding = _jax.sharding_of(leaf)
@@ -183,7 +183,7 @@ def _is_placed(leaf: Leaf) -> bool:
     return _jax.is_committed(leaf)
 
 
-def note_if_replicated(state: Any, batch: Any) -> None:
+def note_if_replicated(state: PyTree, batch: Batch) -> None:
     """Logs that every device computes a whole batch that could be divided.
 
     Args:
@@ -221,7 +221,7 @@ class ZeroLayout:
     reason: str
 
 
-def zero_layouts(tree: Any, replicas: StepMesh) -> list[ZeroLayout]:
+def zero_layouts(tree: PyTree, replicas: StepMesh) -> list[ZeroLayout]:
     """Shards arrays over the axes that shard the batch, each on one dim more.
 
     The largest dim that divides takes the axes. Small arrays stay as they are.

@@ -135,11 +135,14 @@ class Program:
         """Returns a function that runs one step after the other over a dataset."""
 
         def train_epoch(
-            state: TrainState, data: PyTree, shuffle: Any, metrics: FlatMetrics
+            state: TrainState,
+            data: PyTree,
+            shuffle: jax.Array | None,
+            metrics: FlatMetrics,
         ) -> tuple[TrainState, tuple[FlatMetrics, Report]]:
             order = order_of(shuffle)
 
-            def body(carry: tuple[TrainState, FlatMetrics], start: Any) -> Any:
+            def body(carry: tuple[TrainState, FlatMetrics], start: jax.Array) -> Any:
                 batch = batch_at(data, order, start)
                 state, (metrics, report) = self.train_step(carry[0], batch, carry[1])
                 return (like(carry[0], state), metrics), report

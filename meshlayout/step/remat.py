@@ -10,6 +10,7 @@ import jax
 from flax import linen as nn, nnx
 
 from meshlayout import _paths
+from meshlayout._annotations import Leaf, PyTree
 from meshlayout.errors import StepError
 from meshlayout.step.interception import Call, Module
 
@@ -81,7 +82,7 @@ class Rematting:
         params: The model's parameters, whose paths tell which submodules are blocks.
     """
 
-    def __init__(self, rules: tuple[RematRule, ...], params: Any) -> None:
+    def __init__(self, rules: tuple[RematRule, ...], params: PyTree) -> None:
         self._rules = rules
         self._blocks = block_paths(
             [leaf.path for leaf in _paths.flatten(params).leaves]
@@ -215,5 +216,5 @@ def _lifted(
     return recomputed
 
 
-def _is_array(leaf: Any) -> bool:
+def _is_array(leaf: Leaf) -> bool:
     return hasattr(leaf, "dtype") and hasattr(leaf, "shape")

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshlayout import _jax, losses
+from meshlayout._annotations import Leaf, PyTree
 from meshlayout.errors import MetricError, StepError
 from meshlayout.metrics import Last, Mean, Metrics, Sum, Throughput, adapt
 from meshlayout.step.call_signature import is_array_like, named_leaves
@@ -143,16 +144,16 @@ class MetricsStart:
         return jax.tree.map(start, self.empty, is_leaf=_is_clock)
 
 
-def _is_clock(node: Any) -> bool:
+def _is_clock(node: object) -> bool:
     return isinstance(node, Throughput)
 
 
-def strong(tree: Any) -> Any:
+def strong(tree: PyTree) -> Any:
     """Returns a tree of arrays, none weakly typed as Python's numbers are."""
     return jax.tree.map(_as_strong, tree)
 
 
-def _as_strong(leaf: Any) -> Any:
+def _as_strong(leaf: Leaf) -> Any:
     if isinstance(leaf, (int, float, complex)):
         leaf = np.asarray(leaf)
         return leaf.astype(_jax.canonical_dtype(leaf.dtype))
@@ -234,12 +235,12 @@ def empty_metrics(
     return Metrics({**own, **cast})
 
 
-def _cast(tree: Any, like: Any) -> Any:
+def _cast(tree: PyTree, like: PyTree) -> Any:
     """Returns a tree in the dtypes of one that is like it, where those hold more."""
     if jax.tree.structure(tree) != jax.tree.structure(like):
         return tree
 
-    def one(leaf: Any, other: Any) -> Any:
+    def one(leaf: Leaf, other: Leaf) -> Any:
         if leaf.dtype == other.dtype or isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
         return leaf.astype(jnp.promote_types(leaf.dtype, other.dtype))

@@ -69,7 +69,7 @@ class Update:
         }
         return {name: makers[name]() for name in self.names()}
 
-    def trainable_in(self, params: Any) -> Trainable:
+    def trainable_in(self, params: PyTree) -> Trainable:
         """Returns which parameters are trained.
 
         Raises:
@@ -135,7 +135,7 @@ class Update:
         return new, notes, report
 
     def _updated(
-        self, state: TrainState, trainable: Trainable, grads: Any, value: Any
+        self, state: TrainState, trainable: Trainable, grads: PyTree, value: Any
     ) -> Any:
         """Returns the state after the optimizer's update of what is trained."""
         if not trainable.is_all:
@@ -247,13 +247,13 @@ def _averaged(param: jax.Array) -> jax.Array:
     return jnp.copy(param)
 
 
-def global_norm(tree: Any) -> jax.Array:
+def global_norm(tree: PyTree) -> jax.Array:
     """Returns the square root of the sum of all squares, in float32."""
     squares = [jnp.square(x.astype("float32")).sum() for x in jax.tree.leaves(tree)]
     return jnp.sqrt(jnp.stack(squares).sum())
 
 
-def learning_rate(opt_state: Any) -> Any:
+def learning_rate(opt_state: optax.OptState) -> Any:
     """Returns the learning rate that an optimizer's state shows, or None.
 
     `optax.inject_hyperparams` keeps it there, also for a schedule.

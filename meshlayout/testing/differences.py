@@ -2,13 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from meshlayout import _paths, _render
-from meshlayout._annotations import Leaf, PyTree
+from meshlayout._annotations import DType, Leaf, PyTree
 from meshlayout.arrays import to_numpy
 from meshlayout.testing.expectations import VerificationError, leaf_text
 from meshlayout.testing.rounding_errors import Values, changes
@@ -81,7 +80,7 @@ class Tolerance:
     atol: float | None
     eps: float
 
-    def allowed(self, dtype: Any, largest: float, largest_change: float) -> float:
+    def allowed(self, dtype: DType, largest: float, largest_change: float) -> float:
         """Returns the largest difference that passes.
 
         Args:

@@ -6,7 +6,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlayout import _jax, _paths, _render
-from meshlayout._annotations import Leaf
+from meshlayout._annotations import Leaf, PyTree
 from meshlayout.errors import LayoutError, MeshLayoutError
 from meshlayout.layout import MATCH, Layout
 from meshlayout.layout_map import LayoutMap
@@ -34,7 +34,7 @@ def leaf_text(x: Leaf) -> str:
     return f"{_render.dtype_text(x.dtype)}[{', '.join(dims)}]"
 
 
-def assert_layout(x: Any, expected: Any) -> None:
+def assert_layout(x: PyTree, expected: Any) -> None:
     """Checks the layouts of arrays.
 
     Layouts are compared by their effect: every device must hold the same piece,

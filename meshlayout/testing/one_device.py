@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from meshlayout import _jax
+from meshlayout._annotations import Leaf, PyTree
 from meshlayout._default_mesh import default_mesh, get_default_mesh
 from meshlayout.arrays import copy_to_mesh, to_numpy
 from meshlayout.errors import RecompileWarning
@@ -60,17 +61,17 @@ def alone(mesh: Mesh) -> Iterator[None]:
         yield
 
 
-def to_one_device(tree: Any, mesh: Mesh) -> Any:
+def to_one_device(tree: PyTree, mesh: Mesh) -> Any:
     """Copies the arrays of a tree to a mesh of one device; the rest stays as it is."""
     return jax.tree.map(lambda leaf: _to_one_device(leaf, mesh), tree)
 
 
-def copied(tree: Any) -> Any:
+def copied(tree: PyTree) -> Any:
     """Copies the arrays of a tree, each on its own devices."""
     return jax.tree.map(_copied, tree)
 
 
-def _to_one_device(leaf: Any, mesh: Mesh) -> Any:
+def _to_one_device(leaf: Leaf, mesh: Mesh) -> Any:
     if not isinstance(leaf, jax.Array):
         return leaf
     values = to_numpy(leaf)
@@ -84,7 +85,7 @@ def _to_one_device(leaf: Any, mesh: Mesh) -> Any:
     return _like(copy_to_mesh(values, layout), leaf)
 
 
-def _copied(leaf: Any) -> Any:
+def _copied(leaf: Leaf) -> Any:
     if isinstance(leaf, np.ndarray):
         return leaf.copy()
     if not isinstance(leaf, jax.Array):
@@ -97,6 +98,6 @@ def _copied(leaf: Any) -> Any:
     return jnp.copy(leaf)
 
 
-def _like(copy: Any, leaf: Any) -> Any:
+def _like(copy: Leaf, leaf: Leaf) -> Any:
     """Returns the copy, weakly typed if the leaf is: the program depends on it."""
     return _jax.with_weak_type(copy, jax.typeof(leaf).weak_type)

@@ -22,7 +22,7 @@ import optax
 from flax import linen as nn, nnx
 
 from meshlayout import _paths
-from meshlayout._annotations import Batch, PyTree
+from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout._batches import get_weights, num_examples
 from meshlayout.losses import ModelLoss
 from meshlayout.losses.model_losses import COLLECTION
@@ -109,7 +109,7 @@ class PlainLoss:
         if count in (0, len(is_real)):
             return batch
 
-        def rows(leaf: Any) -> Any:
+        def rows(leaf: Leaf) -> Any:
             if np.shape(leaf)[:1] != is_real.shape:
                 return leaf
             if is_last or _has_batch_norm(state):

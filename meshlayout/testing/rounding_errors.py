@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshlayout import _jax
-from meshlayout._annotations import PyTree
+from meshlayout._annotations import Leaf, PyTree
 
 
 Values: TypeAlias = dict[str, np.ndarray]
@@ -86,7 +86,7 @@ class RoundingErrors:
     def _off(self, tree: PyTree, rng: np.random.Generator) -> PyTree:
         """Returns a tree with every float off by its rounding error."""
 
-        def off(leaf: Any) -> Any:
+        def off(leaf: Leaf) -> Any:
             dtype = getattr(leaf, "dtype", None)
             if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
                 return leaf

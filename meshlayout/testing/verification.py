@@ -260,7 +260,7 @@ def _compared(
 # On the mesh.
 
 
-def _check_step(name: str, step: Any) -> None:
+def _check_step(name: str, step: object) -> None:
     if not callable(step):
         msg = (
             "verify takes a function (state, batch, ...) -> (state, aux) as its "

@@ -87,7 +87,7 @@ def as_callbacks(callbacks: Any) -> list[Callback]:
     return callbacks
 
 
-def _way_out(value: Any) -> str:
+def _way_out(value: object) -> str:
     """Returns a hint how to turn an object into a callback."""
     if isinstance(value, type) and issubclass(value, Callback):
         return f"Give an instance of it, {value.__name__}(...)."
@@ -111,7 +111,7 @@ def not_like_the_first(where: str, difference: str) -> MeshLayoutError:
     return MeshLayoutError(msg)
 
 
-def _text(result: Any) -> str:
+def _text(result: object) -> str:
     return "None" if result is None else f"a {type(result).__name__}"
 
 

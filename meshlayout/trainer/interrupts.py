@@ -2,6 +2,7 @@
 
 import signal
 import threading
+from types import FrameType
 from typing import Any, Self
 
 
@@ -43,7 +44,7 @@ class _Held:
         self._is_holding = False
         self._waiting: list[tuple[int, Any]] = []
 
-    def on_signal(self, number: int, frame: Any) -> None:
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Handles a signal now, or at the end of the block."""
         if not self._is_holding or len(self._waiting) >= _MAX_HELD:
             self._waiting.clear()

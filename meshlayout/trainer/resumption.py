@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import jax
 
+from meshlayout._annotations import Batch, PyTree
 from meshlayout.checkpoint.preemption import Preempted, Preemption
 from meshlayout.checkpoint.resume import resume
 from meshlayout.errors import CheckpointError, MeshLayoutError, StepError
@@ -155,7 +156,7 @@ def resume_fit(
 
     is_used_up = False
 
-    def first_step(state: Any, batch: Any) -> Any:
+    def first_step(state: PyTree, batch: Batch) -> Any:
         nonlocal is_used_up
         is_used_up = True
         placed = training_input.placer(batch).batch
