@@ -1,0 +1,65 @@
+"""Rules of the house that no linter knows: names, files and types of the package."""
+
+import ast
+import importlib
+import pkgutil
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+
+import meshlayout as ml
+
+
+ROOT = Path(ml.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+@pytest.fixture(scope="module")
+def trees():
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+
+
+def test_one_class_name_means_one_thing(trees):
+    places = defaultdict(list)
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                places[node.name.lstrip("_")].append(str(path.relative_to(ROOT)))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_files_are_named_by_nouns():
+    # What ends so is a gerund or a participle: it says what is done, not what is there.
+    endings = ("ing", "ed")
+    words = {path: path.stem.split("_")[-1] for path in FILES}
+    found = [
+        str(path.relative_to(ROOT))
+        for path, word in words.items()
+        if word.endswith(endings)
+    ]
+    assert found == []
+
+
+def test_few_parameters_are_of_any_type(trees):
+    counts = Counter()
+    for tree in trees.values():
+        for node in ast.walk(tree):
+            if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                continue
+            arguments = node.args
+            plain = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+            annotated = [x.annotation for x in plain if x.annotation is not None]
+            counts["all"] += len(annotated)
+            counts["Any"] += sum(ast.unparse(x) == "Any" for x in annotated)
+    assert counts["Any"] < counts["all"] / 10
+
+
+def test_every_public_module_lists_what_it_holds():
+    assert set(ml.__all__) == {name for name in dir(ml) if not name.startswith("_")}
+    for name in ml.__all__:
+        assert hasattr(ml, name)
+    for module in pkgutil.walk_packages(ml.__path__, "meshlayout."):
+        listed = getattr(importlib.import_module(module.name), "__all__", ())
+        loaded = importlib.import_module(module.name)
+        assert [name for name in listed if not hasattr(loaded, name)] == []
