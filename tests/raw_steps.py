@@ -209,6 +209,24 @@ def right_loss(apply: Any, params: Any, rest: Any, batch: Any) -> Any:
     return weighted_mean(losses, batch["weight"]), (logits, rest)
 
 
+def microbatch_loss(apply: Any, params: Any, rest: Any, batch: Any) -> Any:
+    """The same with the batch statistics of four microbatches, one after another.
+
+    Microbatch i is rows i, i + 4, i + 8, ...; the denominator is the whole batch's.
+    """
+    total, pieces = 0.0, []
+    for part in range(4):
+        rows = {name: x[part::4] for name, x in batch.items()}
+        logits, rest = apply(params, rest, rows["input"])
+        losses = cross_entropies(logits, rows["label"])
+        total += weighted_mean(losses, rows["weight"]) * rows["weight"].sum()
+        pieces.append(logits)
+    every = jnp.zeros((len(batch["label"]), *pieces[0].shape[1:]), pieces[0].dtype)
+    for part, logits in enumerate(pieces):
+        every = every.at[part::4].set(logits)
+    return total / batch["weight"].sum(), (every, rest)
+
+
 @functools.cache
 def compiled(model: RawModel, loss: Callable[..., Any]) -> tuple[Any, Any, Any, Any]:
     """A compiled step, and what it starts from: parameters, other arrays, slots."""
@@ -233,14 +251,14 @@ def train(model: RawModel, kind: str, loss: Callable[..., Any] = right_loss) -> 
     Args:
         model: The model.
         kind: Which batches.
-        loss: The right loss, which is given the real rows alone; or a wrong one, which
+        loss: A right loss, which is given the real rows alone; or a wrong one, which
             is given the padding, too.
     """
     step, params, rest, opt_state = compiled(model, loss)
     losses, gradients, seen = [], [], []
     for number, batch in enumerate(batches_of(model, kind)):
         real = real_rows(batch, kind, number)
-        given = real if loss is right_loss else batch
+        given = real if loss in (right_loss, microbatch_loss) else batch
         params, rest, opt_state, value, found, logits = step(
             params, rest, opt_state, given
         )
