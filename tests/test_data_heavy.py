@@ -9,6 +9,7 @@ import pytest
 
 import meshlayout as ml
 from meshlayout.data import distribute_dataset, from_tfds
+from tests.processes import run_processes
 from tests.tfds_directory import NUM_ROWS, made_up_examples, tiny_directory
 
 
@@ -211,7 +212,7 @@ def test_a_tf_dataset_cannot_seek_and_skips_by_reading_where_asked(mesh, tf):
     with pytest.raises(ml.errors.DataError) as error:
         again.set_state(state)
     assert str(error.value) == (
-        "this source cannot go to row 8 of epoch 1: it tells no place. "
+        "this source cannot go to row 8 of epoch 1: it does not know its place. "
         "iterator.set_state(state, skip=True) reads the rows before it, and drops them."
     )
     again = iter(new())
@@ -394,6 +395,73 @@ def test_a_data_loader_that_keeps_its_workers_serves_one_pass_at_a_time(mesh, to
     )
     np.testing.assert_array_equal(next(second)["y"], Y[4:8])
     check(data, {"y": Y})
+
+
+def loaders_of_processes():
+    """What is said of loaders that read differently, and what a part of its own gives."""
+    import torch
+
+    here = jax.process_index()
+    mesh = ml.create_mesh({"batch": 4})
+    numbers = [{"y": int(y)} for y in Y]
+    torch.manual_seed(here)
+    shuffled = torch.utils.data.DataLoader(numbers, batch_size=4, shuffle=True)
+    seeded = torch.utils.data.DataLoader(
+        numbers, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(5)
+    )
+    sampler = torch.utils.data.DistributedSampler(
+        numbers, num_replicas=2, rank=here, shuffle=False
+    )
+    part = torch.utils.data.DataLoader(numbers, batch_size=4, sampler=sampler)
+
+    def read(loader, **options):
+        try:
+            data = distribute_dataset(loader, mesh, global_batch_size=8, **options)
+            return [
+                np.asarray(shard.data)[np.asarray(weight.data) > 0].tolist()
+                for batch in data
+                for shard, weight in zip(
+                    batch["y"].addressable_shards,
+                    batch["weight"].addressable_shards,
+                    strict=True,
+                )
+            ]
+        except ml.errors.DataError as error:
+            return str(error)
+
+    return {
+        "shuffled": read(shuffled),
+        "part": read(part),
+        "seeded": read(seeded),
+        "part, said so": read(part, per_process=True),
+    }
+
+
+@pytest.fixture(scope="module")
+def two(torch):
+    return run_processes(2, loaders_of_processes)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", ["shuffled", "part"])
+def test_data_loaders_that_differ_between_processes_are_refused_on_both(two, name):
+    assert [here[name] for here in two] == [
+        "the source gives process 0 and process 1 different examples: 'y' differs in "
+        "some rows. Without per_process=True, every process reads all examples in "
+        "the same order, and keeps those of its devices: otherwise examples are lost. "
+        "If the source gives each process a part of its own, say per_process=True; if "
+        "it shuffles or draws random numbers, give it one seed on all processes; if it "
+        "lists files, sort them."
+    ] * 2
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", ["seeded", "part, said so"])
+def test_the_ways_out_for_data_loaders_give_every_example_once(two, name):
+    parts = [[y for shard in here[name] for y in shard] for here in two]
+    assert sorted(parts[0] + parts[1]) == Y.tolist()
+    if name == "part, said so":
+        assert [sorted(part) for part in parts] == [Y[::2].tolist(), Y[1::2].tolist()]
 
 
 def test_an_iterable_dataset_comes_in_a_data_loader(mesh, torch):
