@@ -1,5 +1,6 @@
 """TensorFlow's, PyTorch's and Hugging Face's objects as sources, with the packages."""
 
+import importlib
 import json
 
 import jax
@@ -399,7 +400,7 @@ def test_a_data_loader_that_keeps_its_workers_serves_one_pass_at_a_time(mesh, to
 
 def loaders_of_processes():
     """What is said of loaders that read differently, and what a part of its own gives."""
-    import torch
+    torch = importlib.import_module("torch")
 
     here = jax.process_index()
     mesh = ml.create_mesh({"batch": 4})
