@@ -222,16 +222,17 @@ def choice(
             you mean 'max'?
     """
     allowed = list(choices)
-    for one in allowed:
-        # By type as well: True == 1, and an array's == gives an array.
-        if type(one) is type(value) and one == value:
-            return one
+    for allowed_value in allowed:
+        # By type as well: True == 1, and == on an array returns an array.
+        if type(allowed_value) is type(value) and allowed_value == value:
+            return allowed_value
     *first, last = map(repr, allowed)
     what = f"{', '.join(first)} or {last}" if first else last
-    near = did_you_mean(value, filter(lambda x: isinstance(x, str), allowed))  # type: ignore[arg-type]
-    if not isinstance(value, str):
-        near = ""
-    raise _refusal(name, value, what, where, error, near.strip() or hint)
+    texts = [
+        allowed_value for allowed_value in allowed if isinstance(allowed_value, str)
+    ]
+    near = did_you_mean(value, texts).strip() if isinstance(value, str) else ""
+    raise _refusal(name, value, what, where, error, near or hint)
 
 
 def pattern(
