@@ -138,7 +138,7 @@ def map_batch(function: Callable[[Any], Any], batch: Batch) -> Batch:
 
 
 def get_weights(batch: Batch, key: WeightsKey) -> Any:
-    """Returns whatever a batch holds where its weights go, unchecked, or None.
+    """Returns the batch's entry under the weights key, unchecked, or None.
 
     Args:
         batch: A mapping, a tuple or list, an object with fields, or an array, which

@@ -187,7 +187,7 @@ _REORDERINGS = ("reshape", "squeeze", "expand_dims", "concatenate", "stack")
 def _operand_specs(eqn: Equation, sharding: NamedSharding) -> list[Any] | None:
     """Returns how an operand must be sharded for a reordering to move nothing.
 
-    Returns None for other operations, and if there is no such sharding.
+    Returns None for other operations, or if no sharding preserves the bits.
     """
     name, shape = eqn.primitive.name, eqn.invars[0].aval.shape
     specs = [*sharding.spec, *[None] * (eqn.outvars[0].aval.ndim - len(sharding.spec))]

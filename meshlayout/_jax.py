@@ -140,7 +140,7 @@ def memory_kinds(device: Any) -> tuple[tuple[str, ...], str | None]:
 
 
 def apply_operation(eqn: Equation, operands: list[Any]) -> list[Any]:
-    """Applies one operation of a jaxpr, under the configuration it was traced in.
+    """Runs one jaxpr operation under the configuration it was traced in.
 
     The mesh is left out of that configuration: the operands are laid out already,
     and JAX refuses operands on another mesh, or on other types of axes, than the one
@@ -193,7 +193,7 @@ def without_sharding_types(closed: Any) -> Any:
     tests/test_create_under_a_mesh.py notices when they change.
 
     Args:
-        closed: A closed jaxpr; returned as it is if no value is on Explicit axes.
+        closed: A closed jaxpr; returned unchanged if no value has Explicit axes.
     """
     jaxpr = closed.jaxpr
     values = [v for eqn in jaxpr.eqns for v in (*eqn.invars, *eqn.outvars)]

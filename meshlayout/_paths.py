@@ -119,7 +119,7 @@ def flatten(tree: PyTree, *, whole: bool = False) -> Flat:
 def leaf_names(
     tree: PyTree, is_leaf: Callable[[Any], bool] | None = None
 ) -> Iterator[str]:
-    """Yields the paths of a tree's leaves, for every leaf that JAX counts.
+    """Yields the path of every leaf in a tree.
 
     Unlike in `flatten`, a variable that modules share has several, and two may be the
     same.

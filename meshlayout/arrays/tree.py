@@ -168,7 +168,7 @@ def type_text(shape: Sequence[int], dtype: DTypeLike | None) -> str:
 
 
 def describe(x: Leaf) -> str:
-    """Returns what a value is, for a message that says what it should have been."""
+    """Describes a value for an error message about its type."""
     if isinstance(x, (np.ndarray, np.generic)):
         return f"a NumPy array {type_text(x.shape, x.dtype)}"
     if isinstance(x, jax.Array):

@@ -155,7 +155,7 @@ class Lease:
         return self._note.exists()
 
     def take(self) -> None:
-        """Writes a note, and checks before and after that there is no other.
+        """Writes an owner's note, and checks for other owners before and after.
 
         Raises:
             CheckpointError: If another process has the directory.

@@ -91,7 +91,7 @@ def match(
     is_foreign: bool = False,
     source: str = "what was saved",
 ) -> Matched:
-    r"""Finds the saved array for every array of a state.
+    r"""Matches every array of a state with its saved array.
 
     Args:
         saved: What was saved.
@@ -176,7 +176,7 @@ def match(
 
 
 def kind_of(dtype: DTypeLike) -> str:
-    """Returns what sort of values a dtype holds; no array is cast to another sort.
+    """Returns the kind of values a dtype holds; arrays are never cast across kinds.
 
     Example:
         >>> kind_of("bfloat16"), kind_of("int8"), kind_of("bool")
