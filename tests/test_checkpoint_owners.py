@@ -81,6 +81,14 @@ def test_a_lease_elsewhere_says_when_it_ends(tmp_path):
     assert "If it has died, its lease ends in 6 minutes." in str(caught.value)
 
 
+def test_a_container_of_the_same_name_and_process_number_is_another_owner(tmp_path):
+    leave_note(tmp_path, namespace="another")
+    ck = Checkpointer(tmp_path)
+    with pytest.raises(ml.errors.CheckpointError, match="its lease ends in 10 minutes"):
+        ck.save(1, STATE)
+    assert notes(tmp_path) == [".owner-0123abcd.json"]
+
+
 def test_the_lease_is_renewed_and_ends_with_the_last_checkpointer(
     tmp_path, monkeypatch
 ):

@@ -24,7 +24,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from meshlayout.checkpoint import files
 from meshlayout.checkpoint.store import AnyPath, StoreError
@@ -97,9 +97,22 @@ class Owner:
         own = Owner.of_this_process()
         if self.host == own.host and self.boot != own.boot:
             return False
-        if (self.host, self.namespace) != (own.host, own.namespace):
+        if not self.is_visible():
             return abs(own.renewed_at - self.renewed_at) < _DEAD_AFTER_S
         return _is_running(self.pid) and _start_time(self.pid) == self.started
+
+    def is_visible(self) -> bool:
+        """Returns whether the system here knows the process, dead or alive."""
+        own = Owner.of_this_process()
+        return (self.host, self.namespace) == (own.host, own.namespace)
+
+    def is_this_process(self) -> bool:
+        """Returns whether this process wrote the note.
+
+        Two containers may share a host name, and each has a process 1.
+        """
+        own = Owner.of_this_process()
+        return replace(self, renewed_at=own.renewed_at) == own
 
 
 class Lease:
@@ -178,7 +191,7 @@ class Lease:
                 "which saves there and is alive. One run at a time may save in a "
                 "directory: give this one a directory of its own, or end that process"
             )
-            if owner.host != socket.gethostname():
+            if not owner.is_visible():
                 left_s = _DEAD_AFTER_S - abs(time.time() - owner.renewed_at)
                 msg += f". If it has died, its lease ends in {left_s / 60:.0f} minutes"
             raise CheckpointError(msg)
@@ -262,8 +275,7 @@ def _living(directory: AnyPath) -> dict[str, Owner]:
         if owner is None or not owner.is_alive():
             continue
         # A note of this process without a lease was left by an attempt that failed.
-        is_mine = owner.pid == os.getpid() and owner.host == socket.gethostname()
-        if not is_mine or note[1] in mine:
+        if not owner.is_this_process() or note[1] in mine:
             owners[note[1]] = owner
     return owners
 
