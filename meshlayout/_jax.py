@@ -457,7 +457,7 @@ def from_one_process(
     return np.asarray(multihost_utils.broadcast_one_to_all(x, is_source=is_source))
 
 
-def with_weak_type(x: Leaf, weak_type: bool) -> Any:  # noqa: FBT001
+def with_weak_type(x: Leaf, *, weak_type: bool) -> Any:
     """Returns the value, weakly typed or not, as requested.
 
     A state whose weak types change from step to step is compiled twice. JAX has a
@@ -512,7 +512,7 @@ def key_of_words(words: jax.Array, dtype: DType) -> Any:
     return prng.PRNGKeyArray(dtype._impl, words)
 
 
-def x64_mode(enabled: bool) -> Any:  # noqa: FBT001
+def x64_mode(*, enabled: bool) -> Any:
     """Returns a context in which arrays are 64-bit or not, for this thread."""
     if hasattr(jax, "enable_x64"):
         return jax.enable_x64(enabled)

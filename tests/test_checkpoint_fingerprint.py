@@ -109,7 +109,7 @@ def test_any_layout_and_the_host_give_one_fingerprint(dtype):
 
 def test_64_bits_have_one_fingerprint():
     x = np.random.default_rng(0).normal(size=(8, 6))
-    with _jax.x64_mode(True):
+    with _jax.x64_mode(enabled=True):
         assert on_devices(x, "a", "b") == host_fingerprint(x)
 
 

@@ -354,7 +354,7 @@ class LeafRestore:
             is_there = sharding is None or keys.sharding == sharding
             return keys if is_there else jax.device_put(keys, sharding)
         is_weak = bool(getattr(target.value, "weak_type", False))
-        return _jax.with_weak_type(value, is_weak) if is_weak else value
+        return _jax.with_weak_type(value, weak_type=True) if is_weak else value
 
 
 def bounds_of(index: Index | None, shape: tuple[int, ...]) -> Bounds:

@@ -107,7 +107,7 @@ class Pipeline:
         is_real = self.cut.is_real(batch.count)
         with (
             self.clock.stage("place", self.cut.num_kept),
-            _jax.x64_mode(self.x64),
+            _jax.x64_mode(enabled=self.x64),
         ):
             leaves = self.weights.weighted(batch.leaves, is_real, self.cut.num_kept)
             arrays = self.placement.placed(leaves)

@@ -1,7 +1,7 @@
 """From this process's rows of a batch to global arrays on the mesh, with weights."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -208,7 +208,7 @@ def find_weights(
         DataError: If the leaf there is not weights, or the chosen key cannot exist in
             these batches.
     """
-    nowhere = WeightsPlace(None, False, spec.treedef, spec.leaves)  # noqa: FBT003
+    nowhere = WeightsPlace(None, is_own=False, treedef=spec.treedef, leaves=spec.leaves)
     if key is None:
         return nowhere
     numbered = spec.treedef.unflatten(map(_LeafNumber, range(len(spec.leaves))))
@@ -224,7 +224,7 @@ def find_weights(
         if not isinstance(leaf, _LeafNumber) or leaf.number is None:
             return nowhere  # a field that is not part of the tree
         _check_numbers(spec.leaves[leaf.number])
-        return WeightsPlace(leaf.number, True, spec.treedef, spec.leaves)  # noqa: FBT003
+        return replace(nowhere, index=leaf.number, is_own=True)
     added = _with_weights_leaf(numbered, key, spec)
     # Sources without a place for the default key may never need one.
     if added is None and key != "weight":
@@ -254,7 +254,7 @@ def _with_weights_leaf(
     dtype = np.dtype(np.float32)
     leaf = LeafSpec(named[index][0], dtype, (), dtype)
     leaves = (*spec.leaves[:index], leaf, *spec.leaves[index:])
-    return WeightsPlace(index, False, treedef, leaves)  # noqa: FBT003
+    return WeightsPlace(index, is_own=False, treedef=treedef, leaves=leaves)
 
 
 def way_out(rows: PyTree) -> str:

@@ -99,7 +99,7 @@ def trace(build: Callable[..., PyTree], *inputs: jax.Array) -> TracedBuild:
         tree = build(*values)
         if _paths.holds_modules(tree):
             shared = _paths.shared_paths(tree)
-            graphdef, tree = nnx.split(marked(tree, is_eager))
+            graphdef, tree = nnx.split(marked(tree, is_eager=is_eager))
         built, treedef = jax.tree.flatten(tree)
         for leaf in built:
             is_traced = isinstance(leaf, Tracer)
@@ -210,7 +210,7 @@ def eager_sharding() -> bool:
     return hasattr(nnx, "using_eager_sharding") and nnx.using_eager_sharding()
 
 
-def marked(tree: PyTree, is_eager: bool) -> PyTree:  # noqa: FBT001
+def marked(tree: PyTree, *, is_eager: bool) -> PyTree:
     """Marks variables that were made without Flax's placing as it would have.
 
     Args:

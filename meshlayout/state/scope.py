@@ -135,7 +135,7 @@ class Scope:
         flag = eager_sharding()
         with eager_sharding_off():
             module = constructor(*args, **kwargs)
-        marked(module, flag)
+        marked(module, is_eager=flag)
         inside = {id(node) for _, node in nnx.iter_graph(module)}
         self._roots = [root for root in self._roots if id(root) not in inside]
         self._move(module, strict=False)

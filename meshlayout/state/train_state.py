@@ -248,7 +248,7 @@ class TrainState(Generic[M]):
             key = rng if isinstance(rng, jax.Array) else jax.random.key(int(rng))
             built = build()
             if isinstance(built, nnx.Module):
-                built = marked(built, is_eager)
+                built = marked(built, is_eager=is_eager)
             params, model_state, code = _split(built, module, transformation, where)
             opt_state = transformation.init(params)
             step = jax.numpy.zeros((), "int32")

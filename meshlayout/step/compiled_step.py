@@ -618,7 +618,7 @@ class CompiledStep(Generic[P, R]):
                 )
                 raise StepError(msg)
             # A number added can make a leaf weakly typed: that alone would recompile.
-            leaves.append(_jax.with_weak_type(now, before.weak_type))
+            leaves.append(_jax.with_weak_type(now, weak_type=before.weak_type))
         return jax.tree.unflatten(jax.tree.structure(old), leaves)
 
 

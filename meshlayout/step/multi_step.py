@@ -74,7 +74,7 @@ def _check_any(batches: list[Any]) -> None:
 def like(old: PyTree, new: PyTree) -> Any:
     """Returns a state whose leaves are as weakly typed as before, as a loop wants."""
     return jax.tree.map(
-        lambda a, b: _jax.with_weak_type(b, jax.typeof(a).weak_type), old, new
+        lambda a, b: _jax.with_weak_type(b, weak_type=jax.typeof(a).weak_type), old, new
     )
 
 

@@ -100,4 +100,4 @@ def _copied(leaf: Leaf) -> Any:
 
 def _like(copy: Leaf, leaf: Leaf) -> Any:
     """Returns the copy, weakly typed if the leaf is: the program depends on it."""
-    return _jax.with_weak_type(copy, jax.typeof(leaf).weak_type)
+    return _jax.with_weak_type(copy, weak_type=jax.typeof(leaf).weak_type)
