@@ -33,7 +33,7 @@ AbstractArray: TypeAlias = jax.Array | jax.ShapeDtypeStruct
 """An array, or the shape, dtype and sharding of one."""
 
 Metadata: TypeAlias = Mapping[str, Any]
-"""What is written beside saved arrays: values that JSON can hold, by name."""
+"""Values written next to saved arrays: those that JSON can hold, by name."""
 
 AnySharding: TypeAlias = NamedSharding | Sharding | PartitionSpec
 """What JAX takes for where an array goes."""

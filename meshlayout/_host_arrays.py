@@ -2,7 +2,7 @@
 
 NumPy has arrays that JAX does not: in the other byte order (IDX, FITS and HDF5 files
 hold such), with a mask, of 64 bits, of objects. `jax.device_put` refuses some of them,
-but the quick ways to place an array shard by shard read its memory as it is, so that
+but the quick ways to place an array shard by shard read its raw memory, so that
 bytes came out swapped and masks were lost. All code that places host arrays asks here.
 """
 
@@ -129,7 +129,7 @@ def check_cast(
     real number, a finite number as infinity, and any number but 0 and 1 as a bool.
 
     Args:
-        value: A number, or an array of them; inside jit there is no value yet to check.
+        value: A number, or an array of them; inside jit it is not checked.
         dtype: The dtype to convert to.
         where: The value's name, to open a message with.
         error: The class to raise.

@@ -213,7 +213,7 @@ def children(node: PyTree) -> list[tuple[str, Any]] | None:
 
 
 def box_value(box: Box) -> Any:
-    """Returns what a Flax variable or box holds, as it is."""
+    """Returns the raw value of a Flax variable or box."""
     if isinstance(box, nnx.Variable):
         # get_raw_value is new in flax 0.12; `.value` and `[...]` run hooks.
         return box.get_raw_value() if hasattr(box, "get_raw_value") else box.raw_value

@@ -24,7 +24,7 @@ class _Match:
 
 
 UNSHARDED: Final = None
-"""A dim that is whole on every device; the `None` of a `PartitionSpec`."""
+"""An unsharded dim: whole on every device; the `None` of a `PartitionSpec`."""
 
 MATCH: Final = _Match()
 """In `relayout`: this dim keeps the sharding that the array already has."""

@@ -47,7 +47,7 @@ class Layout(DTensorLayout):
     Args:
         specs: One entry per dim: a mesh axis name, a tuple of names (major first),
             `UNSHARDED` (or `None`), `MATCH` (see `relayout`), or once `...` for any
-            number of unsharded dims. A `PartitionSpec` is taken as it is.
+            number of unsharded dims. A `PartitionSpec` is taken unchanged.
         mesh: A `Mesh` or `jax.sharding.Mesh`; the default mesh if left out.
         memory_kind: Which of the devices' memories holds the array, such as
             `"pinned_host"`; the devices' default if left out.
@@ -455,7 +455,7 @@ class Layout(DTensorLayout):
     def shard_slices(
         self, global_shape: Sequence[int], device: _jax.Device | int
     ) -> tuple[slice, ...]:
-        """Returns which part of the whole array one device holds.
+        """Returns the slices of the array that one device holds.
 
         Args:
             global_shape: Shape of the whole array.

@@ -28,7 +28,7 @@ def record(module: nnx.Module | nn.Module, name: str, loss: ArrayLike) -> None:
         module: The module, usually `self`.
         name: What it is called; the metrics show it under the module's path.
         loss: One loss per example, (batch,) or (batch, ...), averaged as the losses of
-            the loss function are; or a scalar, which is added as it is, and refused
+            the loss function are; or a scalar, which is added unchanged, and refused
             for a batch with weights.
 
     Raises:

@@ -52,7 +52,7 @@ def per_example(losses: ArrayLike, weights: ArrayLike | None = None) -> jax.Arra
 
 
 def weighted_sum(losses: ArrayLike, weights: ArrayLike | None = None) -> jax.Array:
-    """Sums losses by weight, in float32; what has weight 0 adds nothing, NaN or not.
+    """Sums losses by weight, in float32; weight 0 adds nothing, even for NaN.
 
     Args:
         losses: Losses of shape (batch, ...).

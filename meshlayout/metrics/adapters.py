@@ -32,7 +32,7 @@ def adapt(metric: Any, **sources: str | int) -> "Metric | Adapted":
     Elements of weight 0 are blanked before the metric sees them, so that NaN in them
     cannot leak. `mask` gets where the weights are not 0, and `weights` and
     `sample_weights` get the weights. flax's Average, Accuracy and Welford leave out
-    what has weight 0, and merge exactly, in every version. A metric that cannot leave
+    elements of weight 0, and merge exactly, in every version. One that cannot leave
     anything out is refused when there are weights.
 
     Args:

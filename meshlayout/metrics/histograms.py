@@ -161,7 +161,7 @@ _TINY = 1e-30
 class Histogram(MetricOfValues):
     """The weight of the values in bins of equal width, from `low` to `high`.
 
-    A bin holds its lower edge, and the last one its upper edge too. What lies outside
+    A bin holds its lower edge, and the last one its upper edge too. Values outside
     is counted apart, in `below` and `above`; NaN makes `above` NaN.
 
     Args:
@@ -233,7 +233,7 @@ class Histogram(MetricOfValues):
         """Returns the value below which a share `q` of the weight is.
 
         Straight lines join the edges of a bin, so that the result is off by one bin's
-        width at most. It is -inf or inf where the value lies outside of the bins, and
+        width at most. It is -inf or inf where the value is outside the bins, and
         NaN where nothing was counted.
 
         Args:

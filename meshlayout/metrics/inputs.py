@@ -94,7 +94,7 @@ def update_from(
     A built-in metric has the names among its fields, as `Accuracy(labels="class")`:
     an output of that name is taken, or else the batch's entry, or else `losses`.
 
-    Of any other metric, each parameter of its `update` gets what has its name among
+    Of any other metric, each parameter of its `update` gets the entry of its name among
     the outputs, or else in the batch; and `weights`, `losses`, `outputs` and `batch`
     get those of the step. A parameter with a default may be missing, and `**kwargs`
     gets all outputs and all entries of the batch.

@@ -109,7 +109,7 @@ def trace(build: Callable[..., PyTree], *inputs: jax.Array) -> TracedBuild:
 
     try:
         with eager_sharding_off(), _jax.short_sharding_errors:
-            # Where the inputs are now is no part of the trace.
+            # Where the inputs are now is not part of the trace.
             shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
             jaxpr = jax.make_jaxpr(flat)(*shapes)
     except flax_errors.TraceContextError as error:

@@ -29,7 +29,7 @@ def _float_dtype(name: str, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class PrecisionPolicy:
-    """Dtypes of a step; None leaves one as it is.
+    """Dtypes of a step; None leaves one unchanged.
 
     Attributes:
         param: The dtype the parameters are stored in; one that differs is refused.

@@ -180,7 +180,7 @@ class Scope:
         return module
 
     def _lenient(self, node: PyTree) -> Resolved:
-        """Resolves what has a rule; spreads the rest until its path is final."""
+        """Resolves what has a rule; shards the rest evenly until its path is final."""
         # The module is entry 0 of what was built, the caller's Rngs are entry 1.
         flat = _paths.flatten(node)
         layouts = []

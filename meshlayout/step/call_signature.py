@@ -90,7 +90,7 @@ _NOWHERE = "no layout of its own"
 
 
 def _same_layout(before: str, after: str) -> bool:
-    """Returns whether layouts are alike: what lies nowhere is put on every device."""
+    """Returns whether layouts are alike; an array on no mesh is put on every device."""
     if _NOWHERE in (before, after):
         return all(
             text == _NOWHERE or text.startswith("() on") for text in (before, after)

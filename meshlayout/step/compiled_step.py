@@ -181,7 +181,7 @@ class CompiledStep(Generic[P, R]):
     Calling it raises StepError, before anything is run or used up, if what the step
     returns is not a pair, if its state has another structure, shape or dtype than
     the one that came in, if the state was used up before or holds an array twice, or
-    if leaves are no arrays or lie on other devices; and with `on_recompile="error"`
+    if leaves are not arrays or are on other devices; and with `on_recompile="error"`
     if a new program would be needed.
     """
 
@@ -432,7 +432,7 @@ class CompiledStep(Generic[P, R]):
         rest_def = jax.tree.structure((args[1:], kwargs))
         layouts = [layout_of(leaf) for leaf in state_leaves]
         state_layouts = _one_mesh(self._name, args[0], layouts)
-        # What lies nowhere yet comes back from the step on the mesh: the next call
+        # What is on no mesh yet comes back from the step on the mesh: the next call
         # would be another one if it did not start there.
         whole = _whole(state_layouts)
         rest_layouts = _layouts_of(args[1:], kwargs, whole)

@@ -15,7 +15,7 @@ for TPUs (v5e) have the same groups. The forward pass and the gradient of the in
 right. So the convolutions that make kernel gradients get operands whose batch dim is
 sharded over all the axes in question, and nothing else: one all-to-all where images
 were sharded in space, a local slice where an axis was left over, and less to compute.
-Operands that are whole on every device would be right as well, and slow.
+Replicated operands would be right as well, and slow.
 
 The file can go when XLA adds over the right devices; in `test_kernel_gradients`, the
 programs of plain JAX that show the fault fail then.

@@ -147,7 +147,7 @@ def place_host_batch(state: TrainState, batch: Batch, dim: int = 0) -> Batch:
     """Shards a batch that is on no mesh over the batch axes of the state's mesh.
 
     As the Trainer does; otherwise every device would compute all of it. A batch whose
-    rows do not divide, or of which any array was placed by its maker, stays as it is.
+    rows do not divide, or with any array that is placed already, is left alone.
 
     Args:
         state: A train state.

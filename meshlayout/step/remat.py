@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import jax
 from flax import linen as nn, nnx
 
-from meshlayout import _paths
+from meshlayout import _checks, _paths
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout.errors import StepError
 from meshlayout.step.interception import Call, Module
@@ -58,11 +58,7 @@ def parse_remat(remat: Any) -> tuple[RematRule, ...]:
 
 
 def _rule(pattern: Any, policy: Any) -> RematRule:
-    try:
-        re.compile(pattern)
-    except (re.error, TypeError) as error:
-        msg = f"remat: {pattern!r} is no regular expression: {error}."
-        raise StepError(msg) from None
+    _checks.pattern("pattern", pattern, where="remat", error=StepError)
     if policy is not None and not callable(policy):
         msg = (
             f"remat: the policy of {pattern!r} is {policy!r}; give None, or one of "

@@ -184,7 +184,7 @@ def user_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _as_metric(name: str, metric: Any) -> Any:
-    """Returns a metric as it is if it has what a metric needs, and else adapted."""
+    """Returns a metric unchanged if it has what a metric needs, else adapted."""
     needed = ("update", "merge", "compute")
     is_metric = not isinstance(metric, type)
     if not is_metric or not all(hasattr(metric, method) for method in needed):
@@ -282,8 +282,8 @@ def as_regularizers(regularizers: Any) -> tuple[losses.Regularizer, ...]:
 def total_weight(batch_weights: Any, num_examples: int) -> Any:
     """Returns the weight of a batch's examples.
 
-    That of a batch of nothing but padding is too small to count beside any other, and
-    not 0, so that its loss is shown as it is.
+    For a batch of nothing but padding it is too small to count next to any other, and
+    not 0, so that its loss is shown unchanged.
     """
     if batch_weights is None:
         return jnp.float32(num_examples)

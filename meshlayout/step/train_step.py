@@ -108,8 +108,8 @@ def make_train_step(
             such batches out of a loop of your own, as `Trainer` does.
         denominator: What the weighted sum of losses is divided by: `"real"`, the sum
             of weights; `"global_batch_size"`, padding included; or a number.
-        accumulate: Into how many microbatches a global batch is cut; they go through
-            the model one after another, and their gradients are added. Microbatch i
+        accumulate: The number of microbatches in a global batch; they go through the
+            model one after another, and their gradients are added. Microbatch i
             of k holds the rows i, i + k, i + 2k, ... of the global batch, so the same
             on every mesh, and so are random draws. Losses are divided by the whole
             batch's denominator. Where examples meet, they are those of one
@@ -136,7 +136,7 @@ def make_train_step(
         steps_per_call: How many batches a call takes, as a list or stacked in a dim
             before the batch dim, to run in one dispatch; with metrics as if run one by
             one. `"auto"` takes a list of any length, tries both ways on the first
-            calls, goes on with the faster one, and says so in `train_step.choice`.
+            calls, continues with the faster one, and says so in `train_step.choice`.
         layouts: The layout map that `constrain` follows in the model.
         on_recompile: As for `compile_step`.
 
@@ -237,7 +237,7 @@ class TrainStep:
 
         Args:
             state: The state; it is used up.
-            batch: The global batch. One that lies on the host is sharded over the
+            batch: The global batch. One on the host is sharded over the
                 batch axes of the state's mesh, if its rows divide.
             metrics: Metrics to add to; None starts with empty ones.
 
@@ -284,7 +284,7 @@ class TrainStep:
             return self._finished(compiled(state, batch, flat), start, count)
 
     def _is_next(self, state: TrainState, batch: Batch | Stacked) -> bool:
-        """Returns whether a call goes on from the last one, with a batch like its."""
+        """Returns whether a call continues from the last one, with a batch like its."""
         last = self._last
         if last is None or state is not self._returned() or last.is_many:
             return False

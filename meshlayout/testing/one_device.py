@@ -62,7 +62,7 @@ def alone(mesh: Mesh) -> Iterator[None]:
 
 
 def to_one_device(tree: PyTree, mesh: Mesh) -> Any:
-    """Copies the arrays of a tree to a mesh of one device; the rest stays as it is."""
+    """Copies the arrays of a tree to a mesh of one device; the rest is unchanged."""
     return jax.tree.map(lambda leaf: _to_one_device(leaf, mesh), tree)
 
 

@@ -90,7 +90,7 @@ def batches_from(
     *,
     shuffle: bool = False,
 ) -> Any:
-    """Returns arrays as batches; other data as it is.
+    """Returns arrays as batches, and other data unchanged.
 
     Args:
         where: The method that was called, for error messages.

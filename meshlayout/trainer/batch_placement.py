@@ -4,7 +4,7 @@ Steps are compiled for one shape, and a mesh divides rows into equal shards. So 
 batches are padded to the size of the first, and weights of 0 mark the padding. Where
 nothing can mark it (a loss function that returns a mean, a tuple without a place for
 weights), a short batch keeps its size: it compiles a second program and, if its rows do
-not divide, is computed whole on every device. Its numbers are right either way.
+not divide, is computed in full on every device. Its numbers are right either way.
 """
 
 import inspect
