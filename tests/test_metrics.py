@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import pickle
 from typing import Any
 
@@ -204,6 +205,23 @@ def test_arrays_of_a_subclass_are_added_when_it_merges():
         3,
         0,
     )
+
+
+def test_metrics_of_other_classes_have_other_structures_and_do_not_merge():
+    """Else jit, whose caches compare structures, may call another metric's program."""
+    every = [
+        metrics.Mean(),
+        metrics.Sum(),
+        metrics.MeanSquaredError(),
+        metrics.Precision(),
+        metrics.Recall(),
+        metrics.F1(),
+    ]
+    structures = [jax.tree.structure(metric) for metric in every]
+    for metric, other in itertools.permutations(every, 2):
+        with pytest.raises(ml.MeshLayoutError, match="both must have the same class"):
+            metric.merge(other)
+    assert all(a != b for a, b in itertools.combinations(structures, 2))
 
 
 def test_what_a_metric_has_summed_can_be_read_by_name():

@@ -9,6 +9,7 @@ slow or missing on accelerators.
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar, cast, dataclass_transform
 
@@ -47,9 +48,32 @@ def accumulator(*, default: Any) -> Any:
     frozen_default=True, field_specifiers=(setting, source, accumulator)
 )
 def metric_class(cls: _Class) -> _Class:
-    """Makes a class a frozen dataclass and a pytree."""
+    """Makes a class a frozen dataclass and a pytree.
+
+    Not by `jax.tree_util.register_dataclass`: jax 0.8 to 0.12 take the structures of
+    two such classes with the same fields for equal, and jit may then call the program
+    of `Precision` for a `Recall`.
+    """
     made = dataclass(frozen=True, eq=False)(cls)
-    return cast(_Class, jax.tree_util.register_dataclass(made))
+    fields = dataclasses.fields(made)
+    static = tuple(field.name for field in fields if field.metadata.get("static"))
+    names = tuple(field.name for field in fields if field.name not in static)
+    keys = [jax.tree_util.GetAttrKey(name) for name in names]
+
+    def flatten(metric: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        arrays = [getattr(metric, name) for name in names]
+        return arrays, tuple(getattr(metric, name) for name in static)
+
+    def flatten_with_keys(metric: Any) -> tuple[Any, tuple[Any, ...]]:
+        arrays, settings = flatten(metric)
+        return zip(keys, arrays, strict=True), settings
+
+    def unflatten(settings: tuple[Any, ...], arrays: Iterable[Any]) -> Any:
+        values = zip(static + names, (*settings, *arrays), strict=True)
+        return made(**dict(values))
+
+    jax.tree_util.register_pytree_with_keys(made, flatten_with_keys, unflatten, flatten)
+    return made
 
 
 @functools.cache
@@ -182,7 +206,8 @@ class Metric:
         Raises:
             MetricError: If it is not.
         """
-        if jax.tree.structure(self) != jax.tree.structure(other):
+        structures = jax.tree.structure(self), jax.tree.structure(other)
+        if type(self) is not type(other) or structures[0] != structures[1]:
             theirs = repr(other) if isinstance(other, Metric) else shown(other)
             msg = (
                 f"{self!r} does not merge with {theirs}: both must have the same class "
