@@ -5,7 +5,9 @@ import importlib
 import io
 import json
 import math
+import re
 import sys
+import time
 import types
 
 import jax
@@ -93,6 +95,9 @@ def test_a_callback_is_called_at_every_moment_in_order(state):
         def on_validation_start(self, trainer):
             calls.append("validation")
 
+        def on_validation_step_end(self, trainer, step):
+            calls.append(f"validation step {step}")
+
         def on_epoch_end(self, trainer, epoch, logs):
             assert all(isinstance(value, float) for value in logs.values())
             calls.append(sorted(logs))
@@ -104,12 +109,13 @@ def test_a_callback_is_called_at_every_moment_in_order(state):
             calls.append("close")
 
     trainer = ml.Trainer(state, loss_fn)
-    fit(trainer, Own(), epochs=2, data=batches(1), validation_data=batches(1))
+    fit(trainer, Own(), epochs=2, data=batches(1), validation_data=batches(2))
     logs = ["learning_rate", "loss", "val_loss"]
+    validation = ["validation", "validation step 1", "validation step 2"]
     assert calls == [
         "fit start",
-        *("epoch 1", "step 1", "validation", logs),
-        *("epoch 2", "step 2", "validation", logs),
+        *("epoch 1", "step 1", *validation, logs),
+        *("epoch 2", "step 2", *validation, logs),
         "fit end",
         "close",
     ]
@@ -201,40 +207,83 @@ def test_a_terminal_has_a_bar_and_the_lines(state):
     assert text.endswith("\x1b[2K")  # the bar is taken away
 
 
-def test_the_bar_moves_while_validation_is_measured(state, monkeypatch):
+class Notebook:
+    """A notebook that runs a cell; `shown` is what its displays were updated to."""
+
+    def __init__(self, monkeypatch):
+        self.shown, self.kernel, self.execution_count = [], object(), 1
+        display = types.ModuleType("IPython.display")
+        display.HTML = str
+        display.display = lambda html, display_id: types.SimpleNamespace(
+            update=self.shown.append
+        )
+        ipython = types.ModuleType("IPython")
+        ipython.get_ipython = lambda: self
+        monkeypatch.setitem(sys.modules, "IPython", ipython)
+        monkeypatch.setitem(sys.modules, "IPython.display", display)
+
+
+@pytest.fixture
+def notebook(monkeypatch):
+    return Notebook(monkeypatch)
+
+
+def test_the_bar_moves_while_validation_is_measured(state, notebook, monkeypatch):
     monkeypatch.setattr(ml.trainer.callbacks.progress, "_INTERVAL_S", 0)
-    steps = []
+    fit(ml.Trainer(state, loss_fn), validation_data=batches(3), progress=True)
+    bars = [re.search("validating  step ([0-9/]+)", html) for html in notebook.shown]
+    assert [bar[1] for bar in bars if bar] == ["0/3", "1/3", "2/3", "3/3"]
+    assert "val_loss" in notebook.shown[-1]
+    assert "validating" not in notebook.shown[-1]
 
-    class Steps(ml.callbacks.Callback):
+
+def test_a_terminal_says_that_it_validates(state):
+    text = lines_of(state, force_terminal=True, color_system=None)
+    assert "validating  step 0/1" in text
+
+
+def test_validation_is_shown_as_the_devices_measure_it(state):
+    measured, ahead = [], []
+
+    def slow(x):
+        time.sleep(0.02)
+        measured.append(len(measured))
+        return x
+
+    def slow_loss(model, batch, train):
+        losses = loss_fn(model, batch)
+        if train:
+            return losses
+        shape = jax.ShapeDtypeStruct((), losses.dtype)
+        return losses + jax.pure_callback(slow, shape, losses.sum() * 0)
+
+    class Ahead(ml.callbacks.Callback):
         def on_validation_step_end(self, trainer, step):
-            steps.append((step, trainer.validation_steps))
+            ahead.append(step - len(measured))
 
-    trainer = ml.Trainer(state, loss_fn)
-    fit(trainer, Steps(), validation_data=batches(2))
-    assert steps == [(1, 2), (2, 2)]
-    text = lines_of(trainer.state, force_terminal=True, color_system=None)
-    assert "validating" in text
+    trainer = ml.Trainer(state, slow_loss)
+    fit(trainer, Ahead(), data=batches(1), validation_data=batches(8))
+    assert len(ahead) == len(measured) == 8
+    assert max(ahead) <= 2
 
 
-def test_a_notebook_has_one_display_that_is_updated(state, monkeypatch):
-    shown = []
-
-    class Handle:
-        def update(self, html):
-            shown.append(html)
-
-    display = types.ModuleType("IPython.display")
-    display.HTML = str
-    display.display = lambda html, display_id: Handle()
-    ipython = types.ModuleType("IPython")
-    ipython.get_ipython = lambda: types.SimpleNamespace(kernel=object())
-    monkeypatch.setitem(sys.modules, "IPython", ipython)
-    monkeypatch.setitem(sys.modules, "IPython.display", display)
+def test_a_notebook_has_one_display_that_is_updated(state, notebook):
     fit(ml.Trainer(state, loss_fn), epochs=2, progress=True)
-    assert "<progress" in shown[0]
-    assert "epoch 1/2  loss " in shown[-1]
-    assert "epoch 2/2  loss " in shown[-1]
-    assert "<progress" not in shown[-1]
+    assert "<progress" in notebook.shown[0]
+    assert "epoch 1/2  loss " in notebook.shown[-1]
+    assert "epoch 2/2  loss " in notebook.shown[-1]
+    assert "<progress" not in notebook.shown[-1]
+
+
+def test_a_cell_that_ends_in_fit_does_not_show_the_epochs_twice(state, notebook):
+    trainer = ml.Trainer(state, loss_fn)
+    history = fit(trainer, epochs=2, progress=True)
+    loss = f"loss {history['loss'][-1]:#.4g}, learning_rate 0.05000"
+    assert f">History(2 epochs, {loss})<" in history._repr_html_()
+    notebook.execution_count += 1  # the next cell
+    assert "<table" in history._repr_html_()
+    fit(trainer, progress=False)
+    assert "<table" in history._repr_html_()
 
 
 def test_a_stopped_training_says_why(capsys):

@@ -1,5 +1,6 @@
-"""Consoles: terminals where their stream is one."""
+"""Where output goes: terminals, where their stream is one, and cells of notebooks."""
 
+import sys
 from typing import Any
 
 from rich.console import Console
@@ -15,3 +16,13 @@ def console_on(stream: Any) -> Console:
         stream: A text stream such as `sys.stdout`.
     """
     return Console(file=stream, force_terminal=stream is not None and stream.isatty())
+
+
+def notebook_shell() -> Any:
+    """Returns IPython's shell if a notebook runs this program, or None.
+
+    Its `execution_count` is the number of the cell that runs.
+    """
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell if getattr(shell, "kernel", None) is not None else None

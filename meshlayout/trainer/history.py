@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from meshlayout import _render
+from meshlayout._render.consoles import notebook_shell
+from meshlayout._render.tables import html_block, html_line
 from meshlayout.errors import MeshLayoutError, did_you_mean
 
 
@@ -17,6 +19,9 @@ class History(Mapping[str, list[Any]]):
     Attributes:
         epochs: The numbers of the finished epochs, from 1.
         stopped: Why the last `fit` ended before its epochs; empty if it did not.
+        shown_in: The notebook's cell that shows these epochs already, one line each, as
+            the last `fit` ran there; None if there is none. Where it is the cell's
+            result, too, it is one line instead of a table.
 
     Example:
         >>> history = History()
@@ -34,6 +39,7 @@ class History(Mapping[str, list[Any]]):
     def __init__(self) -> None:
         self.epochs: list[int] = []
         self.stopped = ""
+        self.shown_in: int | None = None
         self._values: dict[str, list[Any]] = {}
 
     def add(self, epoch: int, logs: Mapping[str, Any]) -> None:
@@ -93,7 +99,21 @@ class History(Mapping[str, list[Any]]):
         return _render.text_table(*self._table(), notes=self._notes())
 
     def _repr_html_(self) -> str:
+        shell = notebook_shell()
+        if shell is not None and shell.execution_count == self.shown_in:
+            return html_block(html_line(self._summary(), ""))
         return _render.html_table(*self._table(), notes=self._notes())
+
+    def _summary(self) -> str:
+        if not self.epochs:
+            return repr(self)
+        count = len(self.epochs)
+        values = [
+            f", {name} {number_text(column[-1])}"
+            for name, column in self._values.items()
+            if isinstance(column[-1], float)
+        ]
+        return f"History({count} epoch{'s' * (count > 1)}{''.join(values)})"
 
     def _table(self) -> tuple[list[str], list[list[str]], str]:
         columns = list(map(_column, self._values.values()))

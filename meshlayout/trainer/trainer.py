@@ -3,6 +3,7 @@
 import inspect
 import logging
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -59,6 +60,10 @@ T = TypeVar("T")
 
 # Batches that a call takes with steps_per_call="auto".
 _AUTO_BATCHES = 8
+
+# Batches that are measured while the next one is placed. An evaluation further ahead of
+# the devices gains nothing, fills them with batches, and shows its progress at once.
+_MAX_PENDING = 2
 
 
 class StepOptions(TypedDict, total=False):
@@ -475,6 +480,7 @@ class Trainer:
             done, done + epochs, step, steps_per_epoch=passes.num_steps
         )
         self.stopped = self.history.stopped = ""
+        self.history.shown_in = None
         self._so_far = None
 
     def _train_epoch(
@@ -653,6 +659,7 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
     ) -> dict[str, Any]:
         metrics: Metrics | None = None
+        pending: deque[PyTree] = deque()
         for number, batch in enumerate(passes.epoch(), 1):
             with self._located(f"{name}: batch {number}", [batch], placer):
                 placed = placer(batch)
@@ -664,6 +671,9 @@ class Trainer:
                     placer,
                 )
             check_metrics(self, "eval_step", metrics)
+            pending.append(metrics)
+            if len(pending) > _MAX_PENDING:
+                _wait_for(pending.popleft())
             self._notify(callbacks, "on_validation_step_end", number)
         return {} if metrics is None else metrics.to_host()
 
@@ -687,6 +697,13 @@ class Trainer:
         pad = self._has_padded or (self._pad and not is_even(data, layout))
         self._has_padded = pad = pad and not self._takes_no_weights
         return BatchPlacer(layout, self._weights, pad=pad, needs_weights=needs_weights)
+
+
+def _wait_for(metrics: PyTree) -> None:
+    """Waits until metrics are computed; a step of the user's may have used them up."""
+    for leaf in jax.tree.leaves(metrics):
+        if isinstance(leaf, jax.Array) and not leaf.is_deleted():
+            leaf.block_until_ready()
 
 
 def _hosts(group: list[PlacedBatch]) -> list[Batch]:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress as Bars, TextColumn
 
 from meshlayout._checks import shown
-from meshlayout._render.consoles import console_on
+from meshlayout._render.consoles import console_on, notebook_shell
 from meshlayout._render.tables import html_block, html_line
 from meshlayout.errors import MeshLayoutError
 from meshlayout.metrics import Metrics
@@ -58,6 +58,8 @@ class Progress(Callback):
         self._first_epoch = len(trainer.history.epochs) + 1
         if jax.process_index() == 0:
             self._view = _view(self._console)
+        if isinstance(self._view, _Notebook):
+            trainer.history.shown_in = notebook_shell().execution_count
 
     def on_epoch_start(self, trainer: "Trainer", epoch: int) -> None:
         """Starts a bar."""
@@ -189,9 +191,7 @@ class _BarView(Protocol):
 
 def _view(console: Console | None) -> _BarView:
     if console is None:
-        ipython = sys.modules.get("IPython")
-        shell = ipython.get_ipython() if ipython is not None else None
-        if getattr(shell, "kernel", None) is not None:
+        if notebook_shell() is not None:
             return _Notebook(sys.modules["IPython.display"])
         console = console_on(sys.stdout)
     if console.is_terminal and not console.is_dumb_terminal:
