@@ -527,7 +527,7 @@ def four() -> list[dict[str, Any]]:
     return [{"layouts": here} for here in found]
 
 
-@pytest.fixture(params=["two", "four"])
+@pytest.fixture(params=["two", pytest.param("four", marks=pytest.mark.slow)])
 def several(request) -> list[dict[str, Any]]:
     return request.getfixturevalue(request.param)
 

@@ -12,7 +12,7 @@ import meshlayout as ml
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(32, 4)).astype("float32")
-COUNTS = [1, 2, 4]
+COUNTS = [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 4]
 
 
 def contrastive(model, batch):

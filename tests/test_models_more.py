@@ -36,6 +36,7 @@ LAYOUTS = {
     "transformer": ("DATA_PARALLEL", "MODEL_PARALLEL", "FSDP", "FSDP_MODEL_PARALLEL"),
 }
 EVERY_LAYOUT = [(name, rules) for name, every in LAYOUTS.items() for rules in every]
+QUICK_LAYOUTS = [("resnet", "FSDP"), ("transformer", "FSDP_MODEL_PARALLEL")]
 
 
 def random_tokens(shape, seed=0, vocab_size=SMALL.vocab_size):
@@ -483,7 +484,13 @@ def flat_dict(tree):
     return {path_text(keys): np.asarray(leaf) for keys, leaf in leaves}
 
 
-@pytest.mark.parametrize(("name", "rules"), EVERY_LAYOUT)
+@pytest.mark.parametrize(
+    ("name", "rules"),
+    [
+        pytest.param(*one, marks=[pytest.mark.slow] * (one not in QUICK_LAYOUTS))
+        for one in EVERY_LAYOUT
+    ],
+)
 def test_a_step_on_a_mesh_is_the_step_on_one_device(name, rules, on_one_device):
     is_2d = rules == "FSDP_MODEL_PARALLEL"
     mesh = ml.create_mesh(

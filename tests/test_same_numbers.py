@@ -111,6 +111,16 @@ MESHES = {
     "fsdp=4 x model=2": ({"batch": 4, "model": 2}, "FSDP_MODEL_PARALLEL"),
 }
 MICROBATCHES = (1, 4)
+# What `make test` runs: every mesh, and every model on a mesh that is hard for it.
+QUICK = [
+    *(("mlp", mesh) for mesh in MESHES),
+    ("convnet", "fsdp=8"),
+    ("resnet", "batch=2 x model=4"),
+    ("transformer", "fsdp=4 x model=2"),
+    ("transformer", "batch=8"),
+    ("linen mlp", "batch=2 x model=4"),
+    ("linen convnet", "batch=2 x model=4"),
+]
 
 
 def programs():
@@ -245,8 +255,16 @@ def disagreements_on(name, mesh_name, kinds=KINDS, **options):
     }
 
 
+def marked():
+    """The combinations; of the costly models, few are quick."""
+    return [
+        pytest.param(*one, marks=[pytest.mark.slow] * (one[:2] not in QUICK))
+        for one in combinations()
+    ]
+
+
 @pytest.mark.parametrize(
-    ("name", "mesh_name", "accumulate", "kinds"), combinations(), ids=program_id
+    ("name", "mesh_name", "accumulate", "kinds"), marked(), ids=program_id
 )
 def test_twenty_steps_agree_with_raw_jax_on_one_device(
     name, mesh_name, accumulate, kinds

@@ -496,7 +496,7 @@ STEP_OPTIONS = [
         pytest.param(
             options,
             id="-".join(options),
-            marks=[pytest.mark.slow] * bool({"metrics", "precision"} & {*options}),
+            marks=[pytest.mark.slow] * ("remat" not in options),
         )
         for options in STEP_OPTIONS
     ],
@@ -566,7 +566,7 @@ MISTAKES = {
     ("mistake", "precision"),
     [
         *((mistake, "float32") for mistake in MISTAKES),
-        ("twice the gradient", "bfloat16"),
+        pytest.param("twice the gradient", "bfloat16", marks=pytest.mark.slow),
         ("the gradient of one shard", "bfloat16"),
     ],
 )

@@ -281,7 +281,7 @@ def test_an_fsdp_mlp_gathers_its_weights_and_scatters_their_gradients(tpu):
 @pytest.mark.parametrize(
     ("name", "scattered"),
     [
-        ("convnet", {(3, 3, 32, 64)}),
+        pytest.param("convnet", {(3, 3, 32, 64)}, marks=pytest.mark.slow),
         ("resnet", {(3, 3, 32, 64), (3, 3, 64, 64)}),
     ],
 )
@@ -327,6 +327,7 @@ def test_microbatches_of_batch_normalization_send_their_statistics_each(tpu):
     assert all(one.nbytes <= 4 * 64 * FLOAT for one in sent if one.in_loop)
 
 
+@pytest.mark.slow
 def test_fsdp_in_bfloat16_sends_no_more_than_in_float32(tpu):
     """The compiler gathers weights in bfloat16 either way: what a matmul multiplies."""
     sizes = {}
@@ -359,6 +360,7 @@ def test_zero_scatters_gradients_and_gathers_parameters(tpu, options):
     assert set(kinds(sent)) == {"reduce_scatter", "all_gather", "all_reduce"}
 
 
+@pytest.mark.slow
 def test_recomputed_blocks_take_less_memory(tpu):
     # Small activations would all lie in the chip's fast memory, which is not counted.
     everything_in_hbm = {"xla_vf_vmem_memory_space_assignment": "false"}
