@@ -786,3 +786,28 @@ def test_a_generator_of_hugging_face_keeps_dtypes(mesh, hf):
     data = distribute_dataset(dataset, mesh, global_batch_size=8)
     assert data.element_spec["image"].dtype == np.uint8
     check(data, {"image": IMAGE, "y": Y})
+
+
+@pytest.mark.parametrize(
+    ("listed", "message"),
+    [
+        (
+            [[1.0, None], [2.0, 3.0]],
+            "listed: some of the rows asked for are None. Fill them in, or leave them "
+            "out, with the dataset's map or filter.",
+        ),
+        (
+            [[1.0], [2.0, 3.0]],
+            "leaf 'listed' is ragged: the items of a list have different shapes. Pad "
+            "or crop them to one with the dataset's map.",
+        ),
+    ],
+    ids=["missing", "ragged"],
+)
+def test_missing_and_ragged_lists_of_a_hugging_face_stream_are_errors(
+    mesh, hf, listed, message
+):
+    dataset = hf.Dataset.from_dict({"listed": listed * 4}).to_iterable_dataset()
+    with pytest.raises(ml.errors.DataError) as error:
+        distribute_dataset(dataset.batch(2), mesh, global_batch_size=8, batched=True)
+    assert str(error.value) == message

@@ -18,7 +18,7 @@ import numpy as np
 
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._render.tables import bytes_text
-from meshlayout.data.adapters.arrays import ArrayRows
+from meshlayout.data.adapters.arrays import array_rows
 from meshlayout.data.examples import leaf_text, named_leaves
 from meshlayout.data.preparation import Prepared
 from meshlayout.data.workers import WorkerPool
@@ -123,7 +123,7 @@ class SharedRows:
     """
 
     def __init__(self, tree: PyTree) -> None:
-        self._tree, self._rows = tree, ArrayRows(tree)
+        self._tree, self._rows = tree, array_rows(tree)
         self._directory: Path | None = None
 
     def __len__(self) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 from meshlayout import _checks
 from meshlayout._annotations import PyTree
 from meshlayout.data import decode_cache
-from meshlayout.data.adapters.arrays import ArrayRows
+from meshlayout.data.adapters.arrays import array_rows
 from meshlayout.data.clock import Clock
 from meshlayout.data.dataset import DistributedDataset, check_options
 from meshlayout.data.examples import describe
@@ -238,7 +238,7 @@ class _SplitLoader:
         finally:
             pool.close()
         if self.map_example is None:
-            return ArrayRows(arrays)
+            return array_rows(arrays)
         mapper = RowMapper(decode_cache.SharedRows(arrays), self.map_example)
         return RecordRows(self._pool(mapper, "map="), num_rows, self.clock)
 

@@ -14,7 +14,7 @@ import jax
 from meshlayout import _checks
 from meshlayout._batches import num_row_shards
 from meshlayout.cluster.process_sync import report_failure_to
-from meshlayout.data.adapters.iterables import IterableSource
+from meshlayout.data.adapters.iterables import IterableSource, adapt
 from meshlayout.data.agreement import FACTS, agreement_of
 from meshlayout.data.by_stream import open_first
 from meshlayout.data.clock import Clock
@@ -201,7 +201,7 @@ def _source(dataset: Any, clock: Clock, *, batched: bool | None) -> Source:
         batched = looks_batched(dataset[0])
     source = as_source(dataset, clock, batched=batched)
     if batched is None and isinstance(source, IterableSource):
-        return IterableSource(dataset, batched=True)
+        return adapt(dataset, batched=True)
     return source
 
 

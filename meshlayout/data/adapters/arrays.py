@@ -1,6 +1,7 @@
 """Trees of arrays, and sequences of examples, as sources of rows."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,14 +19,33 @@ from meshlayout.data.examples import (
     named_leaves,
     stack,
 )
-from meshlayout.data.protocols import RandomAccessSource
 from meshlayout.errors import DataError
 
 
 _SINGLE = (bool, int, float, complex, str, bytes, np.generic)
 
 
-def adapt(obj: Any, *, batched: bool | None) -> RandomAccessSource | None:
+@dataclass(frozen=True)
+class Rows:
+    """A source of rows that a function reads.
+
+    Attributes:
+        num_rows: How many rows there are.
+        read: Returns rows, given their numbers and the epoch.
+    """
+
+    num_rows: int
+    read: Callable[[np.ndarray, int], PyTree]
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def read_rows(self, indices: np.ndarray, epoch: int) -> PyTree:
+        """Returns rows, in the order asked for."""
+        return self.read(indices, epoch)
+
+
+def adapt(obj: Any, *, batched: bool | None) -> Rows | None:
     """Returns a tree of arrays or a sequence of examples as a source of rows.
 
     Args:
@@ -40,91 +60,82 @@ def adapt(obj: Any, *, batched: bool | None) -> RandomAccessSource | None:
     Raises:
         DataError: If it may be columns or examples, or its arrays do not fit together.
     """
-    if _is_columns(obj):
-        if batched is not None and not isinstance(obj, list):
-            msg = (
-                "a tree of arrays is a source of rows, one per example. Leave out "
-                f"batched={batched}, or give a list of the batches."
-            )
-            raise DataError(msg)
-        if batched is None and isinstance(obj, list):
+    is_list = isinstance(obj, list)
+    if _is_columns(obj) and not (is_list and batched is not None):
+        if is_list:
             msg = (
                 f"a list of {len(obj)} arrays may be the columns of one dataset, or as "
                 "many examples or batches. Give columns as a tuple or dict; say "
                 "batched=False for examples, or batched=True for batches."
             )
             raise DataError(msg)
-        if batched is None:
-            return ArrayRows(obj)
+        if batched is not None:
+            msg = (
+                "a tree of arrays is a source of rows, one per example. Leave out "
+                f"batched={batched}, or give a list of the batches."
+            )
+            raise DataError(msg)
+        return array_rows(obj)
     if batched is True or not _is_sequence(obj):
         return None
     if batched is None and len(obj) and looks_batched(obj[0]):
         if is_placed(obj[0]):
             return None
         raise DataError(ambiguous("the source"))
-    return ItemRows(obj)
+    return item_rows(obj)
 
 
-class ArrayRows:
-    """The rows of arrays in memory.
-
-    Args:
-        tree: A tree of arrays.
+def array_rows(tree: PyTree) -> Rows:
+    """Returns the rows of a tree of arrays in memory.
 
     Raises:
-        DataError: If they have no dim for the examples, or differ in it.
+        DataError: If the arrays have no dim for the examples, or differ in it.
     """
-
-    def __init__(self, tree: PyTree) -> None:
-        _refuse_lists(tree)
-        named, treedef = named_leaves(tree)
-        columns = {path: as_array(path, leaf) for path, leaf in named}
-        self._tree = treedef.unflatten(columns.values())
-        sizes: dict[int, str] = {}
-        for path, column in columns.items():
-            if not column.ndim:
-                msg = (
-                    f"{leaf_text(path)} is a single {column.dtype}, without a dim for "
-                    "the examples. Give it one row per example, with np.full, or "
-                    "leave it out."
-                )
-                raise DataError(msg)
-            sizes.setdefault(column.shape[0], path)
-        if len(sizes) > 1:
-            (rows, name), (other_rows, other_name), *_ = sizes.items()
+    _refuse_lists(tree)
+    named, treedef = named_leaves(tree)
+    columns = {path: as_array(path, leaf) for path, leaf in named}
+    sizes: dict[int, str] = {}
+    for path, column in columns.items():
+        if not column.ndim:
             msg = (
-                f"{leaf_text(name)} has {rows} rows and {leaf_text(other_name)} "
-                f"{other_rows}: the first dim of every array counts the examples."
+                f"{leaf_text(path)} is a single {column.dtype}, without a dim for the "
+                "examples. Give it one row per example, with np.full, or leave it out."
             )
             raise DataError(msg)
-        self._num_rows = next(iter(sizes))
+        sizes.setdefault(column.shape[0], path)
+    if len(sizes) > 1:
+        (num_rows, name), (other_rows, other_name), *_ = sizes.items()
+        msg = (
+            f"{leaf_text(name)} has {num_rows} rows and {leaf_text(other_name)} "
+            f"{other_rows}: the first dim of every array counts the examples."
+        )
+        raise DataError(msg)
+    arrays = treedef.unflatten(columns.values())
 
-    def __len__(self) -> int:
-        return self._num_rows
-
-    def read_rows(self, indices: np.ndarray, epoch: int) -> PyTree:
-        """Returns rows, in the order asked for."""
+    def read(indices: np.ndarray, epoch: int) -> PyTree:
         del epoch
-        return jax.tree.map(lambda column: _taken(column, indices), self._tree)
+        return jax.tree.map(lambda column: _taken(column, indices), arrays)
+
+    return Rows(next(iter(sizes)), read)
 
 
-class ItemRows:
-    """The examples of an indexable object.
+def item_rows(items: Any, dtypes: Mapping[str, Any] | None = None) -> Rows:
+    """Returns the rows of an indexable object, stacked.
 
     Args:
-        items: What has `__len__` and `__getitem__`.
+        items: What has `__len__`, and either `__getitem__` or, as the datasets of
+            PyTorch and TFDS have it, `__getitems__` for several numbers at once.
+        dtypes: By path, the dtypes of Python numbers.
     """
 
-    def __init__(self, items: Any) -> None:
-        self._items = items
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def read_rows(self, indices: np.ndarray, epoch: int) -> PyTree:
-        """Returns examples, in the order asked for, stacked."""
+    def read(indices: np.ndarray, epoch: int) -> PyTree:
         del epoch
-        return stack([self._items[i] for i in indices.tolist()])
+        numbers = indices.tolist()
+        if hasattr(items, "__getitems__"):
+            return stack(items.__getitems__(numbers), dtypes)
+        return stack([items[number] for number in numbers], dtypes)
+
+    return Rows(len(items), read)
 
 
 def refuse_batched(what: str, *, batched: bool | None) -> None:
@@ -170,19 +181,17 @@ def _taken(column: np.ndarray, indices: np.ndarray) -> np.ndarray:
 
 def _is_columns(obj: PyTree) -> bool:
     """Returns whether an object is an array or a tree of arrays, all with dims."""
-    if hasattr(obj, "__next__") or callable(obj):
+    if hasattr(obj, "__next__") or callable(obj) or isinstance(obj, (str, bytes)):
         return False
     if _is_array(obj):
         return True
-    if isinstance(obj, (str, bytes)):
-        return False
     try:
         leaves, treedef = jax.tree.flatten(obj)
     except ValueError:  # the slower way explains why
         leaves, treedef = named_leaves(obj)
     if jax.tree.structure(0) == treedef or not leaves:
         return False  # not a tree
-    if isinstance(obj, Mapping) or not isinstance(obj, list):
+    if not isinstance(obj, list):
         return True
     return all(_is_array(leaf) and leaf.ndim for leaf in obj)
 
@@ -193,7 +202,7 @@ def _is_array(leaf: Leaf) -> bool:
 
 def _is_sequence(obj: object) -> bool:
     is_other = isinstance(obj, (str, bytes)) or is_table(obj)
-    if is_other or not hasattr(obj, "__getitem__"):
+    if is_other or not hasattr(obj, "__getitem__") or not hasattr(obj, "__len__"):
         return False
     is_random = isinstance(obj, Sequence) or not isinstance(obj, Iterable)
-    return hasattr(obj, "__len__") and (is_random or not hasattr(obj, "__next__"))
+    return is_random or not hasattr(obj, "__next__")

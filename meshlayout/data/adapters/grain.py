@@ -6,19 +6,19 @@ release renames leads to an error that asks for `batched=` or `to_iter_dataset()
 to wrong rows. `test_data_adapters` covers each of the hints.
 """
 
-import base64
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from meshlayout._annotations import PyTree
-from meshlayout.data.adapters.iterables import IteratorStream
+from meshlayout.data.adapters.arrays import Rows, item_rows
+from meshlayout.data.adapters.iterables import IteratorSource, NumberedItems
 from meshlayout.data.by_stream import ambiguous
 from meshlayout.data.clock import Clock
 from meshlayout.data.examples import looks_batched, stack
-from meshlayout.data.protocols import JSON, Source
+from meshlayout.data.protocols import Source
 from meshlayout.errors import DataError
 
 
@@ -41,44 +41,38 @@ def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> Source | None:
     if batched is None and _has_batch_step(obj):
         batched = True
     if "MapDataset" in kinds:
-        if batched or _has_step(obj, "Filter") or len(obj) > _ENDLESS:
-            return MapDatasetStream(obj, batched=batched)
+        is_endless = len(obj) > _ENDLESS
+        if batched or is_endless or _has_step(obj, "Filter"):
+            return IteratorSource(
+                lambda epoch: NumberedItems(
+                    obj,
+                    len(obj),
+                    first=0 if is_endless else epoch * len(obj),
+                    skip_none=True,
+                ),
+                batched,
+            )
         if batched is None and len(obj) and looks_batched(obj[0]):
             raise DataError(ambiguous("the Grain dataset"))
-        return MapDatasetRows(obj)
+        return _map_dataset_rows(obj)
     if "IterDataset" in kinds or "DataLoader" in kinds:
-        return IterDatasetStream(obj, clock.warn, batched=batched)
+        return _iter_dataset_source(obj, clock, batched=batched)
     if hasattr(obj, "__getitem__") and hasattr(obj, "__len__") and not batched:
-        return MapDatasetRows(obj)
+        return item_rows(obj)
     return None
 
 
-class MapDatasetRows:
-    """A Grain MapDataset, or another random-access source, as a source of rows.
+def _map_dataset_rows(dataset: Any) -> Rows:
+    """Returns a MapDataset as a source of rows.
 
-    A MapDataset that shuffles has a new order in every epoch, as with Grain itself:
-    its rows beyond its length are those of later epochs.
-
-    Args:
-        dataset: The dataset.
+    One that shuffles has a new order in every epoch, as with Grain itself: its rows
+    beyond its length are those of later epochs.
     """
+    length = len(dataset)
 
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-        kinds = {kind.__name__ for kind in type(dataset).__mro__}
-        self._epoch_rows = len(dataset) if "MapDataset" in kinds else 0
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def read_rows(self, indices: np.ndarray, epoch: int) -> PyTree:
-        """Returns rows, in the order asked for.
-
-        Raises:
-            DataError: If the dataset has no element there.
-        """
-        numbers = (indices + epoch * self._epoch_rows).tolist()
-        examples = [self._dataset[number] for number in numbers]
+    def read(indices: np.ndarray, epoch: int) -> PyTree:
+        numbers = (indices + epoch * length).tolist()
+        examples = [dataset[number] for number in numbers]
         for number, example in zip(indices.tolist(), examples, strict=True):
             if example is None:
                 msg = (
@@ -88,114 +82,30 @@ class MapDatasetRows:
                 raise DataError(msg)
         return stack(examples)
 
-
-class MapDatasetStream:
-    """A Grain MapDataset that filters, is endless or yields batches, read in order.
-
-    Args:
-        dataset: The dataset.
-        batched: Whether its elements are batches; None infers it from them.
-    """
-
-    num_rows = None
-
-    def __init__(self, dataset: Any, *, batched: bool | None) -> None:
-        self._dataset, self.batched = dataset, batched
-
-    def open(self, epoch: int) -> IteratorStream:
-        """Begins a pass: that epoch of a dataset that shuffles."""
-        return IteratorStream(_Numbered(self._dataset, epoch))
+    return Rows(length, read)
 
 
-class _Numbered(Iterator[PyTree]):
-    """The elements of one epoch of a MapDataset; the state is the next one's number."""
+def _iter_dataset_source(
+    dataset: Any, clock: Clock, *, batched: bool | None
+) -> IteratorSource:
+    """Returns an IterDataset or DataLoader, which know no epochs, as a source."""
+    has_one_order = _has_step(dataset, "Shuffle") and not _has_step(dataset, "Repeat")
 
-    def __init__(self, dataset: Any, epoch: int) -> None:
-        self._dataset, self._next = dataset, 0
-        self._length = len(dataset)
-        self._offset = epoch * self._length if self._length < _ENDLESS else 0
-
-    def __next__(self) -> PyTree:
-        while self._next < self._length:
-            element = self._dataset[self._offset + self._next]
-            self._next += 1
-            if element is not None:
-                return element
-        raise StopIteration
-
-    def get_state(self) -> JSON:
-        return self._next
-
-    def set_state(self, state: JSON) -> None:
-        self._next = int(state)
-
-
-class IterDatasetStream:
-    """A Grain IterDataset or DataLoader as a stream.
-
-    Args:
-        dataset: The dataset or loader.
-        warn: Called with a sentence if every epoch has one shuffled order.
-        batched: Whether its elements are batches; None infers it from them.
-    """
-
-    num_rows = None
-
-    def __init__(
-        self, dataset: Any, warn: Callable[[str], None], *, batched: bool | None
-    ) -> None:
-        self._dataset, self._warn, self.batched = dataset, warn, batched
-        self._is_shuffled_once = _has_step(dataset, "Shuffle") and not _has_step(
-            dataset, "Repeat"
-        )
-
-    def open(self, epoch: int) -> IteratorStream:
-        """Begins a pass over the dataset, which ignores the epoch."""
-        if epoch and self._is_shuffled_once:
-            self._warn(
+    def begin(epoch: int) -> Iterator[PyTree]:
+        if epoch and has_one_order:
+            clock.warn(
                 "Grain's IterDataset shuffles, and repeats one order in every epoch. "
                 "Give the MapDataset, which has another one in each; or repeat() it "
                 "before to_iter_dataset(), and say steps=."
             )
-        mark_flags_as_parsed()
-        return IteratorStream(_Encoded(iter(self._dataset)))
+        # Grain's worker processes read one of absl's command-line flags, and absl
+        # raises until its flags are parsed, which only `absl.app.run` does.
+        flags: Any = sys.modules["absl.flags"]
+        if not flags.FLAGS.is_parsed():
+            flags.FLAGS.mark_as_parsed()
+        return iter(dataset)
 
-
-class _Encoded(Iterator[PyTree]):
-    """A Grain iterator, with Grain's own state as text or JSON."""
-
-    def __init__(self, iterator: Any) -> None:
-        self._iterator = iterator
-
-    def __next__(self) -> PyTree:
-        return next(self._iterator)
-
-    def get_state(self) -> JSON:
-        state = self._iterator.get_state()
-        if isinstance(state, bytes):  # of a DataLoader
-            return base64.b64encode(state).decode("ascii")
-        return state
-
-    def set_state(self, state: JSON) -> None:
-        self._iterator.set_state(
-            base64.b64decode(state) if isinstance(state, str) else state
-        )
-
-    def close(self) -> None:
-        # A DataLoader's iterator closes when it is garbage collected.
-        if hasattr(self._iterator, "close"):
-            self._iterator.close()
-
-
-def mark_flags_as_parsed() -> None:
-    """Lets Grain's worker processes start outside of `absl.app.run`.
-
-    Grain reads one of absl's command-line flags for them, and absl raises until its
-    flags are parsed.
-    """
-    flags: Any = sys.modules["absl.flags"]
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()
+    return IteratorSource(begin, batched)
 
 
 def _has_batch_step(dataset: object) -> bool:

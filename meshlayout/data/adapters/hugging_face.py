@@ -6,14 +6,14 @@ turns all numbers into int64 and float32. Lists become arrays; structures inside
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from meshlayout._annotations import PyTree
-from meshlayout.data.adapters.arrays import refuse_batched
-from meshlayout.data.adapters.iterables import IteratorStream
+from meshlayout.data.adapters.arrays import Rows, refuse_batched
+from meshlayout.data.adapters.iterables import IteratorSource
 from meshlayout.data.clock import Clock
 from meshlayout.data.examples import as_batch, leaf_text
 from meshlayout.data.protocols import JSON, Source
@@ -22,6 +22,10 @@ from meshlayout.errors import DataError
 
 # The place before the first example, which a dataset names only after it.
 _START = "start"
+
+# Classes of features: lists, and what holds numbers.
+_LISTS = ("List", "LargeList", "Sequence")
+_NUMBERS = ("Value", "ClassLabel", "Array2D", "Array3D", "Array4D", "Array5D")
 
 
 def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> Source | None:
@@ -45,109 +49,75 @@ def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> Source | None:
         )
         raise DataError(msg)
     if "IterableDataset" in kinds:
-        return HuggingFaceStream(obj, batched=batched)
+        dtypes = {} if obj.features is None else _dtypes(dict(obj.features))
+        readers: set[_HuggingFacePass] = set()
+        return IteratorSource(
+            lambda epoch: _HuggingFacePass(obj, dtypes, epoch, readers), batched
+        )
     if "Dataset" not in kinds:
         return None
     refuse_batched("a Hugging Face Dataset", batched=batched)
-    return HuggingFaceRows(obj)
+    return _dataset_rows(obj)
 
 
-class HuggingFaceRows:
-    """A Hugging Face Dataset as a source of rows.
+def _dataset_rows(dataset: Any) -> Rows:
+    """Returns a Dataset as a source of rows.
 
     Without a format of the user's, numbers come straight from the Arrow table, in the
     dtypes of its features; images and other decoded features as NumPy arrays.
 
-    Args:
-        dataset: The dataset.
-
     Raises:
         DataError: If it is formatted as tables.
     """
+    kind, names = dataset.format["type"], dataset.format["columns"]
+    if kind in ("arrow", "pandas", "polars"):
+        msg = (
+            f"the Hugging Face dataset is formatted as {kind!r}, which does not give "
+            "arrays. Use with_format('numpy')."
+        )
+        raise DataError(msg)
+    plain: list[str] = []
+    if kind is None:
+        dtypes = {name: _dtypes(dataset.features[name]).values() for name in names}
+        # By identity: NumPy takes None for a float64.
+        plain = [name for name in names if all(d is not None for d in dtypes[name])]
+    others = [name for name in names if name not in plain]
+    table = dataset.with_format("arrow", columns=plain)
+    arrays = dataset.with_format(kind or "numpy", columns=others)
+    if kind is not None:  # with the options of the user's format
+        arrays = dataset
 
-    def __init__(self, dataset: Any) -> None:
-        self._length = len(dataset)
-        self._readers: list[Callable[[list[int]], Mapping[str, Any]]] = []
-        kind, names = dataset.format["type"], dataset.format["columns"]
-        if kind in ("arrow", "pandas", "polars"):
-            msg = (
-                f"the Hugging Face dataset is formatted as {kind!r}, which does not "
-                "give arrays. Use with_format('numpy')."
-            )
-            raise DataError(msg)
-        if kind is not None:
-            self._readers.append(lambda rows: dataset[rows])
-            return
-        plain = [name for name in names if _is_plain(dataset.features[name])]
-        decoded = [name for name in names if name not in plain]
-        if plain:
-            table = dataset.with_format("arrow", columns=plain)
-            self._readers.append(lambda rows: _columns(table[rows]))
-        if decoded:
-            arrays = dataset.with_format("numpy", columns=decoded)
-            self._readers.append(lambda rows: arrays[rows])
-
-    def __len__(self) -> int:
-        return self._length
-
-    def read_rows(self, indices: np.ndarray, epoch: int) -> PyTree:
-        """Returns rows, in the order asked for."""
+    def read(indices: np.ndarray, epoch: int) -> PyTree:
         del epoch
-        columns: dict[str, Any] = {}
-        for reader in self._readers:
-            columns.update(reader(indices.tolist()))
+        columns = _columns(table[indices.tolist()]) if plain else {}
+        if others:
+            columns |= arrays[indices.tolist()]
         rows, _ = as_batch(_as_arrays(columns, {}))
         return rows
 
-
-class HuggingFaceStream:
-    """A Hugging Face IterableDataset as a stream.
-
-    Args:
-        dataset: The dataset.
-        batched: Whether its elements are batches; None infers it from them.
-    """
-
-    num_rows = None
-
-    def __init__(self, dataset: Any, *, batched: bool | None) -> None:
-        self._dataset, self.batched = dataset, batched
-        self._passes = _Passes()
-        features = dataset.features
-        self._dtypes = {} if features is None else _dtypes(features)
-
-    def open(self, epoch: int) -> IteratorStream:
-        """Begins a pass, and sets the epoch of a dataset that shuffles."""
-        return IteratorStream(
-            _HuggingFacePass(self._dataset, self._dtypes, epoch, self._passes)
-        )
-
-
-class _Passes:
-    """Which pass of a dataset, which keeps the place of one, was begun last."""
-
-    def __init__(self) -> None:
-        self._latest: object = None
-        self._is_mixed = False
-
-    def begin(self, each: object) -> None:
-        self._latest, self._is_mixed = each, False
-
-    def read(self, each: object) -> None:
-        self._is_mixed = self._is_mixed or each is not self._latest
-
-    def knows(self, each: object) -> bool:
-        return each is self._latest and not self._is_mixed
+    return Rows(len(dataset), read)
 
 
 class _HuggingFacePass(Iterator[PyTree]):
-    """The elements of one pass, lists as arrays."""
+    """The elements of one pass over an IterableDataset, lists as arrays.
+
+    Args:
+        dataset: The dataset.
+        dtypes: By path, the dtypes of Python numbers.
+        epoch: The epoch, for a dataset that shuffles.
+        readers: The passes that were read since the last one began: the dataset keeps
+            the place of one of them only.
+    """
 
     def __init__(
-        self, dataset: Any, dtypes: dict[str, Any], epoch: int, passes: _Passes
+        self,
+        dataset: Any,
+        dtypes: Mapping[str, np.dtype | None],
+        epoch: int,
+        readers: "set[_HuggingFacePass]",
     ) -> None:
         self._dataset, self._dtypes, self._epoch = dataset, dtypes, epoch
-        self._passes = passes
+        self._readers = readers
         self._knows_place = _knows_place(dataset)
         self._iterator: Any = None
         self._begin: JSON = _START  # where the first element is read from
@@ -161,15 +131,15 @@ class _HuggingFacePass(Iterator[PyTree]):
             # Without a place, the one of an earlier pass is forgotten.
             place = None if self._begin == _START else self._begin
             self._dataset.load_state_dict(place)
-            self._passes.begin(self)
+            self._readers.clear()
             self._iterator = iter(self._dataset)
-        self._passes.read(self)
+        self._readers.add(self)
         return _as_arrays(next(self._iterator), self._dtypes)
 
     def get_state(self) -> JSON:
         if self._iterator is None:
             return self._begin
-        if not self._knows_place or not self._passes.knows(self):
+        if not self._knows_place or self._readers != {self}:
             return None
         # A copy: the dataset later changes the object that it returns.
         return json.loads(json.dumps(self._dataset.state_dict()))
@@ -201,7 +171,9 @@ def _knows_place(dataset: object) -> bool:
     return not any("Shuffled" in name and "Buffer" in name for name in names)
 
 
-def _as_arrays(node: Any, dtypes: Mapping[str, Any], path: str = "") -> PyTree:
+def _as_arrays(
+    node: Any, dtypes: Mapping[str, np.dtype | None], path: str = ""
+) -> PyTree:
     """Returns an example or a batch with its lists as arrays.
 
     Args:
@@ -214,7 +186,7 @@ def _as_arrays(node: Any, dtypes: Mapping[str, Any], path: str = "") -> PyTree:
     """
     if isinstance(node, dict):
         return {
-            name: _as_arrays(inner, dtypes, f"{path}/{name}" if path else name)
+            name: _as_arrays(inner, dtypes, _joined(path, name))
             for name, inner in node.items()
         }
     first = _first(node)
@@ -230,11 +202,18 @@ def _as_arrays(node: Any, dtypes: Mapping[str, Any], path: str = "") -> PyTree:
         return node
     if isinstance(first, (str, bytes)):
         return np.asarray(node, object)
-    if first is None:
+    if _has_none(node):
         raise DataError(_missing(path, "some"))
-    if isinstance(first, (bool, int, float, complex)):
-        return np.asarray(node, dtypes.get(path))
-    return np.stack([np.asarray(item) for item in node])
+    try:
+        if isinstance(first, (bool, int, float, complex)):
+            return np.asarray(node, dtypes.get(path))
+        return np.stack([np.asarray(item) for item in node])
+    except ValueError:
+        msg = (
+            f"{leaf_text(path)} is ragged: the items of a list have different shapes. "
+            "Pad or crop them to one with the dataset's map."
+        )
+        raise DataError(msg) from None
 
 
 def _first(items: object) -> Any:
@@ -244,6 +223,15 @@ def _first(items: object) -> Any:
     while isinstance(items, list) and items:
         items = items[0]
     return items
+
+
+def _has_none(items: object) -> bool:
+    """Returns whether nested lists hold a None, which NumPy would make a NaN of."""
+    if not isinstance(items, list) or not items:
+        return items is None
+    if isinstance(items[0], (list, np.ndarray)):
+        return any(map(_has_none, items))
+    return None in items
 
 
 def _missing(path: str, count: str) -> str:
@@ -289,49 +277,29 @@ def _column(column: Any, path: str) -> PyTree:
     return column.to_numpy(zero_copy_only=False)
 
 
-# Features: what a column holds
+def _dtypes(feature: Any, path: str = "") -> dict[str, np.dtype | None]:
+    """Returns by path the dtypes that the values of a feature have as arrays.
 
-
-def _item(feature: Any) -> Any:
-    """Returns the feature of the items inside lists."""
-    while True:
-        if isinstance(feature, list):
-            feature = feature[0]
-        elif type(feature).__name__ in ("List", "LargeList", "Sequence"):
-            feature = feature.feature
-        else:
-            return feature
-
-
-def _number_dtype(feature: Any) -> np.dtype | None:
-    """Returns the dtype of a feature of numbers, or None if it is of another kind."""
-    feature = _item(feature)
-    kind = type(feature).__name__
-    if kind not in ("Value", "ClassLabel", "Array2D", "Array3D", "Array4D", "Array5D"):
-        return None
-    try:
-        return np.dtype(feature.dtype)
-    except TypeError:  # Arrow's types that NumPy does not have, as strings
-        return None
-
-
-def _is_plain(feature: Any) -> bool:
-    """Returns whether a feature is read from the Arrow table."""
+    None marks what the Arrow table does not hold as arrays: images, structures inside
+    lists, and types that NumPy does not have.
+    """
     if isinstance(feature, dict):
-        return all(map(_is_plain, feature.values()))
-    if isinstance(_item(feature), dict):
-        return False  # structures inside lists
-    return getattr(feature, "dtype", "") == "string" or (
-        _number_dtype(feature) is not None
-    )
+        return {
+            inner_path: dtype
+            for name, inner in feature.items()
+            for inner_path, dtype in _dtypes(inner, _joined(path, name)).items()
+        }
+    while isinstance(feature, list) or type(feature).__name__ in _LISTS:
+        feature = feature[0] if isinstance(feature, list) else feature.feature
+    if getattr(feature, "dtype", "") == "string":
+        return {path: np.dtype(object)}
+    if type(feature).__name__ not in _NUMBERS:
+        return {path: None}
+    try:
+        return {path: np.dtype(feature.dtype)}
+    except TypeError:
+        return {path: None}
 
 
-def _dtypes(features: Any, prefix: str = "") -> dict[str, np.dtype]:
-    """Returns by path the dtypes of a dataset's numbers."""
-    dtypes: dict[str, np.dtype] = {}
-    for name, feature in features.items():
-        if isinstance(feature, dict):
-            dtypes |= _dtypes(feature, f"{prefix}{name}/")
-        elif (dtype := _number_dtype(feature)) is not None:
-            dtypes[prefix + name] = dtype
-    return dtypes
+def _joined(path: str, name: str) -> str:
+    return f"{path}/{name}" if path else name

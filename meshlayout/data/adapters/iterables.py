@@ -1,6 +1,8 @@
 """Iterables, iterators and generator functions as sources that are streamed."""
 
-from collections.abc import Iterator, Sequence
+import base64
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -9,11 +11,102 @@ from meshlayout import _checks
 from meshlayout._annotations import PyTree
 from meshlayout.data.adapters.arrays import is_table
 from meshlayout.data.examples import looks_batched
-from meshlayout.data.protocols import JSON, StreamSource
+from meshlayout.data.protocols import JSON
 from meshlayout.errors import DataError
 
 
-def adapt(obj: Any, *, batched: bool | None) -> StreamSource:
+@dataclass(frozen=True)
+class IteratorSource:
+    """A source of the elements of iterators, one for each pass.
+
+    Attributes:
+        begin: Returns the iterator of an epoch. Its methods `get_state`, `set_state`
+            and `close` are called if it has them; a place may be bytes.
+        batched: Whether its elements are batches; None infers it from them.
+        num_rows: How many examples a pass has, if known without reading them.
+    """
+
+    begin: Callable[[int], Iterator[PyTree]]
+    batched: bool | None
+    num_rows: int | None = None
+
+    def open(self, epoch: int) -> "IteratorStream":
+        """Begins a pass."""
+        return IteratorStream(self.begin(epoch))
+
+
+class IterableSource(IteratorSource):
+    """The source of an iterable that is of no framework."""
+
+
+class IteratorStream:
+    """One pass over an iterator, which knows its place if it has the methods for it."""
+
+    def __init__(self, iterator: Any) -> None:
+        self._iterator = iterator
+
+    def __iter__(self) -> Iterator[PyTree]:
+        return self._iterator  # saves a call of this class's `__next__` per element
+
+    def __next__(self) -> PyTree:
+        return next(self._iterator)
+
+    def get_state(self) -> JSON:
+        """Returns the iterator's own place, or None."""
+        if not hasattr(self._iterator, "set_state"):
+            return None
+        state = self._iterator.get_state()
+        if isinstance(state, bytes):
+            return {"base64": base64.b64encode(state).decode("ascii")}
+        return state
+
+    def set_state(self, state: JSON) -> None:
+        """Goes to a place."""
+        if isinstance(state, dict) and state.keys() == {"base64"}:
+            state = base64.b64decode(state["base64"])
+        self._iterator.set_state(state)
+
+    def close(self) -> None:
+        """Closes a generator, so that its `finally` clauses run."""
+        if hasattr(self._iterator, "close"):
+            self._iterator.close()
+
+
+class NumberedItems(Iterator[PyTree]):
+    """The items of an indexable object, one after another, as an iterator with a place.
+
+    Args:
+        items: What has `__getitem__`.
+        length: How many items there are.
+        first: The number of the first one.
+        skip_none: Whether items that are None are left out, as Grain does.
+    """
+
+    def __init__(
+        self, items: Any, length: int, *, first: int = 0, skip_none: bool = False
+    ) -> None:
+        self._items, self._length, self._first = items, length, first
+        self._skip_none = skip_none
+        self._next = 0
+
+    def __next__(self) -> PyTree:
+        while self._next < self._length:
+            item = self._items[self._first + self._next]
+            self._next += 1
+            if item is not None or not self._skip_none:
+                return item
+        raise StopIteration
+
+    def get_state(self) -> int:
+        """Returns how many items were read."""
+        return self._next
+
+    def set_state(self, state: JSON) -> None:
+        """Goes to a place."""
+        self._next = int(state)
+
+
+def adapt(obj: Any, *, batched: bool | None) -> IterableSource:
     """Returns an iterable, an iterator or a generator function as a source.
 
     Args:
@@ -37,102 +130,35 @@ def adapt(obj: Any, *, batched: bool | None) -> StreamSource:
             f"Hugging Face, got {_checks.shown(obj)}."
         )
         raise DataError(msg)
-    return IterableSource(obj, batched=batched)
+    was_read = False
 
-
-class IterableSource:
-    """A source of the elements of an iterable.
-
-    Attributes:
-        batched: Whether its elements are batches; None infers it from them.
-        num_rows: How many examples it has, if known without reading them.
-
-    Args:
-        obj: An iterable, an iterator, or a function that returns one of them.
-        batched: Whether its elements are batches; None infers it from them.
-    """
-
-    def __init__(self, obj: Any, *, batched: bool | None) -> None:
-        self._obj, self.batched = obj, batched
-        self._was_opened = False
-        self.num_rows = _num_rows(obj, batched=batched)
-
-    def open(self, epoch: int) -> "IteratorStream":
-        """Begins a pass.
-
-        Raises:
-            DataError: If it cannot be read again.
-        """
-        if self._was_opened and hasattr(self._obj, "__next__"):
+    def begin(epoch: int) -> Iterator[PyTree]:
+        nonlocal was_read
+        if was_read and hasattr(obj, "__next__"):
             msg = (
-                f"the source is an iterator ({type(self._obj).__name__}), which can be "
-                f"read once, and epoch {epoch + 1} begins. Give a function that makes "
-                "one, as lambda: make_iterator()."
+                f"the source is an iterator ({type(obj).__name__}), which can be read "
+                f"once, and epoch {epoch + 1} begins. Give a function that makes one, "
+                "as lambda: make_iterator()."
             )
             raise DataError(msg)
-        self._was_opened = True
-        return IteratorStream(self._begin())
+        was_read = True
+        return _begin(obj)
 
-    def _begin(self) -> Iterator[PyTree]:
-        if _is_iterable(self._obj):
-            if isinstance(self._obj, Sequence):
-                return _Items(self._obj)
-            return _iterator(self._obj)
-        made = self._obj()
-        if not _is_iterable(made):
-            msg = (
-                f"the source is a function that returned {_checks.shown(made)}; it has "
-                "to return an iterator, or be a generator function."
-            )
-            raise DataError(msg)
-        return _iterator(made)
+    return IterableSource(begin, batched, _num_rows(obj, batched=batched))
 
 
-class IteratorStream:
-    """One pass over an iterator, which knows its place if it has the methods for it."""
-
-    def __init__(self, iterator: Any) -> None:
-        self._iterator = iterator
-
-    def __iter__(self) -> Iterator[PyTree]:
-        return self._iterator  # saves a call of this class's `__next__` per element
-
-    def __next__(self) -> PyTree:
-        return next(self._iterator)
-
-    def get_state(self) -> JSON:
-        """Returns the iterator's own place, or None."""
-        if not hasattr(self._iterator, "set_state"):
-            return None
-        return self._iterator.get_state()
-
-    def set_state(self, state: JSON) -> None:
-        """Goes to a place."""
-        self._iterator.set_state(state)
-
-    def close(self) -> None:
-        """Closes a generator, so that its `finally` clauses run."""
-        if hasattr(self._iterator, "close"):
-            self._iterator.close()
-
-
-class _Items(Iterator[PyTree]):
-    """An iterator over a sequence that knows its place."""
-
-    def __init__(self, items: Sequence[PyTree]) -> None:
-        self._items, self._next = items, 0
-
-    def __next__(self) -> PyTree:
-        if self._next >= len(self._items):
-            raise StopIteration
-        self._next += 1
-        return self._items[self._next - 1]
-
-    def get_state(self) -> int:
-        return self._next
-
-    def set_state(self, state: int) -> None:
-        self._next = state
+def _begin(obj: Any) -> Iterator[PyTree]:
+    """Returns an iterator over an iterable, or over what a function returns."""
+    if isinstance(obj, Sequence):
+        return NumberedItems(obj, len(obj))
+    iterable = obj if _is_iterable(obj) else obj()
+    if not _is_iterable(iterable):
+        msg = (
+            f"the source is a function that returned {_checks.shown(iterable)}; it has "
+            "to return an iterator, or be a generator function."
+        )
+        raise DataError(msg)
+    return iter(iterable) if hasattr(iterable, "__iter__") else iterable
 
 
 def _num_rows(obj: Any, *, batched: bool | None) -> int | None:
@@ -148,7 +174,3 @@ def _num_rows(obj: Any, *, batched: bool | None) -> int | None:
 
 def _is_iterable(obj: object) -> bool:
     return hasattr(obj, "__iter__") or hasattr(obj, "__next__")
-
-
-def _iterator(obj: Any) -> Iterator[PyTree]:
-    return iter(obj) if hasattr(obj, "__iter__") else obj

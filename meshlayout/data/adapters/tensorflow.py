@@ -13,10 +13,9 @@ import numpy as np
 
 from meshlayout import _paths
 from meshlayout._annotations import PyTree
-from meshlayout.data.adapters.iterables import IteratorStream
+from meshlayout.data.adapters.iterables import IteratorSource
 from meshlayout.data.clock import Clock
 from meshlayout.data.examples import leaf_text
-from meshlayout.data.protocols import StreamSource
 from meshlayout.errors import DataError
 
 
@@ -25,7 +24,7 @@ _BLOCK_BYTES = 2**20
 _MAX_BLOCK_ROWS = 512
 
 
-def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> StreamSource | None:
+def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> IteratorSource | None:
     """Returns a tf.data.Dataset as a source, or None if it is of another kind.
 
     Args:
@@ -40,54 +39,22 @@ def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> StreamSource | Non
     del clock
     if "DatasetV2" not in {kind.__name__ for kind in type(obj).__mro__}:
         return None
-    return TensorFlowStream(obj, batched=batched)
-
-
-class TensorFlowStream:
-    """A tf.data.Dataset as a stream without a position.
-
-    Attributes:
-        batched: Whether its elements are batches.
-        num_rows: How many examples a pass yields, if TensorFlow knows.
-
-    Args:
-        dataset: The dataset.
-        batched: Whether its elements are batches; None infers it from shapes.
-    """
-
-    def __init__(self, dataset: Any, *, batched: bool | None) -> None:
-        specs = _specs(dataset)
-        self.batched = _gives_batches(specs) if batched is None else batched
-        self.num_rows: int | None = None
-        self._dataset = dataset
-        if self.batched:
-            return
-        cardinality = int(dataset.cardinality())
-        self.num_rows = cardinality if cardinality >= 0 else None
+    specs = _specs(obj)
+    if batched is None:
+        batched = _gives_batches(specs)
+    num_rows = None
+    if not batched:
+        cardinality = int(obj.cardinality())
+        num_rows = cardinality if cardinality >= 0 else None
         if all(spec.shape.is_fully_defined() for spec in specs):
             # Stacked by TensorFlow: the same examples in the same order.
-            self._dataset = dataset.batch(_block_rows(specs))
-            self.batched = True
+            obj, batched = obj.batch(_block_rows(specs)), True
 
-    def open(self, epoch: int) -> IteratorStream:
-        """Begins a pass; the dataset decides whether it reshuffles."""
-        del epoch
-        return IteratorStream(_NumpyPass(self._dataset))
+    def begin(epoch: int) -> Iterator[PyTree]:
+        del epoch  # the dataset decides whether it reshuffles
+        yield from obj.as_numpy_iterator()
 
-
-class _NumpyPass(Iterator[PyTree]):
-    """The elements of one pass over a tf.data.Dataset, as arrays."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._iterator: Any = dataset.as_numpy_iterator()
-
-    def __next__(self) -> PyTree:
-        if self._iterator is None:
-            raise StopIteration
-        return next(self._iterator)
-
-    def close(self) -> None:
-        self._iterator = None
+    return IteratorSource(begin, batched, num_rows)
 
 
 def _specs(dataset: Any) -> list[Any]:

@@ -3,15 +3,13 @@
 import threading
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from meshlayout._annotations import PyTree
-from meshlayout.data.adapters.arrays import refuse_batched
-from meshlayout.data.adapters.iterables import IteratorStream
+from meshlayout.data.adapters.arrays import item_rows, refuse_batched
+from meshlayout.data.adapters.iterables import IteratorSource
 from meshlayout.data.clock import Clock
-from meshlayout.data.examples import stack
 from meshlayout.data.protocols import Source
 from meshlayout.errors import DataError
 
@@ -30,7 +28,7 @@ def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> Source | None:
     """
     kinds = {kind.__name__ for kind in type(obj).__mro__}
     if "DataLoader" in kinds:
-        return LoaderStream(obj, clock, batched=batched)
+        return _loader_source(obj, clock, batched=batched)
     if "IterableDataset" in kinds:
         raise DataError(
             "a PyTorch IterableDataset does not say what it gives. Put it into a "
@@ -38,106 +36,66 @@ def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> Source | None:
         )
     if "Dataset" in kinds and hasattr(obj, "__len__"):
         refuse_batched("a PyTorch Dataset", batched=batched)
-        return TorchRows(obj)
+        return item_rows(obj)
     return None
 
 
-class TorchRows:
-    """A PyTorch Dataset with a length as a source of rows.
+def _loader_source(loader: Any, clock: Clock, *, batched: bool | None) -> Source:
+    """Returns a DataLoader as a source; its tensors become arrays of the same memory.
 
-    Args:
-        dataset: The dataset.
+    Without `batched`, it gives batches if it has a batch size or a batch sampler.
     """
+    if batched is None:
+        batched = loader.batch_sampler is not None or None
+    num_parts = getattr(loader.sampler, "num_replicas", 1)
+    if num_parts > 1:
+        clock.warn(
+            f"The DataLoader's sampler gives each of {num_parts} processes a part of "
+            "its own: say per_process=True."
+        )
 
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def read_rows(self, indices: np.ndarray, epoch: int) -> PyTree:
-        """Returns rows, in the order asked for."""
-        del epoch
-        numbers = indices.tolist()
-        if hasattr(self._dataset, "__getitems__"):
-            return stack(self._dataset.__getitems__(numbers))
-        return stack([self._dataset[number] for number in numbers])
+    num_rows = _num_rows(loader, batched=batched)
+    return IteratorSource(lambda epoch: _read(loader, epoch), batched, num_rows)
 
 
-class LoaderStream:
-    """A PyTorch DataLoader as a stream; its tensors become arrays of the same memory.
+@dataclass
+class _LoaderPasses:
+    """The passes over a loader, of which only the last may be read."""
 
-    Attributes:
-        batched: Whether it yields batches.
-        num_rows: How many examples a pass yields, if the loader's sampler has a length.
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    count: int = 0
 
-    Args:
-        loader: The loader.
-        clock: Where notes go.
-        batched: Whether it yields batches; None means that it does if it has a batch
-            size or a batch sampler.
-    """
 
-    def __init__(self, loader: Any, clock: Clock, *, batched: bool | None) -> None:
-        makes_batches = loader.batch_sampler is not None
-        self._loader = loader
-        self.batched = (makes_batches or None) if batched is None else batched
-        self.num_rows = _num_rows(loader, batched=self.batched)
-        parts = getattr(loader.sampler, "num_replicas", 1)
-        if parts > 1:
-            clock.warn(
-                f"The DataLoader's sampler gives each of {parts} processes a part of "
-                "its own: say per_process=True."
-            )
+# By loader, for loaders with persistent workers, which serve one pass at a time.
+_PASSES: weakref.WeakKeyDictionary[Any, _LoaderPasses] = weakref.WeakKeyDictionary()
 
-    def open(self, epoch: int) -> IteratorStream:
-        """Begins a pass, and sets the epoch of a sampler that shuffles by epoch."""
-        for sampler in (self._loader.sampler, self._loader.batch_sampler):
+
+def _read(loader: Any, epoch: int) -> Iterator[PyTree]:
+    """Yields the elements of a pass; the loader's workers end when it is closed."""
+    passes = _LoaderPasses()
+    if getattr(loader, "persistent_workers", False):
+        passes = _PASSES.setdefault(loader, passes)
+    with passes.lock:
+        passes.count += 1
+        number = passes.count
+        for sampler in (loader.sampler, loader.batch_sampler):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
-        return IteratorStream(_LoaderPass(self._loader))
-
-
-class _Workers:
-    """The reader of a loader: one with persistent workers serves one pass at a time."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.num_passes = 0
-
-
-# By loader, for loaders with persistent workers.
-_KEPT: weakref.WeakKeyDictionary[Any, _Workers] = weakref.WeakKeyDictionary()
-
-
-class _LoaderPass(Iterator[PyTree]):
-    """The elements of one pass over a DataLoader, which does not know its place."""
-
-    def __init__(self, loader: Any) -> None:
-        self._workers = _Workers()
-        if getattr(loader, "persistent_workers", False):
-            self._workers = _KEPT.setdefault(loader, self._workers)
-        with self._workers.lock:
-            self._workers.num_passes += 1
-            self._number = self._workers.num_passes
-            self._iterator: Any = iter(loader)
-
-    def __next__(self) -> PyTree:
-        if self._iterator is None:
-            raise StopIteration
-        with self._workers.lock:
-            if self._number != self._workers.num_passes:
+        elements = iter(loader)
+    while True:
+        with passes.lock:
+            if number != passes.count:
                 msg = (
                     "the DataLoader keeps its workers, which serve one pass at a time, "
                     "and another pass has begun. Take one iterator after another, or "
                     "make the DataLoader with persistent_workers=False."
                 )
                 raise DataError(msg)
-            return next(self._iterator)
-
-    def close(self) -> None:
-        # The loader's worker processes end with its iterator.
-        self._iterator = None
+            try:
+                element = next(elements)
+            except StopIteration:
+                return
+        yield element
 
 
 def _num_rows(loader: Any, *, batched: bool | None) -> int | None:
