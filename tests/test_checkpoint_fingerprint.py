@@ -53,32 +53,39 @@ def odd(number, dim, seed):
     return (z ^ z >> 31) | 1
 
 
-def expected_fingerprint(octets):
-    """The sum that the module describes, of rows of bytes; no dim has size 1."""
+def expected_fingerprint(x):
+    """The sums that the module describes, of unsigned integers; no dim has size 1."""
+    mixed = [int(one) * 0x9E3779B97F4A7C15 % 2 ** (8 * x.itemsize) for one in x.flat]
     text = ""
-    for seed, order in ((0x243F6A8885A308D3, "little"), (0x13198A2E03707344, "big")):
+    for seed, order, of_word in (
+        (0x243F6A8885A308D3, "big", "little"),
+        (0x13198A2E03707344, "little", "big"),
+    ):
+        elements = [one.to_bytes(x.itemsize, order) for one in mixed]
         sum_ = 0
-        for row in np.ndindex(octets.shape[:-1]):
-            content = octets[row].tobytes()
+        for number, row in enumerate(np.ndindex(x.shape[:-1])):
+            start = number * x.shape[-1]
+            content = b"".join(elements[start : start + x.shape[-1]])
             for place in range(0, len(content), 8):
                 word = content[place : place + 8].ljust(8, b"\0")
-                product = int.from_bytes(word, order)
+                product = int.from_bytes(word, of_word)
                 for dim, index in enumerate((*row, place // 8)):
-                    product *= odd(index % 2**14, dim, seed)
-                    product *= odd(2**14 + index // 2**14, dim, seed)
+                    product *= odd(index % 2**15, dim, seed)
+                    product *= odd(2**15 + index // 2**15, dim, seed)
                 sum_ += product
         text += f"{sum_ % 2**64:016x}"
     return text
 
 
 @pytest.mark.parametrize(
-    "shape", [(5,), (3, 4, 2), (2, 3, 70), (131_100,), (16_400, 3), (2, 100, 24)]
+    "shape", [(5,), (3, 4, 2), (2, 3, 70), (262_200,), (32_800, 3), (2, 100, 24)]
 )
 def test_it_is_the_sum_that_the_module_describes(shape):
     x = np.random.default_rng(0).integers(0, 2**8, shape, np.uint8)
     assert host_fingerprint(x) == expected_fingerprint(x)
-    wide = np.random.default_rng(0).integers(0, 2**32, (3, 5), np.uint32)
-    assert host_fingerprint(wide) == expected_fingerprint(wide.view(np.uint8))
+    for dtype in (np.uint16, np.uint32, np.uint64):
+        wide = np.random.default_rng(0).integers(0, np.iinfo(dtype).max, (3, 5), dtype)
+        assert host_fingerprint(wide) == expected_fingerprint(wide)
 
 
 def test_fingerprints_of_checkpoints_stay_what_they_are():
@@ -87,12 +94,12 @@ def test_fingerprints_of_checkpoints_stay_what_they_are():
         dtype: host_fingerprint(x.astype(jax.numpy.dtype(dtype)))
         for dtype in ("bool", "int8", "bfloat16", "float32", "complex64", "float64")
     } == {
-        "bool": "0a1a9106c1d4915a82dc585100000000",
-        "int8": "1da1fb09cb884b406ae81b1b00000000",
-        "bfloat16": "c25e2f7d9ac1fbc036696631a78914b5",
-        "float32": "f47d728360000000b6e3e6e01475937b",
-        "complex64": "52f63a1d10c00000ff766ce900000000",
-        "float64": "9a18000000000000ee142f047b1b94e9",
+        "bool": "5ba4b0d14512fb527598d77700000000",
+        "int8": "6fc7d8550aab0a40fcf3f77d00000000",
+        "bfloat16": "c3f494231b9c521e8ebc23db11bdca89",
+        "float32": "031b4ec8881194f4b57a4377dbe16946",
+        "complex64": "32618a6def6e8860e1323eddd40af6fa",
+        "float64": "44d283970562e024c94d60ad831f74ce",
     }
 
 
@@ -135,10 +142,8 @@ def test_flipped_bits_change_it(flips):
     for word, bit in flips:
         damaged.flat[word] ^= np.uint32(1 << bit)
     before, after = host_fingerprint(x), host_fingerprint(damaged)
-    assert before != after
-    if len(flips) == 1:
-        assert before[:16] != after[:16]
-        assert before[16:] != after[16:]
+    assert before[:16] != after[:16]
+    assert before[16:] != after[16:]
 
 
 def test_other_signs_and_another_order_change_it():
@@ -150,15 +155,18 @@ def test_other_signs_and_another_order_change_it():
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "uint64"])
-def test_flips_of_one_bit_of_any_two_words_change_it(dtype):
+def test_flips_of_the_top_bit_of_any_two_elements_change_it(dtype):
     x = np.zeros((6, 16), dtype)
-    found = {host_fingerprint(x)}
+    found = [host_fingerprint(x)]
     top = np.array(1, dtype) << np.array(x.itemsize * 8 - 1, dtype)
     for pair in itertools.combinations(range(x.size), 2):
         damaged = x.copy()
         damaged.flat[list(pair)] ^= top
-        found.add(host_fingerprint(damaged))
-    assert len(found) == 1 + x.size * (x.size - 1) // 2
+        found.append(host_fingerprint(damaged))
+    assert len(set(found)) == len(found)
+    if x.itemsize >= 4:  # each half by itself sees it
+        assert all(text[:16] != found[0][:16] for text in found[1:])
+        assert all(text[16:] != found[0][16:] for text in found[1:])
 
 
 @pytest.mark.parametrize("dtype", ["bool", "int4", "bfloat16", "float32", "complex128"])

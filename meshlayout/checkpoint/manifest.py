@@ -24,7 +24,7 @@ from meshlayout.errors import CheckpointError, DamagedCheckpointError
 
 NAME = "manifest.json"
 
-_VERSION = 2
+_VERSION = 3
 
 
 @dataclass(frozen=True, kw_only=True)
