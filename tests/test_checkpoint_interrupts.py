@@ -116,7 +116,7 @@ start = orbax.start_writing
 def slowly(directory, arrays):
     wait = start(directory, arrays)
     def result():
-        time.sleep(1.0)
+        time.sleep(3.0 if "slow" in sys.argv else 1.0)
         wait()
         if "fails" in sys.argv:
             raise OSError("the cable is out")
@@ -125,6 +125,27 @@ def slowly(directory, arrays):
 orbax.start_writing = slowly
 ck = ml.Checkpointer(sys.argv[1])
 ck.save(1, {"w": jnp.ones((64, 2048))})
+if sys.argv[2] == "fork":
+    import multiprocessing, threading, warnings
+    from meshlayout.checkpoint import lease
+    warnings.simplefilter("ignore")  # JAX has threads, as it has in a data loader
+    def work():
+        ck.close()
+        assert ml.Checkpointer(sys.argv[1]).all_steps() in ([], [1])
+    held, go = threading.Event(), threading.Event()
+    def hold():
+        with lease._lock:
+            held.set()
+            go.wait()
+    threading.Thread(target=hold).start()
+    held.wait()
+    worker = multiprocessing.get_context("fork").Process(target=work)
+    worker.start()
+    worker.join(20)
+    go.set()
+    if worker.exitcode is None:
+        worker.kill()
+    sys.exit(worker.exitcode != 0)
 if sys.argv[2] == "exception":
     raise ValueError("training died")
 if sys.argv[2] == "Ctrl-C":
@@ -159,6 +180,13 @@ def test_a_process_that_ends_finishes_its_save(tmp_path, how, code):
     assert sorted(one.name for one in tmp_path.iterdir()) == ["1"]
     whole = Checkpointer(tmp_path).restore_numpy()
     np.testing.assert_array_equal(whole["w"], np.ones((64, 2048)))
+
+
+@pytest.mark.multiprocess
+def test_a_forked_child_leaves_saves_to_its_parent(tmp_path):
+    job = run(tmp_path, "fork", "slow")
+    assert job.returncode == 0, job.stderr
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["1"]
 
 
 @pytest.mark.multiprocess

@@ -43,9 +43,23 @@ _EXIT_WAITS_S = 5.0
 # How many rounds two processes that start together draw to decide who goes first.
 _ROUNDS = 6
 
-# The leases of this process, by directory; a forked child has none of them.
-_leases: dict[tuple[int, str], "Lease"] = {}
+# The leases of this process, by directory.
+_leases: dict[str, "Lease"] = {}
 _lock = threading.RLock()
+
+
+def _leave_to_parent() -> None:
+    """Forgets the leases in a forked child, and a lock that a thread of its parent has.
+
+    `test_a_forked_child_leaves_saves_to_its_parent` notices.
+    """
+    global _lock
+    _leases.clear()
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 @dataclass(frozen=True)
@@ -141,12 +155,12 @@ class Lease:
             CheckpointError: If another living process has it; names the process.
         """
         with _lock:
-            lease = _leases.get((os.getpid(), str(directory)))
+            lease = _leases.get(str(directory))
             if lease is None or not lease.is_held():
                 lease = cls(directory)
                 files.make_directory(directory)
                 lease.take()
-                _leases[os.getpid(), str(directory)] = lease
+                _leases[str(directory)] = lease
                 name = "checkpoint-lease"
                 threading.Thread(target=lease.renew, name=name, daemon=True).start()
             if id(user) not in lease.users:
@@ -158,7 +172,7 @@ class Lease:
     @classmethod
     def release(cls, directory: AnyPath, user: object) -> None:
         """Ends the lease if this was its last user."""
-        lease = _leases.get((os.getpid(), str(directory)))
+        lease = _leases.get(str(directory))
         if lease is not None:
             lease.drop(id(user))
             lease.end_if_unused()
@@ -223,14 +237,14 @@ class Lease:
     def end(self) -> None:
         """Ends the lease, and removes its note."""
         self._is_over.set()
-        _leases.pop((os.getpid(), str(self.directory)), None)
+        _leases.pop(str(self.directory), None)
         with contextlib.suppress(OSError, CheckpointError):
             files.remove(self._note)
 
 
 def release_all() -> None:
     """Ends all leases of this process, at its end; a store may not answer any more."""
-    for lease in _own_leases():
+    for lease in list(_leases.values()):
         thread = threading.Thread(target=lease.end, daemon=True)
         thread.start()
         thread.join(_EXIT_WAITS_S)
@@ -247,7 +261,7 @@ def living_ids(directory: AnyPath) -> set[str]:
 
 def is_own(lease_id: str | None) -> bool:
     """Returns whether a lease is held by this process."""
-    return any(lease.id == lease_id for lease in _own_leases())
+    return any(lease.id == lease_id for lease in list(_leases.values()))
 
 
 def is_dead_note(name: str, living: Collection[str]) -> bool:
@@ -266,7 +280,7 @@ def is_dead_note(name: str, living: Collection[str]) -> bool:
 def _living(directory: AnyPath) -> dict[str, Owner]:
     owners: dict[str, Owner] = {}
     with _lock:  # not between writing the note of a new lease and registering it
-        mine = {lease.id for lease in _own_leases()}
+        mine = {lease.id for lease in _leases.values()}
     for name in files.names_in(directory):
         note = _NOTE.fullmatch(name)
         if note is None:
@@ -278,11 +292,6 @@ def _living(directory: AnyPath) -> dict[str, Owner]:
         if not owner.is_this_process() or note[1] in mine:
             owners[note[1]] = owner
     return owners
-
-
-def _own_leases() -> list["Lease"]:
-    entries = list(_leases.items())
-    return [lease for (pid, _), lease in entries if pid == os.getpid()]
 
 
 # Processes, according to the system.

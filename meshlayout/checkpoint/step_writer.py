@@ -16,6 +16,7 @@ import concurrent.futures.thread
 import dataclasses
 import functools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -368,3 +369,18 @@ def _finish_all() -> None:
         if writer.error is not None:  # no later call will raise it
             logger.error("%s", writer.error)
     lease.release_all()
+
+
+def _leave_to_parent() -> None:
+    """Counts saves as finished in a forked child: their threads are not in it.
+
+    Otherwise a worker process of a data loader, forked while a save runs, never ends.
+    """
+    for writer in _unsettled:
+        writer._finished = threading.Event()  # a thread may hold the lock of the other
+        writer._finished.set()
+    _unsettled.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)
