@@ -14,7 +14,8 @@ TEST_ENV += JAX_COMPILATION_CACHE_DIR=$(abspath .cache)/jax \
 DEMO_OPTIONS ?=
 EXTRAS ?= test,lint
 
-.PHONY: demo data test lint types imports pytest test-exhaustive test-optional test-matrix test-all lock clean
+.PHONY: demo data test lint types imports pytest test-exhaustive test-optional \
+  test-gpu-programs test-matrix test-all lock clean
 
 demo: $(VENV)/.run-$(TAG)
 	@$(BIN)/python -m models.train $(DEMO_OPTIONS)
@@ -66,7 +67,17 @@ test-optional:
 	  tests/test_metrics.py tests/test_metrics_properties.py tests/test_callbacks.py \
 	  tests/test_checkpoint_store.py"
 
-test-all: lint imports types pytest test-exhaustive test-optional test-matrix
+# Programs for GPUs, which JAX's plugin for CUDA compiles without one. It lies beside the
+# environment, as libtpu does: JAX looks for a GPU where it is installed.
+test-gpu-programs: $(VENV)/.dev-$(TAG)
+	version=$$($(BIN)/python -c 'import jax; print(jax.__version__)'); \
+	$(PIP_INSTALL) --no-deps --upgrade --target $(VENV)/cuda \
+	  "jax-cuda12-plugin==$$version" "jax-cuda12-pjrt==$$version"
+	$(TEST_ENV) PYTHONPATH=$(abspath $(VENV))/tpu:$(abspath $(VENV))/cuda \
+	  $(BIN)/python -m pytest -q tests/test_gpu_programs.py
+
+test-all: lint imports types pytest test-exhaustive test-optional test-gpu-programs \
+  test-matrix
 
 # One environment for one interpreter: another one starts it anew.
 $(VENV)/.made-$(TAG):

@@ -97,12 +97,12 @@ class Slice:
         return state, read_collectives(compiled.as_text())
 
 
-def train_step(name, layouts, axes, rows=ROWS, has_weights=False, **options):
+def train_step(name, layouts, axes, rows=ROWS, has_weights=False, mesh=None, **options):
     """Returns a train step, and the abstract state and batch that it takes."""
     module, build, loss_fn, example = MODELS[name]
     if has_weights:
         example = {**example, "weight": ((), "float32")}
-    mesh = create_slice_mesh(**axes)
+    mesh = mesh or create_slice_mesh(**axes)
     layout_map = ml.LayoutMap(mesh, getattr(module, layouts))
     optimizer = optax.adam(1e-3)
     state = ml.TrainState.describe(build, optimizer, layout_map).abstract

@@ -1,0 +1,89 @@
+"""What train steps send on eight GPUs: programs of the CUDA compiler, with no GPU.
+
+`make test-gpu-programs` installs the compiler, which is JAX's plugin for CUDA.
+"""
+
+import pytest
+from jax.experimental import topologies  # noqa: TID251
+
+import meshlayout as ml
+from tests.test_tpu_programs import EIGHT, FLOAT, gradient_bytes, train_step
+
+
+pytest.importorskip("jax_plugins.xla_cuda12")
+
+# An H100 as NVIDIA's data sheet and CUDA's device query describe it. The compiler asks
+# for no more than this of a device that is not there.
+H100 = """
+platform_name: "CUDA"
+device_description_str: "NVIDIA H100 80GB HBM3"
+dnn_version_info { major: 9 minor: 8 }
+gpu_device_info {
+  cuda_compute_capability { major: 9 }
+  core_count: 132
+  fpus_per_core: 128
+  clock_rate_ghz: 1.98
+  memory_bandwidth: 3352320000000
+  device_memory_size: 84978434048
+  l2_cache_size: 52428800
+  shared_memory_per_core: 233472
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  threads_per_warp: 32
+  threads_per_core_limit: 2048
+  threads_per_block_limit: 1024
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def gpu_mesh():
+    """A mesh over one host's eight GPUs."""
+    gpus = topologies.get_topology_desc(
+        platform="cuda", topology_name="h100", topology="1x1x8", target_config=H100
+    )
+    return ml.create_mesh(EIGHT, devices=gpus.devices)
+
+
+def sent(name, layouts, mesh, **options):
+    """Returns a model's abstract state and the collectives of its step."""
+    step, state, batch = train_step(name, layouts, EIGHT, mesh=mesh, **options)
+    compiled = step.lower(state, batch).compile()
+    return state, ml.testing.expect_communication(compiled).collectives
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("name", ["mlp", "convnet", "transformer"])
+def test_data_parallel_adds_the_gradients_once_per_update(gpu_mesh, name, accumulate):
+    options = {"accumulate": accumulate, "has_weights": True}
+    state, [gradients] = sent(name, "DATA_PARALLEL", gpu_mesh, **options)
+    assert (gradients.kind, gradients.in_loop) == ("all_reduce", False)
+    # With the sum of the weights, and which microbatches hold more than padding.
+    assert 0 <= gradients.nbytes - gradient_bytes(state) <= FLOAT * 2
+
+
+def test_microbatches_of_batch_normalization_send_their_statistics_each(gpu_mesh):
+    state, every = sent("resnet", "DATA_PARALLEL", gpu_mesh, accumulate=4)
+    [gradients] = [one for one in every if not one.in_loop]
+    assert 0.99 * gradient_bytes(state) < gradients.nbytes <= gradient_bytes(state)
+    assert {one.kind for one in every} == {"all_reduce"}
+    assert all(one.nbytes <= 4 * 64 * FLOAT for one in every if one.in_loop)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_fsdp_gathers_weights_and_scatters_gradients_per_microbatch(
+    gpu_mesh, accumulate
+):
+    _, every = sent("transformer", "FSDP", gpu_mesh, accumulate=accumulate)
+    in_loop = {one.kind: one.in_loop for one in every}
+    per_microbatch = accumulate > 1
+    assert in_loop == {
+        "all_gather": per_microbatch,
+        "reduce_scatter": per_microbatch,
+        "all_reduce": False,  # what is replicated: scales and biases
+    }
