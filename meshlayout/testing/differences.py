@@ -1,21 +1,21 @@
-"""Two values of one leaf, and how far they are from each other."""
+"""Two values of one leaf, and how far apart they are."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import jax.numpy as jnp
 import numpy as np
 
-from meshlayout import _paths, _render
-from meshlayout._annotations import DType, Leaf, PyTree
+from meshlayout import _render
+from meshlayout._annotations import DType, Leaf
 from meshlayout.arrays import to_numpy
 from meshlayout.testing.expectations import VerificationError, leaf_text
-from meshlayout.testing.rounding_errors import Values, changes
+from meshlayout.testing.reference import Values, wide
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far the values of one leaf are apart, where they are farthest.
+    """How far apart the values of one leaf are, where they are farthest.
 
     Attributes:
         path: The leaf's name, beginning with `state` or `aux`.
@@ -29,7 +29,6 @@ class Difference:
         num_different: How many elements differ by more than is allowed.
         size: How many elements there are.
         kinds: Dtypes and shapes where they differ already, or an empty text.
-        distances: How far every two elements are apart, where they are numbers.
     """
 
     path: str
@@ -43,19 +42,11 @@ class Difference:
     num_different: int = 0
     size: int = 0
     kinds: str = ""
-    distances: np.ndarray | None = field(default=None, repr=False, compare=False)
 
     @property
     def is_too_large(self) -> bool:
         """Whether the two values differ."""
         return bool(self.kinds) or self.num_different > 0
-
-    def allowing(self, allowed: float) -> "Difference":
-        """Returns the difference with a larger allowance."""
-        if self.distances is None or allowed <= self.allowed:
-            return self
-        different = int(np.count_nonzero(self.distances > allowed))
-        return replace(self, allowed=allowed, num_different=different)
 
     @property
     def badness(self) -> tuple[bool, float]:
@@ -66,52 +57,46 @@ class Difference:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far the floats of a leaf may be apart; see `verify`.
-
-    None derives a tolerance from the dtypes.
+    """How far apart the floats of a leaf may be; see `verify`.
 
     Attributes:
-        rtol: Relative to the leaf's largest value.
-        atol: Absolute.
+        rtol: Relative to the leaf's largest value; None derives it from the dtypes.
+        atol: Absolute; None derives it.
         eps: The rounding error of the dtype that the step computes in.
+        rounding: What else rounding was seen to do to leaves, by path.
     """
 
     rtol: float | None
     atol: float | None
-    eps: float
+    eps: float = 0.0
+    rounding: Mapping[str, float] = field(default_factory=dict)
 
-    def allowed(self, dtype: DType, largest: float, largest_change: float) -> float:
+    def allowed(self, path: str, dtype: DType, value: float, change: float) -> float:
         """Returns the largest difference that passes.
 
         Args:
-            dtype: The leaf's.
-            largest: Its largest value.
-            largest_change: The largest change to it in the steps so far.
+            path: The leaf's name.
+            dtype: Its dtype.
+            value: Its largest value.
+            change: The largest change to it in the steps so far.
         """
         eps = float(jnp.finfo(dtype).eps)
         # Sums are made in float32 or better, in another order on the mesh, and are
         # then rounded to the leaf's own dtype.
         of_sums = min(eps, float(jnp.finfo(jnp.float32).eps))
         atol = of_sums / 8 if self.atol is None else self.atol
+        atol += self.rounding.get(path, 0.0)
         if self.rtol is not None:
-            return atol + self.rtol * largest
-        rounding = 2 * max(self.eps - of_sums, 0) * largest_change
-        return atol + (128 * of_sums + 4 * eps) * largest + rounding
-
-
-def values_of(name: str, tree: PyTree) -> Values:
-    """Returns the leaves of a tree by path, on the host."""
-    return {
-        "/".join(filter(None, [name, leaf.path])): np.asarray(to_numpy(leaf.value))
-        for leaf in _paths.flatten(tree).leaves
-    }
+            return atol + self.rtol * value
+        rounding = 2 * max(self.eps - of_sums, 0) * change
+        return atol + (128 * of_sums + 4 * eps) * value + rounding
 
 
 def compare(
     step: int,
     on_mesh: Mapping[str, Leaf],
     on_one: Values,
-    start: Values,
+    moved: Values,
     tolerance: Tolerance,
 ) -> list[Difference]:
     """Compares two sets of leaves, in the order of the first.
@@ -120,7 +105,7 @@ def compare(
         step: The number of the step, from 1.
         on_mesh: The step's results on the mesh, by path.
         on_one: The reference's results.
-        start: The reference's state before the first step.
+        moved: The changes of the reference's leaves since the first step.
         tolerance: The tolerance.
 
     Raises:
@@ -138,7 +123,6 @@ def compare(
             "must not depend on the number of devices."
         )
         raise VerificationError(msg)
-    moved = changes(on_one, start)
     return [
         _difference(path, step, leaf, on_one[path], moved[path], tolerance)
         for path, leaf in on_mesh.items()
@@ -155,14 +139,15 @@ def _difference(
 ) -> Difference:
     array = leaf_text(on_mesh)
     values = np.asarray(to_numpy(on_mesh))
-    kinds = [_kind_text(values), _kind_text(expected)]
+    kinds = [_render.array_text(x.dtype, x.shape) for x in (values, expected)]
     if kinds[0] != kinds[1]:
         text = f"it is {kinds[0]} on the mesh and {kinds[1]} on one device"
         return Difference(path, array, step, np.inf, 0.0, kinds=text)
     distances = _distances(values, expected)
     allowed = 0.0
     if jnp.issubdtype(values.dtype, jnp.inexact):
-        allowed = tolerance.allowed(values.dtype, _largest(expected), _largest(change))
+        largest, moved = _largest(expected), _largest(change)
+        allowed = tolerance.allowed(path, values.dtype, largest, moved)
     if not values.size:
         return Difference(path, array, step, 0.0, allowed)
     index = tuple(map(int, np.unravel_index(distances.argmax(), distances.shape)))
@@ -177,12 +162,11 @@ def _difference(
         f"{expected[index]}",
         int(np.count_nonzero(distances > allowed)),
         values.size,
-        distances=distances,
     )
 
 
 def _distances(values: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """Returns how far every two elements are apart; infinite where one is NaN."""
+    """Returns how far apart every two elements are; infinite where one is NaN."""
     if not jnp.issubdtype(values.dtype, jnp.inexact):
         # As Python's integers: no dtype holds the difference of all of them.
         distances = np.zeros(values.shape)
@@ -190,7 +174,7 @@ def _distances(values: np.ndarray, expected: np.ndarray) -> np.ndarray:
         integers = (x[unlike].astype(object) for x in (values, expected))
         distances[unlike] = abs(np.subtract(*integers))
         return distances
-    values, expected = _wide(values), _wide(expected)
+    values, expected = wide(values), wide(expected)
     with np.errstate(invalid="ignore"):  # infinity minus infinity
         distances = np.abs(values - expected)
     is_same = (values == expected) | (np.isnan(values) & np.isnan(expected))
@@ -199,14 +183,5 @@ def _distances(values: np.ndarray, expected: np.ndarray) -> np.ndarray:
 
 
 def _largest(values: np.ndarray) -> float:
-    values = _wide(values)
+    values = wide(values)
     return float(np.abs(values[np.isfinite(values)]).max(initial=0.0))
-
-
-def _wide(values: np.ndarray) -> np.ndarray:
-    is_complex = jnp.issubdtype(values.dtype, jnp.complexfloating)
-    return values.astype(np.complex128 if is_complex else np.float64)
-
-
-def _kind_text(x: np.ndarray) -> str:
-    return _render.array_text(x.dtype, x.shape)

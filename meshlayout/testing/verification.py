@@ -2,29 +2,34 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from meshlayout import _paths, _render
+from meshlayout import _checks, _paths, _render
 from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout._batches import batch_layout, leaf_layout
-from meshlayout._checks import count, number
 from meshlayout.arrays import relayout, to_numpy
 from meshlayout.layout_map import LayoutMap
 from meshlayout.mesh import Mesh, as_mesh
-from meshlayout.metrics import Metrics
 from meshlayout.step import CompiledStep, compile_step
 from meshlayout.step.eval_step import EvalStep
 from meshlayout.step.train_step import TrainStep
-from meshlayout.testing.differences import Difference, Tolerance, compare, values_of
+from meshlayout.testing.differences import Difference, Tolerance, compare
 from meshlayout.testing.expectations import VerificationError
-from meshlayout.testing.one_device import alone, copied, one_device_mesh, to_one_device
-from meshlayout.testing.plain_step import PlainEvalStep, PlainTrainStep, computed
-from meshlayout.testing.rounding_errors import RoundingErrors, Values, rounding_error
+from meshlayout.testing.plain_step import PlainEvalStep, PlainTrainStep
+from meshlayout.testing.reference import (
+    Reference,
+    Values,
+    changes,
+    copied,
+    leaves_of,
+    state_and_aux,
+    values_of,
+)
 
 
 Step: TypeAlias = Callable[..., Any]
@@ -167,10 +172,11 @@ def verify(
         state     f32[8@model]                   0  1.6e-05
         aux/loss  f32[]                          0  1.6e-05
     """
-    num_steps = count("num_steps", num_steps, where="verify", error=VerificationError)
+    where: dict[str, Any] = {"where": "verify", "error": VerificationError}
+    num_steps = _checks.count("num_steps", num_steps, **where)
     for name, value in (("rtol", rtol), ("atol", atol)):
         if value is not None:
-            number(name, value, at_least=0, where="verify", error=VerificationError)
+            _checks.number(name, value, at_least=0, **where)
     _check_step("step", step)
     _check_step("reference", step if reference is None else reference)
     is_plain = reference is None and isinstance(step, (TrainStep, EvalStep))
@@ -184,16 +190,22 @@ def verify(
     if meshes is None:
         runs = [(_mesh_of(state, (batches, args, kwargs)), state, batches)]
     else:
-        runs = [
-            (_as_layouts(target).mesh, *_moved(state, batches, target))
-            for target in _targets(meshes)
-        ]
+        runs = [_moved(state, batches, target) for target in _targets(meshes)]
+    other = _reference_step(step, reference)
+    if not hasattr(step, "lower"):
+        step = compile_step(step, on_recompile="ignore")
+
+    def run(state: PyTree, batch: Batch) -> tuple[PyTree, PyTree]:
+        result = _run_on_mesh(step, state, batch, args, kwargs)
+        return state_and_aux("step", result, state)
+
     worst: dict[str, Difference] = {}
     for mesh, placed, placed_batches in runs:
-        arguments = _Arguments(placed, placed_batches, args, kwargs)
-        other = _reference(step, reference, mesh, arguments)
-        differences = _compared(step, other, mesh, arguments, rtol, atol)
-        for difference in differences:
+        expected = Reference(mesh, other, placed, placed_batches, args, kwargs)
+        tolerance = Tolerance(rtol, atol)
+        for difference in _differences(
+            mesh, run, placed, placed_batches, expected, tolerance
+        ):
             largest = worst.setdefault(difference.path, difference)
             worst[difference.path] = max(
                 largest, difference, key=lambda leaf: leaf.badness
@@ -202,62 +214,40 @@ def verify(
     return Verification(used, num_steps, tuple(worst.values()))
 
 
-@dataclass(frozen=True)
-class _Arguments:
-    """The arguments of a step: a state, a batch for every step, and the rest."""
-
-    state: PyTree
-    batches: list[Batch]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-def _compared(
-    step: Step,
-    reference: "_Reference",
+def _differences(
     mesh: Mesh,
-    arguments: _Arguments,
-    rtol: float | None,
-    atol: float | None,
+    run: Step,
+    state: PyTree,
+    batches: list[Batch],
+    reference: Reference,
+    tolerance: Tolerance,
 ) -> Iterator[Difference]:
     """Runs both, and yields the differences of every step.
 
     Raises:
         VerificationError: If there is one that is not rounding.
     """
-    run = step if hasattr(step, "lower") else compile_step(step, on_recompile="ignore")
-    sharded, whole = copied(arguments.state), reference.state
-    tolerance = Tolerance(rtol, atol, reference.eps)
-    start = values_of("state", whole)
-    errors: RoundingErrors | None = None
-    for index, batch in enumerate(arguments.batches, 1):
-        before = sharded
-        result = _on_mesh(run, sharded, batch, arguments)
-        sharded, aux = _pair("step", result, sharded)
-        reference.skips.append(_num_skipped(sharded) - _num_skipped(before))
-        whole, expected = reference.run(whole, index)
-        found = {**_leaves("state", sharded), **_leaves("aux", aux)}
+    state, whole = copied(state), reference.state
+    start = values_of(whole, None)
+    for number, batch in enumerate(batches, 1):
+        num_skipped = _num_skipped(state)
+        state, aux = run(state, batch)
+        reference.skips.append(_num_skipped(state) - num_skipped)
+        whole, expected = reference.run(whole, number)
+        leaves = leaves_of(state, aux)
         if reference.is_plain:  # a step may report more than the reference knows of
-            found = {path: leaf for path, leaf in found.items() if path in expected}
-            expected = _as_kinds(expected, found)
-        differences = compare(index, found, expected, start, tolerance)
-        if atol is None and any(leaf.is_too_large for leaf in differences):
-            errors = errors or RoundingErrors(
-                reference.run,
-                lambda state: values_of("state", state),
-                reference.state,
-                reference.eps,
-            )
-            allowed = errors.after(index, expected)
-            differences = [
-                leaf.allowing(leaf.allowed + allowed[leaf.path]) for leaf in differences
-            ]
+            leaves = {path: leaf for path, leaf in leaves.items() if path in expected}
+            expected = _as_kinds(expected, leaves)
+        moved = changes(expected, start)
+        tolerance = replace(tolerance, eps=reference.eps, rounding={})
+        differences = compare(number, leaves, expected, moved, tolerance)
+        if tolerance.atol is None and any(leaf.is_too_large for leaf in differences):
+            rounding = reference.rounding(number, moved)
+            tolerance = replace(tolerance, rounding=rounding)
+            differences = compare(number, leaves, expected, moved, tolerance)
         if any(leaf.is_too_large for leaf in differences):
             raise VerificationError(_message(mesh, differences))
         yield from differences
-
-
-# On the mesh.
 
 
 def _check_step(name: str, step: object) -> None:
@@ -269,11 +259,18 @@ def _check_step(name: str, step: object) -> None:
         raise VerificationError(msg)
 
 
-def _on_mesh(step: Step, state: PyTree, batch: Batch, rest: _Arguments) -> Any:
+def _run_on_mesh(
+    step: Step,
+    state: PyTree,
+    batch: Batch,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
     try:
-        return step(state, batch, *rest.args, **rest.kwargs)
+        return step(state, batch, *args, **kwargs)
     except (TypeError, KeyError, IndexError) as error:
-        if not isinstance(batch, list) or not all(map(_is_batch, batch)):
+        batches = batch if isinstance(batch, list) else [None]
+        if not all(isinstance(value, (Mapping, tuple, list)) for value in batches):
             raise
         msg = (
             f"the step does not take a list of {len(batch)} as its batch: "
@@ -283,37 +280,37 @@ def _on_mesh(step: Step, state: PyTree, batch: Batch, rest: _Arguments) -> Any:
         raise VerificationError(msg) from error
 
 
-def _is_batch(value: object) -> bool:
-    return isinstance(value, (Mapping, tuple, list))
-
-
-def _pair(name: str, result: Any, state: PyTree) -> tuple[PyTree, PyTree]:
-    """Returns a step's result as the state and the rest, or metrics alone."""
-    if isinstance(result, Metrics):
-        return state, result
-    if not isinstance(result, tuple) or len(result) != 2:
-        what = (
-            f"a tuple of {len(result)}"
-            if isinstance(result, tuple)
-            else f"a value of type {type(result).__name__}"
-        )
-        msg = f"the {name} returned {what}; a step returns a pair, (state, aux)."
-        raise VerificationError(msg)
-    return result
-
-
-def _leaves(name: str, tree: PyTree) -> dict[str, Leaf]:
-    tree = computed(tree) if isinstance(tree, Metrics) else tree
-    return {
-        "/".join(filter(None, [name, leaf.path])): leaf.value
-        for leaf in _paths.flatten(tree).leaves
-    }
+def _reference_step(step: Step, reference: Step | None) -> Step:
+    """Returns what runs on one device: plain Flax, or a jitted function."""
+    if reference is None and isinstance(step, TrainStep):
+        return PlainTrainStep(step)
+    if reference is None and isinstance(step, EvalStep):
+        return PlainEvalStep(step)
+    other: Any = step if reference is None else reference
+    if isinstance(other, CompiledStep):
+        static = other.static_argnames
+        return jax.jit(vars(other)["__wrapped__"], static_argnames=static)
+    return other if hasattr(other, "lower") else jax.jit(other)
 
 
 def _num_skipped(state: PyTree) -> int:
     """Returns how many steps a state has skipped as its loss scale was too large."""
     extra = getattr(state, "extra", {})
     return int(extra["skipped"]) if "loss_scale" in extra else 0
+
+
+def _as_kinds(expected: Values, leaves: Mapping[str, Leaf]) -> Values:
+    """Returns metrics in the dtypes that a step has them in."""
+    return {
+        path: value.astype(leaves[path].dtype)
+        if path.startswith("aux/") and value.shape == np.shape(leaves[path])
+        else value
+        for path, value in expected.items()
+        if path in leaves
+    }
+
+
+# Batches and meshes.
 
 
 def _batches(batch: Batch, num_steps: int) -> list[Batch]:
@@ -359,22 +356,16 @@ def _targets(meshes: Any) -> list[Mesh | LayoutMap]:
     return list(meshes)
 
 
-def _as_layouts(target: Mesh | LayoutMap) -> LayoutMap:
-    return target if isinstance(target, LayoutMap) else LayoutMap(target)
-
-
 def _moved(
     state: PyTree, batches: list[Batch], target: Mesh | LayoutMap
-) -> tuple[PyTree, list[Batch]]:
-    """Returns a state and its batches on another mesh."""
-    layouts = _as_layouts(target)
-    mesh = layouts.mesh
-    places = {
-        leaf.path: leaf.value
-        for leaf in _paths.flatten(layouts.resolve(state).layouts).leaves
-    }
+) -> tuple[Mesh, PyTree, list[Batch]]:
+    """Returns another mesh, with a state and its batches there."""
+    layouts = target if isinstance(target, LayoutMap) else LayoutMap(target)
+    mesh, rows = layouts.mesh, batch_layout(layouts.mesh)
+    resolved = _paths.flatten(layouts.resolve(state).layouts).leaves
+    places = {leaf.path: leaf.value for leaf in resolved}
     flat = _paths.flatten(state)
-    moved = flat.unflatten(
+    placed_state = flat.unflatten(
         [
             relayout(leaf.value, places[leaf.path])
             if leaf.path in places
@@ -382,135 +373,12 @@ def _moved(
             for leaf in flat.leaves
         ]
     )
-    rows = batch_layout(mesh)
 
     def placed(leaf: Leaf) -> Leaf:
         layout = leaf_layout(rows, np.ndim(leaf)) if np.ndim(leaf) else mesh.layout()
         return relayout(to_numpy(leaf), layout)
 
-    return moved, [jax.tree.map(placed, batch) for batch in batches]
-
-
-# On one device.
-
-
-class _Reference:
-    """The reference that a step is compared with.
-
-    Attributes:
-        state: The state to begin with, on one device.
-        eps: The rounding error of the dtype that is computed in.
-        is_plain: Whether it is written out in plain Flax.
-        skips: How many steps float16 skipped on the mesh, in each step.
-    """
-
-    def __init__(
-        self,
-        mesh: Mesh,
-        step: Step,
-        arguments: _Arguments,
-    ) -> None:
-        self._mesh, self._alone, self._step = mesh, one_device_mesh(mesh), step
-        self.is_plain = isinstance(step, (PlainTrainStep, PlainEvalStep))
-        self.skips: list[int] = []
-        self.state = self._to_one(arguments.state)
-        place = _to_host if self.is_plain else self._to_one
-        self._batches = [place(batch) for batch in arguments.batches]
-        self._args, self._kwargs = self._to_one((arguments.args, arguments.kwargs))
-        self.eps = self._rounding_error()
-
-    def _to_one(self, tree: PyTree) -> PyTree:
-        return to_one_device(tree, self._alone)
-
-    def _rounding_error(self) -> float:
-        step: Any = self._step
-        with alone(self._alone):
-            state, batch = copied(self.state), self._batches[0]
-            try:
-                if self.is_plain:
-                    return rounding_error(step.jaxpr(state, batch), step.dtypes)
-                traced = step.trace(state, batch, *self._args, **self._kwargs)
-                return rounding_error(traced.jaxpr.jaxpr)
-            except Exception:  # it is raised when it runs, with a sentence
-                return rounding_error(None)
-
-    def run(
-        self,
-        state: PyTree,
-        number: int,
-        off: Callable[[Batch], Batch] | None = None,
-    ) -> tuple[PyTree, Values]:
-        """Runs a step, and returns the next state and all values by path.
-
-        Args:
-            state: The state, which is copied.
-            number: The number of the step, from 1.
-            off: Makes rounding errors in the batch; with it, plain Flax also computes
-                in the dtype that the step computes in.
-        """
-        step: Any = self._step
-        batch = self._batches[number - 1]
-        batch = batch if off is None else off(batch)
-        try:
-            with alone(self._alone):
-                if self.is_plain:
-                    skipped = self.skips[number - 1]
-                    result = step(
-                        copied(state), batch, skipped, is_rounded=off is not None
-                    )
-                else:
-                    result = step(copied(state), batch, *self._args, **self._kwargs)
-        except Exception as error:
-            first = str(error).strip().partition("\n")[0].rstrip(".")
-            msg = (
-                f"the step runs on {self._mesh!r}, and not on one device: {first}. A "
-                "mesh that the step names itself cannot be replaced: take it from "
-                "get_default_mesh() inside the step, or give reference= the step made "
-                "for one_device_mesh(mesh)."
-            )
-            raise VerificationError(msg) from error
-        state, aux = _pair("reference", result, state)
-        aux = computed(aux) if isinstance(aux, Metrics) else aux
-        return state, {**values_of("state", state), **values_of("aux", aux)}
-
-
-def _to_host(batch: Batch) -> Batch:
-    """Returns a batch on the host, where padding can be cut off; keys stay."""
-
-    def host(leaf: Leaf) -> Leaf:
-        is_key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        return leaf if is_key else np.asarray(to_numpy(leaf))
-
-    return jax.tree.map(lambda x: host(x) if hasattr(x, "dtype") else x, batch)
-
-
-def _reference(
-    step: Step, reference: Step | None, mesh: Mesh, arguments: _Arguments
-) -> _Reference:
-    if reference is None and isinstance(step, TrainStep):
-        plain = PlainTrainStep(step)
-        state = plain.prepared(arguments.state)
-        return _Reference(mesh, plain, _Arguments(state, arguments.batches, (), {}))
-    if reference is None and isinstance(step, EvalStep):
-        return _Reference(mesh, PlainEvalStep(step), arguments)
-    other: Any = step if reference is None else reference
-    if isinstance(other, CompiledStep):
-        static = other.static_argnames
-        other = jax.jit(vars(other)["__wrapped__"], static_argnames=static)
-    elif not hasattr(other, "lower"):
-        other = jax.jit(other)
-    return _Reference(mesh, other, arguments)
-
-
-def _as_kinds(expected: Values, found: Mapping[str, Leaf]) -> Values:
-    """Returns metrics in the dtypes that a step has them in."""
-    return {
-        path: value.astype(found[path].dtype)
-        if path.startswith("aux/") and value.shape == np.shape(found[path])
-        else value
-        for path, value in expected.items()
-        if path in found
-    }
+    return mesh, placed_state, jax.tree.map(placed, batches)
 
 
 # Messages.
