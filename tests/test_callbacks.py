@@ -467,14 +467,25 @@ def test_json_lines_have_steps_and_epochs_in_order(state, tmp_path):
     ]
 
 
-def test_metrics_with_dims_are_arrays_lists_or_left_out(tmp_path):
-    class Counting(ml.Trainer):
-        def train_step(self, state, batch, metrics):
-            counted = ml.metrics.ConfusionMatrix(2).update(
-                jnp.eye(2), jnp.array([0, 0])
-            )
-            return state, ml.metrics.Metrics({"counts": counted})
+class Counting(ml.Trainer):
+    """Measures a metric with dims."""
 
+    def train_step(self, state, batch, metrics):
+        counted = ml.metrics.ConfusionMatrix(2).update(jnp.eye(2), jnp.array([0, 0]))
+        return state, ml.metrics.Metrics({"counts": counted})
+
+
+@pytest.mark.parametrize("kind", ["EarlyStopping", "StopOnNaN"])
+def test_a_metric_with_dims_is_not_monitored(kind):
+    callback = getattr(ml.callbacks, kind)("counts")
+    data = [{"x": np.ones(2)}] * 3
+    assert message_of(lambda: fit(Counting({"n": 0}), callback, data=data)) == (
+        f"{kind}: 'counts' is an array of shape (2, 2); monitor a value that is one "
+        "number."
+    )
+
+
+def test_metrics_with_dims_are_arrays_lists_or_left_out(tmp_path):
     loggers = [
         ml.callbacks.CSVLogger(tmp_path / "log.csv"),
         ml.callbacks.JSONLLogger(tmp_path / "log.jsonl"),

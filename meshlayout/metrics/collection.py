@@ -205,7 +205,7 @@ class Metrics(Mapping[str, Any]):
 
         All are computed first, and waited for together.
         """
-        values = jax.tree.map(_one_copy, self).compute()
+        values = jax.tree.map(one_copy, self).compute()
         for leaf in jax.tree.leaves(values):
             if isinstance(leaf, jax.Array) and leaf.is_fully_addressable:
                 leaf.copy_to_host_async()
@@ -248,7 +248,7 @@ def _names(names: list[str]) -> str:
     return ", ".join(map(repr, names))
 
 
-def _one_copy(leaf: Leaf) -> Any:
+def one_copy(leaf: Leaf) -> Any:
     """Returns an array as one device has it: small sums cost more on all of them."""
     is_spread = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
     if is_spread and leaf.is_fully_replicated and not _jax.is_extended(leaf.dtype):

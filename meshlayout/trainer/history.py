@@ -19,9 +19,6 @@ class History(Mapping[str, list[Any]]):
     Attributes:
         epochs: The numbers of the finished epochs, from 1.
         stopped: Why the last `fit` ended before its epochs; empty if it did not.
-        shown_in: The notebook's cell that shows these epochs already, one line each, as
-            the last `fit` ran there; None if there is none. Where it is the cell's
-            result, too, it is one line instead of a table.
 
     Example:
         >>> history = History()
@@ -39,7 +36,9 @@ class History(Mapping[str, list[Any]]):
     def __init__(self) -> None:
         self.epochs: list[int] = []
         self.stopped = ""
-        self.shown_in: int | None = None
+        # The notebook's cell in which `Progress` shows these epochs already, line by
+        # line: as the result of that cell, the history is one line and not a table.
+        self._shown_in: int | None = None
         self._values: dict[str, list[Any]] = {}
 
     def add(self, epoch: int, logs: Mapping[str, Any]) -> None:
@@ -100,7 +99,7 @@ class History(Mapping[str, list[Any]]):
 
     def _repr_html_(self) -> str:
         shell = notebook_shell()
-        if shell is not None and shell.execution_count == self.shown_in:
+        if shell is not None and shell.execution_count == self._shown_in:
             return html_block(html_line(self._summary(), ""))
         return _render.html_table(*self._table(), notes=self._notes())
 

@@ -480,7 +480,7 @@ class Trainer:
             done, done + epochs, step, steps_per_epoch=passes.num_steps
         )
         self.stopped = self.history.stopped = ""
-        self.history.shown_in = None
+        self.history._shown_in = None
         self._so_far = None
 
     def _train_epoch(

@@ -5,9 +5,9 @@ from meshlayout.trainer.callbacks.checkpoint import Checkpoint as Checkpoint
 from meshlayout.trainer.callbacks.loggers import (
     CSVLogger as CSVLogger,
     JSONLLogger as JSONLLogger,
+    ProfilerTrace as ProfilerTrace,
     TensorBoard as TensorBoard,
 )
-from meshlayout.trainer.callbacks.profiler import ProfilerTrace as ProfilerTrace
 from meshlayout.trainer.callbacks.progress import Progress as Progress
 from meshlayout.trainer.callbacks.stop_conditions import (
     EarlyStopping as EarlyStopping,

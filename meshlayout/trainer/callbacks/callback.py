@@ -1,9 +1,20 @@
-"""`Callback`: the moments of training at which a user's code can run."""
+"""`Callback`: the moments of training at which a user's code can run.
 
-from collections.abc import Mapping
+Callbacks run while the device computes: reading a metric there would make the host wait
+for it, and leave the device without work. So those that show, log or watch values put
+them into `AsyncMetrics`, and read each one when the device has computed it.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from meshlayout.metrics import Metrics
+import jax
+import numpy as np
+
+from meshlayout.metrics import Metrics, Throughput
+from meshlayout.metrics.collection import one_copy
+from meshlayout.trainer.epochs import TrainingPosition
 
 
 if TYPE_CHECKING:
@@ -28,12 +39,7 @@ class Callback:
         """Called before the first epoch of a `fit`."""
 
     def on_epoch_start(self, trainer: "Trainer", epoch: int) -> None:
-        """Called before the first step of an epoch.
-
-        Args:
-            trainer: The trainer.
-            epoch: The epoch's number, from 1.
-        """
+        """Called before the first step of an epoch; epochs are numbered from 1."""
 
     def on_step_end(self, trainer: "Trainer", step: int, metrics: Metrics) -> None:
         """Called after each call of the train step, which may still be running.
@@ -48,12 +54,7 @@ class Callback:
         """Called after an epoch's last step, before validation, if there is any."""
 
     def on_validation_step_end(self, trainer: "Trainer", step: int) -> None:
-        """Called after each batch of validation, which may still be running.
-
-        Args:
-            trainer: The trainer.
-            step: How many batches were measured so far.
-        """
+        """Called after each batch of validation; `step` of them were measured."""
 
     def on_epoch_end(
         self, trainer: "Trainer", epoch: int, logs: Mapping[str, Any]
@@ -71,3 +72,55 @@ class Callback:
 
     def close(self) -> None:
         """Called last, however the `fit` ended: the place to close files."""
+
+
+def is_due(trainer: "Trainer", every: int) -> bool:
+    """Returns whether the last call took a step whose number divides by `every`."""
+    step = trainer.position.step
+    return step // every > (step - trainer.steps_in_call) // every
+
+
+class AsyncMetrics:
+    """A queue of metrics, each read once the device has computed its values.
+
+    The values are computed from this process's copy, so that processes may look at
+    different times. `Throughput` reads the clock, and waits: it is left out.
+    """
+
+    def __init__(self) -> None:
+        self._pending: deque[tuple[TrainingPosition, dict[str, Any]]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def add(self, position: TrainingPosition, metrics: Metrics) -> None:
+        """Adds metrics, on the device, and the position at which they were measured."""
+        local = {
+            name: jax.tree.map(one_copy, metrics.metric(name))
+            for name in metrics
+            if not isinstance(metrics.metric(name), Throughput)
+        }
+        self._pending.append((position, Metrics(local).compute()))
+
+    def read(
+        self, *, wait: bool = False
+    ) -> Iterator[tuple[TrainingPosition, dict[str, float]]]:
+        """Yields the scalar values that are ready, oldest first; all with `wait`."""
+        while self._pending and (wait or _is_ready(self._pending[0][1])):
+            position, values = self._pending.popleft()
+            yield position, scalars(values)
+
+    def clear(self) -> None:
+        """Empties the queue."""
+        self._pending.clear()
+
+
+def _is_ready(values: dict[str, Any]) -> bool:
+    # A value that is not a JAX array is always ready.
+    leaves = jax.tree.leaves(values)
+    return all(getattr(leaf, "is_ready", lambda: True)() for leaf in leaves)
+
+
+def scalars(values: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the values without dims, as floats."""
+    return {name: float(value) for name, value in values.items() if not np.ndim(value)}

@@ -9,9 +9,7 @@ from meshlayout.checkpoint.checkpointer import Checkpointer
 from meshlayout.checkpoint.resume import KEY, notes_of
 from meshlayout.errors import MeshLayoutError
 from meshlayout.metrics import Metrics
-from meshlayout.trainer.callbacks.async_metrics import numbers
-from meshlayout.trainer.callbacks.callback import Callback
-from meshlayout.trainer.callbacks.stop_conditions import is_due
+from meshlayout.trainer.callbacks.callback import Callback, is_due, scalars
 
 
 if TYPE_CHECKING:
@@ -113,7 +111,7 @@ class Checkpoint(Callback):
         place, data = source.place()
         # The history has a NaN for what was not measured in this epoch: no best step.
         logs = {name: history[name][-1] for name in history} if metrics is None else {}
-        measured = numbers(logs)
+        measured = scalars(logs)
         if metrics is None and self._best is not None and trainer.stopped:
             measured.setdefault(self._best, math.nan)
 

@@ -1,12 +1,12 @@
-"""Callbacks that log metrics: CSV, JSON lines, TensorBoard."""
+"""Callbacks that write files: metrics as CSV, JSON lines or TensorBoard, and traces."""
 
 import csv
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -14,109 +14,139 @@ import numpy as np
 from meshlayout import _checks, _optional
 from meshlayout.errors import MeshLayoutError
 from meshlayout.metrics import Metrics
-from meshlayout.trainer.callbacks.async_metrics import AsyncMetrics, numbers
-from meshlayout.trainer.callbacks.callback import Callback
-from meshlayout.trainer.callbacks.stop_conditions import is_due
+from meshlayout.trainer.callbacks.callback import (
+    AsyncMetrics,
+    Callback,
+    is_due,
+    scalars,
+)
 
 
 if TYPE_CHECKING:
     from meshlayout.trainer.trainer import Trainer
 
 
-def as_path(where: str, name: str, path: str | os.PathLike[str]) -> Path:
-    """Returns a path, or raises MeshLayoutError if it is not one.
-
-    Args:
-        where: The callback.
-        name: The parameter.
-        path: What the user gave.
-    """
+def _as_path(where: str, name: str, path: str | os.PathLike[str]) -> Path:
+    """Returns a path, or raises MeshLayoutError if it is not one."""
     if not isinstance(path, (str, os.PathLike)) or not str(path) or "\0" in str(path):
         msg = f"{where}: {name} must be a path, got {_checks.shown(path)}."
         raise MeshLayoutError(msg)
     return Path(path)
 
 
-class _LogFile:
-    """A text file that every `fit` opens, and only the first one overwrites.
+class _Logger(Callback):
+    """Base of the loggers: process 0 writes, and waits for no value in an epoch.
 
     Args:
-        where: The callback.
-        path: The file.
-        append: Whether the first `fit` keeps the existing content.
+        every: Also writes the epoch's values so far after every so many steps.
+    """
+
+    def __init__(self, every: int | None) -> None:
+        if every is not None:
+            every = _checks.count("every", every, where=type(self).__name__)
+        self._every, self._pending = every, AsyncMetrics()
+        self._output: Any = None  # while it is open
+
+    def _open(self, trainer: "Trainer") -> Any:
+        """Returns what is written to, with `flush` and `close`."""
+        raise NotImplementedError
+
+    def _write(
+        self, epoch: int, step: int, values: Mapping[str, Any], *, is_epoch: bool
+    ) -> None:
+        """Writes the values of an epoch, or those of its steps so far."""
+        raise NotImplementedError
+
+    def on_fit_start(self, trainer: "Trainer") -> None:
+        """Opens the log."""
+        if jax.process_index() == 0:
+            self._output = self._open(trainer)
+
+    def on_step_end(self, trainer: "Trainer", step: int, metrics: Metrics) -> None:
+        """Writes the values that are ready."""
+        if self._output is not None and self._every is not None:
+            if is_due(trainer, self._every):
+                self._pending.add(trainer.position, metrics)
+            self._write_steps(wait=False)
+
+    def on_epoch_end(
+        self, trainer: "Trainer", epoch: int, logs: Mapping[str, Any]
+    ) -> None:
+        """Writes the epoch's values."""
+        if self._output is not None:
+            self._write_steps(wait=True)
+            self._write(epoch, trainer.position.step, logs, is_epoch=True)
+            self._output.flush()
+
+    def _write_steps(self, *, wait: bool) -> None:
+        for position, values in self._pending.read(wait=wait):
+            self._write(position.epoch, position.step, values, is_epoch=False)
+
+    def close(self) -> None:
+        """Closes the log."""
+        self._pending.clear()
+        if self._output is not None:
+            self._output.close()
+        self._output = None
+
+
+class _FileLogger(_Logger):
+    """Base of the loggers that write lines.
+
+    Every `fit` opens the file, and only the first one overwrites it. A resumed run
+    writes after the lines of the steps that are in its checkpoint; later lines are
+    removed.
     """
 
     def __init__(
-        self, where: str, path: str | os.PathLike[str], *, append: bool
+        self, path: str | os.PathLike[str], every: int | None, *, append: bool
     ) -> None:
-        self.path = as_path(where, "path", path)
-        if self.path.is_dir():
+        super().__init__(every)
+        where = type(self).__name__
+        self._path = _as_path(where, "path", path)
+        if self._path.is_dir():
             msg = f"{where}: {str(path)!r} is a directory; give a file in it."
             raise MeshLayoutError(msg)
-        self._where = where
         self._append = _checks.flag("append", append, where=where)
-        self.file: TextIO | None = None
 
-    def open(
-        self,
-        trainer: "Trainer",
-        place_of: Callable[[str], tuple[int, int]],
-        every: int | None = None,
-    ) -> TextIO:
-        """Opens the file, after the lines that this object wrote before.
+    def _place(self, line: str) -> tuple[int, int]:
+        """Returns the epoch and the step of a line."""
+        raise NotImplementedError
 
-        A resumed run writes after the lines of the steps that are in its checkpoint;
-        later lines are removed.
-
-        Args:
-            trainer: The trainer.
-            place_of: Returns the epoch and the step of a line.
-            every: How many steps are between two lines inside an epoch.
-
-        Raises:
-            MeshLayoutError: If the file cannot be written.
-        """
+    def _open(self, trainer: "Trainer") -> Any:
         is_resumed = trainer.input is not None and trainer.input.is_resumed
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            if is_resumed and self.path.exists():
-                self._cut(trainer, place_of, every)
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if is_resumed and self._path.exists():
+                self._cut(trainer)
                 self._append = True
             mode = "a" if self._append else "w"
-            self.file = self.path.open(mode, encoding="utf-8", newline="")
+            file = self._path.open(mode, encoding="utf-8", newline="")
         except OSError as error:
-            msg = f"{self._where}: cannot write {str(self.path)!r}: {error}."
+            where = type(self).__name__
+            msg = f"{where}: cannot write {str(self._path)!r}: {error}."
             raise MeshLayoutError(msg) from error
         self._append = True
-        return self.file
+        return file
 
-    def _cut(
-        self,
-        trainer: "Trainer",
-        place_of: Callable[[str], tuple[int, int]],
-        every: int | None,
-    ) -> None:
+    def _cut(self, trainer: "Trainer") -> None:
         """Removes the lines after the position that a run resumes from."""
-        text = self.path.read_text(encoding="utf-8")
+        text = self._path.read_text(encoding="utf-8")
         done, last = len(trainer.history.epochs), trainer.position.step
         lines: dict[Any, str] = {}
         for index, line in enumerate(text.splitlines(keepends=True)):
-            epoch, step = place_of(line) if line.endswith("\n") else (done + 2, 0)
+            is_whole = line.endswith("\n")
+            epoch, step = self._place(line) if is_whole else (done + 2, 0)
+            is_logged = self._every is not None and not step % self._every
             if epoch <= done:
                 lines[index] = line
-            elif epoch == done + 1 and step <= last and every and not step % every:
+            elif epoch == done + 1 and step <= last and is_logged:
                 # The second line of a step is the epoch's, which is still to come.
                 lines.setdefault((epoch, step), line)
-        self.path.write_text("".join(lines.values()), encoding="utf-8", newline="")
-
-    def close(self) -> None:
-        """Closes the file, if it is open."""
-        if self.file is not None:
-            self.file.close()
-        self.file = None
+        self._path.write_text("".join(lines.values()), encoding="utf-8", newline="")
 
 
-class CSVLogger(Callback):
+class CSVLogger(_FileLogger):
     """Writes a line per epoch into a CSV file, on process 0.
 
     The columns are the epoch, the step, and what is measured in the first epoch that is
@@ -132,24 +162,24 @@ class CSVLogger(Callback):
     """
 
     def __init__(self, path: str | Path, *, append: bool = False) -> None:
-        self._file = _LogFile("CSVLogger", path, append=append)
+        super().__init__(path, None, append=append)
         self._columns: list[str] = []
 
-    def on_fit_start(self, trainer: "Trainer") -> None:
-        """Opens the file."""
-        if jax.process_index() == 0:
-            self._file.open(trainer, _csv_place)
-            with self._file.path.open(encoding="utf-8", newline="") as before:
-                self._columns = next(csv.reader(before), [])
+    def _open(self, trainer: "Trainer") -> Any:
+        file = super()._open(trainer)
+        with self._path.open(encoding="utf-8", newline="") as before:
+            self._columns = next(csv.reader(before), [])
+        return file
 
-    def on_epoch_end(
-        self, trainer: "Trainer", epoch: int, logs: Mapping[str, Any]
+    def _place(self, line: str) -> tuple[int, int]:
+        epoch, step, *_ = line.split(",")
+        return (int(epoch), int(step)) if epoch.isdigit() else (0, 0)  # the header
+
+    def _write(
+        self, epoch: int, step: int, values: Mapping[str, Any], *, is_epoch: bool
     ) -> None:
-        """Writes a line."""
-        if self._file.file is None:
-            return
-        row = {"epoch": epoch, "step": trainer.position.step, **numbers(logs)}
-        writer = csv.writer(self._file.file)
+        row = {"epoch": epoch, "step": step, **scalars(values)}
+        writer = csv.writer(self._output)
         if not self._columns:
             self._columns = list(row)
             writer.writerow(self._columns)
@@ -157,20 +187,14 @@ class CSVLogger(Callback):
         if extra:
             msg = (
                 f"CSVLogger: {', '.join(map(repr, extra))} is not a column of "
-                f"{str(self._file.path)!r}, which has "
-                f"{', '.join(map(repr, self._columns))}. Write to another file, or use "
-                "JSONLLogger, whose lines may differ."
+                f"{str(self._path)!r}, which has {', '.join(map(repr, self._columns))}."
+                " Write to another file, or use JSONLLogger, whose lines may differ."
             )
             raise MeshLayoutError(msg)
         writer.writerow([row.get(name, "") for name in self._columns])
-        self._file.file.flush()
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
 
 
-class JSONLLogger(Callback):
+class JSONLLogger(_FileLogger):
     """Writes a JSON object per epoch into a file of lines, on process 0.
 
     An object has the epoch, the step, and what was measured, the learning rate among
@@ -191,50 +215,18 @@ class JSONLLogger(Callback):
     def __init__(
         self, path: str | Path, *, every: int | None = None, append: bool = False
     ) -> None:
-        if every is not None:
-            every = _checks.count("every", every, where="JSONLLogger")
-        self._file = _LogFile("JSONLLogger", path, append=append)
-        self._every = every
-        self._pending = AsyncMetrics()
+        super().__init__(path, every, append=append)
 
-    def on_fit_start(self, trainer: "Trainer") -> None:
-        """Opens the file."""
-        if jax.process_index() == 0:
-            self._file.open(trainer, _json_place, self._every)
+    def _place(self, line: str) -> tuple[int, int]:
+        row = json.loads(line)
+        return row["epoch"], row["step"]
 
-    def on_step_end(self, trainer: "Trainer", step: int, metrics: Metrics) -> None:
-        """Writes the values that are ready."""
-        if self._file.file is None or self._every is None:
-            return
-        if is_due(trainer, self._every):
-            self._pending.add(trainer.position, metrics)
-        for position, values in self._pending.ready():
-            self._write(position.epoch, position.step, values)
-
-    def on_epoch_end(
-        self, trainer: "Trainer", epoch: int, logs: Mapping[str, Any]
+    def _write(
+        self, epoch: int, step: int, values: Mapping[str, Any], *, is_epoch: bool
     ) -> None:
-        """Writes the epoch's values."""
-        if self._file.file is None:
-            return
-        for position, values in self._pending.drain():
-            self._write(position.epoch, position.step, values)
-        self._write(epoch, trainer.position.step, logs)
-        self._file.file.flush()
-
-    def _write(self, epoch: int, step: int, values: Mapping[str, Any]) -> None:
-        row = {"epoch": epoch, "step": step, **_plain(values)}
-        if self._file.file is not None:
-            self._file.file.write(json.dumps(row) + "\n")
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._pending.clear()
-        self._file.close()
-
-
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _finite(np.asarray(x).tolist()) for name, x in values.items()}
+        plain = {name: _finite(np.asarray(x).tolist()) for name, x in values.items()}
+        row = {"epoch": epoch, "step": step, **plain}
+        self._output.write(json.dumps(row) + "\n")
 
 
 def _finite(value: Any) -> Any:
@@ -243,17 +235,7 @@ def _finite(value: Any) -> Any:
     return value if math.isfinite(value) else None
 
 
-def _csv_place(line: str) -> tuple[int, int]:
-    epoch, step, *_ = line.split(",")
-    return (int(epoch), int(step)) if epoch.isdigit() else (0, 0)  # the columns' names
-
-
-def _json_place(line: str) -> tuple[int, int]:
-    row = json.loads(line)
-    return row["epoch"], row["step"]
-
-
-class TensorBoard(Callback):
+class TensorBoard(_Logger):
     """Writes metrics for TensorBoard, on process 0, with tensorboardX.
 
     An epoch's values are written at the number of its last step, under their names.
@@ -269,48 +251,70 @@ class TensorBoard(Callback):
     """
 
     def __init__(self, directory: str | Path, *, every: int | None = None) -> None:
-        if every is not None:
-            every = _checks.count("every", every, where="TensorBoard")
+        super().__init__(every)
         self._package: Any = _optional.require(
             "tensorboardX", extra="tensorboard", purpose="The TensorBoard callback"
         )
-        self._directory = as_path("TensorBoard", "directory", directory)
-        self._every = every
-        self._pending = AsyncMetrics()
-        self._writer: Any = None
+        self._directory = _as_path("TensorBoard", "directory", directory)
+
+    def _open(self, trainer: "Trainer") -> Any:
+        return self._package.SummaryWriter(str(self._directory))
+
+    def _write(
+        self, epoch: int, step: int, values: Mapping[str, Any], *, is_epoch: bool
+    ) -> None:
+        for name, value in scalars(values).items():
+            self._output.add_scalar(name if is_epoch else f"steps/{name}", value, step)
+
+
+class ProfilerTrace(Callback):
+    """Traces a window of steps with `jax.profiler`, on process 0.
+
+    The window begins and ends when the device has finished the steps before it and in
+    it, so these two moments wait. The first steps compile: leave them out. The trace
+    is for TensorBoard, XProf or Perfetto.
+
+    Args:
+        directory: Where the trace goes.
+        start_step: The first step of the window; a `fit` counts its steps from 1.
+        num_steps: How many steps it has.
+
+    Raises:
+        MeshLayoutError: If a number is not a positive integer, or the directory is not
+            a path.
+    """
+
+    def __init__(
+        self, directory: str | Path, *, start_step: int = 10, num_steps: int = 5
+    ) -> None:
+        start_step = _checks.count("start_step", start_step, where="ProfilerTrace")
+        num_steps = _checks.count("num_steps", num_steps, where="ProfilerTrace")
+        self._directory = _as_path("ProfilerTrace", "directory", directory)
+        self._before, self._last = start_step - 1, start_step + num_steps - 1
+        self._is_tracing = False
 
     def on_fit_start(self, trainer: "Trainer") -> None:
-        """Opens an event file."""
-        if jax.process_index() == 0:
-            self._writer = self._package.SummaryWriter(str(self._directory))
+        """Begins the window, if it begins with the first step."""
+        if self._before == 0:
+            self._start(trainer)
 
     def on_step_end(self, trainer: "Trainer", step: int, metrics: Metrics) -> None:
-        """Writes the values that are ready."""
-        if self._writer is None or self._every is None:
-            return
-        if is_due(trainer, self._every):
-            self._pending.add(trainer.position, metrics)
-        for position, values in self._pending.ready():
-            self._write("steps/", position.step, values)
+        """Begins or ends the window."""
+        done = trainer.position.step_in_fit
+        if self._is_tracing and done >= self._last:
+            jax.block_until_ready((trainer.state, metrics))
+            self.close()
+        elif 0 <= done - self._before < trainer.steps_in_call and self._before:
+            self._start(trainer)
 
-    def on_epoch_end(
-        self, trainer: "Trainer", epoch: int, logs: Mapping[str, Any]
-    ) -> None:
-        """Writes the epoch's values."""
-        if self._writer is None:
-            return
-        for position, values in self._pending.drain():
-            self._write("steps/", position.step, values)
-        self._write("", trainer.position.step, numbers(logs))
-        self._writer.flush()
-
-    def _write(self, prefix: str, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(prefix + name, value, step)
+    def _start(self, trainer: "Trainer") -> None:
+        if jax.process_index() == 0:
+            jax.block_until_ready(trainer.state)
+            jax.profiler.start_trace(self._directory)
+            self._is_tracing = True
 
     def close(self) -> None:
-        """Closes the event file."""
-        self._pending.clear()
-        if self._writer is not None:
-            self._writer.close()
-        self._writer = None
+        """Ends the window if the training is over before it is."""
+        if self._is_tracing:
+            self._is_tracing = False
+            jax.profiler.stop_trace()

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
+import numpy as np
 
 from meshlayout import _checks
 from meshlayout._annotations import PyTree
@@ -17,12 +18,44 @@ from meshlayout.errors import (
 )
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
-from meshlayout.trainer.callbacks.async_metrics import AsyncMetrics
-from meshlayout.trainer.callbacks.callback import Callback
+from meshlayout.trainer.callbacks.callback import AsyncMetrics, Callback, is_due
 
 
 if TYPE_CHECKING:
     from meshlayout.trainer.trainer import Trainer
+
+
+def _check_name(where: str, monitor: Any) -> str:
+    """Returns the name of a value, or raises MeshLayoutError if it cannot be one."""
+    if not isinstance(monitor, str) or not monitor:
+        msg = (
+            f"{where}: monitor must be the name of a value, as 'val_loss', got "
+            f"{_checks.shown(monitor)}."
+        )
+        raise MeshLayoutError(msg)
+    return monitor
+
+
+def _check_measured(where: str, name: str, values: Mapping[str, Any]) -> None:
+    """Raises MeshLayoutError if no value has that name."""
+    if name not in values:
+        msg = (
+            f"{where}: there is no {name!r} among {', '.join(map(repr, values))}."
+            f"{did_you_mean(name, values)}"
+        )
+        raise MeshLayoutError(msg)
+
+
+def _measured(where: str, name: str, logs: Mapping[str, Any]) -> float:
+    """Returns an epoch's value, or raises MeshLayoutError if it is not a number."""
+    _check_measured(where, name, logs)
+    if np.ndim(logs[name]):
+        msg = (
+            f"{where}: {name!r} is {_checks.shown(logs[name])}; monitor a value that "
+            "is one number."
+        )
+        raise MeshLayoutError(msg)
+    return float(logs[name])
 
 
 class EarlyStopping(Callback):
@@ -58,7 +91,7 @@ class EarlyStopping(Callback):
         self._min_delta = _checks.number("min_delta", min_delta, at_least=0, where=name)
         _checks.choice("mode", mode, ("min", "max"), where=name)
         self._restore_best = _checks.flag("restore_best", restore_best, where=name)
-        self._monitor = check_name(name, monitor)
+        self._monitor = _check_name(name, monitor)
         self._sign = 1 if mode == "min" else -1
         self._forget()
 
@@ -98,14 +131,12 @@ class EarlyStopping(Callback):
         """Compares the value with the best one."""
         if self._monitor not in logs and trainer.stopped:
             return
-        value = float(measured(type(self).__name__, self._monitor, logs))
+        value = _measured(type(self).__name__, self._monitor, logs)
         if self._is_better(epoch, value):
             if self._restore_best:
-                self._weights = jax.tree.map(
-                    lambda x: x.copy(), _weights(trainer.state)
-                )
-            return
-        if self._bad_epochs >= self._patience:
+                state = trainer.state
+                self._weights = jax.tree.map(_weights, state, is_leaf=_is_state)
+        elif self._bad_epochs >= self._patience:
             since = f"has not improved since epoch {self._best_epoch}"
             never = "was not a number in any epoch"
             trainer.stop(f"{self._monitor} {since if self._best_epoch else never}")
@@ -113,57 +144,31 @@ class EarlyStopping(Callback):
     def on_fit_end(self, trainer: "Trainer") -> None:
         """Puts the best parameters back."""
         if self._weights is not None:
-            trainer.state = _with_weights(trainer.state, self._weights)
+            trainer.state = jax.tree.map(
+                _with_weights, trainer.state, self._weights, is_leaf=_is_state
+            )
         self._weights = None
-
-
-def _weights(state: PyTree) -> PyTree:
-    """Returns the arrays a model computes with, of each train state in a tree."""
-
-    def chosen(part: Any) -> Any:
-        if not isinstance(part, TrainState):
-            return part
-        ema = {name: x for name, x in part.extra.items() if name == "ema"}
-        return part.params, part.model_state, ema
-
-    return jax.tree.map(chosen, state, is_leaf=_is_state)
-
-
-def _with_weights(state: PyTree, weights: PyTree) -> PyTree:
-    def restored(part: Any, best: Any) -> Any:
-        if not isinstance(part, TrainState):
-            return best
-        params, model_state, ema = best
-        extra = {**part.extra, **ema}
-        return part.replace(params=params, model_state=model_state, extra=extra)
-
-    return jax.tree.map(restored, state, weights, is_leaf=_is_state)
 
 
 def _is_state(node: Any) -> bool:
     return isinstance(node, TrainState)
 
 
-def measured(where: str, name: str, values: Mapping[str, Any]) -> Any:
-    """Returns a value, or raises MeshLayoutError if none has that name."""
-    if name not in values:
-        msg = (
-            f"{where}: there is no {name!r} among {', '.join(map(repr, values))}."
-            f"{did_you_mean(name, values)}"
-        )
-        raise MeshLayoutError(msg)
-    return values[name]
+def _weights(part: PyTree) -> PyTree:
+    """Returns what a model computes with, of a train state; other arrays whole."""
+    if not _is_state(part):
+        return part.copy()
+    ema = {name: x for name, x in part.extra.items() if name == "ema"}
+    weights = part.params, part.model_state, ema
+    return jax.tree.map(lambda x: x.copy(), weights)
 
 
-def check_name(where: str, monitor: Any) -> str:
-    """Returns the name of a value, or raises MeshLayoutError if it cannot be one."""
-    if not isinstance(monitor, str) or not monitor:
-        msg = (
-            f"{where}: monitor must be the name of a value, as 'val_loss', got "
-            f"{_checks.shown(monitor)}."
-        )
-        raise MeshLayoutError(msg)
-    return monitor
+def _with_weights(part: PyTree, weights: PyTree) -> PyTree:
+    if not _is_state(part):
+        return weights
+    params, model_state, ema = weights
+    extra = {**part.extra, **ema}
+    return part.replace(params=params, model_state=model_state, extra=extra)
 
 
 class StopOnNaN(Callback):
@@ -179,7 +184,7 @@ class StopOnNaN(Callback):
 
     def __init__(self, monitor: str = "loss", *, every: int = 1) -> None:
         self._every = _checks.count("every", every, where="StopOnNaN")
-        self._monitor = check_name("StopOnNaN", monitor)
+        self._monitor = _check_name("StopOnNaN", monitor)
         self._pending = AsyncMetrics()
 
     def on_epoch_start(self, trainer: "Trainer", epoch: int) -> None:
@@ -189,27 +194,21 @@ class StopOnNaN(Callback):
     def on_step_end(self, trainer: "Trainer", step: int, metrics: Metrics) -> None:
         """Checks the values that are ready."""
         if is_due(trainer, self._every):
-            measured(type(self).__name__, self._monitor, metrics)
+            _check_measured(type(self).__name__, self._monitor, metrics)
             only = {self._monitor: metrics.metric(self._monitor)}
             self._pending.add(trainer.position, Metrics(only))
-        for position, values in self._pending.ready():
-            self._look(trainer, position.step, values)
+        for position, values in self._pending.read():
+            # Arrays and `Throughput` are not among them: the epoch's end refuses them.
+            self._look(trainer, position.step, values.get(self._monitor, 0.0))
 
     def on_epoch_end(
         self, trainer: "Trainer", epoch: int, logs: Mapping[str, Any]
     ) -> None:
         """Checks the epoch's value."""
         if not trainer.stopped:
-            measured(type(self).__name__, self._monitor, logs)
-            self._look(trainer, trainer.position.step, logs)
+            value = _measured(type(self).__name__, self._monitor, logs)
+            self._look(trainer, trainer.position.step, value)
 
-    def _look(self, trainer: "Trainer", step: int, values: Mapping[str, Any]) -> None:
-        value = float(values[self._monitor])
+    def _look(self, trainer: "Trainer", step: int, value: float) -> None:
         if not math.isfinite(value) and not trainer.stopped:
             trainer.stop(f"{self._monitor} is {value} at step {step}")
-
-
-def is_due(trainer: "Trainer", every: int) -> bool:
-    """Returns whether the last call took a step whose number divides by `every`."""
-    now = trainer.position.step
-    return now // every > (now - trainer.steps_in_call) // every
