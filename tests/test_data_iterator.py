@@ -992,3 +992,20 @@ def test_the_public_names_are_where_users_look_for_them():
         "process_rows",
     ):
         assert hasattr(md, name)
+
+
+def test_a_place_that_a_shorter_source_does_not_have_is_refused():
+    def batches(count):
+        source = [{"x": np.arange(4.0)} for _ in range(count)]
+        mesh = ml.create_mesh({"batch": 8})
+        data = ml.distribute_dataset(source, mesh, global_batch_size=8, batched=True)
+        return iter(data)
+
+    it = batches(8)
+    for _ in range(3):
+        next(it)
+    other = batches(4)
+    assert message(lambda: (other.set_state(it.get_state()), next(other))) == (
+        "the source cannot go to the place of the state (IndexError: the place is "
+        "after item 6, and there are 4): the state is of another source, or damaged."
+    )

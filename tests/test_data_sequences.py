@@ -386,7 +386,7 @@ def test_documents_that_are_read_in_order_are_skipped_only_when_asked():
     [
         (
             {"kind": "other"},
-            "the state {'kind': 'other'} is not of pack_sequences, version 2. Give "
+            "the state {'kind': 'other'} is not of pack_sequences, version 3. Give "
             "what get_state() of such an iterator returned.",
         ),
         (

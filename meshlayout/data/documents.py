@@ -1,8 +1,4 @@
-"""Documents of any length: one pass over them, and the tokens of each.
-
-Any collection of documents is read in one way: as an iterator with a place. Grain's
-iterators have one; of other iterators it is the number of documents that were read.
-"""
+"""Documents of any length: what is a collection of them, and the tokens of each."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, TypeGuard, runtime_checkable
@@ -10,7 +6,7 @@ from typing import Any, Protocol, TypeAlias, TypeGuard, runtime_checkable
 import numpy as np
 
 from meshlayout import _checks
-from meshlayout._optional import require
+from meshlayout.data.adapters.iterables import NumberedItems
 from meshlayout.errors import DataError
 
 
@@ -35,93 +31,6 @@ class Tokenizer(Protocol):
 
 
 Encode: TypeAlias = Callable[[str], Any]
-
-
-class DocumentPass:
-    """One pass over documents.
-
-    Attributes:
-        can_seek: Whether a place is found again without reading up to it.
-
-    Args:
-        documents: What `check_documents` accepts.
-
-    Raises:
-        DataError: If it is a function that does not return an iterable.
-    """
-
-    def __init__(self, documents: Documents) -> None:
-        self._documents = documents
-        # A list is read by number, since Grain takes None for what a filter left out.
-        self._by_number = _is_indexed(documents) and not _is_grain(documents)
-        self._iterator = _opened(documents)
-        self._count = 0
-        names = ("get_state", "set_state")
-        self.can_seek = all(hasattr(self._iterator, name) for name in names)
-
-    def __next__(self) -> Document:
-        item = next(self._iterator)
-        self._count += 1
-        return self._documents[item] if self._by_number else item
-
-    def get_state(self) -> Any:
-        """Returns the place before the next document."""
-        return self._iterator.get_state() if self.can_seek else self._count
-
-    def set_state(self, state: Any) -> None:
-        """Goes to a place, if need be by reading up to it.
-
-        Raises:
-            DataError: If there are fewer documents, or more were read already.
-        """
-        if self.can_seek:
-            self._iterator.set_state(state)
-            return
-        if self._count > state:
-            msg = (
-                f"{self._count} documents were read, and the place is after {state}: "
-                "documents of an iterator are read once. Set the state of a new "
-                "iterator, over documents that can be read again."
-            )
-            raise DataError(msg)
-        while self._count < state:
-            try:
-                next(self)
-            except StopIteration:
-                msg = (
-                    f"the place is after document {state}, and there are "
-                    f"{self._count} documents: they are not those of the state."
-                )
-                raise DataError(msg) from None
-
-    def close(self) -> None:
-        """Closes the iterator, if it can be closed."""
-        close = getattr(self._iterator, "close", None)
-        if callable(close):
-            close()
-
-
-def _opened(documents: Documents) -> Any:
-    """Returns an iterator of documents, or of the numbers of those in a list."""
-    if _is_indexed(documents):
-        grain: Any = require("grain", extra="data", purpose="pack_sequences")
-        here = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-        dataset: Any = documents
-        if not _is_grain(documents):
-            dataset = grain.MapDataset.range(len(documents))
-        return iter(dataset.to_iter_dataset(here))
-    iterable = documents if isinstance(documents, Iterable) else documents()
-    if not isinstance(iterable, Iterable):
-        msg = (
-            f"documents is a function that returned {_checks.shown(iterable)}, where "
-            "an iterable of documents was expected."
-        )
-        raise DataError(msg)
-    return iter(iterable)
-
-
-def _is_grain(documents: object) -> bool:
-    return any(kind.__name__ == "MapDataset" for kind in type(documents).__mro__)
 
 
 def check_documents(documents: Documents) -> None:
@@ -157,6 +66,27 @@ def check_documents(documents: Documents) -> None:
         raise DataError(msg)
 
 
+def open_documents(documents: Documents) -> Iterator[Document]:
+    """Returns an iterator over documents, which has `set_state` if it knows its place.
+
+    Raises:
+        DataError: If they are a function that does not return an iterable.
+    """
+    if _is_indexed(documents):
+        kinds = {kind.__name__ for kind in type(documents).__mro__}
+        # Grain's None is what a filter left out; another one is not a document.
+        is_grain = "MapDataset" in kinds
+        return NumberedItems(documents, len(documents), skip_none=is_grain)
+    iterable = documents if isinstance(documents, Iterable) else documents()
+    if not isinstance(iterable, Iterable):
+        msg = (
+            f"documents is a function that returned {_checks.shown(iterable)}, where "
+            "an iterable of documents was expected."
+        )
+        raise DataError(msg)
+    return iter(iterable)
+
+
 class DocumentTokens:
     """Turns documents into arrays of tokens.
 
@@ -171,7 +101,7 @@ class DocumentTokens:
     def __init__(
         self, tokenizer: Tokenizer | Encode | None, separator: int | None
     ) -> None:
-        self._encode = _encoder(tokenizer)
+        self._encode = _bytes_of if tokenizer is None else _encoder(tokenizer)
         self._takes_bytes = tokenizer is None
         self._separator = separator
         if separator is not None:
@@ -202,7 +132,15 @@ class DocumentTokens:
         if isinstance(document, np.ndarray) and document.ndim == 0:
             document = document.item()  # a text as NumPy holds it
         if isinstance(document, bytes) and not self._takes_bytes:
-            document = _decoded(document, number)
+            try:
+                document = document.decode()
+            except UnicodeDecodeError as error:
+                msg = (
+                    f"document {number} is bytes that are not UTF-8 at byte "
+                    f"{error.start}. Give texts, or leave tokenizer= out to take the "
+                    "bytes as they are."
+                )
+                raise DataError(msg) from None
         if isinstance(document, (str, bytes)):
             with _checks.noted(f"This was raised by tokenizer= at document {number}."):
                 tokens = self._encode(document)
@@ -217,9 +155,7 @@ class DocumentTokens:
         return _as_tokens(document, f"document {number}")
 
 
-def _encoder(tokenizer: Tokenizer | Encode | None) -> Callable[[Any], Any]:
-    if tokenizer is None:
-        return _bytes_of
+def _encoder(tokenizer: Tokenizer | Encode) -> Callable[[Any], Any]:
     # Texts have an encode of their own, and classes one that needs an instance.
     is_object = not isinstance(tokenizer, (type, str, bytes))
     if is_object and isinstance(tokenizer, Tokenizer):
@@ -250,17 +186,6 @@ def _bytes_of(text: str | bytes) -> TokenArray:
     return np.frombuffer(text, np.uint8).astype(np.int32)
 
 
-def _decoded(document: bytes, number: int) -> str:
-    try:
-        return document.decode()
-    except UnicodeDecodeError as error:
-        msg = (
-            f"document {number} is bytes that are not UTF-8 at byte {error.start}. "
-            "Give texts, or leave tokenizer= out to take the bytes as they are."
-        )
-        raise DataError(msg) from None
-
-
 def _as_tokens(tokens: Any, what: str) -> TokenArray:
     if isinstance(tokens, Sequence) and not len(tokens):
         return np.zeros(0, np.int32)
@@ -287,8 +212,3 @@ def _as_tokens(tokens: Any, what: str) -> TokenArray:
 def _is_indexed(documents: Documents) -> TypeGuard[Sequence[Any]]:
     has = all(hasattr(documents, name) for name in ("__len__", "__getitem__"))
     return has and not isinstance(documents, type)
-
-
-def is_read_once(documents: object) -> bool:
-    """Returns whether documents are an iterator, which only one pass can read."""
-    return isinstance(documents, Iterator)

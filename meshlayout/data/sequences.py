@@ -1,23 +1,24 @@
 """Documents of any length as rows of one length, for a language model."""
 
-from dataclasses import asdict, dataclass
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import numpy as np
 
 from meshlayout import _checks
+from meshlayout.data.adapters.iterables import IteratorStream
 from meshlayout.data.documents import (
-    DocumentPass,
     Documents,
     DocumentTokens,
     Encode,
     Tokenizer,
     check_documents,
-    is_read_once,
 )
+from meshlayout.data.examples import stack
 from meshlayout.data.token_rows import (
     PackedIterator,
-    PackedStream,
     PackingMode,
     Recipe,
     Row,
@@ -25,7 +26,6 @@ from meshlayout.data.token_rows import (
     TokenCounts,
     as_grain,
     counted,
-    stack_rows,
 )
 from meshlayout.errors import DataError
 
@@ -172,23 +172,23 @@ class PackedSequences:
         return self._recipe.length
 
     def __iter__(self) -> "PackedIterator":
-        if is_read_once(self._documents) and self._latest is not None:
+        if isinstance(self._documents, Iterator) and self._latest is not None:
             msg = (
                 f"documents is a {type(self._documents).__name__}, which can be read "
                 "once, and was. Give a list, or a function that returns a new one."
             )
             raise DataError(msg)
-        documents = DocumentPass(self._documents)
-        self._latest = PackedIterator(documents, self._recipe, self._encode)
+        self._latest = PackedIterator(self._documents, self._recipe, self._encode)
         return self._latest
 
-    def open(self, epoch: int) -> PackedStream:
+    def open(self, epoch: int) -> IteratorStream:
         """Begins a pass.
 
         Args:
             epoch: Which pass; all have the same rows, if the documents do.
         """
-        return PackedStream(iter(self))
+        rows = iter(self)
+        return IteratorStream(rows if rows.can_seek else _without_place(rows))
 
     def report(self) -> PackingReport:
         """Returns the packing statistics of the latest pass."""
@@ -208,9 +208,9 @@ class PackedSequences:
         """
         rows = list(self)
         if rows:
-            return stack_rows(rows)
+            return stack(rows)
         full = [np.zeros(self.length, np.int32)]
-        row = next(iter(pack_sequences(full, **asdict(self._recipe))))
+        row = next(PackedIterator(full, self._recipe, self._encode))
         return {name: leaf[None][:0] for name, leaf in row.items()}
 
     def to_grain(self) -> Any:
@@ -225,3 +225,9 @@ class PackedSequences:
             [(2, 4), (2, 4), (1, 4)]
         """
         return as_grain(lambda: iter(self))
+
+
+def _without_place(rows: PackedIterator) -> Iterator[Row]:
+    """Yields rows of documents that can only be read one after another."""
+    with contextlib.closing(rows):
+        yield from rows

@@ -7,6 +7,7 @@ iterators, and as small as a place in the documents.
 """
 
 import ast
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -16,7 +17,12 @@ import numpy as np
 
 from meshlayout import _checks
 from meshlayout._optional import require
-from meshlayout.data.documents import DocumentPass, DocumentTokens, TokenArray
+from meshlayout.data.documents import (
+    Documents,
+    DocumentTokens,
+    TokenArray,
+    open_documents,
+)
 from meshlayout.errors import DataError
 
 
@@ -25,7 +31,7 @@ ShortRow: TypeAlias = Literal["pad", "drop", "error"]
 Row: TypeAlias = dict[str, np.ndarray[Any, Any]]
 
 _KIND = "packed sequences"
-_VERSION = 2
+_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -69,13 +75,18 @@ class TokenCounts(NamedTuple):
 
 
 class PackedIterator:
-    """One pass over packed rows."""
+    """One pass over packed rows.
+
+    Attributes:
+        can_seek: Whether a place is found again without reading up to it.
+    """
 
     def __init__(
-        self, documents: DocumentPass, recipe: Recipe, encode: DocumentTokens
+        self, documents: Documents, recipe: Recipe, encode: DocumentTokens
     ) -> None:
-        self._documents, self._recipe = documents, recipe
+        self._recipe = recipe
         self._pieces = _Pieces(documents, recipe, encode)
+        self.can_seek = self._pieces.can_seek
         self._packed = iter(_packed(self._pieces, recipe))
         self._counts = TokenCounts()
         # In chunks with targets, the last target of a row is in the next one.
@@ -84,19 +95,10 @@ class PackedIterator:
         self._place = self._where()
 
     @property
-    def can_seek(self) -> bool:
-        """Whether a place is found again without reading up to it."""
-        return self._documents.can_seek
-
-    @property
     def counts(self) -> TokenCounts:
         """Counts of the documents and rows so far."""
-        of_documents = self._pieces.counts
-        return of_documents._replace(
-            rows=self._counts.rows,
-            padding=self._counts.padding,
-            dropped=self._counts.dropped,
-        )
+        rows, padding, dropped = self._counts[-3:]
+        return self._pieces.counts._replace(rows=rows, padding=padding, dropped=dropped)
 
     def __iter__(self) -> "PackedIterator":
         return self
@@ -151,7 +153,7 @@ class PackedIterator:
             "version": _VERSION,
             "recipe": asdict(self._recipe),
             # As text, since JSON would make lists of Grain's tuples.
-            "place": repr(jax.tree.map(_python_number, place)),
+            "place": repr(jax.tree.map(lambda leaf: np.asarray(leaf).item(), place)),
             # In chunks, Grain reads up to the place at once: what it read is compared.
             "read": list(read) if self._recipe.mode == "chunk" else None,
             "counts": list(self._counts),
@@ -207,41 +209,22 @@ class PackedIterator:
 
     def close(self) -> None:
         """Releases the documents."""
-        self._documents.close()
-
-
-class PackedStream:
-    """One pass over packed rows, for `distribute_dataset`."""
-
-    def __init__(self, rows: PackedIterator) -> None:
-        self._rows = rows
-
-    def __iter__(self) -> PackedIterator:
-        return self._rows
-
-    def __next__(self) -> Row:
-        return next(self._rows)
-
-    def get_state(self) -> Any:
-        """Returns the place after the last row; None if documents cannot seek."""
-        return self._rows.get_state() if self._rows.can_seek else None
-
-    def set_state(self, state: Any) -> None:
-        """Goes to a place."""
-        self._rows.set_state(state)
-
-    def close(self) -> None:
-        """Releases the documents."""
-        self._rows.close()
+        self._pieces.close()
 
 
 class _Pieces:
-    """Documents as the pieces that Grain packs: whole, or cut into rows and a rest."""
+    """Documents as the pieces that Grain packs: whole, or cut into rows and a rest.
+
+    A place is that of the documents, and how far one of them was cut. Documents that
+    do not know their place are read and dropped up to the number that were read.
+    """
 
     def __init__(
-        self, documents: DocumentPass, recipe: Recipe, encode: DocumentTokens
+        self, documents: Documents, recipe: Recipe, encode: DocumentTokens
     ) -> None:
-        self._documents, self._recipe, self._encode = documents, recipe, encode
+        self._documents: Any = open_documents(documents)
+        self.can_seek = hasattr(self._documents, "set_state")
+        self._recipe, self._encode = recipe, encode
         self.counts = TokenCounts()
         self._before: dict[str, Any] | None = None  # the document that is being cut
         self._tokens: TokenArray = np.zeros(0, np.int32)
@@ -291,7 +274,7 @@ class _Pieces:
 
     def _state(self) -> dict[str, Any]:
         return {
-            "documents": self._documents.get_state(),
+            "documents": self._documents.get_state() if self.can_seek else None,
             "counts": tuple(self.counts),
             "offset": 0,
         }
@@ -308,8 +291,12 @@ class _Pieces:
         Raises:
             DataError: If these documents have no such place.
         """
-        self._documents.set_state(state["documents"])
-        self.counts, self._before = TokenCounts(*state["counts"]), None
+        counts = TokenCounts(*state["counts"])
+        if self.can_seek:
+            self._documents.set_state(state["documents"])
+        else:
+            self._skip(counts.documents)
+        self.counts, self._before = counts, None
         offset = state["offset"]
         if not offset:
             return
@@ -326,9 +313,28 @@ class _Pieces:
             raise DataError(msg)
         self._offset = offset
 
+    def _skip(self, count: int) -> None:
+        """Reads documents that do not know their place, up to a number of them."""
+        num_read = self.counts.documents
+        if num_read > count:
+            msg = (
+                f"{num_read} documents were read, and the place is after {count}: "
+                "documents of an iterator are read once. Set the state of a new "
+                "iterator, over documents that can be read again."
+            )
+            raise DataError(msg)
+        num_read += sum(1 for _ in itertools.islice(self._documents, count - num_read))
+        if num_read < count:
+            msg = (
+                f"the place is after document {count}, and there are {num_read} "
+                "documents: they are not those of the state."
+            )
+            raise DataError(msg)
+
     def close(self) -> None:
-        """Releases the documents."""
-        self._documents.close()
+        """Closes the documents' iterator, if it can be closed."""
+        if hasattr(self._documents, "close"):
+            self._documents.close()
 
 
 def _packed(pieces: _Pieces, recipe: Recipe) -> Any:
@@ -395,11 +401,6 @@ def _check_state(recipe: Recipe, state: Any) -> None:
             raise DataError(msg)
 
 
-def stack_rows(rows: list[Row]) -> Row:
-    """Returns rows, at least one, as arrays with a first dim for them."""
-    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-
-
 def counted(number: int, word: str) -> str:
     """Returns a number with its noun.
 
@@ -408,7 +409,3 @@ def counted(number: int, word: str) -> str:
         ('1 row', '2,000 rows')
     """
     return f"{number:,} {word}{'s' * (number != 1)}"
-
-
-def _python_number(leaf: Any) -> Any:
-    return leaf.item() if isinstance(leaf, np.generic) else leaf

@@ -61,10 +61,24 @@ class IteratorStream:
         return state
 
     def set_state(self, state: JSON) -> None:
-        """Goes to a place."""
-        if isinstance(state, dict) and state.keys() == {"base64"}:
-            state = base64.b64decode(state["base64"])
-        self._iterator.set_state(state)
+        """Goes to a place.
+
+        Raises:
+            DataError: If the iterator does not have it.
+        """
+        try:
+            if isinstance(state, dict) and state.keys() == {"base64"}:
+                state = base64.b64decode(state["base64"])
+            self._iterator.set_state(state)
+        except DataError:
+            raise
+        except Exception as error:
+            msg = (
+                "the source cannot go to the place of the state "
+                f"({type(error).__name__}: {error}): the state is of another source, "
+                "or damaged."
+            )
+            raise DataError(msg) from error
 
     def close(self) -> None:
         """Closes a generator, so that its `finally` clauses run."""
@@ -102,8 +116,15 @@ class NumberedItems(Iterator[PyTree]):
         return self._next
 
     def set_state(self, state: JSON) -> None:
-        """Goes to a place."""
-        self._next = int(state)
+        """Goes to a place.
+
+        Raises:
+            IndexError: If there are fewer items.
+        """
+        if not 0 <= state <= self._length:
+            msg = f"the place is after item {state}, and there are {self._length}"
+            raise IndexError(msg)
+        self._next = state
 
 
 def adapt(obj: Any, *, batched: bool | None) -> IterableSource:
