@@ -784,6 +784,12 @@ def test_counts_that_are_none_are_refused():
     assert message_of(lambda: Counted().fit([], epochs=0)) == (
         "fit: epochs must be a positive integer, got 0."
     )
+    assert message_of(lambda: Counted().fit([], True)) == (
+        "fit: epochs must be a positive integer, got True."
+    )
+    assert message_of(lambda: Counted().fit([], 5, 3)) == (
+        "fit: epochs is given twice, as 5 and 3."
+    )
     assert message_of(lambda: Counted().fit([], steps_per_epoch=1.5)) == (
         "fit: steps_per_epoch must be a positive integer, got 1.5."
     )

@@ -28,34 +28,17 @@ class ArrayBatches:
     """
 
     def __init__(self, arrays: PyTree, batch_size: int, *, shuffle: bool) -> None:
-        self._arrays, self._batch_size = arrays, batch_size
-        self._seed = 0 if shuffle else None
+        self.arrays, self.batch_size = arrays, batch_size
+        self.seed = 0 if shuffle else None
         self.num_rows = num_examples(arrays)
-        self.epoch = 0
-        self._order: tuple[int, Order] | None = None
+        self.num_epochs = 0  # that were begun
 
     def __len__(self) -> int:
-        return -(-self.num_rows // self._batch_size)
+        return -(-self.num_rows // self.batch_size)
 
     def __iter__(self) -> "ArrayBatchIterator":
-        self.epoch += 1
-        return ArrayBatchIterator(self, self.epoch - 1)
-
-    def batch(self, epoch: int, start: int) -> Batch:
-        """Returns the rows of a batch.
-
-        Args:
-            epoch: The epoch, from 0.
-            start: The place of the first row in the epoch's order.
-        """
-        if self._order is None or self._order[0] != epoch:
-            self._order = epoch, Order(self.num_rows, self._seed, epoch)
-        rows = self._order[1].at(np.arange(start, self.next_start(start)))
-        return jax.tree.map(lambda leaf: leaf[rows], self._arrays)
-
-    def next_start(self, start: int) -> int:
-        """Returns the place of the first row after a batch."""
-        return min(start + self._batch_size, self.num_rows)
+        self.num_epochs += 1
+        return ArrayBatchIterator(self, self.num_epochs - 1)
 
 
 class ArrayBatchIterator(Iterator[Batch]):
@@ -63,13 +46,17 @@ class ArrayBatchIterator(Iterator[Batch]):
 
     def __init__(self, batches: ArrayBatches, epoch: int) -> None:
         self._batches, self._epoch, self._row = batches, epoch, 0
+        self._order: Order | None = None
 
     def __next__(self) -> Batch:
-        if self._row >= self._batches.num_rows:
+        data, start = self._batches, self._row
+        if start >= data.num_rows:
             raise StopIteration
-        batch = self._batches.batch(self._epoch, self._row)
-        self._row = self._batches.next_start(self._row)
-        return batch
+        if self._order is None:
+            self._order = Order(data.num_rows, data.seed, self._epoch)
+        self._row = min(start + data.batch_size, data.num_rows)
+        rows = self._order.at(np.arange(start, self._row))
+        return jax.tree.map(lambda leaf: leaf[rows], data.arrays)
 
     def get_state(self) -> dict[str, int]:
         """Returns the position as JSON values."""
@@ -77,8 +64,8 @@ class ArrayBatchIterator(Iterator[Batch]):
 
     def set_state(self, state: Mapping[str, int]) -> None:
         """Moves to a position that `get_state` returned; later epochs follow it."""
-        self._epoch, self._row = state["epoch"], state["row"]
-        self._batches.epoch = self._epoch + 1
+        self._epoch, self._row, self._order = state["epoch"], state["row"], None
+        self._batches.num_epochs = self._epoch + 1
 
 
 def batches_from(
@@ -107,32 +94,32 @@ def batches_from(
     arrays = data if labels is None else (data, labels)
     if batch_size is not None:
         batch_size = _checks.count("batch_size", batch_size, where=where)
-    if not are_arrays(arrays):
-        if labels is not None:
-            msg = (
-                f"{where}: {name} and the labels after it must be arrays with one row "
-                f"per example, got {_checks.shown(data)} and {_checks.shown(labels)}. "
-                f"Data that is in batches already is one argument: {where}(batches)."
-            )
-            raise MeshLayoutError(msg)
+    if are_arrays(arrays):
         if batch_size is not None:
-            msg = (
-                f"{where}: batch_size cuts arrays into batches, and {name} is "
-                f"{_checks.shown(data)}. Leave batch_size out if it gives batches."
-            )
-            raise MeshLayoutError(msg)
-        return data
-    if batch_size is None:
-        given = name if labels is None else f"{name}, labels"
+            arrays = jax.tree.map(np.asarray, arrays)
+            return ArrayBatches(arrays, batch_size, shuffle=shuffle)
+        arguments = name if labels is None else f"{name}, labels"
         msg = (
             f"{where}: {name} is {_checks.shown(data)}, of arrays with "
             f"{num_examples(arrays):,} rows. Say how many rows make a batch, "
-            f"{where}({given}, batch_size=32), or give an iterable of batches. A list "
-            "of one batch is one, too."
+            f"{where}({arguments}, batch_size=32), or give an iterable of batches. A "
+            "list of one batch is one, too."
         )
         raise MeshLayoutError(msg)
-    arrays = jax.tree.map(np.asarray, arrays)
-    return ArrayBatches(arrays, batch_size, shuffle=shuffle)
+    if labels is not None:
+        msg = (
+            f"{where}: {name} and the labels after it must be arrays with one row "
+            f"per example, got {_checks.shown(data)} and {_checks.shown(labels)}. "
+            f"Data that is in batches already is one argument: {where}(batches)."
+        )
+        raise MeshLayoutError(msg)
+    if batch_size is not None:
+        msg = (
+            f"{where}: batch_size cuts arrays into batches, and {name} is "
+            f"{_checks.shown(data)}. Leave batch_size out if it gives batches."
+        )
+        raise MeshLayoutError(msg)
+    return data
 
 
 def are_arrays(data: Any) -> bool:
@@ -145,11 +132,8 @@ def are_arrays(data: Any) -> bool:
     """
     if isinstance(data, (np.ndarray, jax.Array)):
         return data.ndim > 0
-    if isinstance(data, Mapping):
-        leaves = jax.tree.leaves(dict(data))
-    elif isinstance(data, tuple):
-        leaves = list(data)
-    else:
+    if not isinstance(data, (Mapping, tuple)):
         return False
+    leaves = jax.tree.leaves(dict(data)) if isinstance(data, Mapping) else list(data)
     is_array = (isinstance(x, (np.ndarray, jax.Array)) and np.ndim(x) for x in leaves)
     return bool(leaves) and all(is_array)

@@ -1,9 +1,15 @@
-"""Epochs: passes over the data, the position in them, and the batches of steps."""
+"""The data of a `fit` or an evaluation: epochs, positions, and the batches of calls.
+
+Batches come from an iterable in passes, and go to the steps in epochs and in groups,
+one for each call. A group is read before its call, so that each batch carries what is
+needed later: its number for errors, and the position after it for a checkpoint.
+"""
 
 import logging
 import operator
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -45,24 +51,31 @@ class TrainingPosition:
     examples_in_epoch: int = 0
 
 
-class DataPasses:
-    """Cuts passes over the data into epochs.
+class TrainerInput:
+    """Data cut into epochs, and the epochs into the batches of each call of a step.
 
     Without `steps_per_epoch`, an epoch is one pass. With it, an epoch is that many
     batches, and the next epoch resumes where it stopped; a new pass begins where one
     ends, as in Keras. An iterator has one pass: its end is the end.
 
     Args:
+        where: What reads the data, as `"evaluate"`, for messages.
         name: What the data is called in messages.
         data: The data.
+        placer: What puts batches on the mesh.
         steps_per_epoch: Batches in an epoch, or None.
         num_epochs: How many epochs will be asked for.
         weights: Where batches on the host carry their weights, if those in which all
             weights are 0 are to be left out; None keeps them.
 
     Attributes:
+        placer: What puts batches on the mesh.
+        passes: The passes over the data, whose position can be saved.
         is_over: Whether the last epoch ended before its batches, or had none left.
-        input: The passes, whose position can be saved.
+        is_saved: Whether a callback saves the position.
+        is_resumed: Whether this `fit` resumes from a checkpoint; the history then has
+            the epochs before it.
+        used: The batch after which training is, if more batches were read.
 
     Raises:
         MeshLayoutError: If the data is of another type, or an iterator for several
@@ -71,19 +84,16 @@ class DataPasses:
 
     def __init__(
         self,
+        where: str,
         name: str,
         data: Data,
+        placer: BatchPlacer,
+        *,
         steps_per_epoch: int | None = None,
         num_epochs: int = 1,
         weights: WeightsKey | None = None,
     ) -> None:
         data = _checked(name, data)
-        self._name, self._data = name, data
-        self._num_steps, self._weights = steps_per_epoch, weights
-        self.input = Input(data)
-        self._begun: int | None = None
-        self._has_batches = False
-        self.is_over = False
         if isinstance(data, Iterator) and num_epochs > 1 and steps_per_epoch is None:
             msg = (
                 f"{name} is an iterator, which gives its batches once, and "
@@ -92,6 +102,14 @@ class DataPasses:
                 "iterator."
             )
             raise MeshLayoutError(msg)
+        self._where, self._name, self._data = where, name, data
+        self._num_steps, self._weights = steps_per_epoch, weights
+        self._begun: int | None = None
+        self._has_batches = False
+        self._epoch_text = ""
+        self.placer, self.passes = placer, Input(data)
+        self.is_over = self.is_saved = self.is_resumed = False
+        self.used: PlacedBatch | None = None
 
     @property
     def num_steps(self) -> int | None:
@@ -100,33 +118,102 @@ class DataPasses:
             return self._num_steps
         return operator.length_hint(self._data, 0) or None
 
+    def place(self) -> tuple[dict[str, Any], Any]:
+        """Returns the position after the last batch used; see `Input.place`."""
+        if self.used is None or self.used.position is None:
+            return self.passes.place()
+        return self.used.position
+
     def resume(self, num_done: int | None) -> None:
-        """Resumes an epoch, or begins one after it, where `input` stands now.
+        """Resumes an epoch, or begins one after it, where `passes` stands now.
 
         Args:
             num_done: The batches of the epoch that were used; None after its end.
         """
         self._begun, self._has_batches = num_done, True
 
-    def epoch(self) -> Iterator[Batch]:
-        """Yields the batches of the next epoch; those without examples are skipped.
+    def groups(
+        self, group_size: int = 1, *, num_done: int = 0, epoch: int | None = None
+    ) -> Iterator[list[PlacedBatch]]:
+        """Yields the batches of each call of a step, in the next epoch.
+
+        Args:
+            group_size: The batches of a call; those that are left over at the end of
+                an epoch, and those of other sizes, come one by one.
+            num_done: The steps of this epoch that were made before.
+            epoch: The epoch's number, for errors.
 
         Raises:
-            MeshLayoutError: If there is none.
+            MeshLayoutError: If there is no batch.
         """
+        self.used = None
+        self._epoch_text = "" if epoch is None else f" of epoch {epoch}"
+        group: list[PlacedBatch] = []
+        for number, batch in enumerate(self._epoch(), num_done + 1):
+            with self._located([batch], number):
+                placed = self.placer(batch)
+            keeps = self.is_saved and group_size > 1
+            position = self.passes.place(keep=True) if keeps else None
+            group.append(replace(placed, number=number, position=position))
+            if placed.is_odd:  # batches of one call have one size
+                yield from ([placed] for placed in group)
+                group = []
+            elif len(group) == group_size:
+                yield group
+                group = []
+        yield from ([placed] for placed in group)
+        self.used = None
+
+    @contextmanager
+    def located(self, group: list[PlacedBatch]) -> Iterator[None]:
+        """Adds to an error the batches of a call, and how they differ from the first.
+
+        Args:
+            group: The batches.
+
+        Raises:
+            MeshLayoutError: Instead of the error of a batch that differs.
+        """
+        with self._located([placed.given for placed in group], group[0].number):
+            yield
+
+    @contextmanager
+    def _located(self, batches: list[Batch], first: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            last = first + len(batches) - 1
+            numbers = f"batch {first}" if first == last else f"batches {first}-{last}"
+            where = f"{self._where}: {numbers}{self._epoch_text}"
+            differences = map(self.placer.difference, batches)
+            difference = next(filter(None, differences), "")
+            if difference and not isinstance(error, MeshLayoutError):
+                msg = (
+                    f"{where} is not like the first one: {difference}. All batches of "
+                    "a dataset must have the same arrays."
+                )
+                raise MeshLayoutError(msg) from error
+            error.add_note(f"in {where}{f': {difference}' if difference else ''}")
+            raise
+
+    def _epoch(self) -> Iterator[Batch]:
+        """Yields the batches of the next epoch; those without examples are skipped."""
         begun, self._begun = self._begun, None
         count = begun or 0
-        for batch in self._batches(begun):
+        if begun is None and self._num_steps is None:
+            self.passes.begin()
+        while self._num_steps is None or count < self._num_steps:
+            batch = next(self.passes, _END)
+            if batch is _END and self._num_steps is not None:  # a new pass begins
+                self.passes.begin()
+                batch = next(self.passes, _END)
+            if batch is _END:
+                break
             count += 1
             self._has_batches = True
-            if _is_empty(batch):
-                _log.warning("batch %d of %s has no rows: left out", count, self._name)
-            elif self._is_padding(batch):
-                _log.warning(
-                    "batch %d of %s has weight 0 in all its rows: left out",
-                    count,
-                    self._name,
-                )
+            problem = self._problem(batch)
+            if problem:
+                _log.warning("batch %d of %s %s: left out", count, self._name, problem)
             else:
                 yield batch
         self.is_over = self._has_batches and count < (self._num_steps or 1)
@@ -134,41 +221,23 @@ class DataPasses:
             msg = f"{self._name} gave no batch. An iterator that is used up gives none."
             raise MeshLayoutError(msg)
 
-    def _is_padding(self, batch: Batch) -> bool:
-        """Returns whether all rows of a batch on the host have weight 0.
-
-        On devices, looking would mean waiting. A step with such a batch has gradients
-        of 0, and momentum and weight decay would still move the parameters.
-        """
-        if self._weights is None:
-            return False
-        weights = get_weights(batch, self._weights)
-        return isinstance(weights, np.ndarray) and not weights.any()
-
-    def _batches(self, begun: int | None) -> Iterator[Batch]:
-        if self._num_steps is None:
-            if begun is None:
-                self.input.begin()
-            yield from self.input
-            return
-        for _ in range(self._num_steps - (begun or 0)):
-            batch = self._next()
-            if batch is _END:
-                return
-            yield batch
-
-    def _next(self) -> Any:
-        """Returns the next batch, starting a new pass if necessary."""
-        batch = next(self.input, _END)
-        if batch is _END:
-            self.input.begin()
-            batch = next(self.input, _END)
-        return batch
+    def _problem(self, batch: Batch) -> str:
+        """Returns why a batch holds no examples; empty if it does."""
+        try:
+            if num_examples(batch) == 0:
+                return "has no rows"
+        except MeshLayoutError:  # it is raised where the batch is placed
+            return ""
+        # On devices, looking would mean waiting. A step with weights of 0 has gradients
+        # of 0, and momentum and weight decay would still move the parameters.
+        weights = None if self._weights is None else get_weights(batch, self._weights)
+        is_padding = isinstance(weights, np.ndarray) and not weights.any()
+        return "has weight 0 in all its rows" if is_padding else ""
 
 
 def _checked(name: str, data: Any) -> Any:
-    kind = why_not(data)
-    if kind:
+    """Returns data that is iterable, or a function that returns such data."""
+    if why_not(data):
         msg = (
             f"{name} must be an iterable of batches, or a function that returns one, "
             f"got {_checks.shown(data)}."
@@ -189,83 +258,3 @@ def _checked(name: str, data: Any) -> Any:
         return result
 
     return batches
-
-
-def _is_empty(batch: Batch) -> bool:
-    try:
-        return num_examples(batch) == 0
-    except MeshLayoutError:  # it is raised where the batch is placed, with its number
-        return False
-
-
-@dataclass
-class TrainingInput:
-    """The training data of a `fit`.
-
-    Attributes:
-        passes: DataPasses over the data.
-        placer: What puts batches on the mesh.
-        is_saved: Whether a callback saves its position.
-        is_resumed: Whether this `fit` resumes from a checkpoint; the history then has
-            the epochs before it.
-    """
-
-    passes: DataPasses
-    placer: BatchPlacer
-    is_saved: bool = False
-    is_resumed: bool = False
-    _place: tuple[dict[str, Any], Any] | None = None
-    _retried: list[PlacedBatch] | None = None
-
-    def retry(self, group: list[PlacedBatch]) -> None:
-        """Has `groups` yield the batches of a call that made no step one by one.
-
-        Args:
-            group: The batches of that call, placed anew, maybe of several sizes.
-        """
-        self._retried = group
-
-    def place(self) -> tuple[dict[str, Any], Any]:
-        """Returns the position after the last batch used; see `Input.place`."""
-        return self.passes.input.place() if self._place is None else self._place
-
-    def groups(
-        self, group_size: int, place: Callable[[Batch], PlacedBatch]
-    ) -> Iterator[list[PlacedBatch]]:
-        """Yields the batches of each call of the train step.
-
-        Args:
-            group_size: The batches of a call; those that are left over at the end of
-                an epoch come one by one.
-            place: Puts a batch on the mesh.
-        """
-        self._place = self._retried = None
-        placed_batches = map(place, self.passes.epoch())
-        if group_size == 1:
-            yield from ([placed] for placed in placed_batches)
-            return
-        # A group is read ahead: each batch keeps the position after it.
-        group: list[tuple[PlacedBatch, Any]] = []
-        for placed in placed_batches:
-            position = self.passes.input.place(keep=True) if self.is_saved else None
-            group.append((placed, position))
-            if placed.is_odd:  # batches of one call have one size
-                yield from self._one_by_one(group)
-                group = []
-            elif len(group) == group_size:
-                yield [placed for placed, _ in group]
-                if self._retried is not None:
-                    positions = [position for _, position in group]
-                    again = list(zip(self._retried, positions, strict=True))
-                    self._retried = None
-                    yield from self._one_by_one(again)
-                group = []
-        yield from self._one_by_one(group)
-
-    def _one_by_one(
-        self, group: list[tuple[PlacedBatch, Any]]
-    ) -> Iterator[list[PlacedBatch]]:
-        for placed, position in group:
-            self._place = position
-            yield [placed]
-        self._place = None

@@ -1,25 +1,24 @@
 """`Trainer`: fit, evaluate and predict, on the public steps."""
 
 import inspect
-import logging
-import warnings
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
-from typing import Any, Literal, TypedDict, TypeVar, Unpack
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypedDict, Unpack
 
 import jax
 import numpy as np
 import optax
+from flax import nnx
+from jax.sharding import NamedSharding
 
-from meshlayout import _checks, losses
+from meshlayout import _checks, _jax, losses
 from meshlayout._annotations import Batch, PyTree
+from meshlayout._batches import batch_layout, num_examples, num_row_shards
 from meshlayout.checkpoint.input import Data
 from meshlayout.data import DistributedDataset
-from meshlayout.errors import LossError, MeshLayoutError, RecompileWarning
+from meshlayout.errors import MeshLayoutError, did_you_mean
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap
+from meshlayout.mesh import Mesh
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.state.precision import Precision
@@ -28,42 +27,15 @@ from meshlayout.step.compiled_step import OnRecompile
 from meshlayout.step.remat import Remat
 from meshlayout.step.updates import OnNonfinite
 from meshlayout.trainer.array_batches import are_arrays, batches_from
-from meshlayout.trainer.batch_placement import (
-    BatchPlacer,
-    PlacedBatch,
-    data_layout,
-    is_even,
-    mesh_of,
-    outputs_of,
-    real_outputs,
-)
+from meshlayout.trainer.batch_placement import BatchPlacer, PlacedBatch
 from meshlayout.trainer.callbacks import Callback
-from meshlayout.trainer.checks import (
-    as_callbacks,
-    as_pair,
-    check_metrics,
-    check_needless,
-    check_options,
-    check_weights,
-    missing,
-    not_like_the_first,
-)
-from meshlayout.trainer.epochs import DataPasses, TrainingInput, TrainingPosition
+from meshlayout.trainer.epochs import TrainerInput, TrainingPosition
+from meshlayout.trainer.fit_loop import FitLoop, evaluate
 from meshlayout.trainer.history import History
-from meshlayout.trainer.interrupts import Interrupts
-from meshlayout.trainer.resumption import Saver, in_order, resume_fit
 
-
-_log = logging.getLogger("meshlayout")
-
-T = TypeVar("T")
 
 # Batches that a call takes with steps_per_call="auto".
 _AUTO_BATCHES = 8
-
-# Batches that are measured while the next one is placed. An evaluation further ahead of
-# the devices gains nothing, fills them with batches, and shows its progress at once.
-_MAX_PENDING = 2
 
 
 class StepOptions(TypedDict, total=False):
@@ -166,12 +138,12 @@ class Trainer:
         pad: bool = True,
         **options: Unpack[StepOptions],
     ) -> None:
-        check_options(Trainer, options, StepOptions.__annotations__)
+        _check_options(options)
         pad = _checks.flag("pad", pad, where="Trainer")
-        if loss_fn is None:
-            check_needless(metrics, options)
-        else:
+        if loss_fn is not None:
             _check_loss_fn(loss_fn)
+        elif metrics is not None or {*options} - {"weights", "steps_per_call"}:
+            _refuse_needless(metrics, options)
         if predict_fn is not None:
             names = ("model", "batch")
             _checks.function("predict_fn", predict_fn, *names, where="Trainer")
@@ -180,15 +152,15 @@ class Trainer:
         self.position = TrainingPosition()
         self.stopped = ""
         self.steps_in_call = 1
-        self.input: TrainingInput | None = None
+        self.input: TrainerInput | None = None
         self.validation_steps: int | None = None
         self._is_fitting = False
-        self._so_far: Metrics | None = None
         self._loss_fn, self._predict_fn = loss_fn, predict_fn
         self._data_layout, self._pad = data_layout, pad
         self._has_padded = self._takes_no_weights = False
         self._weights = options.get("weights", "weight")
-        self._group = options.get("steps_per_call", 1)
+        group = options.get("steps_per_call", 1)
+        self._group_size = _AUTO_BATCHES if isinstance(group, str) else group
         self._make_steps(metrics, layouts, options)
 
     def _make_steps(
@@ -211,7 +183,7 @@ class Trainer:
             self._evaluating = make_eval_step(self._loss_fn, **both, **evaluating)
         predict_fn = self._predict_fn
         if predict_fn is None and self._loss_fn is not None:
-            predict_fn = outputs_of(self._loss_fn)
+            predict_fn = _outputs_of(self._loss_fn)
         if predict_fn is not None:
             self._predicting = make_predict_step(
                 predict_fn, layouts=layouts, **predicting
@@ -237,9 +209,9 @@ class Trainer:
             MeshLayoutError: If there is no loss function.
         """
         if self._many is None or self._one is None:
-            raise MeshLayoutError(missing(self, "train_step"))
+            raise self._missing("train_step")
         # A batch may be a list itself, of arrays.
-        if self._group == 1 or not isinstance(batch, list):
+        if self._group_size == 1 or not isinstance(batch, list):
             return self._one(state, batch, metrics)
         if len(batch) == 1:
             return self._one(state, batch[0], metrics)
@@ -259,7 +231,7 @@ class Trainer:
             MeshLayoutError: If there is no loss function.
         """
         if self._evaluating is None:
-            raise MeshLayoutError(missing(self, "eval_step"))
+            raise self._missing("eval_step")
         return self._evaluating(state, batch, metrics)
 
     def predict_step(self, state: PyTree, batch: Batch) -> PyTree:
@@ -273,7 +245,7 @@ class Trainer:
             MeshLayoutError: If there is neither a `predict_fn` nor a loss function.
         """
         if self._predicting is None:
-            raise MeshLayoutError(missing(self, "predict_step"))
+            raise self._missing("predict_step")
         return self._predicting(state, batch)
 
     # The loops.
@@ -341,9 +313,19 @@ class Trainer:
                 `resume`, if a directory holds later steps of another training.
             Preempted: After SIGTERM, which ends the process.
         """
-        if isinstance(labels, (int, np.integer)):
-            labels, epochs = None, int(labels)
-        epochs = _checks.count("epochs", epochs, where="fit")
+        if self._is_fitting:
+            msg = (
+                "fit was called inside a fit of the same trainer, by a callback or the "
+                "data. Call it after that one has returned, or make another Trainer."
+            )
+            raise MeshLayoutError(msg)
+        num_epochs: Any = epochs
+        if isinstance(labels, (int, np.integer)):  # fit(batches, epochs)
+            if epochs != 1:
+                msg = f"fit: epochs is given twice, as {labels!r} and {epochs!r}."
+                raise MeshLayoutError(msg)
+            labels, num_epochs = None, labels
+        epochs = _checks.count("epochs", num_epochs, where="fit")
         if steps_per_epoch is not None:
             steps_per_epoch = _checks.count(
                 "steps_per_epoch", steps_per_epoch, where="fit"
@@ -354,49 +336,38 @@ class Trainer:
             ("resume", resume),
         ):
             _checks.flag(name, value, where="fit")
-        ordered = in_order(as_callbacks(callbacks), progress=progress)
-        if self._is_fitting:
-            msg = (
-                "fit was called inside a fit of the same trainer, by a callback or the "
-                "data. Call it after that one has returned, or make another Trainer."
-            )
-            raise MeshLayoutError(msg)
         data = batches_from("fit", "train", train, labels, batch_size, shuffle=shuffle)
-        # What a subclass's own steps make of weights is not known.
-        weights = None if self._loss_fn is None else self._weights
-        passes = DataPasses("train", data, steps_per_epoch, epochs, weights)
-        placer = self._placer(data)
-        validation = self._validation(validation_data, batch_size, epochs)
-        saver = Saver(ordered)
-        self.input = TrainingInput(passes, placer)
-        self._begin(passes, epochs)
-        self._is_fitting = True
+        source = self._input(
+            "fit",
+            "train",
+            data,
+            steps_per_epoch=steps_per_epoch,
+            num_epochs=epochs,
+            # What a subclass's own steps make of weights is not known.
+            weights=None if self._loss_fn is None else self._weights,
+        )
+        loop = FitLoop(
+            self,
+            source,
+            self._validation(validation_data, batch_size, epochs),
+            callbacks,
+            group_size=self._group_size,
+            progress=progress,
+        )
+        step, num_done = self.position.step, len(self.history.epochs)
+        if isinstance(self.state, TrainState):
+            step = int(self.state.step)  # the only wait, before the first step
+        self.position = TrainingPosition(
+            num_done, num_done + epochs, step, steps_per_epoch=source.num_steps
+        )
+        self.stopped = self.history.stopped = ""
+        self.history._shown_in = None
+        self.input, self._is_fitting = source, True
         try:
-            if resume:
-                self._so_far = resume_fit(self, saver.first, self._group_size)
-            else:
-                saver.check_new(self.position.step)
-            self._run(self.input, ordered, validation, saver)
+            loop.run(resume=resume)
         finally:
             self._is_fitting = False
         return self.history
-
-    def _run(
-        self,
-        source: TrainingInput,
-        callbacks: Sequence[Callback],
-        validation: tuple[DataPasses, BatchPlacer] | None,
-        saver: Saver,
-    ) -> None:
-        with ExitStack() as closing, Interrupts() as interrupts, saver:
-            for callback in callbacks:
-                closing.callback(callback.close)
-            self._notify(callbacks, "on_fit_start")
-            while self.position.epoch < self.position.last_epoch and not self.stopped:
-                self._train_epoch(source, callbacks, interrupts, saver)
-                self._end_epoch(source.passes, callbacks, validation)
-                saver.end_if_due(self, None)
-            self._notify(callbacks, "on_fit_end")
 
     def evaluate(
         self,
@@ -420,7 +391,7 @@ class Trainer:
                 batch differs from the first one.
         """
         data = batches_from("evaluate", "data", data, labels, batch_size)
-        return self._evaluate("evaluate", DataPasses("data", data), self._placer(data))
+        return evaluate(self, self._input("evaluate", "data", data))
 
     def predict(self, data: Data | PyTree, *, batch_size: int | None = None) -> PyTree:
         """Returns the model's predictions for all rows of some data, in their order.
@@ -441,19 +412,18 @@ class Trainer:
                 output does not have one row per example.
         """
         data = batches_from("predict", "data", data, None, batch_size)
-        placer = self._placer(data, needs_weights=False)
+        source = self._input("predict", "data", data, needs_weights=False)
         predictions: list[PyTree] = []
         pending: tuple[PlacedBatch, PyTree] | None = None
-        for number, batch in enumerate(DataPasses("data", data).epoch(), 1):
-            with self._located(f"predict: batch {number}", [batch], placer):
-                placed = placer(batch)
-                outputs = self.predict_step(self.state, placed.batch)
+        for group in source.groups():
+            with source.located(group):
+                outputs = self.predict_step(self.state, group[0].batch)
             # Read while the device computes the next batch.
             if pending is not None:
-                predictions.append(real_outputs(placer, *pending))
-            pending = placed, outputs
+                predictions.append(source.placer.real_outputs(*pending))
+            pending = group[0], outputs
         if pending is not None:
-            predictions.append(real_outputs(placer, *pending))
+            predictions.append(source.placer.real_outputs(*pending))
         return jax.tree.map(lambda *parts: np.concatenate(parts), *predictions)
 
     def stop(self, reason: str) -> None:
@@ -469,246 +439,87 @@ class Trainer:
         now, stopped = self.position, f", stopped: {self.stopped}" * bool(self.stopped)
         return f"{name}({len(self.history.epochs)} epochs, step {now.step}{stopped})"
 
-    # Pieces of the loops.
+    # What the loops need.
 
-    def _begin(self, passes: DataPasses, epochs: int) -> None:
-        done = len(self.history.epochs)
-        step = self.position.step
-        if isinstance(self.state, TrainState):
-            step = int(self.state.step)  # the only wait, before the first step
-        self.position = TrainingPosition(
-            done, done + epochs, step, steps_per_epoch=passes.num_steps
+    def _missing(self, step: str) -> MeshLayoutError:
+        """Returns the error for a step with neither a loss function nor an override."""
+        msg = (
+            f"{type(self).__name__} has no loss function to make its {step} from: give "
+            f"loss_fn, or override {step} in a subclass."
         )
-        self.stopped = self.history.stopped = ""
-        self.history._shown_in = None
-        self._so_far = None
+        return MeshLayoutError(msg)
 
-    def _train_epoch(
-        self,
-        source: TrainingInput,
-        callbacks: Sequence[Callback],
-        interrupts: Interrupts,
-        saver: Saver,
-    ) -> None:
-        """Trains for an epoch, or the rest of one that is resumed."""
-        epoch, metrics = len(self.history.epochs) + 1, self._so_far
-        self.position = replace(self.position, epoch=epoch)
-        if metrics is None:
-            self.position = replace(self.position, step_in_epoch=0, examples_in_epoch=0)
-        self._notify(callbacks, "on_epoch_start", epoch)
-        placer, number = source.placer, self.position.step_in_epoch
-
-        def place(batch: Batch) -> PlacedBatch:
-            nonlocal number
-            number += 1
-            with self._located(
-                f"fit: batch {number} of epoch {epoch}", [batch], placer
-            ):
-                return placer(batch)
-
-        for group in source.groups(self._group_size, place):
-            first = self.position.step_in_epoch + 1
-            last = first + len(group) - 1
-            batches = f"batch {first}" if len(group) == 1 else f"batches {first}-{last}"
-            where = f"fit: {batches} of epoch {epoch}"
-            with interrupts.held, self._located(where, _hosts(group), placer):
-                pair = self._call(
-                    lambda batch, metrics=metrics: as_pair(
-                        self, self.train_step(self.state, batch, metrics)
-                    ),
-                    group,
-                    placer,
-                    as_list=self._group_size > 1,
-                )
-                if pair is None:
-                    source.retry(list(map(placer, _hosts(group))))
-                    continue
-                self.state, metrics = pair
-                self._advance(len(group), sum(one.num_examples for one in group))
-            check_metrics(self, "train_step", metrics)
-            self._notify(callbacks, "on_step_end", self.position.step, metrics)
-            saver.end_if_due(self, metrics)
-            if self.stopped:
-                break
-        self._so_far = metrics
-
-    def _call(
-        self,
-        step: Callable[[Batch], T],
-        group: list[PlacedBatch],
-        placer: BatchPlacer,
-        *,
-        as_list: bool = False,
-    ) -> T | None:
-        """Calls a step, without the weights that a loss function does not take.
-
-        Returns:
-            What the step returns. None if no step was made, because the batches of the
-            call have several sizes without their padding.
-        """
-
-        def called(group: list[PlacedBatch]) -> T:
-            batches = [placed.batch for placed in group]
-            batch = batches if as_list else batches[0]
-            if not any(placed.is_odd for placed in group):
-                return step(batch)
-            with warnings.catch_warnings():  # it cannot be padded
-                warnings.simplefilter("ignore", RecompileWarning)
-                return step(batch)
-
-        group = placer.without_stale_weights(group)
-        try:
-            return called(group)
-        except LossError:
-            # It is raised before anything runs: the state is not used up.
-            hosts = [placed.host for placed in group]
-            if not placer.stop_weighting(hosts[0]):
-                raise
-            unweighted = list(map(placer, hosts))
-            if len(group) > 1 and any(placed.is_odd for placed in unweighted):
-                self._stop_weighting()
-                return None
-            with suppress(LossError):
-                result = called(unweighted)
-                self._stop_weighting()
-                return result
-            placer.pad = True
-            raise
-
-    def _stop_weighting(self) -> None:
-        _log.info("the loss function returns a mean: batches get no weights")
-        self._takes_no_weights = True
-
-    def _notify(self, callbacks: Sequence[Callback], moment: str, *args: Any) -> None:
-        for callback in callbacks:
-            with _checks.noted(
-                lambda callback=callback: (
-                    f"in {type(callback).__name__}.{moment}, at step "
-                    f"{self.position.step}, epoch {self.position.epoch}"
-                )
-            ):
-                getattr(callback, moment)(self, *args)
-
-    @contextmanager
-    def _located(
-        self, where: str, batches: list[Batch], placer: BatchPlacer
-    ) -> Iterator[None]:
-        """Adds to an error its batch, and how that differs from the first one."""
-        try:
-            yield
-        except Exception as error:
-            differences = [placer.difference(batch) for batch in batches]
-            difference = next(filter(None, differences), "")
-            if difference and not isinstance(error, MeshLayoutError):
-                raise not_like_the_first(where, difference) from error
-            error.add_note(f"in {where}{f': {difference}' if difference else ''}")
-            raise
-
-    def _end_epoch(
-        self,
-        passes: DataPasses,
-        callbacks: Sequence[Callback],
-        validation: tuple[DataPasses, BatchPlacer] | None,
-    ) -> None:
-        """Reads the epoch's metrics and validates; drops an epoch without steps."""
-        metrics, self._so_far = self._so_far, None
-        now = self.position
-        if passes.is_over:
-            self.stop(f"the training data ended at step {now.step}")
-        if metrics is None:
-            self.position = replace(now, epoch=now.epoch - 1)
-            self.history.stopped = self.stopped
-            return
-        logs = metrics.to_host()
+    def _check_steps(self) -> None:
+        """Raises StepError if a train step of the epoch was not finite; waits."""
         for step in (self._many, self._one):
             if step is not None:
                 step.check()
-        if validation is not None and not self.stopped:
-            passes, placer = validation
-            self.validation_steps = passes.num_steps
-            self._notify(callbacks, "on_validation_start")
-            values = self._evaluate("fit: validation", passes, placer, callbacks)
-            logs.update({f"val_{name}": value for name, value in values.items()})
-        if now.steps_per_epoch is None and not self.stopped:
-            self.position = replace(now, steps_per_epoch=now.step_in_epoch)
-        self.history.add(now.epoch, logs)
-        self._notify(callbacks, "on_epoch_end", now.epoch, logs)
-        self.history.stopped = self.stopped
-
-    def _advance(self, steps: int, examples: int) -> None:
-        now = self.position
-        self.steps_in_call = steps
-        self.position = replace(
-            now,
-            step=now.step + steps,
-            step_in_fit=now.step_in_fit + steps,
-            step_in_epoch=now.step_in_epoch + steps,
-            examples_in_epoch=now.examples_in_epoch + examples,
-        )
-
-    @property
-    def _group_size(self) -> int:
-        """How many batches a call of the train step takes."""
-        return _AUTO_BATCHES if isinstance(self._group, str) else self._group
-
-    def _evaluate(
-        self,
-        name: str,
-        passes: DataPasses,
-        placer: BatchPlacer,
-        callbacks: Sequence[Callback] = (),
-    ) -> dict[str, Any]:
-        metrics: Metrics | None = None
-        pending: deque[PyTree] = deque()
-        for number, batch in enumerate(passes.epoch(), 1):
-            with self._located(f"{name}: batch {number}", [batch], placer):
-                placed = placer(batch)
-                metrics = self._call(
-                    lambda batch, metrics=metrics: self.eval_step(
-                        self.state, batch, metrics
-                    ),
-                    [placed],
-                    placer,
-                )
-            check_metrics(self, "eval_step", metrics)
-            pending.append(metrics)
-            if len(pending) > _MAX_PENDING:
-                _wait_for(pending.popleft())
-            self._notify(callbacks, "on_validation_step_end", number)
-        return {} if metrics is None else metrics.to_host()
 
     def _validation(
         self, data: Data | PyTree | None, batch_size: int | None, epochs: int
-    ) -> tuple[DataPasses, BatchPlacer] | None:
+    ) -> TrainerInput | None:
         if data is None:
             return None
         source: Any = data
         if are_arrays(data):
             source = batches_from("fit", "validation_data", data, None, batch_size)
-        placer = self._placer(source)
         if isinstance(source, DistributedDataset):
             source = source.restarted()  # every validation measures the same rows
-        return DataPasses("validation_data", source, num_epochs=epochs), placer
+        where = "fit: validation"
+        return self._input(where, "validation_data", source, num_epochs=epochs)
 
-    def _placer(self, data: Data, *, needs_weights: bool = True) -> BatchPlacer:
-        check_weights(data, self._weights)
-        layout = data_layout(mesh_of(self.state), self._data_layout)
+    def _input(
+        self,
+        where: str,
+        name: str,
+        data: Any,
+        *,
+        needs_weights: bool = True,
+        **options: Any,
+    ) -> TrainerInput:
+        """Returns data as the loops take it; see `TrainerInput` for the options."""
+        _check_weights(data, self._weights)
+        mesh, layout = _mesh_of(self.state), self._data_layout
+        if layout is not None and not isinstance(layout, Layout):
+            layout = Layout(layout, mesh)
+        elif layout is None and mesh is not None:
+            layout = batch_layout(mesh)
         # Once one batch carries weights, all do: otherwise the step compiles twice.
-        pad = self._has_padded or (self._pad and not is_even(data, layout))
+        pad = self._has_padded or (self._pad and not _is_even(data, layout))
         self._has_padded = pad = pad and not self._takes_no_weights
-        return BatchPlacer(layout, self._weights, pad=pad, needs_weights=needs_weights)
+        placer = BatchPlacer(
+            layout, self._weights, pad=pad, needs_weights=needs_weights
+        )
+        return TrainerInput(where, name, data, placer, **options)
 
 
-def _wait_for(metrics: PyTree) -> None:
-    """Waits until metrics are computed; a step of the user's may have used them up."""
-    for leaf in jax.tree.leaves(metrics):
-        if isinstance(leaf, jax.Array) and not leaf.is_deleted():
-            leaf.block_until_ready()
+def _mesh_of(state: PyTree) -> Mesh | None:
+    """Returns the mesh of a state, or None if it is not on one."""
+    for leaf in jax.tree.leaves(state):
+        if isinstance(_jax.sharding_of(leaf), NamedSharding):
+            return Layout.of(leaf).mesh
+    return None
 
 
-def _hosts(group: list[PlacedBatch]) -> list[Batch]:
-    """Returns the host batches of those that the trainer placed."""
-    return [placed.batch if placed.host is None else placed.host for placed in group]
+def _is_even(data: Any, layout: Layout | None) -> bool:
+    """Returns whether data is known to need no padding: a list of equal batches."""
+    if not isinstance(data, (list, tuple)):
+        return False
+    sizes = {num_examples(batch) for batch in data}
+    shards = 1 if layout is None else num_row_shards(layout)
+    return len(sizes) == 1 and sizes.pop() % shards == 0
+
+
+def _check_weights(data: object, weights: str | int) -> None:
+    """Refuses data whose batches carry weights that the trainer would ignore."""
+    place = data.weights if isinstance(data, DistributedDataset) else None
+    if place is not None and place != weights:
+        msg = (
+            f"the data's batches carry their weights at {place!r}, 0 for padding, and "
+            f"the trainer looks for them at {weights!r}, so that padding would count. "
+            f"Give the trainer weights={place!r}."
+        )
+        raise MeshLayoutError(msg)
 
 
 def _check_loss_fn(loss_fn: Any) -> None:
@@ -722,7 +533,54 @@ def _check_loss_fn(loss_fn: Any) -> None:
         _checks.function("loss_fn", loss_fn, "model", "batch", where="Trainer")
 
 
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Raises MeshLayoutError for options that do not exist."""
+    known = [*StepOptions.__annotations__]
+    for name in options:
+        if name not in known:
+            near = did_you_mean(name, [*inspect.signature(Trainer).parameters, *known])
+            msg = (
+                f"Trainer has no option {name!r}.{near} Those of its steps are "
+                f"{', '.join(known)}."
+            )
+            raise MeshLayoutError(msg)
+
+
+def _refuse_needless(
+    metrics: Mapping[str, Any] | None, options: Mapping[str, Any]
+) -> None:
+    names = [name for name in options if name not in ("weights", "steps_per_call")]
+    names += [] if metrics is None else ["metrics"]
+    msg = (
+        f"Trainer was given no loss function, and {', '.join(names)} for the steps "
+        "that are made from it. Give loss_fn, or leave these to your own steps."
+    )
+    raise MeshLayoutError(msg)
+
+
 def _options_for(make: Callable[..., Any], options: StepOptions) -> dict[str, Any]:
     """Returns the options that a `make_*_step` function accepts."""
     taken = inspect.signature(make).parameters
     return {name: value for name, value in options.items() if name in taken}
+
+
+def _outputs_of(loss_fn: Callable[..., Any]) -> Callable[[Any, Batch], PyTree]:
+    """Returns a function of a model and a batch that returns the loss's outputs."""
+    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+    asked = inspect.signature(loss_fn).parameters
+
+    def outputs(model: Any, batch: Batch) -> PyTree:
+        extras: dict[str, Any] = {"train": False} if "train" in asked else {}
+        if "rngs" in asked:
+            extras["rngs"] = nnx.Rngs(0)
+        result = loss_fn(model, batch, **extras)
+        if not isinstance(result, tuple) or not result[1]:
+            msg = (
+                f"predict: {name} returns losses and no outputs. Return a pair of "
+                "losses and a dict of outputs, or give the trainer a "
+                "predict_fn(model, batch)."
+            )
+            raise MeshLayoutError(msg)
+        return result[1]
+
+    return outputs

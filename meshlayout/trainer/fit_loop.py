@@ -1,0 +1,312 @@
+"""The loops of a trainer: what happens around the steps that a user may override.
+
+The host only dispatches: nothing here waits for the device but the end of an epoch, and
+an evaluation that would run far ahead of it.
+"""
+
+import functools
+import logging
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from meshlayout import _checks
+from meshlayout._annotations import PyTree
+from meshlayout.errors import LossError, MeshLayoutError, RecompileWarning
+from meshlayout.metrics import Metrics
+from meshlayout.trainer.batch_placement import PlacedBatch
+from meshlayout.trainer.callbacks import Callback, Checkpoint, Progress
+from meshlayout.trainer.epochs import TrainerInput
+from meshlayout.trainer.interruption import Interrupts, Saver, resume_fit
+
+
+if TYPE_CHECKING:
+    from meshlayout.trainer.trainer import Trainer
+
+
+_log = logging.getLogger("meshlayout")
+
+# Batches that are measured while the next one is placed. An evaluation further ahead of
+# the devices gains nothing, fills them with batches, and shows its progress at once.
+_MAX_PENDING = 2
+
+_ONE_BY_ONE: Any = object()
+
+
+class FitLoop:
+    """One call of `Trainer.fit`: its epochs, callbacks, validation and saving.
+
+    Args:
+        trainer: The trainer, whose state, position and history it moves on.
+        source: The training data.
+        validation: The validation data, or None.
+        callbacks: What the user gave.
+        group_size: How many batches a call of the train step takes.
+        progress: Whether to show progress, if no callback does.
+
+    Raises:
+        MeshLayoutError: If the callbacks are not a list of callbacks.
+    """
+
+    def __init__(
+        self,
+        trainer: "Trainer",
+        source: TrainerInput,
+        validation: TrainerInput | None,
+        callbacks: Any,
+        *,
+        group_size: int,
+        progress: bool,
+    ) -> None:
+        self._trainer, self._source, self._validation = trainer, source, validation
+        self._group_size = group_size
+        ordered = _as_callbacks(callbacks)
+        if progress and not any(isinstance(callback, Progress) for callback in ordered):
+            ordered.insert(0, Progress())
+        # Those that save are last: what others do at a step, as stopping, is saved.
+        self._callbacks = sorted(ordered, key=lambda x: isinstance(x, Checkpoint))
+        self._saver, self._interrupts = Saver(self._callbacks), Interrupts()
+        self._metrics: Metrics | None = None  # of the epoch so far
+
+    def run(self, *, resume: bool) -> None:
+        """Trains, from the newest checkpoint with `resume`."""
+        trainer, saver = self._trainer, self._saver
+        if resume:
+            self._metrics = resume_fit(trainer, self._source, saver, self._group_size)
+        else:
+            saver.check_new(trainer.position.step)
+        with ExitStack() as closing, self._interrupts, saver:
+            for callback in self._callbacks:
+                closing.callback(callback.close)
+            self._notify("on_fit_start")
+            while trainer.position.epoch < trainer.position.last_epoch:
+                if trainer.stopped:
+                    break
+                self._train_epoch()
+                self._end_epoch()
+                saver.end_if_due(trainer, None)
+            self._notify("on_fit_end")
+
+    def _notify(self, moment: str, *args: Any) -> None:
+        for callback in self._callbacks:
+            note = functools.partial(self._moment_text, callback, moment)
+            with _checks.noted(note):
+                getattr(callback, moment)(self._trainer, *args)
+
+    def _moment_text(self, callback: Callback, moment: str) -> str:
+        position = self._trainer.position
+        where = f"at step {position.step}, epoch {position.epoch}"
+        return f"in {type(callback).__name__}.{moment}, {where}"
+
+    def _train_epoch(self) -> None:
+        """Trains for an epoch, or the rest of one that is resumed."""
+        trainer = self._trainer
+        epoch = len(trainer.history.epochs) + 1
+        trainer.position = replace(trainer.position, epoch=epoch)
+        if self._metrics is None:
+            trainer.position = replace(
+                trainer.position, step_in_epoch=0, examples_in_epoch=0
+            )
+        self._notify("on_epoch_start", epoch)
+        num_done = trainer.position.step_in_epoch
+        groups = self._source.groups(self._group_size, num_done=num_done, epoch=epoch)
+        for group in groups:
+            self._train(group)
+            if trainer.stopped:
+                break
+
+    def _train(self, group: list[PlacedBatch]) -> None:
+        """Makes the call of the train step for a group of batches."""
+        trainer, source = self._trainer, self._source
+        with source.located(group), self._interrupts.held():
+            result = call_step(
+                trainer,
+                source,
+                trainer.train_step,
+                group,
+                self._metrics,
+                as_list=self._group_size > 1,
+            )
+            if result is not _ONE_BY_ONE:
+                trainer.state, self._metrics = _as_pair(trainer, result)
+                self._advance(group)
+        if result is _ONE_BY_ONE:
+            for placed in group:
+                if not trainer.stopped:
+                    self._train([placed])
+            return
+        _check_metrics(trainer, "train_step", self._metrics)
+        self._notify("on_step_end", trainer.position.step, self._metrics)
+        self._saver.end_if_due(trainer, self._metrics)
+
+    def _advance(self, group: list[PlacedBatch]) -> None:
+        position, num_steps = self._trainer.position, len(group)
+        self._trainer.steps_in_call = num_steps
+        self._source.used = group[-1]
+        self._trainer.position = replace(
+            position,
+            step=position.step + num_steps,
+            step_in_fit=position.step_in_fit + num_steps,
+            step_in_epoch=position.step_in_epoch + num_steps,
+            examples_in_epoch=position.examples_in_epoch
+            + sum(placed.num_examples for placed in group),
+        )
+
+    def _end_epoch(self) -> None:
+        """Reads the epoch's metrics and validates; drops an epoch without steps."""
+        trainer, position = self._trainer, self._trainer.position
+        metrics, self._metrics = self._metrics, None
+        if self._source.is_over:
+            trainer.stop(f"the training data ended at step {position.step}")
+        if metrics is None:
+            trainer.position = replace(position, epoch=position.epoch - 1)
+            trainer.history.stopped = trainer.stopped
+            return
+        logs = metrics.to_host()
+        trainer._check_steps()
+        if self._validation is not None and not trainer.stopped:
+            trainer.validation_steps = self._validation.num_steps
+            self._notify("on_validation_start")
+            values = evaluate(trainer, self._validation, self._notify)
+            logs.update({f"val_{name}": value for name, value in values.items()})
+        if position.steps_per_epoch is None and not trainer.stopped:
+            steps = position.step_in_epoch
+            trainer.position = replace(position, steps_per_epoch=steps)
+        trainer.history.add(position.epoch, logs)
+        self._notify("on_epoch_end", position.epoch, logs)
+        trainer.history.stopped = trainer.stopped
+
+
+def evaluate(
+    trainer: "Trainer",
+    source: TrainerInput,
+    notify: Callable[..., None] = lambda *args: None,
+) -> dict[str, Any]:
+    """Returns what the eval step measures on some data, by name."""
+    metrics: Metrics | None = None
+    pending: deque[PyTree] = deque()
+    for number, group in enumerate(source.groups(), 1):
+        with source.located(group):
+            metrics = call_step(trainer, source, trainer.eval_step, group, metrics)
+        _check_metrics(trainer, "eval_step", metrics)
+        pending.append(metrics)
+        if len(pending) > _MAX_PENDING:
+            for leaf in jax.tree.leaves(pending.popleft()):
+                # An eval step of the user's may have used them up.
+                if isinstance(leaf, jax.Array) and not leaf.is_deleted():
+                    leaf.block_until_ready()
+        notify("on_validation_step_end", number)
+    return {} if metrics is None else metrics.to_host()
+
+
+def call_step(
+    trainer: "Trainer",
+    source: TrainerInput,
+    step: Callable[..., Any],
+    group: list[PlacedBatch],
+    *args: Any,
+    as_list: bool = False,
+) -> Any:
+    """Calls a step, without the weights that a loss function does not take.
+
+    Whether a loss function returns a mean is seen when it is traced, in the first call;
+    from then on, the trainer adds no weights.
+
+    Args:
+        trainer: The trainer.
+        source: The data.
+        step: A step of the trainer.
+        group: The batches of the call.
+        *args: What the step takes besides the state and a batch.
+        as_list: Whether it takes a list of batches.
+
+    Returns:
+        What the step returns. `_ONE_BY_ONE` if it was not called, because without
+        their padding the batches have several sizes.
+    """
+
+    def called(group: list[PlacedBatch]) -> Any:
+        batches = [placed.batch for placed in group]
+        batch = batches if as_list else batches[0]
+        if not _is_any_odd(group):
+            return step(trainer.state, batch, *args)
+        with warnings.catch_warnings():  # it cannot be padded
+            warnings.simplefilter("ignore", RecompileWarning)
+            return step(trainer.state, batch, *args)
+
+    group = source.placer.renewed(group)
+    try:
+        return called(group)
+    except LossError as error:
+        # It is raised before anything runs: the state is not used up.
+        unweighted = source.placer.without_weights(group)
+        if unweighted is None:
+            raise
+        result = _ONE_BY_ONE
+        if len(group) == 1 or not _is_any_odd(unweighted):
+            try:
+                result = called(unweighted)
+            except LossError:
+                source.placer.pad = True
+                raise error from None
+        _log.info("the loss function returns a mean: batches get no weights")
+        trainer._takes_no_weights = True
+        return result
+
+
+def _is_any_odd(group: list[PlacedBatch]) -> bool:
+    return any(placed.is_odd for placed in group)
+
+
+def _as_callbacks(callbacks: Any) -> list[Callback]:
+    """Returns the callbacks of a `fit` as a list.
+
+    Raises:
+        MeshLayoutError: If it is not a list of callbacks.
+    """
+    if isinstance(callbacks, (Callback, type)) or not isinstance(callbacks, Iterable):
+        msg = (
+            f"fit: callbacks must be a list of callbacks, got "
+            f"{_checks.shown(callbacks)}. Give callbacks=[...], or leave it out."
+        )
+        raise MeshLayoutError(msg)
+    callbacks = [*callbacks]
+    for index, callback in enumerate(callbacks):
+        if isinstance(callback, Callback):
+            continue
+        fix = (
+            "A callback derives from ml.callbacks.Callback, which does nothing at the "
+            "moments that it does not override."
+        )
+        if isinstance(callback, type) and issubclass(callback, Callback):
+            fix = f"Give an instance of it, {callback.__name__}(...)."
+        msg = f"fit: callbacks[{index}] is {_checks.shown(callback)}. {fix}"
+        raise MeshLayoutError(msg)
+    return callbacks
+
+
+def _as_pair(trainer: "Trainer", result: Any) -> tuple[Any, Any]:
+    if not isinstance(result, tuple) or len(result) != 2:
+        size = f" of {len(result)}" if isinstance(result, tuple) else ""
+        text = "None" if result is None else f"a {type(result).__name__}{size}"
+        msg = (
+            f"{type(trainer).__name__}.train_step must return a pair, (state, "
+            f"metrics), got {text}."
+        )
+        raise MeshLayoutError(msg)
+    return result
+
+
+def _check_metrics(trainer: "Trainer", step: str, metrics: Any) -> None:
+    if not isinstance(metrics, Metrics):
+        pair = "(state, metrics)" if step == "train_step" else "metrics"
+        msg = (
+            f"{type(trainer).__name__}.{step} must return {pair}, with metrics that "
+            f"are ml.metrics.Metrics, got a {type(metrics).__name__}."
+        )
+        raise MeshLayoutError(msg)
