@@ -5,10 +5,7 @@ hundred times faster than decoding images one by one.
 """
 
 import os
-import shutil
-import tempfile
 import time
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -18,7 +15,6 @@ import numpy as np
 
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._render.tables import bytes_text
-from meshlayout.data.adapters.arrays import array_rows
 from meshlayout.data.examples import leaf_text, named_leaves
 from meshlayout.data.preparation import Prepared
 from meshlayout.data.workers import WorkerPool
@@ -68,7 +64,14 @@ def decoded_rows(
                 ]
             count = len(named[0][1])
             for array, (path, leaf) in zip(arrays, named, strict=True):
-                _check_shape(path, leaf, array)
+                if leaf.shape[1:] != array.shape[1:]:
+                    msg = (
+                        f"{leaf_text(path)} is ragged: an example has shape "
+                        f"{leaf.shape[1:]}, and the first one has {array.shape[1:]}. "
+                        "It cannot be kept in one array: use cache='none', with a map= "
+                        "that makes the shapes equal."
+                    )
+                    raise DataError(msg)
                 array[row : row + count] = leaf
             row += count
     seconds = time.perf_counter() - start_s
@@ -86,9 +89,14 @@ def why_not_kept(first: Batch, prepared: Prepared) -> str | None:
         first: Its first row, as a tree of arrays with one row.
         prepared: The dataset and split.
     """
-    size = _decoded_bytes(first, prepared)
-    if size is None:
+    infos = jax.tree.leaves(prepared.builder.info.features.get_tensor_info())
+    if any(dim is None for info in infos for dim in info.shape):
         return "examples differ in size"
+    size, num_rows = 0, len(prepared.source)
+    for leaf in jax.tree.leaves(first):
+        size += num_rows * (_STRING_OVERHEAD if leaf.dtype == object else leaf.nbytes)
+        if leaf.dtype == object:  # strings, which take no more than they do in files
+            size += sum(path.stat().st_size for path, _ in prepared.files)
     allowed = int(MEMORY_SHARE * free_memory())
     if size <= allowed:
         return None
@@ -100,94 +108,15 @@ def why_not_kept(first: Batch, prepared: Prepared) -> str | None:
 
 def free_memory() -> int:
     """Returns how many bytes of memory are available to this process."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    try:
-        free = os.sysconf("SC_AVPHYS_PAGES") * page
-    except (ValueError, OSError):  # macOS reports only the total
-        free = os.sysconf("SC_PHYS_PAGES") * page
-    # Memory that caches files is available, too.
-    known = Path("/proc/meminfo")
-    if known.exists():
-        lines = (line.split() for line in known.read_text().splitlines())
-        sizes = {line[0]: int(line[1]) * 1024 for line in lines if len(line) > 1}
-        free = sizes.get("MemAvailable:", free)
-    limit = _container_limit()
-    return free if limit is None else min(free, limit)
-
-
-class SharedRows:
-    """Rows in memory, which worker processes read from files that all of them map.
-
-    Args:
-        tree: A tree of arrays.
-    """
-
-    def __init__(self, tree: PyTree) -> None:
-        self._tree, self._rows = tree, array_rows(tree)
-        self._directory: Path | None = None
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def read_rows(self, indices: Array, epoch: int) -> Batch:
-        """Returns rows, in the order asked for."""
-        return self._rows.read_rows(indices, epoch)
-
-    def __reduce__(self) -> Any:
-        leaves, treedef = jax.tree.flatten(self._tree)
-        if self._directory is None:
-            directory = Path(tempfile.mkdtemp(prefix="meshlayout-"))
-            weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
-            for number, leaf in enumerate(leaves):
-                # NumPy files lack bfloat16 and similar dtypes: store their bits.
-                is_extended = leaf.dtype.kind == "V"
-                bits = leaf.view(f"u{leaf.dtype.itemsize}") if is_extended else leaf
-                np.save(directory / f"{number}.npy", bits)
-            self._directory = directory
-        dtypes = [leaf.dtype for leaf in leaves]
-        tree = treedef.unflatten(range(len(leaves)))
-        return _from_files, (self._directory, tree, dtypes)
-
-
-def _from_files(directory: Path, tree: PyTree, dtypes: list[Any]) -> SharedRows:
-    def opened(number: int) -> Array:
-        path, dtype = directory / f"{number}.npy", dtypes[number]
-        if dtype.hasobject:
-            return np.load(path, allow_pickle=True)
-        return np.asarray(np.load(path, mmap_mode="r")).view(dtype)
-
-    return SharedRows(jax.tree.map(opened, tree))
-
-
-def _decoded_bytes(first: Batch, prepared: Prepared) -> int | None:
-    """Returns the bytes of a decoded split, or None if rows differ in size."""
-    infos = jax.tree.leaves(prepared.builder.info.features.get_tensor_info())
-    if any(dim is None for info in infos for dim in info.shape):
-        return None
-    size, num_rows = 0, len(prepared.source)
-    for leaf in jax.tree.leaves(first):
-        if leaf.dtype == object:  # strings, which take no more than they do in files
-            size += num_rows * _STRING_OVERHEAD + prepared.file_bytes
-        else:
-            size += num_rows * leaf.nbytes
-    return size
-
-
-def _check_shape(path: str, leaf: Array, array: Array) -> None:
-    if leaf.shape[1:] != array.shape[1:]:
-        msg = (
-            f"{leaf_text(path)} is ragged: an example has shape {leaf.shape[1:]}, and "
-            f"the first one has {array.shape[1:]}. It cannot be kept in one array: use "
-            "cache='none', with a map= that makes the shapes equal."
-        )
-        raise DataError(msg)
-
-
-def _container_limit() -> int | None:
-    """Returns how many bytes are left to a container, if it has a limit."""
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():  # macOS reports only the total
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    lines = (line.split() for line in meminfo.read_text().splitlines())
+    sizes = {line[0]: int(line[1]) * 1024 for line in lines if len(line) > 1}
+    free = sizes["MemAvailable:"]  # with the memory that caches files
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         used = Path("/sys/fs/cgroup/memory.current").read_text().strip()
-    except OSError:
-        return None
-    return None if limit == "max" else max(0, int(limit) - int(used))
+    except OSError:  # not in a container
+        return free
+    return free if limit == "max" else min(free, max(0, int(limit) - int(used)))

@@ -6,18 +6,19 @@ so that order, shards, padding and places to resume from are those of any other 
 """
 
 import contextlib
+import functools
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import numpy as np
 
 from meshlayout import _checks
-from meshlayout._annotations import PyTree
 from meshlayout.data import decode_cache
-from meshlayout.data.adapters.arrays import array_rows
+from meshlayout.data.adapters.arrays import Rows, array_rows
 from meshlayout.data.clock import Clock
 from meshlayout.data.dataset import DistributedDataset, check_options
 from meshlayout.data.examples import describe
@@ -27,15 +28,14 @@ from meshlayout.data.protocols import RandomAccessSource
 from meshlayout.data.records import (
     FileOrder,
     MapFunction,
-    MappedBatches,
-    OrderedRows,
     RecordDecoder,
-    RecordRows,
     RowMapper,
     as_map_function,
+    mapped_batches,
+    worker_rows,
 )
 from meshlayout.data.rows import batch_layout, note_whole_batches, process_rows
-from meshlayout.data.workers import RowFunction, WorkerKind, WorkerPool, check_workers
+from meshlayout.data.workers import RowFunction, WorkerKind, WorkerPool
 from meshlayout.errors import DataError
 
 
@@ -124,16 +124,25 @@ def from_tfds(
     clock = Clock()
     layout = batch_layout(layout_or_mesh)
     note_whole_batches(layout_or_mesh, clock.note)
-    caches: tuple[Cache, ...] = ("auto", "memory", "none")
-    cache = _checks.choice("cache", cache, caches, error=DataError)
-    is_shuffled = _flag("shuffle", shuffle)
-    is_ordered = _flag("deterministic", deterministic)
-    is_supervised = _flag("supervised", supervised)
+    flag = functools.partial(_checks.flag, error=DataError)
+    choice = functools.partial(_checks.choice, error=DataError)
+    cache = choice("cache", cache, get_args(Cache))
+    worker_kind = choice("worker_kind", worker_kind, get_args(WorkerKind))
+    if not (isinstance(num_workers, str) and num_workers == "auto"):
+        num_workers = _checks.count(
+            "num_workers",
+            num_workers,
+            at_least=0,
+            error=DataError,
+            hint="Or 'auto', which measures.",
+        )
+    is_shuffled = flag("shuffle", shuffle)
+    is_ordered = flag("deterministic", deterministic)
+    is_supervised = flag("supervised", supervised)
     seed = _checks.count("seed", seed, at_least=0, error=DataError)
     function = as_map_function(
-        map, is_batched=_flag("map_batched", map_batched), seed=seed
+        map, is_batched=flag("map_batched", map_batched), seed=seed
     )
-    num_workers, worker_kind = check_workers(num_workers, worker_kind)
     if not is_ordered and cache == "memory":
         msg = (
             "cache='memory' gathers batches from arrays, where no order is faster than "
@@ -156,119 +165,89 @@ def from_tfds(
     )
     batch_size = len(process_rows(layout, options.global_batch_size))
     pools = contextlib.ExitStack()
-    shuffle_seed = seed if is_shuffled else None
+    by_batch = function if map_batched else None
+    by_example = None if map_batched else function
+
+    def new_pool(read: RowFunction, num_rows: int, task: str) -> WorkerPool:
+        pool = WorkerPool(
+            read,
+            by_example,
+            num_workers=num_workers,
+            kind=worker_kind,
+            num_rows=num_rows,
+            task=task,
+            note=clock.note,
+        )
+        pools.callback(pool.close)
+        return pool
 
     def open_source() -> RandomAccessSource:
         prepared = find_prepared(name, split, data_dir, decoders)
         keys = supervised_keys(prepared.builder) if is_supervised else None
-        loader = _SplitLoader(
-            prepared, keys, function, num_workers, worker_kind, cache, clock, pools
-        )
-        loader.check_first(batch_size, options.strings)
-        source = loader.rows()
-        if function is not None and function.is_batched:
-            source = MappedBatches(source, function, batch_size, clock)
+        decode = RecordDecoder(prepared.source, keys)
+        # Before the whole split is decoded, refuse what cannot be placed.
+        first = replace(decode, map=by_example)(_FIRST, 0).rows
+        if by_batch is not None:
+            indices = np.repeat(_FIRST, max(1, batch_size))
+            rows = jax.tree.map(lambda leaf: leaf[indices], first)
+            first = by_batch.batch(rows, indices, 0)
+        describe(first, options.strings, lambda _: None)
+        source = _rows(prepared, decode, by_example, new_pool, cache, clock)
+        if by_batch is not None:
+            source = mapped_batches(source, by_batch, batch_size, clock)
         if is_ordered:
             return source
-        files = prepared.files()
-        how = "" if shuffle_seed is None else " and shuffled within a window"
+        how = " and shuffled within a window" if is_shuffled else ""
         clock.note(
-            f"deterministic=False: rows come in the order of {len(files)} files, read "
-            f"side by side{how}."
+            f"deterministic=False: rows come in the order of {len(prepared.files)} "
+            f"files, read side by side{how}."
         )
-        return OrderedRows(source, FileOrder(files, shuffle_seed).at)
+        counts = (count for _, count in prepared.files)
+        ends = itertools.accumulate(counts, initial=0)
+        files = list(itertools.starmap(range, itertools.pairwise(ends)))
+        order = FileOrder(files, seed if is_shuffled else None)
+        return Rows(
+            len(source),
+            lambda places, epoch: source.read_rows(order.at(places, epoch), epoch),
+        )
 
     plan = make_plan(open_source, layout, options, clock, close=pools.close)
     if not is_ordered:
         # The same place in a full shuffle is a different row.
         identity = replace(
-            plan.identity, source="rows in the order of files", seed=shuffle_seed
+            plan.identity,
+            source="rows in file order",
+            seed=seed if is_shuffled else None,
         )
         plan = replace(plan, identity=identity)
     return DistributedDataset(plan)
 
 
-@dataclass(frozen=True)
-class _SplitLoader:
-    """How a split becomes a source of rows.
-
-    Attributes:
-        prepared: The split on disk.
-        keys: The features that make an example; None for all of them.
-        map: The user's function, or None.
-        num_workers: How many, or `"auto"`.
-        kind: Threads, processes, or `"auto"`.
-        cache: What is kept.
-        clock: Where time and notes go.
-        pools: Closes the workers when the dataset is no longer used.
-    """
-
-    prepared: Prepared
-    keys: PyTree
-    map: MapFunction | None
-    num_workers: int | Literal["auto"]
-    kind: WorkerKind
-    cache: Cache
-    clock: Clock
-    pools: contextlib.ExitStack
-
-    @property
-    def map_example(self) -> MapFunction | None:
-        """The user's function if it takes an example."""
-        return None if self.map is None or self.map.is_batched else self.map
-
-    def check_first(self, batch_size: int, strings: str) -> None:
-        """Refuses examples that cannot be placed, before the whole split is decoded."""
-        first = self._decoder(self.map_example)(_FIRST, 0).rows
-        if self.map is not None and self.map.is_batched:
-            rows = np.repeat(_FIRST, max(1, batch_size))
-            first = jax.tree.map(lambda leaf: leaf[rows], first)
-            first = self.map.batch(first, rows, 0)
-        describe(first, strings, lambda _: None)
-
-    def rows(self) -> RandomAccessSource:
-        """Returns the rows, mapped if the user's function takes an example."""
-        num_rows = len(self.prepared.source)
-        if not self._is_kept():
-            pool = self._pool(self._decoder(self.map_example), "Reading")
-            return RecordRows(pool, num_rows, self.clock)
-        pool = self._pool(self._decoder(), "Decoding")
-        try:
-            arrays = decode_cache.decoded_rows(pool, num_rows, self.clock.note)
-        finally:
-            pool.close()
-        if self.map_example is None:
-            return array_rows(arrays)
-        mapper = RowMapper(decode_cache.SharedRows(arrays), self.map_example)
-        return RecordRows(self._pool(mapper, "map="), num_rows, self.clock)
-
-    def _decoder(self, function: MapFunction | None = None) -> RecordDecoder:
-        return RecordDecoder(self.prepared.source, self.keys, function)
-
-    def _pool(self, function: RowFunction, task: str) -> WorkerPool:
-        """Returns the workers that call a function."""
-        pool = WorkerPool(
-            function,
-            self.map_example,
-            num_workers=self.num_workers,
-            kind=self.kind,
-            num_rows=len(self.prepared.source),
-            task=task,
-            note=self.clock.note,
-        )
-        self.pools.callback(pool.close)
-        return pool
-
-    def _is_kept(self) -> bool:
-        """Returns whether the split is kept in memory, decoded; notes why not."""
-        if self.cache != "auto":
-            return self.cache == "memory"
-        first = self._decoder()(_FIRST, 0).rows
-        why_not = decode_cache.why_not_kept(first, self.prepared)
-        if why_not is not None:
-            self.clock.note(f"cache='auto' keeps nothing: {why_not}.")
-        return why_not is None
-
-
-def _flag(name: str, value: object) -> bool:
-    return _checks.flag(name, value, error=DataError)
+def _rows(
+    prepared: Prepared,
+    decode: RecordDecoder,
+    function: MapFunction | None,
+    new_pool: Callable[[RowFunction, int, str], WorkerPool],
+    cache: Cache,
+    clock: Clock,
+) -> RandomAccessSource:
+    """Returns the rows of a split, mapped, from memory or read by workers."""
+    num_rows = len(prepared.source)
+    is_kept = cache == "memory"
+    if cache == "auto":
+        reason = decode_cache.why_not_kept(decode(_FIRST, 0).rows, prepared)
+        is_kept = reason is None
+        if not is_kept:
+            clock.note(f"cache='auto' keeps nothing: {reason}.")
+    if not is_kept:
+        pool = new_pool(replace(decode, map=function), num_rows, "Reading")
+        return worker_rows(pool, num_rows, clock)
+    pool = new_pool(decode, num_rows, "Decoding")
+    try:
+        decoded = array_rows(decode_cache.decoded_rows(pool, num_rows, clock.note))
+    finally:
+        pool.close()
+    if function is None:
+        return decoded
+    pool = new_pool(RowMapper(function), num_rows, "map=")
+    return worker_rows(pool, num_rows, clock, decoded)

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import jax
-
-from meshlayout import _checks, _optional, _paths
+from meshlayout import _checks, _optional
 from meshlayout._annotations import PyTree
+from meshlayout.data.examples import named_leaves
 from meshlayout.errors import DataError, did_you_mean
 
 
@@ -35,21 +34,10 @@ class Prepared:
     source: Any
 
     @property
-    def file_bytes(self) -> int:
-        """Bytes of the files that hold the split."""
-        return sum(
-            Path(instruction.filename).stat().st_size
-            for instruction in self.builder.info.splits[self.split].file_instructions
-        )
-
-    def files(self) -> list[range]:
-        """Returns the rows of the split in each file, in order."""
-        files: list[range] = []
-        start = 0
-        for instruction in self.builder.info.splits[self.split].file_instructions:
-            files.append(range(start, start + instruction.examples_in_shard))
-            start += instruction.examples_in_shard
-        return files
+    def files(self) -> list[tuple[Path, int]]:
+        """The files that hold the split, and how many of their rows are in it."""
+        instructions = self.builder.info.splits[self.split].file_instructions
+        return [(Path(item.filename), item.examples_in_shard) for item in instructions]
 
 
 def find_prepared(
@@ -91,13 +79,22 @@ def find_prepared(
     _check_decoders(builder.info.features, decoders)
     # A file that is missing or damaged is found now, and not after hours of training.
     try:
-        _check_files(builder, split)
         source = builder.as_data_source(split=split, decoders=decoders)
+        prepared = Prepared(builder, split, source)
+        for path, _ in prepared.files:
+            if not path.exists():
+                missing = f"{path.name} is missing"
+                raise FileNotFoundError(missing)
         # Files are opened when they are first read.
         source.data_source.__getitems__([0, len(source) - 1])
     except Exception as error:
-        raise DataError(_unreadable(builder, error)) from error
-    return Prepared(builder, split, source)
+        msg = (
+            f"the prepared dataset in {builder.data_path} cannot be read "
+            f"({_first_line(error)[:-1]}). Remove that directory and prepare it again "
+            f"with `tfds build {builder.name} --file_format=array_record`."
+        )
+        raise DataError(msg) from error
+    return prepared
 
 
 def supervised_keys(builder: Builder) -> PyTree:
@@ -108,10 +105,11 @@ def supervised_keys(builder: Builder) -> PyTree:
     """
     keys = builder.info.supervised_keys
     if keys is None:
+        named, _ = named_leaves(builder.info.features.get_tensor_info())
         msg = (
             f"{builder.info.full_name} does not say which of its features are input "
             f"and target, so that supervised=True has no meaning. It has "
-            f"{', '.join(map(repr, _feature_names(builder)))}: choose with map=."
+            f"{', '.join(repr(path) for path, _ in named)}: choose with map=."
         )
         raise DataError(msg)
     return keys
@@ -219,28 +217,6 @@ def _check_decoders(features: Any, decoders: PyTree, path: str = "") -> None:
             f"tfds.decode.SkipDecoding()}}, got {_checks.shown(decoders)}."
         )
         raise DataError(msg)
-
-
-def _check_files(builder: Builder, split: str) -> None:
-    for instruction in builder.info.splits[split].file_instructions:
-        path = Path(instruction.filename)
-        if not path.exists():
-            msg = f"{path.name} is missing"
-            raise FileNotFoundError(msg)
-
-
-def _feature_names(builder: Builder) -> list[str]:
-    infos = builder.info.features.get_tensor_info()
-    paths, _ = jax.tree_util.tree_flatten_with_path(infos)
-    return ["/".join(map(_paths.key_name, path)) for path, _ in paths]
-
-
-def _unreadable(builder: Builder, error: Exception) -> str:
-    return (
-        f"the prepared dataset in {builder.data_path} cannot be read "
-        f"({_first_line(error)[:-1]}). Remove that directory and prepare it again with "
-        f"`tfds build {builder.name} --file_format=array_record`."
-    )
 
 
 def _first_line(error: object) -> str:

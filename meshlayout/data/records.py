@@ -5,17 +5,18 @@ shards and its place are those of every other source. What an example becomes de
 on seed, epoch and row alone, never on who reads it or on what is read with it.
 """
 
+import functools
 import inspect
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
 from meshlayout import _checks
 from meshlayout._annotations import Batch, PyTree
+from meshlayout.data.adapters.arrays import Rows
 from meshlayout.data.adapters.tfds import feature_dtypes
 from meshlayout.data.by_row import Order
 from meshlayout.data.clock import Clock
@@ -29,8 +30,8 @@ Array: TypeAlias = np.ndarray[Any, Any]
 
 # Rows of a file that stay together where the order may follow the files.
 _RUN = 64
-# Runs whose rows are shuffled together: a batch has rows of many places in the files.
-_RUNS_IN_WINDOW = 16
+# Rows that are shuffled together: a batch has rows of many places in the files.
+_WINDOW = 16 * _RUN
 
 
 class RowGenerators(list[np.random.Generator]):
@@ -98,12 +99,17 @@ class MapFunction:
     is_random: bool
     seed: int
 
-    def example(self, example: PyTree, row: int, epoch: int) -> PyTree:
-        """Returns the mapped example."""
-        rng = ()
-        if self.is_random:
-            rng = (np.random.default_rng([self.seed, epoch, row]),)
-        return self._called(f"row {row}", example, *rng)
+    def examples(
+        self, examples: Iterable[PyTree], rows: Array, epoch: int
+    ) -> list[PyTree]:
+        """Returns the mapped examples of some rows."""
+        mapped = []
+        for example, row in zip(examples, rows.tolist(), strict=True):
+            rng = ()
+            if self.is_random:
+                rng = (np.random.default_rng([self.seed, epoch, row]),)
+            mapped.append(self._called(f"row {row}", example, *rng))
+        return mapped
 
     def batch(self, batch: Batch, rows: Array, epoch: int) -> Batch:
         """Returns the mapped batch of some rows."""
@@ -179,7 +185,7 @@ class RecordDecoder:
 
     source: Any
     keys: PyTree
-    map: MapFunction | None
+    map: MapFunction | None = None
     dtypes: Mapping[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -196,18 +202,18 @@ class RecordDecoder:
 
     def __call__(self, rows: Array, epoch: int) -> TimedRows:
         """Returns rows, at least one, as they are in an epoch."""
-        watch = _Stopwatch()
-        # One call for all records, which reads from several files at once.
-        records = self.source.data_source.__getitems__(rows.tolist())
-        watch.stage("read")
-        examples = [self._decoded(record) for record in records]
-        watch.stage("decode")
+        clock = Clock()
+        with clock.stage("read"):
+            # One call for all records, which reads from several files at once.
+            records = self.source.data_source.__getitems__(rows.tolist())
+        with clock.stage("decode"):
+            examples = [self._decoded(record) for record in records]
         if self.map is not None:
-            examples = _mapped(self.map, examples, rows, epoch)
-            watch.stage("map")
-        stacked = stack(examples, self.dtypes)
-        watch.stage("stack")
-        return TimedRows(stacked, watch.seconds)
+            with clock.stage("map"):
+                examples = self.map.examples(examples, rows, epoch)
+        with clock.stage("stack"):
+            stacked = stack(examples, self.dtypes)
+        return TimedRows(stacked, clock.report().stages)
 
     def _decoded(self, record: bytes) -> PyTree:
         features = self.source.dataset_info.features
@@ -219,54 +225,56 @@ class RecordDecoder:
 
 @dataclass(frozen=True)
 class RowMapper:
-    """Gathers decoded rows and maps each; it can be sent to a worker process.
+    """Maps rows that are decoded; it can be sent to a worker process.
 
     Attributes:
-        decoded: The rows.
         map: The user's function of an example.
     """
 
-    decoded: RandomAccessSource
     map: MapFunction
 
-    def __call__(self, rows: Array, epoch: int) -> TimedRows:
+    def __call__(self, rows: Array, epoch: int, decoded: PyTree) -> TimedRows:
         """Returns rows, at least one, as they are in an epoch."""
-        watch = _Stopwatch()
-        examples = examples_of(self.decoded.read_rows(rows, epoch), len(rows))
-        watch.stage("read")
-        stacked = stack(_mapped(self.map, examples, rows, epoch))
-        watch.stage("map")
-        return TimedRows(stacked, watch.seconds)
+        clock = Clock()
+        with clock.stage("map"):
+            examples = examples_of(decoded, len(rows))
+            stacked = stack(self.map.examples(examples, rows, epoch))
+        return TimedRows(stacked, clock.report().stages)
 
 
-class RecordRows:
-    """A source of rows that workers read.
+def worker_rows(
+    pool: WorkerPool,
+    num_rows: int,
+    clock: Clock,
+    decoded: RandomAccessSource | None = None,
+) -> Rows:
+    """Returns a source of rows that workers make.
 
     Args:
         pool: The workers.
         num_rows: How many rows there are.
         clock: Where the time goes.
+        decoded: The rows that workers are sent; None if they read rows by number.
     """
 
-    def __init__(self, pool: WorkerPool, num_rows: int, clock: Clock) -> None:
-        self._pool, self._num_rows, self._clock = pool, num_rows, clock
-
-    def __len__(self) -> int:
-        return self._num_rows
-
-    def read_rows(self, indices: Array, epoch: int) -> Batch:
-        """Returns rows, in the order asked for, as an epoch's random numbers do."""
-        pieces, num_workers = self._pool.read(indices, epoch)
+    def read(indices: Array, epoch: int) -> Batch:
+        inputs = () if decoded is None else (decoded.read_rows(indices, epoch),)
+        pieces, num_workers = pool.read(indices, epoch, *inputs)
         # Workers read in parallel: their seconds are divided by their number. The
         # rows are counted once, in the stage around this one.
-        for stage in pieces[0].seconds:
-            seconds = sum(piece.seconds[stage] for piece in pieces) / num_workers
-            self._clock.add(stage, 0 if stage == "read" else len(indices), seconds)
+        for stages in zip(*(piece.stages for piece in pieces), strict=True):
+            name = stages[0].name
+            seconds = sum(stage.seconds for stage in stages) / num_workers
+            clock.add(name, 0 if name == "read" else len(indices), seconds)
         return concatenate([piece.rows for piece in pieces])
 
+    return Rows(num_rows, read)
 
-class MappedBatches:
-    """A source of rows that a user's function of a batch has mapped.
+
+def mapped_batches(
+    source: RandomAccessSource, function: MapFunction, batch_size: int, clock: Clock
+) -> Rows:
+    """Returns a source of rows that a user's function of a batch has mapped.
 
     Args:
         source: The rows before.
@@ -274,32 +282,17 @@ class MappedBatches:
         batch_size: Rows of this process in a batch; a shorter one is filled with its
             last row, so that the function only sees batches of one shape.
         clock: Where the time goes.
+
+    Returns:
+        The rows. Reading raises DataError if the function returns another number.
     """
 
-    def __init__(
-        self,
-        source: RandomAccessSource,
-        function: MapFunction,
-        batch_size: int,
-        clock: Clock,
-    ) -> None:
-        self._source, self._function = source, function
-        self._batch_size, self._clock = batch_size, clock
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def read_rows(self, indices: Array, epoch: int) -> Batch:
-        """Returns rows, in the order asked for.
-
-        Raises:
-            DataError: If the function returned another number of rows.
-        """
-        padding = max(0, self._batch_size - len(indices))
+    def read(indices: Array, epoch: int) -> Batch:
+        padding = max(0, batch_size - len(indices))
         padded = np.pad(indices, (0, padding), mode="edge")
-        rows = self._source.read_rows(padded, epoch)
-        with self._clock.stage("map", len(padded)):
-            mapped = self._function.batch(rows, padded, epoch)
+        rows = source.read_rows(padded, epoch)
+        with clock.stage("map", len(padded)):
+            mapped = function.batch(rows, padded, epoch)
         mapped_rows, count = as_batch(mapped)
         if count != len(padded):
             msg = (
@@ -309,12 +302,14 @@ class MappedBatches:
             raise DataError(msg)
         return jax.tree.map(lambda leaf: leaf[: len(indices)], mapped_rows)
 
+    return Rows(len(source), read)
+
 
 class FileOrder:
     """An order of rows in which files are read piece by piece, many at once.
 
     Neighboring rows stay near each other: shuffled, runs of them have an order of
-    their own in every epoch, and so have the rows of all runs in a window. That is
+    their own in every epoch, and so have the rows in a window of several runs. That is
     less random than a shuffle of all rows, and suits disks and buckets, where each
     read costs time.
 
@@ -329,113 +324,42 @@ class FileOrder:
     """
 
     def __init__(self, files: Sequence[range], seed: int | None) -> None:
-        self._runs, self._seed = interleaved(files, _RUN), seed
-        self._latest: _Arrangement | None = None
+        runs = [
+            (start, number, rows[start : start + _RUN])
+            for number, rows in enumerate(files)
+            for start in range(0, len(rows), _RUN)
+        ]
+        runs.sort(key=lambda run: run[:2])  # one run of each file in turn
+        self._starts = np.array([run.start for *_, run in runs])
+        self._lengths = np.array([len(run) for *_, run in runs])
+        self._num_rows = int(self._lengths.sum())
+        self._seed = seed
+        # Iterations in several threads may be in different epochs.
+        self._runs_of = functools.lru_cache(maxsize=2)(self._runs_in_order)
 
     def at(self, places: Array, epoch: int) -> Array:
         """Returns the rows at some places of an epoch's order."""
-        runs = self._latest
-        # Iterations in several threads may be in different epochs: nothing is shared
-        # but a whole arrangement.
-        if runs is None or runs.epoch != epoch:
-            runs = self._latest = self._arrangement(epoch)
         if self._seed is not None:
-            places = self._shuffled(places, runs)
-        run = np.searchsorted(runs.ends, places, side="right")
-        return runs.starts[run] + places - (runs.ends - runs.lengths)[run]
+            places = self._shuffled(places, epoch)
+        ends, shifts = self._runs_of(epoch)
+        return places + shifts[np.searchsorted(ends, places, side="right")]
 
-    def _arrangement(self, epoch: int) -> "_Arrangement":
-        """Returns the runs in the order of an epoch."""
-        count = len(self._runs)
+    def _runs_in_order(self, epoch: int) -> tuple[Array, Array]:
+        """Returns by run where it ends in an epoch, and its rows minus their places."""
+        count = len(self._starts)
         order = Order(count, self._seed, epoch).at(np.arange(count))
-        lengths = np.array([len(run) for run in self._runs])[order]
-        ends = np.cumsum(lengths)
-        last_runs = [*range(_RUNS_IN_WINDOW - 1, count - 1, _RUNS_IN_WINDOW), count - 1]
-        starts = np.array([run.start for run in self._runs])[order]
-        return _Arrangement(epoch, starts, lengths, ends, ends[last_runs])
+        ends = np.cumsum(self._lengths[order])
+        return ends, self._starts[order] - (ends - self._lengths[order])
 
-    def _shuffled(self, places: Array, runs: "_Arrangement") -> Array:
+    def _shuffled(self, places: Array, epoch: int) -> Array:
         """Returns places after a shuffle inside each window."""
         shuffled = np.empty_like(places)
-        windows = np.searchsorted(runs.window_ends, places, side="right")
-        for window in np.unique(windows):
-            start = runs.window_ends[window - 1] if window else 0
-            size = int(runs.window_ends[window] - start)
-            number = runs.epoch * len(runs.window_ends) + int(window)
+        windows = places // _WINDOW
+        num_windows = -(-self._num_rows // _WINDOW)
+        for window in np.unique(windows).tolist():
+            start = window * _WINDOW
+            size = min(_WINDOW, self._num_rows - start)
+            order = Order(size, self._seed, epoch * num_windows + window)
             inside = windows == window
-            order = Order(size, self._seed, number)
             shuffled[inside] = start + order.at(places[inside] - start)
         return shuffled
-
-
-class _Arrangement(NamedTuple):
-    """Runs of rows in the order of an epoch, and where windows of them end."""
-
-    epoch: int
-    starts: Array
-    lengths: Array
-    ends: Array
-    window_ends: Array
-
-
-class OrderedRows:
-    """A source of rows in another order, which each epoch may change.
-
-    Args:
-        source: The rows.
-        order: Returns the rows at some places of an epoch.
-    """
-
-    def __init__(
-        self, source: RandomAccessSource, order: Callable[[Array, int], Array]
-    ) -> None:
-        self._source, self._order = source, order
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def read_rows(self, indices: Array, epoch: int) -> Batch:
-        """Returns the rows at some places of the order."""
-        return self._source.read_rows(self._order(indices, epoch), epoch)
-
-
-def interleaved(files: Sequence[range], size: int) -> list[range]:
-    """Returns the rows of files in runs, one of each file in turn.
-
-    Args:
-        files: The rows of each file.
-        size: Rows of a run.
-
-    Example:
-        >>> interleaved([range(0, 5), range(5, 8)], 2)
-        [range(0, 2), range(5, 7), range(2, 4), range(7, 8), range(4, 5)]
-    """
-    runs = [
-        (start, number, rows[start : start + size])
-        for number, rows in enumerate(files)
-        for start in range(0, len(rows), size)
-    ]
-    return [run for *_, run in sorted(runs, key=lambda run: run[:2])]
-
-
-def _mapped(
-    function: MapFunction, examples: Iterable[PyTree], rows: Array, epoch: int
-) -> list[PyTree]:
-    return [
-        function.example(example, row, epoch)
-        for example, row in zip(examples, rows.tolist(), strict=True)
-    ]
-
-
-class _Stopwatch:
-    """Seconds by stage, one after another."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._since = time.perf_counter()
-
-    def stage(self, name: str) -> None:
-        """Counts the time since the last stage to a stage."""
-        now = time.perf_counter()
-        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._since
-        self._since = now

@@ -8,8 +8,10 @@ flags are marked as parsed by hand. If the number of workers is not set, it is m
 on the first batch, which is read several times, much as tf.data's AUTOTUNE does.
 """
 
+import itertools
 import logging
 import multiprocessing
+import operator
 import os
 import pickle
 import signal
@@ -18,7 +20,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import (
     BrokenExecutor,
     Executor,
@@ -29,14 +31,14 @@ from concurrent.futures import (
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias
 
 import cloudpickle
 import jax
 import numpy as np
 
-from meshlayout import _checks
 from meshlayout._annotations import PyTree
+from meshlayout.data.clock import Stage
 from meshlayout.errors import DataError
 
 
@@ -61,37 +63,15 @@ class TimedRows:
 
     Attributes:
         rows: A tree of arrays with one row per example.
-        seconds: By stage.
+        stages: The work of each stage.
     """
 
     rows: PyTree
-    seconds: dict[str, float]
+    stages: tuple[Stage, ...]
 
 
-# Makes rows of row numbers and the epoch in which they are read.
-RowFunction: TypeAlias = Callable[[Array, int], TimedRows]
-
-
-@dataclass(frozen=True)
-class Workforce:
-    """Who reads: the calling thread, threads or processes.
-
-    Attributes:
-        kind: `"caller"`, `"threads"` or `"processes"`.
-        count: How many workers; 0 for the calling thread.
-    """
-
-    kind: str
-    count: int
-
-    def __str__(self) -> str:
-        if self.kind == "caller":
-            return "0 workers"
-        singular = {"threads": "thread", "processes": "process"}[self.kind]
-        return f"{self.count} {singular if self.count == 1 else self.kind}"
-
-
-_CALLER = Workforce("caller", 0)
+# Makes rows of row numbers, the epoch, and trees of arrays with as many rows.
+RowFunction: TypeAlias = Callable[..., TimedRows]
 
 
 class WorkerPool:
@@ -100,7 +80,8 @@ class WorkerPool:
     Args:
         function: Reads rows.
         sent: The part of it that the user wrote, which has to reach worker processes.
-        num_workers: How many; `"auto"` measures the first batch.
+        num_workers: How many; 0 for the calling thread; `"auto"` measures the first
+            batch.
         kind: Threads or processes; `"auto"` measures both, and takes processes where
             the number is fixed.
         num_rows: Rows of an epoch.
@@ -127,86 +108,77 @@ class WorkerPool:
         self._num_rows, self._task, self._note = num_rows, task, note
         self._lock = threading.Lock()
         self._crew: _Crew | None = None
-        self._workforce: Workforce | None = None
-        if num_workers == "auto":
-            if kind == "processes":
-                _check_processes(sent)
-            return
-        self._workforce = _CALLER
-        if num_workers:
-            chosen = "threads" if kind == "threads" else "processes"
-            self._workforce = Workforce(chosen, num_workers)
-        if self._workforce.kind == "processes":
+        if num_workers != "auto":
+            chosen = "processes" if kind == "auto" else kind
+            self._crew = _Crew(function, chosen, num_workers)
+            note(f"{task} is done by {self._crew}, as num_workers={num_workers} says.")
+        has_processes = kind == "processes" or (
+            kind == "auto" and num_workers != "auto"
+        )
+        if has_processes and num_workers != 0:
             _check_processes(sent)
-        note(f"{task} is done by {self._workforce}, as num_workers={num_workers} says.")
 
-    def read(self, rows: Array, epoch: int) -> tuple[Sequence[TimedRows], int]:
+    def read(
+        self, rows: Array, epoch: int, *inputs: PyTree
+    ) -> tuple[list[TimedRows], int]:
         """Returns rows in pieces, and how many workers read them.
 
         Args:
             rows: Row numbers, at least one.
             epoch: The epoch in which they are read.
+            *inputs: What the function is called with beyond that: trees of arrays with
+                as many rows, which are divided among the workers.
 
         Raises:
             DataError: If a worker process ended.
             Exception: What reading or the user's function raised.
         """
         if len(rows) == 1:  # which cannot be split, and says nothing about speed
-            return [self._function(rows, epoch)], 1
+            return [self._function(rows, epoch, *inputs)], 1
         with self._lock:
-            if self._workforce is None:
-                self._workforce, self._crew = self._measured(rows, epoch)
             if self._crew is None:
-                self._crew = _Crew(self._function, self._workforce)
+                self._crew = self._measured(rows, epoch, *inputs)
             crew = self._crew
-        try:
-            return crew.read(rows, epoch), max(1, crew.workforce.count)
-        except BrokenExecutor as error:
-            self.close()
-            raise DataError(crew.how_it_ended()) from error
+        return crew.read(rows, epoch, *inputs), max(1, crew.count)
 
     def close(self) -> None:
         """Ends threads and processes; they start again when rows are read."""
         with self._lock:
-            crew, self._crew = self._crew, None
-        if crew is not None:
-            crew.close()
+            if self._crew is not None:
+                self._crew.close()
 
-    def _measured(self, rows: Array, epoch: int) -> "tuple[Workforce, _Crew | None]":
+    def _measured(self, rows: Array, *args: Any) -> "_Crew":
+        """Returns the workers that are worth their number, and notes why."""
+        best = _Crew(self._function, "threads", 0)
         if (_TURNS + 1) * len(rows) > self._num_rows:
-            return _CALLER, None  # too few rows to measure anything
-        candidates, why_not = self._candidates()
-        crew = _Crew(self._function, _CALLER)
-        best = speed = crew.speed(rows, epoch)
-        trials = [f"{_CALLER} {speed:,.0f} rows/s"]
-        for workforce in candidates:
-            if workforce.kind == "processes" and self._kind == "auto":
-                why_not = self._why_no_processes(self._num_rows / best)
+            return best  # too few rows to measure anything
+        best_speed = best.speed(rows, *args)
+        trials = [f"{best} {best_speed:,.0f} rows/s"]
+        num_cores = os.cpu_count() or 1
+        if hasattr(os, "sched_getaffinity"):
+            num_cores = len(os.sched_getaffinity(0))
+        kinds = ["threads", "processes"] if self._kind == "auto" else [self._kind]
+        why_not = ""
+        if num_cores == 1:
+            kinds, why_not = [], "; there is one core"
+        for kind in kinds:
+            if kind == "processes" and self._kind == "auto":
+                why_not = self._why_no_processes(self._num_rows / best_speed)
                 if why_not:
                     break
-            trial = _Crew(self._function, workforce)
-            try:
-                speed = trial.speed(rows, epoch)
-            except BrokenExecutor as error:
-                raise DataError(trial.how_it_ended()) from error
-            trials.append(f"{workforce} {speed:,.0f} rows/s")
-            if speed > best * _GAIN:
-                crew, trial, best = trial, crew, speed
+            trial = _Crew(self._function, kind, num_cores)
+            speed = trial.speed(rows, *args)
+            trials.append(f"{trial} {speed:,.0f} rows/s")
+            if speed > best_speed * _GAIN:
+                best, trial, best_speed = trial, best, speed
             trial.close()
         text = (
-            f"{self._task} is done by {crew.workforce}: num_workers='auto' measured "
+            f"{self._task} is done by {best}: num_workers='auto' measured "
             f"{', '.join(trials)}{why_not}."
         )
         self._note(text)
         _log.info(text)
-        return crew.workforce, crew
-
-    def _candidates(self) -> tuple[list[Workforce], str]:
-        cores = num_cores()
-        if cores == 1:
-            return [], "; there is one core"
-        kinds = ["threads", "processes"] if self._kind == "auto" else [self._kind]
-        return [Workforce(kind, cores) for kind in kinds], ""
+        return best
 
     def _why_no_processes(self, epoch_s: float) -> str:
         if epoch_s < _WORTH_PROCESSES_S:
@@ -219,56 +191,78 @@ class WorkerPool:
 
 
 class _Crew:
-    """Workers that are running, or the calling thread."""
+    """Workers of one kind, or the calling thread, which start when rows are read."""
 
-    def __init__(self, function: RowFunction, workforce: Workforce) -> None:
-        self._function, self.workforce = function, workforce
+    def __init__(self, function: RowFunction, kind: str, count: int) -> None:
+        self._function, self._kind, self.count = function, kind, count
         self._executor: Executor | None = None
-        self._others = set(multiprocessing.active_children())
+        self._others: set[Any] = set()
         self._children: set[Any] = set()
-        if workforce.kind == "threads":
-            self._executor = ThreadPoolExecutor(
-                workforce.count, thread_name_prefix="meshlayout-read"
-            )
-        elif workforce.kind == "processes":
-            self._executor = ProcessPoolExecutor(
-                workforce.count,
-                mp_context=multiprocessing.get_context("spawn"),
-                initializer=_prepare_worker,
-                initargs=(cloudpickle.dumps(function),),
-            )
-        if self._executor is not None:
-            self._finalizer = weakref.finalize(self, _shut_down, self._executor)
+        self._lock = threading.Lock()
 
-    def read(self, rows: Array, epoch: int) -> list[TimedRows]:
+    def __str__(self) -> str:
+        singular = {"threads": "thread", "processes": "process"}[self._kind]
+        kind = self._kind if self.count != 1 else singular
+        return f"{self.count} {kind}" if self.count else "0 workers"
+
+    def read(self, rows: Array, epoch: int, *inputs: PyTree) -> list[TimedRows]:
         """Returns rows, in pieces."""
-        executor = self._executor
-        if executor is None:
-            return [self._function(rows, epoch)]
-        num_pieces = min(len(rows), _PIECES * self.workforce.count)
-        pieces = np.array_split(rows, num_pieces)
-        if self.workforce.kind == "threads":
-            return _results(
-                [executor.submit(self._function, piece, epoch) for piece in pieces]
-            )
-        futures = [executor.submit(_read_in_worker, piece, epoch) for piece in pieces]
-        # Processes start with the first pieces.
-        self._children |= set(multiprocessing.active_children()) - self._others
-        return [_unpacked(result) for result in _results(futures)]
+        if not self.count:
+            return [self._function(rows, epoch, *inputs)]
+        executor = self._started()
+        function: Callable[..., Any] = self._function
+        if self._kind == "processes":
+            function = _read_in_worker
+        num_pieces = min(len(rows), _PIECES * self.count)
+        ends = [len(rows) * piece // num_pieces for piece in range(num_pieces + 1)]
+        futures: list[Future[Any]] = []
+        try:
+            for start, end in itertools.pairwise(ends):
+                cut = operator.itemgetter(slice(start, end))
+                piece, *rest = jax.tree.map(cut, (rows, *inputs))
+                futures.append(executor.submit(function, piece, epoch, *rest))
+            # Processes start with the first pieces.
+            self._children |= set(multiprocessing.active_children()) - self._others
+            results = [future.result() for future in futures]
+        except BrokenExecutor as error:
+            self.close()
+            raise DataError(self._how_it_ended()) from error
+        finally:
+            for future in futures:
+                future.cancel()
+        for result in results:
+            if isinstance(result, bytes):
+                raise pickle.loads(result)
+        return results
 
-    def speed(self, rows: Array, epoch: int) -> float:
+    def speed(self, rows: Array, *args: Any) -> float:
         """Returns how many rows are read in a second; closes if that fails."""
         try:
-            self.read(rows, epoch)
+            self.read(rows, *args)
             start = time.perf_counter()
             for _ in range(_TURNS):
-                self.read(rows, epoch)
+                self.read(rows, *args)
             return _TURNS * len(rows) / (time.perf_counter() - start)
         except BaseException:
             self.close()
             raise
 
-    def how_it_ended(self) -> str:
+    def close(self) -> None:
+        """Ends threads, or processes after the pieces that they read."""
+        with self._lock:
+            executor, self._executor = self._executor, None
+        if executor is not None:
+            self._finalizer()
+
+    def _started(self) -> Executor:
+        with self._lock:
+            if self._executor is None:
+                self._others = set(multiprocessing.active_children())
+                self._executor = _executor(self._function, self._kind, self.count)
+                self._finalizer = weakref.finalize(self, _shut_down, self._executor)
+            return self._executor
+
+    def _how_it_ended(self) -> str:
         """Returns the message about a worker process that has ended."""
         codes = [child.exitcode for child in self._children]
         # When one is gone, the executor ends the others with SIGTERM.
@@ -284,55 +278,16 @@ class _Crew:
             "num_workers=0, which shows errors where they happen."
         )
 
-    def close(self) -> None:
-        """Ends threads, or processes after the pieces that they read."""
-        if self._executor is not None:
-            self._finalizer()
 
-
-def check_workers(
-    num_workers: object, kind: object
-) -> tuple[int | Literal["auto"], WorkerKind]:
-    """Returns `num_workers` and `kind`, checked.
-
-    Args:
-        num_workers: A number, or `"auto"`.
-        kind: `"auto"`, `"threads"` or `"processes"`.
-
-    Raises:
-        DataError: If they are something else.
-    """
-    kinds: tuple[WorkerKind, ...] = ("auto", "threads", "processes")
-    checked_kind = _checks.choice("worker_kind", kind, kinds, error=DataError)
-    if isinstance(num_workers, str) and num_workers == "auto":
-        return "auto", checked_kind
-    checked = _checks.count(
-        "num_workers",
-        num_workers,
-        at_least=0,
-        error=DataError,
-        hint="Or 'auto', which measures.",
+def _executor(function: RowFunction, kind: str, count: int) -> Executor:
+    if kind == "threads":
+        return ThreadPoolExecutor(count, thread_name_prefix="meshlayout-read")
+    return ProcessPoolExecutor(
+        count,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_prepare_worker,
+        initargs=(cloudpickle.dumps(function),),
     )
-    return checked, checked_kind
-
-
-def num_cores() -> int:
-    """Returns how many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-T = TypeVar("T")
-
-
-def _results(futures: "list[Future[T]]") -> list[T]:
-    """Returns the results of futures; raises the first error and cancels the rest."""
-    try:
-        return [future.result() for future in futures]
-    finally:
-        for future in futures:
-            future.cancel()
 
 
 def _shut_down(executor: Executor) -> None:
@@ -355,23 +310,17 @@ def _check_processes(sent: object) -> None:
             "use worker_kind='threads'."
         )
         raise DataError(msg) from error
-    script = _script_without_guard()
-    if script is not None:
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    # Notebooks and interactive sessions have no file, and nothing is imported again.
+    if script is None or not Path(script).is_file():
+        return
+    if b"__main__" not in Path(script).read_bytes():
         msg = (
-            f"every worker process imports {script} again, and would run all of it. "
-            "Put what it runs under `if __name__ == '__main__':`, or use "
+            f"every worker process imports {Path(script).name} again, and would run "
+            "all of it. Put what it runs under `if __name__ == '__main__':`, or use "
             "worker_kind='threads'."
         )
         raise DataError(msg)
-
-
-def _script_without_guard() -> str | None:
-    """Returns the running script if nothing in it keeps an import from running it."""
-    path = getattr(sys.modules.get("__main__"), "__file__", None)
-    # Notebooks and interactive sessions have no file, and nothing is imported again.
-    if path is None or not Path(path).is_file():
-        return None
-    return None if b"__main__" in Path(path).read_bytes() else Path(path).name
 
 
 # In a worker process: the function that reads.
@@ -396,30 +345,20 @@ def _end_with_parent() -> None:
         signal.raise_signal(signal.SIGKILL)
 
 
-def _read_in_worker(rows: Array, epoch: int) -> TimedRows | bytes:
+def _read_in_worker(*args: Any) -> TimedRows | bytes:
     """Returns rows, or the error that was raised, in a form that can be pickled."""
     try:
-        return _in_worker["function"](rows, epoch)
+        return _in_worker["function"](*args)
     except BaseException as error:  # the caller handles all of them
-        return _as_bytes(error)
-
-
-def _unpacked(result: TimedRows | bytes) -> TimedRows:
-    if isinstance(result, bytes):
-        raise pickle.loads(result)
-    return result
-
-
-def _as_bytes(error: BaseException) -> bytes:
-    text = "".join(traceback.format_exception(error)).rstrip()
-    error.add_note(f"In a worker process:\n{text}")
-    try:
-        if not isinstance(error, Exception):
-            raise TypeError  # SystemExit must not end the process that trains
-        packed = pickle.dumps(error, protocol=5)
-        pickle.loads(packed)
-    except Exception:  # an error class that does not survive being sent
+        text = "".join(traceback.format_exception(error)).rstrip()
+        note = f"In a worker process:\n{text}"
+        error.add_note(note)
+        # SystemExit must not end the process that trains, and an error class may not
+        # survive being sent.
+        with suppress(Exception):
+            packed = pickle.dumps(error, protocol=5)
+            if isinstance(pickle.loads(packed), Exception):
+                return packed
         plain = RuntimeError(f"{type(error).__name__}: {error}")
-        plain.add_note(f"In a worker process:\n{text}")
+        plain.add_note(note)
         return pickle.dumps(plain, protocol=5)
-    return packed

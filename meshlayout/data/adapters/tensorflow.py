@@ -8,14 +8,12 @@ one, `batched=` is required.
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import numpy as np
 
-from meshlayout import _paths
 from meshlayout._annotations import PyTree
 from meshlayout.data.adapters.iterables import IteratorSource
 from meshlayout.data.clock import Clock
-from meshlayout.data.examples import leaf_text
+from meshlayout.data.examples import leaf_text, named_leaves
 from meshlayout.errors import DataError
 
 
@@ -63,21 +61,17 @@ def _specs(dataset: Any) -> list[Any]:
     Raises:
         DataError: If one is not a dense tensor; names it.
     """
-    entries, _ = jax.tree_util.tree_flatten_with_path(
-        dataset.element_spec, is_leaf=lambda node: type(node).__name__.endswith("Spec")
-    )
-    for keys, spec in entries:
+    named, _ = named_leaves(dataset.element_spec)
+    for path, spec in named:
         kind = type(spec).__name__
-        if kind == "TensorSpec":
-            continue
-        path = "/".join(map(_paths.key_name, keys))
-        msg = (
-            f"{leaf_text(path)} of the tf.data.Dataset is a "
-            f"{kind.removesuffix('Spec')}, not a dense tensor. Make it one with "
-            "map, as by to_tensor() or tf.sparse.to_dense."
-        )
-        raise DataError(msg)
-    return [spec for _, spec in entries]
+        if kind != "TensorSpec":
+            msg = (
+                f"{leaf_text(path)} of the tf.data.Dataset is a "
+                f"{kind.removesuffix('Spec')}, not a dense tensor. Make it one with "
+                "map, as by to_tensor() or tf.sparse.to_dense."
+            )
+            raise DataError(msg)
+    return [spec for _, spec in named]
 
 
 def _gives_batches(specs: list[Any]) -> bool:

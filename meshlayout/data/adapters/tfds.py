@@ -3,12 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
-from meshlayout import _paths
 from meshlayout.data.adapters.arrays import Rows, item_rows, refuse_batched
 from meshlayout.data.clock import Clock
+from meshlayout.data.examples import named_leaves
 
 
 def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> Rows | None:
@@ -34,9 +33,6 @@ def feature_dtypes(features: Any) -> Mapping[str, np.dtype]:
 
     TFDS decodes a lone number to a Python number; this is what it was stored as.
     """
-    entries, _ = jax.tree_util.tree_flatten_with_path(features.get_tensor_info())
-    dtypes = {
-        "/".join(map(_paths.key_name, keys)): np.dtype(info.np_dtype)
-        for keys, info in entries
-    }
+    named, _ = named_leaves(features.get_tensor_info())
+    dtypes = {path: np.dtype(info.np_dtype) for path, info in named}
     return {path: dtype for path, dtype in dtypes.items() if dtype.kind in "biufc"}
