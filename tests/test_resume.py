@@ -256,7 +256,7 @@ def test_a_damaged_checkpoint_is_left_for_the_one_before(mesh, tmp_path):
     (tmp_path / str(steps[-1]) / "manifest.json").write_text("{")
     with (
         ml.Checkpointer(tmp_path) as ck,
-        pytest.warns(UserWarning, match=f"resuming from step {steps[-2]}, the newest"),
+        pytest.warns(UserWarning, match=f"restored step {steps[-2]}, the newest"),
     ):
         resumed = fit(mesh, kind, ck, resume=True)
     assert resumed.num_steps == whole.step - steps[-2]

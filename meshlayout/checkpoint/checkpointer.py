@@ -18,7 +18,13 @@ from meshlayout.checkpoint.data_state import Continues, DataState
 from meshlayout.checkpoint.lease import Lease
 from meshlayout.checkpoint.manifest import Inspection, Manifest, encode
 from meshlayout.checkpoint.pairs import Dtypes
-from meshlayout.checkpoint.restore import Request, RestoreOptions, load, to_numpy
+from meshlayout.checkpoint.restore import (
+    Request,
+    Restored,
+    RestoreOptions,
+    load,
+    to_numpy,
+)
 from meshlayout.checkpoint.saved_step import SavedStep
 from meshlayout.checkpoint.snapshot import Snapshot, host_bytes
 from meshlayout.checkpoint.step_selection import StepSelection
@@ -385,10 +391,8 @@ class Checkpointer:
         def read(
             source: SavedStep, manifest: Manifest
         ) -> tuple[tuple[Any, DataState | None], Sequence[LeafRestore]]:
-            data_state = self._read_data(manifest, data)
-            restored = load(source, request)
-            if restored.diff:
-                logger.info("step %d differs: %s", manifest.step, restored.diff)
+            data_state = None if data is None else self._read_data(manifest)
+            restored = self._loaded(source, request)
             return (restored.state, data_state), restored.restores
 
         state, data_state = self._restored(step, read, verify=verify, fallback=fallback)
@@ -419,7 +423,8 @@ class Checkpointer:
         self._raise_pending()
 
         def read(source: SavedStep, manifest: Manifest) -> tuple[Any, list[Any]]:
-            return to_numpy(source), []
+            with _undisturbed():
+                return to_numpy(source), []
 
         return self._restored(step, read, verify=verify, fallback=fallback)
 
@@ -432,23 +437,33 @@ class Checkpointer:
         fallback: bool,
     ) -> _T:
         self._finish_saving()
-        with _undisturbed():
-            made, taken = self._selection.restored(
-                step, read, verify=verify, fallback=fallback
-            )
-        self._schedule.restored(taken)
-        return made
+        result, number = self._selection.restored(
+            step, read, verify=verify, fallback=fallback
+        )
+        self._schedule.restored(number)
+        return result
 
-    def _read_data(self, found: Manifest, data: Any) -> DataState | None:
-        if data is None:
-            return None
-        if found.data is None:
+    def _loaded(self, source: SavedStep, request: Request) -> Restored:
+        with _undisturbed():
+            restored = load(source, request)
+        if restored.diff:
+            logger.info("%s differs: %s", source.name, restored.diff)
+        return restored
+
+    def _read_data(self, manifest: Manifest) -> DataState:
+        if manifest.data is None:
             msg = (
-                f"step {found.step} holds no state of an input iterator: it was saved "
-                "without data=. Restore without data=, and place the iterator yourself."
+                f"step {manifest.step} holds no state of an input iterator: it was "
+                "saved without data=. Restore without data=, and place the iterator "
+                "yourself."
             )
             raise CheckpointError(msg)
-        return DataState.read(self._steps.folder(found.step) / found.data)
+        return DataState.read(self._steps.folder(manifest.step) / manifest.data)
+
+    def _has_steps(self) -> bool:
+        """Returns whether there is a step, as process 0 sees it."""
+        self._finish_saving()
+        return self._main.from_first(bool(self._steps.with_manifest()))
 
     # Inside.
 

@@ -5,9 +5,7 @@ the state is small and kept in the metadata of a checkpoint, so that `restore` r
 the state alone.
 """
 
-import logging
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -18,20 +16,13 @@ from meshlayout import _checks, _jax
 from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout.arrays import to_numpy
 from meshlayout.checkpoint.checkpointer import Checkpointer
-from meshlayout.checkpoint.data_state import Continues, DataState
+from meshlayout.checkpoint.data_state import Continues
 from meshlayout.checkpoint.input import Input
-from meshlayout.checkpoint.manifest import Manifest
-from meshlayout.checkpoint.saved_step import check_files
-from meshlayout.checkpoint.steps import Steps
-from meshlayout.errors import (
-    CheckpointError,
-    CheckpointWarning,
-    DamagedCheckpointError,
-    stack_level,
-)
+from meshlayout.checkpoint.manifest import Inspection, Manifest
+from meshlayout.checkpoint.restore import Request
+from meshlayout.checkpoint.saved_step import SavedStep
+from meshlayout.errors import CheckpointError
 
-
-logger = logging.getLogger("meshlayout.checkpoint")
 
 # The key of the metadata that a resume needs.
 KEY = "resume"
@@ -136,32 +127,45 @@ def resume(
     Warns:
         CheckpointWarning: If a newer checkpoint is damaged.
     """
-    checkpointer.wait()
     shapes = _Shapes(state, first_step)
-    damaged: list[str] = []
     del state  # `first_step` uses it up: nothing else may hold it
-    for step, manifest in _newest_first(checkpointer, damaged):
-        try:
-            resumed = _resume_from(checkpointer, manifest, batches, shapes, look)
-        except DamagedCheckpointError as error:
-            damaged.append(f"step {step}: {error}")
-            continue
-        if damaged:
-            msg = (
-                f"resuming from step {step}, the newest that is intact. Damaged: "
-                f"{'; '.join(damaged)}"
-            )
-            warnings.warn(msg, CheckpointWarning, stacklevel=stack_level())
-        if jax.process_index() == 0:
-            logger.info("resumed from step %d", step)
-        return resumed
-    if damaged:
+
+    def read(source: SavedStep, manifest: Manifest) -> tuple[Resumed, list[Any]]:
+        notes = _notes(manifest, checkpointer.directory)
+        look(notes)
+
+        def put(iterator: Continues) -> None:
+            checkpointer._read_data(manifest).set(iterator)
+
+        batches.take_up(notes["place"], put)
+        like, empty = shapes.look(batches)
+        restored = checkpointer._loaded(source, Request(like=like))
+        batches.catch_up(notes["place"])
+        metrics = None
+        if "metrics" in notes:
+            metrics = Values(notes["values"])
+            if empty is not None:
+                metrics = _unpacked(notes["metrics"], empty)
+        resumed = Resumed(manifest.step, restored.state, metrics, notes)
+        return resumed, [*restored.restores]
+
+    if not checkpointer._has_steps():
+        return None
+    return checkpointer._restored("latest", read, verify=True, fallback=True)
+
+
+def _notes(manifest: Manifest, directory: Any) -> Notes:
+    """Returns what `notes_of` returned before a step was saved."""
+    metadata = Inspection.of(manifest).metadata
+    notes = metadata.get(KEY) if isinstance(metadata, Mapping) else None
+    if not isinstance(notes, Mapping) or "place" not in notes:
         msg = (
-            f"no intact checkpoint is left in {checkpointer.directory}. Damaged: "
-            f"{'; '.join(damaged)}"
+            f"step {manifest.step} in {directory} holds a state and does not say where "
+            "in the data it was made: it was saved by hand. Restore it with "
+            "Checkpointer.restore, or resume from another directory."
         )
-        raise DamagedCheckpointError(msg)
-    return None
+        raise CheckpointError(msg)
+    return notes
 
 
 class _Shapes:
@@ -181,53 +185,6 @@ class _Shapes:
                 self._state = jax.tree.map(_abstract, state)
                 self._metrics = jax.tree.map(_abstract, metrics)
         return self._state, self._metrics
-
-
-def _newest_first(
-    checkpointer: Checkpointer, damaged: list[str]
-) -> Iterator[tuple[int, Manifest]]:
-    """Yields the steps with their manifests; collects those that cannot be read."""
-    steps = Steps(checkpointer.directory)
-    for step in reversed(steps.with_manifest()):
-        try:
-            yield step, steps.manifest(step)
-        except DamagedCheckpointError as error:
-            damaged.append(f"step {step}: {error}")
-
-
-def _resume_from(
-    checkpointer: Checkpointer,
-    manifest: Manifest,
-    batches: Input,
-    shapes: _Shapes,
-    look: Callable[[Notes], None],
-) -> Resumed:
-    folder = checkpointer.directory / str(manifest.step)
-    metadata = checkpointer.inspect(manifest.step).metadata
-    notes = metadata.get(KEY) if isinstance(metadata, Mapping) else None
-    if not isinstance(notes, Mapping) or "place" not in notes:
-        msg = (
-            f"step {manifest.step} in {checkpointer.directory} holds a state and does "
-            "not say where in the data it was made: it was saved by hand. Restore it "
-            "with Checkpointer.restore, or resume from another directory."
-        )
-        raise CheckpointError(msg)
-    check_files(folder, manifest)
-    look(notes)
-
-    def put(iterator: Continues) -> None:
-        DataState.read(folder / str(manifest.data)).set(iterator)
-
-    batches.take_up(notes["place"], put)
-    like, empty = shapes.look(batches)
-    state = checkpointer.restore(like, step=manifest.step)
-    batches.catch_up(notes["place"])
-    metrics = None
-    if "metrics" in notes:
-        metrics = Values(notes["values"])
-        if empty is not None:
-            metrics = _unpacked(notes["metrics"], empty)
-    return Resumed(manifest.step, state, metrics, notes)
 
 
 # Metrics as small arrays in the metadata.
