@@ -68,7 +68,7 @@ def test_damage_in_one_slice_of_a_large_array_is_found(tmp_path, monkeypatch, wa
     ck = Checkpointer(tmp_path)
     monkeypatch.setattr(saved_step, "check_files", lambda folder, manifest: None)
     monkeypatch.setattr(
-        "meshlayout.checkpoint.step_selection.check_files", lambda *_: None
+        "meshlayout.checkpoint.steps.check_files", lambda *_: None
     )
     like = create(WAYS[way])
     with pytest.raises(ml.errors.DamagedCheckpointError) as caught:

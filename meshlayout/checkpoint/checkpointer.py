@@ -27,12 +27,11 @@ from meshlayout.checkpoint.restore import (
 )
 from meshlayout.checkpoint.saved_step import SavedStep
 from meshlayout.checkpoint.snapshot import Snapshot, host_bytes
-from meshlayout.checkpoint.step_selection import StepSelection
 from meshlayout.checkpoint.step_writer import Job, StepWriter
 from meshlayout.checkpoint.steps import Steps, steps_to_delete
 from meshlayout.checkpoint.store import StoreError
 from meshlayout.checkpoint.target import LeafRestore
-from meshlayout.checkpoint.waits import open_channel, progress
+from meshlayout.checkpoint.waits import on_first, open_channel, progress
 from meshlayout.cluster.process_sync import Channel
 from meshlayout.errors import CheckpointError, did_you_mean
 from meshlayout.layout_map import LayoutMap
@@ -118,31 +117,22 @@ class Checkpointer:
         self._keep_every = _check_count("keep_every", keep_every)
         self._best = _check_best(best)
         self._async = _checks.flag("async_save", async_save, error=CheckpointError)
-        self._steps = Steps(self.directory)
         self._main = open_channel("the same save or restore")
-        self._selection = StepSelection(self._steps, self._best, self._main)
+        self._steps = Steps(self.directory, self._best, self._main)
         self._background = open_channel("the end of a save", is_patient=True)
         self._schedule = _Schedule(_check_count("every", every), every_s, self._main)
-        self._open()
+        on_first(self._main, self._open)
 
     def _open(self) -> None:
-        problem = ""
+        """Creates the directory, and removes what dead processes left in it."""
         try:
-            if jax.process_index() == 0:
-                files.make_directory(self.directory)
-                self._clean()
+            files.make_directory(self.directory)
         except OSError as error:
-            problem = (
+            msg = (
                 f"the checkpoint directory {self.directory} cannot be used: {error}. "
                 "Give a directory that this process may write to."
             )
-        except StoreError as error:
-            problem = f"{error}"
-        problem = self._main.from_first(problem)
-        if problem:
-            raise CheckpointError(problem)
-
-    def _clean(self) -> None:
+            raise CheckpointError(msg) from error
         try:
             attempt.clean(self.directory)
         except OSError as error:
@@ -291,7 +281,7 @@ class Checkpointer:
             CheckpointError: If the checkpointer was made without `best=`.
         """
         self._raise_pending()
-        return self._selection.best()
+        return self._steps.best()
 
     def inspect(self, step: int | Literal["latest", "best"] = "latest") -> Inspection:
         """Returns a table of a checkpoint's contents, without loading it.
@@ -305,7 +295,7 @@ class Checkpointer:
             CheckpointError: If there is no such step.
         """
         self._finish_saving()
-        return Inspection.of(self._steps.manifest(self._selection.chosen(step)))
+        return Inspection.of(self._steps.manifest(self._steps.chosen(step)))
 
     # Restoring.
 
@@ -437,7 +427,7 @@ class Checkpointer:
         fallback: bool,
     ) -> _T:
         self._finish_saving()
-        result, number = self._selection.restored(
+        result, number = self._steps.restored(
             step, read, verify=verify, fallback=fallback
         )
         self._schedule.restored(number)
@@ -463,7 +453,7 @@ class Checkpointer:
     def _has_steps(self) -> bool:
         """Returns whether there is a step, as process 0 sees it."""
         self._finish_saving()
-        return self._main.from_first(bool(self._steps.with_manifest()))
+        return on_first(self._main, lambda: bool(self._steps.with_manifest()))
 
     # Inside.
 

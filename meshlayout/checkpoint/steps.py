@@ -1,25 +1,68 @@
-"""The steps in a directory, and their retention."""
+"""The steps in a directory: listed, chosen to be restored, kept or deleted.
 
+All processes must restore the same step, or none: so process 0 chooses, and an error on
+one process is raised on all of them. If the step is damaged, the ones before are tried
+on request. Another run may save and delete steps at any moment: a step that is gone
+while it is read is not damaged, and another one is chosen.
+"""
+
+import contextlib
+import functools
+import logging
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
 
+import jax
+
+from meshlayout import _checks, _render
 from meshlayout.checkpoint import attempt, files, manifest
 from meshlayout.checkpoint.manifest import Manifest
+from meshlayout.checkpoint.saved_step import SavedStep, check_files
 from meshlayout.checkpoint.store import AnyPath, StoreError
-from meshlayout.errors import CheckpointError, DamagedCheckpointError
+from meshlayout.checkpoint.target import LeafRestore
+from meshlayout.checkpoint.waits import on_first, progress
+from meshlayout.cluster.process_sync import Channel
+from meshlayout.errors import (
+    CheckpointError,
+    CheckpointWarning,
+    DamagedCheckpointError,
+    stack_level,
+)
+
+
+logger = logging.getLogger("meshlayout.checkpoint")
+
+T = TypeVar("T")
+
+Read: TypeAlias = Callable[[SavedStep, Manifest], tuple[T, Sequence[LeafRestore]]]
+"""Restores from a step, given its manifest; also returns which arrays it read."""
+
+# How often to choose again if another process deletes the chosen step.
+_ATTEMPTS = 20
+
+
+class _GoneError(CheckpointError):
+    """A step was deleted or replaced while being read."""
 
 
 class Steps:
-    """Lists the steps of a directory, and reads their manifests.
+    """The steps of a directory, with a restore of the same one on all processes.
 
     Args:
         directory: The directory of all steps.
+        best_metric: The metric that selects the best step, and `"max"` or `"min"`.
+        channel: Exchanges messages between the processes.
     """
 
-    def __init__(self, directory: AnyPath) -> None:
+    def __init__(
+        self, directory: AnyPath, best_metric: tuple[str, str] | None, channel: Channel
+    ) -> None:
         self.directory = directory
-        self._read: dict[int, tuple[Any, Manifest]] = {}
+        self._best_metric, self._channel = best_metric, channel
+        self._manifests: dict[int, tuple[Any, Manifest]] = {}
 
     def folder(self, step: int) -> Any:
         """Returns the directory of a step."""
@@ -33,20 +76,8 @@ class Steps:
         """Returns the steps with a manifest, even a damaged one, in order."""
         return [step for step in self._folders() if self._file(step).exists()]
 
-    def unfinished(self, after: int) -> list[int]:
-        """Returns later steps without a manifest that are not being saved."""
-        later = [step for step in self._folders() if step > after]
-        return [step for step in later if attempt.is_unfinished(self.folder(step))]
-
-    def _folders(self) -> list[int]:
-        names = files.names_in(self.directory)
-        return sorted(int(name) for name in names if files.is_step(name))
-
     def manifest(self, step: int) -> Manifest:
         """Returns a step's manifest.
-
-        Args:
-            step: The step.
 
         Raises:
             DamagedCheckpointError: If it is damaged.
@@ -55,11 +86,11 @@ class Steps:
         path = self._file(step)
         try:
             mark = files.mark_of(path)
-            if step in self._read and self._read[step][0] == mark:
-                return self._read[step][1]
+            if step in self._manifests and self._manifests[step][0] == mark:
+                return self._manifests[step][1]
             contents = Manifest.from_bytes(path.read_bytes(), str(path))
         except FileNotFoundError:
-            raise CheckpointError(self.missing(step)) from None
+            raise CheckpointError(self._missing(step)) from None
         except OSError as error:
             msg = f"{path} cannot be read: {error}."
             raise DamagedCheckpointError(msg) from error
@@ -69,30 +100,11 @@ class Steps:
                 "renamed or the file copied. Give the directory its own name."
             )
             raise DamagedCheckpointError(msg)
-        self._read[step] = (mark, contents)
+        self._manifests[step] = (mark, contents)
         return contents
 
-    def is_still(self, step: int, found: Manifest | None) -> bool:
-        """Returns whether a step was neither deleted nor replaced since it was read.
-
-        Args:
-            step: The step.
-            found: Its manifest; None if that is damaged.
-        """
-        try:
-            return self.manifest(step) is found
-        except DamagedCheckpointError:
-            return found is None
-        except CheckpointError:
-            return False
-
     def metrics(self, steps: Sequence[int]) -> dict[int, Mapping[str, float]]:
-        """Returns the metrics of some steps.
-
-        Args:
-            steps: Steps; those that another process has deleted meanwhile are left
-                out.
-        """
+        """Returns the metrics of steps that no process has deleted meanwhile."""
         metrics = {}
         for step in steps:
             try:
@@ -102,23 +114,9 @@ class Steps:
                     raise
         return metrics
 
-    def missing(self, step: int) -> str:
-        """Returns the message that a step does not exist."""
-        if not files.exists(self.directory):
-            return (
-                f"{self.directory} holds no checkpoint: there is no such directory any "
-                "more, or not on this machine."
-            )
-        steps = self.all()
-        if not steps:
-            return f"{self.directory} holds no checkpoint: nothing was saved in it yet."
-        return f"{self.directory} has no step {step}; it has {self.listed()}."
-
-    def listed(self) -> str:
-        """Returns the last steps as text."""
-        steps = self.all()
-        last = ", ".join(map(str, steps[-10:])) or "none"
-        return last + ("" if len(steps) <= 10 else f" (and {len(steps) - 10} earlier)")
+    def _folders(self) -> list[int]:
+        names = files.names_in(self.directory)
+        return sorted(int(name) for name in names if files.is_step(name))
 
     def _file(self, step: int) -> Any:
         return self.folder(step) / manifest.NAME
@@ -133,6 +131,240 @@ class Steps:
         except CheckpointError:  # of another version, or deleted meanwhile
             return self._file(step).exists()
         return True
+
+    def _missing(self, step: int) -> str:
+        """Returns the message that a step does not exist."""
+        if not files.exists(self.directory):
+            return (
+                f"{self.directory} holds no checkpoint: there is no such directory any "
+                "more, or not on this machine."
+            )
+        if not self.all():
+            return f"{self.directory} holds no checkpoint: nothing was saved in it yet."
+        return f"{self.directory} has no step {step}; it has {self._listed()}."
+
+    def _listed(self) -> str:
+        steps = self.all()
+        last = ", ".join(map(str, steps[-10:])) or "none"
+        return last + ("" if len(steps) <= 10 else f" (and {len(steps) - 10} earlier)")
+
+    # The choice.
+
+    def best(self) -> int | None:
+        """Returns the step with the best metric, or None if no step has it.
+
+        Raises:
+            CheckpointError: If there is no such metric.
+        """
+        if self._best_metric is None:
+            msg = (
+                "there is no best step without a metric. Write "
+                "Checkpointer(directory, best=('val_accuracy', 'max'))."
+            )
+            raise CheckpointError(msg)
+        steps = self.all()
+        return best_of(steps, self._best_metric, self.metrics(steps))
+
+    def chosen(self, step: int | str, *, allow_damaged: bool = False) -> int:
+        """Returns the number of a step.
+
+        Args:
+            step: What the user gave.
+            allow_damaged: Whether the latest may be one whose manifest is damaged.
+
+        Raises:
+            CheckpointError: If there is no such step.
+        """
+        if step == "latest":
+            listed = self.with_manifest if allow_damaged else self.all
+            # During the listing, another process may save a step and delete the ones
+            # listed: list again if none is left.
+            steps = listed() or listed()
+            if not steps:
+                raise CheckpointError(self._missing(0))
+            return steps[-1]
+        if step == "best":
+            best = self.best()
+            if best is None:
+                name = self._best_metric[0] if self._best_metric else ""
+                msg = (
+                    f"no step in {self.directory} has the metric {name!r}, so none is "
+                    "the best. Give it to save(..., metrics={...})."
+                )
+                raise CheckpointError(msg)
+            return best
+        if isinstance(step, str):
+            msg = f"step must be a number, 'latest' or 'best', got {step!r}."
+            raise CheckpointError(msg)
+        hint = f"{self.directory} has the steps {self._listed()}."
+        number = _checks.count(
+            "step", step, at_least=0, error=CheckpointError, hint=hint
+        )
+        if number not in self.with_manifest():
+            raise CheckpointError(self._missing(number))
+        return number
+
+    def _candidates(self, step: int | str, *, fallback: bool) -> list[int]:
+        """Returns the steps to try, on process 0."""
+        first = self.chosen(step, allow_damaged=True)
+        if step == "latest":
+            self._warn_of_unfinished(first)
+        rest = self.with_manifest() if fallback else []
+        older = {other for other in rest if other < first or step == "best"}
+        return [first, *sorted(older - {first}, reverse=True)]
+
+    def _warn_of_unfinished(self, restored: int) -> None:
+        """Warns if a newer step has files but no manifest, and is not being saved."""
+        for step in self._folders():
+            if step > restored and attempt.is_unfinished(self.folder(step)):
+                msg = (
+                    f"{self.folder(step)} has no manifest: that step was not saved to "
+                    f"its end, or the file was deleted. Restoring step {restored}."
+                )
+                warnings.warn(msg, CheckpointWarning, stacklevel=stack_level())
+
+    # Restoring.
+
+    def restored(
+        self, step: int | str, read: Read[T], *, verify: bool, fallback: bool
+    ) -> tuple[T, int]:
+        """Restores a step, or the newest intact one; also returns its number.
+
+        Args:
+            step: The step.
+            read: Restores from it.
+            verify: Whether to verify files and arrays.
+            fallback: Whether to try older steps if one is damaged.
+
+        Raises:
+            DamagedCheckpointError: If no intact step was found.
+            CheckpointError: If there is no such step.
+        """
+        _checks.flag("verify", verify, where="restore", error=CheckpointError)
+        _checks.flag("fallback", fallback, where="restore", error=CheckpointError)
+        for _ in range(_ATTEMPTS - 1):
+            with contextlib.suppress(_GoneError):
+                return self._first_intact(step, read, verify=verify, fallback=fallback)
+        return self._first_intact(step, read, verify=verify, fallback=fallback)
+
+    def _first_intact(
+        self, step: int | str, read: Read[T], *, verify: bool, fallback: bool
+    ) -> tuple[T, int]:
+        damaged: dict[int, DamagedCheckpointError] = {}
+        candidates = functools.partial(self._candidates, step, fallback=fallback)
+        for candidate in on_first(self._channel, candidates):
+            try:
+                restored = self._try(candidate, read, verify=verify)
+            except DamagedCheckpointError as error:
+                if not fallback:
+                    raise self._with_latest(error, step, candidate) from error
+                logger.warning("step %d is damaged: %s", candidate, error)
+                damaged[candidate] = error
+                continue
+            if damaged:
+                facts = "; ".join(f"step {n}: {error}" for n, error in damaged.items())
+                msg = (
+                    f"restored step {candidate}, the newest that is intact. Damaged: "
+                    f"{facts}"
+                )
+                warnings.warn(msg, CheckpointWarning, stacklevel=stack_level())
+            return restored, candidate
+        number, error = next(iter(damaged.items()))
+        newest = f" up to {step}" if isinstance(step, int) else ""
+        msg = (
+            f"no intact step{newest} is left in {self.directory}: all {len(damaged)} "
+            f"are damaged. Step {number}: {error}"
+        )
+        raise DamagedCheckpointError(msg) from error
+
+    def _with_latest(
+        self, error: DamagedCheckpointError, step: int | str, candidate: int
+    ) -> DamagedCheckpointError:
+        """Returns the error of the newest step, extended with `latest_step()`."""
+        latest = max(self.all(), default=None) if step == "latest" else None
+        if latest is None or latest == candidate:
+            return error
+        msg = (
+            f"{error} latest_step() is {latest}, the newest step with an intact "
+            "manifest."
+        )
+        return DamagedCheckpointError(msg)
+
+    def _try(self, step: int, read: Read[T], *, verify: bool) -> T:
+        """Restores one step; raises on all processes if it is damaged on one."""
+        begin_s = time.perf_counter()
+        contents, problem, restored, sums = None, None, None, ""
+        try:
+            contents = self.manifest(step)
+            if verify and jax.process_index() == 0:
+                check_files(self.folder(step), contents)
+        except CheckpointError as error:
+            problem = error
+        self._agree(step, contents, problem)
+        assert contents is not None
+        size = _render.bytes_text(contents.nbytes)
+        with (
+            SavedStep(self.folder(step), contents, verify=verify) as source,
+            progress(f"restoring step {step}, {size}"),
+        ):
+            try:
+                restored, restores = read(source, contents)
+                sums = source.partial_sums(restores)
+            except (DamagedCheckpointError, StoreError) as error:
+                problem = error
+        partial_sums = self._agree(step, contents, problem, sums)
+        try:
+            source.check_sums(partial_sums)
+        except DamagedCheckpointError as error:
+            # All processes compare the same sums, so all of them come here, or none.
+            self._agree(step, contents, error)
+        if jax.process_index() == 0:
+            seconds = time.perf_counter() - begin_s
+            logger.info("restored step %d: %s in %.2f s", step, size, seconds)
+        return restored
+
+    def _agree(
+        self,
+        step: int,
+        contents: Manifest | None,
+        problem: CheckpointError | None,
+        message: str = "",
+    ) -> list[str]:
+        """Returns all processes' messages, or raises the first problem on all of them.
+
+        Args:
+            step: The step that was tried.
+            contents: Its manifest; None if that is damaged.
+            problem: This process's error, if any.
+            message: The message to the others if there is none.
+        """
+        text = f"fine {message}"
+        if isinstance(problem, StoreError):
+            text = f"unknown {problem}"
+        elif problem is not None:
+            is_still = self._is_still(step, contents)
+            text = f"{'damaged' if is_still else 'gone'} {problem}"
+        texts = list(self._channel.exchange(text).values())
+        first = next((said for said in texts if not said.startswith("fine ")), None)
+        if first is None:
+            return [said.removeprefix("fine ") for said in texts]
+        kind, _, words = first.partition(" ")
+        if kind == "gone":
+            raise _GoneError(words) from problem
+        if kind == "unknown":
+            raise CheckpointError(words) from problem
+        if problem is not None and first == text:
+            raise problem
+        raise DamagedCheckpointError(words) from problem
+
+    def _is_still(self, step: int, contents: Manifest | None) -> bool:
+        """Returns whether a step was neither deleted nor replaced since it was read."""
+        try:
+            return self.manifest(step) is contents
+        except DamagedCheckpointError:
+            return contents is None
+        except CheckpointError:
+            return False
 
 
 # Retention.
@@ -177,11 +409,6 @@ def best_of(
     metrics: Mapping[int, Mapping[str, float]],
 ) -> int | None:
     """Returns the step with the best metric, the later one of a tie, or None.
-
-    Args:
-        steps: The existing steps.
-        best: As for `steps_to_delete`.
-        metrics: As for `steps_to_delete`.
 
     Example:
         >>> measured = {1: {"loss": 0.5}, 2: {"loss": 0.3}, 3: {"loss": 0.4}, 4: {}}

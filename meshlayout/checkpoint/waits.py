@@ -9,7 +9,8 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import jax
 
@@ -19,6 +20,8 @@ from meshlayout.errors import CheckpointError
 
 
 logger = logging.getLogger("meshlayout.checkpoint")
+
+T = TypeVar("T")
 
 # Checkpointers are opened in the same order on all processes, so the numbers agree.
 _numbers = itertools.count()
@@ -63,6 +66,31 @@ def _show(what: str, done: threading.Event) -> None:
     with console.status(what) as status:
         while not done.wait(0.5):
             status.update(f"{what}, {time.perf_counter() - begin_s:.0f} s")
+
+
+def on_first(channel: Channel, work: Callable[[], T]) -> T:
+    """Does work on process 0, and returns what it returns, as JSON, or raises, on all.
+
+    Args:
+        channel: Exchanges messages between the processes.
+        work: Called on process 0.
+
+    Raises:
+        CheckpointError: If `work` raises it.
+    """
+    answer: dict[str, Any] = {}
+    problem: CheckpointError | None = None
+    if jax.process_index() == 0:
+        try:
+            answer["result"] = work()
+        except CheckpointError as error:
+            problem, answer["error"] = error, str(error)
+    answer = channel.from_first(answer)
+    if problem is not None:
+        raise problem
+    if "error" in answer:
+        raise CheckpointError(answer["error"])
+    return answer["result"]
 
 
 def open_channel(purpose: str, *, is_patient: bool = False) -> Channel:
