@@ -18,12 +18,11 @@ import contextlib
 import logging
 import re
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Collection
 from typing import Any
 
 from meshlayout.checkpoint import files, manifest, orbax
-from meshlayout.checkpoint.lease import Lease, is_dead_note, is_own, living_ids
+from meshlayout.checkpoint.lease import Lease, is_dead_note, is_own, living
 from meshlayout.checkpoint.store import AnyPath, StoreError
 from meshlayout.errors import CheckpointError
 
@@ -50,13 +49,21 @@ class NotDurableError(Exception):
     """A step is in place, but a power cut may still undo that."""
 
 
-class Attempt(ABC):
-    """Where one attempt to save a step writes.
+class Attempt:
+    """Where one attempt to save a step writes; on a disk, a hidden directory.
+
+    Args:
+        directory: The directory of all steps.
+        step: The step.
+        lease: The lease of the directory.
 
     Attributes:
         folder: The directory to write to, the manifest last.
         arrays: The name in it of the directory for the arrays.
         data: The name in it of the file for the input iterator's state.
+
+    Raises:
+        CheckpointError: If somebody else's files are in the step's directory.
     """
 
     folder: AnyPath
@@ -64,32 +71,23 @@ class Attempt(ABC):
     data: str = "data.json"
 
     def __init__(self, directory: AnyPath, step: int, lease: Lease) -> None:
-        self.directory, self.step, self._lease = directory, step, lease
+        self._final = directory / str(step)
+        self._lease = lease
         self._hidden = _hidden(directory, "saving", step, lease)
+        _check_ours(self._final)
+        _at_work.add(self._hidden.name)
+        self._make_place()
 
     @staticmethod
     def begin(directory: AnyPath, step: int, lease: Lease) -> "Attempt":
-        """Creates an attempt's place to write to.
+        """Creates the place to write to, on a disk or in a store."""
+        kind = _StoreAttempt if files.is_remote(directory) else Attempt
+        return kind(directory, step, lease)
 
-        Args:
-            directory: The directory of all steps.
-            step: The step.
-            lease: The lease of the directory.
+    def _make_place(self) -> None:
+        self.folder = self._hidden
+        self.folder.mkdir(parents=True)
 
-        Raises:
-            CheckpointError: If somebody else's files are in the step's directory.
-        """
-        _check_ours(directory / str(step))
-        kind = _StoreAttempt if files.is_remote(directory) else _DiskAttempt
-        attempt = kind(directory, step, lease)
-        attempt.make_place()
-        return attempt
-
-    @abstractmethod
-    def make_place(self) -> None:
-        """Creates the place to write to."""
-
-    @abstractmethod
     def commit(self, content: bytes) -> None:
         """Makes the step exist, by its manifest, after all other files.
 
@@ -99,31 +97,22 @@ class Attempt(ABC):
         Raises:
             NotDurableError: If the step exists and may not survive a power cut.
         """
-
-    @abstractmethod
-    def end(self) -> None:
-        """Removes temporary files: everything, if the step was not committed."""
-
-
-class _DiskAttempt(Attempt):
-    def make_place(self) -> None:
-        self.folder = self._hidden
-        _at_work.add(self.folder.name)
-        self.folder.mkdir(parents=True)
-
-    def commit(self, content: bytes) -> None:
         files.sync_tree(self.folder)
         files.write_whole(self.folder / manifest.NAME, content)
-        final = self.directory / str(self.step)
-        _check_ours(final)
-        if final.exists():
-            self._replace(final)
+        _check_ours(self._final)
+        if self._final.exists():
+            self._replace(self._final)
             return
-        self.folder.rename(final)
+        self.folder.rename(self._final)
         self._sync()
 
+    def end(self) -> None:
+        """Removes temporary files: everything, if the step was not committed."""
+        _at_work.discard(self._hidden.name)
+        files.remove(self._hidden)
+
     def _replace(self, final: AnyPath) -> None:
-        old = _hidden(self.directory, "replaced", self.step, self._lease)
+        old = _hidden(final.parent, "replaced", int(final.name), self._lease)
         _at_work.add(old.name)
         try:
             final.rename(old)
@@ -139,7 +128,7 @@ class _DiskAttempt(Attempt):
 
     def _sync(self) -> None:
         try:
-            files.sync_directory(self.directory)
+            files.sync_directory(self._final.parent)
         except OSError as error:
             raise NotDurableError(str(error)) from error
 
@@ -150,20 +139,17 @@ class _DiskAttempt(Attempt):
                     (old / name).rename(final / name)  # a user put it there
             files.remove(old)
 
-    def end(self) -> None:
-        _at_work.discard(self.folder.name)
-        files.remove(self.folder)
-
 
 class _StoreAttempt(Attempt):
-    def make_place(self) -> None:
-        self.folder = self.directory / str(self.step)
+    """An attempt that writes next to an earlier save's files, and leaves a note."""
+
+    def _make_place(self) -> None:
+        self.folder = self._final
         self._note = self.folder / self._hidden.name
         taken = files.names_in(self.folder)
         if any(name.startswith(("state", "data")) for name in taken):
             number = self._hidden.name[-8:]
             self.arrays, self.data = f"state-{number}", f"data-{number}.json"
-        _at_work.add(self._note.name)
         files.write_whole(self._note, b"{}")
 
     def commit(self, content: bytes) -> None:
@@ -171,7 +157,7 @@ class _StoreAttempt(Attempt):
 
     def end(self) -> None:
         _at_work.discard(self._note.name)
-        _clean_step_in_store(self.folder, living_ids(self.directory))
+        _clean_step_in_store(self.folder, living(self.folder.parent))
         files.remove(self._note)
 
 
@@ -212,8 +198,8 @@ def clean(directory: AnyPath) -> None:
     # Listed before the owners are read: otherwise a process could start in between,
     # and its new files would look like leftovers.
     names = files.names_in(directory)
-    living = living_ids(directory)
-    left = [name for name in sorted(names) if _is_left(name, living)]
+    owners = living(directory)
+    left = [name for name in sorted(names) if _is_left(name, owners)]
     _finish_replacing(directory, left)
     for name in left:
         files.remove(directory / name)
@@ -223,19 +209,19 @@ def clean(directory: AnyPath) -> None:
     for name in filter(files.is_step, names):
         folder = directory / name
         if files.is_remote(folder):
-            _clean_step_in_store(folder, living)
+            _clean_step_in_store(folder, owners)
         elif all(map(_MARK.fullmatch, files.names_in(folder))) and folder.is_dir():
             files.remove(folder)
     for name in names:
-        if is_dead_note(name, living):
+        if is_dead_note(name, owners):
             files.remove(directory / name)
 
 
-def _is_left(name: str, living: Collection[str]) -> bool:
+def _is_left(name: str, living_ids: Collection[str]) -> bool:
     hidden = _HIDDEN.fullmatch(name)
     if hidden is None or name in _at_work:
         return False
-    return hidden["lease"] not in living or is_own(hidden["lease"])
+    return hidden["lease"] not in living_ids or is_own(hidden["lease"])
 
 
 def _finish_replacing(directory: AnyPath, left: Collection[str]) -> None:
@@ -254,7 +240,7 @@ def _finish_replacing(directory: AnyPath, left: Collection[str]) -> None:
         (directory / next(iter(new), old)).rename(final)
 
 
-def _clean_step_in_store(folder: AnyPath, living: Collection[str]) -> None:
+def _clean_step_in_store(folder: AnyPath, living_ids: Collection[str]) -> None:
     """Removes what no manifest names from a step in a store, if no writer lives.
 
     Files that are not a checkpointer's stay, and so does a directory with neither a
@@ -262,7 +248,9 @@ def _clean_step_in_store(folder: AnyPath, living: Collection[str]) -> None:
     """
     names = files.names_in(folder)
     notes = {name for name in names if _MARK.fullmatch(name)}
-    if any(_HIDDEN.fullmatch(name) and not _is_left(name, living) for name in notes):
+    if any(
+        _HIDDEN.fullmatch(name) and not _is_left(name, living_ids) for name in notes
+    ):
         return
     named: set[str | None] = set()
     if manifest.NAME in names:
@@ -295,10 +283,10 @@ def is_unfinished(folder: AnyPath) -> bool:
     names = files.names_in(folder)
     if manifest.NAME in names or not any(map(_CONTENT.fullmatch, names)):
         return False
-    if any(map(_HIDDEN.fullmatch, names)):
-        living = living_ids(folder.parent)
-        if not all(_is_left(name, living) for name in filter(_HIDDEN.fullmatch, names)):
-            return False
+    notes = list(filter(_HIDDEN.fullmatch, names))
+    owners = living(folder.parent) if notes else {}
+    if not all(_is_left(name, owners) for name in notes):
+        return False
     return folder.is_dir() and not (folder / manifest.NAME).exists()
 
 

@@ -27,7 +27,7 @@ from meshlayout.checkpoint.restore import (
 )
 from meshlayout.checkpoint.saved_step import SavedStep
 from meshlayout.checkpoint.snapshot import Snapshot, host_bytes
-from meshlayout.checkpoint.step_writer import Job, StepWriter
+from meshlayout.checkpoint.step_writer import StepWriter
 from meshlayout.checkpoint.steps import Steps, steps_to_delete
 from meshlayout.checkpoint.store import StoreError
 from meshlayout.checkpoint.target import LeafRestore
@@ -185,18 +185,18 @@ class Checkpointer:
         position = None if data is None else DataState.of(data, self._main)
         with _undisturbed():
             snapshot = Snapshot.take(state)
-        job = Job(
-            self.directory,
-            step,
-            snapshot,
-            None if position is None else position.to_bytes(),
-            encode(_metadata(metadata), "metadata"),
-            _check_metrics(metrics, self._best),
-        )
-        hold = functools.partial(Lease.hold, self.directory, self)
-        clear_up = functools.partial(self._clear_up, step)
         # Assigned before it starts, so that an interrupt does not lose track of it.
-        self._saving = StepWriter(job, hold, self._background, clear_up)
+        self._saving = StepWriter(
+            directory=self.directory,
+            step=step,
+            snapshot=snapshot,
+            data=None if position is None else position.to_bytes(),
+            metadata=encode(_metadata(metadata), "metadata"),
+            metrics=_check_metrics(metrics, self._best),
+            hold=functools.partial(Lease.hold, self.directory, self),
+            channel=self._background,
+            after=functools.partial(self._clear_up, step),
+        )
         with _undisturbed():
             self._saving.start(self._main)
         self._schedule.saved(step)

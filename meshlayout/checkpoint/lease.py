@@ -85,11 +85,10 @@ class Owner:
     @classmethod
     def of_this_process(cls) -> "Owner":
         """Returns this process as an owner, renewed now."""
-        boot = _system_text("/proc/sys/kernel/random/boot_id")
         namespace = pathlib.Path("/proc/self/ns/pid")
         return cls(
             socket.gethostname(),
-            boot,
+            _system_text("/proc/sys/kernel/random/boot_id"),
             str(namespace.stat().st_ino) if namespace.exists() else "",
             os.getpid(),
             _start_time(os.getpid()),
@@ -140,7 +139,7 @@ class Lease:
         self.directory = directory
         self.id = uuid.uuid4().hex[:8]
         self._note = directory / f".owner-{self.id}.json"
-        self.users: set[int] = set()
+        self.users: weakref.WeakSet[object] = weakref.WeakSet()
         self._is_over = threading.Event()
 
     @classmethod
@@ -156,17 +155,15 @@ class Lease:
         """
         with _lock:
             lease = _leases.get(str(directory))
-            if lease is None or not lease.is_held():
+            # Without its note, a process took the owner for dead.
+            if lease is None or not lease._note.exists():
                 lease = cls(directory)
                 files.make_directory(directory)
                 lease.take()
                 _leases[str(directory)] = lease
                 name = "checkpoint-lease"
                 threading.Thread(target=lease.renew, name=name, daemon=True).start()
-            if id(user) not in lease.users:
-                lease.users.add(id(user))
-                dropped = weakref.finalize(user, lease.drop, id(user))
-                dropped.atexit = False
+            lease.users.add(user)
             return lease
 
     @classmethod
@@ -174,12 +171,8 @@ class Lease:
         """Ends the lease if this was its last user."""
         lease = _leases.get(str(directory))
         if lease is not None:
-            lease.drop(id(user))
+            lease.users.discard(user)
             lease.end_if_unused()
-
-    def is_held(self) -> bool:
-        """Returns whether the note still exists: no process took its owner for dead."""
-        return self._note.exists()
 
     def take(self) -> None:
         """Writes an owner's note, and checks for other owners before and after.
@@ -190,7 +183,7 @@ class Lease:
         for _ in range(_ROUNDS):
             self._refuse_if_owned()
             self._write()
-            if not living_ids(self.directory) - {self.id}:
+            if not living(self.directory).keys() - {self.id}:
                 return
             files.remove(self._note)
             time.sleep(random.uniform(0.02, 0.3))
@@ -199,7 +192,7 @@ class Lease:
         raise CheckpointError(msg)
 
     def _refuse_if_owned(self) -> None:
-        for owner in _living(self.directory).values():
+        for owner in living(self.directory).values():
             msg = (
                 f"{self.directory} belongs to process {owner.pid} on {owner.host}, "
                 "which saves there and is alive. One run at a time may save in a "
@@ -222,10 +215,6 @@ class Lease:
             with contextlib.suppress(OSError, CheckpointError), _lock:
                 if not self.end_if_unused() and self._note.exists():
                     self._write()
-
-    def drop(self, user: int) -> None:
-        """Forgets a user; the garbage collector calls it too: no files are touched."""
-        self.users.discard(user)
 
     def end_if_unused(self) -> bool:
         """Ends the lease if it has no users; returns whether it did."""
@@ -250,13 +239,24 @@ def release_all() -> None:
         thread.join(_EXIT_WAITS_S)
 
 
-def living_ids(directory: AnyPath) -> set[str]:
-    """Returns the ids of the leases whose owners are alive.
+def living(directory: AnyPath) -> dict[str, Owner]:
+    """Returns the owners that are alive, by the ids of their leases.
 
     Args:
         directory: The directory of all steps.
     """
-    return set(_living(directory))
+    owners: dict[str, Owner] = {}
+    with _lock:  # not between writing the note of a new lease and registering it
+        own_ids = {lease.id for lease in _leases.values()}
+    for name in files.names_in(directory):
+        note = _NOTE.fullmatch(name)
+        owner = None if note is None else Owner.read(directory / name)
+        if note is None or owner is None or not owner.is_alive():
+            continue
+        # A note of this process without a lease was left by an attempt that failed.
+        if not owner.is_this_process() or note[1] in own_ids:
+            owners[note[1]] = owner
+    return owners
 
 
 def is_own(lease_id: str | None) -> bool:
@@ -264,34 +264,12 @@ def is_own(lease_id: str | None) -> bool:
     return any(lease.id == lease_id for lease in list(_leases.values()))
 
 
-def is_dead_note(name: str, living: Collection[str]) -> bool:
-    """Returns whether a file is the note, or part of a note, of a dead owner.
-
-    Args:
-        name: The file's name.
-        living: The ids of the valid leases.
-    """
+def is_dead_note(name: str, living_ids: Collection[str]) -> bool:
+    """Returns whether a file is the note, or part of a note, of a dead owner."""
     note = _NOTE.fullmatch(name)
     if note is None:
-        return _PART.fullmatch(name) is not None and not living
-    return note[1] not in living
-
-
-def _living(directory: AnyPath) -> dict[str, Owner]:
-    owners: dict[str, Owner] = {}
-    with _lock:  # not between writing the note of a new lease and registering it
-        mine = {lease.id for lease in _leases.values()}
-    for name in files.names_in(directory):
-        note = _NOTE.fullmatch(name)
-        if note is None:
-            continue
-        owner = Owner.read(directory / name)
-        if owner is None or not owner.is_alive():
-            continue
-        # A note of this process without a lease was left by an attempt that failed.
-        if not owner.is_this_process() or note[1] in mine:
-            owners[note[1]] = owner
-    return owners
+        return _PART.fullmatch(name) is not None and not living_ids
+    return note[1] not in living_ids
 
 
 # Processes, according to the system.

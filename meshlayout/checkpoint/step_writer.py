@@ -13,7 +13,6 @@ as stopped, and the next `join` returns at once.
 
 import atexit
 import concurrent.futures.thread
-import dataclasses
 import functools
 import logging
 import os
@@ -31,8 +30,9 @@ from meshlayout.checkpoint.attempt import Attempt, NotDurableError
 from meshlayout.checkpoint.fingerprint import Sums, slice_sums, text_of, total
 from meshlayout.checkpoint.lease import Lease
 from meshlayout.checkpoint.manifest import Manifest, SavedFile
-from meshlayout.checkpoint.snapshot import HostShards, Shard, Snapshot, host_shards
+from meshlayout.checkpoint.snapshot import HostShards, Snapshot, host_shards
 from meshlayout.checkpoint.store import AnyPath
+from meshlayout.checkpoint.waits import on_first
 from meshlayout.cluster.process_sync import Channel
 from meshlayout.errors import CheckpointError
 
@@ -46,17 +46,21 @@ _HASHED_BYTES = 4 * 2**20
 _unsettled: "set[StepWriter]" = set()
 
 
-@dataclass(frozen=True)
-class Job:
-    """The data of a save, and its destination.
+@dataclass(eq=False, kw_only=True)
+class StepWriter:
+    """One running save.
 
     Attributes:
         directory: The directory of all steps.
         step: The step.
-        snapshot: The state.
+        snapshot: The state; shapes alone once the values are on the host.
         data: The input iterator's state, as the content of a file; None without one.
         metadata: The user's metadata as JSON.
         metrics: The metrics at this step.
+        hold: Returns the lease of the directory; called on process 0.
+        channel: Exchanges messages between the background threads.
+        after: Called on process 0 once the step exists.
+        error: What it failed with, once it has finished.
     """
 
     directory: AnyPath
@@ -65,38 +69,21 @@ class Job:
     data: bytes | None
     metadata: Any
     metrics: dict[str, float]
+    hold: Callable[[], Lease]
+    channel: Channel
+    after: Callable[[], None]
+    error: CheckpointError | None = None
 
-
-class StepWriter:
-    """One running save.
-
-    Args:
-        job: The save's data.
-        hold: Returns the lease of the directory; called on process 0.
-        channel: Exchanges messages between the background threads.
-        after: Called on process 0 once the step exists.
-    """
-
-    def __init__(
-        self,
-        job: Job,
-        hold: Callable[[], Lease],
-        channel: Channel,
-        after: Callable[[], None],
-    ) -> None:
-        self._job, self._hold, self._channel, self._after = job, hold, channel, after
-        self._begin_s = time.perf_counter()
-        self._stall_s = 0.0
-        self._file_bytes = 0
+    def __post_init__(self) -> None:
+        self.nbytes = self.snapshot.nbytes
+        self._begin_s, self._stall_s = time.perf_counter(), 0.0
         self._attempt: Attempt | None = None  # on process 0
         self._shards: HostShards = {}
-        self._wait: Callable[[], None] = _nothing
-        self.error: CheckpointError | None = None
+        self._wait: Callable[[], None] | None = None
+        self._problem: Exception | None = None
         self._finished = threading.Event()
         # Taken once: by the thread, or by a caller who gives up starting it.
         self._turn = [True]
-        self.step = job.step
-        self.nbytes = job.snapshot.nbytes
 
     @property
     def is_done(self) -> bool:
@@ -142,38 +129,36 @@ class StepWriter:
             raise
 
     def _begin(self, channel: Channel) -> None:
-        job, problem = self._job, None
+        problem = None
         said: dict[str, Any] = {
-            "step": job.step,
-            "directory": str(job.directory),
-            "state": job.snapshot.digest(),
+            "step": self.step,
+            "directory": str(self.directory),
+            "state": self.snapshot.digest(),
         }
         try:
             if jax.process_index() == 0:
-                self._attempt = Attempt.begin(job.directory, job.step, self._hold())
-                folder = self._attempt.folder.name
-                said["arrays"] = f"{folder}/{self._attempt.arrays}"
+                self._attempt = Attempt.begin(self.directory, self.step, self.hold())
+                said["arrays"] = f"{self._attempt.folder.name}/{self._attempt.arrays}"
         except Exception as error:
             problem = error
             said["error"] = orbax.reason(error)
         everyone = list(channel.exchange(said).values())
         if "error" in everyone[0]:
-            raise CheckpointError(self._failed(everyone[0]["error"])) from problem
+            raise self._failed(everyone[0]["error"]) from problem
         _check_agreement(everyone)
-        arrays = job.snapshot.arrays
+        arrays = self.snapshot.arrays
         if not arrays:
             return
         try:
-            where = job.directory / everyone[0]["arrays"]
+            where = self.directory / everyone[0]["arrays"]
             self._wait = orbax.start_writing(where, arrays)
             self._shards = host_shards(arrays)
             # From now on the caller may donate the devices' memory.
-            self._job = dataclasses.replace(job, snapshot=job.snapshot.without_values())
+            self.snapshot = self.snapshot.without_values()
         except Exception as error:
             if jax.process_count() == 1:
-                raise CheckpointError(self._failed(orbax.reason(error))) from error
-            # The other processes learn of it in the background.
-            self._wait = functools.partial(_fail, error)
+                raise self._failed(orbax.reason(error)) from error
+            self._problem = error  # the other processes learn of it in the background
 
     # In the thread.
 
@@ -187,92 +172,97 @@ class StepWriter:
         except CheckpointError as error:
             self.error = error
         except BaseException as error:
-            self.error = CheckpointError(self._failed(orbax.reason(error)))
+            self.error = self._failed(orbax.reason(error))
             self.error.__cause__ = error
         if self.error is None:
             _unsettled.discard(self)
         self._finished.set()
 
     def _finish(self) -> None:
-        problem: Exception | None = None
-        said: dict[str, Any] = {}
         try:
-            said["sums"] = {
-                name: _sums_of(shards, self._job.snapshot.arrays[name].shape)
-                for name, shards in self._shards.items()
-            }
-            self._shards = {}
-            self._wait()
+            said: dict[str, Any] = {"sums": self._written()}
         except Exception as error:
-            problem = error
+            self._problem = error
             said = {"error": orbax.reason(error)}
-        everyone = list(self._channel.exchange(said).values())
+        everyone = list(self.channel.exchange(said).values())
         errors = [answer["error"] for answer in everyone if "error" in answer]
-        if not errors:
-            try:
-                if jax.process_index() == 0:
-                    self._commit([answer["sums"] for answer in everyone])
-            except NotDurableError as error:
-                problem = error
-                errors = [f"!{error}"]
-            except Exception as error:
-                problem = error
-                errors = [orbax.reason(error)]
-            errors = list(filter(None, [self._channel.from_first("".join(errors))]))
-        if errors and errors[0].startswith("!"):
-            # In that case no older step is deleted.
-            msg = (
-                f"step {self.step} is written to {self._job.directory}, but may not "
-                f"survive a power cut: {errors[0][1:]}."
-            )
-            raise CheckpointError(msg) from problem
         if errors:
             self._end()
-            raise CheckpointError(self._failed(errors[0])) from problem
-        self._log()
-        self._clear_up()
+            raise self._failed(errors[0]) from self._problem
+        sums = [answer["sums"] for answer in everyone]
+        # The others wait for retention too, so that all list the same steps.
+        on_first(self.channel, functools.partial(self._commit, sums))
 
-    def _commit(self, sums: list[Mapping[str, Sequence[int]]]) -> None:
-        """Writes the manifest, by process 0 alone."""
-        job, attempt = self._job, self._attempt
+    def _written(self) -> dict[str, Sums]:
+        """Waits for the files; returns the sums of this process's shards."""
+        if self._problem is not None:
+            raise self._problem
+        sums = {}
+        for name, shards in self._shards.items():
+            shape = self.snapshot.arrays[name].shape
+            parts = [slice_sums(values, starts, shape) for starts, values in shards]
+            sums[name] = total(parts)
+        self._shards = {}
+        if self._wait is not None:
+            self._wait()
+        return sums
+
+    def _commit(self, sums: Sequence[Mapping[str, Sequence[int]]]) -> None:
+        """Makes the step exist, and applies retention; on process 0."""
+        attempt = self._attempt
         assert attempt is not None
+        try:
+            contents = self._manifest(attempt, sums)
+            attempt.commit(contents.to_bytes())
+        except NotDurableError as error:
+            # In that case no older step is deleted.
+            msg = (
+                f"step {self.step} is written to {self.directory}, but may not survive "
+                f"a power cut: {error}."
+            )
+            raise CheckpointError(msg) from error
+        except Exception as error:
+            self._end()
+            raise self._failed(orbax.reason(error)) from error
+        logger.info(
+            "saved step %d: %s in %.2f s (%s on disk; the caller waited %.2f s)",
+            self.step,
+            _render.bytes_text(self.nbytes),
+            time.perf_counter() - self._begin_s,
+            _render.bytes_text(contents.file_bytes),
+            self._stall_s,
+        )
+        try:
+            attempt.end()
+            self.after()
+        except Exception as error:
+            raise CheckpointError(f"step {self.step} is saved, but {error}") from error
+
+    def _manifest(
+        self, attempt: Attempt, sums: Sequence[Mapping[str, Sequence[int]]]
+    ) -> Manifest:
+        """Writes the input iterator's state, and returns what the step holds."""
         saved: dict[str, SavedFile] = {}
-        if job.data is not None:
-            files.write_whole(attempt.folder / attempt.data, job.data)
-            saved[attempt.data] = SavedFile(len(job.data), files.digest(job.data))
-        if job.snapshot.arrays:
+        if self.data is not None:
+            files.write_whole(attempt.folder / attempt.data, self.data)
+            saved[attempt.data] = SavedFile(len(self.data), files.digest(self.data))
+        if self.snapshot.arrays:
             saved |= _saved_files(attempt.folder, attempt.arrays)
         fingerprints = {
             name: text_of(total(own[name] for own in sums if name in own))
-            for name in job.snapshot.arrays
+            for name in self.snapshot.arrays
         }
-        contents = Manifest(
-            step=job.step,
+        return Manifest(
+            step=self.step,
             saved_at=time.time(),
             num_processes=jax.process_count(),
-            arrays=attempt.arrays if job.snapshot.arrays else None,
-            data=None if job.data is None else attempt.data,
-            metadata=job.metadata,
-            metrics=job.metrics,
-            leaves=job.snapshot.with_fingerprints(fingerprints),
+            arrays=attempt.arrays if self.snapshot.arrays else None,
+            data=None if self.data is None else attempt.data,
+            metadata=self.metadata,
+            metrics=self.metrics,
+            leaves=self.snapshot.with_fingerprints(fingerprints),
             files=saved,
         )
-        self._file_bytes = contents.file_bytes
-        attempt.commit(contents.to_bytes())
-
-    def _clear_up(self) -> None:
-        """Applies retention; the others wait, so that all list the same steps."""
-        problem = None
-        try:
-            if self._attempt is not None:
-                self._attempt.end()
-                self._after()
-        except Exception as error:
-            problem = error
-        error = self._channel.from_first("" if problem is None else str(problem))
-        if error:
-            msg = f"step {self.step} is saved, but {error}"
-            raise CheckpointError(msg) from problem
 
     def _end(self) -> None:
         try:
@@ -282,22 +272,11 @@ class StepWriter:
             # The next process that opens the directory removes it.
             logger.info("what step %d left cannot be removed: %s", self.step, error)
 
-    def _failed(self, why: str) -> str:
-        return (
-            f"step {self.step} could not be saved in {self._job.directory}: {why}. "
-            "The steps saved before are as they were; the next save starts anew."
+    def _failed(self, why: str) -> CheckpointError:
+        return CheckpointError(
+            f"step {self.step} could not be saved in {self.directory}: {why}. The "
+            "steps saved before are as they were; the next save starts anew."
         )
-
-    def _log(self) -> None:
-        if jax.process_index() == 0:
-            logger.info(
-                "saved step %d: %s in %.2f s (%s on disk; the caller waited %.2f s)",
-                self.step,
-                _render.bytes_text(self.nbytes),
-                time.perf_counter() - self._begin_s,
-                _render.bytes_text(self._file_bytes),
-                self._stall_s,
-            )
 
 
 def _check_agreement(everyone: list[dict[str, Any]]) -> None:
@@ -319,11 +298,6 @@ def _check_agreement(everyone: list[dict[str, Any]]) -> None:
             raise CheckpointError(msg)
 
 
-def _sums_of(shards: list[Shard], shape: Sequence[int]) -> Sums:
-    """Returns the sums of this process's shards of an array."""
-    return total(slice_sums(values, starts, shape) for starts, values in shards)
-
-
 def _saved_files(folder: AnyPath, arrays: str) -> dict[str, SavedFile]:
     """Returns the size and hash of every file of the arrays."""
     saved: dict[str, SavedFile] = {}
@@ -333,14 +307,6 @@ def _saved_files(folder: AnyPath, arrays: str) -> dict[str, SavedFile]:
         digest = files.digest(file.read_bytes()) if size <= _HASHED_BYTES else None
         saved[str(file)[start:]] = SavedFile(size, digest)
     return saved
-
-
-def _fail(error: Exception) -> None:
-    raise error
-
-
-def _nothing() -> None:
-    """Does nothing: without arrays there are no files."""
 
 
 # The end of the process.

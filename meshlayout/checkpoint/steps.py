@@ -293,7 +293,8 @@ class Steps:
     def _try(self, step: int, read: Read[T], *, verify: bool) -> T:
         """Restores one step; raises on all processes if it is damaged on one."""
         begin_s = time.perf_counter()
-        contents, problem, restored, sums = None, None, None, ""
+        contents, problem, sums = None, None, ""
+        restored: Any = None
         try:
             contents = self.manifest(step)
             if verify and jax.process_index() == 0:
