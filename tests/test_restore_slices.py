@@ -67,9 +67,7 @@ def test_damage_in_one_slice_of_a_large_array_is_found(tmp_path, monkeypatch, wa
     shutil.copytree(tmp_path / "1" / "state", tmp_path / "2" / "state")
     ck = Checkpointer(tmp_path)
     monkeypatch.setattr(saved_step, "check_files", lambda folder, manifest: None)
-    monkeypatch.setattr(
-        "meshlayout.checkpoint.steps.check_files", lambda *_: None
-    )
+    monkeypatch.setattr("meshlayout.checkpoint.steps.check_files", lambda *_: None)
     like = create(WAYS[way])
     with pytest.raises(ml.errors.DamagedCheckpointError) as caught:
         ck.restore(like, step=2)
