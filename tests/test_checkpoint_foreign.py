@@ -382,7 +382,7 @@ def test_room_on_the_disk_is_taken_before_memory_is_mapped(tmp_path, monkeypatch
     original = np.memmap
 
     def spy(file, *args, **options):
-        found = os.fstat(file.fileno())
+        found = Path(file).stat()
         sizes.append(found.st_size)
         # A hole that cannot be filled ends the process when it is written to.
         assert found.st_blocks * 512 >= found.st_size

@@ -17,14 +17,8 @@ from meshlayout.checkpoint import attempt, files
 from meshlayout.checkpoint.data_state import Continues, DataState
 from meshlayout.checkpoint.lease import Lease
 from meshlayout.checkpoint.manifest import Inspection, Manifest, encode
-from meshlayout.checkpoint.pairs import Dtypes
-from meshlayout.checkpoint.restore import (
-    Request,
-    Restored,
-    RestoreOptions,
-    load,
-    to_numpy,
-)
+from meshlayout.checkpoint.pairs import Dtypes, Request
+from meshlayout.checkpoint.restore import Restored, RestoreOptions, load, to_numpy
 from meshlayout.checkpoint.saved_step import SavedStep
 from meshlayout.checkpoint.snapshot import Snapshot, host_bytes
 from meshlayout.checkpoint.step_writer import StepWriter

@@ -1,13 +1,17 @@
 """`RestoreDiff`: how a saved state differs from the state to restore into."""
 
 import difflib
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
+import numpy as np
 from jax.typing import DTypeLike
 
 from meshlayout import _jax, _render
+from meshlayout._annotations import DType
 from meshlayout.errors import CheckpointError
 
 
@@ -19,7 +23,7 @@ _COLUMNS = ("differs", "wanted", "saved")
 
 @dataclass(frozen=True, slots=True)
 class ArraySpec:
-    """The spec of a saved array, known before it is read.
+    """The spec of a saved array, known before it is read, or of an array to restore.
 
     Attributes:
         path: Its name.
@@ -28,6 +32,7 @@ class ArraySpec:
         dtype: Its dtype; for a Python number, `bool`, `int`, `float` or `complex`.
         is_numpy: Whether it was saved from NumPy, and comes back as such without a
             target.
+        dims: The permutation that its dims were put in; None for none.
     """
 
     path: str
@@ -35,6 +40,7 @@ class ArraySpec:
     shape: tuple[int, ...]
     dtype: Any
     is_numpy: bool = False
+    dims: tuple[int, ...] | None = None
 
     @property
     def array(self) -> str:
@@ -45,6 +51,16 @@ class ArraySpec:
     def is_key(self) -> bool:
         """Whether it is an array of PRNG keys, whose generator is known."""
         return not is_number(self.dtype) and _jax.is_extended(self.dtype)
+
+    @property
+    def host_shape(self) -> tuple[int, ...]:
+        """Its shape on the host; for PRNG keys, that of the words they are made of."""
+        return (*self.shape, *_word_shape(self.dtype)) if self.is_key else self.shape
+
+    @property
+    def host_dtype(self) -> np.dtype[Any]:
+        """Its dtype on the host; for PRNG keys, that of their words."""
+        return np.dtype("uint32" if self.is_key else self.dtype)
 
     def transposed(self, dims: tuple[int, ...] | None) -> "ArraySpec":
         """Returns the array with its dims in another order.
@@ -63,7 +79,7 @@ class ArraySpec:
                 f"{len(dims)} dims. Make the pattern narrower."
             )
             raise CheckpointError(msg)
-        return replace(self, shape=tuple(self.shape[dim] for dim in dims))
+        return replace(self, shape=tuple(self.shape[dim] for dim in dims), dims=dims)
 
     def __str__(self) -> str:
         return f"{self.path} {self.array}".lstrip()
@@ -73,6 +89,25 @@ def is_number(dtype: DTypeLike | None) -> bool:
     """Returns whether this is the type of a Python number, which has no dtype."""
     # By identity: NumPy's float64 equals float.
     return any(dtype is kind for kind in (bool, int, float, complex))
+
+
+@functools.lru_cache(maxsize=16)
+def key_dtype(impl: str | None) -> Any:
+    """Returns the dtype of a generator's PRNG keys; None if JAX has no such generator.
+
+    Args:
+        impl: The generator's name, as `"threefry2x32"`.
+    """
+    try:
+        return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
+    except (TypeError, ValueError):
+        return None
+
+
+@functools.lru_cache(maxsize=16)
+def _word_shape(dtype: DType) -> tuple[int, ...]:
+    key = jax.ShapeDtypeStruct((), dtype)
+    return jax.eval_shape(jax.random.key_data, key).shape
 
 
 @dataclass(frozen=True, slots=True)

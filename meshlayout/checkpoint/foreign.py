@@ -2,8 +2,8 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,9 @@ import numpy as np
 from flax import serialization
 
 from meshlayout import _checks
-from meshlayout._annotations import Leaf, PyTree
+from meshlayout._annotations import PyTree
 from meshlayout._optional import require
-from meshlayout.checkpoint.difference import ArraySpec
+from meshlayout.checkpoint.difference import ArraySpec, key_dtype
 from meshlayout.checkpoint.orbax_arrays import (
     TREE,
     ArrayReadError,
@@ -22,13 +22,8 @@ from meshlayout.checkpoint.orbax_arrays import (
     OrbaxArrays,
     read_json,
 )
-from meshlayout.checkpoint.pairs import Dtypes, key_dtype, key_words
-from meshlayout.checkpoint.restore import (
-    MOST_KEYS,
-    READ_AHEAD_BYTES,
-    Request,
-    load_foreign,
-)
+from meshlayout.checkpoint.pairs import Dtypes, Request
+from meshlayout.checkpoint.restore import MOST_KEYS, READ_AHEAD_BYTES, load_foreign
 from meshlayout.checkpoint.target import HostArray, Index
 from meshlayout.errors import CheckpointError, DamagedCheckpointError
 from meshlayout.layout_map import LayoutMap
@@ -65,23 +60,18 @@ def load_msgpack(
     Flax wrote in chunks. Each device gets only its own slices. A changed bit inside an
     array goes unnoticed, as the format has no checksums.
 
+    The options are those of `load_safetensors`; in saved paths, `/` separates the keys.
+
     Args:
         path: The file, or its bytes: what `flax.serialization.to_bytes` or
             `msgpack_serialize` made of a state.
-        like: The state to restore: arrays, whose values are ignored, or abstract
-            arrays (from `ml.describe`), in any tree. Or a layout map alone: then nested
-            dicts of all arrays are returned.
+        like: The state to restore, or a layout map alone.
         layouts: Where arrays go, if not where those of `like` are.
-        rename: `{pattern: replacement}`, applied to the saved paths (keys joined by
-            `/`) as by `re.sub`. A path may be changed by one pattern only.
-        transpose: `{pattern: permutation}`, by path in the state: the array in the
-            state is `np.transpose(saved, permutation)`.
-        partial: Whether arrays of the state may be missing in the file, and keep
-            their values, and extra arrays in the file are ignored.
-        allow: Patterns of paths that may differ in any way, in shape too; they then
-            keep their values.
-        dtype: A dtype for every array of its kind, or `{pattern: dtype}`. All others
-            must have been saved in the state's dtype.
+        rename: `{pattern: replacement}` for saved paths.
+        transpose: `{pattern: permutation}`, by path in the state.
+        partial: Whether arrays may be missing or extra.
+        allow: Patterns of paths that may differ in any way.
+        dtype: A dtype for every array of its kind, or `{pattern: dtype}`.
 
     Raises:
         DamagedCheckpointError: If the file is cut off or is not Flax's msgpack.
@@ -96,15 +86,7 @@ def load_msgpack(
         >>> str(ml.fetch_layout(loaded["w"]))
         '[batch]'
     """
-    request = Request(
-        like=like,
-        layouts=layouts,
-        rename=rename,
-        transpose=transpose,
-        partial=partial,
-        allow=allow,
-        dtype=dtype,
-    )
+    request = Request(like, layouts, rename, transpose, partial, allow, dtype)
     return load_foreign(_MsgpackFile(path), request)
 
 
@@ -127,18 +109,20 @@ def load_orbax(
     that was. Every device reads only the slices that it holds. Orbax writes no
     checksums of arrays: a changed bit inside one is not always found.
 
+    All options but `item` are those of `load_msgpack`. A leading `params/`, and the
+    `/value` that NNX once wrote, need no renaming.
+
     Args:
         directory: What was saved to; of a `CheckpointManager`, the directory of a
             step.
-        like: As for `load_msgpack`, as are all options but `item`.
+        like: The state to restore, or a layout map alone.
         layouts: Where arrays go, if not where those of `like` are.
         item: The name of the tree in the directory, where it holds several.
-        rename: `{pattern: replacement}` for saved paths. A leading `params/`, and the
-            `/value` that NNX once wrote, need no renaming.
-        transpose: `{pattern: permutation}`, by path in the state.
+        rename: As for `load_msgpack`, as are the options below.
+        transpose: `{pattern: permutation}`.
         partial: Whether arrays may be missing or extra.
-        allow: Patterns of paths that may differ in any way.
-        dtype: A dtype for every array of its kind, or `{pattern: dtype}`.
+        allow: Patterns of paths that may differ.
+        dtype: A dtype, or `{pattern: dtype}`.
 
     Raises:
         DamagedCheckpointError: If files are missing or are not what was saved, as far
@@ -146,15 +130,7 @@ def load_orbax(
         RestoreDiffError: If they differ in ways that are not allowed.
         CheckpointError: If Orbax wrote nothing there, or an option does not fit.
     """
-    request = Request(
-        like=like,
-        layouts=layouts,
-        rename=rename,
-        transpose=transpose,
-        partial=partial,
-        allow=allow,
-        dtype=dtype,
-    )
+    request = Request(like, layouts, rename, transpose, partial, allow, dtype)
     return load_foreign(_OrbaxDirectory(directory, item), request)
 
 
@@ -187,19 +163,27 @@ class _MsgpackFile:
     read_ahead_bytes = 0
 
     def __init__(self, path: Any) -> None:
-        is_bytes = isinstance(path, (bytes, bytearray, memoryview))
-        if not is_bytes:
+        self.name = "the msgpack data"
+        content = path
+        if not isinstance(path, (bytes, bytearray, memoryview)):
             check_path("path", path)
-        self.name = "the msgpack data" if is_bytes else str(path)
-        tree = _unpack(bytes(path) if is_bytes else _read_file(path), self.name)
+            self.name = str(path)
+            try:
+                content = Path(path).expanduser().read_bytes()
+            except OSError as error:
+                msg = f"{path}: it cannot be read: {error}."
+                raise CheckpointError(msg) from None
         self._values: dict[str, Any] = {}
-        for keys, value in _values_in(tree, (), self.name):
-            name = "/".join(keys)
-            if name in self._values:
-                msg = f"{self.name}: two arrays have the path {name!r}."
+        for keys, value in _values_in(_unpacked(bytes(content), self.name), self.name):
+            path = "/".join(keys)
+            if path in self._values:
+                msg = f"{self.name}: two arrays have the path {path!r}."
                 raise CheckpointError(msg)
-            self._values[name] = value
-        self.leaves = [_leaf(path, value) for path, value in self._values.items()]
+            self._values[path] = value
+        self.leaves = [
+            ArraySpec(path, (), np.shape(value), getattr(value, "dtype", type(value)))
+            for path, value in self._values.items()
+        ]
 
     def start(self, leaf: ArraySpec, index: Index) -> Callable[[], HostArray]:
         """As for `Source`."""
@@ -207,31 +191,22 @@ class _MsgpackFile:
         return lambda: np.array(value[index])
 
 
-def _read_file(path: Any) -> bytes:
+def _unpacked(content: bytes, name: str) -> Mapping[Any, Any]:
     try:
-        return Path(path).expanduser().read_bytes()
-    except OSError as error:
-        msg = f"{path}: it cannot be read: {error}."
-        raise CheckpointError(msg) from None
-
-
-def _unpack(data: bytes, name: str) -> Mapping[Any, Any]:
-    try:
-        tree = serialization.msgpack_restore(data)
+        tree = serialization.msgpack_restore(content)
     except _UNPACK_ERRORS as error:
         msg = f"{name}: it is cut off or not msgpack of Flax: {error}"
         raise DamagedCheckpointError(f"{msg.rstrip('.: ')}.") from None
     if not isinstance(tree, Mapping) or not tree:
-        kind = type(tree).__name__
-        msg = f"{name}: it is not msgpack of a state: it holds {_checks.shown(tree)}."
-        if isinstance(tree, Mapping):
-            msg = f"{name}: it is not msgpack of a state: it holds an empty {kind}."
+        is_empty = isinstance(tree, Mapping)
+        what = "an empty dict" if is_empty else _checks.shown(tree)
+        msg = f"{name}: it is not msgpack of a state: it holds {what}."
         raise DamagedCheckpointError(msg)
     return tree
 
 
 def _values_in(
-    node: PyTree, keys: tuple[str, ...], name: str
+    node: PyTree, name: str, keys: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yields the keys and the value of all arrays and numbers."""
     if len(keys) > MOST_KEYS:
@@ -246,21 +221,16 @@ def _values_in(
             "msgpack, which Flax does not write."
         )
         raise DamagedCheckpointError(msg)
-    if isinstance(node, Mapping):
-        for key, child in node.items():
-            yield from _values_in(child, (*keys, str(key)), name)
-    elif isinstance(node, (list, tuple)):
-        for position, child in enumerate(node):
-            yield from _values_in(child, (*keys, str(position)), name)
-    elif isinstance(node, (np.ndarray, np.generic, bool, int, float, complex)):
+    if isinstance(node, (np.ndarray, np.generic, bool, int, float, complex)):
         yield keys, node
-
-
-def _leaf(path: str, value: Leaf) -> ArraySpec:
-    parts = tuple(path.split("/"))
-    if not hasattr(value, "dtype"):
-        return ArraySpec(path, parts, (), type(value))
-    return ArraySpec(path, parts, value.shape, value.dtype)
+        return
+    children: Iterable[tuple[Any, Any]] = ()
+    if isinstance(node, Mapping):
+        children = node.items()
+    elif isinstance(node, (list, tuple)):
+        children = enumerate(node)
+    for key, child in children:
+        yield from _values_in(child, name, (*keys, str(key)))
 
 
 # Plain Orbax.
@@ -282,17 +252,25 @@ class _OrbaxDirectory:
         path = _find_tree(path, item)
         self.name = str(path)
         layout = Format.read(path)
+        # What each leaf was, by its keys; texts and empty nodes are not in the files.
+        kinds: dict[tuple[str, ...], str] = {}
         try:
-            entries = [_Entry.of(entry) for entry in layout.tree.values()]
+            for entry in layout.tree.values():
+                value = entry["value_metadata"]
+                kind = value.get("value_type")
+                if not value.get("skip_deserialize") and kind not in _NOT_VALUES:
+                    keys = tuple(str(key["key"]) for key in entry["key_metadata"])
+                    kinds[keys] = kind
         except (AttributeError, KeyError, TypeError) as error:
             msg = f"{path / TREE}: it is not what Orbax writes: {error!r}."
             raise DamagedCheckpointError(msg) from None
-        entries = [entry for entry in entries if entry.is_value]
-        self._check_distinct(entries)
-        self._names = {entry.path: entry.name for entry in entries}
-        self._arrays = OrbaxArrays(self.name, layout, self._names.values())
+        _check_distinct(self.name, kinds)
+        self._arrays = OrbaxArrays(self.name, layout, map(".".join, kinds))
         impls = _key_impls(path)
-        self.leaves = [self._leaf(entry, impls.get(entry.path)) for entry in entries]
+        self.leaves = [
+            self._leaf(keys, kind, impls.get(".".join(keys)))
+            for keys, kind in kinds.items()
+        ]
 
     def start(self, leaf: ArraySpec, index: Index) -> Callable[[], HostArray]:
         """As for `Source`."""
@@ -302,19 +280,22 @@ class _OrbaxDirectory:
                 return read()
 
         with self._unreadable(leaf.path):
-            read = self._arrays.start(self._names[leaf.path], index)
+            read = self._arrays.start(".".join(leaf.parts), index)
         return finish
 
-    def _leaf(self, entry: "_Entry", impl: str | None) -> ArraySpec:
-        with self._unreadable(entry.path):
-            shape, dtype = self._arrays.shape_and_dtype(entry.name)
-        if entry.is_number:
-            return ArraySpec(entry.path, entry.keys, (), type(dtype.type(0).item()))
-        keys = None if impl is None else key_dtype(impl)
-        if keys is not None:
-            rank = len(shape) - len(key_words(keys, ())["shape"])
-            return ArraySpec(entry.path, entry.keys, shape[:rank], keys)
-        return ArraySpec(entry.path, entry.keys, shape, dtype)
+    def _leaf(self, keys: tuple[str, ...], kind: str, impl: str | None) -> ArraySpec:
+        path = "/".join(keys)
+        with self._unreadable(path):
+            shape, dtype = self._arrays.shape_and_dtype(".".join(keys))
+        if kind == "scalar" and not shape:
+            return ArraySpec(path, keys, (), type(dtype.type(0).item()))
+        array = ArraySpec(path, keys, shape, dtype)
+        if impl is None or key_dtype(impl) is None:
+            return array
+        key = replace(array, shape=(), dtype=key_dtype(impl))
+        rank = len(shape) - len(key.host_shape)
+        is_key = (shape[rank:], dtype) == (key.host_shape, key.host_dtype)
+        return replace(key, shape=shape[:rank]) if is_key else array
 
     @contextlib.contextmanager
     def _unreadable(self, path: str) -> Iterator[None]:
@@ -324,57 +305,30 @@ class _OrbaxDirectory:
             msg = f"{self.name}: {path} cannot be read: {error}."
             raise DamagedCheckpointError(msg) from None
 
-    def _check_distinct(self, entries: Sequence["_Entry"]) -> None:
-        by_name: dict[str, _Entry] = {}
-        by_path: dict[str, _Entry] = {}
-        for entry in entries:
-            other = by_name.setdefault(entry.name, entry)
-            if other is not entry:
-                msg = (
-                    f"{self.name}: Orbax has one name, {entry.name!r}, for the arrays "
-                    f"{other.keys} and {entry.keys}, and kept only one of them."
-                )
-                raise DamagedCheckpointError(msg)
-            other = by_path.setdefault(entry.path, entry)
-            if other is not entry:
-                msg = (
-                    f"{self.name}: the arrays {other.keys} and {entry.keys} have the "
-                    f"same path, {entry.path!r}. Read it with Orbax and rename one."
-                )
-                raise CheckpointError(msg)
+
+# Orbax's types of texts, and of nodes without leaves.
+_NOT_VALUES = ("string", "None", "Dict", "List")
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """Orbax's metadata of one leaf.
-
-    Attributes:
-        keys: The keys that its name is made of.
-        is_value: Whether it is an array or a number; empty nodes and texts are not.
-        is_number: Whether it is a Python number.
-    """
-
-    keys: tuple[str, ...]
-    is_value: bool
-    is_number: bool
-
-    @classmethod
-    def of(cls, entry: Mapping[str, Any]) -> "_Entry":
-        keys = tuple(str(key["key"]) for key in entry["key_metadata"])
-        value = entry["value_metadata"]
-        kind = value.get("value_type")
-        is_empty = kind in ("string", "None", "Dict", "List")
-        is_value = not value.get("skip_deserialize") and not is_empty
-        return cls(keys, is_value, kind == "scalar")
-
-    @property
-    def path(self) -> str:
-        return "/".join(self.keys)
-
-    @property
-    def name(self) -> str:
-        """Orbax's name for it in its files."""
-        return ".".join(self.keys)
+def _check_distinct(directory: str, leaves: Iterable[tuple[str, ...]]) -> None:
+    by_name: dict[str, tuple[str, ...]] = {}
+    by_path: dict[str, tuple[str, ...]] = {}
+    for keys in leaves:
+        name, path = ".".join(keys), "/".join(keys)
+        other = by_name.setdefault(name, keys)
+        if other != keys:
+            msg = (
+                f"{directory}: Orbax has one name, {name!r}, for the arrays {other} "
+                f"and {keys}, and kept only one of them."
+            )
+            raise DamagedCheckpointError(msg)
+        other = by_path.setdefault(path, keys)
+        if other != keys:
+            msg = (
+                f"{directory}: the arrays {other} and {keys} have the same path, "
+                f"{path!r}. Read it with Orbax and rename one."
+            )
+            raise CheckpointError(msg)
 
 
 def _find_tree(path: Any, item: str | None) -> Any:
@@ -391,23 +345,23 @@ def _find_tree(path: Any, item: str | None) -> Any:
     if item is None and len(trees) == 1:
         return path / trees[0]
     names = ", ".join(map(repr, trees))
+    steps = sorted((name for name in inside if name.isdecimal()), key=int)
     if trees and item is None:
-        msg = f"{path}: it holds several trees: {names}. Give item= one of them."
+        why = f"it holds several trees: {names}. Give item= one of them."
     elif trees:
-        msg = f"{path}: it holds no tree {item!r}; it holds {names}."
+        why = f"it holds no tree {item!r}; it holds {names}."
+    elif steps:
+        why = (
+            f"it holds the steps {', '.join(steps[-5:])}. Give the directory of one of "
+            f"them, as {path / steps[-1]}."
+        )
     else:
-        msg = f"{path}: there is nothing in it that Orbax finished writing."
-        steps = sorted((name for name in inside if name.isdecimal()), key=int)
-        if steps:
-            msg = (
-                f"{path}: it holds the steps {', '.join(steps[-5:])}. Give the "
-                f"directory of one of them, as {path / steps[-1]}."
-            )
-    raise CheckpointError(msg)
+        why = "there is nothing in it that Orbax finished writing."
+    raise CheckpointError(f"{path}: {why}")
 
 
 def _key_impls(path: Any) -> dict[str, str]:
-    """Returns the generator of each array of PRNG keys, by path."""
+    """Returns the generator of each array of PRNG keys, by Orbax's name."""
     impls: dict[str, str] = {}
     for file in path.glob("array_metadatas/process_*"):
         try:
@@ -415,7 +369,7 @@ def _key_impls(path: Any) -> dict[str, str]:
                 array = entry["array_metadata"]
                 impl = (array["ext_metadata"] or {}).get("random_key_impl")
                 if impl is not None:
-                    impls[array["param_name"].replace(".", "/")] = impl
+                    impls[array["param_name"]] = impl
         except (AttributeError, KeyError, TypeError) as error:
             msg = f"{file}: it is not what Orbax writes: {error!r}."
             raise DamagedCheckpointError(msg) from None

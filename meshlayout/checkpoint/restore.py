@@ -1,7 +1,7 @@
 """The restore engine: from saved arrays in any format to a state on devices.
 
 A format is a `Source`: names, shapes, dtypes, and a function that starts reading one
-slice. Everything else is here and in `leaf_restore`, and is the same for checkpoints of
+slice. Everything else is here and in `target`, and is the same for checkpoints of
 our own, plain Orbax, safetensors and msgpack: names are matched, differences shown,
 each process reads the slices that its devices hold, casts them and places them.
 
@@ -13,27 +13,19 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypedDict
 
 import jax
 import numpy as np
-from jax.tree_util import DictKey
 
-from meshlayout import _checks, _render
+from meshlayout import _render
 from meshlayout._annotations import PyTree
 from meshlayout.checkpoint.data_state import Continues
 from meshlayout.checkpoint.difference import ArraySpec, RestoreDiff, is_number
-from meshlayout.checkpoint.pairs import Dtypes, Matched, key_words, match
+from meshlayout.checkpoint.pairs import Dtypes, Request, match
 from meshlayout.checkpoint.patterns import permutations, renamed
-from meshlayout.checkpoint.target import (
-    HostArray,
-    Index,
-    LeafRestore,
-    Target,
-    TargetLeaf,
-    check_kept,
-)
+from meshlayout.checkpoint.target import HostArray, Index, LeafRestore, Target
 from meshlayout.errors import CheckpointError
 from meshlayout.layout_map import LayoutMap
 
@@ -41,7 +33,7 @@ from meshlayout.layout_map import LayoutMap
 logger = logging.getLogger("meshlayout.checkpoint")
 
 # Deeper trees make JAX exceed Python's recursion limit, from which the process does
-# not recover (test: names of 1,500 keys in test_checkpoint_foreign).
+# not recover (test: names of 1,500 keys in test_restore_bad_inputs).
 MOST_KEYS = 100
 
 # How far a source with slow reads may read ahead: enough to keep a disk or a store
@@ -68,9 +60,9 @@ class Source(Protocol):
         """Starts reading a slice of a saved array.
 
         Args:
-            leaf: One of `leaves`.
-            index: One slice per dim, with a start and a stop; of PRNG keys, of their
-                words.
+            leaf: One of `leaves`, perhaps with its dims in another order.
+            index: One slice per dim of the file, with a start and a stop; for PRNG
+                keys, of their words.
 
         Returns:
             A function that waits for the slice and returns it, in its saved dtype, in
@@ -92,30 +84,6 @@ class RestoreOptions(TypedDict, total=False):
     dtype: Dtypes
     verify: bool
     fallback: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """The arguments of a restore; see `Checkpointer.restore` and `load_safetensors`.
-
-    Raises:
-        CheckpointError: If a flag or a pattern is not one.
-    """
-
-    like: PyTree = None
-    layouts: LayoutMap | None = None
-    rename: Mapping[str, str] | None = None
-    partial: bool = False
-    only: str | None = None
-    allow: str | Sequence[str] = ()
-    dtype: Dtypes = None
-    separator: str = "/"
-    transpose: Mapping[str, Sequence[int]] | None = None
-
-    def __post_init__(self) -> None:
-        _checks.flag("partial", self.partial, error=CheckpointError)
-        if self.only is not None:
-            _checks.pattern("only", self.only, error=CheckpointError)
 
 
 @dataclass(frozen=True)
@@ -143,47 +111,31 @@ def load(source: Source, request: Request) -> Restored:
     Raises:
         CheckpointError: If the saved arrays do not fit.
     """
-    saved, names, rename = _chosen(source, request)
-    by_name: dict[str, tuple[int, ...]] = {}
-    if request.transpose is not None:
-        by_name = permutations(request.transpose, names)
-    dims = {
-        leaf.path: by_name.get(name) for leaf, name in zip(saved, names, strict=True)
-    }
-    permuted = [leaf.transposed(dims[leaf.path]) for leaf in saved]
-    target = _target(source, permuted, names, request)
-    chosen = [leaf for leaf in target.leaves if _is_chosen(leaf.leaf.path, request)]
-    if request.only is not None and not chosen and not saved:
+    saved = _saved_by_name(source, request)
+    target = _target(source, saved, request)
+    wanted = [leaf.spec for leaf in target.leaves if request.chooses(leaf.spec.path)]
+    if request.only is not None and not wanted and not saved:
         first = source.leaves[0].path if source.leaves else ""
         msg = (
             f"only={request.only!r} matches no path in {source.name}, whose first is "
             f"{first!r}. It is a regular expression."
         )
         raise CheckpointError(msg)
-    matched = match(
-        permuted,
-        [leaf.leaf for leaf in chosen],
-        rename=rename,
-        partial=request.partial,
-        allow=request.allow,
-        dtype=request.dtype,
-        separator=request.separator,
-        is_foreign=source.is_foreign,
-        source=source.name,
+    pairs, diff = match(
+        saved, wanted, request, is_foreign=source.is_foreign, source=source.name
     )
-    plan = _plan(source, target, saved, matched, dims)
-    restores = [leaf for leaf in plan if isinstance(leaf, LeafRestore)]
-    slices = (
-        (restore.saved, restore.saved_index(index))
-        for restore in restores
-        for index, _ in restore.slices()
-    )
-    parts = _read(source, slices)
-    values = [
-        leaf.place(parts) if isinstance(leaf, LeafRestore) else leaf.keep()
-        for leaf in plan
+    partners = {pair.wanted.path: pair for pair in pairs}
+    leaves = [
+        replace(leaf, saved=pair.saved, dtype=pair.dtype)
+        if (pair := partners.get(leaf.spec.path)) is not None
+        else leaf
+        for leaf in target.leaves
     ]
-    return Restored(target.rebuild(values), matched.diff, restores)
+    _check(leaves, source.name)
+    parts = _read(source, (part for leaf in leaves for part in leaf.saved_slices()))
+    values = [leaf.place(parts) for leaf in leaves]
+    restores = [leaf for leaf in leaves if leaf.saved is not None]
+    return Restored(target.rebuild(values), diff, restores)
 
 
 def load_foreign(source: Source, request: Request) -> PyTree:
@@ -217,62 +169,34 @@ def to_numpy(source: Source) -> PyTree:
     Args:
         source: The saved arrays.
     """
-    shapes = [
-        key_words(leaf.dtype, leaf.shape)["shape"] if leaf.is_key else leaf.shape
+    wholes = (
+        (leaf, tuple(slice(0, size) for size in leaf.host_shape))
         for leaf in source.leaves
-    ]
-    wholes = [tuple(slice(0, size) for size in shape) for shape in shapes]
-    parts = _read(source, zip(source.leaves, wholes, strict=True))
+    )
     values = [
         leaf.dtype(part.item()) if is_number(leaf.dtype) else part
-        for leaf, part in zip(source.leaves, parts, strict=True)
+        for leaf, part in zip(source.leaves, _read(source, wholes), strict=True)
     ]
     return _nested(source.leaves, [leaf.parts for leaf in source.leaves], values)
 
 
-# The leaves to restore, and their names.
-
-
-def _chosen(
-    source: Source, request: Request
-) -> tuple[list[ArraySpec], list[str], Mapping[str, str] | None]:
-    """Returns what `only=` leaves of the saved leaves, their new names, and `rename=`.
-
-    A pattern of `rename=` that only matches omitted leaves would be reported as
-    matching nothing; it is omitted with them.
-    """
-    paths = [leaf.path for leaf in source.leaves]
-    names = paths
+def _saved_by_name(source: Source, request: Request) -> dict[str, ArraySpec]:
+    """Returns the chosen leaves by their new names, with their dims permuted."""
+    names = [leaf.path for leaf in source.leaves]
     if request.rename is not None or request.separator != "/":
-        names = renamed(paths, request.rename, request.separator)
-    if request.only is None:
-        return source.leaves, names, request.rename
-    pairs = [
-        (leaf, name)
+        names = renamed(names, request.rename, request.separator)
+    dims: dict[str, tuple[int, ...]] = {}
+    if request.transpose is not None:
+        dims = permutations(request.transpose, names)
+    return {
+        name: leaf.transposed(dims.get(name))
         for leaf, name in zip(source.leaves, names, strict=True)
-        if _is_chosen(name, request)
-    ]
-    saved = [leaf for leaf, _ in pairs]
-    rename = {
-        pattern: replacement
-        for pattern, replacement in (request.rename or {}).items()
-        if any(_checks.pattern("rename", pattern).search(leaf.path) for leaf in saved)
+        if request.chooses(name)
     }
-    return saved, [name for _, name in pairs], rename
 
 
-def _is_chosen(path: str, request: Request) -> bool:
-    if request.only is None:
-        return True
-    return _checks.pattern("only", request.only).search(path) is not None
-
-
-# The state to build.
-
-
-def _target(
-    source: Source, saved: Sequence[ArraySpec], names: Sequence[str], request: Request
-) -> Target:
+def _target(source: Source, saved: Mapping[str, ArraySpec], request: Request) -> Target:
+    """Returns the state to build: that of `like=`, or nested dicts of all leaves."""
     like, layouts = request.like, request.layouts
     if isinstance(like, LayoutMap):
         if layouts is not None:
@@ -282,22 +206,33 @@ def _target(
             raise CheckpointError(msg)
         like, layouts = None, like
     elif like is not None or source.is_foreign:
-        if not source.leaves and not jax.tree.leaves(like):
-            return Target([], lambda values: like)
         return Target.of(like, layouts, whole=not source.is_foreign)
     parts = [
         leaf.parts
         if leaf.path == name and not source.is_foreign
         else tuple(name.split("/"))
-        for leaf, name in zip(saved, names, strict=True)
+        for name, leaf in saved.items()
     ]
-    tree = _nested(saved, parts, [_template(leaf) for leaf in saved])
-    if tree == {}:
-        return Target([], lambda values: {})
-    if source.is_foreign or layouts is None or not isinstance(tree, dict):
-        return Target.of(tree, layouts, whole=not source.is_foreign)
-    target = Target.of(_SavedTree(tree), layouts)
-    return Target(target.leaves, lambda values: target.rebuild(values).tree)
+    leaves = list(saved.values())
+    tree = _nested(leaves, parts, [_template(leaf) for leaf in leaves])
+    if not leaves:
+        return Target([], lambda values: tree)
+    if source.is_foreign:
+        return Target.of(tree, layouts)
+    # Under an empty key, which paths leave out: rules see whole paths. A tree with the
+    # key `params` would be taken for Linen variables, and `params` left out of paths,
+    # but it may be a `TrainState` whose type was not saved.
+    target = Target.of({"": tree}, layouts)
+    return Target(target.leaves, lambda values: target.rebuild(values)[""])
+
+
+def _template(leaf: ArraySpec) -> Any:
+    """Returns the placeholder of a saved leaf in the state to build."""
+    if is_number(leaf.dtype):
+        return leaf.dtype()
+    if leaf.is_numpy:
+        return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
 def _nested(
@@ -341,63 +276,21 @@ def _nested(
     return tree
 
 
-def _template(leaf: ArraySpec) -> Any:
-    """Returns the placeholder of a saved leaf in the state to build."""
-    if is_number(leaf.dtype):
-        return leaf.dtype()
-    if leaf.is_numpy:
-        return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-
-
-@jax.tree_util.register_pytree_with_keys_class
-@dataclass(frozen=True)
-class _SavedTree:
-    """Nested dicts whose root key `params` is part of the paths that rules see.
-
-    A plain dict with that key is taken for Linen variables, but here it may be a
-    `TrainState` whose type was not saved.
-    """
-
-    tree: dict[str, Any]
-
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
-        names = tuple(sorted(self.tree))
-        return [(DictKey(name), self.tree[name]) for name in names], names
-
-    @classmethod
-    def tree_unflatten(
-        cls, names: tuple[str, ...], values: Sequence[Any]
-    ) -> "_SavedTree":
-        return cls(dict(zip(names, values, strict=True)))
-
-
-# Reading.
-
-
-def _plan(
-    source: Source,
-    target: Target,
-    saved: Sequence[ArraySpec],
-    matched: Matched,
-    dims: Mapping[str, tuple[int, ...] | None],
-) -> list[TargetLeaf | LeafRestore]:
-    """Returns the outcome for every leaf of the target: restored or kept."""
-    in_files = {(leaf.path, leaf.parts): leaf for leaf in saved}
-    pairs = {pair.wanted.path: pair for pair in matched.pairs}
-    plan: list[TargetLeaf | LeafRestore] = []
-    for leaf in target.leaves:
-        pair = pairs.get(leaf.leaf.path)
-        if pair is None:
-            plan.append(leaf)
-            continue
-        origin = in_files[pair.saved.path, pair.saved.parts]
-        plan.append(LeafRestore(leaf, pair, origin, dims[origin.path]))
-    check_kept([leaf for leaf in plan if isinstance(leaf, TargetLeaf)], source.name)
-    for leaf in plan:
-        if isinstance(leaf, LeafRestore):
-            leaf.check()
-    return plan
+def _check(leaves: Sequence[LeafRestore], source: str) -> None:
+    """Raises if a leaf would have no value, or one that does not fit its layout."""
+    abstract: list[str] = []
+    for leaf in leaves:
+        leaf.check(source)
+        if leaf.saved is None and isinstance(leaf.value, jax.ShapeDtypeStruct):
+            abstract.append(leaf.spec.path)
+    if abstract:
+        more = f" and {len(abstract) - 5:,} more" if len(abstract) > 5 else ""
+        msg = (
+            f"{', '.join(abstract[:5])}{more}: not restored from {source}, and like= "
+            "holds only shapes there, so there is no value to keep. Give a state that "
+            "was created."
+        )
+        raise CheckpointError(msg)
 
 
 def _read(
@@ -407,7 +300,9 @@ def _read(
     waiting: deque[tuple[int, Callable[[], HostArray]]] = deque()
     num_bytes = 0
     for leaf, index in requests:
-        size = _slice_bytes(leaf, index)
+        size = leaf.host_dtype.itemsize
+        for part in index:
+            size *= part.stop - part.start
         while waiting and num_bytes + size > source.read_ahead_bytes:
             first_size, finish = waiting.popleft()
             num_bytes -= first_size
@@ -416,10 +311,3 @@ def _read(
         num_bytes += size
     while waiting:
         yield waiting.popleft()[1]()
-
-
-def _slice_bytes(leaf: ArraySpec, index: Index) -> int:
-    itemsize = 4 if leaf.is_key or is_number(leaf.dtype) else leaf.dtype.itemsize
-    for part in index:
-        itemsize *= part.stop - part.start
-    return itemsize

@@ -6,7 +6,6 @@ bytes are read here.
 """
 
 import json
-import logging
 import math
 import os
 import struct
@@ -23,38 +22,43 @@ from meshlayout._annotations import PyTree
 from meshlayout._optional import require
 from meshlayout.checkpoint.difference import ArraySpec
 from meshlayout.checkpoint.foreign import check_path
-from meshlayout.checkpoint.pairs import Dtypes
-from meshlayout.checkpoint.restore import Request, load_foreign
+from meshlayout.checkpoint.pairs import Dtypes, Request
+from meshlayout.checkpoint.restore import load_foreign
 from meshlayout.checkpoint.target import HostArray, Index
 from meshlayout.errors import CheckpointError, DamagedCheckpointError
 from meshlayout.layout_map import LayoutMap
 
 
-logger = logging.getLogger("meshlayout.checkpoint")
-
 INDEX = ".index.json"
 SUFFIX = ".safetensors"
 
+# What can stand between the keys in the name of an array.
+SEPARATORS = (".", "/")
+
+# The names of dtypes in the files, and those of NumPy and JAX.
 DTYPES = {
-    "BOOL": np.dtype(bool),
-    "U8": np.dtype("uint8"),
-    "I8": np.dtype("int8"),
-    "U16": np.dtype("uint16"),
-    "I16": np.dtype("int16"),
-    "U32": np.dtype("uint32"),
-    "I32": np.dtype("int32"),
-    "U64": np.dtype("uint64"),
-    "I64": np.dtype("int64"),
-    "F16": np.dtype("float16"),
-    "F32": np.dtype("float32"),
-    "F64": np.dtype("float64"),
-    "C64": np.dtype("complex64"),
-    "BF16": np.dtype(jnp.bfloat16),
-    "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
-    "F8_E5M2": np.dtype(jnp.float8_e5m2),
-    "F8_E8M0": np.dtype(jnp.float8_e8m0fnu),
-    "F8_E4M3FNUZ": np.dtype(jnp.float8_e4m3fnuz),
-    "F8_E5M2FNUZ": np.dtype(jnp.float8_e5m2fnuz),
+    code: jnp.dtype(name)
+    for code, name in {
+        "BOOL": "bool",
+        "U8": "uint8",
+        "I8": "int8",
+        "U16": "uint16",
+        "I16": "int16",
+        "U32": "uint32",
+        "I32": "int32",
+        "U64": "uint64",
+        "I64": "int64",
+        "F16": "float16",
+        "F32": "float32",
+        "F64": "float64",
+        "C64": "complex64",
+        "BF16": "bfloat16",
+        "F8_E4M3": "float8_e4m3fn",
+        "F8_E5M2": "float8_e5m2",
+        "F8_E8M0": "float8_e8m0fnu",
+        "F8_E4M3FNUZ": "float8_e4m3fnuz",
+        "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    }.items()
 }
 
 
@@ -117,20 +121,9 @@ def load_safetensors(
         >>> loaded["dense"]["kernel"].addressable_shards[0].data.shape
         (2, 2)
     """
-    request = Request(
-        like=like,
-        layouts=layouts,
-        rename=rename,
-        transpose=transpose,
-        partial=partial,
-        allow=allow,
-        dtype=dtype,
-        separator=check_separator(separator),
-    )
-    return load_foreign(_Files(path), request)
-
-
-# Arguments.
+    _checks.choice("separator", separator, SEPARATORS, error=CheckpointError)
+    options = (like, layouts, rename, transpose, partial, allow, dtype, separator)
+    return load_foreign(_Files(path), Request(*options))
 
 
 def local_path(path: Any) -> Path:
@@ -145,14 +138,6 @@ def local_path(path: Any) -> Path:
     return Path(path).expanduser()
 
 
-def check_separator(separator: str) -> str:
-    """Returns the separator, or raises CheckpointError."""
-    return _checks.choice("separator", separator, (".", "/"), error=CheckpointError)
-
-
-# Reading.
-
-
 class _Files:
     """The arrays of one file, or of all files of an index; see `Source`."""
 
@@ -162,7 +147,11 @@ class _Files:
     def __init__(self, path: Any) -> None:
         path = local_path(path)
         self.name = str(path)
-        self._arrays = _arrays(_resolve(path))
+        try:
+            self._arrays = _arrays(_resolved(path))
+        except OSError as error:
+            msg = f"{path}: it cannot be read: {error}."
+            raise CheckpointError(msg) from None
         self.leaves = [array.leaf for array in self._arrays.values()]
 
     def start(self, leaf: ArraySpec, index: Index) -> Callable[[], HostArray]:
@@ -170,8 +159,18 @@ class _Files:
         return lambda: self.read(leaf, index)
 
     def read(self, leaf: ArraySpec, index: Index) -> HostArray:
-        """Reads a slice."""
-        return self._arrays[leaf.path].read(index)
+        """Reads a slice; touches only its pages of the file."""
+        array = self._arrays[leaf.path]
+        shape, dtype = array.leaf.shape, array.leaf.dtype
+        if not math.prod(shape):
+            return np.empty(shape, dtype)[index]
+        try:
+            whole = np.memmap(array.file, dtype, "r", array.offset, shape)
+        except (OSError, ValueError) as error:
+            msg = f"{array.file}: {leaf.path} cannot be read: {error}."
+            raise DamagedCheckpointError(msg) from None
+        # An array without dims is mapped as one of one element.
+        return np.array(whole.reshape(shape)[index])
 
 
 @dataclass(frozen=True)
@@ -179,24 +178,38 @@ class _FileArray:
     """One array of a file, and the byte at which it begins."""
 
     leaf: ArraySpec
-    path: Path
+    file: Path
     offset: int
 
-    def read(self, index: Index) -> HostArray:
-        """Reads a slice; touches only its pages of the file."""
-        shape, dtype = self.leaf.shape, self.leaf.dtype
-        if not math.prod(shape):
-            return np.empty(shape, dtype)[index]
-        try:
-            whole = np.memmap(self.path, dtype, "r", self.offset, shape)
-        except (OSError, ValueError) as error:
-            msg = f"{self.path}: {self.leaf.path} cannot be read: {error}."
-            raise DamagedCheckpointError(msg) from None
-        # An array without dims is mapped as one of one element.
-        return np.array(whole.reshape(shape)[index])
+
+def _resolved(path: Path) -> Path:
+    """Returns the file or index of a path."""
+    if not path.is_dir():
+        if not path.exists():
+            msg = f"{path}: there is no such file or directory."
+            raise CheckpointError(msg)
+        return path
+    indices = sorted(path.glob(f"*{SUFFIX}{INDEX}"))
+    files = sorted(path.glob(f"*{SUFFIX}"))
+    if len(indices) == 1 and path / indices[0].name.removesuffix(INDEX) not in files:
+        return indices[0]
+    if not indices and len(files) == 1 and "-of-" not in files[0].name:
+        return files[0]
+    names = [file.name for file in [*indices, *files]]
+    why = "there is no safetensors file in it."
+    if not indices and any("-of-" in name for name in names):
+        why = (
+            f"there are shards in it, such as {names[0]}, and no index "
+            f"*{SUFFIX}{INDEX}, without which nobody knows whether they are complete."
+        )
+    elif names:
+        listed = ", ".join(names[:6])
+        why = f"it holds several: {listed}. Give the path of one file or index."
+    raise CheckpointError(f"{path}: {why}")
 
 
 def _arrays(path: Path) -> dict[str, _FileArray]:
+    """Returns the arrays of a file or index, by name."""
     if not path.name.endswith(INDEX):
         return _file_arrays(path)
     names: dict[str, list[str]] = {}
@@ -220,7 +233,7 @@ def _weight_map(path: Path) -> dict[str, str]:
     try:
         files = _json(path.read_bytes())["weight_map"]
         is_map = all(map(_is_plain_name, files.values()))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         is_map, files = False, {}
     if not is_map:
         msg = (
@@ -264,9 +277,6 @@ def _file_arrays(path: Path, index: Path | None = None) -> dict[str, _FileArray]
         with path.open("rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))
             header = _json(file.read(size))
-    except OSError as error:
-        msg = f"{path}: it cannot be read: {error}."
-        raise CheckpointError(msg) from None
     except (library.SafetensorError, ValueError, RecursionError) as error:
         msg = f"{path}: it is cut off or not a safetensors file: {error}."
         raise DamagedCheckpointError(msg) from None
@@ -283,29 +293,3 @@ def _file_arrays(path: Path, index: Path | None = None) -> dict[str, _FileArray]
         leaf = ArraySpec(name, (), tuple(entry["shape"]), DTYPES[code])
         arrays[name] = _FileArray(leaf, path, 8 + size + entry["data_offsets"][0])
     return arrays
-
-
-def _resolve(path: Path) -> Path:
-    """Returns the file or index of a path."""
-    if not path.is_dir():
-        if not path.exists():
-            msg = f"{path}: there is no such file or directory."
-            raise CheckpointError(msg)
-        return path
-    indices = sorted(path.glob(f"*{SUFFIX}{INDEX}"))
-    files = sorted(path.glob(f"*{SUFFIX}"))
-    if len(indices) == 1 and path / indices[0].name.removesuffix(INDEX) not in files:
-        return indices[0]
-    if not indices and len(files) == 1 and "-of-" not in files[0].name:
-        return files[0]
-    names = [file.name for file in [*indices, *files]]
-    msg = f"{path}: there is no safetensors file in it."
-    if not indices and any("-of-" in name for name in names):
-        msg = (
-            f"{path}: there are shards in it, such as {names[0]}, and no index "
-            f"*{SUFFIX}{INDEX}, without which nobody knows whether they are complete."
-        )
-    elif names:
-        listed = ", ".join(names[:6])
-        msg = f"{path}: it holds several: {listed}. Give the path of one file or index."
-    raise CheckpointError(msg)

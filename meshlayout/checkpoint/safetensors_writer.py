@@ -5,7 +5,6 @@ other processes send their shards in pieces. So no host ever holds more than one
 and the path may be on a local disk of process 0.
 """
 
-import contextlib
 import functools
 import glob
 import itertools
@@ -15,24 +14,24 @@ import math
 import os
 import struct
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
 from meshlayout import _checks, _jax, _paths, _render
-from meshlayout._annotations import PyTree
+from meshlayout._annotations import Leaf, PyTree
 from meshlayout.checkpoint.difference import ArraySpec
 from meshlayout.checkpoint.files import sync_directory, write_whole
 from meshlayout.checkpoint.patterns import permutations, renamed
 from meshlayout.checkpoint.safetensors import (
     DTYPES,
     INDEX,
+    SEPARATORS,
     SUFFIX,
-    check_separator,
     local_path,
 )
 from meshlayout.checkpoint.target import Bounds, HostArray, bounds_of
@@ -47,6 +46,8 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 # Bytes sent by another process at a time; every device holds as many meanwhile.
 _PIECE_BYTES = 2**24
+
+_Sized = TypeVar("_Sized", "_NamedArray", "_Shard")
 
 
 def save_safetensors(
@@ -74,8 +75,8 @@ def save_safetensors(
         max_shard_bytes: The most bytes of arrays in one file, unless one array is
             larger. More are written as `model-00001-of-00002.safetensors`, ... with
             an index `model.safetensors.index.json`.
-        rename: `{pattern: replacement}`, applied to the paths in the state as by
-            `re.sub`. A path may be changed by one pattern only.
+        rename: `{pattern: replacement}`, as for `load_safetensors`, applied to the
+            paths in the state.
         transpose: `{pattern: permutation}`, by path in the state: the saved array is
             `np.transpose(array, permutation)`.
         separator: The separator between the keys in the names.
@@ -100,26 +101,20 @@ def save_safetensors(
     """
     begin_s = time.perf_counter()
     _checks.flag("overwrite", overwrite, error=CheckpointError)
-    texts = _check_metadata(metadata)
+    _checks.choice("separator", separator, SEPARATORS, error=CheckpointError)
     most = _checks.count("max_shard_bytes", max_shard_bytes, error=CheckpointError)
-    arrays = _named_arrays(state, rename, transpose, check_separator(separator))
-    plan = _SavePlan.of(_target_file(path), arrays, most)
+    arrays = _named_arrays(state, rename, transpose, separator)
+    path = _target_file(path)
+    files = _files(path, arrays, most, _checked_metadata(metadata))
     channel = open_channel("the same save_safetensors")
-    is_first = jax.process_index() == 0
-    with _agreed(channel):
-        if is_first:
-            _check_free(plan, overwrite=overwrite)
+    _on_first(channel, functools.partial(_check_free, path, overwrite=overwrite))
     try:
-        for file in plan.files:
-            with _agreed(channel):
-                if is_first:
-                    _allocate(file, texts)
+        for file in files:
+            _on_first(channel, file.allocate)
             _fill(channel, file)
-        with _agreed(channel):
-            if is_first:
-                _publish(plan)
+        _on_first(channel, functools.partial(_publish, path, files))
     finally:
-        for file in plan.files if is_first else ():
+        for file in files if jax.process_index() == 0 else ():
             try:
                 file.temporary.unlink(missing_ok=True)
             except OSError as error:  # of a save that failed before
@@ -127,34 +122,35 @@ def save_safetensors(
     logger.info(
         "saved %d arrays, %s, to %s in %.1f s",
         len(arrays),
-        _render.bytes_text(sum(file.nbytes for file in plan.files)),
-        plan.path,
+        _render.bytes_text(sum(array.nbytes for array in arrays)),
+        path,
         time.perf_counter() - begin_s,
     )
-    return plan.paths
+    paths = [file.path for file in files]
+    return [*paths, _index_of(path)] if len(paths) > 1 else paths
 
 
-def _check_metadata(metadata: object) -> dict[str, str]:
+def _checked_metadata(metadata: object) -> dict[str, str]:
     texts = {} if metadata is None else metadata
     if not isinstance(texts, Mapping) or not all(
         isinstance(text, str) for pair in texts.items() for text in pair
     ):
-        msg = f"metadata= must be strings by name, got {metadata!r}."
+        msg = f"metadata= must be strings by name, got {_checks.shown(metadata)}."
         raise CheckpointError(msg)
     return dict(texts)
 
 
 def _target_file(path: Any) -> Path:
     path = local_path(path)
-    if path.name.endswith(SUFFIX) and not path.is_dir():
+    if path.is_dir() or not path.suffix:
+        return path / f"model{SUFFIX}"
+    if path.name.endswith(SUFFIX):
         return path
-    if path.suffix and not path.is_dir():
-        msg = (
-            f"{path}: give a file name that ends in {SUFFIX}, or a directory for a "
-            f"model{SUFFIX}."
-        )
-        raise CheckpointError(msg)
-    return path / f"model{SUFFIX}"
+    msg = (
+        f"{path}: give a file name that ends in {SUFFIX}, or a directory for a "
+        f"model{SUFFIX}."
+    )
+    raise CheckpointError(msg)
 
 
 # Planning a save: which arrays go into which file, under which names.
@@ -162,25 +158,14 @@ def _target_file(path: Any) -> Path:
 
 @dataclass(frozen=True)
 class _NamedArray:
-    """An array to write; `dims` is the permutation of its dims in the file, or None."""
+    """An array to write; `spec` is its name, shape and dtype in the file."""
 
-    name: str
+    spec: ArraySpec
     value: jax.Array | HostArray
-    dims: tuple[int, ...] | None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape in the file."""
-        shape = tuple(self.value.shape)
-        return shape if self.dims is None else tuple(shape[dim] for dim in self.dims)
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return np.dtype(self.value.dtype)
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return math.prod(self.spec.shape) * self.spec.dtype.itemsize
 
     def shards(self) -> Iterator["_Shard"]:
         """Yields its distinct shards, each with a process that has it."""
@@ -213,7 +198,7 @@ class _Shard:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.array.dtype.itemsize
+        return math.prod(self.shape) * self.array.spec.dtype.itemsize
 
     def values(self) -> HostArray:
         """Returns its values, on the process that has it."""
@@ -227,17 +212,6 @@ class _Shard:
             if bounds_of(shard.index, shape) == self.bounds
         )
 
-    def write(self, whole: HostArray, values: HostArray) -> None:
-        """Writes its values into the whole array of the file."""
-        index = tuple(slice(*bound) for bound in self.bounds)
-        dims = self.array.dims
-        if dims is not None:
-            index, values = (
-                tuple(index[dim] for dim in dims),
-                np.transpose(values, dims),
-            )
-        whole[index] = values
-
 
 @dataclass(frozen=True)
 class _File:
@@ -245,6 +219,7 @@ class _File:
 
     path: Path
     arrays: list[_NamedArray]
+    metadata: Mapping[str, str]
 
     @property
     def temporary(self) -> Path:
@@ -253,73 +228,92 @@ class _File:
 
     @property
     def nbytes(self) -> int:
+        """The bytes after the header."""
         return sum(array.nbytes for array in self.arrays)
 
     @functools.cached_property
-    def offsets(self) -> dict[str, int]:
+    def begins(self) -> dict[str, int]:
         """Where each array begins, after the header."""
-        sizes = [array.nbytes for array in self.arrays]
-        begins = itertools.accumulate(sizes, initial=0)
-        return dict(zip([array.name for array in self.arrays], begins, strict=False))
+        sizes = itertools.accumulate((array.nbytes for array in self.arrays), initial=0)
+        return {a.spec.path: size for a, size in zip(self.arrays, sizes, strict=False)}
 
-    def header(self, metadata: Mapping[str, str]) -> bytes:
-        """Returns the bytes before the arrays."""
-        entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-        for array, begin in zip(self.arrays, self.offsets.values(), strict=True):
-            entries[array.name] = {
-                "dtype": _CODES[array.dtype],
-                "shape": list(array.shape),
+    @functools.cached_property
+    def header(self) -> bytes:
+        """The bytes before the arrays."""
+        entries: dict[str, Any] = {}
+        if self.metadata:
+            entries["__metadata__"] = self.metadata
+        for array in self.arrays:
+            spec, begin = array.spec, self.begins[array.spec.path]
+            entries[spec.path] = {
+                "dtype": _CODES[spec.dtype],
+                "shape": spec.shape,
                 "data_offsets": [begin, begin + array.nbytes],
             }
         text = json.dumps(entries, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         return struct.pack("<Q", len(text)) + text
 
+    def allocate(self) -> None:
+        """Makes the file, with its header and with room on the disk for all arrays."""
+        with self.temporary.open("wb") as stream:
+            stream.write(self.header)
+            stream.flush()
+            # A full disk is detected here: a write to mapped memory would kill the
+            # process.
+            if self.nbytes and hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(stream.fileno(), len(self.header), self.nbytes)
+            else:
+                for begin in range(0, self.nbytes, _PIECE_BYTES):
+                    stream.write(bytes(min(_PIECE_BYTES, self.nbytes - begin)))
+            os.fsync(stream.fileno())
 
-@dataclass(frozen=True)
-class _SavePlan:
-    """All files of a save; `path` is the one file, or what the names are made of."""
+    def write(self, shard: _Shard, values: HostArray) -> None:
+        """Writes a shard's values to their place."""
+        spec = shard.array.spec
+        offset = len(self.header) + self.begins[spec.path]
+        whole = np.memmap(self.temporary, spec.dtype, "r+", offset, spec.shape or (1,))
+        index = tuple(slice(*bound) for bound in shard.bounds)
+        if spec.dims is not None:
+            index = tuple(index[dim] for dim in spec.dims)
+            values = np.transpose(values, spec.dims)
+        whole.reshape(spec.shape)[index] = values
 
-    path: Path
-    files: list[_File]
 
-    @classmethod
-    def of(cls, path: Path, arrays: Sequence[_NamedArray], most: int) -> "_SavePlan":
-        """Returns the files for arrays, each of at most so many bytes if it can be."""
-        groups: list[list[_NamedArray]] = [[]]
-        for array in arrays:
-            size = sum(other.nbytes for other in groups[-1]) + array.nbytes
-            if groups[-1] and size > most:
-                groups.append([])
-            groups[-1].append(array)
-        stem, count = path.name.removesuffix(SUFFIX), len(groups)
-        paths = [path]
-        if count > 1:
-            names = [f"{stem}-{i + 1:05}-of-{count:05}{SUFFIX}" for i in range(count)]
-            paths = [path.with_name(name) for name in names]
-        for group in groups:
-            # Large elements first: each array then begins at a multiple of its element.
-            group.sort(key=lambda array: -array.dtype.itemsize)
-        return cls(path, [_File(*pair) for pair in zip(paths, groups, strict=True)])
+def _files(
+    path: Path, arrays: Sequence[_NamedArray], most: int, metadata: Mapping[str, str]
+) -> list[_File]:
+    """Returns the files for arrays, each of at most so many bytes if it can be."""
+    groups = _grouped(arrays, most)
+    stem, count = path.name.removesuffix(SUFFIX), len(groups)
+    names = [f"{stem}-{i + 1:05}-of-{count:05}{SUFFIX}" for i in range(count)]
+    if count == 1:
+        names = [path.name]
+    for group in groups:
+        # Large elements first: each array then begins at a multiple of its element.
+        group.sort(key=lambda array: -array.spec.dtype.itemsize)
+    return [
+        _File(path.with_name(name), group, metadata)
+        for name, group in zip(names, groups, strict=True)
+    ]
 
-    @property
-    def index(self) -> Path:
-        """The file that says which array is in which file, if there are several."""
-        return self.path.with_name(f"{self.path.name}{INDEX}")
 
-    @property
-    def paths(self) -> list[Path]:
-        """All files, the index last."""
-        paths = [file.path for file in self.files]
-        return [*paths, self.index] if len(paths) > 1 else paths
+def _grouped(items: Iterable[_Sized], most: int) -> list[list[_Sized]]:
+    """Groups items in their order: of at most so many bytes, or a single one."""
+    groups: list[list[_Sized]] = []
+    size = 0
+    for item in items:
+        size += item.nbytes
+        if not groups or size > most:
+            groups.append([])
+            size = item.nbytes
+        groups[-1].append(item)
+    return groups
 
-    def index_text(self) -> str:
-        """Returns the content of the index."""
-        names = {a.name: file.path.name for file in self.files for a in file.arrays}
-        total = sum(file.nbytes for file in self.files)
-        weight_map = dict(sorted(names.items()))
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        return json.dumps(index, indent=2) + "\n"
+
+def _index_of(path: Path) -> Path:
+    """Returns the file that says which array is in which file, if there are several."""
+    return path.with_name(f"{path.name}{INDEX}")
 
 
 def _named_arrays(
@@ -335,7 +329,7 @@ def _named_arrays(
             "state", state, where="save_safetensors", error=CheckpointError
         )
     for leaf in leaves:
-        _check_array(leaf)
+        _check_array(leaf.path, leaf.value)
     paths = [leaf.path for leaf in leaves]
     names = renamed(paths, rename)
     for path, name in zip(paths, names, strict=True):
@@ -345,34 +339,30 @@ def _named_arrays(
                 "the file. Give separator='/', or rename it."
             )
             raise CheckpointError(msg)
-    names = [name.replace("/", separator) for name in names]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice or "__metadata__" in names:
+    names = renamed(paths, rename, "/", separator)
+    if "__metadata__" in names:
         msg = (
-            f"{(twice or ['__metadata__'])[0]}: more than one thing in the file would "
-            "have this name. Change rename=."
+            "__metadata__: in the file, this is the name of the metadata. Change "
+            "rename=."
         )
         raise CheckpointError(msg)
     dims = permutations(transpose, paths)
-    for leaf in leaves:
-        shape = tuple(leaf.value.shape)
-        ArraySpec(leaf.path, (), shape, leaf.value.dtype).transposed(
-            dims.get(leaf.path)
-        )
-    arrays = [
-        _NamedArray(name, leaf.value, dims.get(leaf.path))
-        for name, leaf in zip(names, leaves, strict=True)
-    ]
-    return sorted(arrays, key=lambda array: array.name)
+    arrays: list[_NamedArray] = []
+    for leaf, name in zip(leaves, names, strict=True):
+        shape, dtype = tuple(leaf.value.shape), np.dtype(leaf.value.dtype)
+        spec = ArraySpec(leaf.path, (), shape, dtype).transposed(dims.get(leaf.path))
+        arrays.append(_NamedArray(replace(spec, path=name), leaf.value))
+    return sorted(arrays, key=lambda array: array.spec.path)
 
 
-def _check_array(leaf: _paths.Leaf) -> None:
-    value, dtype = leaf.value, getattr(leaf.value, "dtype", None)
-    alone = "Save the parameters alone, as state.params or nnx.state(model, nnx.Param)"
-    problem = ""
-    if not leaf.path:
+def _check_array(path: str, value: Leaf) -> None:
+    """Raises CheckpointError for what safetensors files cannot hold."""
+    if not path:
         msg = "the state is one leaf without a name. Put it into a dict."
         raise CheckpointError(msg)
+    dtype = getattr(value, "dtype", None)
+    alone = "Save the parameters alone, as state.params or nnx.state(model, nnx.Param)"
+    problem = ""
     if dtype is not None and _jax.is_extended(dtype):
         problem = (
             f"it is a PRNG key, which safetensors files cannot hold. {alone}, or "
@@ -393,62 +383,42 @@ def _check_array(leaf: _paths.Leaf) -> None:
             "the step returned."
         )
     if problem:
-        msg = f"{leaf.path}: {problem}"
-        raise CheckpointError(msg)
+        raise CheckpointError(f"{path}: {problem}")
 
 
 # Writing.
 
 
-@contextlib.contextmanager
-def _agreed(channel: Channel) -> Iterator[None]:
-    """Raises on all processes an error of one of them."""
-    problem: CheckpointError | None = None
-    try:
-        yield
-    except CheckpointError as error:
-        problem = error
-    except OSError as error:
-        msg = f"the safetensors files cannot be written: {error}."
-        problem = CheckpointError(msg)
-    texts = channel.exchange("" if problem is None else str(problem)).values()
-    if problem is not None:
-        raise problem
-    for process, text in enumerate(texts):
-        if text:
-            msg = f"process {process}: {text}"
-            raise CheckpointError(msg)
+def _on_first(channel: Channel, work: Callable[[], object]) -> None:
+    """Does work on process 0, and raises its errors on all processes."""
+    problem = ""
+    if jax.process_index() == 0:
+        try:
+            work()
+        except CheckpointError as error:
+            problem = str(error)
+        except OSError as error:
+            problem = f"the safetensors files cannot be written: {error}."
+    problem = channel.from_first(problem)
+    if problem and jax.process_index() != 0:
+        problem = f"process 0: {problem}"
+    if problem:
+        raise CheckpointError(problem)
 
 
-def _existing(plan: _SavePlan) -> list[Path]:
+def _existing(path: Path) -> list[Path]:
     """Returns the files of an earlier save under this name."""
-    stem = glob.escape(plan.path.name.removesuffix(SUFFIX))
-    shards = plan.path.parent.glob(f"{stem}-?????-of-?????{SUFFIX}")
-    paths = [plan.index, plan.path, *sorted(shards)]
-    return [path for path in paths if path.exists()]
+    stem = glob.escape(path.name.removesuffix(SUFFIX))
+    shards = path.parent.glob(f"{stem}-?????-of-?????{SUFFIX}")
+    return [file for file in (_index_of(path), path, *sorted(shards)) if file.exists()]
 
 
-def _check_free(plan: _SavePlan, *, overwrite: bool) -> None:
-    plan.path.parent.mkdir(parents=True, exist_ok=True)
-    existing = _existing(plan)
+def _check_free(path: Path, *, overwrite: bool) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    existing = _existing(path)
     if existing and not overwrite:
         msg = f"{existing[0]} exists. Give another name, or overwrite=True."
         raise CheckpointError(msg)
-
-
-def _allocate(file: _File, metadata: Mapping[str, str]) -> None:
-    """Makes the file, with its header and with room on the disk for all arrays."""
-    header = file.header(metadata)
-    with file.temporary.open("wb") as stream:
-        stream.write(header)
-        stream.flush()
-        # A full disk is detected here: a write to mapped memory would kill the process.
-        if file.nbytes and hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(stream.fileno(), len(header), file.nbytes)
-        else:
-            for begin in range(0, file.nbytes, _PIECE_BYTES):
-                stream.write(bytes(min(_PIECE_BYTES, file.nbytes - begin)))
-        os.fsync(stream.fileno())
 
 
 def _fill(channel: Channel, file: _File) -> None:
@@ -457,72 +427,52 @@ def _fill(channel: Channel, file: _File) -> None:
     Errors are raised at the end: until then the other processes send their shards, and
     would wait forever for a process that no longer takes part.
     """
-    is_first = jax.process_index() == 0
     problem: OSError | None = None
     for shard, values in _all_values(file):
-        if is_first and problem is None:
+        if jax.process_index() == 0 and problem is None:
             try:
-                _write(file, shard, values)
+                file.write(shard, values)
             except OSError as error:
                 problem = error
-    with _agreed(channel):
+
+    def finish() -> None:
         if problem is not None:
             raise problem
-        if is_first:
-            with file.temporary.open("r+b") as stream:
-                os.fsync(stream.fileno())
+        with file.temporary.open("r+b") as stream:
+            os.fsync(stream.fileno())
+
+    _on_first(channel, finish)
 
 
 def _all_values(file: _File) -> Iterator[tuple[_Shard, HostArray]]:
     """Yields the shards of a file with their values, on process 0."""
-    remote: list[_Shard] = []
+    remote: dict[int, list[_Shard]] = {}
     for array in file.arrays:
         for shard in array.shards() if array.nbytes else ():
             if shard.owner:
-                remote.append(shard)
+                remote.setdefault(shard.owner, []).append(shard)
             elif jax.process_index() == 0:
                 yield shard, shard.values()
-    for batch in _batches(remote):
-        content = _received(batch)
-        for shard in batch:
-            values = content[: shard.nbytes].view(shard.array.dtype)
-            content = content[shard.nbytes :]
-            yield shard, values.reshape(shard.shape)
+    for owner in sorted(remote):
+        for group in _grouped(remote[owner], _PIECE_BYTES):
+            content = _received(group)
+            for shard in group:
+                values = content[: shard.nbytes].view(shard.array.spec.dtype)
+                content = content[shard.nbytes :]
+                yield shard, values.reshape(shard.shape)
 
 
-def _write(file: _File, shard: _Shard, values: HostArray) -> None:
-    array = shard.array
-    with file.temporary.open("r+b") as stream:
-        (size,) = struct.unpack("<Q", stream.read(8))
-        offset = 8 + size + file.offsets[array.name]
-        whole = np.memmap(stream, array.dtype, "r+", offset, array.shape or (1,))
-    shard.write(whole.reshape(array.shape), values)
-
-
-def _batches(shards: Sequence[_Shard]) -> Iterator[list[_Shard]]:
-    """Yields shards of one process each, small ones together."""
-    batch: list[_Shard] = []
-    for shard in sorted(shards, key=lambda shard: shard.owner):
-        size = sum(other.nbytes for other in batch) + shard.nbytes
-        if batch and (batch[0].owner != shard.owner or size > _PIECE_BYTES):
-            yield batch
-            batch = []
-        batch.append(shard)
-    if batch:
-        yield batch
-
-
-def _received(batch: Sequence[_Shard]) -> HostArray:
+def _received(shards: Sequence[_Shard]) -> HostArray:
     """Returns the bytes of shards of another process; all processes call it.
 
     They come in pieces of at most `_PIECE_BYTES`, of few different sizes, as a program
     is compiled for each size.
     """
-    is_owner = batch[0].owner == jax.process_index()
-    total = sum(shard.nbytes for shard in batch)
+    is_owner = shards[0].owner == jax.process_index()
+    total = sum(shard.nbytes for shard in shards)
     content = np.zeros(total, np.uint8)
     if is_owner:
-        parts = [np.ascontiguousarray(shard.values()) for shard in batch]
+        parts = [np.ascontiguousarray(shard.values()) for shard in shards]
         content = np.concatenate([part.reshape(-1).view(np.uint8) for part in parts])
     for begin in range(0, total, _PIECE_BYTES):
         size = min(_PIECE_BYTES, total - begin)
@@ -533,18 +483,26 @@ def _received(batch: Sequence[_Shard]) -> HostArray:
     return content
 
 
-def _publish(plan: _SavePlan) -> None:
+def _publish(path: Path, files: Sequence[_File]) -> None:
     """Renames the files; a kill in between never leaves a mixture that loads."""
-    existing = set(_existing(plan))
-    is_sharded = len(plan.files) > 1
+    earlier, index = _existing(path), _index_of(path)
+    is_sharded = len(files) > 1
     if is_sharded:
         # Without its index an old set is not one, and cannot mix with the new one.
-        plan.index.unlink(missing_ok=True)
-    for file in plan.files:
+        index.unlink(missing_ok=True)
+    for file in files:
         file.temporary.replace(file.path)
+    written = {file.path for file in files}
     if is_sharded:
-        sync_directory(plan.path.parent)
-        write_whole(plan.index, plan.index_text().encode())
-    for path in sorted(existing - set(plan.paths), key=lambda path: path != plan.index):
-        path.unlink(missing_ok=True)
-    sync_directory(plan.path.parent)
+        sync_directory(path.parent)
+        names = {a.spec.path: file.path.name for file in files for a in file.arrays}
+        content = {
+            "metadata": {"total_size": sum(file.nbytes for file in files)},
+            "weight_map": dict(sorted(names.items())),
+        }
+        write_whole(index, f"{json.dumps(content, indent=2)}\n".encode())
+        written.add(index)
+    for old in earlier:  # the index first
+        if old not in written:
+            old.unlink(missing_ok=True)
+    sync_directory(path.parent)

@@ -20,11 +20,10 @@ import numpy as np
 
 from meshlayout import _render
 from meshlayout.checkpoint import files, orbax
-from meshlayout.checkpoint.difference import ArraySpec, is_number
+from meshlayout.checkpoint.difference import ArraySpec, is_number, key_dtype
 from meshlayout.checkpoint.fingerprint import Sums, slice_sums, text_of, total
 from meshlayout.checkpoint.manifest import Manifest, SavedLeaf
 from meshlayout.checkpoint.orbax_arrays import ArrayReadError, Format, OrbaxArrays
-from meshlayout.checkpoint.pairs import key_dtype, key_words
 from meshlayout.checkpoint.restore import READ_AHEAD_BYTES
 from meshlayout.checkpoint.snapshot import PYTHON_TYPES
 from meshlayout.checkpoint.store import REFUSALS, StoreError
@@ -84,14 +83,14 @@ class SavedStep:
         """
         saved = self._saved[leaf.path]
         if saved.array is None:
-            value = np.zeros(_shape(leaf), _file_dtype(leaf))
+            value = np.zeros(leaf.host_shape, leaf.host_dtype)
             if is_number(leaf.dtype):
                 value = np.asarray(python_value(saved))
             return lambda: np.array(value[index])
         if saved.nbytes > _WHOLE_BYTES:
             return self._start(leaf, saved, index)
         if self._last_whole is None or self._last_whole[0] != leaf.path:
-            whole = tuple(slice(0, size) for size in _shape(leaf))
+            whole = tuple(slice(0, size) for size in leaf.host_shape)
             self._last_whole = leaf.path, self._start(leaf, saved, whole)
         finish = self._last_whole[1]
         return lambda: np.array(finish()[index])
@@ -100,7 +99,7 @@ class SavedStep:
         self, leaf: ArraySpec, saved: SavedLeaf, index: Index
     ) -> Callable[[], HostArray]:
         """Starts reading from the files, and computing the sums of what is read."""
-        name, shape = str(saved.array), _shape(leaf)
+        name, shape = str(saved.array), leaf.host_shape
         with self._unreadable():
             stored = self._arrays.shape_and_dtype(name)
             read = self._arrays.start(name, index)
@@ -109,7 +108,7 @@ class SavedStep:
             raise self._not_read(why)
 
         def finish() -> HostArray:
-            part = read().view(_file_dtype(leaf))
+            part = read().view(leaf.host_dtype)
             if self._verify:
                 sums = slice_sums(part, [dim.start for dim in index], shape)
                 self._sums.setdefault(name, {})[bounds_of(index, shape)] = sums
@@ -166,11 +165,15 @@ class SavedStep:
         Raises:
             DamagedCheckpointError: If one of them is damaged.
         """
-        shardings = {restore.saved.path: restore.sharding for restore in restores}
+        shardings = {
+            restore.saved.path: restore.sharding
+            for restore in restores
+            if restore.saved is not None
+        }
         wrong: list[SavedLeaf] = []
         parts: dict[str, dict[int, Sums]] = {}
         for leaf in self.leaves:
-            saved, shape = self._saved[leaf.path], _shape(leaf)
+            saved, shape = self._saved[leaf.path], leaf.host_shape
             sums = self._sums.get(str(saved.array))
             sharding = shardings.get(leaf.path)
             if sums is None:
@@ -291,16 +294,6 @@ def _leaf(saved: SavedLeaf) -> ArraySpec:
         dtype = jnp.dtype(saved.dtype)
     is_numpy = saved.kind == "numpy"
     return ArraySpec(saved.path, saved.parts, saved.shape, dtype, is_numpy)
-
-
-def _shape(leaf: ArraySpec) -> tuple[int, ...]:
-    """Returns the shape in the files; of PRNG keys, that of their words."""
-    return key_words(leaf.dtype, leaf.shape)["shape"] if leaf.is_key else leaf.shape
-
-
-def _file_dtype(leaf: ArraySpec) -> np.dtype[Any]:
-    """Returns the saved dtype; of PRNG keys, that of their words."""
-    return np.dtype("uint32") if leaf.is_key else np.dtype(leaf.dtype)
 
 
 def python_value(saved: SavedLeaf) -> complex:
