@@ -415,6 +415,13 @@ def test_python_numbers_stay_python_numbers():
     assert (int(as_array), as_array.dtype) == (3, jnp.int32)
 
 
+def test_a_python_fraction_never_becomes_an_integer():
+    like = {"rate": jnp.float32(0)}
+    message = error_of(restored, {"rate": 0.5}, like, dtype={"rate": "int32"})
+    assert "1 of another dtype" in message
+    assert restored({"rate": 0.5}, like, dtype={"rate": "bfloat16"})["rate"] == 0.5
+
+
 def test_a_dtype_that_is_none_says_so():
     assert error_of(restored, numbered("a"), numbered("a"), dtype="float33") == (
         "dtype= must be a dtype of numbers, got 'float33'. Did you mean 'float32'?"
