@@ -59,7 +59,7 @@ def count(
     name: str,
     value: Any,
     *,
-    at_least: int = 1,
+    at_least: int | None = 1,
     where: str = "",
     error: type[MeshLayoutError] = MeshLayoutError,
     hint: str = "",
@@ -69,7 +69,7 @@ def count(
     Args:
         name: The parameter, as the user writes it.
         value: What the user gave.
-        at_least: The smallest number allowed.
+        at_least: The smallest number allowed; None for any integer.
         where: The public function or class, which opens the message.
         error: The class to raise.
         hint: A closing sentence that says how to fix it.
@@ -85,18 +85,52 @@ def count(
         meshlayout.errors.MeshLayoutError: fit: epochs must be a positive integer, got
             0.
     """
-    index = None
-    if not isinstance(value, (bool, np.bool_)):
-        with contextlib.suppress(TypeError):
-            index = operator.index(value)
-    if index is None or index < at_least:
-        raise _refusal(name, value, _integer_text(at_least), where, error, hint)
+    index = _as_int(value)
+    if index is None or (at_least is not None and index < at_least):
+        words = {
+            None: "an integer",
+            0: "a non-negative integer",
+            1: "a positive integer",
+        }
+        what = words.get(at_least, f"an integer of at least {at_least}")
+        raise _refusal(name, value, what, where, error, hint)
     return index
 
 
-def _integer_text(at_least: int) -> str:
-    words = {0: "a non-negative integer", 1: "a positive integer"}
-    return words.get(at_least, f"an integer of at least {at_least}")
+def _as_int(value: Any) -> int | None:
+    """Returns an integer as an int; None for anything else."""
+    if isinstance(value, (bool, np.bool_)):
+        return None
+    with contextlib.suppress(TypeError):
+        return operator.index(value)
+    return None
+
+
+def shape(
+    value: Any, *, where: str = "", error: type[MeshLayoutError] = MeshLayoutError
+) -> tuple[int, ...]:
+    """Returns a shape as a tuple of ints.
+
+    Raises:
+        MeshLayoutError: As `error`, if it is not a sequence of non-negative integers.
+
+    Example:
+        >>> shape([np.int64(2), 3])
+        (2, 3)
+    """
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        msg = f"a shape is a tuple of sizes, one per dim, and got {shown(value)}."
+        raise error(_opening(where) + msg)
+    given = tuple(value)
+    sizes = tuple(map(_as_int, given))
+    for dim, size in enumerate(sizes):
+        if size is None or size < 0:
+            msg = (
+                f"dim {dim} of the shape has size {shown(given[dim])}; a size is an "
+                "integer, 0 or more."
+            )
+            raise error(_opening(where) + msg)
+    return tuple(size for size in sizes if size is not None)
 
 
 def number(

@@ -2,12 +2,11 @@
 
 import json
 import math
-import operator
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from meshlayout import _checks, _jax, _render
@@ -27,17 +26,12 @@ from meshlayout._specs import (
     parse_specs,
     specs_text,
 )
-from meshlayout.dtensor import DTensorLayout
 from meshlayout.errors import LayoutError, did_you_mean
-from meshlayout.mesh import (
-    Mesh,
-    as_mesh,
-    create_mesh,
-    register_layout_factory,
-)
+from meshlayout.mesh import Mesh, Value, as_mesh, create_mesh, register_layout_factory
 
 
-class Layout(DTensorLayout):
+@dataclass(init=False, repr=False, unsafe_hash=True)
+class Layout(Value):
     """Says how the dims of one array are sharded over the axes of a mesh.
 
     A layout is an immutable value: two that mean the same compare equal and hash
@@ -52,6 +46,11 @@ class Layout(DTensorLayout):
         memory_kind: Which of the devices' memories holds the array, such as
             `"pinned_host"`; the devices' default if left out.
 
+    Attributes:
+        specs: One canonical entry per dim: `None`, an axis, axes, `...` or `MATCH`.
+        mesh: The mesh.
+        memory_kind: The kind of memory, or None for the devices' default.
+
     Raises:
         LayoutError: If an axis is unknown or used twice, an entry is of another
             type, there is no mesh, or the devices have no such memory.
@@ -65,7 +64,9 @@ class Layout(DTensorLayout):
         (3, 5, 2)
     """
 
-    __slots__ = ("_hash", "_memory_kind", "_mesh", "_specs")
+    specs: tuple[DimSpec, ...]
+    mesh: Mesh
+    memory_kind: str | None
 
     def __init__(
         self,
@@ -89,39 +90,13 @@ class Layout(DTensorLayout):
             )
             raise LayoutError(msg)
         check_axes(parsed, mesh)
-        object.__setattr__(self, "_specs", parsed)
-        object.__setattr__(self, "_mesh", mesh)
-        object.__setattr__(self, "_memory_kind", _memory_kind(memory_kind, mesh))
-
-    def __setattr__(self, name: str, value: object) -> None:
-        msg = f"a Layout does not change; make another one instead of setting {name!r}."
-        raise AttributeError(msg)
-
-    def __delattr__(self, name: str) -> None:
-        msg = f"a Layout does not change; {name!r} cannot be deleted."
-        raise AttributeError(msg)
-
-    # What it is made of.
-
-    @property
-    def mesh(self) -> Mesh:
-        """The mesh."""
-        return self._mesh
-
-    @property
-    def specs(self) -> tuple[DimSpec, ...]:
-        """One canonical entry per dim: `None`, an axis, axes, `...` or `MATCH`."""
-        return self._specs
-
-    @property
-    def memory_kind(self) -> str | None:
-        """The kind of memory, or None for the devices' default."""
-        return self._memory_kind
+        kind = _memory_kind(memory_kind, mesh)
+        self.__dict__.update(specs=parsed, mesh=mesh, memory_kind=kind)
 
     @property
     def has_ellipsis(self) -> bool:
         """Whether `...` leaves the rank open."""
-        return ... in self._specs
+        return ... in self.specs
 
     @property
     def rank(self) -> int:
@@ -133,7 +108,7 @@ class Layout(DTensorLayout):
         if self.has_ellipsis:
             msg = f"{self!r} holds `...` and has no rank yet; use layout.with_rank(n)."
             raise LayoutError(msg)
-        return len(self._specs)
+        return len(self.specs)
 
     @property
     def spec(self) -> PartitionSpec:
@@ -162,7 +137,7 @@ class Layout(DTensorLayout):
             LayoutError: As `spec`.
         """
         return NamedSharding(
-            self._mesh.jax_mesh, self.spec, memory_kind=self._memory_kind
+            self.mesh.jax_mesh, self.spec, memory_kind=self.memory_kind
         )
 
     @property
@@ -220,8 +195,8 @@ class Layout(DTensorLayout):
         if isinstance(sharding, SingleDeviceSharding):
             (device,) = sharding.device_set
             mesh = create_mesh({"device": 1}, devices=[device])
-            rank = 0 if rank is None else _check_rank(rank)
-            return cls([None] * rank, mesh, memory_kind=sharding.memory_kind)
+            entries = [None] * _check_rank(rank or 0)
+            return cls(entries, mesh, memory_kind=sharding.memory_kind)
         if not isinstance(sharding, NamedSharding):
             what = type(value).__name__ if sharding is None else repr(sharding)
             msg = (
@@ -230,18 +205,16 @@ class Layout(DTensorLayout):
                 "axes knows layouts while tracing."
             )
             raise LayoutError(msg)
-        mesh: Any = sharding.mesh
-        if not isinstance(mesh, jax.sharding.Mesh):
-            mesh = _jax.concrete_mesh_for(mesh)
-            if mesh is None:
-                msg = (
-                    f"the sharding {sharding} is on an abstract mesh, which names no "
-                    "devices. Set the mesh with jax.set_mesh(mesh.jax_mesh)."
-                )
-                raise LayoutError(msg)
-            kind = sharding.memory_kind
-            sharding = NamedSharding(mesh, sharding.spec, memory_kind=kind)
-        entries = tuple(sharding.spec)
+        jax_mesh: Any = sharding.mesh
+        if not isinstance(jax_mesh, jax.sharding.Mesh):
+            jax_mesh = _jax.concrete_mesh_for(jax_mesh)
+        if jax_mesh is None:
+            msg = (
+                f"the sharding {sharding} is on an abstract mesh, which names no "
+                "devices. Set the mesh with jax.set_mesh(mesh.jax_mesh)."
+            )
+            raise LayoutError(msg)
+        entries = list(sharding.spec)
         if rank is not None:
             if len(entries) > _check_rank(rank):
                 msg = (
@@ -249,8 +222,8 @@ class Layout(DTensorLayout):
                     f"entries, which is too many for an array of rank {rank}."
                 )
                 raise LayoutError(msg)
-            entries += (None,) * (rank - len(entries))
-        return cls(entries, Mesh(mesh), memory_kind=sharding.memory_kind)
+            entries += [None] * (rank - len(entries))
+        return cls(entries, Mesh(jax_mesh), memory_kind=sharding.memory_kind)
 
     @classmethod
     def replicated(
@@ -319,24 +292,24 @@ class Layout(DTensorLayout):
         """
         rank = _check_rank(rank)
         if not self.has_ellipsis:
-            if len(self._specs) != rank:
+            if len(self.specs) != rank:
                 msg = (
-                    f"{self!r} is for arrays of rank {len(self._specs)}, and this one "
+                    f"{self!r} is for arrays of rank {len(self.specs)}, and this one "
                     f"has rank {rank}. Use `...` for any number of unsharded dims."
                 )
                 raise LayoutError(msg)
             return self
-        missing = rank - (len(self._specs) - 1)
+        missing = rank - (len(self.specs) - 1)
         if missing < 0:
             msg = (
-                f"{self!r} is for arrays of rank {len(self._specs) - 1} or more, and "
+                f"{self!r} is for arrays of rank {len(self.specs) - 1} or more, and "
                 f"this one has rank {rank}."
             )
             raise LayoutError(msg)
         filled: list[DimSpec] = []
-        for entry in self._specs:
+        for entry in self.specs:
             filled += [None] * missing if entry is ... else [entry]
-        return self._replace(specs=tuple(filled))
+        return self.with_specs(filled)
 
     def delete(self, dims: int | Iterable[int]) -> "Layout":
         """Returns the layout without some dims, as of an array reduced over them.
@@ -352,16 +325,20 @@ class Layout(DTensorLayout):
             >>> Layout(["batch", None, "model"], mesh).delete([0, 1])
             Layout([model], Mesh(batch=2, model=4))
         """
-        alone = isinstance(dims, str) or not isinstance(dims, Iterable)
-        every: Iterable[Any] = [dims] if alone else dims  # type: ignore[assignment]
-        gone = {_check_dim(dim, self.rank) for dim in every}
-        return self._replace(
-            specs=tuple(e for d, e in enumerate(self._specs) if d not in gone)
+        is_one = isinstance(dims, str) or not isinstance(dims, Iterable)
+        every: Iterable[Any] = [dims] if is_one else dims  # type: ignore[assignment]
+        deleted = {_check_dim(dim, self.rank) for dim in every}
+        return self.with_specs(
+            [entry for dim, entry in enumerate(self.specs) if dim not in deleted]
         )
+
+    def with_specs(self, specs: SpecLike) -> "Layout":
+        """Returns the layout with other entries, on the same mesh and memory."""
+        return Layout(specs, self.mesh, memory_kind=self.memory_kind)
 
     def with_memory_kind(self, memory_kind: str | None) -> "Layout":
         """Returns this layout in another kind of memory."""
-        return Layout(self._specs, self._mesh, memory_kind=memory_kind)
+        return Layout(self.specs, self.mesh, memory_kind=memory_kind)
 
     # Arithmetic on shapes.
 
@@ -371,7 +348,7 @@ class Layout(DTensorLayout):
         Raises:
             LayoutError: If there is no such dim, or the rank is open.
         """
-        return self._entry_shards(self._specs[_check_dim(dim, self.rank)])
+        return self._entry_shards(self.specs[_check_dim(dim, self.rank)])
 
     def misfits(self, global_shape: Sequence[int]) -> list[Misfit]:
         """Returns the dims of a shape that do not divide into their shards.
@@ -382,12 +359,10 @@ class Layout(DTensorLayout):
         Raises:
             LayoutError: If the rank differs.
         """
-        shape = _check_shape(global_shape)
-        specs = self.with_rank(len(shape)).specs
         return [
-            Misfit(dim, size, shards, axes_of(entry))
-            for dim, (size, entry) in enumerate(zip(shape, specs, strict=True))
-            if size % (shards := self._entry_shards(entry))
+            Misfit(dim, size, shards, axes)
+            for dim, (size, shards, axes) in enumerate(self._dims(global_shape))
+            if size % shards
         ]
 
     def check(self, global_shape: Sequence[int], where: str = "") -> None:
@@ -404,7 +379,7 @@ class Layout(DTensorLayout):
             raise LayoutError(f"{prefix}{error}") from None
         if misfits:
             first = misfits[0]
-            prefix = prefix or f"an array of shape {_check_shape(global_shape)}: "
+            prefix = prefix or f"an array of shape {tuple(global_shape)}: "
             raise LayoutError(f"{prefix}{first.fact} ({self!r}). {first.fix}")
 
     def shard_shape(self, global_shape: Sequence[int]) -> tuple[int, ...]:
@@ -429,12 +404,7 @@ class Layout(DTensorLayout):
             (3, 2)
         """
         self.check(global_shape)
-        shape = _check_shape(global_shape)
-        specs = self.with_rank(len(shape)).specs
-        return tuple(
-            size // self._entry_shards(entry)
-            for size, entry in zip(shape, specs, strict=True)
-        )
+        return tuple(size // shards for size, shards, _ in self._dims(global_shape))
 
     def global_shape(self, shard_shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape of the whole array, from the shape of one shard.
@@ -445,12 +415,7 @@ class Layout(DTensorLayout):
         Raises:
             LayoutError: If the rank differs from the layout's.
         """
-        shape = _check_shape(shard_shape)
-        specs = self.with_rank(len(shape)).specs
-        return tuple(
-            size * self._entry_shards(entry)
-            for size, entry in zip(shape, specs, strict=True)
-        )
+        return tuple(size * shards for size, shards, _ in self._dims(shard_shape))
 
     def shard_slices(
         self, global_shape: Sequence[int], device: _jax.Device | int
@@ -475,7 +440,7 @@ class Layout(DTensorLayout):
         """
         shard_shape = self.shard_shape(global_shape)
         specs = self.with_rank(len(shard_shape)).specs
-        index = _shard_index(specs, self._mesh, self._mesh.coords(device))
+        index = self._shard_index(specs, device)
         return tuple(
             slice(i * size, (i + 1) * size)
             for i, size in zip(index, shard_shape, strict=True)
@@ -513,10 +478,17 @@ class Layout(DTensorLayout):
             [(0,), (0,), (0,), (0,), (1,), (1,), (1,), (1,)]
         """
         _ = self.rank, self._known()
-        return [
-            _shard_index(self._specs, self._mesh, self._mesh.coords(index))
-            for index in range(self._mesh.size)
-        ]
+        return [self._shard_index(self.specs, at) for at in range(self.mesh.size)]
+
+    # DTensor's names, for code that comes from TensorFlow; not used in the library.
+
+    @property
+    def sharding_specs(self) -> list[DimSpec]:
+        """DTensor's name for `specs`."""
+        return list(self.specs)
+
+    local_shape_from_global_shape = shard_shape
+    global_shape_from_local_shape = global_shape
 
     # Text, pickle, equality.
 
@@ -524,9 +496,9 @@ class Layout(DTensorLayout):
         """Returns the layout as one line of JSON that `from_string` reads back."""
         return json.dumps(
             {
-                "specs": [entry_to_json(entry) for entry in self._specs],
-                "mesh": self._mesh.to_string(),
-                "memory_kind": self._memory_kind,
+                "specs": [entry_to_json(entry) for entry in self.specs],
+                "mesh": self.mesh.to_string(),
+                "memory_kind": self.memory_kind,
             }
         )
 
@@ -551,63 +523,60 @@ class Layout(DTensorLayout):
         return cls(specs, Mesh.from_string(mesh), memory_kind=memory_kind)
 
     def __repr__(self) -> str:
-        memory = f", memory_kind={self._memory_kind!r}" if self._memory_kind else ""
-        return f"Layout({specs_text(self._specs)}, {self._mesh!r}{memory})"
+        memory = f", memory_kind={self.memory_kind!r}" if self.memory_kind else ""
+        return f"Layout({specs_text(self.specs)}, {self.mesh!r}{memory})"
 
     def __str__(self) -> str:
-        memory = f" in {self._memory_kind}" if self._memory_kind else ""
-        return specs_text(self._specs) + memory
+        memory = f" in {self.memory_kind}" if self.memory_kind else ""
+        return specs_text(self.specs) + memory
 
     def _repr_html_(self) -> str:
         return _render.layout_html(
-            [entry_text(entry) for entry in self._specs],
-            self._mesh.axis_names,
-            tuple(self._mesh.shape.values()),
-            memory_kind=self._memory_kind,
+            [entry_text(entry) for entry in self.specs],
+            self.mesh.axis_names,
+            tuple(self.mesh.shape.values()),
+            memory_kind=self.memory_kind,
         )
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Layout):
-            return NotImplemented
-        return self is other or self._key() == other._key()
-
-    def __hash__(self) -> int:
-        try:
-            return self._hash
-        except AttributeError:  # asked for the first time
-            object.__setattr__(self, "_hash", hash(self._key()))
-            return self._hash
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickle, (self._specs, self._mesh, self._memory_kind)
 
     # Inside.
 
-    def _key(self) -> tuple[Any, ...]:
-        return self._specs, self._mesh, self._memory_kind
-
-    def _replace(self, specs: tuple[DimSpec, ...]) -> "Layout":
-        """Returns a layout with other entries, known to be good."""
-        other = object.__new__(Layout)
-        object.__setattr__(other, "_specs", specs)
-        object.__setattr__(other, "_mesh", self._mesh)
-        object.__setattr__(other, "_memory_kind", self._memory_kind)
-        return other
-
     def _known(self) -> tuple[DimSpec, ...]:
         """Returns the entries, or raises LayoutError if one of them is MATCH."""
-        if MATCH in self._specs:
+        if MATCH in self.specs:
             msg = (
                 f"{self!r} holds MATCH, which stands for the layout of an array that "
                 "is not here; only relayout(x, layout) can fill it in."
             )
             raise LayoutError(msg)
-        return self._specs
+        return self.specs
 
     def _entry_shards(self, entry: DimSpec) -> int:
         if entry is MATCH:
             self._known()
-        return self._mesh.axis_size(axes_of(entry))
+        return self.mesh.axis_size(axes_of(entry))
+
+    def _dims(self, shape: Sequence[int]) -> list[tuple[int, int, tuple[str, ...]]]:
+        """Returns size, number of shards and mesh axes of each dim of a shape."""
+        sizes = _checks.shape(shape, error=LayoutError)
+        specs = self.with_rank(len(sizes)).specs
+        return [
+            (size, self._entry_shards(entry), axes_of(entry))
+            for size, entry in zip(sizes, specs, strict=True)
+        ]
+
+    def _shard_index(
+        self, specs: Sequence[DimSpec], device: _jax.Device | int
+    ) -> tuple[int, ...]:
+        """Returns the index, per dim, of the shard that a device holds."""
+        mesh = self.mesh
+        coord = dict(zip(mesh.axis_names, mesh.coords(device), strict=True))
+        index = []
+        for entry in specs:
+            position = 0
+            for axis in axes_of(entry):  # major first, as in JAX
+                position = position * mesh.shape[axis] + coord[axis]
+            index.append(position)
+        return tuple(index)
 
 
 def as_layout(value: Any, rank: int | None = None) -> Layout:
@@ -633,26 +602,6 @@ def as_layout(value: Any, rank: int | None = None) -> Layout:
     return Layout.of(value, rank)
 
 
-def _shard_index(
-    specs: tuple[DimSpec, ...], mesh: Mesh, coords: Sequence[int]
-) -> tuple[int, ...]:
-    """Returns the index, per dim, of the shard at mesh coordinates."""
-    coord = dict(zip(mesh.axis_names, coords, strict=True))
-    index = []
-    for entry in specs:
-        position = 0
-        for axis in axes_of(entry):  # major first, as in JAX
-            position = position * mesh.shape[axis] + coord[axis]
-        index.append(position)
-    return tuple(index)
-
-
-def _unpickle(
-    specs: tuple[DimSpec, ...], mesh: Mesh, memory_kind: str | None
-) -> Layout:
-    return Layout(specs, mesh, memory_kind=memory_kind)
-
-
 def _memory_kind(kind: str | None, mesh: Mesh) -> str | None:
     """Returns the kind, or None where it is the devices' default."""
     if kind is None:
@@ -675,10 +624,7 @@ def _check_rank(rank: Any) -> int:
 
 
 def _check_dim(dim: Any, rank: int) -> int:
-    index = _index(dim)
-    if index is None:
-        msg = f"dim must be an integer, got {_checks.shown(dim)}."
-        raise LayoutError(msg)
+    index = _checks.count("dim", dim, at_least=None, error=LayoutError)
     if not -rank <= index < rank:
         have = f"which has dims 0 to {rank - 1}" if rank else "which has no dims"
         msg = f"dim {index} is out of range for a layout of rank {rank}, {have}."
@@ -686,39 +632,4 @@ def _check_dim(dim: Any, rank: int) -> int:
     return index % rank
 
 
-def _check_shape(shape: Any) -> tuple[int, ...]:
-    """Returns a shape as ints, or raises LayoutError."""
-    if isinstance(shape, str) or not isinstance(shape, Iterable):
-        msg = (
-            f"a shape is a tuple of sizes, one per dim, and got {_checks.shown(shape)}."
-        )
-        raise LayoutError(msg)
-    sizes = tuple(shape)
-    checked: list[int] = []
-    for dim, size in enumerate(sizes):
-        index = _index(size)
-        if index is None or index < 0:
-            msg = (
-                f"dim {dim} of the shape has size {_checks.shown(size)}; a size is "
-                "an integer, 0 or more."
-            )
-            raise LayoutError(msg)
-        checked.append(index)
-    return tuple(checked)
-
-
-def _index(value: Any) -> int | None:
-    """Returns an integer as an int, and None for anything else."""
-    if isinstance(value, (bool, np.bool_)):
-        return None
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None
-
-
-def _mesh_layout(mesh: Mesh, specs: tuple[Any, ...], memory_kind: str | None) -> Layout:
-    return Layout(specs, mesh, memory_kind=memory_kind)
-
-
-register_layout_factory(_mesh_layout)
+register_layout_factory(lambda mesh, specs, kind: Layout(specs, mesh, memory_kind=kind))

@@ -3,8 +3,9 @@
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import numpy as np
@@ -25,7 +26,6 @@ from meshlayout._axes import (
     ranges_text,
 )
 from meshlayout._checks import shown
-from meshlayout.dtensor import DTensorMesh
 from meshlayout.errors import MeshError, did_you_mean
 
 
@@ -33,7 +33,23 @@ if TYPE_CHECKING:
     from meshlayout.layout import Layout
 
 
-class Mesh(DTensorMesh):
+class Value:
+    """A value that does not change: fields are set once, through `__dict__`."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        msg = (
+            f"a {type(self).__name__} does not change; make another one instead of "
+            f"setting {name!r}."
+        )
+        raise AttributeError(msg)
+
+    def __delattr__(self, name: str) -> None:
+        msg = f"a {type(self).__name__} does not change; {name!r} cannot be deleted."
+        raise AttributeError(msg)
+
+
+@dataclass(init=False, repr=False, unsafe_hash=True)
+class Mesh(Value):
     """A named grid of devices.
 
     An immutable value around a `jax.sharding.Mesh`: meshes with the same devices in
@@ -42,6 +58,10 @@ class Mesh(DTensorMesh):
 
     Args:
         mesh: The `jax.sharding.Mesh` to wrap, or a `Mesh`.
+
+    Attributes:
+        jax_mesh: The `jax.sharding.Mesh`, for any JAX function that takes one.
+        shape: The size of each axis by name, in order; read-only.
 
     Raises:
         MeshError: If it is neither, has no axes or no devices, an axis name is not
@@ -55,10 +75,8 @@ class Mesh(DTensorMesh):
         (1, 1)
     """
 
-    __slots__ = ("_jax_mesh", "_shape")
-
-    _jax_mesh: jax.sharding.Mesh
-    _shape: Mapping[str, int]
+    jax_mesh: jax.sharding.Mesh
+    shape: Mapping[str, int] = field(compare=False)
 
     def __init__(self, mesh: "Mesh | jax.sharding.Mesh") -> None:
         if isinstance(mesh, Mesh):
@@ -69,48 +87,27 @@ class Mesh(DTensorMesh):
                 f"{shown(mesh)}. Make one with create_mesh({{'batch': 8}})."
             )
             raise MeshError(msg)
-        object.__setattr__(self, "_jax_mesh", mesh)
-        object.__setattr__(self, "_shape", _checked_shape(mesh))
-
-    def __setattr__(self, name: str, value: object) -> None:
-        msg = f"a Mesh does not change; make another one instead of setting {name!r}."
-        raise AttributeError(msg)
-
-    def __delattr__(self, name: str) -> None:
-        msg = f"a Mesh does not change; {name!r} cannot be deleted."
-        raise AttributeError(msg)
-
-    # What it is made of.
-
-    @property
-    def jax_mesh(self) -> jax.sharding.Mesh:
-        """The `jax.sharding.Mesh`, for any JAX function that takes one."""
-        return self._jax_mesh
+        self.__dict__.update(jax_mesh=mesh, shape=_checked_shape(mesh))
 
     @property
     def axis_names(self) -> tuple[str, ...]:
         """The names of the axes, major first."""
-        return tuple(self._shape)
+        return tuple(self.shape)
 
     @property
     def axis_types(self) -> tuple[AxisType, ...]:
         """One `jax.sharding.AxisType` per axis."""
-        return self._jax_mesh.axis_types
-
-    @property
-    def shape(self) -> Mapping[str, int]:
-        """The size of each axis by name, in order; read-only."""
-        return self._shape
+        return self.jax_mesh.axis_types
 
     @property
     def size(self) -> int:
         """The number of devices."""
-        return math.prod(self._shape.values())
+        return math.prod(self.shape.values())
 
     @property
     def devices(self) -> np.ndarray[Any, Any]:
         """The devices, in an array with one dim per axis."""
-        return self._jax_mesh.devices
+        return self.jax_mesh.devices
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -120,7 +117,7 @@ class Mesh(DTensorMesh):
             >>> create_mesh({"a": 2, "b": 2, "c": 2}).strides
             (4, 2, 1)
         """
-        sizes = tuple(self._shape.values())
+        sizes = tuple(self.shape.values())
         return tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
 
     @property
@@ -141,12 +138,46 @@ class Mesh(DTensorMesh):
     @property
     def local_devices(self) -> list[_jax.Device]:
         """The devices of this process, in mesh order."""
-        return list(self._jax_mesh.local_devices)
+        return list(self.jax_mesh.local_devices)
 
     @property
     def local_device_coords(self) -> list[tuple[int, ...]]:
         """The coordinates of the devices of this process, in mesh order."""
         return [self.coords(device) for device in self.local_devices]
+
+    # DTensor's names, for code that comes from TensorFlow; not used in the library.
+
+    dim_names = axis_names
+
+    def contains_dim(self, name: str) -> bool:
+        """DTensor's name for `name in mesh`."""
+        return name in self
+
+    def device_type(self) -> str:
+        """DTensor's name for `platform`, in capitals as it writes them."""
+        return self.platform.upper()
+
+    def global_device_ids(self) -> list[int]:
+        """Returns the ids of all devices, in mesh order."""
+        return [int(device.id) for device in self.devices.flat]
+
+    def min_global_device_id(self) -> int:
+        """Returns the smallest device id of the mesh."""
+        return min(self.global_device_ids())
+
+    def num_local_devices(self) -> int:
+        """Returns how many of the devices belong to this process."""
+        return len(self.local_devices)
+
+    def local_device_ids(self) -> list[int]:
+        """Returns the ids of the devices of this process, in mesh order."""
+        return [int(device.id) for device in self.local_devices]
+
+    def local_device_locations(self) -> list[dict[str, int]]:
+        """Returns the coordinates by axis of the devices of this process."""
+        return [
+            dict(zip(self.shape, at, strict=True)) for at in self.local_device_coords
+        ]
 
     def axis_size(self, axis: str | Iterable[str]) -> int:
         """Returns the number of devices along one axis, or along several together.
@@ -159,7 +190,9 @@ class Mesh(DTensorMesh):
             >>> mesh.axis_size("model"), mesh.axis_size(("batch", "model"))
             (4, 8)
         """
-        return math.prod(self._shape[name] for name in self._check_axes(axis))
+        return math.prod(self.shape[name] for name in self._check_axes(axis))
+
+    dim_size = axis_size  # DTensor's name
 
     # It has axes by name and is not a sequence of them: see axis_names.
     __iter__ = None
@@ -196,7 +229,7 @@ class Mesh(DTensorMesh):
             (flat,) = indices
         return tuple(
             flat // stride % size
-            for stride, size in zip(self.strides, self._shape.values(), strict=True)
+            for stride, size in zip(self.strides, self.shape.values(), strict=True)
         )
 
     def unravel_index(self) -> list[dict[str, int]]:
@@ -207,7 +240,7 @@ class Mesh(DTensorMesh):
             {'batch': 1, 'model': 1}
         """
         return [
-            dict(zip(self._shape, self.coords(index), strict=True))
+            dict(zip(self.shape, self.coords(index), strict=True))
             for index in range(self.size)
         ]
 
@@ -230,10 +263,7 @@ class Mesh(DTensorMesh):
         if not kept:
             msg = f"a sub-mesh of {self!r} needs at least one axis."
             raise MeshError(msg)
-        others = [name for name in self._shape if name not in kept]
-        devices = self._transposed([*kept, *others])
-        devices = devices.reshape([self._shape[name] for name in kept] + [-1])[..., 0]
-        return self._with(devices, kept, [self._axis_type(name) for name in kept])
+        return self._regrouped([(axis, (axis,)) for axis in kept])
 
     def rename(self, names: Mapping[str, str]) -> "Mesh":
         """Returns the same mesh with other names for some axes.
@@ -255,9 +285,9 @@ class Mesh(DTensorMesh):
             )
             raise MeshError(msg)
         self._check_axes(tuple(names))
-        renamed = [names.get(name, name) for name in self.axis_names]
-        check_names(renamed)
-        return self._with(self.devices, renamed, self.axis_types)
+        return self._regrouped(
+            [(names.get(axis, axis), (axis,)) for axis in self.shape]
+        )
 
     def merge(self, axes: Iterable[str], name: str) -> "Mesh":
         """Returns a mesh in which several axes are one.
@@ -283,31 +313,22 @@ class Mesh(DTensorMesh):
         if not merged:
             msg = f"merge takes the axes of {self!r} to merge, and got none."
             raise MeshError(msg)
-        types = {self._axis_type(axis) for axis in merged}
-        if len(types) > 1:
-            text = ", ".join(f"{axis}: {self._axis_type(axis).name}" for axis in merged)
+        types = {axis: self._axis_type(axis) for axis in merged}
+        if len(set(types.values())) > 1:
+            text = ", ".join(f"{axis}: {kind.name}" for axis, kind in types.items())
             msg = (
                 f"the axes to merge in {self!r} have several axis types ({text}); one "
                 "axis has one."
             )
             raise MeshError(msg)
-        order: list[str] = []
-        names: list[str] = []
-        sizes: list[int] = []
-        kinds: list[AxisType] = []
-        for axis in self._shape:
-            if axis == next(a for a in self._shape if a in merged):
-                order += merged
-                names.append(name)
-                sizes.append(self.axis_size(merged))
-                kinds.append(types.pop())
-            elif axis not in merged:
-                order.append(axis)
-                names.append(axis)
-                sizes.append(self._shape[axis])
-                kinds.append(self._axis_type(axis))
-        check_names(names)
-        return self._with(self._transposed(order).reshape(sizes), names, kinds)
+        leftmost = next(axis for axis in self.shape if axis in merged)
+        return self._regrouped(
+            [
+                (name, merged) if axis == leftmost else (axis, (axis,))
+                for axis in self.shape
+                if axis == leftmost or axis not in merged
+            ]
+        )
 
     def layout(self, *specs: Any, memory_kind: str | None = None) -> "Layout":
         """Returns `Layout(specs, self)`: the short form, one argument per dim.
@@ -334,7 +355,7 @@ class Mesh(DTensorMesh):
             >>> create_mesh({"batch": 2, "model": 4}).to_string()
             'batch=2,model=4|auto,auto|cpu:0-7'
         """
-        axes = ",".join(f"{name}={size}" for name, size in self._shape.items())
+        axes = ",".join(f"{name}={size}" for name, size in self.shape.items())
         types = ",".join(kind.name.lower() for kind in self.axis_types)
         return f"{axes}|{types}|{self._devices_text()}"
 
@@ -356,28 +377,26 @@ class Mesh(DTensorMesh):
             msg = f"{shown(text)} is not a mesh's text; write it with mesh.to_string()."
             raise MeshError(msg) from None
         # Counted before they are written out: a typo may name billions.
-        _check_count(text, sizes, sum(run.stop - run.start for run in runs))
-        flat = [number for run in runs for number in run]
-        return _mesh_of_text(sizes, kinds, platform, flat)
+        count = sum(run.stop - run.start for run in runs)
+        if not sizes or math.prod(size for _, size in sizes) != count:
+            msg = (
+                f"{shown(text)} is not a mesh's text: its axes do not hold {count} "
+                "devices."
+            )
+            raise MeshError(msg)
+        chosen = devices_by_id(platform, [number for run in runs for number in run])
+        return create_mesh(sizes, devices=chosen, axis_types=kinds)
 
     def __repr__(self) -> str:
-        axes = ", ".join(f"{name}={size}" for name, size in self._shape.items())
+        axes = ", ".join(f"{name}={size}" for name, size in self.shape.items())
         return f"Mesh({axes})"
 
     def _repr_html_(self) -> str:
         return _render.mesh_html(
             self.axis_names,
-            tuple(self._shape.values()),
+            tuple(self.shape.values()),
             [f"{device.platform}:{device.id}" for device in self.devices.flat],
         )
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Mesh):
-            return NotImplemented
-        return self._jax_mesh == other._jax_mesh
-
-    def __hash__(self) -> int:
-        return hash(self._jax_mesh)
 
     def __copy__(self) -> "Mesh":
         return self
@@ -386,12 +405,12 @@ class Mesh(DTensorMesh):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickle, (self.to_string(),)
+        return Mesh.from_string, (self.to_string(),)
 
     # Inside.
 
     def _devices_text(self) -> str:
-        ids = ranges_text([int(device.id) for device in self.devices.flat])
+        ids = ranges_text(self.global_device_ids())
         return f"{self.platform}:{ids}"
 
     def _check_axes(self, axes: str | Iterable[str]) -> tuple[str, ...]:
@@ -400,7 +419,7 @@ class Mesh(DTensorMesh):
         names = tuple(axes)
         for name in names:
             if name not in self.axis_names:
-                hint = did_you_mean(name, self._shape)
+                hint = did_you_mean(name, self.shape)
                 msg = f"{self!r} has no axis {shown(name)}.{hint}"
                 raise MeshError(msg)
         if len(set(names)) < len(names):
@@ -412,16 +431,22 @@ class Mesh(DTensorMesh):
     def _axis_type(self, axis: str) -> AxisType:
         return self.axis_types[self.axis_names.index(axis)]
 
-    def _transposed(self, axes: Sequence[str]) -> np.ndarray[Any, Any]:
-        return self.devices.transpose([self.axis_names.index(name) for name in axes])
+    def _regrouped(self, groups: Sequence[tuple[str, tuple[str, ...]]]) -> "Mesh":
+        """Returns the mesh of these axes, each made of some of the present ones.
 
-    def _with(
-        self,
-        devices: np.ndarray[Any, Any],
-        names: Iterable[str],
-        types: Iterable[AxisType],
-    ) -> "Mesh":
-        return Mesh(jax.sharding.Mesh(devices, tuple(names), axis_types=tuple(types)))
+        Args:
+            groups: The name of each axis, and the axes that it is made of, slowest
+                first. Axes of no group are left out, at coordinate 0.
+        """
+        names = tuple(name for name, _ in groups)
+        check_names(names)
+        used = [axis for _, axes in groups for axis in axes]
+        order = [*used, *(axis for axis in self.shape if axis not in used)]
+        devices = self.devices.transpose([self.axis_names.index(a) for a in order])
+        sizes = [self.axis_size(axes) for _, axes in groups]
+        devices = devices.reshape([*sizes, -1])[..., 0]
+        types = tuple(self._axis_type(axes[0]) for _, axes in groups)
+        return Mesh(jax.sharding.Mesh(devices, names, axis_types=types))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -438,12 +463,11 @@ def _checked_shape(mesh: jax.sharding.Mesh) -> Mapping[str, int]:
     return MappingProxyType(dict(mesh.shape))
 
 
-_layout_factory: list[Callable[[Mesh, tuple[Any, ...], str | None], "Layout"]] = []
+_LayoutFactory: TypeAlias = "Callable[[Mesh, tuple[Any, ...], str | None], Layout]"
+_layout_factory: list[_LayoutFactory] = []
 
 
-def register_layout_factory(
-    factory: Callable[[Mesh, tuple[Any, ...], str | None], "Layout"],
-) -> None:
+def register_layout_factory(factory: _LayoutFactory) -> None:
     """Says how `mesh.layout(...)` makes a layout; called once, by the layout module."""
     _layout_factory[:] = [factory]
 
@@ -521,22 +545,3 @@ def create_mesh(
     grid = np.empty(len(chosen), dtype=object)
     grid[:] = chosen
     return Mesh(jax.sharding.Mesh(grid.reshape(sizes), tuple(names), axis_types=types))
-
-
-def _check_count(text: str, axes: list[tuple[str, int]], count: int) -> None:
-    if not axes or math.prod(size for _, size in axes) != count:
-        msg = (
-            f"{shown(text)} is not a mesh's text: its axes do not hold {count} devices."
-        )
-        raise MeshError(msg)
-
-
-def _mesh_of_text(
-    axes: list[tuple[str, int]], types: list[AxisType], platform: str, ids: list[int]
-) -> Mesh:
-    """Returns the mesh that a text describes."""
-    return create_mesh(axes, devices=devices_by_id(platform, ids), axis_types=types)
-
-
-def _unpickle(text: str) -> Mesh:
-    return Mesh.from_string(text)
