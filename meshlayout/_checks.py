@@ -203,7 +203,10 @@ def _as_float(value: Any) -> float | None:
     if isinstance(value, (bool, np.bool_, str, bytes, Tracer)):
         return None
     if isinstance(value, numbers.Real):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:  # an int or a fraction beyond all floats
+            return math.inf
     is_scalar = (
         isinstance(value, (np.ndarray, np.generic, jax.Array)) and not value.shape
     )

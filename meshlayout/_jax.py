@@ -410,6 +410,12 @@ def _only(entry: Any, axes: set[str], *, first: bool) -> Any:
     return part or None
 
 
+def with_auto_axes(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
+    """Returns a mesh with Auto axes only, on the same devices."""
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    return jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+
+
 def movable(x: jax.Array, mesh: jax.sharding.Mesh) -> jax.Array:
     """Returns an array as one that `device_put` can move to a mesh; nothing is copied.
 
@@ -418,9 +424,7 @@ def movable(x: jax.Array, mesh: jax.sharding.Mesh) -> jax.Array:
     now: Any = x.sharding
     if hasattr(jax, "reshard") or not _is_explicit(now) or now.mesh == mesh:
         return x
-    devices = now.mesh.devices
-    types = (AxisType.Auto,) * devices.ndim
-    auto = jax.sharding.Mesh(devices, now.mesh.axis_names, axis_types=types)
+    auto = with_auto_axes(now.mesh)
     parts = [shard.data for shard in x.addressable_shards]
     sharding = NamedSharding(auto, now.spec, memory_kind=now.memory_kind)
     return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)

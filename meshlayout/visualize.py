@@ -1,7 +1,6 @@
 """Pictures of how an array is laid out on its devices: `visualize`."""
 
 import math
-import operator
 import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import DType
+from meshlayout._specs import entry_text
 from meshlayout.errors import LayoutError
 from meshlayout.layout import Layout, as_layout
 from meshlayout.mesh import Mesh
@@ -57,10 +57,7 @@ class Shards:
         if self.layout is None:
             return [""] * len(self.shape)
         specs = self.layout.with_rank(len(self.shape)).specs
-        return [
-            f"({', '.join(entry)})" if isinstance(entry, tuple) else str(entry or "")
-            for entry in specs
-        ]
+        return ["" if entry is None else entry_text(entry) for entry in specs]
 
     def _title(self) -> str:
         dims = [
@@ -68,11 +65,11 @@ class Shards:
             for size, axes in zip(self.shape, self._axes(), strict=True)
         ]
         dtype = "" if self.dtype is None else _render.dtype_text(self.dtype)
-        where = f" on {self.layout.mesh!r}" if self.layout else ""
-        memory = self.layout.memory_kind if self.layout else None
-        return f"{dtype}[{', '.join(dims)}]{where}" + (
-            f" in {memory}" if memory else ""
-        )
+        array = f"{dtype}[{', '.join(dims)}]"
+        if self.layout is None:
+            return array
+        memory = f" in {self.layout.memory_kind}" if self.layout.memory_kind else ""
+        return f"{array} on {self.layout.mesh!r}{memory}"
 
     def _notes(self) -> list[str]:
         parts = {slices for _, slices in self.held}
@@ -142,17 +139,17 @@ def visualize(
     sharding = _jax.sharding_of(array)
     if not isinstance(sharding, Sharding):
         raise LayoutError(_no_sharding(array))
-    if shape is not None and _sizes(shape) != tuple(array.shape):
+    if shape is not None and _checks.shape(shape, error=LayoutError) != array.shape:
         msg = (
             f"{_render.array_text(array.dtype, array.shape)} was given with shape="
-            f"{_sizes(shape)}; an array has its own shape, so leave it out."
+            f"{tuple(shape)}; an array has its own shape, so leave it out."
         )
         raise LayoutError(msg)
     return _shards(sharding, array.shape, array.dtype)
 
 
 def _shards(value: Layout | Sharding, shape: Sequence[int], dtype: DType) -> Shards:
-    shape = _sizes(shape)
+    shape = _checks.shape(shape, error=LayoutError)
     if isinstance(value, (Layout, NamedSharding)):
         layout = as_layout(value, len(shape))
         layout.check(shape)
@@ -162,28 +159,15 @@ def _shards(value: Layout | Sharding, shape: Sequence[int], dtype: DType) -> Sha
     else:
         layout = None
         held = value.devices_indices_map(shape).items()
-    placed = [(device, tuple(map(_bounds, part, shape))) for device, part in held]
-    return Shards(
-        shape,
-        dtype,
-        layout,
-        placed[0][0].platform,
-        tuple((int(device.id), part) for device, part in placed),
-    )
-
-
-def _sizes(shape: Any) -> tuple[int, ...]:
-    try:
-        return tuple(operator.index(size) for size in shape)
-    except TypeError:
-        text = _checks.shown(shape)
-        msg = f"a shape is a tuple of sizes, one per dim, and got {text}."
-        raise LayoutError(msg) from None
-
-
-def _bounds(part: slice, size: int) -> tuple[int, int]:
-    start, stop, _ = part.indices(size)
-    return start, stop
+    first, *_ = parts = [
+        (
+            device,
+            tuple(s.indices(size)[:2] for s, size in zip(part, shape, strict=True)),
+        )
+        for device, part in held
+    ]
+    held = tuple((int(device.id), part) for device, part in parts)
+    return Shards(shape, dtype, layout, first[0].platform, held)
 
 
 def _no_sharding(value: Any) -> str:

@@ -758,7 +758,7 @@ BAD = {
     ),
     "match for parts": (
         lambda: ma.pack([[1.0]] * 8, BATCH_8.layout(ml.MATCH)),
-        "parts f32[1]: Layout([MATCH], Mesh(batch=8)) holds MATCH, and new arrays have "
+        "parts f32[1]: Layout([MATCH], Mesh(batch=8)) holds MATCH; a new array has "
         "nothing to match.",
     ),
     "unpack of a NumPy array": (
@@ -870,11 +870,11 @@ BAD = {
     ),
     "a negative shape": (
         lambda: ma.zeros((8, -1), B),
-        "a shape is integers of 0 or more, and got (8, -1).",
+        "dim 1 of the shape has size -1; a size is an integer, 0 or more.",
     ),
     "a shape of floats": (
         lambda: ma.ones({"w": (8, 2.0)}, B),
-        "w: a shape is integers of 0 or more, and got (8, 2.0).",
+        "w: dim 1 of the shape has size 2.0; a size is an integer, 0 or more.",
     ),
     "an unknown dtype": (
         lambda: ma.zeros((8, 8), B, "flot32"),
@@ -901,11 +901,11 @@ BAD = {
     ),
     "arange of a string": (
         lambda: ma.arange("8", layout=BATCH_8.layout("batch")),
-        "arange takes numbers, and got '8' as start.",
+        "arange: start must be a finite number, got '8'.",
     ),
     "arange without end": (
         lambda: ma.arange(0, float("inf"), layout=BATCH_8.layout("batch")),
-        "arange takes finite numbers, and got inf as stop.",
+        "arange: stop must be a finite number, got inf.",
     ),
     "arange that stands still": (
         lambda: ma.arange(0, 8, 0, layout=BATCH_8.layout("batch")),

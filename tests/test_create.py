@@ -336,13 +336,13 @@ def test_no_compiled_operation_holds_a_whole_leaf(monkeypatch):
     """Reads the compiled programs themselves, apart from the library's accounting."""
     programs = []
 
-    class Recorded(operations._CompiledOperation):
-        def __init__(self, step):
-            super().__init__(step)
-            programs.append(self)
+    compile_operation = operations._compile
 
-    monkeypatch.setattr(operations, "_CompiledOperation", Recorded)
-    operations._compile.cache_clear()
+    def recorded(key):
+        programs.append(compile_operation(key))
+        return programs[-1]
+
+    monkeypatch.setattr(operations, "_compile", recorded)
     mesh = ml.create_mesh({"model": 8})
     layouts = ml.LayoutMap(mesh, {".*": (..., "model")})
 
@@ -355,10 +355,7 @@ def test_no_compiled_operation_holds_a_whole_leaf(monkeypatch):
             "uniform": nnx.Param(jax.random.uniform(rngs(), (640, 896))),
         }
 
-    try:
-        ml.create(build, layouts)
-    finally:
-        operations._compile.cache_clear()
+    ml.create(build, layouts)
     assert len(programs) > 10
     leaves = [(256, 768), (1536, 512), (384, 640), (640, 896)]
     shards = {rows * columns * 4 // 8 for rows, columns in leaves}

@@ -3,8 +3,6 @@
 import contextlib
 import functools
 import math
-import numbers
-import operator
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -23,7 +21,6 @@ from meshlayout.arrays.leaf import (
     as_array,
     is_array,
     is_concrete_array,
-    is_jax_dtype,
     move,
     resolve,
     with_full_rank,
@@ -38,7 +35,7 @@ from meshlayout.arrays.tree import (
     type_text,
 )
 from meshlayout.errors import LayoutError
-from meshlayout.layout import MATCH, Layout
+from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh
 
 
@@ -110,32 +107,22 @@ def _split_static(
     """Marks arguments without arrays as static; binds those that cannot be hashed."""
     nums = tuple(index for index, arg in enumerate(args) if not _holds_arrays(arg))
     names = tuple(name for name, arg in kwargs.items() if not _holds_arrays(arg))
-    constants = [args[index] for index in nums] + [kwargs[name] for name in names]
-    if not all(map(_is_hashable, constants)):
-        traced = [index for index in range(len(args)) if index not in nums]
-        known = {name: kwargs.pop(name) for name in names}
-        return (
-            {},
-            _bind(fn, args, traced, known),
-            tuple(args[index] for index in traced),
-            kwargs,
-        )
-    return {"static_argnums": nums, "static_argnames": names}, fn, args, kwargs
+    constants = tuple(args[index] for index in nums)
+    known = {name: kwargs[name] for name in names}
+    try:
+        hash((constants, *known.values()))
+    except TypeError:
+        pass
+    else:
+        return {"static_argnums": nums, "static_argnames": names}, fn, args, kwargs
 
+    def bound(*traced: Any, **traced_kwargs: Any) -> Any:
+        values = {True: iter(constants), False: iter(traced)}
+        every = [next(values[index in nums]) for index in range(len(args))]
+        return fn(*every, **known, **traced_kwargs)
 
-def _bind(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    traced: list[int],
-    known: dict[str, Any],
-) -> Callable[..., Any]:
-    def bound(*values: Any, **kwargs: Any) -> Any:
-        full = list(args)
-        for at, value in zip(traced, values, strict=True):
-            full[at] = value
-        return fn(*full, **known, **kwargs)
-
-    return bound
+    rest = tuple(arg for index, arg in enumerate(args) if index not in nums)
+    return {}, bound, rest, {k: v for k, v in kwargs.items() if k not in names}
 
 
 def _check_devices(x: Leaf, mesh: Mesh, where: Where) -> None:
@@ -155,14 +142,6 @@ def _holds_arrays(tree: PyTree) -> bool:
         isinstance(leaf, (jax.Array, np.ndarray, np.generic))
         for leaf in jax.tree.leaves(tree)
     )
-
-
-def _is_hashable(x: Leaf) -> bool:
-    try:
-        hash(x)
-    except TypeError:
-        return False
-    return True
 
 
 def zeros(shape: ShapeLike, layout: LayoutLike, dtype: DTypeLike | None = None) -> Any:
@@ -319,23 +298,17 @@ def arange(
         ... ).tolist()
         [0, 2, 4, 6, 8, 10, 12, 14]
     """
-    numbers_by_name = {"start": start, "stop": stop, "step": step}
-    for name, value in numbers_by_name.items():
-        if value is None and name != "start":
-            continue
-        if not isinstance(value, numbers.Real) or isinstance(value, bool):
-            msg = f"arange takes numbers, and got {_checks.shown(value)} as {name}."
-            raise LayoutError(msg)
-        if not isinstance(value, numbers.Integral) and not math.isfinite(value):
-            msg = f"arange takes finite numbers, and got {value!r} as {name}."
-            raise LayoutError(msg)
+    bounds = {"start": start, "stop": stop, "step": step}
+    bounds = {n: v for n, v in bounds.items() if v is not None or n == "start"}
+    for name, value in bounds.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            _checks.number(name, value, where="arange", error=LayoutError)
     if step == 0:
         msg = "arange cannot go in steps of 0."
         raise LayoutError(msg)
     first, end = (0, start) if stop is None else (start, stop)
     try:
-        present = [value for value in numbers_by_name.values() if value is not None]
-        chosen = _dtype(dtype, None) or np.dtype(jnp.result_type(*present))
+        chosen = _dtype(dtype, None) or np.dtype(jnp.result_type(*bounds.values()))
         size = max(0, math.ceil((end - first) / (1 if step is None else step)))
     except OverflowError:
         msg = "arange takes numbers that fit into a dtype, and these do not."
@@ -418,10 +391,7 @@ def _create(
     ):
         sizes = _sizes(one, path)
         where = " ".join(filter(None, [path, type_text(sizes, dtype)]))
-        chosen = with_full_rank(layout_, len(sizes), where)
-        if MATCH in chosen.specs:
-            msg = f"{where}: {chosen!r} holds MATCH; a new array has nothing to match."
-            raise LayoutError(msg)
+        chosen = with_full_rank(layout_, len(sizes), where, match=False)
         chosen.check(sizes, where)
         placed = [_near(operand, chosen.mesh) for operand in (*key, *operands)]
         try:
@@ -493,8 +463,7 @@ def _near(x: Leaf, mesh: Mesh) -> Any:
     if not is_concrete_array(x) or not _jax.is_committed(x):
         return x
     # On Auto axes, so that its layout does not affect the result's.
-    auto = (jax.sharding.AxisType.Auto,) * len(mesh.axis_names)
-    devices = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=auto)
+    devices = _jax.with_auto_axes(mesh.jax_mesh)
     return jax.device_put(x, NamedSharding(devices, PartitionSpec()))
 
 
@@ -526,19 +495,9 @@ def _is_shape(node: PyTree) -> bool:
 
 
 def _sizes(shape: Any, path: str) -> tuple[int, ...]:
-    """Returns a shape as a tuple, or raises LayoutError."""
-    try:
-        sizes = tuple(
-            map(operator.index, shape if isinstance(shape, (list, tuple)) else [shape])
-        )
-    except TypeError:
-        sizes = (-1,)
-    if any(size < 0 for size in sizes):
-        where = f"{path}: " if path else ""
-        text = _checks.shown(shape)
-        msg = f"{where}a shape is integers of 0 or more, and got {text}."
-        raise LayoutError(msg)
-    return sizes
+    """Returns a shape, or the one dim of a bare number, as a tuple."""
+    sizes = shape if isinstance(shape, (list, tuple)) else [shape]
+    return _checks.shape(sizes, where=path, error=LayoutError)
 
 
 _PYTHON_NUMBERS = (bool, int, float, complex)
@@ -553,12 +512,12 @@ def _dtype(dtype: DTypeLike | None, default: Any) -> Any:
         requested = jnp.dtype(dtype)
         if isinstance(requested, np.dtype):
             requested = requested.newbyteorder("=")
+        if not _jax.is_array_dtype(requested):
+            raise TypeError
     except TypeError:
-        requested = None
-    if requested is None or not is_jax_dtype(requested):
         text = _checks.shown(dtype)
         msg = f"{text} is not a dtype of numbers. Write jnp.float32 or 'float32'."
-        raise LayoutError(msg)
+        raise LayoutError(msg) from None
     used = jax.dtypes.canonicalize_dtype(requested)
     # By identity: np.dtype("float64") == float, and it was requested by name.
     if used != requested and not any(dtype is kind for kind in _PYTHON_NUMBERS):

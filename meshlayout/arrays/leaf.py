@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshlayout import _jax
 from meshlayout._annotations import DType, Leaf
-from meshlayout._host_arrays import host_array, plain_array
+from meshlayout._host_arrays import host_array
 from meshlayout.arrays.tree import Where, describe, first_line
 from meshlayout.errors import LayoutError
 from meshlayout.layout import MATCH, DimSpec, Layout, as_layout
@@ -43,14 +43,11 @@ def resolve(
     fitting = _fitting(layout, shape) if isinstance(layout, Layout) else None
     if fitting is not None:
         return fitting
-    layout = with_full_rank(layout, len(shape), where)
+    layout = with_full_rank(layout, len(shape), where, match=match)
     if MATCH in layout.specs:
-        if not match:
-            msg = f"{where}: {layout!r} holds MATCH; a new array has nothing to match."
-            raise LayoutError(msg)
         layout = _matched(x, layout, where)
     whole = [None if entry is MATCH else entry for entry in layout.specs]
-    Layout(whole, layout.mesh).check(shape, str(where))
+    layout.with_specs(whole).check(shape, str(where))
     return layout
 
 
@@ -93,7 +90,7 @@ def _matched(x: Leaf, layout: Layout, where: Where) -> Layout:
         for entry, here in zip(layout.specs, now, strict=True)
     ]
     try:
-        return Layout(specs, layout.mesh, memory_kind=layout.memory_kind)
+        return layout.with_specs(specs)
     except LayoutError as error:
         msg = f"{where}: with MATCH filled in from {Layout.of(x)!r}, {error}"
         raise LayoutError(msg) from None
@@ -171,12 +168,19 @@ def _donated(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     """Moves an array, reusing its memory where shards stay in place."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-        return _mover(sharding)(x)
+        return _program(_identity, sharding, donate=True)(x)
+
+
+def _identity(x: jax.Array) -> jax.Array:
+    return x
 
 
 @functools.lru_cache(maxsize=512)
-def _mover(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-    return jax.jit(lambda x: x, out_shardings=sharding, donate_argnums=0)
+def _program(
+    function: Callable[[jax.Array], jax.Array], sharding: NamedSharding, *, donate: bool
+) -> Callable[[jax.Array], jax.Array]:
+    donated = (0,) if donate else ()
+    return jax.jit(function, out_shardings=sharding, donate_argnums=donated)
 
 
 def _independent(x: jax.Array, layout: Layout, sharding: NamedSharding) -> jax.Array:
@@ -193,12 +197,7 @@ def _independent(x: jax.Array, layout: Layout, sharding: NamedSharding) -> jax.A
     main = NamedSharding(sharding.mesh, sharding.spec)
     if layout.memory_kind is not None:
         return jax.device_put(jax.device_put(x, main), sharding)
-    return _copier(main)(jax.device_put(x, main))
-
-
-@functools.lru_cache(maxsize=512)
-def _copier(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-    return jax.jit(jnp.copy, out_shardings=sharding)
+    return _program(jnp.copy, main, donate=False)(jax.device_put(x, main))
 
 
 def _constrain(x: Leaf, sharding: NamedSharding, layout: Layout, where: Where) -> Any:
@@ -260,12 +259,18 @@ def layout_of(x: Leaf, where: Where) -> Layout:
         raise LayoutError(f"{where}: {error}") from None
 
 
-def with_full_rank(layout: object, rank: int, where: Where) -> Layout:
-    """Returns the user's layout for arrays of a rank."""
+def with_full_rank(
+    layout: object, rank: int, where: Where, *, match: bool = True
+) -> Layout:
+    """Returns the user's layout for arrays of a rank; `match` allows MATCH in it."""
     try:
-        return as_layout(layout, rank)
+        layout = as_layout(layout, rank)
     except LayoutError as error:
         raise LayoutError(f"{where}: {error}") from None
+    if not match and MATCH in layout.specs:
+        msg = f"{where}: {layout!r} holds MATCH; a new array has nothing to match."
+        raise LayoutError(msg)
+    return layout
 
 
 def check_alive(x: jax.Array, where: Where) -> None:
@@ -287,14 +292,11 @@ def as_array(x: Leaf, where: Where) -> Any:
 def private_copy(x: Leaf, device: _jax.Device) -> Any:
     """Returns an array that nobody else can write to.
 
-    CPU devices may use the memory of a NumPy array directly.
+    CPU devices may use the memory of a NumPy array directly; XLA does so without
+    copying it again if it is aligned.
     """
-    used = isinstance(x, np.ndarray) and device.platform == "cpu"
-    return _aligned_copy(x) if used else x
-
-
-def _aligned_copy(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Returns an aligned copy, which XLA uses without copying it again."""
+    if not isinstance(x, np.ndarray) or device.platform != "cpu":
+        return x
     memory = np.empty(x.nbytes + _ALIGNMENT, np.uint8)
     start = -memory.__array_interface__["data"][0] % _ALIGNMENT
     copy = memory[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
@@ -304,41 +306,14 @@ def _aligned_copy(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 def is_array(x: Leaf) -> bool:
     """Returns whether a leaf is an array, a number, or array-like."""
-    if isinstance(x, jax.Array):
-        return True
     if isinstance(x, (np.ndarray, np.generic)):
-        return is_jax_dtype(x.dtype)
-    likes = ("__jax_array__", "__array__")
-    if isinstance(x, (bool, int, float, complex)):
+        return _jax.is_array_dtype(x.dtype)
+    if isinstance(x, (jax.Array, bool, int, float, complex)):
         return True
+    likes = ("__jax_array__", "__array__")
     return not isinstance(x, type) and any(hasattr(x, name) for name in likes)
-
-
-def is_jax_dtype(dtype: DType) -> bool:
-    """Returns whether arrays can have a dtype."""
-    return any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_)) or (
-        jnp.issubdtype(dtype, jax.dtypes.extended)
-    )
 
 
 def is_concrete_array(x: Leaf) -> TypeGuard[jax.Array]:
     """Returns whether a leaf is a `jax.Array` that has values now."""
     return isinstance(x, jax.Array) and not isinstance(x, Tracer)
-
-
-def host_value(x: Leaf, where: Where = "") -> np.ndarray[Any, Any]:
-    """Returns the full value of an array or number; for PRNG keys, their words."""
-    if not isinstance(x, jax.Array):
-        return plain_array(x, where or "the array")
-    check_alive(x, where)
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    return _jax.to_host(x)
-
-
-def dtype_of(x: Leaf) -> Any:
-    """Returns the dtype that an array will have in JAX."""
-    dtype = jnp.asarray(x).dtype if not hasattr(x, "dtype") else x.dtype
-    if jnp.issubdtype(dtype, jax.dtypes.extended):
-        return dtype
-    return jax.dtypes.canonicalize_dtype(dtype)

@@ -10,11 +10,10 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from meshlayout import _checks, _jax
 from meshlayout._annotations import Leaf
+from meshlayout._host_arrays import plain_array
 from meshlayout.arrays.leaf import (
     as_array,
     check_alive,
-    dtype_of,
-    host_value,
     is_array,
     private_copy,
     with_full_rank,
@@ -29,7 +28,7 @@ from meshlayout.arrays.tree import (
     type_text,
 )
 from meshlayout.errors import LayoutError
-from meshlayout.layout import MATCH, Layout
+from meshlayout.layout import Layout
 
 
 def pack(parts: Iterable[Any], layout: LayoutLike, *, verify: bool = False) -> Any:
@@ -100,7 +99,7 @@ def _pack_leaf(
         )
         raise LayoutError(msg)
     parts = [as_array(part, f"{where}part {at}") for at, part in enumerate(parts)]
-    kinds = [(np.shape(part), dtype_of(part)) for part in parts]
+    kinds = [(part.shape, _jax.canonical_dtype(part.dtype)) for part in parts]
     for at, kind in enumerate(kinds):
         if kind != kinds[0]:
             msg = (
@@ -110,10 +109,7 @@ def _pack_leaf(
             raise LayoutError(msg)
     shard_shape, _ = kinds[0]
     text = f"{where}parts {type_text(*kinds[0])}"
-    layout = with_full_rank(layout, len(shard_shape), text)
-    if MATCH in layout.specs:
-        msg = f"{text}: {layout!r} holds MATCH, and new arrays have nothing to match."
-        raise LayoutError(msg)
+    layout = with_full_rank(layout, len(shard_shape), text, match=False)
     devices = layout.mesh.local_devices
     if len(parts) != len(devices):
         local = " of this process" if layout.mesh.is_multi_process else ""
@@ -143,7 +139,7 @@ def _verify(parts: list[Any], layout: Layout, where: Where) -> None:
     flat = {device: at for at, device in enumerate(layout.mesh.devices.flat)}
     seen: dict[tuple[int, ...], tuple[int, _jax.Device, np.ndarray[Any, Any]]] = {}
     for at, device in enumerate(layout.mesh.local_devices):
-        value = host_value(parts[at])
+        value = _host_value(parts[at])
         index = index_of[flat[device]]
         first, other, expected = seen.setdefault(index, (at, device, value))
         if value.tobytes() != expected.tobytes():
@@ -259,6 +255,13 @@ def _numpy_leaf(x: Leaf, where: Where) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
         msg = f"{where}: an abstract array has no values."
         raise LayoutError(msg)
-    if not is_array(x):
-        return x
-    return host_value(x, where)
+    return _host_value(x, where) if is_array(x) else x
+
+
+def _host_value(x: Leaf, where: Where = "the array") -> np.ndarray[Any, Any]:
+    """Returns the full value of an array or number; for PRNG keys, their words."""
+    if not isinstance(x, jax.Array):
+        return plain_array(x, where)
+    check_alive(x, where)
+    is_key = jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return _jax.to_host(jax.random.key_data(x) if is_key else x)

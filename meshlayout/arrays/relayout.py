@@ -15,7 +15,7 @@ from meshlayout.arrays.leaf import (
 )
 from meshlayout.arrays.tree import LayoutLike, Tree, array_text, is_number_list
 from meshlayout.errors import LayoutError
-from meshlayout.layout import MATCH, Layout
+from meshlayout.layout import MATCH
 
 
 def relayout(x: Leaf, layout: LayoutLike, *, donate: bool = False) -> Any:
@@ -76,9 +76,6 @@ def relayout_like(x: Leaf, other: PyTree, *, donate: bool = False) -> Any:
         x: An array or a pytree of arrays.
         other: The array or arrays with the layouts to take; a prefix of `x`.
         donate: As for `relayout`.
-
-    Raises:
-        LayoutError: As for `relayout`, and if a layout is unknown.
     """
     return relayout(x, fetch_layout(other), donate=donate)
 
@@ -164,29 +161,19 @@ def check_layout(x: Leaf, layout: LayoutLike) -> None:
     for (where, leaf), one in zip(tree.named(), tree.broadcast(layout), strict=True):
         actual = layout_of(leaf, where)
         expected = with_full_rank(one, actual.rank, where)
-        if not _equivalent(*_without_matched(actual, expected)):
+        # Dims for which MATCH allows anything are left out of the comparison.
+        is_free = [entry is MATCH for entry in expected.specs]
+        ours, theirs = (
+            side.with_specs(
+                [
+                    None if free else e
+                    for free, e in zip(is_free, side.specs, strict=True)
+                ]
+            )
+            for side in (actual, expected)
+        )
+        if ours != theirs and not ours.sharding.is_equivalent_to(
+            theirs.sharding, ours.rank
+        ):
             msg = f"{where}: the layout is {actual!r}, and {expected!r} was expected."
             raise LayoutError(f"{msg} Move it with relayout(x, layout).")
-
-
-def _without_matched(actual: Layout, expected: Layout) -> tuple[Layout, Layout]:
-    """Leaves out the dims for which MATCH allows anything."""
-    if MATCH not in expected.specs:
-        return actual, expected
-    any_ = [entry is MATCH for entry in expected.specs]
-    one, other = (
-        Layout(
-            [
-                None if free else entry
-                for free, entry in zip(any_, layout.specs, strict=True)
-            ],
-            layout.mesh,
-            memory_kind=layout.memory_kind,
-        )
-        for layout in (actual, expected)
-    )
-    return one, other
-
-
-def _equivalent(a: Layout, b: Layout) -> bool:
-    return a == b or a.sharding.is_equivalent_to(b.sharding, a.rank)

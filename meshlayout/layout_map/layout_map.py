@@ -12,7 +12,7 @@ from collections.abc import (
 )
 from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import Any, Protocol, get_args, runtime_checkable
+from typing import Any, TypeAlias, get_args
 
 import jax
 import numpy as np
@@ -55,15 +55,6 @@ from meshlayout.layout_map.rules import (
     parse_rule,
 )
 from meshlayout.mesh import Mesh, as_mesh
-
-
-@runtime_checkable
-class Resolvable(Protocol):
-    """A state that knows which of its parts follow which; see `TrainState`."""
-
-    def resolve_layouts(self, layouts: "LayoutMap") -> Resolved:
-        """Returns the layouts of all its arrays."""
-        ...
 
 
 class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
@@ -124,20 +115,29 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
             _checks.choice, where="LayoutMap", error=LayoutMapError
         )
         self._options = Options(
-            mesh,
-            None if default is None else parse_rule("default", default, mesh),
-            option("conflict", conflict, get_args(Conflict)),
-            option("unmatched", unmatched, get_args(Unmatched)),
-            option("on_uneven", on_uneven, get_args(OnUneven)),
-            option("unused", unused, get_args(Unused)),
-            _check_logical(logical_axes, mesh),
+            mesh=mesh,
+            default=None if default is None else parse_rule("default", default, mesh),
+            conflict=option("conflict", conflict, get_args(Conflict)),
+            unmatched=option("unmatched", unmatched, get_args(Unmatched)),
+            on_uneven=option("on_uneven", on_uneven, get_args(OnUneven)),
+            unused=option("unused", unused, get_args(Unused)),
+            logical_axes=_check_logical(logical_axes, mesh),
         )
         if default is not None and unmatched == "error":
             msg = "default= is never used with unmatched='error'; give one of them."
             raise LayoutMapError(msg)
         self._rules: dict[str, ParsedRule] = {}
         self._snapshot: FrozenMap | None = None
-        for pattern, value in _pairs(rules):
+        pairs = rules.items() if isinstance(rules, Mapping) else rules
+        try:
+            pairs = [(pattern, value) for pattern, value in pairs]
+        except (TypeError, ValueError):
+            msg = (
+                "rules are a mapping or pairs of pattern and layout, and got "
+                f"{_checks.shown(rules)}. Write {{'dense/kernel': (None, 'model')}}."
+            )
+            raise LayoutMapError(msg) from None
+        for pattern, value in pairs:
             self[pattern] = value
 
     @property
@@ -155,9 +155,7 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         Raises:
             LayoutMapKeyError: If no rule has this pattern.
         """
-        if pattern not in self:
-            raise LayoutMapKeyError(self._missing(pattern))
-        return self._rules[pattern].value()
+        return self._rule(pattern).value()
 
     def __setitem__(self, pattern: str, value: "RuleLike") -> None:
         """Inserts a rule.
@@ -181,8 +179,7 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         Raises:
             LayoutMapKeyError: If no rule has this pattern.
         """
-        if pattern not in self:
-            raise LayoutMapKeyError(self._missing(pattern))
+        self._rule(pattern)
         del self._rules[pattern]
         self._changed(pattern)
 
@@ -198,7 +195,7 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, LayoutMap):
             return NotImplemented
-        return self._parts() == other._parts()
+        return self._arguments() == other._arguments()
 
     __hash__ = None  # it changes
 
@@ -206,32 +203,32 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         """Returns a map with more rules; those of the right replace equal patterns."""
         if not isinstance(rules, Mapping):
             return NotImplemented
-        return self._with_rules({**self, **rules})
+        return LayoutMap(**{**self._arguments(), "rules": {**self, **rules}})
 
     def __ror__(self, rules: "Mapping[str, RuleLike]") -> "LayoutMap":
         """Returns a map with more rules before its own, which replace equal ones."""
         if not isinstance(rules, Mapping):
             return NotImplemented
-        return self._with_rules({**rules, **self})
+        return LayoutMap(**{**self._arguments(), "rules": {**rules, **self}})
 
     def __ior__(self, rules: "Mapping[str, RuleLike]") -> "LayoutMap":
         """Adds rules in place; they replace those of equal patterns."""
-        merged = self | rules
-        self._rules = merged._rules
+        self._rules = (self | rules)._rules
         for pattern in rules:
             self._changed(pattern)
         return self
 
     def copy(self) -> "LayoutMap":
         """Returns a map with the same rules and options."""
-        return LayoutMap(**self._parts())
+        return LayoutMap(**self._arguments())
 
     def __repr__(self) -> str:
         rules = ", ".join(f"{p!r}: {_value_text(v)}" for p, v in self.items())
+        defaults = LayoutMap.__init__.__kwdefaults__
         options = "".join(
             f", {name}={_value_text(value)}"
-            for name, value in self._parts().items()
-            if name in _DEFAULTS and value != _DEFAULTS[name]
+            for name, value in self._arguments().items()
+            if name in defaults and value != defaults[name]
         )
         return f"LayoutMap({self.mesh!r}, {{{rules}}}{options})"
 
@@ -278,7 +275,7 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
             LayoutMapError: If rules disagree, a layout does not fit its leaf, or
                 nothing matches a leaf and `unmatched` is `"error"`.
         """
-        if isinstance(tree, Resolvable):
+        if hasattr(tree, "resolve_layouts"):  # a TrainState knows what follows what
             return tree.resolve_layouts(self)
         resolver = self._resolver()
         if params is not None:
@@ -340,23 +337,12 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
 
     # For the library.
 
-    def _resolve_leaf(self, leaf: _paths.Leaf) -> Resolution | None:
-        """Returns the resolution of one named leaf; None if it is not an array."""
-        return self._resolver().leaf(leaf)
-
     def _resolve_slots(
         self, opt_state: PyTree, params: PyTree, owners: Sequence[Resolution | None]
     ) -> Resolved:
         """Returns the layouts of an optimizer state, from those of its parameters.
 
-        Args:
-            opt_state: The optimizer's state.
-            params: The parameters it belongs to.
-            owners: The resolution of each leaf of `params`.
-
-        Raises:
-            LayoutMapError: If rules for the slots alone disagree or do not fit, or
-                no part of the state has the structure of the parameters.
+        `owners` has the resolution of each leaf of `params`.
         """
         flat = _paths.flatten(opt_state)
         slots = find_slots(opt_state, params)
@@ -367,44 +353,27 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
     def _explain_resolved(
         self, resolved: Resolved, shared: Mapping[str, str]
     ) -> Explanation:
-        """Returns the report on layouts that were resolved before; see `explain`.
-
-        Args:
-            resolved: The layouts.
-            shared: The other paths of shared arrays; see `_paths.shared_paths`.
-        """
+        """Returns the report on resolved layouts; `shared` as from `shared_paths`."""
         resolver = self._resolver()
         matching: dict[str, list[str]] = {pattern: [] for pattern in self._rules}
         for resolution in resolved.resolutions:
-            for rule in set(resolver.all_matching(resolution.path)):
+            for rule in set(resolver.matcher.all_matching(resolution.path)):
                 matching[rule.pattern].append(resolution.path)
         return explain(self.mesh, resolved, matching, shared)
 
     def _check_used(
         self, resolved: Resolved, shared: Mapping[str, str] = MappingProxyType({})
     ) -> None:
-        """Warns or raises, as `unused` says, about rules that match no path.
-
-        Args:
-            resolved: The layouts of everything that was made.
-            shared: The other paths of shared arrays; see `_paths.shared_paths`.
-
-        Raises:
-            LayoutMapError: If `unused` is `"error"`.
-
-        Warns:
-            LayoutWarning: If it is `"warn"`.
-        """
+        """Warns or raises, as `unused` says, about rules that match no path."""
         used = {resolution.rule for resolution in resolved.resolutions}
         if self._options.unused == "ignore" or used.issuperset(self._rules):
             return
+        dead_rules = self._explain_resolved(resolved, shared).dead_rules
         facts = [
             f"rule {pattern!r} matches no path"
             + (f" (nearest: {', '.join(near)})" if near else "")
             + (f":{hint[:-1]}" if (hint := shared_text(pattern, shared)) else "")
-            for pattern, near in self._explain_resolved(
-                resolved, shared
-            ).dead_rules.items()
+            for pattern, near in dead_rules.items()
         ]
         if not facts:
             return
@@ -415,17 +384,7 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         self._report_unused(line)
 
     def _report_unused(self, line: str) -> None:
-        """Warns or raises, as `unused` says, about something the map did not affect.
-
-        Args:
-            line: The sentence.
-
-        Raises:
-            LayoutMapError: If `unused` is `"error"`.
-
-        Warns:
-            LayoutWarning: If it is `"warn"`.
-        """
+        """Warns or raises, as `unused` says, with a sentence on what had no effect."""
         if self._options.unused == "error":
             raise LayoutMapError(line)
         if self._options.unused == "warn":
@@ -448,52 +407,33 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
             warnings.warn(line, LayoutWarning, stacklevel=stack_level())
         self._snapshot = None
 
-    def _with_rules(self, rules: "Mapping[str, RuleLike]") -> "LayoutMap":
-        return LayoutMap(**{**self._parts(), "rules": rules})
-
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_snapshot": None}
 
     def _resolver(self) -> Resolver:
         return Resolver(self._options, self._rules.values())
 
-    def _parts(self) -> dict[str, Any]:
+    def _arguments(self) -> dict[str, Any]:
         """Returns the constructor's arguments for an equal map."""
-        options = self._options
-        return {
-            "mesh": options.mesh,
-            "rules": list(self.items()),
-            "default": options.default and options.default.value(),
-            "conflict": options.conflict,
-            "unmatched": options.unmatched,
-            "on_uneven": options.on_uneven,
-            "unused": options.unused,
-            "logical_axes": options.logical_axes,
-        }
+        default = self._options.default and self._options.default.value()
+        rules = list(self.items())
+        return {**vars(self._options), "rules": rules, "default": default}
 
-    def _missing(self, pattern: object) -> str:
-        hint = did_you_mean(pattern, self._rules)
-        return (
-            f"no rule has the pattern {pattern!r}.{hint} To find the layout of a path, "
-            "use match(path, shape, dtype)."
+    def _rule(self, pattern: object) -> ParsedRule:
+        if isinstance(pattern, str) and pattern in self._rules:
+            return self._rules[pattern]
+        msg = (
+            f"no rule has the pattern {pattern!r}.{did_you_mean(pattern, self._rules)} "
+            "To find the layout of a path, use match(path, shape, dtype)."
         )
+        raise LayoutMapKeyError(msg)
 
 
-_DEFAULTS = {
-    "default": None,
-    "conflict": "error",
-    "unmatched": "replicate",
-    "on_uneven": "error",
-    "unused": "warn",
-    "logical_axes": None,
-}
-
-_scope_factory: list[Callable[[LayoutMap], AbstractContextManager[LayoutMap]]] = []
+_ScopeFactory: TypeAlias = Callable[[LayoutMap], AbstractContextManager[LayoutMap]]
+_scope_factory: list[_ScopeFactory] = []
 
 
-def register_scope_factory(
-    factory: Callable[[LayoutMap], AbstractContextManager[LayoutMap]],
-) -> None:
+def register_scope_factory(factory: _ScopeFactory) -> None:
     """Says what `scope()` does; called once, by the module that creates states."""
     _scope_factory[:] = [factory]
 
@@ -533,18 +473,6 @@ def _check_follows_nothing(opt_state: _paths.Flat, params: PyTree) -> None:
 def _resolved(flat: _paths.Flat, resolutions: list[Resolution | None]) -> Resolved:
     layouts = flat.unflatten([found and found.layout for found in resolutions])
     return Resolved(layouts, tuple([found for found in resolutions if found]))
-
-
-def _pairs(rules: Any) -> list[tuple[Any, Any]]:
-    pairs = rules.items() if isinstance(rules, Mapping) else rules
-    try:
-        return [(pattern, value) for pattern, value in pairs]
-    except (TypeError, ValueError):
-        msg = (
-            "rules are a mapping or pairs of pattern and layout, and got "
-            f"{_checks.shown(rules)}. Write {{'dense/kernel': (None, 'model')}}."
-        )
-        raise LayoutMapError(msg) from None
 
 
 def _check_logical(axes: Any, mesh: Mesh) -> tuple[AxisRule, ...] | None:

@@ -36,10 +36,7 @@ class LayoutBox(struct.PyTreeNode, meta.AxisMetadata[Any]):
         del index, params
         return self
 
-    def remove_axis(self, index: int, params: dict[Any, Any]) -> "LayoutBox":
-        """Returns the box unchanged."""
-        del index, params
-        return self
+    remove_axis = add_axis
 
 
 def own_layout_metadata(box: Box) -> Any:
@@ -67,35 +64,25 @@ AxisRule: TypeAlias = tuple[str, str | Sequence[str] | None]
 """A logical axis name, and the mesh axes (or None) that it may take."""
 
 
-def axis_rules(box: Box, given: Sequence[AxisRule]) -> list[AxisRule]:
-    """Returns the rules for logical axes that apply to one leaf, in order.
-
-    The map's own rules come first, then the leaf's, then Flax's global ones.
-    """
+def axis_rules(box: Box, own: Sequence[AxisRule]) -> list[AxisRule]:
+    """Returns the rules for one leaf: the map's own, the leaf's, Flax's global ones."""
     if isinstance(box, nnx.Variable):
         local = box.get_metadata().get("sharding_rules")
     else:
         local = getattr(box, "rules", None)
-    return [*given, *(local or ()), *nn.get_logical_axis_rules()]
+    return [*own, *(local or ()), *nn.get_logical_axis_rules()]
 
 
 def logical_layout(
-    box: Box, names: tuple[Any, ...], rules: Sequence[AxisRule], mesh: Mesh
+    box: Box, rules: Sequence[AxisRule], mesh: Mesh
 ) -> tuple[Layout, list[str]]:
-    """Returns the layout that logical axis names mean on a mesh, as Flax reads them.
+    """Returns the layout that a leaf's axis names mean on a mesh, as Flax reads them.
 
     Rules are taken in order. One whose name occurs, and whose mesh axes are all free,
     assigns them to that dim; a dim takes one rule at most, so several rules for one
     name are an order of preference. A name without a rule is unsharded, unless it is a
-    mesh
-    axis and Flax reads it so (`nn.with_partitioning` and NNX; not
+    mesh axis and Flax reads it so (`nn.with_partitioning` and NNX; not
     `nn.with_logical_partitioning`).
-
-    Args:
-        box: The leaf's Flax variable or box.
-        names: One per dim; None, or several in a tuple.
-        rules: As `axis_rules` returns them.
-        mesh: The mesh.
 
     Returns:
         The layout, and a sentence for each name that did not get its first choice.
@@ -103,6 +90,7 @@ def logical_layout(
     Raises:
         LayoutError: If two dims have the same name, or a rule names an unknown axis.
     """
+    names = logical_axes(box) or ()
     parts = [
         (dim, part)
         for dim, name in enumerate(names)

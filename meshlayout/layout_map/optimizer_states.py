@@ -8,15 +8,17 @@ the rest are their parameters (`find_optimizer_states`).
 
 import bisect
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 import optax
 from flax import nnx
+from jax.tree_util import tree_leaves_with_path
 
 from meshlayout import _paths
 from meshlayout._annotations import Leaf, PyTree
@@ -45,7 +47,7 @@ class OptimizerSlot:
             None if dim is None else param.specs[dim] for dim in self.dims or ()
         ]
         specs += [None] * (rank - len(specs))
-        return Layout(specs, param.mesh, memory_kind=param.memory_kind)
+        return param.with_specs(specs)
 
 
 def find_slots(opt_state: PyTree, params: PyTree) -> list[OptimizerSlot | None]:
@@ -53,19 +55,12 @@ def find_slots(opt_state: PyTree, params: PyTree) -> list[OptimizerSlot | None]:
 
     Decided by structure: a subtree of the state that has the structure of the
     parameters holds one leaf per parameter. `optax.MaskedNode` may replace any part of
-    it, as in the states of `optax.masked` and `multi_transform`.
-
-    Args:
-        opt_state: An Optax state, or a tree with states in it; abstract or not.
-        params: The parameters that it was made for.
-
-    Returns:
-        One entry per leaf, in the order of `_paths.flatten`; None for counters,
-        schedules and whatever else belongs to no parameter.
+    it, as in the states of `optax.masked` and `multi_transform`. None for counters,
+    schedules and whatever else belongs to no parameter.
     """
     leaves = [leaf.value for leaf in _paths.flatten(params).leaves]
     numbered = _plain(params, range(len(leaves)))
-    return list(_slots(_plain(opt_state), numbered, leaves, type(None)))
+    return list(_slots(_plain(opt_state), numbered, leaves, None))
 
 
 def _plain(tree: PyTree, leaves: Sequence[Leaf] | None = None) -> PyTree:
@@ -80,37 +75,25 @@ def _plain(tree: PyTree, leaves: Sequence[Leaf] | None = None) -> PyTree:
 
 
 def _slots(
-    node: PyTree, numbered: PyTree, params: Sequence[Leaf], owner: type
+    node: PyTree, numbered: PyTree, params: Sequence[Leaf], factor: str | None
 ) -> Iterator[OptimizerSlot | None]:
     numbers = _matching(node, numbered)
     if numbers is not None:
         for leaf, number in numbers:
-            yield OptimizerSlot(number, _dims_of(leaf, params[number], owner))
+            yield OptimizerSlot(number, _dims_of(leaf, params[number], factor))
         return
     parts = _paths.children(node)
     if parts is None:
         yield None
         return
-    for name, child in parts:
-        yield from _slots(child, numbered, params, _owner(node, name, owner))
-
-
-# Which factored slot a subtree is: the two differ in the dim they dropped.
-class _Row:
-    pass
-
-
-class _Column:
-    pass
-
-
-def _owner(node: PyTree, name: str, owner: type) -> type:
-    # In an NNX state, a dict takes its place.
-    if isinstance(node, optax.FactoredState) or (
+    # The rows and columns of a factored slot differ in the dim they dropped. In an NNX
+    # state, a dict takes the place of Optax's type.
+    is_factored = isinstance(node, optax.FactoredState) or (
         isinstance(node, dict) and node.keys() == {*optax.FactoredState._fields}
-    ):
-        return {"v_row": _Row, "v_col": _Column}.get(name, type(None))
-    return owner
+    )
+    for name, child in parts:
+        below = name if is_factored else factor
+        yield from _slots(child, numbered, params, below)
 
 
 def _matching(node: PyTree, numbered: PyTree) -> list[tuple[Leaf, int]] | None:
@@ -136,7 +119,9 @@ def _is_masked(node: PyTree) -> bool:
     return isinstance(node, optax.MaskedNode)
 
 
-def _dims_of(leaf: Leaf, param: Leaf, owner: type) -> tuple[int | None, ...] | None:
+def _dims_of(
+    leaf: Leaf, param: Leaf, factor: str | None
+) -> tuple[int | None, ...] | None:
     """Returns the parameter's dim for each dim of a slot, if it can be inferred."""
     shape, whole = np.shape(leaf), np.shape(param)
     if shape == whole:
@@ -144,15 +129,13 @@ def _dims_of(leaf: Leaf, param: Leaf, owner: type) -> tuple[int | None, ...] | N
     if not shape or math.prod(shape) == 1:
         return ()
     extra = len(shape) - len(whole)
-    if (
-        extra > 0 and whole and shape[extra:] == whole
-    ):  # a history of it, as L-BFGS keeps
+    if extra > 0 and whole and shape[extra:] == whole:  # a history, as L-BFGS keeps
         return (*[None] * extra, *range(len(whole)))
-    if owner in (_Row, _Column) and len(shape) == len(whole) - 1:
+    if factor in ("v_row", "v_col") and len(shape) == len(whole) - 1:
         # Optax's rule (scale_by_factored_rms): of the two largest dims, the rows
         # drop the largest and the columns the second.
         second, largest = (int(dim) for dim in np.argsort(whole)[-2:])
-        dropped = largest if owner is _Row else second
+        dropped = largest if factor == "v_row" else second
         return tuple(dim for dim in range(len(whole)) if dim != dropped)
     return _subsequence(shape, whole)
 
@@ -161,22 +144,12 @@ def _subsequence(
     shape: tuple[int, ...], whole: tuple[int, ...]
 ) -> tuple[int, ...] | None:
     """Returns the only way to get `shape` by dropping dims of `whole`, or None."""
-    if len(shape) > len(whole):
-        return None
-    found: list[tuple[int, ...]] = []
-
-    def extend(kept: tuple[int, ...], start: int) -> None:
-        if len(found) > 1:
-            return
-        if len(kept) == len(shape):
-            found.append(kept)
-            return
-        for dim in range(start, len(whole)):
-            if whole[dim] == shape[len(kept)]:
-                extend((*kept, dim), dim + 1)
-
-    extend((), 0)
-    return found[0] if len(found) == 1 else None
+    ways = [
+        dims
+        for dims in itertools.combinations(range(len(whole)), len(shape))
+        if tuple(whole[dim] for dim in dims) == shape
+    ]
+    return ways[0] if len(ways) == 1 else None
 
 
 # Which subtrees are optimizer states, and whose.
@@ -233,17 +206,13 @@ def _state_indices(tree: PyTree) -> list[int]:
     """Returns indices of leaves in optimizer states, at least one per state."""
     indices: list[int] = []
     index = 0
-    entries = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_optax)
-    for keys, node in entries:
+    for keys, node in tree_leaves_with_path(tree, is_leaf=_is_optax):
         size = len(jax.tree.leaves(node)) if _is_optax(node) else 1
-        if size and (_is_optax(node) or any(map(_is_named, keys))):
+        names = [getattr(key, "key", getattr(key, "name", None)) for key in keys]
+        if size and (_is_optax(node) or OPT_STATE in names):
             indices.append(index)
         index += size
     return indices
-
-
-def _is_named(key: Any) -> bool:
-    return OPT_STATE in (getattr(key, "key", None), getattr(key, "name", None))
 
 
 def _is_optax(node: PyTree) -> bool:
@@ -284,16 +253,12 @@ class _Subtree:
         return self.name == OPT_STATE or _is_optax(self.node)
 
 
-@dataclass(frozen=True)
-class _Level:
-    """One level on the way down to a state: the siblings, and which one holds it."""
-
-    branch: str
-    neighbors: list[_Subtree]
+# On the way down, one for each level: the name of the branch, and its siblings.
+_Levels: TypeAlias = list[tuple[str, list[_Subtree]]]
 
 
 def _walk(
-    part: _Subtree, above: list[_Level], states: list[int]
+    part: _Subtree, above: _Levels, states: list[int]
 ) -> Iterator[OptimizerStateIn]:
     """Walks down to the states; `above` are the levels passed, nearest first."""
     parts = part.parts()
@@ -301,7 +266,7 @@ def _walk(
         if not branch.holds_any(states):
             continue
         neighbors = [other for other in parts if other is not branch]
-        levels = [_Level(branch.name, neighbors), *above]
+        levels = [(branch.name, neighbors), *above]
         if branch.is_state():
             yield from _owned(branch, levels, states)
         else:
@@ -309,21 +274,20 @@ def _walk(
 
 
 def _owned(
-    state: _Subtree, levels: list[_Level], states: list[int]
+    state: _Subtree, levels: _Levels, states: list[int]
 ) -> Iterator[OptimizerStateIn]:
-    names = [level.branch for level in levels]
-    for level in levels:
-        free = [part for part in level.neighbors if not part.holds_any(states)]
-        fitting = _fitting(state, free)
+    names = [name for name, _ in levels]
+    for _, neighbors in levels:
+        fitting = _fitting(state, neighbors, states)
         if not fitting:  # or parts of the siblings, such as params["gen"]
-            inner = [part for near in level.neighbors for part in near.parts()]
-            fitting = _fitting(state, [p for p in inner if not p.holds_any(states)])
+            inner = [part for near in neighbors for part in near.parts()]
+            fitting = _fitting(state, inner, states)
         if fitting:
             best = max(_rank(part, names) for part, _, _ in fitting)
             owners = [owner for owner in fitting if _rank(owner[0], names) == best]
             slots = owners[0][1]
             indices = range(state.start, state.start + len(slots))
-            named = [(part.name, owned) for part, _, owned in owners]
+            named = [(part.name, indices) for part, _, indices in owners]
             yield OptimizerStateIn("/".join(reversed(names)), indices, slots, named)
             return
 
@@ -338,33 +302,27 @@ def _rank(part: _Subtree, names: list[str]) -> int:
 
 
 def _fitting(
-    state: _Subtree, candidates: list[_Subtree]
+    state: _Subtree, candidates: list[_Subtree], states: list[int]
 ) -> list[tuple[_Subtree, list[OptimizerSlot | None], list[int]]]:
     """Returns the parts that have the state's structure, with slots and indices."""
     fitting = []
     for part in candidates:
-        for kind in (None, *_variable_types(part.node)):
+        if part.holds_any(states):
+            continue
+        variables = jax.tree.leaves(part.node, is_leaf=_is_variable)
+        types = [type(leaf) for leaf in variables if _is_variable(leaf)]
+        # Types that can be optimized alone: nnx.Param first, then those that occur.
+        for kind in dict.fromkeys([None, *([nnx.Param] if types else []), *types]):
             params = part.node if kind is None else _only(part.node, kind)
             slots = find_slots(state.node, params)
-            if _fits(slots):
+            owned = [slot for slot in slots if slot is not None]
+            # Slots belong to parameters; a counter, say, does not make a match.
+            if any(slot.dims for slot in owned) and all(
+                slot.dims is not None for slot in owned
+            ):
                 fitting.append((part, slots, _indices(part, kind)))
                 break
     return fitting
-
-
-def _fits(slots: list[OptimizerSlot | None]) -> bool:
-    """Returns whether slots belong to parameters, rather than being a counter, say."""
-    owned = [slot for slot in slots if slot is not None]
-    return any(slot.dims for slot in owned) and all(
-        slot.dims is not None for slot in owned
-    )
-
-
-def _variable_types(node: PyTree) -> list[type]:
-    """Returns types that can be optimized alone: `nnx.Param`, then those that occur."""
-    leaves = jax.tree.leaves(node, is_leaf=_is_variable)
-    types = [type(leaf) for leaf in leaves if _is_variable(leaf)]
-    return list(dict.fromkeys([nnx.Param, *types])) if types else []
 
 
 def _is_variable(node: PyTree) -> bool:

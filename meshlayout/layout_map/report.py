@@ -123,12 +123,10 @@ class Resolved:
         Arrays that are already placed are written with their actual layouts. Commit the
         text next to a test that calls `check_lock` with it.
         """
-        arrays = [found for found in self.resolutions if found.is_array]
-        meshes = sorted({repr(found.layout.mesh) for found in arrays})
-        lines = sorted(
-            f"{found.path}: {found.array} {found.current_layout}" for found in arrays
-        )
-        return "\n".join([f"# layouts on {', '.join(meshes)}", *lines]) + "\n"
+        arrays = [leaf for leaf in self.resolutions if leaf.is_array]
+        meshes = ", ".join(sorted({repr(leaf.layout.mesh) for leaf in arrays}))
+        lines = [f"{leaf.path}: {leaf.array} {leaf.current_layout}" for leaf in arrays]
+        return "\n".join([f"# layouts on {meshes}", *sorted(lines)]) + "\n"
 
     def check_lock(self, text: str) -> None:
         """Raises LayoutMapError, with the lines that differ, if layouts changed.
@@ -217,43 +215,35 @@ class Explanation:
         ]
 
     def __str__(self) -> str:
-        parts = [
-            repr(self.mesh),
-            _render.text_table(_HEADERS, self._rows(), align=_ALIGN),
-            self._total(),
-            *self.notes,
-        ]
-        return "\n".join(parts)
+        table = _render.text_table(_HEADERS, self._rows(), align=_ALIGN)
+        return "\n".join([repr(self.mesh), table, self._total(), *self.notes])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
+        notes = [self._total(), *self.notes]
         return _render.html_table(
-            _HEADERS,
-            self._rows(),
-            align=_ALIGN,
-            caption=repr(self.mesh),
-            notes=[self._total(), *self.notes],
+            _HEADERS, self._rows(), _ALIGN, caption=repr(self.mesh), notes=notes
         )
 
     def _rows(self) -> list[list[str]]:
         return [
             [
-                found.path or "(the array)",
-                found.array,
-                str(found.current_layout) if found.is_array else "",
-                "(placed)" if found.placed else found.rule or f"({found.reason})",
-                _render.bytes_text(found.bytes_per_device) if found.is_array else "",
-                _saving(found.bytes_per_device, found.nbytes) if found.is_array else "",
+                leaf.path or "(the array)",
+                leaf.array,
+                str(leaf.current_layout) if leaf.is_array else "",
+                "(placed)" if leaf.placed else leaf.rule or f"({leaf.reason})",
+                _render.bytes_text(leaf.bytes_per_device) if leaf.is_array else "",
+                _saving(leaf.bytes_per_device, leaf.nbytes) if leaf.is_array else "",
             ]
-            for found in self.resolutions
+            for leaf in self.resolutions
         ]
 
     def _total(self) -> str:
         here = _render.bytes_text(self.bytes_per_device)
         whole = _render.bytes_text(self.replicated_bytes)
         saving = _saving(self.bytes_per_device, self.replicated_bytes)
-        num_arrays = sum(found.is_array for found in self.resolutions)
+        num_arrays = sum(leaf.is_array for leaf in self.resolutions)
         return (
             f"{num_arrays} arrays, {here} on each of {self.mesh.size} "
             f"devices; replicated it would be {whole} (saving {saving})."
@@ -276,37 +266,34 @@ def explain(
 ) -> Explanation:
     """Makes the report.
 
-    Args:
-        mesh: The map's mesh.
-        resolved: What was decided.
-        matching: For each pattern of the map, the paths that it matches.
-        shared: First paths of shared arrays by their others.
+    `matching` has the paths that each pattern of the map matches; `shared`, the first
+    paths of shared arrays by their others.
     """
-    used = {found.rule for found in resolved.resolutions}
-    deciding = {
-        found.path: found.rule or f"({found.reason})" for found in resolved.resolutions
-    }
-    dead = [pattern for pattern, matched in matching.items() if not matched]
+    rows = resolved.resolutions
+    used = {leaf.rule for leaf in rows}
+    winners = {leaf.path: leaf.rule or f"({leaf.reason})" for leaf in rows}
+    dead = [p for p, matched in matching.items() if not matched and p not in used]
     shadowed = {
-        pattern: tuple(sorted({deciding[path] for path in matched}))
+        pattern: tuple(sorted({winners[path] for path in matched}))
         for pattern, matched in matching.items()
         if matched and pattern not in used
     }
     large = max(_LARGE_BYTES, _LARGE_SHARE * resolved.nbytes)
+    large_replicated = tuple(
+        leaf.path
+        for leaf in rows
+        if mesh.size > 1
+        and leaf.nbytes >= large
+        and leaf.current_layout.is_fully_replicated
+    )
     return Explanation(
         mesh,
-        resolved.resolutions,
+        rows,
         resolved.bytes_per_device,
         resolved.nbytes,
-        nearest_paths([pattern for pattern in dead if pattern not in used], deciding),
+        nearest_paths(dead, winners),
         shadowed,
-        tuple(
-            found.path
-            for found in resolved.resolutions
-            if mesh.size > 1
-            and found.nbytes >= large
-            and found.current_layout.is_fully_replicated
-        ),
+        large_replicated,
         shared,
     )
 

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from meshlayout import _checks, _paths, _render
-from meshlayout._annotations import DType
+from meshlayout._annotations import Box, DType
 from meshlayout.errors import LayoutError, LayoutMapError
 from meshlayout.layout import Layout
 from meshlayout.layout_map.metadata import (
@@ -65,7 +65,7 @@ class Resolver:
 
     def __init__(self, options: Options, rules: Collection[ParsedRule]) -> None:
         self._options = options
-        self._matcher = Matcher(rules)
+        self.matcher = Matcher(rules)
         default = options.default
         self._asks_default = default is not None and default.function is not None
         self._functions = {rule for rule in rules if rule.function is not None}
@@ -84,7 +84,7 @@ class Resolver:
         array = _array_of(path, value)
         if array is None:
             return None
-        rules = self._matcher.candidates(path)
+        rules = self.matcher.candidates(path)
         if box is not None:
             decision = self._by_metadata(array, box, rules)
         elif self._asks_default or not self._functions.isdisjoint(rules):
@@ -104,12 +104,10 @@ class Resolver:
         slots: Sequence[OptimizerSlot | None],
         owners: Sequence[Resolution | None],
     ) -> list[Resolution | None]:
-        """Returns the resolutions of an optimizer state.
+        """Returns the resolutions of an optimizer state's leaves.
 
-        Args:
-            leaves: Its leaves.
-            slots: Which parameter each belongs to, if any.
-            owners: The parameters' resolutions.
+        `slots` says which parameter each belongs to, if any; `owners` has the
+        parameters' resolutions.
         """
         # A rule that matches any parameter is not a rule for slots: it would match
         # their paths only because names coincide.
@@ -117,7 +115,7 @@ class Resolver:
             rule
             for owner in owners
             if owner is not None
-            for rule in self.all_matching(owner.path)
+            for rule in self.matcher.all_matching(owner.path)
         }
         resolutions: list[Resolution | None] = []
         for leaf, slot in zip(leaves, slots, strict=True):
@@ -125,15 +123,10 @@ class Resolver:
             if array is None:
                 resolutions.append(None)
                 continue
-            rules = [
-                rule
-                for rule in self._matcher.candidates(leaf.path)
-                if rule not in taken
-            ]
+            rules = [r for r in self.matcher.candidates(leaf.path) if r not in taken]
             owner = None if slot is None else owners[slot.param]
-            decision = self._by_rules(array, rules) or self._by_owner(
-                array, slot, owner
-            )
+            by_rules = self._by_rules(array, rules)
+            decision = by_rules or self._by_owner(array, slot, owner)
             resolutions.append(self._resolution(array, leaf.value, decision))
         return resolutions
 
@@ -142,34 +135,22 @@ class Resolver:
     ) -> Resolution | None:
         """Returns what the rules decide for one array, or None if none matches."""
         array = _ArrayAt(path, shape, dtype)
-        decision = self._by_rules(array, self._matcher.candidates(path))
+        decision = self._by_rules(array, self.matcher.candidates(path))
         return decision and self._resolution(array, None, decision)
-
-    def all_matching(self, path: str) -> tuple[ParsedRule, ...]:
-        """Returns every rule that matches a path, even if the exact one hides it."""
-        return self._matcher.all_matching(path)
 
     def _resolution(
         self, array: "_ArrayAt", value: object, decision: "_Decision"
     ) -> Resolution:
-        fit, rule, reason, note = decision
-        layout, lost, size = fit
+        (layout, lost, size), rule, reason, note = decision
         is_array = not isinstance(value, _NUMBERS) or isinstance(value, np.generic)
         placed = None
         if isinstance(value, jax.Array) and not isinstance(value, Tracer):
             placed = self._placed_otherwise(value, layout)
             if placed is not None:
                 size = placed.bytes_per_device(array.shape, array.dtype)
+        size = size if is_array else 0
         return Resolution(
-            *array,
-            layout,
-            rule,
-            reason,
-            lost,
-            note,
-            size if is_array else 0,
-            placed,
-            is_array,
+            *array, layout, rule, reason, lost, note, size, placed, is_array
         )
 
     def _placed_otherwise(self, x: jax.Array, layout: Layout) -> Layout | None:
@@ -187,22 +168,20 @@ class Resolver:
         now = self._placed[key]
         if now is None or now == layout:
             return None
-        same = sharding.is_equivalent_to(layout.sharding, x.ndim)
-        return None if same else now
+        return None if sharding.is_equivalent_to(layout.sharding, x.ndim) else now
 
     # Each source of layouts, in the order in which they are asked.
 
     def _by_metadata(
-        self, array: "_ArrayAt", box: object, rules: tuple[ParsedRule, ...]
+        self, array: "_ArrayAt", box: Box, rules: tuple[ParsedRule, ...]
     ) -> "_Decision":
         own = own_layout_metadata(box)
         if own is not None:
             return self._by_own(array, own, rules)
         decision = self._by_rules(array, rules)
-        names = logical_axes(box)
-        if names is None:
-            return decision or self._by_default(array)
-        return self._by_names(array, box, names, decision)
+        if logical_axes(box) is not None:
+            return self._by_names(array, box, decision)
+        return decision or self._by_default(array)
 
     def _by_own(
         self, array: "_ArrayAt", own: LayoutLike, rules: tuple[ParsedRule, ...]
@@ -241,17 +220,13 @@ class Resolver:
         return _Decision(fit, rule.pattern, reason, None)
 
     def _by_names(
-        self,
-        array: "_ArrayAt",
-        box: object,
-        names: tuple[Any, ...],
-        by_rules: "_Decision | None",
+        self, array: "_ArrayAt", box: Box, by_rules: "_Decision | None"
     ) -> "_Decision":
         options = self._options
         rules = axis_rules(box, options.logical_axes or ())
-        source = f"logical axes {names}"
+        source = f"logical axes {logical_axes(box)}"
         try:
-            layout, notes = logical_layout(box, names, rules, options.mesh)
+            layout, notes = logical_layout(box, rules, options.mesh)
             layout = layout.with_rank(len(array.shape))
         except LayoutError as error:
             if by_rules is not None:
@@ -283,7 +258,7 @@ class Resolver:
         if not array.shape:
             return self._replicate(array, "scalar")
         if self._options.unmatched == "error":
-            hint = "" if self._matcher.has_rules else " The map has no rules."
+            hint = "" if self.matcher.has_rules else " The map has no rules."
             msg = (
                 f"{array}: no rule matches, and the map has unmatched='error'.{hint} "
                 f"Add a rule, for instance layouts[{array.path!r}] = [...] for "
@@ -291,13 +266,12 @@ class Resolver:
             )
             raise LayoutMapError(msg)
         default = self._options.default
-        layout = default and self._expand(default, array)
-        if layout is None:
+        layout = None if default is None else self._expand(default, array)
+        if default is None or layout is None:
             return self._replicate(array, "default")
-        policy = (default and default.on_uneven) or self._options.on_uneven
-        return _Decision(
-            self._fit(array, layout, policy, "default, "), None, "default", None
-        )
+        policy = default.on_uneven or self._options.on_uneven
+        fit = self._fit(array, layout, policy, "default, ")
+        return _Decision(fit, None, "default", None)
 
     def _replicate(
         self, array: "_ArrayAt", reason: str, lost: str | None = None
@@ -324,7 +298,8 @@ class Resolver:
             assert rule.layout is not None
             if rank not in rule.expanded:
                 # A pattern for arrays may match a scalar, such as a step number.
-                if not rank and rule.pattern != array.path and _needs_dims(rule):
+                is_exact = rule.pattern == array.path
+                if not rank and not is_exact and {*rule.layout.specs} - {...}:
                     return None
                 rule.expanded[rank] = rule.layout.with_rank(rank)
             return rule.expanded[rank]
@@ -353,8 +328,9 @@ class Resolver:
                 for misfit in misfits
             )
             uneven = {misfit.dim for misfit in misfits}
-            specs = [None if d in uneven else e for d, e in enumerate(layout.specs)]
-            layout = Layout(specs, layout.mesh, memory_kind=layout.memory_kind)
+            layout = layout.with_specs(
+                [None if d in uneven else e for d, e in enumerate(layout.specs)]
+            )
         size = layout.bytes_per_device(array.shape, array.dtype)
         self._fits[key] = _Fit(layout, lost, size)
         return self._fits[key]
@@ -399,11 +375,6 @@ def _array_of(path: str, value: Any) -> _ArrayAt | None:
     if isinstance(value, _NUMBERS):
         return _ArrayAt(path, (), jax.dtypes.canonicalize_dtype(np.result_type(value)))
     return None
-
-
-def _needs_dims(rule: ParsedRule) -> bool:
-    layout = rule.layout
-    return layout is not None and any(entry is not ... for entry in layout.specs)
 
 
 def _conflict_text(

@@ -95,18 +95,17 @@ def parse_rule(pattern: Any, value: Any, mesh: Mesh) -> ParsedRule:
                 error=LayoutMapError,
             )
         value = value.layout
+    where = f"rule {pattern!r}"
     try:
         if callable(value) and not isinstance(value, (Layout, NamedSharding)):
-            where = f"rule {pattern!r}"
             args = ("path", "shape", "dtype")
-            _checks.function(
+            function: Any = _checks.function(
                 "function", value, *args, where=where, error=LayoutMapError
             )
-            function: Any = value
             return ParsedRule(pattern, regex, None, function, on_uneven)
         return ParsedRule(pattern, regex, parse_spec(value, mesh), None, on_uneven)
     except LayoutError as error:
-        raise LayoutMapError(f"rule {pattern!r}: {error}") from None
+        raise LayoutMapError(f"{where}: {error}") from None
 
 
 def parse_spec(value: Any, mesh: Mesh) -> Layout:
@@ -118,13 +117,16 @@ def parse_spec(value: Any, mesh: Mesh) -> Layout:
     Raises:
         LayoutError: If it is not a layout on this mesh.
     """
-    if isinstance(value, NamedSharding):
+    if isinstance(value, (Layout, NamedSharding)):
         layout = Layout.of(value)
-        _check_mesh(layout, mesh)
-        return Layout((*layout.specs, ...), mesh, memory_kind=layout.memory_kind)
-    if isinstance(value, Layout):
-        _check_mesh(value, mesh)
-        layout = value
+        if layout.mesh != mesh:
+            msg = (
+                f"{layout!r} is on another mesh than the map's {mesh!r}. Give the spec "
+                f"alone, or a layout on the map's mesh."
+            )
+            raise LayoutError(msg)
+        if isinstance(value, NamedSharding):
+            layout = layout.with_specs((*layout.specs, ...))
     elif isinstance(value, PartitionSpec):
         layout = Layout((*Layout(value, mesh).specs, ...), mesh)
     elif isinstance(value, (list, tuple)):
@@ -144,15 +146,6 @@ def parse_spec(value: Any, mesh: Mesh) -> Layout:
         msg = f"{layout} holds MATCH, which is for relayout; there is no array yet."
         raise LayoutError(msg)
     return layout
-
-
-def _check_mesh(layout: Layout, mesh: Mesh) -> None:
-    if layout.mesh != mesh:
-        msg = (
-            f"{layout!r} is on another mesh than the map's {mesh!r}. Give the spec "
-            f"alone, or a layout on the map's mesh."
-        )
-        raise LayoutError(msg)
 
 
 class Matcher:

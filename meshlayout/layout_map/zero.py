@@ -27,12 +27,7 @@ def zero_spec(
 ) -> tuple[tuple[DimSpec, ...], str]:
     """Shards an array's largest dim that divides over axes that do not shard it yet.
 
-    Args:
-        shape: The array's shape.
-        spec: How it is sharded now, one entry per dim.
-        axes: The mesh axes to add; those that shard it already are left out.
-        axis_sizes: Size of every mesh axis.
-        min_size: Arrays of fewer elements are left unchanged.
+    Arrays of fewer than `min_size` elements are left unchanged.
 
     Returns:
         The new entries, and why they are unchanged; empty if they did change.

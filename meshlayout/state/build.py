@@ -21,29 +21,8 @@ from meshlayout.errors import StateError
 from meshlayout.layout_map import LayoutBox
 
 
-@dataclass(frozen=True)
-class BuiltLeaf:
-    """A leaf of what a builder returned.
-
-    Attributes:
-        value: The leaf; for an array that the builder makes, its
-            `ShapeDtypeStruct`.
-        is_traced: Whether the builder makes it.
-    """
-
-    value: Leaf
-    is_traced: bool
-
-    @property
-    def is_array(self) -> bool:
-        """Whether it is an array: one that the builder makes, or one that exists."""
-        return is_array(self.value)
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype that the array has on a device, where NumPy's 64 bits are 32."""
-        dtype = self.value.dtype
-        return dtype if self.is_traced else _jax.canonical_dtype(dtype)
+class ComputedArray(jax.ShapeDtypeStruct):
+    """The shape and dtype of an array that the builder computes."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +31,14 @@ class TracedBuild:
 
     Attributes:
         jaxpr: The operations, closed; their results are the traced leaves.
-        leaves: The leaves of the tree.
+        leaves: The leaves of the tree; a `ComputedArray` for what the builder makes.
         treedef: Its structure; for NNX modules, that of their state.
         graphdef: The modules' structure, if there are modules.
         shared: The other paths of variables that modules share.
     """
 
     jaxpr: Any
-    leaves: list[BuiltLeaf]
+    leaves: list[Leaf]
     treedef: Any
     graphdef: Any
     shared: dict[str, str]
@@ -68,7 +47,7 @@ class TracedBuild:
     def node(self) -> PyTree:
         """The tree that is laid out, with a `ShapeDtypeStruct` for every array."""
         with eager_sharding_off():
-            return self.treedef.unflatten([leaf.value for leaf in self.leaves])
+            return self.treedef.unflatten(self.leaves)
 
     def rebuild(self, leaves: Sequence[Leaf]) -> PyTree:
         """Returns what the builder would return, with these leaves."""
@@ -91,7 +70,7 @@ def trace(build: Callable[..., PyTree], *inputs: jax.Array) -> TracedBuild:
     """
     graphdef, treedef = None, None
     shared: dict[str, str] = {}
-    leaves: list[BuiltLeaf] = []
+    leaves: list[Leaf] = []
     is_eager = eager_sharding()
 
     def flat(*values: Any) -> list[Any]:
@@ -101,11 +80,12 @@ def trace(build: Callable[..., PyTree], *inputs: jax.Array) -> TracedBuild:
             shared = _paths.shared_paths(tree)
             graphdef, tree = nnx.split(marked(tree, is_eager=is_eager))
         built, treedef = jax.tree.flatten(tree)
-        for leaf in built:
-            is_traced = isinstance(leaf, Tracer)
-            shape = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_traced else leaf
-            leaves.append(BuiltLeaf(shape, is_traced))
-        return [leaf for leaf in built if isinstance(leaf, Tracer)]
+        computed = [leaf for leaf in built if isinstance(leaf, Tracer)]
+        leaves.extend(
+            ComputedArray(leaf.shape, leaf.dtype) if isinstance(leaf, Tracer) else leaf
+            for leaf in built
+        )
+        return computed
 
     try:
         with eager_sharding_off(), _jax.short_sharding_errors:
@@ -128,7 +108,16 @@ def trace(build: Callable[..., PyTree], *inputs: jax.Array) -> TracedBuild:
         raise StateError(msg) from error
     jaxpr = _jax.without_sharding_types(jaxpr)
     traced = TracedBuild(jaxpr, leaves, treedef, graphdef, shared)
-    _check_values(traced)
+    for index, leaf in enumerate(leaves):
+        if type(leaf) is jax.ShapeDtypeStruct:
+            path = _paths.flatten(traced.node).leaves[index].path
+            msg = (
+                f"{path or 'the result'} "
+                f"{_render.array_text(leaf.dtype, leaf.shape)}: the builder returned a "
+                "shape without values, as jax.eval_shape does. Return what makes the "
+                "array."
+            )
+            raise StateError(msg)
     return traced
 
 
@@ -139,27 +128,8 @@ _READS_A_VALUE = (
 )
 
 
-def _check_values(traced: TracedBuild) -> None:
-    """Raises StateError where the builder returned a shape in place of an array."""
-    for index, leaf in enumerate(traced.leaves):
-        if isinstance(leaf.value, jax.ShapeDtypeStruct) and not leaf.is_traced:
-            path = _paths.flatten(traced.node).leaves[index].path
-            msg = (
-                f"{path or 'the result'} "
-                f"{_render.array_text(leaf.value.dtype, leaf.value.shape)}: the "
-                "builder returned a shape without values, as jax.eval_shape does. "
-                "Return what makes the array."
-            )
-            raise StateError(msg)
-
-
 def check_builder(build: object, where: str) -> None:
-    """Raises StateError for what is not a builder, such as a module that exists.
-
-    Args:
-        build: What the user gave.
-        where: The public function.
-    """
+    """Raises StateError for what is not a builder, such as a module that exists."""
     example = "create(lambda: Model(...), layouts)"
     if where.startswith("TrainState"):
         example = "TrainState.create(lambda: Model(...), optimizer, layouts)"
@@ -177,10 +147,6 @@ def check_result(tree: PyTree, where: str) -> None:
     """Raises StateError for a result without arrays, as of a forgotten `return`.
 
     Modules and states without arrays (of `optax.sgd`, say) are fine.
-
-    Args:
-        tree: What the builder returned.
-        where: The public function.
     """
     plain = (dict, list, tuple)
     nodes = jax.tree.leaves(tree, is_leaf=lambda node: type(node) not in plain)
@@ -192,11 +158,7 @@ def check_result(tree: PyTree, where: str) -> None:
 
 
 def has_layout(value: object) -> bool:
-    """Returns whether a layout map gives a leaf a layout; Python numbers get one too.
-
-    Args:
-        value: The leaf.
-    """
+    """Returns whether a map gives a leaf a layout; Python numbers get one too."""
     return is_array(value) or isinstance(value, (bool, int, float, complex))
 
 
@@ -211,12 +173,7 @@ def eager_sharding() -> bool:
 
 
 def marked(tree: PyTree, *, is_eager: bool) -> PyTree:
-    """Marks variables that were made without Flax's placing as it would have.
-
-    Args:
-        tree: What holds the modules that were made.
-        is_eager: What `eager_sharding` returned before it was turned off.
-    """
+    """Marks variables made without Flax's placing as it would have, if it was on."""
     for _, node in nnx.iter_graph(tree) if is_eager else ():
         if isinstance(node, nnx.Variable):
             node.set_metadata("eager_sharding", is_eager)

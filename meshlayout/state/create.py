@@ -16,11 +16,12 @@ from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, Resolution, Resolved
 from meshlayout.mesh import Mesh
 from meshlayout.state.build import (
-    BuiltLeaf,
+    ComputedArray,
     TracedBuild,
     check_builder,
     check_result,
     has_layout,
+    is_array,
     trace,
 )
 from meshlayout.state.operations import CreationMemory, Operations
@@ -46,13 +47,14 @@ class StateDescription(Generic[T]):
             every array; for NNX modules, an abstract module.
         layouts: The state's tree with a `Layout` for every array.
         resolutions: One `Resolution` per array.
-        placed: The traced builder and where its arrays go.
     """
 
     abstract: T
     layouts: PyTree
     resolutions: tuple[Resolution, ...]
-    placed: "PlacedBuild" = field(repr=False, compare=False)
+    _traced: TracedBuild = field(repr=False, compare=False)
+    _targets: list[Layout | None] = field(repr=False, compare=False)
+    _mesh: Mesh = field(repr=False, compare=False)
 
     def create(self) -> T:
         """Makes the state, as `create` does.
@@ -60,11 +62,54 @@ class StateDescription(Generic[T]):
         Raises:
             StateError: If this is called inside a transformed function.
         """
-        return cast(T, self.placed.make())
+        return cast(T, self._make())
+
+    def _make(self, inputs: Sequence[ArrayLike] = ()) -> PyTree:
+        """Makes the state from the arguments that it was traced with, flat."""
+        if _jax.is_tracing():
+            msg = (
+                "create makes arrays on devices, and was called inside a function that "
+                "JAX transforms (jit, eval_shape, vmap, or another create's builder). "
+                "Call it outside; describe(build, layouts).abstract has the shapes "
+                "alone."
+            )
+            raise StateError(msg)
+        results = iter(self._operations().run(inputs))
+        leaves: list[Leaf] = []
+        for leaf, layout in self._leaves():
+            if isinstance(leaf, ComputedArray):
+                leaves.append(next(results))
+            elif is_array(leaf) and layout is not None:
+                # Donating the state must not delete the caller's array.
+                leaves.append(copy_to_mesh(leaf, layout))
+            else:
+                leaves.append(leaf)
+        return self._traced.rebuild(leaves)
 
     def memory(self) -> CreationMemory:
         """Compiles what makes the state and reads off what each device holds."""
-        return self.placed.memory()
+        computed = self._operations().memory()
+        moved_bytes = sum(
+            layout.bytes_per_device(leaf.shape, leaf.dtype)
+            for leaf, layout in self._leaves()
+            if is_array(leaf)
+            and not isinstance(leaf, ComputedArray)
+            and layout is not None
+        )
+        return CreationMemory(
+            computed.state_bytes + moved_bytes, computed.peak_bytes + moved_bytes
+        )
+
+    def _leaves(self) -> Iterator[tuple[Leaf, Layout | None]]:
+        return zip(self._traced.leaves, self._targets, strict=True)
+
+    def _operations(self) -> Operations:
+        targets = [
+            layout
+            for leaf, layout in self._leaves()
+            if isinstance(leaf, ComputedArray) and layout is not None
+        ]
+        return Operations(self._traced.jaxpr, targets, self._mesh)
 
 
 def describe(build: Callable[[], T], layouts: LayoutMap) -> StateDescription[T]:
@@ -132,17 +177,7 @@ def create(build: Callable[[], T], layouts: LayoutMap) -> T:
 def describe_state(
     build: Callable[[], T], layouts: LayoutMap, where: str
 ) -> StateDescription[T]:
-    """Describes a state for a public function; see `describe`.
-
-    Args:
-        build: As for `create`.
-        layouts: As for `create`.
-        where: The public function, for messages.
-
-    Raises:
-        StateError: If an argument is wrong, or the builder cannot be traced.
-        LayoutMapError: If the rules disagree or do not fit.
-    """
+    """Describes a state for `where`, the public function that messages name."""
     check_builder(build, where)
     if not isinstance(layouts, LayoutMap):
         msg = (
@@ -158,12 +193,7 @@ def place(
     layouts: LayoutMap,
     resolve: Callable[[PyTree], Resolved] | None = None,
 ) -> StateDescription[PyTree]:
-    """Gives every array of a traced state its layout.
-
-    Args:
-        traced: The state.
-        layouts: The layout map.
-        resolve: What resolves the state's layouts, if not the map.
+    """Gives every array of a traced state its layout, by the map or by `resolve`.
 
     Raises:
         LayoutMapError: If the rules disagree or do not fit.
@@ -172,93 +202,25 @@ def place(
     if resolve is None:
         layouts._check_used(resolved, traced.shared)
     remaining = iter(jax.tree.leaves(resolved.layouts))
-    flat = [
-        next(remaining) if has_layout(leaf.value) else None for leaf in traced.leaves
-    ]
-    placed = PlacedBuild(traced, flat, layouts.mesh)
+    targets = [next(remaining) if has_layout(leaf) else None for leaf in traced.leaves]
+    abstract = traced.rebuild(
+        [
+            _abstract(leaf, layout) if is_array(leaf) and layout is not None else leaf
+            for leaf, layout in zip(traced.leaves, targets, strict=True)
+        ]
+    )
     return StateDescription(
-        placed.abstract(), resolved.layouts, resolved.resolutions, placed
+        abstract,
+        resolved.layouts,
+        resolved.resolutions,
+        traced,
+        targets,
+        layouts.mesh,
     )
 
 
-@dataclass(frozen=True)
-class PlacedBuild:
-    """A traced builder, and where its arrays go.
-
-    Attributes:
-        traced: The builder.
-        layouts: One per leaf; None where it has none.
-        mesh: The mesh.
-    """
-
-    traced: TracedBuild
-    layouts: list[Layout | None]
-    mesh: Mesh
-
-    def abstract(self) -> PyTree:
-        """Returns the tree with shapes, dtypes and shardings for arrays."""
-        return self.traced.rebuild(
-            [
-                jax.ShapeDtypeStruct(
-                    leaf.value.shape, leaf.dtype, sharding=layout.sharding
-                )
-                if leaf.is_array and layout is not None
-                else leaf.value
-                for leaf, layout in self._leaves()
-            ]
-        )
-
-    def make(self, inputs: Sequence[ArrayLike] = ()) -> PyTree:
-        """Makes the tree.
-
-        Args:
-            inputs: The arguments that it was traced with, flat.
-
-        Raises:
-            StateError: If this is called inside a transformed function.
-        """
-        if _jax.is_tracing():
-            msg = (
-                "create makes arrays on devices, and was called inside a function that "
-                "JAX transforms (jit, eval_shape, vmap, or another create's builder). "
-                "Call it outside; describe(build, layouts).abstract has the shapes "
-                "alone."
-            )
-            raise StateError(msg)
-        results = iter(self._operations().run(inputs))
-        return self.traced.rebuild(
-            [_leaf(leaf, layout, results) for leaf, layout in self._leaves()]
-        )
-
-    def memory(self) -> CreationMemory:
-        """Compiles every operation and reads off what the devices hold."""
-        computed = self._operations().memory()
-        moved_bytes = sum(
-            layout.bytes_per_device(leaf.value.shape, leaf.value.dtype)
-            for leaf, layout in self._leaves()
-            if leaf.is_array and not leaf.is_traced and layout is not None
-        )
-        return CreationMemory(
-            computed.state_bytes + moved_bytes, computed.peak_bytes + moved_bytes
-        )
-
-    def _leaves(self) -> Iterator[tuple[BuiltLeaf, Layout | None]]:
-        return zip(self.traced.leaves, self.layouts, strict=True)
-
-    def _operations(self) -> Operations:
-        targets = [
-            layout
-            for leaf, layout in self._leaves()
-            if leaf.is_traced and layout is not None
-        ]
-        return Operations(self.traced.jaxpr, targets, self.mesh)
-
-
-def _leaf(leaf: BuiltLeaf, layout: Layout | None, results: Iterator[jax.Array]) -> Leaf:
-    """Returns the next computed array, or the leaf that exists, in its layout."""
-    if leaf.is_traced:
-        return next(results)
-    if leaf.is_array and layout is not None:
-        # Donating the state must not delete the caller's array.
-        return copy_to_mesh(leaf.value, layout)
-    return leaf.value
+def _abstract(leaf: Leaf, layout: Layout) -> jax.ShapeDtypeStruct:
+    # On a device, NumPy's 64 bits are 32; what a builder computes is as it says.
+    is_computed = isinstance(leaf, ComputedArray)
+    dtype = leaf.dtype if is_computed else _jax.canonical_dtype(leaf.dtype)
+    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=layout.sharding)

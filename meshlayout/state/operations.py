@@ -15,13 +15,13 @@ sharded ones would give other bits.
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from meshlayout import _jax
@@ -67,20 +67,6 @@ class _Operation:
     mesh: Mesh
 
 
-@dataclass
-class _RequestedResult:
-    """A value of the traced function that is a result, and its layout.
-
-    Every result has memory of its own, so that a step may donate them all:
-    `is_copied` is False where the value has that layout and nothing else holds it.
-    """
-
-    var: Any
-    layout: Layout
-    is_copied: bool
-    is_last: bool
-
-
 class Operations:
     """The operations of a traced function, planned on a mesh.
 
@@ -93,7 +79,7 @@ class Operations:
     def __init__(self, jaxpr: Any, targets: Sequence[Layout], mesh: Mesh) -> None:
         inner = getattr(jaxpr, "jaxpr", jaxpr)
         # On Explicit axes, operations ask for what JAX without a mesh does not.
-        self._mesh = _with_auto_axes(mesh)
+        self._mesh = Mesh(_jax.with_auto_axes(mesh.jax_mesh))
         self._inputs = list(inner.invars)
         self._consts = dict(zip(inner.constvars, jaxpr.consts, strict=True))
         names: dict[Any, Any] = {}
@@ -125,19 +111,16 @@ class Operations:
                 _literal(var) if is_literal(var) else values[var]
                 for var in operation.inputs
             ]
-            outputs = _compile(_OperationKey(operation))(*operands)
+            outputs = _run(operation, operands)
             values.update(zip(operation.outputs, outputs, strict=True))
             for var in operation.dead:
                 del values[var]
         results: list[jax.Array] = []
-        for result in self._results:
-            var, layout = result.var, result.layout
+        for var, layout, is_copied, is_last in self._results:
             value = _literal(var) if is_literal(var) else values[var]
-            if result.is_copied:
-                results.append(copy_to_mesh(value, layout))
-            else:
-                results.append(jax.device_put(value, layout.sharding))
-            if result.is_last:
+            place = copy_to_mesh if is_copied else jax.device_put
+            results.append(place(value, layout if is_copied else layout.sharding))
+            if is_last:
                 del values[var]
         return results
 
@@ -150,12 +133,10 @@ class Operations:
             new = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
             now = sum(held.values()) + analysis.temp_size_in_bytes + new
             # An operand that is needed in another sharding is moved first.
+            operands = zip(operation.inputs, operation.shardings_in, strict=True)
             moved = sum(
-                math.prod(sharding.shard_shape(var.aval.shape))
-                * _jax.itemsize(var.aval.dtype)
-                for var, sharding in zip(
-                    operation.inputs, operation.shardings_in, strict=True
-                )
+                _shard_bytes(var, sharding)
+                for var, sharding in operands
                 if sharding != self._shardings[var]
             )
             peak = max(peak, now + moved)
@@ -163,18 +144,16 @@ class Operations:
             for var in operation.dead:
                 held.pop(var, None)
         finished = 0
-        for result in self._results:
-            aval = result.var.aval
-            finished += result.layout.bytes_per_device(aval.shape, aval.dtype)
-            if result.is_copied:
+        for var, layout, is_copied, is_last in self._results:
+            finished += layout.bytes_per_device(var.aval.shape, var.aval.dtype)
+            if is_copied:
                 peak = max(peak, sum(held.values()) + finished)
-            if result.is_last:
-                del held[result.var]
+            if is_last:
+                del held[var]
         return CreationMemory(finished, max(peak, finished))
 
     def _bytes(self, var: Any) -> int:
-        shape = self._shardings[var].shard_shape(var.aval.shape)
-        return math.prod(shape) * _jax.itemsize(var.aval.dtype)
+        return _shard_bytes(var, self._shardings[var])
 
     # Planning.
 
@@ -191,17 +170,23 @@ class Operations:
             for index, eqn in enumerate(eqns)
         ]
 
-    def _requested(self, targets: Sequence[Layout]) -> list[_RequestedResult]:
+    def _requested(
+        self, targets: Sequence[Layout]
+    ) -> list[tuple[Any, Layout, bool, bool]]:
+        """Returns (value, layout, is copied, is last) of each result.
+
+        Every result has memory of its own, so that a step may donate them all: a value
+        is copied unless it has that layout and nothing else holds it.
+        """
         uses = Counter(map(id, self._outputs))
         results = []
         for var, layout in zip(self._outputs, targets, strict=True):
             uses[id(var)] -= 1
             is_last = not uses[id(var)] and not is_literal(var)
-            owns_memory = is_last and var not in self._given
             sharding = Layout(layout.specs, self._mesh).sharding
             is_there = self._shardings[var] == sharding and layout.memory_kind is None
-            is_copied = not (owns_memory and is_there)
-            results.append(_RequestedResult(var, layout, is_copied, is_last))
+            is_copied = not (is_last and is_there and var not in self._given)
+            results.append((var, layout, is_copied, is_last))
         return results
 
     def _operation(
@@ -224,16 +209,21 @@ class Operations:
         # Outputs that nobody reads are not kept.
         dead += [v for v in outputs if v not in last_use and v not in results]
         return _Operation(
-            eqn=eqn,
-            inputs=inputs,
-            outputs=outputs,
-            shardings_in=shardings_in,
-            shardings_out=shardings_out,
-            donated=donated,
-            dead=dead,
-            is_whole=is_whole,
-            mesh=self._mesh,
+            eqn,
+            inputs,
+            outputs,
+            shardings_in,
+            shardings_out,
+            donated,
+            dead,
+            is_whole,
+            self._mesh,
         )
+
+
+def _shard_bytes(var: Any, sharding: NamedSharding) -> int:
+    shape = sharding.shard_shape(var.aval.shape)
+    return math.prod(shape) * _jax.itemsize(var.aval.dtype)
 
 
 def _needed(eqns: list[Any], outputs: Sequence[Any]) -> list[Any]:
@@ -269,9 +259,6 @@ def _reusable(
     return tuple(reusable)
 
 
-# Compiling, once for each different operation.
-
-
 class _OperationKey:
     """An operation as a key: equal for operations that compile to one program."""
 
@@ -300,45 +287,40 @@ class _OperationKey:
         return self._hash
 
 
-class _CompiledOperation:
-    """An operation, compiled."""
-
-    def __init__(self, operation: _Operation) -> None:
-        self._shardings = operation.shardings_in
-        operands = [
-            jax.ShapeDtypeStruct(
-                var.aval.shape,
-                var.aval.dtype,
-                sharding=sharding,
-                weak_type=var.aval.weak_type,
-            )
-            for var, sharding in zip(
-                operation.inputs, operation.shardings_in, strict=True
-            )
-        ]
-        jitted = jax.jit(
-            functools.partial(_apply, operation),
-            in_shardings=tuple(operation.shardings_in),
-            out_shardings=list(operation.shardings_out),
-            donate_argnums=operation.donated,
+@functools.lru_cache(maxsize=1024)
+def _compile(key: _OperationKey) -> Any:
+    """Compiles an operation, once for each different one."""
+    operation = key.operation
+    operands = [
+        jax.ShapeDtypeStruct(
+            var.aval.shape,
+            var.aval.dtype,
+            sharding=sharding,
+            weak_type=var.aval.weak_type,
         )
-        with jax.disable_jit(disable=False), _jax.no_mesh():
-            self._compiled = (
-                _jax.compile_frugally(jitted, operands)
-                if _saves_memory(operation)
-                else jitted.lower(*operands).compile()
-            )
-        self.memory_analysis: Callable[[], Any] = self._compiled.memory_analysis
-        self.as_text: Callable[[], str | None] = self._compiled.as_text
+        for var, sharding in zip(operation.inputs, operation.shardings_in, strict=True)
+    ]
+    jitted = jax.jit(
+        functools.partial(_apply, operation),
+        in_shardings=tuple(operation.shardings_in),
+        out_shardings=list(operation.shardings_out),
+        donate_argnums=operation.donated,
+    )
+    with jax.disable_jit(disable=False), _jax.no_mesh():
+        if _saves_memory(operation):
+            return _jax.compile_frugally(jitted, operands)
+        return jitted.lower(*operands).compile()
 
-    def __call__(self, *operands: ArrayLike) -> list[jax.Array]:
-        """Runs it, on operands in any sharding."""
-        moved = [
-            jax.device_put(operand, sharding)
-            for operand, sharding in zip(operands, self._shardings, strict=True)
-        ]
-        with jax.disable_jit(disable=False), _jax.no_mesh():
-            return self._compiled(*moved)
+
+def _run(operation: _Operation, operands: Sequence[ArrayLike]) -> list[jax.Array]:
+    """Runs an operation, on operands in any sharding."""
+    program = _compile(_OperationKey(operation))
+    moved = [
+        jax.device_put(operand, sharding)
+        for operand, sharding in zip(operands, operation.shardings_in, strict=True)
+    ]
+    with jax.disable_jit(disable=False), _jax.no_mesh():
+        return program(*moved)
 
 
 def _saves_memory(operation: _Operation) -> bool:
@@ -366,23 +348,12 @@ def _apply(operation: _Operation, *operands: jax.Array) -> list[jax.Array]:
     ]
 
 
-@functools.lru_cache(maxsize=1024)
-def _compile(key: _OperationKey) -> _CompiledOperation:
-    return _CompiledOperation(key.operation)
-
-
 def _placed(value: ArrayLike, sharding: NamedSharding) -> jax.Array:
     """Returns a value of this process on the mesh."""
     if sharding.is_fully_addressable:
         return jax.device_put(value, sharding)
     # JAX 0.7 moves no array of one process to the devices of several.
     return copy_to_mesh(value, Layout.of(sharding, np.ndim(value)))
-
-
-def _with_auto_axes(mesh: Mesh) -> Mesh:
-    types = (AxisType.Auto,) * len(mesh.axis_names)
-    devices = mesh.jax_mesh.devices
-    return Mesh(jax.sharding.Mesh(devices, mesh.axis_names, axis_types=types))
 
 
 def _literal(var: Any) -> ArrayLike:

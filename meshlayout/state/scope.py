@@ -175,7 +175,7 @@ class Scope:
             warnings.warn(line, LayoutWarning, stacklevel=stack_level())
             return self._composed(constructor, args, kwargs)
         description = place(traced, self.layouts, self._lenient)
-        module, copies = description.placed.make(inputs)
+        module, copies = description._make(inputs)
         _adopt(module, copies, objects)
         return module
 
@@ -191,7 +191,7 @@ class Scope:
 
     def _lenient_leaf(self, leaf: _paths.Leaf) -> Any:
         try:
-            found = self.layouts._resolve_leaf(leaf)
+            found = self.layouts._resolver().leaf(leaf)
         except LayoutMapError:
             return finest_layout(self.layouts.mesh, leaf.value.shape)
         if found is None or found.reason != "default":

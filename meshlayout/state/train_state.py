@@ -5,7 +5,7 @@ import dataclasses
 import uuid
 from collections.abc import Callable, Mapping
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Generic, Self, overload
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias
 
 import cloudpickle
 import jax
@@ -36,14 +36,13 @@ if TYPE_CHECKING:
 
     # A default, so that a TrainState without its model's type is one of any model.
     M = TypeVar("M", default=Any)
-    L = TypeVar("L", bound=nn.Module)
-    T = TypeVar("T")
 else:
     from typing import TypeVar
 
     M = TypeVar("M")
-    L = TypeVar("L")
-    T = TypeVar("T")
+
+Model = TypeVar("Model", bound=nnx.Module | nn.Module)
+Optimizer: TypeAlias = optax.GradientTransformation | optax.MultiSteps
 
 
 class ModelCode:
@@ -65,16 +64,13 @@ class ModelCode:
         self._hash = hash(tuple(kind.__qualname__ for kind in kinds))
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (
-            isinstance(other, ModelCode)
-            and (
-                self.token == other.token
-                or (
-                    self.graphdef == other.graphdef
-                    and self.module == other.module
-                    and self.tx == other.tx
-                )
-            )
+        if self is other or not isinstance(other, ModelCode):
+            return self is other
+        mine = (self.graphdef, self.module, self.tx)
+        return self.token == other.token or mine == (
+            other.graphdef,
+            other.module,
+            other.tx,
         )
 
     def __hash__(self) -> int:
@@ -120,38 +116,16 @@ class TrainState(Generic[M]):
     extra: dict[str, Any]
     program: ModelCode = dataclasses.field(metadata={"static": True})
 
-    @overload
     @classmethod
     def create(
         cls,
-        build: Callable[[], Mapping[str, Any]],
-        optimizer: optax.GradientTransformation | optax.MultiSteps,
+        build: Callable[[], Model | Mapping[str, Any]],
+        optimizer: Optimizer,
         layouts: LayoutMap,
         *,
-        module: L,
+        module: Model | None = None,
         rng: jax.Array | int = 0,
-    ) -> "TrainState[L]": ...
-    @overload
-    @classmethod
-    def create(
-        cls,
-        build: Callable[[], T],
-        optimizer: optax.GradientTransformation | optax.MultiSteps,
-        layouts: LayoutMap,
-        *,
-        module: None = None,
-        rng: jax.Array | int = 0,
-    ) -> "TrainState[T]": ...
-    @classmethod
-    def create(
-        cls,
-        build: Callable[[], Any],
-        optimizer: optax.GradientTransformation | optax.MultiSteps,
-        layouts: LayoutMap,
-        *,
-        module: nn.Module | None = None,
-        rng: jax.Array | int = 0,
-    ) -> "TrainState[Any]":
+    ) -> "TrainState[Model]":
         """Makes a state, born sharded: parameters by the map, slots as they are.
 
         Args:
@@ -179,66 +153,37 @@ class TrainState(Generic[M]):
             >>> str(state.layouts.opt_state[0].mu["kernel"])
             '[unsharded, model]'
         """
-        description = cls._describe(
-            "TrainState.create", build, optimizer, layouts, module, rng
-        )
-        return description.create()
+        where = "TrainState.create"
+        return cls._describe(where, build, optimizer, layouts, module, rng).create()
 
-    @overload
     @classmethod
     def describe(
         cls,
-        build: Callable[[], Mapping[str, Any]],
-        optimizer: optax.GradientTransformation | optax.MultiSteps,
+        build: Callable[[], Model | Mapping[str, Any]],
+        optimizer: Optimizer,
         layouts: LayoutMap,
         *,
-        module: L,
+        module: Model | None = None,
         rng: jax.Array | int = 0,
-    ) -> "StateDescription[TrainState[L]]": ...
-    @overload
-    @classmethod
-    def describe(
-        cls,
-        build: Callable[[], T],
-        optimizer: optax.GradientTransformation | optax.MultiSteps,
-        layouts: LayoutMap,
-        *,
-        module: None = None,
-        rng: jax.Array | int = 0,
-    ) -> "StateDescription[TrainState[T]]": ...
-    @classmethod
-    def describe(
-        cls,
-        build: Callable[[], Any],
-        optimizer: optax.GradientTransformation | optax.MultiSteps,
-        layouts: LayoutMap,
-        *,
-        module: nn.Module | None = None,
-        rng: jax.Array | int = 0,
-    ) -> "StateDescription[TrainState[Any]]":
+    ) -> "StateDescription[TrainState[Model]]":
         """Describes what `create` would make, and makes nothing; see `ml.describe`.
 
-        Args:
-            build: As for `create`.
-            optimizer: As for `create`.
-            layouts: As for `create`.
-            module: As for `create`.
-            rng: As for `create`.
+        Use this for shapes, layouts and memory, or to give `Checkpointer.restore` the
+        state to restore into. Takes and raises what `create` does.
         """
-        return cls._describe(
-            "TrainState.describe", build, optimizer, layouts, module, rng
-        )
+        where = "TrainState.describe"
+        return cls._describe(where, build, optimizer, layouts, module, rng)
 
     @classmethod
     def _describe(
         cls,
         where: str,
         build: Callable[[], Any],
-        optimizer: optax.GradientTransformation | optax.MultiSteps,
+        optimizer: Optimizer,
         layouts: LayoutMap,
-        module: nn.Module | None,
+        module: object,
         rng: jax.Array | int,
-    ) -> "StateDescription[TrainState[Any]]":
+    ) -> "StateDescription[Any]":
         check_builder(build, where)
         transformation = _as_transformation(optimizer, where)
         is_eager = eager_sharding()
@@ -294,12 +239,6 @@ class TrainState(Generic[M]):
         )
         raise StateError(msg)
 
-    def _state_after(self, model: nnx.Module | nn.Module) -> PyTree:
-        """Returns a model's other arrays, if they are those of this state."""
-        new = self.model_state_of(model)
-        _check_like("the model's state", new, "state.model_state", self.model_state)
-        return new
-
     @property
     def tx(self) -> optax.GradientTransformation:
         """The optimizer."""
@@ -344,7 +283,9 @@ class TrainState(Generic[M]):
         updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
         changes: dict[str, Any] = {}
         if model is not None:
-            changes["model_state"] = self._state_after(model)
+            new = self.model_state_of(model)
+            _check_like("the model's state", new, "state.model_state", self.model_state)
+            changes["model_state"] = new
         return self.replace(
             params=optax.apply_updates(self.params, updates),
             opt_state=opt_state,
@@ -419,12 +360,12 @@ class TrainState(Generic[M]):
         if leaves and all(isinstance(leaf.value, Layout) for leaf in leaves):
             rows = [[leaf.path, str(leaf.value)] for leaf in leaves]
             return "TrainState of layouts", ["path", "layout"], rows
-        sizes = (getattr(leaf, "size", 0) for leaf in jax.tree.leaves(self.params))
-        head = f"TrainState(step={_scalar(self.step)}, {sum(sizes):,} parameters)"
-        rows = [
-            [leaf.path, _array_text(leaf.value), _layout_text(leaf.value)]
-            for leaf in leaves
-        ]
+        num_params = sum(getattr(p, "size", 0) for p in jax.tree.leaves(self.params))
+        step = self.step
+        is_known = isinstance(step, jax.Array) and not isinstance(step, Tracer)
+        step = str(int(step)) if is_known and not step.is_deleted() else "?"
+        rows = [[leaf.path, *_leaf_texts(leaf.value)] for leaf in leaves]
+        head = f"TrainState(step={step}, {num_params:,} parameters)"
         return head, ["path", "array", "layout"], rows
 
     def __repr__(self) -> str:
@@ -438,7 +379,7 @@ class TrainState(Generic[M]):
 
 def _split(
     built: PyTree,
-    module: nn.Module | None,
+    module: object,
     optimizer: optax.GradientTransformation,
     where: str,
 ) -> tuple[PyTree, PyTree, ModelCode]:
@@ -473,12 +414,10 @@ def _split(
             raise StateError(msg)
         code = ModelCode(graphdef, None, None, optimizer)
         return nnx.to_pure_dict(params), nnx.to_pure_dict(rest), code
-    forgotten = (
-        " A function that ends without `return` gives None." if built is None else ""
-    )
+    hint = " A function that ends without `return` gives None." * (built is None)
     msg = (
         f"{where}: the builder returned {_type_text(built)}, and must return an NNX "
-        f"module, or Linen's variables together with module=.{forgotten} For any other "
+        f"module, or Linen's variables together with module=.{hint} For any other "
         "pytree use create(build, layouts)."
     )
     raise StateError(msg)
@@ -520,16 +459,14 @@ def _check_rng(rng: object, where: str) -> None:
 
 def _check_alive(params: PyTree) -> None:
     """Raises StateError if a step that took the state has reused its memory."""
-    for leaf in jax.tree.leaves(params):
-        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
-            if leaf.is_deleted():
-                msg = (
-                    "this state was used up by a step, which reused its memory. Go on "
-                    "with the state that the step returned, or make the step with "
-                    "donate=False."
-                )
-                raise StateError(msg)
-            return
+    leaf = next(iter(jax.tree.leaves(params)), None)
+    is_concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+    if is_concrete and leaf.is_deleted():
+        msg = (
+            "this state was used up by a step, which reused its memory. Go on with the "
+            "state that the step returned, or make the step with donate=False."
+        )
+        raise StateError(msg)
 
 
 def _check_like(what: str, tree: PyTree, name: str, like: PyTree) -> None:
@@ -548,12 +485,13 @@ def _check_like(what: str, tree: PyTree, name: str, like: PyTree) -> None:
         f"not in it: {', '.join(extra)}" * bool(extra),
         "; ".join(unlike[:3]),
     ]
-    if not any(facts) and jax.tree.structure(tree) == jax.tree.structure(like):
-        return
-    msg = f"{what} and {name} differ in structure or shapes; " + "; ".join(
-        [fact for fact in facts if fact] or ["the containers are of other types"]
-    )
-    raise StateError(f"{msg}. Pass what was derived from {name}, unchanged.")
+    text = "; ".join(filter(None, facts)) or "the containers are of other types"
+    if any(facts) or jax.tree.structure(tree) != jax.tree.structure(like):
+        msg = (
+            f"{what} and {name} differ in structure or shapes; {text}. Pass what was "
+            f"derived from {name}, unchanged."
+        )
+        raise StateError(msg)
 
 
 def _like(tree: PyTree, layouts: PyTree) -> PyTree:
@@ -562,20 +500,14 @@ def _like(tree: PyTree, layouts: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: next(each) if has_layout(leaf) else None, tree)
 
 
-def _scalar(value: Leaf) -> str:
-    is_known = isinstance(value, jax.Array) and not isinstance(value, Tracer)
-    return str(int(value)) if is_known and not value.is_deleted() else "?"
-
-
-def _array_text(value: Leaf) -> str:
-    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-    return repr(value) if shape is None else _render.array_text(dtype, shape)
-
-
-def _layout_text(value: Leaf) -> str:
-    if isinstance(value, Layout):
-        return str(value)
-    return str(Layout.of(value)) if _jax.sharding_of(value) is not None else "?"
+def _leaf_texts(value: Leaf) -> tuple[str, str]:
+    """Returns the array's type and its layout."""
+    has_layout = isinstance(value, Layout) or _jax.sharding_of(value) is not None
+    if not hasattr(value, "shape"):
+        array = repr(value)
+    else:
+        array = _render.array_text(value.dtype, value.shape)
+    return array, str(Layout.of(value)) if has_layout else "?"
 
 
 # Pickling by value: arrays are gathered to the host, and placed again on the same
