@@ -224,7 +224,7 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
 
     def __repr__(self) -> str:
         rules = ", ".join(f"{p!r}: {_value_text(v)}" for p, v in self.items())
-        defaults = LayoutMap.__init__.__kwdefaults__
+        defaults = LayoutMap.__init__.__kwdefaults__ or {}
         options = "".join(
             f", {name}={_value_text(value)}"
             for name, value in self._arguments().items()

@@ -36,7 +36,9 @@ class LayoutBox(struct.PyTreeNode, meta.AxisMetadata[Any]):
         del index, params
         return self
 
-    remove_axis = add_axis
+    def remove_axis(self, index: int, params: dict[Any, Any]) -> "LayoutBox":
+        """Returns the box unchanged."""
+        return self.add_axis(index, params)
 
 
 def own_layout_metadata(box: Box) -> Any:
@@ -90,7 +92,7 @@ def logical_layout(
     Raises:
         LayoutError: If two dims have the same name, or a rule names an unknown axis.
     """
-    names = logical_axes(box) or ()
+    names: tuple[Any, ...] = logical_axes(box) or ()
     parts = [
         (dim, part)
         for dim, name in enumerate(names)

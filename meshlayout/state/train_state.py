@@ -460,8 +460,9 @@ def _check_rng(rng: object, where: str) -> None:
 def _check_alive(params: PyTree) -> None:
     """Raises StateError if a step that took the state has reused its memory."""
     leaf = next(iter(jax.tree.leaves(params)), None)
-    is_concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
-    if is_concrete and leaf.is_deleted():
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):
+        return
+    if leaf.is_deleted():
         msg = (
             "this state was used up by a step, which reused its memory. Go on with the "
             "state that the step returned, or make the step with donate=False."
@@ -502,12 +503,12 @@ def _like(tree: PyTree, layouts: PyTree) -> PyTree:
 
 def _leaf_texts(value: Leaf) -> tuple[str, str]:
     """Returns the array's type and its layout."""
-    has_layout = isinstance(value, Layout) or _jax.sharding_of(value) is not None
-    if not hasattr(value, "shape"):
-        array = repr(value)
-    else:
+    if isinstance(value, Layout):
+        return repr(value), str(value)
+    array = repr(value)
+    if hasattr(value, "shape"):
         array = _render.array_text(value.dtype, value.shape)
-    return array, str(Layout.of(value)) if has_layout else "?"
+    return array, "?" if _jax.sharding_of(value) is None else str(Layout.of(value))
 
 
 # Pickling by value: arrays are gathered to the host, and placed again on the same
