@@ -128,7 +128,7 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
             raise LayoutMapError(msg)
         self._rules: dict[str, ParsedRule] = {}
         self._snapshot: FrozenMap | None = None
-        pairs = rules.items() if isinstance(rules, Mapping) else rules
+        pairs: Any = rules.items() if isinstance(rules, Mapping) else rules
         try:
             pairs = [(pattern, value) for pattern, value in pairs]
         except (TypeError, ValueError):

@@ -459,10 +459,8 @@ def _check_rng(rng: object, where: str) -> None:
 
 def _check_alive(params: PyTree) -> None:
     """Raises StateError if a step that took the state has reused its memory."""
-    leaf = next(iter(jax.tree.leaves(params)), None)
-    if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):
-        return
-    if leaf.is_deleted():
+    arrays = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
+    if any(not isinstance(x, Tracer) and x.is_deleted() for x in arrays[:1]):
         msg = (
             "this state was used up by a step, which reused its memory. Go on with the "
             "state that the step returned, or make the step with donate=False."
