@@ -17,7 +17,7 @@ import numbers
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import jax
 import numpy as np
@@ -29,6 +29,14 @@ from meshlayout.errors import MeshLayoutError, did_you_mean
 T = TypeVar("T")
 
 _LONGEST_REPR = 80
+
+
+class Context(TypedDict, total=False):
+    """What the checks share: how a message opens and ends, and its class."""
+
+    where: str  # the public function or class, which opens the message
+    error: type[MeshLayoutError]  # the class to raise
+    hint: str  # a closing sentence that says how to fix it
 
 
 def shown(value: Any) -> str:
@@ -56,13 +64,7 @@ def shown(value: Any) -> str:
 
 
 def count(
-    name: str,
-    value: Any,
-    *,
-    at_least: int | None = 1,
-    where: str = "",
-    error: type[MeshLayoutError] = MeshLayoutError,
-    hint: str = "",
+    name: str, value: Any, *, at_least: int | None = 1, **context: Unpack[Context]
 ) -> int:
     """Returns a number of things: an integer that is large enough.
 
@@ -70,9 +72,7 @@ def count(
         name: The parameter, as the user writes it.
         value: What the user gave.
         at_least: The smallest number allowed; None for any integer.
-        where: The public function or class, which opens the message.
-        error: The class to raise.
-        hint: A closing sentence that says how to fix it.
+        **context: As in `Context`.
 
     Raises:
         MeshLayoutError: As `error`, if it is a bool, not an integer, or too small.
@@ -93,7 +93,7 @@ def count(
             1: "a positive integer",
         }
         what = words.get(at_least, f"an integer of at least {at_least}")
-        raise _refusal(name, value, what, where, error, hint)
+        raise _refusal(name, value, what, **context)
     return index
 
 
@@ -106,9 +106,7 @@ def _as_int(value: Any) -> int | None:
     return None
 
 
-def shape(
-    value: Any, *, where: str = "", error: type[MeshLayoutError] = MeshLayoutError
-) -> tuple[int, ...]:
+def shape(value: Any, **context: Unpack[Context]) -> tuple[int, ...]:
     """Returns a shape as a tuple of ints.
 
     Raises:
@@ -119,17 +117,17 @@ def shape(
         (2, 3)
     """
     if isinstance(value, str) or not isinstance(value, Iterable):
-        msg = f"a shape is a tuple of sizes, one per dim, and got {shown(value)}."
-        raise error(_opening(where) + msg)
+        fact = f"a shape is a tuple of sizes, one per dim, and got {shown(value)}."
+        raise _error(fact, **context)
     given = tuple(value)
     sizes = tuple(map(_as_int, given))
     for dim, size in enumerate(sizes):
         if size is None or size < 0:
-            msg = (
+            fact = (
                 f"dim {dim} of the shape has size {shown(given[dim])}; a size is an "
                 "integer, 0 or more."
             )
-            raise error(_opening(where) + msg)
+            raise _error(fact, **context)
     return tuple(size for size in sizes if size is not None)
 
 
@@ -142,9 +140,7 @@ def number(
     at_most: float | None = None,
     below: float | None = None,
     finite: bool = True,
-    where: str = "",
-    error: type[MeshLayoutError] = MeshLayoutError,
-    hint: str = "",
+    **context: Unpack[Context],
 ) -> float:
     """Returns a finite real number within its bounds.
 
@@ -157,9 +153,7 @@ def number(
         below: A value that is too large, with all above it.
         finite: Whether NaN and infinities are refused, as they nearly always should
             be; False for what was measured.
-        where: The public function or class, which opens the message.
-        error: The class to raise.
-        hint: A closing sentence that says how to fix it.
+        **context: As in `Context`.
 
     Raises:
         MeshLayoutError: As `error`, if it is a bool, not a real number, NaN, infinite
@@ -189,12 +183,10 @@ def number(
         and (below is None or real < below)
     )
     if real is None or not fits:
-        words = [
-            f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None
-        ]
+        words = [f"{word} {at:g}" for word, at in bounds.items() if at is not None]
         kind = "a finite number" if finite else "a number"
-        what = " ".join([kind, " and ".join(words)]).rstrip()
-        raise _refusal(name, value, what, where, error, hint)
+        what = f"{kind} {' and '.join(words)}".rstrip()
+        raise _refusal(name, value, what, **context)
     return real
 
 
@@ -215,14 +207,7 @@ def _as_float(value: Any) -> float | None:
     return None
 
 
-def flag(
-    name: str,
-    value: Any,
-    *,
-    where: str = "",
-    error: type[MeshLayoutError] = MeshLayoutError,
-    hint: str = "",
-) -> bool:
+def flag(name: str, value: Any, **context: Unpack[Context]) -> bool:
     """Returns True or False; refuses other truth values, since `"no"` would mean yes.
 
     Raises:
@@ -234,18 +219,12 @@ def flag(
         meshlayout.errors.MeshLayoutError: verify must be True or False, got 'no'.
     """
     if not isinstance(value, (bool, np.bool_)):
-        raise _refusal(name, value, "True or False", where, error, hint)
+        raise _refusal(name, value, "True or False", **context)
     return bool(value)
 
 
 def choice(
-    name: str,
-    value: Any,
-    choices: Iterable[T],
-    *,
-    where: str = "",
-    error: type[MeshLayoutError] = MeshLayoutError,
-    hint: str = "",
+    name: str, value: Any, choices: Iterable[T], **context: Unpack[Context]
 ) -> T:
     """Returns a value that must be one of a few.
 
@@ -265,20 +244,14 @@ def choice(
             return allowed_value
     *first, last = map(repr, allowed)
     what = f"{', '.join(first)} or {last}" if first else last
-    texts = [
-        allowed_value for allowed_value in allowed if isinstance(allowed_value, str)
-    ]
-    near = did_you_mean(value, texts).strip() if isinstance(value, str) else ""
-    raise _refusal(name, value, what, where, error, near or hint)
+    if isinstance(value, str):
+        texts = [text for text in allowed if isinstance(text, str)]
+        near = did_you_mean(value, texts).strip()
+        context["hint"] = near or context.get("hint", "")
+    raise _refusal(name, value, what, **context)
 
 
-def pattern(
-    name: str,
-    value: Any,
-    *,
-    where: str = "",
-    error: type[MeshLayoutError] = MeshLayoutError,
-) -> re.Pattern[str]:
+def pattern(name: str, value: Any, **context: Unpack[Context]) -> re.Pattern[str]:
     """Returns a compiled regular expression.
 
     Raises:
@@ -293,14 +266,12 @@ def pattern(
     if isinstance(value, re.Pattern) and isinstance(value.pattern, str):
         return value
     if not isinstance(value, str):
-        raise _refusal(name, value, "a regular expression", where, error, "")
+        raise _refusal(name, value, "a regular expression", **context)
     try:
         return re.compile(value)
     except re.error as problem:
-        msg = (
-            f"{_opening(where)}{name}={value!r} is not a regular expression: {problem}."
-        )
-        raise error(msg) from None
+        fact = f"{name}={value!r} is not a regular expression: {problem}."
+        raise _error(fact, **context) from None
 
 
 def function(
@@ -308,9 +279,7 @@ def function(
     value: Any,
     *args: str,
     keywords: Iterable[str] = (),
-    where: str = "",
-    error: type[MeshLayoutError] = MeshLayoutError,
-    hint: str = "",
+    **context: Unpack[Context],
 ) -> Callable[..., Any]:
     """Returns a function that can be called with these positional arguments.
 
@@ -322,9 +291,7 @@ def function(
         value: What the user gave.
         *args: What it will be called with, under names that the user knows.
         keywords: What it will be called with by name, if it has such parameters.
-        where: The public function or class, which opens the message.
-        error: The class to raise.
-        hint: A closing sentence that says how to fix it.
+        **context: As in `Context`.
 
     Raises:
         MeshLayoutError: As `error`, if it cannot be called, or not with these.
@@ -337,7 +304,7 @@ def function(
     """
     if not callable(value):
         call = f"a function of ({', '.join(args)})" if args else "a function"
-        raise _refusal(name, value, call, where, error, hint)
+        raise _refusal(name, value, call, **context)
     try:
         # Of a class, its __init__: the metaclass of NNX modules takes anything.
         is_class = isinstance(value, type)
@@ -350,22 +317,12 @@ def function(
         signature.bind(*args, **asked)
     except TypeError:
         names = ", ".join(signature.parameters)
-        msg = (
-            f"{_opening(where)}{name} is called as {name}({', '.join(args)}), and "
-            f"takes ({names})."
-        )
-        raise error(f"{msg} {hint}".rstrip()) from None
+        called = f"{name} is called as {name}({', '.join(args)}), and takes ({names})."
+        raise _error(called, **context) from None
     return value
 
 
-def has_arrays(
-    name: str,
-    tree: Any,
-    *,
-    where: str = "",
-    error: type[MeshLayoutError] = MeshLayoutError,
-    hint: str = "A function that ends without `return` gives None.",
-) -> None:
+def has_arrays(name: str, tree: Any, **context: Unpack[Context]) -> None:
     """Refuses a tree without arrays: nearly always a forgotten `return`.
 
     Raises:
@@ -380,8 +337,8 @@ def has_arrays(
     for leaf in jax.tree.leaves(tree):
         if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
             return
-    msg = f"{_opening(where)}{name} holds no arrays, got {shown(tree)}. {hint}"
-    raise error(msg.rstrip())
+    context.setdefault("hint", "A function that ends without `return` gives None.")
+    raise _error(f"{name} holds no arrays, got {shown(tree)}.", **context)
 
 
 @contextlib.contextmanager
@@ -408,17 +365,14 @@ def noted(note: str | Callable[[], str]) -> Iterator[None]:
         raise
 
 
-def _opening(where: str) -> str:
-    return f"{where}: " if where else ""
-
-
 def _refusal(
-    name: str,
-    value: Any,
-    what: str,
-    where: str,
-    error: type[MeshLayoutError],
-    hint: str,
+    name: str, value: Any, what: str, **context: Unpack[Context]
 ) -> MeshLayoutError:
-    msg = f"{_opening(where)}{name} must be {what}, got {shown(value)}."
-    return error(f"{msg} {hint}".rstrip())
+    return _error(f"{name} must be {what}, got {shown(value)}.", **context)
+
+
+def _error(fact: str, **context: Unpack[Context]) -> MeshLayoutError:
+    where = context.get("where", "")
+    opening = f"{where}: " if where else ""
+    text = f"{opening}{fact} {context.get('hint', '')}"
+    return context.get("error", MeshLayoutError)(text.rstrip())

@@ -80,10 +80,7 @@ def host_array(
     Floats of 64 bits become 32 bits on the device, as everywhere in JAX; integers that
     do not fit into 32 bits are refused.
 
-    Args:
-        value: Anything like an array of numbers.
-        where: The value's name, to open a message with.
-        error: The class to raise.
+    Takes what `plain_array` does.
 
     Raises:
         MeshLayoutError: As `error`, as `plain_array` does, and for dtypes that JAX
@@ -99,7 +96,10 @@ def host_array(
     """
     array = plain_array(value, where, error=error)
     if not _jax.is_array_dtype(array.dtype):
-        msg = f"{where}: {_described(value)} is not like an array of numbers."
+        text = shown(value)
+        if isinstance(value, (np.ndarray, np.generic)):
+            text = f"a NumPy array of dtype {value.dtype}"
+        msg = f"{where}: {text} is not like an array of numbers."
         raise error(msg)
     dtype = _jax.canonical_dtype(array.dtype)
     if dtype == array.dtype or array.dtype.kind not in "iu" or not array.size:
@@ -131,8 +131,8 @@ def check_cast(
     Args:
         value: A number, or an array of them; inside jit it is not checked.
         dtype: The dtype to convert to.
-        where: The value's name, to open a message with.
-        error: The class to raise.
+        where: As for `plain_array`.
+        error: As for `plain_array`.
 
     Raises:
         MeshLayoutError: As `error`, naming the value and the dtype.
@@ -186,9 +186,3 @@ def _is_masked(value: object) -> bool:
     if isinstance(value, np.ma.MaskedArray):
         return True
     return isinstance(value, (list, tuple)) and any(map(_is_masked, value))
-
-
-def _described(value: object) -> str:
-    if isinstance(value, (np.ndarray, np.generic)):
-        return f"a NumPy array of dtype {value.dtype}"
-    return shown(value)

@@ -22,8 +22,7 @@ from meshlayout.checkpoint.difference import ArraySpec, is_number
 from meshlayout.errors import CheckpointError, LayoutError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap
-from meshlayout.state.build import eager_sharding_off
-from meshlayout.state.create import StateDescription
+from meshlayout.state.create import StateDescription, eager_sharding_off
 
 
 Index: TypeAlias = tuple[slice, ...]

@@ -33,14 +33,14 @@ from meshlayout.layout_map import (
     activate,
     register_scope_factory,
 )
-from meshlayout.state.build import (
+from meshlayout.state.create import (
     eager_sharding,
     eager_sharding_off,
     has_layout,
     marked,
+    place,
     trace,
 )
-from meshlayout.state.create import place
 
 
 class Scope:

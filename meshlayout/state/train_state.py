@@ -21,14 +21,15 @@ from meshlayout._checks import shown
 from meshlayout.errors import StateError, did_you_mean
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, Resolved
-from meshlayout.state.build import (
+from meshlayout.state.create import (
+    StateDescription,
     check_builder,
+    describe_state,
     eager_sharding,
     eager_sharding_off,
     has_layout,
     marked,
 )
-from meshlayout.state.create import StateDescription, describe_state
 
 
 if TYPE_CHECKING:
