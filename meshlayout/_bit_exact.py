@@ -54,11 +54,7 @@ def bit_exact_sharding(
     does, or replication for small arrays. Large arrays that no sharding preserves keep
     the requested one: an unsharded array might not fit.
 
-    Args:
-        sharding: The requested sharding.
-        shape: The shape of the array.
-        dtype: Its dtype.
-        mesh: The mesh of the sharding, with Auto axes.
+    `mesh` is the mesh of the sharding, with Auto axes.
     """
     replicated = NamedSharding(mesh.jax_mesh, PartitionSpec())
     if not math.prod(shape):
@@ -130,7 +126,7 @@ class ShardingPlan:
         for eqn in eqns:
             self._choose_result(eqn)
             for out in eqn.outvars:
-                self._choose_operands(eqn, out, self[out])
+                self._choose_operands(eqn, out)
 
     def __getitem__(self, var: Any) -> NamedSharding:
         """Returns the sharding in which a value is made."""
@@ -150,19 +146,16 @@ class ShardingPlan:
         if eqn.primitive.name not in _REORDERINGS or not operands:
             return
         (out,) = eqn.outvars
-        for specs in (
-            tuple(self[out].spec),
-            *_finest_on_one_side(self._mesh, out.aval.shape),
-        ):
+        finest = _finest_on_one_side(self._mesh, out.aval.shape)
+        for specs in (tuple(self[out].spec), *finest):
             sharding = self._exact(out, specs)
             if _operand_specs(eqn, sharding) is not None:
                 self._shardings[out] = sharding
                 return
 
-    def _choose_operands(
-        self, eqn: Equation, out: Any, sharding: NamedSharding
-    ) -> None:
+    def _choose_operands(self, eqn: Equation, out: Any) -> None:
         """Shards operands like the result, where the shapes agree."""
+        sharding = self[out]
         for var in eqn.invars:
             if is_literal(var) or var in self._shardings:
                 continue
@@ -242,8 +235,7 @@ slice split sqrt square squeeze stack stop_gradient sub tan tanh threefry2x32 ti
 transpose unstack xor
 """
 _CONTAINER_NAMES = """
-jit pjit closed_call core_call custom_jvp_call custom_vjp_call remat2
-scan while cond
+jit pjit closed_call core_call custom_jvp_call custom_vjp_call remat2 scan while cond
 """
 _SAFE = frozenset(_SAFE_NAMES.split())
 _CONTAINERS = frozenset(_CONTAINER_NAMES.split())
@@ -277,10 +269,8 @@ def inlined(
 ) -> Iterator[Any]:
     """Yields operations without those of `jax.checkpoint` and custom derivatives.
 
-    Args:
-        eqns: The operations of a jaxpr.
-        names: What its variables are called in the result; filled in on the way.
-        consts: Values by variable; those of inner jaxprs are added.
+    Fills in what the variables are called in the result (`names`), and the values of
+    inner jaxprs' constants (`consts`).
     """
     for eqn in eqns:
         invars = [_renamed(var, names) for var in eqn.invars]

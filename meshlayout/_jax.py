@@ -158,11 +158,7 @@ def compile_frugally(jitted: Any, operands: Sequence[Any]) -> Any:
 
     There, JAX makes threefry's rounds a loop, which holds three arrays for each one
     that it makes. Without the loop, as on other platforms, they are one fused
-    operation: the same integers, faster.
-
-    Args:
-        jitted: What `jax.jit` returned.
-        operands: Its arguments, abstract.
+    operation: the same integers, faster. tests/test_create.py notices.
     """
     rules = ((threefry.threefry2x32_p, threefry._threefry2x32_lowering_rule),)
     options = mlir.LoweringParameters(override_lowering_rules=rules)
@@ -190,10 +186,8 @@ def without_sharding_types(closed: Any) -> Any:
     sharding in its type, some operations have one among their parameters, and JAX
     refuses operands of any other type. Types, parameters and the operations that only
     reshard values are removed, in inner jaxprs too. Relies on the classes of jaxprs;
-    tests/test_create_under_a_mesh.py notices when they change.
-
-    Args:
-        closed: A closed jaxpr; returned unchanged if no value has Explicit axes.
+    tests/test_create_under_a_mesh.py notices when they change. A closed jaxpr without
+    Explicit axes is returned unchanged.
     """
     jaxpr = closed.jaxpr
     values = [v for eqn in jaxpr.eqns for v in (*eqn.invars, *eqn.outvars)]
@@ -303,12 +297,6 @@ def without_set_mesh() -> AbstractContextManager[Any]:
         return no_mesh()
 
 
-def concrete_mesh_for(abstract: jax.sharding.AbstractMesh) -> jax.sharding.Mesh | None:
-    """Returns the mesh that is set, if it is the one that `abstract` describes."""
-    mesh = concrete_mesh()
-    return mesh if mesh is not None and mesh.abstract_mesh == abstract else None
-
-
 def place(x: Leaf, sharding: NamedSharding) -> Any:
     """Moves a value to a sharding; inside jit, constrains it."""
     return constrain(x, sharding) if is_staged(x) else jax.device_put(x, sharding)
@@ -328,9 +316,7 @@ def concrete_value(x: Leaf) -> Any:
 
 def is_manual(x: Leaf) -> bool:
     """Returns whether a value is one device's own shard, as inside shard_map."""
-    sharding = getattr(jax.typeof(x), "sharding", None)
-    types = getattr(getattr(sharding, "mesh", None), "axis_types", ())
-    return any(kind == AxisType.Manual for kind in types)
+    return _has_axes(getattr(jax.typeof(x), "sharding", None), AxisType.Manual)
 
 
 def is_staged(x: Leaf) -> bool:
@@ -370,8 +356,17 @@ def constrain(x: Leaf, sharding: NamedSharding) -> Any:
     }
     now = getattr(jax.typeof(x), "sharding", None)
     if explicit:
-        entries = _fill(sharding.spec, now, np.ndim(x))
-        on_explicit = [_only(entry, explicit, first=True) for entry in entries]
+        # UNCONSTRAINED stands for the entries that a traced value has.
+        known = [] if now is None else list(now.spec)
+        known += [None] * (np.ndim(x) - len(known))
+        on_explicit = [
+            _only(
+                here if entry is PartitionSpec.UNCONSTRAINED else entry,
+                explicit,
+                first=True,
+            )
+            for entry, here in zip(sharding.spec, known, strict=False)
+        ]
         x = jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*on_explicit)))
     elif _is_explicit(now):
         # JAX mixes up the two specs, or refuses, unless the Explicit one is gone.
@@ -385,18 +380,12 @@ def constrain(x: Leaf, sharding: NamedSharding) -> Any:
 
 
 def _is_explicit(sharding: object) -> bool:
-    types = getattr(getattr(sharding, "mesh", None), "axis_types", ())
-    return any(kind == AxisType.Explicit for kind in types)
+    return _has_axes(sharding, AxisType.Explicit)
 
 
-def _fill(spec: PartitionSpec, now: Any, rank: int) -> list[Any]:
-    """Replaces UNCONSTRAINED with the entries that a traced value has."""
-    known = [] if now is None else list(now.spec)
-    known += [None] * (rank - len(known))
-    return [
-        here if entry is PartitionSpec.UNCONSTRAINED else entry
-        for entry, here in zip(spec, known, strict=False)
-    ]
+def _has_axes(sharding: object, kind: AxisType) -> bool:
+    """Returns whether a sharding, if it is one, has axes of this type."""
+    return kind in getattr(getattr(sharding, "mesh", None), "axis_types", ())
 
 
 def _only(entry: Any, axes: set[str], *, first: bool) -> Any:
@@ -452,12 +441,7 @@ def to_host(x: jax.Array) -> np.ndarray[Any, Any]:
 def from_one_process(
     x: np.ndarray[Any, Any], *, is_source: bool
 ) -> np.ndarray[Any, Any]:
-    """Returns an array of the process that has it; all processes call this.
-
-    Args:
-        x: The array there, and an array of the same shape and dtype elsewhere.
-        is_source: Whether this process has it.
-    """
+    """Returns an array of the process that has it, the source; all call this."""
     return np.asarray(multihost_utils.broadcast_one_to_all(x, is_source=is_source))
 
 
@@ -560,8 +544,7 @@ def shard_placer(
 def reached_preemption_sync_point(turn: int) -> bool:
     """Returns whether a process was told to stop, at the same turn on all of them.
 
-    Args:
-        turn: How often this was called: 1 more each time, the same on all processes.
+    `turn` is 1 more in each call, and the same on all processes.
     """
     return bool(multihost_utils.reached_preemption_sync_point(turn))
 

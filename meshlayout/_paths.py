@@ -18,13 +18,7 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 from flax.core import meta
-from jax.tree_util import (
-    DictKey,
-    FlattenedIndexKey,
-    GetAttrKey,
-    SequenceKey,
-    tree_flatten_with_path,
-)
+from jax.tree_util import keystr, tree_flatten_with_path
 
 from meshlayout._annotations import Box, PyTree
 from meshlayout.errors import MeshLayoutError
@@ -84,11 +78,11 @@ def flatten(tree: PyTree, *, whole: bool = False) -> Flat:
         tree = nnx.state(tree)
         parts = _Parts.of(tree, _is_box_type)
     paths = parts.paths if whole else _without_params(tree, parts.paths)
+    node_types = frozenset(parts.node_types)
     if not any(map(_is_box_type, parts.leaf_types)):
         leaves = list(map(Leaf, paths, parts.leaves))
         _check_unique(leaves)
-        unflatten = jax.tree.structure(tree).unflatten
-        return Flat(leaves, unflatten, frozenset(parts.node_types))
+        return Flat(leaves, jax.tree.structure(tree).unflatten, node_types)
     leaves: list[Leaf] = []
     boxes: list[tuple[int, Any, int]] = []  # index, structure, number of leaves
     for index, (path, value) in enumerate(zip(paths, parts.leaves, strict=True)):
@@ -113,7 +107,7 @@ def flatten(tree: PyTree, *, whole: bool = False) -> Flat:
             filled.append(inner_def.unflatten([next(rest) for _ in range(count)]))
         return treedef.unflatten([*filled, *rest])
 
-    return Flat(leaves, unflatten, frozenset(parts.node_types))
+    return Flat(leaves, unflatten, node_types)
 
 
 def leaf_names(
@@ -123,15 +117,10 @@ def leaf_names(
 
     Unlike in `flatten`, a variable that modules share has several, and two may be the
     same.
-
-    Args:
-        tree: PyTree pytree.
-        is_leaf: As for `jax.tree.flatten`.
     """
     parts = _Parts.of(tree, _is_box_type, is_leaf=is_leaf)
-    for path, node in zip(
-        _without_params(tree, parts.paths), parts.leaves, strict=True
-    ):
+    paths = _without_params(tree, parts.paths)
+    for path, node in zip(paths, parts.leaves, strict=True):
         if not _is_box(node):
             yield path
             continue
@@ -196,12 +185,7 @@ def is_nnx_object(node: PyTree) -> bool:
 
 def key_name(key: Any) -> str:
     """Returns one key of a JAX key path as paths spell it."""
-    kind = type(key)
-    if kind is DictKey or kind is FlattenedIndexKey:
-        return str(key.key)
-    if kind is GetAttrKey:
-        return key.name
-    return str(key.idx) if kind is SequenceKey else str(key)
+    return keystr((key,), simple=True)
 
 
 def children(node: PyTree) -> list[tuple[str, Any]] | None:
@@ -239,13 +223,10 @@ class _Parts:
         prefix: str = "",
         is_leaf: Callable[[Any], bool] | None = None,
     ) -> "_Parts":
-        """Flattens a tree.
+        """Flattens a tree, to paths that begin with `prefix`.
 
-        Args:
-            tree: PyTree pytree.
-            is_end: Which types are leaves although JAX could open them.
-            prefix: What every path begins with.
-            is_leaf: As for `jax.tree.flatten`.
+        `is_end` says which types are leaves although JAX could open them; `is_leaf` is
+        as for `jax.tree.flatten`.
         """
         paths: list[str] = []
         leaves: list[Any] = []
@@ -264,9 +245,11 @@ class _Parts:
                 items = [(key, node[key]) for key in sorted(node)]
             elif kind is list or kind is tuple:
                 items = list(enumerate(node))
-            elif kind not in leaf_types and (below := _open(node, is_end)) is not None:
-                items = below
+            elif kind not in leaf_types and not is_end(kind):
+                items = children(node)
             else:
+                items = None
+            if items is None:
                 leaf_types.add(kind)
                 paths.append(path)
                 leaves.append(node)
@@ -282,10 +265,6 @@ class _Parts:
 
         visit(tree, prefix)
         return cls(paths, leaves, leaf_types, node_types)
-
-
-def _open(node: PyTree, is_end: Callable[[type], bool]) -> list[tuple[str, Any]] | None:
-    return None if is_end(type(node)) else children(node)
 
 
 def _is_box(node: PyTree) -> bool:

@@ -207,7 +207,9 @@ class Layout(Value):
             raise LayoutError(msg)
         jax_mesh: Any = sharding.mesh
         if not isinstance(jax_mesh, jax.sharding.Mesh):
-            jax_mesh = _jax.concrete_mesh_for(jax_mesh)
+            concrete = _jax.concrete_mesh()
+            is_it = concrete is not None and concrete.abstract_mesh == jax_mesh
+            jax_mesh = concrete if is_it else None
         if jax_mesh is None:
             msg = (
                 f"the sharding {sharding} is on an abstract mesh, which names no "

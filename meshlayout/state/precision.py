@@ -1,5 +1,6 @@
 """The dtypes in which a step computes and stores; dynamic loss scaling."""
 
+import itertools
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -8,23 +9,9 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from meshlayout import _checks, _jax, _paths, _render
+from meshlayout import _checks, _paths, _render
 from meshlayout._annotations import DType, Leaf, PyTree
 from meshlayout.errors import StateError, did_you_mean
-
-
-def _float_dtype(name: str, value: Any) -> Any:
-    try:
-        dtype = jnp.dtype(value)
-    except TypeError:
-        dtype = None
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        msg = (
-            f"PrecisionPolicy({name}={value!r}): expected a floating-point dtype, as "
-            "'bfloat16'."
-        )
-        raise StateError(msg)
-    return dtype
 
 
 @dataclass(frozen=True)
@@ -44,10 +31,20 @@ class PrecisionPolicy:
     output: Any = None
 
     def __post_init__(self) -> None:
-        for name in ("param", "compute", "output"):
-            value = getattr(self, name)
-            if value is not None:
-                object.__setattr__(self, name, _float_dtype(name, value))
+        for name, value in list(vars(self).items()):
+            if value is None:
+                continue
+            try:
+                dtype = jnp.dtype(value)
+            except TypeError:
+                dtype = None
+            if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+                msg = (
+                    f"PrecisionPolicy({name}={value!r}): expected a floating-point "
+                    "dtype, as 'bfloat16'."
+                )
+                raise StateError(msg)
+            object.__setattr__(self, name, dtype)
 
 
 Precision: TypeAlias = str | PrecisionPolicy | Mapping[str, "str | PrecisionPolicy"]
@@ -72,11 +69,7 @@ class Policies:
     by_path: tuple[tuple[str, PrecisionPolicy], ...] = ()
 
     def at(self, path: str) -> PrecisionPolicy:
-        """Returns the policy of a parameter or a submodule.
-
-        Args:
-            path: Its path.
-        """
+        """Returns the policy of the parameter or submodule with this path."""
         for pattern, policy in self.by_path:
             if re.search(pattern, path):
                 return policy
@@ -162,10 +155,7 @@ def cast_for_compute(
 ) -> Any:
     """Casts floating-point parameters to the dtypes they are used in.
 
-    Args:
-        tree: Parameters.
-        policies: The dtypes, by path.
-        casting: The paths of the layers that cast their parameters themselves.
+    Those of the layers `casting`, by path, are left to the layers themselves.
     """
     if not policies.computes_in:
         return tree
@@ -185,27 +175,20 @@ def cast(value: PyTree, dtype: DType | None) -> Any:
     if dtype is None:
         return value
 
-    def one(leaf: Leaf) -> Any:
+    def cast_leaf(leaf: Leaf) -> Any:
         kind = None if _paths.is_nnx_object(leaf) else getattr(leaf, "dtype", None)
-        if (
-            kind is None
-            or _jax.is_extended(kind)
-            or not jnp.issubdtype(kind, jnp.floating)
-        ):
-            return leaf
-        return leaf.astype(dtype)
+        is_float = kind is not None and jnp.issubdtype(kind, jnp.floating)
+        return leaf.astype(dtype) if is_float else leaf
 
-    return jax.tree.map(one, value, is_leaf=_paths.is_nnx_object)
+    return jax.tree.map(cast_leaf, value, is_leaf=_paths.is_nnx_object)
 
 
 def check_params(params: PyTree, policies: Policies) -> None:
-    """Raises StateError if parameters do not fit the policies.
-
-    They do not if one is stored in another dtype than its policy says, or if a pattern
-    matches no parameter and no submodule.
-    """
+    """Refuses parameters of another dtype than their policy's, and unused patterns."""
     leaves = _paths.flatten(params).leaves
-    paths = {prefix for leaf in leaves for prefix in _prefixes(leaf.path)}
+    paths: set[str] = set()
+    for leaf in leaves:  # also those of the modules around it
+        paths.update(itertools.accumulate(leaf.path.split("/"), "{}/{}".format))
     for pattern, _ in policies.by_path:
         if not any(re.search(pattern, path) for path in paths):
             names = [repr(leaf.path) for leaf in leaves]
@@ -218,23 +201,14 @@ def check_params(params: PyTree, policies: Policies) -> None:
     for leaf in leaves:
         stored = policies.at(leaf.path).param
         dtype = leaf.value.dtype
-        if (
-            stored is not None
-            and jnp.issubdtype(dtype, jnp.floating)
-            and dtype != stored
-        ):
+        is_float = jnp.issubdtype(dtype, jnp.floating)
+        if stored is not None and is_float and dtype != stored:
             msg = (
                 f"{leaf.path} {_render.array_text(dtype, leaf.value.shape)}: the "
                 f"precision policy stores parameters in {stored}. Build the model with "
                 f"param_dtype={str(stored)!r}, or leave param out of the policy."
             )
             raise StateError(msg)
-
-
-def _prefixes(path: str) -> list[str]:
-    """Returns a parameter's path, and those of the modules around it."""
-    names = path.split("/")
-    return ["/".join(names[:end]) for end in range(1, len(names) + 1)]
 
 
 @jax.tree_util.register_dataclass
@@ -260,11 +234,7 @@ class LossScale:
         return cls(jnp.float32(scale), jnp.int32(0))
 
     def after(self, finite: jax.Array) -> "LossScale":
-        """Returns the loss scale after a step.
-
-        Args:
-            finite: Whether the step's gradients were all finite.
-        """
+        """Returns the loss scale after a step whose gradients are `finite`, or not."""
         steps = jnp.where(finite, self.finite_steps + 1, 0)
         grown = steps >= GROWTH_INTERVAL
         scale = jnp.where(

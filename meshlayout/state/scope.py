@@ -13,11 +13,12 @@ arrays to lay out, and everything is constructed as without a scope.
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, TypeGuard
 
 import jax
+import numpy as np
 from flax import errors as flax_errors, linen as nn, nnx
 
 from meshlayout import _jax, _paths
@@ -56,29 +57,54 @@ class Scope:
         self._optimizers: list[tuple[nnx.Optimizer[Any], nnx.Module]] = []
         self.is_empty = True
 
-    def construct(
-        self,
-        constructor: Callable[..., nnx.Module],
-        cls: type[nnx.Module],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> nnx.Module:
-        """Constructs one NNX module that is not part of another construction.
+    # Called in place of Flax's own methods, which come first.
 
-        Args:
-            constructor: Flax's own way to construct the class.
-            cls: The class.
-            args: The constructor's arguments.
-            kwargs: Its keyword arguments.
-        """
-        objects = _nnx_objects((args, kwargs))
+    def construct(
+        self, construct: Callable[..., nnx.Module], cls: type, *args: Any, **kwargs: Any
+    ) -> nnx.Module:
+        """Constructs an NNX module that is not part of another construction."""
+        call = functools.partial(construct, cls)
+        leaves = jax.tree.leaves((args, kwargs), is_leaf=_is_nnx_object)
+        objects = [leaf for leaf in leaves if _is_nnx_object(leaf)]
         if any(isinstance(node, nnx.Module) for node in objects):
             # A composition: its parts exist. Parts that it makes itself pass here.
-            module = self._composed(constructor, args, kwargs)
+            module = self._composed(call, args, kwargs)
         else:
-            module = self._born(constructor, cls, args, kwargs, objects)
+            module = self._created(call, args, kwargs, objects)
         self._roots.append(module)
         return module
+
+    def init(self, init: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Makes Linen's variables."""
+        return place(trace(lambda: init(*args, **kwargs)), self.layouts).create()
+
+    def init_with_output(
+        self, init: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Makes Linen's variables and a replicated output."""
+
+        def resolve(node: Any) -> Resolved:
+            output, variables = node
+            whole = LayoutMap(self.layouts.mesh).resolve(output)
+            resolved = self.layouts.resolve(variables)
+            return Resolved((whole.layouts, resolved.layouts), resolved.resolutions)
+
+        traced = trace(lambda: init(*args, **kwargs))
+        return place(traced, self.layouts, resolve).create()
+
+    def start_optimizer(
+        self,
+        init: Callable[..., None],
+        optimizer: nnx.Optimizer[Any],
+        model: nnx.Module,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Makes an optimizer's state for a model, which is taken to be complete."""
+        self._move(model, strict=False)
+        init(optimizer, model, *args, **kwargs)
+        self._follow(optimizer, model)
+        self._optimizers.append((optimizer, model))
 
     def finish(self) -> None:
         """Gives every module the layouts of its final paths, or raises.
@@ -90,63 +116,39 @@ class Scope:
         Warns:
             LayoutWarning: If nothing was made, or a rule matches no path.
         """
-        if self.is_empty:
-            self._report_empty()
-        found: list[Resolution] = []
+        # Laying out activations is a use of the scope, too.
+        if self.is_empty and not self.layouts._take_snapshot().is_read:
+            self.layouts._report_unused(
+                "nothing was made in this scope: it lays out NNX modules and the "
+                "variables of Linen's init that are made inside it. For Equinox and "
+                "other pytrees, write create(lambda: Model(...), layouts)."
+            )
+        resolutions: list[Resolution] = []
         for root in self._roots:
-            found.extend(self._move(root, strict=True))
+            resolutions.extend(self._move(root, strict=True))
         for optimizer, model in self._optimizers:
-            found.extend(self._follow(optimizer, model))
+            resolutions.extend(self._follow(optimizer, model))
         if self._roots:
-            self.layouts._check_used(Resolved(None, tuple(found)))
-
-    def start_optimizer(
-        self, optimizer: nnx.Optimizer[Any], model: nnx.Module, start: Callable[[], Any]
-    ) -> None:
-        """Makes an optimizer's state for a model, which is taken to be complete.
-
-        Args:
-            optimizer: The optimizer, without its state.
-            model: The model.
-            start: Makes the state.
-        """
-        self._move(model, strict=False)
-        start()
-        self._follow(optimizer, model)
-        self._optimizers.append((optimizer, model))
-
-    def _report_empty(self) -> None:
-        """Says that nothing was made, unless activations were laid out by the map."""
-        if self.layouts._take_snapshot().is_read:
-            return
-        self.layouts._report_unused(
-            "nothing was made in this scope: it lays out NNX modules and the variables "
-            "of Linen's init that are made inside it. For Equinox and other pytrees, "
-            "write create(lambda: Model(...), layouts)."
-        )
+            self.layouts._check_used(Resolved(None, tuple(resolutions)))
 
     def _composed(
-        self,
-        constructor: Callable[..., nnx.Module],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, call: functools.partial[nnx.Module], args: Any, kwargs: Any
     ) -> nnx.Module:
         """Constructs a module as without a scope, and moves what it holds."""
-        flag = eager_sharding()
+        is_eager = eager_sharding()
         with eager_sharding_off():
-            module = constructor(*args, **kwargs)
-        marked(module, is_eager=flag)
+            module = call(*args, **kwargs)
+        marked(module, is_eager=is_eager)
         inside = {id(node) for _, node in nnx.iter_graph(module)}
         self._roots = [root for root in self._roots if id(root) not in inside]
         self._move(module, strict=False)
         return module
 
-    def _born(
+    def _created(
         self,
-        constructor: Callable[..., nnx.Module],
-        cls: type[nnx.Module],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        call: functools.partial[nnx.Module],
+        args: Any,
+        kwargs: Any,
         objects: list[nnx.Pytree],
     ) -> nnx.Module:
         """Constructs a module through `create`, drawing from the caller's Rngs."""
@@ -160,7 +162,7 @@ class Scope:
             new_args, new_kwargs = treedef.unflatten(
                 [next(remaining) if _is_nnx_object(x) else x for x in leaves]
             )
-            return constructor(*new_args, **new_kwargs), copies
+            return call(*new_args, **new_kwargs), copies
 
         try:
             traced = trace(build, *inputs)
@@ -168,12 +170,12 @@ class Scope:
             if not isinstance(error.__cause__, flax_errors.TraceContextError):
                 raise
             line = (
-                f"{cls.__name__} draws from an nnx.Rngs that it was not given as an "
-                "argument: its arrays are made whole on one device, and cut then. Pass "
-                "the Rngs to it, as rngs=rngs."
+                f"{call.args[0].__name__} draws from an nnx.Rngs that it was not given "
+                "as an argument: its arrays are made whole on one device, and cut "
+                "then. Pass the Rngs to it, as rngs=rngs."
             )
             warnings.warn(line, LayoutWarning, stacklevel=stack_level())
-            return self._composed(constructor, args, kwargs)
+            return self._composed(call, args, kwargs)
         description = place(traced, self.layouts, self._lenient)
         module, copies = description._make(inputs)
         _adopt(module, copies, objects)
@@ -183,20 +185,17 @@ class Scope:
         """Resolves what has a rule; shards the rest evenly until its path is final."""
         # The module is entry 0 of what was built, the caller's Rngs are entry 1.
         flat = _paths.flatten(node)
+        resolver = self.layouts._resolver()
         layouts = []
         for leaf in flat.leaves:
-            below = leaf.path.partition("/")[2]
-            layouts.append(self._lenient_leaf(leaf._replace(path=below)))
+            own = leaf._replace(path=leaf.path.partition("/")[2])
+            layout = finest_layout(self.layouts.mesh, np.shape(leaf.value))
+            with contextlib.suppress(LayoutMapError):
+                resolution = resolver.leaf(own)
+                if resolution is None or resolution.reason != "default":
+                    layout = resolution and resolution.layout
+            layouts.append(layout)
         return Resolved(flat.unflatten(layouts), ())
-
-    def _lenient_leaf(self, leaf: _paths.Leaf) -> Any:
-        try:
-            found = self.layouts._resolver().leaf(leaf)
-        except LayoutMapError:
-            return finest_layout(self.layouts.mesh, leaf.value.shape)
-        if found is None or found.reason != "default":
-            return found and found.layout
-        return finest_layout(self.layouts.mesh, found.shape)
 
     def _move(self, module: nnx.Module, *, strict: bool) -> tuple[Resolution, ...]:
         """Lays out a module's arrays by their paths below it."""
@@ -272,49 +271,11 @@ def _open_scope(layouts: LayoutMap) -> Iterator[LayoutMap]:
 register_scope_factory(_open_scope)
 
 
-def _construct_module(
-    scope: Scope, construct: Callable[..., Any], cls: Any, *args: Any, **kwargs: Any
-) -> Any:
-    return scope.construct(functools.partial(construct, cls), cls, args, kwargs)
-
-
-def _init(
-    scope: Scope, init: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Mapping[str, Any]:
-    return place(trace(lambda: init(*args, **kwargs)), scope.layouts).create()
-
-
-def _init_with_output(
-    scope: Scope, init: Callable[..., Any], *args: Any, **kwargs: Any
-) -> tuple[Any, Mapping[str, Any]]:
-    def resolve(node: Any) -> Resolved:
-        output, variables = node
-        whole = LayoutMap(scope.layouts.mesh).resolve(output)
-        found = scope.layouts.resolve(variables)
-        return Resolved((whole.layouts, found.layouts), found.resolutions)
-
-    traced = trace(lambda: init(*args, **kwargs))
-    return place(traced, scope.layouts, resolve).create()
-
-
-def _start_optimizer(
-    scope: Scope,
-    init: Callable[..., None],
-    optimizer: nnx.Optimizer[Any],
-    model: nnx.Module,
-    *args: Any,
-    **kwargs: Any,
-) -> None:
-    start = functools.partial(init, optimizer, model, *args, **kwargs)
-    scope.start_optimizer(optimizer, model, start)
-
-
 def _in_scope(around: Callable[..., Any]) -> Callable[[Any], Any]:
     """Returns a function that replaces a constructor of Flax to look for a scope.
 
-    Args:
-        around: Called in place of the constructor where a scope is open, with the
-            scope and the constructor before the arguments.
+    Where one is open, `around` is called with the scope, the constructor and the
+    arguments.
     """
 
     def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -336,21 +297,16 @@ def _in_scope(around: Callable[..., Any]) -> Callable[[Any], Any]:
 # Flax has no hook for "a module is being constructed". If it moves one of these
 # methods, tests/test_scope.py fails at its first test.
 _constructors = SharedPatches(
-    (type(nnx.Module), "__call__", _in_scope(_construct_module)),
-    (nn.Module, "init", _in_scope(_init)),
-    (nn.Module, "init_with_output", _in_scope(_init_with_output)),
-    (nn.Module, "lazy_init", _in_scope(_init)),
-    (nnx.Optimizer, "__init__", _in_scope(_start_optimizer)),
+    (type(nnx.Module), "__call__", _in_scope(Scope.construct)),
+    (nn.Module, "init", _in_scope(Scope.init)),
+    (nn.Module, "init_with_output", _in_scope(Scope.init_with_output)),
+    (nn.Module, "lazy_init", _in_scope(Scope.init)),
+    (nnx.Optimizer, "__init__", _in_scope(Scope.start_optimizer)),
 )
 
 
 def _is_nnx_object(node: object) -> TypeGuard[nnx.Pytree]:
     return isinstance(node, nnx.Pytree)
-
-
-def _nnx_objects(tree: PyTree) -> list[nnx.Pytree]:
-    nodes = jax.tree.leaves(tree, is_leaf=_is_nnx_object)
-    return [node for node in nodes if _is_nnx_object(node)]
 
 
 def _adopt(module: nnx.Module, copies: Any, originals: list[nnx.Pytree]) -> None:
