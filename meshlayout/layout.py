@@ -533,11 +533,20 @@ class Layout(Value):
         return specs_text(self.specs) + memory
 
     def _repr_html_(self) -> str:
-        return _render.layout_html(
-            [entry_text(entry) for entry in self.specs],
-            self.mesh.axis_names,
-            tuple(self.mesh.shape.values()),
-            memory_kind=self.memory_kind,
+        memory = f" in {self.memory_kind}" if self.memory_kind else ""
+        caption = f"Layout {specs_text(self.specs)} on {self.mesh!r}{memory}"
+        # After `...`, only the distance from the end is known.
+        rank = len(self.specs)
+        open_dim = self.specs.index(...) if self.has_ellipsis else rank
+        rows: list[list[object]] = []
+        for dim, entry in enumerate(self.specs):
+            number = dim if dim < open_dim else "" if dim == open_dim else dim - rank
+            is_open = entry is ... or entry is MATCH
+            shards = "" if is_open else self._entry_shards(entry)
+            rows.append([number, entry_text(entry), shards])
+        notes = [] if rank else ["a scalar, on every device"]
+        return _render.html_table(
+            ["dim", "lies on", "shards"], rows, "rlr", caption=caption, notes=notes
         )
 
     # Inside.

@@ -392,11 +392,10 @@ class Mesh(Value):
         return f"Mesh({axes})"
 
     def _repr_html_(self) -> str:
-        return _render.mesh_html(
-            self.axis_names,
-            tuple(self.shape.values()),
-            [f"{device.platform}:{device.id}" for device in self.devices.flat],
-        )
+        ids = self.global_device_ids()
+        picture = _render.mesh_picture(self.axis_names, [*self.shape.values()], ids)
+        devices = f"{self.platform.upper()} device{'s' * (self.size != 1)}"
+        return _render.picture_html(f"{self!r}: {self.size} {devices}", picture)
 
     def __copy__(self) -> "Mesh":
         return self

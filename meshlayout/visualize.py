@@ -43,14 +43,14 @@ class Shards:
     held: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
 
     def __repr__(self) -> str:
-        return _render.shards_text(
-            self.shape, self._axes(), self.held, self._title(), self._notes()
-        )
+        picture = _render.picture_text(self._picture())
+        return "\n".join([self._title(), picture, *self._notes()])
 
     def _repr_html_(self) -> str:
-        return _render.shards_html(
-            self.shape, self._axes(), self.held, self._title(), self._notes()
-        )
+        return _render.picture_html(self._title(), self._picture(), self._notes())
+
+    def _picture(self) -> _render.Picture:
+        return _render.shards_picture(self.shape, self._axes(), self.held)
 
     def _axes(self) -> list[str]:
         """Returns, for each dim, the mesh axes that shard it, or an empty string."""

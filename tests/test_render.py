@@ -175,22 +175,28 @@ MESHES = [
 ]
 
 
-def mesh_case(names, shape):
-    return names, shape, [f"cpu:{n}" for n in range(math.prod(shape))]
+def mesh_picture(names, shape):
+    return _render.mesh_picture(names, shape, range(math.prod(shape)))
+
+
+def mesh_text(names, shape):
+    return _render.picture_text(mesh_picture(names, shape))
+
+
+def mesh_html(names, shape):
+    return _render.picture_html("the mesh", mesh_picture(names, shape))
 
 
 @pytest.mark.parametrize(("names", "shape"), MESHES)
 def test_every_device_of_a_mesh_is_in_its_picture_once_and_in_order(names, shape):
-    case = mesh_case(names, shape)
     devices = [str(n) for n in range(math.prod(shape))]
-    assert [text for text, _ in blocks_of(svg_of(_render.mesh_html(*case)))] == devices
-    cells = re.findall(r"(?<=│) +(\d+) +(?=│)", _render.mesh_text(*case))
+    assert [text for text, _ in blocks_of(svg_of(mesh_html(names, shape)))] == devices
+    cells = re.findall(r"(?<=│) +(\d+) +(?=│)", mesh_text(names, shape))
     assert cells == devices
 
 
 def test_the_picture_of_a_mesh_names_axes_and_coordinates():
-    assert _render.mesh_text(*mesh_case(("batch", "model"), (2, 4))) == (
-        "Mesh(batch=2, model=4): 8 CPU devices\n"
+    assert mesh_text(("batch", "model"), (2, 4)) == (
         "           model (4)\n"
         "batch (2)   0   1   2   3\n"
         "          ┌───┬───┬───┬───┐\n"
@@ -211,8 +217,7 @@ def test_the_picture_of_a_mesh_names_axes_and_coordinates():
     ],
 )
 def test_the_picture_of_a_big_mesh_stays_small(names, shape):
-    case = mesh_case(names, shape)
-    text, html_text = _render.mesh_text(*case), _render.mesh_html(*case)
+    text, html_text = mesh_text(names, shape), mesh_html(names, shape)
     assert max(map(len, text.splitlines())) <= 120
     assert len(html_text) < 600_000
     svg = svg_of(html_text)
@@ -223,19 +228,19 @@ def test_the_picture_of_a_big_mesh_stays_small(names, shape):
 
 
 def test_the_pictures_of_many_grids_say_how_many_they_leave_out():
-    text = _render.mesh_text(*mesh_case(("a", "b", "c"), (64, 2, 2)))
+    text = mesh_text(("a", "b", "c"), (64, 2, 2))
     assert text.endswith("\n7 of 64 grids are drawn.")
 
 
 def test_the_blocks_of_a_mesh_tell_their_coordinates():
-    blocks = blocks_of(svg_of(_render.mesh_html(*mesh_case(("a", "b", "c"), (2,) * 3))))
+    blocks = blocks_of(svg_of(mesh_html(("a", "b", "c"), (2,) * 3)))
     assert blocks[0] == ("0", "a 0, b 0, c 0: 0")
     assert blocks[6] == ("6", "a 1, b 1, c 0: 6")
 
 
 def test_axis_names_are_escaped_in_pictures():
     names = ("<script>", "a&b")
-    html_text = _render.mesh_html(*mesh_case(names, (2, 4)))
+    html_text = mesh_html(names, (2, 4))
     assert "<script" not in html_text
     texts = [node.text for node in svg_of(html_text).iter(f"{SVG}text")]
     assert "<script> (2)" in texts
@@ -263,7 +268,7 @@ def test_a_layout_over_several_axes_counts_their_shards():
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 8, 16, 64, 256])
 def test_blocks_can_be_read_and_told_apart(count):
-    html_text = _render.mesh_html(*mesh_case(("x", "y"), (1, count)))
+    html_text = mesh_html(("x", "y"), (1, count))
     pairs = [
         (rect.get("fill"), text.get("fill"))
         for group in svg_of(html_text).iter(f"{SVG}g")
@@ -276,7 +281,7 @@ def test_blocks_can_be_read_and_told_apart(count):
 
 
 def test_text_around_the_blocks_takes_the_color_of_the_page():
-    svg = svg_of(_render.mesh_html(*mesh_case(("batch", "model"), (2, 4))))
+    svg = svg_of(mesh_html(("batch", "model"), (2, 4)))
     assert svg.get("fill") == "currentColor"
     blocks = {
         text

@@ -7,7 +7,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from meshlayout._render.tables import SANS, cell_width, one_line, padded
+from meshlayout._render.tables import (
+    SANS,
+    cell_width,
+    html_block,
+    html_line,
+    one_line,
+    padded,
+)
 
 
 Held: TypeAlias = Sequence[tuple[int | str, tuple[tuple[int, int], ...]]]
@@ -98,8 +105,7 @@ def shards_picture(shape: Sequence[int], axes: Sequence[str], held: Held) -> Pic
 
     Args:
         shape: The shape of the whole array.
-        axes: For each dim, the mesh axes that shard it, as text; empty if it is
-            unsharded.
+        axes: For each dim, the mesh axes that shard it, as text; empty if none.
         held: What each device holds.
     """
     cuts = [sorted({slices[dim] for _, slices in held}) for dim in range(len(shape))]
@@ -136,11 +142,15 @@ def shards_picture(shape: Sequence[int], axes: Sequence[str], held: Held) -> Pic
         place = [0] * (2 - len(drawn)) + [index[dim] for dim in drawn]
         panel = panels.setdefault(tuple(index[dim] for dim in stacked), {})
         panel[place[0], place[1]] = cell(index)
+    left_out = sorted(dim for dim in whole if dim not in drawn)
+    names = ", ".join(f"{dim} ({shape[dim]})" for dim in left_out)
+    dims = "dim" if len(left_out) == 1 else "dims"
+    notes = [f"Not drawn: {dims} {names}, whole in every shard."] if left_out else []
     return _picture(
         directions,
         [(title(at), panel) for at, panel in panels.items()],
         num_colors,
-        _whole_dims_notes(shape, [dim for dim in whole if dim not in drawn]),
+        notes,
     )
 
 
@@ -163,10 +173,7 @@ def mesh_picture(
 ) -> Picture:
     """Describes the devices of a mesh: the last two axes are drawn as a grid.
 
-    Args:
-        axis_names: The mesh's axes.
-        shape: Their sizes.
-        labels: One label per device, in the order of the flattened mesh.
+    `labels` has one per device, in the order of the flattened mesh.
     """
     directions = [
         Direction((f"{name} ({size})",), tuple(map(str, range(size))), (), size)
@@ -212,16 +219,6 @@ def _picture(
     return Picture(
         down, across, tuple(panels[at] for at in shown), num_colors, tuple(notes)
     )
-
-
-def _whole_dims_notes(shape: Sequence[int], dims: Iterable[int]) -> list[str]:
-    dims = sorted(dims)
-    if not dims:
-        return []
-    names = ", ".join(f"{dim} ({shape[dim]})" for dim in dims)
-    if len(dims) == 1:
-        return [f"Not drawn: dim {names}, whole in every shard."]
-    return [f"Not drawn: dims {names}, whole in every shard."]
 
 
 def _outer(count: int, most: int) -> list[int | None]:
@@ -337,13 +334,17 @@ class _Frame:
     right: float
     bottom: float
 
-    @property
-    def total_width(self) -> float:
-        return self.left + self.width + self.right
 
-    @property
-    def total_height(self) -> float:
-        return self.top + self.height + self.bottom
+def picture_html(title: str, picture: Picture, notes: Sequence[str] = ()) -> str:
+    """Draws for a notebook, with a line above and lines below."""
+    return html_block(
+        html_line(title, "font-weight:600;margin-bottom:6px"),
+        picture_svg(picture),
+        *(
+            html_line(note, "opacity:0.85;font-size:12px")
+            for note in (*notes, *picture.notes)
+        ),
+    )
 
 
 def picture_svg(picture: Picture) -> str:
@@ -353,15 +354,16 @@ def picture_svg(picture: Picture) -> str:
     reads on light and on dark pages.
     """
     frame = _frame(picture)
-    per_row = max(1, min(len(picture.panels), int(720 // frame.total_width)))
+    grid_width = frame.left + frame.width + frame.right
+    grid_height = frame.top + frame.height + frame.bottom
+    per_row = max(1, min(len(picture.panels), int(720 // grid_width)))
     parts = []
-    for at, (title, panel) in enumerate(picture.panels):
-        x = at % per_row * frame.total_width
-        y = at // per_row * frame.total_height
+    for index, (title, panel) in enumerate(picture.panels):
+        x, y = index % per_row * grid_width, index // per_row * grid_height
         inside = _grid_svg(picture, frame, title, panel)
         parts.append(f'<g transform="translate({x:g} {y:g})">{inside}</g>')
-    width = per_row * frame.total_width
-    height = math.ceil(len(picture.panels) / per_row) * frame.total_height
+    width = per_row * grid_width
+    height = math.ceil(len(picture.panels) / per_row) * grid_height
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" '
         f'height="{height:g}" viewBox="0 0 {width:g} {height:g}" role="img" '
