@@ -36,7 +36,18 @@ def parse_axes(axes: Any) -> list[tuple[str, int]]:
         raise MeshError(msg) from None
     check_names([name for name, _ in pairs])
     for name, size in pairs:
-        _check_size(name, size)
+        if isinstance(size, bool) or not isinstance(size, (int, np.integer)):
+            msg = (
+                f"axis {name!r} has size {shown(size)}; a size is an integer number of "
+                "devices."
+            )
+            raise MeshError(msg)
+        if size < 1 and size != -1:
+            msg = (
+                f"axis {name!r} has size {size}; a size is 1 or more, or -1 for what "
+                "is left."
+            )
+            raise MeshError(msg)
     open_axes = [name for name, size in pairs if size == -1]
     if len(open_axes) > 1:
         msg = (
@@ -76,32 +87,14 @@ def check_names(names: Sequence[Any]) -> None:
         raise MeshError(msg)
 
 
-def _check_size(name: str, size: object) -> None:
-    if isinstance(size, bool) or not isinstance(size, (int, np.integer)):
-        msg = (
-            f"axis {name!r} has size {shown(size)}; a size is an integer number of "
-            "devices."
-        )
-        raise MeshError(msg)
-    if size < 1 and size != -1:
-        msg = (
-            f"axis {name!r} has size {size}; a size is 1 or more, or -1 for what is "
-            "left."
-        )
-        raise MeshError(msg)
-
-
 def fill_sizes(pairs: list[tuple[str, int]], count: int, *, given: bool) -> list[int]:
     """Returns the sizes with -1 filled in, or raises if they do not make `count`."""
     sizes = [size for _, size in pairs]
     fixed = math.prod(size for size in sizes if size != -1)
     text = ", ".join(f"{name}={size}" for name, size in pairs)
-    is_one = count == 1
-    have = (
-        f"{count} {'was' if is_one else 'were'} given"
-        if given
-        else f"there {'is' if is_one else 'are'} {count}"
-    )
+    have = f"there {'is' if count == 1 else 'are'} {count}"
+    if given:
+        have = f"{count} {'was' if count == 1 else 'were'} given"
     if -1 in sizes:
         if count % fixed:
             msg = (
@@ -111,14 +104,11 @@ def fill_sizes(pairs: list[tuple[str, int]], count: int, *, given: bool) -> list
             raise MeshError(msg)
         return [count // fixed if size == -1 else size for size in sizes]
     if fixed != count:
-        subset = (
-            f", or give {fixed} of them: devices=jax.devices()[:{fixed}]"
-            if not given and fixed < count
-            else ""
-        )
+        subset = f", or give {fixed} of them: devices=jax.devices()[:{fixed}]"
+        fitting = _fitting(pairs, count).rstrip(".")
         msg = (
-            f"mesh ({text}) needs {fixed} devices, and {have}. "
-            f"{_fitting(pairs, count).rstrip('.')}{subset}."
+            f"mesh ({text}) needs {fixed} devices, and {have}. {fitting}"
+            f"{subset * (not given and fixed < count)}."
         )
         raise MeshError(msg)
     return sizes

@@ -1,5 +1,6 @@
 """A grid of shards or devices, described once and drawn as text or as SVG."""
 
+import colorsys
 import html
 import itertools
 import math
@@ -500,29 +501,11 @@ def _wide(text: str) -> float:
 def _colors(number: int, count: int) -> tuple[str, str]:
     """Returns the fill of one of `count` cells and the color of its text.
 
-    The hues are evenly spaced at one perceived lightness; with many cells the
-    lightness alternates. A single cell is gray.
+    The hues are evenly spaced; with many cells the lightness alternates. A single cell
+    is gray.
     """
     if count == 1:
         return "#b6bfcc", "#111827"
     lightness = 0.8 if count <= 8 or number % 2 else 0.7
-    return _oklch(lightness, 0.1, 250 + 360 * number / count), "#111827"
-
-
-def _oklch(lightness: float, chroma: float, hue: float) -> str:
-    """Returns an OKLCH color as `#rrggbb`."""
-    a = chroma * math.cos(math.radians(hue))
-    b = chroma * math.sin(math.radians(hue))
-    long = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3
-    medium = (lightness - 0.1055613458 * a - 0.0638541728 * b) ** 3
-    short = (lightness - 0.0894841775 * a - 1.2914855480 * b) ** 3
-    linear = (
-        4.0767416621 * long - 3.3077115913 * medium + 0.2309699292 * short,
-        -1.2684380046 * long + 2.6097574011 * medium - 0.3413193965 * short,
-        -0.0041960863 * long - 0.7034186147 * medium + 1.7076147010 * short,
-    )
-    channels = (
-        12.92 * c if c <= 0.0031308 else 1.055 * c ** (1 / 2.4) - 0.055
-        for c in (min(1, max(0, c)) for c in linear)
-    )
-    return "#" + "".join(f"{round(255 * c):02x}" for c in channels)
+    color = colorsys.hls_to_rgb((0.6 + number / count) % 1, lightness, 0.6)
+    return "#" + "".join(f"{round(255 * c):02x}" for c in color), "#111827"

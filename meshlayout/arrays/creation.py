@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -87,11 +87,10 @@ def call_with_layout(
             results.named("result"), results.broadcast(layout), strict=True
         )
     ]
-    meshes = {target.mesh for target in layouts}
     for name, argument in [*enumerate(args), *kwargs.items()]:
         for where, leaf in Tree(argument).named(f"argument {name}"):
-            for mesh in meshes:
-                _check_devices(leaf, mesh, where)
+            if is_concrete_array(leaf) and _jax.is_committed(leaf):
+                _check_devices(leaf, {target.mesh for target in layouts}, where)
     # jax 0.7.2 cannot shard results without elements.
     out = results.unflatten(
         None if 0 in leaf.shape else _in_default_memory(target)
@@ -125,16 +124,16 @@ def _split_static(
     return {}, bound, rest, {k: v for k, v in kwargs.items() if k not in names}
 
 
-def _check_devices(x: Leaf, mesh: Mesh, where: Where) -> None:
-    """Raises LayoutError if jit could not use an argument on this mesh."""
-    if not is_concrete_array(x) or not _jax.is_committed(x):
-        return
-    if set(x.sharding.device_set) != set(mesh.devices.flat):
-        msg = (
-            f"{where}: it lies on devices {device_ids(x.sharding.device_set)}, and the "
-            f"results on those of {mesh!r}. Move it there with relayout(x, layout)."
-        )
-        raise LayoutError(msg)
+def _check_devices(x: jax.Array, meshes: Iterable[Mesh], where: Where) -> None:
+    """Raises LayoutError if jit could not use an argument on these meshes."""
+    for mesh in meshes:
+        if set(x.sharding.device_set) != set(mesh.devices.flat):
+            msg = (
+                f"{where}: it lies on devices {device_ids(x.sharding.device_set)}, and "
+                f"the results on those of {mesh!r}. Move it there with relayout(x, "
+                "layout)."
+            )
+            raise LayoutError(msg)
 
 
 def _holds_arrays(tree: PyTree) -> bool:
@@ -416,9 +415,7 @@ def _made(
         return jax.device_put(np.empty(shape, used), sharding)
     if make in (_normal, _uniform) and not _jax.is_staged(None):
         sharding = bit_exact_sharding(sharding, shape, dtype, layout.mesh)
-    if _jax.is_staged(None):
-        return _compiled(make, shape, dtype, sharding)(*operands)
-    with _jax.no_mesh():
+    with contextlib.nullcontext() if _jax.is_staged(None) else _jax.no_mesh():
         return _compiled(make, shape, dtype, sharding)(*operands)
 
 
@@ -479,13 +476,11 @@ def _finish(made: PyTree, layouts: list[Layout]) -> Any:
     """
     tree = Tree(made)
     return tree.unflatten(
-        leaf if _is_final(leaf, one) else move(leaf, one, where, donate=True)
-        for (where, leaf), one in zip(tree.named(), layouts, strict=True)
+        leaf
+        if not _jax.is_staged(leaf) and _jax.sharding_of(leaf) == layout.sharding
+        else move(leaf, layout, where, donate=True)
+        for (where, leaf), layout in zip(tree.named(), layouts, strict=True)
     )
-
-
-def _is_final(x: jax.Array, layout: Layout) -> bool:
-    return not _jax.is_staged(x) and _jax.sharding_of(x) == layout.sharding
 
 
 def _is_shape(node: PyTree) -> bool:

@@ -26,14 +26,14 @@ LayoutLike: TypeAlias = Layout | NamedSharding | PyTree
 class Name:
     """A leaf's name for messages; its text is made only when a message is."""
 
-    __slots__ = ("_index", "_leaf", "_root", "_tree")
+    __slots__ = ("_index", "_root", "_tree")
 
-    def __init__(self, tree: "Tree", index: int, leaf: Leaf, root: str) -> None:
-        self._tree, self._index, self._leaf, self._root = tree, index, leaf, root
+    def __init__(self, tree: "Tree", index: int, root: str) -> None:
+        self._tree, self._index, self._root = tree, index, root
 
     def __str__(self) -> str:
         path = "/".join(filter(None, [self._root, self._tree.paths[self._index]]))
-        return array_text(path, self._leaf)
+        return array_text(path, self._tree.leaves[self._index])
 
 
 Where: TypeAlias = str | Name
@@ -59,10 +59,7 @@ class Tree:
 
     def named(self, root: str = "") -> list[tuple[Name, Leaf]]:
         """Returns the leaves with their names for messages."""
-        return [
-            (Name(self, index, leaf, root), leaf)
-            for index, leaf in enumerate(self.leaves)
-        ]
+        return [(Name(self, i, root), leaf) for i, leaf in enumerate(self.leaves)]
 
     def unflatten(self, leaves: Iterable[Leaf]) -> PyTree:
         """Returns a tree of the same structure."""
@@ -93,10 +90,8 @@ class Tree:
     def difference(self, other: "Tree", ours: str, theirs: str) -> str:
         """Returns a sentence on how another tree's structure differs from this one's.
 
-        Args:
-            other: The other tree; its leaves may stand for whole subtrees of this one.
-            ours: What a leaf of the other tree is.
-            theirs: What a leaf of this tree is.
+        A leaf of the other tree, which is one of `ours`, may stand for a whole subtree
+        of this one, whose leaves are `theirs`.
         """
         missing = [
             path
@@ -108,14 +103,13 @@ class Tree:
             for start in other.paths
             if not any(_is_below(path, start) for path in self.paths)
         ]
-        facts = []
-        if missing:
-            facts.append(f"there is no {ours} for {_listed(missing)}")
-        if extra:
-            facts.append(f"there is no {theirs} for {_listed(extra)}")
-        if not facts:
-            facts = ["their paths agree, and the types of their containers do not"]
-        return f"{', and '.join(facts)}."
+        facts = [
+            f"there is no {kind} for {_listed(paths)}"
+            for kind, paths in ((ours, missing), (theirs, extra))
+            if paths
+        ]
+        same = "their paths agree, and the types of their containers do not"
+        return f"{', and '.join(facts) or same}."
 
 
 def _is_below(path: str, start: str) -> bool:

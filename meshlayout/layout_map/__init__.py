@@ -17,5 +17,4 @@ from meshlayout.layout_map.report import (
     Resolution as Resolution,
     Resolved as Resolved,
 )
-from meshlayout.layout_map.rules import Rule as Rule
-from meshlayout.layout_map.zero import zero_rule as zero_rule
+from meshlayout.layout_map.rules import Rule as Rule, zero_rule as zero_rule

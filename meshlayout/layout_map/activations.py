@@ -1,9 +1,9 @@
 """Activations: the active layout map, and `constrain`."""
 
 import contextlib
-import difflib
 import re
 import warnings
+from difflib import SequenceMatcher
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -43,32 +43,20 @@ class FrozenMap:
         if name in self._unmatched:
             return
         self._unmatched.add(name)
-        keys = name.split("/")
+        folded = _DIGITS.sub("0", name).split("/")
         for pattern in filter(_PLAIN.fullmatch, self.layouts):
-            expected = pattern.split("/")
-            if _is_near(keys[-len(expected) :], expected):
+            expected = _DIGITS.sub("0", pattern).split("/")
+            pairs = list(zip(folded[-len(expected) :], expected, strict=False))
+            if len(pairs) < len(expected) or all(key == other for key, other in pairs):
+                continue
+            ratios = [SequenceMatcher(None, *pair).ratio() for pair in pairs]
+            if min(ratios) >= 0.7:
                 line = (
                     f"constrain(x, {name!r}) matches no rule of the active layout map, "
                     f"and is left as it is. Did you mean {pattern!r}?"
                 )
                 warnings.warn(line, LayoutWarning, stacklevel=stack_level())
                 return
-
-
-def _is_near(keys: list[str], expected: list[str]) -> bool:
-    """Returns whether keys look like others misspelled; numbers may differ."""
-    pairs = [
-        (_DIGITS.sub("0", key), _DIGITS.sub("0", other))
-        for key, other in zip(keys, expected, strict=False)
-    ]
-    return (
-        len(keys) == len(expected)
-        and any(key != other for key, other in pairs)
-        and all(
-            difflib.SequenceMatcher(None, key, other).ratio() >= 0.7
-            for key, other in pairs
-        )
-    )
 
 
 def activate(layouts: "LayoutMap") -> contextlib.AbstractContextManager[None]:
@@ -134,15 +122,13 @@ def constrain(x: Leaf, name: str) -> Any:
     if resolution is None:
         snapshot.note_if_misspelled(name)
         return x
+    where = f"{name} {resolution.array}"
     if resolution.fallback:
-        line = (
-            f"{name} {resolution.array}: {resolution.fallback} "
-            f"(rule {resolution.rule!r})."
-        )
+        line = f"{where}: {resolution.fallback} (rule {resolution.rule!r})."
         warnings.warn(line, LayoutWarning, stacklevel=stack_level())
     if _jax.is_manual(x):
         msg = (
-            f"{name} {resolution.array}: inside shard_map every device works on its "
+            f"{where}: inside shard_map every device works on its "
             "own shard, which constrain cannot move. Call it outside of shard_map."
         )
         raise LayoutMapError(msg)

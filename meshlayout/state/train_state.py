@@ -385,12 +385,13 @@ def _split(
     where: str,
 ) -> tuple[PyTree, PyTree, ModelCode]:
     """Returns parameters, the model's other arrays, and the code."""
+    what = "None" if built is None else f"a {type(built).__name__}"
     if module is not None:
         if not isinstance(module, nn.Module) or not isinstance(built, Mapping):
             msg = (
                 f"{where}: module= is for Linen: a Linen module, with a builder that "
                 "returns what module.init(key, sample) returns. Got "
-                f"{shown(module)}, and a builder that returns {_type_text(built)}."
+                f"{shown(module)}, and a builder that returns {what}."
             )
             raise StateError(msg)
         variables = dict(built)
@@ -417,15 +418,11 @@ def _split(
         return nnx.to_pure_dict(params), nnx.to_pure_dict(rest), code
     hint = " A function that ends without `return` gives None." * (built is None)
     msg = (
-        f"{where}: the builder returned {_type_text(built)}, and must return an NNX "
+        f"{where}: the builder returned {what}, and must return an NNX "
         f"module, or Linen's variables together with module=.{hint} For any other "
         "pytree use create(build, layouts)."
     )
     raise StateError(msg)
-
-
-def _type_text(value: object) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def _as_transformation(

@@ -17,7 +17,7 @@ from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout._batches import BATCH_AXES, batch_axes
 from meshlayout.arrays import relayout
 from meshlayout.errors import StepError
-from meshlayout.layout_map.zero import zero_spec
+from meshlayout.layout_map.rules import zero_spec
 from meshlayout.state import TrainState
 
 
