@@ -1006,6 +1006,7 @@ def test_a_place_that_a_shorter_source_does_not_have_is_refused():
         next(it)
     other = batches(4)
     assert message(lambda: (other.set_state(it.get_state()), next(other))) == (
-        "the source cannot go to the place of the state (IndexError: the place is "
-        "after item 6, and there are 4): the state is of another source, or damaged."
+        "the place of the state is not here (IndexError: the place is after item 6, "
+        "and there are 4). Either it is of another source or of another version of its "
+        "library, or it is damaged."
     )

@@ -408,24 +408,26 @@ def test_a_state_of_other_rows_is_refused(state, message):
     assert str(error.value) == message
 
 
+@pytest.mark.parametrize("mode", ["chunk", "pack"])
 @pytest.mark.parametrize(
-    ("mode", "message"),
+    ("stop", "message"),
     [
         (
-            "chunk",
-            "the place is after 8 tokens of 1 document, and here are 3 of 1 document: "
-            "the documents are not those of the state.",
+            1,
+            "the rows before the place hold [5] tokens, and here they hold [3]: the "
+            "documents are not those of the state.",
         ),
         (
-            "pack",
+            2,
             "the place is after token 5 of document 0, which is not that long: the "
             "documents are not those of the state.",
         ),
     ],
 )
-def test_a_state_of_longer_documents_is_refused(mode, message):
+def test_a_state_of_longer_documents_is_refused(mode, stop, message):
     rows = iter(data.pack_sequences(["abcdefgh"], 5, mode=mode, open_rows=1))
-    next(rows)
+    for _ in range(stop):
+        next(rows)
     other = iter(data.pack_sequences(["abc"], 5, mode=mode, open_rows=1))
     with pytest.raises(ml.errors.DataError) as error:
         other.set_state(rows.get_state())
@@ -439,15 +441,15 @@ def test_a_state_of_more_documents_or_a_damaged_one_is_refused(mode):
     state = rows.get_state()
     for documents, damaged in (
         (TEXTS[:2], state),
-        (TEXTS, {**state, "place": state["place"][:-2]}),
-        (TEXTS, {**state, "place": "{}"}),
+        (TEXTS, {**state, "window": None}),
+        (TEXTS, {**state, "window": {}}),
         (TEXTS, {name: state[name] for name in ("kind", "version")}),
     ):
         other = iter(data.pack_sequences(documents, 5, mode=mode, open_rows=1))
         with pytest.raises(
             ml.errors.DataError,
-            match=r"not here \(\w+: .*\)\. Either it is of other documents or of another "
-            "version of Grain, or it is damaged.",
+            match=r"not here \(\w+: .*\)\. Either it is of another source or of another "
+            "version of its library, or it is damaged.",
         ):
             other.set_state(damaged)
 

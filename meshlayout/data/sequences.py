@@ -8,6 +8,7 @@ from typing import Any, get_args
 import numpy as np
 
 from meshlayout import _checks
+from meshlayout._optional import require
 from meshlayout.data.adapters.iterables import IteratorStream
 from meshlayout.data.documents import (
     Documents,
@@ -17,6 +18,7 @@ from meshlayout.data.documents import (
     check_documents,
 )
 from meshlayout.data.examples import stack
+from meshlayout.data.protocols import JSON
 from meshlayout.data.token_rows import (
     PackedIterator,
     PackingMode,
@@ -24,8 +26,6 @@ from meshlayout.data.token_rows import (
     Row,
     ShortRow,
     TokenCounts,
-    as_grain,
-    counted,
 )
 from meshlayout.errors import DataError
 
@@ -52,7 +52,7 @@ def pack_sequences(
     a segment), so that a model keeps them apart.
 
     Packing is first-fit over `open_rows` open rows: each document goes into the first
-    that has room, and when one fits into none, all are closed (Grain's
+    that has room, and when one fits into none, all are closed (as by Grain's
     FirstFitPackIterDataset). A document longer than a row is cut into full rows and a
     rest, which is a segment like any other. Every token is in exactly one row.
 
@@ -136,16 +136,16 @@ class PackingReport:
     def __str__(self) -> str:
         counts = self.counts
         text = (
-            f"{counted(counts.documents, 'document')} with "
-            f"{counted(counts.tokens, 'token')} in {counted(counts.rows, 'row')} of "
+            f"{_counted(counts.documents, 'document')} with "
+            f"{_counted(counts.tokens, 'token')} in {_counted(counts.rows, 'row')} of "
             f"{self.length:,}: {self.fill:.1%} full, {counts.padding:,} padding."
         )
         if counts.split:
-            text += f" Cut over several rows: {counted(counts.split, 'document')}."
+            text += f" Cut over several rows: {_counted(counts.split, 'document')}."
         if counts.empty:
-            text += f" Without tokens: {counted(counts.empty, 'document')}."
+            text += f" Without tokens: {_counted(counts.empty, 'document')}."
         if counts.dropped:
-            text += f" Dropped from the end: {counted(counts.dropped, 'token')}."
+            text += f" Dropped from the end: {_counted(counts.dropped, 'token')}."
         return text
 
 
@@ -224,10 +224,35 @@ class PackedSequences:
             >>> [batch["tokens"].shape for batch in batches]
             [(2, 4), (2, 4), (1, 4)]
         """
-        return as_grain(lambda: iter(self))
+        grain: Any = require("grain", extra="data", purpose="to_grain")
+        packed = self
+
+        class PackedRows(grain.DatasetIterator):
+            def __init__(self) -> None:
+                super().__init__()
+                self._rows = iter(packed)
+
+            def __next__(self) -> Row:
+                return next(self._rows)
+
+            def get_state(self) -> JSON:
+                return self._rows.get_state()
+
+            def set_state(self, state: JSON) -> None:
+                self._rows.set_state(state)
+
+        class PackedDataset(grain.IterDataset):
+            def __iter__(self) -> PackedRows:
+                return PackedRows()
+
+        return PackedDataset()
 
 
 def _without_place(rows: PackedIterator) -> Iterator[Row]:
     """Yields rows of documents that can only be read one after another."""
     with contextlib.closing(rows):
         yield from rows
+
+
+def _counted(number: int, word: str) -> str:
+    return f"{number:,} {word}{'s' * (number != 1)}"

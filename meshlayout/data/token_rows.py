@@ -1,28 +1,28 @@
-"""Rows packed or cut by Grain, with a saved position and statistics of the tokens.
+"""Rows of one length, packed or cut from documents, with a place and statistics.
 
-Grain's FirstFitPackIterDataset packs whole documents, its ConcatThenSplitIterDataset
-cuts a text into rows. This module makes the pieces that Grain takes, and adds the names
-that models expect, targets, and counts. A place in the rows is the state of Grain's own
-iterators, and as small as a place in the documents.
+Both modes are one loop over a window of open rows: a piece of a document goes into the
+first row that has room for it, and where none has, all rows are closed. Cutting a text
+into chunks is a window of one row, which takes as much of a document as fits. So a
+place is where the window began and how many of its rows were given: it is as small as
+a place in the documents, and going there reads one window again.
 """
 
-import ast
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-import jax
 import numpy as np
 
 from meshlayout import _checks
-from meshlayout._optional import require
+from meshlayout.data.adapters.iterables import IteratorStream, going_to_a_place
 from meshlayout.data.documents import (
     Documents,
     DocumentTokens,
     TokenArray,
     open_documents,
 )
+from meshlayout.data.protocols import JSON
 from meshlayout.errors import DataError
 
 
@@ -85,52 +85,79 @@ class PackedIterator:
         self, documents: Documents, recipe: Recipe, encode: DocumentTokens
     ) -> None:
         self._recipe = recipe
-        self._pieces = _Pieces(documents, recipe, encode)
-        self.can_seek = self._pieces.can_seek
-        self._packed = iter(_packed(self._pieces, recipe))
+        self._documents = _DocumentReader(documents, recipe, encode)
+        self.can_seek = self._documents.can_seek
         self._counts = TokenCounts()
-        # In chunks with targets, the last target of a row is in the next one.
-        self._looks_ahead = recipe.targets and recipe.mode == "chunk"
-        self._next: Row | None = None
-        self._place = self._where()
+        # Where the window begins, its rows, and how many of them were given.
+        self._place = self._documents.get_state()
+        self._window: list[list[_Piece]] = []
+        self._num_given = 0
 
     @property
     def counts(self) -> TokenCounts:
         """Counts of the documents and rows so far."""
         rows, padding, dropped = self._counts[-3:]
-        return self._pieces.counts._replace(rows=rows, padding=padding, dropped=dropped)
+        counts = self._documents.counts
+        return counts._replace(rows=rows, padding=padding, dropped=dropped)
 
     def __iter__(self) -> "PackedIterator":
         return self
 
     def __next__(self) -> Row:
         recipe = self._recipe
-        packed = next(self._packed) if self._next is None else self._next
-        self._next, self._place = None, self._where()
-        used = packed["tokens_segment_ids"] > 0
-        num_used = int(used.sum())
+        if self._num_given == len(self._window):
+            place, window = self._documents.get_state(), self._next_window()
+            if not window:
+                raise StopIteration
+            self._place, self._window, self._num_given = place, window, 0
+        pieces = self._window[self._num_given]
+        self._num_given += 1
+        num_used = _num_tokens(pieces)
         if recipe.mode == "chunk" and num_used < recipe.length:
             self._check_short(num_used)
-        if self._looks_ahead:
-            self._next = next(self._packed, None)
         self._counts = self._counts.plus(rows=1, padding=recipe.length - num_used)
-        row = {"tokens": packed["tokens"]}
-        weight = used.astype(np.float32)
+        return self._row(pieces)
+
+    def _next_window(self) -> "list[list[_Piece]]":
+        """Returns rows of pieces; none at the end of the documents."""
+        is_chunk, length = self._recipe.mode == "chunk", self._recipe.length
+        room = np.full(1 if is_chunk else self._recipe.open_rows, length)
+        rows: list[list[_Piece]] = [[] for _ in room]
+        while num_left := len(self._documents.rest()):
+            size = min(num_left, max(1, int(room[0])) if is_chunk else length)
+            fitting = np.flatnonzero(room >= size)
+            if not len(fitting):
+                break
+            rows[fitting[0]].append(self._documents.take(size))
+            room[fitting[0]] -= size
+        return [pieces for pieces in rows if pieces]
+
+    def _row(self, pieces: "list[_Piece]") -> Row:
+        recipe, length = self._recipe, self._recipe.length
+        sizes = [len(piece.tokens) for piece in pieces]
+        segments = np.repeat(np.arange(len(pieces)), sizes)
+        in_document = [np.arange(piece.start, piece.end) for piece in pieces]
+        row = {
+            "tokens": _padded([piece.tokens for piece in pieces], length),
+            "weight": _padded([np.ones(len(segments))], length).astype(np.float32),
+        }
         if recipe.mode == "pack":
-            row["segment_ids"] = packed["tokens_segment_ids"]
-            row["positions"] = packed["tokens_positions"]
-            if recipe.targets:
-                row["targets"], weight = packed["targets"], packed["has_target"]
-        elif recipe.targets:
-            row["targets"] = np.append(packed["tokens"][1:], np.int32(0))
-            if self._next is not None:
-                row["targets"][-1] = self._next["tokens"][0]
-            else:
-                weight[num_used - 1] = 0
+            row["segment_ids"] = _padded([segments + 1], length)
+            row["positions"] = _padded([np.arange(size) for size in sizes], length)
         if recipe.document_ids:
-            row["document_ids"] = np.where(used, packed["document_ids"], np.int32(-1))
-            row["document_positions"] = packed["document_positions"]
-        return {**row, "weight": weight}
+            numbers = np.array([piece.number for piece in pieces])
+            row["document_ids"] = _padded([numbers[segments]], length, -1)
+            row["document_positions"] = _padded(in_document, length)
+        if recipe.targets:
+            row["targets"] = np.append(row["tokens"][1:], np.int32(0))
+            following = [piece.document[piece.end :] for piece in pieces]
+            last_places = np.cumsum(sizes) - 1
+            if recipe.mode == "chunk":  # one text, which goes on in the next row
+                following, last_places = [self._documents.rest()], last_places[-1:]
+            for tokens, last_place in zip(following, last_places, strict=True):
+                row["targets"][last_place] = tokens[0] if len(tokens) else 0
+                row["weight"][last_place] = len(tokens) > 0
+        return row
 
     def _check_short(self, num_used: int) -> None:
         """Ends the pass, or raises, where a short last row is not to be padded."""
@@ -147,23 +174,16 @@ class PackedIterator:
 
     def get_state(self) -> dict[str, Any]:
         """Returns the place after the last row, as JSON takes it."""
-        place, read = self._place
         return {
             "kind": _KIND,
             "version": _VERSION,
             "recipe": asdict(self._recipe),
-            # As text, since JSON would make lists of Grain's tuples.
-            "place": repr(jax.tree.map(lambda leaf: np.asarray(leaf).item(), place)),
-            # In chunks, Grain reads up to the place at once: what it read is compared.
-            "read": list(read) if self._recipe.mode == "chunk" else None,
+            "window": self._place,
+            "given": self._given(),
             "counts": list(self._counts),
         }
 
-    def _where(self) -> tuple[Any, TokenCounts]:
-        """Returns Grain's place, and the counts of the documents up to there."""
-        return self._packed.get_state(), self._pieces.counts
-
-    def set_state(self, state: Any, *, skip: bool = False) -> None:
+    def set_state(self, state: JSON, *, skip: bool = False) -> None:
         """Goes to a place.
 
         Args:
@@ -183,132 +203,112 @@ class PackedIterator:
                 "the documents before the place."
             )
             raise DataError(msg)
-        try:
-            counts = TokenCounts(*state["counts"])
-            then = TokenCounts(*(state["read"] or ()))
-            self._packed.set_state(ast.literal_eval(state["place"]))
-        except DataError:
-            raise
-        except Exception as error:
+        with going_to_a_place():
+            counts, given = TokenCounts(*state["counts"]), state["given"]
+            self._documents.set_state(state["window"])
+            self._window = self._next_window() if given else []
+            self._num_given = len(given)
+            self._place, self._counts = state["window"], counts
+        if self._given() != given:
             msg = (
-                f"the place of the state is not here ({type(error).__name__}: {error})."
-                " Either it is of other documents or of another version of Grain, or "
-                "it is damaged."
-            )
-            raise DataError(msg) from error
-        self._next, self._place, self._counts = None, self._where(), counts
-        read = self._pieces.counts
-        if state["read"] is not None and read != then:
-            msg = (
-                f"the place is after {then.tokens:,} tokens of "
-                f"{counted(then.documents, 'document')}, and here are "
-                f"{read.tokens:,} of {counted(read.documents, 'document')}: the "
-                "documents are not those of the state."
+                f"the rows before the place hold {given} tokens, and here they hold "
+                f"{self._given()}: the documents are not those of the state."
             )
             raise DataError(msg)
 
+    def _given(self) -> list[int]:
+        """Returns the tokens in each row of the window that was given."""
+        return [_num_tokens(pieces) for pieces in self._window[: self._num_given]]
+
     def close(self) -> None:
         """Releases the documents."""
-        self._pieces.close()
+        self._documents.close()
 
 
-class _Pieces:
-    """Documents as the pieces that Grain packs: whole, or cut into rows and a rest.
+class _Piece(NamedTuple):
+    """Tokens of a document that are in one row."""
 
-    A place is that of the documents, and how far one of them was cut. Documents that
-    do not know their place are read and dropped up to the number that were read.
+    document: TokenArray
+    number: int
+    start: int
+    end: int
+
+    @property
+    def tokens(self) -> TokenArray:
+        return self.document[self.start : self.end]
+
+
+class _DocumentReader:
+    """Documents one after another, of which pieces are taken.
+
+    A place is that of the documents, and how much of one of them was taken. Documents
+    that do not know their place are read and dropped up to the number that were read.
     """
 
     def __init__(
         self, documents: Documents, recipe: Recipe, encode: DocumentTokens
     ) -> None:
-        self._documents: Any = open_documents(documents)
-        self.can_seek = hasattr(self._documents, "set_state")
+        iterator = open_documents(documents)
+        self.can_seek = hasattr(iterator, "set_state")
+        self._iterator = IteratorStream(iterator)
         self._recipe, self._encode = recipe, encode
         self.counts = TokenCounts()
-        self._before: dict[str, Any] | None = None  # the document that is being cut
-        self._tokens: TokenArray = np.zeros(0, np.int32)
+        self._before: dict[str, JSON] = {}  # the place before this document
+        self._document: TokenArray = np.zeros(0, np.int32)
         self._offset = 0
 
-    def __next__(self) -> Row:
-        if self._before is None:
-            self._load()
-        recipe, tokens, start = self._recipe, self._tokens, self._offset
-        end = len(tokens)
-        if recipe.mode == "pack":
-            end = min(end, start + recipe.length)
-        piece = {"tokens": tokens[start:end]}
-        if recipe.mode == "pack" and recipe.targets:
-            # One longer, and 0 after the document's end.
-            following = np.append(tokens, np.int32(0))[start + 1 : end + 1]
-            has_target = np.arange(start + 1, end + 1) < len(tokens)
-            piece["targets"] = following
-            piece["has_target"] = has_target.astype(np.float32)
-        if recipe.document_ids:
-            number = self.counts.documents - 1
-            piece["document_ids"] = np.full(end - start, number, np.int32)
-            piece["document_positions"] = np.arange(start, end, dtype=np.int32)
-        self._offset = end
-        if end == len(tokens):
-            self._before = None
-        return piece
-
-    def _load(self) -> None:
-        """Reads the next document that has tokens."""
-        length, chunks = self._recipe.length, self._recipe.mode == "chunk"
-        while True:
-            before = self._state()
-            document = next(self._documents)
-            self._tokens = self._encode(document, self.counts.documents)
-            size = len(self._tokens)
-            start = self.counts.tokens % length if chunks else 0
+    def rest(self) -> TokenArray:
+        """Returns the tokens of a document that come next; none at the end."""
+        while self._offset == len(self._document):
+            before = self.get_state()
+            try:
+                document = next(self._iterator)
+            except StopIteration:
+                break
+            tokens = self._encode(document, self.counts.documents)
+            is_chunk = self._recipe.mode == "chunk"
+            start = self.counts.tokens % self._recipe.length if is_chunk else 0
             self.counts = self.counts.plus(
                 documents=1,
-                empty=int(not size),
-                split=int(start + size > length),
-                tokens=size,
+                empty=int(not len(tokens)),
+                split=int(start + len(tokens) > self._recipe.length),
+                tokens=len(tokens),
             )
-            if size:
-                self._before, self._offset = before, 0
-                return
+            self._before, self._document, self._offset = before, tokens, 0
+        return self._document[self._offset :]
 
-    def _state(self) -> dict[str, Any]:
+    def take(self, size: int) -> _Piece:
+        """Returns so many of the tokens that come next."""
+        start, self._offset = self._offset, self._offset + size
+        number = self.counts.documents - 1
+        return _Piece(self._document, number, start, self._offset)
+
+    def get_state(self) -> dict[str, JSON]:
+        """Returns the place of the tokens that come next."""
+        if self._offset < len(self._document):
+            return {**self._before, "offset": self._offset}
         return {
-            "documents": self._documents.get_state() if self.can_seek else None,
-            "counts": tuple(self.counts),
+            "documents": self._iterator.get_state(),
+            "counts": list(self.counts),
             "offset": 0,
         }
 
-    def get_state(self) -> dict[str, Any]:
-        """Returns where the next piece begins."""
-        if self._before is None:
-            return self._state()
-        return {**self._before, "offset": self._offset}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Goes to where a piece begins.
+    def set_state(self, state: dict[str, JSON]) -> None:
+        """Goes to a place.
 
         Raises:
             DataError: If these documents have no such place.
         """
-        counts = TokenCounts(*state["counts"])
+        counts, offset = TokenCounts(*state["counts"]), state["offset"]
         if self.can_seek:
-            self._documents.set_state(state["documents"])
+            self._iterator.set_state(state["documents"])
         else:
             self._skip(counts.documents)
-        self.counts, self._before = counts, None
-        offset = state["offset"]
-        if not offset:
-            return
-        number = self.counts.documents
-        try:
-            self._load()
-        except StopIteration:
-            self._tokens = self._tokens[:0]
-        if offset >= len(self._tokens):
+        self.counts, self._document, self._offset = counts, self._document[:0], 0
+        if offset and offset >= len(self.rest()):
             msg = (
-                f"the place is after token {offset} of document {number}, which is not "
-                "that long: the documents are not those of the state."
+                f"the place is after token {offset} of document {counts.documents}, "
+                "which is not that long: the documents are not those of the state."
             )
             raise DataError(msg)
         self._offset = offset
@@ -323,7 +323,7 @@ class _Pieces:
                 "iterator, over documents that can be read again."
             )
             raise DataError(msg)
-        num_read += sum(1 for _ in itertools.islice(self._documents, count - num_read))
+        num_read += sum(1 for _ in itertools.islice(self._iterator, count - num_read))
         if num_read < count:
             msg = (
                 f"the place is after document {count}, and there are {num_read} "
@@ -333,57 +333,22 @@ class _Pieces:
 
     def close(self) -> None:
         """Closes the documents' iterator, if it can be closed."""
-        if hasattr(self._documents, "close"):
-            self._documents.close()
+        self._iterator.close()
 
 
-def _packed(pieces: _Pieces, recipe: Recipe) -> Any:
-    """Returns Grain's dataset of packed rows."""
-    grain: Any = require("grain", extra="data", purpose="pack_sequences")
-    names = ["tokens"]
-    if recipe.document_ids:
-        names += ["document_ids", "document_positions"]
-    parent = as_grain(lambda: pieces)
-    if recipe.mode == "chunk":
-        return grain.experimental.ConcatThenSplitIterDataset(
-            parent, length_struct=dict.fromkeys(names, recipe.length)
-        )
-    if recipe.targets:
-        names += ["targets", "has_target"]
-    return grain.experimental.FirstFitPackIterDataset(
-        parent,
-        length_struct=dict.fromkeys(names, recipe.length),
-        num_packing_bins=recipe.open_rows,
-        shuffle_bins=False,
-    )
+def _num_tokens(pieces: list[_Piece]) -> int:
+    return sum(piece.end - piece.start for piece in pieces)
 
 
-def as_grain(begin: Callable[[], Any]) -> Any:
-    """Returns a Grain dataset whose iterators are what a function returns."""
-    grain: Any = require("grain", extra="data", purpose="pack_sequences")
-
-    class PassIterator(grain.DatasetIterator):
-        def __init__(self) -> None:
-            super().__init__()
-            self._pass = begin()
-
-        def __next__(self) -> Any:
-            return next(self._pass)
-
-        def get_state(self) -> Any:
-            return self._pass.get_state()
-
-        def set_state(self, state: Any) -> None:
-            self._pass.set_state(state)
-
-    class PassDataset(grain.IterDataset):
-        def __iter__(self) -> Any:
-            return PassIterator()
-
-    return PassDataset()
+def _padded(parts: list[TokenArray], length: int, fill: int = 0) -> TokenArray:
+    """Returns integers, one part after another, as int32 of one length."""
+    values = np.concatenate(parts)
+    padded = np.full(length, fill, np.int32)
+    padded[: len(values)] = values
+    return padded
 
 
-def _check_state(recipe: Recipe, state: Any) -> None:
+def _check_state(recipe: Recipe, state: JSON) -> None:
     is_ours = isinstance(state, Mapping) and state.get("kind") == _KIND
     if not is_ours or state.get("version") != _VERSION:
         msg = (
@@ -399,13 +364,3 @@ def _check_state(recipe: Recipe, state: Any) -> None:
                 f"{name}={now[name]!r}: the same place is not among them."
             )
             raise DataError(msg)
-
-
-def counted(number: int, word: str) -> str:
-    """Returns a number with its noun.
-
-    Example:
-        >>> counted(1, "row"), counted(2000, "row")
-        ('1 row', '2,000 rows')
-    """
-    return f"{number:,} {word}{'s' * (number != 1)}"

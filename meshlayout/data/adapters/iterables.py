@@ -1,6 +1,7 @@
 """Iterables, iterators and generator functions as sources that are streamed."""
 
 import base64
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,24 +67,31 @@ class IteratorStream:
         Raises:
             DataError: If the iterator does not have it.
         """
-        try:
+        with going_to_a_place():
             if isinstance(state, dict) and state.keys() == {"base64"}:
                 state = base64.b64decode(state["base64"])
             self._iterator.set_state(state)
-        except DataError:
-            raise
-        except Exception as error:
-            msg = (
-                "the source cannot go to the place of the state "
-                f"({type(error).__name__}: {error}): the state is of another source, "
-                "or damaged."
-            )
-            raise DataError(msg) from error
 
     def close(self) -> None:
         """Closes a generator, so that its `finally` clauses run."""
         if hasattr(self._iterator, "close"):
             self._iterator.close()
+
+
+@contextlib.contextmanager
+def going_to_a_place() -> Iterator[None]:
+    """Makes a DataError of whatever is raised by going to the place of a state."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        msg = (
+            f"the place of the state is not here ({type(error).__name__}: {error}). "
+            "Either it is of another source or of another version of its library, or "
+            "it is damaged."
+        )
+        raise DataError(msg) from error
 
 
 class NumberedItems(Iterator[PyTree]):
