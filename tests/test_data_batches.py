@@ -818,8 +818,8 @@ def test_what_is_no_array_is_refused():
 def test_masked_arrays_are_refused():
     values = np.ma.masked_array(np.arange(8), np.arange(8) > 5)
     assert message(lambda: distributed({"x": values})) == (
-        "leaf 'x' is a masked array, whose mask would be lost. Fill it with "
-        "array.filled(value), and give the mask as a leaf of its own."
+        "leaf 'x' is a masked array, and JAX would lose its mask. Fill it with "
+        "x.filled(value), and give the mask as an array of its own where it matters."
     )
 
 

@@ -389,7 +389,20 @@ def _differing(mesh, here):
         "the last file": files(
             [[0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6, 8]][here]
         ),
+        "one file in the middle": files(
+            [[0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 8, 6, 7]][here]
+        ),
+        "the last file, after the last comparison": files(
+            [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 6]][here]
+        ),
+        "a list of batches without a seed": (
+            [{"i": permuted[row : row + 8]} for row in range(0, 64, 8)],
+            {"batched": True},
+        ),
         "a stream that is shorter": files([[0, 1, 2, 3], [0, 1, 2]][here]),
+        "a stream that is one batch longer": files(
+            [[0, 1, 2, 3, 4], [0, 1, 2, 3]][here]
+        ),
         "another order in the second epoch": shuffled(here, {1}),
         "rows of other numbers, with noise": Noise(),
         "the same generator": shuffled(7),
@@ -719,8 +732,15 @@ DIFFER = {
     "a generator without a seed": (differs("the first rows"), 0),
     "batches without a seed": (differs("the first rows"), 0),
     "files from a set": (differs("batch 2 of epoch 1"), 1),
-    "the last file": (differs("batch 8 of epoch 1"), 7),
+    "the last file": (differs("batches 5 to 8 of epoch 1"), 7),
+    "one file in the middle": (differs("batches 5 to 8 of epoch 1"), 7),
+    "the last file, after the last comparison": (
+        differs("batches 5 to 6 of epoch 1"),
+        6,
+    ),
+    "a list of batches without a seed": (differs("the first rows"), 0),
     "a stream that is shorter": (None, 4),
+    "a stream that is one batch longer": (None, 5),
     "another order in the second epoch": (differs("batch 1 of epoch 2"), 8),
     "rows of other numbers, with noise": (differs("some rows"), 0),
     "the same generator": ("no error", 16),

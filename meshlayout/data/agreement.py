@@ -22,6 +22,7 @@ from meshlayout import _jax
 from meshlayout._annotations import PyTree
 from meshlayout.cluster.process_sync import Channel, failure, first_failure
 from meshlayout.data.examples import named_leaves
+from meshlayout.data.position import Position
 from meshlayout.data.protocols import JSON, RandomAccessSource
 from meshlayout.errors import DataError
 
@@ -40,6 +41,9 @@ _SAMPLE = 16
 # How long to wait for another process's rows before they are no longer compared.
 _COMPARE_S = 60.0
 
+# Batches of an epoch between two comparisons at most; the first are closer together.
+_COMPARE_EVERY = 64
+
 _counts: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
 
 
@@ -50,6 +54,9 @@ class Agreement:
 
     Attributes:
         channel: Between them.
+        rows_channel: The same, for rows: what differs is how long it waits.
+        compares_rows: Whether rows are compared; no longer once a process did not come.
+        finished_topics: Exchanges that this process has finished.
 
     Args:
         processes: Which processes; this one is among them.
@@ -66,79 +73,69 @@ class Agreement:
         self.channel = Channel(
             name, processes, what=what, hint=hint, warn_after_s=60, error=DataError
         )
-        self._rows = Channel(
+        self.rows_channel = Channel(
             name, processes, what=what, timeout_s=_COMPARE_S, error=DataError
         )
-        self._iterations = itertools.count()
-        self._compares = True
+        self.compares_rows = True
         self.finished_topics: list[str] = []
+        self._iterations = itertools.count()
 
     def new_iteration(self) -> "IterationExchange":
         """Returns the exchanges of the next iteration, the same on all processes."""
         return IterationExchange(self, f"iteration{next(self._iterations)}")
 
-    def check_same(self, facts: dict[str, JSON]) -> None:
+    def check_same(self, facts: dict[str, JSON], digests: JSON, where: str) -> None:
         """Raises DataError if processes make a dataset differently.
 
         Args:
-            facts: What has to be the same, by name; under `"rows"`, a digest of some
-                rows of each leaf, or None for a leaf that differs at each reading.
+            facts: What has to be the same, by name.
+            digests: Of some rows, by leaf; None for a leaf that differs at each
+                reading.
+            where: Which rows, in words.
         """
-        values = self.channel.exchange(facts, FACTS)
+        values = self.channel.exchange({"facts": facts, "digests": digests}, FACTS)
         _raise_failure(values)
         first = min(values)
-        for process, other in values.items():
-            for name, value in values[first].items():
-                if name != "rows" and other.get(name) != value:
+        for process, value in values.items():
+            for name, fact in values[first]["facts"].items():
+                other = value["facts"].get(name)
+                if other != fact:
                     msg = (
-                        f"process {first} makes the dataset with {name}={value!r}, and "
-                        f"process {process} with {name}={other.get(name)!r}. It has to "
-                        "be the same on all processes."
+                        f"process {first} makes the dataset with {name}={fact!r}, and "
+                        f"process {process} with {name}={other!r}. It has to be the "
+                        "same on all processes."
                     )
                     raise DataError(msg)
-        where = "the first rows" if values[first].get("number of rows") is None else ""
-        digests = {process: v.get("rows") or {} for process, v in values.items()}
-        _check_rows(digests, where or "some rows")
+        _check_rows({p: value["digests"] for p, value in values.items()}, where)
 
     def check_made(self) -> None:
         """Raises DataError if another process could not make its dataset."""
         _raise_failure(self.channel.exchange({}, PLAN))
 
-    def check_rows(self, topic: str, where: str, digests: dict[str, str]) -> bool:
-        """Raises DataError if processes have read different rows for a batch.
 
-        A process that does not get here is waited for at most a minute, and rows are
-        no longer compared: it may look at batches that the others do not.
+class RowDigest:
+    """A running digest of the rows of each leaf.
 
-        Args:
-            topic: The exchange.
-            where: Which batch.
-            digests: Of the rows of each leaf.
+    Attributes:
+        has_every_row: Whether a reader adds all rows that it reads, or of each batch
+            the last one, which costs next to nothing and shows another order as well.
+    """
 
-        Returns:
-            Whether the other processes still compare theirs.
-        """
-        if not self._compares:
-            return False
-        try:
-            values = self._rows.exchange([where, digests], topic)
-        except DataError as error:
-            self._compares = False
-            _log.warning("rows are not compared between processes any more: %s", error)
-            return False
-        if _LEFT in values.values():
-            return False
-        places = {process: value[0] for process, value in values.items()}
-        if len(set(places.values())) > 1:
-            listed = ", ".join(f"{w} on process {p}" for p, w in places.items())
-            msg = (
-                f"the processes read different batches at once: {listed}. Their "
-                "sources have different numbers of rows, or one of them has taken "
-                f"batches that the others have not. {_WAY_OUT}"
-            )
-            raise DataError(msg)
-        _check_rows({p: value[1] for p, value in values.items()}, where)
-        return True
+    def __init__(self) -> None:
+        self.has_every_row = True
+        self._hashes: dict[str, Any] = {}
+
+    def add(self, named_rows: Iterable[tuple[str, np.ndarray]]) -> None:
+        """Adds some rows of each leaf."""
+        for path, rows in named_rows:
+            digest = self._hashes.setdefault(path, hashlib.blake2b(digest_size=8))
+            # The pointers of objects, such as strings, differ between processes.
+            is_plain = not rows.dtype.hasobject
+            digest.update(rows.tobytes() if is_plain else repr(rows.tolist()).encode())
+
+    def by_leaf(self) -> dict[str, str]:
+        """Returns the digest of each leaf by its path."""
+        return {path: digest.hexdigest() for path, digest in self._hashes.items()}
 
 
 class IterationExchange:
@@ -153,12 +150,9 @@ class IterationExchange:
         self._agreement, self._name = agreement, name
         self._step = 0
         self._is_over = False
-        self._compares = True
-
-    @property
-    def topic(self) -> str:
-        """The exchange that comes next."""
-        return f"{self._name}/{self._step}"
+        self._compares_rows = True
+        self._digest = RowDigest()
+        self._first: Position | None = None  # of the batches in the digest
 
     def agree(self, value: JSON) -> dict[int, JSON]:
         """Returns the message of each process in a step; each has its own source.
@@ -166,8 +160,8 @@ class IterationExchange:
         Raises:
             DataError: If a process has failed, or has left its loop.
         """
-        values = self._agreement.channel.exchange(value, self.topic)
-        self._done()
+        values = self._agreement.channel.exchange(value, self._topic)
+        self._next_step()
         failed = first_failure(values)
         if failed is not None:
             process, text = failed
@@ -184,43 +178,85 @@ class IterationExchange:
     def fail(self, error: Exception) -> None:
         """Tells the other processes of an error, once they come to this step."""
         with contextlib.suppress(DataError):
-            self._agreement.channel.exchange(failure(error), self.topic)
+            self._agreement.channel.exchange(failure(error), self._topic)
         self._is_over = True
 
-    def compare(self, where: str, digests: dict[str, str]) -> None:
-        """Raises DataError if processes have read different rows for a batch."""
-        if not self._compares:
+    def digest_for(self, position: Position) -> RowDigest:
+        """Returns the digest to which the rows of the batch at a position are added."""
+        self._first = self._first or position
+        self._digest.has_every_row = _is_compared(position)
+        return self._digest
+
+    def compare(self, position: Position, *, at_end: bool = False) -> None:
+        """Compares the rows since the last comparison, if those of a batch are due.
+
+        A process that does not get here is waited for at most a minute, and rows are
+        no longer compared: it may look at batches that the others do not.
+
+        Args:
+            position: The place before the batch that was read last.
+            at_end: Whether the epoch or the iteration ends at this place instead.
+
+        Raises:
+            DataError: If processes have read different rows.
+        """
+        if not (at_end or _is_compared(position)) or not self._compares_rows:
+            return
+        where = _place_text(self._first, position, at_end=at_end)
+        digests = self._digest.by_leaf()
+        self._digest, self._first = RowDigest(), None
+        if not self._agreement.compares_rows:
             return
         try:
-            self._compares = self._agreement.check_rows(self.topic, where, digests)
+            values = self._agreement.rows_channel.exchange(
+                [where, digests], self._topic
+            )
+        except DataError as error:
+            self._agreement.compares_rows = False
+            _log.warning("rows are not compared between processes any more: %s", error)
+            return
         finally:
-            self._done()  # leaving does not overwrite this message
-
-    def _done(self) -> None:
-        """Removes this process's earlier messages: every process here has read them."""
-        finished = self._agreement.finished_topics
-        while finished:
-            self._agreement.channel.forget(finished.pop())
-        finished.append(self.topic)
-        self._step += 1
+            self._next_step()  # leaving does not overwrite this message
+        if _LEFT in values.values():
+            self._compares_rows = False
+            return
+        places = {process: value[0] for process, value in values.items()}
+        if len(set(places.values())) > 1:
+            listed = ", ".join(f"{w} on process {p}" for p, w in places.items())
+            msg = (
+                f"the processes read different batches at once: {listed}. Their "
+                "sources have different numbers of rows, or one of them has taken "
+                f"batches that the others have not. {_WAY_OUT}"
+            )
+            raise DataError(msg)
+        _check_rows({p: value[1] for p, value in values.items()}, where)
 
     def leave(self) -> None:
         """Tells processes that wait for this one's next step not to."""
         if not self._is_over:
-            self._agreement.channel.say(self.topic, _LEFT)
+            self._agreement.channel.say(self._topic, _LEFT)
         self._is_over = True
 
     def end(self) -> None:
         """Records that no process has more steps."""
         self._is_over = True
 
+    @property
+    def _topic(self) -> str:
+        """The exchange that comes next."""
+        return f"{self._name}/{self._step}"
+
+    def _next_step(self) -> None:
+        """Removes this process's earlier messages: every process here has read them."""
+        finished = self._agreement.finished_topics
+        while finished:
+            self._agreement.channel.forget(finished.pop())
+        finished.append(self._topic)
+        self._step += 1
+
 
 def agreement_of(processes: list[int]) -> Agreement | None:
-    """Returns the agreement of some processes.
-
-    Returns:
-        None if this is the only process.
-    """
+    """Returns the agreement of some processes; None if this is the only one."""
     is_alone = len(processes) == 1 or jax.process_index() not in processes
     if is_alone or _jax.coordination_client() is None:
         return None
@@ -234,30 +270,40 @@ def sample_digests(source: RandomAccessSource) -> dict[str, JSON]:
     without a seed) says nothing about the order, and is None.
     """
     indices = np.unique(np.linspace(0, len(source) - 1, _SAMPLE).astype(np.int64))
-
-    def digests() -> dict[str, str]:
-        epochs = [source.read_rows(indices, epoch) for epoch in range(2)]
-        return block_digests(epochs)
-
-    first, second = digests(), digests()
+    first, second = (
+        block_digests([source.read_rows(indices, epoch) for epoch in range(2)])
+        for _ in range(2)
+    )
     return {path: d if second.get(path) == d else None for path, d in first.items()}
 
 
 def block_digests(blocks: Iterable[PyTree]) -> dict[str, str]:
     """Returns a digest of each leaf of some trees of rows."""
-    hashes: dict[str, Any] = {}
+    digest = RowDigest()
     for rows in blocks:
-        for path, leaf in named_leaves(rows)[0]:
-            digest = hashes.setdefault(path, hashlib.blake2b(digest_size=8))
-            digest.update(row_bytes(np.asarray(leaf)))
-    return {path: digest.hexdigest() for path, digest in hashes.items()}
+        digest.add((path, np.asarray(leaf)) for path, leaf in named_leaves(rows)[0])
+    return digest.by_leaf()
 
 
-def row_bytes(leaf: np.ndarray) -> bytes:
-    """Returns the bytes that identify rows, also if they are strings."""
-    if leaf.dtype.hasobject:
-        return repr(leaf.tolist()).encode()
-    return np.ascontiguousarray(leaf).tobytes()
+def _is_compared(position: Position) -> bool:
+    """Returns whether rows are compared after the batch at a position."""
+    number = position.batch + 1
+    return number % _COMPARE_EVERY == 0 or (
+        number < _COMPARE_EVERY and not number & (number - 1)
+    )
+
+
+def _place_text(first: Position | None, last: Position, *, at_end: bool) -> str:
+    """Returns some batches in words, from the first to the last position."""
+    epoch, number = last.epoch + 1, last.batch + (not at_end)
+    first_number = 1
+    if first is not None and first.epoch == last.epoch:
+        first_number = first.batch + 1
+    if first is None or first_number > number:
+        return f"the end of epoch {epoch}, after batch {number}"
+    if first_number == number:
+        return f"batch {number} of epoch {epoch}"
+    return f"batches {first_number} to {number} of epoch {epoch}"
 
 
 _WAY_OUT = (

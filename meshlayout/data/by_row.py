@@ -8,13 +8,16 @@ repeat others. Up to a million rows, an epoch's order is computed once as a tabl
 which is faster per batch; it is the same order.
 """
 
+import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from meshlayout import _checks
+from meshlayout.data.agreement import RowDigest
 from meshlayout.data.clock import Clock
 from meshlayout.data.examples import ExampleSpec, empty
 from meshlayout.data.position import Position
@@ -44,16 +47,31 @@ class Cut:
         """How many rows of a batch are this process's own."""
         return self.size if self.keep is None else len(self.keep)
 
+    @functools.cached_property
+    def kept(self) -> np.ndarray:
+        """Which rows of a batch are this process's own, also if all of them are."""
+        return np.arange(self.size) if self.keep is None else self.keep
+
+    @functools.cached_property
+    def slots(self) -> Sequence[int]:
+        """For each row of a batch, its place among the kept ones; others come last."""
+        if self.keep is None:
+            return range(self.size)
+        slots = np.full(self.size, self.num_kept)
+        slots[self.keep] = np.arange(self.num_kept)
+        return slots.tolist()
+
+    def num_kept_before(self, row: int) -> int:
+        """Returns how many of the rows before a row are this process's own."""
+        return row if self.keep is None else int(np.searchsorted(self.keep, row))
+
     def is_real(self, count: int) -> np.ndarray | None:
         """Returns which of the kept rows are not padding; None for all.
 
         Args:
             count: How many rows of the batch are real; the others come after them.
         """
-        if count >= self.size:
-            return None
-        kept = np.arange(self.size) if self.keep is None else self.keep
-        return kept < count
+        return None if count >= self.size else self.kept < count
 
 
 @dataclass(frozen=True)
@@ -64,14 +82,11 @@ class HostBatch:
         leaves: In JAX's order, on the host; or one batch that its maker has placed.
         count: How many rows of the batch are real.
         position: The place after it.
-        digests: By leaf, a digest of all rows that were read for it; None if not asked
-            for.
     """
 
     leaves: list[Any]
     count: int
     position: Position
-    digests: dict[str, str] | None = None
 
 
 class Order:
@@ -158,45 +173,39 @@ class RowReader:
 
     Args:
         source: The source.
+        num_rows: How many rows it has.
         spec: What its examples are.
         cut: How batches are cut.
-        remainder: What becomes of rows that do not fill a batch.
-        seed: What shuffles them.
-        num_batches: Batches of an epoch, where other processes have more than this
-            source has rows for; None for as many as it has.
+        num_batches: Batches of an epoch; None where epochs run into each other.
+        seed: What shuffles the rows.
         clock: Where the time goes.
     """
 
     def __init__(
         self,
         source: RandomAccessSource,
+        num_rows: int,
         spec: ExampleSpec,
         cut: Cut,
-        *,
-        remainder: str,
-        seed: int | None,
         num_batches: int | None,
+        seed: int | None,
         clock: Clock,
     ) -> None:
-        self._source, self._spec, self._cut = source, spec, cut
-        self._seed, self._repeats, self._clock = seed, remainder == "repeat", clock
-        self._num_rows = len(source)
-        if num_batches is None:
-            num_batches = batches_in_epoch(self._num_rows, cut.size, remainder)
-        self._num_batches = num_batches
-        self._keep = np.arange(cut.size) if cut.keep is None else cut.keep
-        self._orders: dict[int, Order] = {}
-
-    def seek(self, position: Position) -> None:
-        """Does nothing: every place is equally near."""
+        self._source, self._num_rows, self._spec = source, num_rows, spec
+        self._cut, self._num_batches = cut, num_batches
+        self._seed, self._clock = seed, clock
+        # A batch may span two epochs; older orders are dropped.
+        self._order = functools.lru_cache(2)(functools.partial(Order, num_rows, seed))
 
     def close(self) -> None:
         """Does nothing: no file or thread is open."""
 
-    def read(self, position: Position, *, digest: bool = False) -> HostBatch | None:
+    def read(
+        self, position: Position, digest: RowDigest | None = None
+    ) -> HostBatch | None:
         """Returns the next batch, or None at the epoch's end."""
         del digest  # rows are compared between processes when the dataset is made
-        if self._repeats:
+        if self._num_batches is None:
             return self._repeated(position)
         if position.batch >= self._num_batches:
             return None
@@ -207,6 +216,7 @@ class RowReader:
         return HostBatch(leaves, count, after)
 
     def _repeated(self, position: Position) -> HostBatch | None:
+        """Returns the next batch where epochs run into each other."""
         if position.row >= self._num_rows:
             return None
         leaves = self._rows(position)
@@ -238,27 +248,18 @@ class RowReader:
 
     def _indices(self, position: Position) -> list[tuple[int, np.ndarray]]:
         """Returns the reads for the next batch: epochs, and rows of each."""
-        if self._repeats:
-            epochs, places = np.divmod(position.row + self._keep, self._num_rows)
+        if self._num_batches is None:
+            epochs, places = np.divmod(position.row + self._cut.kept, self._num_rows)
             epochs += position.epoch
             return [
                 (int(epoch), self._order(int(epoch)).at(places[epochs == epoch]))
                 for epoch in np.unique(epochs)
             ]
         start = position.batch * self._cut.size
-        places = np.minimum(start + self._keep, self._num_rows - 1)
+        places = np.minimum(start + self._cut.kept, self._num_rows - 1)
         if start + self._cut.size > self._num_rows:
             places = np.unique(places)  # padding is the last row again, read once
         return [(position.epoch, self._order(position.epoch).at(places))]
-
-    def _order(self, epoch: int) -> Order:
-        order = self._orders.get(epoch)
-        if order is None:
-            order = Order(self._num_rows, self._seed, epoch)
-            # A batch may span two epochs; older orders are dropped.
-            recent = {e: o for e, o in self._orders.items() if e >= epoch - 1}
-            self._orders = {**recent, epoch: order}
-        return order
 
     def _read(self, indices: np.ndarray, epoch: int) -> list[np.ndarray]:
         try:

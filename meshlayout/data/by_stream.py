@@ -6,20 +6,18 @@ gathered first, and nothing is inferred from the addresses of arrays. That is al
 the fastest way: an example is written once, where it stays.
 """
 
-import contextlib
-import hashlib
 import itertools
+import json
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
 
 from meshlayout import _checks
-from meshlayout._annotations import Leaf, PyTree
-from meshlayout.data.agreement import row_bytes
+from meshlayout._annotations import Batch, Leaf, PyTree
+from meshlayout.data.agreement import RowDigest
 from meshlayout.data.by_row import Cut, HostBatch
 from meshlayout.data.clock import Clock
 from meshlayout.data.examples import (
@@ -31,86 +29,102 @@ from meshlayout.data.examples import (
     leaf_array,
     looks_batched,
     stack,
+    structure_error,
 )
-from meshlayout.data.position import Position, check_json
+from meshlayout.data.position import Position
 from meshlayout.data.protocols import JSON, Stream, StreamSource
 from meshlayout.errors import DataError
 
 
-class Reader(Protocol):
-    """Cuts a source into batches."""
+class ElementReader:
+    """Reads the elements of a stream, pass after pass.
 
-    def seek(self, position: Position) -> None:
-        """Goes to a place.
+    The first element can be looked at: it then comes again, so that nothing is read
+    twice, and a source that can be read only once is whole.
+
+    Args:
+        source: The source.
+    """
+
+    def __init__(self, source: StreamSource) -> None:
+        self.source = source
+        self._stream: Stream | None = None
+        self._first: tuple[PyTree, JSON] | None = None  # and the place before it
+        self._epoch: int | None = None  # of the pass that is open
+
+    def look(self) -> tuple[PyTree, int | None]:
+        """Returns the first element with rows, as a tree of arrays, and their number.
+
+        The number is None for a single example, which is given a dim for the rows.
 
         Raises:
-            DataError: If the source cannot go there.
+            DataError: If there is none, or it may be an example or a batch.
         """
-        ...
+        try:
+            if self._first is None:
+                self.go_to(0)
+            state = self.place()
+            for element in self.elements():
+                rows, count = _with_rows(element, batched=self.source.batched)
+                if count != 0:
+                    self._first = element, state
+                    return rows, count
+                state = self.place()
+            raise DataError(no_rows(0))
+        except BaseException:
+            self.close()
+            raise
 
-    def read(self, position: Position, *, digest: bool = False) -> HostBatch | None:
-        """Returns the next batch, or None at the epoch's end.
+    def go_to(self, epoch: int, state: JSON = None) -> None:
+        """Begins an epoch, and goes to a place in it."""
+        if self._first is None or self._epoch != epoch:
+            self.close()
+            self._stream = self.source.open(epoch)
+            self._epoch = epoch
+        if state is not None and self._stream is not None:
+            self._first = None
+            self._stream.set_state(state)
 
-        Args:
-            position: The place after the batch before it, or an epoch's start.
-            digest: Whether to digest the rows that are read.
+    def elements(self) -> Iterator[PyTree]:
+        """Returns the elements that come next; at least one of them must be taken."""
+        first, self._first = self._first, None
+        stream = iter(() if self._stream is None else self._stream)
+        return stream if first is None else itertools.chain(first[:1], stream)
+
+    def place(self) -> JSON:
+        """Returns the place before the next element; None if it is not known.
+
+        Raises:
+            DataError: If JSON cannot hold it.
         """
-        ...
+        if self._first is not None:
+            return self._first[1]
+        state = None if self._stream is None else self._stream.get_state()
+        if state is None:
+            return None
+        try:
+            return json.loads(json.dumps(state))
+        except (TypeError, ValueError) as error:
+            msg = (
+                f"the source's get_state() returned a {type(state).__name__} that JSON "
+                f"does not take: {error}. Return numbers, strings, lists and dicts."
+            )
+            raise DataError(msg) from error
 
     def close(self) -> None:
-        """Releases what it holds."""
-        ...
-
-
-@dataclass(frozen=True)
-class OpenedStream:
-    """A pass whose first element was read, to see what the examples are.
-
-    The first iteration continues it, so that nothing is read twice.
-
-    Attributes:
-        stream: The pass.
-        start: The stream's place before that element.
-        first: The element.
-        rows: The same as a tree of arrays with a dim for the examples.
-        count: How many examples it holds; None for one example without such a dim.
-    """
-
-    stream: Stream
-    start: JSON
-    first: PyTree
-    rows: PyTree
-    count: int | None
-
-
-def open_first(source: StreamSource) -> OpenedStream:
-    """Begins the first pass over a source, and reads the first element with rows.
-
-    Raises:
-        DataError: If there is none, or it may be an example or a batch.
-    """
-    stream = source.open(0)
-    try:
-        start = check_json(stream.get_state())
-        for element in stream:
-            rows, count = _with_rows(element, batched=source.batched)
-            if count != 0:
-                return OpenedStream(stream, start, element, rows, count)
-            start = check_json(stream.get_state())
-        raise DataError(no_rows(0))
-    except BaseException:
-        stream.close()
-        raise
+        """Closes the pass that is open."""
+        stream, self._stream, self._first = self._stream, None, None
+        self._epoch = None
+        if stream is not None:
+            stream.close()
 
 
 def _with_rows(element: PyTree, *, batched: bool | None) -> tuple[PyTree, int | None]:
     """Returns an element as rows, and how many they are; None for a single example."""
     if batched is not False and is_placed(element):
         return element, len(jax.tree.leaves(element)[0])
-    if batched is None:
-        batched = False
-        if looks_batched(element):
-            raise DataError(ambiguous("the source"))
+    if batched is None and looks_batched(element):
+        raise DataError(ambiguous("the source"))
     return as_batch(element) if batched else (stack([element]), None)
 
 
@@ -126,97 +140,87 @@ def ambiguous(what: str) -> str:
     )
 
 
-class _Pass:
-    """The pass over a source that is open, if any.
-
-    Args:
-        source: The source.
-        opened: The first pass, if nobody has taken it yet; emptied here.
-    """
-
-    def __init__(self, source: StreamSource, opened: list[OpenedStream]) -> None:
-        self._source, self._opened = source, opened
-        self._stream: Stream | None = None
-        self._first: OpenedStream | None = None  # its element was not given yet
-        self.epoch = -1
-
-    def go_to(self, epoch: int, state: JSON = None) -> None:
-        """Begins an epoch, and goes to a place in it."""
-        self.close()
-        if epoch == 0:
-            with contextlib.suppress(IndexError):
-                self._first = self._opened.pop()
-        first = self._first
-        self._stream = self._source.open(epoch) if first is None else first.stream
-        self.epoch = epoch
-        if state is not None:
-            self._first = None
-            self._stream.set_state(state)
-
-    def elements(self) -> Iterator[PyTree]:
-        """Returns the elements that come next; at least one of them must be taken."""
-        if self._stream is None:
-            return iter(())
-        first, self._first = self._first, None
-        return itertools.chain([] if first is None else [first.first], self._stream)
-
-    def place(self) -> JSON:
-        """Returns the place before the next element; None if it is not known."""
-        if self._first is not None:
-            return self._first.start
-        return None if self._stream is None else check_json(self._stream.get_state())
-
-    def close(self) -> None:
-        """Closes the stream."""
-        stream, self._stream, self._first = self._stream, None, None
-        self.epoch = -1
-        if stream is not None:
-            stream.close()
-
-
 class StreamReader:
     """Copies this process's rows of a stream into batches.
 
     Args:
-        source: The source.
-        opened: The first pass, if nobody has taken it yet; emptied here.
-        spec: What its examples are.
+        elements: Reads the source.
+        spec: What its examples are; None for batches that are placed already, which
+            are passed on unchanged.
         cut: How batches are cut.
-        batched: Whether its elements are batches.
+        batched: Whether elements are batches.
         remainder: What becomes of rows that do not fill a batch.
         clock: Where the time and notes go.
     """
 
     def __init__(
         self,
-        source: StreamSource,
-        opened: list[OpenedStream],
-        spec: ExampleSpec,
+        elements: ElementReader,
+        spec: ExampleSpec | None,
         cut: Cut,
         *,
         batched: bool,
         remainder: str,
         clock: Clock,
     ) -> None:
-        self._pass = _Pass(source, opened)
-        self._spec, self._cut = spec, cut
-        self._batched, self._remainder = batched, remainder
-        self._clock = clock
+        self._elements, self._spec, self._cut = elements, spec, cut
+        self._batched, self._remainder, self._clock = batched, remainder, clock
+        self._next: tuple[int, int] | None = None  # the epoch and row that come next
         # Rows of the source's batch that were not used yet; and the place before it.
         self._block: list[np.ndarray] = []
         self._used = self._left = 0
         self._before: JSON = None
 
-    def seek(self, position: Position) -> None:
+    def read(
+        self, position: Position, digest: RowDigest | None = None
+    ) -> HostBatch | None:
+        """Returns the next batch, or None at the epoch's end.
+
+        Args:
+            position: The place after the batch before it, or an epoch's start. Where
+                the stream is elsewhere, it goes there; by reading and dropping rows if
+                it does not know its place.
+            digest: Where rows are added, of this process and of others.
+
+        Raises:
+            DataError: If the rows do not fit, or the source cannot go to the place.
+        """
+        if self._next != (position.epoch, position.row):
+            self._go_to(position)
+        self._next = None
+        with self._clock.stage("read") as timer:
+            if self._spec is None:
+                batch = self._next_placed(position)
+            else:
+                batch = self._next_rows(self._spec, position, digest)
+            timer.rows = 0 if batch is None else batch.count
+        after = position if batch is None else batch.position
+        self._next = after.epoch, after.row
+        return batch if batch is None else self._checked(batch, position)
+
+    def close(self) -> None:
+        """Closes the pass that is open."""
+        self._next = None
+        self._block, self._left = [], 0
+        self._elements.close()
+
+    def _open(self, epoch: int, state: JSON = None) -> None:
+        self._block, self._left = [], 0
+        self._elements.go_to(epoch, state)
+
+    def _go_to(self, position: Position) -> None:
         """Goes to a place; by reading and dropping where the source knows none."""
         state = position.source if position.row else None
         self._open(position.epoch, state)
         missing = position.row if state is None else position.offset
         with self._clock.stage("read"):
-            if not self._batched and missing:
-                rows = itertools.islice(self._pass.elements(), missing)
-                missing -= sum(1 for _ in rows)
-            while missing and self._batched and self._next_block():
+            if self._spec is None or not self._batched:
+                if self._spec is None and missing:
+                    missing = position.batch
+                if missing:
+                    skipped = itertools.islice(self._elements.elements(), missing)
+                    missing -= sum(1 for _ in skipped)
+            while missing and self._spec is not None and self._next_block(self._spec):
                 self._used = min(missing, self._left)
                 self._left -= self._used
                 missing -= self._used
@@ -227,63 +231,57 @@ class StreamReader:
             )
             raise DataError(msg)
 
-    def read(self, position: Position, *, digest: bool = False) -> HostBatch | None:
-        """Returns the next batch, or None at the epoch's end."""
-        if self._pass.epoch != position.epoch:
-            self._open(position.epoch)
-        batch = _Batch(self._spec, self._cut, batched=self._batched, digest=digest)
-        row = position.row
-        with (
-            self._clock.stage("read"),
-            _checks.noted(
-                lambda: (
-                    f"after {rows_text(row + batch.filled)} of epoch "
-                    f"{self._pass.epoch + 1} were read."
-                )
-            ),
+    def _next_rows(
+        self, spec: ExampleSpec, position: Position, digest: RowDigest | None
+    ) -> HostBatch | None:
+        """Returns the next batch of a stream on the host, before it is checked."""
+        buffer = _RowBuffer(spec, self._cut, batched=self._batched, digest=digest)
+        epoch, row = position.epoch, position.row
+        with _checks.noted(
+            lambda: (
+                f"after {rows_text(row + buffer.filled)} of epoch {epoch + 1} were "
+                "read."
+            )
         ):
-            while batch.filled < self._cut.size:
-                if self._fill(batch):
+            while buffer.filled < self._cut.size:
+                if self._fill(buffer):
                     continue
-                if self._remainder != "repeat" or not batch.filled:
+                if self._remainder != "repeat" or not buffer.filled:
                     break
-                row = -batch.filled
-                self._open(self._pass.epoch + 1)
-                if not self._fill(batch):
-                    raise DataError(no_rows(self._pass.epoch))
-            leaves = batch.finished() if batch.filled else []
-        self._clock.add("read", batch.filled, 0.0)
-        if not batch.filled:
-            return None
-        return self._finished(batch, leaves, position, row + batch.filled)
+                epoch, row = epoch + 1, -buffer.filled
+                self._open(epoch)
+                if not self._fill(buffer):
+                    raise DataError(no_rows(epoch))
+            if not buffer.filled:
+                return None
+            leaves = buffer.finished()
+        after = position._replace(
+            epoch=epoch,
+            batch=0 if epoch != position.epoch else position.batch + 1,
+            row=row + buffer.filled,
+            source=self._before if self._left else self._elements.place(),
+            offset=self._used if self._left else 0,
+        )
+        return HostBatch(leaves, buffer.filled, after)
 
-    def close(self) -> None:
-        """Closes the pass that is open."""
-        self._block, self._left = [], 0
-        self._pass.close()
-
-    def _open(self, epoch: int, state: JSON = None) -> None:
-        self._block, self._left = [], 0
-        self._pass.go_to(epoch, state)
-
-    def _fill(self, batch: "_Batch") -> bool:
+    def _fill(self, buffer: "_RowBuffer") -> bool:
         """Adds rows to a batch; returns whether there were any."""
-        before = batch.filled
+        before = buffer.filled
         missing = self._cut.size - before
         if not self._batched:
-            batch.add_examples(self._pass.elements(), missing)
-        elif self._left or self._next_block():
+            buffer.add_examples(self._elements.elements(), missing)
+        elif self._left or self._next_block(buffer.spec):
             count = min(self._left, missing)
-            batch.add_rows(self._block, self._used, count)
+            buffer.add_rows(self._block, self._used, count)
             self._used += count
             self._left -= count
-        return batch.filled > before
+        return buffer.filled > before
 
-    def _next_block(self) -> bool:
+    def _next_block(self, spec: ExampleSpec) -> bool:
         """Reads a batch that is not empty; returns whether there was one."""
         while True:
-            self._before = self._pass.place()
-            element = next(self._pass.elements(), None)
+            self._before = self._elements.place()
+            element = next(self._elements.elements(), None)
             if element is None:
                 return False
             if is_placed(element):
@@ -295,15 +293,35 @@ class StreamReader:
             rows, count = as_batch(element)
             if count:
                 break
-        self._block = self._spec.checked(rows)
+        self._block = spec.checked(rows)
         self._used, self._left = 0, count
         return True
 
-    def _finished(
-        self, batch: "_Batch", leaves: list[np.ndarray], position: Position, row: int
-    ) -> HostBatch | None:
-        size, count = self._cut.size, batch.filled
-        if count < size and self._remainder == "drop":
+    def _next_placed(self, position: Position) -> HostBatch | None:
+        """Returns the next batch of a stream of placed batches."""
+        batch: Batch = next(self._elements.elements(), None)
+        if batch is None:
+            return None
+        if not is_placed(batch):
+            msg = (
+                "the source gave a batch on the host after others on devices. Give all "
+                "of them in one place."
+            )
+            raise DataError(msg)
+        count = len(jax.tree.leaves(batch)[0])
+        after = position._replace(
+            batch=position.batch + 1,
+            row=position.row + count,
+            source=self._elements.place(),
+        )
+        return HostBatch([batch], count, after)
+
+    def _checked(self, batch: HostBatch, position: Position) -> HostBatch | None:
+        """Returns a batch that is full, or may be padded; None if it is dropped."""
+        size, count = self._cut.size, batch.count
+        if count == size or self._spec is None:
+            return batch
+        if self._remainder == "drop":
             if not position.batch:
                 msg = (
                     f"the source has {count} rows in epoch {position.epoch + 1}, fewer "
@@ -313,25 +331,17 @@ class StreamReader:
                 raise DataError(msg)
             self._clock.warn(f"Dropped the last {rows_text(count)} of an epoch.")
             return None
-        if count < size and self._remainder == "error":
+        if self._remainder == "error":
             msg = (
                 f"the source's epoch ends with {rows_text(count)} left, in batches of "
                 f"{size}. Choose another remainder=, or another global_batch_size."
             )
             raise DataError(msg)
-        epoch = self._pass.epoch
-        after = position._replace(
-            epoch=epoch,
-            batch=0 if epoch != position.epoch else position.batch + 1,
-            row=row,
-            source=self._before if self._left else self._pass.place(),
-            offset=self._used if self._left else 0,
-        )
-        return HostBatch(leaves, count, after, batch.digests())
+        return batch
 
 
-class _Batch:
-    """One batch that is being filled with rows.
+class _RowBuffer:
+    """The rows of one batch, being filled.
 
     Examples are collected in the source's dtypes, and converted together; the rows of
     batches are converted as they are copied. One row more than this process keeps is
@@ -340,44 +350,39 @@ class _Batch:
     """
 
     def __init__(
-        self, spec: ExampleSpec, cut: Cut, *, batched: bool, digest: bool = False
+        self, spec: ExampleSpec, cut: Cut, *, batched: bool, digest: RowDigest | None
     ) -> None:
-        self._spec, self._cut, self._batched = spec, cut, batched
-        self.filled = self._kept = 0
-        self._is_last_kept = True
-        self._hashes = [hashlib.blake2b(digest_size=8) for _ in spec.leaves]
-        self._has_digest = digest
-        self._spare = cut.num_kept
+        self.spec, self._cut, self._digest = spec, cut, digest
+        self.filled = 0
+        num_rows = cut.num_kept + (cut.keep is not None)
+        self._out = [
+            empty(
+                (num_rows, *leaf.shape),
+                (object if leaf.to is None else leaf.to) if batched else leaf.dtype,
+            )
+            for leaf in spec.leaves
+        ]
         # By leaf, the types of lone numbers and strings that have its dtype.
         self._scalars: list[set[type]] = [set() for _ in spec.leaves]
-        self._out = [
-            empty((cut.num_kept + (cut.keep is not None), *leaf.shape), dtype)
-            for leaf, dtype in zip(spec.leaves, self._dtypes(), strict=True)
-        ]
-
-    def _dtypes(self) -> list[Any]:
-        if self._batched:
-            return [
-                object if leaf.to is None else leaf.to for leaf in self._spec.leaves
-            ]
-        return [leaf.dtype for leaf in self._spec.leaves]
 
     def add_examples(self, elements: Iterator[PyTree], count: int) -> None:
         """Adds at most `count` single examples, each before the next one is read."""
         # This loop runs for every example, and locals are faster than attributes.
-        flatten, ndarray = _flattener(self._spec), np.ndarray
+        flatten, ndarray = _flattener(self.spec), np.ndarray
         columns = [
             (out, spec.dtype, spec.shape, scalars, spec)
             for out, spec, scalars in zip(
-                self._out, self._spec.leaves, self._scalars, strict=True
+                self._out, self.spec.leaves, self._scalars, strict=True
             )
         ]
-        slots = self._slots()[self.filled : self.filled + count]
+        digest = self._digest
+        has_every_row = digest is not None and digest.has_every_row
+        slots = self._cut.slots[self.filled : self.filled + count]
         for slot, example in zip(slots, elements, strict=False):
             try:
                 leaves = flatten(example)
             except (ValueError, KeyError):
-                raise self._spec.structure_error(example) from None
+                raise structure_error(example, self.spec.paths) from None
             try:
                 for (out, dtype, shape, scalars, spec), leaf in zip(  # noqa: B905
                     columns, leaves
@@ -395,69 +400,47 @@ class _Batch:
                 msg = f"an example holds an integer beyond 64 bits: {error}."
                 raise DataError(msg) from None
             self.filled += 1
-            if self._has_digest:
-                self._digest(out[slot : slot + 1] for out in self._out)
-        if self._cut.keep is not None:
-            self._kept = int(np.searchsorted(self._cut.keep, self.filled))
-            self._is_last_kept = bool(
-                self.filled and self._slots()[self.filled - 1] < self._spare
-            )
-
-    def _slots(self) -> Any:
-        """Returns the row of the arrays to which each row of the batch is written."""
-        if self._cut.keep is None:
-            return range(self._cut.size)
-        slots = np.full(self._cut.size, self._spare)
-        slots[self._cut.keep] = np.arange(self._spare)
-        return slots.tolist()
+            if has_every_row:
+                self._add_to_digest(self._out, slot, slot + 1)
+        if self.filled and not has_every_row:
+            last = self._cut.slots[self.filled - 1]
+            self._add_to_digest(self._out, last, last + 1)
 
     def add_rows(self, block: list[np.ndarray], start: int, count: int) -> None:
         """Adds the rows of a source batch that this process keeps."""
-        chosen, number = self._chosen(start, count)
-        for spec, out, leaf in zip(self._spec.leaves, self._out, block, strict=True):
-            if number:
-                spec.copy(leaf[chosen], out[self._kept : self._kept + number])
-            if self._cut.keep is not None:
-                last = start + count
-                spec.copy(leaf[last - 1 : last], out[self._spare :])
-        if self._has_digest:
-            self._digest(leaf[start : start + count] for leaf in block)
+        cut, stop = self._cut, start + count
+        low = cut.num_kept_before(self.filled)
+        high = cut.num_kept_before(self.filled + count)
+        chosen: Any = slice(start, stop)
+        if cut.keep is not None:
+            chosen = cut.keep[low:high] - self.filled + start
+            if (
+                high > low and chosen[-1] - chosen[0] == high - low - 1
+            ):  # views are free
+                chosen = slice(int(chosen[0]), int(chosen[-1]) + 1)
+        for spec, out, leaf in zip(self.spec.leaves, self._out, block, strict=True):
+            if high > low:
+                spec.copy(leaf[chosen], out[low:high])
+            if cut.keep is not None:
+                spec.copy(leaf[stop - 1 : stop], out[cut.num_kept :])
         self.filled += count
-        self._kept += number
-        self._is_last_kept = self._cut.keep is None
-
-    def _chosen(self, start: int, count: int) -> tuple[Any, int]:
-        """Returns which rows of a block are kept, and how many."""
-        keep = self._cut.keep
-        if keep is None:
-            return slice(start, start + count), count
-        low, high = np.searchsorted(keep, [self.filled, self.filled + count]).tolist()
-        chosen = keep[low:high] - self.filled + start
-        if high > low and chosen[-1] - chosen[0] == high - low - 1:
-            return slice(int(chosen[0]), int(chosen[-1]) + 1), high - low
-        return chosen, high - low
+        has_every_row = self._digest is not None and self._digest.has_every_row
+        self._add_to_digest(block, start if has_every_row else stop - 1, stop)
 
     def finished(self) -> list[np.ndarray]:
         """Returns the leaves; rows that were not filled repeat the last one."""
-        kept = self.filled if self._cut.keep is None else self._kept
+        kept, num_kept = self._cut.num_kept_before(self.filled), self._cut.num_kept
         leaves = []
-        for spec, out in zip(self._spec.leaves, self._out, strict=True):
-            if kept < self._cut.num_kept:
-                last = out[kept - 1] if self._is_last_kept else out[self._spare]
-                out[kept : self._cut.num_kept] = last
-            leaves.append(spec.converted(out[: self._cut.num_kept]))
+        for spec, out in zip(self.spec.leaves, self._out, strict=True):
+            if kept < num_kept:
+                out[kept:num_kept] = out[self._cut.slots[self.filled - 1]]
+            leaves.append(spec.converted(out[:num_kept]))
         return leaves
 
-    def digests(self) -> dict[str, str] | None:
-        """Returns a digest of the rows of each leaf, by its name."""
-        if not self._has_digest:
-            return None
-        named = zip(self._spec.leaves, self._hashes, strict=True)
-        return {spec.path: digest.hexdigest() for spec, digest in named}
-
-    def _digest(self, leaves: Iterator[np.ndarray]) -> None:
-        for digest, leaf in zip(self._hashes, leaves, strict=True):
-            digest.update(row_bytes(leaf))
+    def _add_to_digest(self, leaves: list[np.ndarray], start: int, stop: int) -> None:
+        if self._digest is not None:
+            rows = (leaf[start:stop] for leaf in leaves)
+            self._digest.add(zip(self.spec.paths, rows, strict=True))
 
 
 def _flattener(spec: ExampleSpec) -> Callable[[PyTree], Sequence[Any]]:
@@ -495,64 +478,6 @@ def _checked(spec: LeafSpec, leaf: Leaf, scalars: set[type]) -> Any:
     if is_text or isinstance(leaf, (bool, int, float, complex, np.generic)):
         scalars.add(type(leaf))
     return leaf if is_text else array
-
-
-def first_row(spec: ExampleSpec, rows: PyTree) -> list[np.ndarray]:
-    """Returns the leaves of the first row alone."""
-    batch = _Batch(spec, Cut(1, None), batched=True)
-    batch.add_rows(spec.checked(rows), 0, 1)
-    return batch.finished()
-
-
-class PlacedReader:
-    """Passes on batches that are on the devices already, unchanged.
-
-    Args:
-        source: The source, whose elements are such batches.
-        opened: The first pass, if nobody has taken it yet; emptied here.
-        clock: Where the time goes.
-    """
-
-    def __init__(
-        self, source: StreamSource, opened: list[OpenedStream], clock: Clock
-    ) -> None:
-        self._pass, self._clock = _Pass(source, opened), clock
-
-    def seek(self, position: Position) -> None:
-        """Goes to a place; by reading and dropping where the source knows none."""
-        state = position.source if position.batch else None
-        self._pass.go_to(position.epoch, state)
-        if position.batch and state is None:
-            for _ in itertools.islice(self._pass.elements(), position.batch):
-                pass
-
-    def read(self, position: Position, *, digest: bool = False) -> HostBatch | None:
-        """Returns the next batch, or None at the epoch's end."""
-        del digest  # global arrays are the same on all processes
-        if self._pass.epoch != position.epoch:
-            self._pass.go_to(position.epoch)
-        with self._clock.stage("read"):
-            batch = next(self._pass.elements(), None)
-        if batch is None:
-            return None
-        if not is_placed(batch):
-            msg = (
-                "the source gave a batch on the host after others on devices. Give all "
-                "of them in one place."
-            )
-            raise DataError(msg)
-        count = len(jax.tree.leaves(batch)[0])
-        self._clock.add("read", count, 0.0)
-        after = position._replace(
-            batch=position.batch + 1,
-            row=position.row + count,
-            source=self._pass.place(),
-        )
-        return HostBatch([batch], count, after)
-
-    def close(self) -> None:
-        """Closes the pass that is open."""
-        self._pass.close()
 
 
 def no_rows(epoch: int) -> str:

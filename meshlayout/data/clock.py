@@ -7,7 +7,6 @@ that the slowest stage is the one to work on.
 import logging
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from meshlayout._render.tables import html_table, text_table
@@ -71,14 +70,14 @@ class PipelineReport:
         return min(timed, key=lambda stage: stage.rows_per_s).name
 
     def __str__(self) -> str:
-        headers, rows, align = self._table()
-        return text_table(headers, rows, align, notes=[self._waited(), *self.notes])
+        headers, rows, align, notes = self._table()
+        return text_table(headers, rows, align, notes=notes)
 
     def _repr_html_(self) -> str:
-        headers, rows, align = self._table()
-        return html_table(headers, rows, align, notes=[self._waited(), *self.notes])
+        headers, rows, align, notes = self._table()
+        return html_table(headers, rows, align, notes=notes)
 
-    def _table(self) -> tuple[list[str], list[list[str]], str]:
+    def _table(self) -> tuple[list[str], list[list[str]], str, list[str]]:
         rows = [
             [
                 stage.name,
@@ -88,13 +87,16 @@ class PipelineReport:
             ]
             for stage in self.stages
         ]
-        return ["stage", "rows", "seconds", "rows/s"], rows, "lrrr"
-
-    def _waited(self) -> str:
-        waited = f"The loop waited {self.waited_s:.3f} s for {self.batches:,} batches"
         slowest = self.bottleneck
+        waited = (
+            f"The loop waited {self.waited_s:.3f} s for {self.batches:,} batches"
+            f"{f'; the slowest stage is {slowest!r}' if slowest else ''}."
+        )
         return (
-            f"{waited}; the slowest stage is {slowest!r}." if slowest else waited + "."
+            ["stage", "rows", "seconds", "rows/s"],
+            rows,
+            "lrrr",
+            [waited, *self.notes],
         )
 
 
@@ -104,6 +106,9 @@ _STAGES = ("read", "decode", "map", "stack", "place")
 
 class Clock:
     """Adds up seconds and rows by stage; any thread may use it.
+
+    Attributes:
+        running: For each thread, the time of the stages inside the running one.
 
     Example:
         >>> clock = Clock()
@@ -115,7 +120,7 @@ class Clock:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._running = threading.local()
+        self.running = threading.local()
         self._seconds: dict[str, float] = {}
         self._rows: dict[str, int] = {}
         self._notes: dict[str, None] = {}
@@ -129,7 +134,7 @@ class Clock:
             name: The stage's name.
             rows: The examples that pass through it.
         """
-        return _StageTimer(self._running, self._add, name, rows)
+        return _StageTimer(self, name, rows)
 
     def add(self, name: str, rows: int, seconds: float) -> None:
         """Adds what was measured elsewhere.
@@ -139,12 +144,9 @@ class Clock:
             rows: The examples that passed through it.
             seconds: The time it took; a stage around it is charged that much less.
         """
-        inner = getattr(self._running, "inner_s", None)
-        if inner is not None:
-            self._running.inner_s = inner + seconds
-        self._add(name, rows, seconds)
-
-    def _add(self, name: str, rows: int, seconds: float) -> None:
+        inner_s = getattr(self.running, "inner_s", None)
+        if inner_s is not None:
+            self.running.inner_s = inner_s + seconds
         with self._lock:
             self._rows[name] = self._rows.get(name, 0) + rows
             self._seconds[name] = self._seconds.get(name, 0.0) + seconds
@@ -161,22 +163,12 @@ class Clock:
             self._notes[text] = None
 
     def warn(self, text: str) -> None:
-        """Adds a sentence about lost or changed data to the report, and logs it once.
-
-        Args:
-            text: The sentence.
-        """
+        """Adds a sentence about lost or changed data to the report; logs it once."""
         with self._lock:
             is_new = text not in self._notes
             self._notes[text] = None
         if is_new:
             _log.warning("%s", text)
-
-    @property
-    def notes(self) -> list[str]:
-        """The sentences so far."""
-        with self._lock:
-            return list(self._notes)
 
     def report(self) -> PipelineReport:
         """Returns the sums so far."""
@@ -190,35 +182,25 @@ class Clock:
 
 
 class _StageTimer:
-    """A `with` block whose own time is added to a stage.
+    """A `with` block whose own time is added to a stage."""
 
-    Args:
-        running: For this thread, the time of the stages inside the running one.
-        add: Called with the stage's name, rows and own seconds.
-        name: The stage's name.
-        rows: The examples that pass through it.
-    """
+    # A class, since a generator with `contextlib` costs several calls per batch more.
+    __slots__ = ("_clock", "_name", "_outer_s", "_start", "rows")
 
-    __slots__ = ("_add", "_name", "_outer", "_rows", "_running", "_start")
+    def __init__(self, clock: Clock, name: str, rows: int) -> None:
+        self._clock, self._name, self.rows = clock, name, rows
 
-    def __init__(
-        self,
-        running: threading.local,
-        add: Callable[[str, int, float], None],
-        name: str,
-        rows: int,
-    ) -> None:
-        self._running, self._add = running, add
-        self._name, self._rows = name, rows
-
-    def __enter__(self) -> None:
-        self._outer: float | None = getattr(self._running, "inner_s", None)
-        self._running.inner_s = 0.0
+    def __enter__(self) -> "_StageTimer":
+        running = self._clock.running
+        self._outer_s: float | None = getattr(running, "inner_s", None)
+        running.inner_s = 0.0
         self._start = time.perf_counter()
+        return self
 
     def __exit__(self, *_: object) -> None:
         seconds = time.perf_counter() - self._start
-        own = max(0.0, seconds - self._running.inner_s)
-        outer = self._outer
-        self._running.inner_s = None if outer is None else outer + seconds
-        self._add(self._name, self._rows, own)
+        running = self._clock.running
+        own_s = max(0.0, seconds - running.inner_s)
+        running.inner_s = None
+        self._clock.add(self._name, self.rows, own_s)
+        running.inner_s = None if self._outer_s is None else self._outer_s + seconds

@@ -2,13 +2,16 @@
 
 import functools
 import threading
+import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from types import TracebackType
 from typing import (
     Any,
     Generic,
     NoReturn,
     Required,
+    Self,
     TypedDict,
     TypeVar,
     Unpack,
@@ -18,33 +21,19 @@ from typing import (
 import jax
 import numpy as np
 
-from meshlayout import _checks
-from meshlayout._annotations import Batch, PyTree
+from meshlayout._annotations import PyTree
 from meshlayout.cluster.process_sync import report_failure_to
 from meshlayout.data.agreement import FACTS, agreement_of
-from meshlayout.data.batch_iterator import (
-    BatchIterator,
-    DataIterator,
-    DataOptions,
-    Hooks,
-)
-from meshlayout.data.by_stream import Reader
+from meshlayout.data.batch_iterator import BatchIterator, IdleReader, Prefetch
 from meshlayout.data.clock import Clock, PipelineReport
-from meshlayout.data.plan import DataPlan, as_source, make_plan
-from meshlayout.data.position import Position
-from meshlayout.data.prefetch import Prefetch
-from meshlayout.data.rows import (
-    LayoutOrMesh,
-    batch_layout,
-    note_whole_batches,
-    processes_of,
-)
+from meshlayout.data.plan import DataOptions, DataPlan, as_source, make_plan
+from meshlayout.data.position import Position, from_state, to_state
+from meshlayout.data.protocols import JSON
+from meshlayout.data.rows import LayoutOrMesh, batch_layout, processes_of
 from meshlayout.errors import DataError
 
 
 BatchT = TypeVar("BatchT")
-
-REMAINDERS = ("pad", "drop", "repeat", "error")
 
 
 class DatasetArguments(TypedDict, total=False):
@@ -161,10 +150,11 @@ def distribute_dataset(
         >>> [int(batch["weight"].sum()) for batch in data]
         [16, 4]
     """
-    layout = batch_layout(layout_or_mesh)
+    clock = Clock()
+    layout = batch_layout(layout_or_mesh, clock.note)
     agreement = agreement_of(processes_of(layout.mesh))
     with report_failure_to(agreement and agreement.channel, FACTS):
-        options = check_options(
+        options = DataOptions(
             global_batch_size=global_batch_size,
             remainder=remainder,
             weights=weights,
@@ -175,66 +165,15 @@ def distribute_dataset(
             per_process=per_process,
             strings=strings,
         )
-        _check_epochs(source, options)
-    clock = Clock()
-    note_whole_batches(layout_or_mesh, clock.note)
+        if hasattr(source, "__next__") and (options.epochs or 1) > 1:
+            msg = (
+                f"the source is an iterator, which can be read once, and epochs="
+                f"{options.epochs}. Give a function that makes one, as lambda: "
+                "make_iterator()."
+            )
+            raise DataError(msg)
     open_source = functools.partial(as_source, source, clock, batched=batched)
     return DistributedDataset(make_plan(open_source, layout, options, clock, agreement))
-
-
-def check_options(
-    *,
-    global_batch_size: object,
-    remainder: object,
-    weights: object,
-    shuffle: object,
-    epochs: object,
-    steps: object,
-    prefetch: object,
-    per_process: object,
-    strings: object,
-) -> DataOptions:
-    """Returns the arguments of a dataset, or raises DataError for a wrong one."""
-    count = functools.partial(_checks.count, error=DataError)
-    if shuffle is not None:
-        hint = "shuffle=0 is a shuffle that is the same in every run."
-        shuffle = count("shuffle", shuffle, at_least=0, hint=hint)
-    is_key = isinstance(weights, (str, int)) and not isinstance(weights, bool)
-    if weights is not None and not is_key:
-        msg = (
-            "weights must be a batch's key, a place in a tuple, or None, got "
-            f"{_checks.shown(weights)}."
-        )
-        raise DataError(msg)
-    options = DataOptions(
-        count("global_batch_size", global_batch_size),
-        _checks.choice("remainder", remainder, REMAINDERS, error=DataError),
-        weights,  # type: ignore[arg-type]
-        shuffle,
-        None if epochs is None else count("epochs", epochs),
-        None if steps is None else count("steps", steps),
-        count("prefetch", prefetch, at_least=0),
-        _checks.flag("per_process", per_process, error=DataError),
-        _checks.choice("strings", strings, ("error", "host"), error=DataError),
-    )
-    if options.per_process and options.remainder == "repeat" and steps is None:
-        msg = (
-            "remainder='repeat' with per_process=True needs steps=: the processes may "
-            "have different numbers of rows, and have to take as many steps."
-        )
-        raise DataError(msg)
-    return options
-
-
-def _check_epochs(source: object, options: DataOptions) -> None:
-    """Raises DataError for several epochs of what can be read once."""
-    if hasattr(source, "__next__") and (options.epochs or 1) > 1:
-        msg = (
-            f"the source is an iterator, which can be read once, and epochs="
-            f"{options.epochs}. Give a function that makes one, as lambda: "
-            "make_iterator()."
-        )
-        raise DataError(msg)
 
 
 class DistributedDataset(Generic[BatchT]):
@@ -252,8 +191,8 @@ class DistributedDataset(Generic[BatchT]):
         self._plan = plan
         self._next = Position(0)
         self._latest = 0
-        self._parking = _Parking()
-        weakref.finalize(self, _close, plan, self._parking).atexit = False
+        self._idle = IdleReader(plan.reader)
+        weakref.finalize(self, _close, plan, self._idle).atexit = False
 
     @property
     def element_spec(self) -> PyTree:
@@ -263,14 +202,12 @@ class DistributedDataset(Generic[BatchT]):
     @property
     def global_batch_size(self) -> int:
         """Rows of a global batch, padding included."""
-        return self._plan.pipeline.options.global_batch_size
+        return self._plan.options.global_batch_size
 
     @property
     def weights(self) -> str | int | None:
         """Where batches carry weights; None if they carry none."""
-        place = self._plan.pipeline.weights
-        has_none = place is None or place.index is None
-        return None if has_none else self._plan.pipeline.options.weights
+        return self._plan.options.weights if self._plan.has_weights else None
 
     def __len__(self) -> int:
         steps = self._plan.num_steps
@@ -290,31 +227,17 @@ class DistributedDataset(Generic[BatchT]):
         )
         raise DataError(msg)
 
-    def __iter__(self) -> DataIterator[BatchT]:
+    def __iter__(self) -> "DataIterator[BatchT]":
         return self.iterator()
 
-    def iterator(self) -> DataIterator[BatchT]:
+    def iterator(self) -> "DataIterator[BatchT]":
         """Returns the next iteration; it can be used in a `with` block."""
         start = self._next._replace(
             first_epoch=self._next.epoch, first_row=self._next.row, given=0
         )
         self._latest += 1
-        moved = functools.partial(self._moved, self._latest)
         self._next = self._after(start)
-        return self._new_iterator(start, moved)
-
-    def _new_iterator(
-        self, start: Position, moved: Callable[[Position], None]
-    ) -> DataIterator[BatchT]:
-        plan = self._plan
-
-        # The iterator keeps the dataset, which may have no other name, alive.
-        def begin(position: Position) -> Prefetch[tuple[Batch, Position]]:
-            return _begin(plan, self._parking, position)
-
-        return DataIterator(
-            Hooks(plan.identity, plan.pipeline.clock, begin, moved), start
-        )
+        return DataIterator(self, start, self._latest)
 
     def restarted(self) -> "RestartedDataset[BatchT]":
         """Returns the same batches, from the start in every iteration.
@@ -323,13 +246,16 @@ class DistributedDataset(Generic[BatchT]):
         """
         return RestartedDataset(self)
 
-    def _first_iteration(self) -> DataIterator[BatchT]:
-        """Returns an iteration from the start, which does not move the next one."""
-        return self._new_iterator(Position(0), lambda position: None)
-
     def report(self) -> PipelineReport:
         """Returns the work of each stage so far, on this process."""
-        return self._plan.pipeline.clock.report()
+        return self._plan.clock.report()
+
+    def _begin(self, position: Position) -> Prefetch:
+        """Returns the batches of an iteration from a position on."""
+        plan = self._plan
+        exchange = None if plan.agreement is None else plan.agreement.new_iteration()
+        batches = BatchIterator(plan, self._idle, position, exchange)
+        return Prefetch(batches, plan.options.prefetch)
 
     def _moved(self, number: int, position: Position) -> None:
         """Records the position of an iteration, if it is the latest one."""
@@ -338,10 +264,15 @@ class DistributedDataset(Generic[BatchT]):
 
     def _after(self, position: Position) -> Position:
         """Returns the position at which the next iteration begins."""
-        options = self._plan.pipeline.options
+        options = self._plan.options
         if options.goes_on or options.epochs is None:
             return position
         return Position(position.first_epoch + options.epochs)
+
+
+def _close(plan: DataPlan, idle: IdleReader) -> None:
+    plan.close()
+    idle.close()
 
 
 class RestartedDataset(Generic[BatchT]):
@@ -353,69 +284,137 @@ class RestartedDataset(Generic[BatchT]):
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __iter__(self) -> DataIterator[BatchT]:
-        return self._dataset._first_iteration()
+    def __iter__(self) -> "DataIterator[BatchT]":
+        # A number that is never the latest: this iteration does not move the next.
+        return DataIterator(self._dataset, Position(0), -1)
 
 
-class _Parking:
-    """Keeps the reader of a stream for the iteration that continues it."""
+class DataIterator(Generic[BatchT]):
+    """The batches of one iteration over a `DistributedDataset`.
 
-    def __init__(self) -> None:
+    Several threads may take batches from it; each batch is given once. Reading starts
+    with the first batch. `close` stops what runs in the background, as does the end of
+    a `with` block, or leaving the loop.
+
+    Args:
+        dataset: The dataset, which is kept: it may have no other name.
+        position: Where to begin.
+        number: Which of the dataset's iterations this is.
+    """
+
+    def __init__(
+        self, dataset: DistributedDataset[BatchT], position: Position, number: int
+    ) -> None:
+        self._dataset, self._position, self._number = dataset, position, number
+        self._batches: Prefetch | None = None
+        self._is_closed = False
         self._lock = threading.Lock()
-        self._parked: tuple[Position, Reader] | None = None
 
-    def leave(self, batches: BatchIterator) -> None:
-        """Keeps the reader of an iteration that has ended."""
-        entry = (_place(batches.position), batches.reader)
-        with self._lock:
-            before, self._parked = self._parked, entry
-        if before is not None:
-            before[1].close()
+    def __iter__(self) -> Self:
+        return self
 
-    def take(self, position: Position) -> Reader | None:
-        """Returns the reader that is at a position, if there is one."""
+    def __next__(self) -> BatchT:
         with self._lock:
-            parked, self._parked = self._parked, None
-        if parked is None or parked[0] == _place(position):
-            return parked and parked[1]
-        parked[1].close()
-        return None
+            self._check_open()
+            start = time.perf_counter()
+            if self._batches is None:
+                self._batches = self._dataset._begin(self._position)
+                # A loop that is left without closing leaves no thread behind.
+                self._stop_later = weakref.finalize(self, self._batches.stop)
+                self._stop_later.atexit = False
+            batch, self._position = next(self._batches)
+            self._dataset._plan.clock.waited(time.perf_counter() - start)
+            self._dataset._moved(self._number, self._position)
+            return batch
+
+    def __reduce__(self) -> NoReturn:
+        msg = (
+            "a data iterator holds threads and devices, and cannot be copied or "
+            "pickled. Save its get_state(), and set it on another one with "
+            "set_state()."
+        )
+        raise DataError(msg)
+
+    def get_state(self) -> dict[str, JSON]:
+        """Returns the place after the last batch that was given, as JSON takes it.
+
+        Batches that were made ready and not given do not count.
+
+        Example:
+            >>> import json, numpy as np
+            >>> from meshlayout import create_mesh
+            >>> from meshlayout.data import distribute_dataset
+            >>> mesh = create_mesh({"batch": 8})
+            >>> data = distribute_dataset(np.arange(32), mesh, global_batch_size=8)
+            >>> it = iter(data)
+            >>> _ = next(it)
+            >>> state = json.loads(json.dumps(it.get_state()))
+            >>> again = iter(data)
+            >>> again.set_state(state)
+            >>> np.asarray(next(again))
+            array([ 8,  9, 10, 11, 12, 13, 14, 15], dtype=int32)
+        """
+        with self._lock:
+            return to_state(self._dataset._plan.identity, self._position)
+
+    def set_state(self, state: JSON, *, skip: bool = False) -> None:
+        """Goes to a place, so that the batch after it comes next.
+
+        Args:
+            state: What `get_state` returned, here or in another run, on as many or
+                other processes.
+            skip: Whether a source that cannot go to a place may be read from the
+                epoch's start, and what comes before the place be dropped.
+
+        Raises:
+            DataError: If the state is of another dataset, or the source cannot go
+                there.
+        """
+        with self._lock:
+            self._check_open()
+            plan = self._dataset._plan
+            position = from_state(plan.identity, state)
+            is_start = position.row == 0 and position.batch == 0
+            if plan.is_stream and position.source is None and not (is_start or skip):
+                msg = (
+                    f"this source cannot go to row {position.row} of epoch "
+                    f"{position.epoch + 1}: it does not know its place. "
+                    "iterator.set_state(state, skip=True) reads the rows before it, "
+                    "and drops them."
+                )
+                raise DataError(msg)
+            self._stop()
+            self._position = position
+            self._dataset._moved(self._number, position)
 
     def close(self) -> None:
+        """Stops reading, and drops batches that were made ready."""
+        # A thread that waits for a batch holds the lock; stopping wakes it.
+        batches = self._batches
+        if batches is not None:
+            batches.stop()
         with self._lock:
-            parked, self._parked = self._parked, None
-        if parked is not None:
-            parked[1].close()
+            self._is_closed = True
+            self._stop()
 
+    def __enter__(self) -> Self:
+        return self
 
-def _begin(
-    plan: DataPlan, parking: _Parking, position: Position
-) -> Prefetch[tuple[Batch, Position]]:
-    """Returns the batches of an iteration from a place on."""
-    options = plan.pipeline.options
-    parked = parking.take(position)
-    agreement = plan.agreement
-    exchange = None if agreement is None else agreement.new_iteration()
-    try:
-        reader = parked or plan.new_reader()
-    except Exception as error:
-        if exchange is not None and options.per_process:
-            exchange.fail(error)
-        raise
-    batches = BatchIterator(
-        plan.pipeline, reader, position, must_seek=parked is None, exchange=exchange
-    )
-    at_end = None
-    if options.goes_on and plan.identity.source == "stream":
-        at_end = functools.partial(parking.leave, batches)
-    return Prefetch(batches, options.prefetch, at_end)
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            msg = "this data iterator is closed; iter(data) begins another one."
+            raise DataError(msg)
 
-def _place(position: Position) -> Position:
-    """Returns a position without the fields of its iteration."""
-    return position._replace(first_epoch=0, first_row=0, given=0)
-
-
-def _close(plan: DataPlan, parking: _Parking) -> None:
-    plan.close()
-    parking.close()
+    def _stop(self) -> None:
+        if self._batches is not None:
+            self._stop_later.detach()
+            self._batches.close()
+            self._batches = None

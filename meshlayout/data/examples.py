@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from meshlayout import _jax, _paths
 from meshlayout._annotations import Batch, Leaf, PyTree
+from meshlayout._host_arrays import plain_array
 from meshlayout._render.tables import array_text
 from meshlayout.errors import DataError
 
@@ -129,6 +130,11 @@ class ExampleSpec:
     treedef: Any
     leaves: tuple[LeafSpec, ...]
 
+    @property
+    def paths(self) -> list[str]:
+        """The names of its leaves."""
+        return [leaf.path for leaf in self.leaves]
+
     def with_objects(self) -> "ExampleSpec":
         """Returns it with strings as objects: their lengths differ between blocks."""
         leaves = tuple(
@@ -146,21 +152,30 @@ class ExampleSpec:
         """
         leaves, treedef = jax.tree.flatten(rows)
         if treedef != self.treedef:
-            raise self.structure_error(rows)
+            raise structure_error(rows, self.paths)
         for spec, leaf in zip(self.leaves, leaves, strict=True):
             if leaf.shape[1:] != spec.shape or leaf.dtype != spec.dtype:
                 spec.check(leaf.shape[1:], leaf)
         return leaves
 
-    def structure_error(self, example: PyTree) -> DataError:
-        """Returns the error about an example of another structure."""
-        names = [path for path, _ in named_leaves(example)[0]]
-        msg = (
-            "an example has another structure than the first one: leaves "
-            f"{_listed(names)} instead of {_listed([s.path for s in self.leaves])}. "
-            "Lists of numbers count as structure: make them arrays with np.asarray."
-        )
-        return DataError(msg)
+
+def structure_error(example: PyTree, paths: Sequence[str]) -> DataError:
+    """Returns the error about an example of another structure.
+
+    Args:
+        example: The example.
+        paths: The leaves of the first one.
+    """
+    names, first_names = (
+        ", ".join(map(repr, listed)) or "none"
+        for listed in ([path for path, _ in named_leaves(example)[0]], paths)
+    )
+    msg = (
+        "an example has another structure than the first one: leaves "
+        f"{names} instead of {first_names}. Lists of numbers count as structure: make "
+        "them arrays with np.asarray."
+    )
+    return DataError(msg)
 
 
 def describe(rows: PyTree, strings: str, warn: Callable[[str], None]) -> ExampleSpec:
@@ -228,10 +243,6 @@ def is_string(array: np.ndarray) -> bool:
     return array.dtype.kind in "UST"
 
 
-def _listed(names: list[str]) -> str:
-    return ", ".join(repr(name) for name in names) if names else "none"
-
-
 # Leaves
 
 
@@ -273,21 +284,7 @@ def as_array(path: str, leaf: Leaf) -> np.ndarray:
         return np.array(leaf, dtype=object)  # NumPy's own strings lose trailing nulls
     if type(leaf).__module__.partition(".")[0] == "torch":
         return tensor_to_numpy(leaf)
-    if isinstance(leaf, np.ma.MaskedArray):
-        msg = (
-            f"{leaf_text(path)} is a masked array, whose mask would be lost. Fill it "
-            "with array.filled(value), and give the mask as a leaf of its own."
-        )
-        raise DataError(msg)
-    try:
-        array = np.asarray(leaf)
-    except (TypeError, ValueError, RuntimeError) as error:
-        reason = str(error).partition("\n")[0]
-        msg = (
-            f"{leaf_text(path)} is of type {type(leaf).__name__}, which NumPy cannot "
-            f"make an array of: {reason}"
-        )
-        raise DataError(msg) from error
+    array = plain_array(leaf, leaf_text(path), error=DataError)
     if array.dtype == object and not isinstance(leaf, np.ndarray):
         msg = (
             f"{leaf_text(path)} is of type {type(leaf).__name__}, which is not an "
@@ -407,13 +404,15 @@ def stack(examples: Sequence[PyTree], dtypes: Mapping[str, Any] | None = None) -
         array([1, 2])
     """
     named, treedef = named_leaves(examples[0])
+    paths = [path for path, _ in named]
     try:
         flat = [treedef.flatten_up_to(example) for example in examples]
-    except ValueError:  # the slower way names the leaves that differ
-        flat = _flat(examples, treedef)
+    except ValueError:
+        other = next(e for e in examples if jax.tree.structure(e) != treedef)
+        raise structure_error(other, paths) from None
     return treedef.unflatten(
         _stacked(path, column, (dtypes or {}).get(path))
-        for (path, _), column in zip(named, zip(*flat, strict=True), strict=True)
+        for path, column in zip(paths, zip(*flat, strict=True), strict=True)
     )
 
 
@@ -426,12 +425,10 @@ def concatenate(blocks: Sequence[PyTree]) -> PyTree:
     if len(blocks) == 1:
         return blocks[0]
     named, treedef = named_leaves(blocks[0])
-    columns = zip(*_flat(blocks, treedef), strict=True)
-    leaves = []
-    for (path, _), column in zip(named, columns, strict=True):
-        _check_alike(path, column, 1)
-        leaves.append(np.concatenate(column))
-    return treedef.unflatten(leaves)
+    leaves = (LeafSpec(path, leaf.dtype, leaf.shape[1:], None) for path, leaf in named)
+    spec = ExampleSpec(treedef, tuple(leaves))
+    columns = zip(*map(spec.checked, blocks), strict=True)
+    return treedef.unflatten(map(np.concatenate, columns))
 
 
 def examples_of(rows: PyTree, count: int) -> Iterator[PyTree]:
@@ -439,24 +436,6 @@ def examples_of(rows: PyTree, count: int) -> Iterator[PyTree]:
     leaves, treedef = jax.tree.flatten(rows)
     for row in range(count):
         yield treedef.unflatten([leaf[row] for leaf in leaves])
-
-
-def _flat(trees: Sequence[PyTree], treedef: PyTree) -> list[list[Leaf]]:
-    flat = []
-    for tree in trees:
-        leaves, other = jax.tree.flatten(tree)
-        if other != treedef:
-            first, names = (
-                ", ".join(repr(path) for path, _ in named_leaves(each)[0]) or "none"
-                for each in (trees[0], tree)
-            )
-            msg = (
-                "an example has another structure than the first one: leaves "
-                f"{names} instead of {first}. Give every example the same ones."
-            )
-            raise DataError(msg)
-        flat.append(leaves)
-    return flat
 
 
 def _stacked(
@@ -468,21 +447,23 @@ def _stacked(
         strings[:] = column
         return strings
     kinds = set(map(type, column))
-    if len(kinds) == 1 or dtype is not None:
-        if isinstance(first, (bool, int, float, complex)):
-            numbers = np.asarray(column, dtype)
-            own: Any = getattr(first, "dtype", numbers.dtype)
-            return numbers.astype(own, copy=False)
-        if isinstance(first, np.generic) and _have_one_dtype(column):
-            return np.array(column, first.dtype)
-    if kinds == {np.ndarray} and first.ndim and _have_one_dtype(column):
+    is_numbers = len(kinds) == 1 or dtype is not None
+    if is_numbers and isinstance(first, (bool, int, float, complex)):
+        numbers = np.asarray(column, dtype)
+        own: Any = getattr(first, "dtype", numbers.dtype)
+        return numbers.astype(own, copy=False)
+    if isinstance(first, np.generic) and len({leaf.dtype for leaf in column}) == 1:
+        return np.array(column, first.dtype)
+    if kinds == {np.ndarray} and first.ndim:
         shape: Any = first.shape
-        if all(leaf.shape == shape for leaf in column):
+        if all(leaf.shape == shape and leaf.dtype == first.dtype for leaf in column):
             out = empty((len(column), *shape), first.dtype)
             np.concatenate(column, out=out.reshape(len(column) * shape[0], *shape[1:]))
             return out
     arrays = [leaf_array(path, leaf) for leaf in column]
-    _check_alike(path, arrays, 0)
+    spec = LeafSpec(path, arrays[0].dtype, arrays[0].shape, None)
+    for array in arrays:
+        spec.check(array.shape, array)
     return np.stack(arrays)
 
 
@@ -499,26 +480,3 @@ def leaf_array(path: str, leaf: Leaf) -> np.ndarray:
         )
         raise DataError(msg)
     return leaf if isinstance(leaf, np.generic) else as_array(path, leaf)  # type: ignore[return-value]
-
-
-def _have_one_dtype(column: Sequence[Leaf]) -> bool:
-    return len({leaf.dtype for leaf in column}) == 1
-
-
-def _check_alike(path: str, arrays: Sequence[np.ndarray], dim: int) -> None:
-    """Raises DataError unless arrays have one dtype, and one shape from a dim on."""
-    shape, dtype = arrays[0].shape[dim:], arrays[0].dtype
-    for array in arrays:
-        if array.shape[dim:] != shape:
-            msg = (
-                f"{leaf_text(path)} is ragged: an example has shape "
-                f"{array.shape[dim:]}, and the first one has {shape}. Pad the examples "
-                "to one shape."
-            )
-            raise DataError(msg)
-        if array.dtype != dtype:
-            msg = (
-                f"{leaf_text(path)} changes its dtype: an example is {array.dtype}, "
-                f"and the first one is {dtype}. Give all examples one dtype."
-            )
-            raise DataError(msg)

@@ -20,9 +20,9 @@ from meshlayout import _checks
 from meshlayout.data import decode_cache
 from meshlayout.data.adapters.arrays import Rows, array_rows
 from meshlayout.data.clock import Clock
-from meshlayout.data.dataset import DistributedDataset, check_options
+from meshlayout.data.dataset import DistributedDataset
 from meshlayout.data.examples import describe
-from meshlayout.data.plan import make_plan
+from meshlayout.data.plan import DataOptions, make_plan
 from meshlayout.data.preparation import Prepared, find_prepared, supervised_keys
 from meshlayout.data.protocols import RandomAccessSource
 from meshlayout.data.records import (
@@ -34,7 +34,7 @@ from meshlayout.data.records import (
     mapped_batches,
     worker_rows,
 )
-from meshlayout.data.rows import batch_layout, note_whole_batches, process_rows
+from meshlayout.data.rows import batch_layout, process_rows
 from meshlayout.data.workers import RowFunction, WorkerKind, WorkerPool
 from meshlayout.errors import DataError
 
@@ -122,8 +122,7 @@ def from_tfds(
         DataError: If the dataset is not available, or choices do not fit it.
     """
     clock = Clock()
-    layout = batch_layout(layout_or_mesh)
-    note_whole_batches(layout_or_mesh, clock.note)
+    layout = batch_layout(layout_or_mesh, clock.note)
     flag = functools.partial(_checks.flag, error=DataError)
     choice = functools.partial(_checks.choice, error=DataError)
     cache = choice("cache", cache, get_args(Cache))
@@ -151,7 +150,7 @@ def from_tfds(
         raise DataError(msg)
     if is_supervised and isinstance(weights, str) and weights == "weight":
         weights = 2
-    options = check_options(
+    options = DataOptions(
         global_batch_size=global_batch_size,
         remainder=remainder,
         weights=weights,
@@ -214,12 +213,11 @@ def from_tfds(
     plan = make_plan(open_source, layout, options, clock, close=pools.close)
     if not is_ordered:
         # The same place in a full shuffle is a different row.
-        identity = replace(
-            plan.identity,
-            source="rows in file order",
-            seed=seed if is_shuffled else None,
-        )
-        plan = replace(plan, identity=identity)
+        order = {
+            "source": "rows in file order",
+            "seed": seed if is_shuffled else None,
+        }
+        plan = replace(plan, identity={**plan.identity, **order})
     return DistributedDataset(plan)
 
 

@@ -16,16 +16,15 @@ from meshlayout._batches import num_row_shards
 from meshlayout.cluster.process_sync import report_failure_to
 from meshlayout.data.adapters.iterables import IterableSource, adapt
 from meshlayout.data.agreement import FACTS, agreement_of
-from meshlayout.data.by_stream import open_first
+from meshlayout.data.by_stream import ElementReader
 from meshlayout.data.clock import Clock
-from meshlayout.data.dataset import DistributedDataset, check_options
+from meshlayout.data.dataset import DistributedDataset
 from meshlayout.data.examples import looks_batched
-from meshlayout.data.plan import as_source, make_plan
+from meshlayout.data.plan import DataOptions, as_source, make_plan
 from meshlayout.data.protocols import Source, StreamSource
 from meshlayout.data.rows import (
     LayoutOrMesh,
     batch_layout,
-    note_whole_batches,
     processes_of,
     row_groups,
 )
@@ -140,13 +139,13 @@ def distribute_datasets_from_function(
         layout_or_mesh: The layout of batches, as for `distribute_dataset`.
         global_batch_size: Rows of a batch, on all processes together; None for the
             size of the first batch of the source times the number of replicas.
-        remainder: As for `distribute_dataset`, like all that follow.
-        weights: Where batches carry one weight per example.
-        shuffle: A seed for a source with random access.
-        epochs: Passes over the source in one iteration.
-        steps: Batches in one iteration; None for all.
-        prefetch: How many batches are prepared ahead.
-        strings: `"error"` or `"host"`.
+        remainder: This and the other options are those of `distribute_dataset`.
+        weights: See there.
+        shuffle: See there.
+        epochs: See there.
+        steps: See there.
+        prefetch: See there.
+        strings: See there.
         batched: Whether the elements of an iterable are batches; None takes elements
             that may be either as batches.
 
@@ -165,21 +164,27 @@ def distribute_datasets_from_function(
         >>> [batch["x"][::2, 0].tolist() for batch in data]
         [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15]]
     """
-    layout = batch_layout(layout_or_mesh)
-    agreement = agreement_of(processes_of(layout.mesh))
     clock = Clock()
-    note_whole_batches(layout_or_mesh, clock.note)
+    layout = batch_layout(layout_or_mesh, clock.note)
+    agreement = agreement_of(processes_of(layout.mesh))
     with report_failure_to(agreement and agreement.channel, FACTS):
         _checks.function("fn", fn, "context", error=DataError)
         context = InputContext.of(layout)
         with _checks.noted(f"This was raised by fn, called with {context}."):
             dataset = fn(context)
         source = _source(dataset, clock, batched=batched)
-        opened = None
         if global_batch_size is None:
-            opened = open_first(_stream(source))
-            global_batch_size = (opened.count or 1) * num_row_shards(layout)
-        options = check_options(
+            if not isinstance(source, StreamSource):
+                msg = (
+                    "fn returned a source of single rows, which does not tell the size "
+                    "of a batch. Give global_batch_size=, or return batches of the "
+                    "per-replica size."
+                )
+                raise DataError(msg)
+            source = ElementReader(source)
+            _, count = source.look()
+            global_batch_size = (count or 1) * context.num_replicas_in_sync
+        options = DataOptions(
             global_batch_size=global_batch_size,
             remainder=remainder,
             weights=weights,
@@ -190,12 +195,11 @@ def distribute_datasets_from_function(
             per_process=True,
             strings=strings,
         )
-    return DistributedDataset(
-        make_plan(lambda: source, layout, options, clock, agreement, opened=opened)
-    )
+    plan = make_plan(lambda: source, layout, options, clock, agreement)
+    return DistributedDataset(plan)
 
 
-def _source(dataset: Any, clock: Clock, *, batched: bool | None) -> Source:
+def _source(dataset: object, clock: Clock, *, batched: bool | None) -> Source:
     """Returns the function's result as a source, of batches where that is ambiguous."""
     if batched is None and isinstance(dataset, list) and dataset:
         batched = looks_batched(dataset[0])
@@ -203,14 +207,3 @@ def _source(dataset: Any, clock: Clock, *, batched: bool | None) -> Source:
     if batched is None and isinstance(source, IterableSource):
         return adapt(dataset, batched=True)
     return source
-
-
-def _stream(source: Source) -> StreamSource:
-    if isinstance(source, StreamSource):
-        return source
-    msg = (
-        "fn returned a source of single rows, which does not tell the size of a batch. "
-        "Give global_batch_size=, or return batches of the per-replica "
-        "size."
-    )
-    raise DataError(msg)

@@ -1,5 +1,6 @@
 """From this process's rows of a batch to global arrays on the mesh, with weights."""
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,89 +18,156 @@ from meshlayout.layout import Layout
 
 
 @dataclass(frozen=True)
-class LeafPlacement:
-    """Where the arrays of one leaf go.
+class BatchSpec:
+    """The leaves of batches, and which of them are the weights.
 
     Attributes:
-        sharding: Where.
-        shards: For each device of this process, its part of this process's rows.
-        place: Makes a global array of these parts.
-    """
-
-    sharding: NamedSharding
-    shards: tuple[tuple[slice, ...], ...]
-    place: Callable[[list[np.ndarray]], jax.Array]
-
-    def __call__(self, leaf: np.ndarray) -> jax.Array:
-        """Returns the global array of this process's rows."""
-        return self.place([leaf[shard] for shard in self.shards])
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where the leaves of batches go.
-
-    Attributes:
-        treedef: Their structure.
-        leaves: One per leaf; None for those that stay on the host.
-        specs: The leaves.
-        num_rows: Rows of a global batch.
+        treedef: The structure of batches.
+        leaves: Their leaves.
+        weights_index: The number of the weights among them; None if there are none.
+        has_own_weights: Whether the source has them already.
     """
 
     treedef: Any
-    leaves: tuple[LeafPlacement | None, ...]
-    specs: tuple[LeafSpec, ...]
-    num_rows: int
+    leaves: tuple[LeafSpec, ...]
+    weights_index: int | None = None
+    has_own_weights: bool = False
 
-    @property
-    def element_spec(self) -> PyTree:
-        """The abstract batch: a tree of shapes, dtypes and shardings."""
-        return self.treedef.unflatten(
-            [
-                jax.ShapeDtypeStruct(
-                    (self.num_rows, *spec.shape),
-                    spec.dtype if leaf is None else spec.to,
-                    sharding=None if leaf is None else leaf.sharding,
-                )
-                for spec, leaf in zip(self.specs, self.leaves, strict=True)
-            ]
-        )
-
-    def placed(self, leaves: list[np.ndarray]) -> list[Any]:
-        """Returns the leaves of a batch as global arrays.
+    def weighted(
+        self, leaves: list[np.ndarray], is_real: np.ndarray | None, num_rows: int
+    ) -> list[np.ndarray]:
+        """Returns a batch's leaves with its weights, 0 for padding.
 
         Args:
-            leaves: This process's rows of each leaf.
+            leaves: The leaves that the source gave.
+            is_real: Which rows are not padding; None for all.
+            num_rows: How many rows there are.
         """
-        return [
-            leaf if place is None else place(leaf)
-            for leaf, place in zip(leaves, self.leaves, strict=True)
-        ]
+        index = self.weights_index
+        if index is None:
+            return leaves
+        if not self.has_own_weights:
+            real = np.ones(num_rows, np.float32) if is_real is None else is_real
+            return [*leaves[:index], real.astype(np.float32), *leaves[index:]]
+        if is_real is None:
+            return leaves
+        masked = _batches.mask_padding(leaves[index], is_real)
+        return [*leaves[:index], masked, *leaves[index + 1 :]]
 
 
-def plan_placement(
-    treedef: PyTree,
-    specs: tuple[LeafSpec, ...],
-    layout: Layout,
-    num_rows: int,
-    kept: np.ndarray,
-) -> Placement:
-    """Returns the placement of batches.
+class Placement:
+    """Places this process's rows of batches as global arrays.
+
+    Attributes:
+        spec: What batches are.
+        element_spec: The abstract batch: a tree of shapes, dtypes and shardings.
 
     Args:
-        treedef: Their structure.
-        specs: Their leaves.
-        layout: The layout of batches.
+        spec: What batches are.
+        layout: Their layout.
         num_rows: Rows of a global batch.
-        kept: Which of them are this process's own.
+        own_rows: Which of them are this process's own.
 
     Raises:
         DataError: If a leaf does not fit the layout.
     """
-    per_shard = num_rows // _batches.num_row_shards(layout)
-    starts = {int(row): start for start, row in enumerate(kept) if row % per_shard == 0}
-    leaves = tuple(_plan_leaf(spec, layout, num_rows, starts) for spec in specs)
-    return Placement(treedef, leaves, specs, num_rows)
+
+    def __init__(
+        self, spec: BatchSpec, layout: Layout, num_rows: int, own_rows: np.ndarray
+    ) -> None:
+        per_shard = num_rows // _batches.num_row_shards(layout)
+        starts = {
+            int(row): start
+            for start, row in enumerate(own_rows)
+            if row % per_shard == 0
+        }
+        self.spec = spec
+        self._places: list[Callable[[np.ndarray], Any]] = []
+        abstract_leaves = []
+        for leaf in spec.leaves:
+            shape, dtype, sharding = (num_rows, *leaf.shape), leaf.dtype, None
+            place: Callable[[np.ndarray], Any] = _on_host
+            if leaf.to is not None:
+                dtype, sharding = leaf.to, _sharding(leaf, layout, shape)
+                slices = _shard_slices(sharding, shape, starts)
+                placer = _jax.shard_placer(shape, dtype, sharding)
+                place = functools.partial(_placed, placer, slices)
+            self._places.append(place)
+            abstract_leaves.append(
+                jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+            )
+        self.element_spec: PyTree = spec.treedef.unflatten(abstract_leaves)
+        self._x64 = _jax.canonical_dtype(np.int64) == np.int64
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether batches carry weights."""
+        return self.spec.weights_index is not None
+
+    def __call__(
+        self, leaves: list[np.ndarray], is_real: np.ndarray | None, num_rows: int
+    ) -> Batch:
+        """Returns a batch on the mesh, with its weights.
+
+        Args:
+            leaves: This process's rows of each leaf that the source gave.
+            is_real: Which of them are not padding; None for all.
+            num_rows: How many rows these are.
+        """
+        leaves = self.spec.weighted(leaves, is_real, num_rows)
+        # What the loop's thread had when the dataset was made counts, in any thread.
+        with _jax.x64_mode(enabled=self._x64):
+            arrays = [
+                place(leaf) for place, leaf in zip(self._places, leaves, strict=True)
+            ]
+        if self.spec.weights_index is not None:
+            _batches.mark_weights(arrays[self.spec.weights_index])
+        return self.spec.treedef.unflatten(arrays)
+
+
+def _on_host(leaf: np.ndarray) -> np.ndarray:
+    return leaf
+
+
+def _placed(
+    place: Callable[[list[np.ndarray]], jax.Array],
+    slices: list[tuple[slice, ...]],
+    leaf: np.ndarray,
+) -> jax.Array:
+    """Returns a global array of this process's rows."""
+    return place([leaf[part] for part in slices])
+
+
+def _shard_slices(
+    sharding: NamedSharding, shape: tuple[int, ...], starts: dict[int, int]
+) -> list[tuple[slice, ...]]:
+    """Returns the parts of a process's rows that its devices hold.
+
+    Args:
+        sharding: Where the array goes.
+        shape: Its global shape.
+        starts: For the first row of each shard, its place among the process's rows.
+    """
+    slices = []
+    indices: Any = sharding.addressable_devices_indices_map(shape)
+    for rows, *others in indices.values():
+        first, stop, _ = rows.indices(shape[0])
+        start = starts[first]
+        slices.append((slice(start, start + stop - first), *others))
+    return slices
+
+
+def _sharding(leaf: LeafSpec, layout: Layout, shape: tuple[int, ...]) -> NamedSharding:
+    where = f"{leaf.path or 'the array'} {array_text(leaf.to, shape)}"
+    try:
+        full = _batches.leaf_layout(layout, len(shape))
+    except LayoutError as error:
+        raise DataError(f"{where}: {error}") from None
+    try:
+        full.check(shape, where)
+    except LayoutError as error:
+        raise DataError(str(error)) from None
+    return full.sharding
 
 
 def is_on_mesh(batch: Batch, layout: Layout) -> bool:
@@ -109,109 +177,24 @@ def is_on_mesh(batch: Batch, layout: Layout) -> bool:
     return all(s is not None and s.device_set == devices for s in shardings)
 
 
-def _plan_leaf(
-    spec: LeafSpec, layout: Layout, num_rows: int, starts: dict[int, int]
-) -> LeafPlacement | None:
-    if spec.to is None:
-        return None
-    shape = (num_rows, *spec.shape)
-    sharding = _leaf_sharding(spec, layout, shape)
-    shards = []
-    indices: Any = sharding.addressable_devices_indices_map(shape)
-    for index in indices.values():
-        first, stop, _ = index[0].indices(num_rows)
-        start = starts[first]
-        shards.append((slice(start, start + stop - first), *index[1:]))
-    place = _jax.shard_placer(shape, spec.to, sharding)
-    return LeafPlacement(sharding, tuple(shards), place)
-
-
-def _leaf_sharding(
-    spec: LeafSpec, layout: Layout, shape: tuple[int, ...]
-) -> NamedSharding:
-    def where() -> str:
-        return f"{spec.path or 'the array'} {array_text(spec.to, shape)}"
-
-    try:
-        full = _batches.leaf_layout(layout, len(shape))
-    except LayoutError as error:
-        raise DataError(f"{where()}: {error}") from None
-    if full.misfits(shape):
-        try:
-            full.check(shape, where())
-        except LayoutError as error:
-            raise DataError(str(error)) from None
-    return full.sharding
-
-
-@dataclass(frozen=True)
-class WeightsPlace:
-    """Where the weights of batches are.
-
-    Attributes:
-        index: The number of their leaf in batches; None if there are none.
-        is_own: Whether the source has them already.
-        treedef: The structure of batches.
-        leaves: Their leaves.
-    """
-
-    index: int | None
-    is_own: bool
-    treedef: Any
-    leaves: tuple[LeafSpec, ...]
-
-    def weighted(
-        self, leaves: list[np.ndarray], is_real: np.ndarray | None, count: int
-    ) -> list[np.ndarray]:
-        """Returns a batch's leaves with its weights, 0 for padding.
-
-        Args:
-            leaves: The leaves that the source gave.
-            is_real: Which rows are not padding; None for all.
-            count: How many rows there are.
-        """
-        index = self.index
-        if index is None:
-            return leaves
-        if not self.is_own:
-            real = np.ones(count, np.float32) if is_real is None else is_real
-            return [*leaves[:index], real.astype(np.float32), *leaves[index:]]
-        if is_real is None:
-            return leaves
-        masked = _batches.mask_padding(leaves[index], is_real)
-        return [*leaves[:index], masked, *leaves[index + 1 :]]
-
-
-@dataclass(frozen=True)
-class _LeafNumber:
-    """Stands for a leaf in a tree, to find its place among the leaves.
-
-    Attributes:
-        number: Which leaf of the source's examples; None for weights that are added.
-    """
-
-    number: int | None
-
-
-def find_weights(
+def batch_spec(
     rows: PyTree, spec: ExampleSpec, key: str | int | None, *, add: bool
-) -> WeightsPlace:
-    """Returns the location of the weights in batches, the source's or added ones.
+) -> BatchSpec:
+    """Returns what batches are, with the source's weights or added ones.
 
     Args:
         rows: Some rows of the source.
         spec: What its examples are.
-        key: Their key in a mapping, their place in a tuple, or their field.
+        key: Where weights are: a mapping's key, a place in a tuple, or a field.
         add: Whether to add them where the source has none.
 
     Raises:
         DataError: If the leaf there is not weights, or the chosen key cannot exist in
             these batches.
     """
-    nowhere = WeightsPlace(None, is_own=False, treedef=spec.treedef, leaves=spec.leaves)
+    unweighted = BatchSpec(spec.treedef, spec.leaves)
     if key is None:
-        return nowhere
-    numbered = spec.treedef.unflatten(map(_LeafNumber, range(len(spec.leaves))))
+        return unweighted
     weights = _batches.get_weights(rows, key)
     if weights is not None:
         if jax.tree.structure(weights) != jax.tree.structure(0):
@@ -220,41 +203,44 @@ def find_weights(
                 f"is a {type(weights).__name__}. Give weights= another name."
             )
             raise DataError(msg)
-        leaf = _batches.get_weights(numbered, key)
-        if not isinstance(leaf, _LeafNumber) or leaf.number is None:
-            return nowhere  # a field that is not part of the tree
-        _check_numbers(spec.leaves[leaf.number])
-        return replace(nowhere, index=leaf.number, is_own=True)
-    added = _with_weights_leaf(numbered, key, spec)
+        markers = [object() for _ in spec.leaves]
+        marker = _batches.get_weights(spec.treedef.unflatten(markers), key)
+        if marker not in markers:
+            return unweighted  # a field that is not part of the tree
+        index = markers.index(marker)
+        _check_numbers(spec.leaves[index])
+        return replace(unweighted, weights_index=index, has_own_weights=True)
+    weighted = _with_weights(spec, key)
     # Sources without a place for the default key may never need one.
-    if added is None and key != "weight":
+    if weighted is None and key != "weight":
         msg = (
             f"the source's examples have no place for weights={key!r}. {way_out(rows)}"
         )
         raise DataError(msg)
-    return added if add and added is not None else nowhere
+    return weighted if add and weighted is not None else unweighted
 
 
-def _with_weights_leaf(
-    numbered: PyTree, key: str | int, spec: ExampleSpec
-) -> WeightsPlace | None:
-    """Returns the location of added weights, or None if there is no place for them."""
-    if not _batches.takes_weights(numbered, key):
+def _with_weights(spec: ExampleSpec, key: str | int) -> BatchSpec | None:
+    """Returns batches with added weights, or None if there is no place for them."""
+    markers: list[object] = [object() for _ in spec.leaves]
+    examples = spec.treedef.unflatten(markers)
+    if not _batches.takes_weights(examples, key):
         return None
+    marker = object()
     try:
-        larger = _batches.with_weights(numbered, key, _LeafNumber(None))
+        named, treedef = named_leaves(_batches.with_weights(examples, key, marker))
     except StepError:
         return None
-    named, treedef = named_leaves(larger)
-    numbers = [leaf.number for _, leaf in named]
-    known = [number for number in numbers if number is not None]
-    if known == numbers or known != list(range(len(spec.leaves))):
+    order = [leaf for _, leaf in named]
+    if marker not in order:
         return None
-    index = numbers.index(None)
+    index = order.index(marker)
+    if order[:index] + order[index + 1 :] != markers:
+        return None
     dtype = np.dtype(np.float32)
-    leaf = LeafSpec(named[index][0], dtype, (), dtype)
-    leaves = (*spec.leaves[:index], leaf, *spec.leaves[index:])
-    return WeightsPlace(index, is_own=False, treedef=treedef, leaves=leaves)
+    weights = LeafSpec(named[index][0], dtype, (), dtype)
+    leaves = (*spec.leaves[:index], weights, *spec.leaves[index:])
+    return BatchSpec(treedef, leaves, index)
 
 
 def way_out(rows: PyTree) -> str:

@@ -1,7 +1,5 @@
 """The position of an iteration over a dataset, as JSON."""
 
-import json
-from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from meshlayout import _checks
@@ -11,6 +9,19 @@ from meshlayout.errors import DataError
 
 # 2: shuffles use this library's own permutation, and streams record how they are cut.
 _VERSION = 2
+
+# What has to be the same for a place to mean the same batches, in words.
+_WORDS = {
+    "source": "a source of kind {}",  # "rows" for random access, "stream" for one way
+    "num_rows": "a source of {} rows",  # of a source with random access
+    "global_batch_size": "global_batch_size={}",
+    "remainder": "remainder={!r}",
+    "seed": "shuffle={}",
+    "process": "[process, processes]={}",  # where each has a source of its own
+    # A stream of batches may count batches in its own place, which means other rows if
+    # their size differs; None for single examples, and where rows are counted.
+    "block": "a stream whose first batch has {} examples",
+}
 
 
 class Position(NamedTuple):
@@ -38,54 +49,22 @@ class Position(NamedTuple):
     offset: int = 0
 
 
-@dataclass(frozen=True)
-class Identity:
-    """What has to be the same for a place to mean the same batches.
+def to_state(identity: dict[str, JSON], position: Position) -> dict[str, JSON]:
+    """Returns a place as a JSON-serializable dict.
 
-    Attributes:
-        source: `"rows"` for random access, `"stream"` for one way.
-        num_rows: Rows of a source with random access.
-        global_batch_size: Rows of a global batch.
-        remainder: What becomes of rows that do not fill a batch.
-        seed: What shuffles the rows.
-        process: This process's index and the number of processes, where each of them
-            has a source of its own.
-        block: Examples in the first batch of a stream of batches; None for single
-            examples, and where rows are counted. A stream may count batches in its own
-            place, which means different rows if the batch size differs.
+    Args:
+        identity: The dataset's value for each key of `_WORDS`.
+        position: The place.
     """
-
-    source: str
-    num_rows: int | None
-    global_batch_size: int
-    remainder: str
-    seed: int | None
-    process: list[int] | None
-    block: int | None
-
-
-_WORDS = {
-    "source": "a source of kind {}",
-    "num_rows": "a source of {} rows",
-    "global_batch_size": "global_batch_size={}",
-    "remainder": "remainder={!r}",
-    "seed": "shuffle={}",
-    "process": "[process, processes]={}",
-    "block": "a stream whose first batch has {} examples",
-}
-
-
-def to_state(identity: Identity, position: Position) -> dict[str, JSON]:
-    """Returns a place as a JSON-serializable dict."""
     return {
         "kind": "meshlayout.data",
         "version": _VERSION,
-        **{f"of_{name}": value for name, value in asdict(identity).items()},
+        **{f"of_{name}": value for name, value in identity.items()},
         **position._asdict(),
     }
 
 
-def from_state(identity: Identity, state: object) -> Position:
+def from_state(identity: dict[str, JSON], state: object) -> Position:
     """Returns the place that a dict names.
 
     Args:
@@ -107,12 +86,11 @@ def from_state(identity: Identity, state: object) -> Position:
             f"version {_VERSION}."
         )
         raise DataError(msg)
-    own = asdict(identity)
-    for name in [*Position._fields, *(f"of_{name}" for name in own)]:
+    for name in [*Position._fields, *(f"of_{name}" for name in identity)]:
         if name not in state:
             msg = f"the state lacks {name!r}; it was cut or written by hand."
             raise DataError(msg)
-    for name, here in own.items():
+    for name, here in identity.items():
         there = state[f"of_{name}"]
         # How a stream is cut matters only to the place that it has named itself.
         if there != here and (name != "block" or state["source"] is not None):
@@ -136,17 +114,3 @@ def _text(name: str, value: object) -> str:
     if name == "block" and value is None:
         return "a stream of single examples"
     return _WORDS[name].format(value)
-
-
-def check_json(state: JSON) -> JSON:
-    """Returns a source's own state, or raises DataError if JSON cannot hold it."""
-    if state is None:
-        return None
-    try:
-        return json.loads(json.dumps(state))
-    except (TypeError, ValueError) as error:
-        msg = (
-            f"the source's get_state() returned a {type(state).__name__} that JSON "
-            f"does not take: {error}. Return numbers, strings, lists and dicts."
-        )
-        raise DataError(msg) from error

@@ -116,52 +116,43 @@ def per_replica_batch_size(global_batch_size: int, layout_or_mesh: LayoutOrMesh)
     return size // replicas
 
 
-def batch_layout(layout_or_mesh: LayoutOrMesh) -> Layout:
+def batch_layout(
+    layout_or_mesh: LayoutOrMesh, note: Callable[[str], None] | None = None
+) -> Layout:
     """Returns the layout of batches.
 
     Args:
         layout_or_mesh: A layout, a sharding, a PartitionSpec on the default mesh, or a
             mesh, whose axes in `BATCH_AXES` shard the first dim.
+        note: Called with a sentence if there is only a mesh, without such an axis:
+            every device then holds whole batches.
 
     Raises:
         DataError: If it is something else, or has an entry that JAX cannot place.
     """
-    given = layout_or_mesh
-    if isinstance(given, (Mesh, jax.sharding.Mesh)):
-        return _batches.batch_layout(as_mesh(given))
-    if isinstance(given, PartitionSpec):
-        return Layout(given)
-    if not isinstance(given, (Layout, NamedSharding)):
+    if isinstance(layout_or_mesh, (Mesh, jax.sharding.Mesh)):
+        mesh = as_mesh(layout_or_mesh)
+        is_whole = len(mesh.devices.flat) > 1 and not _batches.batch_axes(mesh)
+        if is_whole and note is not None:
+            axis = mesh.axis_names[0]
+            note(
+                f"Every device of {mesh!r} holds the whole batch: of a mesh's axes, "
+                "those called batch, data or fsdp shard batches. To shard them along "
+                f"another one, give a layout, as mesh.layout({axis!r}, ...)."
+            )
+        return _batches.batch_layout(mesh)
+    if isinstance(layout_or_mesh, PartitionSpec):
+        return Layout(layout_or_mesh)
+    if not isinstance(layout_or_mesh, (Layout, NamedSharding)):
         msg = (
             "batches need a Layout, a mesh or a NamedSharding, got "
-            f"{_checks.shown(given)}. For a list of entries, write mesh.layout(...)."
+            f"{_checks.shown(layout_or_mesh)}. For a list of entries, write "
+            "mesh.layout(...)."
         )
         raise DataError(msg)
-    layout = Layout.of(given)
+    layout = Layout.of(layout_or_mesh)
     _ = layout.is_fully_replicated  # refuses MATCH
     return layout
-
-
-def note_whole_batches(
-    layout_or_mesh: LayoutOrMesh, note: Callable[[str], None]
-) -> None:
-    """Notes that every device holds whole batches if the user did not ask for that.
-
-    Args:
-        layout_or_mesh: What was given for the layout of batches.
-        note: Called with a sentence, where only a mesh was given, and it has no axis
-            along which batches are sharded.
-    """
-    if not isinstance(layout_or_mesh, (Mesh, jax.sharding.Mesh)):
-        return
-    mesh = as_mesh(layout_or_mesh)
-    if len(mesh.devices.flat) > 1 and not _batches.batch_axes(mesh):
-        axis = mesh.axis_names[0]
-        note(
-            f"Every device of {mesh!r} holds the whole batch: of a mesh's axes, those "
-            "called batch, data or fsdp shard batches. To shard them along another "
-            f"one, give a layout, as mesh.layout({axis!r}, ...)."
-        )
 
 
 def row_groups(layout: Layout, global_batch_size: int) -> list[tuple[int, ...]]:
@@ -193,9 +184,5 @@ def row_groups(layout: Layout, global_batch_size: int) -> list[tuple[int, ...]]:
 
 
 def processes_of(mesh: Mesh) -> list[int]:
-    """Returns the processes that have devices in a mesh.
-
-    Args:
-        mesh: The mesh.
-    """
+    """Returns the processes that have devices in a mesh."""
     return sorted({device.process_index for device in mesh.devices.flat})

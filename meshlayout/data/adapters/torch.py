@@ -19,16 +19,17 @@ def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> Source | None:
 
     Args:
         obj: A DataLoader, or a Dataset with a length.
-        clock: Where notes go.
+        clock: Not needed here.
         batched: Whether it yields batches; None infers it from the loader's options.
 
     Raises:
         DataError: If it is an IterableDataset without a loader, or a Dataset with
             `batched=True`.
     """
+    del clock
     kinds = {kind.__name__ for kind in type(obj).__mro__}
     if "DataLoader" in kinds:
-        return _loader_source(obj, clock, batched=batched)
+        return _loader_source(obj, batched=batched)
     if "IterableDataset" in kinds:
         raise DataError(
             "a PyTorch IterableDataset does not say what it gives. Put it into a "
@@ -40,22 +41,29 @@ def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> Source | None:
     return None
 
 
-def _loader_source(loader: Any, clock: Clock, *, batched: bool | None) -> Source:
-    """Returns a DataLoader as a source; its tensors become arrays of the same memory.
+@dataclass(frozen=True)
+class LoaderSource(IteratorSource):
+    """The source of a DataLoader, whose tensors become arrays of the same memory.
+
+    Attributes:
+        num_parts: In how many parts its sampler cuts the rows, each for one process.
+    """
+
+    num_parts: int = 1
+
+
+def _loader_source(loader: Any, *, batched: bool | None) -> LoaderSource:
+    """Returns a DataLoader as a source.
 
     Without `batched`, it gives batches if it has a batch size or a batch sampler.
     """
     if batched is None:
         batched = loader.batch_sampler is not None or None
-    num_parts = getattr(loader.sampler, "num_replicas", 1)
-    if num_parts > 1:
-        clock.warn(
-            f"The DataLoader's sampler gives each of {num_parts} processes a part of "
-            "its own: say per_process=True."
-        )
-
     num_rows = _num_rows(loader, batched=batched)
-    return IteratorSource(lambda epoch: _read(loader, epoch), batched, num_rows)
+    num_parts = getattr(loader.sampler, "num_replicas", 1)
+    return LoaderSource(
+        lambda epoch: _read(loader, epoch), batched, num_rows, num_parts
+    )
 
 
 @dataclass
