@@ -63,14 +63,7 @@ class ArraySpec:
         return np.dtype("uint32" if self.is_key else self.dtype)
 
     def transposed(self, dims: tuple[int, ...] | None) -> "ArraySpec":
-        """Returns the array with its dims in another order.
-
-        Args:
-            dims: The permutation, as for `np.transpose`; None for none.
-
-        Raises:
-            CheckpointError: If it is for another number of dims.
-        """
+        """Returns the array with its dims permuted, as by `np.transpose`."""
         if dims is None:
             return self
         if len(dims) != len(self.shape):
@@ -93,11 +86,7 @@ def is_number(dtype: DTypeLike | None) -> bool:
 
 @functools.lru_cache(maxsize=16)
 def key_dtype(impl: str | None) -> Any:
-    """Returns the dtype of a generator's PRNG keys; None if JAX has no such generator.
-
-    Args:
-        impl: The generator's name, as `"threefry2x32"`.
-    """
+    """Returns the dtype of a generator's PRNG keys; None if JAX has no such one."""
     try:
         return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
     except (TypeError, ValueError):

@@ -60,18 +60,9 @@ def load_msgpack(
     Flax wrote in chunks. Each device gets only its own slices. A changed bit inside an
     array goes unnoticed, as the format has no checksums.
 
-    The options are those of `load_safetensors`; in saved paths, `/` separates the keys.
-
-    Args:
-        path: The file, or its bytes: what `flax.serialization.to_bytes` or
-            `msgpack_serialize` made of a state.
-        like: The state to restore, or a layout map alone.
-        layouts: Where arrays go, if not where those of `like` are.
-        rename: `{pattern: replacement}` for saved paths.
-        transpose: `{pattern: permutation}`, by path in the state.
-        partial: Whether arrays may be missing or extra.
-        allow: Patterns of paths that may differ in any way.
-        dtype: A dtype for every array of its kind, or `{pattern: dtype}`.
+    `path` is the file, or its bytes: what `flax.serialization.to_bytes` or
+    `msgpack_serialize` made of a state. All other arguments are those of
+    `load_safetensors`; in saved paths, `/` separates the keys.
 
     Raises:
         DamagedCheckpointError: If the file is cut off or is not Flax's msgpack.
@@ -109,20 +100,10 @@ def load_orbax(
     that was. Every device reads only the slices that it holds. Orbax writes no
     checksums of arrays: a changed bit inside one is not always found.
 
-    All options but `item` are those of `load_msgpack`. A leading `params/`, and the
-    `/value` that NNX once wrote, need no renaming.
-
-    Args:
-        directory: What was saved to; of a `CheckpointManager`, the directory of a
-            step.
-        like: The state to restore, or a layout map alone.
-        layouts: Where arrays go, if not where those of `like` are.
-        item: The name of the tree in the directory, where it holds several.
-        rename: As for `load_msgpack`, as are the options below.
-        transpose: `{pattern: permutation}`.
-        partial: Whether arrays may be missing or extra.
-        allow: Patterns of paths that may differ.
-        dtype: A dtype, or `{pattern: dtype}`.
+    `directory` is what was saved to; of a `CheckpointManager`, the directory of a step.
+    `item` is the name of the tree in it, where it holds several. All other arguments
+    are those of `load_msgpack`. A leading `params/`, and the `/value` that NNX once
+    wrote, need no renaming.
 
     Raises:
         DamagedCheckpointError: If files are missing or are not what was saved, as far
@@ -135,12 +116,7 @@ def load_orbax(
 
 
 def check_path(name: str, path: Any) -> None:
-    """Raises CheckpointError if a value is not a path.
-
-    Args:
-        name: The parameter, for messages.
-        path: What the user gave.
-    """
+    """Raises CheckpointError if the value of a parameter is not a path."""
     try:
         text = os.fspath(path)
     except TypeError:

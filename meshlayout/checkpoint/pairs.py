@@ -15,6 +15,7 @@ from meshlayout import _checks, _jax
 from meshlayout._annotations import DType, PyTree
 from meshlayout.checkpoint.difference import ArraySpec, Change, RestoreDiff, is_number
 from meshlayout.checkpoint.patterns import PathPatterns, by_pattern
+from meshlayout.checkpoint.target import LeafRestore
 from meshlayout.errors import CheckpointError, RestoreDiffError, did_you_mean
 from meshlayout.layout_map import LayoutMap
 
@@ -63,34 +64,19 @@ class Request:
         return _checks.pattern("only", self.only).search(path) is not None
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """An array of the state, and the saved array that it is restored from.
-
-    Attributes:
-        wanted: The array in the state.
-        saved: The saved array, under its saved name.
-        dtype: The dtype of the result on the host.
-    """
-
-    wanted: ArraySpec
-    saved: ArraySpec
-    dtype: Any
-
-
 def match(
     saved: Mapping[str, ArraySpec],
-    wanted: Sequence[ArraySpec],
+    leaves: Sequence[LeafRestore],
     request: Request,
     *,
     is_foreign: bool = False,
     source: str = "what was saved",
-) -> tuple[list[Pair], RestoreDiff]:
-    r"""Matches every array of a state with its saved array.
+) -> tuple[list[LeafRestore], RestoreDiff]:
+    """Matches every array of a state with its saved array.
 
     Args:
         saved: The saved arrays, by their names after renaming.
-        wanted: The arrays of the state; paths as in `LayoutMap`.
+        leaves: The arrays of the state; paths as in `LayoutMap`.
         request: Which differences are allowed, and the dtypes that are asked for.
         is_foreign: Whether other libraries wrote it: a leading `params/` and a
             `/value` at the end, which some versions of Flax write and others do not,
@@ -98,8 +84,8 @@ def match(
         source: What holds the saved arrays, for messages.
 
     Returns:
-        What is restored, in the order of the state, and all differences, the allowed
-        ones too.
+        The leaves, with the saved arrays of those that are restored; and all
+        differences, the allowed ones too.
 
     Raises:
         CheckpointError: If a pattern is wrong or matches nothing.
@@ -107,49 +93,52 @@ def match(
 
     Example:
         >>> old = ArraySpec("net.w", (), (2, 3), np.dtype("float32"))
-        >>> new = ArraySpec("model/w", (), (2, 3), np.dtype("float32"))
-        >>> pairs, diff = match({"model/w": old}, [new], Request())
-        >>> [(pair.wanted.path, pair.saved.path) for pair in pairs]
-        [('model/w', 'net.w')]
+        >>> new = LeafRestore(ArraySpec("model/w", (), (2, 3), np.dtype("float32")))
+        >>> (leaf,), diff = match({"model/w": old}, [new], Request())
+        >>> leaf.spec.path, leaf.saved.path
+        ('model/w', 'net.w')
     """
+    chosen = [leaf for leaf in leaves if request.chooses(leaf.spec.path)]
+    wanted = [leaf.spec for leaf in chosen]
     partners = _partners([*saved], wanted, is_foreign=is_foreign)
     allowed = None
     if request.allow != ():
         patterns = request.allow
         if isinstance(patterns, str):
             patterns = [patterns]
-        paths = [*saved, *(leaf.path for leaf in wanted)]
+        paths = [*saved, *(spec.path for spec in wanted)]
         allowed = PathPatterns("allow", patterns, paths)
     requested = _requested_dtypes(request.dtype, wanted)
-    pairs: list[Pair] = []
+    restored: dict[str, LeafRestore] = {}
     missing: dict[str, str] = {}
     shapes: list[Change] = []
     dtypes: list[Change] = []
-    for leaf, name in zip(wanted, partners, strict=True):
+    for leaf, name in zip(chosen, partners, strict=True):
+        spec = expected = leaf.spec
         if name is None:
-            missing[leaf.path] = leaf.array
+            missing[spec.path] = spec.array
             continue
-        partner, expected = saved[name], leaf
-        if is_foreign and leaf.is_key and not partner.is_key:
-            expected = replace(leaf, shape=leaf.host_shape, dtype=leaf.host_dtype)
-        has_dtype = _fits(partner.dtype, expected.dtype, requested.get(leaf.path))
+        partner = saved[name]
+        if is_foreign and spec.is_key and not partner.is_key:
+            expected = replace(spec, shape=spec.host_shape, dtype=spec.host_dtype)
+        has_dtype = _fits(partner.dtype, expected.dtype, requested.get(spec.path))
         has_shape = partner.shape == expected.shape
         # Of keys of another generator, the number of words may differ, which says less.
         if not has_dtype and (has_shape or expected.is_key or partner.is_key):
-            dtypes.append(Change(leaf.path, partner, leaf))
+            dtypes.append(Change(spec.path, partner, spec))
         elif not has_shape:
-            shapes.append(Change(leaf.path, partner, leaf))
+            shapes.append(Change(spec.path, partner, spec))
         else:
-            dtype = requested.get(leaf.path, leaf.dtype)
-            pairs.append(Pair(leaf, partner, _host_dtype(dtype, leaf, partner)))
+            dtype = _host_dtype(requested.get(spec.path, spec.dtype), spec, partner)
+            restored[spec.path] = replace(leaf, saved=partner, dtype=dtype)
     used = set(partners)
-    extra = {name: leaf for name, leaf in saved.items() if name not in used}
+    extra = {name: spec for name, spec in saved.items() if name not in used}
     diff = RestoreDiff(
         tuple(missing),
         tuple(extra),
         tuple(shapes),
         tuple(dtypes),
-        missing | {path: leaf.array for path, leaf in extra.items()},
+        missing | {path: spec.array for path, spec in extra.items()},
     )
     wrong = _without_allowed(diff, allowed, partial=request.partial)
     if wrong:
@@ -159,14 +148,14 @@ def match(
         )
         raise RestoreDiffError(msg, diff)
     _check_kind(request.dtype, requested, wanted)
-    if wanted and saved and not pairs and diff:
+    if wanted and saved and not restored and diff:
         msg = (
             f"nothing in {source} has a place in the state to restore: "
             f"{diff.summary()}.\n{diff.table(_SHOWN)}\nrename={{pattern: replacement}} "
             "gives saved arrays other names."
         )
         raise RestoreDiffError(msg, diff)
-    return pairs, diff
+    return [restored.get(leaf.spec.path, leaf) for leaf in leaves], diff
 
 
 def _partners(

@@ -63,11 +63,6 @@ def by_pattern(
 ) -> dict[str, T]:
     """Returns the value of the pattern that matches, for each path that one does.
 
-    Args:
-        values: `{pattern: value}`; an exact path wins over patterns.
-        paths: The paths.
-        option: The option that the patterns belong to, for messages.
-
     Raises:
         CheckpointError: As `PathPatterns`, or if two patterns that match one path have
             different values.
@@ -92,10 +87,6 @@ def permutations(
     transpose: Mapping[str, Sequence[int]] | None, paths: Sequence[str]
 ) -> dict[str, tuple[int, ...]]:
     """Returns the permutation of dims of each array that has one, by its path.
-
-    Args:
-        transpose: `{pattern: permutation}`, or None.
-        paths: The paths of the arrays.
 
     Raises:
         CheckpointError: As `by_pattern`, or if a value is not a permutation.

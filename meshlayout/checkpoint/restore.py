@@ -13,7 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypedDict
 
 import jax
@@ -25,7 +25,13 @@ from meshlayout.checkpoint.data_state import Continues
 from meshlayout.checkpoint.difference import ArraySpec, RestoreDiff, is_number
 from meshlayout.checkpoint.pairs import Dtypes, Request, match
 from meshlayout.checkpoint.patterns import permutations, renamed
-from meshlayout.checkpoint.target import HostArray, Index, LeafRestore, Target
+from meshlayout.checkpoint.target import (
+    HostArray,
+    Index,
+    LeafRestore,
+    Rebuild,
+    target_of,
+)
 from meshlayout.errors import CheckpointError
 from meshlayout.layout_map import LayoutMap
 
@@ -112,42 +118,27 @@ def load(source: Source, request: Request) -> Restored:
         CheckpointError: If the saved arrays do not fit.
     """
     saved = _saved_by_name(source, request)
-    target = _target(source, saved, request)
-    wanted = [leaf.spec for leaf in target.leaves if request.chooses(leaf.spec.path)]
-    if request.only is not None and not wanted and not saved:
+    leaves, rebuild = _target(source, saved, request)
+    is_chosen = any(request.chooses(leaf.spec.path) for leaf in leaves)
+    if request.only is not None and not is_chosen and not saved:
         first = source.leaves[0].path if source.leaves else ""
         msg = (
             f"only={request.only!r} matches no path in {source.name}, whose first is "
             f"{first!r}. It is a regular expression."
         )
         raise CheckpointError(msg)
-    pairs, diff = match(
-        saved, wanted, request, is_foreign=source.is_foreign, source=source.name
+    leaves, diff = match(
+        saved, leaves, request, is_foreign=source.is_foreign, source=source.name
     )
-    partners = {pair.wanted.path: pair for pair in pairs}
-    leaves = [
-        replace(leaf, saved=pair.saved, dtype=pair.dtype)
-        if (pair := partners.get(leaf.spec.path)) is not None
-        else leaf
-        for leaf in target.leaves
-    ]
     _check(leaves, source.name)
     parts = _read(source, (part for leaf in leaves for part in leaf.saved_slices()))
     values = [leaf.place(parts) for leaf in leaves]
     restores = [leaf for leaf in leaves if leaf.saved is not None]
-    return Restored(target.rebuild(values), diff, restores)
+    return Restored(rebuild(values), diff, restores)
 
 
 def load_foreign(source: Source, request: Request) -> PyTree:
-    """Returns a state from another library's files, and logs the restore.
-
-    Args:
-        source: As for `load`.
-        request: As for `load`.
-
-    Raises:
-        CheckpointError: As `load`.
-    """
+    """As `load`, from another library's files: returns the state, and logs the rest."""
     begin_s = time.perf_counter()
     restored = load(source, request)
     num_bytes = sum(restore.nbytes for restore in restored.restores)
@@ -164,11 +155,7 @@ def load_foreign(source: Source, request: Request) -> PyTree:
 
 
 def to_numpy(source: Source) -> PyTree:
-    """Returns nested dicts of NumPy arrays; PRNG keys as their words.
-
-    Args:
-        source: The saved arrays.
-    """
+    """Returns all arrays as nested dicts of NumPy arrays; PRNG keys as their words."""
     wholes = (
         (leaf, tuple(slice(0, size) for size in leaf.host_shape))
         for leaf in source.leaves
@@ -195,8 +182,10 @@ def _saved_by_name(source: Source, request: Request) -> dict[str, ArraySpec]:
     }
 
 
-def _target(source: Source, saved: Mapping[str, ArraySpec], request: Request) -> Target:
-    """Returns the state to build: that of `like=`, or nested dicts of all leaves."""
+def _target(
+    source: Source, saved: Mapping[str, ArraySpec], request: Request
+) -> tuple[list[LeafRestore], Rebuild]:
+    """As `target_of`, for `like=` or for nested dicts of all saved leaves."""
     like, layouts = request.like, request.layouts
     if isinstance(like, LayoutMap):
         if layouts is not None:
@@ -206,7 +195,7 @@ def _target(source: Source, saved: Mapping[str, ArraySpec], request: Request) ->
             raise CheckpointError(msg)
         like, layouts = None, like
     elif like is not None or source.is_foreign:
-        return Target.of(like, layouts, whole=not source.is_foreign)
+        return target_of(like, layouts, whole=not source.is_foreign)
     parts = [
         leaf.parts
         if leaf.path == name and not source.is_foreign
@@ -216,14 +205,14 @@ def _target(source: Source, saved: Mapping[str, ArraySpec], request: Request) ->
     leaves = list(saved.values())
     tree = _nested(leaves, parts, [_template(leaf) for leaf in leaves])
     if not leaves:
-        return Target([], lambda values: tree)
+        return [], lambda values: tree
     if source.is_foreign:
-        return Target.of(tree, layouts)
+        return target_of(tree, layouts)
     # Under an empty key, which paths leave out: rules see whole paths. A tree with the
     # key `params` would be taken for Linen variables, and `params` left out of paths,
     # but it may be a `TrainState` whose type was not saved.
-    target = Target.of({"": tree}, layouts)
-    return Target(target.leaves, lambda values: target.rebuild(values)[""])
+    targets, rebuild = target_of({"": tree}, layouts)
+    return targets, lambda values: rebuild(values)[""]
 
 
 def _template(leaf: ArraySpec) -> Any:
@@ -238,16 +227,7 @@ def _template(leaf: ArraySpec) -> Any:
 def _nested(
     leaves: Sequence[ArraySpec], parts: Sequence[Sequence[str]], values: Sequence[Any]
 ) -> PyTree:
-    """Returns nested dicts of values, or the value of a leaf without a name.
-
-    Args:
-        leaves: The saved leaves, for messages.
-        parts: The keys of every value, from the outermost.
-        values: The values.
-
-    Raises:
-        CheckpointError: If a name is inside another one, or has too many keys.
-    """
+    """Returns nested dicts of values by their keys, or the value without any key."""
     tree: dict[str, Any] = {}
     for leaf, keys, value in zip(leaves, parts, values, strict=True):
         if not keys:

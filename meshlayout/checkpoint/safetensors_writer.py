@@ -35,7 +35,7 @@ from meshlayout.checkpoint.safetensors import (
     local_path,
 )
 from meshlayout.checkpoint.target import Bounds, HostArray, bounds_of
-from meshlayout.checkpoint.waits import open_channel
+from meshlayout.checkpoint.waits import on_first, open_channel
 from meshlayout.cluster.process_sync import Channel
 from meshlayout.errors import CheckpointError
 
@@ -107,12 +107,12 @@ def save_safetensors(
     path = _target_file(path)
     files = _files(path, arrays, most, _checked_metadata(metadata))
     channel = open_channel("the same save_safetensors")
-    _on_first(channel, functools.partial(_check_free, path, overwrite=overwrite))
+    _write_on_first(channel, functools.partial(_check_free, path, overwrite=overwrite))
     try:
         for file in files:
-            _on_first(channel, file.allocate)
+            _write_on_first(channel, file.allocate)
             _fill(channel, file)
-        _on_first(channel, functools.partial(_publish, path, files))
+        _write_on_first(channel, functools.partial(_publish, path, files))
     finally:
         for file in files if jax.process_index() == 0 else ():
             try:
@@ -389,21 +389,17 @@ def _check_array(path: str, value: Leaf) -> None:
 # Writing.
 
 
-def _on_first(channel: Channel, work: Callable[[], object]) -> None:
+def _write_on_first(channel: Channel, work: Callable[[], None]) -> None:
     """Does work on process 0, and raises its errors on all processes."""
-    problem = ""
-    if jax.process_index() == 0:
+
+    def write() -> None:
         try:
             work()
-        except CheckpointError as error:
-            problem = str(error)
         except OSError as error:
-            problem = f"the safetensors files cannot be written: {error}."
-    problem = channel.from_first(problem)
-    if problem and jax.process_index() != 0:
-        problem = f"process 0: {problem}"
-    if problem:
-        raise CheckpointError(problem)
+            msg = f"the safetensors files cannot be written: {error}."
+            raise CheckpointError(msg) from error
+
+    on_first(channel, write)
 
 
 def _existing(path: Path) -> list[Path]:
@@ -441,7 +437,7 @@ def _fill(channel: Channel, file: _File) -> None:
         with file.temporary.open("r+b") as stream:
             os.fsync(stream.fileno())
 
-    _on_first(channel, finish)
+    _write_on_first(channel, finish)
 
 
 def _all_values(file: _File) -> Iterator[tuple[_Shard, HostArray]]:

@@ -33,14 +33,12 @@ Bounds: TypeAlias = tuple[tuple[int, int], ...]
 
 HostArray: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
+Rebuild: TypeAlias = Callable[[Sequence[Any]], PyTree]
+"""Makes a state from the new values of its arrays and numbers."""
+
 
 def bounds_of(index: Index | None, shape: tuple[int, ...]) -> Bounds:
-    """Returns the start and the stop of an index in every dim.
-
-    Args:
-        index: Slices, as returned by JAX; None for all of an array without dims.
-        shape: The shape of the whole array.
-    """
+    """Returns the start and the stop in every dim of an index that JAX returned."""
     pairs = zip(index or (), shape, strict=True)
     return tuple(part.indices(size)[:2] for part, size in pairs)
 
@@ -60,8 +58,8 @@ class LeafRestore:
     """
 
     spec: ArraySpec
-    value: Any
-    destination: Sharding | None
+    value: Any = None
+    destination: Sharding | None = None
     moves: bool = False
     saved: ArraySpec | None = None
     dtype: Any = None
@@ -245,79 +243,64 @@ def _why_not_divided(sharding: Sharding | None, shape: tuple[int, ...]) -> str:
 # The state to build.
 
 
-@dataclass(frozen=True)
-class Target:
-    """The state to build.
+def target_of(
+    like: PyTree, layouts: LayoutMap | None, *, whole: bool = False
+) -> tuple[list[LeafRestore], Rebuild]:
+    """Returns the arrays and numbers of a state to restore, and how to rebuild it.
 
-    Attributes:
-        leaves: Its arrays and numbers.
-        rebuild: Makes the state from new values, one per leaf.
+    Args:
+        like: Arrays or abstract arrays in any tree, or a `StateDescription`.
+        layouts: Where its arrays go, if not where they are.
+        whole: Whether paths keep the `params` at the root of Linen variables.
+
+    Raises:
+        CheckpointError: If it has no leaf to restore, or `layouts` is not a layout map.
     """
+    if layouts is not None and not isinstance(layouts, LayoutMap):
+        msg = (
+            f"layouts= must be a LayoutMap, got {layouts!r} of type "
+            f"{type(layouts).__name__}. Without it, arrays go where those of like= are."
+        )
+        raise CheckpointError(msg)
+    tree = like.abstract if isinstance(like, StateDescription) else like
+    graphdef = None
+    if _paths.holds_modules(tree):
+        with eager_sharding_off():
+            graphdef, tree = nnx.split(tree)
+    values, treedef = jax.tree.flatten(tree)
+    named = _paths.flatten(tree, whole=whole).leaves
+    # By position, as leaves that are not arrays stay as they are.
+    leaves: dict[int, LeafRestore] = {}
+    for position, (leaf, value) in enumerate(zip(named, values, strict=True)):
+        spec = _spec(leaf.path, value)
+        if spec is not None:
+            leaves[position] = LeafRestore(spec, value, _own_sharding(value))
+    if not leaves:
+        msg = (
+            f"like= holds no arrays: {like!r} of type {type(like).__name__}. Give the "
+            "state to restore, or its shapes, as ml.describe or jax.eval_shape return "
+            "them."
+        )
+        raise CheckpointError(msg)
+    if layouts is not None:
+        resolved = layouts.resolve(tree)
+        layouts._check_used(resolved)
+        pairs = zip(leaves.items(), jax.tree.leaves(resolved.layouts), strict=True)
+        leaves = {
+            position: replace(leaf, destination=layout.sharding, moves=True)
+            for (position, leaf), layout in pairs
+        }
 
-    leaves: list[LeafRestore]
-    rebuild: Callable[[Sequence[Any]], PyTree]
+    def rebuild(new_values: Sequence[Any]) -> PyTree:
+        rebuilt = list(values)
+        for position, value in zip(leaves, new_values, strict=True):
+            rebuilt[position] = value
+        if graphdef is None:
+            return treedef.unflatten(rebuilt)
+        with eager_sharding_off():
+            return nnx.merge(graphdef, treedef.unflatten(rebuilt))
 
-    @classmethod
-    def of(
-        cls, like: PyTree, layouts: LayoutMap | None = None, *, whole: bool = False
-    ) -> "Target":
-        """Flattens a state.
-
-        Args:
-            like: Arrays or abstract arrays in any tree, or a `StateDescription`.
-            layouts: Where its arrays go, if not where they are.
-            whole: Whether paths keep the `params` at the root of Linen variables.
-
-        Raises:
-            CheckpointError: If it has no leaf to restore, or `layouts`
-                is not a layout map.
-        """
-        if layouts is not None and not isinstance(layouts, LayoutMap):
-            msg = (
-                f"layouts= must be a LayoutMap, got {layouts!r} of type "
-                f"{type(layouts).__name__}. Without it, arrays go where those of like= "
-                "are."
-            )
-            raise CheckpointError(msg)
-        tree = like.abstract if isinstance(like, StateDescription) else like
-        graphdef = None
-        if _paths.holds_modules(tree):
-            with eager_sharding_off():
-                graphdef, tree = nnx.split(tree)
-        values, treedef = jax.tree.flatten(tree)
-        named = _paths.flatten(tree, whole=whole).leaves
-        # By position, as leaves that are not arrays stay as they are.
-        leaves: dict[int, LeafRestore] = {}
-        for position, (leaf, value) in enumerate(zip(named, values, strict=True)):
-            spec = _spec(leaf.path, value)
-            if spec is not None:
-                leaves[position] = LeafRestore(spec, value, _own_sharding(value))
-        if not leaves:
-            msg = (
-                f"like= holds no arrays: {like!r} of type {type(like).__name__}. Give "
-                "the state to restore, or its shapes, as ml.describe or jax.eval_shape "
-                "return them."
-            )
-            raise CheckpointError(msg)
-        if layouts is not None:
-            resolved = layouts.resolve(tree)
-            layouts._check_used(resolved)
-            pairs = zip(leaves.items(), jax.tree.leaves(resolved.layouts), strict=True)
-            leaves = {
-                position: replace(leaf, destination=layout.sharding, moves=True)
-                for (position, leaf), layout in pairs
-            }
-
-        def rebuild(new_values: Sequence[Any]) -> PyTree:
-            rebuilt = list(values)
-            for position, value in zip(leaves, new_values, strict=True):
-                rebuilt[position] = value
-            if graphdef is None:
-                return treedef.unflatten(rebuilt)
-            with eager_sharding_off():
-                return nnx.merge(graphdef, treedef.unflatten(rebuilt))
-
-        return cls(list(leaves.values()), rebuild)
+    return list(leaves.values()), rebuild
 
 
 def _spec(path: str, value: Leaf) -> ArraySpec | None:
