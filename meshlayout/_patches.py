@@ -1,18 +1,30 @@
 """Attributes of other libraries, replaced for as long as anyone needs it."""
 
 import contextlib
+import inspect
 import threading
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
+
+
+# A class, the attribute's name, and a function from the original to its replacement.
+Patch: TypeAlias = tuple[type, str, Callable[[Any], Any]]
+
+# How many are inside of each patch, and what undoes it.
+_lock = threading.Lock()
+_num_inside: Counter[Patch] = Counter()
+_undo: dict[Patch, Callable[[], None]] = {}
 
 
 class SharedPatches(contextlib.AbstractContextManager[None]):
     """Attributes that are replaced while any thread is inside, and restored after.
 
-    The first thread to enter patches; the last one to leave restores the original,
-    or deletes the attribute if it was inherited. An attribute that
-    someone else has replaced in the meantime is left alone. A replacement must check
-    whether it is meant, by a ContextVar for instance: other threads call it too.
+    The first to enter patches; the last to leave restores the original, or deletes the
+    attribute if it was inherited. Patches that are equal are shared, also between
+    several objects of this class. An attribute that someone else has replaced in the
+    meantime is left alone. A replacement must check whether it is meant, by a
+    ContextVar for instance: other threads call it too.
 
     Args:
         *patches: The class, the attribute's name, and a function from the original to
@@ -31,30 +43,30 @@ class SharedPatches(contextlib.AbstractContextManager[None]):
         'hello'
     """
 
-    def __init__(self, *patches: tuple[type, str, Callable[[Any], Any]]) -> None:
+    def __init__(self, *patches: Patch) -> None:
         self._patches = patches
-        self._lock = threading.Lock()
-        self._num_inside = 0
-        self._undo: list[Callable[[], None]] = []
 
     def __enter__(self) -> None:
-        with self._lock:
-            self._num_inside += 1
-            if self._num_inside == 1:
-                self._undo = [_replace(*patch) for patch in self._patches]
+        with _lock:
+            for patch in self._patches:
+                if not _num_inside[patch]:
+                    _undo[patch] = _replace(*patch)
+                _num_inside[patch] += 1
 
     def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self._num_inside -= 1
-            if self._num_inside == 0:
-                for undo in self._undo:
-                    undo()
+        with _lock:
+            for patch in self._patches:
+                _num_inside[patch] -= 1
+                if not _num_inside[patch]:
+                    del _num_inside[patch]
+                    _undo.pop(patch)()
 
 
 def _replace(owner: type, name: str, make: Callable[[Any], Any]) -> Callable[[], None]:
     """Replaces one attribute; returns a function that undoes it."""
     is_inherited = name not in vars(owner)
-    original = getattr(owner, name)
+    # The descriptor itself: it may be another than a function, as nnx.jit gives.
+    original = inspect.getattr_static(owner, name)
     replacement = make(original)
 
     def undo() -> None:

@@ -28,7 +28,6 @@ from meshlayout.errors import RecompileWarning, StepError, did_you_mean, stack_l
 from meshlayout.layout_map import LayoutMap, activate
 from meshlayout.state import TrainState
 from meshlayout.state.flat_state import StateStructure
-from meshlayout.step.batch_norm import ignoring_unbound_axes
 from meshlayout.step.call_signature import (
     SETTING,
     CallSignature,
@@ -48,6 +47,7 @@ from meshlayout.step.kernel_gradients import (
     gradient_axes,
     with_right_gradients,
 )
+from meshlayout.step.model_call import ignoring_unbound_axes
 
 
 P = ParamSpec("P")

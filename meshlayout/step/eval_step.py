@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from meshlayout import losses
-from meshlayout._annotations import Batch, PyTree
+from meshlayout._annotations import Batch
 from meshlayout._batches import num_examples
 from meshlayout.layout_map import LayoutMap
 from meshlayout.losses.reduction import check_denominator
@@ -14,22 +14,13 @@ from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.state.precision import Precision, check_params, parse_precision
 from meshlayout.step.compiled_step import CompiledStep, OnRecompile, compile_step
-from meshlayout.step.gradients import updated
-from meshlayout.step.model_call import (
-    ModelCall,
-    bound_model,
-    cast_model,
-    check_loss_fn,
-    handled_calls,
-)
+from meshlayout.step.model_call import call_model
 from meshlayout.step.objective import (
     Loss,
     check_batch,
+    check_loss_fn,
     check_state,
     check_weights,
-    joined,
-    parts_of,
-    penalties_of,
 )
 from meshlayout.step.placement import in_own_mesh, place_host_batch, step_mesh_of
 from meshlayout.step.program import ProgramCache
@@ -93,9 +84,14 @@ def make_eval_step(
     check_loss_fn("loss_fn", "make_eval_step", loss_fn)
     check_denominator(denominator)
     check_weights(weights)
-    call = ModelCall(loss_fn, parse_precision(precision))
-    penalties = as_regularizers(regularizers)
-    loss = Loss(call, weights, denominator, penalties, bool(metrics))
+    loss = Loss(
+        loss_fn,
+        parse_precision(precision),
+        weights,
+        denominator,
+        as_regularizers(regularizers),
+        has_metrics=bool(metrics),
+    )
     return EvalStep(loss, user_metrics(metrics), layouts, on_recompile)
 
 
@@ -183,7 +179,7 @@ class EvalStep:
             return nothing, FlatMetrics.of(mesh.everywhere(after))
 
         def empty() -> Metrics:
-            check_params(state.params, self._loss.call.policies)
+            check_params(state.params, self._loss.policies)
             names: list[str] = []
 
             def trace(state: TrainState, batch: Batch) -> Metrics:
@@ -201,17 +197,17 @@ class EvalStep:
     ) -> tuple[StepValues, Metrics]:
         """Returns a step's own values, and the user's metrics with the batch added."""
         loss, share = self._loss, self._loss.share(batch)
-        outcome = loss.forward(
-            state, state.params, state.model_state, batch, state.rng, share.weights
+        parts, outcome = loss.forward(
+            state, state.params, state.model_state, batch, state.rng, share
         )
-        parts = {name: x.sum() for name, x in parts_of(outcome, share).items()}
-        parts = joined(parts, penalties_of(state.params, loss.regularizers))
+        parts = {name: x.sum() for name, x in parts.items()}
+        parts = loss.with_penalties(parts, loss.penalties(state.params))
         weight = total_weight(share.weights, num_examples(batch))
-        users = updated(users, outcome, batch, share.weights)
+        users = outcome.added_to(users, batch, share.weights)
         return StepValues(parts, {}, weight), users
 
     def __repr__(self) -> str:
-        name = getattr(self._loss.call.loss_fn, "__name__", "loss")
+        name = getattr(self._loss.loss_fn, "__name__", "loss")
         return f"EvalStep({name}, {len(self._programs)} models seen)"
 
 
@@ -254,16 +250,12 @@ def make_predict_step(
 
     def predict(nothing: tuple[()], state: TrainState, batch: Batch) -> Any:
         check_params(state.params, policies)
-
-        def bound(params: PyTree) -> Any:
-            return bound_model(state, params, state.model_state, state.rng, train=False)
-
-        def call(model: Any) -> Any:
-            return predict_fn(model, batch)
-
-        model, casting = cast_model(policies, state, state.params, bound, call)
-        with handled_calls(model, casting):
-            return nothing, call(model)
+        _, predictions = call_model(
+            lambda model: predict_fn(model, batch),
+            *(policies, state, state.params, state.model_state, state.rng),
+            train=False,
+        )
+        return nothing, predictions
 
     compiled = compile_step(predict, layouts=layouts, on_recompile=on_recompile)
 

@@ -11,7 +11,8 @@ shard_map was tried: losses in which examples meet then depend on the mesh.
 `test_tpu_programs` counts the all-reduces.
 """
 
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,20 +21,12 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from meshlayout import _jax, _paths, _render
-from meshlayout._annotations import Batch, DType, PyTree
+from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import map_batch, num_examples, without_nan_padding
 from meshlayout.errors import StepError
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
-from meshlayout.step.model_call import Outcome
-from meshlayout.step.objective import (
-    Loss,
-    LossShare,
-    example_losses,
-    joined,
-    parts_of,
-    penalties_of,
-)
+from meshlayout.step.objective import Loss, LossShare
 from meshlayout.step.placement import StepMesh
 
 
@@ -66,9 +59,9 @@ class Trainable:
         leaves = _paths.flatten(params).leaves
         self._treedef = jax.tree.structure(params)
         self.mask = [matches(leaf.path) for leaf in leaves]
-        self.paths = [leaf.path for leaf in leaves if matches(leaf.path)]
-        for leaf in leaves:
-            if matches(leaf.path) and not is_statistic(leaf.value):
+        self.paths = [leaf.path for leaf in self.chosen(leaves)]
+        for leaf in self.chosen(leaves):
+            if not _is_float(leaf.value):
                 text = _render.array_text(leaf.value.dtype, leaf.value.shape)
                 msg = (
                     f"the parameter {leaf.path} {text} cannot be trained: there is no "
@@ -77,45 +70,39 @@ class Trainable:
                 )
                 raise StepError(msg)
 
-    @property
-    def is_all(self) -> bool:
-        """Whether all of them are trained."""
-        return all(self.mask)
+    def chosen(self, leaves: Iterable[Any]) -> list[Any]:
+        """Returns the trained ones of all leaves."""
+        return [x for x, is_in in zip(leaves, self.mask, strict=True) if is_in]
 
-    def chosen(self, tree: PyTree) -> list[Any]:
-        """Returns the trained leaves of a tree in the parameters' structure."""
-        return [x for x, is_trained in self._pairs(tree) if is_trained]
-
-    def filled(self, chosen: list[Any], rest: PyTree) -> PyTree:
-        """Returns a tree of trained leaves, with the others from `rest`."""
+    def filled(self, chosen: Iterable[Any], others: PyTree) -> PyTree:
+        """Returns a tree of trained leaves, with the others from `others`."""
         new = iter(chosen)
+        pairs = zip(jax.tree.leaves(others), self.mask, strict=True)
         return self._treedef.unflatten(
-            [next(new) if is_trained else x for x, is_trained in self._pairs(rest)]
+            [next(new) if is_in else x for x, is_in in pairs]
         )
 
-    def zeros_elsewhere(self, chosen: list[Any], like: PyTree) -> PyTree:
-        """Returns a tree of trained leaves, with zeros for the others."""
-        return self.filled(chosen, jax.tree.map(jnp.zeros_like, like))
 
-    def _pairs(self, tree: PyTree) -> list[tuple[Any, bool]]:
-        return list(zip(jax.tree.leaves(tree), self.mask, strict=True))
-
-
-@dataclass(frozen=True)
 class Backward:
     """The backward pass of a step.
 
-    Attributes:
+    Args:
         loss: What is minimized.
         state: The state.
         trainable: With respect to what.
         scale: A factor for the loss, which the gradients keep; None for 1.
     """
 
-    loss: Loss
-    state: TrainState
-    trainable: Trainable
-    scale: jax.Array | None
+    def __init__(
+        self,
+        loss: Loss,
+        state: TrainState,
+        trainable: Trainable,
+        scale: jax.Array | None,
+    ) -> None:
+        self._loss, self._state, self._trainable = loss, state, trainable
+        self._scale = scale
+        self._chosen = trainable.chosen(jax.tree.leaves(state.params))
 
     def whole_batch(self, batch: Batch, key: jax.Array, metrics: Metrics) -> Gradients:
         """Returns the gradients of a batch that goes through the model at once.
@@ -125,16 +112,13 @@ class Backward:
             key: For this step's random numbers.
             metrics: The metrics so far.
         """
-        share, factor = self.loss.provisional_share(batch)
+        share, factor = self._loss.provisional_share(batch)
         batch = without_nan_padding(batch, share.weights)
-        before = self.state.model_state
-        part = self._part(share, batch, key, before, metrics)
-        grads, parts, names, model_state, metrics = part
+        before = self._state.model_state
+        grads, parts, after, metrics = self._part(share, batch, key, before, metrics)
         if share.weights is not None:  # of nothing but padding nothing is learned
-            model_state = select((share.weights != 0).any(), model_state, before)
-        parts = {name: parts[name].sum() for name in names}
-        grads, parts = _corrected(grads, parts, factor)
-        return self._with_penalties(Gradients(grads, parts, model_state, metrics))
+            after = select((share.weights != 0).any(), after, before)
+        return self._finished(grads, parts, factor, after, metrics)
 
     def microbatches(
         self,
@@ -163,60 +147,57 @@ class Backward:
         Raises:
             StepError: If the batch does not divide.
         """
-        rows = num_examples(batch)
-        _check_rows(rows, count, mesh.num_shards)
-        share, factor = self.loss.provisional_share(batch)
+        _check_rows(num_examples(batch), count, mesh.num_shards)
+        share, factor = self._loss.provisional_share(batch)
         batch = without_nan_padding(batch, share.weights)
-        is_row = [jnp.ndim(leaf) > 0 for leaf in jax.tree.leaves(batch)]
-        leaves, treedef = jax.tree.flatten(
-            map_batch(lambda leaf: mesh.constrain(_cut(leaf, count), 1), batch)
-        )
-        names: list[str] = []
+        batch = map_batch(lambda leaf: mesh.constrain(_cut(leaf, count), 1), batch)
+        leaves, treedef = jax.tree.flatten(batch)
+        weights = self._loss.weights_of(batch)
+        has_examples = None
+        if weights is not None:
+            # Here, once: in the loop it would be a round of communication in each.
+            has_examples = (weights != 0).any(axis=tuple(range(1, weights.ndim)))
 
         def add(carry: Any, cuts: tuple[list[Any], Any, Any]) -> tuple[Any, Any]:
-            sums, model_state, metrics = carry
+            sums, before, metrics = carry
             cut, index, has_examples = iter(cuts[0]), *cuts[1:]
             part = treedef.unflatten(
-                [next(cut) if has_rows else leaf for leaf, has_rows in both]
+                [next(cut) if jnp.ndim(leaf) else leaf for leaf in leaves]
             )
-            weights = self.loss.weights_of(part)
-            part_share = LossShare(weights, share.denominator, 1 / count, share.is_mean)
+            weights = self._loss.weights_of(part)
+            part_share = LossShare(weights, share.denominator, 1 / count)
             part_key = jax.random.fold_in(key, index)
-            grads, parts, order, after, metrics = self._part(
-                part_share, part, part_key, model_state, metrics
+            grads, parts, after, metrics = self._part(
+                part_share, part, part_key, before, metrics
             )
-            names[:] = order
             if has_examples is not None:
+                # Padding draws random numbers and is counted, but nothing is learned.
                 after = jax.tree.map(
-                    lambda a, b: select(has_examples, a, b) if is_statistic(b) else a,
+                    lambda a, b: select(has_examples, a, b) if _is_float(b) else a,
                     after,
-                    model_state,
+                    before,
                 )
             sums = [a + g.astype(a.dtype) for a, g in zip(sums, grads, strict=True)]
             return (sums, after, metrics), parts
 
-        both = list(zip(leaves, is_row, strict=True))
-        chosen = self.trainable.chosen(self.state.params)
-        zeros = [jnp.zeros(x.shape, _sum_dtype(x.dtype)) for x in chosen]
-        carry = zeros, self.state.model_state, metrics
-        cuts = [leaf for leaf, has_rows in both if has_rows]
-        # Asked here once: in the loop it would be a round of communication in each.
-        has_examples = _has_examples(self.loss.weights_of(treedef.unflatten(leaves)))
-        (sums, model_state, metrics), parts = jax.lax.scan(
-            add, carry, (cuts, jnp.arange(count), has_examples)
+        zeros = [
+            # Many small gradients would vanish in a sum in bfloat16.
+            jnp.zeros(x.shape, jnp.promote_types(x.dtype, "float32"))
+            for x in self._chosen
+        ]
+        before = self._state.model_state
+        cuts = [leaf for leaf in leaves if jnp.ndim(leaf)]
+        (sums, after, metrics), parts = jax.lax.scan(
+            add, (zeros, before, metrics), (cuts, jnp.arange(count), has_examples)
         )
         if has_examples is not None:
-            before = self.state.model_state
-            model_state = select(has_examples.any(), model_state, before)
+            after = select(has_examples.any(), after, before)
         if shardings is not None:
             sums = [
                 _jax.constrain(_jax.constrain(x, whole), sharded)
                 for x, (whole, sharded) in zip(sums, shardings, strict=True)
             ]
-        parts = {name: parts[name].sum() for name in names}
-        sums, parts = _corrected(sums, parts, factor)
-        grads = [s.astype(x.dtype) for s, x in zip(sums, chosen, strict=True)]
-        return self._with_penalties(Gradients(grads, parts, model_state, metrics))
+        return self._finished(sums, parts, factor, after, metrics)
 
     def _part(
         self,
@@ -225,50 +206,50 @@ class Backward:
         key: jax.Array,
         model_state: PyTree,
         metrics: Metrics,
-    ) -> tuple[list[jax.Array], dict[str, jax.Array], list[str], PyTree, Metrics]:
-        """Returns gradients, parts, the parts' order, the model's state and metrics."""
-        names: list[str] = []  # JAX gives dicts back in the order of their keys
+    ) -> tuple[list[jax.Array], dict[str, jax.Array], PyTree, Metrics]:
+        """Returns gradients, parts of the loss, the model's state and the metrics."""
 
-        def objective(
-            chosen: list[Any],
-        ) -> tuple[jax.Array, tuple[Mapping[str, Any], Outcome]]:
-            params = self.trainable.filled(chosen, self.state.params)
-            outcome = self.loss.forward(
-                self.state, params, model_state, batch, key, share.weights
+        def objective(chosen: list[Any]) -> tuple[jax.Array, Any]:
+            params = self._trainable.filled(chosen, self._state.params)
+            parts, outcome = self._loss.forward(
+                self._state, params, model_state, batch, key, share
             )
-            parts = parts_of(outcome, share)
-            names.extend(parts)
-            return self._scaled(sum(x.sum() for x in parts.values())), (parts, outcome)
+            total = sum(part.sum() for part in parts.values())
+            # JAX would return a plain dict in the order of its keys.
+            return self._scaled(total), (OrderedDict(parts), outcome)
 
-        chosen = self.trainable.chosen(self.state.params)
-        grads, (parts, outcome) = jax.grad(objective, has_aux=True)(chosen)
-        metrics = updated(metrics, outcome, batch, share.weights)
-        return grads, dict(parts), names, outcome.model_state, metrics
+        grads, (parts, outcome) = jax.grad(objective, has_aux=True)(self._chosen)
+        metrics = outcome.added_to(metrics, batch, share.weights)
+        return grads, parts, outcome.model_state, metrics
 
-    def _with_penalties(self, gradients: Gradients) -> Gradients:
-        """Adds the regularizers, which do not depend on the batch."""
-        regularizers = self.loss.regularizers
-        if not regularizers:
-            return gradients
+    def _finished(
+        self,
+        grads: list[jax.Array],
+        parts: dict[str, jax.Array],
+        factor: jax.Array | None,
+        model_state: PyTree,
+        metrics: Metrics,
+    ) -> Gradients:
+        """Corrects what a provisional share gave, and adds the regularizers."""
+        parts = {name: part.sum() for name, part in parts.items()}
+        if factor is not None:
+            grads = [(g * factor).astype(g.dtype) for g in grads]
+            parts = {name: part * factor for name, part in parts.items()}
+        grads = [g.astype(x.dtype) for g, x in zip(grads, self._chosen, strict=True)]
+        if self._loss.regularizers:
 
-        def penalty(chosen: list[Any]) -> tuple[Any, dict[str, jax.Array]]:
-            params = self.trainable.filled(chosen, self.state.params)
-            parts = penalties_of(params, regularizers)
-            return self._scaled(sum(parts.values())), parts
+            def penalty(chosen: list[Any]) -> tuple[Any, dict[str, jax.Array]]:
+                params = self._trainable.filled(chosen, self._state.params)
+                penalties = self._loss.penalties(params)
+                return self._scaled(sum(penalties.values())), penalties
 
-        chosen = self.trainable.chosen(self.state.params)
-        grads, parts = jax.grad(penalty, has_aux=True)(chosen)
-        return Gradients(
-            jax.tree.map(jnp.add, gradients.grads, grads),
-            joined(
-                gradients.parts, {one.name: parts[one.name] for one in regularizers}
-            ),
-            gradients.model_state,
-            gradients.metrics,
-        )
+            slopes, penalties = jax.grad(penalty, has_aux=True)(self._chosen)
+            grads = list(map(jnp.add, grads, slopes))
+            parts = self._loss.with_penalties(parts, penalties)
+        return Gradients(grads, parts, model_state, metrics)
 
     def _scaled(self, loss: Any) -> Any:
-        return loss if self.scale is None else loss * self.scale
+        return loss if self._scale is None else loss * self._scale
 
 
 def _check_rows(rows: int, count: int, num_shards: int) -> None:
@@ -292,55 +273,12 @@ def _cut(leaf: jax.Array, count: int) -> jax.Array:
     return jnp.moveaxis(rows, 1, 0)
 
 
-def _has_examples(weights: jax.Array | None) -> jax.Array | None:
-    """Returns which microbatches hold more than padding; None without weights."""
-    if weights is None:
-        return None
-    return (weights != 0).any(axis=tuple(range(1, weights.ndim)))
-
-
-def is_statistic(leaf: jax.Array) -> bool:
-    """Returns whether an array is learned from rows, as keys and counters are not.
-
-    In a microbatch of padding those go on: the next one draws other numbers.
-    """
+def _is_float(leaf: jax.Array) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def _sum_dtype(dtype: DType) -> Any:
-    """Returns the dtype to add gradients in: many small ones vanish in bfloat16."""
-    return jnp.promote_types(dtype, "float32")
-
-
-def _corrected(
-    grads: list[jax.Array], parts: dict[str, jax.Array], factor: jax.Array | None
-) -> tuple[list[jax.Array], dict[str, jax.Array]]:
-    """Returns gradients and parts times the factor of a provisional share."""
-    if factor is None:
-        return grads, parts
-    grads = [(g * factor).astype(g.dtype) for g in grads]
-    return grads, {name: part * factor for name, part in parts.items()}
-
-
-def updated(
-    metrics: Metrics, outcome: Outcome, batch: Batch, weights: jax.Array | None
-) -> Metrics:
-    """Returns metrics with a batch added."""
-    return metrics.update_from(
-        outputs=outcome.outputs,
-        batch=batch,
-        losses=example_losses(outcome, weights),
-        weights=weights,
-    )
-
-
 def select(condition: jax.Array, ours: PyTree, theirs: PyTree) -> PyTree:
-    """Returns one of two trees; leaves that are the same object stay as they are."""
+    """Returns one of two trees; leaves that are the same object stay unchanged."""
     return jax.tree.map(
         lambda a, b: a if a is b else jnp.where(condition, a, b), ours, theirs
     )
-
-
-def finite_leaves(leaves: list[jax.Array]) -> jax.Array:
-    """Returns of each array whether all of its numbers are finite."""
-    return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves])

@@ -1,37 +1,40 @@
-"""One call of a loss function on a state's model, as a pure function of arrays."""
+"""One call of a function of a state's model, and of the submodules inside.
 
-import inspect
+Remat by path, precision by path and the weights in BatchNorm all act when a submodule
+is called. Linen has interceptors for that; NNX has not. Exchanging the modules' classes
+for subclasses was tried and is wrong: models look at `type(layer)`, register classes in
+`__init_subclass__`, pickle them. So the `__call__` of a class is wrapped for as long as
+somebody is inside, and the wrapper looks at who is: a ContextVar holds the handlers,
+and each submodule that they want carries its path (in an attribute, which the copies
+that `nnx.remat`, `nnx.scan` and `nnx.split` make carry, too).
+"""
+
+import contextlib
+import functools
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
-import jax.numpy as jnp
 from flax import linen as nn, nnx
 
-from meshlayout import _checks, _paths
-from meshlayout._annotations import Batch, PyTree
+from meshlayout import _paths
+from meshlayout._annotations import PyTree
+from meshlayout._patches import SharedPatches
 from meshlayout.errors import StepError
 from meshlayout.losses import ModelLoss
 from meshlayout.losses.model_losses import COLLECTION
 from meshlayout.state import TrainState
 from meshlayout.state.precision import Policies, cast, cast_for_compute
-from meshlayout.step.batch_norm import ignoring_unbound_axes
-from meshlayout.step.interception import (
-    Call,
-    Interceptors,
-    Module,
-    intercepting,
-    named_modules,
-)
-from meshlayout.step.remat import RematRule, Rematting
 
 
-# What a step does not hand back as the model's state.
+Module: TypeAlias = nn.Module | nnx.Module
+
+# What a step does not return as the model's state.
 _PASSING = (COLLECTION, "intermediates")
 
 # What plain `sow(nnx.Intermediate, name, ...)` has to be called to be a loss.
@@ -41,114 +44,291 @@ _LOSS_NAME = re.compile(r"(^|_)loss(es)?$")
 # other words, users see JAX's own error; test_step_inputs.py notices.
 _UNBOUND_AXIS = re.compile(r"unbound axis name:? '?(\w+)")
 
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a loss function and the model returned.
-
-    Attributes:
-        losses: What the loss function returned: per-example losses, or a scalar.
-        outputs: Its dict of outputs, or an empty one.
-        recorded: The losses that the model recorded, by path.
-        model_state: The model's other arrays after the call.
-    """
-
-    losses: Any
-    outputs: dict[str, Any]
-    recorded: dict[str, Any]
-    model_state: Any
-
-
-jax.tree_util.register_dataclass(
-    Outcome, ["losses", "outputs", "recorded", "model_state"], []
+# InstanceNorm is new in Flax 0.12.
+_NNX_NORMS = tuple(
+    getattr(nnx, name)
+    for name in ("BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm")
+    if hasattr(nnx, name)
 )
 
 
-@dataclass(frozen=True)
-class ModelCall:
-    """How a step calls the model.
+class Call(NamedTuple):
+    """A submodule is about to be called: its path, itself, and what calls it."""
 
-    Attributes:
-        loss_fn: The user's function of the model and the batch.
-        policies: The dtypes to compute in.
-        remat: What is recomputed.
-        train: Whether this is training.
+    path: str  # empty for the model itself
+    module: Any
+    proceed: Callable[..., Any]
+
+
+class Interceptor(Protocol):
+    """Handles the calls of some submodules."""
+
+    def wants(self, path: str, module: Module) -> bool:
+        """Returns whether it handles the calls of a submodule."""
+        ...
+
+    def call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns what the call returns."""
+        ...
+
+
+Interceptors: TypeAlias = tuple[Interceptor, ...]
+
+_of_model: ContextVar[Interceptors] = ContextVar("_of_model", default=())
+_of_norms: ContextVar[Interceptors] = ContextVar("_of_norms", default=())
+
+_PATH = "_meshlayout_path"
+
+
+@dataclass(frozen=True, eq=False)
+class _Path:
+    """A submodule's path, of which any two are equal.
+
+    It is a static attribute for NNX, and two blocks whose other attributes are equal
+    stay alike: models stack them to scan over.
     """
 
-    loss_fn: Callable[..., Any]
-    policies: Policies
-    remat: tuple[RematRule, ...] = ()
-    train: bool = False
+    text: str
 
-    def __call__(
-        self,
-        state: TrainState,
-        params: PyTree,
-        model_state: PyTree,
-        batch: Batch,
-        key: jax.Array,
-        interceptors: Interceptors = (),
-    ) -> Outcome:
-        """Calls the loss function.
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Path)
 
-        Args:
-            state: Gives the model's structure.
-            params: The parameters to use instead of the state's.
-            model_state: The model's other arrays, likewise.
-            batch: The batch.
-            key: For this call's random numbers.
-            interceptors: What handles the submodules' calls, besides.
-        """
-        remat = Rematting(self.remat, params) if self.remat else None
-
-        def call(model: Any) -> Any:
-            return self.loss_fn(model, batch, **self._extras(key))
-
-        def bound(params: PyTree) -> Any:
-            return bound_model(state, params, model_state, key, train=self.train)
-
-        model, casting = cast_model(self.policies, state, params, bound, call)
-        rematting = () if remat is None else (remat,)
-        found = (*casting, *rematting, *interceptors)
-        with handled_calls(model, found):
-            result = call(model)
-        if remat is not None:
-            remat.check_used()
-        losses, outputs = _parts(_name(self.loss_fn), result)
-        recorded, after = collect(model, model_state)
-        return Outcome(losses, outputs, recorded, after)
-
-    def _extras(self, key: jax.Array) -> dict[str, Any]:
-        """Returns what the loss function asks for by name."""
-        asked = _asked(self.loss_fn)
-        extras: dict[str, Any] = {}
-        if "rngs" in asked:
-            extras["rngs"] = nnx.Rngs(key)
-        if "train" in asked:
-            extras["train"] = self.train
-        return extras
+    def __hash__(self) -> int:
+        return hash(_Path)
 
 
-def check_loss_fn(name: str, where: str, function: Callable[..., Any]) -> None:
-    """Raises StepError unless this can be called with a model and a batch.
+@contextlib.contextmanager
+def intercepting(model: Module, interceptors: Interceptors) -> Iterator[None]:
+    """Lets interceptors handle the calls inside, the last one closest to the module.
 
     Args:
-        name: What the argument is called.
-        where: The public function.
-        function: A loss function, or one that predicts.
+        model: A bound Linen module, or an NNX module that nobody else holds.
+        interceptors: What handles the calls.
     """
-    _checks.function(
-        name,
-        function,
-        "model",
-        "batch",
-        keywords=("rngs", "train") if name == "loss_fn" else (),
-        where=where,
-        error=StepError,
-    )
+    if not interceptors:
+        yield
+        return
+    if isinstance(model, nn.Module):
+        with nn.intercept_methods(functools.partial(_linen_call, interceptors)):
+            yield
+        return
+    chosen = []
+    for path, module in named_modules(model):
+        # Every interceptor is asked of every module: some remember what there is.
+        wanted = [interceptor.wants(path, module) for interceptor in interceptors]
+        if any(wanted) and callable(module):
+            chosen.append(module)
+            object.__setattr__(module, _PATH, _Path(path))
+    try:
+        with _wrapped(map(type, chosen), _of_model, interceptors):
+            yield
+    finally:
+        for module in chosen:
+            object.__delattr__(module, _PATH)
 
 
-def bound_model(
+def named_modules(model: nnx.Module) -> list[tuple[str, nnx.Module]]:
+    """Returns an NNX model's modules by path, itself with an empty one."""
+    return [
+        ("/".join(map(str, path)), module)
+        for path, module in nnx.iter_graph(model)
+        if isinstance(module, nnx.Module)
+    ]
+
+
+@contextlib.contextmanager
+def _wrapped(
+    kinds: Iterable[type],
+    variable: ContextVar[Interceptors],
+    interceptors: Interceptors,
+) -> Iterator[None]:
+    """Wraps the `__call__` of classes, for the interceptors of a variable."""
+    token = variable.set(interceptors)
+    try:
+        with SharedPatches(*((kind, "__call__", _wrapper) for kind in {*kinds})):
+            yield
+    finally:
+        variable.reset(token)
+
+
+def _wrapper(original: Any) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        interceptors, path = _of_norms.get(), ""
+        # In a subclass that calls super().__call__, the subclass has asked already.
+        if vars(type(self)).get("__call__") is __call__ and _PATH in vars(self):
+            interceptors = (*_of_model.get(), *interceptors)
+            path = vars(self)[_PATH].text
+        proceed = original.__get__(self, type(self))
+        return _handled(interceptors, path, self, proceed)(*args, **kwargs)
+
+    return __call__
+
+
+def _handled(
+    interceptors: Interceptors, path: str, module: Module, proceed: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Returns a call as the interceptors handle it."""
+    for interceptor in reversed(interceptors):
+        if interceptor.wants(path, module):
+            call = Call(path, module, proceed)
+            proceed = functools.partial(_intercepted, interceptor, call)
+    return proceed
+
+
+def _intercepted(
+    interceptor: Interceptor, call: Call, /, *args: Any, **kwargs: Any
+) -> Any:
+    return interceptor.call(call, args, kwargs)
+
+
+def _linen_call(
+    interceptors: Interceptors,
+    next_fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    context: Any,
+) -> Any:
+    if context.method_name != "__call__":
+        return next_fun(*args, **kwargs)
+    path = "/".join(context.module.path)
+    return _handled(interceptors, path, context.module, next_fun)(*args, **kwargs)
+
+
+# What acts in every call.
+
+
+class Casting:
+    """Lets a model compute in other dtypes; an `Interceptor`.
+
+    Args:
+        policies: The dtypes, by path.
+        model: The model. The layers of an NNX model that name no dtype get the policy's
+            at once; those of a Linen model, when they are called.
+    """
+
+    def __init__(self, policies: Policies, model: Module) -> None:
+        self._policies = policies
+        if isinstance(model, nnx.Module):
+            for path, module in named_modules(model):
+                self._set_dtype(path, module)
+
+    def wants(self, path: str, module: Module) -> bool:
+        """Returns whether to handle calls: the model's own, and all of Linen's."""
+        return not path or isinstance(module, nn.Module)
+
+    def call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a submodule in the policy's dtypes."""
+        if isinstance(call.module, nn.Module):
+            self._set_dtype(call.path, call.module)
+        if call.path:
+            return call.proceed(*args, **kwargs)
+        policy = self._policies.default
+        args, kwargs = cast((args, kwargs), policy.compute)
+        return cast(call.proceed(*args, **kwargs), policy.output)
+
+    def _set_dtype(self, path: str, module: Any) -> None:
+        compute = self._policies.at(path).compute
+        if compute is not None and getattr(module, "dtype", compute) is None:
+            object.__setattr__(module, "dtype", compute)
+
+
+class _UnboundAxes:
+    """Lets layers ignore an `axis_name` that is not bound; an `Interceptor`.
+
+    Inside a shard_map of the user's own the axis is bound, and counts.
+    """
+
+    def wants(self, path: str, module: Module) -> bool:
+        """Returns whether a submodule averages over an axis that does not exist."""
+        axis_name = getattr(module, "axis_name", None)
+        return axis_name is not None and not _is_bound(axis_name)
+
+    def call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a layer as if it named no axis."""
+        # Past the guards of Linen (modules are frozen) and NNX (another trace).
+        module, axis_name = call.module, call.module.axis_name
+        object.__setattr__(module, "axis_name", None)
+        try:
+            return call.proceed(*args, **kwargs)
+        finally:
+            object.__setattr__(module, "axis_name", axis_name)
+
+
+def _is_bound(axis_name: Any) -> bool:
+    try:
+        jax.lax.psum(1, axis_name)  # a number, known without tracing
+    except NameError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def ignoring_unbound_axes() -> Iterator[None]:
+    """Lets layers written for pmap ignore its axis, whatever model they are in.
+
+    Example:
+        >>> norm = nnx.BatchNorm(2, axis_name="batch", rngs=nnx.Rngs(0))
+        >>> with ignoring_unbound_axes():
+        ...     print(norm(jax.numpy.eye(2)).shape, norm.axis_name)
+        (2, 2) batch
+    """
+    interceptors = (_UnboundAxes(),)
+    with (
+        nn.intercept_methods(functools.partial(_linen_call, interceptors)),
+        _wrapped(_NNX_NORMS, _of_norms, interceptors),
+    ):
+        yield
+
+
+# The model.
+
+
+def call_model(
+    function: Callable[[Any], Any],
+    policies: Policies,
+    state: TrainState,
+    params: PyTree,
+    model_state: PyTree,
+    key: jax.Array,
+    interceptors: Interceptors = (),
+    *,
+    train: bool,
+) -> tuple[Any, Any]:
+    """Calls a function of a state's model, in a policy's dtypes.
+
+    A layer with a field `dtype` casts its own parameters, to what that says or to the
+    policy's dtype; the parameters of other layers are cast beforehand.
+
+    Args:
+        function: The function; traced once more for Linen, whose layers exist only in
+            calls.
+        policies: The dtypes.
+        state: Gives the model's structure.
+        params: The parameters to use instead of the state's.
+        model_state: The model's other arrays, likewise.
+        key: For Linen: what all random streams start from.
+        interceptors: What else handles the submodules' calls.
+        train: Whether the model is in training mode.
+
+    Returns:
+        The model after the call, and what the function returned.
+    """
+    model = _bound_model(state, params, model_state, key, train=train)
+    if policies.casts:
+        if isinstance(model, nn.Module):
+            own = _linen_paths_with_dtype(state, model, function)
+        else:
+            modules = named_modules(model)
+            own = {path for path, module in modules if hasattr(module, "dtype")}
+        params = cast_for_compute(params, policies, own)
+        model = _bound_model(state, params, model_state, key, train=train)
+        interceptors = (Casting(policies, model), *interceptors)
+    with _handled_calls(model, interceptors):
+        return model, function(model)
+
+
+def _bound_model(
     state: TrainState,
     params: PyTree,
     model_state: PyTree,
@@ -156,15 +336,7 @@ def bound_model(
     *,
     train: bool,
 ) -> Any:
-    """Returns a model around arrays, in training or evaluation mode.
-
-    Args:
-        state: Gives the structure.
-        params: The parameters.
-        model_state: The model's other arrays.
-        key: For Linen: what all random streams start from.
-        train: The mode of an NNX model.
-    """
+    """Returns a model around arrays, in training or evaluation mode."""
     if state.program.graphdef is None:
         kept = {k: v for k, v in model_state.items() if k not in _PASSING}
         return state.program.module.bind(
@@ -180,41 +352,8 @@ def bound_model(
     return model
 
 
-def collect(model: Any, before: PyTree) -> tuple[dict[str, Any], Any]:
-    """Returns the recorded losses of a model by path, and its other arrays.
-
-    Args:
-        model: A model that was called.
-        before: Its other arrays before the call.
-    """
-    if isinstance(model, nn.Module):
-        variables = dict(model.variables)
-        recorded = variables.get(COLLECTION, {})
-        after = {k: before[k] if k in _PASSING else variables[k] for k in before}
-        return _named(recorded, lambda name: True), after
-    sown = nnx.to_pure_dict(nnx.pop(model, ModelLoss))
-    passing = nnx.to_pure_dict(nnx.pop(model, nnx.Intermediate))
-    recorded = {
-        **_named(sown, lambda name: True),
-        **_named(passing, lambda name: bool(_LOSS_NAME.search(name))),
-    }
-    return recorded, nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
-
-
-def _named(tree: PyTree, is_loss: Callable[[str], bool]) -> dict[str, Any]:
-    """Returns sown values by path; those of one name are numbered from the second."""
-    found: dict[str, Any] = {}
-    for leaf in _paths.flatten(tree).leaves:
-        path, _, number = leaf.path.rpartition("/")
-        if not number.isdecimal():
-            path, number = leaf.path, "0"
-        if is_loss(path.rpartition("/")[2]):
-            found[path if number == "0" else leaf.path] = leaf.value
-    return found
-
-
-@contextmanager
-def handled_calls(model: Module, interceptors: Interceptors) -> Iterator[None]:
+@contextlib.contextmanager
+def _handled_calls(model: Module, interceptors: Interceptors) -> Iterator[None]:
     """Lets interceptors handle a model's calls, and layers ignore the axes of pmap.
 
     Flax advises to capture what is sown; the step collects it, and silences that.
@@ -244,142 +383,53 @@ def handled_calls(model: Module, interceptors: Interceptors) -> Iterator[None]:
             raise StepError(msg) from error
 
 
-def cast_model(
-    policies: Policies,
-    state: TrainState,
-    params: PyTree,
-    bound: Callable[[Any], Any],
-    call: Callable[[Any], Any],
-) -> tuple[Any, tuple["Casting", ...]]:
-    """Returns a model that computes in a policy's dtypes, and what handles its calls.
-
-    A layer with a field `dtype` casts its own parameters, to what that says or to the
-    policy's dtype; the parameters of other layers are cast beforehand.
-
-    Args:
-        policies: The dtypes.
-        state: Gives the model's structure.
-        params: The parameters.
-        bound: Makes a model around parameters.
-        call: Calls a model; traced once for Linen, whose layers exist only in calls.
-    """
-    if not policies.casts:
-        return bound(params), ()
-    model = bound(params)
-    if isinstance(model, nn.Module):
-        own = _linen_casting_paths(state, model, call)
-    else:
-        own = {path for path, module in named_modules(model) if _has_dtype(module)}
-    model = bound(cast_for_compute(params, policies, own))
-    casting = Casting(policies)
-    if isinstance(model, nnx.Module):
-        casting.set_dtypes(model)
-    return model, (casting,)
-
-
-def _has_dtype(module: object) -> bool:
-    return hasattr(module, "dtype")
-
-
 # By the code of a train state: a trace for each would be the same.
 _casting_paths: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 
-def _linen_casting_paths(
-    state: TrainState, model: nn.Module, call: Callable[[Any], Any]
+def _linen_paths_with_dtype(
+    state: TrainState, model: nn.Module, function: Callable[[Any], Any]
 ) -> set[str]:
     """Returns the paths of a Linen model's layers that have a field `dtype`."""
-    if state.program not in _casting_paths:
-        finding = _Finding()
+    if state.program in _casting_paths:
+        return _casting_paths[state.program]
+    paths: set[str] = set()
 
-        def trace() -> None:
-            with handled_calls(model, (finding,)):
-                call(model)
+    def note(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        if context.method_name == "__call__" and hasattr(context.module, "dtype"):
+            paths.add("/".join(context.module.path))
+        return next_fun(*args, **kwargs)
 
-        jax.eval_shape(trace)
-        _casting_paths[state.program] = finding.paths
-    return _casting_paths[state.program]
+    def trace() -> None:
+        with _handled_calls(model, ()), nn.intercept_methods(note):
+            function(model)
 
-
-class _Finding:
-    """Notes the layers that have a field `dtype`; see `calls.Interceptor`."""
-
-    def __init__(self) -> None:
-        self.paths: set[str] = set()
-
-    def wants(self, path: str, module: Any) -> bool:
-        """Returns whether a layer has the field."""
-        return _has_dtype(module)
-
-    def call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Notes a layer and calls it."""
-        self.paths.add(call.path)
-        return call.proceed(*args, **kwargs)
+    jax.eval_shape(trace)
+    return _casting_paths.setdefault(state.program, paths)
 
 
-class Casting:
-    """Lets a model compute in other dtypes; see `calls.Interceptor`.
+def collect(model: Any, before: PyTree) -> tuple[dict[str, Any], Any]:
+    """Returns the recorded losses of a model by path, and its other arrays.
 
     Args:
-        policies: The dtypes, by path.
+        model: A model that was called.
+        before: Its other arrays before the call.
     """
-
-    def __init__(self, policies: Policies) -> None:
-        self._policies = policies
-
-    def set_dtypes(self, model: nnx.Module) -> None:
-        """Gives the layers of an NNX model that name no dtype the policy's."""
-        for path, module in named_modules(model):
-            self._set_dtype(path, module)
-
-    def wants(self, path: str, module: Any) -> bool:
-        """Returns whether to handle calls: the model's own, and all of Linen's."""
-        return not path or isinstance(module, nn.Module)
-
-    def call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls a submodule in the policy's dtypes."""
-        if isinstance(call.module, nn.Module):
-            self._set_dtype(call.path, call.module)
-        if call.path:
-            return call.proceed(*args, **kwargs)
-        policy = self._policies.default
-        args, kwargs = cast((args, kwargs), policy.compute)
-        return cast(call.proceed(*args, **kwargs), policy.output)
-
-    def _set_dtype(self, path: str, module: Any) -> None:
-        compute = self._policies.at(path).compute
-        if compute is not None and getattr(module, "dtype", compute) is None:
-            object.__setattr__(module, "dtype", compute)
+    if isinstance(model, nn.Module):
+        variables = dict(model.variables)
+        recorded = variables.get(COLLECTION, {})
+        after = {k: before[k] if k in _PASSING else variables[k] for k in before}
+        return _named(recorded), after
+    recorded = _named(nnx.to_pure_dict(nnx.pop(model, ModelLoss)))
+    passing = _named(nnx.to_pure_dict(nnx.pop(model, nnx.Intermediate)))
+    for path, value in passing.items():
+        name = re.sub(r"/\d+$", "", path).rpartition("/")[2]
+        if _LOSS_NAME.search(name):
+            recorded[path] = value
+    return recorded, nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
 
 
-def _parts(name: str, result: Any) -> tuple[Any, dict[str, Any]]:
-    """Returns losses and outputs from what a loss function returned."""
-    outputs: Any = {}
-    if isinstance(result, tuple):
-        if len(result) != 2 or not isinstance(result[1], Mapping):
-            msg = (
-                f"{name} returned a tuple of {len(result)}; a loss function returns "
-                "losses of shape (batch, ...), or those and a dict of outputs for the "
-                'metrics: return losses, {"logits": logits}.'
-            )
-            raise StepError(msg)
-        result, outputs = result
-    if not hasattr(result, "dtype") or not hasattr(result, "shape"):
-        msg = (
-            f"{name} returned a {type(result).__name__}; a loss function returns "
-            "losses of shape (batch, ...), or those and a dict of outputs for the "
-            'metrics: return losses, {"logits": logits}.'
-        )
-        raise StepError(msg)
-    if not jnp.issubdtype(result.dtype, jnp.floating):
-        msg = f"{name} returned losses of dtype {result.dtype}; losses are floats."
-        raise StepError(msg)
-    return result, dict(outputs)
-
-
-def _asked(function: Callable[..., Any]) -> frozenset[str]:
-    return frozenset(inspect.signature(function).parameters)
-
-
-def _name(function: Callable[..., Any]) -> str:
-    return getattr(function, "__name__", type(function).__name__)
+def _named(tree: PyTree) -> dict[str, Any]:
+    """Returns sown values by path; those of one name are numbered from the second."""
+    leaves = _paths.flatten(tree).leaves
+    return {re.sub("/0$", "", leaf.path): leaf.value for leaf in leaves}

@@ -1,5 +1,11 @@
-"""What a step minimizes: a batch, as the sum of named parts."""
+"""What a step minimizes: a call of the loss function, as the sum of named parts.
 
+The loss function runs once on the model of a state, as a pure function of arrays. What
+it returns and what the model records on the way are parts of the loss; so are the
+regularizers, which do not depend on the batch.
+"""
+
+import inspect
 import logging
 import math
 import weakref
@@ -10,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen as nn, nnx
 
 from meshlayout import _checks, losses
 from meshlayout._annotations import Batch, PyTree
@@ -21,9 +28,11 @@ from meshlayout._batches import (
 )
 from meshlayout.errors import LossError, StepError
 from meshlayout.losses.averages import weighted
+from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
-from meshlayout.step.batch_norm import WeightMask
-from meshlayout.step.model_call import ModelCall, Outcome
+from meshlayout.state.precision import Policies
+from meshlayout.step.model_call import Call, Interceptors, Module, call_model, collect
+from meshlayout.step.remat import RematRule, Rematting
 
 
 _log = logging.getLogger("meshlayout")
@@ -42,6 +51,41 @@ RESERVED = (
     "nonfinite_loss",
 )
 
+_RETURNS = (
+    "a loss function returns losses of shape (batch, ...), or those and a dict of "
+    'outputs for the metrics: return losses, {"logits": logits}.'
+)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Outcome:
+    """What a loss function and the model returned.
+
+    Attributes:
+        losses: What the loss function returned: per-example losses, or a scalar.
+        outputs: Its dict of outputs, or an empty one.
+        recorded: The losses that the model recorded, by path.
+        model_state: The model's other arrays after the call.
+    """
+
+    losses: Any
+    outputs: dict[str, Any]
+    recorded: dict[str, Any]
+    model_state: Any
+
+    def added_to(
+        self, metrics: Metrics, batch: Batch, weights: jax.Array | None
+    ) -> Metrics:
+        """Returns metrics with this batch added."""
+        is_scalar = jnp.ndim(self.losses) == 0
+        return metrics.update_from(
+            outputs=self.outputs,
+            batch=batch,
+            losses=None if is_scalar else losses.per_example(self.losses, weights),
+            weights=weights,
+        )
+
 
 @dataclass(frozen=True)
 class LossShare:
@@ -51,13 +95,11 @@ class LossShare:
         weights: The part's weights, or None for ones.
         denominator: The whole batch's.
         fraction: The part's share of the examples, for scalars.
-        is_mean: Whether the denominator is that of a mean, as a scalar's is.
     """
 
     weights: jax.Array | None
     denominator: jax.Array
-    fraction: float
-    is_mean: bool
+    fraction: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -65,17 +107,23 @@ class Loss:
     """How a batch becomes one number to minimize.
 
     Attributes:
-        call: Calls the model.
+        loss_fn: The user's function of the model and the batch.
+        policies: The dtypes to compute in.
         weights: Where a batch carries its weights.
         denominator: What sums are divided by.
         regularizers: Penalties on parameters.
+        remat: What is recomputed.
+        train: Whether this is training.
         has_metrics: Whether metrics read the outputs.
     """
 
-    call: ModelCall
+    loss_fn: Callable[..., Any]
+    policies: Policies
     weights: str | int
     denominator: losses.Denominator
     regularizers: tuple[losses.Regularizer, ...]
+    remat: tuple[RematRule, ...] = ()
+    train: bool = False
     has_metrics: bool = False
 
     def weights_of(self, batch: Batch) -> jax.Array | None:
@@ -86,9 +134,9 @@ class Loss:
     def share(self, batch: Batch) -> LossShare:
         """Returns the share of a whole batch: all of it."""
         weights = self.weights_of(batch)
-        count = jnp.float32(self._count(batch, weights))
+        count = _num_losses(batch, weights)
         denominator = losses.denominator_of(self.denominator, weights, count)
-        return LossShare(weights, denominator, 1.0, isinstance(self.denominator, str))
+        return LossShare(weights, denominator)
 
     def provisional_share(self, batch: Batch) -> tuple[LossShare, jax.Array | None]:
         """Returns a whole batch's share, and the factor to correct its results by.
@@ -99,13 +147,8 @@ class Loss:
         share = self.share(batch)
         if share.weights is None or self.denominator != "real":
             return share, None
-        count = jnp.float32(self._count(batch, share.weights))
+        count = _num_losses(batch, share.weights)
         return replace(share, denominator=count), count / share.denominator
-
-    def _count(self, batch: Batch, weights: jax.Array | None) -> int:
-        """Returns how many losses there are if each counts one."""
-        rows = num_examples(batch)
-        return rows if weights is None else math.prod(jnp.shape(weights))
 
     def forward(
         self,
@@ -114,8 +157,8 @@ class Loss:
         model_state: PyTree,
         batch: Batch,
         key: jax.Array,
-        weights: jax.Array | None,
-    ) -> Outcome:
+        share: LossShare,
+    ) -> tuple[dict[str, jax.Array], Outcome]:
         """Calls the loss function, with batch statistics of real rows.
 
         Args:
@@ -124,54 +167,114 @@ class Loss:
             model_state: The model's other arrays, likewise.
             batch: A batch or a microbatch.
             key: For this call's random numbers.
-            weights: The batch's weights.
+            share: How much it counts.
+
+        Returns:
+            The parts of the loss by name, and all that the loss function and the model
+            returned. Each part is what its examples contribute, of shape (batch,), or a
+            scalar. They are not added up here, because adding up what is sharded takes
+            a round of communication.
 
         Raises:
-            LossError: If there are losses for another number of examples.
+            LossError: If there are losses for another number of examples, if a scalar
+                is all there is for a batch with weights, or the shapes of losses and
+                weights do not fit.
         """
-        mask = ()
-        if weights is not None and self.call.train:
-            mask = (WeightMask(weights),)
-        outcome = self.call(state, params, model_state, batch, key, mask)
-        _check_rows(outcome, num_examples(batch))
-        is_per_loss = weights is not None and weights.ndim > 1
-        if not is_per_loss and self.call.loss_fn not in _noted:
-            _note_pairs(outcome, num_examples(batch), self.call.loss_fn)
-        if self.has_metrics:
-            _note_hidden(outcome, batch, self.call.loss_fn)
-        return outcome
+        weights = share.weights
+        remat = Rematting(self.remat, params) if self.remat else None
+        interceptors: Interceptors = () if remat is None else (remat,)
+        if weights is not None and self.train:
+            interceptors = (*interceptors, WeightMask(weights))
+        names = inspect.signature(self.loss_fn).parameters
 
+        def function(model: Any) -> Any:
+            extras: dict[str, Any] = {"train": self.train} if "train" in names else {}
+            if "rngs" in names:
+                extras["rngs"] = nnx.Rngs(key)
+            return self.loss_fn(model, batch, **extras)
 
-def parts_of(outcome: Outcome, share: LossShare) -> dict[str, jax.Array]:
-    """Returns the parts of the objective that depend on the batch, by name.
-
-    Each is what its examples contribute, of shape (batch,), or a scalar. They are not
-    added up here, because adding up what is sharded takes a round of communication.
-
-    Args:
-        outcome: What the loss function and the model gave for a part of the batch.
-        share: How much that part counts.
-
-    Raises:
-        LossError: If a scalar is all there is for a batch with weights, or the shapes
-            of losses and weights do not fit.
-    """
-    if jnp.ndim(outcome.losses) == 0 and not share.is_mean:
-        msg = (
-            "the loss function returned a scalar, which has been divided already, and "
-            "denominator= is a number. Return one loss per example, (batch,)."
+        model, result = call_model(
+            function,
+            *(self.policies, state, params, model_state, key, interceptors),
+            train=self.train,
         )
-        raise LossError(msg)
-    parts = {DATA: _part("the loss function returned", outcome.losses, share)}
-    for path, recorded in outcome.recorded.items():
-        if path in RESERVED:
+        if remat is not None:
+            remat.check_used()
+        values, outputs = _losses_and_outputs(self.loss_fn, result)
+        outcome = Outcome(values, outputs, *collect(model, model_state))
+        _check_rows(outcome, num_examples(batch))
+        if weights is None or weights.ndim == 1:
+            _note_pairs(outcome, num_examples(batch), self.loss_fn)
+        if self.has_metrics:
+            _note_hidden(outcome, batch, self.loss_fn)
+        return self._parts(outcome, share), outcome
+
+    def _parts(self, outcome: Outcome, share: LossShare) -> dict[str, jax.Array]:
+        if jnp.ndim(outcome.losses) == 0 and not isinstance(self.denominator, str):
             msg = (
-                f"the model records a loss as {path!r}, which every step reports. "
-                "Record it under another name."
+                "the loss function returned a scalar, which has been divided already, "
+                "and denominator= is a number. Return one loss per example, (batch,)."
             )
             raise LossError(msg)
-        parts[path] = _part(f"the model recorded, as {path!r},", recorded, share)
-    return parts
+        parts = {DATA: _part("the loss function returned", outcome.losses, share)}
+        for path, recorded in outcome.recorded.items():
+            if path in RESERVED:
+                msg = (
+                    f"the model records a loss as {path!r}, which every step reports. "
+                    "Record it under another name."
+                )
+                raise LossError(msg)
+            parts[path] = _part(f"the model recorded, as {path!r},", recorded, share)
+        return parts
+
+    def penalties(self, params: PyTree) -> dict[str, jax.Array]:
+        """Returns the regularizers' penalties by name."""
+        return {penalty.name: penalty(params) for penalty in self.regularizers}
+
+    def with_penalties(
+        self, parts: Mapping[str, jax.Array], penalties: Mapping[str, jax.Array]
+    ) -> dict[str, jax.Array]:
+        """Returns all parts of the objective, penalties in the order of regularizers.
+
+        Raises:
+            LossError: If two have the same name.
+        """
+        names = [penalty.name for penalty in self.regularizers]
+        for name in names:
+            if name in parts:
+                msg = (
+                    f"a regularizer is called {name!r}, as another part of the loss "
+                    "is. Give it another name: losses.l2(1e-5, "
+                    f"name='weights_{name}')."
+                )
+                raise LossError(msg)
+        return {**parts, **{name: penalties[name] for name in names}}
+
+
+def _num_losses(batch: Batch, weights: jax.Array | None) -> Any:
+    """Returns how many losses there are if each counts one."""
+    rows = num_examples(batch)
+    return jnp.float32(rows if weights is None else math.prod(jnp.shape(weights)))
+
+
+def _losses_and_outputs(
+    loss_fn: Callable[..., Any], result: Any
+) -> tuple[Any, dict[str, Any]]:
+    """Returns losses and outputs from what a loss function returned."""
+    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+    outputs: Any = {}
+    if isinstance(result, tuple):
+        if len(result) != 2 or not isinstance(result[1], Mapping):
+            msg = f"{name} returned a tuple of {len(result)}; {_RETURNS}"
+            raise StepError(msg)
+        result, outputs = result
+    if not hasattr(result, "dtype") or not hasattr(result, "shape"):
+        msg = f"{name} returned a {type(result).__name__}; {_RETURNS}"
+        raise StepError(msg)
+    if not jnp.issubdtype(result.dtype, jnp.floating):
+        msg = f"{name} returned losses of dtype {result.dtype}; losses are floats."
+        raise StepError(msg)
+    return result, dict(outputs)
 
 
 def _part(what: str, value: jax.Array, share: LossShare) -> jax.Array:
@@ -185,8 +288,7 @@ def _part(what: str, value: jax.Array, share: LossShare) -> jax.Array:
             raise LossError(msg)
         return jnp.asarray(value).astype("float32") * share.fraction
     try:
-        each = losses.per_example(value, share.weights)
-        each = weighted(each, share.weights)
+        each = weighted(losses.per_example(value, share.weights), share.weights)
         return each.reshape(each.shape[0], -1).sum(axis=1) / share.denominator
     except LossError as error:
         msg = f"{what} losses that do not fit: {error}"
@@ -195,10 +297,10 @@ def _part(what: str, value: jax.Array, share: LossShare) -> jax.Array:
 
 def _check_rows(outcome: Outcome, num_rows: int) -> None:
     """Raises LossError if losses are there for another number of examples."""
-    values = {"the loss function's losses": outcome.losses, **outcome.recorded}
     if num_rows == 0:
         msg = "the batch has no examples, and there is nothing to learn from it."
         raise StepError(msg)
+    values = {"the loss function's losses": outcome.losses, **outcome.recorded}
     for name, value in values.items():
         if jnp.ndim(value) and jnp.shape(value)[0] != num_rows:
             msg = (
@@ -208,16 +310,12 @@ def _check_rows(outcome: Outcome, num_rows: int) -> None:
             raise LossError(msg)
 
 
-# Loss functions of which it was said that they compare all pairs of examples.
-_noted: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
-
-
 def _note_pairs(outcome: Outcome, num_rows: int, loss_fn: Callable[..., Any]) -> None:
-    """Logs once for each loss function that its losses are one per pair of examples."""
+    """Warns that losses are one per pair of examples."""
     shape = jnp.shape(outcome.losses)
     if shape == (num_rows, num_rows) and num_rows > 1:
-        _noted.add(loss_fn)
-        _log.warning(
+        _warn_once(
+            loss_fn,
             "the losses have shape %s, one for every pair of examples, and are "
             "averaged. Predictions of shape (batch, 1) minus labels of shape (batch,) "
             "give that: take predictions[:, 0].",
@@ -225,22 +323,16 @@ def _note_pairs(outcome: Outcome, num_rows: int, loss_fn: Callable[..., Any]) ->
         )
 
 
-# Loss functions of which it was said that their outputs hide parts of the batch.
-_hiding: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
-
-
 def _note_hidden(outcome: Outcome, batch: Batch, loss_fn: Callable[..., Any]) -> None:
-    """Logs once for each loss function which outputs metrics take for the batch's."""
-    if not isinstance(batch, Mapping) or loss_fn in _hiding:
-        return
+    """Warns of outputs that metrics take for entries of the batch."""
     hidden = [
         repr(name)
         for name, value in outcome.outputs.items()
-        if name in batch and value is not batch[name]
+        if isinstance(batch, Mapping) and name in batch and value is not batch[name]
     ]
     if hidden:
-        _hiding.add(loss_fn)
-        _log.warning(
+        _warn_once(
+            loss_fn,
             "the loss function's outputs %s have the names of entries of the batch: "
             "metrics that read these names get the outputs. Rename the outputs if "
             "the entries of the batch are meant.",
@@ -248,36 +340,90 @@ def _note_hidden(outcome: Outcome, batch: Batch, loss_fn: Callable[..., Any]) ->
         )
 
 
-def example_losses(outcome: Outcome, weights: jax.Array | None) -> jax.Array | None:
-    """Returns the loss function's losses per example, or None for a scalar."""
-    if jnp.ndim(outcome.losses) == 0:
-        return None
-    return losses.per_example(outcome.losses, weights)
+# The warnings that each loss function has caused.
+_warned: weakref.WeakKeyDictionary[Callable[..., Any], set[str]]
+_warned = weakref.WeakKeyDictionary()
 
 
-def penalties_of(
-    params: PyTree, regularizers: tuple[losses.Regularizer, ...]
-) -> dict[str, jax.Array]:
-    """Returns the regularizers' penalties by name."""
-    return {one.name: one(params) for one in regularizers}
+def _warn_once(loss_fn: Callable[..., Any], warning: str, *args: object) -> None:
+    warned = _warned.setdefault(loss_fn, set())
+    if warning not in warned:
+        warned.add(warning)
+        _log.warning(warning, *args)
 
 
-def joined(
-    parts: Mapping[str, jax.Array], penalties: Mapping[str, jax.Array]
-) -> dict[str, jax.Array]:
-    """Returns all parts of the objective.
+# Padding.
+
+
+class WeightMask:
+    """Leaves examples of weight 0 out of batch statistics; an `Interceptor`.
+
+    Args:
+        weights: The batch's weights, (batch,) or (batch, ...).
+    """
+
+    def __init__(self, weights: jax.Array) -> None:
+        self._weights = weights
+
+    def wants(self, path: str, module: Module) -> bool:
+        """Returns whether a submodule is a BatchNorm."""
+        return isinstance(module, (nn.BatchNorm, nnx.BatchNorm))
+
+    def call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a BatchNorm with a mask, unless it has one."""
+        x, *others = args
+        flag = others[0] if others else kwargs.get("use_running_average")
+        uses_average = bool(call.module.use_running_average if flag is None else flag)
+        if not uses_average and kwargs.get("mask") is None:
+            mask = _real_mask(call.path, self._weights, x)
+            # Without any real example all count, so that nothing is NaN.
+            kwargs = {**kwargs, "mask": mask | ~mask.any()}
+        return call.proceed(*args, **kwargs)
+
+
+def _real_mask(path: str, weights: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns which elements are real, in a shape that broadcasts to `x`.
 
     Raises:
-        LossError: If two have the same name.
+        StepError: If the rows of `x` are not the examples.
     """
-    for name in penalties:
-        if name in parts:
-            msg = (
-                f"a regularizer is called {name!r}, as another part of the loss is. "
-                f"Give it another name: losses.l2(1e-5, name='weights_{name}')."
-            )
-            raise LossError(msg)
-    return {**parts, **penalties}
+    if jnp.shape(x)[:1] != weights.shape[:1]:
+        msg = (
+            f"{path or 'the model'}: a BatchNorm is called with an array of shape "
+            f"{jnp.shape(x)} in a batch with weights for {weights.shape[0]} examples, "
+            "so which rows are padding is unknown. Pass it mask= in the model."
+        )
+        raise StepError(msg)
+    real = weights != 0
+    # The weights may be per token: as many of their dims as the features have, too.
+    dims = 1
+    while dims < min(real.ndim, x.ndim - 1) and real.shape[dims] == x.shape[dims]:
+        dims += 1
+    if dims < real.ndim:
+        real = real.any(axis=tuple(range(dims, real.ndim)))
+    return real.reshape(real.shape + (1,) * (x.ndim - dims))
+
+
+# Checks.
+
+
+def check_loss_fn(name: str, where: str, function: Callable[..., Any]) -> None:
+    """Raises StepError unless this can be called with a model and a batch.
+
+    Args:
+        name: What the argument is called.
+        where: The public function.
+        function: A loss function, or one that predicts.
+    """
+    _checks.function(
+        name,
+        function,
+        "model",
+        "batch",
+        keywords=("rngs", "train") if name == "loss_fn" else (),
+        where=where,
+        error=StepError,
+    )
 
 
 def check_weights(weights: str | int) -> None:

@@ -1,6 +1,5 @@
 """Recomputation of chosen submodules in the backward pass."""
 
-import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -10,9 +9,9 @@ import jax
 from flax import linen as nn, nnx
 
 from meshlayout import _checks, _paths
-from meshlayout._annotations import Leaf, PyTree
+from meshlayout._annotations import PyTree
 from meshlayout.errors import StepError
-from meshlayout.step.interception import Call, Module
+from meshlayout.step.model_call import Call, Module
 
 
 # What may be kept: a policy of jax.checkpoint_policies, or None for nothing.
@@ -33,7 +32,7 @@ class RematRule:
     policy: Policy
 
 
-def parse_remat(remat: Any) -> tuple[RematRule, ...]:
+def parse_remat(remat: object) -> tuple[RematRule, ...]:
     """Returns the rules that `remat=` stands for.
 
     Raises:
@@ -47,53 +46,46 @@ def parse_remat(remat: Any) -> tuple[RematRule, ...]:
         return (RematRule(None, None),)
     if callable(remat):
         return (RematRule(None, remat),)
-    if isinstance(remat, Mapping):
-        return tuple(_rule(pattern, policy) for pattern, policy in remat.items())
-    msg = (
-        f"remat={remat!r} is none of 'none', 'blocks', 'full', a policy of "
-        "jax.checkpoint_policies (for the blocks), or a dict from patterns of paths to "
-        "policies (None keeps nothing)."
-    )
-    raise StepError(msg)
-
-
-def _rule(pattern: Any, policy: Any) -> RematRule:
-    _checks.pattern("pattern", pattern, where="remat", error=StepError)
-    if policy is not None and not callable(policy):
+    if not isinstance(remat, Mapping):
         msg = (
-            f"remat: the policy of {pattern!r} is {policy!r}; give None, or one of "
-            "jax.checkpoint_policies."
+            f"remat={remat!r} is none of 'none', 'blocks', 'full', a policy of "
+            "jax.checkpoint_policies (for the blocks), or a dict from patterns of "
+            "paths to policies (None keeps nothing)."
         )
         raise StepError(msg)
-    return RematRule(pattern, policy)
+    for pattern, policy in remat.items():
+        _checks.pattern("pattern", pattern, where="remat", error=StepError)
+        if policy is not None and not callable(policy):
+            msg = (
+                f"remat: the policy of {pattern!r} is {policy!r}; give None, or one "
+                "of jax.checkpoint_policies."
+            )
+            raise StepError(msg)
+    return tuple(RematRule(pattern, policy) for pattern, policy in remat.items())
 
 
 class Rematting:
-    """Recomputes the submodules that rules choose; see `calls.Interceptor`.
+    """Recomputes the submodules that rules choose; an `Interceptor`.
 
     What is called inside a chosen submodule is recomputed with it, once.
 
     Args:
         rules: What chooses.
-        params: The model's parameters, whose paths tell which submodules are blocks.
+        params: The model's parameters, whose paths show which submodules are blocks.
     """
 
     def __init__(self, rules: tuple[RematRule, ...], params: PyTree) -> None:
         self._rules = rules
-        self._blocks = block_paths(
-            [leaf.path for leaf in _paths.flatten(params).leaves]
-        )
+        self._blocks = block_paths(leaf.path for leaf in _paths.flatten(params).leaves)
         self._used: set[RematRule] = set()
         self._submodules: set[str] = set()  # paths of what can be called
         self._is_inside = False
 
     def _rule_for(self, path: str) -> RematRule | None:
         for rule in self._rules:
-            if (
-                path in self._blocks
-                if rule.pattern is None
-                else re.search(rule.pattern, path)
-            ):
+            if rule.pattern is None and path in self._blocks:
+                return rule
+            if rule.pattern is not None and re.search(rule.pattern, path):
                 return rule
         return None
 
@@ -113,19 +105,18 @@ class Rematting:
         # An NNX object is a pytree as well: taken apart here, it would be a copy, whose
         # random streams do not advance those of the caller.
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_paths.is_nnx_object)
-        objects = [i for i, leaf in enumerate(leaves) if _paths.is_nnx_object(leaf)]
-        # Rngs have every attribute that they are asked for, a shape and a dtype, too.
-        lifted = [
-            i for i, leaf in enumerate(leaves) if i not in objects and _is_array(leaf)
-        ]
+        objects: dict[int, Any] = {}
+        arrays: dict[int, Any] = {}
+        for index, leaf in enumerate(leaves):
+            # Rngs have every attribute that they are asked for, a shape and dtype, too.
+            if _paths.is_nnx_object(leaf):
+                objects[index] = leaf
+            elif hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
+                arrays[index] = leaf
 
-        def inner(module: Any, objects_in: list[Any], arrays: list[Any]) -> Any:
-            filled = list(leaves)
-            for i, value in zip(
-                [*objects, *lifted], [*objects_in, *arrays], strict=True
-            ):
-                filled[i] = value
-            args, kwargs = treedef.unflatten(filled)
+        def inner(module: Any, objects: dict[int, Any], arrays: dict[int, Any]) -> Any:
+            filled = {**dict(enumerate(leaves)), **objects, **arrays}
+            args, kwargs = treedef.unflatten(filled.values())
             # The module inside is another object: its call comes by here again.
             self._is_inside = True
             try:
@@ -133,8 +124,9 @@ class Rematting:
             finally:
                 self._is_inside = False
 
-        recomputed = _lifted(call.module, inner, rule.policy)
-        return recomputed([leaves[i] for i in objects], [leaves[i] for i in lifted])
+        if isinstance(call.module, nnx.Module):
+            return nnx.remat(inner, policy=rule.policy)(call.module, objects, arrays)
+        return _linen_remat(inner, rule.policy, call.module, objects, arrays)
 
     def check_used(self) -> None:
         """Raises StepError if a rule chose nothing that was called."""
@@ -165,6 +157,30 @@ class Rematting:
         return f"remat: no submodule that was called matches {pattern!r}{there}{more}."
 
 
+def _linen_remat(
+    inner: Callable[..., Any],
+    policy: Policy,
+    module: nn.Module,
+    objects: dict[int, Any],
+    arrays: dict[int, Any],
+) -> Any:
+    """Calls `inner` through Linen's remat, which knows no NNX objects.
+
+    Their arrays go in and come back.
+    """
+    graphdef, state = nnx.split(objects)
+
+    def pure(module: nn.Module, state: Any, arrays: dict[int, Any]) -> Any:
+        inside = nnx.merge(graphdef, state)
+        result = inner(module, inside, arrays)
+        return result, nnx.state(inside)
+
+    remat: Any = nn.remat(pure, policy=policy)
+    result, after = remat(module, state, arrays)
+    nnx.update(objects, after)
+    return result
+
+
 def block_paths(paths: Iterable[str]) -> frozenset[str]:
     """Returns the outermost numbered places that hold submodules with parameters.
 
@@ -177,40 +193,11 @@ def block_paths(paths: Iterable[str]) -> frozenset[str]:
         >>> sorted(block_paths(["layers/0/kernel", "output/kernel"]))
         []
     """
-    found: set[str] = set()
+    blocks: set[str] = set()
     for path in paths:
         names = path.split("/")
-        numbered = [
-            n for n in range(1, len(names) - 1) if names[n - 1][-1:].isdecimal()
-        ]
-        if numbered:
-            found.add("/".join(names[: numbered[0]]))
-    return frozenset(found)
-
-
-def _lifted(
-    module: Module, inner: Callable[..., Any], policy: Policy
-) -> Callable[[list[Any], list[Any]], Any]:
-    """Returns `inner` on a module, its insides recomputed in the backward pass."""
-    if isinstance(module, nnx.Module):
-        return functools.partial(nnx.remat(inner, policy=policy), module)
-
-    # Linen's remat knows no NNX objects: their arrays go in and come back.
-    def recomputed(objects: list[Any], arrays: list[Any]) -> Any:
-        graphdef, state = nnx.split(objects)
-
-        def pure(module: nn.Module, state: Any, arrays: list[Any]) -> Any:
-            inside = nnx.merge(graphdef, state)
-            result = inner(module, inside, arrays)
-            return result, nnx.state(inside)
-
-        remat: Any = nn.remat(pure, policy=policy)
-        result, after = remat(module, state, arrays)
-        nnx.update(objects, after)
-        return result
-
-    return recomputed
-
-
-def _is_array(leaf: Leaf) -> bool:
-    return hasattr(leaf, "dtype") and hasattr(leaf, "shape")
+        ends = (n for n in range(1, len(names) - 1) if names[n - 1][-1:].isdecimal())
+        end = next(ends, None)
+        if end is not None:
+            blocks.add("/".join(names[:end]))
+    return frozenset(blocks)

@@ -23,9 +23,14 @@ from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.state.precision import Precision, check_params, parse_precision
 from meshlayout.step.compiled_step import CompiledStep, OnRecompile
-from meshlayout.step.model_call import ModelCall, check_loss_fn
 from meshlayout.step.multi_step import Stacked, calls_for
-from meshlayout.step.objective import Loss, check_batch, check_state, check_weights
+from meshlayout.step.objective import (
+    Loss,
+    check_batch,
+    check_loss_fn,
+    check_state,
+    check_weights,
+)
 from meshlayout.step.placement import (
     StepMesh,
     in_own_mesh,
@@ -182,9 +187,16 @@ def make_train_step(
             "steps_per_call", steps_per_call, hint=hint, **where
         )
     policies = parse_precision(precision)
-    call = ModelCall(loss_fn, policies, parse_remat(remat), train=True)
-    penalties = as_regularizers(regularizers)
-    loss = Loss(call, weights, denominator, penalties, bool(metrics))
+    loss = Loss(
+        loss_fn,
+        policies,
+        weights,
+        denominator,
+        as_regularizers(regularizers),
+        parse_remat(remat),
+        train=True,
+        has_metrics=bool(metrics),
+    )
     has_loss_scale = jnp.dtype("float16") in policies.computes_in
     update = Update(clip_norm, on_nonfinite, ema, has_loss_scale, trainable)
     plan = Plan(
@@ -377,9 +389,8 @@ class TrainStep:
         """
         analysis: Any = self.lower(state, batch).compile().memory_analysis()
         saved = 0
-        if self._plan.loss.call.remat:
-            call = replace(self._plan.loss.call, remat=())
-            plan = replace(self._plan, loss=replace(self._plan.loss, call=call))
+        if self._plan.loss.remat:
+            plan = replace(self._plan, loss=replace(self._plan.loss, remat=()))
             without = TrainStep(plan, self._layouts, self._on_recompile)
             other: Any = without.lower(state, batch).compile().memory_analysis()
             saved = other.temp_size_in_bytes - analysis.temp_size_in_bytes
@@ -404,7 +415,7 @@ class TrainStep:
         self._look_at_reports(wait=True)
 
     def __repr__(self) -> str:
-        name = getattr(self._plan.loss.call.loss_fn, "__name__", "loss")
+        name = getattr(self._plan.loss.loss_fn, "__name__", "loss")
         return f"TrainStep({name}, {len(self._programs)} meshes seen)"
 
     # Programs.
@@ -458,7 +469,7 @@ class TrainStep:
         batch: Callable[[], Batch],
     ) -> tuple[CompiledStep[..., Any], MetricsStart]:
         def empty() -> Metrics:
-            check_params(state.params, self._plan.loss.call.policies)
+            check_params(state.params, self._plan.loss.policies)
             return program.empty_metrics(state, batch())
 
         key = (kind, program.shardings)

@@ -1,7 +1,6 @@
 """From gradients to the next state."""
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -14,7 +13,7 @@ from meshlayout._annotations import PyTree
 from meshlayout.errors import StepError
 from meshlayout.state import TrainState
 from meshlayout.state.precision import LossScale
-from meshlayout.step.gradients import Gradients, Trainable, finite_leaves, select
+from meshlayout.step.gradients import Gradients, Trainable, select
 
 
 OnNonfinite: TypeAlias = Literal["error", "skip", "ignore"]
@@ -24,8 +23,28 @@ EMA = "ema"
 SKIPPED = "skipped"
 LOSS_SCALE = "loss_scale"
 
-# A name in the metrics.
-NONFINITE_LOSS = "nonfinite_loss"
+# What Python says of an update that a step cannot call, and what to say instead.
+_REFUSALS = (
+    (
+        r"missing \d+ required keyword-only arguments?: (.*)",
+        "the optimizer's update misses {}: a step passes value=, the loss, and nothing "
+        "else beside gradients and parameters. A line search, which calls the loss "
+        "again, does not go into a step; give a learning rate in its place, as "
+        "optax.lbfgs(learning_rate=0.1, linesearch=None).",
+    ),
+    (
+        "unexpected keyword argument 'value'",
+        "the optimizer's update refuses value=, the loss, which a step passes. "
+        "optax.contrib.sam, which computes gradients at several places for one "
+        "update, does not go into a step; write one with ml.compile_step.",
+    ),
+    (
+        "no attribute 'fast'",
+        "optax.lookahead keeps two copies of the parameters, as "
+        "optax.LookaheadParams, and a model has one. It does not go into a step; "
+        "write one with ml.compile_step, or average with make_train_step(ema=).",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -48,12 +67,12 @@ class Update:
 
     def names(self) -> tuple[str, ...]:
         """Returns the names of the extra arrays that the state must have."""
-        wanted = {
+        is_needed = {
             EMA: self.ema is not None,
             SKIPPED: self.may_skip,
             LOSS_SCALE: self.has_loss_scale,
         }
-        return tuple(name for name, is_wanted in wanted.items() if is_wanted)
+        return tuple(name for name, needed in is_needed.items() if needed)
 
     @property
     def may_skip(self) -> bool:
@@ -62,8 +81,8 @@ class Update:
 
     def extra(self, state: TrainState) -> dict[str, Any]:
         """Returns the initial extra arrays of a state, not placed yet."""
-        makers: dict[str, Callable[[], Any]] = {
-            EMA: lambda: jax.tree.map(_averaged, state.params),
+        makers = {
+            EMA: lambda: jax.tree.map(_average, state.params),
             SKIPPED: lambda: jnp.int32(0),
             LOSS_SCALE: LossScale.create,
         }
@@ -75,25 +94,23 @@ class Update:
         Raises:
             StepError: If none is.
         """
-        if self.trainable is None:
-            return Trainable(params, lambda path: True)
-        pattern = re.compile(self.trainable)
-        found = Trainable(params, lambda path: bool(pattern.search(path)))
-        if not any(found.mask):
+        pattern = re.compile(self.trainable or "")
+        trainable = Trainable(params, lambda path: bool(pattern.search(path)))
+        if self.trainable is not None and not trainable.paths:
             paths = [leaf.path for leaf in _paths.flatten(params).leaves]
             msg = (
                 f"trainable={self.trainable!r} matches no parameter; there are "
                 f"{', '.join(map(repr, paths[:4]))}{', ...' if paths[4:] else ''}."
             )
             raise StepError(msg)
-        return found
+        return trainable
 
     def scale(self, state: TrainState) -> Any:
         """Returns the factor of the loss, or None."""
         return state.extra[LOSS_SCALE].scale if self.has_loss_scale else None
 
     def apply(
-        self, state: TrainState, trainable: Trainable, found: Gradients
+        self, state: TrainState, trainable: Trainable, gradients: Gradients
     ) -> tuple[TrainState, dict[str, jax.Array], jax.Array | None]:
         """Returns the next state, notes about the gradients, and a report.
 
@@ -102,53 +119,53 @@ class Update:
 
         Args:
             state: The state before.
-            trainable: What `found.grads` are for.
-            found: The gradients, by the loss scale if there is one.
+            trainable: The parameters that the gradients are for.
+            gradients: The gradients, times the loss scale if there is one.
         """
-        grads, notes = found.grads, {}
-        losses = list(found.parts.values())
+        grads, notes = gradients.grads, {}
+        losses = list(gradients.parts.values())
         if self.has_loss_scale:
             scale = self.scale(state)
-            grads = jax.tree.map(lambda g: (g / scale).astype(g.dtype), grads)
+            grads = [(g / scale).astype(g.dtype) for g in grads]
             notes["loss_scale"] = scale
-        finite, report = None, None
+        is_finite, report, is_lost = None, None, None
         if self.may_skip:
-            each = finite_leaves([*losses, *grads])
-            finite = each.all()
+            finite = jnp.stack([jnp.isfinite(x).all() for x in (*losses, *grads)])
+            is_finite = finite.all()
             if self.on_nonfinite == "error":
-                # Gradients that overflow are not an error where a loss scale recovers.
-                each = each[: len(losses)] if self.has_loss_scale else each
-                report = jnp.stack([state.step, jnp.argmin(each), ~each.all()])
+                if self.has_loss_scale:
+                    # It recovers from gradients that overflow: they are not an error.
+                    finite = finite[: len(losses)]
+                    is_lost = ~finite.all()
+                report = jnp.stack([state.step, jnp.argmin(finite), ~finite.all()])
         if self.clip_norm is not None:
-            norm = global_norm(grads)
+            norm = _global_norm(grads)
             factor = self.clip_norm / jnp.maximum(norm, self.clip_norm)
-            grads = jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
+            grads = [(g * factor).astype(g.dtype) for g in grads]
             notes["grad_norm"] = norm
         new = self._updated(state, trainable, grads, sum(losses))
-        new = new.replace(model_state=found.model_state)
-        if finite is not None:
-            new = self._unless(finite, state, new)
-            notes["skipped"] = 1 - finite.astype("float32")
-            if self.has_loss_scale and self.on_nonfinite == "error":
-                lost = ~finite_leaves(losses).all()
-                notes[NONFINITE_LOSS] = lost.astype("float32")
+        new = new.replace(model_state=gradients.model_state)
+        if is_finite is not None:
+            new = self._unless(is_finite, state, new)
+            notes["skipped"] = 1 - is_finite.astype("float32")
+        if is_lost is not None:
+            notes["nonfinite_loss"] = is_lost.astype("float32")
         return new, notes, report
 
     def _updated(
-        self, state: TrainState, trainable: Trainable, grads: PyTree, value: Any
-    ) -> Any:
+        self, state: TrainState, trainable: Trainable, grads: list[Any], value: Any
+    ) -> TrainState:
         """Returns the state after the optimizer's update of what is trained."""
-        if not trainable.is_all:
-            grads = trainable.zeros_elsewhere(grads, state.params)
-        else:
-            grads = trainable.filled(grads, state.params)
-        updates, opt_state = _optimized(state, grads, value)
+        others = state.params
+        if not all(trainable.mask):
+            others = jax.tree.map(jnp.zeros_like, others)
+        updates, opt_state = _optimized(state, trainable.filled(grads, others), value)
         params = optax.apply_updates(state.params, updates)
-        if not trainable.is_all:  # weight decay and momentum would move them
-            params = trainable.filled(trainable.chosen(params), state.params)
+        # Weight decay and momentum would move what is not trained.
+        trained = trainable.chosen(jax.tree.leaves(params))
+        params = trainable.filled(trained, state.params)
         extra = dict(state.extra)
-        if self.ema is not None:
-            decay = self.ema
+        if (decay := self.ema) is not None:
             extra[EMA] = jax.tree.map(
                 lambda old, new: (decay * old + (1 - decay) * new).astype(old.dtype),
                 extra[EMA],
@@ -158,13 +175,15 @@ class Update:
             params=params, opt_state=opt_state, step=state.step + 1, extra=extra
         )
 
-    def _unless(self, finite: jax.Array, old: TrainState, new: TrainState) -> Any:
+    def _unless(
+        self, is_finite: jax.Array, old: TrainState, new: TrainState
+    ) -> TrainState:
         """Returns the new state if the step was finite, and else the old one."""
-        kept = select(finite, new, old)
+        kept = select(is_finite, new, old)
         extra = dict(kept.extra)
-        extra[SKIPPED] = old.extra[SKIPPED] + (1 - finite.astype("int32"))
+        extra[SKIPPED] = old.extra[SKIPPED] + (1 - is_finite.astype("int32"))
         if self.has_loss_scale:
-            extra[LOSS_SCALE] = old.extra[LOSS_SCALE].after(finite)
+            extra[LOSS_SCALE] = old.extra[LOSS_SCALE].after(is_finite)
         return kept.replace(extra=extra)
 
 
@@ -183,41 +202,20 @@ def _optimized(state: TrainState, grads: PyTree, value: Any) -> tuple[PyTree, Py
     try:
         return tx.update(grads, state.opt_state, state.params, value=value)
     except (AttributeError, TypeError, ValueError) as error:
-        reason = _why_not_optimized(str(error)) or _other_opt_state(state)
+        for pattern, reason in _REFUSALS:
+            match = re.search(pattern, str(error))
+            if match is not None:
+                raise StepError(reason.format(*match.groups())) from None
+        reason = _other_opt_state(state)
         if reason is None:
             raise
         raise StepError(reason) from None
 
 
-def _why_not_optimized(message: str) -> str | None:
-    """Returns what an optimizer needs that a step does not give, from its error."""
-    missing = _MISSING.search(message)
-    if missing is not None:
-        return (
-            f"the optimizer's update misses {missing[1]}: a step passes value=, the "
-            "loss, and nothing else beside gradients and parameters. A line search, "
-            "which calls the loss again, does not go into a step; give a learning rate "
-            "in its place, as optax.lbfgs(learning_rate=0.1, linesearch=None)."
-        )
-    if "unexpected keyword argument 'value'" in message:
-        return (
-            "the optimizer's update refuses value=, the loss, which a step passes. "
-            "optax.contrib.sam, which computes gradients at several places for one "
-            "update, does not go into a step; write one with ml.compile_step."
-        )
-    if "no attribute 'fast'" in message:
-        return (
-            "optax.lookahead keeps two copies of the parameters, as "
-            "optax.LookaheadParams, and a model has one. It does not go into a step; "
-            "write one with ml.compile_step, or average with make_train_step(ema=)."
-        )
-    return None
-
-
 def _other_opt_state(state: TrainState) -> str | None:
     """Returns what is wrong with the optimizer's state, if it is another's."""
     expected = jax.eval_shape(state.tx.init, state.params)
-    names = [
+    types = [
         {
             leaf.path: _render.array_text(leaf.value.dtype, leaf.value.shape)
             for leaf in _paths.flatten(tree).leaves
@@ -225,9 +223,9 @@ def _other_opt_state(state: TrainState) -> str | None:
         for tree in (expected, state.opt_state)
     ]
     same = jax.tree.structure(expected) == jax.tree.structure(state.opt_state)
-    if names[0] == names[1] and same:
+    if types[0] == types[1] and same:
         return None
-    differing = sorted(set(names[0].items()) ^ set(names[1].items()))
+    differing = sorted(set(types[0].items()) ^ set(types[1].items()))
     where = f", as {differing[0][0]!r} shows" if differing else ""
     return (
         f"state.opt_state is not one of this optimizer for these parameters{where}. "
@@ -236,20 +234,16 @@ def _other_opt_state(state: TrainState) -> str | None:
     )
 
 
-# What Python says of a call that leaves something out.
-_MISSING = re.compile(r"missing \d+ required keyword-only arguments?: (.*)")
-
-
-def _averaged(param: jax.Array) -> jax.Array:
+def _average(param: jax.Array) -> jax.Array:
     """Returns a parameter as its average begins: in float32, which small steps need."""
     if jnp.issubdtype(param.dtype, jnp.floating):
         return jnp.array(param, jnp.promote_types(param.dtype, "float32"))
     return jnp.copy(param)
 
 
-def global_norm(tree: PyTree) -> jax.Array:
+def _global_norm(grads: list[jax.Array]) -> jax.Array:
     """Returns the square root of the sum of all squares, in float32."""
-    squares = [jnp.square(x.astype("float32")).sum() for x in jax.tree.leaves(tree)]
+    squares = [jnp.square(x.astype("float32")).sum() for x in grads]
     return jnp.sqrt(jnp.stack(squares).sum())
 
 

@@ -57,7 +57,7 @@ class PlainStep:
 
     def __init__(self, loss: Loss, metrics: Mapping[str, Any]) -> None:
         self._loss, self._metrics = loss, metrics
-        self.dtypes = loss.call.policies.computes_in
+        self.dtypes = loss.policies.computes_in
         self.jaxpr: Any = None
         self._program = jax.jit(_with_axes(self._computed), static_argnums=0)
 
@@ -121,7 +121,7 @@ class PlainStep:
         self, state: TrainState, batch: Batch, key: jax.Array
     ) -> tuple[jax.Array, Mapping[str, Any], Losses, PyTree]:
         """Returns losses, outputs, recorded losses, and the model's state after."""
-        loss_fn, train = self._loss.call.loss_fn, self._loss.call.train
+        loss_fn, train = self._loss.loss_fn, self._loss.train
         asked = inspect.signature(loss_fn).parameters
         extras: dict[str, Any] = {"train": train} if "train" in asked else {}
         if "rngs" in asked:
