@@ -70,7 +70,10 @@ def assert_same_gradients(
     _, (value, expected) = jax.jit(plain)(state, batch)
     mesh = layout.mesh
     step = ml.compile_step(gradient_step(loss))
-    placed = ml.relayout(state, state_layout or mesh.layout(...))
+    layouts = state_layout or mesh.layout(...)
+    if not isinstance(layouts, dict):
+        layouts = dict.fromkeys(state, layouts)
+    placed = {name: ml.relayout(x, layouts[name]) for name, x in state.items()}
     new, (found, grads) = step(placed, ml.relayout(batch, layout))
     np.testing.assert_allclose(found, value, rtol=1e-5)
     for name, kernel in expected.items():
@@ -186,6 +189,91 @@ def test_images_that_the_model_itself_cuts_are_mended(mesh):
         images(8, 8, 8, 4),
         mesh.layout("batch", ...),
         reference=three_layers,
+    )
+
+
+def with_positions(state, x):
+    hidden = jnp.tanh(convolution(x, state["first"])) + state["other"][None]
+    return jnp.square(convolution(hidden, state["second"])).mean()
+
+
+def flattened(state, x):
+    hidden = jnp.tanh(convolution(x, state["first"]))
+    hidden = jnp.tanh(convolution(hidden, state["second"]))
+    return jnp.square(hidden.reshape(len(x), -1) @ state["other"]).mean()
+
+
+def decoded(state, x):
+    pixels = x.reshape(len(x), -1) @ state["other"]
+    return two_layers(state, pixels.reshape(x.shape))
+
+
+@pytest.mark.parametrize("spec", [("batch",), ()])
+@pytest.mark.parametrize(
+    ("loss", "shape", "rule"),
+    [
+        (with_positions, (8, 8, 4), ("h", None, None)),
+        (flattened, (256, 6), ("h", None)),
+        (decoded, (256, 256), (None, "h")),
+    ],
+)
+def test_images_that_a_parameter_shards_are_mended(mesh, loss, shape, rule, spec):
+    state = {**kernels(3, 3, 4, 4), "other": 0.1 * images(*shape, seed=3)}
+    layouts = {name: mesh.layout(...) for name in state} | {"other": mesh.layout(*rule)}
+    layout = mesh.layout(*spec, ...)
+    assert_same_gradients(loss, state, images(8, 8, 8, 4), layout, layouts)
+
+
+@pytest.mark.parametrize("axis_types", ["explicit", {"batch": "explicit"}])
+@pytest.mark.parametrize(
+    ("groups", "rows", "spec"),
+    [(1, 8, ("batch", "h")), (1, 6, ("batch", "h")), (4, 8, ("batch",))],
+)
+def test_explicit_axes_are_mended(groups, rows, spec, axis_types):
+    mesh = ml.create_mesh(AXES, axis_types=axis_types)
+    assert_same_gradients(
+        functools.partial(two_layers, groups=groups),
+        kernels(3, 3, 4 // groups, 4),
+        images(rows, 8, 8, 4),
+        mesh.layout(*spec, ...),
+    )
+
+
+@pytest.mark.parametrize(
+    ("groups", "spec"), [(1, ("batch", "h")), (4, ("batch",))], ids=str
+)
+def test_a_shard_map_that_leaves_axes_to_the_compiler_is_refused(mesh, groups, spec):
+    def loss(state, x, axes):
+        def per_device(state, x):
+            return jax.lax.pmean(two_layers(state, x, groups=groups), tuple(axes))
+
+        return jax.shard_map(
+            per_device,
+            mesh=mesh.jax_mesh,
+            in_specs=(P(), P(tuple(axes))),
+            out_specs=P(),
+            axis_names=axes,
+        )(state, x)
+
+    state = ml.relayout(kernels(3, 3, 4 // groups, 4), mesh.layout(...))
+    batch = ml.relayout(images(8, 8, 8, 4), mesh.layout(*spec, ...))
+    step = ml.compile_step(gradient_step(functools.partial(loss, axes={"batch"})))
+    with pytest.raises(ml.errors.StepError) as info:
+        step(state, batch)
+    assert str(info.value) == (
+        "a convolution inside jax.shard_map leaves the mesh axes 'h', 'w' to the "
+        "compiler, which would add up its kernel's gradient over too many devices. "
+        "Name all axes of the mesh in axis_names=, or call the convolution outside of "
+        "jax.shard_map."
+    )
+    whole = functools.partial(loss, axes=set(AXES))
+    reference = functools.partial(two_layers, groups=groups)
+    assert_same_gradients(
+        whole,
+        ml.to_numpy(state),
+        ml.to_numpy(batch),
+        mesh.layout(),
+        reference=reference,
     )
 
 

@@ -21,6 +21,7 @@ The file can go when XLA adds over the right devices; in `test_kernel_gradients`
 programs of plain JAX that show the fault fail then.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -34,8 +35,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshlayout import _jax
 from meshlayout._annotations import AbstractArray, PyTree
+from meshlayout.errors import StepError
 
 
+AnyMesh: TypeAlias = jax.sharding.Mesh | jax.sharding.AbstractMesh
 _Values: TypeAlias = list[Any]
 
 
@@ -50,7 +53,7 @@ class GradientAxes:
         every: All axes, those that shard the batch dim first: for grouped convolutions.
     """
 
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
+    mesh: AnyMesh
     images: tuple[str, ...]
     every: tuple[str, ...]
 
@@ -69,25 +72,76 @@ def gradient_axes(jaxpr: Jaxpr, state: PyTree, batch: PyTree) -> GradientAxes | 
 
     Returns:
         None if no kernel gradient is affected.
+
+    Raises:
+        StepError: If one is that is out of reach, in a shard_map over some axes alone.
     """
-    gradients = [eqn for eqn in _equations(jaxpr) if _makes_kernel_gradient(eqn)]
-    if not gradients:
+    equations = list(_equations(jaxpr))
+    gradients = [eqn for eqn in equations if _makes_kernel_gradient(eqn)]
+    maps = [eqn for eqn in equations if eqn.primitive.name == "shard_map"]
+    inside = [list(filter(_makes_kernel_gradient, _inner_equations(x))) for x in maps]
+    kernels = {_shape(eqn.outvars[0]) for eqn in itertools.chain(gradients, *inside)}
+    if not kernels:
         return None
-    shardings = [*_shardings(batch), *_constraints(jaxpr, gradients)]
-    meshes = [sharding.mesh for sharding, _ in (*shardings, *_shardings(state))]
-    mesh = next(iter(meshes), None)
-    if mesh is None or AxisType.Explicit in mesh.axis_types:
-        return None  # on Explicit axes, JAX itself refuses what is not certain
+    images = [*_shardings(batch), *_constraints(equations, kernels)]
+    # What the state's arrays bring along: the compiler may shard images by a map of
+    # positions, or by the rows of a matrix that images are flattened for.
+    others = [
+        sharding
+        for sharding, shape in _shardings(state)
+        if not any(shape[-len(kernel) :] == kernel for kernel in kernels)
+    ]
+    for inner in filter(None, inside):
+        images_in_it: Any = inner[0].invars[0].aval
+        mesh: AnyMesh = images_in_it.sharding.mesh
+        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        axes = [axis for axis in _long_axes(mesh) if kinds[axis] != AxisType.Manual]
+        if _affected_axes(mesh, axes, inner, images, others) is not None:
+            msg = (
+                "a convolution inside jax.shard_map leaves the mesh axes "
+                f"{', '.join(map(repr, axes))} to the compiler, which would add up its "
+                "kernel's gradient over too many devices. Name all axes of the mesh in "
+                "axis_names=, or call the convolution outside of jax.shard_map."
+            )
+            raise StepError(msg)
+    meshes = [sharding.mesh for sharding, _ in (*images, *_shardings(state))]
+    if not gradients or not meshes:
+        return None
+    axes = _long_axes(meshes[0])
+    return _affected_axes(meshes[0], axes, gradients, images, others)
+
+
+def _long_axes(mesh: AnyMesh) -> list[str]:
+    """Returns the axes of several devices."""
+    return [axis for axis, size in mesh.shape.items() if size > 1]
+
+
+def _affected_axes(
+    mesh: AnyMesh,
+    every: list[str],
+    gradients: list[JaxprEqn],
+    images: list[tuple[NamedSharding, tuple[int, ...]]],
+    others: list[NamedSharding],
+) -> GradientAxes | None:
+    """Returns the axes to compute kernel gradients with; None if XLA's are right.
+
+    Args:
+        mesh: The mesh.
+        every: Its axes of several devices that the compiler partitions over.
+        gradients: The convolutions.
+        images: Shardings of what may be images, with shapes.
+        others: Shardings of other arrays that may shard images.
+    """
     # In these convolutions the batch dim is contracted, in the place of the features.
     dims = {
         len(_shape(eqn.invars[0])): eqn.params["dimension_numbers"].lhs_spec
         for eqn in gradients
     }
-    every = [axis for axis, size in mesh.shape.items() if size > 1]
     batch_axes: dict[str, None] = {}
     space_axes: dict[str, None] = {}
     is_cut = False
-    for sharding, rank in shardings:
+    for sharding, shape in images:
+        rank = len(shape)
         entries = [_axes(entry) for entry in sharding.spec]
         entries += [()] * (rank - len(entries))
         _, batch_dim, *space_dims = dims.get(rank, (None, 0, *range(1, rank)))
@@ -95,13 +149,20 @@ def gradient_axes(jaxpr: Jaxpr, state: PyTree, batch: PyTree) -> GradientAxes | 
         batch_axes.update(dict.fromkeys(entries[batch_dim]) if rank else {})
         space_axes.update(dict.fromkeys(space))
         is_cut |= bool(space) and not {*entries[batch_dim], *space}.issuperset(every)
+    free = [axis for axis in every if axis not in batch_axes]
+    hidden = {axis for sharding in others for e in sharding.spec for axis in _axes(e)}
+    hidden &= {*free}
+    if hidden and len(free) > 1:
+        is_cut = True
+        # Images are as a rule not sharded so: then nothing moves.
+        space_axes.update(dict.fromkeys(() if batch_axes else sorted(hidden)))
     ordered = tuple(dict.fromkeys((*batch_axes, *space_axes, *every)))
     ordered = tuple(axis for axis in ordered if axis in every)
-    images = tuple(axis for axis in ordered if axis in {*batch_axes, *space_axes})
+    chosen = tuple(axis for axis in ordered if axis in {*batch_axes, *space_axes})
     is_grouped = len(every) > 1 and any(map(_is_grouped, gradients))
     if not is_cut and not is_grouped:
         return None
-    return GradientAxes(mesh, images if is_cut else (), ordered)
+    return GradientAxes(mesh, chosen if is_cut else (), ordered)
 
 
 def with_right_gradients(
@@ -143,37 +204,36 @@ def _is_grouped(eqn: JaxprEqn) -> bool:
 
 
 def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """Yields all operations but those in a shard_map, which are a device's own part."""
     for eqn in jaxpr.eqns:
         yield eqn
-        yield from _inner_equations(eqn)
+        if eqn.primitive.name != "shard_map":
+            yield from _inner_equations(eqn)
 
 
 def _inner_equations(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
-    if eqn.primitive.name == "shard_map":
-        return  # a device's own part: nothing of it is left to the partitioner
     for inner in _jax.inner_jaxprs(eqn):
         yield from _equations(inner)
 
 
-def _shardings(tree: PyTree) -> Iterator[tuple[NamedSharding, int]]:
+def _shardings(tree: PyTree) -> Iterator[tuple[NamedSharding, tuple[int, ...]]]:
     for leaf in jax.tree.leaves(tree):
         sharding = None if isinstance(leaf, Tracer) else _jax.sharding_of(leaf)
         if isinstance(sharding, NamedSharding):
-            yield sharding, leaf.ndim
+            yield sharding, leaf.shape
 
 
 def _constraints(
-    jaxpr: Jaxpr, gradients: Iterable[JaxprEqn]
-) -> Iterator[tuple[NamedSharding, int]]:
+    equations: Iterable[JaxprEqn], kernels: set[tuple[int, ...]]
+) -> Iterator[tuple[NamedSharding, tuple[int, ...]]]:
     """Yields the shardings that the step itself asks for; of images, not of kernels."""
-    kernels = {_shape(eqn.outvars[0]) for eqn in gradients}
-    for eqn in _equations(jaxpr):
+    for eqn in equations:
         if eqn.primitive.name != "sharding_constraint":
             continue
         sharding, shape = eqn.params["sharding"], _shape(eqn.outvars[0])
         is_image = len(shape) > 2 and shape not in kernels
         if is_image and isinstance(sharding, NamedSharding):
-            yield sharding, len(shape)
+            yield sharding, shape
 
 
 def _shape(var: Any) -> tuple[int, ...]:
@@ -208,7 +268,9 @@ def _evaluated(
                 _over_batch(images, numbers.lhs_spec, axes.mesh, names),
                 _over_batch(cotangents, numbers.rhs_spec, axes.mesh, names),
             ]
-        elif any(map(_makes_kernel_gradient, _inner_equations(eqn))):
+        elif eqn.primitive.name != "shard_map" and any(
+            map(_makes_kernel_gradient, _inner_equations(eqn))
+        ):
             eqn = eqn.replace(params=_mended_params(eqn, axes))
         results = _jax.apply_operation(eqn, operands)
         values.update(zip(eqn.outvars, results, strict=True))
@@ -246,7 +308,7 @@ def _mended_jaxpr(
 def _over_batch(
     x: jax.Array,
     spec: tuple[int, ...],
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    mesh: AnyMesh,
     axes: tuple[str, ...],
 ) -> jax.Array:
     """Returns an operand of a kernel gradient, sharded in no dim of the image.
@@ -264,6 +326,8 @@ def _over_batch(
     extra = -x.shape[batch] % math.prod(mesh.shape[axis] for axis in axes)
     x = jnp.pad(x, [(0, extra if dim == batch else 0) for dim in range(x.ndim)])
     entries: list[Any] = [None] * x.ndim
-    entries[features], entries[batch] = PartitionSpec.UNCONSTRAINED, axes
+    entries[batch] = axes
+    if AxisType.Auto in mesh.axis_types:
+        entries[features] = PartitionSpec.UNCONSTRAINED
     sharding = NamedSharding(mesh, PartitionSpec(*entries))
-    return jax.lax.with_sharding_constraint(x, sharding)
+    return _jax.constrain(x, sharding)
