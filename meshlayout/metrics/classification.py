@@ -1,7 +1,6 @@
 """Metrics of predicted classes."""
 
-import dataclasses
-from typing import Any, ClassVar, Literal, Self, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,6 @@ from meshlayout.metrics.elements import (
     as_array,
     check_class_numbers,
     class_scores,
-    element_weights,
     highest_class,
     is_class,
     is_explicit,
@@ -24,10 +22,8 @@ from meshlayout.metrics.elements import (
 )
 from meshlayout.metrics.means import MeanMetric
 from meshlayout.metrics.metric import (
-    EMPTY,
-    Metric,
-    Total,
-    accumulator,
+    PairMetric,
+    SumMetric,
     metric_class,
     setting,
     source,
@@ -50,9 +46,43 @@ def _above(predictions: jax.Array, threshold: float) -> jax.Array:
     return predictions.astype(jnp.float32) > threshold
 
 
+def _are_classes(predictions: jax.Array, labels: jax.Array) -> bool:
+    """Returns whether both are class numbers, one prediction per label."""
+    floats = [jnp.issubdtype(x.dtype, jnp.floating) for x in (predictions, labels)]
+    return predictions.shape == labels.shape and not any(floats)
+
+
+def _class_pair(
+    predictions: ArrayLike, labels: ArrayLike, num_classes: int, where: str
+) -> tuple[jax.Array, jax.Array]:
+    """Returns predicted and true class numbers.
+
+    A row that holds NaN predicts no class: its number is -1.
+    """
+    predictions = as_array(predictions, "predictions", where)
+    labels = as_array(labels, "labels", where)
+    if _are_classes(predictions, labels):
+        return predictions.astype(jnp.int32), labels.astype(jnp.int32)
+    scores, labels = class_scores(predictions, labels, where, _CLASSES)
+    if scores.shape[-1] != num_classes:
+        msg = (
+            f"{where}: num_classes={num_classes}, and {text('predictions', scores)} "
+            f"has {scores.shape[-1]} classes in its last dim."
+        )
+        raise MetricError(msg)
+    numbers = label_numbers(scores, labels)
+    check_class_numbers(numbers, where)
+    return highest_class(scores), numbers
+
+
 @metric_class
-class Accuracy(MeanMetric):
+class Accuracy(MeanMetric, PairMetric):
     """The share of labels that are predicted.
+
+    Predictions are scores of shape `(..., classes)`, with a threshold scores of the
+    labels' shape, or integers of the labels' shape, the classes. Labels are class
+    numbers of shape `(...)`, or one-hot `(..., classes)`; with a threshold, positive
+    numbers are 1.
 
     Of equal scores, the class with the lower number is predicted, as by `argmax`. NaN
     among a row's scores makes it wrong, and so does a label that is not a class.
@@ -75,7 +105,6 @@ class Accuracy(MeanMetric):
     labels: str | int = source(default="label")
     top_k: int = setting(default=1)
     threshold: float | None = setting(default=None)
-    sums: Total = accumulator(default=EMPTY)
 
     def _check(self) -> None:
         self._set(top_k=_checks.count("top_k", self.top_k, **self._context))
@@ -91,27 +120,9 @@ class Accuracy(MeanMetric):
             )
             raise MetricError(msg)
 
-    def update(
-        self,
-        predictions: ArrayLike,
-        labels: ArrayLike,
-        weights: ArrayLike | None = None,
-    ) -> Self:
-        """Returns the metric with a batch added.
-
-        Args:
-            predictions: Scores of shape `(..., classes)`; with a threshold, scores of
-                the labels' shape; or integers of the labels' shape, the classes.
-            labels: Class numbers of shape `(...)`, or one-hot `(..., classes)`; with
-                a threshold, positive numbers are 1.
-            weights: Per label; see `Metric`.
-
-        Raises:
-            MetricError: If shapes or dtypes do not fit.
-        """
-        where = type(self).__name__
-        right = self._is_right(predictions, labels, where)
-        return self._add(right, element_weights(weights, right, "labels", where))
+    def _elements(self, predictions: Any, labels: Any) -> tuple[Any, jax.Array]:
+        right = self._is_right(predictions, labels, type(self).__name__)
+        return right, right
 
     def _is_right(
         self, predictions: ArrayLike, labels: ArrayLike, where: str
@@ -150,46 +161,30 @@ class Accuracy(MeanMetric):
         """The weight of the labels that were predicted; `count` is that of all."""
         return self.total
 
-    def compute(self) -> jax.Array:
-        """Returns the accuracy; NaN where nothing was counted."""
-        return super().compute()
 
+class _ClassMetric(SumMetric, PairMetric):
+    """What the metrics of a number of classes have in common."""
 
-def _are_classes(predictions: jax.Array, labels: jax.Array) -> bool:
-    """Returns whether both are class numbers, one prediction per label."""
-    floats = [jnp.issubdtype(x.dtype, jnp.floating) for x in (predictions, labels)]
-    return predictions.shape == labels.shape and not any(floats)
+    num_classes: int | None
 
+    def _check_num_classes(self) -> None:
+        context = {"at_least": 2, **self._context}
+        self._set(num_classes=_checks.count("num_classes", self.num_classes, **context))
 
-def _class_pair(
-    predictions: ArrayLike, labels: ArrayLike, num_classes: int, where: str
-) -> tuple[jax.Array, jax.Array]:
-    """Returns predicted and true class numbers.
-
-    A row that holds NaN predicts no class: its number is -1.
-    """
-    predictions = as_array(predictions, "predictions", where)
-    labels = as_array(labels, "labels", where)
-    if _are_classes(predictions, labels):
-        return predictions.astype(jnp.int32), labels.astype(jnp.int32)
-    scores, labels = class_scores(predictions, labels, where, _CLASSES)
-    if scores.shape[-1] != num_classes:
-        msg = (
-            f"{where}: num_classes={num_classes}, and {text('predictions', scores)} "
-            f"has {scores.shape[-1]} classes in its last dim."
-        )
-        raise MetricError(msg)
-    numbers = label_numbers(scores, labels)
-    check_class_numbers(numbers, "labels", where)
-    return highest_class(scores), numbers
+    def _elements(self, predictions: Any, labels: Any) -> tuple[Any, jax.Array]:
+        size, where = self.num_classes or 0, type(self).__name__
+        predicted, true = _class_pair(predictions, labels, size, where)
+        return (predicted, true), true
 
 
 @metric_class
-class ConfusionMatrix(Metric):
+class ConfusionMatrix(_ClassMetric):
     """How often each class was predicted for each label: labels in rows.
 
-    A label or prediction that is not a class, and a row of scores with NaN, is in no
-    cell; `compute().sum()` is then less than the weight of what was given.
+    Predictions are scores `(..., classes)`, or class numbers `(...)`; labels class
+    numbers `(...)`, or one-hot `(..., classes)`. A label or prediction that is not a
+    class, and a row of scores with NaN, is in no cell; `compute().sum()` is then less
+    than the weight of what was given.
 
     Args:
         num_classes: How many classes there are.
@@ -207,59 +202,35 @@ class ConfusionMatrix(Metric):
     num_classes: int | None = setting(default=None)
     predictions: str | int = source(default="logits")
     labels: str | int = source(default="label")
-    cells: Total = accumulator(default=EMPTY)
 
     def _check(self) -> None:
-        self._check_num_classes(self.num_classes)
-
-    def _start(self) -> dict[str, Any]:
-        return {"cells": Total.zeros((self._size, self._size))}
+        self._check_num_classes()
 
     @property
-    def _size(self) -> int:
-        return self.num_classes or 0
+    def _shape(self) -> tuple[int, ...]:
+        return (self.num_classes or 0,) * 2
 
-    def update(
-        self,
-        predictions: ArrayLike,
-        labels: ArrayLike,
-        weights: ArrayLike | None = None,
-    ) -> Self:
-        """Returns the metric with a batch added.
-
-        Args:
-            predictions: Scores `(..., classes)`, or class numbers `(...)`.
-            labels: Class numbers `(...)`, or one-hot `(..., classes)`.
-            weights: Per label; see `Metric`.
-
-        Raises:
-            MetricError: If shapes or dtypes do not fit.
-        """
-        where = type(self).__name__
-        predicted, true = _class_pair(predictions, labels, self._size, where)
-        each = element_weights(weights, true, "labels", where)
-        rows = jnp.where(is_class(true, self._size), each[..., None], 0)
-        columns = is_class(predicted, self._size).astype(jnp.float32)
-        dims = tuple(range(true.ndim))
+    def _sums_of(self, elements: Any, weights: jax.Array) -> jax.Array:
+        predicted, true = elements
+        size, dims = self.num_classes or 0, tuple(range(true.ndim))
+        rows = jnp.where(is_class(true, size), weights[..., None], 0)
+        columns = is_class(predicted, size).astype(jnp.float32)
         if is_explicit(rows) or is_explicit(columns):
-            cells = jnp.sum(rows[..., None] * columns[..., None, :], axis=dims)
-        else:
-            contracted = ((dims, dims), ((), ()))
-            cells = jax.lax.dot_general(rows, columns, contracted, precision="highest")
-        return dataclasses.replace(self, cells=self.cells.add(cells))
+            return jnp.sum(rows[..., None] * columns[..., None, :], axis=dims)
+        contracted = ((dims, dims), ((), ()))
+        return jax.lax.dot_general(rows, columns, contracted, precision="highest")
 
     def compute(self) -> jax.Array:
         """Returns the weights, shape `(num_classes, num_classes)`; 0 where empty."""
-        return self.cells.value
+        return self.sums.value
 
 
-# What precision, recall and F1 count for each class. In one array, because every
-# array of a step's state costs host time.
+# The rows of the sums of precision, recall and F1, each with a column per class.
 _COUNTED = ("hits", "predicted", "actual", "count")
 
 
 @metric_class
-class _ClassShare(Metric):
+class _ClassShare(_ClassMetric):
     """What precision, recall and F1 have in common: hits, per mean of some wholes."""
 
     predictions: str | int = source(default="logits")
@@ -267,65 +238,49 @@ class _ClassShare(Metric):
     threshold: float | None = setting(default=None)
     num_classes: int | None = setting(default=None)
     average: Average = setting(default="binary")
-    counts: Total = accumulator(default=EMPTY)  # one row for each of _COUNTED
     _wholes: ClassVar[tuple[str, ...]] = ()
 
     def _check(self) -> None:
+        name = type(self).__name__
         average = _checks.choice("average", self.average, _AVERAGES, **self._context)
-        if average == "binary":
-            self._check_binary()
+        if average != "binary":
+            self._check_num_classes()
+            if self.threshold is not None:
+                msg = (
+                    f"{name}: threshold={self.threshold!r} is for average='binary'; "
+                    f"with average={average!r}, the class with the highest score is "
+                    "predicted."
+                )
+                raise MetricError(msg)
             return
-        self._check_num_classes(self.num_classes)
-        if self.threshold is not None:
-            msg = (
-                f"{type(self).__name__}: threshold={self.threshold!r} is for "
-                f"average='binary'; with average={average!r}, the class with the "
-                "highest score is predicted."
-            )
-            raise MetricError(msg)
-
-    def _check_binary(self) -> None:
         if self.num_classes is not None:
             msg = (
-                f"{type(self).__name__}: with num_classes={self.num_classes!r}, "
-                "average must be 'macro', 'micro', 'weighted' or None."
+                f"{name}: with num_classes={self.num_classes!r}, average must be "
+                "'macro', 'micro', 'weighted' or None."
             )
             raise MetricError(msg)
         threshold = 0.0 if self.threshold is None else self.threshold
         self._set(threshold=_checks.number("threshold", threshold, **self._context))
 
-    def _start(self) -> dict[str, Any]:
+    @property
+    def _shape(self) -> tuple[int, ...]:
         classes = () if self.num_classes is None else (self.num_classes,)
-        return {"counts": Total.zeros((len(_COUNTED), *classes))}
+        return (len(_COUNTED), *classes)
 
-    def update(
-        self,
-        predictions: ArrayLike,
-        labels: ArrayLike,
-        weights: ArrayLike | None = None,
-    ) -> Self:
-        """Returns the metric with a batch added.
+    def _elements(self, predictions: Any, labels: Any) -> tuple[Any, jax.Array]:
+        if self.num_classes is not None:
+            return super()._elements(predictions, labels)
+        scores, labels = same_shape(predictions, labels, type(self).__name__)
+        return (scores, labels), labels
 
-        Args:
-            predictions: For two classes, scores of the labels' shape. Otherwise
-                scores `(..., classes)`, or class numbers `(...)`.
-            labels: For two classes, positive numbers are 1. Otherwise class numbers
-                `(...)`, or one-hot `(..., classes)`.
-            weights: Per label; see `Metric`.
-
-        Raises:
-            MetricError: If shapes or dtypes do not fit.
-        """
-        where = type(self).__name__
+    def _sums_of(self, elements: Any, weights: jax.Array) -> jax.Array:
+        predictions, labels = elements
         if self.num_classes is None:
-            scores, labels = same_shape(predictions, labels, where)
-            share = element_weights(weights, labels, "labels", where)
-            guess, truth = _above(scores, self.threshold or 0), labels > 0
+            guess, truth = _above(predictions, self.threshold or 0), labels > 0
         else:
-            size = self.num_classes
-            numbers, labels = _class_pair(predictions, labels, size, where)
-            share = element_weights(weights, labels, "labels", where)[..., None]
-            guess, truth = is_class(numbers, size), is_class(labels, size)
+            guess = is_class(predictions, self.num_classes)
+            truth = is_class(labels, self.num_classes)
+            weights = weights[..., None]
         counted = {
             "hits": guess & truth,
             "predicted": guess,
@@ -333,8 +288,8 @@ class _ClassShare(Metric):
             "count": jnp.ones_like(guess),
         }
         dims = tuple(range(labels.ndim))
-        sums = [jnp.sum(jnp.where(counted[k], share, 0), axis=dims) for k in _COUNTED]
-        return dataclasses.replace(self, counts=self.counts.add(jnp.stack(sums)))
+        sums = [jnp.sum(jnp.where(counted[k], weights, 0), axis=dims) for k in _COUNTED]
+        return jnp.stack(sums)
 
     @property
     def hits(self) -> jax.Array:
@@ -358,7 +313,7 @@ class _ClassShare(Metric):
         return count[0] if count.ndim else count
 
     def _row(self, name: str) -> jax.Array:
-        return self.counts.value[_COUNTED.index(name)]
+        return self.sums.value[_COUNTED.index(name)]
 
     def compute(self) -> jax.Array:
         """Returns the value, averaged as asked; NaN where nothing was counted."""
@@ -382,12 +337,14 @@ class _ClassShare(Metric):
 class Precision(_ClassShare):
     """The share of what was predicted that is right.
 
-    With `average="binary"` there are two classes and one score each, and a score above
-    the threshold predicts 1. With more classes, the highest score is predicted:
-    `"macro"` is the mean over the classes that occur among labels or predictions,
-    `"weighted"` the mean over the labels, `"micro"` counts all classes together, and
-    None gives one value per class. The value is 0 where what it divides by is 0, and
-    NaN where nothing was counted and for a class that does not occur.
+    With `average="binary"` there are two classes and one score each, of the labels'
+    shape: a score above the threshold predicts 1, and positive labels are 1. With more
+    classes, predictions are scores `(..., classes)`, of which the highest is predicted,
+    or class numbers `(...)`; labels are class numbers, or one-hot. `"macro"` is the
+    mean over the classes that occur among labels or predictions, `"weighted"` the mean
+    over the labels, `"micro"` counts all classes together, and None gives one value per
+    class. The value is 0 where what it divides by is 0, and NaN where nothing was
+    counted and for a class that does not occur.
 
     What it is made of can be read as `hits`, `predicted`, `actual` and `count`.
 

@@ -1,4 +1,7 @@
-"""Metric inputs: checked, in float32, and with one weight per element."""
+"""Metric inputs: checked, in float32, and with one weight per element.
+
+`where` is the metric's name throughout, which opens the message of a MetricError.
+"""
 
 import math
 
@@ -14,11 +17,7 @@ from meshlayout.errors import MetricError
 
 
 def as_array(x: ArrayLike, name: str, where: str) -> jax.Array:
-    """Returns an input as an array of numbers or booleans.
-
-    Raises:
-        MetricError: If it is not one.
-    """
+    """Returns an input as an array of numbers or booleans, or raises MetricError."""
     try:
         array = x if isinstance(x, jax.Array) else jnp.asarray(np.asarray(x))
     except (TypeError, ValueError, OverflowError):
@@ -44,10 +43,11 @@ def text(name: str, x: jax.Array) -> str:
 def element_weights(
     weights: ArrayLike | None, elements: jax.Array, name: str, where: str
 ) -> jax.Array:
-    """Returns one float32 weight per element.
+    """Returns one float32 weight per element; one without dims counts if any does.
 
     Args:
-        weights: None, or an array whose shape is that of the elements' first dims.
+        weights: None, or an array whose shape is that of the elements' first dims; of
+            any shape for an element without dims.
         elements: What is weighed.
         name: What the elements are called.
         where: The metric.
@@ -57,35 +57,23 @@ def element_weights(
     """
     if weights is None:
         return jnp.ones_like(elements, dtype=jnp.float32)
-    given = as_float(weights, "weights", where)
-    if given.shape != elements.shape[: given.ndim]:
+    weights = as_float(weights, "weights", where)
+    if not elements.ndim:
+        return jnp.any(weights != 0).astype(jnp.float32)
+    if weights.shape != elements.shape[: weights.ndim]:
         msg = (
-            f"{where}: {text('weights', given)} does not fit {text(name, elements)}. "
+            f"{where}: {text('weights', weights)} does not fit {text(name, elements)}. "
             "Weights have the shape of the elements or of their first dims, such as "
             f"{elements.shape[:1]}."
         )
         raise MetricError(msg)
-    missing = tuple(range(given.ndim, elements.ndim))
-    return jnp.broadcast_to(jnp.expand_dims(given, missing), elements.shape)
+    missing = tuple(range(weights.ndim, elements.ndim))
+    return jnp.broadcast_to(jnp.expand_dims(weights, missing), elements.shape)
 
 
-def value_weights(
-    weights: ArrayLike | None, values: jax.Array, name: str, where: str
-) -> jax.Array:
-    """Returns one weight per value; a value without dims counts if anything does.
-
-    Args:
-        weights: As for `element_weights`; of any shape for a value without dims.
-        values: What is weighed.
-        name: What the values are called.
-        where: The metric.
-
-    Raises:
-        MetricError: If the shapes do not fit.
-    """
-    if values.ndim or weights is None:
-        return element_weights(weights, values, name, where)
-    return jnp.any(as_array(weights, "weights", where) != 0).astype(jnp.float32)
+def weighted(values: jax.Array, weights: jax.Array) -> jax.Array:
+    """Returns values times weights, and 0 where the weight is 0."""
+    return jnp.where(weights != 0, values * weights, 0)
 
 
 def is_explicit(x: jax.Array) -> bool:
@@ -94,19 +82,10 @@ def is_explicit(x: jax.Array) -> bool:
     return AxisType.Explicit in getattr(mesh, "axis_types", ())
 
 
-def weighted(values: jax.Array, weights: jax.Array) -> jax.Array:
-    """Returns values times weights, and 0 where the weight is 0."""
-    return jnp.where(weights != 0, values * weights, 0)
-
-
 def same_shape(
     predictions: ArrayLike, labels: ArrayLike, where: str
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns predictions and labels of one shape; a last dim of 1 may be extra.
-
-    Raises:
-        MetricError: If the shapes differ.
-    """
+    """Returns predictions and labels of one shape; a last dim of 1 may be extra."""
     predictions = as_array(predictions, "predictions", where)
     labels = as_array(labels, "labels", where)
     if predictions.shape == (*labels.shape, 1):
@@ -118,6 +97,9 @@ def same_shape(
         )
         raise MetricError(msg)
     return predictions, labels
+
+
+# Classes.
 
 
 def class_scores(
@@ -134,14 +116,14 @@ def class_scores(
     Raises:
         MetricError: If the shapes or dtypes do not fit.
     """
-    given = as_array(predictions, "predictions", where)
-    scores = given.astype(jnp.float32)
+    predictions = as_array(predictions, "predictions", where)
+    scores = predictions.astype(jnp.float32)
     labels = as_array(labels, "labels", where)
     is_alike = labels.shape == scores.shape
     # Of equal shapes and rank 1, the last dim is that of the examples.
     if scores.shape[-1:] in ((0,), (1,)) or (scores.ndim == 1 and is_alike):
         msg = (
-            f"{where}: {text('predictions', given)} and {text('labels', labels)} "
+            f"{where}: {text('predictions', predictions)} and {text('labels', labels)} "
             "have no dim of two or more classes. For two classes and one score per "
             f"example {binary}."
         )
@@ -155,22 +137,24 @@ def class_scores(
             "classes, and the shape of one-hot labels."
         )
         raise MetricError(msg)
-    check_class_numbers(labels, "labels", where)
+    check_class_numbers(labels, where)
     return scores, labels
 
 
-def check_class_numbers(x: jax.Array, name: str, where: str) -> None:
-    """Raises MetricError if an array does not hold integers."""
-    if jnp.issubdtype(x.dtype, jnp.floating):
-        msg = f"{where}: {text(name, x)} must hold class numbers, which are integers."
+def check_class_numbers(labels: jax.Array, where: str) -> None:
+    """Raises MetricError if labels are not integers."""
+    if jnp.issubdtype(labels.dtype, jnp.floating):
+        msg = (
+            f"{where}: {text('labels', labels)} must hold class numbers, which are "
+            "integers."
+        )
         raise MetricError(msg)
 
 
 def label_numbers(scores: jax.Array, labels: jax.Array) -> jax.Array:
     """Returns labels as class numbers."""
-    if labels.ndim == scores.ndim:
-        return jnp.argmax(labels, axis=-1).astype(jnp.int32)
-    return labels.astype(jnp.int32)
+    is_one_hot = labels.ndim == scores.ndim
+    return (jnp.argmax(labels, axis=-1) if is_one_hot else labels).astype(jnp.int32)
 
 
 def is_class(labels: jax.Array, num_classes: int) -> jax.Array:
@@ -206,8 +190,8 @@ def highest_class(scores: jax.Array) -> jax.Array:
     first = _class_numbers(num_blocks, scores.ndim) * size
     classes = jnp.argmax(blocks, axis=-1).astype(jnp.int32) + first
     is_highest = highest == jnp.max(highest, axis=-1, keepdims=True)  # NaN never is
-    found = jnp.min(jnp.where(is_highest, classes, num_classes), axis=-1)
-    return jnp.where(found < num_classes, found, -1)
+    predicted = jnp.min(jnp.where(is_highest, classes, num_classes), axis=-1)
+    return jnp.where(predicted < num_classes, predicted, -1)
 
 
 def ranks(scores: jax.Array, labels: jax.Array) -> jax.Array:

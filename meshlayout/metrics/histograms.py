@@ -1,30 +1,24 @@
 """Metrics of how values are spread, on bins of equal width."""
 
-import dataclasses
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
 
 from meshlayout import _checks
 from meshlayout.errors import MetricError
-from meshlayout.metrics.elements import (
-    element_weights,
-    is_class,
-    is_explicit,
-    same_shape,
-)
-from meshlayout.metrics.means import MetricOfValues
+from meshlayout.metrics.elements import is_class, is_explicit, same_shape
 from meshlayout.metrics.metric import (
-    EMPTY,
-    Metric,
-    Total,
-    accumulator,
+    PairMetric,
+    SumMetric,
+    ValueMetric,
     metric_class,
     setting,
     source,
 )
+
+
+_TINY = 1e-30
 
 
 def _binned(bins: jax.Array, weights: jax.Array, num_bins: int) -> jax.Array:
@@ -36,12 +30,13 @@ def _binned(bins: jax.Array, weights: jax.Array, num_bins: int) -> jax.Array:
 
 
 @metric_class
-class AUC(Metric):
+class AUC(SumMetric, PairMetric):
     """The area under the ROC or the precision-recall curve, from binned scores.
 
-    Scores are probabilities, sorted into `num_thresholds` bins of equal width on
-    [0, 1]; a probability outside is put into the first or last bin, and NaN makes the
-    result NaN. The state has the size of the bins, and the accuracy too:
+    Scores are probabilities, one per label, sorted into `num_thresholds` bins of equal
+    width on [0, 1]; a probability outside is put into the first or last bin, and NaN
+    makes the result NaN. Positive labels are 1, others 0. The state has the size of the
+    bins, and the accuracy too:
 
     - ROC: points joined by straight lines. Equals the chance that a positive scores
       above a negative, where a pair in one bin counts one half.
@@ -69,7 +64,6 @@ class AUC(Metric):
     num_thresholds: int = setting(default=1024)
     curve: Literal["ROC", "PR"] = setting(default="ROC")
     from_logits: bool = setting(default=True)
-    counts: Total = accumulator(default=EMPTY)  # positives, negatives; by bin
 
     def _check(self) -> None:
         context = self._context
@@ -82,49 +76,35 @@ class AUC(Metric):
             from_logits=_checks.flag("from_logits", self.from_logits, **context),
         )
 
-    def _start(self) -> dict[str, Any]:
-        return {"counts": Total.zeros((2, self.num_thresholds))}
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        return (2, self.num_thresholds)  # positives, negatives; by bin
 
-    def update(
-        self,
-        predictions: ArrayLike,
-        labels: ArrayLike,
-        weights: ArrayLike | None = None,
-    ) -> Self:
-        """Returns the metric with a batch added.
+    def _elements(self, predictions: Any, labels: Any) -> tuple[Any, jax.Array]:
+        scores, labels = same_shape(predictions, labels, type(self).__name__)
+        return (scores, labels), labels
 
-        Args:
-            predictions: Scores of the labels' shape; a last dim of 1 may be extra.
-            labels: Positive numbers are 1, others 0.
-            weights: Per label; see `Metric`.
-
-        Raises:
-            MetricError: If the shapes do not fit.
-        """
-        where = type(self).__name__
-        scores, labels = same_shape(predictions, labels, where)
-        each = element_weights(weights, labels, "labels", where)
+    def _sums_of(self, elements: Any, weights: jax.Array) -> jax.Array:
+        scores, labels = elements
         scores = scores.astype(jnp.float32)
         scores = jax.nn.sigmoid(scores) if self.from_logits else scores
-        unknown = jnp.isnan(scores) & (each != 0)
-        size = self.num_thresholds
-        place = jnp.where(jnp.isnan(scores), 0, jnp.clip(scores, 0, 1)) * size
+        is_nan, size = jnp.isnan(scores), self.num_thresholds
+        place = jnp.where(is_nan, 0, jnp.clip(scores, 0, 1)) * size
         bins = jnp.minimum(jnp.floor(place).astype(jnp.int32), size - 1)
-        each = jnp.where(unknown, jnp.nan, each)
-        positive = _binned(bins, jnp.where(labels > 0, each, 0), size)
-        negative = _binned(bins, jnp.where(labels > 0, 0, each), size)
-        new = jnp.stack([positive, negative])
-        return dataclasses.replace(self, counts=self.counts.add(new))
+        weights = jnp.where(is_nan & (weights != 0), jnp.nan, weights)
+        positive = _binned(bins, jnp.where(labels > 0, weights, 0), size)
+        negative = _binned(bins, jnp.where(labels > 0, 0, weights), size)
+        return jnp.stack([positive, negative])
 
     @property
     def positives(self) -> jax.Array:
         """The weight of the positive labels in each bin of scores."""
-        return self.counts.value[0]
+        return self.sums.value[0]
 
     @property
     def negatives(self) -> jax.Array:
         """The weight of the negative labels in each bin of scores."""
-        return self.counts.value[1]
+        return self.sums.value[1]
 
     def compute(self) -> jax.Array:
         """Returns the area; NaN where no positives, or in ROC no negatives, were."""
@@ -154,15 +134,77 @@ class AUC(Metric):
         return self.positives[::-1], self.negatives[::-1]
 
 
-_TINY = 1e-30
+class _BinnedValues(SumMetric, ValueMetric):
+    """What `Histogram` and `Quantile` have in common: the weight in each bin."""
+
+    low: float
+    high: float
+    num_bins: int
+
+    def _check(self) -> None:
+        context = self._context
+        low = _checks.number("low", self.low, **context)
+        high = _checks.number("high", self.high, **context)
+        if low >= high:
+            msg = (
+                f"{type(self).__name__}: low must be less than high, got low={low:g} "
+                f"and high={high:g}."
+            )
+            raise MetricError(msg)
+        num_bins = _checks.count("num_bins", self.num_bins, **context)
+        self._set(low=low, high=high, num_bins=num_bins)
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        return (self.num_bins + 2,)  # below, the bins, above
+
+    def _sums_of(self, elements: Any, weights: jax.Array) -> jax.Array:
+        is_nan = jnp.isnan(elements)
+        width = (self.high - self.low) / self.num_bins
+        clipped = jnp.clip(jnp.where(is_nan, self.low, elements), self.low, self.high)
+        bins = jnp.floor((clipped - self.low) / width).astype(jnp.int32)
+        bins = jnp.clip(bins, 0, self.num_bins - 1) + 1
+        bins = jnp.where(elements < self.low, 0, bins)
+        bins = jnp.where(is_nan | (elements > self.high), self.num_bins + 1, bins)
+        weights = jnp.where(is_nan & (weights != 0), jnp.nan, weights)
+        return _binned(bins, weights, self.num_bins + 2)
+
+    def quantile(self, q: float) -> jax.Array:
+        """Returns the value below which a share `q` of the weight is.
+
+        Straight lines join the edges of a bin, so that the result is off by one bin's
+        width at most. It is -inf or inf where the value is outside the bins, and
+        NaN where nothing was counted.
+
+        Args:
+            q: From 0 to 1.
+
+        Raises:
+            MetricError: If `q` is not.
+        """
+        q = _checks.number("q", q, at_least=0, at_most=1, **self._context)
+        weights = self.sums.value
+        total = jnp.sum(weights)
+        target = q * total
+        reached = jnp.cumsum(weights)
+        # The first bin that has weight and reaches the target.
+        enough = (reached >= target) & (weights > 0)
+        last = weights.size - 1 - jnp.argmax((weights > 0)[::-1])
+        index = jnp.where(jnp.any(enough), jnp.argmax(enough), last)
+        inside = (target - (reached[index] - weights[index])) / weights[index]
+        width = (self.high - self.low) / self.num_bins
+        value = self.low + width * (index - 1 + jnp.clip(inside, 0, 1))
+        value = jnp.where(index == 0, -jnp.inf, value)
+        value = jnp.where(index == self.num_bins + 1, jnp.inf, value)
+        return jnp.where(total > 0, value, jnp.nan).astype(jnp.float32)
 
 
 @metric_class
-class Histogram(MetricOfValues):
+class Histogram(_BinnedValues):
     """The weight of the values in bins of equal width, from `low` to `high`.
 
     A bin holds its lower edge, and the last one its upper edge too. Values outside
-    is counted apart, in `below` and `above`; NaN makes `above` NaN.
+    are counted apart, in `below` and `above`; NaN makes `above` NaN.
 
     Args:
         low: The lower edge of the first bin.
@@ -180,35 +222,6 @@ class Histogram(MetricOfValues):
     high: float = setting()
     num_bins: int = setting(default=100)
     values: str | int = source(default="losses")
-    weights: Total = accumulator(default=EMPTY)  # below, the bins, above
-
-    def _check(self) -> None:
-        context = self._context
-        low = _checks.number("low", self.low, **context)
-        high = _checks.number("high", self.high, **context)
-        if low >= high:
-            msg = (
-                f"{type(self).__name__}: low must be less than high, got low={low:g} "
-                f"and high={high:g}."
-            )
-            raise MetricError(msg)
-        num_bins = _checks.count("num_bins", self.num_bins, **context)
-        self._set(low=low, high=high, num_bins=num_bins)
-
-    def _start(self) -> dict[str, Any]:
-        return {"weights": Total.zeros((self.num_bins + 2,))}
-
-    def _add(self, elements: jax.Array, weights: jax.Array) -> Self:
-        unknown = jnp.isnan(elements)
-        width = (self.high - self.low) / self.num_bins
-        clipped = jnp.clip(jnp.where(unknown, self.low, elements), self.low, self.high)
-        bins = jnp.floor((clipped - self.low) / width).astype(jnp.int32)
-        bins = jnp.clip(bins, 0, self.num_bins - 1) + 1
-        bins = jnp.where(elements < self.low, 0, bins)
-        bins = jnp.where(unknown | (elements > self.high), self.num_bins + 1, bins)
-        each = jnp.where(unknown & (weights != 0), jnp.nan, weights)
-        new = _binned(bins, each, self.num_bins + 2)
-        return dataclasses.replace(self, weights=self.weights.add(new))
 
     @property
     def edges(self) -> jax.Array:
@@ -218,49 +231,20 @@ class Histogram(MetricOfValues):
     @property
     def below(self) -> jax.Array:
         """The weight of values less than `low`."""
-        return self.weights.value[0]
+        return self.sums.value[0]
 
     @property
     def above(self) -> jax.Array:
         """The weight of values greater than `high`."""
-        return self.weights.value[-1]
+        return self.sums.value[-1]
 
     def compute(self) -> jax.Array:
         """Returns the weight in each bin, shape `(num_bins,)`."""
-        return self.weights.value[1:-1]
-
-    def quantile(self, q: float) -> jax.Array:
-        """Returns the value below which a share `q` of the weight is.
-
-        Straight lines join the edges of a bin, so that the result is off by one bin's
-        width at most. It is -inf or inf where the value is outside the bins, and
-        NaN where nothing was counted.
-
-        Args:
-            q: From 0 to 1.
-
-        Raises:
-            MetricError: If `q` is not.
-        """
-        q = _checks.number("q", q, at_least=0, at_most=1, **self._context)
-        weights = self.weights.value
-        total = jnp.sum(weights)
-        target = q * total
-        reached = jnp.cumsum(weights)
-        # The first bin that has weight and reaches the target.
-        enough = (reached >= target) & (weights > 0)
-        last = weights.size - 1 - jnp.argmax((weights > 0)[::-1])
-        index = jnp.where(jnp.any(enough), jnp.argmax(enough), last)
-        inside = (target - (reached[index] - weights[index])) / weights[index]
-        width = (self.high - self.low) / self.num_bins
-        value = self.low + width * (index - 1 + jnp.clip(inside, 0, 1))
-        value = jnp.where(index == 0, -jnp.inf, value)
-        value = jnp.where(index == self.num_bins + 1, jnp.inf, value)
-        return jnp.where(total > 0, value, jnp.nan).astype(jnp.float32)
+        return self.sums.value[1:-1]
 
 
 @metric_class
-class Quantile(MetricOfValues):
+class Quantile(_BinnedValues):
     """The value below which a share `q` of the weight is, from a histogram.
 
     Off by one bin's width at most; see `Histogram.quantile`.
@@ -283,19 +267,12 @@ class Quantile(MetricOfValues):
     high: float = setting()
     num_bins: int = setting(default=1000)
     values: str | int = source(default="losses")
-    histogram: Histogram = accumulator(default=EMPTY)
 
     def _check(self) -> None:
         q = _checks.number("q", self.q, at_least=0, at_most=1, **self._context)
         self._set(q=q)
-
-    def _start(self) -> dict[str, Any]:
-        return {"histogram": Histogram(self.low, self.high, self.num_bins)}
-
-    def _add(self, elements: jax.Array, weights: jax.Array) -> Self:
-        histogram = self.histogram.update(elements, weights)
-        return dataclasses.replace(self, histogram=histogram)
+        super()._check()
 
     def compute(self) -> jax.Array:
         """Returns the quantile; NaN where nothing was counted."""
-        return self.histogram.quantile(self.q)
+        return self.quantile(self.q)

@@ -6,21 +6,13 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
 from meshlayout import _checks
-from meshlayout.metrics.elements import (
-    as_float,
-    class_scores,
-    is_class,
-    same_shape,
-    value_weights,
-    weighted,
-)
+from meshlayout.metrics.elements import class_scores, is_class, same_shape, weighted
 from meshlayout.metrics.metric import (
-    EMPTY,
-    Metric,
-    Total,
+    PairMetric,
+    SumMetric,
+    ValueMetric,
     accumulator,
     metric_class,
     setting,
@@ -32,40 +24,15 @@ from meshlayout.metrics.metric import (
 _BINARY = "give the losses of optax.sigmoid_binary_cross_entropy to Mean"
 
 
-class MetricOfValues(Metric):
-    """Base of the metrics of one array of numbers."""
-
-    def update(self, values: ArrayLike, weights: ArrayLike | None = None) -> Self:
-        """Returns the metric with a batch of values added.
-
-        Args:
-            values: Any numbers.
-            weights: Per element; see `Metric`. A value without dims counts once per
-                update, unless all weights are 0.
-
-        Raises:
-            MetricError: If the weights do not fit the values.
-        """
-        where = type(self).__name__
-        elements = as_float(values, "values", where)
-        return self._add(elements, value_weights(weights, elements, "values", where))
-
-    def _add(self, elements: jax.Array, weights: jax.Array) -> Self:
-        """Returns the metric with elements added, in float32, with a weight each."""
-        raise NotImplementedError
-
-
-class MeanMetric(Metric):
+class MeanMetric(SumMetric):
     """Base of the metrics that are a weighted mean."""
 
-    sums: Total  # the weighted sum, and the sum of the weights
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        return (2,)
 
-    def _start(self) -> dict[str, Any]:
-        return {"sums": Total.zeros((2,))}
-
-    def _add(self, elements: jax.Array, weights: jax.Array) -> Self:
-        new = jnp.stack([jnp.sum(weighted(elements, weights)), jnp.sum(weights)])
-        return dataclasses.replace(self, sums=self.sums.add(new))
+    def _sums_of(self, elements: Any, weights: jax.Array) -> jax.Array:
+        return jnp.stack([jnp.sum(weighted(elements, weights)), jnp.sum(weights)])
 
     @property
     def total(self) -> jax.Array:
@@ -83,7 +50,7 @@ class MeanMetric(Metric):
 
 
 @metric_class
-class Mean(MeanMetric, MetricOfValues):
+class Mean(MeanMetric, ValueMetric):
     """The weighted mean of values; `total` and `count` are what it divides.
 
     A value without dims, such as an auxiliary loss of a whole batch, counts once per
@@ -100,11 +67,10 @@ class Mean(MeanMetric, MetricOfValues):
     """
 
     values: str | int = source(default="losses")
-    sums: Total = accumulator(default=EMPTY)
 
 
 @metric_class
-class Sum(MetricOfValues):
+class Sum(SumMetric, ValueMetric):
     """The weighted sum of values; 0 where nothing was counted.
 
     A value without dims counts once per update, unless all weights are 0. Integers
@@ -119,14 +85,9 @@ class Sum(MetricOfValues):
     """
 
     values: str | int = source(default="losses")
-    sums: Total = accumulator(default=EMPTY)
 
-    def _start(self) -> dict[str, Any]:
-        return {"sums": Total.zeros()}
-
-    def _add(self, elements: jax.Array, weights: jax.Array) -> Self:
-        new = jnp.sum(weighted(elements, weights))
-        return dataclasses.replace(self, sums=self.sums.add(new))
+    def _sums_of(self, elements: Any, weights: jax.Array) -> jax.Array:
+        return jnp.sum(weighted(elements, weights))
 
     def compute(self) -> jax.Array:
         """Returns the sum."""
@@ -134,7 +95,7 @@ class Sum(MetricOfValues):
 
 
 @metric_class
-class Last(MetricOfValues):
+class Last(ValueMetric):
     """The most recent value: of a batch, the last element whose weight is not 0.
 
     For what is a number per step, such as a learning rate. Merging keeps the value of
@@ -150,13 +111,13 @@ class Last(MetricOfValues):
     """
 
     values: str | int = source(default="losses")
-    value: Any = accumulator(default=EMPTY)
-    seen: Any = accumulator(default=EMPTY)
+    value: Any = accumulator(kw_only=True)
+    seen: Any = accumulator(kw_only=True)
 
     def _start(self) -> dict[str, Any]:
         return {"value": np.array(np.nan, np.float32), "seen": np.zeros((), np.float32)}
 
-    def _add(self, elements: jax.Array, weights: jax.Array) -> Self:
+    def _added(self, elements: Any, weights: jax.Array) -> Self:
         counted, last = weights != 0, elements
         # From the last dim on: the last counted element along each dim.
         while last.ndim:
@@ -179,35 +140,14 @@ class Last(MetricOfValues):
         return jnp.asarray(self.value)
 
 
-@metric_class
-class _MeanError(MeanMetric):
+class _MeanError(MeanMetric, PairMetric):
     """What the mean errors have in common."""
 
-    predictions: str | int = source(default="predictions")
-    labels: str | int = source(default="label")
-    sums: Total = accumulator(default=EMPTY)
-
-    def update(
-        self,
-        predictions: ArrayLike,
-        labels: ArrayLike,
-        weights: ArrayLike | None = None,
-    ) -> Self:
-        """Returns the metric with a batch added.
-
-        Args:
-            predictions: Numbers of the labels' shape; a last dim of 1 may be extra.
-            labels: Numbers.
-            weights: Per element; see `Metric`.
-
-        Raises:
-            MetricError: If the shapes do not fit.
-        """
-        where = type(self).__name__
-        predictions, labels = same_shape(predictions, labels, where)
+    def _elements(self, predictions: Any, labels: Any) -> tuple[Any, jax.Array]:
+        predictions, labels = same_shape(predictions, labels, type(self).__name__)
         differences = predictions.astype(jnp.float32) - labels.astype(jnp.float32)
         errors = self._error(differences)
-        return self._add(errors, value_weights(weights, errors, "labels", where))
+        return errors, errors
 
     def _error(self, differences: jax.Array) -> jax.Array:
         """Returns the error of each difference."""
@@ -217,6 +157,9 @@ class _MeanError(MeanMetric):
 @metric_class
 class MeanSquaredError(_MeanError):
     """The mean of the squared differences between predictions and labels.
+
+    Predictions and labels are numbers of one shape; a last dim of 1 of the predictions
+    may be extra.
 
     Args:
         predictions: Their name in a step's outputs or batch.
@@ -228,17 +171,16 @@ class MeanSquaredError(_MeanError):
         2.0
     """
 
+    predictions: str | int = source(default="predictions")
+    labels: str | int = source(default="label")
+
     def _error(self, differences: jax.Array) -> jax.Array:
         return jnp.square(differences)
 
 
 @metric_class
 class MeanAbsoluteError(_MeanError):
-    """The mean of the absolute differences between predictions and labels.
-
-    Args:
-        predictions: Their name in a step's outputs or batch.
-        labels: Their name there.
+    """The mean of the absolute differences; takes what `MeanSquaredError` takes.
 
     Example:
         >>> error = MeanAbsoluteError().update(jnp.array([1.0, 2.0]), jnp.array([1, 4]))
@@ -246,20 +188,24 @@ class MeanAbsoluteError(_MeanError):
         1.0
     """
 
+    predictions: str | int = source(default="predictions")
+    labels: str | int = source(default="label")
+
     def _error(self, differences: jax.Array) -> jax.Array:
         return jnp.abs(differences)
 
 
 @metric_class
-class CrossEntropy(MeanMetric):
+class CrossEntropy(MeanMetric, PairMetric):
     """The mean cross-entropy of labels under predicted classes, in nats.
 
-    A label that is not a class makes the result NaN; give it weight 0 to leave it out.
+    Predictions have shape `(..., classes)`; labels are integers of shape `(...)`, or
+    probabilities `(..., classes)`, as one-hot labels. A label that is not a class makes
+    the result NaN; give it weight 0 to leave it out.
 
     Args:
         predictions: The name of the logits in a step's outputs or batch.
-        labels: The name of the labels there: class numbers, or one probability per
-            class, as one-hot labels.
+        labels: The name of the labels there.
         from_logits: Whether predictions are logits; otherwise they are probabilities.
 
     Example:
@@ -271,28 +217,12 @@ class CrossEntropy(MeanMetric):
     predictions: str | int = source(default="logits")
     labels: str | int = source(default="label")
     from_logits: bool = setting(default=True)
-    sums: Total = accumulator(default=EMPTY)
 
     def _check(self) -> None:
         flag = _checks.flag("from_logits", self.from_logits, **self._context)
         self._set(from_logits=flag)
 
-    def update(
-        self,
-        predictions: ArrayLike,
-        labels: ArrayLike,
-        weights: ArrayLike | None = None,
-    ) -> Self:
-        """Returns the metric with a batch added.
-
-        Args:
-            predictions: Shape `(..., classes)`.
-            labels: Integers of shape `(...)`, or probabilities `(..., classes)`.
-            weights: Per label; see `Metric`.
-
-        Raises:
-            MetricError: If shapes or dtypes do not fit.
-        """
+    def _elements(self, predictions: Any, labels: Any) -> tuple[Any, jax.Array]:
         where = type(self).__name__
         scores, labels = class_scores(predictions, labels, where, _BINARY)
         logs = jax.nn.log_softmax(scores) if self.from_logits else jnp.log(scores)
@@ -303,7 +233,7 @@ class CrossEntropy(MeanMetric):
             is_own = is_class(labels, logs.shape[-1])
             losses = -jnp.sum(jnp.where(is_own, logs, 0), axis=-1)
             losses = jnp.where(jnp.any(is_own, axis=-1), losses, jnp.nan)
-        return self._add(losses, value_weights(weights, losses, "labels", where))
+        return losses, losses
 
 
 @metric_class

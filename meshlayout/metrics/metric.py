@@ -11,16 +11,16 @@ import dataclasses
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar, cast, dataclass_transform
+from typing import Any, Literal, Self, TypeVar, cast, dataclass_transform
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from meshlayout import _checks
 from meshlayout._checks import shown
 from meshlayout.errors import MetricError
+from meshlayout.metrics.elements import as_float, element_weights
 
 
 _Class = TypeVar("_Class", bound=type)
@@ -39,9 +39,9 @@ def source(*, default: str | int) -> Any:
     return dataclasses.field(default=default, metadata={"static": True, "source": True})
 
 
-def accumulator(*, default: Any) -> Any:
+def accumulator(*, kw_only: Literal[True], default: Any = EMPTY) -> Any:
     """Returns a field for a metric's state, which `_start` fills where it is EMPTY."""
-    return dataclasses.field(default=default, repr=False, kw_only=True)
+    return dataclasses.field(default=default, repr=False, kw_only=kw_only)
 
 
 @dataclass_transform(
@@ -165,10 +165,6 @@ class Metric:
         """What a check of a setting needs to know for its message."""
         return {"where": type(self).__name__, "error": MetricError}
 
-    def _check_num_classes(self, num_classes: int | None) -> None:
-        count = _checks.count("num_classes", num_classes, at_least=2, **self._context)
-        self._set(num_classes=count)
-
     def _check_sources(self) -> None:
         for field in source_fields(type(self)):
             name = getattr(self, field)
@@ -191,6 +187,10 @@ class Metric:
 
     def update(self, *args: Any, **kwargs: Any) -> Self:
         """Returns the metric with a batch added: its inputs, and their weights."""
+        raise NotImplementedError
+
+    def _added(self, elements: Any, weights: jax.Array) -> Self:
+        """Returns the metric with checked elements added, which have a weight each."""
         raise NotImplementedError
 
     def compute(self) -> jax.Array:
@@ -220,8 +220,7 @@ class Metric:
         def add(a: Any, b: Any) -> Any:
             return a.merge(b) if isinstance(a, Total) else jnp.add(a, b)
 
-        is_total = functools.partial(_is_instance, Total)
-        return jax.tree.map(add, self, other, is_leaf=is_total)
+        return jax.tree.map(add, self, other, is_leaf=lambda x: isinstance(x, Total))
 
     def reset(self) -> Self:
         """Returns the empty metric of the same configuration."""
@@ -273,5 +272,76 @@ class Metric:
         return merged
 
 
-def _is_instance(kind: type, node: object) -> bool:
-    return isinstance(node, kind)
+@metric_class
+class SumMetric(Metric):
+    """Base of the metrics that are computed from sums, all in one array.
+
+    One, because every array of a step's state costs host time.
+    """
+
+    sums: Total = accumulator(kw_only=True)
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        """The shape of the sums."""
+        return ()
+
+    def _start(self) -> dict[str, Any]:
+        return {"sums": Total.zeros(self._shape)}
+
+    def _added(self, elements: Any, weights: jax.Array) -> Self:
+        sums = self.sums.add(self._sums_of(elements, weights))
+        return dataclasses.replace(self, sums=sums)
+
+    def _sums_of(self, elements: Any, weights: jax.Array) -> jax.Array:
+        """Returns what elements add to the sums."""
+        raise NotImplementedError
+
+
+class ValueMetric(Metric):
+    """Base of the metrics of one array of numbers."""
+
+    def update(self, values: ArrayLike, weights: ArrayLike | None = None) -> Self:
+        """Returns the metric with a batch of values added.
+
+        Args:
+            values: Any numbers.
+            weights: Per element; see `Metric`. A value without dims counts once per
+                update, unless all weights are 0.
+
+        Raises:
+            MetricError: If the weights do not fit the values.
+        """
+        where = type(self).__name__
+        elements = as_float(values, "values", where)
+        return self._added(
+            elements, element_weights(weights, elements, "values", where)
+        )
+
+
+class PairMetric(Metric):
+    """Base of the metrics of predictions and labels."""
+
+    def update(
+        self,
+        predictions: ArrayLike,
+        labels: ArrayLike,
+        weights: ArrayLike | None = None,
+    ) -> Self:
+        """Returns the metric with a batch added.
+
+        Args:
+            predictions: What the model returned; the class says in what shape.
+            labels: What is true.
+            weights: Per label; see `Metric`.
+
+        Raises:
+            MetricError: If shapes or dtypes do not fit.
+        """
+        elements, checked = self._elements(predictions, labels)
+        where = type(self).__name__
+        return self._added(elements, element_weights(weights, checked, "labels", where))
+
+    def _elements(self, predictions: Any, labels: Any) -> tuple[Any, jax.Array]:
+        """Returns what is counted, and an array with an element for each label."""
+        raise NotImplementedError
