@@ -998,6 +998,14 @@ REFUSED = [
         "Accuracy is a class, and a metric is one of its objects: call Accuracy().",
     ),
     (
+        lambda: metrics.adapt(nnx.metrics.Average()).update(SCORES),
+        "nnx's Average finds its arguments by name: use metrics.update_from(metric, outputs=..., batch=...).",
+    ),
+    (
+        lambda: metrics.adapt(nnx.metrics.Average()).merge(metrics.Mean()),
+        "nnx's Average does not merge with Mean(values='losses'): both must have the same class and configuration.",
+    ),
+    (
         lambda: jax.jit(lambda m: m.compute())(metrics.Throughput()),
         "Throughput.compute() reads the host's clock, which does not run inside jit. Return the metric from the step, and compute it outside.",
     ),

@@ -3,7 +3,6 @@
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from inspect import Parameter
 from typing import Any, Self, TypeAlias
 
@@ -17,13 +16,13 @@ from meshlayout._checks import shown
 from meshlayout.errors import MetricError
 from meshlayout.metrics.elements import as_array
 from meshlayout.metrics.inputs import MetricInputs, bound_arguments, updated
-from meshlayout.metrics.metric import Metric
+from meshlayout.metrics.metric import Metric, metric_class, setting
 
 
 _Names: TypeAlias = tuple[tuple[str, str | int], ...]
 
 
-def adapt(metric: Any, **sources: str | int) -> "Metric | Adapted":
+def adapt(metric: Any, **sources: str | int) -> Metric:
     """Makes an immutable metric of one of clu, metrax or flax.nnx.
 
     It has `merge`, `compute`, `reset` and goes wherever a metric of this library
@@ -54,7 +53,7 @@ def adapt(metric: Any, **sources: str | int) -> "Metric | Adapted":
         >>> float(average.compute())
         1.5
     """
-    if _is_ours(metric) and not sources:
+    if isinstance(metric, Metric) and not sources:
         return metric
     for parameter, name in sources.items():
         if not isinstance(name, (str, int)) or isinstance(name, bool):
@@ -65,7 +64,7 @@ def adapt(metric: Any, **sources: str | int) -> "Metric | Adapted":
             raise MetricError(msg)
     names: _Names = tuple(sorted(sources.items()))
     if isinstance(metric, nnx.MultiMetric):
-        parts = {name: getattr(metric, name) for name in _part_names(metric)}
+        parts = {name: getattr(metric, name) for name in metric._metric_names}
         return AdaptedParts(
             {name: adapt(part, **sources) for name, part in parts.items()}
         )
@@ -74,10 +73,11 @@ def adapt(metric: Any, **sources: str | int) -> "Metric | Adapted":
         return AdaptedNnx(_copied(state), definition, type(metric), names)
     needed = ("from_model_output", "merge", "compute", "empty")
     if all(hasattr(metric, name) for name in needed):
-        kind = metric if isinstance(metric, type) else type(metric)
+        kind: Any = metric if isinstance(metric, type) else type(metric)
         state = kind.empty() if isinstance(metric, type) else metric
         return AdaptedModelOutput(state, kind, names)
-    if _is_class(metric):
+    is_called = hasattr(metric, "update") and not hasattr(metric, "empty")
+    if isinstance(metric, type) and is_called:
         name = metric.__name__
         msg = f"{name} is a class, and a metric is one of its objects: call {name}()."
         raise MetricError(msg)
@@ -88,30 +88,9 @@ def adapt(metric: Any, **sources: str | int) -> "Metric | Adapted":
     raise MetricError(msg)
 
 
-def _is_ours(metric: object) -> bool:
-    return isinstance(metric, (Metric, AdaptedModelOutput, AdaptedNnx, AdaptedParts))
-
-
-def _is_class(metric: object) -> bool:
-    """Returns whether this is a class of metrics that are made by calling it."""
-    is_called = hasattr(metric, "update") and not hasattr(metric, "empty")
-    return isinstance(metric, type) and is_called
-
-
-def _part_names(metric: Any) -> tuple[str, ...]:
-    return tuple(metric._metric_names)
-
-
 def _copied(state: PyTree) -> PyTree:
     """Returns a state of the same arrays; flax's metrics change the one they have."""
     return jax.tree.map(lambda x: x, state)
-
-
-def _check_alike(metric: "Adapted", other: Any) -> None:
-    if type(metric) is not type(other) or metric.label != other.label:
-        label = getattr(other, "label", type(other).__name__)
-        msg = f"{metric.label} does not merge with {label}: both must have one class."
-        raise MetricError(msg)
 
 
 def _blanked(value: Leaf, weights: jax.Array | None) -> Any:
@@ -160,32 +139,44 @@ def _call(
     return function(*args, **{**kwargs, **masks})
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, eq=False)
-class AdaptedModelOutput:
+class Adapted(Metric):
+    """Base of the metrics of other libraries; `update_from` finds their arguments."""
+
+    @property
+    def _label(self) -> str:
+        """What it is called in messages."""
+        raise NotImplementedError
+
+    def update(self, *args: Any, **kwargs: Any) -> Self:
+        """Refused: use `metrics.update_from`, which finds the arguments by name."""
+        msg = (
+            f"{self._label} finds its arguments by name: use "
+            "metrics.update_from(metric, outputs=..., batch=...)."
+        )
+        raise MetricError(msg)
+
+    def __repr__(self) -> str:
+        return self._label
+
+
+@metric_class
+class AdaptedModelOutput(Adapted):
     """A metric of clu or metrax; made by `adapt`."""
 
     state: PyTree
-    kind: type = field(metadata={"static": True})
-    sources: _Names = field(metadata={"static": True})
+    kind: type = setting()
+    sources: _Names = setting()
 
     @property
-    def label(self) -> str:
-        """What it is called in messages."""
+    def _label(self) -> str:
         return f"{self.kind.__module__.partition('.')[0]}'s {self.kind.__name__}"
 
     def _update_from(self, inputs: MetricInputs) -> Self:
         from_model_output = self.kind.from_model_output
-        new = _call(from_model_output, inputs, self.sources, self.label)
+        new = _call(from_model_output, inputs, self.sources, self._label)
         return dataclasses.replace(self, state=self.state.merge(new))
 
-    def merge(self, other: Self) -> Self:
-        """Returns the metric of what both have counted.
-
-        Raises:
-            MetricError: If the other one is of another class.
-        """
-        _check_alike(self, other)
+    def _merged(self, other: Any) -> Self:
         return dataclasses.replace(self, state=self.state.merge(other.state))
 
     def compute(self) -> Any:
@@ -197,19 +188,17 @@ class AdaptedModelOutput:
         return dataclasses.replace(self, state=self.kind.empty())
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, eq=False)
-class AdaptedNnx:
+@metric_class
+class AdaptedNnx(Adapted):
     """A metric of flax.nnx; made by `adapt`."""
 
     state: PyTree
-    definition: Any = field(metadata={"static": True})
-    kind: type = field(metadata={"static": True})
-    sources: _Names = field(metadata={"static": True})
+    definition: Any = setting()
+    kind: type = setting()
+    sources: _Names = setting()
 
     @property
-    def label(self) -> str:
-        """What it is called in messages."""
+    def _label(self) -> str:
         return f"nnx's {self.kind.__name__}"
 
     def _metric(self) -> Any:
@@ -226,23 +215,16 @@ class AdaptedNnx:
     def _update_from(self, inputs: MetricInputs) -> Self:
         metric = self._metric()
         if self.kind in _STATISTICS:
-            values = _values(metric, inputs, dict(self.sources), self.label)
-            _add(metric, *_batch_statistics(values, inputs.weights, self.label))
+            values = _values(metric, inputs, dict(self.sources), self._label)
+            _add(metric, *_batch_statistics(values, inputs.weights, self._label))
         else:
-            _call(metric.update, inputs, self.sources, self.label)
+            _call(metric.update, inputs, self.sources, self._label)
         return self._of(metric)
 
-    def merge(self, other: Self) -> Self:
-        """Returns the metric of what both have counted.
-
-        Raises:
-            MetricError: If the other one is of another class, or flax does not say
-                how such metrics are merged.
-        """
-        _check_alike(self, other)
+    def _merged(self, other: Any) -> Self:
         if self.kind not in _STATISTICS:
             msg = (
-                f"{self.label} cannot be merged: flax does not say how. Average, "
+                f"{self._label} cannot be merged: flax does not say how. Average, "
                 "Accuracy, Welford and MultiMetric of them can."
             )
             raise MetricError(msg)
@@ -261,16 +243,14 @@ class AdaptedNnx:
         return self._of(metric)
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, eq=False)
-class AdaptedParts:
+@metric_class
+class AdaptedParts(Adapted):
     """A MultiMetric of flax.nnx, part by part; made by `adapt`."""
 
     parts: dict[str, Any]
 
     @property
-    def label(self) -> str:
-        """What it is called in messages."""
+    def _label(self) -> str:
         return f"nnx's MultiMetric({', '.join(self.parts)})"
 
     def _update_from(self, inputs: MetricInputs) -> Self:
@@ -278,18 +258,12 @@ class AdaptedParts:
             {name: updated(part, inputs) for name, part in self.parts.items()}
         )
 
-    def merge(self, other: Self) -> Self:
-        """Returns the metric of what both have counted.
-
-        Raises:
-            MetricError: If the other one has other parts, or a part cannot be merged.
-        """
-        _check_alike(self, other)
+    def _merged(self, other: Any) -> Self:
         return type(self)(
             {name: part.merge(other.parts[name]) for name, part in self.parts.items()}
         )
 
-    def compute(self) -> dict[str, Any]:
+    def compute(self) -> Any:
         """Returns what each part computes, by name."""
         return {name: part.compute() for name, part in self.parts.items()}
 
@@ -297,8 +271,6 @@ class AdaptedParts:
         """Returns the empty metric."""
         return type(self)({name: part.reset() for name, part in self.parts.items()})
 
-
-Adapted: TypeAlias = AdaptedModelOutput | AdaptedNnx | AdaptedParts
 
 # flax's own metrics, whose state is a count, and a sum or a mean and its variance.
 _STATISTICS = (nnx.metrics.Average, nnx.metrics.Accuracy, nnx.metrics.Welford)

@@ -12,7 +12,7 @@ from meshlayout import _jax, _render
 from meshlayout._annotations import Batch, Leaf
 from meshlayout._checks import shown
 from meshlayout.errors import MetricError, did_you_mean
-from meshlayout.metrics.inputs import update_from
+from meshlayout.metrics.inputs import NEEDED, is_metric, update_from
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -54,19 +54,10 @@ class Metrics(Mapping[str, Any]):
             if not isinstance(name, str) or not name:
                 msg = f"Metrics: a name must be a non-empty string, got {shown(name)}."
                 raise MetricError(msg)
-            needed = ("update", "merge", "compute")
-            adapted = hasattr(metric, "_update_from")
-            if isinstance(metric, type) or not (
-                adapted or all(hasattr(metric, method) for method in needed)
-            ):
-                msg = (
-                    f"Metrics: {name!r} is {shown(metric)}, and must be an object "
-                    "with update, merge and compute. For metrics of clu, metrax or "
-                    "flax.nnx, use metrics.adapt."
-                )
+            if not is_metric(metric):
+                msg = f"Metrics: {name!r} is {shown(metric)}, and {NEEDED}"
                 raise MetricError(msg)
-        object.__setattr__(self, "_built", dict(metrics))
-        object.__setattr__(self, "_flat", None)
+        self._fill(dict(metrics))
 
     @classmethod
     def from_flat(cls, leaves: list[Any], treedef: Any) -> "Metrics":
@@ -76,16 +67,18 @@ class Metrics(Mapping[str, Any]):
             leaves: Their arrays.
             treedef: Their structure, as `jax.tree.flatten` gives it.
         """
-        lazy = object.__new__(cls)
-        object.__setattr__(lazy, "_built", None)
-        object.__setattr__(lazy, "_flat", (leaves, treedef))
-        return lazy
+        return object.__new__(cls)._fill(None, (leaves, treedef))
+
+    def _fill(self, built: dict[str, Any] | None, flat: Any = None) -> "Metrics":
+        object.__setattr__(self, "_built", built)
+        object.__setattr__(self, "_flat", flat)
+        return self
 
     @property
     def _metrics(self) -> dict[str, Any]:
         if self._built is None:
             leaves, treedef = self._flat
-            object.__setattr__(self, "_built", treedef.unflatten(leaves)._built)
+            self._fill(treedef.unflatten(leaves)._built, self._flat)
         built: Any = self._built
         return built
 
@@ -139,17 +132,7 @@ class Metrics(Mapping[str, Any]):
         losses: Any = None,
         weights: ArrayLike | None = None,
     ) -> "Metrics":
-        """Returns the metrics with one step's batch added; see `metrics.update_from`.
-
-        Args:
-            outputs: The outputs of the loss function, by name.
-            batch: The batch.
-            losses: Per-example losses.
-            weights: Per-example weights; None if all count.
-
-        Raises:
-            MetricError: If an argument of a metric is not there, or does not fit.
-        """
+        """Returns the metrics with one step's batch added; as `metrics.update_from`."""
         step = {"outputs": outputs, "batch": batch, "losses": losses}
         updated: dict[str, Any] = {}
         for name, metric in self._metrics.items():
@@ -237,11 +220,7 @@ class Metrics(Mapping[str, Any]):
     @classmethod
     def tree_unflatten(cls, names: tuple[str, ...], metrics: Any) -> "Metrics":
         """Returns metrics of names and whatever JAX has put in their places."""
-        collection = object.__new__(cls)
-        by_name = dict(zip(names, metrics, strict=True))
-        object.__setattr__(collection, "_built", by_name)
-        object.__setattr__(collection, "_flat", None)
-        return collection
+        return object.__new__(cls)._fill(dict(zip(names, metrics, strict=True)))
 
 
 def _names(names: list[str]) -> str:

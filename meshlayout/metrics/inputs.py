@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from meshlayout._annotations import Batch
 from meshlayout._checks import shown
 from meshlayout.errors import MetricError, did_you_mean
-from meshlayout.metrics.metric import Metric, source_fields
+from meshlayout.metrics.metric import Metric
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,15 @@ class MetricInputs:
     losses: Any
     weights: ArrayLike | None
 
+    @property
+    def entries(self) -> Mapping[Any, Any]:
+        """The batch's entries, by key or number."""
+        if isinstance(self.batch, Mapping):
+            return self.batch
+        if isinstance(self.batch, (tuple, list)):
+            return dict(enumerate(self.batch))
+        return {}
+
     def find(self, name: str | int, where: str) -> Any:
         """Returns an output, an entry of the batch, or the losses, by name.
 
@@ -38,7 +47,7 @@ class MetricInputs:
         """
         if name in self.outputs:
             return self.outputs[name]
-        entries = self._entries()
+        entries = self.entries
         if name in entries:
             return entries[name]
         special = self.special()
@@ -51,10 +60,6 @@ class MetricInputs:
         )
         raise MetricError(msg)
 
-    def has(self, name: str) -> bool:
-        """Returns whether an output or an entry of the batch has a name."""
-        return name in self.outputs or name in self._entries()
-
     def special(self) -> dict[str, Any]:
         """Returns what a step always has, by its name."""
         return {
@@ -64,17 +69,17 @@ class MetricInputs:
             "batch": self.batch,
         }
 
-    def everything(self) -> dict[str, Any]:
-        """Returns all outputs and entries of the batch whose names are strings."""
-        every = {**self._entries(), **self.outputs}
-        return {name: value for name, value in every.items() if isinstance(name, str)}
 
-    def _entries(self) -> Mapping[Any, Any]:
-        if isinstance(self.batch, Mapping):
-            return self.batch
-        if isinstance(self.batch, (tuple, list)):
-            return dict(enumerate(self.batch))
-        return {}
+NEEDED = (
+    "must be an object with update, merge and compute. For metrics of clu, metrax or "
+    "flax.nnx, use metrics.adapt."
+)
+
+
+def is_metric(value: object) -> bool:
+    """Returns whether this has what a metric needs; NEEDED says what that is."""
+    needed = ("update", "merge", "compute")
+    return not isinstance(value, type) and all(hasattr(value, name) for name in needed)
 
 
 def _names(entries: Mapping[Any, Any]) -> str:
@@ -129,22 +134,12 @@ def update_from(
 
 def updated(metric: Any, inputs: MetricInputs) -> Any:
     """Returns a metric with what a step offers added; see `update_from`."""
-    where = type(metric).__name__
     if isinstance(metric, Metric):
-        names = source_fields(type(metric))
-        # A metric of the whole batch, as Throughput, names none of its parts.
-        args = [inputs.find(getattr(metric, name), where) for name in names]
-        return metric.update(*(args or [inputs.batch]), inputs.weights)
-    update_adapted = getattr(metric, "_update_from", None)
-    if update_adapted is not None and not isinstance(metric, type):
-        return update_adapted(inputs)
-    needed = ("update", "merge", "compute")
-    if isinstance(metric, type) or not all(hasattr(metric, name) for name in needed):
-        msg = (
-            f"{shown(metric)} is not a metric: it must be an object with update, merge "
-            "and compute. For metrics of clu, metrax or flax.nnx, use metrics.adapt."
-        )
+        return metric._update_from(inputs)
+    if not is_metric(metric):
+        msg = f"{shown(metric)} is not a metric: it {NEEDED}"
         raise MetricError(msg)
+    where = type(metric).__name__
     args, kwargs = bound_arguments(metric.update, inputs, {}, f"{where}.update")
     new = metric.update(*args, **kwargs)
     if new is None:
@@ -175,19 +170,20 @@ def bound_arguments(
     """
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
-    special = inputs.special()
+    special, everything = inputs.special(), {**inputs.entries, **inputs.outputs}
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is Parameter.VAR_POSITIONAL:
             continue
         if parameter.kind is Parameter.VAR_KEYWORD:
+            named = {of: x for of, x in everything.items() if isinstance(of, str)}
             extra = {to: inputs.find(of, where) for to, of in renamed.items()}
-            kwargs = {**inputs.everything(), **extra, **kwargs}
+            kwargs = {**named, **extra, **kwargs}
             continue
         if name in renamed:
             value = inputs.find(renamed[name], where)
         elif name in special:
             value = special[name]
-        elif parameter.default is not Parameter.empty and not inputs.has(name):
+        elif parameter.default is not Parameter.empty and name not in everything:
             continue
         else:
             value = inputs.find(name, where)

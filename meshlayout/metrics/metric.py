@@ -11,7 +11,15 @@ import dataclasses
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, Self, TypeVar, cast, dataclass_transform
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    Self,
+    TypeVar,
+    cast,
+    dataclass_transform,
+)
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +29,10 @@ from jax.typing import ArrayLike
 from meshlayout._checks import shown
 from meshlayout.errors import MetricError
 from meshlayout.metrics.elements import as_float, element_weights
+
+
+if TYPE_CHECKING:
+    from meshlayout.metrics.inputs import MetricInputs
 
 
 _Class = TypeVar("_Class", bound=type)
@@ -192,6 +204,14 @@ class Metric:
     def _added(self, elements: Any, weights: jax.Array) -> Self:
         """Returns the metric with checked elements added, which have a weight each."""
         raise NotImplementedError
+
+    def _update_from(self, inputs: "MetricInputs") -> Self:
+        """Returns the metric with a step added, whose parts are found by name."""
+        kind = type(self)
+        names = [getattr(self, field) for field in source_fields(kind)]
+        args = [inputs.find(name, kind.__name__) for name in names]
+        # A metric of the whole batch, as Throughput, names none of its parts.
+        return self.update(*(args or [inputs.batch]), inputs.weights)
 
     def compute(self) -> jax.Array:
         """Returns the value; NaN where nothing was counted."""
