@@ -157,6 +157,20 @@ def test_a_tf_dataset_that_does_not_tell_batches_from_examples_asks(mesh, tf):
     np.testing.assert_array_equal(next(iter(data)), X[:8])
 
 
+@pytest.mark.parametrize("shape", [None, (None, 2), (3, 2)])
+def test_a_tf_dataset_of_unknown_shapes_is_not_taken_for_examples(mesh, tf, shape):
+    # A number of rows that is not known may be that of a batch.
+    dataset = tf.data.Dataset.from_generator(
+        lambda: iter([{"x": X[:3], "y": X[:3]}]),
+        output_signature={
+            "x": tf.TensorSpec(shape, tf.float32),
+            "y": tf.TensorSpec((None, 2), tf.float32),
+        },
+    )
+    with pytest.raises(ml.errors.DataError, match="batched=True or batched=False"):
+        distribute_dataset(dataset, mesh, global_batch_size=8)
+
+
 @pytest.mark.parametrize("unpack", ["flat_map", "unbatch", "interleave"])
 def test_a_tf_dataset_that_takes_its_batches_apart_gives_examples(mesh, tf, unpack):
     slices = tf.data.Dataset.from_tensor_slices

@@ -91,9 +91,10 @@ def as_source(obj: object, clock: Clock, *, batched: bool | None = None) -> Sour
             raise DataError(msg)
         return obj
     packages = [kind.__module__.partition(".")[0] for kind in type(obj).__mro__]
+    kinds = {kind.__name__ for kind in type(obj).__mro__}
     for package in dict.fromkeys(packages):
         adapter = _ADAPTERS.get(package)
-        source = adapter(obj, clock, batched=batched) if adapter else None
+        source = adapter(obj, kinds, clock, batched=batched) if adapter else None
         if source is not None:
             return source
     rows = arrays.adapt(obj, batched=batched)

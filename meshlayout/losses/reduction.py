@@ -1,14 +1,20 @@
-"""One loss per example, and what its sum is divided by."""
+"""Losses of examples: their weights, their sums, and what these are divided by.
 
+A loss stays one number per example until the weights are known, since padding must not
+count. `compute_average_loss` and `scale_regularization_loss` are tf.distribute's two
+scalings, for whole programs and for replica code.
+"""
+
+import math
 from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from meshlayout import _checks
+from meshlayout import _checks, _jax
 from meshlayout.errors import LossError, MeshLayoutError
-from meshlayout.losses.averages import real_array, weighted
 
 
 Denominator: TypeAlias = Literal["real", "global_batch_size"] | float
@@ -37,15 +43,16 @@ def per_example(losses: ArrayLike, weights: ArrayLike | None = None) -> jax.Arra
     if losses.ndim == 0:
         msg = "losses are a scalar, and one per example, (batch,), is needed."
         raise LossError(msg)
+    num_kept = 1
     if weights is not None:
         weights = real_array("weights", weights, "per_example")
-    num_kept = 1 if weights is None else weights.ndim
-    if weights is not None and weights.shape != losses.shape[:num_kept]:
-        msg = (
-            f"the batch's weights have shape {weights.shape} and the losses "
-            f"{losses.shape}; a loss per example, or per weight, is needed."
-        )
-        raise LossError(msg)
+        num_kept = weights.ndim
+        if weights.shape != losses.shape[:num_kept]:
+            msg = (
+                f"the batch's weights have shape {weights.shape} and the losses "
+                f"{losses.shape}; a loss per example, or per weight, is needed."
+            )
+            raise LossError(msg)
     if losses.ndim == num_kept:
         return losses
     return losses.mean(axis=tuple(range(num_kept, losses.ndim)))
@@ -109,3 +116,171 @@ def check_denominator(denominator: object) -> None:
             f"{_checks.shown(denominator)}."
         )
         raise LossError(msg) from None
+
+
+def compute_average_loss(
+    per_example_loss: ArrayLike,
+    sample_weight: ArrayLike | None = None,
+    global_batch_size: int | jax.Array | None = None,
+) -> jax.Array:
+    """Divides the sum of per-example losses by the global batch size.
+
+    In a program over the whole batch this is the mean. In replica code (inside
+    `jax.shard_map`) it is this replica's share of it: the shares of all replicas add up
+    to the mean over the global batch. Losses of more dims are summed, as
+    `tf.nn.compute_average_loss` sums them; average them per example first, with
+    `losses.per_example`.
+
+    Args:
+        per_example_loss: Losses of shape (batch,) or (batch, ...), of any float dtype;
+            summed in float32.
+        sample_weight: A weight per example, (batch,), or None for ones. An example of
+            weight 0 adds nothing, even if its loss is not finite.
+        global_batch_size: Examples of all replicas together, padding included. By
+            default those of this batch, times the replicas in replica code.
+
+    Returns:
+        A float32 scalar; 0 for a batch of no examples.
+
+    Raises:
+        LossError: If the losses are a scalar or not real numbers, the weights have
+            another batch size, the global batch size is not a number of examples, or
+            the number of replicas is ambiguous.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> float(compute_average_loss(jnp.array([2.0, 3.0, 4.0, 5.0])))
+        3.5
+        >>> float(compute_average_loss(jnp.array([2.0, 3.0]), global_batch_size=4))
+        1.25
+    """
+    where = "compute_average_loss"
+    losses = real_array("per_example_loss", per_example_loss, where)
+    if losses.ndim == 0:
+        msg = (
+            "compute_average_loss takes one loss per example, (batch,), and got a "
+            "scalar. Do not average in the loss function; optax's losses do not."
+        )
+        raise LossError(msg)
+    if global_batch_size is None:
+        global_batch_size = losses.shape[0] * num_replicas(losses)
+    is_traced = isinstance(global_batch_size, Tracer) and not global_batch_size.shape
+    if is_traced:  # such as a psum of the replicas' own counts
+        real_array("global_batch_size", global_batch_size, where)
+    else:
+        global_batch_size = _checks.count(
+            "global_batch_size",
+            global_batch_size,
+            at_least=0,
+            where=where,
+            error=LossError,
+        )
+    total = weighted(losses, sample_weight).sum()
+    size = jnp.asarray(global_batch_size, "float32")
+    return jnp.where(size > 0, total / jnp.where(size > 0, size, 1), 0)
+
+
+def scale_regularization_loss(regularization_loss: ArrayLike) -> jax.Array:
+    """Divides a regularization loss by the number of replicas.
+
+    In replica code every replica computes the whole regularization loss, and the
+    replicas' losses are added up; in a program over the whole batch there is one, and
+    it is returned unchanged.
+
+    Args:
+        regularization_loss: A scalar, or an array whose sum is meant.
+
+    Returns:
+        A float32 scalar.
+
+    Raises:
+        LossError: If it is not a real number, or the number of replicas is ambiguous.
+
+    Example:
+        >>> float(scale_regularization_loss(0.5))
+        0.5
+    """
+    where = "scale_regularization_loss"
+    loss = real_array("regularization_loss", regularization_loss, where)
+    return loss.astype("float32").sum() / num_replicas(None)
+
+
+def real_array(name: str, value: ArrayLike | None, where: str) -> jax.Array:
+    """Returns losses or weights as an array, of real numbers.
+
+    Args:
+        name: The parameter.
+        value: What the user gave.
+        where: The public function.
+
+    Raises:
+        LossError: If it is not an array of real numbers: text, None, complex.
+    """
+    array = None
+    if value is not None:
+        try:
+            array = jnp.asarray(value)
+        except (TypeError, ValueError, OverflowError):
+            array = None
+    if array is None or not any(
+        jnp.issubdtype(array.dtype, kind)
+        for kind in (jnp.floating, jnp.integer, jnp.bool_)
+    ):
+        given = _checks.shown(value)
+        if array is not None and array.shape:
+            given += f" of dtype {array.dtype}"
+        msg = f"{where}: {name} must be an array of real numbers, got {given}."
+        raise LossError(msg)
+    return array
+
+
+def weighted(losses: jax.Array, weights: ArrayLike | None) -> jax.Array:
+    """Returns losses times their weights, in float32; weight 0 gives 0, also for NaN.
+
+    Args:
+        losses: Losses of shape (batch, ...).
+        weights: Weights of a leading part of that shape, or None.
+
+    Raises:
+        LossError: If the weights' shape is not a leading part of the losses'.
+    """
+    losses = losses.astype("float32")
+    if weights is None:
+        return losses
+    weights = real_array("weights", weights, "losses").astype("float32")
+    if weights.shape != losses.shape[: weights.ndim]:
+        msg = (
+            f"weights of shape {weights.shape} do not fit losses of shape "
+            f"{losses.shape}; give one weight per example, ({losses.shape[0]},), or "
+            "one per loss."
+        )
+        raise LossError(msg)
+    spread = weights.reshape(weights.shape + (1,) * (losses.ndim - weights.ndim))
+    return jnp.where(spread != 0, losses * spread, 0)
+
+
+def num_replicas(value: jax.Array | None) -> int:
+    """Returns over how many replicas this code runs; 1 outside replica code.
+
+    Args:
+        value: A value of this replica, which varies along the axes of replicas; or
+            None for all axes that are manual here.
+
+    Raises:
+        LossError: If several axes are manual and the value varies along none.
+    """
+    axes = _jax.manual_axis_sizes()
+    if value is not None:
+        varying = _jax.varying_axes(value)
+        if varying:
+            axes = {name: size for name, size in axes.items() if name in varying}
+    if sum(size > 1 for size in axes.values()) > 1 and (
+        value is None or not _jax.varying_axes(value)
+    ):
+        msg = (
+            f"this code runs under the axes {', '.join(map(repr, axes))}, and nothing "
+            "tells which of them are replicas. Give global_batch_size=, or divide by "
+            "the number of replicas yourself."
+        )
+        raise LossError(msg)
+    return math.prod(axes.values())

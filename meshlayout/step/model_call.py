@@ -27,7 +27,7 @@ from meshlayout._annotations import PyTree
 from meshlayout._patches import SharedPatches
 from meshlayout.errors import StepError
 from meshlayout.losses import ModelLoss
-from meshlayout.losses.model_losses import COLLECTION
+from meshlayout.losses.penalties import COLLECTION
 from meshlayout.state import TrainState
 from meshlayout.state.precision import Policies, cast, cast_for_compute
 

@@ -27,7 +27,7 @@ from meshlayout._batches import (
     weights_of,
 )
 from meshlayout.errors import LossError, StepError
-from meshlayout.losses.averages import weighted
+from meshlayout.losses.reduction import weighted
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.state.precision import Policies

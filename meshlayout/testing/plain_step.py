@@ -24,7 +24,7 @@ from meshlayout import _paths
 from meshlayout._annotations import Batch, DType, Leaf, PyTree
 from meshlayout._batches import get_weights, num_examples
 from meshlayout.losses import ModelLoss
-from meshlayout.losses.model_losses import COLLECTION
+from meshlayout.losses.penalties import COLLECTION
 from meshlayout.metrics import Metrics, Throughput
 from meshlayout.state import TrainState
 from meshlayout.state.precision import LossScale, cast

@@ -26,18 +26,10 @@ from meshlayout.errors import DataError
 _ENDLESS = 2**48
 
 
-def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> Source | None:
-    """Returns a Grain object as a source, or None if it is of another kind.
-
-    Args:
-        obj: A MapDataset, IterDataset, DataLoader or random-access data source.
-        clock: Where notes go.
-        batched: Whether its elements are batches; None infers it from them.
-
-    Raises:
-        DataError: If its elements may be batches or examples.
-    """
-    kinds = {kind.__name__ for kind in type(obj).__mro__}
+def adapt(
+    obj: Any, kinds: set[str], clock: Clock, *, batched: bool | None
+) -> Source | None:
+    """Returns a MapDataset, IterDataset, DataLoader or data source as a source."""
     if batched is None and _has_batch_step(obj):
         batched = True
     if "MapDataset" in kinds:

@@ -28,20 +28,11 @@ _LISTS = ("List", "LargeList", "Sequence")
 _NUMBERS = ("Value", "ClassLabel", "Array2D", "Array3D", "Array4D", "Array5D")
 
 
-def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> Source | None:
-    """Returns a Hugging Face object as a source, or None if it is of another kind.
-
-    Args:
-        obj: A Dataset or IterableDataset of the `datasets` package.
-        clock: Not needed here.
-        batched: Whether an IterableDataset yields batches; None infers it.
-
-    Raises:
-        DataError: If it holds several splits, is formatted as tables, or is a Dataset
-            with `batched=True`.
-    """
+def adapt(
+    obj: Any, kinds: set[str], clock: Clock, *, batched: bool | None
+) -> Source | None:
+    """Returns a Dataset or IterableDataset of the `datasets` package as a source."""
     del clock
-    kinds = [kind.__name__ for kind in type(obj).__mro__]
     if "DatasetDict" in kinds or "IterableDatasetDict" in kinds:
         msg = (
             f"a {type(obj).__name__} holds the splits {', '.join(map(repr, obj))}. "

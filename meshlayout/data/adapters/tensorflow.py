@@ -22,20 +22,15 @@ _BLOCK_BYTES = 2**20
 _MAX_BLOCK_ROWS = 512
 
 
-def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> IteratorSource | None:
-    """Returns a tf.data.Dataset as a source, or None if it is of another kind.
+def adapt(
+    obj: Any, kinds: set[str], clock: Clock, *, batched: bool | None
+) -> IteratorSource | None:
+    """Returns a tf.data.Dataset of dense tensors as a source.
 
-    Args:
-        obj: The dataset.
-        clock: Not needed here.
-        batched: Whether its elements are batches; None infers it from shapes.
-
-    Raises:
-        DataError: If it holds ragged or sparse tensors, or its elements may be
-            batches or examples.
+    A scalar tensor shows that elements are examples. Examples are fetched in blocks.
     """
     del clock
-    if "DatasetV2" not in {kind.__name__ for kind in type(obj).__mro__}:
+    if "DatasetV2" not in kinds:
         return None
     specs = _specs(obj)
     if batched is None:
@@ -75,13 +70,10 @@ def _specs(dataset: Any) -> list[Any]:
 
 
 def _gives_batches(specs: list[Any]) -> bool:
-    """Returns whether elements are batches, inferred from their shapes.
-
-    Raises:
-        DataError: If the shapes are ambiguous.
-    """
-    first_dims = {spec.shape[0] if spec.shape.rank else "none" for spec in specs}
-    if "none" in first_dims or len(first_dims) > 1:
+    """Returns False if shapes show that elements are examples; raises otherwise."""
+    # Neither a rank nor a size that TensorFlow does not know shows anything.
+    first_dims = {spec.shape[0] for spec in specs if spec.shape.rank} - {None}
+    if len(first_dims) > 1 or any(spec.shape.rank == 0 for spec in specs):
         return False
     shapes = ", ".join(str(spec.shape) for spec in specs)
     msg = (

@@ -10,19 +10,12 @@ from meshlayout.data.clock import Clock
 from meshlayout.data.examples import named_leaves
 
 
-def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> Rows | None:
-    """Returns a TFDS data source as a source, or None if it is of another kind.
-
-    Args:
-        obj: What `tfds.data_source` or a builder's `as_data_source` returned.
-        clock: Not needed here.
-        batched: Must not be True: no data source yields batches.
-
-    Raises:
-        DataError: If `batched` is True.
-    """
+def adapt(
+    obj: Any, kinds: set[str], clock: Clock, *, batched: bool | None
+) -> Rows | None:
+    """Returns what `tfds.data_source` returns as a source of rows."""
     del clock
-    if "BaseDataSource" not in {kind.__name__ for kind in type(obj).__mro__}:
+    if "BaseDataSource" not in kinds:
         return None
     refuse_batched("a TFDS data source", batched=batched)
     return item_rows(obj, feature_dtypes(obj.dataset_info.features))

@@ -14,20 +14,11 @@ from meshlayout.data.protocols import Source
 from meshlayout.errors import DataError
 
 
-def adapt(obj: Any, clock: Clock, *, batched: bool | None) -> Source | None:
-    """Returns a PyTorch object as a source, or None if it is of another kind.
-
-    Args:
-        obj: A DataLoader, or a Dataset with a length.
-        clock: Not needed here.
-        batched: Whether it yields batches; None infers it from the loader's options.
-
-    Raises:
-        DataError: If it is an IterableDataset without a loader, or a Dataset with
-            `batched=True`.
-    """
+def adapt(
+    obj: Any, kinds: set[str], clock: Clock, *, batched: bool | None
+) -> Source | None:
+    """Returns a DataLoader, or a Dataset with a length, as a source."""
     del clock
-    kinds = {kind.__name__ for kind in type(obj).__mro__}
     if "DataLoader" in kinds:
         return _loader_source(obj, batched=batched)
     if "IterableDataset" in kinds:

@@ -1,15 +1,19 @@
-"""Penalties on parameters, chosen by path."""
+"""Losses that are not of examples: penalties on parameters, and a model's own."""
 
 import re
+import warnings
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn, nnx
+from jax.typing import ArrayLike
 
 from meshlayout import _checks, _paths
 from meshlayout._annotations import PyTree
 from meshlayout.errors import LossError
+from meshlayout.losses.reduction import real_array
 
 
 @dataclass(frozen=True)
@@ -79,13 +83,7 @@ def l2(strength: float, where: str = "", *, name: str = "l2") -> Regularizer:
 def l1(strength: float, where: str = "", *, name: str = "l1") -> Regularizer:
     """Returns the penalty `strength * sum(abs(w))`, as Keras' `regularizers.l1`.
 
-    Args:
-        strength: The factor, not negative.
-        where: Which parameters: a regular expression, searched for in their paths.
-        name: What it is called in the metrics.
-
-    Raises:
-        LossError: If an argument is wrong, or a step's metrics have the name already.
+    Arguments and errors: as for `l2`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -114,3 +112,49 @@ def _regularizer(
     )
     pattern = _checks.pattern("where", where, where=name, error=LossError)
     return Regularizer(name, strength, pattern.pattern, power)
+
+
+class ModelLoss(nnx.Intermediate[Any]):
+    """A loss that an NNX module has sown; train and eval steps add it."""
+
+
+# Linen's collection for the same.
+COLLECTION = "losses"
+
+
+def record(module: nnx.Module | nn.Module, name: str, loss: ArrayLike) -> None:
+    """Records a loss inside a module; train and eval steps add it to the total.
+
+    Works in NNX and in Linen modules. Recording under one name again adds another one.
+
+    Args:
+        module: The module, usually `self`.
+        name: What it is called; the metrics show it under the module's path.
+        loss: One loss per example, (batch,) or (batch, ...), averaged as the losses of
+            the loss function are; or a scalar, which is added unchanged, and refused
+            for a batch with weights.
+
+    Raises:
+        LossError: If `module` is not a Flax module.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> class Active(nnx.Module):
+        ...     def __call__(self, x):
+        ...         record(self, "activity", 0.01 * jnp.square(x))
+        ...         return x
+    """
+    if not isinstance(name, str) or not name:
+        msg = f"record: name must be a non-empty string, got {_checks.shown(name)}."
+        raise LossError(msg)
+    loss = real_array("loss", loss, "record")
+    if isinstance(module, nn.Module):
+        module.sow(COLLECTION, name, loss)
+        return
+    if not isinstance(module, nnx.Module):
+        msg = f"record takes a Flax module first, got {_checks.shown(module)}."
+        raise LossError(msg)
+    with warnings.catch_warnings():
+        # Flax would have this inside nnx.capture; a step collects it by itself.
+        warnings.filterwarnings("ignore", "\\s*Using 'Module.sow", DeprecationWarning)
+        module.sow(ModelLoss, name, loss)
