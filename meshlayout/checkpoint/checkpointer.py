@@ -127,8 +127,12 @@ class Checkpointer:
                 "Give a directory that this process may write to."
             )
             raise CheckpointError(msg) from error
+        except StoreError as error:
+            raise CheckpointError(str(error)) from error
         try:
             attempt.clean(self.directory)
+        except StoreError as error:
+            raise CheckpointError(str(error)) from error
         except OSError as error:
             # Its checkpoints can be read nevertheless.
             what = "what is left of unfinished saves in"

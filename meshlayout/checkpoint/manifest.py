@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshlayout import _checks, _render
+from meshlayout import _checks, _jax, _render
 from meshlayout.checkpoint.files import digest
 from meshlayout.errors import CheckpointError, DamagedCheckpointError
 
@@ -28,19 +28,34 @@ _VERSION = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class SavedLeaf:
-    """One leaf of a state that was saved.
+class InspectedLeaf:
+    """One leaf of a checkpoint.
 
     Attributes:
         path: Its name.
+        shape: Its global shape.
+        dtype: Its dtype; of Python's numbers, their type.
+        layout: Its layout when it was saved; empty if it was not on a mesh.
+        mesh: Its mesh when it was saved.
+        nbytes: The bytes of the whole leaf.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    layout: str = ""
+    mesh: str = ""
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class SavedLeaf(InspectedLeaf):
+    """One leaf of a state that was saved, with what a restore needs.
+
+    Attributes:
         parts: The keys that the name is made of.
         kind: `"array"`, `"key"` for PRNG keys, `"numpy"`, or `"python"` for a number of
             Python's.
-        shape: Its global shape.
-        dtype: Its dtype; of Python's values, their type.
-        layout: Its layout when it was saved.
-        mesh: Its mesh when it was saved.
-        nbytes: The bytes of the whole leaf.
         array: Its name in the array files; None if it is not in them.
         stored: The dtype there.
         key_impl: The implementation of PRNG keys.
@@ -48,14 +63,8 @@ class SavedLeaf:
         value: Python's values themselves.
     """
 
-    path: str
     parts: tuple[str, ...]
     kind: str
-    shape: tuple[int, ...]
-    dtype: str
-    layout: str = ""
-    mesh: str = ""
-    nbytes: int = 0
     array: str | None = None
     stored: str | None = None
     key_impl: str | None = None
@@ -115,10 +124,8 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Returns the file's content."""
-        fields = dataclasses.asdict(self)
-        leaves = [_without_defaults(leaf) for leaf in self.leaves]
-        body = _text({"version": _VERSION, **fields, "leaves": leaves})
-        return f'{{"manifest":{body},"sha256":"{digest(body.encode())}"}}\n'.encode()
+        fields = {"version": _VERSION, **dataclasses.asdict(self)}
+        return _sealed(fields | {"leaves": [*map(_without_defaults, self.leaves)]})
 
     @classmethod
     def from_bytes(cls, content: bytes, where: str) -> "Manifest":
@@ -132,15 +139,18 @@ class Manifest:
             DamagedCheckpointError: If it is damaged.
             CheckpointError: If another version of this library wrote it.
         """
+        fields: Any = None
         try:
-            whole = json.loads(content)
-            body, saved_hash = _text(whole["manifest"]), whole["sha256"]
+            fields = json.loads(content)["manifest"]
+            is_whole = _sealed(fields) == content
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise DamagedCheckpointError(_damaged(where)) from None
-        same = f'{{"manifest":{body},"sha256":"{saved_hash}"}}\n'.encode() == content
-        if digest(body.encode()) != saved_hash or not same:
-            raise DamagedCheckpointError(_damaged(where))
-        fields = whole["manifest"]
+            is_whole = False
+        if not is_whole:
+            msg = (
+                f"{where} is not what was written: the file is cut off or changed. "
+                "Restore another step, or the newest intact one with fallback=True."
+            )
+            raise DamagedCheckpointError(msg)
         version = fields.pop("version", None) if isinstance(fields, dict) else None
         if version != _VERSION:
             msg = (
@@ -149,16 +159,10 @@ class Manifest:
             )
             raise CheckpointError(msg)
         try:
-            manifest = cls(
-                **fields
-                | {
-                    "leaves": tuple(map(_leaf, fields["leaves"])),
-                    "files": {
-                        name: SavedFile(**file)
-                        for name, file in fields["files"].items()
-                    },
-                }
-            )
+            fields["leaves"] = tuple(map(_leaf, fields["leaves"]))
+            entries = fields["files"].items()
+            fields["files"] = {name: SavedFile(**file) for name, file in entries}
+            manifest = cls(**fields)
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             msg = (
                 f"{where} holds other fields than this meshlayout writes: {error}. Use "
@@ -183,26 +187,10 @@ def _is_inside(name: object) -> bool:
     return not name.startswith("/") and not {"..", "."} & {*name.split("/")}
 
 
-def _damaged(where: str) -> str:
-    return (
-        f"{where} is not what was written: the file is cut off or changed. Restore "
-        "another step, or the newest intact one with fallback=True."
-    )
-
-
-def _text(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=True)
-
-
-def _decoded(manifest: Manifest) -> Any:
-    try:
-        return decode(manifest.metadata)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        msg = (
-            f"step {manifest.step}: its metadata cannot be read, and was not written "
-            f"by this meshlayout: {error}."
-        )
-        raise CheckpointError(msg) from error
+def _sealed(fields: Mapping[str, Any]) -> bytes:
+    """Returns the file's content: the fields in one fixed form, and their hash."""
+    body = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=True)
+    return f'{{"manifest":{body},"sha256":"{digest(body.encode())}"}}\n'.encode()
 
 
 def _without_defaults(leaf: SavedLeaf) -> dict[str, Any]:
@@ -219,27 +207,6 @@ def _leaf(fields: dict[str, Any]) -> SavedLeaf:
 
 
 # The user's view.
-
-
-@dataclass(frozen=True, slots=True)
-class InspectedLeaf:
-    """One leaf of a checkpoint.
-
-    Attributes:
-        path: Its name.
-        shape: Its global shape.
-        dtype: Its dtype; of Python's numbers, their type.
-        layout: Its layout when it was saved; empty if it was not on a mesh.
-        mesh: Its mesh when it was saved.
-        nbytes: Its bytes.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-    layout: str
-    mesh: str
-    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -270,19 +237,25 @@ class Inspection:
 
     @classmethod
     def of(cls, manifest: Manifest) -> "Inspection":
-        """Returns the inspection of a manifest."""
-        leaves = [
-            InspectedLeaf(
-                leaf.path, leaf.shape, leaf.dtype, leaf.layout, leaf.mesh, leaf.nbytes
+        """Returns the inspection of a manifest.
+
+        Raises:
+            CheckpointError: If another program wrote the metadata.
+        """
+        try:
+            metadata = decode(manifest.metadata)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            msg = (
+                f"step {manifest.step}: its metadata cannot be read, and was not "
+                f"written by this meshlayout: {error}."
             )
-            for leaf in manifest.leaves
-        ]
+            raise CheckpointError(msg) from error
         return cls(
             manifest.step,
             datetime.datetime.fromtimestamp(manifest.saved_at, datetime.UTC),
             manifest.num_processes,
-            tuple(leaves),
-            _decoded(manifest),
+            manifest.leaves,
+            metadata,
             dict(manifest.metrics),
             manifest.data is not None,
             manifest.nbytes,
@@ -296,12 +269,9 @@ class Inspection:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
+        caption, notes = self._title(), self._notes()
         return _render.html_table(
-            _HEADERS,
-            self._rows(),
-            align=_ALIGN,
-            caption=self._title(),
-            notes=self._notes(),
+            _HEADERS, self._rows(), align=_ALIGN, caption=caption, notes=notes
         )
 
     def _title(self) -> str:
@@ -366,14 +336,15 @@ def encode(value: Any, where: str) -> Any:
         return value
     if isinstance(value, bytes):
         return {_MARK: "bytes", "base64": base64.b64encode(value).decode()}
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufS":
-        content = base64.b64encode(value.tobytes()).decode()
-        shape = list(value.shape)
+    if isinstance(value, np.ndarray) and (
+        value.dtype.kind == "S" or _jax.is_array_dtype(value.dtype)
+    ):
+        dtype = value.dtype
         return {
             _MARK: "array",
-            "dtype": value.dtype.str,
-            "shape": shape,
-            "base64": content,
+            "dtype": dtype.name if dtype.kind == "V" else dtype.str,  # V: bfloat16
+            "shape": [*value.shape],
+            "base64": base64.b64encode(value.tobytes()).decode(),
         }
     if isinstance(value, (list, tuple)):
         items = [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
@@ -392,11 +363,7 @@ def encode(value: Any, where: str) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Returns the value that `encode` was given.
-
-    Args:
-        value: What `encode` returned.
-    """
+    """Returns the value that `encode` was given."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):

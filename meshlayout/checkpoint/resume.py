@@ -5,7 +5,7 @@ the state is small and kept in the metadata of a checkpoint, so that `restore` r
 the state alone.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -74,7 +74,7 @@ def notes_of(place: Notes, metrics: PyTree, **notes: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"place": place, **notes}
     if metrics is not None:
         check_metrics(metrics)
-        found["metrics"] = [_packed(leaf) for leaf in jax.tree.leaves(metrics)]
+        found["metrics"] = [_on_host(leaf) for leaf in jax.tree.leaves(metrics)]
         found["values"] = metrics.to_host() if hasattr(metrics, "to_host") else {}
     return found
 
@@ -145,7 +145,7 @@ def resume(
         if "metrics" in notes:
             metrics = Values(notes["values"])
             if empty is not None:
-                metrics = _unpacked(notes["metrics"], empty)
+                metrics = _placed_like(notes["metrics"], empty)
         resumed = Resumed(manifest.step, restored.state, metrics, notes)
         return resumed, [*restored.restores]
 
@@ -197,41 +197,35 @@ def _is_numeric(leaf: Leaf) -> bool:
         return False
 
 
-def _packed(leaf: Leaf) -> dict[str, Any]:
-    """Returns a leaf as plain values that keep every bit."""
+def _on_host(leaf: Leaf) -> np.ndarray[Any, Any]:
+    """Returns a leaf as a NumPy array that keeps every bit."""
     if isinstance(leaf, jax.Array) and _jax.is_extended(leaf.dtype):
         leaf = jax.random.key_data(leaf)
-    host = to_numpy(leaf) if isinstance(leaf, jax.Array) else np.asarray(leaf)
-    return {"dtype": host.dtype.name, "shape": [*host.shape], "bytes": host.tobytes()}
+    return to_numpy(leaf) if isinstance(leaf, jax.Array) else np.asarray(leaf)
 
 
-def _unpacked(leaves: Sequence[Mapping[str, Any]], empty: PyTree) -> PyTree:
+def _placed_like(arrays: Sequence[np.ndarray[Any, Any]], empty: PyTree) -> PyTree:
     """Returns metrics of known shapes with the values that were saved.
 
     Raises:
         CheckpointError: If the metrics differ.
     """
     templates, treedef = jax.tree.flatten(empty)
-    shapes = [(word.dtype.name, tuple(word.shape)) for word in map(_words, templates)]
-    saved = [(leaf["dtype"], tuple(leaf["shape"])) for leaf in leaves]
+    shapes, saved = _listed(map(_words, templates)), _listed(arrays)
     if shapes != saved:
         msg = (
             "the metrics are not those of the run that saved the checkpoint: their "
-            f"arrays were {_listed(saved)}, and are {_listed(shapes)}. Resume with the "
-            "same metrics."
+            f"arrays were {saved}, and are {shapes}. Resume with the same metrics."
         )
         raise CheckpointError(msg)
-    pairs = zip(leaves, templates, strict=True)
-    return treedef.unflatten([_placed(leaf, template) for leaf, template in pairs])
+    return treedef.unflatten(map(_placed, arrays, templates))
 
 
-def _placed(packed: Mapping[str, Any], template: Leaf) -> Any:
-    dtype = jax.numpy.dtype(packed["dtype"])
-    host = np.frombuffer(packed["bytes"], dtype).reshape(packed["shape"])
+def _placed(host: np.ndarray[Any, Any], template: Leaf) -> Any:
     if not hasattr(template, "dtype"):
         return host.item()
     if not isinstance(template, jax.ShapeDtypeStruct):
-        return host.copy()
+        return host
     sharding = template.sharding
     if _jax.is_extended(template.dtype):
         impl = _jax.key_impl(template.dtype)
@@ -263,5 +257,6 @@ def _abstract(leaf: Leaf) -> Any:
     return leaf
 
 
-def _listed(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> str:
-    return ", ".join(f"{dtype}{list(shape)}" for dtype, shape in shapes) or "none"
+def _listed(arrays: Iterable[Any]) -> str:
+    texts = [f"{array.dtype.name}{[*array.shape]}" for array in arrays]
+    return ", ".join(texts) or "none"
