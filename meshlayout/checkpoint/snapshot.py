@@ -1,9 +1,9 @@
 """A state flattened for saving: its manifest entries and its arrays."""
 
-import dataclasses
 import hashlib
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from meshlayout import _checks, _jax, _paths
 from meshlayout._annotations import DType, Leaf, PyTree
 from meshlayout.checkpoint.manifest import SavedLeaf
 from meshlayout.checkpoint.orbax import stored_dtype
+from meshlayout.checkpoint.target import bounds_of
 from meshlayout.errors import CheckpointError, MeshLayoutError
 from meshlayout.layout import Layout
 from meshlayout.state.create import StateDescription
@@ -62,7 +63,7 @@ class Snapshot:
             if array is not None and array.size:
                 name = f"{len(arrays):06d}"
                 stored = stored_dtype(array.dtype)
-                leaf = dataclasses.replace(leaf, array=name, stored=stored.name)
+                leaf = replace(leaf, array=name, stored=stored.name)
                 arrays[name] = array if stored == array.dtype else _as_bytes(array)
             leaves.append(leaf)
         if not leaves:
@@ -94,7 +95,7 @@ class Snapshot:
         return tuple(
             leaf
             if leaf.array is None
-            else dataclasses.replace(leaf, fingerprint=fingerprints[leaf.array])
+            else replace(leaf, fingerprint=fingerprints[leaf.array])
             for leaf in self.leaves
         )
 
@@ -131,7 +132,7 @@ def host_bytes(state: PyTree) -> int:
     Args:
         state: As for `Snapshot.take`; may be abstract, or a `StateDescription`.
     """
-    total = 0
+    num_bytes = 0
     state = state.abstract if isinstance(state, StateDescription) else state
     for _, _, value in named_leaves(state):
         shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
@@ -139,20 +140,14 @@ def host_bytes(state: PyTree) -> int:
             continue
         sharding = _jax.sharding_of(value)
         on_host = isinstance(value, (np.ndarray, np.generic))
-        each = value.dtype.itemsize if on_host else _jax.itemsize(dtype)
-        if sharding is None:
-            total += int(np.prod(shape, dtype=np.int64)) * each
-            continue
-        places = sharding.addressable_devices_indices_map(tuple(shape)).values()
-        bounds = {
-            tuple(
-                one.indices(size)[:2] for one, size in zip(at or (), shape, strict=True)
-            )
-            for at in places
-        }
-        piece = int(np.prod(sharding.shard_shape(tuple(shape)), dtype=np.int64))
-        total += len(bounds) * piece * each
-    return total
+        num_elements = math.prod(shape)
+        if sharding is not None:
+            indices = sharding.addressable_devices_indices_map(tuple(shape)).values()
+            num_shards = len({bounds_of(index, tuple(shape)) for index in indices})
+            num_elements = num_shards * math.prod(sharding.shard_shape(tuple(shape)))
+        itemsize = value.dtype.itemsize if on_host else _jax.itemsize(dtype)
+        num_bytes += num_elements * itemsize
+    return num_bytes
 
 
 def named_leaves(tree: PyTree) -> list[tuple[str, tuple[str, ...], Any]]:
@@ -190,22 +185,18 @@ def _parts(path: str, keys: tuple[Any, ...]) -> tuple[str, ...]:
 
 def _saved(path: str, parts: tuple[str, ...], value: Leaf) -> tuple[SavedLeaf, Any]:
     """Returns the manifest's entry of a leaf, and the array to store."""
-    if isinstance(value, (bool, int, float, complex)) and not isinstance(
-        value, np.generic
-    ):
+    kind = type(value).__name__
+    if PYTHON_TYPES.get(kind) is type(value):
         plain = [value.real, value.imag] if isinstance(value, complex) else value
-        kind = type(value).__name__
-        if kind not in PYTHON_TYPES:
-            raise CheckpointError(_unknown(path, value))
         leaf = SavedLeaf(
             path=path, parts=parts, kind="python", shape=(), dtype=kind, value=plain
         )
         return leaf, None
-    if not isinstance(value, (jax.Array, np.ndarray, np.generic)) or isinstance(
-        value, Tracer
+    if (
+        not isinstance(value, (jax.Array, np.ndarray, np.generic))
+        or isinstance(value, Tracer)
+        or not _jax.is_array_dtype(value.dtype)
     ):
-        raise CheckpointError(_unknown(path, value))
-    if not _jax.is_array_dtype(value.dtype):
         raise CheckpointError(_unknown(path, value))
     if isinstance(value, np.ma.MaskedArray):
         msg = (
@@ -214,15 +205,15 @@ def _saved(path: str, parts: tuple[str, ...], value: Leaf) -> tuple[SavedLeaf, A
         )
         raise CheckpointError(msg)
     _check_dtype(path, value.dtype)
+    is_key = _jax.is_extended(value.dtype)
+    itemsize = _jax.itemsize(value.dtype) if is_key else np.dtype(value.dtype).itemsize
     leaf = SavedLeaf(
         path=path,
         parts=parts,
         kind="array" if isinstance(value, jax.Array) else "numpy",
         shape=tuple(value.shape),
         dtype=str(value.dtype),
-        nbytes=value.size * np.dtype(value.dtype).itemsize
-        if not _jax.is_extended(value.dtype)
-        else value.size * _jax.itemsize(value.dtype),
+        nbytes=value.size * itemsize,
     )
     if not isinstance(value, jax.Array):
         return leaf, np.array(value)  # the caller may write to its own
@@ -232,13 +223,11 @@ def _saved(path: str, parts: tuple[str, ...], value: Leaf) -> tuple[SavedLeaf, A
             "Save what the step returned."
         )
         raise CheckpointError(msg)
-    sharding = value.sharding
-    if isinstance(sharding, NamedSharding):
+    if isinstance(value.sharding, NamedSharding):
         layout = Layout.of(value)
-        leaf = dataclasses.replace(leaf, layout=str(layout), mesh=repr(layout.mesh))
-    if _jax.is_extended(value.dtype):
-        impl = _jax.key_impl(value.dtype)
-        leaf = dataclasses.replace(leaf, kind="key", key_impl=impl)
+        leaf = replace(leaf, layout=str(layout), mesh=repr(layout.mesh))
+    if is_key:
+        leaf = replace(leaf, kind="key", key_impl=_jax.key_impl(value.dtype))
         value = jax.random.key_data(value)
     if jax.process_count() > 1 and value.is_fully_addressable:
         value = np.array(value)  # each process has its own: process 0's is saved
@@ -271,13 +260,7 @@ def _check_dtype(path: str, dtype: DType) -> None:
         raise CheckpointError(msg)
 
 
-PYTHON_TYPES = {
-    "bool": bool,
-    "int": int,
-    "float": float,
-    "complex": complex,
-    "str": str,
-}
+PYTHON_TYPES = {"bool": bool, "int": int, "float": float, "complex": complex}
 
 
 def _unknown(path: str, value: Leaf) -> str:
