@@ -14,7 +14,12 @@ import jax
 from meshlayout import _checks, _jax, _render
 from meshlayout._annotations import Metadata, PyTree
 from meshlayout.checkpoint import attempt, files
-from meshlayout.checkpoint.data_state import Continues, DataState
+from meshlayout.checkpoint.data_state import (
+    Continues,
+    move_to_position,
+    positions_of,
+    read_positions,
+)
 from meshlayout.checkpoint.lease import Lease
 from meshlayout.checkpoint.manifest import Inspection, Manifest, encode
 from meshlayout.checkpoint.pairs import Dtypes, Request
@@ -180,7 +185,7 @@ class Checkpointer:
         if not self._schedule.is_due(step, self._steps.all, force=force):
             return False
         self._finish_saving()
-        position = None if data is None else DataState.of(data, self._main)
+        positions = None if data is None else positions_of(data, self._main)
         with _undisturbed():
             snapshot = Snapshot.take(state)
         # Assigned before it starts, so that an interrupt does not lose track of it.
@@ -188,7 +193,7 @@ class Checkpointer:
             directory=self.directory,
             step=step,
             snapshot=snapshot,
-            data=None if position is None else position.to_bytes(),
+            data=positions,
             metadata=encode(_metadata(metadata), "metadata"),
             metrics=_check_metrics(metrics, self._best),
             hold=functools.partial(Lease.hold, self.directory, self),
@@ -378,14 +383,14 @@ class Checkpointer:
 
         def read(
             source: SavedStep, manifest: Manifest
-        ) -> tuple[tuple[Any, DataState | None], Sequence[LeafRestore]]:
-            data_state = None if data is None else self._read_data(manifest)
+        ) -> tuple[tuple[Any, list[Any]], Sequence[LeafRestore]]:
+            positions = [] if data is None else self._positions(manifest)
             restored = self._loaded(source, request)
-            return (restored.state, data_state), restored.restores
+            return (restored.state, positions), restored.restores
 
-        state, data_state = self._restored(step, read, verify=verify, fallback=fallback)
-        if data_state is not None:
-            data_state.set(data)
+        state, positions = self._restored(step, read, verify=verify, fallback=fallback)
+        if data is not None:
+            move_to_position(data, positions)
         return state
 
     def restore_numpy(
@@ -438,7 +443,7 @@ class Checkpointer:
             logger.info("%s differs: %s", source.name, restored.diff)
         return restored
 
-    def _read_data(self, manifest: Manifest) -> DataState:
+    def _positions(self, manifest: Manifest) -> list[Any]:
         if manifest.data is None:
             msg = (
                 f"step {manifest.step} holds no state of an input iterator: it was "
@@ -446,7 +451,7 @@ class Checkpointer:
                 "yourself."
             )
             raise CheckpointError(msg)
-        return DataState.read(self._steps.folder(manifest.step) / manifest.data)
+        return read_positions(self._steps.folder(manifest.step) / manifest.data)
 
     def _has_steps(self) -> bool:
         """Returns whether there is a step, as process 0 sees it."""

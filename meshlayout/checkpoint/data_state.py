@@ -1,9 +1,12 @@
-"""The positions of the processes' input iterators in a checkpoint."""
+"""The positions of the processes' input iterators in a checkpoint.
+
+The file holds one for each process, as JSON, or a single one if all are the same.
+"""
 
 import inspect
 import json
 import logging
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -16,9 +19,6 @@ from meshlayout.errors import CheckpointError, DamagedCheckpointError, DataError
 
 
 logger = logging.getLogger("meshlayout.checkpoint")
-
-# JSON never begins with this.
-_ERROR = "error: "
 
 
 @runtime_checkable
@@ -34,102 +34,77 @@ class Continues(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class DataState:
-    """The positions of all processes' iterators.
+def positions_of(data: object, channel: Channel) -> bytes:
+    """Returns the position of an iterator on every process, as a file's content.
 
-    Attributes:
-        states: One for each process, as JSON; a single one if all are the same.
+    Args:
+        data: The iterator of this process.
+        channel: Exchanges messages between the processes.
+
+    Raises:
+        CheckpointError: If it has none, on any process.
     """
-
-    states: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, data: object, channel: Channel) -> "DataState":
-        """Returns the position of an iterator, and of those of the other processes.
-
-        Args:
-            data: The iterator.
-            channel: Exchanges messages between the processes.
-
-        Raises:
-            CheckpointError: If it has none, on any process.
-        """
-        texts = list(channel.exchange(_text(data)).values())
-        errors = [text for text in texts if text.startswith(_ERROR)]
-        if errors:  # raised on all processes, so that none waits for the others
-            raise CheckpointError(errors[0].removeprefix(_ERROR))
-        distinct = texts[:1] if len(set(texts)) == 1 else texts
-        return cls(tuple(json.loads(text) for text in distinct))
-
-    @classmethod
-    def read(cls, file: Any) -> "DataState":
-        """Reads what `to_bytes` returned.
-
-        Args:
-            file: The file.
-
-        Raises:
-            DamagedCheckpointError: If it cannot be read.
-        """
-        try:
-            content = file.read_bytes()
-            return cls(tuple(json.loads(content)["states"]))
-        except StoreError:
-            raise
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            msg = f"{file}, the state of the input iterator, cannot be read: {error}."
-            raise DamagedCheckpointError(msg) from error
-
-    def to_bytes(self) -> bytes:
-        """Returns the content of a file."""
-        return json.dumps({"states": self.states}).encode()
-
-    def set(self, data: Any) -> None:
-        """Moves this process's iterator to its position.
-
-        One that cannot go there directly, and takes `skip=True`, reads up to it; the
-        log says so.
-
-        Args:
-            data: The iterator.
-
-        Raises:
-            CheckpointError: If the processes had different positions, and their number
-                has changed.
-        """
-        states = self.states
-        if len(states) > 1 and len(states) != jax.process_count():
-            msg = (
-                f"the {len(states)} processes that saved the input iterator were at "
-                f"different positions, and now there are {jax.process_count()}. "
-                "Restore on as many processes, or without data=."
-            )
-            raise CheckpointError(msg)
-        own = states[jax.process_index() % len(states)]
-        _go_to(_checked(data), decode(own))
-
-
-def _text(data: object) -> str:
-    """Returns an iterator's position as JSON, or what is wrong with it."""
+    answer: dict[str, Any] = {}
     try:
-        state = encode(_checked(data).get_state(), "data.get_state()")
-        return json.dumps(state, sort_keys=True)
+        answer["state"] = encode(_checked(data).get_state(), "data.get_state()")
     except CheckpointError as error:
-        return f"{_ERROR}{error}"
+        answer["error"] = str(error)
+    everyone = list(channel.exchange(answer).values())
+    for other in everyone:
+        if "error" in other:  # raised on all processes, so that none waits for others
+            raise CheckpointError(other["error"])
+    states = [other["state"] for other in everyone]
+    texts = {json.dumps(state, sort_keys=True) for state in states}
+    return json.dumps({"states": states[:1] if len(texts) == 1 else states}).encode()
 
 
-def _go_to(data: Any, state: Any) -> None:
-    """Moves an iterator to a position, reading up to it if necessary."""
+def read_positions(file: Any) -> list[Any]:
+    """Returns the positions in a file that holds what `positions_of` returned.
+
+    Raises:
+        DamagedCheckpointError: If it cannot be read.
+    """
     try:
-        data.set_state(state)
+        return list(json.loads(file.read_bytes())["states"])
+    except StoreError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        msg = f"{file}, the state of the input iterator, cannot be read: {error}."
+        raise DamagedCheckpointError(msg) from error
+
+
+def move_to_position(data: object, positions: Sequence[Any]) -> None:
+    """Moves this process's iterator to its position.
+
+    One that cannot go there directly, and takes `skip=True`, reads up to it; the log
+    says so.
+
+    Args:
+        data: The iterator.
+        positions: Those of all processes that saved.
+
+    Raises:
+        CheckpointError: If the processes had different positions, and their number has
+            changed.
+    """
+    if len(positions) > 1 and len(positions) != jax.process_count():
+        msg = (
+            f"the {len(positions)} processes that saved the input iterator were at "
+            f"different positions, and now there are {jax.process_count()}. "
+            "Restore on as many processes, or without data=."
+        )
+        raise CheckpointError(msg)
+    state = decode(positions[jax.process_index() % len(positions)])
+    set_state: Any = _checked(data).set_state
+    try:
+        set_state(state)
     except DataError:
-        if "skip" not in inspect.signature(data.set_state).parameters:
+        if "skip" not in inspect.signature(set_state).parameters:
             raise
-    else:
-        return
-    data.set_state(state, skip=True)
-    logger.info("the data cannot go to its position: it is read, and dropped, up to it")
+        set_state(state, skip=True)
+        logger.info(
+            "the data cannot go to its position: it is read, and dropped, up to it"
+        )
 
 
 def _checked(data: object) -> Continues:

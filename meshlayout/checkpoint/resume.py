@@ -16,7 +16,7 @@ from meshlayout import _checks, _jax
 from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout.arrays import to_numpy
 from meshlayout.checkpoint.checkpointer import Checkpointer
-from meshlayout.checkpoint.data_state import Continues
+from meshlayout.checkpoint.data_state import Continues, move_to_position
 from meshlayout.checkpoint.input import Input
 from meshlayout.checkpoint.manifest import Inspection, Manifest
 from meshlayout.checkpoint.restore import Request
@@ -135,7 +135,7 @@ def resume(
         look(notes)
 
         def put(iterator: Continues) -> None:
-            checkpointer._read_data(manifest).set(iterator)
+            move_to_position(iterator, checkpointer._positions(manifest))
 
         batches.take_up(notes["place"], put)
         like, empty = shapes.look(batches)
