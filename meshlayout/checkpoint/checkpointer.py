@@ -119,13 +119,14 @@ class Checkpointer:
         self._main = open_channel("the same save or restore")
         self._steps = Steps(self.directory, self._best, self._main)
         self._background = open_channel("the end of a save", is_patient=True)
-        self._schedule = _Schedule(_check_count("every", every), every_s, self._main)
+        every = _check_count("every", every)
+        self._schedule = _Schedule(every, every_s, self._steps, self._main)
         on_first(self._main, self._open)
 
     def _open(self) -> None:
         """Creates the directory, and removes what dead processes left in it."""
         try:
-            files.make_directory(self.directory)
+            self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             msg = (
                 f"the checkpoint directory {self.directory} cannot be used: {error}. "
@@ -179,12 +180,17 @@ class Checkpointer:
                 background could not.
         """
         self._raise_pending()
-        self._check_open()
-        step = check_step(step)
+        if self._closed:
+            msg = (
+                f"the checkpointer of {self.directory} is closed. Save inside its "
+                "'with' block, or open another one."
+            )
+            raise CheckpointError(msg)
+        step = _checks.count("step", step, at_least=0, error=CheckpointError)
         force = _checks.flag("force", force, error=CheckpointError)
-        if not self._schedule.is_due(step, self._steps.all, force=force):
+        if not force and not self._schedule.is_due(step):
             return False
-        self._finish_saving()
+        self.wait()
         positions = None if data is None else positions_of(data, self._main)
         with _undisturbed():
             snapshot = Snapshot.take(state)
@@ -213,7 +219,16 @@ class Checkpointer:
         Raises:
             CheckpointError: If it could not be saved.
         """
-        self._finish_saving()
+        saving = self._saving
+        if saving is None:
+            return
+        if not saving.is_done:
+            size = _render.bytes_text(saving.nbytes)
+            with progress(f"saving step {saving.step}, {size}"):
+                saving.wait()
+        # Only now: after Ctrl-C in the wait, the save can be waited for again.
+        self._saving = None
+        saving.settle()
 
     def close(self) -> None:
         """Waits for the running save, and refuses further saves.
@@ -223,7 +238,7 @@ class Checkpointer:
         """
         self._closed = True
         try:
-            self._finish_saving()
+            self.wait()
         finally:
             if self._saving is None:  # else interrupted: it continues
                 Lease.release(self.directory, self)
@@ -297,7 +312,7 @@ class Checkpointer:
         Raises:
             CheckpointError: If there is no such step.
         """
-        self._finish_saving()
+        self.wait()
         return Inspection.of(self._steps.manifest(self._steps.chosen(step)))
 
     # Restoring.
@@ -429,11 +444,11 @@ class Checkpointer:
         verify: bool,
         fallback: bool,
     ) -> _T:
-        self._finish_saving()
+        self.wait()
         result, number = self._steps.restored(
             step, read, verify=verify, fallback=fallback
         )
-        self._schedule.restored(number)
+        self._schedule.last_step = number
         return result
 
     def _loaded(self, source: SavedStep, request: Request) -> Restored:
@@ -455,34 +470,14 @@ class Checkpointer:
 
     def _has_steps(self) -> bool:
         """Returns whether there is a step, as process 0 sees it."""
-        self._finish_saving()
+        self.wait()
         return on_first(self._main, lambda: bool(self._steps.with_manifest()))
 
     # Inside.
 
-    def _check_open(self) -> None:
-        if self._closed:
-            msg = (
-                f"the checkpointer of {self.directory} is closed. Save inside its "
-                "'with' block, or open another one."
-            )
-            raise CheckpointError(msg)
-
     def _raise_pending(self) -> None:
         if self._saving is not None and self._saving.is_done:
-            self._finish_saving()
-
-    def _finish_saving(self) -> None:
-        saving = self._saving
-        if saving is None:
-            return
-        if not saving.is_done:
-            size = _render.bytes_text(saving.nbytes)
-            with progress(f"saving step {saving.step}, {size}"):
-                saving.wait()
-        # Only now: after Ctrl-C in the wait, the save can be waited for again.
-        self._saving = None
-        saving.settle()
+            self.wait()
 
     def _clear_up(self, step: int) -> None:
         """Deletes what retention does not keep; on process 0, after a save."""
@@ -509,10 +504,14 @@ class Checkpointer:
 
 
 class _Schedule:
-    """Decides when a save is due, by steps or by the clock of process 0."""
+    """Decides when a save is due, by steps or by the clock of process 0.
+
+    Attributes:
+        last_step: The step that was saved or restored last; None if not known yet.
+    """
 
     def __init__(
-        self, every: int | None, every_s: float | None, channel: Channel
+        self, every: int | None, every_s: float | None, steps: Steps, channel: Channel
     ) -> None:
         if every is not None and every_s is not None:
             msg = (
@@ -524,44 +523,27 @@ class _Schedule:
             every_s = _checks.number(
                 "every_s", every_s, at_least=0, error=CheckpointError
             )
-        self._every, self._every_s, self._channel = every, every_s, channel
-        self._last_step: int | None = None
+        self._every, self._every_s = every, every_s
+        self._steps, self._channel = steps, channel
+        self.last_step: int | None = None
         self._last_s = time.monotonic()
 
-    def is_due(
-        self, step: int, steps: Callable[[], Sequence[int]], *, force: bool
-    ) -> bool:
-        """Returns whether a step is to be saved.
-
-        Args:
-            step: The step.
-            steps: Returns the existing steps; called if the last saved step is not
-                known yet.
-            force: Whether to save in any case.
-        """
-        if force:
-            return True
+    def is_due(self, step: int) -> bool:
+        """Returns whether a step is to be saved."""
         if self._every_s is not None:
-            passed = time.monotonic() - self._last_s >= self._every_s
-            is_due = self._channel.from_first(passed)
-            if is_due and jax.process_index() != 0:
-                self._last_s = time.monotonic()
-            return is_due
+            passed_s = time.monotonic() - self._last_s
+            return self._channel.from_first(passed_s >= self._every_s)
         if self._every is None:
             return True
-        if self._last_step is None:
-            earlier = [number for number in steps() if number < step]
-            self._last_step = max(earlier, default=0)
+        if self.last_step is None:
+            earlier = [number for number in self._steps.all() if number < step]
+            self.last_step = max(earlier, default=0)
         # A call may be several steps after the one before.
-        return step // self._every > min(self._last_step, step) // self._every
+        return step // self._every > min(self.last_step, step) // self._every
 
     def saved(self, step: int) -> None:
         """Records that a step is being saved."""
-        self._last_step, self._last_s = step, time.monotonic()
-
-    def restored(self, step: int) -> None:
-        """Records that training continues from a step."""
-        self._last_step = step
+        self.last_step, self._last_s = step, time.monotonic()
 
 
 @contextlib.contextmanager
@@ -572,15 +554,6 @@ def _undisturbed() -> Iterator[None]:
 
 
 # Arguments.
-
-
-def check_step(step: object) -> int:
-    """Returns the number of a step.
-
-    Raises:
-        CheckpointError: If it is not a non-negative integer.
-    """
-    return _checks.count("step", step, at_least=0, error=CheckpointError)
 
 
 def _metadata(metadata: Metadata | Callable[[], Metadata] | None) -> Metadata:

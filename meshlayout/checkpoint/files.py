@@ -69,18 +69,6 @@ def is_remote(path: AnyPath) -> bool:
     return isinstance(path, StorePath)
 
 
-def make_directory(path: AnyPath) -> None:
-    """Creates a directory; in an object store, checks that its bucket exists.
-
-    Args:
-        path: The directory.
-    """
-    if is_remote(path):
-        path.check_bucket()
-    else:
-        path.mkdir(parents=True, exist_ok=True)
-
-
 def write_whole(path: AnyPath, content: bytes) -> None:
     """Writes a file atomically and durably.
 
@@ -115,14 +103,8 @@ def sync_directory(path: pathlib.Path) -> None:
         os.close(handle)
 
 
-def sync_tree(path: AnyPath) -> None:
-    """Makes everything below a directory durable, and its own name.
-
-    Args:
-        path: The directory; nothing is done in an object store.
-    """
-    if is_remote(path):
-        return
+def sync_tree(path: pathlib.Path) -> None:
+    """Makes everything below a local directory durable, and its own name."""
     for where, _, names in os.walk(path):
         for name in names:
             with pathlib.Path(where, name).open("rb") as file:
@@ -131,53 +113,19 @@ def sync_tree(path: AnyPath) -> None:
     sync_directory(path.parent)
 
 
-def exists(path: AnyPath) -> bool:
-    """Returns whether there is a directory; in an object store there always is."""
-    return is_remote(path) or path.is_dir()
-
-
 def names_in(path: AnyPath) -> set[str]:
-    """Returns the names in a directory; none where it does not exist.
-
-    Args:
-        path: The directory; in an object store it exists if a file is in it.
-    """
+    """Returns the names in a directory; none where it does not exist."""
     if is_remote(path):
         return path.names()
     return {entry.name for entry in path.iterdir()} if path.is_dir() else set()
 
 
 def files_below(path: AnyPath) -> Iterator[Any]:
-    """Yields every file below a directory, in the order of their names.
-
-    Args:
-        path: The directory.
-    """
+    """Yields every file below a directory, in the order of their names."""
     if is_remote(path):
         yield from path.below()
-        return
-    for entry in sorted(path.iterdir(), key=lambda entry: entry.name):
-        if entry.is_dir():
-            yield from files_below(entry)
-        else:
-            yield entry
-
-
-def size_of(path: AnyPath) -> int:
-    """Returns the bytes of a file."""
-    return path.size() if is_remote(path) else path.stat().st_size
-
-
-def mark_of(path: AnyPath) -> Any:
-    """Returns a value that changes when the file is replaced.
-
-    Args:
-        path: The file.
-    """
-    if is_remote(path):
-        return path.generation()
-    status = path.stat()
-    return status.st_ino, status.st_size, status.st_mtime_ns
+    else:
+        yield from sorted(file for file in path.rglob("*") if not file.is_dir())
 
 
 def digest(content: bytes) -> str:
@@ -186,11 +134,7 @@ def digest(content: bytes) -> str:
 
 
 def remove(path: AnyPath) -> None:
-    """Removes a file or a directory tree; a missing one is not an error.
-
-    Args:
-        path: The file or directory.
-    """
+    """Removes a file or a directory tree; a missing one is not an error."""
     if is_remote(path):
         path.remove()
         return

@@ -158,7 +158,7 @@ class Lease:
             # Without its note, a process took the owner for dead.
             if lease is None or not lease._note.exists():
                 lease = cls(directory)
-                files.make_directory(directory)
+                directory.mkdir(parents=True, exist_ok=True)
                 lease.take()
                 _leases[str(directory)] = lease
                 name = "checkpoint-lease"

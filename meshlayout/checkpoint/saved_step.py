@@ -264,7 +264,7 @@ def check_files(folder: Any, manifest: Manifest) -> None:
     for name, saved in manifest.files.items():
         file = folder / name
         try:
-            size = files.size_of(file)
+            size = file.stat().st_size
             content = None if saved.sha256 is None else file.read_bytes()
         except FileNotFoundError:
             raise DamagedCheckpointError(f"{file} is missing. {_WAY_OUT}") from None

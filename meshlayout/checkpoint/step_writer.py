@@ -303,7 +303,7 @@ def _saved_files(folder: AnyPath, arrays: str) -> dict[str, SavedFile]:
     saved: dict[str, SavedFile] = {}
     start = len(str(folder)) + 1
     for file in files.files_below(folder / arrays):
-        size = files.size_of(file)
+        size = file.stat().st_size
         digest = files.digest(file.read_bytes()) if size <= _HASHED_BYTES else None
         saved[str(file)[start:]] = SavedFile(size, digest)
     return saved

@@ -85,7 +85,8 @@ class Steps:
         """
         path = self._file(step)
         try:
-            mark = files.mark_of(path)
+            status = path.stat()
+            mark = status.st_ino, status.st_size, status.st_mtime_ns
             if step in self._manifests and self._manifests[step][0] == mark:
                 return self._manifests[step][1]
             contents = Manifest.from_bytes(path.read_bytes(), str(path))
@@ -134,7 +135,7 @@ class Steps:
 
     def _missing(self, step: int) -> str:
         """Returns the message that a step does not exist."""
-        if not files.exists(self.directory):
+        if not files.is_remote(self.directory) and not self.directory.is_dir():
             return (
                 f"{self.directory} holds no checkpoint: there is no such directory any "
                 "more, or not on this machine."

@@ -9,6 +9,7 @@ import posixpath
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, TypeAlias, TypeVar
 
 from meshlayout._optional import require
@@ -54,13 +55,7 @@ class StoreError(CheckpointError):
 
     @classmethod
     def of(cls, path: Any, what: str, why: str) -> "StoreError":
-        """Returns the error for a failed request.
-
-        Args:
-            path: The requested path.
-            what: The operation that failed.
-            why: The client's message.
-        """
+        """Returns the error for a failed request, and the client's message."""
         return cls(
             f"{path} cannot be {what}: {why.rstrip('.')}",
             "That says nothing of the checkpoints there. See that this process may use "
@@ -145,7 +140,7 @@ class StorePath:
             return set()
         # The listing includes the directory itself if an object has its name.
         paths = [_plain(entry["name"]) for entry in entries]
-        return {path.rpartition("/")[2] for path in paths if path != self._plain}
+        return {path.rpartition("/")[2] for path in paths if path != _plain(self.text)}
 
     def below(self) -> "Iterator[StorePath]":
         """Yields all objects of this directory, in the order of their names."""
@@ -153,24 +148,19 @@ class StorePath:
             if not name.endswith("/"):  # a directory, for some tools
                 yield StorePath(SCHEME + name)
 
-    def size(self) -> int:
-        """Returns the bytes of an object."""
-        return int(self._facts()["size"])
-
-    def generation(self) -> str:
-        """Returns a text that changes with every write of the object."""
-        return str(self._facts()["generation"])
+    def stat(self) -> SimpleNamespace:
+        """Returns an object's bytes, and a number that every write of it changes."""
+        facts = self._facts()
+        return SimpleNamespace(
+            st_size=int(facts["size"]), st_ino=str(facts["generation"]), st_mtime_ns=0
+        )
 
     def read_bytes(self) -> bytes:
         """Returns the content of an object."""
         return self._ask("read", lambda files: files.cat_file(self.text))
 
     def write_bytes(self, content: bytes) -> None:
-        """Writes an object atomically.
-
-        Args:
-            content: What it holds.
-        """
+        """Writes an object atomically."""
         try:
             self._ask("written", lambda files: files.pipe_file(self.text, content))
         except FileNotFoundError:
@@ -182,26 +172,24 @@ class StorePath:
         with ThreadPoolExecutor(_DELETIONS) as threads:
             list(threads.map(StorePath._remove_one, [self, *inside]))
 
-    def check_bucket(self) -> None:
-        """Raises if the bucket does not exist."""
+    def mkdir(self, *, parents: bool, exist_ok: bool) -> None:
+        """Checks that the bucket exists."""
         try:
             self._all()
         except FileNotFoundError:
             raise self._no_bucket() from None
 
-    @property
-    def _plain(self) -> str:
-        return _plain(self.text)
-
     def _no_bucket(self) -> StoreError:
-        bucket = self._plain.partition("/")[0]
+        bucket = _plain(self.text).partition("/")[0]
         fact = f"{self}: there is no bucket {bucket!r}"
         return StoreError(fact, "Make it, or give another one.")
 
     def _all(self) -> list[str]:
         """Lists all objects of this directory, if any; the bucket must exist."""
         paths = self._ask("listed", lambda files: files.find(self.text))
-        return sorted(path for path in paths if path.startswith(f"{self._plain}/"))
+        return sorted(
+            path for path in paths if path.startswith(f"{_plain(self.text)}/")
+        )
 
     def _remove_one(self) -> None:
         try:
