@@ -315,13 +315,15 @@ def without_nan_padding(batch: Batch, weights: Leaf) -> Batch:
 
 # The arrays of weights in batches that the library has made, by id. Arrays are not
 # hashable, so a WeakSet cannot hold them.
-_marked: dict[int, weakref.ref[Any]] = {}
+marked_weights: dict[int, weakref.ref[Any]] = {}
 
 
 def mark_weights(weights: jax.Array) -> None:
     """Remembers that an array is the weights of a batch, for as long as it exists."""
     number = id(weights)
-    _marked[number] = weakref.ref(weights, lambda _: _marked.pop(number, None))
+    marked_weights[number] = weakref.ref(
+        weights, lambda _: marked_weights.pop(number, None)
+    )
 
 
 def check_weights_key(
@@ -350,7 +352,7 @@ def check_weights_key(
             weights='mask' where the step is made, or weights='weight' where the
             batches are.
     """
-    if not _marked or is_marked(get_weights(batch, key)):
+    if not marked_weights or is_marked(get_weights(batch, key)):
         return
     if not any(map(is_marked, jax.tree.leaves(batch))):
         return
@@ -368,5 +370,5 @@ def check_weights_key(
 
 def is_marked(leaf: Leaf) -> bool:
     """Returns whether an array is the weights of a batch made by the library."""
-    reference = _marked.get(id(leaf))
+    reference = marked_weights.get(id(leaf))
     return reference is not None and reference() is leaf

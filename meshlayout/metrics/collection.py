@@ -1,6 +1,6 @@
 """`Metrics`: named metrics that read like a dict of their values."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -60,14 +60,17 @@ class Metrics(Mapping[str, Any]):
         self._fill(dict(metrics))
 
     @classmethod
-    def from_flat(cls, leaves: list[Any], treedef: Any) -> "Metrics":
+    def from_flat(cls, leaves: Sequence[Any], treedef: Any) -> "Metrics":
         """Returns metrics that are put together when somebody looks at them.
 
         Args:
             leaves: Their arrays.
             treedef: Their structure, as `jax.tree.flatten` gives it.
         """
-        return object.__new__(cls)._fill(None, (leaves, treedef))
+        lazy = object.__new__(cls)  # a small step takes as long as Python does
+        object.__setattr__(lazy, "_built", None)
+        object.__setattr__(lazy, "_flat", (leaves, treedef))
+        return lazy
 
     def _fill(self, built: dict[str, Any] | None, flat: Any = None) -> "Metrics":
         object.__setattr__(self, "_built", built)

@@ -337,7 +337,7 @@ class TrainState(Generic[M]):
             if flat is None or name not in (*_ARRAY_FIELDS, "program"):
                 # A property raised AttributeError: this raises it again.
                 return object.__getattribute__(self, name)
-            leaves, structure = flat
+            leaves, structure, _ = flat
             self.__dict__.update(structure.unflatten(leaves).__dict__)
             self.__dict__.pop("_flat", None)
             return self.__dict__[name]

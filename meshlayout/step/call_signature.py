@@ -16,20 +16,40 @@ from jax.sharding import NamedSharding
 from meshlayout import _jax, _paths, _render
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout.errors import StepError
+from meshlayout.step.placement import layout_of, mesh_text
 
 
 @dataclass(frozen=True)
+class _Argument:
+    """One leaf of an argument, without its values.
+
+    Attributes:
+        array: Its shape and dtype; what is not an array is described by NumPy.
+        layout: Its layout, or None.
+        is_traced: Whether JAX traces it, so that nobody knows the layout.
+    """
+
+    array: jax.ShapeDtypeStruct
+    layout: Any
+    is_traced: bool
+
+    @classmethod
+    def of(cls, leaf: Leaf) -> "_Argument":
+        """Returns a leaf without its values."""
+        is_number = not hasattr(leaf, "dtype")
+        is_weak = is_number or getattr(leaf, "weak_type", False)
+        array = np.asarray(leaf) if is_number else leaf
+        dtype = _jax.canonical_dtype(array.dtype)
+        aval = jax.ShapeDtypeStruct(array.shape, dtype, weak_type=is_weak)
+        return cls(aval, layout_of(leaf), isinstance(leaf, Tracer))
+
+    def __str__(self) -> str:
+        weak = " (weakly typed)" if self.array.weak_type else ""
+        return _render.array_text(self.array.dtype, self.array.shape) + weak
+
+
 class CallSignature:
-    """Every argument of a call, by name: what a program is compiled for."""
-
-    avals: dict[str, str]
-    layouts: dict[str, str]  # empty for a call seen while tracing
-
-
-def describe(
-    names: tuple[str, ...], static: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> CallSignature:
-    """Describes a call.
+    """Every argument of a call: what a program is compiled for.
 
     Args:
         names: The step's parameter names, in order.
@@ -37,13 +57,27 @@ def describe(
         args: Its other positional arguments, arrays or tracers in them.
         kwargs: Its other keyword arguments.
     """
-    avals = {name: f"{value!r}" for name, value in static}
-    layouts: dict[str, str] = {}
-    for where, leaf in labelled(names, args, kwargs):
-        avals[where] = _aval_text(leaf)
-        if not isinstance(leaf, Tracer):
-            layouts[where] = _sharding_text(layout_of(leaf))
-    return CallSignature(avals, layouts)
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        static: tuple[tuple[str, Any], ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self._names, self._static = names, static
+        # Their names are made when something has to be explained, which is seldom.
+        self._arguments = jax.tree.map(_Argument.of, (args, kwargs))
+
+    def texts(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Returns shapes and dtypes by name, and the layouts that are known."""
+        arrays = {name: f"{value!r}" for name, value in self._static}
+        layouts = {}
+        for name, argument in labelled(self._names, *self._arguments):
+            arrays[name] = str(argument)
+            if not argument.is_traced:
+                layouts[name] = _sharding_text(argument.layout)
+        return arrays, layouts
 
 
 def labelled(
@@ -65,19 +99,6 @@ def labelled(
         for label, value in [*zip(labels, args, strict=True), *kwargs.items()]
         for path, leaf in named_leaves(value)
     ]
-
-
-def _aval_text(leaf: Leaf) -> str:
-    if not hasattr(leaf, "dtype"):
-        leaf = np.asarray(leaf)
-        leaf = jax.ShapeDtypeStruct(
-            leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype), weak_type=True
-        )
-    dtype = leaf.dtype
-    if not _jax.is_extended(dtype):
-        dtype = jax.dtypes.canonicalize_dtype(dtype)
-    weak = " (weakly typed)" if getattr(leaf, "weak_type", False) else ""
-    return _render.array_text(dtype, leaf.shape) + weak
 
 
 def _sharding_text(sharding: Any) -> str:
@@ -107,19 +128,20 @@ SETTING = (
 
 def differences(last: CallSignature, now: CallSignature) -> list[str]:
     """Returns what changed between two calls, one phrase each."""
-    found = []
-    for where in dict.fromkeys([*now.avals, *last.avals]):
-        before, after = last.avals.get(where), now.avals.get(where)
+    (arrays, layouts), (new_arrays, new_layouts) = last.texts(), now.texts()
+    changes = []
+    for name in dict.fromkeys([*new_arrays, *arrays]):
+        before, after = arrays.get(name), new_arrays.get(name)
         if before is None:
-            found.append(f"{where} is new: {after}")
+            changes.append(f"{name} is new: {after}")
         elif after is None:
-            found.append(f"{where} is gone: it was {before}")
+            changes.append(f"{name} is gone: it was {before}")
         elif before != after:
-            found.append(f"{where} changed from {before} to {after}")
-        was, is_ = last.layouts.get(where), now.layouts.get(where)
+            changes.append(f"{name} changed from {before} to {after}")
+        was, is_ = layouts.get(name), new_layouts.get(name)
         if was is not None and is_ is not None and not _same_layout(was, is_):
-            found.append(f"the layout of {where} changed from {was} to {is_}")
-    return found
+            changes.append(f"the layout of {name} changed from {was} to {is_}")
+    return changes
 
 
 def structure_text(name: str, old: PyTree, new: PyTree) -> str:
@@ -149,15 +171,6 @@ def what(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-def layout_of(leaf: Leaf) -> Any:
-    """Returns the sharding of a leaf that has one of its own, else None."""
-    if isinstance(leaf, Tracer):  # the step is called inside another jit
-        return None
-    if isinstance(leaf, jax.Array):
-        return leaf.sharding if leaf.committed else None
-    return leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
-
-
 def is_array_like(leaf: Leaf) -> bool:
     """Returns whether jit accepts a leaf as an array."""
     return hasattr(leaf, "dtype") or isinstance(leaf, (int, float, complex))
@@ -171,11 +184,6 @@ def devices_text(sharding: Any) -> str:
     return ", ".join(names[:3]) + ", ..." * (len(names) > 3)
 
 
-def mesh_text(mesh: Any) -> str:
-    """Returns the axes of a mesh as `"batch=2, model=4"`."""
-    return ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
-
-
 def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
     """Returns the path and value of every leaf."""
     entries = jax.tree_util.tree_flatten_with_path(tree)[0]
@@ -185,22 +193,8 @@ def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
 # What JAX refuses, or would crash on.
 
 
-def gives_memory_twice(state: PyTree, rest: PyTree) -> bool:
-    """Returns, fast, whether the state may be used up, or an array passed twice."""
-    leaves = jax.tree.leaves(state)
-    given = {*map(id, leaves)}
-    try:
-        used_up = True in [leaf.is_deleted() for leaf in leaves]
-    except (AttributeError, jax.errors.ConcretizationTypeError):
-        return True  # NumPy arrays, numbers, tracers: to be looked at one by one
-    others = jax.tree.leaves(rest)
-    # On several devices, JAX ends the process for an array that was deleted.
-    used_up = used_up or True in map(_is_deleted, others)
-    is_twice = len(given) != len(leaves) or not given.isdisjoint(map(id, others))
-    return used_up or is_twice
-
-
-def _is_deleted(leaf: Leaf) -> bool:
+def is_deleted(leaf: Leaf) -> bool:
+    """Returns whether a leaf is an array that was used up."""
     return isinstance(leaf, jax.Array) and (
         not isinstance(leaf, Tracer) and leaf.is_deleted()
     )
@@ -274,8 +268,7 @@ def check_memory(
             raise StepError(msg)
         seen[id(leaf)] = path
     for path, leaf in labelled(names[1:], args[1:], kwargs):
-        is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
-        if is_array and leaf.is_deleted():
+        if is_deleted(leaf):
             msg = (
                 f"{name}: {path!r} was used up by an earlier call of a step, which "
                 "takes the memory of its state. Use the state that the call returned."

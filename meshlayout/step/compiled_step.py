@@ -1,12 +1,23 @@
-"""`compile_step`: one jit, state donated, layouts kept; never a silent recompile."""
+"""`compile_step`: one jit, state donated, layouts kept; never a silent recompile.
+
+JAX compiles again without a word when an argument changes, refuses arguments in its
+own words, and may end the process for memory that is given away twice. So a compiled
+step remembers what each program was traced for. A call goes straight to `jax.jit`, and
+only what that cannot answer from its cache is looked at here, before anything has run.
+
+To take a `TrainState` apart and to put one together costs a call of a small step a
+third of its time on the host, and most states are only handed to the next call. So a
+program takes and returns a state as a tuple of plain arrays, and what a call returns
+becomes a state when somebody reads a field.
+"""
 
 import contextlib
 import functools
 import inspect
 import threading
 import warnings
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import (
     Any,
     Generic,
@@ -20,34 +31,33 @@ from typing import (
 
 import jax
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from meshlayout import _checks, _jax, _paths, _render
-from meshlayout._annotations import Leaf, PyTree
+from meshlayout._annotations import DType, Leaf, PyTree
 from meshlayout.errors import RecompileWarning, StepError, did_you_mean, stack_level
 from meshlayout.layout_map import LayoutMap, activate
 from meshlayout.state import TrainState
-from meshlayout.state.flat_state import StateStructure
 from meshlayout.step.call_signature import (
     SETTING,
     CallSignature,
     check_arguments,
     check_memory,
-    describe,
     differences,
-    gives_memory_twice,
-    layout_of,
-    mesh_text,
+    is_deleted,
     named_leaves,
     structure_text,
     what,
 )
-from meshlayout.step.kernel_gradients import (
-    GradientAxes,
-    gradient_axes,
-    with_right_gradients,
-)
+from meshlayout.step.kernel_gradients import gradient_axes, with_right_gradients
 from meshlayout.step.model_call import ignoring_unbound_axes
+from meshlayout.step.placement import (
+    in_own_mesh,
+    layout_of,
+    mesh_text,
+    place_rest,
+    replicated,
+)
 
 
 P = ParamSpec("P")
@@ -130,35 +140,106 @@ def check_options(on_recompile: OnRecompile, layouts: LayoutMap | None) -> None:
 
 
 @dataclass(frozen=True)
+class StateStructure:
+    """The structure of a train state, and which of its leaves are PRNG keys.
+
+    Attributes:
+        treedef: As `jax.tree.flatten` gives it.
+        keys: The place and the dtype of each leaf that is a PRNG key; a compiled
+            function takes the words of one faster.
+    """
+
+    treedef: Any  # PyTreeDef, a variable to a type checker
+    keys: tuple[tuple[int, DType], ...]
+
+    @classmethod
+    def of(cls, leaves: Sequence[Leaf], treedef: Any) -> "StateStructure":
+        """Returns the structure of a state that was taken apart."""
+        dtypes = enumerate(getattr(leaf, "dtype", None) for leaf in leaves)
+        keys = (place for place in dtypes if type(place[1]) is _jax.KeyDType)
+        return cls(treedef, tuple(keys))
+
+    def flatten(self, state: PyTree) -> tuple[Leaf, ...] | None:
+        """Returns the arrays of a state, or None if its structure is another one.
+
+        The dicts in a state can be changed in place, so that the arrays it was made of
+        are only taken while nobody has read it.
+        """
+        flat = state.__dict__.get("_flat") if type(state) is TrainState else None
+        if flat is not None and flat[1] == self:
+            return flat[0]
+        leaves, treedef = jax.tree.flatten(state)
+        if self.of(leaves, treedef) != self:
+            return None
+        for index, _ in self.keys:
+            leaves[index] = _words(leaves[index])
+        return tuple(leaves)
+
+    def unflatten(self, leaves: Sequence[Leaf]) -> TrainState:
+        """Returns the state of some arrays."""
+        leaves = list(leaves)
+        for index, dtype in self.keys:
+            leaves[index] = _jax.key_of_words(leaves[index], dtype)
+        return self.treedef.unflatten(leaves)
+
+    def lazy(self, leaves: Sequence[Leaf]) -> TrainState:
+        """Returns the state of some arrays, put together when a field is read."""
+        state: TrainState = object.__new__(TrainState)
+        # The last one says whether the arrays may be given away: once, to a step.
+        state.__dict__["_flat"] = [leaves, self, True]
+        return state
+
+
+def _words(key: Leaf) -> Any:
+    if isinstance(key, jax.ShapeDtypeStruct):
+        words = jax.eval_shape(jax.random.key_data, key)
+        return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=key.sharding)
+    return (
+        jax.random.key_data(key) if isinstance(key, Tracer) else _jax.words_of_key(key)
+    )
+
+
+@dataclass(frozen=True)
 class _Signature:
     """What one jitted function is made for: structures and layouts, not shapes."""
 
     state_def: Any
-    structure: StateStructure | None
+    structure: StateStructure | None  # of a TrainState, which is passed flat
     state_layouts: tuple[Any, ...]
     rest_def: Any
     rest_layouts: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class _JittedStep:
-    """One jitted function."""
+class JittedStep:
+    """One jitted function of a compiled step.
+
+    Attributes:
+        signature: What it is made for.
+        jitted: What `jax.jit` returned.
+        first_call: The call it was made for.
+        seen: What it was traced for.
+        is_spread: Whether it runs on several devices. JAX may end the process there
+            for memory that is given twice or was used up, so arguments are looked at.
+        is_bounded: Whether these are CPU devices, which bound what is in flight.
+    """
 
     signature: _Signature
-    jitted: Any
+    jitted: Callable[..., Any]
     first_call: CallSignature
-    seen: list[CallSignature]  # what it was traced for
-    structure: StateStructure | None  # takes a TrainState as a tuple of its leaves
-    loose: bool  # some batch leaf has no layout of its own: look at it every call
-    spread: bool  # several devices: JAX may crash on memory given twice, so look
-    bounded: bool  # several CPU devices: bound what is in flight
+    seen: list[CallSignature]
+    is_spread: bool
+    is_bounded: bool
+
+    @property
+    def is_loose(self) -> bool:
+        """Whether some argument has no layout of its own: to look at in every call."""
+        return None in self.signature.rest_layouts
 
     def flattened(self, state: PyTree) -> Any:
         """Returns a state as the function takes it."""
-        if self.structure is None:
-            return state
-        is_state = type(state) is TrainState
-        leaves = self.structure.flatten(state) if is_state else None
+        structure = self.signature.structure
+        leaves = state if structure is None else structure.flatten(state)
         if leaves is None:
             raise _Retrace  # the state has another structure
         return leaves
@@ -198,32 +279,17 @@ class CompiledStep(Generic[P, R]):
         functools.update_wrapper(self, step)
         self._step = step
         self._name = getattr(step, "__name__", type(step).__name__)
-        self._names = _parameter_names(step, self._name, _BY_PLACE | _BY_NAME)
-        self._positional = _parameter_names(step, self._name, _BY_PLACE)
-        for name in static_names:
-            if self._names and name == self._names[0]:
-                msg = f"{self._name}: {name!r} is the state; it cannot be static."
-                raise StepError(msg)
-            if self._names and name not in self._names and not _takes_any(step):
-                hint = did_you_mean(name, self._names)
-                msg = f"{self._name} has no argument {name!r} to be static.{hint}"
-                raise StepError(msg)
-            if name in _parameter_names(step, self._name, _BY_PLACE_ONLY):
-                msg = (
-                    f"{self._name}: {name!r} is positional-only, and what is static is "
-                    "passed by name. Take the '/' out of the signature."
-                )
-                raise StepError(msg)
+        self._parameters = inspect.signature(step)
+        self._names = _parameter_names(self._parameters, self._name, static_names)
         self.static_argnames = static_names
         self._on_recompile: OnRecompile = on_recompile
         self._layouts = layouts
-        self._programs: dict[_Signature, _JittedStep] = {}
-        self._program: _JittedStep | None = None
+        self._programs: dict[_Signature, JittedStep] = {}
+        # The program of the last call: what the next one tries first.
+        self.program: JittedStep | None = None
         self._thread = _Thread()
         self._in_flight = 0
         self._places_rest = False
-        # The mesh that jax.set_mesh has set, if calls can run under it; or none.
-        self._ambient: jax.sharding.AbstractMesh | None = None
 
     def __get__(
         self, instance: object, owner: type | None = None
@@ -251,61 +317,28 @@ class CompiledStep(Generic[P, R]):
         Returns:
             What the step returns: the new state, and the rest.
         """
-        ambient = jax.sharding.get_abstract_mesh()
-        if ambient is not self._ambient and self._is_foreign(ambient, args, kwargs):
-            with _jax.without_set_mesh():
-                return self._run(args, kwargs)
-        return self._run(args, kwargs)
-
-    def run_again(self, *args: Any) -> R:
-        """Runs the step as a call would, where it was called under this ambient mesh.
-
-        Args:
-            *args: The state, and the step's other arguments.
-        """
-        return self._run(args, {})
-
-    def _is_foreign(
-        self, ambient: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
-        """Returns whether `jax.set_mesh` has set another mesh than the state's.
-
-        JAX would refuse the state's arrays under it. A mesh that is the state's own
-        stays, for functions that constrain values by a PartitionSpec alone.
-        """
-        if ambient.empty:
-            self._ambient = ambient
-            return False
-        if _jax.is_tracing():
-            return False
-        leaves = jax.tree.leaves(args[:1] or kwargs)
-        shardings = (_jax.sharding_of(leaf) for leaf in leaves)
-        meshes = (x.mesh for x in shardings if isinstance(x, NamedSharding))
-        mesh = next(meshes, None)
-        if mesh is None or mesh.abstract_mesh != ambient:
-            return True
-        self._ambient = ambient
-        return False
+        if jax.sharding.get_abstract_mesh().empty:
+            return self._run(args, kwargs)
+        with in_own_mesh(args[:1] or kwargs):
+            return self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         static: tuple[Any, ...] = ()
         if kwargs or self.static_argnames or not args:
             args, kwargs, static = self._normalized(args, kwargs)
-        program = self._program
+        program = self.program
         if self._places_rest and program is not None:
-            args, kwargs = _rest_placed(args, kwargs, program.signature)
+            args, kwargs = place_rest(args, kwargs, program.signature.state_layouts)
         try:
             if program is None or (
-                program.loose
-                and _layouts_of(args[1:], kwargs, None)
+                program.is_loose
+                and _layouts_of((args[1:], kwargs), None)
                 != program.signature.rest_layouts
             ):
                 program, args, kwargs = self._switch(static, args, kwargs)
             rest = (args[1:], kwargs)
-            state = args[0]
-            if program.structure is not None:
-                state = program.flattened(state)
-            if program.spread and gives_memory_twice(state, rest):
+            state = program.flattened(args[0])
+            if program.is_spread and gives_memory_twice(state, rest):
                 check_memory(self._name, self._names, args, kwargs)
             result = program.jitted(static, state, rest)
         except Exception as error:
@@ -313,14 +346,21 @@ class CompiledStep(Generic[P, R]):
             found = self._after_error(error, program, static, args, kwargs)
             program, args, kwargs = found
             result = self._run_traced(program, static, args, kwargs)
-        if program.bounded:
-            self._in_flight += 1
-            if self._in_flight >= _MAX_IN_FLIGHT:  # threads may count past it
-                self._in_flight = 0
-                jax.block_until_ready(result)
-        if program.structure is not None:
-            return program.structure.lazy(result[0]), result[1]
-        return result
+        if program.is_bounded:
+            self.wait_if_many(result)
+        structure = program.signature.structure
+        if structure is None:
+            return result
+        if (flat := args[0].__dict__.get("_flat")) is not None:
+            flat[2] = False
+        return structure.lazy(result[0]), result[1]
+
+    def wait_if_many(self, result: PyTree) -> None:
+        """Waits for a result, if as many calls are in flight as may be on CPUs."""
+        self._in_flight += 1
+        if self._in_flight >= _MAX_IN_FLIGHT:  # threads may count past it
+            self._in_flight = 0
+            jax.block_until_ready(result)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lowers the step for these arguments, as `jax.jit(...).lower` does.
@@ -329,26 +369,23 @@ class CompiledStep(Generic[P, R]):
             *args: As for a call; arrays may be `jax.ShapeDtypeStruct` with shardings.
             **kwargs: Arguments by name.
         """
-        ambient = jax.sharding.get_abstract_mesh()
-        if self._is_foreign(ambient, args, kwargs):
-            with _jax.without_set_mesh():
-                return self.lower(*args, **kwargs)
-        args, kwargs, static = self._normalized(args, kwargs)
-        signature = self._signature(args, kwargs)
         before, self._thread.is_quiet = self._thread.is_quiet, True
         try:
-            if signature not in self._programs:
-                now = describe(self._names, static, args, kwargs)
-                program = self._make(signature, now)
-                self._programs[signature] = self._mended(program, static, args, kwargs)
-            program = self._programs[signature]
-            state = program.flattened(args[0])
-            return program.jitted.lower(static, state, (args[1:], kwargs))
+            with in_own_mesh(args[:1] or kwargs):
+                args, kwargs, static = self._normalized(args, kwargs)
+                signature = self._signature(args, kwargs)
+                program = self._programs.get(signature)
+                if program is None:
+                    now = CallSignature(self._names, static, args, kwargs)
+                    program = self._make(signature, now, static, args, kwargs)
+                state = program.flattened(args[0])
+                jitted: Any = program.jitted
+                return jitted.lower(static, state, (args[1:], kwargs))
         finally:
             self._thread.is_quiet = before
 
     def _run_traced(
-        self, program: _JittedStep, static: Any, args: Any, kwargs: Any
+        self, program: JittedStep, static: Any, args: Any, kwargs: Any
     ) -> Any:
         """Runs a program that was explained, and may be traced."""
         before, self._thread.may_trace = self._thread.may_trace, True
@@ -364,59 +401,51 @@ class CompiledStep(Generic[P, R]):
     def __repr__(self) -> str:
         return f"CompiledStep({self._name}, {len(self._programs)} layouts seen)"
 
-    # Arguments.
-
     def _normalized(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
-        """Returns positional, keyword and static arguments, the state first."""
-        if not args:
-            if not self._names or self._names[0] not in kwargs:
-                msg = f"{self._name} takes the state as its first argument."
-                raise StepError(msg)
-            kwargs = dict(kwargs)
-            args = (kwargs.pop(self._names[0]),)
-        kwargs = dict(kwargs)
-        places = self._positional
-        at = min(
-            (places.index(name) for name in self.static_argnames if name in places),
-            default=len(places),
-        )
-        # By name or by place is the same program.
-        for name in places[len(args) : at]:
-            if name not in kwargs:
-                break
-            args = (*args, kwargs.pop(name))
-        if not self.static_argnames:
-            return args, kwargs, ()
-        if at < min(len(args), len(places)):  # a static one: all from there by name
-            if len(args) > len(places):
-                msg = (
-                    f"{self._name}: {places[at]!r} is static and comes before *args; "
-                    "make it a keyword-only argument, after them."
-                )
-                raise StepError(msg)
-            for name, value in zip(places[at:], args[at:], strict=False):
-                if name in kwargs:
-                    msg = f"{self._name} got argument {name!r} twice."
-                    raise StepError(msg)
-                kwargs[name] = value
-            args = args[:at]
+        """Returns positional, keyword and static arguments, the state first.
+
+        By name or by place is the same program.
+        """
+        if not args and (not self._names or self._names[0] not in kwargs):
+            msg = f"{self._name} takes the state as its first argument."
+            raise StepError(msg)
+        try:
+            bound = self._parameters.bind(*args, **kwargs)
+        except TypeError as error:
+            msg = f"{self._name}: {error}."
+            raise StepError(msg) from None
+        parameters = self._parameters.parameters.values()
+        by_kind = {one.kind: one.name for one in parameters}
+        extra = bound.arguments.get(by_kind.get(inspect.Parameter.VAR_KEYWORD, ""), {})
         static = []
         for name in self.static_argnames:
-            if name in kwargs:
-                value = kwargs.pop(name)
-                try:
-                    hash(value)
-                except TypeError:
-                    msg = (
-                        f"{self._name}: static argument {name!r} is a "
-                        f"{type(value).__name__}, which cannot be hashed. Give a tuple "
-                        "or a frozen dataclass, or pass it as an array argument."
-                    )
-                    raise StepError(msg) from None
-                static.append((name, value))
-        return args, kwargs, tuple(static)
+            arguments = bound.arguments if name in bound.arguments else extra
+            if name not in arguments:
+                continue
+            value = arguments.pop(name)
+            try:
+                hash(value)
+            except TypeError:
+                msg = (
+                    f"{self._name}: static argument {name!r} is a "
+                    f"{type(value).__name__}, which cannot be hashed. Give a tuple or "
+                    "a frozen dataclass, or pass it as an array argument."
+                )
+                raise StepError(msg) from None
+            static.append((name, value))
+        # What comes after a static argument is passed by name, which *args cannot be.
+        others = by_kind.get(inspect.Parameter.VAR_POSITIONAL)
+        for name, _ in static if others in bound.arguments else ():
+            kind = self._parameters.parameters[name].kind
+            if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
+                msg = (
+                    f"{self._name}: {name!r} is static and comes before *args; make it "
+                    "a keyword-only argument, after them."
+                )
+                raise StepError(msg)
+        return bound.args, bound.kwargs, tuple(static)
 
     # Programs.
 
@@ -428,74 +457,77 @@ class CompiledStep(Generic[P, R]):
                 "apart at every call, and what it shares would be doubled."
             )
             raise StepError(msg)
-        state_leaves, state_def = jax.tree.flatten(args[0])
-        rest_def = jax.tree.structure((args[1:], kwargs))
-        layouts = [layout_of(leaf) for leaf in state_leaves]
-        state_layouts = _one_mesh(self._name, args[0], layouts)
+        leaves, treedef = jax.tree.flatten(args[0])
         # What is on no mesh yet comes back from the step on the mesh: the next call
         # would be another one if it did not start there.
-        whole = _whole(state_layouts)
-        rest_layouts = _layouts_of(args[1:], kwargs, whole)
+        whole = replicated(map(layout_of, leaves))
+        state_layouts = _layouts_of(leaves, whole)
+        if whole is not None:
+            self._check_one_mesh(args[0], state_layouts, whole)
         is_state = type(args[0]) is TrainState
-        structure = StateStructure.of(args[0]) if is_state else None
-        return _Signature(state_def, structure, state_layouts, rest_def, rest_layouts)
+        return _Signature(
+            treedef,
+            StateStructure.of(leaves, treedef) if is_state else None,
+            state_layouts,
+            jax.tree.structure((args[1:], kwargs)),
+            _layouts_of((args[1:], kwargs), whole),
+        )
+
+    def _check_one_mesh(
+        self, state: PyTree, layouts: tuple[Any, ...], whole: NamedSharding
+    ) -> None:
+        for index, layout in enumerate(layouts):
+            if layout.device_set != whole.device_set:
+                path, _ = named_leaves(state)[index]
+                msg = (
+                    f"{self._name}: the state's {path!r} lies on other devices than "
+                    f"the rest, which is on {mesh_text(whole.mesh)}. Move it with "
+                    "relayout(x, layout)."
+                )
+                raise StepError(msg)
 
     def _switch(
         self, static: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[_JittedStep, tuple[Any, ...], dict[str, Any]]:
+    ) -> tuple[JittedStep, tuple[Any, ...], dict[str, Any]]:
         """Makes the program for these arguments the current one, and places them."""
         signature = self._signature(args, kwargs)
-        given = kwargs
-        placed = (_placed(args[0], signature), *args[1:])
-        placed, kwargs = self._with_rest_placed(placed, kwargs, signature)
-        if signature not in self._programs:
-            now = describe(self._names, static, args, given)
+        program = self._programs.get(signature)
+        now = CallSignature(self._names, static, args, kwargs)
+        if program is None:
             before = [p.first_call for p in self._programs.values() if p.seen]
             self._explain(now, before)
-            program = self._make(signature, now)
-            self._programs[signature] = self._mended(program, static, placed, kwargs)
-        program = self._program = self._programs[signature]
-        return program, placed, kwargs
+        args, kwargs = self._with_rest_placed(args, kwargs, signature)
+        # A leaf without a layout gets one, else the next call would be another one.
+        leaves = [
+            leaf if layout is None or layout_of(leaf) else jax.device_put(leaf, layout)
+            for leaf, layout in zip(
+                jax.tree.leaves(args[0]), signature.state_layouts, strict=True
+            )
+        ]
+        args = (signature.state_def.unflatten(leaves), *args[1:])
+        if program is None:
+            program = self._make(signature, now, static, args, kwargs)
+        self.program = program
+        return program, args, kwargs
 
     def _with_rest_placed(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], signature: _Signature
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Places arrays without a layout on the state's mesh; notes if any were."""
-        placed = _rest_placed(args, kwargs, signature)
+        placed = place_rest(args, kwargs, signature.state_layouts)
         before, after = map(jax.tree.leaves, ((args, kwargs), placed))
         if any(a is not b for a, b in zip(before, after, strict=True)):
             self._places_rest = True  # look for more at every call
         return placed
 
-    def _mended(
-        self,
-        program: _JittedStep,
-        static: tuple[Any, ...],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> _JittedStep:
-        """Returns the program, or one with right gradients of kernels in its place.
-
-        JAX keeps the trace that is looked at for the program's first call.
-        """
-        if not program.spread or _jax.is_tracing():
-            return program
-        rest = (args[1:], kwargs)
-        state = program.flattened(args[0])
-        jaxpr = program.jitted.trace(static, state, rest).jaxpr.jaxpr
-        axes = gradient_axes(jaxpr, args[0], rest)
-        if axes is None:
-            return program
-        return self._make(program.signature, program.first_call, axes)
-
     def _after_error(
         self,
         error: Exception,
-        program: _JittedStep | None,
+        program: JittedStep | None,
         static: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> tuple[_JittedStep, tuple[Any, ...], dict[str, Any]]:
+    ) -> tuple[JittedStep, tuple[Any, ...], dict[str, Any]]:
         """Returns the program that this call needs, and its arguments, or raises."""
         if isinstance(error, StepError) or not args:
             raise error
@@ -510,56 +542,70 @@ class CompiledStep(Generic[P, R]):
             args, kwargs = self._with_rest_placed(args, kwargs, program.signature)
             if self._places_rest:
                 return program, args, kwargs
-        self._explain(describe(self._names, static, args, kwargs), program.seen)
+        now = CallSignature(self._names, static, args, kwargs)
+        self._explain(now, program.seen)
         return program, args, kwargs
 
     def _make(
         self,
         signature: _Signature,
         now: CallSignature,
-        axes: GradientAxes | None = None,
-    ) -> _JittedStep:
+        static: tuple[Any, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> JittedStep:
+        """Makes a program, with right gradients of kernels where XLA's would not be."""
+        seen: list[CallSignature] = []
+        step = functools.partial(self._traced, seen)
+        jitted: Any = self._jitted(signature, step)
+        layouts = (*signature.state_layouts, *signature.rest_layouts)
+        device_sets = (one.device_set for one in layouts if one is not None)
+        devices = set().union(*device_sets)
+        program = JittedStep(
+            signature,
+            jitted,
+            now,
+            seen,
+            is_spread=len(devices) > 1,
+            is_bounded=len(devices) > 1 and next(iter(devices)).platform == "cpu",
+        )
+        if program.is_spread and not _jax.is_tracing():
+            rest = (args[1:], kwargs)
+            # JAX keeps the trace that is looked at for the program's first call.
+            trace = jitted.trace(static, program.flattened(args[0]), rest)
+            axes = gradient_axes(trace.jaxpr.jaxpr, args[0], rest)
+            if axes is not None:
+
+                def mended(static: tuple[Any, ...], *arguments: PyTree) -> Any:
+                    partial = functools.partial(step, static)
+                    return with_right_gradients(partial, axes)(*arguments)
+
+                seen.clear()
+                program = replace(program, jitted=self._jitted(signature, mended))
+        self._programs[signature] = program
+        return program
+
+    def _jitted(self, signature: _Signature, step: Callable[..., Any]) -> Any:
         # None leaves the layout to JAX.
         structure = signature.structure
         into: Any = signature.state_layouts
         if structure is None:
             into = signature.state_def.unflatten(into)
-        rest = signature.rest_def.unflatten(signature.rest_layouts)
-        seen: list[CallSignature] = []
+        rest_layouts = signature.rest_def.unflatten(signature.rest_layouts)
 
         def traced(static: tuple[Any, ...], state: PyTree, rest: Any) -> Any:
-            step = functools.partial(self._traced, seen, static)
-            if axes is not None:
-                step = with_right_gradients(step, axes)
             if structure is None:
-                return step(state, rest)
-            state, aux = step(structure.unflatten(state), rest)
+                return step(static, state, rest)
+            state, aux = step(static, structure.unflatten(state), rest)
             return structure.flatten(state), aux
 
         traced.__name__ = traced.__qualname__ = self._name  # shown by profilers
-        jitted = jax.jit(
+        return jax.jit(
             traced,
             static_argnums=0,
             donate_argnums=1,
-            in_shardings=(into, rest),
+            in_shardings=(into, rest_layouts),
             out_shardings=(into, None),
-        )
-        devices = {
-            device
-            for layout in (*signature.state_layouts, *signature.rest_layouts)
-            if layout is not None
-            for device in layout.device_set
-        }
-        spread = len(devices) > 1
-        return _JittedStep(
-            signature,
-            jitted,
-            now,
-            seen,
-            structure,
-            loose=None in signature.rest_layouts,
-            spread=spread,
-            bounded=spread and next(iter(devices)).platform == "cpu",
         )
 
     # Inside the trace.
@@ -584,32 +630,33 @@ class CompiledStep(Generic[P, R]):
             )
             raise StepError(msg)
         new_state, aux = result
-        kept = self._kept(state, new_state)
+        new_state = self._like(state, new_state)
         if not self._thread.is_quiet:
-            seen.append(describe(self._names, static, (state, *args), kwargs))
-        return kept, aux
+            seen.append(CallSignature(self._names, static, (state, *args), kwargs))
+        return new_state, aux
 
     def _explain(self, now: CallSignature, before: list[CallSignature]) -> None:
         """Says what is unlike the most similar call before, if there was one."""
         # Inside another transformation every call is traced.
         if self._on_recompile == "ignore" or not before or _jax.is_tracing():
             return
-        found = min((differences(one, now) for one in before), key=len)
-        first, *_ = [*found, SETTING]
+        changes = min((differences(one, now) for one in before), key=len)
+        first, *_ = [*changes, SETTING]
         line = f"{self._name} recompiles: {first}."
         if self._on_recompile == "error":
             raise StepError(line)
         warnings.warn(line, RecompileWarning, stacklevel=stack_level())
 
-    def _kept(self, old: PyTree, new: PyTree) -> Any:
+    def _like(self, old: PyTree, new: PyTree) -> Any:
         """Returns the new state, or raises if it is not of the old one's kind."""
-        if jax.tree.structure(old) != jax.tree.structure(new):
+        old_leaves, treedef = jax.tree.flatten(old)
+        if treedef != jax.tree.structure(new):
             raise StepError(structure_text(self._name, old, new))
         leaves = []
-        named = named_leaves(old)
-        for (path, was), now in zip(named, jax.tree.leaves(new), strict=True):
-            before, after = jax.typeof(was), jax.typeof(now)
+        for index, leaf in enumerate(jax.tree.leaves(new)):
+            before, after = jax.typeof(old_leaves[index]), jax.typeof(leaf)
             if (before.shape, before.dtype) != (after.shape, after.dtype):
+                path, _ = named_leaves(old)[index]
                 msg = (
                     f"{self._name} returned a state whose {path!r} is "
                     f"{_render.array_text(after.dtype, after.shape)}; it came in as "
@@ -618,94 +665,50 @@ class CompiledStep(Generic[P, R]):
                 )
                 raise StepError(msg)
             # A number added can make a leaf weakly typed: that alone would recompile.
-            leaves.append(_jax.with_weak_type(now, weak_type=before.weak_type))
-        return jax.tree.unflatten(jax.tree.structure(old), leaves)
-
-
-# Reading arguments.
-
-
-_BY_PLACE = {
-    inspect.Parameter.POSITIONAL_ONLY,
-    inspect.Parameter.POSITIONAL_OR_KEYWORD,
-}
-_BY_PLACE_ONLY = {inspect.Parameter.POSITIONAL_ONLY}
-_BY_NAME = {inspect.Parameter.KEYWORD_ONLY}
+            leaves.append(_jax.with_weak_type(leaf, weak_type=before.weak_type))
+        return treedef.unflatten(leaves)
 
 
 def _parameter_names(
-    step: Callable[..., Any], name: str, kinds: Collection[Any]
+    parameters: inspect.Signature, step: str, static_names: tuple[str, ...]
 ) -> tuple[str, ...]:
-    parameters = inspect.signature(step).parameters.values()
-    names = tuple(one.name for one in parameters if one.kind in kinds)
-    if not parameters:
-        msg = f"{name} takes no arguments; a step takes the state first."
+    """Returns a step's parameters, and checks which of them are static."""
+    kinds = {one.name: one.kind for one in parameters.parameters.values()}
+    if not kinds:
+        msg = f"{step} takes no arguments; a step takes the state first."
         raise StepError(msg)
+    many = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    names = tuple(name for name, kind in kinds.items() if kind not in many)
+    for name in static_names:
+        if (name,) == names[:1]:
+            msg = f"{step}: {name!r} is the state; it cannot be static."
+            raise StepError(msg)
+        takes_any = inspect.Parameter.VAR_KEYWORD in kinds.values()
+        if names and name not in names and not takes_any:
+            hint = did_you_mean(name, names)
+            msg = f"{step} has no argument {name!r} to be static.{hint}"
+            raise StepError(msg)
+        if kinds.get(name) is inspect.Parameter.POSITIONAL_ONLY:
+            msg = (
+                f"{step}: {name!r} is positional-only, and what is static is passed by "
+                "name. Take the '/' out of the signature."
+            )
+            raise StepError(msg)
     return names
 
 
-def _takes_any(step: Callable[..., Any]) -> bool:
-    kinds = {one.kind for one in inspect.signature(step).parameters.values()}
-    return inspect.Parameter.VAR_KEYWORD in kinds
-
-
-def _layouts_of(
-    args: tuple[Any, ...], kwargs: dict[str, Any], whole: NamedSharding | None
-) -> tuple[Any, ...]:
+def _layouts_of(tree: PyTree, whole: NamedSharding | None) -> tuple[Any, ...]:
     """Returns the layouts of arrays; for those that have none, `whole`."""
-    leaves = jax.tree.leaves((args, kwargs))
-    return tuple([layout_of(leaf) or whole for leaf in leaves])
+    return tuple([layout_of(leaf) or whole for leaf in jax.tree.leaves(tree)])
 
 
-def _whole(layouts: tuple[Any, ...]) -> NamedSharding | None:
-    """Returns the layout of what is the same on every device of a state's mesh."""
-    meshes = (one.mesh for one in layouts if isinstance(one, NamedSharding))
-    mesh = next(meshes, None)
-    return None if mesh is None else NamedSharding(mesh, PartitionSpec())
-
-
-def _placed(state: PyTree, signature: _Signature) -> Any:
-    """Places the leaves that had no layout: else the next call would be another one."""
-    leaves = [
-        leaf if layout is None or layout_of(leaf) else jax.device_put(leaf, layout)
-        for leaf, layout in zip(
-            jax.tree.leaves(state), signature.state_layouts, strict=True
-        )
-    ]
-    return signature.state_def.unflatten(leaves)
-
-
-def _rest_placed(
-    args: tuple[Any, ...], kwargs: dict[str, Any], signature: _Signature
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Replicates arrays without a layout over the state's mesh."""
-    whole = _whole(signature.state_layouts)
-    if whole is None:
-        return args, kwargs
-
-    def placed(leaf: Leaf) -> Any:
-        is_array = hasattr(leaf, "dtype") and not isinstance(
-            leaf, (Tracer, jax.ShapeDtypeStruct)
-        )
-        is_free = is_array and layout_of(leaf) is None
-        return jax.device_put(leaf, whole) if is_free else leaf
-
-    rest, kwargs = jax.tree.map(placed, (args[1:], kwargs))
-    return (args[0], *rest), kwargs
-
-
-def _one_mesh(name: str, state: PyTree, layouts: list[Any]) -> tuple[Any, ...]:
-    """Gives leaves without a layout the replicated one, if the others have a mesh."""
-    whole = _whole(tuple(layouts))
-    if whole is None:
-        return tuple(layouts)
-    devices = whole.device_set
-    for (path, _), layout in zip(named_leaves(state), layouts, strict=True):
-        if layout is not None and layout.device_set != devices:
-            msg = (
-                f"{name}: the state's {path!r} lies on other devices than the rest, "
-                f"which is on {mesh_text(whole.mesh)}. Move it with "
-                "relayout(x, layout)."
-            )
-            raise StepError(msg)
-    return tuple(whole if layout is None else layout for layout in layouts)
+def gives_memory_twice(state: PyTree, rest: PyTree) -> bool:
+    """Returns, fast, whether the state may be used up, or an array passed twice."""
+    leaves, others = jax.tree.leaves(state), jax.tree.leaves(rest)
+    try:
+        is_used_up = True in [leaf.is_deleted() for leaf in leaves]
+    except (AttributeError, jax.errors.ConcretizationTypeError):
+        return True  # NumPy arrays, numbers, tracers: to be looked at one by one
+    ids = {*map(id, leaves)}
+    is_twice = len(ids) != len(leaves) or not ids.isdisjoint(map(id, others))
+    return is_used_up or is_twice or True in map(is_deleted, others)

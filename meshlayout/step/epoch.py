@@ -1,8 +1,5 @@
 """A whole epoch in one dispatch, over a dataset that is on the devices."""
 
-# What TrainStep keeps for this file and multi_step has an underscore.
-# pyright: reportPrivateUsage=false
-
 from typing import Any
 
 import jax
@@ -26,7 +23,7 @@ from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.step.compiled_step import CompiledStep
 from meshlayout.step.placement import StepMesh, in_own_mesh
-from meshlayout.step.step_metrics import MetricsStart
+from meshlayout.step.program import Program
 from meshlayout.step.train_step import TrainStep
 
 
@@ -91,17 +88,9 @@ class _ScanEpoch:
             >>> int(state.step)
             3
         """
+        how = (train_step, state, data, global_batch_size, shuffle, batch_axes)
         with in_own_mesh(state):
-            compiled, start, count, args = _epoch_program(
-                train_step,
-                state,
-                data,
-                global_batch_size,
-                shuffle,
-                batch_axes,
-                metrics,
-            )
-            return train_step._finished(compiled(*args), start, count)
+            return train_step._dispatch(*_epoch_program(*how), metrics)
 
     def lower(
         self,
@@ -114,7 +103,7 @@ class _ScanEpoch:
         batch_axes: str | tuple[str, ...] | None = None,
         metrics: Metrics | None = None,
     ) -> jax.stages.Lowered:
-        """Lowers the epoch for these arguments, as `jax.jit(...).lower` does.
+        """Lowers the epoch for the arguments of a call, as `jax.jit(...).lower` does.
 
         Args:
             train_step: As for a call, and so are the others.
@@ -125,17 +114,9 @@ class _ScanEpoch:
             batch_axes: As for a call.
             metrics: As for a call.
         """
+        how = (train_step, state, data, global_batch_size, shuffle, batch_axes)
         with in_own_mesh(state):
-            compiled, _, _, args = _epoch_program(
-                train_step,
-                state,
-                data,
-                global_batch_size,
-                shuffle,
-                batch_axes,
-                metrics,
-            )
-            return compiled.lower(*args)
+            return train_step._lowered(*_epoch_program(*how), metrics)
 
 
 scan_epoch = _ScanEpoch()
@@ -148,9 +129,8 @@ def _epoch_program(
     global_batch_size: int,
     shuffle: jax.Array | None,
     batch_axes: str | tuple[str, ...] | None,
-    metrics: Metrics | None,
-) -> tuple[CompiledStep[..., Any], MetricsStart, int, tuple[Any, ...]]:
-    """Returns an epoch's program, its metrics, its number of steps and arguments."""
+) -> tuple[Program, CompiledStep[..., Any], tuple[Any, ...]]:
+    """Returns an epoch's program, its compiled function and its arguments."""
     if not isinstance(train_step, TrainStep):
         msg = (
             "scan_epoch takes what make_train_step made, and got a "
@@ -187,14 +167,13 @@ def _epoch_program(
             order = jax.random.permutation(shuffle, order)
         return jnp.pad(order, (0, -rows % global_batch_size), constant_values=-1)
 
-    compiled, start, args = train_step._epoch(
+    state = train_step._prepared(state, mesh)
+    program = train_step._program_on(mesh, state)
+    compiled = program.compiled(
         (global_batch_size, rows, shuffle is None),
-        mesh,
-        (state, data, shuffle, metrics),
-        batch_at,
-        order_of,
+        program.train_epoch(batch_at, order_of, global_batch_size),
     )
-    return compiled, start, -(-rows // global_batch_size), args
+    return program, compiled, (state, data, shuffle)
 
 
 def _check_key(shuffle: Any) -> None:

@@ -1,19 +1,24 @@
 """`make_eval_step` and `make_predict_step`: what a model does, and how well."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from meshlayout import losses
-from meshlayout._annotations import Batch
+from meshlayout._annotations import Batch, Leaf
 from meshlayout._batches import num_examples
 from meshlayout.layout_map import LayoutMap
 from meshlayout.losses.reduction import check_denominator
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.state.precision import Precision, check_params, parse_precision
-from meshlayout.step.compiled_step import CompiledStep, OnRecompile, compile_step
+from meshlayout.step.compiled_step import (
+    CompiledStep,
+    OnRecompile,
+    check_options,
+    compile_step,
+)
 from meshlayout.step.model_call import call_model
 from meshlayout.step.objective import (
     Loss,
@@ -22,14 +27,17 @@ from meshlayout.step.objective import (
     check_state,
     check_weights,
 )
-from meshlayout.step.placement import in_own_mesh, place_host_batch, step_mesh_of
-from meshlayout.step.program import ProgramCache
+from meshlayout.step.placement import (
+    StepMesh,
+    in_own_mesh,
+    place_host_batch,
+    step_mesh_of,
+)
 from meshlayout.step.step_metrics import (
-    FlatMetrics,
     MetricsStart,
+    StepMetrics,
     StepValues,
     as_regularizers,
-    empty_metrics,
     total_weight,
     user_metrics,
 )
@@ -113,7 +121,8 @@ class EvalStep:
         self._loss, self._metrics = loss, metrics
         self._layouts = layouts
         self._on_recompile: OnRecompile = on_recompile
-        self._programs = ProgramCache(layouts, on_recompile)
+        check_options(on_recompile, layouts)
+        self._programs: dict[Hashable, tuple[CompiledStep[..., Any], StepMetrics]] = {}
         self.__name__ = "eval_step"
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -135,13 +144,8 @@ class EvalStep:
             StepError: If the state, the batch or the metrics do not fit.
             LossError: If what the loss function returns does not fit the batch.
         """
-        check_state(self.__name__, state)
-        with in_own_mesh(state):
-            batch = self._placed(state, batch)
-            compiled, start = self._program(state, batch)
-            flat = start.flat(self.__name__, metrics)
-            _, flat = compiled((), without_optimizer(state), batch, flat)
-        return start.returned(flat)
+        (_, flat), start = self._dispatch(state, batch, metrics, is_lowered=False)
+        return Metrics.from_flat(flat, start.treedef)
 
     def lower(
         self, state: TrainState, batch: Batch, metrics: Metrics | None = None
@@ -153,44 +157,59 @@ class EvalStep:
             batch: The global batch.
             metrics: As for a call.
         """
+        return self._dispatch(state, batch, metrics, is_lowered=True)[0]
+
+    def _dispatch(
+        self,
+        state: TrainState,
+        batch: Batch,
+        metrics: Metrics | None,
+        *,
+        is_lowered: bool,
+    ) -> tuple[Any, MetricsStart]:
+        """Calls or lowers the compiled step; also returns where its metrics start."""
         check_state(self.__name__, state)
         with in_own_mesh(state):
-            batch = self._placed(state, batch)
-            compiled, start = self._program(state, batch)
-            flat = start.flat(self.__name__, metrics)
-            return compiled.lower((), without_optimizer(state), batch, flat)
+            check_batch(batch, self._loss.weights)
+            batch = place_host_batch(state, batch)
+            mesh = step_mesh_of(state, ())
+            key = (mesh, state.program)
+            if key not in self._programs:
+                self._programs[key] = self._compiled(mesh)
+            compiled, step_metrics = self._programs[key]
+            args = ((), without_optimizer(state), batch)
 
-    def _placed(self, state: TrainState, batch: Batch) -> Batch:
-        check_batch(batch, self._loss.weights)
-        return place_host_batch(state, batch)
+            def expected() -> list[str]:
+                check_params(state.params, self._loss.policies)
+                return self._loss.expected_metrics()
 
-    def _program(
-        self, state: TrainState, batch: Batch
-    ) -> tuple[CompiledStep[..., Any], MetricsStart]:
-        mesh = step_mesh_of(state, ())
+            def call(flat: tuple[Leaf, ...]) -> Any:
+                return compiled(*args, flat)
+
+            def lower(flat: tuple[Leaf, ...]) -> jax.stages.Lowered:
+                return compiled.lower(*args, flat)
+
+            how = lower if is_lowered else call
+            return step_metrics.run(state.program, expected, metrics, how, lower)
+
+    def _compiled(self, mesh: StepMesh) -> tuple[CompiledStep[..., Any], StepMetrics]:
+        step_metrics = StepMetrics(self.__name__, self._metrics, mesh)
 
         def eval_step(
-            nothing: tuple[()], state: TrainState, batch: Batch, metrics: FlatMetrics
-        ) -> tuple[tuple[()], FlatMetrics]:
-            before = metrics.metrics()
-            users = Metrics({name: before.metric(name) for name in self._metrics})
-            values, users = self._values(state, batch, users)
-            after = values.added_to(before, users)
-            return nothing, FlatMetrics.of(mesh.everywhere(after))
+            nothing: tuple[()],
+            state: TrainState,
+            batch: Batch,
+            metrics: tuple[Leaf, ...],
+        ) -> tuple[tuple[()], tuple[Leaf, ...]]:
+            def measure(users: Metrics) -> tuple[StepValues, Metrics, tuple[()]]:
+                return *self._values(state, batch, users), nothing
 
-        def empty() -> Metrics:
-            check_params(state.params, self._loss.policies)
-            names: list[str] = []
+            return step_metrics.add(state.program, metrics, measure)
 
-            def trace(state: TrainState, batch: Batch) -> Metrics:
-                values, users = self._values(state, batch, Metrics(self._metrics))
-                names.extend(values.values)
-                return users
-
-            users = jax.eval_shape(trace, without_optimizer(state), batch)
-            return empty_metrics(names, self._metrics, users)
-
-        return self._programs.find(state.program, mesh, state.program, eval_step, empty)
+        compiled = compile_step(
+            eval_step, layouts=self._layouts, on_recompile=self._on_recompile
+        )
+        return compiled, step_metrics
 
     def _values(
         self, state: TrainState, batch: Batch, users: Metrics

@@ -27,17 +27,6 @@ class Stacked:
 
     batches: Any
 
-    def abstract_first(self) -> Any:
-        """Returns the shapes and dtypes of one batch."""
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.batches
-        )
-
-    @property
-    def count(self) -> int:
-        """How many batches there are."""
-        return jnp.shape(jax.tree.leaves(self.batches)[0])[0]
-
 
 @jax.jit
 def _stack(batches: list[Any]) -> Any:

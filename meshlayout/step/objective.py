@@ -126,6 +126,11 @@ class Loss:
     train: bool = False
     has_metrics: bool = False
 
+    def expected_metrics(self) -> list[str]:
+        """Returns the names of the loss and its parts, if the model records none."""
+        penalties = [one.name for one in self.regularizers]
+        return ["loss", *([DATA, *penalties] if penalties else [])]
+
     def weights_of(self, batch: Batch) -> jax.Array | None:
         """Returns a batch's weights, or None; NaN for negative ones."""
         weights = weights_of(batch, self.weights)

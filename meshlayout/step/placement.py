@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -141,6 +142,52 @@ def row_axes(batch: Batch, dim: int = 0) -> tuple[str, ...]:
             if entry is not None:
                 return entry if isinstance(entry, tuple) else (entry,)
     return ()
+
+
+def layout_of(leaf: Leaf) -> Any:
+    """Returns the sharding of a leaf that has one of its own, else None."""
+    if isinstance(leaf, Tracer):  # the step is called inside another jit
+        return None
+    if isinstance(leaf, jax.Array):
+        return leaf.sharding if leaf.committed else None
+    return leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
+
+
+def mesh_text(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> str:
+    """Returns the axes of a mesh as `"batch=2, model=4"`."""
+    return ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+
+
+def replicated(layouts: Iterable[Any]) -> NamedSharding | None:
+    """Returns the layout of what is the same on every device of a state's mesh."""
+    meshes = (one.mesh for one in layouts if isinstance(one, NamedSharding))
+    mesh = next(meshes, None)
+    return None if mesh is None else NamedSharding(mesh, PartitionSpec())
+
+
+def place_rest(
+    args: tuple[Any, ...], kwargs: dict[str, Any], state_layouts: Iterable[Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Replicates arrays without a layout over the state's mesh.
+
+    Args:
+        args: Positional arguments, of which the first is the state.
+        kwargs: Keyword arguments.
+        state_layouts: Those of the state.
+    """
+    whole = replicated(state_layouts)
+    if whole is None:
+        return args, kwargs
+
+    def placed(leaf: Leaf) -> Leaf:
+        is_array = hasattr(leaf, "dtype") and not isinstance(
+            leaf, (Tracer, jax.ShapeDtypeStruct)
+        )
+        is_free = is_array and layout_of(leaf) is None
+        return jax.device_put(leaf, whole) if is_free else leaf
+
+    rest, kwargs = jax.tree.map(placed, (args[1:], kwargs))
+    return (args[0], *rest), kwargs
 
 
 def place_host_batch(state: TrainState, batch: Batch, dim: int = 0) -> Batch:

@@ -1,36 +1,25 @@
-"""The function of a train step that is compiled, for one place and one plan."""
+"""The functions of a train step that are compiled, for one mesh and one plan."""
 
-import weakref
-from collections.abc import Callable, Hashable, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from meshlayout._annotations import Batch, PyTree
+from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout._batches import num_examples
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
-from meshlayout.step.compiled_step import (
-    CompiledStep,
-    OnRecompile,
-    check_options,
-    compile_step,
-)
+from meshlayout.state.precision import check_params
+from meshlayout.step.compiled_step import CompiledStep, OnRecompile, compile_step
 from meshlayout.step.gradients import Backward, Gradients, Trainable, select
 from meshlayout.step.multi_step import Stacked, like
 from meshlayout.step.objective import Loss
 from meshlayout.step.placement import StepMesh
-from meshlayout.step.step_metrics import (
-    FlatMetrics,
-    MetricsStart,
-    StepValues,
-    empty_metrics,
-    total_weight,
-)
+from meshlayout.step.step_metrics import StepMetrics, StepValues, total_weight
 from meshlayout.step.updates import Update, learning_rate
 
 
@@ -49,10 +38,6 @@ class Plan:
     zero: bool
     learning_rate: optax.Schedule | None
     steps_per_call: int | Literal["auto"]
-    # What a report's numbers stand for, by the code of the state.
-    leaf_names: MutableMapping[Any, list[str]] = field(
-        default_factory=weakref.WeakKeyDictionary, compare=False
-    )
 
     @property
     def needs_rows(self) -> bool:
@@ -61,95 +46,122 @@ class Plan:
 
 
 class Program:
-    """The function that is compiled for one place.
+    """The functions of a train step that are compiled for one mesh.
 
     Args:
         plan: What the step does.
         mesh: Where.
         shardings: Those of the parameters, if the update is sharded otherwise.
+        layouts: The layout map that `constrain` follows.
+        on_recompile: As for `compile_step`.
     """
 
     def __init__(
-        self, plan: Plan, mesh: StepMesh, shardings: tuple[Any, ...] | None = None
+        self,
+        plan: Plan,
+        mesh: StepMesh,
+        shardings: tuple[Any, ...] | None,
+        layouts: LayoutMap | None,
+        on_recompile: OnRecompile,
     ) -> None:
-        self._plan, self._mesh = plan, mesh
-        self.shardings = shardings
+        self._plan, self._mesh, self._shardings = plan, mesh, shardings
+        self._layouts = layouts
+        self._on_recompile: OnRecompile = on_recompile
+        self._compiled: dict[Hashable, CompiledStep[..., Any]] = {}
+        self.metrics = StepMetrics("train_step", plan.metrics, mesh)
+        # What a report's numbers stand for, by the code of the state.
+        self.leaf_names: dict[Hashable, list[str]] = {}
 
-    def empty_metrics(self, state: TrainState, batch: Batch) -> Metrics:
-        """Returns metrics that have counted nothing, from a trace of the step."""
-        names: list[str] = []
+    def compiled(
+        self, kind: Hashable, step: Callable[..., Any]
+    ) -> CompiledStep[..., Any]:
+        """Returns a compiled function, made at most once for each kind of call."""
+        if kind not in self._compiled:
+            self._compiled[kind] = compile_step(
+                step, layouts=self._layouts, on_recompile=self._on_recompile
+            )
+        return self._compiled[kind]
 
-        def trace(state: TrainState, batch: Batch) -> Metrics:
-            values, _, users, _ = self._step(state, batch, Metrics(self._plan.metrics))
-            names.extend(values.values)
-            return users
-
-        updated = jax.eval_shape(trace, state, batch)
-        return empty_metrics(names, self._plan.metrics, updated)
+    def expected_metrics(self, state: TrainState) -> list[str]:
+        """Returns the step's own metrics, if the model records no losses."""
+        plan, update = self._plan, self._plan.update
+        check_params(state.params, plan.loss.policies)
+        names = {
+            "learning_rate": self._learning_rate(state, state) is not None,
+            "loss_scale": update.has_loss_scale,
+            "grad_norm": update.clip_norm is not None,
+            "skipped": update.may_skip,
+            "nonfinite_loss": update.has_loss_scale and update.on_nonfinite == "error",
+        }
+        notes = [name for name, is_expected in names.items() if is_expected]
+        return [*plan.loss.expected_metrics(), *notes]
 
     def train_step(
-        self, state: TrainState, batch: Batch, metrics: FlatMetrics
-    ) -> tuple[TrainState, tuple[FlatMetrics, Report]]:
+        self, state: TrainState, batch: Batch, metrics: tuple[Leaf, ...]
+    ) -> tuple[TrainState, tuple[tuple[Leaf, ...], Report]]:
         """Runs one step.
 
         Args:
             state: The state.
             batch: The global batch.
-            metrics: The metrics to add to.
+            metrics: The arrays of the metrics to add to.
 
         Returns:
-            The next state; the metrics, and what `Update.apply` reports.
+            The next state; the metrics' arrays, and what `Update.apply` reports.
         """
-        before = metrics.metrics()
-        users = Metrics({name: before.metric(name) for name in self._plan.metrics})
-        values, new, users, report = self._step(state, batch, users)
-        after = values.added_to(before, users)
-        return new, (FlatMetrics.of(self._mesh.everywhere(after)), report)
+
+        def measure(users: Metrics) -> tuple[StepValues, Metrics, Any]:
+            values, new, users, report = self._step(state, batch, users)
+            return values, users, (new, report)
+
+        (new, report), metrics = self.metrics.add(state.program, metrics, measure)
+        return new, (metrics, report)
 
     def train_steps(
-        self, state: TrainState, batches: Stacked, metrics: FlatMetrics
-    ) -> tuple[TrainState, tuple[FlatMetrics, Report]]:
+        self, state: TrainState, batches: Stacked, metrics: tuple[Leaf, ...]
+    ) -> tuple[TrainState, tuple[tuple[Leaf, ...], Report]]:
         """Runs one step after the other in a loop on the device.
 
         Args:
             state: The state.
             batches: The batches, stacked.
-            metrics: The metrics to add to.
+            metrics: The arrays of the metrics to add to.
 
         Returns:
             As `train_step`, with the reports of all steps, stacked.
         """
+        return self._scanned(state, metrics, batches.batches, lambda batch: batch)
 
-        def body(carry: tuple[TrainState, FlatMetrics], batch: Batch) -> Any:
-            state, (metrics, report) = self.train_step(carry[0], batch, carry[1])
-            return (like(carry[0], state), metrics), report
+    def _scanned(
+        self,
+        state: TrainState,
+        metrics: tuple[Leaf, ...],
+        xs: PyTree,
+        batch_of: Callable[[PyTree], Batch],
+    ) -> tuple[TrainState, tuple[tuple[Leaf, ...], Report]]:
+        def body(carry: tuple[TrainState, tuple[Leaf, ...]], x: PyTree) -> Any:
+            new, (metrics, report) = self.train_step(carry[0], batch_of(x), carry[1])
+            return (like(carry[0], new), metrics), report
 
-        (state, metrics), reports = jax.lax.scan(
-            body, (state, metrics), batches.batches
-        )
+        (state, metrics), reports = jax.lax.scan(body, (state, metrics), xs)
         return state, (metrics, reports)
 
     def train_epoch(
         self, batch_at: Callable[..., Any], order_of: Callable[..., Any], size: int
-    ) -> Callable[..., tuple[TrainState, tuple[FlatMetrics, Report]]]:
+    ) -> Callable[..., tuple[TrainState, tuple[tuple[Leaf, ...], Report]]]:
         """Returns a function that runs one step after the other over a dataset."""
 
         def train_epoch(
             state: TrainState,
             data: PyTree,
             shuffle: jax.Array | None,
-            metrics: FlatMetrics,
-        ) -> tuple[TrainState, tuple[FlatMetrics, Report]]:
+            metrics: tuple[Leaf, ...],
+        ) -> tuple[TrainState, tuple[tuple[Leaf, ...], Report]]:
             order = order_of(shuffle)
-
-            def body(carry: tuple[TrainState, FlatMetrics], start: jax.Array) -> Any:
-                batch = batch_at(data, order, start)
-                state, (metrics, report) = self.train_step(carry[0], batch, carry[1])
-                return (like(carry[0], state), metrics), report
-
             starts = jnp.arange(0, order.size, size)
-            (state, metrics), reports = jax.lax.scan(body, (state, metrics), starts)
-            return state, (metrics, reports)
+            return self._scanned(
+                state, metrics, starts, lambda start: batch_at(data, order, start)
+            )
 
         return train_epoch
 
@@ -162,7 +174,7 @@ class Program:
         found = self._gradients(state, trainable, batch, users)
         gradients = [f"the gradient of {path}" for path in trainable.paths]
         parts = map(repr, found.parts) if len(found.parts) > 1 else ["the loss"]
-        plan.leaf_names[state.program] = [*parts, *gradients]
+        self.leaf_names[state.program] = [*parts, *gradients]
         new, notes, report = plan.update.apply(state, trainable, found)
         rate = self._learning_rate(state, new)
         if rate is not None:
@@ -185,8 +197,8 @@ class Program:
         if plan.accumulate == 1:
             return backward.whole_batch(batch, key, users)
         shardings = None
-        if self.shardings is not None:
-            pairs = zip(self.shardings, trainable.mask, strict=True)
+        if self._shardings is not None:
+            pairs = zip(self._shardings, trainable.mask, strict=True)
             shardings = [pair for pair, is_trained in pairs if is_trained]
         return backward.microbatches(
             batch, key, users, plan.accumulate, self._mesh, shardings
@@ -196,47 +208,3 @@ class Program:
         if self._plan.learning_rate is not None:
             return jnp.asarray(self._plan.learning_rate(state.step), "float32")
         return learning_rate(new.opt_state)
-
-
-class ProgramCache:
-    """The compiled programs of a train or eval step, and where their metrics start.
-
-    Args:
-        layouts: The layout map that `constrain` follows.
-        on_recompile: As for `compile_step`.
-    """
-
-    def __init__(self, layouts: LayoutMap | None, on_recompile: OnRecompile) -> None:
-        check_options(on_recompile, layouts)
-        self._layouts = layouts
-        self._on_recompile: OnRecompile = on_recompile
-        self._compiled: dict[Any, CompiledStep[..., Any]] = {}
-        self._starts: dict[Any, MetricsStart] = {}
-
-    def __len__(self) -> int:
-        return len(self._compiled)
-
-    def find(
-        self,
-        key: Hashable,
-        mesh: StepMesh,
-        code: Hashable,
-        step: Callable[..., Any],
-        empty: Callable[[], Metrics],
-    ) -> tuple[CompiledStep[..., Any], MetricsStart]:
-        """Returns a compiled step and its metrics, made at most once.
-
-        Args:
-            key: What the compiled function depends on, besides its arguments.
-            mesh: The mesh of the state.
-            code: The code of the state: its model and optimizer.
-            step: The function to compile.
-            empty: Returns metrics that have counted nothing; traces the step.
-        """
-        if (mesh, key) not in self._compiled:
-            self._compiled[mesh, key] = compile_step(
-                step, layouts=self._layouts, on_recompile=self._on_recompile
-            )
-        if (mesh, code) not in self._starts:
-            self._starts[mesh, code] = MetricsStart(empty(), mesh)
-        return self._compiled[mesh, key], self._starts[mesh, code]

@@ -1,10 +1,18 @@
-"""The metrics of a step: the loss and its parts, the update's notes, the user's own."""
+"""The metrics of a step: the loss and its parts, the update's notes, the user's own.
 
-import dataclasses
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+Which there are is known when a step was traced: a model may record losses, and a user's
+metric that starts with integers may go on with floats. But the trace takes the metrics
+as an argument. So it is handed those that the step's options promise, and where it
+finds others it ends with `OtherMetricsError`; a second trace then takes those.
+
+A program takes and returns metrics as a tuple of arrays, because most that a step
+returns are only handed to the next call: taking a `Metrics` apart and making one costs
+a call of a small step a third of its time on the host.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +26,8 @@ from meshlayout.step.call_signature import is_array_like, named_leaves
 from meshlayout.step.objective import RESERVED
 from meshlayout.step.placement import StepMesh
 
+
+T = TypeVar("T")
 
 # Notes of an update that are not averaged over the examples.
 _KINDS = {
@@ -67,50 +77,43 @@ class StepValues:
         return strong(Metrics({name: updated[name] for name in metrics}))
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class FlatMetrics:
-    """Metrics as a program takes and returns them: flat, because JAX takes time.
+class OtherMetricsError(StepError):
+    """A step that is traced measures other metrics than those that it is handed.
 
-    Taking a `Metrics` apart and making one costs a call of a small step a third of its
-    time on the host; most that a step returns are only handed to the next call.
-
-    Attributes:
-        leaves: The arrays.
-        treedef: The structure of the `Metrics`.
+    Args:
+        names: The names of the step's own.
+        users: The user's after a batch, abstract.
     """
 
-    leaves: list[Any]
-    treedef: Any = dataclasses.field(metadata={"static": True})
-
-    @classmethod
-    def of(cls, metrics: Metrics) -> "FlatMetrics":
-        """Returns metrics, taken apart."""
-        return cls(*jax.tree.flatten(metrics))
-
-    def metrics(self) -> Metrics:
-        """Returns the metrics."""
-        return self.treedef.unflatten(self.leaves)
+    def __init__(self, names: Sequence[str], users: Metrics) -> None:
+        measured = ", ".join([*names, *users])
+        msg = (
+            f"this batch makes the step measure {measured}, and other batches did not: "
+            "what a model records must not depend on the batch."
+        )
+        super().__init__(msg)
+        self.names, self.users = tuple(names), users
 
 
 class MetricsStart:
-    """Where a step's metrics start, and those that it returned last.
+    """Metrics that have counted nothing, on the mesh of a state.
 
     Args:
-        empty: Metrics that have counted nothing.
-        mesh: The mesh of the state.
+        empty: The metrics.
+        mesh: The mesh.
     """
 
     def __init__(self, empty: Metrics, mesh: StepMesh) -> None:
         self._mesh = mesh
         self.empty: Metrics = mesh.put(empty, is_own=True)
-        self._flat_empty = self._flat_returned = FlatMetrics.of(self.empty)
-        leaves = jax.tree.leaves(empty, is_leaf=_is_clock)
-        self._has_clock = any(map(_is_clock, leaves))
-        self._returned: Callable[[], Metrics | None] = lambda: None
+        leaves, self.treedef = jax.tree.flatten(self.empty)
+        self.leaves = tuple(leaves)
+        nodes = jax.tree.leaves(empty, is_leaf=_is_clock)
+        self.has_clock = any(map(_is_clock, nodes))
+        self.is_confirmed = False  # by a trace
 
-    def flat(self, name: str, metrics: Metrics | None) -> FlatMetrics:
-        """Returns the metrics that a step adds to, on the mesh of the state.
+    def flat(self, name: str, metrics: Metrics | None) -> tuple[Leaf, ...]:
+        """Returns the arrays of the metrics that a step adds to.
 
         Args:
             name: The step.
@@ -119,29 +122,132 @@ class MetricsStart:
         Raises:
             StepError: If those are not the metrics of this step.
         """
+        if metrics is None and not self.has_clock:
+            return self.leaves
         if metrics is None:
-            return FlatMetrics.of(self._now()) if self._has_clock else self._flat_empty
-        if metrics is self._returned():
-            return self._flat_returned
+            metrics = self._now()
+        elif type(metrics) is Metrics and metrics._flat is not None:
+            leaves, treedef = metrics._flat
+            if treedef is self.treedef:
+                return leaves
         check_metrics(name, metrics, self.empty)
         placed = self._mesh.put(_cast(strong(metrics), self.empty), is_own=True)
-        return FlatMetrics.of(placed)
-
-    def returned(self, flat: FlatMetrics) -> Metrics:
-        """Returns the metrics of a program; given back, they are on the mesh."""
-        metrics = Metrics.from_flat(flat.leaves, flat.treedef)
-        self._returned, self._flat_returned = weakref.ref(metrics), flat
-        return metrics
+        leaves, treedef = jax.tree.flatten(placed)
+        if treedef != self.treedef:
+            msg = (
+                f"{name}: the metrics given have the names of this step's metrics and "
+                "other settings. Start with None, and pass on what the step returned."
+            )
+            raise StepError(msg)
+        return tuple(leaves)
 
     def _now(self) -> Metrics:
         """Returns empty metrics whose clocks start now."""
+        return jax.tree.map(
+            lambda node: node.started() if _is_clock(node) else node,
+            self.empty,
+            is_leaf=_is_clock,
+        )
 
-        def start(node: Any) -> Any:
-            if not _is_clock(node):
-                return node
-            return self._mesh.put(node.started(), is_own=True)
 
-        return jax.tree.map(start, self.empty, is_leaf=_is_clock)
+class StepMetrics:
+    """The metrics of a step on one mesh.
+
+    Args:
+        name: The step.
+        users: The user's metrics, as they start.
+        mesh: The mesh of the states.
+    """
+
+    def __init__(self, name: str, users: Mapping[str, Any], mesh: StepMesh) -> None:
+        self._name, self._users, self._mesh = name, users, mesh
+        self._starts: dict[Hashable, MetricsStart] = {}
+
+    def run(
+        self,
+        code: Hashable,
+        expected: Callable[[], Sequence[str]],
+        metrics: Metrics | None,
+        call: Callable[[tuple[Leaf, ...]], T],
+        lower: Callable[[tuple[Leaf, ...]], object],
+    ) -> tuple[T, MetricsStart]:
+        """Calls a compiled step, or lowers it, with the arrays of its metrics.
+
+        Args:
+            code: The code of the state: its model and optimizer.
+            expected: Returns the names of the step's own metrics, as far as its
+                options say; called for each code once.
+            metrics: Metrics to add to; None for empty ones.
+            call: Calls or lowers the step; it adds to the metrics with `add`.
+            lower: Lowers the step.
+
+        Returns:
+            What `call` returns, and where the metrics start.
+
+        Raises:
+            StepError: If the metrics are not those of this step.
+        """
+        start = self._starts.get(code)
+        if start is None:
+            start = self._starts[code] = self._start(expected(), None)
+        try:
+            names = list(metrics) if isinstance(metrics, Metrics) else None
+            if not start.is_confirmed and names not in (None, list(start.empty)):
+                lower(start.leaves)  # the trace says which of them is right
+            result = call(start.flat(self._name, metrics))
+        except OtherMetricsError as other:
+            if start.is_confirmed:
+                raise
+            start = self._starts[code] = self._start(other.names, other.users)
+            result = call(start.flat(self._name, metrics))
+        start.is_confirmed = True
+        return result, start
+
+    def _start(self, names: Sequence[str], updated: Metrics | None) -> MetricsStart:
+        for name in names:
+            if name in self._users:
+                msg = (
+                    f"metrics=: {name!r} is also a part of the loss; take another name."
+                )
+                raise StepError(msg)
+        own = {name: _KINDS.get(name, Mean)() for name in names}
+        users = dict(self._users)
+        if updated is not None:
+            users = {name: _cast(x, updated.metric(name)) for name, x in users.items()}
+        return MetricsStart(Metrics({**own, **users}), self._mesh)
+
+    def add(
+        self,
+        code: Hashable,
+        leaves: tuple[Leaf, ...],
+        measure: Callable[[Metrics], tuple[StepValues, Metrics, T]],
+    ) -> tuple[T, tuple[Leaf, ...]]:
+        """Adds what a step measures to its metrics, inside jit.
+
+        Args:
+            code: The code of the state.
+            leaves: The arrays of the metrics before.
+            measure: Given the user's metrics, returns the step's values, the user's
+                metrics with the batch added, and anything.
+
+        Returns:
+            Anything, and the arrays of the metrics after.
+
+        Raises:
+            OtherMetricsError: If the step measures others, or they need other dtypes:
+                what starts with whole numbers may go on with floats.
+        """
+        before: Metrics = self._starts[code].treedef.unflatten(leaves)
+        users = Metrics({name: before.metric(name) for name in self._users})
+        values, updated, rest = measure(users)
+        names = list(values.values)
+        if [*names, *users] != list(before) or _grows(users, updated):
+            shapes = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), updated
+            )
+            raise OtherMetricsError(names, shapes)
+        after = self._mesh.everywhere(values.added_to(before, updated))
+        return rest, tuple(jax.tree.leaves(after))
 
 
 def _is_clock(node: object) -> bool:
@@ -212,40 +318,26 @@ def _as_metric(name: str, metric: Any) -> Any:
     return strong(metric)
 
 
-def empty_metrics(
-    names: Sequence[str], users: Mapping[str, Any], updated: Metrics
-) -> Metrics:
-    """Returns metrics that have counted nothing.
-
-    Args:
-        names: Those of the step.
-        users: The user's.
-        updated: The user's after a batch, abstract: what starts with whole numbers
-            may go on with floats.
-
-    Raises:
-        StepError: If a user's metric has the name of one of the step's.
-    """
-    for name in names:
-        if name in users:
-            msg = f"metrics=: {name!r} is also a part of the loss; take another name."
-            raise StepError(msg)
-    own = {name: _KINDS.get(name, Mean)() for name in names}
-    cast = {name: _cast(one, updated.metric(name)) for name, one in users.items()}
-    return Metrics({**own, **cast})
-
-
 def _cast(tree: PyTree, like: PyTree) -> Any:
     """Returns a tree in the dtypes of one that is like it, where those hold more."""
     if jax.tree.structure(tree) != jax.tree.structure(like):
         return tree
 
-    def one(leaf: Leaf, other: Leaf) -> Any:
+    def cast(leaf: Leaf, other: Leaf) -> Any:
         if leaf.dtype == other.dtype or isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
         return leaf.astype(jnp.promote_types(leaf.dtype, other.dtype))
 
-    return jax.tree.map(one, tree, like)
+    return jax.tree.map(cast, tree, like)
+
+
+def _grows(metrics: Metrics, updated: Metrics) -> bool:
+    """Returns whether metrics need dtypes that hold more after an update."""
+    pairs = zip(jax.tree.leaves(metrics), jax.tree.leaves(updated), strict=False)
+    return jax.tree.structure(metrics) == jax.tree.structure(updated) and any(
+        a.dtype != b.dtype and jnp.promote_types(a.dtype, b.dtype) != a.dtype
+        for a, b in pairs
+    )
 
 
 def as_regularizers(regularizers: Any) -> tuple[losses.Regularizer, ...]:

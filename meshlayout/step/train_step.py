@@ -1,11 +1,10 @@
 """`make_train_step`: the step that an expert would have written for the mesh."""
 
 import logging
-import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +12,21 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from meshlayout import _checks, _jax, losses
-from meshlayout._annotations import Batch, PyTree
-from meshlayout._batches import check_weights_key
+from meshlayout import _batches, _checks, _jax, losses
+from meshlayout._annotations import Batch
+from meshlayout._batches import check_weights_key, get_weights
 from meshlayout.errors import MeshLayoutError, StepError
 from meshlayout.layout_map import LayoutMap
 from meshlayout.losses.reduction import check_denominator
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
-from meshlayout.state.precision import Precision, check_params, parse_precision
-from meshlayout.step.compiled_step import CompiledStep, OnRecompile
+from meshlayout.state.precision import Precision, parse_precision
+from meshlayout.step.compiled_step import (
+    CompiledStep,
+    OnRecompile,
+    check_options,
+    gives_memory_twice,
+)
 from meshlayout.step.multi_step import Stacked, calls_for
 from meshlayout.step.objective import (
     Loss,
@@ -34,19 +38,15 @@ from meshlayout.step.objective import (
 from meshlayout.step.placement import (
     StepMesh,
     in_own_mesh,
+    layout_of,
     note_if_replicated,
     place_host_batch,
     step_mesh_of,
     zero_layouts,
 )
-from meshlayout.step.program import Plan, Program, ProgramCache, Report
+from meshlayout.step.program import Plan, Program
 from meshlayout.step.remat import Remat, parse_remat
-from meshlayout.step.step_metrics import (
-    FlatMetrics,
-    MetricsStart,
-    as_regularizers,
-    user_metrics,
-)
+from meshlayout.step.step_metrics import MetricsStart, as_regularizers, user_metrics
 from meshlayout.step.updates import EMA, OnNonfinite, Update
 
 
@@ -222,14 +222,14 @@ class TrainStep:
     def __init__(
         self, plan: Plan, layouts: LayoutMap | None, on_recompile: OnRecompile
     ) -> None:
+        check_options(on_recompile, layouts)
         self._plan = plan
         self._layouts = layouts
         self._on_recompile: OnRecompile = on_recompile
-        self._programs = ProgramCache(layouts, on_recompile)
-        self._last: _LastCall | None = None
-        self._returned: Callable[[], TrainState | None] = lambda: None
+        self._programs: dict[Hashable, Program] = {}
+        self._repeat: _Repeat | None = None
         self._reports: deque[_CallReport] = deque()
-        self._num_steps = 0
+        self._num_steps = 0  # those that are reported
         self._calls = calls_for(plan.steps_per_call)
         self._wants_extra = frozenset(plan.update.names())
         self._zero_shardings: list[Any] | None = None
@@ -239,8 +239,7 @@ class TrainStep:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # What was compiled belongs to this process.
-        plan = replace(self._plan, leaf_names={})
-        return TrainStep, (plan, self._layouts, self._on_recompile)
+        return TrainStep, (self._plan, self._layouts, self._on_recompile)
 
     def __call__(
         self, state: TrainState, batch: Batch, metrics: Metrics | None = None
@@ -279,50 +278,55 @@ class TrainStep:
         """Runs one step, or those of all batches of a call in one dispatch."""
         if self._reports:
             self._look_at_reports(wait=False)
-        if self._is_next(state, batch):
-            # Nothing to look at but the batch: a small step takes as long as Python.
-            assert self._last is not None
-            assert self._last.found is not None
-            compiled, start = self._last.found
-            flat = start.flat(self.__name__, metrics)
-            result = compiled.run_again(state, batch, flat)
-            return self._finished(result, start, 1)
+        repeat = self._repeat
+        if repeat is not None:
+            result = repeat(state, batch, metrics)
+            if result is not None:
+                return result
         with in_own_mesh(state):
-            batch = self._placed(state, batch)
-            state = self._prepare(state, batch)
-            compiled, start = self._program(state, batch)
-            count = batch.count if isinstance(batch, Stacked) else 1
-            flat = start.flat(self.__name__, metrics)
-            return self._finished(compiled(state, batch, flat), start, count)
+            placed = self._placed(state, batch)
+            if repeat is not None and placed is not batch:
+                result = repeat(state, placed, metrics)
+                if result is not None:
+                    return result
+            state = self._prepare(state, placed)
+            program, compiled = self._program(state, placed)
+            args = (state, placed)
+            return self._dispatch(program, compiled, args, metrics)
 
-    def _is_next(self, state: TrainState, batch: Batch | Stacked) -> bool:
-        """Returns whether a call continues from the last one, with a batch like its."""
-        last = self._last
-        if last is None or state is not self._returned() or last.is_many:
-            return False
-        leaves = jax.tree_util.tree_leaves(batch)
-        check_weights_key(batch, self._plan.loss.weights)
-        return (
-            last.ambient is jax.sharding.get_abstract_mesh()
-            and not isinstance(batch, Stacked)
-            and False not in [getattr(leaf, "committed", False) for leaf in leaves]
-            and (last.rows is None or last.rows == _rows_sharding(batch))
-        )
-
-    def _finished(
+    def _dispatch(
         self,
-        result: tuple[TrainState, tuple[FlatMetrics, Report]],
-        start: MetricsStart,
-        count: int,
+        program: Program,
+        compiled: CompiledStep[..., Any],
+        args: tuple[Any, ...],
+        metrics: Metrics | None,
     ) -> tuple[TrainState, Metrics]:
-        """Returns the state and metrics of a program, and keeps what the next needs."""
+        """Calls a function of a program, and remembers how, for calls like this one.
+
+        Args:
+            program: The program.
+            compiled: The function.
+            args: The state, and the other arguments but the metrics.
+            metrics: The metrics to add to.
+        """
+        code = args[0].program
+        result, start = program.metrics.run(
+            code,
+            lambda: program.expected_metrics(args[0]),
+            metrics,
+            lambda flat: compiled(*args, flat),
+            lambda flat: compiled.lower(*args, flat),
+        )
         state, (flat, report) = result
-        self._num_steps += count
+        names = program.leaf_names[code]
         if report is not None and not isinstance(report, Tracer):
-            names = self._plan.leaf_names[state.program]
-            self._reports.append(_CallReport(report, self._num_steps, names))
-        self._returned = weakref.ref(state)
-        return state, start.returned(flat)
+            self._report(report, names)
+        self._repeat = _repeat(self, compiled, args[1:], start, names)
+        return state, Metrics.from_flat(flat, start.treedef)
+
+    def _report(self, report: jax.Array, names: list[str]) -> None:
+        self._num_steps += 1 if report.ndim == 1 else report.shape[0]
+        self._reports.append(_CallReport(report, self._num_steps, names))
 
     def _placed(self, state: TrainState, batch: Batch | Stacked) -> Batch | Stacked:
         """Returns a batch on the mesh of the state."""
@@ -334,8 +338,6 @@ class TrainStep:
 
     def _prepare(self, state: TrainState, batch: Batch | Stacked) -> TrainState:
         """Returns the state with the extra arrays that this step keeps in it."""
-        if state is self._returned():
-            return state
         if self._wants_extra <= state.extra.keys() and not self._plan.zero:
             return state
         return self._prepared(state, self._step_mesh(state, batch))
@@ -377,8 +379,30 @@ class TrainStep:
                 batch = self._calls.stacked(batch)
             batch = self._placed(state, batch)
             state = self._prepare(state, batch)
-            compiled, start = self._program(state, batch)
-            return compiled.lower(state, batch, start.flat(self.__name__, metrics))
+            program, compiled = self._program(state, batch)
+            return self._lowered(program, compiled, (state, batch), metrics)
+
+    def _lowered(
+        self,
+        program: Program,
+        compiled: CompiledStep[..., Any],
+        args: tuple[Any, ...],
+        metrics: Metrics | None,
+    ) -> jax.stages.Lowered:
+        """Lowers a function of a program; the arguments are those of `_dispatch`."""
+
+        def lower(flat: tuple[Any, ...]) -> jax.stages.Lowered:
+            return compiled.lower(*args, flat)
+
+        state = args[0]
+        lowered, _ = program.metrics.run(
+            state.program,
+            lambda: program.expected_metrics(state),
+            metrics,
+            lower,
+            lower,
+        )
+        return lowered
 
     def memory(self, state: TrainState, batch: Batch) -> StepMemory:
         """Returns the bytes that the compiled step takes on each device.
@@ -422,58 +446,28 @@ class TrainStep:
 
     def _program(
         self, state: TrainState, batch: Batch | Stacked
-    ) -> tuple[CompiledStep[..., Any], MetricsStart]:
-        """Returns the program for these arguments, and its metrics."""
-        call = _LastCall(
-            state.program,
-            _jax.sharding_of(state.step),
-            _rows_sharding(batch) if self._plan.needs_rows else None,
-            isinstance(batch, Stacked),
-        )
-        # Comparing the code of two states leaf by leaf takes time: remember the last.
-        if self._last is None or not call.is_like(self._last):
-            call.found = self._compiled(state, batch)
-            self._last = call
-        # In a mesh that is not the state's own, no call is as cheap as it can be.
-        self._last.ambient = jax.sharding.get_abstract_mesh()
-        assert self._last.found is not None
-        return self._last.found
-
-    def _compiled(
-        self, state: TrainState, batch: Batch | Stacked
-    ) -> tuple[CompiledStep[..., Any], MetricsStart]:
-        mesh = self._step_mesh(state, batch)
-        is_many = isinstance(batch, Stacked)
-        one = batch.abstract_first() if isinstance(batch, Stacked) else batch
-        if not is_many:
+    ) -> tuple[Program, CompiledStep[..., Any]]:
+        """Returns the program for these arguments, and its function for one call."""
+        num_programs = len(self._programs)
+        program = self._program_on(self._step_mesh(state, batch), state)
+        if isinstance(batch, Stacked):
+            return program, program.compiled("steps", program.train_steps)
+        if len(self._programs) > num_programs:
             note_if_replicated(state, batch)
-        program = self._program_of(state, mesh)
-        step = program.train_steps if is_many else program.train_step
-        return self._found(program, state, mesh, is_many, step, lambda: one)
+        return program, program.compiled("step", program.train_step)
 
-    def _program_of(self, state: TrainState, mesh: StepMesh) -> Program:
+    def _program_on(self, mesh: StepMesh, state: TrainState) -> Program:
         shardings = None
         if self._plan.zero and self._plan.accumulate > 1:
             now = map(_jax.sharding_of, jax.tree.leaves(state.params))
             sharded = (one.sharding for one in zero_layouts(state.params, mesh))
             shardings = tuple(zip(now, sharded, strict=True))
-        return Program(self._plan, mesh, shardings)
-
-    def _found(
-        self,
-        program: Program,
-        state: TrainState,
-        mesh: StepMesh,
-        kind: Hashable,
-        step: Callable[..., Any],
-        batch: Callable[[], Batch],
-    ) -> tuple[CompiledStep[..., Any], MetricsStart]:
-        def empty() -> Metrics:
-            check_params(state.params, self._plan.loss.policies)
-            return program.empty_metrics(state, batch())
-
-        key = (kind, program.shardings)
-        return self._programs.find(key, mesh, state.program, step, empty)
+        key = (mesh, shardings)
+        if key not in self._programs:
+            self._programs[key] = Program(
+                self._plan, mesh, shardings, self._layouts, self._on_recompile
+            )
+        return self._programs[key]
 
     def _step_mesh(self, state: TrainState, batch: Batch | Stacked) -> StepMesh:
         """Returns what a program depends on: the rows' axes matter to some plans."""
@@ -482,38 +476,6 @@ class TrainStep:
         if isinstance(batch, Stacked):
             return step_mesh_of(state, batch.batches, 1)
         return step_mesh_of(state, batch, 0)
-
-    def _epoch(
-        self,
-        sizes: tuple[Any, ...],
-        mesh: StepMesh,
-        args: tuple[TrainState, PyTree, jax.Array | None, Metrics | None],
-        batch_at: Callable[..., Batch],
-        order_of: Callable[..., jax.Array],
-    ) -> tuple[CompiledStep[..., Any], MetricsStart, tuple[Any, ...]]:
-        """Returns the program of `scan_epoch`, its metrics and its arguments.
-
-        Args:
-            sizes: What the program depends on: rows of a batch first.
-            mesh: Where the state is, and the axes of a batch.
-            args: State, dataset, key for the order, and metrics.
-            batch_at: Takes a batch from the dataset, given an order and a first row.
-            order_of: Makes the order of the rows from a key.
-        """
-        state, data, shuffle, metrics = args
-        self._last = None
-        state = self._prepared(state, mesh)
-        program = self._program_of(state, mesh)
-
-        def first() -> Batch:
-            return jax.eval_shape(
-                lambda data: batch_at(data, order_of(shuffle), 0), data
-            )
-
-        step = program.train_epoch(batch_at, order_of, sizes[0])
-        compiled, start = self._found(program, state, mesh, sizes, step, first)
-        flat = start.flat(self.__name__, metrics)
-        return compiled, start, (state, data, shuffle, flat)
 
     @property
     def weights(self) -> str | int:
@@ -551,24 +513,96 @@ class TrainStep:
                 raise StepError(problem)
 
 
-@dataclass
-class _LastCall:
-    """What a call was for, by identity, and the program that it ran."""
+_Repeat: TypeAlias = Callable[
+    [TrainState, Batch, Metrics | None], tuple[TrainState, Metrics] | None
+]
 
-    code: Any
-    sharding: Any
-    rows: Any
-    is_many: bool
-    ambient: Any = None
-    found: tuple[CompiledStep[..., Any], MetricsStart] | None = None
 
-    def is_like(self, other: "_LastCall") -> bool:
-        return (
-            self.code is other.code
-            and (self.sharding is other.sharding or self.sharding == other.sharding)
-            and self.is_many == other.is_many
-            and (self.rows is other.rows or self.rows == other.rows)
-        )
+def _repeat(
+    train_step: TrainStep,
+    compiled: CompiledStep[..., Any],
+    arguments: tuple[Any, ...],
+    start: MetricsStart,
+    names: list[str],
+) -> _Repeat | None:
+    """Returns a function that makes a call like one that was just made, if it can.
+
+    A small step takes as long as Python does. So this looks only at what `jax.jit`
+    would not notice, or would end the process for; whatever else is new makes JAX
+    raise, before anything has run, or trace, which the compiled step refuses.
+
+    Args:
+        train_step: The step.
+        compiled: What was called.
+        arguments: What it was called with, between the state and the metrics.
+        start: Where its metrics start.
+        names: What a report's numbers stand for.
+
+    Returns:
+        A function of state, batch and metrics that returns None for a call that is not
+        like that one; or None.
+    """
+    jitted_step, key = compiled.program, train_step.weights
+    if len(arguments) != 1 or jitted_step is None:
+        return None  # an epoch
+    structure = jitted_step.signature.structure
+    take_apart = jax.tree_util.default_registry.flatten
+    leaves, like = take_apart(arguments[0])
+    layouts = [layout_of(leaf) for leaf in leaves]
+    if structure is None or None in layouts:
+        return None
+    weights = get_weights(arguments[0], key)
+    places = [index for index, leaf in enumerate(leaves) if leaf is weights]
+    jitted, treedef = jitted_step.jitted, start.treedef
+    is_spread, is_bounded = jitted_step.is_spread, jitted_step.is_bounded
+    marked, has_clock = _batches.marked_weights, start.has_clock
+
+    def repeat(
+        state: TrainState, batch: Batch, metrics: Metrics | None
+    ) -> tuple[TrainState, Metrics] | None:
+        rows, batch_def = take_apart(batch)
+        try:
+            if batch_def != like or [x.sharding for x in rows] != layouts:
+                return None
+            flat = state.__dict__.get("_flat")
+        except AttributeError:  # not arrays, or not a state
+            return None
+        if metrics is None and not has_clock:
+            counted = start.leaves
+        elif type(metrics) is Metrics and metrics._flat is not None:
+            counted, metrics_def = metrics._flat
+            if metrics_def is not treedef:
+                return None
+        else:
+            return None
+        if flat is None or flat[1] is not structure:
+            arrays = structure.flatten(state)
+            rest = (rows, counted)
+            if arrays is None or (is_spread and gives_memory_twice(arrays, rest)):
+                return None
+        elif flat[2]:
+            arrays = flat[0]
+            # Nobody has seen the state's arrays: none of them can be in the batch.
+            if is_spread and True in [x.is_deleted() for x in (*rows, *counted)]:
+                return None
+        else:
+            return None
+        if marked and (not places or id(rows[places[0]]) not in marked):
+            check_weights_key(batch, key)
+        try:
+            result = jitted((), arrays, ((batch, counted), {}))
+        except Exception:
+            return None  # the call that follows says why
+        if flat is not None:
+            flat[2] = False
+        arrays, (counted, report) = result
+        if is_bounded:
+            compiled.wait_if_many(result)
+        if report is not None:
+            train_step._report(report, names)
+        return structure.lazy(arrays), Metrics.from_flat(counted, treedef)
+
+    return repeat
 
 
 @dataclass(frozen=True)
@@ -611,11 +645,6 @@ class _CallReport:
             f"step{later}. Lower the learning rate, clip with clip_norm=, or use "
             'on_nonfinite="skip".'
         )
-
-
-def _rows_sharding(batch: Batch | Stacked) -> Any:
-    leaves = jax.tree.leaves(batch)
-    return _jax.sharding_of(leaves[0]) if leaves else None
 
 
 def _step_text(state: TrainState) -> str:
