@@ -220,6 +220,18 @@ def test_random_numbers_of_map_are_functions_of_seed_epoch_and_row(tiny):
         np.testing.assert_array_equal(found[42], expected.astype(np.float32))
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_what_map_returns_has_dtypes_of_its_own(tiny, way):
+    def halved(example):
+        # The same numbers of NumPy's, however examples are read.
+        assert example["small"].dtype == np.int16
+        return {"number": example["number"] / 2, "small": example["small"] + 0.5}
+
+    batches = host(tiny(map=halved, **WAYS[way]))
+    assert sorted(numbers(batches)) == [row / 2 for row in range(NUM_ROWS)]
+    assert all(set(batch["small"] % 1) == {0.5} for batch in batches)
+
+
 def test_map_batched_is_called_with_whole_batches(tiny):
     sizes = []
 

@@ -7,7 +7,7 @@ on seed, epoch and row alone, never on who reads it or on what is read with it.
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -20,7 +20,13 @@ from meshlayout.data.adapters.arrays import Rows
 from meshlayout.data.adapters.tfds import feature_dtypes
 from meshlayout.data.by_row import Order
 from meshlayout.data.clock import Clock
-from meshlayout.data.examples import as_batch, concatenate, examples_of, stack
+from meshlayout.data.examples import (
+    as_batch,
+    concatenate,
+    examples_of,
+    named_leaves,
+    stack,
+)
 from meshlayout.data.protocols import RandomAccessSource
 from meshlayout.data.workers import TimedRows, WorkerPool
 from meshlayout.errors import DataError
@@ -186,7 +192,7 @@ class RecordDecoder:
     source: Any
     keys: PyTree
     map: MapFunction | None = None
-    dtypes: Mapping[str, Any] = field(init=False)
+    dtypes: Mapping[str, np.dtype] = field(init=False)
 
     def __post_init__(self) -> None:
         dtypes = feature_dtypes(self.source.dataset_info.features)
@@ -208,11 +214,14 @@ class RecordDecoder:
             records = self.source.data_source.__getitems__(rows.tolist())
         with clock.stage("decode"):
             examples = [self._decoded(record) for record in records]
+        dtypes = self.dtypes
         if self.map is not None:
             with clock.stage("map"):
-                examples = self.map.examples(examples, rows, epoch)
+                typed = with_dtypes(examples, dtypes)
+                examples = self.map.examples(typed, rows, epoch)
+            dtypes = {}  # what map= returns has dtypes of its own
         with clock.stage("stack"):
-            stacked = stack(examples, self.dtypes)
+            stacked = stack(examples, dtypes)
         return TimedRows(stacked, clock.report().stages)
 
     def _decoded(self, record: bytes) -> PyTree:
@@ -240,6 +249,32 @@ class RowMapper:
             examples = examples_of(decoded, len(rows))
             stacked = stack(self.map.examples(examples, rows, epoch))
         return TimedRows(stacked, clock.report().stages)
+
+
+def with_dtypes(
+    examples: Sequence[PyTree], dtypes: Mapping[str, np.dtype]
+) -> Iterator[PyTree]:
+    """Yields examples of one structure whose Python numbers have NumPy's dtypes.
+
+    Args:
+        examples: At least one.
+        dtypes: By path, the dtypes of Python numbers.
+
+    Example:
+        >>> (example,) = with_dtypes([{"y": 3}], {"y": np.dtype("int16")})
+        >>> example["y"].dtype
+        dtype('int16')
+    """
+    named, treedef = named_leaves(examples[0])
+    own = [
+        dtypes.get(path) if isinstance(leaf, (bool, int, float)) else None
+        for path, leaf in named
+    ]
+    for example in examples:
+        leaves = zip(treedef.flatten_up_to(example), own, strict=True)
+        yield treedef.unflatten(
+            leaf if dtype is None else dtype.type(leaf) for leaf, dtype in leaves
+        )
 
 
 def worker_rows(
