@@ -439,8 +439,8 @@ def test_what_is_called_weights_has_to_be_numbers():
     )
     source = {"x": np.arange(8), "weight": np.ones(8, np.complex64)}
     assert message(lambda: distributed(source)) == (
-        "leaf 'weight' is taken for the weights, one number per example, and has dtype "
-        "complex64. Give weights= another name."
+        "the source's 'weight' is taken for the weights, one number per example, and "
+        "has dtype complex64. Give weights= another name."
     )
 
 

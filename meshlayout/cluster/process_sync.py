@@ -2,16 +2,14 @@
 
 Values go through its key-value store. No device takes part, so a background thread may
 exchange values while the devices compute, which a collective could not. Whoever waits
-is told early for whom (`warn_after_s`), hears of an error on another process at once
-(`report_failure_to`), and can be interrupted: one long wait inside the store would hold
-Ctrl-C back until it ended.
+is told early for whom (`warn_after_s`), and can be interrupted: one long wait inside
+the store would hold Ctrl-C back until it ended.
 """
 
-import contextlib
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -134,43 +132,3 @@ class Channel:
             f"{process}, which did not come to {self._what}. {self._hint}"
         )
         return msg.rstrip()
-
-
-@contextlib.contextmanager
-def report_failure_to(channel: Channel | None, topic: str) -> Iterator[None]:
-    """Tells the other processes of an error inside, so that none waits for this one.
-
-    Args:
-        channel: To whom; None if there are no others.
-        topic: The exchange that they come to next.
-    """
-    try:
-        yield
-    except Exception as error:
-        if channel is not None:
-            # This process raises its own error, whatever the others say.
-            with contextlib.suppress(MeshLayoutError):
-                channel.exchange(failure(error), topic)
-        raise
-
-
-def failure(error: Exception) -> dict[str, str]:
-    """Returns what a process says instead of its value if it has failed."""
-    is_own = isinstance(error, MeshLayoutError)
-    return {_FAILED: str(error) if is_own else f"{type(error).__name__}: {error}"}
-
-
-def first_failure(values: dict[int, Any]) -> tuple[int, str] | None:
-    """Returns the first process that has failed, and its error; None if none has.
-
-    Args:
-        values: What each process said in an exchange.
-
-    Example:
-        >>> first_failure({0: 5, 1: failure(OSError("disk full"))})
-        (1, 'OSError: disk full')
-    """
-    for process, value in values.items():
-        if isinstance(value, dict) and _FAILED in value:
-            return process, value[_FAILED]
-    return None

@@ -12,14 +12,14 @@ from meshlayout.data.per_replica import (
     InputContext as InputContext,
     distribute_datasets_from_function as distribute_datasets_from_function,
 )
+from meshlayout.data.placement import (
+    per_replica_batch_size as per_replica_batch_size,
+    process_rows as process_rows,
+)
 from meshlayout.data.protocols import (
     RandomAccessSource as RandomAccessSource,
     Stream as Stream,
     StreamSource as StreamSource,
-)
-from meshlayout.data.rows import (
-    per_replica_batch_size as per_replica_batch_size,
-    process_rows as process_rows,
 )
 from meshlayout.data.sequences import (
     PackedSequences as PackedSequences,

@@ -20,11 +20,12 @@ import numpy as np
 
 from meshlayout import _jax
 from meshlayout._annotations import PyTree
-from meshlayout.cluster.process_sync import Channel, failure, first_failure
+from meshlayout.cluster.process_sync import Channel
 from meshlayout.data.examples import named_leaves
 from meshlayout.data.position import Position
 from meshlayout.data.protocols import JSON, RandomAccessSource
-from meshlayout.errors import DataError
+from meshlayout.errors import DataError, MeshLayoutError
+from meshlayout.mesh import Mesh
 
 
 _log = logging.getLogger(__name__)
@@ -32,8 +33,10 @@ _log = logging.getLogger(__name__)
 # The exchanges in which a dataset is made.
 FACTS, PLAN = "facts", "plan"
 
-# The message of a process that takes no more steps.
-_LEFT = ["left"]
+# The message of a process that takes no more steps, and the key of an error's.
+_LEFT, _FAILED = ["left"], "failed"
+
+_NOT_MADE = "process {} cannot make the dataset"
 
 # Rows of a source with random access that are compared.
 _SAMPLE = 16
@@ -94,7 +97,7 @@ class Agreement:
             where: Which rows, in words.
         """
         values = self.channel.exchange({"facts": facts, "digests": digests}, FACTS)
-        _raise_failure(values)
+        _raise_failure(values, _NOT_MADE)
         first = min(values)
         for process, value in values.items():
             for name, fact in values[first]["facts"].items():
@@ -108,9 +111,21 @@ class Agreement:
                     raise DataError(msg)
         _check_rows({p: value["digests"] for p, value in values.items()}, where)
 
+    def num_batches(self, num_batches: int, remainder: str) -> int:
+        """Returns how many batches an epoch has if each process has its own rows."""
+        counts = self.channel.exchange(num_batches, "batches")
+        if remainder == "error" and len(set(counts.values())) > 1:
+            listed = ", ".join(f"{n} on process {p}" for p, n in counts.items())
+            msg = (
+                f"the processes have different numbers of batches: {listed}. "
+                "remainder='pad' pads the shorter ones."
+            )
+            raise DataError(msg)
+        return (min if remainder == "drop" else max)(counts.values())
+
     def check_made(self) -> None:
         """Raises DataError if another process could not make its dataset."""
-        _raise_failure(self.channel.exchange({}, PLAN))
+        _raise_failure(self.channel.exchange({}, PLAN), _NOT_MADE)
 
 
 class RowDigest:
@@ -162,10 +177,7 @@ class IterationExchange:
         """
         values = self._agreement.channel.exchange(value, self._topic)
         self._next_step()
-        failed = first_failure(values)
-        if failed is not None:
-            process, text = failed
-            raise DataError(f"the source of process {process} failed: {text}")
+        _raise_failure(values, "the source of process {} failed")
         for process, word in values.items():
             if word == _LEFT:
                 msg = (
@@ -178,7 +190,7 @@ class IterationExchange:
     def fail(self, error: Exception) -> None:
         """Tells the other processes of an error, once they come to this step."""
         with contextlib.suppress(DataError):
-            self._agreement.channel.exchange(failure(error), self._topic)
+            self._agreement.channel.exchange(_failure(error), self._topic)
         self._is_over = True
 
     def digest_for(self, position: Position) -> RowDigest:
@@ -255,12 +267,44 @@ class IterationExchange:
         self._step += 1
 
 
-def agreement_of(processes: list[int]) -> Agreement | None:
-    """Returns the agreement of some processes; None if this is the only one."""
+def agreement_of(mesh: Mesh) -> Agreement | None:
+    """Returns the agreement of a mesh's processes; None if this is the only one."""
+    processes = sorted({device.process_index for device in mesh.devices.flat})
     is_alone = len(processes) == 1 or jax.process_index() not in processes
     if is_alone or _jax.coordination_client() is None:
         return None
     return Agreement(processes)
+
+
+@contextlib.contextmanager
+def failure_reported(agreement: Agreement | None, topic: str) -> Iterator[None]:
+    """Tells the other processes of an error inside, so that none waits for this one.
+
+    Args:
+        agreement: With whom; None if there are no others.
+        topic: The exchange that they come to next.
+    """
+    try:
+        yield
+    except Exception as error:
+        if agreement is not None:
+            # This process raises its own error, whatever the others say.
+            with contextlib.suppress(MeshLayoutError):
+                agreement.channel.exchange(_failure(error), topic)
+        raise
+
+
+def _failure(error: Exception) -> dict[str, str]:
+    """Returns what a process says instead of its value if it has failed."""
+    is_own = isinstance(error, MeshLayoutError)
+    return {_FAILED: str(error) if is_own else f"{type(error).__name__}: {error}"}
+
+
+def _raise_failure(values: dict[int, JSON], what: str) -> None:
+    """Raises DataError if a process has failed; `what` says of a process at what."""
+    for process, value in values.items():
+        if isinstance(value, dict) and _FAILED in value:
+            raise DataError(f"{what.format(process)}: {value[_FAILED]}")
 
 
 def sample_digests(source: RandomAccessSource) -> dict[str, JSON]:
@@ -330,10 +374,3 @@ def _check_rows(digests: dict[int, dict[str, str | None]], where: str) -> None:
                 f"{where}. {_WAY_OUT}"
             )
             raise DataError(msg)
-
-
-def _raise_failure(values: dict[int, JSON]) -> None:
-    failed = first_failure(values)
-    if failed is not None:
-        process, text = failed
-        raise DataError(f"process {process} cannot make the dataset: {text}")

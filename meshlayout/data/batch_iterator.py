@@ -29,43 +29,11 @@ from meshlayout.errors import DataError
 _JOIN_S = 0.2
 
 
-class IdleReader:
-    """Keeps a dataset's reader while no iteration uses it.
-
-    That is the one that has looked at the first rows, and later the one of an iteration
-    which the next iteration continues.
-    """
-
-    def __init__(self, reader: Reader) -> None:
-        self._lock = threading.Lock()
-        self._reader: Reader | None = reader
-
-    def take(self) -> Reader | None:
-        """Returns the reader if there is one, and keeps it no longer."""
-        with self._lock:
-            reader, self._reader = self._reader, None
-        return reader
-
-    def keep(self, reader: Reader) -> None:
-        """Keeps a reader, and closes one that was kept before."""
-        self.close()
-        with self._lock:
-            self._reader = reader
-
-    def close(self) -> None:
-        """Closes the reader that is kept, if any."""
-        reader = self.take()
-        if reader is not None:
-            reader.close()
-
-
 class BatchIterator:
     """Makes the batches of one iteration, each with the position after it.
 
     Args:
         plan: How they are made.
-        idle: Keeps the reader before and, if the next iteration continues this one,
-            after it.
         position: Where to begin.
         exchange: With the other processes, if any.
     """
@@ -73,13 +41,11 @@ class BatchIterator:
     def __init__(
         self,
         plan: DataPlan,
-        idle: IdleReader,
         position: Position,
         exchange: IterationExchange | None,
     ) -> None:
-        self._plan, self._idle, self._here = plan, idle, position
-        self._reader: Reader | None = idle.take() or plan.new_reader()
-        self._exchange = exchange
+        self._plan, self._here, self._exchange = plan, position, exchange
+        self._reader: Reader | None = plan.take_reader()
         # Processes with separate sources agree in every step that all have a batch;
         # those that read the same stream compare its rows now and then.
         is_per_process = plan.options.per_process
@@ -114,7 +80,7 @@ class BatchIterator:
         if self._exchange is not None:
             self._exchange.end()
         if self._plan.options.goes_on and self._reader is not None:
-            self._idle.keep(self._reader)
+            self._plan.keep_reader(self._reader)
             self._reader = None
         raise StopIteration
 

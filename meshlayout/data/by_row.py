@@ -9,7 +9,6 @@ which is faster per batch; it is the same order.
 """
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -157,23 +156,11 @@ def _mixed(values: np.ndarray) -> np.ndarray:
     return values ^ (values >> np.uint64(31))
 
 
-def batches_in_epoch(num_rows: int, size: int, remainder: str) -> int:
-    """Returns how many batches an epoch has.
-
-    Args:
-        num_rows: Rows of the source.
-        size: Rows of a batch.
-        remainder: What becomes of rows that do not fill one.
-    """
-    return num_rows // size if remainder == "drop" else math.ceil(num_rows / size)
-
-
 class RowReader:
     """Gathers this process's rows of each batch.
 
     Args:
         source: The source.
-        num_rows: How many rows it has.
         spec: What its examples are.
         cut: How batches are cut.
         num_batches: Batches of an epoch; None where epochs run into each other.
@@ -184,16 +171,16 @@ class RowReader:
     def __init__(
         self,
         source: RandomAccessSource,
-        num_rows: int,
         spec: ExampleSpec,
         cut: Cut,
+        *,
         num_batches: int | None,
         seed: int | None,
         clock: Clock,
     ) -> None:
-        self._source, self._num_rows, self._spec = source, num_rows, spec
-        self._cut, self._num_batches = cut, num_batches
-        self._seed, self._clock = seed, clock
+        self._source, self._spec, self._cut, self._clock = source, spec, cut, clock
+        self._num_batches = num_batches
+        self._num_rows = num_rows = len(source)
         # A batch may span two epochs; older orders are dropped.
         self._order = functools.lru_cache(2)(functools.partial(Order, num_rows, seed))
 

@@ -480,6 +480,14 @@ def _checked(spec: LeafSpec, leaf: Leaf, scalars: set[type]) -> Any:
     return leaf if is_text else array
 
 
+def first_row(spec: ExampleSpec, rows: PyTree) -> list[np.ndarray]:
+    """Returns the leaves of the first row alone, copied."""
+    return [
+        leaf_spec.converted(leaf[:1].astype(leaf_spec.dtype))
+        for leaf_spec, leaf in zip(spec.leaves, spec.checked(rows), strict=True)
+    ]
+
+
 def no_rows(epoch: int) -> str:
     """Returns the sentence about an epoch without examples; the first one is 0."""
     if not epoch:

@@ -22,14 +22,13 @@ import jax
 import numpy as np
 
 from meshlayout._annotations import PyTree
-from meshlayout.cluster.process_sync import report_failure_to
-from meshlayout.data.agreement import FACTS, agreement_of
-from meshlayout.data.batch_iterator import BatchIterator, IdleReader, Prefetch
+from meshlayout.data.agreement import FACTS, agreement_of, failure_reported
+from meshlayout.data.batch_iterator import BatchIterator, Prefetch
 from meshlayout.data.clock import Clock, PipelineReport
-from meshlayout.data.plan import DataOptions, DataPlan, as_source, make_plan
+from meshlayout.data.placement import LayoutOrMesh, batch_layout
+from meshlayout.data.plan import DataOptions, DataPlan, as_source
 from meshlayout.data.position import Position, from_state, to_state
 from meshlayout.data.protocols import JSON
-from meshlayout.data.rows import LayoutOrMesh, batch_layout, processes_of
 from meshlayout.errors import DataError
 
 
@@ -152,8 +151,8 @@ def distribute_dataset(
     """
     clock = Clock()
     layout = batch_layout(layout_or_mesh, clock.note)
-    agreement = agreement_of(processes_of(layout.mesh))
-    with report_failure_to(agreement and agreement.channel, FACTS):
+    agreement = agreement_of(layout.mesh)
+    with failure_reported(agreement, FACTS):
         options = DataOptions(
             global_batch_size=global_batch_size,
             remainder=remainder,
@@ -173,7 +172,7 @@ def distribute_dataset(
             )
             raise DataError(msg)
     open_source = functools.partial(as_source, source, clock, batched=batched)
-    return DistributedDataset(make_plan(open_source, layout, options, clock, agreement))
+    return DistributedDataset(DataPlan(open_source, layout, options, clock, agreement))
 
 
 class DistributedDataset(Generic[BatchT]):
@@ -191,8 +190,7 @@ class DistributedDataset(Generic[BatchT]):
         self._plan = plan
         self._next = Position(0)
         self._latest = 0
-        self._idle = IdleReader(plan.reader)
-        weakref.finalize(self, _close, plan, self._idle).atexit = False
+        weakref.finalize(self, plan.close).atexit = False
 
     @property
     def element_spec(self) -> PyTree:
@@ -254,7 +252,7 @@ class DistributedDataset(Generic[BatchT]):
         """Returns the batches of an iteration from a position on."""
         plan = self._plan
         exchange = None if plan.agreement is None else plan.agreement.new_iteration()
-        batches = BatchIterator(plan, self._idle, position, exchange)
+        batches = BatchIterator(plan, position, exchange)
         return Prefetch(batches, plan.options.prefetch)
 
     def _moved(self, number: int, position: Position) -> None:
@@ -268,11 +266,6 @@ class DistributedDataset(Generic[BatchT]):
         if options.goes_on or options.epochs is None:
             return position
         return Position(position.first_epoch + options.epochs)
-
-
-def _close(plan: DataPlan, idle: IdleReader) -> None:
-    plan.close()
-    idle.close()
 
 
 class RestartedDataset(Generic[BatchT]):

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from meshlayout import _jax, _paths
+from meshlayout import _jax
 from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout._host_arrays import plain_array
 from meshlayout._render.tables import array_text
@@ -258,8 +258,11 @@ def named_leaves(tree: PyTree) -> tuple[list[tuple[str, Leaf]], Any]:
         reason = str(error).partition("\n")[0]
         msg = f"JAX cannot take an example apart: {reason} Use keys of one type."
         raise DataError(msg) from None
-    named = [("/".join(map(_paths.key_name, keys)), leaf) for keys, leaf in entries]
-    return named, treedef
+    return [(_path(keys), leaf) for keys, leaf in entries], treedef
+
+
+def _path(keys: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 
 def leaf_text(path: str) -> str:
@@ -361,9 +364,7 @@ def as_batch(batch: Batch) -> tuple[PyTree, int]:
     """
     entries, treedef = jax.tree_util.tree_flatten_with_path(batch, is_leaf=_is_strings)
     leaves = [
-        stack(list(leaf))
-        if _is_strings(leaf)
-        else as_array("/".join(map(_paths.key_name, keys)), leaf)
+        stack(list(leaf)) if _is_strings(leaf) else as_array(_path(keys), leaf)
         for keys, leaf in entries
     ]
     sizes = {leaf.shape[0] if leaf.ndim else -1 for leaf in leaves}

@@ -22,7 +22,8 @@ from meshlayout.data.adapters.arrays import Rows, array_rows
 from meshlayout.data.clock import Clock
 from meshlayout.data.dataset import DistributedDataset
 from meshlayout.data.examples import describe
-from meshlayout.data.plan import DataOptions, make_plan
+from meshlayout.data.placement import batch_layout, process_rows
+from meshlayout.data.plan import DataOptions, DataPlan
 from meshlayout.data.preparation import Prepared, find_prepared, supervised_keys
 from meshlayout.data.protocols import RandomAccessSource
 from meshlayout.data.records import (
@@ -34,7 +35,6 @@ from meshlayout.data.records import (
     mapped_batches,
     worker_rows,
 )
-from meshlayout.data.rows import batch_layout, process_rows
 from meshlayout.data.workers import RowFunction, WorkerKind, WorkerPool
 from meshlayout.errors import DataError
 
@@ -210,14 +210,14 @@ def from_tfds(
             lambda places, epoch: source.read_rows(order.at(places, epoch), epoch),
         )
 
-    plan = make_plan(open_source, layout, options, clock, close=pools.close)
+    plan = DataPlan(open_source, layout, options, clock, close=pools.close)
     if not is_ordered:
         # The same place in a full shuffle is a different row.
         order = {
             "source": "rows in file order",
             "seed": seed if is_shuffled else None,
         }
-        plan = replace(plan, identity={**plan.identity, **order})
+        plan.identity.update(order)
     return DistributedDataset(plan)
 
 

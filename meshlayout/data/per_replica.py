@@ -13,21 +13,15 @@ import jax
 
 from meshlayout import _checks
 from meshlayout._batches import num_row_shards
-from meshlayout.cluster.process_sync import report_failure_to
 from meshlayout.data.adapters.iterables import IterableSource, adapt
-from meshlayout.data.agreement import FACTS, agreement_of
+from meshlayout.data.agreement import FACTS, agreement_of, failure_reported
 from meshlayout.data.by_stream import ElementReader
 from meshlayout.data.clock import Clock
 from meshlayout.data.dataset import DistributedDataset
 from meshlayout.data.examples import looks_batched
-from meshlayout.data.plan import DataOptions, as_source, make_plan
+from meshlayout.data.placement import LayoutOrMesh, batch_layout, row_groups
+from meshlayout.data.plan import DataOptions, DataPlan, as_source
 from meshlayout.data.protocols import Source, StreamSource
-from meshlayout.data.rows import (
-    LayoutOrMesh,
-    batch_layout,
-    processes_of,
-    row_groups,
-)
 from meshlayout.errors import DataError
 
 
@@ -166,8 +160,8 @@ def distribute_datasets_from_function(
     """
     clock = Clock()
     layout = batch_layout(layout_or_mesh, clock.note)
-    agreement = agreement_of(processes_of(layout.mesh))
-    with report_failure_to(agreement and agreement.channel, FACTS):
+    agreement = agreement_of(layout.mesh)
+    with failure_reported(agreement, FACTS):
         _checks.function("fn", fn, "context", error=DataError)
         context = InputContext.of(layout)
         with _checks.noted(f"This was raised by fn, called with {context}."):
@@ -195,7 +189,7 @@ def distribute_datasets_from_function(
             per_process=True,
             strings=strings,
         )
-    plan = make_plan(lambda: source, layout, options, clock, agreement)
+    plan = DataPlan(lambda: source, layout, options, clock, agreement)
     return DistributedDataset(plan)
 
 

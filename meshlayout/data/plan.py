@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -17,7 +17,6 @@ import numpy as np
 from meshlayout import _checks
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._render.tables import array_text
-from meshlayout.cluster.process_sync import report_failure_to
 from meshlayout.data.adapters import (
     arrays,
     grain,
@@ -31,24 +30,31 @@ from meshlayout.data.agreement import (
     FACTS,
     PLAN,
     Agreement,
-    RowDigest,
     agreement_of,
     block_digests,
+    failure_reported,
     sample_digests,
 )
-from meshlayout.data.by_row import Cut, HostBatch, RowReader, batches_in_epoch
-from meshlayout.data.by_stream import ElementReader, StreamReader, no_rows, rows_text
+from meshlayout.data.by_row import Cut, HostBatch, RowReader
+from meshlayout.data.by_stream import (
+    ElementReader,
+    StreamReader,
+    first_row,
+    no_rows,
+    rows_text,
+)
 from meshlayout.data.clock import Clock
 from meshlayout.data.examples import ExampleSpec, describe, is_placed
-from meshlayout.data.placement import Placement, batch_spec, is_on_mesh, way_out
-from meshlayout.data.position import Position
-from meshlayout.data.protocols import JSON, RandomAccessSource, Source, StreamSource
-from meshlayout.data.rows import (
+from meshlayout.data.placement import (
+    Placement,
+    find_weights,
+    is_on_mesh,
     per_replica_batch_size,
     process_rows,
-    processes_of,
     row_groups,
+    way_out,
 )
+from meshlayout.data.protocols import JSON, RandomAccessSource, Source, StreamSource
 from meshlayout.errors import DataError
 from meshlayout.layout import Layout
 
@@ -63,8 +69,6 @@ _ADAPTERS: dict[str, Callable[..., Source | None]] = {
     "torch": torch.adapt,
     "datasets": hugging_face.adapt,
 }
-
-REMAINDERS = ("pad", "drop", "repeat", "error")
 
 
 def as_source(obj: object, clock: Clock, *, batched: bool | None = None) -> Source:
@@ -120,25 +124,22 @@ class DataOptions:
     strings: str
 
     def __post_init__(self) -> None:
-        hint = "shuffle=0 is a shuffle that is the same in every run."
-        for name, at_least, can_be_none in (
-            ("shuffle", 0, True),
-            ("global_batch_size", 1, False),
-            ("epochs", 1, True),
-            ("steps", 1, True),
-            ("prefetch", 0, False),
+        seed_hint = "shuffle=0 is a shuffle that is the same in every run."
+        for name, at_least, can_be_none, hint in (
+            ("shuffle", 0, True, seed_hint),
+            ("global_batch_size", 1, False, ""),
+            ("epochs", 1, True, ""),
+            ("steps", 1, True, ""),
+            ("prefetch", 0, False, ""),
         ):
             value = getattr(self, name)
             if value is not None or not can_be_none:
                 number = _checks.count(
-                    name,
-                    value,
-                    at_least=at_least,
-                    error=DataError,
-                    hint=hint if name == "shuffle" else "",
+                    name, value, at_least=at_least, error=DataError, hint=hint
                 )
                 object.__setattr__(self, name, number)  # NumPy's become Python's
-        _checks.choice("remainder", self.remainder, REMAINDERS, error=DataError)
+        remainders = ("pad", "drop", "repeat", "error")
+        _checks.choice("remainder", self.remainder, remainders, error=DataError)
         _checks.flag("per_process", self.per_process, error=DataError)
         _checks.choice("strings", self.strings, ("error", "host"), error=DataError)
         is_key = isinstance(self.weights, (str, int))
@@ -163,62 +164,94 @@ class DataOptions:
         return is_part or self.remainder == "repeat"
 
 
-class Reader(Protocol):
-    """Cuts a source into batches."""
-
-    def read(
-        self, position: Position, digest: RowDigest | None = None
-    ) -> HostBatch | None:
-        """Returns the batch after a position, or None at the epoch's end.
-
-        Args:
-            position: The place after the batch before it, or an epoch's start.
-            digest: Where the rows of a stream are added.
-
-        Raises:
-            DataError: If the source cannot go there.
-        """
-        ...
-
-    def close(self) -> None:
-        """Releases what it holds; another `read` begins anew."""
-        ...
+Reader: TypeAlias = RowReader | StreamReader
 
 
-@dataclass(frozen=True)
 class DataPlan:
-    """What all iterations over a dataset share.
+    """What all iterations over a dataset share, decided from its first rows.
 
     Attributes:
         options: What was asked for.
+        clock: Where time and notes go.
+        agreement: With the other processes; None if there are none.
         cut: How batches are cut.
         placement: Where they go; None for batches that are placed already.
-        element_spec: What a batch is.
-        identity: What must match for a saved position to fit, by name.
-        num_steps: Batches of one iteration, or None where that is not known.
         no_place: What to do if batches cannot be padded.
         filler: The row that fills batches for which a process has no rows, leaf by
             leaf; None if there cannot be such batches.
-        reader: Has looked at the first rows, and reads them again.
-        new_reader: Returns another reader of the source.
-        close: Releases what the source holds, if it is not the user's.
+        num_steps: Batches of one iteration, or None where that is not known.
+        identity: What must match for a saved position to fit, by name.
+
+    Args:
+        open_source: Returns the source; or its reader, which has looked at it before.
+        layout: The layout of batches.
+        options: What was asked for.
         clock: Where time and notes go.
-        agreement: With the other processes; None if there are none.
+        agreement: With the other processes, where it was made before; None makes it.
+        close: Releases what the source holds, if it is not the user's.
+
+    Raises:
+        DataError: If the source cannot be made into such batches, here or on another
+            process.
     """
 
-    options: DataOptions
-    cut: Cut
-    placement: Placement | None
-    element_spec: PyTree
-    identity: dict[str, JSON]
-    num_steps: int | None
-    no_place: str
-    filler: list[np.ndarray] | None
-    reader: Reader
-    new_reader: Callable[[], Reader]
-    close: Callable[[], None]
-    clock: Clock
-    agreement: Agreement | None
+    def __init__(
+        self,
+        open_source: Callable[[], Source | ElementReader],
+        layout: Layout,
+        options: DataOptions,
+        clock: Clock,
+        agreement: Agreement | None = None,
+        *,
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.options, self.clock, self._close_source = options, clock, close
+        self.agreement = agreement = agreement or agreement_of(layout.mesh)
+        with failure_reported(agreement, FACTS):
+            own_rows = _own_rows(layout, options)
+            self._first = first = _look(open_source(), layout, options, clock)
+            digests = {} if agreement is None else self._digests()
+        size = len(own_rows) if options.per_process else options.global_batch_size
+        self.cut = Cut(size, None if len(own_rows) == size else own_rows)
+        # Of an epoch, where it is known.
+        self._num_batches = self._count_batches()
+        if agreement is not None:
+            where = "the first rows" if self.is_stream else "some rows"
+            agreement.check_same(self._facts(), digests, where)
+            if options.per_process and self._num_batches is not None:
+                self._num_batches = agreement.num_batches(
+                    self._num_batches, options.remainder
+                )
+        self.placement: Placement | None = None
+        self.filler: list[np.ndarray] | None = None
+        self.no_place = (
+            "Batches that are on the mesh already are not padded: give as many on "
+            "every process, or choose remainder='drop'."
+        )
+        with failure_reported(agreement, PLAN):
+            if first.spec is not None:
+                self.no_place = way_out(first.rows)
+                add = options.remainder == "pad"
+                leaves = find_weights(first.rows, first.spec, options.weights, add=add)
+                num_rows = options.global_batch_size
+                self.placement = Placement(*leaves, layout, num_rows, own_rows)
+                if options.per_process and self.has_weights and self.is_stream:
+                    self.filler = first_row(first.spec, first.rows)
+            self._check_length()
+        if agreement is not None:
+            agreement.check_made()
+        self.num_steps = self._count_steps()
+        process = [jax.process_index(), jax.process_count()]
+        self.identity: dict[str, JSON] = {
+            "source": "stream" if self.is_stream else "rows",
+            "num_rows": None if self.is_stream else first.num_rows,
+            "global_batch_size": options.global_batch_size,
+            "remainder": options.remainder,
+            "seed": options.shuffle,
+            "process": process if options.per_process else None,
+            "block": first.block,
+        }
+        self._idle_readers = [self._new_reader(first.elements)]
 
     @property
     def has_weights(self) -> bool:
@@ -228,7 +261,28 @@ class DataPlan:
     @property
     def is_stream(self) -> bool:
         """Whether the source is read one way."""
-        return self.identity["source"] == "stream"
+        return self._first.elements is not None
+
+    @property
+    def element_spec(self) -> PyTree:
+        """The abstract batch: a tree of shapes, dtypes and shardings."""
+        if self.placement is not None:
+            return self.placement.element_spec
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=leaf.sharding
+            ),
+            self._first.rows,
+        )
+
+    def placed(self, batch: HostBatch) -> Batch:
+        """Returns a batch on the mesh, with its weights."""
+        if self.placement is None:
+            return batch.leaves[0]
+        num_kept = self.cut.num_kept
+        with self.clock.stage("place", num_kept):
+            is_real = self.cut.is_real(batch.count)
+            return self.placement(batch.leaves, is_real, num_kept)
 
     def check_padding(self, batch: HostBatch) -> None:
         """Raises DataError if a batch is padded and has no place for weights."""
@@ -240,79 +294,134 @@ class DataPlan:
             )
             raise DataError(msg)
 
-    def placed(self, batch: HostBatch) -> Batch:
-        """Returns a batch on the mesh, with its weights."""
-        if self.placement is None:
-            return batch.leaves[0]
-        num_kept = self.cut.num_kept
-        with self.clock.stage("place", num_kept):
-            is_real = self.cut.is_real(batch.count)
-            return self.placement(batch.leaves, is_real, num_kept)
+    def take_reader(self) -> Reader:
+        """Returns the reader that is idle, or another one.
 
+        Idle is first the one that has looked at the first rows, and later that of an
+        iteration which the next iteration continues.
+        """
+        try:
+            return self._idle_readers.pop()  # of several threads, one gets it
+        except IndexError:
+            return self._new_reader()
 
-def make_plan(
-    open_source: Callable[[], Source | ElementReader],
-    layout: Layout,
-    options: DataOptions,
-    clock: Clock,
-    agreement: Agreement | None = None,
-    *,
-    close: Callable[[], None] = lambda: None,
-) -> DataPlan:
-    """Returns the plan of a dataset.
+    def keep_reader(self, reader: Reader) -> None:
+        """Keeps a reader for the next iteration, in place of any kept before."""
+        self._close_readers()
+        self._idle_readers.append(reader)
 
-    Args:
-        open_source: Returns the source, or one that was opened before.
-        layout: The layout of batches.
-        options: What was asked for.
-        clock: Where time and notes go.
-        agreement: With the other processes, where it was made before; None makes it.
-        close: Releases what the source holds, if it is not the user's.
+    def close(self) -> None:
+        """Releases what no iteration uses."""
+        self._close_source()
+        self._close_readers()
 
-    Raises:
-        DataError: If the source cannot be made into such batches, here or on another
-            process.
-    """
-    agreement = agreement or agreement_of(processes_of(layout.mesh))
-    channel = agreement and agreement.channel
-    with report_failure_to(channel, FACTS):
-        own_rows = _own_rows(layout, options)
-        first = _look(open_source(), layout, options, clock)
-        digests = _digests(first, options) if agreement is not None else {}
-    size = len(own_rows) if options.per_process else options.global_batch_size
-    num_batches = None
-    if first.num_rows is not None and options.remainder != "repeat":
-        num_batches = batches_in_epoch(first.num_rows, size, options.remainder)
-    if agreement is not None:
-        where = "some rows" if first.elements is None else "the first rows"
-        agreement.check_same(_facts(first, options), digests, where)
-        if options.per_process and num_batches is not None:
-            num_batches = _agreed_batches(agreement, num_batches, options)
-    with report_failure_to(channel, PLAN):
-        placement, no_place = _placement(first, layout, options, own_rows)
-        is_weighted = placement is None or placement.has_weights
-        why_not = None if is_weighted else no_place
-        _check_length(first.num_rows, size, num_batches, options, why_not, clock)
-    if agreement is not None:
-        agreement.check_made()
-    cut = Cut(size, None if len(own_rows) == size else own_rows)
-    new_reader = functools.partial(_new_reader, first, cut, options, num_batches, clock)
-    element_spec = placement and placement.element_spec
-    return DataPlan(
-        options=options,
-        cut=cut,
-        placement=placement,
-        element_spec=_placed_spec(first.rows) if placement is None else element_spec,
-        identity=_identity(first, options),
-        num_steps=_num_steps(first.num_rows, size, num_batches, options),
-        no_place=no_place,
-        filler=_filler(first) if options.per_process and is_weighted else None,
-        reader=new_reader(first.elements),
-        new_reader=new_reader,
-        close=close,
-        clock=clock,
-        agreement=agreement,
-    )
+    def _close_readers(self) -> None:
+        while self._idle_readers:
+            self._idle_readers.pop().close()
+
+    def _new_reader(self, elements: ElementReader | None = None) -> Reader:
+        first, options = self._first, self.options
+        if first.elements is not None:
+            elements = elements or ElementReader(first.source)
+            is_batched = first.block is not None
+            return StreamReader(
+                elements,
+                first.spec,
+                self.cut,
+                batched=is_batched,
+                remainder=options.remainder,
+                clock=self.clock,
+            )
+        assert first.spec is not None
+        return RowReader(
+            first.source,
+            first.spec,
+            self.cut,
+            num_batches=self._num_batches,
+            seed=options.shuffle,
+            clock=self.clock,
+        )
+
+    def _count_batches(self) -> int | None:
+        """Returns the batches of an epoch; None if not known, or epochs run on."""
+        num_rows, remainder = self._first.num_rows, self.options.remainder
+        if num_rows is None or remainder == "repeat":
+            return None
+        size = self.cut.size
+        return num_rows // size if remainder == "drop" else math.ceil(num_rows / size)
+
+    def _count_steps(self) -> int | None:
+        """Returns how many batches an iteration has, or None."""
+        epochs, steps = self.options.epochs, self.options.steps
+        num_rows = self._first.num_rows
+        if num_rows is None or epochs is None:
+            return steps
+        if self._num_batches is None:  # epochs run into each other
+            return (
+                math.ceil(epochs * num_rows / self.cut.size) if steps is None else steps
+            )
+        available = epochs * self._num_batches
+        if steps is not None and steps > available:
+            have = "1 epoch has" if epochs == 1 else f"{epochs} epochs have"
+            msg = (
+                f"steps={steps}, and {have} {available} batches. Take more epochs=, "
+                "fewer steps=, or remainder='repeat'."
+            )
+            raise DataError(msg)
+        return steps or available
+
+    def _check_length(self) -> None:
+        """Raises DataError if an epoch is known not to divide into batches."""
+        num_rows, num_batches = self._first.num_rows, self._num_batches
+        if num_rows is None or num_batches is None:
+            return
+        size, remainder = self.cut.size, self.options.remainder
+        left, dropped = num_rows % size, num_rows - num_batches * size
+        what = f"a source of {num_rows} rows, in batches of {size}, leaves {left}"
+        is_unmarked = self.placement is not None and not self.has_weights
+        if remainder == "drop" and num_rows < size:
+            msg = (
+                f"the source has {num_rows} rows, fewer than a batch of {size}: "
+                "remainder='drop' drops all of them. Take a smaller "
+                "global_batch_size, or another remainder=."
+            )
+            raise DataError(msg)
+        if remainder == "drop" and dropped:
+            self.clock.warn(
+                f"remainder='drop' drops {dropped} of {num_rows} rows in every epoch."
+            )
+        if remainder == "error" and left:
+            msg = f"{what}. Choose another remainder=, or another global_batch_size."
+            raise DataError(msg)
+        if remainder == "pad" and is_unmarked and left:
+            raise DataError(f"{what}, to be padded. {self.no_place}")
+        if remainder == "pad" and is_unmarked and dropped < 0:
+            msg = (
+                f"the source has {num_rows} rows, and those of other processes fill "
+                f"{num_batches} batches of {size}, up to which this one is padded. "
+                f"{self.no_place}"
+            )
+            raise DataError(msg)
+
+    def _facts(self) -> dict[str, JSON]:
+        """Returns the facts that must be the same on all processes."""
+        facts: dict[str, JSON] = asdict(self.options)
+        if not self.options.per_process:
+            facts["number of rows"] = self._first.num_rows
+        if self._first.spec is not None:
+            facts["leaves"] = [
+                f"{leaf.path} {array_text(leaf.dtype, leaf.shape)}"
+                for leaf in self._first.spec.leaves
+            ]
+        return facts
+
+    def _digests(self) -> dict[str, JSON]:
+        """Returns digests of some rows, if all processes read the same ones."""
+        if self.options.per_process or self._first.spec is None:
+            return {}
+        if self.is_stream:
+            return block_digests([self._first.rows])
+        return sample_digests(self._first.source)
 
 
 @dataclass(frozen=True)
@@ -406,172 +515,3 @@ def _own_rows(layout: Layout, options: DataOptions) -> np.ndarray:
             )
             raise DataError(msg)
     return own_rows
-
-
-def _placement(
-    first: _FirstRows, layout: Layout, options: DataOptions, own_rows: np.ndarray
-) -> tuple[Placement | None, str]:
-    """Returns where batches go, and what to do if they cannot be padded."""
-    if first.spec is None:
-        return None, (
-            "Batches that are on the mesh already are not padded: give as many on "
-            "every process, or choose remainder='drop'."
-        )
-    add = options.remainder == "pad"
-    spec = batch_spec(first.rows, first.spec, options.weights, add=add)
-    placement = Placement(spec, layout, options.global_batch_size, own_rows)
-    return placement, way_out(first.rows)
-
-
-def _check_length(
-    num_rows: int | None,
-    size: int,
-    num_batches: int | None,
-    options: DataOptions,
-    why_not_padded: str | None,
-    clock: Clock,
-) -> None:
-    """Raises DataError if an epoch is known not to divide into batches."""
-    if num_rows is None or num_batches is None:
-        return
-    left = num_rows % size
-    what = f"a source of {num_rows} rows, in batches of {size}, leaves {left}"
-    if options.remainder == "drop":
-        if num_rows < size:
-            msg = (
-                f"the source has {num_rows} rows, fewer than a batch of {size}: "
-                "remainder='drop' drops all of them. Take a smaller "
-                "global_batch_size, or another remainder=."
-            )
-            raise DataError(msg)
-        dropped = num_rows - num_batches * size
-        if dropped:
-            clock.warn(
-                f"remainder='drop' drops {dropped} of {num_rows} rows in every epoch."
-            )
-    elif options.remainder == "error" and left:
-        msg = f"{what}. Choose another remainder=, or another global_batch_size."
-        raise DataError(msg)
-    elif why_not_padded is not None and left:
-        raise DataError(f"{what}, to be padded. {why_not_padded}")
-    elif why_not_padded is not None and num_rows < num_batches * size:
-        msg = (
-            f"the source has {num_rows} rows, and those of other processes fill "
-            f"{num_batches} batches of {size}, up to which this one is padded. "
-            f"{why_not_padded}"
-        )
-        raise DataError(msg)
-
-
-def _filler(first: _FirstRows) -> list[np.ndarray] | None:
-    """Returns the first row of a stream, leaf by leaf; it may run short of rows."""
-    if first.spec is None or first.elements is None:
-        return None
-    return [
-        spec.converted(leaf[:1].astype(spec.dtype))
-        for spec, leaf in zip(
-            first.spec.leaves, first.spec.checked(first.rows), strict=True
-        )
-    ]
-
-
-def _facts(first: _FirstRows, options: DataOptions) -> dict[str, JSON]:
-    """Returns the facts that must be the same on all processes."""
-    facts: dict[str, JSON] = asdict(options)
-    if not options.per_process:
-        facts["number of rows"] = first.num_rows
-    if first.spec is not None:
-        facts["leaves"] = [
-            f"{leaf.path} {array_text(leaf.dtype, leaf.shape)}"
-            for leaf in first.spec.leaves
-        ]
-    return facts
-
-
-def _digests(first: _FirstRows, options: DataOptions) -> dict[str, JSON]:
-    """Returns digests of some rows, if all processes read the same ones."""
-    if options.per_process or first.spec is None:
-        return {}
-    if first.elements is None:
-        return sample_digests(first.source)
-    return block_digests([first.rows])
-
-
-def _agreed_batches(
-    agreement: Agreement, num_batches: int, options: DataOptions
-) -> int:
-    """Returns how many batches an epoch has if each process has its own rows."""
-    counts = agreement.channel.exchange(num_batches, "batches")
-    if options.remainder == "error" and len(set(counts.values())) > 1:
-        listed = ", ".join(f"{n} on process {p}" for p, n in counts.items())
-        msg = (
-            f"the processes have different numbers of batches: {listed}. "
-            "remainder='pad' pads the shorter ones."
-        )
-        raise DataError(msg)
-    return (min if options.remainder == "drop" else max)(counts.values())
-
-
-def _identity(first: _FirstRows, options: DataOptions) -> dict[str, JSON]:
-    process = [jax.process_index(), jax.process_count()]
-    is_stream = first.elements is not None
-    return {
-        "source": "stream" if is_stream else "rows",
-        "num_rows": None if is_stream else first.num_rows,
-        "global_batch_size": options.global_batch_size,
-        "remainder": options.remainder,
-        "seed": options.shuffle,
-        "process": process if options.per_process else None,
-        "block": first.block,
-    }
-
-
-def _num_steps(
-    num_rows: int | None, size: int, num_batches: int | None, options: DataOptions
-) -> int | None:
-    """Returns how many batches an iteration has, or None."""
-    epochs, steps = options.epochs, options.steps
-    if num_rows is None or epochs is None:
-        return steps
-    if num_batches is None:  # epochs run into each other
-        return math.ceil(epochs * num_rows / size) if steps is None else steps
-    available = epochs * num_batches
-    if steps is not None and steps > available:
-        have = "1 epoch has" if epochs == 1 else f"{epochs} epochs have"
-        msg = (
-            f"steps={steps}, and {have} {available} batches. Take more epochs=, fewer "
-            "steps=, or remainder='repeat'."
-        )
-        raise DataError(msg)
-    return available if steps is None else steps
-
-
-def _new_reader(
-    first: _FirstRows,
-    cut: Cut,
-    options: DataOptions,
-    num_batches: int | None,
-    clock: Clock,
-    elements: ElementReader | None = None,
-) -> Reader:
-    if first.elements is not None:
-        return StreamReader(
-            elements or ElementReader(first.source),
-            first.spec,
-            cut,
-            batched=first.block is not None,
-            remainder=options.remainder,
-            clock=clock,
-        )
-    assert first.spec is not None
-    seed, num_rows = options.shuffle, len(first.source)
-    return RowReader(first.source, num_rows, first.spec, cut, num_batches, seed, clock)
-
-
-def _placed_spec(batch: PyTree) -> PyTree:
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=leaf.sharding
-        ),
-        batch,
-    )
