@@ -142,21 +142,13 @@ def _call(
 class Adapted(Metric):
     """Base of the metrics of other libraries; `update_from` finds their arguments."""
 
-    @property
-    def _label(self) -> str:
-        """What it is called in messages."""
-        raise NotImplementedError
-
     def update(self, *args: Any, **kwargs: Any) -> Self:
         """Refused: use `metrics.update_from`, which finds the arguments by name."""
         msg = (
-            f"{self._label} finds its arguments by name: use "
+            f"{self!r} finds its arguments by name: use "
             "metrics.update_from(metric, outputs=..., batch=...)."
         )
         raise MetricError(msg)
-
-    def __repr__(self) -> str:
-        return self._label
 
 
 @metric_class
@@ -167,13 +159,12 @@ class AdaptedModelOutput(Adapted):
     kind: type = setting()
     sources: _Names = setting()
 
-    @property
-    def _label(self) -> str:
+    def __repr__(self) -> str:
         return f"{self.kind.__module__.partition('.')[0]}'s {self.kind.__name__}"
 
     def _update_from(self, inputs: MetricInputs) -> Self:
         from_model_output = self.kind.from_model_output
-        new = _call(from_model_output, inputs, self.sources, self._label)
+        new = _call(from_model_output, inputs, self.sources, repr(self))
         return dataclasses.replace(self, state=self.state.merge(new))
 
     def _merged(self, other: Any) -> Self:
@@ -197,8 +188,7 @@ class AdaptedNnx(Adapted):
     kind: type = setting()
     sources: _Names = setting()
 
-    @property
-    def _label(self) -> str:
+    def __repr__(self) -> str:
         return f"nnx's {self.kind.__name__}"
 
     def _metric(self) -> Any:
@@ -215,16 +205,16 @@ class AdaptedNnx(Adapted):
     def _update_from(self, inputs: MetricInputs) -> Self:
         metric = self._metric()
         if self.kind in _STATISTICS:
-            values = _values(metric, inputs, dict(self.sources), self._label)
-            _add(metric, *_batch_statistics(values, inputs.weights, self._label))
+            values = _values(metric, inputs, dict(self.sources), repr(self))
+            _add(metric, *_batch_statistics(values, inputs.weights, repr(self)))
         else:
-            _call(metric.update, inputs, self.sources, self._label)
+            _call(metric.update, inputs, self.sources, repr(self))
         return self._of(metric)
 
     def _merged(self, other: Any) -> Self:
         if self.kind not in _STATISTICS:
             msg = (
-                f"{self._label} cannot be merged: flax does not say how. Average, "
+                f"{self!r} cannot be merged: flax does not say how. Average, "
                 "Accuracy, Welford and MultiMetric of them can."
             )
             raise MetricError(msg)
@@ -249,8 +239,7 @@ class AdaptedParts(Adapted):
 
     parts: dict[str, Any]
 
-    @property
-    def _label(self) -> str:
+    def __repr__(self) -> str:
         return f"nnx's MultiMetric({', '.join(self.parts)})"
 
     def _update_from(self, inputs: MetricInputs) -> Self:
