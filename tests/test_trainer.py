@@ -22,6 +22,7 @@ from rich.console import Console
 
 import meshlayout as ml
 from models import gan
+from tests.bad_values import refusal
 from tests.same_bits import assert_same_bits
 
 
@@ -387,10 +388,13 @@ def test_weights_that_the_trainer_would_not_see_are_refused(mesh):
     with pytest.raises(ml.MeshLayoutError) as caught:
         trainer.fit(batches)
     assert str(caught.value) == (
-        "the data's batches carry their weights at 2, 0 for padding, and the trainer "
-        "looks for them at 'weight', so that padding would count. Give the trainer "
-        "weights=2."
+        "the batch's weights are at 2, and the step looks for them at 'weight', so that "
+        "padding would count as examples. Say weights=2 where the step is made, or "
+        "weights='weight' where the batches are."
     )
+    for padded in (batches, iter(batches)):  # predict would return the padding
+        with pytest.raises(ml.MeshLayoutError, match="padding would count as examples"):
+            trainer.predict(padded)
     trainer = ml.Trainer(create_state(mesh), losses, weights=2)
     found = trainer.evaluate(batches)
     params = params_of(trainer.state)
@@ -1039,6 +1043,39 @@ def test_a_step_that_returns_no_pair_is_refused(result, what):
 
     assert message_of(lambda: quiet_fit(Bad({"n": 0}), [{"x": np.ones(1)}])) == (
         f"Bad.train_step must return a pair, (state, metrics), got {what}."
+    )
+
+
+@pytest.mark.parametrize("value", [*BAD, True])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda bad: ml.Trainer({}, steps_per_call=bad),
+        lambda bad: ml.Trainer({}, weights=bad),
+        lambda bad: ml.Trainer({}).stop(bad),
+        lambda bad: ml.Trainer({}).evaluate(bad),
+        lambda bad: ml.Trainer({}).predict(bad),
+        lambda bad: ml.Trainer({}).evaluate([], batch_size=bad),
+        lambda bad: ml.History().add(bad, {}),
+        lambda bad: ml.History().add(1, bad),
+        lambda bad: ml.History().set(bad, {}),
+        lambda bad: ml.History().set([], bad),
+        lambda bad: ml.History().set([1], {"loss": bad}),
+    ],
+    ids=lambda call: inspect.getsource(call).strip(),
+)
+def test_every_other_argument_works_or_is_refused_with_a_sentence(call, value):
+    message = refusal(ml.MeshLayoutError, call, value)
+    # A text is a key of weights, a reason, and the worst that a history may hold.
+    assert message.endswith(".") if message else isinstance(value, (int, str))
+
+
+def test_outputs_that_do_not_fit_together_are_refused(mesh):
+    trainer = ml.Trainer(create_state(mesh), predict_fn=lambda model, b: b["x"])
+    data = [{"x": np.ones((8, 4), "float32")}, {"x": np.ones((8, 3), "float32")}]
+    assert message_of(lambda: trainer.predict(data)) == (
+        "predict: the outputs of the batches do not fit together; each must be the same "
+        "tree of arrays, which differ in their first dim only."
     )
 
 

@@ -116,7 +116,8 @@ def batches_from(
     if batch_size is not None:
         msg = (
             f"{where}: batch_size cuts arrays into batches, and {name} is "
-            f"{_checks.shown(data)}. Leave batch_size out if it gives batches."
+            f"{_checks.shown(data)}. Make arrays of lists, as np.asarray(rows), or "
+            "leave batch_size out if it gives batches."
         )
         raise MeshLayoutError(msg)
     return data

@@ -19,6 +19,7 @@ from meshlayout import _jax, _paths, _render
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import (
     WeightsKey,
+    check_weights_key,
     get_weights,
     is_marked,
     map_batch,
@@ -120,6 +121,7 @@ class BatchPlacer:
             self._first, self._first_kind = _arrays_of(batch), _kind(batch)
         for leaf in jax.tree.leaves(batch):
             if isinstance(leaf, jax.Array) and _jax.is_committed(leaf):
+                check_weights_key(batch, self._weights)
                 return PlacedBatch(batch, rows)
         is_weighted = self.pad and takes_weights(batch, self._weights)
         if is_weighted and rows == self.size:

@@ -1,10 +1,10 @@
 """`History`: the metrics of a trainer's epochs."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from meshlayout import _render
+from meshlayout import _checks, _render
 from meshlayout._render.consoles import notebook_shell
 from meshlayout._render.tables import html_block, html_line
 from meshlayout.errors import MeshLayoutError, did_you_mean
@@ -48,6 +48,8 @@ class History(Mapping[str, list[Any]]):
             epoch: Its number.
             logs: What was measured, by name.
         """
+        epoch = _checks.count("epoch", epoch, where="History.add")
+        _check_mapping("History.add: logs", logs)
         for name in logs:
             self._values.setdefault(name, [math.nan] * len(self.epochs))
         self.epochs.append(epoch)
@@ -64,7 +66,9 @@ class History(Mapping[str, list[Any]]):
         Raises:
             MeshLayoutError: If there is not one value per epoch.
         """
-        lists = {name: list(column) for name, column in values.items()}
+        _check_mapping("History.set: values", values)
+        epochs = _as_list("epochs", epochs)
+        lists = {name: _as_list(repr(name), column) for name, column in values.items()}
         for name, column in lists.items():
             if len(column) != len(epochs):
                 msg = (
@@ -72,7 +76,7 @@ class History(Mapping[str, list[Any]]):
                     f"{len(epochs)} epochs; give one value per epoch."
                 )
                 raise MeshLayoutError(msg)
-        self.epochs, self._values = [*epochs], lists
+        self.epochs, self._values = epochs, lists
 
     def to_dict(self) -> dict[str, list[Any]]:
         """Returns copies of the lists of values, by name."""
@@ -121,6 +125,21 @@ class History(Mapping[str, list[Any]]):
 
     def _notes(self) -> list[str]:
         return [f"stopped: {self.stopped}"] if self.stopped else []
+
+
+def _check_mapping(name: str, values: Any) -> None:
+    if not isinstance(values, Mapping):
+        msg = (
+            f"{name} must be a dict from names to values, got {_checks.shown(values)}."
+        )
+        raise MeshLayoutError(msg)
+
+
+def _as_list(name: str, values: Any) -> list[Any]:
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        msg = f"History.set: {name} must be a list, got {_checks.shown(values)}."
+        raise MeshLayoutError(msg)
+    return list(values)
 
 
 def number_text(value: float) -> str:

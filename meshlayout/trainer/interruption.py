@@ -228,8 +228,7 @@ def resume_fit(
     )
     if notes["is_end"]:
         source.resume(None)
-        trainer.stop(notes["stopped"])
-        trainer.history.stopped = trainer.stopped
+        trainer.stopped = trainer.history.stopped = notes["stopped"]
         return None
     source.resume(trainer.position.step_in_epoch)
     return resumed.metrics

@@ -24,6 +24,7 @@ from meshlayout.state import TrainState
 from meshlayout.state.precision import Precision
 from meshlayout.step import make_eval_step, make_predict_step, make_train_step
 from meshlayout.step.compiled_step import OnRecompile
+from meshlayout.step.objective import check_loss_fn, check_weights
 from meshlayout.step.remat import Remat
 from meshlayout.step.updates import OnNonfinite
 from meshlayout.trainer.array_batches import are_arrays, batches_from
@@ -140,13 +141,12 @@ class Trainer:
     ) -> None:
         _check_options(options)
         pad = _checks.flag("pad", pad, where="Trainer")
-        if loss_fn is not None:
-            _check_loss_fn(loss_fn)
-        elif metrics is not None or {*options} - {"weights", "steps_per_call"}:
-            _refuse_needless(metrics, options)
         if predict_fn is not None:
-            names = ("model", "batch")
-            _checks.function("predict_fn", predict_fn, *names, where="Trainer")
+            check_loss_fn("predict_fn", "Trainer", predict_fn)
+        if loss_fn is not None:
+            check_loss_fn("loss_fn", "Trainer", loss_fn)
+        else:
+            _refuse_needless(metrics, options)
         self.state = state
         self.history = History()
         self.position = TrainingPosition()
@@ -159,8 +159,12 @@ class Trainer:
         self._data_layout, self._pad = data_layout, pad
         self._has_padded = self._takes_no_weights = False
         self._weights = options.get("weights", "weight")
-        group = options.get("steps_per_call", 1)
-        self._group_size = _AUTO_BATCHES if isinstance(group, str) else group
+        check_weights(self._weights)
+        size: Any = options.get("steps_per_call", 1)
+        if size != "auto":
+            hint = 'It may also be "auto".'
+            _checks.count("steps_per_call", size, where="Trainer", hint=hint)
+        self._group_size = _AUTO_BATCHES if size == "auto" else size
         self._make_steps(metrics, layouts, options)
 
     def _make_steps(
@@ -424,14 +428,29 @@ class Trainer:
             pending = group[0], outputs
         if pending is not None:
             predictions.append(source.placer.real_outputs(*pending))
-        return jax.tree.map(lambda *parts: np.concatenate(parts), *predictions)
+        try:
+            return jax.tree.map(lambda *parts: np.concatenate(parts), *predictions)
+        except ValueError as error:
+            msg = (
+                "predict: the outputs of the batches do not fit together; each must be "
+                "the same tree of arrays, which differ in their first dim only."
+            )
+            raise MeshLayoutError(msg) from error
 
     def stop(self, reason: str) -> None:
         """Ends training after the current step or epoch.
 
         Args:
             reason: Why, for `stopped`, the history and the progress.
+
+        Raises:
+            MeshLayoutError: If it is not a text, or empty.
         """
+        if not isinstance(reason, str) or not reason:
+            msg = (
+                f"stop: reason must be a non-empty string, got {_checks.shown(reason)}."
+            )
+            raise MeshLayoutError(msg)
         self.stopped = self.stopped or reason
 
     def __repr__(self) -> str:
@@ -478,7 +497,6 @@ class Trainer:
         **options: Any,
     ) -> TrainerInput:
         """Returns data as the loops take it; see `TrainerInput` for the options."""
-        _check_weights(data, self._weights)
         mesh, layout = _mesh_of(self.state), self._data_layout
         if layout is not None and not isinstance(layout, Layout):
             layout = Layout(layout, mesh)
@@ -505,32 +523,12 @@ def _is_even(data: Any, layout: Layout | None) -> bool:
     """Returns whether data is known to need no padding: a list of equal batches."""
     if not isinstance(data, (list, tuple)):
         return False
-    sizes = {num_examples(batch) for batch in data}
+    try:
+        sizes = {num_examples(batch) for batch in data}
+    except MeshLayoutError:  # it is raised where the batch is placed, with its number
+        return False
     shards = 1 if layout is None else num_row_shards(layout)
     return len(sizes) == 1 and sizes.pop() % shards == 0
-
-
-def _check_weights(data: object, weights: str | int) -> None:
-    """Refuses data whose batches carry weights that the trainer would ignore."""
-    place = data.weights if isinstance(data, DistributedDataset) else None
-    if place is not None and place != weights:
-        msg = (
-            f"the data's batches carry their weights at {place!r}, 0 for padding, and "
-            f"the trainer looks for them at {weights!r}, so that padding would count. "
-            f"Give the trainer weights={place!r}."
-        )
-        raise MeshLayoutError(msg)
-
-
-def _check_loss_fn(loss_fn: Any) -> None:
-    """Raises MeshLayoutError unless this can be called with a model and a batch."""
-    extras = {"rngs", "train"}
-    try:
-        names = {*inspect.signature(loss_fn).parameters} - extras
-    except (TypeError, ValueError):
-        names = {"model", "batch"}
-    if len(names) < 2 or not callable(loss_fn):
-        _checks.function("loss_fn", loss_fn, "model", "batch", where="Trainer")
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
@@ -549,13 +547,15 @@ def _check_options(options: Mapping[str, Any]) -> None:
 def _refuse_needless(
     metrics: Mapping[str, Any] | None, options: Mapping[str, Any]
 ) -> None:
+    """Raises MeshLayoutError for what only steps made from a loss function have."""
     names = [name for name in options if name not in ("weights", "steps_per_call")]
     names += [] if metrics is None else ["metrics"]
-    msg = (
-        f"Trainer was given no loss function, and {', '.join(names)} for the steps "
-        "that are made from it. Give loss_fn, or leave these to your own steps."
-    )
-    raise MeshLayoutError(msg)
+    if names:
+        msg = (
+            f"Trainer was given no loss function, and {', '.join(names)} for the steps "
+            "that are made from it. Give loss_fn, or leave these to your own steps."
+        )
+        raise MeshLayoutError(msg)
 
 
 def _options_for(make: Callable[..., Any], options: StepOptions) -> dict[str, Any]:
