@@ -272,7 +272,7 @@ def test_a_shard_map_that_leaves_axes_to_the_compiler_is_refused(mesh, groups, s
         whole,
         ml.to_numpy(state),
         ml.to_numpy(batch),
-        mesh.layout(),
+        mesh.layout(...),
         reference=reference,
     )
 
