@@ -59,12 +59,12 @@ class Communication(Mapping[str, int]):
     @property
     def in_loops(self) -> "Communication":
         """Those inside a loop, such as a `scan` over layers or microbatches."""
-        return Communication(tuple(one for one in self.collectives if one.in_loop))
+        return Communication(tuple(x for x in self.collectives if x.in_loop))
 
     def __getitem__(self, kind: str) -> int:
         if kind not in KINDS:
             raise KeyError(kind)
-        return sum(one.kind == kind for one in self.collectives)
+        return sum(collective.kind == kind for collective in self.collectives)
 
     def __iter__(self) -> Iterator[str]:
         return iter(KINDS)
@@ -85,13 +85,13 @@ class Communication(Mapping[str, int]):
     def _rows(self) -> list[list[str]]:
         return [
             [
-                one.kind,
-                _arrays_text(one.arrays),
-                _render.bytes_text(one.nbytes),
-                "yes" if one.in_loop else "no",
-                one.op_name,
+                collective.kind,
+                _arrays_text(collective.arrays),
+                _render.bytes_text(collective.nbytes),
+                "yes" if collective.in_loop else "no",
+                collective.op_name,
             ]
-            for one in self.collectives
+            for collective in self.collectives
         ]
 
 
@@ -148,59 +148,55 @@ def expect_communication(
     """
     expected, expected_in_loops = dict(counts), dict(in_loops or {})
     for kind, count in (*expected.items(), *expected_in_loops.items()):
-        _check_count(kind, count)
+        if kind not in KINDS:
+            msg = (
+                f"{kind!r} is not a kind of collective; the kinds are "
+                f"{', '.join(KINDS)}.{did_you_mean(kind, KINDS)}"
+            )
+            raise VerificationError(msg)
+        _checks.count(kind, count, at_least=0, error=VerificationError)
     if only:
         expected = dict.fromkeys(KINDS, 0) | expected
-    found = Communication(tuple(_collectives(_compiled_text(program, args))))
+    sent = Communication(tuple(_collectives(_compiled_text(program, args))))
     wrong = [
-        *_unlike(found, expected, ""),
-        *_unlike(found.in_loops, expected_in_loops, " in loops"),
+        *_unlike(sent, expected, ""),
+        *_unlike(sent.in_loops, expected_in_loops, " in loops"),
     ]
     if wrong:
         name = getattr(program, "__name__", "the program")
-        raise VerificationError(f"{name} has {', and '.join(wrong)}.\n{found}")
-    return found
+        raise VerificationError(f"{name} has {', and '.join(wrong)}.\n{sent}")
+    return sent
 
 
-def _unlike(found: Communication, expected: Mapping[str, int], where: str) -> list[str]:
+def _unlike(sent: Communication, expected: Mapping[str, int], where: str) -> list[str]:
     return [
-        f"{found[kind]} {kind}{where} where {count} was expected"
+        f"{sent[kind]} {kind}{where} where {count} was expected"
         for kind, count in expected.items()
-        if found[kind] != count
+        if sent[kind] != count
     ]
-
-
-def _check_count(kind: str, count: Any) -> None:
-    if kind not in KINDS:
-        msg = (
-            f"{kind!r} is not a kind of collective; the kinds are {', '.join(KINDS)}."
-            f"{did_you_mean(kind, KINDS)}"
-        )
-        raise VerificationError(msg)
-    _checks.count(kind, count, at_least=0, error=VerificationError)
 
 
 def _compiled_text(program: Any, args: tuple[Any, ...]) -> str:
     """Compiles a program, unless it is compiled already, and returns its text."""
-    is_made = hasattr(program, "as_text")
-    if is_made and args:
+    has_text = hasattr(program, "as_text")
+    if has_text and args:
         msg = (
             f"a {type(program).__name__} program is made for its arguments already; "
             f"leave out the {len(args)} that were given."
         )
         raise VerificationError(msg)
-    if not is_made and not callable(program):
+    if not has_text and not callable(program):
         msg = (
             "expect_communication takes a step with its arguments, or what lowering or "
             f"compiling it returned, and got {program!r} of type "
             f"{type(program).__name__}."
         )
         raise VerificationError(msg)
-    made: Any = program
-    if not is_made:
+    lowered: Any = program
+    if not has_text:
         step: Any = program if hasattr(program, "lower") else compile_step(program)
-        made = step.lower(*args)
-    compiled = made.compile() if hasattr(made, "compile") else made
+        lowered = step.lower(*args)
+    compiled = lowered.compile() if hasattr(lowered, "compile") else lowered
     return compiled.as_text() or ""
 
 
@@ -220,7 +216,6 @@ _LOOP = re.compile(r" while\(")
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
 _CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 _IN_FUSION = re.compile("async_collective|fused_computation")
-_SCATTER = "reduce_scatter"
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 
 
@@ -238,10 +233,12 @@ def _collectives(text: str) -> Iterator[Collective]:
             if channel and channel[1] in channels:
                 continue
             channels.update(channel.groups() if channel else ())
-            arrays = _ARRAY.findall(_result_type(match))
+            arrays = _results(match)
             op_name = _OP_NAME.search(line)
+            # A TPU's reduce-scatter is a fusion around an all-reduce.
+            is_scatter = name.startswith("all-reduce-scatter")
             yield Collective(
-                _SCATTER if _is_scatter(name) else match["kind"].replace("-", "_"),
+                "reduce_scatter" if is_scatter else match["kind"].replace("-", "_"),
                 tuple(f"{dtype}[{', '.join(_sizes(dims))}]" for dtype, dims in arrays),
                 sum(_nbytes(dtype, dims) for dtype, dims in arrays),
                 name in looped,
@@ -249,22 +246,17 @@ def _collectives(text: str) -> Iterator[Collective]:
             )
 
 
-def _is_scatter(computation: str) -> bool:
-    """Returns whether it is a TPU's reduce-scatter: a fusion around an all-reduce."""
-    return computation.startswith("all-reduce-scatter")
-
-
 def _computations(text: str) -> dict[str, list[str]]:
     """Returns the lines of every computation of a program, by name."""
-    found: dict[str, list[str]] = {}
+    computations: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in text.splitlines():
         head = None if line.startswith((" ", "HloModule")) else _COMPUTATION.match(line)
         if head:
-            lines = found.setdefault(head[1], [])
+            lines = computations.setdefault(head[1], [])
         else:
             lines.append(line)
-    return found
+    return computations
 
 
 def _in_loops(computations: Mapping[str, list[str]]) -> set[str]:
@@ -273,44 +265,32 @@ def _in_loops(computations: Mapping[str, list[str]]) -> set[str]:
     todo: list[str] = []
     for name, lines in computations.items():
         for line in lines:
-            names = {
-                one.lstrip("% ")
-                for _, group in _CALLED.findall(line)
-                for one in group.strip("{}").split(",")
-            }
+            groups = (group for _, group in _CALLED.findall(line))
+            names = {x.lstrip("% ") for g in groups for x in g.strip("{}").split(",")}
             called.setdefault(name, set()).update(names)
             if _LOOP.search(line):
                 todo.extend(names)
-    found: set[str] = set()
+    looped: set[str] = set()
     while todo:
         name = todo.pop()
-        if name not in found:
-            found.add(name)
+        if name not in looped:
+            looped.add(name)
             todo.extend(called.get(name, ()))
-    return found
+    return looped
 
 
-def _result_type(match: re.Match[str]) -> str:
-    """Returns the type of a collective's result.
+def _results(match: re.Match[str]) -> list[tuple[str, str]]:
+    """Returns the dtypes and dims of a collective's results.
 
-    The result of a `-start` operation includes its operands, except for all-reduce.
+    The type of a `-start` operation holds its operands first, except for all-reduce,
+    and perhaps two numbers of its context last.
     """
-    text = match["type"]
+    arrays = _ARRAY.findall(match["type"])
     if not match["start"] or match["kind"] == "all-reduce":
-        return text
-    parts = _parts(text)
-    return parts[1] if len(parts) > 1 else text
-
-
-def _parts(text: str) -> list[str]:
-    """Returns the elements of a tuple type."""
-    parts, depth, begin = [], 0, 1
-    for at, char in enumerate(text):
-        depth += (char in "([{") - (char in ")]}")
-        if (char == "," and depth == 1) or (char == ")" and depth == 0):
-            parts.append(text[begin:at])
-            begin = at + 1
-    return parts
+        return arrays
+    while len(arrays) > 2 and arrays[-1] == ("u32", ""):
+        arrays.pop()
+    return arrays[len(arrays) // 2 :]
 
 
 def _sizes(dims: str) -> list[str]:
