@@ -68,39 +68,32 @@ def plain_array(
     return array.astype(array.dtype.newbyteorder("="))
 
 
-def host_array(
-    value: Any,
-    where: object = "the array",
-    *,
-    error: type[MeshLayoutError] = LayoutError,
-) -> np.ndarray[Any, Any]:
+def host_array(value: Any, where: object = "the array") -> np.ndarray[Any, Any]:
     """Returns a value as a NumPy array that a device can hold with the same values.
 
     Use this before `jax.device_put`, `jax.make_array_from_callback` and their like.
     Floats of 64 bits become 32 bits on the device, as everywhere in JAX; integers that
     do not fit into 32 bits are refused.
 
-    Takes what `plain_array` does.
-
     Raises:
-        MeshLayoutError: As `error`, as `plain_array` does, and for dtypes that JAX
-            does not have and integers whose values would change.
+        LayoutError: As `plain_array` does, and for dtypes that JAX does not have and
+            integers whose values would change.
 
     Example:
         >>> host_array(np.array([1.0, 2.0], ">f4"))
         array([1., 2.], dtype=float32)
-        >>> host_array(["a"], "batch/name", error=MeshLayoutError)
+        >>> host_array(["a"], "batch/name")
         Traceback (most recent call last):
-        meshlayout.errors.MeshLayoutError: batch/name: ['a'] is not like an array of
+        meshlayout.errors.LayoutError: batch/name: ['a'] is not like an array of
             numbers.
     """
-    array = plain_array(value, where, error=error)
+    array = plain_array(value, where)
     if not _jax.is_array_dtype(array.dtype):
         text = shown(value)
         if isinstance(value, (np.ndarray, np.generic)):
             text = f"a NumPy array of dtype {value.dtype}"
         msg = f"{where}: {text} is not like an array of numbers."
-        raise error(msg)
+        raise LayoutError(msg)
     dtype = _jax.canonical_dtype(array.dtype)
     if dtype == array.dtype or array.dtype.kind not in "iu" or not array.size:
         return array
@@ -111,17 +104,11 @@ def host_array(
             f"{where}: it holds {high if high > limits.max else low}, and JAX makes "
             f"{dtype} of {array.dtype}. Set jax_enable_x64, or give it another dtype."
         )
-        raise error(msg)
+        raise LayoutError(msg)
     return array
 
 
-def check_cast(
-    value: Any,
-    dtype: DType,
-    where: object = "the value",
-    *,
-    error: type[MeshLayoutError] = LayoutError,
-) -> None:
+def check_cast(value: Any, dtype: DType, where: object = "the value") -> None:
     """Refuses to convert a number to a dtype that would change its value.
 
     Rounding to a float of lower precision is what a float dtype means, and is allowed.
@@ -132,10 +119,9 @@ def check_cast(
         value: A number, or an array of them; inside jit it is not checked.
         dtype: The dtype to convert to.
         where: As for `plain_array`.
-        error: As for `plain_array`.
 
     Raises:
-        MeshLayoutError: As `error`, naming the value and the dtype.
+        LayoutError: Naming the value and the dtype.
 
     Example:
         >>> check_cast(0.1, "bfloat16")
@@ -157,7 +143,7 @@ def check_cast(
             f"{where} is {shown(first)}, which dtype {dtype} cannot hold. Choose a "
             "dtype that can, or convert the value first."
         )
-        raise error(msg)
+        raise LayoutError(msg)
 
 
 def _survives(numbers: np.ndarray[Any, Any], dtype: DType) -> np.ndarray[Any, Any]:

@@ -120,17 +120,6 @@ def test_a_table_without_rows_still_has_its_header_and_notes():
     assert text.splitlines() == ["path  bytes", "────  ─────", "nothing matched"]
 
 
-@pytest.mark.parametrize("max_width", [40, 60, 100])
-def test_long_cells_lose_their_middle_in_a_narrow_table(max_width):
-    rows = [["encoder/" * 12 + "kernel", "f32[512, 10]", "x" * 30]]
-    lines = _render.text_table(
-        ["path", "array", "rule"], rows, max_width=max_width
-    ).splitlines()
-    assert max(map(len, lines)) <= max_width
-    path = lines[2].split()[0]
-    assert re.fullmatch(r"en.*….*el", path)
-
-
 def test_html_tables_escape_whatever_a_user_wrote():
     evil = "<script>alert('x')</script>"
     text = _render.html_table([evil], [[evil]], caption=evil, notes=[evil])

@@ -38,16 +38,14 @@ class Direction:
     Attributes:
         title: Its title, in one or two parts.
         steps: What each row or column stands for.
-        edges: What to write at the lines between them; if empty, `steps` are
-            written at their middles.
-        length: How long it is, in proportion to the other direction.
+        length: How long it is, in proportion to the other direction; 0 if every step
+            has one size.
         most: How many steps are drawn before the middle ones are left out.
     """
 
     title: tuple[str, ...] = ()
     steps: tuple[str, ...] = ("",)
-    edges: tuple[str, ...] = ()
-    length: int = 1
+    length: int = 0
     most: int = _MAX_STEPS
 
     @property
@@ -122,7 +120,6 @@ def shards_picture(shape: Sequence[int], axes: Sequence[str], held: Held) -> Pic
         Direction(
             (f"dim {dim} ({shape[dim]})", f"over {axes[dim]}" * bool(axes[dim])),
             tuple(f"{start}:{stop}" for start, stop in cuts[dim]),
-            (*(str(start) for start, _ in cuts[dim]), str(cuts[dim][-1][1])),
             shape[dim],
         )
         for dim in drawn
@@ -177,7 +174,7 @@ def mesh_picture(
     `labels` has one per device, in the order of the flattened mesh.
     """
     directions = [
-        Direction((f"{name} ({size})",), tuple(map(str, range(size))), (), size)
+        Direction((f"{name} ({size})",), tuple(map(str, range(size))))
         for name, size in list(zip(axis_names, shape, strict=True))[-2:]
     ]
     columns = shape[-1] if shape else 1
@@ -377,20 +374,20 @@ def _frame(picture: Picture) -> _Frame:
     down, across = picture.down, picture.across
     cells = [cell for _, panel in picture.panels for cell in panel.values()]
     label = max(_wide(labels_text(cell.labels, 8)) for cell in cells) + 10
-    if across.edges:
+    if across.length:
         scale = min(360 / max(1, across.length), 240 / max(1, down.length))
         width = min(360, max(120, across.length * scale))
-        height = min(240, max(44, down.length * scale)) if down.edges else 44
+        height = min(240, max(44, down.length * scale)) if down.length else 44
     else:
         width, height = 48 * len(across.drawn), 34 * len(down.drawn)
     width = max(width, len(across.drawn) * min(label, 60))
     height = max(height, len(down.drawn) * 24)
     title = max((_wide(text) for text, _ in picture.panels), default=0)
     over = max(_wide(" ".join(across.title)), title) - width
-    ticks = max(map(_wide, down.edges or down.steps))
+    ticks = max(map(_wide, down.steps))
     left = max(map(_wide, down.title), default=0) + ticks + 16 if down.title else 8
     top = 18 * bool(title) + 20 * bool(across.title) + 18 * any(across.steps) + 4
-    right = max(_GAP, over + _GAP, _wide(across.edges[-1]) / 2 if across.edges else 0)
+    right = max(_GAP, over + _GAP)
     return _Frame(math.ceil(left), top, width, height, math.ceil(right), _GAP)
 
 
@@ -472,26 +469,14 @@ def _ticks(
     direction: Direction, length: float, wide: Callable[[str], float]
 ) -> list[tuple[str, float]]:
     """Returns the labels along a direction and their positions, without overlaps."""
-    indices = direction.indices
-    step = length / len(indices)
-    if direction.edges:
-        known = [(at, i) for at, i in enumerate(indices) if i is not None]
-        ticks = [(direction.edges[i], at * step) for at, i in known]
-        ticks.append((direction.edges[-1], length))
-    else:
-        ticks = [
-            (text, (at + 0.5) * step)
-            for at, text in enumerate(direction.drawn)
-            if text not in ("", "…")
-        ]
-    widest = max((wide(text) for text, _ in ticks), default=0) + 4
+    step = length / len(direction.indices)
+    widest = max(map(wide, direction.drawn)) + 4
     every = max(1, math.ceil(widest / step))
-    kept = [tick for at, tick in enumerate(ticks) if at % every == 0]
-    # The end of the array is always shown, instead of a tick too close to it.
-    if direction.edges and kept[-1] != ticks[-1]:
-        near = len(kept) > 1 and ticks[-1][1] - kept[-1][1] < widest
-        kept[len(kept) - near :] = [ticks[-1]]
-    return kept
+    return [
+        (text, (index + 0.5) * step)
+        for index, text in enumerate(direction.drawn)
+        if text not in ("", "…") and index % every == 0
+    ]
 
 
 def _wide(text: str) -> float:

@@ -61,7 +61,6 @@ def text_table(
     headers: Sequence[str],
     rows: Sequence[Sequence[object]],
     align: str | None = None,
-    max_width: int | None = None,
     notes: Sequence[str] = (),
 ) -> str:
     """Returns a table for a terminal: a header, a line, and one line per row.
@@ -70,8 +69,6 @@ def text_table(
         headers: One per column.
         rows: One cell per column each.
         align: One letter per column: `l`, `r` or `c`; all `l` if left out.
-        max_width: The widest a line may be; the longest cells are shortened in
-            their middle. Unlimited if left out.
         notes: Lines to write below.
 
     Example:
@@ -84,12 +81,10 @@ def text_table(
     align = align or "l" * len(headers)
     lines = [[one_line(cell) for cell in row] for row in [headers, *rows]]
     widths = [max(map(cell_width, column)) for column in zip(*lines, strict=True)]
-    if max_width is not None:
-        widths = _narrowed(widths, lines[0], max_width - 2 * (len(widths) - 1))
     lines.insert(1, ["─" * width for width in widths])
     text = [
         "  ".join(
-            padded(shortened(cell, width), width, how)
+            padded(cell, width, how)
             for cell, width, how in zip(line, widths, align, strict=True)
         ).rstrip()
         for line in lines
@@ -106,12 +101,7 @@ def html_table(
 ) -> str:
     """Returns a table for a notebook, in light and dark themes alike.
 
-    Args:
-        headers: One per column.
-        rows: One cell per column each; text, which is escaped.
-        align: One letter per column: `l`, `r` or `c`; all `l` if left out.
-        caption: A line above.
-        notes: Lines below.
+    Takes what `text_table` does, and escapes it; `caption` is a line above.
     """
     align = align or "l" * len(headers)
     head = _html_row("th", headers, align, "opacity:0.75;font-weight:600;")
@@ -180,27 +170,3 @@ def padded(text: str, width: int, how: str) -> str:
     space = max(0, width - cell_width(text))
     before = {"l": 0, "r": space, "c": space // 2}[how]
     return " " * before + text + " " * (space - before)
-
-
-def shortened(text: str, width: int) -> str:
-    """Returns text with its middle left out if it is wider than `width`."""
-    if cell_width(text) <= width:
-        return text
-    keep = max(0, width - 1)
-    tail = text[len(text) - keep // 2 :]
-    return text[: keep - keep // 2] + "…" + tail
-
-
-def _narrowed(widths: list[int], headers: list[str], room: int) -> list[int]:
-    """Returns widths that sum to `room`, taken from the widest columns."""
-    widths = list(widths)
-    least = [max(8, cell_width(header)) for header in headers]
-    while sum(widths) > room:
-        spare = [width - low for width, low in zip(widths, least, strict=True)]
-        if max(spare) <= 0:
-            break
-        at = max(
-            (i for i, free in enumerate(spare) if free > 0), key=widths.__getitem__
-        )
-        widths[at] -= 1
-    return widths
