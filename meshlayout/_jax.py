@@ -142,9 +142,10 @@ def memory_kinds(device: Any) -> tuple[tuple[str, ...], str | None]:
 def apply_operation(eqn: Equation, operands: list[Any]) -> list[Any]:
     """Runs one jaxpr operation under the configuration it was traced in.
 
-    The mesh is left out of that configuration: the operands are laid out already,
-    and JAX refuses operands on another mesh, or on other types of axes, than the one
-    that the caller has set.
+    The mesh is left out of that configuration: the operands are laid out already, and
+    JAX refuses operands on another mesh, or on other types of axes, than the one that
+    the caller has set. `jax.core.eval_jaxpr` would set it. tests/test_create.py notices
+    if JAX binds operations in another way.
     """
     bound = eqn.primitive.get_bind_params(eqn.params)
     functions, params = bound if isinstance(bound, tuple) else ((), bound)
@@ -322,7 +323,9 @@ def is_manual(x: Leaf) -> bool:
 def is_staged(x: Leaf) -> bool:
     """Returns whether an operation on a value is recorded rather than run, as in jit.
 
-    A value under vmap counts as recorded: its dims are not those of the array.
+    A value under vmap counts as recorded: its dims are not those of the array. JAX's
+    public trace state cannot tell jit from eager grad, in which arrays are placed.
+    tests/test_arrays.py notices.
     """
     if isinstance(x, jax.core.Tracer):
         return isinstance(concrete_value(x), jax.core.Tracer)
@@ -523,13 +526,9 @@ def shard_placer(
     """Returns a function from shards on the host to a global array.
 
     It does what `jax.make_array_from_callback` does, in one call for all devices and
-    without that function's work in Python for every shard.
-
-    Args:
-        shape: The global shape.
-        dtype: The dtype.
-        sharding: Where it goes. The function takes one shard per device of this
-            process, in the order of `sharding.addressable_devices_indices_map(shape)`.
+    without that function's work in Python for every shard. It takes one shard per
+    device of this process, in the order of
+    `sharding.addressable_devices_indices_map(shape)`. tests/test_arrays.py notices.
     """
     aval = jax_core.ShapedArray(shape, dtype)
     aval = jax_core.update_aval_with_sharding(aval, sharding)
@@ -550,5 +549,9 @@ def reached_preemption_sync_point(turn: int) -> bool:
 
 
 def has_preemption_service() -> bool:
-    """Returns whether `jax.distributed` watches for SIGTERM in this process."""
+    """Returns whether `jax.distributed` watches for SIGTERM in this process.
+
+    Where it does not, JAX's sync point raises, and there is no public way to ask.
+    tests/test_preemption.py notices.
+    """
     return distributed.global_state.preemption_sync_manager is not None

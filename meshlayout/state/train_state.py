@@ -5,7 +5,7 @@ import dataclasses
 import uuid
 from collections.abc import Callable, Mapping
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias, TypeVar
 
 import cloudpickle
 import jax
@@ -23,6 +23,7 @@ from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, Resolved
 from meshlayout.state.create import (
     StateDescription,
+    T,
     check_builder,
     describe_state,
     eager_sharding,
@@ -31,16 +32,6 @@ from meshlayout.state.create import (
     marked,
 )
 
-
-if TYPE_CHECKING:
-    from typing_extensions import TypeVar
-
-    # A default, so that a TrainState without its model's type is one of any model.
-    M = TypeVar("M", default=Any)
-else:
-    from typing import TypeVar
-
-    M = TypeVar("M")
 
 Model = TypeVar("Model", bound=nnx.Module | nn.Module)
 Optimizer: TypeAlias = optax.GradientTransformation | optax.MultiSteps
@@ -90,7 +81,7 @@ def _load_code(code: bytes, token: str) -> ModelCode:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
-class TrainState(Generic[M]):
+class TrainState(Generic[T]):
     """Everything that a training step carries forward, as one pytree.
 
     Make one with `TrainState.create`. It is a frozen dataclass whose array fields are
@@ -203,7 +194,7 @@ class TrainState(Generic[M]):
         return describe_state(state, layouts, where)
 
     @property
-    def model(self) -> M:
+    def model(self) -> T:
         """The model with these parameters: an NNX module, or a bound Linen module.
 
         Each access makes a new one, around the same arrays. A Linen module is bound
