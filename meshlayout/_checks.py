@@ -119,12 +119,12 @@ def shape(value: Any, **context: Unpack[Context]) -> tuple[int, ...]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         fact = f"a shape is a tuple of sizes, one per dim, and got {shown(value)}."
         raise _error(fact, **context)
-    given = tuple(value)
-    sizes = tuple(map(_as_int, given))
+    entries = tuple(value)
+    sizes = tuple(map(_as_int, entries))
     for dim, size in enumerate(sizes):
         if size is None or size < 0:
             fact = (
-                f"dim {dim} of the shape has size {shown(given[dim])}; a size is an "
+                f"dim {dim} of the shape has size {shown(entries[dim])}; a size is an "
                 "integer, 0 or more."
             )
             raise _error(fact, **context)

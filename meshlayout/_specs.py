@@ -93,7 +93,8 @@ def _parse_entry(entry: Any, dim: int) -> DimSpec:
     if entry is PartitionSpec.UNCONSTRAINED:
         msg = (
             f"entry {dim} is PartitionSpec.UNCONSTRAINED, which leaves the dim to the "
-            "compiler; a layout says where every dim lies. Name an axis, or UNSHARDED."
+            "compiler; a layout says how every dim is sharded. Name an axis, or "
+            "UNSHARDED."
         )
         raise LayoutError(msg)
     msg = (
@@ -146,12 +147,12 @@ def check_axes(specs: tuple[DimSpec, ...], mesh: Mesh) -> None:
                 )
                 raise LayoutError(msg)
             if axis in seen:
-                at = f"entry {dim}"
+                place = f"entry {dim}"
                 if seen[axis] != dim:
-                    at = f"entries {seen[axis]} and {dim}"
+                    place = f"entries {seen[axis]} and {dim}"
                 msg = (
                     f"mesh axis {axis!r} is used twice in {specs_text(specs)}, on "
-                    f"{at}; an axis shards one dim, and that once."
+                    f"{place}; an axis shards one dim, and that once."
                 )
                 raise LayoutError(msg)
             seen[axis] = dim

@@ -480,7 +480,7 @@ class Layout(Value):
             [(0,), (0,), (0,), (0,), (1,), (1,), (1,), (1,)]
         """
         _ = self.rank, self._known()
-        return [self._shard_index(self.specs, at) for at in range(self.mesh.size)]
+        return [self._shard_index(self.specs, index) for index in range(self.mesh.size)]
 
     # DTensor's names, for code that comes from TensorFlow; not used in the library.
 
@@ -546,7 +546,7 @@ class Layout(Value):
             rows.append([number, entry_text(entry), shards])
         notes = [] if rank else ["a scalar, on every device"]
         return _render.html_table(
-            ["dim", "lies on", "shards"], rows, "rlr", caption=caption, notes=notes
+            ["dim", "sharded over", "shards"], rows, "rlr", caption=caption, notes=notes
         )
 
     # Inside.

@@ -176,7 +176,8 @@ class Mesh(Value):
     def local_device_locations(self) -> list[dict[str, int]]:
         """Returns the coordinates by axis of the devices of this process."""
         return [
-            dict(zip(self.shape, at, strict=True)) for at in self.local_device_coords
+            dict(zip(self.shape, coords, strict=True))
+            for coords in self.local_device_coords
         ]
 
     def axis_size(self, axis: str | Iterable[str]) -> int:
@@ -259,11 +260,11 @@ class Mesh(Value):
             >>> create_mesh({"batch": 2, "model": 4})["model"]
             Mesh(model=4)
         """
-        kept = self._check_axes(axes)
-        if not kept:
+        names = self._check_axes(axes)
+        if not names:
             msg = f"a sub-mesh of {self!r} needs at least one axis."
             raise MeshError(msg)
-        return self._regrouped([(axis, (axis,)) for axis in kept])
+        return self._regrouped([(axis, (axis,)) for axis in names])
 
     def rename(self, names: Mapping[str, str]) -> "Mesh":
         """Returns the same mesh with other names for some axes.

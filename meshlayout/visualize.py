@@ -154,7 +154,9 @@ def _shards(value: Layout | Sharding, shape: Sequence[int], dtype: DType) -> Sha
         layout = as_layout(value, len(shape))
         layout.check(shape)
         devices = layout.mesh.devices.flat
-        slices = [layout.shard_slices(shape, at) for at in range(layout.mesh.size)]
+        slices = [
+            layout.shard_slices(shape, index) for index in range(layout.mesh.size)
+        ]
         held = zip(devices, slices, strict=True)
     else:
         layout = None
@@ -175,7 +177,7 @@ def _no_sharding(value: Any) -> str:
     if isinstance(value, np.ndarray):
         array = _render.array_text(value.dtype, value.shape)
         return (
-            f"{expected}, and got a NumPy array {array}, which lies on no "
+            f"{expected}, and got a NumPy array {array}, which is on no "
             "device. Place it first: relayout(x, layout)."
         )
     if isinstance(value, Tracer):

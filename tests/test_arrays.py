@@ -693,7 +693,7 @@ BAD = {
     ),
     "packing inside jit": (
         lambda: jax.jit(lambda x: ma.pack([x] * 8, B))(np.ones((1, 2))),
-        "pack joins arrays that lie on devices, and inside jit, grad or vmap there are "
+        "pack joins arrays that are on devices, and inside jit, grad or vmap there are "
         "none yet. Pack outside, or use relayout.",
     ),
     "a range beyond the dtype": (
@@ -777,7 +777,7 @@ BAD = {
                 "b": ma.ones((8,), ONE.layout("batch")),
             }
         ),
-        "b f32[8] lies on devices 5, and a f32[8] on 0, 1, 2, 3, 4, 5, 6, 7; unpack "
+        "b f32[8] is on devices 5, and a f32[8] on 0, 1, 2, 3, 4, 5, 6, 7; unpack "
         "takes a tree on one mesh, in one order.",
     ),
     "unpack of nothing": (
@@ -932,7 +932,7 @@ BAD = {
         lambda: ma.call_with_layout(
             jnp.sin, B, ma.ones((8, 8), SUBSET.layout("part", None))
         ),
-        "argument 0 f32[8, 8]: it lies on devices 3, 4, 5, 6, and the results on those "
+        "argument 0 f32[8, 8]: it is on devices 3, 4, 5, 6, and the results on those "
         "of Mesh(batch=8). Move it there with relayout(x, layout).",
     ),
     "the value inside jit": (

@@ -669,7 +669,7 @@ BAD = {
     "UNCONSTRAINED": (
         lambda: Layout(P(None, P.UNCONSTRAINED), MESH),
         "entry 1 is PartitionSpec.UNCONSTRAINED, which leaves the dim to the compiler; "
-        "a layout says where every dim lies. Name an axis, or UNSHARDED.",
+        "a layout says how every dim is sharded. Name an axis, or UNSHARDED.",
     ),
     "two ellipses": (
         lambda: sharded(..., "batch", ...),

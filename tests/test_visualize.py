@@ -230,7 +230,7 @@ LAYOUT = ml.Layout(["batch", "model"], MESH)
             np.zeros((2, 3), np.float32),
             None,
             "visualize takes a jax.Array, a Layout or a sharding, and got a NumPy "
-            "array f32[2, 3], which lies on no device. Place it first: relayout(x, "
+            "array f32[2, 3], which is on no device. Place it first: relayout(x, "
             "layout).",
         ),
         (

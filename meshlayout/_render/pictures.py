@@ -56,7 +56,7 @@ class Direction:
     @property
     def drawn(self) -> list[str]:
         """What the drawn steps stand for."""
-        return ["…" if at is None else self.steps[at] for at in self.indices]
+        return ["…" if index is None else self.steps[index] for index in self.indices]
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def shards_picture(shape: Sequence[int], axes: Sequence[str], held: Held) -> Pic
     cuts = [sorted({slices[dim] for _, slices in held}) for dim in range(len(shape))]
     holders: dict[tuple[int, ...], list[int | str]] = {}
     for label, slices in held:
-        index = tuple(cut.index(one) for cut, one in zip(cuts, slices, strict=True))
+        index = tuple(cut.index(part) for cut, part in zip(cuts, slices, strict=True))
         holders.setdefault(index, []).append(label)
     cut_dims = [dim for dim, cut in enumerate(cuts) if len(cut) > 1]
     whole = sorted(set(range(len(shape))) - set(cut_dims), key=lambda d: -shape[d])
@@ -146,7 +146,7 @@ def shards_picture(shape: Sequence[int], axes: Sequence[str], held: Held) -> Pic
     notes = [f"Not drawn: {dims} {names}, whole in every shard."] if left_out else []
     return _picture(
         directions,
-        [(title(at), panel) for at, panel in panels.items()],
+        [(title(index), panel) for index, panel in panels.items()],
         num_colors,
         notes,
     )
@@ -211,11 +211,11 @@ def _picture(
     notes: list[str],
 ) -> Picture:
     down, across = [Direction()] * (2 - len(directions)) + directions
-    shown = [at for at in _outer(len(panels), _MAX_PANELS) if at is not None]
+    shown = [i for i in _outer(len(panels), _MAX_PANELS) if i is not None]
     if len(shown) < len(panels):
         notes = [*notes, f"{len(shown)} of {len(panels)} grids are drawn."]
     return Picture(
-        down, across, tuple(panels[at] for at in shown), num_colors, tuple(notes)
+        down, across, tuple(panels[i] for i in shown), num_colors, tuple(notes)
     )
 
 
@@ -248,7 +248,7 @@ def labels_text(labels: Iterable[int | str], room: int | None = None) -> str:
         return text
     count = len(labels)
     tries = [f"{parts[0]}, …, {parts[-1]}", f"{count} devices", f"({count})"]
-    return next((one for one in tries if cell_width(one) <= room), "…"[:room])
+    return next((text for text in tries if cell_width(text) <= room), "…"[:room])
 
 
 # Drawing as text.
@@ -260,7 +260,7 @@ def picture_text(picture: Picture) -> str:
     cells = [cell for _, panel in picture.panels for cell in panel.values()]
     labels = [labels_text(map(_clean, cell.labels), _MAX_TEXT_LABEL) for cell in cells]
     width = 2 + max(map(cell_width, [*labels, *across.drawn]))
-    margin = max(cell_width(one) for one in [*down.drawn, " ".join(down.title)])
+    margin = max(cell_width(text) for text in [*down.drawn, " ".join(down.title)])
     most = max(3, (_MAX_TEXT_WIDTH - margin - 1) // (width + 1))
     across = replace(across, most=min(across.most, most))
     blocks = [

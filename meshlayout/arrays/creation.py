@@ -129,7 +129,7 @@ def _check_devices(x: jax.Array, meshes: Iterable[Mesh], where: Where) -> None:
     for mesh in meshes:
         if set(x.sharding.device_set) != set(mesh.devices.flat):
             msg = (
-                f"{where}: it lies on devices {device_ids(x.sharding.device_set)}, and "
+                f"{where}: it is on devices {device_ids(x.sharding.device_set)}, and "
                 f"the results on those of {mesh!r}. Move it there with relayout(x, "
                 "layout)."
             )
@@ -320,7 +320,7 @@ def arange(
         work = np.dtype(np.float32)  # bfloat16 cannot count
     try:
         last = first + max(0, size - 1) * (step or 1)
-        start_, step_, _ = (np.asarray(one, work) for one in (first, step or 1, last))
+        start_, step_, _ = (np.asarray(x, work) for x in (first, step or 1, last))
     except OverflowError:
         msg = f"arange from {first!r} to {end!r} does not fit into dtype {work}."
         raise LayoutError(msg) from None

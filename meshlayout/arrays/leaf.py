@@ -57,12 +57,11 @@ def _fitting(layout: Layout, shape: tuple[int, ...]) -> Layout | None:
 
     Cached, for steps of a loop; the caller finds out what is wrong.
     """
-    is_open = ... in layout.specs
-    spare = len(shape) - (len(layout.specs) - is_open)
-    if MATCH in layout.specs or spare < 0 or (spare and not is_open):
+    try:
+        full = layout.with_rank(len(shape))
+    except LayoutError:
         return None
-    full = as_layout(layout, len(shape))
-    return None if full.misfits(shape) else full
+    return None if MATCH in full.specs or full.misfits(shape) else full
 
 
 @functools.lru_cache(maxsize=4096)
@@ -208,7 +207,7 @@ def _constrain(x: Leaf, sharding: NamedSharding, layout: Layout, where: Where) -
     if MATCH in layout.specs:
         msg = (
             f"{where}: {layout!r} holds MATCH and a memory kind, and inside jit JAX "
-            "does not know how the array lies. Name the axes."
+            "does not know how the array is laid out. Name the axes."
         )
         raise LayoutError(msg)
     if not _jax.memory_in_jit() and layout.mesh.platform == "cpu":

@@ -81,10 +81,10 @@ def pack(parts: Iterable[Any], layout: LayoutLike, *, verify: bool = False) -> A
             raise LayoutError(msg)
     first = trees[0]
     return first.unflatten(
-        _pack_leaf(
-            [tree.leaves[at] for tree in trees], one, first.paths[at], verify=verify
+        _pack_leaf([tree.leaves[i] for tree in trees], target, path, verify=verify)
+        for i, (path, target) in enumerate(
+            zip(first.paths, first.broadcast(layout), strict=True)
         )
-        for at, one in enumerate(first.broadcast(layout))
     )
 
 
@@ -94,16 +94,16 @@ def _pack_leaf(
     where = f"{path}: " if path else ""
     if any(isinstance(part, Tracer) for part in parts):
         msg = (
-            f"{where}pack joins arrays that lie on devices, and inside jit, grad or "
+            f"{where}pack joins arrays that are on devices, and inside jit, grad or "
             "vmap there are none yet. Pack outside, or use relayout."
         )
         raise LayoutError(msg)
-    parts = [as_array(part, f"{where}part {at}") for at, part in enumerate(parts)]
+    parts = [as_array(part, f"{where}part {index}") for index, part in enumerate(parts)]
     kinds = [(part.shape, _jax.canonical_dtype(part.dtype)) for part in parts]
-    for at, kind in enumerate(kinds):
+    for index, kind in enumerate(kinds):
         if kind != kinds[0]:
             msg = (
-                f"{where}part 0 is {type_text(*kinds[0])}, and part {at} is "
+                f"{where}part 0 is {type_text(*kinds[0])}, and part {index} is "
                 f"{type_text(*kind)}; the parts of one array have one shape and dtype."
             )
             raise LayoutError(msg)
@@ -136,15 +136,15 @@ def _pack_leaf(
 def _verify(parts: list[Any], layout: Layout, where: Where) -> None:
     """Raises LayoutError if two parts for the same shard differ."""
     index_of = layout.offset_to_shard()
-    flat = {device: at for at, device in enumerate(layout.mesh.devices.flat)}
+    flat = {device: index for index, device in enumerate(layout.mesh.devices.flat)}
     seen: dict[tuple[int, ...], tuple[int, _jax.Device, np.ndarray[Any, Any]]] = {}
-    for at, device in enumerate(layout.mesh.local_devices):
-        value = _host_value(parts[at])
+    for number, device in enumerate(layout.mesh.local_devices):
+        value = _host_value(parts[number])
         index = index_of[flat[device]]
-        first, other, expected = seen.setdefault(index, (at, device, value))
+        first, other, expected = seen.setdefault(index, (number, device, value))
         if value.tobytes() != expected.tobytes():
             msg = (
-                f"{where}parts {first} and {at}, for devices {other} and {device}, "
+                f"{where}parts {first} and {number}, for devices {other} and {device}, "
                 f"should be replicas by {layout!r} (shard {index}), and "
                 f"{_difference(expected, value)}."
             )
@@ -190,11 +190,11 @@ def unpack(x: Leaf) -> list[Any]:
     if not tree.leaves:
         msg = "unpack takes arrays on a mesh, and got a tree without any."
         raise LayoutError(msg)
-    columns = [_unpack_leaf(leaf, at) for at, leaf in tree.named()]
+    columns = [_unpack_leaf(leaf, where) for where, leaf in tree.named()]
     for (where, _), column in zip(tree.named(), columns, strict=True):
         if list(column) != list(columns[0]):
             msg = (
-                f"{where} lies on devices {device_ids(column)}, and "
+                f"{where} is on devices {device_ids(column)}, and "
                 f"{tree.named()[0][0]} on {device_ids(columns[0])}; unpack takes a "
                 "tree on one mesh, in one order."
             )

@@ -104,11 +104,11 @@ def copy_to_mesh(x: Leaf, layout: LayoutLike) -> Any:
     """
     tree = Tree(x, is_leaf=is_number_list)
     copies = []
-    for (path, leaf), one in zip(tree.items(), tree.broadcast(layout), strict=True):
+    for (path, leaf), target in zip(tree.items(), tree.broadcast(layout), strict=True):
         if is_number_list(leaf):
             leaf = as_array(leaf, path or "the list")
         where = array_text(path, leaf)
-        resolved = resolve(leaf, one, where, match=False)
+        resolved = resolve(leaf, target, where, match=False)
         copies.append(move(leaf, resolved, where, copy=True))
     return tree.unflatten(copies)
 
@@ -158,9 +158,9 @@ def check_layout(x: Leaf, layout: LayoutLike) -> None:
         ... )
     """
     tree = Tree(x)
-    for (where, leaf), one in zip(tree.named(), tree.broadcast(layout), strict=True):
+    for (where, leaf), target in zip(tree.named(), tree.broadcast(layout), strict=True):
         actual = layout_of(leaf, where)
-        expected = with_full_rank(one, actual.rank, where)
+        expected = with_full_rank(target, actual.rank, where)
         # Dims for which MATCH allows anything are left out of the comparison.
         is_free = [entry is MATCH for entry in expected.specs]
         ours, theirs = (

@@ -443,7 +443,7 @@ def _check_rivals(
 ) -> None:
     """Raises LayoutMapError if it matters which of several parameter trees is meant."""
     layouts = [
-        [found and found.layout for found in (resolutions[index] for index in indices)]
+        [leaf and leaf.layout for leaf in (resolutions[index] for index in indices)]
         for _, indices in state.owners
     ]
     if all(rival == layouts[0] for rival in layouts):
@@ -471,8 +471,8 @@ def _check_follows_nothing(opt_state: _paths.Flat, params: PyTree) -> None:
 
 
 def _resolved(flat: _paths.Flat, resolutions: list[Resolution | None]) -> Resolved:
-    layouts = flat.unflatten([found and found.layout for found in resolutions])
-    return Resolved(layouts, tuple([found for found in resolutions if found]))
+    layouts = flat.unflatten([leaf and leaf.layout for leaf in resolutions])
+    return Resolved(layouts, tuple([leaf for leaf in resolutions if leaf]))
 
 
 def _check_logical(axes: Any, mesh: Mesh) -> tuple[AxisRule, ...] | None:

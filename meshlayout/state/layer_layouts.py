@@ -45,15 +45,15 @@ def with_layouts(layer: Any, **layouts: Any) -> type[Any]:
     if not layouts:
         msg = f"with_layouts({layer.__name__}) gives no layouts; name a parameter's."
         raise StateError(msg)
-    given = tuple((name, _hashable(spec)) for name, spec in layouts.items())
-    for name, spec in given:
+    specs = tuple((name, _hashable(spec)) for name, spec in layouts.items())
+    for name, spec in specs:
         if not isinstance(spec, Hashable):
             msg = (
                 f"with_layouts({layer.__name__}): {name} must be a Layout, or a spec "
                 f"as (None, 'model'), got {_checks.shown(spec)}."
             )
             raise StateError(msg)
-    return _layer_class(layer, given)
+    return _layer_class(layer, specs)
 
 
 def _hashable(spec: Any) -> Any:
@@ -81,21 +81,17 @@ class _LinenClass(type(nn.Module)):
 
 
 @functools.cache
-def _layer_class(layer: type[Any], given: tuple[tuple[str, Any], ...]) -> type[Any]:
+def _layer_class(layer: type[Any], specs: tuple[tuple[str, Any], ...]) -> type[Any]:
     """Returns a subclass whose parameters carry layouts; the same one each time."""
     make = _nnx_contents if issubclass(layer, nnx.Module) else _linen_contents
     kind = _NnxClass if issubclass(layer, nnx.Module) else _LinenClass
-    contents = {"__doc__": layer.__doc__, "made_from": (layer, given)}
+    contents = {"__doc__": layer.__doc__, "made_from": (layer, specs)}
     # The same name, so that Linen's automatic names do not change.
-    return kind(layer.__name__, (layer,), {**contents, **make(layer, dict(given))})
+    return kind(layer.__name__, (layer,), {**contents, **make(layer, dict(specs))})
 
 
-def _remake(layer: type[Any], given: tuple[tuple[str, Any], ...]) -> type[Any]:
-    return _layer_class(layer, given)
-
-
-copyreg.pickle(_NnxClass, lambda made: (_remake, made.made_from))
-copyreg.pickle(_LinenClass, lambda made: (_remake, made.made_from))
+copyreg.pickle(_NnxClass, lambda kind: (_layer_class, kind.made_from))
+copyreg.pickle(_LinenClass, lambda kind: (_layer_class, kind.made_from))
 
 
 def _nnx_contents(layer: type[Any], specs: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ sharded ones would give other bits.
 import functools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,17 +54,14 @@ class CreationMemory:
 
 @dataclass
 class _Operation:
-    """One operation: its operands, its results, and the values it uses last."""
+    """One operation: how its values are sharded, and which it uses last."""
 
     eqn: Any
-    inputs: list[Any]
-    outputs: list[Any]
     shardings_in: list[NamedSharding]
     shardings_out: list[NamedSharding]
     donated: tuple[int, ...]
     dead: list[Any]
     is_whole: bool
-    mesh: Mesh
 
 
 class Operations:
@@ -90,9 +87,9 @@ class Operations:
         self._given = {*self._inputs, *self._consts}
         needed = _needed(eqns, self._outputs)
         self._shardings = ShardingPlan(
-            self._mesh, self._outputs, targets, reversed(needed)
+            self._mesh, self._outputs, targets, [eqn for eqn, _ in needed]
         )
-        self._operations = self._plan(needed)
+        self._operations = [self._operation(*pair) for pair in reversed(needed)]
         self._results = self._requested(targets)
 
     def run(self, inputs: Sequence[ArrayLike] = ()) -> list[jax.Array]:
@@ -109,10 +106,10 @@ class Operations:
         for operation in self._operations:
             operands = [
                 _literal(var) if is_literal(var) else values[var]
-                for var in operation.inputs
+                for var in operation.eqn.invars
             ]
             outputs = _run(operation, operands)
-            values.update(zip(operation.outputs, outputs, strict=True))
+            values.update(zip(operation.eqn.outvars, outputs, strict=True))
             for var in operation.dead:
                 del values[var]
         results: list[jax.Array] = []
@@ -133,14 +130,13 @@ class Operations:
             new = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
             now = sum(held.values()) + analysis.temp_size_in_bytes + new
             # An operand that is needed in another sharding is moved first.
-            operands = zip(operation.inputs, operation.shardings_in, strict=True)
             moved = sum(
                 _shard_bytes(var, sharding)
-                for var, sharding in operands
+                for var, sharding in _operands(operation)
                 if sharding != self._shardings[var]
             )
             peak = max(peak, now + moved)
-            held.update({var: self._bytes(var) for var in operation.outputs})
+            held.update({var: self._bytes(var) for var in operation.eqn.outvars})
             for var in operation.dead:
                 held.pop(var, None)
         finished = 0
@@ -156,19 +152,6 @@ class Operations:
         return _shard_bytes(var, self._shardings[var])
 
     # Planning.
-
-    def _plan(self, eqns: list[Any]) -> list[_Operation]:
-        last_use = {
-            var: index
-            for index, eqn in enumerate(eqns)
-            for var in eqn.invars
-            if not is_literal(var)
-        }
-        results = {var for var in self._outputs if not is_literal(var)}
-        return [
-            self._operation(index, eqn, last_use, results)
-            for index, eqn in enumerate(eqns)
-        ]
 
     def _requested(
         self, targets: Sequence[Layout]
@@ -189,35 +172,31 @@ class Operations:
             results.append((var, layout, is_copied, is_last))
         return results
 
-    def _operation(
-        self, index: int, eqn: Equation, last_use: dict[Any, int], results: set[Any]
-    ) -> _Operation:
+    def _operation(self, eqn: Equation, dead: list[Any]) -> _Operation:
         # Literals are operands too, as they are without jit: a constant would be
         # folded into the program, and change its bits.
-        inputs = list(eqn.invars)
-        values = dict.fromkeys(var for var in inputs if not is_literal(var))
-        dead = [var for var in values if last_use[var] == index and var not in results]
-        outputs = list(eqn.outvars)
-        shardings_in = [self._shardings[var] for var in inputs]
-        shardings_out = [self._shardings[var] for var in outputs]
+        shardings_in = [self._shardings[var] for var in eqn.invars]
+        shardings_out = [self._shardings[var] for var in eqn.outvars]
         is_whole = not is_bit_exact_on_shards(eqn)
         if is_whole:
             whole = NamedSharding(self._mesh.jax_mesh, PartitionSpec())
-            shardings_in = [whole] * len(inputs)
-        reusable = _reusable(inputs, outputs, shardings_in, shardings_out, dead)
-        donated = tuple(i for i in reusable if inputs[i] not in self._given)
-        # Outputs that nobody reads are not kept.
-        dead += [v for v in outputs if v not in last_use and v not in results]
+            shardings_in = [whole] * len(eqn.invars)
+        # A result can take over the memory of an operand that is like it.
+        free = [
+            (var.aval.shape, var.aval.dtype, sharding)
+            for var, sharding in zip(eqn.outvars, shardings_out, strict=True)
+        ]
+        donated = []
+        for index, (var, sharding) in enumerate(
+            zip(eqn.invars, shardings_in, strict=True)
+        ):
+            memory = (var.aval.shape, var.aval.dtype, sharding)
+            is_free = var in dead and var not in self._given
+            if is_free and eqn.invars.count(var) == 1 and memory in free:
+                free.remove(memory)
+                donated.append(index)
         return _Operation(
-            eqn,
-            inputs,
-            outputs,
-            shardings_in,
-            shardings_out,
-            donated,
-            dead,
-            is_whole,
-            self._mesh,
+            eqn, shardings_in, shardings_out, tuple(donated), dead, is_whole
         )
 
 
@@ -226,37 +205,21 @@ def _shard_bytes(var: Any, sharding: NamedSharding) -> int:
     return math.prod(shape) * _jax.itemsize(var.aval.dtype)
 
 
-def _needed(eqns: list[Any], outputs: Sequence[Any]) -> list[Any]:
-    """Returns the operations that the results depend on, in their order."""
-    needed: list[Any] = []
+def _needed(eqns: list[Any], outputs: Sequence[Any]) -> list[tuple[Any, list[Any]]]:
+    """Returns the operations that the results depend on, the last one first.
+
+    Each comes with the values that are not needed after it.
+    """
+    needed: list[tuple[Any, list[Any]]] = []
     used = {var for var in outputs if not is_literal(var)}
     for eqn in reversed(eqns):
         if used.intersection(eqn.outvars):
-            needed.append(eqn)
-            used.update(var for var in eqn.invars if not is_literal(var))
-    return needed[::-1]
-
-
-def _reusable(
-    inputs: list[Any],
-    outputs: list[Any],
-    shardings_in: list[NamedSharding],
-    shardings_out: list[NamedSharding],
-    dead: list[Any],
-) -> tuple[int, ...]:
-    """Returns which operands' memory a result can take over."""
-    free = [
-        (var.aval.shape, var.aval.dtype, sharding)
-        for var, sharding in zip(outputs, shardings_out, strict=True)
-    ]
-    reusable = []
-    for index, (var, sharding) in enumerate(zip(inputs, shardings_in, strict=True)):
-        memory = (var.aval.shape, var.aval.dtype, sharding)
-        is_operand_once = not is_literal(var) and inputs.count(var) == 1
-        if is_operand_once and var in dead and memory in free:
-            free.remove(memory)
-            reusable.append(index)
-    return tuple(reusable)
+            unread = [var for var in eqn.outvars if var not in used]
+            operands = dict.fromkeys(var for var in eqn.invars if not is_literal(var))
+            dead = [var for var in operands if var not in used]
+            used.update(operands)
+            needed.append((eqn, dead + unread))
+    return needed
 
 
 class _OperationKey:
@@ -265,7 +228,7 @@ class _OperationKey:
     def __init__(self, operation: _Operation) -> None:
         self.operation = operation
         eqn = operation.eqn
-        avals = [var.aval for var in operation.inputs]
+        avals = [var.aval for var in operation.eqn.invars]
         self._value = (
             eqn.primitive,
             tuple(sorted(eqn.params.items(), key=lambda item: item[0])),
@@ -287,6 +250,10 @@ class _OperationKey:
         return self._hash
 
 
+def _operands(operation: _Operation) -> Iterator[tuple[Any, NamedSharding]]:
+    return zip(operation.eqn.invars, operation.shardings_in, strict=True)
+
+
 @functools.lru_cache(maxsize=1024)
 def _compile(key: _OperationKey) -> Any:
     """Compiles an operation, once for each different one."""
@@ -298,7 +265,7 @@ def _compile(key: _OperationKey) -> Any:
             sharding=sharding,
             weak_type=var.aval.weak_type,
         )
-        for var, sharding in zip(operation.inputs, operation.shardings_in, strict=True)
+        for var, sharding in _operands(operation)
     ]
     jitted = jax.jit(
         functools.partial(_apply, operation),
@@ -328,11 +295,12 @@ def _saves_memory(operation: _Operation) -> bool:
 
     Small arrays have the bits of an unsharded build for sure only as JAX compiles them.
     """
-    return operation.mesh.platform == "cpu" and all(
+    mesh: Any = operation.shardings_out[0].mesh
+    return mesh.devices.flat[0].platform == "cpu" and all(
         is_large(var.aval.shape, var.aval.dtype)
         and preserves_bits(sharding, var.aval.shape)
         for var, sharding in zip(
-            operation.outputs, operation.shardings_out, strict=True
+            operation.eqn.outvars, operation.shardings_out, strict=True
         )
     )
 

@@ -37,6 +37,7 @@ Model = TypeVar("Model", bound=nnx.Module | nn.Module)
 Optimizer: TypeAlias = optax.GradientTransformation | optax.MultiSteps
 
 
+@dataclasses.dataclass(eq=False)
 class ModelCode:
     """What of a train state is code: the model's structure and the optimizer.
 
@@ -44,15 +45,14 @@ class ModelCode:
     copy that was pickled equals the original by its token.
     """
 
-    def __init__(
-        self, graphdef: Any, module: Any, boxed: Any, tx: Any, token: str | None = None
-    ) -> None:
-        self.graphdef = graphdef
-        self.module = module
-        self.boxed = boxed
-        self.tx = tx
-        self.token = token or uuid.uuid4().hex
-        kinds = (type(graphdef), type(module), type(tx))
+    graphdef: Any
+    module: Any
+    boxed: Any
+    tx: Any
+    token: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
+
+    def __post_init__(self) -> None:
+        kinds = (type(self.graphdef), type(self.module), type(self.tx))
         self._hash = hash(tuple(kind.__qualname__ for kind in kinds))
 
     def __eq__(self, other: object) -> bool:
