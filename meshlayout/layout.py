@@ -27,7 +27,7 @@ from meshlayout._specs import (
     specs_text,
 )
 from meshlayout.errors import LayoutError, did_you_mean
-from meshlayout.mesh import Mesh, Value, as_mesh, create_mesh, register_layout_factory
+from meshlayout.mesh import Mesh, Value, as_mesh, create_mesh
 
 
 @dataclass(init=False, repr=False, unsafe_hash=True)
@@ -643,4 +643,4 @@ def _check_dim(dim: Any, rank: int) -> int:
     return index % rank
 
 
-register_layout_factory(lambda mesh, specs, kind: Layout(specs, mesh, memory_kind=kind))
+Mesh._layout_type = Layout

@@ -2,10 +2,10 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import numpy as np
@@ -77,6 +77,7 @@ class Mesh(Value):
 
     jax_mesh: jax.sharding.Mesh
     shape: Mapping[str, int] = field(compare=False)
+    _layout_type: "ClassVar[type[Layout]]"  # set by the layout module, which is above
 
     def __init__(self, mesh: "Mesh | jax.sharding.Mesh") -> None:
         if isinstance(mesh, Mesh):
@@ -345,7 +346,7 @@ class Mesh(Value):
             >>> create_mesh({"batch": 8}).layout("batch", None)
             Layout([batch, unsharded], Mesh(batch=8))
         """
-        return _layout_factory[0](self, specs, memory_kind)
+        return self._layout_type(specs, self, memory_kind=memory_kind)
 
     # Text, pickle, equality.
 
@@ -461,15 +462,6 @@ def _checked_shape(mesh: jax.sharding.Mesh) -> Mapping[str, int]:
         raise MeshError(msg)
     check_devices(list(mesh.devices.flat))
     return MappingProxyType(dict(mesh.shape))
-
-
-_LayoutFactory: TypeAlias = "Callable[[Mesh, tuple[Any, ...], str | None], Layout]"
-_layout_factory: list[_LayoutFactory] = []
-
-
-def register_layout_factory(factory: _LayoutFactory) -> None:
-    """Says how `mesh.layout(...)` makes a layout; called once, by the layout module."""
-    _layout_factory[:] = [factory]
 
 
 def as_mesh(value: Any) -> Mesh:

@@ -4,10 +4,7 @@ from meshlayout.layout_map.activations import (
     activate as activate,
     constrain as constrain,
 )
-from meshlayout.layout_map.layout_map import (
-    LayoutMap as LayoutMap,
-    register_scope_factory as register_scope_factory,
-)
+from meshlayout.layout_map.layout_map import LayoutMap as LayoutMap
 from meshlayout.layout_map.metadata import (
     OWN_LAYOUT as OWN_LAYOUT,
     LayoutBox as LayoutBox,

@@ -12,7 +12,7 @@ from collections.abc import (
 )
 from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import Any, TypeAlias, get_args
+from typing import Any, ClassVar, get_args
 
 import jax
 import numpy as np
@@ -97,6 +97,9 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         >>> layouts.resolve(shapes)["embed/embedding"].layout
         Layout([model, unsharded], Mesh(batch=2, model=4))
     """
+
+    # Set by the module that creates states, which is above.
+    _open_scope: "ClassVar[Callable[[LayoutMap], AbstractContextManager[LayoutMap]]]"
 
     def __init__(
         self,
@@ -333,7 +336,7 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
             >>> ml.Layout.of(layer.kernel[...])
             Layout([unsharded, model], Mesh(batch=2, model=4))
         """
-        return _scope_factory[0](self)
+        return self._open_scope()
 
     # For the library.
 
@@ -427,15 +430,6 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
             "To find the layout of a path, use match(path, shape, dtype)."
         )
         raise LayoutMapKeyError(msg)
-
-
-_ScopeFactory: TypeAlias = Callable[[LayoutMap], AbstractContextManager[LayoutMap]]
-_scope_factory: list[_ScopeFactory] = []
-
-
-def register_scope_factory(factory: _ScopeFactory) -> None:
-    """Says what `scope()` does; called once, by the module that creates states."""
-    _scope_factory[:] = [factory]
 
 
 def _check_rivals(

@@ -32,7 +32,6 @@ from meshlayout.layout_map import (
     Resolution,
     Resolved,
     activate,
-    register_scope_factory,
 )
 from meshlayout.state.create import (
     eager_sharding,
@@ -268,7 +267,7 @@ def _open_scope(layouts: LayoutMap) -> Iterator[LayoutMap]:
         scope.finish()
 
 
-register_scope_factory(_open_scope)
+LayoutMap._open_scope = _open_scope
 
 
 def _in_scope(around: Callable[..., Any]) -> Callable[[Any], Any]:
