@@ -229,10 +229,7 @@ class Mesh(Value):
                 )
                 raise MeshError(msg)
             (flat,) = indices
-        return tuple(
-            flat // stride % size
-            for stride, size in zip(self.strides, self.shape.values(), strict=True)
-        )
+        return tuple(map(int, np.unravel_index(flat, tuple(self.shape.values()))))
 
     def unravel_index(self) -> list[dict[str, int]]:
         """Returns, for every device in mesh order, its coordinate on each axis.

@@ -154,10 +154,7 @@ def _shards(value: Layout | Sharding, shape: Sequence[int], dtype: DType) -> Sha
         layout = as_layout(value, len(shape))
         layout.check(shape)
         devices = layout.mesh.devices.flat
-        slices = [
-            layout.shard_slices(shape, index) for index in range(layout.mesh.size)
-        ]
-        held = zip(devices, slices, strict=True)
+        held = [(device, layout.shard_slices(shape, device)) for device in devices]
     else:
         layout = None
         held = value.devices_indices_map(shape).items()

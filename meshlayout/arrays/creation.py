@@ -93,7 +93,7 @@ def call_with_layout(
                 _check_devices(leaf, {target.mesh for target in layouts}, where)
     # jax 0.7.2 cannot shard results without elements.
     out = results.unflatten(
-        None if 0 in leaf.shape else _in_default_memory(target)
+        None if 0 in leaf.shape else target.with_memory_kind(None).sharding
         for leaf, target in zip(results.leaves, layouts, strict=True)
     )
     created = jax.jit(fn, out_shardings=out, **static)(*args, **kwargs)
@@ -232,7 +232,7 @@ def normal(
         >>> bool((ml.to_numpy(x) == jax.random.normal(jax.random.key(0), (8, 4))).all())
         True
     """
-    return _create(_normal, shape, layout, _dtype(dtype, float), (), keys=key)
+    return _create(_random, shape, layout, _dtype(dtype, float), (), keys=key)
 
 
 def uniform(
@@ -264,7 +264,7 @@ def uniform(
         if not isinstance(value, _PYTHON_NUMBERS):
             bounds[name] = as_array(value, f"uniform: {name}")
         check_cast(bounds[name], dtype, f"uniform: {name}")
-    return _create(_uniform, shape, layout, dtype, tuple(bounds.values()), keys=key)
+    return _create(_random, shape, layout, dtype, tuple(bounds.values()), keys=key)
 
 
 def arange(
@@ -338,19 +338,12 @@ def _full(value: ArrayLike, *, shape: tuple[int, ...], dtype: DType) -> jax.Arra
     return jnp.full(shape, value, dtype)
 
 
-def _normal(key: PyTree, *, shape: tuple[int, ...], dtype: DType) -> jax.Array:
-    return jax.random.normal(key, shape, dtype)
-
-
-def _uniform(
-    key: PyTree,
-    minval: ArrayLike,
-    maxval: ArrayLike,
-    *,
-    shape: tuple[int, ...],
-    dtype: DType,
+def _random(
+    key: PyTree, *bounds: ArrayLike, shape: tuple[int, ...], dtype: DType
 ) -> jax.Array:
-    return jax.random.uniform(key, shape, dtype, minval, maxval)
+    if bounds:
+        return jax.random.uniform(key, shape, dtype, *bounds)
+    return jax.random.normal(key, shape, dtype)
 
 
 def _arange(
@@ -381,23 +374,23 @@ def _create(
         )
         raise LayoutError(msg)
     tree = Tree(shape, is_leaf=_is_shape)
-    each: list[tuple[Any, ...]] = [()] * len(tree.leaves)
-    if keys is not None or make in (_normal, _uniform):
-        each = [(key,) for key in _keys_for(keys, tree)]
+    each = _keys_for(keys, tree) if make is _random else [None] * len(tree.leaves)
     arrays = []
-    for (path, one), layout_, key in zip(
+    for (path, entry), target, key in zip(
         tree.items(), tree.broadcast(layout), each, strict=True
     ):
-        sizes = _sizes(one, path)
+        # A bare number is the one dim of a shape.
+        entries = entry if isinstance(entry, (list, tuple)) else [entry]
+        sizes = _checks.shape(entries, where=path, error=LayoutError)
         where = " ".join(filter(None, [path, type_text(sizes, dtype)]))
-        chosen = with_full_rank(layout_, len(sizes), where, match=False)
-        chosen.check(sizes, where)
-        placed = [_near(operand, chosen.mesh) for operand in (*key, *operands)]
+        own = with_full_rank(target, len(sizes), where, match=False)
+        own.check(sizes, where)
+        values = operands if key is None else (key, *operands)
         try:
-            array = _made(make, sizes, dtype, chosen, placed)
+            array = _made(make, sizes, dtype, own, [_near(x, own.mesh) for x in values])
         except (TypeError, ValueError, OverflowError) as error:
             raise LayoutError(f"{where}: {first_line(error)}") from error
-        arrays.append(_finish(array, [chosen]))
+        arrays.append(_finish(array, [own]))
     return tree.unflatten(arrays)
 
 
@@ -409,11 +402,11 @@ def _made(
     operands: list[Any],
 ) -> jax.Array:
     """Makes one array, if necessary in another layout that gets the same bits."""
-    sharding = _in_default_memory(layout)
+    sharding = layout.with_memory_kind(None).sharding
     if 0 in shape and not _jax.is_staged(None):
         used = jnp.result_type(operands[0]) if dtype is None else dtype
         return jax.device_put(np.empty(shape, used), sharding)
-    if make in (_normal, _uniform) and not _jax.is_staged(None):
+    if make is _random and not _jax.is_staged(None):
         sharding = bit_exact_sharding(sharding, shape, dtype, layout.mesh)
     with contextlib.nullcontext() if _jax.is_staged(None) else _jax.no_mesh():
         return _compiled(make, shape, dtype, sharding)(*operands)
@@ -443,9 +436,8 @@ def _keys_for(keys: PyTree, tree: "Tree") -> list[Any]:
     for path, key in key_tree.items():
         dtype = getattr(key, "dtype", None)
         typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-        if not (typed and not np.shape(key)) and not (
-            dtype == np.uint32 and np.ndim(key) == 1
-        ):
+        is_old = dtype == np.uint32 and np.ndim(key) == 1
+        if not is_old and (not typed or np.shape(key)):
             where = f"{path}: " if path else ""
             msg = (
                 f"{where}expected a PRNG key, and got {describe(key)}. Make one with "
@@ -462,10 +454,6 @@ def _near(x: Leaf, mesh: Mesh) -> Any:
     # On Auto axes, so that its layout does not affect the result's.
     devices = _jax.with_auto_axes(mesh.jax_mesh)
     return jax.device_put(x, NamedSharding(devices, PartitionSpec()))
-
-
-def _in_default_memory(layout: Layout) -> NamedSharding:
-    return layout.with_memory_kind(None).sharding
 
 
 def _finish(made: PyTree, layouts: list[Layout]) -> Any:
@@ -487,12 +475,6 @@ def _is_shape(node: PyTree) -> bool:
     if isinstance(node, (list, tuple)):
         return not any(isinstance(size, (list, tuple, dict)) for size in node)
     return not isinstance(node, dict)
-
-
-def _sizes(shape: Any, path: str) -> tuple[int, ...]:
-    """Returns a shape, or the one dim of a bare number, as a tuple."""
-    sizes = shape if isinstance(shape, (list, tuple)) else [shape]
-    return _checks.shape(sizes, where=path, error=LayoutError)
 
 
 _PYTHON_NUMBERS = (bool, int, float, complex)
