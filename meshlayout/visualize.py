@@ -153,8 +153,10 @@ def _shards(value: Layout | Sharding, shape: Sequence[int], dtype: DType) -> Sha
     if isinstance(value, (Layout, NamedSharding)):
         layout = as_layout(value, len(shape))
         layout.check(shape)
-        devices = layout.mesh.devices.flat
-        held = [(device, layout.shard_slices(shape, device)) for device in devices]
+        held = [
+            (device, layout.shard_slices(shape, index))
+            for index, device in enumerate(layout.mesh.devices.flat)
+        ]
     else:
         layout = None
         held = value.devices_indices_map(shape).items()
