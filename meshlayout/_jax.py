@@ -480,6 +480,14 @@ def varying_axes(x: Leaf) -> frozenset[str]:
     return frozenset(getattr(aval, "vma", ()))
 
 
+def is_key(x: Leaf) -> bool:
+    """Returns whether a value is one PRNG key, typed or as the words of old ones."""
+    dtype = getattr(x, "dtype", None)
+    if dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        return not np.shape(x)
+    return dtype == np.uint32 and np.ndim(x) == 1
+
+
 def key_impl(dtype: DType) -> str:
     """Returns the name of the generator that PRNG keys of a dtype are for."""
     return str(dtype._impl.name)

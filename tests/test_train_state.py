@@ -441,6 +441,13 @@ REFUSED = [
         "rng=jax.random.key(0).",
     ),
     (
+        lambda: create(
+            lambda: Net(rngs=nnx.Rngs(0)), rng=jax.random.split(jax.random.key(0))
+        ),
+        "TrainState.create: rng must be a seed or a PRNG key, got an array of shape "
+        "(2,). Write rng=0 or rng=jax.random.key(0).",
+    ),
+    (
         lambda: create(lambda: Net(rngs=nnx.Rngs(0)), module=LINEN),
         "TrainState.create: module= is for Linen: a Linen module, with a builder that "
         "returns what module.init(key, sample) returns. Got a LinenNet, and a builder "

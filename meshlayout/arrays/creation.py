@@ -434,10 +434,7 @@ def _keys_for(keys: PyTree, tree: "Tree") -> list[Any]:
         )
         raise LayoutError(msg)
     for path, key in key_tree.items():
-        dtype = getattr(key, "dtype", None)
-        typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-        is_old = dtype == np.uint32 and np.ndim(key) == 1
-        if not is_old and (not typed or np.shape(key)):
+        if not _jax.is_key(key):
             where = f"{path}: " if path else ""
             msg = (
                 f"{where}expected a PRNG key, and got {describe(key)}. Make one with "

@@ -434,11 +434,7 @@ def _as_transformation(
 
 def _check_rng(rng: object, where: str) -> None:
     is_seed = isinstance(rng, Integral) and not isinstance(rng, bool)
-    is_key = isinstance(rng, jax.Array) and (
-        jax.numpy.issubdtype(rng.dtype, jax.dtypes.prng_key)
-        or (rng.dtype == "uint32" and rng.ndim == 1)
-    )
-    if not is_seed and not is_key:
+    if not is_seed and not (isinstance(rng, jax.Array) and _jax.is_key(rng)):
         msg = (
             f"{where}: rng must be a seed or a PRNG key, got {shown(rng)}. Write rng=0 "
             "or rng=jax.random.key(0)."
