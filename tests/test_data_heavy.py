@@ -462,7 +462,7 @@ def two(torch):
 def test_data_loaders_that_differ_between_processes_are_refused_on_both(two, name):
     assert [here[name] for here in two] == [
         "the source gives process 0 and process 1 different examples: 'y' differs in "
-        "some rows. Without per_process=True, every process reads all examples in "
+        "the first rows. Without per_process=True, every process reads all examples in "
         "the same order, and keeps those of its devices: otherwise examples are lost. "
         "If the source gives each process a part of its own, say per_process=True; if "
         "it shuffles or draws random numbers, give it one seed on all processes; if it "
@@ -825,3 +825,40 @@ def test_missing_and_ragged_lists_of_a_hugging_face_stream_are_errors(
     with pytest.raises(ml.errors.DataError) as error:
         distribute_dataset(dataset.batch(2), mesh, global_batch_size=8, batched=True)
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize("dtype", ["binary", "large_binary", "string", "large_string"])
+def test_strings_of_hugging_face_keep_their_trailing_nulls(mesh, hf, dtype):
+    values = [b"a\0", b"", b"\0\0", b"bc"]
+    if dtype.endswith("string"):
+        values = [value.decode() for value in values]
+    features = hf.Features({"s": hf.Value(dtype), "y": hf.Value("int32")})
+    columns = {"s": values, "y": list(range(4))}
+    dataset = hf.Dataset.from_dict(columns, features=features)
+    for source in (dataset, dataset.to_iterable_dataset()):
+        data = distribute_dataset(source, mesh, global_batch_size=4, strings="host")
+        assert next(iter(data))["s"].tolist() == values
+
+
+def test_a_batch_sampler_of_the_users_knows_its_rows_and_its_epoch(mesh, torch):
+    class ByEpoch(torch.utils.data.SequentialSampler):
+        epoch = 0
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __iter__(self):
+            return iter(range(self.epoch, self.epoch + 11))
+
+        def __len__(self):
+            return 11
+
+    samplers = torch.utils.data
+    batches = samplers.BatchSampler(ByEpoch(Rows()), batch_size=4, drop_last=True)
+    loader = samplers.DataLoader(Rows(), batch_sampler=batches)
+    data = distribute_dataset(loader, mesh, global_batch_size=4)
+    assert len(data) == 2
+    for epoch in range(2):
+        check(
+            data, {"x": X[epoch:][:8], "y": Y[epoch:][:8], "image": IMAGE[epoch:][:8]}
+        )

@@ -23,8 +23,9 @@ from meshlayout.errors import DataError
 # The place before the first example, which a dataset names only after it.
 _START = "start"
 
-# Classes of features: lists, and what holds numbers.
+# Classes of features that are lists, dtypes of strings, and classes of numbers.
 _LISTS = ("List", "LargeList", "Sequence")
+_STRINGS = ("string", "large_string", "binary", "large_binary")
 _NUMBERS = ("Value", "ClassLabel", "Array2D", "Array3D", "Array4D", "Array5D")
 
 
@@ -282,7 +283,7 @@ def _dtypes(feature: Any, path: str = "") -> dict[str, np.dtype | None]:
         }
     while isinstance(feature, list) or type(feature).__name__ in _LISTS:
         feature = feature[0] if isinstance(feature, list) else feature.feature
-    if getattr(feature, "dtype", "") == "string":
+    if getattr(feature, "dtype", "") in _STRINGS:
         return {path: np.dtype(object)}
     if type(feature).__name__ not in _NUMBERS:
         return {path: None}

@@ -50,10 +50,13 @@ def _loader_source(loader: Any, *, batched: bool | None) -> LoaderSource:
     """
     if batched is None:
         batched = loader.batch_sampler is not None or None
-    num_rows = _num_rows(loader, batched=batched)
-    num_parts = getattr(loader.sampler, "num_replicas", 1)
+    # A sampler of rows may be inside of a batch sampler that the user made.
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
     return LoaderSource(
-        lambda epoch: _read(loader, epoch), batched, num_rows, num_parts
+        lambda epoch: _read(loader, (sampler, loader.batch_sampler), epoch),
+        batched,
+        _num_rows(loader, sampler, batched=batched),
+        getattr(sampler, "num_replicas", 1),
     )
 
 
@@ -69,7 +72,7 @@ class _LoaderPasses:
 _PASSES: weakref.WeakKeyDictionary[Any, _LoaderPasses] = weakref.WeakKeyDictionary()
 
 
-def _read(loader: Any, epoch: int) -> Iterator[PyTree]:
+def _read(loader: Any, samplers: tuple[Any, ...], epoch: int) -> Iterator[PyTree]:
     """Yields the elements of a pass; the loader's workers end when it is closed."""
     passes = _LoaderPasses()
     if getattr(loader, "persistent_workers", False):
@@ -77,7 +80,7 @@ def _read(loader: Any, epoch: int) -> Iterator[PyTree]:
     with passes.lock:
         passes.count += 1
         number = passes.count
-        for sampler in (loader.sampler, loader.batch_sampler):
+        for sampler in samplers:
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
         elements = iter(loader)
@@ -97,15 +100,15 @@ def _read(loader: Any, epoch: int) -> Iterator[PyTree]:
         yield element
 
 
-def _num_rows(loader: Any, *, batched: bool | None) -> int | None:
-    """Returns how many examples a pass yields, if the loader's sampler has a length."""
-    if loader.batch_sampler is None and batched:
+def _num_rows(loader: Any, sampler: Any, *, batched: bool | None) -> int | None:
+    """Returns how many examples a pass yields, if the sampler of rows has a length."""
+    cut = loader.batch_sampler
+    if cut is None and batched:
         return None  # the sampler chooses batches
-    if type(loader.batch_sampler).__name__ not in ("BatchSampler", "NoneType"):
+    # Of another class, it may choose rows by itself; of an IterableDataset, no length.
+    if type(cut).__name__ not in ("BatchSampler", "NoneType"):
         return None
-    if not hasattr(loader.sampler, "__len__"):  # of an IterableDataset
+    if not hasattr(sampler, "__len__"):
         return None
-    rows = len(loader.sampler)
-    if loader.drop_last and loader.batch_size:
-        return rows - rows % loader.batch_size
-    return rows
+    dropped = len(sampler) % cut.batch_size if cut and cut.drop_last else 0
+    return len(sampler) - dropped
