@@ -1,5 +1,6 @@
 """What users hand in by mistake, and files made to do harm: a sentence, or it works."""
 
+import copy
 import decimal
 import hashlib
 import json
@@ -256,24 +257,179 @@ def test_an_extension_type_that_flax_does_not_write_is_damage():
     )
 
 
+def forge(directory, change):
+    """Changes the manifest of step 1, with a hash that fits."""
+    path = directory / "1" / "manifest.json"
+    manifest = json.loads(path.read_text())["manifest"]
+    change(manifest)
+    body = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
+    digest = hashlib.sha256(body.encode()).hexdigest()
+    path.write_text(f'{{"manifest":{body},"sha256":"{digest}"}}\n')
+
+
+FORGED_LEAVES = {
+    "w": {
+        "path": [5, None],
+        "dtype": ["foo", "float64", "int8", None, 3],
+        "shape": [[-2, 3], ["a"], None, [3, 2], [10**30, 1], 7],
+        "kind": ["python", "key", "numpy", 3],
+        "array": ["99", 5],
+        "stored": ["int8", "nope", None, 3],
+        "nbytes": [-5, "q", None],
+        "fingerprint": ["q", 3, None],
+        "parts": [[1], None, 3, []],
+        "mesh": [[1]],
+        "layout": [3],
+    },
+    "k": {"key_impl": ["nope", "rbg", None, [1]]},
+    "n": {"value": ["abc", None, [1], 2.5], "dtype": ["complex", "zip"]},
+    "c": {"value": [3, [1], None, ["a", "b"]]},
+}
+FORGED_FIELDS = {
+    "saved_at": ["x", None],
+    "metrics": [3, {"a": "b"}, None],
+    "leaves": [{"a": 1}, [3], None],
+    "files": [{"a": 3}, {"a": {"size": "3", "sha256": None}}],
+    "arrays": [None, "elsewhere"],
+    "num_processes": ["x"],
+    "metadata": [{"!": "tuple"}],
+}
+
+
+def test_no_forged_manifest_raises_anything_but_sentences(tmp_path):
+    state = {"w": jnp.ones((2, 3)), "k": jax.random.key(0), "n": 3, "c": 1 + 2j}
+    with ml.Checkpointer(tmp_path) as ck:
+        ck.save(1, state)
+    manifest = tmp_path / "1" / "manifest.json"
+    content = manifest.read_bytes()
+    leaves = [
+        (name, *row) for name in FORGED_LEAVES for row in FORGED_LEAVES[name].items()
+    ]
+    fields = [("", *row) for row in FORGED_FIELDS.items()]
+    for path, field, values in [*leaves, *fields]:
+        for value in values:
+
+            def change(manifest, path=path, field=field, value=value):
+                node = manifest
+                if path:
+                    (node,) = (x for x in manifest["leaves"] if x["path"] == path)
+                node[field] = value
+
+            forge(tmp_path, change)
+            ck = ml.Checkpointer(tmp_path)
+            outcome(ck.inspect, {})
+            for call, arguments in (
+                (ck.restore, {"like": state}),
+                (ck.restore, {}),
+                (ck.restore_numpy, {}),
+            ):
+                result = outcome(call, arguments)
+                if isinstance(result, dict) and "w" in result and path in ("w", "n"):
+                    assert np.all(np.asarray(result["w"]) == 1), (path, field, value)
+            manifest.write_bytes(content)
+
+
 @pytest.mark.parametrize("name", ["/etc/passwd", "../../secret", "state/../../x", ""])
 @pytest.mark.parametrize("field", ["files", "arrays", "data"])
 def test_a_manifest_names_nothing_outside_of_its_step(tmp_path, field, name):
     with ml.Checkpointer(tmp_path) as ck:
         ck.save(1, STATE)
-    path = tmp_path / "1" / "manifest.json"
-    manifest = json.loads(path.read_text())["manifest"]
-    if field == "files":
-        manifest["files"] |= {name: {"size": 1, "sha256": None}}
-    else:
-        manifest[field] = name
-    body = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
-    digest = hashlib.sha256(body.encode()).hexdigest()
-    path.write_text(f'{{"manifest":{body},"sha256":"{digest}"}}\n')
+
+    def change(manifest):
+        if field == "files":
+            manifest["files"] |= {name: {"size": 1, "sha256": None}}
+        else:
+            manifest[field] = name
+
+    forge(tmp_path, change)
     ck = ml.Checkpointer(tmp_path)
     for restore in (ck.restore, ck.restore_numpy):
         message = error_of(restore, error=ml.errors.DamagedCheckpointError)
         assert repr(name) in message
+
+
+def json_places(node, place=()):
+    yield place
+    if isinstance(node, (dict, list)):
+        items = node.items() if isinstance(node, dict) else enumerate(node)
+        for key, child in items:
+            yield from json_places(child, (*place, key))
+
+
+def json_with(node, place, value):
+    """A copy of parsed JSON with another value at one place."""
+    if not place:
+        return value
+    changed = copy.copy(node)
+    changed[place[0]] = json_with(node[place[0]], place[1:], value)
+    return changed
+
+
+WRONG_JSON = [None, 3, -1, "x", [], {}, [1, 2], {"a": 1}, 2**64, [0, 2**63]]
+
+
+def test_no_changed_json_of_another_library_raises_anything_but_sentences(
+    tmp_path, mesh_2x4
+):
+    layouts = ml.LayoutMap(mesh_2x4)
+    # Orbax's metadata of the tree and, with its PRNG keys, of its arrays.
+    with ocp.StandardCheckpointer() as saver:
+        saver.save(tmp_path / "orbax", {"w": jnp.ones(2), "k": jax.random.key(0)})
+    files = [tmp_path / "orbax" / "_METADATA"]
+    files += (tmp_path / "orbax").glob("array_metadatas/*")
+    for file in files:
+        text = file.read_text()
+        for place in json_places(json.loads(text)):
+            for value in WRONG_JSON:
+                file.write_text(json.dumps(json_with(json.loads(text), place, value)))
+                outcome(
+                    checkpoint.load_orbax,
+                    {"directory": tmp_path / "orbax", "like": layouts},
+                )
+        file.write_text(text)
+    # The header of a safetensors file.
+    arrays = {"w": np.ones((2, 3), "float32"), "e": np.ones((0, 4), "float32")}
+    (file,) = checkpoint.save_safetensors(tmp_path, arrays, metadata={"a": "b"})
+    content = file.read_bytes()
+    (size,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + size])
+    for place in json_places(header):
+        for value in [*WRONG_JSON, "F64", "I4", [2, 3, 1], [0, 24], [6]]:
+            text = json.dumps(json_with(header, place, value))
+            safetensors_file(file, text, content[8 + size :])
+            outcome(checkpoint.load_safetensors, {"path": file, "like": layouts})
+
+
+# What a state to restore may hold.
+
+
+def test_restoring_inside_jit_is_a_sentence(saved):
+    ck = ml.Checkpointer(saved / "own")
+    message = error_of(jax.jit(lambda w: ck.restore({"w": w})), STATE["w"])
+    assert message == (
+        "w: like= is inside jit or another transformation, where it has no place. "
+        "Restore outside of it, or give its shapes."
+    )
+
+
+def test_a_number_that_no_array_can_hold_is_named(tmp_path):
+    with ml.Checkpointer(tmp_path) as ck:
+        ck.save(1, {"n": 2**70, "w": 0.5})
+        assert ck.restore({"n": 0, "w": 0.0}) == {"n": 2**70, "w": 0.5}
+        for like in (jnp.int32(0), np.int64(0)):
+            assert error_of(ck.restore, {"n": like, "w": 0.0}) == (
+                f"n int[]: it holds {2**70}, which {like.dtype} cannot hold. Ask for "
+                "another dtype, or leave this array out of dtype={pattern: dtype}."
+            )
+
+
+def test_another_byte_order_is_never_restored(saved):
+    ck = ml.Checkpointer(saved / "own")
+    for like in (STATE, {"w": jnp.zeros((2, 3))}, {"w": np.zeros((2, 3), ">f4")}):
+        for dtype in (None, ">f4", {"w": np.dtype(">f4")}):
+            result = ck.restore(like, dtype=dtype)["w"]
+            assert result.dtype.isnative
+            np.testing.assert_array_equal(result, STATE["w"])
 
 
 # Messages.

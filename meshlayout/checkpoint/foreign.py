@@ -344,7 +344,7 @@ def _key_impls(path: Any) -> dict[str, str]:
             for entry in read_json(file)["array_metadatas"]:
                 array = entry["array_metadata"]
                 impl = (array["ext_metadata"] or {}).get("random_key_impl")
-                if impl is not None:
+                if isinstance(impl, str):
                     impls[array["param_name"]] = impl
         except (AttributeError, KeyError, TypeError) as error:
             msg = f"{file}: it is not what Orbax writes: {error!r}."

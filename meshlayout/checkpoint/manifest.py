@@ -10,7 +10,7 @@ import base64
 import dataclasses
 import datetime
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -163,6 +163,9 @@ class Manifest:
             entries = fields["files"].items()
             fields["files"] = {name: SavedFile(**file) for name, file in entries}
             manifest = cls(**fields)
+            sizes = [file.size for file in manifest.files.values()]
+            numbers = [manifest.saved_at, *manifest.metrics.values(), *sizes]
+            _check_types(numbers, (int, float), "a number")
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             msg = (
                 f"{where} holds other fields than this meshlayout writes: {error}. Use "
@@ -203,7 +206,23 @@ def _without_defaults(leaf: SavedLeaf) -> dict[str, Any]:
 
 def _leaf(fields: dict[str, Any]) -> SavedLeaf:
     fields["parts"], fields["shape"] = tuple(fields["parts"]), tuple(fields["shape"])
-    return SavedLeaf(**fields)
+    leaf = SavedLeaf(**fields)
+    texts = [leaf.path, leaf.kind, leaf.dtype, leaf.layout, leaf.mesh, *leaf.parts]
+    _check_types(texts, str, "a text")
+    _check_types([leaf.nbytes, *leaf.shape], int, "an integer")
+    if min([leaf.nbytes, *leaf.shape]) < 0:
+        msg = f"the size of {leaf.path!r} is negative"
+        raise ValueError(msg)
+    return leaf
+
+
+def _check_types(
+    values: Sequence[object], kind: type | tuple[type, ...], what: str
+) -> None:
+    for value in values:
+        if not isinstance(value, kind):
+            msg = f"{value!r} is not {what}"
+            raise TypeError(msg)
 
 
 # The user's view.

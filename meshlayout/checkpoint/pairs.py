@@ -129,7 +129,7 @@ def match(
         elif not has_shape:
             shapes.append(Change(spec.path, partner, spec))
         else:
-            dtype = _host_dtype(requested.get(spec.path, spec.dtype), spec, partner)
+            dtype = _host_dtype(requested.get(spec.path, spec.dtype), leaf, partner)
             restored[spec.path] = replace(leaf, saved=partner, dtype=dtype)
     used = set(partners)
     extra = {name: spec for name, spec in saved.items() if name not in used}
@@ -237,7 +237,7 @@ def _as_dtype(dtype: DTypeLike | None) -> np.dtype[Any]:
         near = did_you_mean(dtype, ["bfloat16", "float16", "float32", "float64"])
         msg = f"dtype= must be a dtype of numbers, got {_checks.shown(dtype)}.{near}"
         raise CheckpointError(msg)
-    return value
+    return value.newbyteorder("=")
 
 
 def _kind_of(dtype: DTypeLike) -> str:
@@ -255,12 +255,12 @@ def _fits(saved: DType, wanted: DType, requested: DType | None) -> bool:
     return len(kinds if requested is None else {*kinds, _kind_of(requested)}) == 1
 
 
-def _host_dtype(dtype: DType, wanted: ArraySpec, saved: ArraySpec) -> Any:
+def _host_dtype(dtype: DType, leaf: LeafRestore, saved: ArraySpec) -> Any:
     """Returns the dtype of a restored array on the host."""
-    if wanted.is_key:
-        return wanted.host_dtype
-    if is_number(saved.dtype) and not is_number(dtype):
-        # A Python number that becomes an array gets JAX's default precision.
+    if leaf.spec.is_key:
+        return leaf.spec.host_dtype
+    if is_number(saved.dtype) and not leaf.on_host:
+        # A Python number that becomes a JAX array gets JAX's default precision.
         return _jax.canonical_dtype(dtype)
     return dtype
 

@@ -160,6 +160,8 @@ def to_numpy(source: Source) -> PyTree:
         (leaf, tuple(slice(0, size) for size in leaf.host_shape))
         for leaf in source.leaves
     )
+    for leaf in source.leaves:
+        _check_known(leaf)
     values = [
         leaf.dtype(part.item()) if is_number(leaf.dtype) else part
         for leaf, part in zip(source.leaves, _read(source, wholes), strict=True)
@@ -217,11 +219,22 @@ def _target(
 
 def _template(leaf: ArraySpec) -> Any:
     """Returns the placeholder of a saved leaf in the state to build."""
+    _check_known(leaf)
     if is_number(leaf.dtype):
         return leaf.dtype()
     if leaf.is_numpy:
         return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def _check_known(leaf: ArraySpec) -> None:
+    if leaf.dtype is None:
+        msg = (
+            f"{leaf.path}: it holds PRNG keys of a generator that JAX does not have "
+            "here. Register the generator, or restore the rest with like= and "
+            "partial=True."
+        )
+        raise CheckpointError(msg)
 
 
 def _nested(

@@ -162,9 +162,9 @@ class _Files:
         """Reads a slice; touches only its pages of the file."""
         array = self._arrays[leaf.path]
         shape, dtype = array.leaf.shape, array.leaf.dtype
-        if not math.prod(shape):
-            return np.empty(shape, dtype)[index]
         try:
+            if not math.prod(shape):
+                return np.empty(shape, dtype)[index]
             whole = np.memmap(array.file, dtype, "r", array.offset, shape)
         except (OSError, ValueError) as error:
             msg = f"{array.file}: {leaf.path} cannot be read: {error}."

@@ -34,7 +34,7 @@ from meshlayout.checkpoint.target import (
     LeafRestore,
     bounds_of,
 )
-from meshlayout.errors import DamagedCheckpointError
+from meshlayout.errors import CheckpointError, DamagedCheckpointError
 
 
 _WAY_OUT = (
@@ -101,11 +101,12 @@ class SavedStep:
         """Starts reading from the files, and computing the sums of what is read."""
         name, shape = str(saved.array), leaf.host_shape
         with self._unreadable():
-            stored = self._arrays.shape_and_dtype(name)
+            stored_shape, stored = self._arrays.shape_and_dtype(name)
+            is_wrong = stored.itemsize != leaf.host_dtype.itemsize
+            if is_wrong or (stored_shape, stored.name) != (shape, saved.stored):
+                why = f"array {name} is not there as it was saved"
+                raise self._not_read(why)
             read = self._arrays.start(name, index)
-        if stored != (shape, np.dtype(str(saved.stored))):
-            why = f"array {name} is not there as it was saved"
-            raise self._not_read(why)
 
         def finish() -> HostArray:
             part = read().view(leaf.host_dtype)
@@ -286,13 +287,21 @@ def check_files(folder: Any, manifest: Manifest) -> None:
 
 def _leaf(saved: SavedLeaf) -> ArraySpec:
     """Returns the spec of a saved leaf, for the restore engine."""
-    if saved.kind == "python":
-        dtype = PYTHON_TYPES[saved.dtype]
-    elif saved.kind == "key":
-        dtype = key_dtype(saved.key_impl)
-    else:
-        dtype = jnp.dtype(saved.dtype)
     is_numpy = saved.kind == "numpy"
+    try:
+        if saved.kind == "python":
+            python_value(saved)
+            dtype = PYTHON_TYPES[saved.dtype]
+        elif saved.kind == "key":
+            dtype = key_dtype(str(saved.key_impl))
+        else:
+            dtype = jnp.dtype(saved.dtype)
+    except (KeyError, TypeError, ValueError) as error:
+        msg = (
+            f"{saved.path}: the manifest's entry is not one that this meshlayout "
+            f"writes: {error!r}. Use the program that wrote it."
+        )
+        raise CheckpointError(msg) from None
     return ArraySpec(saved.path, saved.parts, saved.shape, dtype, is_numpy)
 
 

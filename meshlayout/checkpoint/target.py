@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from meshlayout import _jax, _paths
@@ -208,12 +209,15 @@ def _cast(values: HostArray, dtype: np.dtype[Any], saved: ArraySpec) -> HostArra
     if values.dtype == dtype:
         return values
     with np.errstate(over="ignore", invalid="ignore"):
-        result = values.astype(dtype)
-        if jax.numpy.issubdtype(values.dtype, np.integer):
+        if values.dtype == object:  # a Python integer of more than 64 bits
+            result, lost = values, np.True_
+        elif jax.numpy.issubdtype(values.dtype, np.integer):
+            result = values.astype(dtype)
             lost = result.astype(values.dtype) != values
             # A cast between signed and unsigned preserves bits but not values.
             lost |= (result < 0) != (values < 0)
         else:
+            result = values.astype(dtype)
             lost = np.isfinite(values) & ~np.isfinite(result)
     if lost.any():
         msg = (
@@ -305,8 +309,16 @@ def target_of(
 
 def _spec(path: str, value: Leaf) -> ArraySpec | None:
     """Returns the spec of an array or number; None for other leaves, which stay."""
+    if isinstance(value, Tracer):
+        msg = (
+            f"{path}: like= is inside jit or another transformation, where it has no "
+            "place. Restore outside of it, or give its shapes."
+        )
+        raise CheckpointError(msg)
     if hasattr(value, "shape") and hasattr(value, "dtype"):
-        dtype = value.dtype if _jax.is_extended(value.dtype) else np.dtype(value.dtype)
+        dtype = value.dtype
+        if not _jax.is_extended(dtype):
+            dtype = np.dtype(dtype).newbyteorder("=")
         return ArraySpec(path, (), tuple(value.shape), dtype)
     for kind in (bool, int, float, complex):
         if isinstance(value, kind):
