@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,27 +25,19 @@ import numpy as np
 
 from meshlayout import _paths
 from meshlayout._annotations import Batch, Leaf
-from meshlayout.errors import LayoutError, MeshLayoutError, StepError
+from meshlayout.errors import LayoutError, StepError
 from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh
 
 
 WeightsKey: TypeAlias = str | int
+AnyMesh: TypeAlias = Mesh | jax.sharding.Mesh | jax.sharding.AbstractMesh
 
 # Mesh axes that shard the rows of batches when only a mesh is given.
 BATCH_AXES = ("batch", "data", "fsdp")
 
 
-class HasAxisNames(Protocol):
-    """A mesh of meshlayout's or of JAX's."""
-
-    @property
-    def axis_names(self) -> tuple[str, ...]:
-        """The names of its axes, in order."""
-        ...
-
-
-def batch_axes(mesh: HasAxisNames) -> tuple[str, ...]:
+def batch_axes(mesh: AnyMesh) -> tuple[str, ...]:
     """Returns the axes of a mesh that shard the rows of a batch, in the mesh's order.
 
     Example:
@@ -326,9 +318,7 @@ def mark_weights(weights: jax.Array) -> None:
     )
 
 
-def check_weights_key(
-    batch: Batch, key: WeightsKey, *, error: type[MeshLayoutError] = StepError
-) -> None:
+def check_weights_key(batch: Batch, key: WeightsKey) -> None:
     """Refuses a batch whose marked weights are elsewhere than at a key.
 
     Called before a step runs; for a correct batch it costs one lookup.
@@ -336,11 +326,10 @@ def check_weights_key(
     Args:
         batch: A batch of concrete arrays.
         key: Where the step looks for weights.
-        error: The class to raise.
 
     Raises:
-        MeshLayoutError: As `error`, if the weights that the library put into the batch
-            are somewhere else: padding would be trained on.
+        StepError: If the weights that the library put into the batch are somewhere
+            else: padding would be trained on.
 
     Example:
         >>> weights = jnp.ones(4)
@@ -365,7 +354,7 @@ def check_weights_key(
         f"{key!r}, so that padding would count as examples. Say weights={place!r} "
         f"where the step is made, or weights={key!r} where the batches are."
     )
-    raise error(msg)
+    raise StepError(msg)
 
 
 def is_marked(leaf: Leaf) -> bool:

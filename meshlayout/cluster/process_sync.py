@@ -60,7 +60,9 @@ class Channel:
         self._error = error
         self._turn = 0
 
-    def exchange(self, value: Any, topic: str | None = None) -> dict[int, Any]:
+    def exchange(
+        self, value: Any, topic: str | None = None, timeout_s: float | None = None
+    ) -> dict[int, Any]:
         """Returns what each process says, by process index in ascending order.
 
         Args:
@@ -68,6 +70,7 @@ class Channel:
             topic: What it is about, in exchanges that have no common order: a name
                 that is used once, or whose answers are removed with `forget`. None for
                 the next exchange in a row, whose answers are removed by themselves.
+            timeout_s: How long to wait for another process; None as for all exchanges.
 
         Raises:
             MeshLayoutError: As `error`, if a process says nothing in time.
@@ -80,7 +83,11 @@ class Channel:
             turn, self._turn = self._turn, self._turn + 1
             topic = str(turn)
         self.say(topic, value)
-        values = {p: json.loads(self._get(topic, p)) for p in self._processes}
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        values = {
+            process: json.loads(self._get(topic, process, limit_s))
+            for process in self._processes
+        }
         if turn:  # whoever has come here has read what was said before
             self.forget(str(turn - 1))
         return values
@@ -103,32 +110,30 @@ class Channel:
         process = jax.process_index() if process is None else process
         return f"{self._name}/{topic}/{process}"
 
-    def _get(self, topic: str, process: int) -> str:
+    def _get(self, topic: str, process: int, timeout_s: float) -> str:
         """Waits for what a process says, in slices."""
         client, key = _jax.coordination_client(), self._key(topic, process)
         start, was_warned = time.monotonic(), False
         while True:
             waited = time.monotonic() - start
-            left = min(_SLICE_S, self._timeout_s - waited)
+            left = min(_SLICE_S, timeout_s - waited)
             try:
                 return client.blocking_key_value_get(key, max(1, int(left * 1000)))
             except jax.errors.JaxRuntimeError as error:
                 is_late = "DEADLINE_EXCEEDED" in str(error)
                 waited = time.monotonic() - start
-                if not is_late or waited >= self._timeout_s:
-                    raise self._error(self._silence(process, waited)) from error
+                if not is_late or waited >= timeout_s:
+                    msg = (
+                        f"process {jax.process_index()} waited {waited:.0f} s for "
+                        f"process {process}, which did not come to {self._what}. "
+                        f"{self._hint}"
+                    )
+                    raise self._error(msg.rstrip()) from error
             if waited >= self._warn_after_s and not was_warned:
                 was_warned = True
                 _log.warning(
                     "process %d has waited %.0f s for process %d to come to %s, and "
                     "waits up to %.0f s. %s",
                     *(jax.process_index(), waited, process, self._what),
-                    *(self._timeout_s, self._hint),
+                    *(timeout_s, self._hint),
                 )
-
-    def _silence(self, process: int, waited: float) -> str:
-        msg = (
-            f"process {jax.process_index()} waited {waited:.0f} s for process "
-            f"{process}, which did not come to {self._what}. {self._hint}"
-        )
-        return msg.rstrip()

@@ -57,27 +57,20 @@ class Agreement:
 
     Attributes:
         channel: Between them.
-        rows_channel: The same, for rows: what differs is how long it waits.
         compares_rows: Whether rows are compared; no longer once a process did not come.
         finished_topics: Exchanges that this process has finished.
-
-    Args:
-        processes: Which processes; this one is among them.
     """
 
     def __init__(self, processes: list[int]) -> None:
         number = next(_counts[tuple(processes)])
-        name = f"data/{'-'.join(map(str, processes))}/{number}"
-        hint = (
-            "All processes have to make the same datasets in the same order, and to "
-            "iterate over them alike."
-        )
-        what = "the same dataset"
         self.channel = Channel(
-            name, processes, what=what, hint=hint, warn_after_s=60, error=DataError
-        )
-        self.rows_channel = Channel(
-            name, processes, what=what, timeout_s=_COMPARE_S, error=DataError
+            f"data/{'-'.join(map(str, processes))}/{number}",
+            processes,
+            what="the same dataset",
+            hint="All processes have to make the same datasets in the same order, and "
+            "to iterate over them alike.",
+            warn_after_s=60,
+            error=DataError,
         )
         self.compares_rows = True
         self.finished_topics: list[str] = []
@@ -154,12 +147,7 @@ class RowDigest:
 
 
 class IterationExchange:
-    """What processes exchange in one iteration, step by step.
-
-    Args:
-        agreement: About the dataset.
-        name: The iteration's, the same on all processes.
-    """
+    """What processes exchange in one iteration, step by step."""
 
     def __init__(self, agreement: Agreement, name: str) -> None:
         self._agreement, self._name = agreement, name
@@ -170,11 +158,7 @@ class IterationExchange:
         self._first: Position | None = None  # of the batches in the digest
 
     def agree(self, value: JSON) -> dict[int, JSON]:
-        """Returns the message of each process in a step; each has its own source.
-
-        Raises:
-            DataError: If a process has failed, or has left its loop.
-        """
+        """Returns each process's message in a step, if none has failed or left."""
         values = self._agreement.channel.exchange(value, self._topic)
         self._next_step()
         _raise_failure(values, "the source of process {} failed")
@@ -220,8 +204,8 @@ class IterationExchange:
         if not self._agreement.compares_rows:
             return
         try:
-            values = self._agreement.rows_channel.exchange(
-                [where, digests], self._topic
+            values = self._agreement.channel.exchange(
+                [where, digests], self._topic, timeout_s=_COMPARE_S
             )
         except DataError as error:
             self._agreement.compares_rows = False
@@ -278,12 +262,7 @@ def agreement_of(mesh: Mesh) -> Agreement | None:
 
 @contextlib.contextmanager
 def failure_reported(agreement: Agreement | None, topic: str) -> Iterator[None]:
-    """Tells the other processes of an error inside, so that none waits for this one.
-
-    Args:
-        agreement: With whom; None if there are no others.
-        topic: The exchange that they come to next.
-    """
+    """Tells the other processes, which come to a topic next, of an error inside."""
     try:
         yield
     except Exception as error:
@@ -301,7 +280,6 @@ def _failure(error: Exception) -> dict[str, str]:
 
 
 def _raise_failure(values: dict[int, JSON], what: str) -> None:
-    """Raises DataError if a process has failed; `what` says of a process at what."""
     for process, value in values.items():
         if isinstance(value, dict) and _FAILED in value:
             raise DataError(f"{what.format(process)}: {value[_FAILED]}")

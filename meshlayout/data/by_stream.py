@@ -129,11 +129,7 @@ def _with_rows(element: PyTree, *, batched: bool | None) -> tuple[PyTree, int | 
 
 
 def ambiguous(what: str) -> str:
-    """Returns the sentence that asks for `batched=`.
-
-    Args:
-        what: The source, in words.
-    """
+    """Returns the sentence that asks for `batched=`."""
     return (
         f"the elements of {what} may be examples or batches: all their arrays have the "
         "same first dim. Say batched=False for examples, or batched=True for batches."
@@ -214,12 +210,10 @@ class StreamReader:
         self._open(position.epoch, state)
         missing = position.row if state is None else position.offset
         with self._clock.stage("read"):
-            if self._spec is None or not self._batched:
-                if self._spec is None and missing:
-                    missing = position.batch
-                if missing:
-                    skipped = itertools.islice(self._elements.elements(), missing)
-                    missing -= sum(1 for _ in skipped)
+            if missing and (self._spec is None or not self._batched):
+                missing = position.batch if self._spec is None else missing
+                skipped = itertools.islice(self._elements.elements(), missing)
+                missing -= sum(1 for _ in skipped)
             while missing and self._spec is not None and self._next_block(self._spec):
                 self._used = min(missing, self._left)
                 self._left -= self._used
@@ -362,7 +356,7 @@ class _RowBuffer:
             )
             for leaf in spec.leaves
         ]
-        # By leaf, the types of lone numbers and strings that have its dtype.
+        # By leaf, the types of lone numbers and strings that need no further check.
         self._scalars: list[set[type]] = [set() for _ in spec.leaves]
 
     def add_examples(self, elements: Iterator[PyTree], count: int) -> None:
@@ -462,15 +456,9 @@ def _flattener(spec: ExampleSpec) -> Callable[[PyTree], Sequence[Any]]:
 
 
 def _checked(spec: LeafSpec, leaf: Leaf, scalars: set[type]) -> Any:
-    """Returns a leaf of one example that is not an array like the first one's.
+    """Returns a leaf of one example, refused unless it is as the first example's.
 
-    Args:
-        spec: What the first example's leaf is.
-        leaf: The leaf.
-        scalars: Where its type is added if all values of it will do.
-
-    Raises:
-        DataError: If it is of another shape or dtype than the first example's.
+    Its type is added to `scalars` if all values of the type will do.
     """
     array = leaf_array(spec.path, leaf)
     spec.check(array.shape, array)

@@ -133,13 +133,13 @@ def distribute_datasets_from_function(
         layout_or_mesh: The layout of batches, as for `distribute_dataset`.
         global_batch_size: Rows of a batch, on all processes together; None for the
             size of the first batch of the source times the number of replicas.
-        remainder: This and the other options are those of `distribute_dataset`.
-        weights: See there.
-        shuffle: See there.
-        epochs: See there.
-        steps: See there.
-        prefetch: See there.
-        strings: See there.
+        remainder: As for `distribute_dataset`, like those that follow.
+        weights: Where batches carry one weight per example.
+        shuffle: A seed for a source with random access.
+        epochs: Passes over the source in one iteration.
+        steps: Batches in one iteration.
+        prefetch: How many batches are prepared ahead.
+        strings: `"error"` or `"host"`.
         batched: Whether the elements of an iterable are batches; None takes elements
             that may be either as batches.
 
