@@ -68,8 +68,8 @@ class Metrics(Mapping[str, Any]):
             treedef: Their structure, as `jax.tree.flatten` gives it.
         """
         lazy = object.__new__(cls)  # a small step takes as long as Python does
-        object.__setattr__(lazy, "_built", None)
-        object.__setattr__(lazy, "_flat", (leaves, treedef))
+        _set_built(lazy, None)
+        _set_flat(lazy, (leaves, treedef))
         return lazy
 
     def _fill(self, built: dict[str, Any] | None, flat: Any = None) -> "Metrics":
@@ -224,6 +224,10 @@ class Metrics(Mapping[str, Any]):
     def tree_unflatten(cls, names: tuple[str, ...], metrics: Any) -> "Metrics":
         """Returns metrics of names and whatever JAX has put in their places."""
         return object.__new__(cls)._fill(dict(zip(names, metrics, strict=True)))
+
+
+_set_built: Any = vars(Metrics)["_built"].__set__
+_set_flat: Any = vars(Metrics)["_flat"].__set__
 
 
 def _names(names: list[str]) -> str:

@@ -5,7 +5,7 @@ import dataclasses
 import uuid
 from collections.abc import Callable, Mapping
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeAlias, TypeVar
 
 import cloudpickle
 import jax
@@ -107,6 +107,9 @@ class TrainState(Generic[T]):
     rng: jax.Array
     extra: dict[str, Any]
     program: ModelCode = dataclasses.field(metadata={"static": True})
+
+    # A compiled step's result, until a field is read: `StateStructure.lazy`.
+    _flat: ClassVar[Any] = None
 
     @classmethod
     def create(
@@ -324,7 +327,7 @@ class TrainState(Generic[T]):
 
         def __getattr__(self, name: str) -> Any:
             """Puts together a state of `StateStructure.lazy`, when a field is read."""
-            flat = self.__dict__.get("_flat")
+            flat = self._flat
             if flat is None or name not in (*_ARRAY_FIELDS, "program"):
                 # A property raised AttributeError: this raises it again.
                 return object.__getattribute__(self, name)

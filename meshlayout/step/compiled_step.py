@@ -165,7 +165,7 @@ class StateStructure:
         The dicts in a state can be changed in place, so that the arrays it was made of
         are only taken while nobody has read it.
         """
-        flat = state.__dict__.get("_flat") if type(state) is TrainState else None
+        flat = state._flat if type(state) is TrainState else None
         if flat is not None and flat[1] == self:
             return flat[0]
         leaves, treedef = jax.tree.flatten(state)
@@ -186,7 +186,7 @@ class StateStructure:
         """Returns the state of some arrays, put together when a field is read."""
         state: TrainState = object.__new__(TrainState)
         # The last one says whether the arrays may be given away: once, to a step.
-        state.__dict__["_flat"] = [leaves, self, True]
+        object.__setattr__(state, "_flat", [leaves, self, True])
         return state
 
 
@@ -351,8 +351,8 @@ class CompiledStep(Generic[P, R]):
         structure = program.signature.structure
         if structure is None:
             return result
-        if (flat := args[0].__dict__.get("_flat")) is not None:
-            flat[2] = False
+        if args[0]._flat is not None:
+            args[0]._flat[2] = False
         return structure.lazy(result[0]), result[1]
 
     def wait_if_many(self, result: PyTree) -> None:

@@ -174,8 +174,6 @@ def _run(
     return state, metrics
 
 
-def calls_for(steps_per_call: int | Literal["auto"]) -> FixedCalls | TimedCalls | None:
-    """Returns how the batches of a call are run; None for one batch a call."""
-    if steps_per_call == "auto":
-        return TimedCalls()
-    return None if steps_per_call == 1 else FixedCalls(steps_per_call)
+def calls_for(steps_per_call: int | Literal["auto"]) -> FixedCalls | TimedCalls:
+    """Returns how the batches of a call are run."""
+    return TimedCalls() if steps_per_call == "auto" else FixedCalls(steps_per_call)

@@ -230,7 +230,8 @@ class TrainStep:
         self._repeat: _Repeat | None = None
         self._reports: deque[_CallReport] = deque()
         self._num_steps = 0  # those that are reported
-        self._calls = calls_for(plan.steps_per_call)
+        has_many = plan.steps_per_call != 1
+        self._calls = calls_for(plan.steps_per_call) if has_many else None
         self._wants_extra = frozenset(plan.update.names())
         self._zero_shardings: list[Any] | None = None
         # Which leaves of the optimizer's state zero=1 left as they were, and why.
@@ -260,6 +261,10 @@ class TrainStep:
                 `on_nonfinite="error"` if an earlier step was not finite.
             LossError: If what the loss function returns does not fit the batch.
         """
+        if self._repeat is not None:
+            result = self._repeat(state, batch, metrics)
+            if result is not None:
+                return result
         try:
             if self._calls is None:
                 return self._run(state, batch, metrics)
@@ -278,21 +283,16 @@ class TrainStep:
         """Runs one step, or those of all batches of a call in one dispatch."""
         if self._reports:
             self._look_at_reports(wait=False)
-        repeat = self._repeat
-        if repeat is not None:
-            result = repeat(state, batch, metrics)
-            if result is not None:
-                return result
         with in_own_mesh(state):
             placed = self._placed(state, batch)
-            if repeat is not None and placed is not batch:
-                result = repeat(state, placed, metrics)
+            is_new = placed is not batch or self._calls is not None
+            if is_new and self._repeat is not None:
+                result = self._repeat(state, placed, metrics)
                 if result is not None:
                     return result
             state = self._prepare(state, placed)
             program, compiled = self._program(state, placed)
-            args = (state, placed)
-            return self._dispatch(program, compiled, args, metrics)
+            return self._dispatch(program, compiled, (state, placed), metrics)
 
     def _dispatch(
         self,
@@ -555,20 +555,23 @@ def _repeat(
     places = [index for index, leaf in enumerate(leaves) if leaf is weights]
     jitted, treedef = jitted_step.jitted, start.treedef
     is_spread, is_bounded = jitted_step.is_spread, jitted_step.is_bounded
-    marked, has_clock = _batches.marked_weights, start.has_clock
+    marked, reports = _batches.marked_weights, train_step._reports
+    has_clock, empty = start.has_clock, start.leaves
 
     def repeat(
         state: TrainState, batch: Batch, metrics: Metrics | None
     ) -> tuple[TrainState, Metrics] | None:
+        if reports:
+            train_step._look_at_reports(wait=False)
         rows, batch_def = take_apart(batch)
         try:
             if batch_def != like or [x.sharding for x in rows] != layouts:
                 return None
-            flat = state.__dict__.get("_flat")
+            flat = state._flat
         except AttributeError:  # not arrays, or not a state
             return None
         if metrics is None and not has_clock:
-            counted = start.leaves
+            counted = empty
         elif type(metrics) is Metrics and metrics._flat is not None:
             counted, metrics_def = metrics._flat
             if metrics_def is not treedef:
