@@ -8,7 +8,7 @@ on seed, epoch and row alone, never on who reads it or on what is read with it.
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
@@ -192,19 +192,11 @@ class RecordDecoder:
     source: Any
     keys: PyTree
     map: MapFunction | None = None
-    dtypes: Mapping[str, np.dtype] = field(init=False)
 
-    def __post_init__(self) -> None:
-        dtypes = feature_dtypes(self.source.dataset_info.features)
-        if self.keys is not None:
-            named, _ = jax.tree_util.tree_flatten_with_path(self.keys)
-            dtypes = {
-                "/".join(str(key.idx) for key in path): dtypes[name]
-                for path, name in named
-                if name in dtypes
-            }
-        # Once here, and not for every batch: TFDS computes it anew each time.
-        object.__setattr__(self, "dtypes", dtypes)
+    @functools.cached_property
+    def _dtypes(self) -> Mapping[str, np.dtype]:
+        """Once, and not for every batch: TFDS computes them anew each time."""
+        return feature_dtypes(self.source.dataset_info.features)
 
     def __call__(self, rows: Array, epoch: int) -> TimedRows:
         """Returns rows, at least one, as they are in an epoch."""
@@ -213,23 +205,23 @@ class RecordDecoder:
             # One call for all records, which reads from several files at once.
             records = self.source.data_source.__getitems__(rows.tolist())
         with clock.stage("decode"):
-            examples = [self._decoded(record) for record in records]
-        dtypes = self.dtypes
+            examples = self._decoded(records)
         if self.map is not None:
             with clock.stage("map"):
-                typed = with_dtypes(examples, dtypes)
-                examples = self.map.examples(typed, rows, epoch)
-            dtypes = {}  # what map= returns has dtypes of its own
+                examples = self.map.examples(examples, rows, epoch)
         with clock.stage("stack"):
-            stacked = stack(examples, dtypes)
+            stacked = stack(examples)
         return TimedRows(stacked, clock.report().stages)
 
-    def _decoded(self, record: bytes) -> PyTree:
-        features = self.source.dataset_info.features
-        example = features.deserialize_example_np(record, decoders=self.source.decoders)
+    def _decoded(self, records: Sequence[bytes]) -> list[PyTree]:
+        """Returns the features that make each example, in the dtypes they have."""
+        decode = self.source.dataset_info.features.deserialize_example_np
+        decoders = self.source.decoders
+        examples = [decode(record, decoders=decoders) for record in records]
+        typed = _with_dtypes(examples, self._dtypes)
         if self.keys is None:
-            return example
-        return jax.tree.map(lambda key: example[key], self.keys)
+            return list(typed)
+        return [jax.tree.map(example.__getitem__, self.keys) for example in typed]
 
 
 @dataclass(frozen=True)
@@ -251,20 +243,10 @@ class RowMapper:
         return TimedRows(stacked, clock.report().stages)
 
 
-def with_dtypes(
+def _with_dtypes(
     examples: Sequence[PyTree], dtypes: Mapping[str, np.dtype]
 ) -> Iterator[PyTree]:
-    """Yields examples of one structure whose Python numbers have NumPy's dtypes.
-
-    Args:
-        examples: At least one.
-        dtypes: By path, the dtypes of Python numbers.
-
-    Example:
-        >>> (example,) = with_dtypes([{"y": 3}], {"y": np.dtype("int16")})
-        >>> example["y"].dtype
-        dtype('int16')
-    """
+    """Yields examples of one structure, their Python numbers in dtypes by path."""
     named, treedef = named_leaves(examples[0])
     own = [
         dtypes.get(path) if isinstance(leaf, (bool, int, float)) else None

@@ -90,7 +90,7 @@ class PackedIterator:
         self._counts = TokenCounts()
         # Where the window begins, its rows, and how many of them were given.
         self._place = self._documents.get_state()
-        self._window: list[list[_Piece]] = []
+        self._window: list[list[Row]] = []
         self._num_given = 0
 
     @property
@@ -118,45 +118,28 @@ class PackedIterator:
         self._counts = self._counts.plus(rows=1, padding=recipe.length - num_used)
         return self._row(pieces)
 
-    def _next_window(self) -> "list[list[_Piece]]":
+    def _next_window(self) -> list[list[Row]]:
         """Returns rows of pieces; none at the end of the documents."""
         is_chunk, length = self._recipe.mode == "chunk", self._recipe.length
         room = np.full(1 if is_chunk else self._recipe.open_rows, length)
-        rows: list[list[_Piece]] = [[] for _ in room]
+        rows: list[list[Row]] = [[] for _ in room]
         while num_left := len(self._documents.rest()):
             size = min(num_left, max(1, int(room[0])) if is_chunk else length)
             fitting = np.flatnonzero(room >= size)
             if not len(fitting):
                 break
-            rows[fitting[0]].append(self._documents.take(size))
+            row = rows[fitting[0]]
+            row.append(self._documents.take(size, segment=len(row) + 1))
             room[fitting[0]] -= size
         return [pieces for pieces in rows if pieces]
 
-    def _row(self, pieces: "list[_Piece]") -> Row:
-        recipe, length = self._recipe, self._recipe.length
-        sizes = [len(piece.tokens) for piece in pieces]
-        segments = np.repeat(np.arange(len(pieces)), sizes)
-        in_document = [np.arange(piece.start, piece.end) for piece in pieces]
-        row = {
-            "tokens": _padded([piece.tokens for piece in pieces], length),
-            "weight": _padded([np.ones(len(segments))], length).astype(np.float32),
-        }
-        if recipe.mode == "pack":
-            row["segment_ids"] = _padded([segments + 1], length)
-            row["positions"] = _padded([np.arange(size) for size in sizes], length)
-        if recipe.document_ids:
-            numbers = np.array([piece.number for piece in pieces])
-            row["document_ids"] = _padded([numbers[segments]], length, -1)
-            row["document_positions"] = _padded(in_document, length)
-        if recipe.targets:
-            row["targets"] = np.append(row["tokens"][1:], np.int32(0))
-            following = [piece.document[piece.end :] for piece in pieces]
-            last_places = np.cumsum(sizes) - 1
-            if recipe.mode == "chunk":  # one text, which goes on in the next row
-                following, last_places = [self._documents.rest()], last_places[-1:]
-            for tokens, last_place in zip(following, last_places, strict=True):
-                row["targets"][last_place] = tokens[0] if len(tokens) else 0
-                row["weight"][last_place] = len(tokens) > 0
+    def _row(self, pieces: list[Row]) -> Row:
+        """Returns the columns of pieces one after another, padded."""
+        row: Row = {}
+        for name, first in pieces[0].items():
+            fill = -1 if name == "document_ids" else 0
+            row[name] = np.full(self._recipe.length, fill, first.dtype)
+            row[name][: _num_tokens(pieces)] = np.concatenate([p[name] for p in pieces])
         return row
 
     def _check_short(self, num_used: int) -> None:
@@ -225,19 +208,6 @@ class PackedIterator:
         self._documents.close()
 
 
-class _Piece(NamedTuple):
-    """Tokens of a document that are in one row."""
-
-    document: TokenArray
-    number: int
-    start: int
-    end: int
-
-    @property
-    def tokens(self) -> TokenArray:
-        return self.document[self.start : self.end]
-
-
 class _DocumentReader:
     """Documents one after another, of which pieces are taken.
 
@@ -277,11 +247,33 @@ class _DocumentReader:
             self._before, self._document, self._offset = before, tokens, 0
         return self._document[self._offset :]
 
-    def take(self, size: int) -> _Piece:
-        """Returns so many of the tokens that come next."""
-        start, self._offset = self._offset, self._offset + size
-        number = self.counts.documents - 1
-        return _Piece(self._document, number, start, self._offset)
+    def take(self, size: int, segment: int) -> Row:
+        """Returns the columns of a row for so many of the tokens that come next.
+
+        Args:
+            size: How many tokens.
+            segment: The number of the segment that they are in their row, from 1.
+        """
+        recipe, document = self._recipe, self._document
+        number, start = self.counts.documents - 1, self._offset
+        end = self._offset = start + size
+        columns: dict[str, Any] = {"tokens": document[start:end]}
+        weight = np.ones(size, np.float32)
+        if recipe.mode == "pack":
+            columns["segment_ids"] = np.full(size, segment)
+            columns["positions"] = np.arange(size)
+        if recipe.document_ids:
+            columns["document_ids"] = np.full(size, number)
+            columns["document_positions"] = np.arange(start, end)
+        if recipe.targets:
+            # The chunks of one text go on with the next document.
+            is_chunk = recipe.mode == "chunk"
+            following = self.rest()[:1] if is_chunk else document[end : end + 1]
+            targets = np.concatenate([document[start + 1 : end], following])
+            weight[len(targets) :] = 0
+            columns["targets"] = np.append(targets, 0)[:size]
+        row = {name: column.astype(np.int32) for name, column in columns.items()}
+        return {**row, "weight": weight}
 
     def get_state(self) -> dict[str, JSON]:
         """Returns the place of the tokens that come next."""
@@ -336,16 +328,8 @@ class _DocumentReader:
         self._iterator.close()
 
 
-def _num_tokens(pieces: list[_Piece]) -> int:
-    return sum(piece.end - piece.start for piece in pieces)
-
-
-def _padded(parts: list[TokenArray], length: int, fill: int = 0) -> TokenArray:
-    """Returns integers, one part after another, as int32 of one length."""
-    values = np.concatenate(parts)
-    padded = np.full(length, fill, np.int32)
-    padded[: len(values)] = values
-    return padded
+def _num_tokens(pieces: list[Row]) -> int:
+    return sum(len(piece["tokens"]) for piece in pieces)
 
 
 def _check_state(recipe: Recipe, state: JSON) -> None:

@@ -258,9 +258,19 @@ class _Crew:
         with self._lock:
             if self._executor is None:
                 self._others = set(multiprocessing.active_children())
-                self._executor = _executor(self._function, self._kind, self.count)
+                self._executor = self._new_executor()
                 self._finalizer = weakref.finalize(self, _shut_down, self._executor)
             return self._executor
+
+    def _new_executor(self) -> Executor:
+        if self._kind == "threads":
+            return ThreadPoolExecutor(self.count, thread_name_prefix="meshlayout-read")
+        return ProcessPoolExecutor(
+            self.count,
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=_prepare_worker,
+            initargs=(cloudpickle.dumps(self._function),),
+        )
 
     def _how_it_ended(self) -> str:
         """Returns the message about a worker process that has ended."""
@@ -277,17 +287,6 @@ class _Crew:
             f"a worker process {how} while it read examples. {why}, or use "
             "num_workers=0, which shows errors where they happen."
         )
-
-
-def _executor(function: RowFunction, kind: str, count: int) -> Executor:
-    if kind == "threads":
-        return ThreadPoolExecutor(count, thread_name_prefix="meshlayout-read")
-    return ProcessPoolExecutor(
-        count,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_prepare_worker,
-        initargs=(cloudpickle.dumps(function),),
-    )
 
 
 def _shut_down(executor: Executor) -> None:

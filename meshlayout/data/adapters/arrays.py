@@ -48,14 +48,9 @@ class Rows:
 def adapt(obj: Any, *, batched: bool | None) -> Rows | None:
     """Returns a tree of arrays or a sequence of examples as a source of rows.
 
-    Args:
-        obj: An array, a tree of arrays with a dim for the examples in common, or what
-            has `__len__` and `__getitem__`, as a list of examples.
-        batched: Whether the elements of a sequence are batches, which is not a source
-            of rows; None infers it from the elements.
-
-    Returns:
-        None if it is something else.
+    Returns None for batches, and for what is neither. An object may be an array, a tree
+    of arrays with a dim for the examples in common, or what has `__len__` and
+    `__getitem__`, as a list of examples.
 
     Raises:
         DataError: If it may be columns or examples, or its arrays do not fit together.
@@ -139,12 +134,7 @@ def item_rows(items: Any, dtypes: Mapping[str, Any] | None = None) -> Rows:
 
 
 def refuse_batched(what: str, *, batched: bool | None) -> None:
-    """Raises DataError for `batched=True` with a source of single examples.
-
-    Args:
-        what: Which source.
-        batched: What the user said.
-    """
+    """Raises DataError for `batched=True` with a source of single examples."""
     if batched:
         msg = (
             f"{what} gives single examples. Leave out batched=True, or give an "

@@ -69,20 +69,19 @@ def _dataset_rows(dataset: Any) -> Rows:
         )
         raise DataError(msg)
     plain: list[str] = []
+    arrays = dataset
     if kind is None:
         dtypes = {name: _dtypes(dataset.features[name]).values() for name in names}
         # By identity: NumPy takes None for a float64.
         plain = [name for name in names if all(d is not None for d in dtypes[name])]
-    others = [name for name in names if name not in plain]
+        others = [name for name in names if name not in plain]
+        arrays = dataset.with_format("numpy", columns=others)
     table = dataset.with_format("arrow", columns=plain)
-    arrays = dataset.with_format(kind or "numpy", columns=others)
-    if kind is not None:  # with the options of the user's format
-        arrays = dataset
 
     def read(indices: np.ndarray, epoch: int) -> PyTree:
         del epoch
         columns = _columns(table[indices.tolist()]) if plain else {}
-        if others:
+        if len(plain) < len(names):
             columns |= arrays[indices.tolist()]
         rows, _ = as_batch(_as_arrays(columns, {}))
         return rows

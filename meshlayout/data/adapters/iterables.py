@@ -138,10 +138,6 @@ class NumberedItems(Iterator[PyTree]):
 def adapt(obj: Any, *, batched: bool | None) -> IterableSource:
     """Returns an iterable, an iterator or a generator function as a source.
 
-    Args:
-        obj: What the user gave.
-        batched: Whether its elements are batches; None infers it from them.
-
     Raises:
         DataError: If it can neither be iterated nor called.
     """
