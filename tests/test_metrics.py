@@ -285,6 +285,15 @@ def test_twenty_million_increments_of_one_are_counted():
     assert values(difference) == 2
 
 
+def test_integers_that_jax_would_wrap_around_keep_their_value():
+    large = np.array([2**40, 1])
+    close(values(metrics.Mean().update(large)), (2**40 + 1) / 2)
+    close(values(metrics.Sum().update(2**33)), 2**33)
+    assert values(metrics.Recall().update(np.ones(2, "float32"), large)) == 1
+    with pytest.raises(ml.errors.MetricError, match="must hold class numbers"):
+        metrics.Accuracy().update(LOGITS[:2], large)
+
+
 def test_infinite_values_stay_infinite():
     assert (
         values(metrics.Mean().update(jnp.array([jnp.inf, 1.0])).update(2.0)) == np.inf

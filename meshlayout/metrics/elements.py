@@ -19,7 +19,7 @@ from meshlayout.errors import MetricError
 def as_array(x: ArrayLike, name: str, where: str) -> jax.Array:
     """Returns an input as an array of numbers or booleans, or raises MetricError."""
     try:
-        array = x if isinstance(x, jax.Array) else jnp.asarray(np.asarray(x))
+        array = x if isinstance(x, jax.Array) else _on_device(np.asarray(x))
     except (TypeError, ValueError, OverflowError):
         msg = f"{where}: {name} must be an array of numbers, got {shown(x)}."
         raise MetricError(msg) from None
@@ -28,6 +28,15 @@ def as_array(x: ArrayLike, name: str, where: str) -> jax.Array:
         msg = f"{where}: {text(name, array)} does not hold real numbers."
         raise MetricError(msg)
     return array
+
+
+def _on_device(host: np.ndarray) -> jax.Array:
+    """Returns a host array as JAX's; integers that JAX would wrap around, as floats."""
+    narrow = jax.dtypes.canonicalize_dtype(host.dtype)
+    is_integer = np.issubdtype(host.dtype, np.integer) and narrow != host.dtype
+    if is_integer and np.any(host.astype(narrow) != host):
+        return jnp.asarray(host.astype(np.float32))
+    return jnp.asarray(host)
 
 
 def as_float(x: ArrayLike, name: str, where: str) -> jax.Array:
