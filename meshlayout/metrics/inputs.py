@@ -160,13 +160,10 @@ def bound_arguments(
     """Returns the arguments of a function, by position and by name.
 
     Args:
-        function: What is to be called.
+        function: A function of a metric.
         inputs: Where they come from.
         renamed: For parameters whose input has another name: that name.
         where: What to call the function in a message.
-
-    Raises:
-        MetricError: If one that has no default is not there.
     """
     args: list[Any] = []
     kwargs: dict[str, Any] = {}

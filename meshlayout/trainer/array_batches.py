@@ -82,14 +82,10 @@ def batches_from(
     Args:
         where: The method that was called, for error messages.
         name: What it calls the data.
-        data: What the user gave: arrays, or batches.
+        data: Arrays or batches.
         labels: Further arrays of the same examples, or None.
         batch_size: Rows of a batch of arrays.
         shuffle: Whether arrays are shuffled.
-
-    Raises:
-        MeshLayoutError: If the batch size of arrays is missing, or batches are given
-            one.
     """
     arrays = data if labels is None else (data, labels)
     if batch_size is not None:

@@ -83,7 +83,6 @@ class BatchPlacer:
             without a place for weights are padded, too.
 
     Attributes:
-        pad: Whether batches get weights and padding.
         size: The rows that batches are padded to; 0 before the first one.
     """
 
@@ -109,11 +108,9 @@ class BatchPlacer:
     def __call__(self, batch: Batch) -> PlacedBatch:
         """Returns a batch on the mesh.
 
-        Args:
-            batch: A mapping or tuple of arrays, or any tree of them.
-
         Raises:
-            StepError: If its arrays have no batch dim, or differ in it.
+            StepError: If its arrays have no batch dim, or differ in it, or its weights
+                are in another place.
             LayoutError: If an array does not fit the layout.
         """
         rows = num_examples(batch)
@@ -138,14 +135,9 @@ class BatchPlacer:
         return PlacedBatch(self._placed(padded), rows, batch, is_odd, is_weighted)
 
     def without_weights(self, group: list[PlacedBatch]) -> list[PlacedBatch] | None:
-        """Stops adding weights and padding to batches.
+        """Stops adding weights and padding, and returns a call's batches without.
 
-        Args:
-            group: The batches of a call that does not take them.
-
-        Returns:
-            The batches placed again, maybe of several sizes; None if they had no
-            weights of this placer.
+        They may then have several sizes. None if nothing was added to them.
         """
         if not any(placed.is_weighted for placed in group):
             return None
@@ -167,9 +159,6 @@ class BatchPlacer:
         Args:
             placed: A batch.
             outputs: A tree of arrays with one row per example.
-
-        Raises:
-            MeshLayoutError: If an output has a different number of rows.
         """
         size, rows = num_examples(placed.batch), slice(placed.num_examples)
         weights = get_weights(placed.batch, self._weights)

@@ -62,24 +62,18 @@ class TrainerInput:
         where: What reads the data, as `"evaluate"`, for messages.
         name: What the data is called in messages.
         data: The data.
-        placer: What puts batches on the mesh.
+        placer: Puts batches on the mesh.
         steps_per_epoch: Batches in an epoch, or None.
         num_epochs: How many epochs will be asked for.
         weights: Where batches on the host carry their weights, if those in which all
             weights are 0 are to be left out; None keeps them.
 
     Attributes:
-        placer: What puts batches on the mesh.
         passes: The passes over the data, whose position can be saved.
         is_over: Whether the last epoch ended before its batches, or had none left.
         is_saved: Whether a callback saves the position.
-        is_resumed: Whether this `fit` resumes from a checkpoint; the history then has
-            the epochs before it.
-        used: The batch after which training is, if more batches were read.
-
-    Raises:
-        MeshLayoutError: If the data is of another type, or an iterator for several
-            epochs.
+        is_resumed: Whether this `fit` resumes from a checkpoint.
+        used: The last batch trained on, if more batches were read.
     """
 
     def __init__(
@@ -125,11 +119,7 @@ class TrainerInput:
         return self.used.position
 
     def resume(self, num_done: int | None) -> None:
-        """Resumes an epoch, or begins one after it, where `passes` stands now.
-
-        Args:
-            num_done: The batches of the epoch that were used; None after its end.
-        """
+        """Resumes an epoch after `num_done` batches; None begins the next epoch."""
         self._begun, self._has_batches = num_done, True
 
     def groups(
@@ -166,14 +156,7 @@ class TrainerInput:
 
     @contextmanager
     def located(self, group: list[PlacedBatch]) -> Iterator[None]:
-        """Adds to an error the batches of a call, and how they differ from the first.
-
-        Args:
-            group: The batches.
-
-        Raises:
-            MeshLayoutError: Instead of the error of a batch that differs.
-        """
+        """Says in an error which batches it is about, and how they are different."""
         with self._located([placed.given for placed in group], group[0].number):
             yield
 

@@ -42,15 +42,12 @@ class FitLoop:
     """One call of `Trainer.fit`: its epochs, callbacks, validation and saving.
 
     Args:
-        trainer: The trainer, whose state, position and history it moves on.
+        trainer: The trainer, whose state, position and history it updates.
         source: The training data.
         validation: The validation data, or None.
-        callbacks: What the user gave.
+        callbacks: As the user gave them.
         group_size: How many batches a call of the train step takes.
         progress: Whether to show progress, if no callback does.
-
-    Raises:
-        MeshLayoutError: If the callbacks are not a list of callbacks.
     """
 
     def __init__(
@@ -222,12 +219,12 @@ def call_step(
         source: The data.
         step: A step of the trainer.
         group: The batches of the call.
-        *args: What the step takes besides the state and a batch.
-        as_list: Whether it takes a list of batches.
+        *args: Arguments of the step after the state and the batch.
+        as_list: Whether the step takes a list of batches.
 
     Returns:
-        What the step returns. `_ONE_BY_ONE` if it was not called, because without
-        their padding the batches have several sizes.
+        The step's result; `_ONE_BY_ONE` if it was not called, because the batches have
+        several sizes without their padding.
     """
 
     def called(group: list[PlacedBatch]) -> Any:
@@ -264,11 +261,7 @@ def _is_any_odd(group: list[PlacedBatch]) -> bool:
 
 
 def _as_callbacks(callbacks: Any) -> list[Callback]:
-    """Returns the callbacks of a `fit` as a list.
-
-    Raises:
-        MeshLayoutError: If it is not a list of callbacks.
-    """
+    """Returns the callbacks of a `fit` as a list, or raises MeshLayoutError."""
     if isinstance(callbacks, (Callback, type)) or not isinstance(callbacks, Iterable):
         msg = (
             f"fit: callbacks must be a list of callbacks, got "

@@ -42,12 +42,7 @@ class History(Mapping[str, list[Any]]):
         self._values: dict[str, list[Any]] = {}
 
     def add(self, epoch: int, logs: Mapping[str, Any]) -> None:
-        """Adds an epoch.
-
-        Args:
-            epoch: Its number.
-            logs: What was measured, by name.
-        """
+        """Adds an epoch by its number, and what was measured in it, by name."""
         epoch = _checks.count("epoch", epoch, where="History.add")
         _check_mapping("History.add: logs", logs)
         for name in logs:
@@ -57,11 +52,7 @@ class History(Mapping[str, list[Any]]):
             values.append(logs.get(name, math.nan))
 
     def set(self, epochs: Sequence[int], values: Mapping[str, Sequence[Any]]) -> None:
-        """Replaces what was measured by the epochs of another run.
-
-        Args:
-            epochs: Its `epochs`.
-            values: Its `to_dict()`.
+        """Replaces all epochs by those of another history, and its `to_dict()`.
 
         Raises:
             MeshLayoutError: If there is not one value per epoch.

@@ -103,14 +103,7 @@ class Saver:
                 _note_newest(error, callback)
 
     def check_new(self, step: int) -> None:
-        """Refuses directories with steps that this run would not have saved.
-
-        Args:
-            step: Where training begins.
-
-        Raises:
-            CheckpointError: If a directory holds later steps.
-        """
+        """Raises CheckpointError if a directory holds steps after the first one."""
         for callback in self.checkpoints:
             checkpointer = callback.checkpointer
             checkpointer.wait()
@@ -128,14 +121,11 @@ class Saver:
                 raise CheckpointError(msg)
 
     def end_if_due(self, trainer: "Trainer", metrics: Metrics | None) -> None:
-        """Saves and ends the process after SIGTERM; called after each step.
+        """Saves and raises Preempted after SIGTERM; called after each step.
 
         Args:
             trainer: The trainer.
             metrics: Those of the epoch so far; None at its end.
-
-        Raises:
-            Preempted: If so, once everything is saved.
         """
         if self.checkpoints and self._preemption.is_due():
             for callback in self.checkpoints:
@@ -175,10 +165,6 @@ def resume_fit(
 
     Returns:
         The metrics of the epoch so far; None if it is over, or there is no checkpoint.
-
-    Raises:
-        MeshLayoutError: If there is no `Checkpoint`.
-        CheckpointError: If the checkpoint cannot be resumed from.
     """
     if not saver.checkpoints:
         msg = (
