@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
@@ -22,9 +23,6 @@ _END: Any = object()
 
 def why_not(data: object) -> str:
     """Returns why data cannot be batches; empty if it may be.
-
-    Args:
-        data: What the user gave.
 
     Example:
         >>> why_not([1, 2]), why_not({"x": 1}), why_not(5)
@@ -86,11 +84,6 @@ class Input:
         self.num_given += 1
         return batch
 
-    @property
-    def tells(self) -> bool:
-        """Whether the iterator of this pass has a position that can be saved."""
-        return isinstance(self._pass, Continues)
-
     def begin(self) -> None:
         """Begins a pass, or continues the only one there is."""
         self._is_over = False
@@ -104,11 +97,7 @@ class Input:
             self.num_given = 0
 
     def look(self) -> Batch:
-        """Returns the next batch, if necessary of the next pass, without yielding it.
-
-        Returns:
-            The batch; None if there is none.
-        """
+        """Returns the next batch, even of the next pass, or None; yields it later."""
         if not self._seen and self._pass is not None:
             batch = next(self._pass, _END)
             self._seen = [] if batch is _END else [batch]
@@ -126,24 +115,22 @@ class Input:
     def place(self, *, keep: bool = False) -> tuple[dict[str, Any], Continues | None]:
         """Returns the position, and the object with the iterator's state, or None.
 
-        Args:
-            keep: Whether to freeze the current state, whatever is read later.
+        With `keep`, that state is frozen, whatever is read later.
         """
-        place = {"given": self.num_given, "over": self._is_over, "tells": self.tells}
-        iterator = self._pass
-        if not isinstance(iterator, Continues):
-            return place, None
-        return place, _SavedPosition(iterator.get_state()) if keep else iterator
+        iterator = self._pass if isinstance(self._pass, Continues) else None
+        place = {
+            "given": self.num_given,
+            "over": self._is_over,
+            "tells": iterator is not None,
+        }
+        if iterator is not None and keep:
+            iterator = _SavedPosition(iterator.get_state())
+        return place, iterator
 
     def take_up(
         self, place: Mapping[str, Any], put: Callable[[Continues], None]
     ) -> None:
-        """Begins a pass and, if the iterator has a position, goes to the saved one.
-
-        Args:
-            place: What `place` returned.
-            put: Restores an iterator's position.
-        """
+        """Begins a pass; `put` moves its iterator to the saved place if it can go."""
         self._next = None
         self.begin()
         if place["tells"] and isinstance(self._pass, Continues):
@@ -152,10 +139,7 @@ class Input:
             self.num_given = place["given"]
 
     def catch_up(self, place: Mapping[str, Any]) -> None:
-        """Drops batches up to a position, where `take_up` could not go there.
-
-        Args:
-            place: What `take_up` was given.
+        """Drops batches up to a place, where `take_up` could not go there.
 
         Raises:
             CheckpointError: If there are fewer batches.
@@ -183,16 +167,14 @@ class Input:
         return iter(self._data())
 
 
+@dataclass
 class _SavedPosition:
     """A frozen state that stands in for its iterator."""
 
-    def __init__(self, state: object) -> None:
-        self._state = state
+    state: object
 
     def get_state(self) -> object:
-        """Returns the state."""
-        return self._state
+        return self.state
 
     def set_state(self, state: object) -> None:
-        """Takes another state."""
-        self._state = state
+        self.state = state
