@@ -18,8 +18,8 @@ from meshlayout._render.tables import (
 )
 
 
-Held: TypeAlias = Sequence[tuple[int | str, tuple[tuple[int, int], ...]]]
-"""What each device holds: its label, and (start, stop) for every dim."""
+Held: TypeAlias = Sequence[tuple[int, tuple[tuple[int, int], ...]]]
+"""What each device holds: its id, and (start, stop) for every dim."""
 
 # How much of each direction is drawn before its middle is left out.
 _MAX_STEPS = 16
@@ -69,7 +69,7 @@ class Cell:
         about: What it is; shown as a tooltip.
     """
 
-    labels: tuple[int | str, ...]
+    labels: tuple[int, ...]
     number: int
     about: str
 
@@ -108,7 +108,7 @@ def shards_picture(shape: Sequence[int], axes: Sequence[str], held: Held) -> Pic
         held: What each device holds.
     """
     cuts = [sorted({slices[dim] for _, slices in held}) for dim in range(len(shape))]
-    holders: dict[tuple[int, ...], list[int | str]] = {}
+    holders: dict[tuple[int, ...], list[int]] = {}
     for label, slices in held:
         index = tuple(cut.index(part) for cut, part in zip(cuts, slices, strict=True))
         holders.setdefault(index, []).append(label)
@@ -153,7 +153,7 @@ def shards_picture(shape: Sequence[int], axes: Sequence[str], held: Held) -> Pic
 
 
 def _numbers(
-    holders: Mapping[tuple[int, ...], Sequence[int | str]], devices: list[int | str]
+    holders: Mapping[tuple[int, ...], Sequence[int]], devices: list[int]
 ) -> tuple[dict[tuple[int, ...], int], int]:
     """Returns the color of each shard, and how many colors there are.
 
@@ -167,7 +167,7 @@ def _numbers(
 
 
 def mesh_picture(
-    axis_names: Sequence[str], shape: Sequence[int], labels: Sequence[int | str]
+    axis_names: Sequence[str], shape: Sequence[int], labels: Sequence[int]
 ) -> Picture:
     """Describes the devices of a mesh: the last two axes are drawn as a grid.
 
@@ -177,31 +177,14 @@ def mesh_picture(
         Direction((f"{name} ({size})",), tuple(map(str, range(size))))
         for name, size in list(zip(axis_names, shape, strict=True))[-2:]
     ]
-    columns = shape[-1] if shape else 1
-    per_panel = math.prod(shape[-2:])
-    outer = itertools.product(*map(range, shape[:-2]))
-
-    def about(device: int) -> str:
-        at = []
-        for name, size in reversed(list(zip(axis_names, shape, strict=True))):
-            device, coordinate = divmod(device, size)
-            at.append(f"{name} {coordinate}")
-        return f"{', '.join(reversed(at))}:"
-
-    panels = []
-    for number, at in enumerate(outer):
-        first = number * per_panel
-        names = zip(axis_names, at, strict=False)
-        panels.append(
-            (
-                ", ".join(f"{name} {i}" for name, i in names),
-                {
-                    divmod(i - first, columns): Cell((labels[i],), i, about(i))
-                    for i in range(first, first + per_panel)
-                },
-            )
-        )
-    return _picture(directions, panels, len(labels), [])
+    panels: dict[str, dict[tuple[int, int], Cell]] = {}
+    for device, coords in enumerate(itertools.product(*map(range, shape))):
+        names = [f"{name} {i}" for name, i in zip(axis_names, coords, strict=True)]
+        row, column = (0, *coords)[-2:]
+        panel = panels.setdefault(", ".join(names[:-2]), {})
+        about = f"{', '.join(names)}:"
+        panel[row, column] = Cell((labels[device],), device, about)
+    return _picture(directions, list(panels.items()), len(labels), [])
 
 
 def _picture(
@@ -227,18 +210,17 @@ def _outer(count: int, most: int) -> list[int | None]:
     return [*range(most - 1 - tail), None, *range(count - tail, count)]
 
 
-def labels_text(labels: Iterable[int | str], room: int | None = None) -> str:
+def labels_text(labels: Iterable[int], room: int | None = None) -> str:
     """Returns labels in one line, runs of numbers as ranges, shortened to `room`.
 
     Example:
         >>> labels_text([0, 1, 2, 3, 8]), labels_text(range(0, 64, 2), room=12)
         ('0-3, 8', '0, …, 62')
     """
-    labels = list(labels)
-    runs: list[list[int | str]] = []
-    for label in sorted(labels, key=lambda one: (isinstance(one, str), one)):
-        last = runs[-1][-1] if runs else None
-        if isinstance(label, int) and isinstance(last, int) and label == last + 1:
+    labels = sorted(labels)
+    runs: list[list[int]] = []
+    for label in labels:
+        if runs and label == runs[-1][-1] + 1:
             runs[-1] = [runs[-1][0], label]
         else:
             runs.append([label])
@@ -258,7 +240,7 @@ def picture_text(picture: Picture) -> str:
     """Draws with box characters, no wider than a terminal."""
     down, across = picture.down, picture.across
     cells = [cell for _, panel in picture.panels for cell in panel.values()]
-    labels = [labels_text(map(_clean, cell.labels), _MAX_TEXT_LABEL) for cell in cells]
+    labels = [labels_text(cell.labels, _MAX_TEXT_LABEL) for cell in cells]
     width = 2 + max(map(cell_width, [*labels, *across.drawn]))
     margin = max(cell_width(text) for text in [*down.drawn, " ".join(down.title)])
     most = max(3, (_MAX_TEXT_WIDTH - margin - 1) // (width + 1))
@@ -303,15 +285,11 @@ def _cell_text(
     if row is None or column is None:
         return "…"
     cell = panel.get((row, column))
-    return labels_text(map(_clean, cell.labels), _MAX_TEXT_LABEL) if cell else ""
+    return labels_text(cell.labels, _MAX_TEXT_LABEL) if cell else ""
 
 
 def _rule(corners: str, columns: int, width: int) -> str:
     return corners[0] + corners[1].join(["─" * width] * columns) + corners[2]
-
-
-def _clean(label: int | str) -> int | str:
-    return one_line(label) if isinstance(label, str) else label
 
 
 # Drawing as SVG. Sizes are in pixels.
@@ -429,9 +407,9 @@ def _cell_svg(
     middle = x + width / 2, y + height / 2 + 4
     if cell is None:
         return _text("…", *middle, anchor="middle", faint=True)
-    labels = labels_text(map(_clean, cell.labels), int((width - 8) / _CHAR))
+    labels = labels_text(cell.labels, int((width - 8) / _CHAR))
     fill, ink = _colors(cell.number, num_colors)
-    full = f"{one_line(cell.about)} {labels_text(map(_clean, cell.labels))}"
+    full = f"{one_line(cell.about)} {labels_text(cell.labels)}"
     return (
         f'<g><rect x="{x + 1:g}" y="{y + 1:g}" width="{width - 2:g}" '
         f'height="{height - 2:g}" rx="4" fill="{fill}"/>'
