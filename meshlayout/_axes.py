@@ -169,10 +169,16 @@ def parse_devices(devices: Any) -> list[Any]:
     if isinstance(devices, str):
         msg = f"devices is a list, and got the string {devices!r}. Write [{devices!r}]."
         raise MeshError(msg)
-    chosen = [
-        _device_by_text(device) if isinstance(device, str) else device
-        for device in np.asarray(devices, dtype=object).flat
-    ]
+    chosen: list[Any] = []
+    for device in np.asarray(devices, dtype=object).flat:
+        if not isinstance(device, str):
+            chosen.append(device)
+            continue
+        platform, _, number = device.strip().lower().partition(":")
+        if not platform or not number.isdecimal():
+            msg = f"device {device!r} is not PLATFORM:ID, as in 'CPU:3'."
+            raise MeshError(msg)
+        chosen += devices_by_id(platform, [int(number)])
     if not chosen:
         msg = "devices is empty; a mesh needs at least one device."
         raise MeshError(msg)
@@ -202,14 +208,6 @@ def check_devices(devices: Sequence[Any]) -> None:
             "made of one."
         )
         raise MeshError(msg)
-
-
-def _device_by_text(text: str) -> Any:
-    platform, _, number = text.strip().lower().partition(":")
-    if not platform or not number.isdecimal():
-        msg = f"device {text!r} is not PLATFORM:ID, as in 'CPU:3'."
-        raise MeshError(msg)
-    return devices_by_id(platform, [int(number)])[0]
 
 
 def devices_by_id(platform: str, ids: Sequence[int]) -> list[Any]:

@@ -71,7 +71,12 @@ class TracedBuild:
             tree = self.treedef.unflatten(leaves)
             if self.graphdef is not None:
                 return nnx.merge(self.graphdef, tree)
-        return _without_layout_boxes(tree)
+        # Our own boxes come off; Flax's stay, as Linen's `init` gives them.
+        return jax.tree.map(
+            lambda node: node.value if isinstance(node, LayoutBox) else node,
+            tree,
+            is_leaf=lambda node: isinstance(node, LayoutBox),
+        )
 
 
 @dataclass(frozen=True)
@@ -263,11 +268,7 @@ def _abstract(leaf: Leaf, layout: Layout) -> jax.ShapeDtypeStruct:
 
 
 def trace(build: Callable[..., PyTree], *inputs: jax.Array) -> TracedBuild:
-    """Traces a builder once.
-
-    Args:
-        build: The builder.
-        inputs: Flat arrays that it takes, if it takes any.
+    """Traces a builder once; `inputs` are the arrays that it takes, if any.
 
     Raises:
         StateError: If it cannot be traced.
@@ -389,12 +390,3 @@ def eager_sharding_off() -> contextlib.AbstractContextManager[Any]:
     if hasattr(nnx, "use_eager_sharding"):  # not in flax 0.11
         return nnx.use_eager_sharding(False)  # noqa: FBT003
     return contextlib.nullcontext()
-
-
-def _without_layout_boxes(tree: PyTree) -> PyTree:
-    """Takes our own boxes off; Flax's stay, as Linen's `init` gives them."""
-    return jax.tree.map(
-        lambda node: node.value if isinstance(node, LayoutBox) else node,
-        tree,
-        is_leaf=lambda node: isinstance(node, LayoutBox),
-    )
