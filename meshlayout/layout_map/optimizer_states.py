@@ -137,13 +137,7 @@ def _dims_of(
         second, largest = (int(dim) for dim in np.argsort(whole)[-2:])
         dropped = largest if factor == "v_row" else second
         return tuple(dim for dim in range(len(whole)) if dim != dropped)
-    return _subsequence(shape, whole)
-
-
-def _subsequence(
-    shape: tuple[int, ...], whole: tuple[int, ...]
-) -> tuple[int, ...] | None:
-    """Returns the only way to get `shape` by dropping dims of `whole`, or None."""
+    # Else the only way to drop dims of the parameter that gives this shape.
     ways = [
         dims
         for dims in itertools.combinations(range(len(whole)), len(shape))

@@ -115,25 +115,18 @@ def parse_precision(precision: Any) -> Policies:
     rules = []
     for pattern, policy in precision.items():
         _checks.pattern("pattern", pattern, where="precision", error=StateError)
-        rules.append((pattern, _policy_at(pattern, policy)))
+        parsed = _policy(policy)
+        if pattern and isinstance(policy, str):  # of a part, only what it computes in
+            parsed = PrecisionPolicy(compute=parsed.compute)
+        if pattern and parsed.output is not None:
+            msg = (
+                f"precision: the policy of {pattern!r} names output=, which is that of "
+                "the whole model: give it to the pattern ''."
+            )
+            raise StateError(msg)
+        rules.append((pattern, parsed))
     default = dict(rules).get("", PrecisionPolicy())
     return Policies(default, tuple(rule for rule in rules if rule[0]))
-
-
-def _policy_at(pattern: str, precision: Any) -> PrecisionPolicy:
-    """Returns the policy for a pattern: of a part, only what it computes in counts."""
-    policy = _policy(precision)
-    if not pattern:
-        return policy
-    if isinstance(precision, str):
-        return PrecisionPolicy(compute=policy.compute)
-    if policy.output is not None:
-        msg = (
-            f"precision: the policy of {pattern!r} names output=, which is that of "
-            "the whole model: give it to the pattern ''."
-        )
-        raise StateError(msg)
-    return policy
 
 
 def _policy(precision: Any) -> PrecisionPolicy:
