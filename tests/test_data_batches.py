@@ -841,6 +841,11 @@ def test_examples_that_change_their_dtype_are_refused():
         "leaf 'x' changes its dtype: an example is f64[], and the first one is i64[]. "
         "Give all examples one dtype."
     )
+    examples = [{"x": np.float32(1)}, {"x": 2.0}, {"x": np.float32(3)}]
+    assert message(lambda: batches(examples)) == (
+        "leaf 'x' changes its dtype: an example is f64[], and the first one is f32[]. "
+        "Give all examples one dtype."
+    )
 
 
 def test_examples_that_change_their_structure_are_refused():

@@ -30,13 +30,7 @@ _JOIN_S = 0.2
 
 
 class BatchIterator:
-    """Makes the batches of one iteration, each with the position after it.
-
-    Args:
-        plan: How they are made.
-        position: Where to begin.
-        exchange: With the other processes, if any.
-    """
+    """Makes the batches of one iteration, each with the position after it."""
 
     def __init__(
         self,

@@ -65,10 +65,9 @@ class Cut:
         return row if self.keep is None else int(np.searchsorted(self.keep, row))
 
     def is_real(self, count: int) -> np.ndarray | None:
-        """Returns which of the kept rows are not padding; None for all.
+        """Returns which kept rows are real, and not padding; None for all.
 
-        Args:
-            count: How many rows of the batch are real; the others come after them.
+        Those are the ones among the first `count` rows of the batch.
         """
         return None if count >= self.size else self.kept < count
 
@@ -117,11 +116,7 @@ class Order:
             self._table = self._permuted_rows(np.arange(num_rows))
 
     def at(self, places: np.ndarray) -> np.ndarray:
-        """Returns the numbers of the rows at some places of the order.
-
-        Args:
-            places: From 0 to the number of rows, exclusive, as int64.
-        """
+        """Returns the numbers of the rows at some places of the order, as int64."""
         if self._table is not None:
             return self._table[places]
         return places if self._keys is None else self._permuted_rows(places)
@@ -159,13 +154,8 @@ def _mixed(values: np.ndarray) -> np.ndarray:
 class RowReader:
     """Gathers this process's rows of each batch.
 
-    Args:
-        source: The source.
-        spec: What its examples are.
-        cut: How batches are cut.
-        num_batches: Batches of an epoch; None where epochs run into each other.
-        seed: What shuffles the rows.
-        clock: Where the time goes.
+    An epoch has `num_batches`; if that is None, epochs run into each other. Rows are
+    shuffled by `seed`, unless it is None.
     """
 
     def __init__(

@@ -41,9 +41,6 @@ class ElementReader:
 
     The first element can be looked at: it then comes again, so that nothing is read
     twice, and a source that can be read only once is whole.
-
-    Args:
-        source: The source.
     """
 
     def __init__(self, source: StreamSource) -> None:
@@ -139,14 +136,7 @@ def ambiguous(what: str) -> str:
 class StreamReader:
     """Copies this process's rows of a stream into batches.
 
-    Args:
-        elements: Reads the source.
-        spec: What its examples are; None for batches that are placed already, which
-            are passed on unchanged.
-        cut: How batches are cut.
-        batched: Whether elements are batches.
-        remainder: What becomes of rows that do not fill a batch.
-        clock: Where the time and notes go.
+    Without a `spec`, elements are placed batches, which are passed on unchanged.
     """
 
     def __init__(

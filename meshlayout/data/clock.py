@@ -128,12 +128,7 @@ class Clock:
         self._batches = 0
 
     def stage(self, name: str, rows: int = 0) -> "_StageTimer":
-        """Measures the time spent in a `with` block, without that of stages inside it.
-
-        Args:
-            name: The stage's name.
-            rows: The examples that pass through it.
-        """
+        """Measures the time in a `with` block, without that of stages inside it."""
         return _StageTimer(self, name, rows)
 
     def add(self, name: str, rows: int, seconds: float) -> None:

@@ -181,9 +181,6 @@ class DistributedDataset(Generic[BatchT]):
     Each iteration yields the next `epochs` epochs of the source, or the next `steps`
     batches. Several iterations at once do not disturb each other; each takes the
     epochs after those of the iteration that was begun before it.
-
-    Args:
-        plan: How batches are made.
     """
 
     def __init__(self, plan: DataPlan) -> None:
@@ -287,12 +284,7 @@ class DataIterator(Generic[BatchT]):
 
     Several threads may take batches from it; each batch is given once. Reading starts
     with the first batch. `close` stops what runs in the background, as does the end of
-    a `with` block, or leaving the loop.
-
-    Args:
-        dataset: The dataset, which is kept: it may have no other name.
-        position: Where to begin.
-        number: Which of the dataset's iterations this is.
+    a `with` block, or leaving the loop. The dataset is kept: it may have no other name.
     """
 
     def __init__(

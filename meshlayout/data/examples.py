@@ -84,12 +84,7 @@ class LeafSpec:
                 raise DataError(msg)
 
     def check(self, shape: tuple[int, ...], leaf: np.ndarray) -> None:
-        """Raises DataError if an example's leaf is not like the first example's.
-
-        Args:
-            shape: The shape of one example of `leaf`.
-            leaf: The leaf, of one example or of several.
-        """
+        """Raises DataError if a leaf, whose examples have this shape, is another."""
         if shape != self.shape:
             msg = (
                 f"{self.text} is ragged: an example has shape {shape}, and the first "
@@ -148,12 +143,7 @@ class ExampleSpec:
 
 
 def structure_error(example: PyTree, paths: Sequence[str]) -> DataError:
-    """Returns the error about an example of another structure.
-
-    Args:
-        example: The example.
-        paths: The leaves of the first one.
-    """
+    """Returns the error about an example that has other leaves than these."""
     names, first_names = (
         ", ".join(map(repr, listed)) or "none"
         for listed in ([path for path, _ in named_leaves(example)[0]], paths)
@@ -441,7 +431,7 @@ def _stacked(
         numbers = np.asarray(column, dtype)
         own: Any = getattr(first, "dtype", numbers.dtype)
         return numbers.astype(own, copy=False)
-    if isinstance(first, np.generic) and len({leaf.dtype for leaf in column}) == 1:
+    if len(kinds) == 1 and isinstance(first, np.generic):
         return np.array(column, first.dtype)
     if kinds == {np.ndarray} and first.ndim:
         shape: Any = first.shape

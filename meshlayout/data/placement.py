@@ -299,10 +299,7 @@ def _shard_slices(
 ) -> list[tuple[slice, ...]]:
     """Returns the parts of a process's rows that its devices hold.
 
-    Args:
-        sharding: Where the array goes.
-        shape: Its global shape.
-        starts: For the first row of each shard, its place among the process's rows.
+    `starts` has for the first row of each shard its place among the process's rows.
     """
     slices = []
     indices: Any = sharding.addressable_devices_indices_map(shape)
@@ -410,11 +407,7 @@ def _with_weights(
 
 
 def way_out(rows: PyTree) -> str:
-    """Returns what to do where padding has no place for its weights.
-
-    Args:
-        rows: Some rows of the source.
-    """
+    """Returns what to do where padding of such rows has no place for its weights."""
     if type(rows) in (tuple, list):
         place = f"weights={len(rows)} appends them"
     elif isinstance(rows, Mapping) and all(isinstance(key, int) for key in rows):

@@ -185,8 +185,7 @@ class DataPlan:
     Args:
         open_source: Returns the source; or its reader, which has looked at it before.
         layout: The layout of batches.
-        options: What was asked for.
-        clock: Where time and notes go.
+        options: See above, as `clock`.
         agreement: With the other processes, where it was made before; None makes it.
         close: Releases what the source holds, if it is not the user's.
 

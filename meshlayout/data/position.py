@@ -50,12 +50,7 @@ class Position(NamedTuple):
 
 
 def to_state(identity: dict[str, JSON], position: Position) -> dict[str, JSON]:
-    """Returns a place as a JSON-serializable dict.
-
-    Args:
-        identity: The dataset's value for each key of `_WORDS`.
-        position: The place.
-    """
+    """Returns a place as a JSON-serializable dict, with what it is a place of."""
     return {
         "kind": "meshlayout.data",
         "version": _VERSION,
@@ -65,11 +60,7 @@ def to_state(identity: dict[str, JSON], position: Position) -> dict[str, JSON]:
 
 
 def from_state(identity: dict[str, JSON], state: object) -> Position:
-    """Returns the place that a dict names.
-
-    Args:
-        identity: Of the dataset that is to go there.
-        state: What `to_state` has returned, or JSON has read.
+    """Returns the place that a dict of `to_state` names.
 
     Raises:
         DataError: If it is not a place, or one of another dataset.
