@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import inspect
 import itertools
+import json
 import pickle
 import typing
 from collections.abc import Mapping
@@ -1306,6 +1307,22 @@ def test_weights_that_batches_have_no_place_for_are_refused(
 
 ODD = [None, float("nan"), -1, 0, "x", object()]
 PARAMETERS = [*inspect.signature(ml.data.distribute_dataset).parameters]
+
+
+def test_numbers_and_flags_may_be_numpys():
+    data = distributed(
+        (np.arange(8), np.arange(8)),
+        weights=np.int64(2),
+        shuffle=np.uint8(1),
+        epochs=np.int32(1),
+        steps=np.int64(1),
+        prefetch=np.int8(0),
+        per_process=np.False_,
+    )
+    state = iter(data).get_state()
+    assert json.loads(json.dumps(state)) == state
+    ((_, _, weights),) = data
+    assert weights.tolist() == [1] * 8
 
 
 @pytest.mark.parametrize("value", ODD)

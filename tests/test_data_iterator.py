@@ -922,6 +922,10 @@ def test_what_is_no_state_is_refused():
     assert message(lambda: it.set_state({**state, "row": -1})) == (
         "the state's 'row' must be a non-negative integer, got -1."
     )
+    for wrong in (None, float("nan"), 0, "no"):
+        assert message(lambda: it.set_state(state, skip=wrong)) == (  # noqa: B023
+            f"skip must be True or False, got {wrong!r}."
+        )
     del state["row"]
     assert message(lambda: it.set_state(state)) == (
         "the state lacks 'row'; it was cut or written by hand."

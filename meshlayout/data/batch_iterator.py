@@ -150,12 +150,12 @@ class BatchIterator:
                     "not read any further."
                 )
             return None
-        way_out = plan.no_place
+        padding_hint = plan.padding_hint
         if plan.options.remainder != "pad":
-            way_out = "remainder='pad' pads the shorter ones."
+            padding_hint = "remainder='pad' pads the shorter ones."
         msg = (
             f"the source of process {ended} has fewer batches than that of process "
-            f"{going}. {way_out}"
+            f"{going}. {padding_hint}"
         )
         raise DataError(msg)
 

@@ -21,6 +21,7 @@ from typing import (
 import jax
 import numpy as np
 
+from meshlayout import _checks
 from meshlayout._annotations import PyTree
 from meshlayout.data.agreement import FACTS, agreement_of, failure_reported
 from meshlayout.data.batch_iterator import BatchIterator, Prefetch
@@ -355,6 +356,7 @@ class DataIterator(Generic[BatchT]):
             DataError: If the state is of another dataset, or the source cannot go
                 there.
         """
+        skip = _checks.flag("skip", skip, error=DataError)
         with self._lock:
             self._check_open()
             plan = self._dataset._plan

@@ -378,10 +378,8 @@ def find_weights(
     weighted = _with_weights(spec, marked, markers, key)
     # Sources without a place for the default key may never need one.
     if weighted is None and key != "weight":
-        msg = (
-            f"the source's examples have no place for weights={key!r}. {way_out(rows)}"
-        )
-        raise DataError(msg)
+        msg = f"the source's examples have no place for weights={key!r}. "
+        raise DataError(msg + padding_hint(rows))
     return weighted if add and weighted else (spec, None)
 
 
@@ -406,7 +404,7 @@ def _with_weights(
     return ExampleSpec(treedef, leaves), index
 
 
-def way_out(rows: PyTree) -> str:
+def padding_hint(rows: PyTree) -> str:
     """Returns what to do where padding of such rows has no place for its weights."""
     if type(rows) in (tuple, list):
         place = f"weights={len(rows)} appends them"

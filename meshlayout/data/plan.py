@@ -49,10 +49,10 @@ from meshlayout.data.placement import (
     Placement,
     find_weights,
     is_on_mesh,
+    padding_hint,
     per_replica_batch_size,
     process_rows,
     row_groups,
-    way_out,
 )
 from meshlayout.data.protocols import JSON, RandomAccessSource, Source, StreamSource
 from meshlayout.errors import DataError
@@ -140,8 +140,11 @@ class DataOptions:
                 object.__setattr__(self, name, number)  # NumPy's become Python's
         remainders = ("pad", "drop", "repeat", "error")
         _checks.choice("remainder", self.remainder, remainders, error=DataError)
-        _checks.flag("per_process", self.per_process, error=DataError)
         _checks.choice("strings", self.strings, ("error", "host"), error=DataError)
+        per_process = _checks.flag("per_process", self.per_process, error=DataError)
+        object.__setattr__(self, "per_process", per_process)
+        if isinstance(self.weights, np.integer):
+            object.__setattr__(self, "weights", int(self.weights))
         is_key = isinstance(self.weights, (str, int))
         is_key = is_key and not isinstance(self.weights, bool)
         if self.weights is not None and not is_key:
@@ -176,7 +179,7 @@ class DataPlan:
         agreement: With the other processes; None if there are none.
         cut: How batches are cut.
         placement: Where they go; None for batches that are placed already.
-        no_place: What to do if batches cannot be padded.
+        padding_hint: What to do if batches cannot be padded.
         filler: The row that fills batches for which a process has no rows, leaf by
             leaf; None if there cannot be such batches.
         num_steps: Batches of one iteration, or None where that is not known.
@@ -223,13 +226,13 @@ class DataPlan:
                 )
         self.placement: Placement | None = None
         self.filler: list[np.ndarray] | None = None
-        self.no_place = (
+        self.padding_hint = (
             "Batches that are on the mesh already are not padded: give as many on "
             "every process, or choose remainder='drop'."
         )
         with failure_reported(agreement, PLAN):
             if first.spec is not None:
-                self.no_place = way_out(first.rows)
+                self.padding_hint = padding_hint(first.rows)
                 add = options.remainder == "pad"
                 leaves = find_weights(first.rows, first.spec, options.weights, add=add)
                 num_rows = options.global_batch_size
@@ -289,7 +292,7 @@ class DataPlan:
         if is_padded and not self.has_weights:
             msg = (
                 f"the last batch of an epoch has {rows_text(batch.count)}, and batches "
-                f"have {self.cut.size}. {self.no_place}"
+                f"have {self.cut.size}. {self.padding_hint}"
             )
             raise DataError(msg)
 
@@ -393,12 +396,12 @@ class DataPlan:
             msg = f"{what}. Choose another remainder=, or another global_batch_size."
             raise DataError(msg)
         if remainder == "pad" and is_unmarked and left:
-            raise DataError(f"{what}, to be padded. {self.no_place}")
+            raise DataError(f"{what}, to be padded. {self.padding_hint}")
         if remainder == "pad" and is_unmarked and dropped < 0:
             msg = (
                 f"the source has {num_rows} rows, and those of other processes fill "
                 f"{num_batches} batches of {size}, up to which this one is padded. "
-                f"{self.no_place}"
+                f"{self.padding_hint}"
             )
             raise DataError(msg)
 
