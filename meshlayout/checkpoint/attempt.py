@@ -52,11 +52,6 @@ class NotDurableError(Exception):
 class Attempt:
     """Where one attempt to save a step writes; on a disk, a hidden directory.
 
-    Args:
-        directory: The directory of all steps.
-        step: The step.
-        lease: The lease of the directory.
-
     Attributes:
         folder: The directory to write to, the manifest last.
         arrays: The name in it of the directory for the arrays.
@@ -90,9 +85,6 @@ class Attempt:
 
     def commit(self, content: bytes) -> None:
         """Makes the step exist, by its manifest, after all other files.
-
-        Args:
-            content: The manifest's content.
 
         Raises:
             NotDurableError: If the step exists and may not survive a power cut.
@@ -162,12 +154,7 @@ class _StoreAttempt(Attempt):
 
 
 def delete(folder: AnyPath, lease: Lease) -> None:
-    """Removes a step, which atomically stops being listed first.
-
-    Args:
-        folder: The step's directory.
-        lease: The lease of the directory.
-    """
+    """Removes a step, which atomically stops being listed first."""
     hidden = _hidden(folder.parent, "deleting", int(folder.name), lease)
     _at_work.add(hidden.name)
     try:
@@ -190,11 +177,7 @@ def delete(folder: AnyPath, lease: Lease) -> None:
 
 
 def clean(directory: AnyPath) -> None:
-    """Removes the leftovers of dead processes, or finishes what they began.
-
-    Args:
-        directory: The directory of all steps.
-    """
+    """Removes the leftovers of dead processes, or finishes what they began."""
     # Listed before the owners are read: otherwise a process could start in between,
     # and its new files would look like leftovers.
     names = files.names_in(directory)
@@ -275,11 +258,7 @@ def _clean_step_in_store(folder: AnyPath, living_ids: Collection[str]) -> None:
 
 
 def is_unfinished(folder: AnyPath) -> bool:
-    """Returns whether a step has files but no manifest, and is not being saved.
-
-    Args:
-        folder: The step's directory.
-    """
+    """Returns whether a step has files but no manifest, and is not being saved."""
     names = files.names_in(folder)
     if manifest.NAME in names or not any(map(_CONTENT.fullmatch, names)):
         return False

@@ -25,7 +25,7 @@ from meshlayout.checkpoint.manifest import Inspection, Manifest, encode
 from meshlayout.checkpoint.pairs import Dtypes, Request
 from meshlayout.checkpoint.restore import Restored, RestoreOptions, load, to_numpy
 from meshlayout.checkpoint.saved_step import SavedStep
-from meshlayout.checkpoint.snapshot import Snapshot, host_bytes
+from meshlayout.checkpoint.snapshot import host_bytes, snapshot
 from meshlayout.checkpoint.step_writer import StepWriter
 from meshlayout.checkpoint.steps import Steps, steps_to_delete
 from meshlayout.checkpoint.store import StoreError
@@ -193,12 +193,13 @@ class Checkpointer:
         self.wait()
         positions = None if data is None else positions_of(data, self._main)
         with _undisturbed():
-            snapshot = Snapshot.take(state)
+            leaves, arrays = snapshot(state)
         # Assigned before it starts, so that an interrupt does not lose track of it.
         self._saving = StepWriter(
             directory=self.directory,
             step=step,
-            snapshot=snapshot,
+            leaves=leaves,
+            arrays=arrays,
             data=positions,
             metadata=encode(_metadata(metadata), "metadata"),
             metrics=_check_metrics(metrics, self._best),

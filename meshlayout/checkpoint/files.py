@@ -23,9 +23,6 @@ from meshlayout.errors import CheckpointError
 def as_directory(path: AnyPath) -> AnyPath:
     """Returns a directory as an absolute `pathlib.Path`, or as a `StorePath`.
 
-    Args:
-        path: What the user gave.
-
     Raises:
         CheckpointError: If it is not a path, or is in an unsupported kind of store.
     """
@@ -70,12 +67,7 @@ def is_remote(path: AnyPath) -> bool:
 
 
 def write_whole(path: AnyPath, content: bytes) -> None:
-    """Writes a file atomically and durably.
-
-    Args:
-        path: The file; one that exists is replaced.
-        content: Its new content.
-    """
+    """Writes a file atomically and durably."""
     if is_remote(path):
         path.write_bytes(content)
         return

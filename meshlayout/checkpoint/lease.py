@@ -240,11 +240,7 @@ def release_all() -> None:
 
 
 def living(directory: AnyPath) -> dict[str, Owner]:
-    """Returns the owners that are alive, by the ids of their leases.
-
-    Args:
-        directory: The directory of all steps.
-    """
+    """Returns the owners that are alive, by the ids of their leases."""
     owners: dict[str, Owner] = {}
     with _lock:  # not between writing the note of a new lease and registering it
         own_ids = {lease.id for lease in _leases.values()}

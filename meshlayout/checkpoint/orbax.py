@@ -34,11 +34,7 @@ _one_at_a_time = threading.Lock()
 
 
 def stored_dtype(dtype: DType) -> np.dtype[Any]:
-    """Returns the dtype in which the files hold an array: its own if they can.
-
-    Args:
-        dtype: The array's dtype, one of numbers.
-    """
+    """Returns the dtype in which the files hold an array: its own if they can."""
     dtype = np.dtype(dtype)
     return dtype if _can_store(dtype.name) else np.dtype("uint8")
 
@@ -71,11 +67,7 @@ def start_writing(directory: AnyPath, arrays: Mapping[str, Any]) -> Callable[[],
 
 
 def is_written(directory: AnyPath) -> bool:
-    """Returns whether `start_writing` wrote a directory, to the end.
-
-    Args:
-        directory: A directory or file.
-    """
+    """Returns whether `start_writing` wrote a directory, to the end."""
     return (directory / ITEM).is_dir()
 
 
@@ -85,9 +77,6 @@ def reason(error: BaseException) -> str:
     TensorStore writes its whole state into a message, with the names of hidden files:
     if the system refused something, its message is enough. All of it is in
     the error's chain of causes.
-
-    Args:
-        error: What was raised.
     """
     while (inner := error.__cause__ or error.__context__) is not None:
         if isinstance(error, store.StoreError):

@@ -53,9 +53,6 @@ class Format:
     def read(cls, directory: Any) -> "Format":
         """Reads Orbax's metadata files.
 
-        Args:
-            directory: The directory of the tree.
-
         Raises:
             DamagedCheckpointError: If they are not in Orbax's format.
         """
@@ -101,10 +98,6 @@ class OrbaxArrays:
 
     def start(self, name: str, index: Index) -> Callable[[], HostArray]:
         """Starts reading a slice; returns a function that waits for it.
-
-        Args:
-            name: The array's name.
-            index: The slice.
 
         Raises:
             ArrayReadError: If it cannot be read; the returned function raises it, too.

@@ -127,10 +127,11 @@ def resume(
     Warns:
         CheckpointWarning: If a newer checkpoint is damaged.
     """
-    shapes = _Shapes(state, first_step)
+    like, empty = state, None
     del state  # `first_step` uses it up: nothing else may hold it
 
     def read(source: SavedStep, manifest: Manifest) -> tuple[Resumed, list[Any]]:
+        nonlocal like, empty, first_step
         notes = _notes(manifest, checkpointer.directory)
         look(notes)
 
@@ -138,7 +139,10 @@ def resume(
             move_to_position(iterator, checkpointer._positions(manifest))
 
         batches.take_up(notes["place"], put)
-        like, empty = shapes.look(batches)
+        batch = None if first_step is None else batches.look()
+        if first_step is not None and batch is not None:
+            like, empty = jax.tree.map(_abstract, first_step(like, batch))
+            first_step = None  # called once, whatever steps are damaged
         restored = checkpointer._loaded(source, Request(like=like))
         batches.catch_up(notes["place"])
         metrics = None
@@ -166,25 +170,6 @@ def _notes(manifest: Manifest, directory: Any) -> Notes:
         )
         raise CheckpointError(msg)
     return notes
-
-
-class _Shapes:
-    """The structure of state and metrics, computed once, when needed."""
-
-    def __init__(self, state: PyTree, first_step: FirstStep | None) -> None:
-        self._state, self._first_step = state, first_step
-        self._metrics: PyTree = None
-
-    def look(self, batches: Input) -> tuple[PyTree, PyTree]:
-        """Returns the shapes of the state and the metrics."""
-        if self._first_step is not None:
-            batch = batches.look()
-            if batch is not None:
-                first_step, self._first_step = self._first_step, None
-                state, metrics = first_step(self._state, batch)
-                self._state = jax.tree.map(_abstract, state)
-                self._metrics = jax.tree.map(_abstract, metrics)
-        return self._state, self._metrics
 
 
 # Metrics as small arrays in the metadata.

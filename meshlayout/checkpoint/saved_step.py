@@ -47,13 +47,7 @@ _WHOLE_BYTES = 2**18
 
 
 class SavedStep:
-    """The arrays of a manifest, to be read slice by slice; see `Source`.
-
-    Args:
-        folder: The step's directory.
-        manifest: Its manifest.
-        verify: Whether to compute fingerprints of the slices.
-    """
+    """The arrays of a manifest, to be read slice by slice; see `Source`."""
 
     is_foreign = False
     read_ahead_bytes = READ_AHEAD_BYTES
@@ -157,9 +151,6 @@ class SavedStep:
     def partial_sums(self, restores: Sequence[LeafRestore]) -> str:
         """Verifies the arrays that this process has read whole.
 
-        Args:
-            restores: The arrays that were read, with their targets.
-
         Returns:
             For `check_sums`: the sums of arrays that this process has read in part.
 
@@ -190,9 +181,6 @@ class SavedStep:
 
     def check_sums(self, partial_sums: Sequence[str]) -> None:
         """Verifies arrays that no process has read whole.
-
-        Args:
-            partial_sums: What `partial_sums` returned, on every process.
 
         Raises:
             DamagedCheckpointError: If one is damaged; on all processes.
@@ -254,10 +242,6 @@ def _by_replica(
 
 def check_files(folder: Any, manifest: Manifest) -> None:
     """Raises if a file is gone, has another size or, if it is small, other content.
-
-    Args:
-        folder: The step's directory.
-        manifest: Its manifest.
 
     Raises:
         DamagedCheckpointError: Names the file.

@@ -1,9 +1,7 @@
 """A state flattened for saving: its manifest entries and its arrays."""
 
-import hashlib
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -25,112 +23,61 @@ from meshlayout.state.create import StateDescription
 
 # The index of a shard's first element in the whole array, and the shard's values.
 Shard = tuple[tuple[int, ...], np.ndarray[Any, Any]]
-HostShards = dict[str, list[Shard]]
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """A state as it is saved.
+def snapshot(state: PyTree) -> tuple[list[SavedLeaf], dict[str, Any]]:
+    """Flattens a state for saving.
 
-    Attributes:
-        leaves: The manifest's entries, without the fingerprints.
-        arrays: The arrays as they are stored, by their names there.
+    Returns:
+        The manifest's entries, without fingerprints, and the arrays to store by their
+        names in the files.
+
+    Raises:
+        CheckpointError: If it holds anything else, or nothing.
     """
-
-    leaves: tuple[SavedLeaf, ...]
-    arrays: Mapping[str, Any]
-
-    @classmethod
-    def take(cls, state: PyTree) -> "Snapshot":
-        """Flattens a state.
-
-        Args:
-            state: Any tree of arrays and numbers.
-
-        Raises:
-            CheckpointError: If it holds anything else, or nothing.
-        """
-        if _jax.is_tracing():
-            msg = (
-                "save was called inside a function that JAX transforms, where arrays "
-                "have no values. Call it outside, with what the function returned."
-            )
-            raise CheckpointError(msg)
-        leaves: list[SavedLeaf] = []
-        arrays: dict[str, Any] = {}
-        for path, parts, value in named_leaves(state):
-            leaf, array = _saved(path, parts, value)
-            if array is not None and array.size:
-                name = f"{len(arrays):06d}"
-                stored = stored_dtype(array.dtype)
-                leaf = replace(leaf, array=name, stored=stored.name)
-                arrays[name] = array if stored == array.dtype else _as_bytes(array)
-            leaves.append(leaf)
-        if not leaves:
-            _checks.has_arrays("state", state, where="save", error=CheckpointError)
-        return cls(tuple(leaves), arrays)
-
-    def without_values(self) -> "Snapshot":
-        """Returns the snapshot with shapes in place of the arrays."""
-        shapes = {
-            name: jax.ShapeDtypeStruct(array.shape, array.dtype)
-            for name, array in self.arrays.items()
-        }
-        return Snapshot(self.leaves, shapes)
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the state."""
-        return sum(leaf.nbytes for leaf in self.leaves)
-
-    def digest(self) -> str:
-        """Returns a hash of all paths, shapes and dtypes."""
-        facts = [(leaf.path, leaf.shape, leaf.dtype) for leaf in self.leaves]
-        return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
-
-    def with_fingerprints(
-        self, fingerprints: Mapping[str, str]
-    ) -> tuple[SavedLeaf, ...]:
-        """Returns the leaves with the fingerprints of their arrays."""
-        return tuple(
-            leaf
-            if leaf.array is None
-            else replace(leaf, fingerprint=fingerprints[leaf.array])
-            for leaf in self.leaves
+    if _jax.is_tracing():
+        msg = (
+            "save was called inside a function that JAX transforms, where arrays have "
+            "no values. Call it outside, with what the function returned."
         )
+        raise CheckpointError(msg)
+    leaves: list[SavedLeaf] = []
+    arrays: dict[str, Any] = {}
+    for path, parts, value in named_leaves(state):
+        leaf, array = _saved(path, parts, value)
+        if array is not None and array.size:
+            name = f"{len(arrays):06d}"
+            stored = stored_dtype(array.dtype)
+            leaf = replace(leaf, array=name, stored=stored.name)
+            arrays[name] = array if stored == array.dtype else _as_bytes(array)
+        leaves.append(leaf)
+    if not leaves:
+        _checks.has_arrays("state", state, where="save", error=CheckpointError)
+    return leaves, arrays
 
 
-def host_shards(arrays: Mapping[str, Any]) -> HostShards:
-    """Returns the values that this process has of arrays, on the host.
+def host_shards(array: np.ndarray | jax.Array) -> list[Shard]:
+    """Returns the values that this process has of an array, on the host.
 
-    Of shards that are the same on several devices, one process has one. Called after
-    `orbax.start_writing`, nothing is copied again: JAX keeps the host copies that were
-    made of shards, and on a CPU they are views.
-
-    Args:
-        arrays: JAX or NumPy arrays by name; of NumPy arrays those of process 0 count.
+    Of shards that are the same on several devices, one process has one; of a NumPy
+    array, process 0 has all. Called after `orbax.start_writing`, nothing is copied
+    again: JAX keeps the host copies that were made of shards, and on a CPU they are
+    views.
     """
-    shards: HostShards = {}
-    for name, array in arrays.items():
-        if isinstance(array, jax.Array):
-            shards[name] = [
-                (
-                    tuple(dim.start or 0 for dim in shard.index),
-                    np.asarray(shard.data),
-                )
-                for shard in array.addressable_shards
-                if shard.replica_id == 0
-            ]
-        elif jax.process_index() == 0:
-            shards[name] = [((0,) * array.ndim, array)]
-    return shards
+    if not isinstance(array, jax.Array):
+        return [((0,) * array.ndim, array)] if jax.process_index() == 0 else []
+    return [
+        (tuple(dim.start or 0 for dim in shard.index), np.asarray(shard.data))
+        for shard in array.addressable_shards
+        if shard.replica_id == 0
+    ]
 
 
 def host_bytes(state: PyTree) -> int:
     """Returns the bytes of this process's shards of a state, each counted once.
 
     Args:
-        state: As for `Snapshot.take`; may be abstract, or a `StateDescription`.
+        state: As for `snapshot`; may be abstract, or a `StateDescription`.
     """
     num_bytes = 0
     state = state.abstract if isinstance(state, StateDescription) else state
@@ -152,9 +99,6 @@ def host_bytes(state: PyTree) -> int:
 
 def named_leaves(tree: PyTree) -> list[tuple[str, tuple[str, ...], Any]]:
     """Returns the path, the keys and the value of every leaf.
-
-    Args:
-        tree: Any tree.
 
     Raises:
         CheckpointError: If two leaves have one path, or keys cannot be told apart.

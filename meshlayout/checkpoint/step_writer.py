@@ -19,7 +19,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -29,8 +29,8 @@ from meshlayout.checkpoint import files, lease, orbax
 from meshlayout.checkpoint.attempt import Attempt, NotDurableError
 from meshlayout.checkpoint.fingerprint import Sums, slice_sums, text_of, total
 from meshlayout.checkpoint.lease import Lease
-from meshlayout.checkpoint.manifest import Manifest, SavedFile
-from meshlayout.checkpoint.snapshot import HostShards, Snapshot, host_shards
+from meshlayout.checkpoint.manifest import Manifest, SavedFile, SavedLeaf
+from meshlayout.checkpoint.snapshot import Shard, host_shards
 from meshlayout.checkpoint.store import AnyPath
 from meshlayout.checkpoint.waits import on_first
 from meshlayout.cluster.process_sync import Channel
@@ -53,7 +53,8 @@ class StepWriter:
     Attributes:
         directory: The directory of all steps.
         step: The step.
-        snapshot: The state; shapes alone once the values are on the host.
+        leaves: The state's leaves for the manifest, without fingerprints.
+        arrays: Its arrays by their names in the files; empty once they are on the host.
         data: The input iterator's state, as the content of a file; None without one.
         metadata: The user's metadata as JSON.
         metrics: The metrics at this step.
@@ -65,7 +66,8 @@ class StepWriter:
 
     directory: AnyPath
     step: int
-    snapshot: Snapshot
+    leaves: list[SavedLeaf]
+    arrays: dict[str, Any]
     data: bytes | None
     metadata: Any
     metrics: dict[str, float]
@@ -75,10 +77,11 @@ class StepWriter:
     error: CheckpointError | None = None
 
     def __post_init__(self) -> None:
-        self.nbytes = self.snapshot.nbytes
+        self.nbytes = sum(leaf.nbytes for leaf in self.leaves)
         self._begin_s, self._stall_s = time.perf_counter(), 0.0
         self._attempt: Attempt | None = None  # on process 0
-        self._shards: HostShards = {}
+        # By array: its shape, and this process's shards of it.
+        self._shards: dict[str, tuple[Sequence[int], list[Shard]]] = {}
         self._wait: Callable[[], None] | None = None
         self._problem: Exception | None = None
         self._finished = threading.Event()
@@ -107,9 +110,6 @@ class StepWriter:
     def start(self, channel: Channel) -> None:
         """Copies the state from the devices, and starts a thread for the rest.
 
-        Args:
-            channel: Exchanges messages between the callers of all processes.
-
         Raises:
             CheckpointError: If nothing can be written, or the processes disagree.
         """
@@ -130,10 +130,11 @@ class StepWriter:
 
     def _begin(self, channel: Channel) -> None:
         problem = None
+        facts = [(leaf.path, leaf.shape, leaf.dtype) for leaf in self.leaves]
         said: dict[str, Any] = {
             "step": self.step,
             "directory": str(self.directory),
-            "state": self.snapshot.digest(),
+            "state": files.digest(repr(facts).encode()),
         }
         try:
             if jax.process_index() == 0:
@@ -146,15 +147,17 @@ class StepWriter:
         if "error" in everyone[0]:
             raise self._failed(everyone[0]["error"]) from problem
         _check_agreement(everyone)
-        arrays = self.snapshot.arrays
-        if not arrays:
+        if not self.arrays:
             return
         try:
             where = self.directory / everyone[0]["arrays"]
-            self._wait = orbax.start_writing(where, arrays)
-            self._shards = host_shards(arrays)
+            self._wait = orbax.start_writing(where, self.arrays)
+            self._shards = {
+                name: (array.shape, host_shards(array))
+                for name, array in self.arrays.items()
+            }
             # From now on the caller may donate the devices' memory.
-            self.snapshot = self.snapshot.without_values()
+            self.arrays = {}
         except Exception as error:
             if jax.process_count() == 1:
                 raise self._failed(orbax.reason(error)) from error
@@ -197,11 +200,10 @@ class StepWriter:
         """Waits for the files; returns the sums of this process's shards."""
         if self._problem is not None:
             raise self._problem
-        sums = {}
-        for name, shards in self._shards.items():
-            shape = self.snapshot.arrays[name].shape
-            parts = [slice_sums(values, starts, shape) for starts, values in shards]
-            sums[name] = total(parts)
+        sums = {
+            name: total(slice_sums(values, starts, shape) for starts, values in shards)
+            for name, (shape, shards) in self._shards.items()
+        }
         self._shards = {}
         if self._wait is not None:
             self._wait()
@@ -246,21 +248,24 @@ class StepWriter:
         if self.data is not None:
             files.write_whole(attempt.folder / attempt.data, self.data)
             saved[attempt.data] = SavedFile(len(self.data), files.digest(self.data))
-        if self.snapshot.arrays:
+        leaves: list[SavedLeaf] = []
+        for leaf in self.leaves:
+            if leaf.array is not None:
+                parts = (own[leaf.array] for own in sums)
+                leaf = replace(leaf, fingerprint=text_of(total(parts)))
+            leaves.append(leaf)
+        has_arrays = any(leaf.array is not None for leaf in leaves)
+        if has_arrays:
             saved |= _saved_files(attempt.folder, attempt.arrays)
-        fingerprints = {
-            name: text_of(total(own[name] for own in sums if name in own))
-            for name in self.snapshot.arrays
-        }
         return Manifest(
             step=self.step,
             saved_at=time.time(),
             num_processes=jax.process_count(),
-            arrays=attempt.arrays if self.snapshot.arrays else None,
+            arrays=attempt.arrays if has_arrays else None,
             data=None if self.data is None else attempt.data,
             metadata=self.metadata,
             metrics=self.metrics,
-            leaves=self.snapshot.with_fingerprints(fingerprints),
+            leaves=tuple(leaves),
             files=saved,
         )
 

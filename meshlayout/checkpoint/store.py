@@ -77,9 +77,6 @@ class StorePath:
     def of(cls, text: str) -> "StorePath":
         """Parses a user's path.
 
-        Args:
-            text: The path.
-
         Raises:
             CheckpointError: If it names no bucket.
             MeshLayoutError: If gcsfs is not installed.

@@ -71,10 +71,6 @@ def _show(what: str, done: threading.Event) -> None:
 def on_first(channel: Channel, work: Callable[[], T]) -> T:
     """Does work on process 0, and returns what it returns, as JSON, or raises, on all.
 
-    Args:
-        channel: Exchanges messages between the processes.
-        work: Called on process 0.
-
     Raises:
         CheckpointError: If `work` raises it.
     """
