@@ -1113,3 +1113,7 @@ def test_a_manifest_of_another_program_is_a_sentence(ck, change, message):
     with_manifest(ck, change)
     with pytest.raises(ml.errors.CheckpointError, match=message):
         ck.inspect(1)
+    if "metadata" not in message:
+        with pytest.raises(ml.errors.CheckpointError, match=message) as caught:
+            ck.restore_numpy(step=1, fallback=True)
+        assert caught.type is ml.errors.CheckpointError

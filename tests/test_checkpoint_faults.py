@@ -572,6 +572,7 @@ def test_a_step_that_is_deleted_while_it_is_read_is_told_of(
     with pytest.raises(ml.errors.CheckpointError) as caught:
         ck.restore_numpy(step=2)
     assert str(caught.value) == f"{tmp_path} has no step 2; it has 1."
+    assert caught.type is ml.errors.CheckpointError
     write_two_steps(tmp_path, mesh_2x4)
     assert restored(ck, mesh_2x4) == (1, [])
 

@@ -7,7 +7,6 @@ in one exchange after the reads.
 
 import contextlib
 import functools
-import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -148,7 +147,9 @@ class SavedStep:
 
     # Verifying.
 
-    def partial_sums(self, restores: Sequence[LeafRestore]) -> str:
+    def partial_sums(
+        self, restores: Sequence[LeafRestore]
+    ) -> dict[str, dict[str, Sums]]:
         """Verifies the arrays that this process has read whole.
 
         Returns:
@@ -163,7 +164,7 @@ class SavedStep:
             if restore.saved is not None
         }
         wrong: list[SavedLeaf] = []
-        parts: dict[str, dict[int, Sums]] = {}
+        parts: dict[str, dict[str, Sums]] = {}
         for leaf in self.leaves:
             saved, shape = self._saved[leaf.path], leaf.host_shape
             sums = self._sums.get(str(saved.array))
@@ -177,17 +178,19 @@ class SavedStep:
                 parts[str(saved.array)] = _by_replica(sums, sharding, shape)
         if wrong:
             raise self._damaged(wrong)
-        return json.dumps(parts)
+        return parts
 
-    def check_sums(self, partial_sums: Sequence[str]) -> None:
+    def check_sums(
+        self, partial_sums: Sequence[Mapping[str, Mapping[str, Sequence[int]]]]
+    ) -> None:
         """Verifies arrays that no process has read whole.
 
         Raises:
             DamagedCheckpointError: If one is damaged; on all processes.
         """
-        replicas: dict[tuple[str, str], list[Sums]] = {}
-        for text in partial_sums:
-            for name, by_replica in json.loads(text or "{}").items():
+        replicas: dict[tuple[str, str], list[Sequence[int]]] = {}
+        for parts in partial_sums:
+            for name, by_replica in parts.items():
                 for replica, sums in by_replica.items():
                     replicas.setdefault((name, replica), []).append(sums)
         by_array = {str(leaf.array): leaf for leaf in self._manifest.leaves}
@@ -223,7 +226,7 @@ def _num_elements(bounds: Bounds) -> int:
 
 def _by_replica(
     sums: Mapping[Bounds, Sums], sharding: jax.sharding.Sharding, shape: tuple[int, ...]
-) -> dict[int, Sums]:
+) -> dict[str, Sums]:
     """Returns this process's sums for each complete copy of an array.
 
     The first device of each slice, in the order of the sharding, has a part of the
@@ -237,7 +240,7 @@ def _by_replica(
         num_copies[bounds] = replica + 1
         if device.process_index == jax.process_index():
             by_replica.setdefault(replica, []).append(sums[bounds])
-    return {replica: total(own) for replica, own in by_replica.items()}
+    return {str(replica): total(own) for replica, own in by_replica.items()}
 
 
 def check_files(folder: Any, manifest: Manifest) -> None:

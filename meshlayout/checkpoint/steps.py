@@ -6,7 +6,6 @@ on request. Another run may save and delete steps at any moment: a step that is 
 while it is read is not damaged, and another one is chosen.
 """
 
-import contextlib
 import functools
 import logging
 import math
@@ -243,10 +242,13 @@ class Steps:
         """
         _checks.flag("verify", verify, where="restore", error=CheckpointError)
         _checks.flag("fallback", fallback, where="restore", error=CheckpointError)
-        for _ in range(_ATTEMPTS - 1):
-            with contextlib.suppress(_GoneError):
+        gone: _GoneError | None = None
+        for _ in range(_ATTEMPTS):
+            try:
                 return self._first_intact(step, read, verify=verify, fallback=fallback)
-        return self._first_intact(step, read, verify=verify, fallback=fallback)
+            except _GoneError as error:
+                gone = error
+        raise CheckpointError(str(gone)) from gone
 
     def _first_intact(
         self, step: int | str, read: Read[T], *, verify: bool, fallback: bool
@@ -294,8 +296,9 @@ class Steps:
     def _try(self, step: int, read: Read[T], *, verify: bool) -> T:
         """Restores one step; raises on all processes if it is damaged on one."""
         begin_s = time.perf_counter()
-        contents, problem, sums = None, None, ""
+        contents, problem = None, None
         restored: Any = None
+        sums: Any = None
         try:
             contents = self.manifest(step)
             if verify and jax.process_index() == 0:
@@ -330,43 +333,45 @@ class Steps:
         step: int,
         contents: Manifest | None,
         problem: CheckpointError | None,
-        message: str = "",
-    ) -> list[str]:
-        """Returns all processes' messages, or raises the first problem on all of them.
+        sums: Any = None,
+    ) -> list[Any]:
+        """Returns all processes' sums, or raises the first problem on all of them.
 
         Args:
             step: The step that was tried.
             contents: Its manifest; None if that is damaged.
             problem: This process's error, if any.
-            message: The message to the others if there is none.
+            sums: What the others are told if there is none.
         """
-        text = f"fine {message}"
-        if isinstance(problem, StoreError):
-            text = f"unknown {problem}"
-        elif problem is not None:
-            is_still = self._is_still(step, contents)
-            text = f"{'damaged' if is_still else 'gone'} {problem}"
-        texts = list(self._channel.exchange(text).values())
-        first = next((said for said in texts if not said.startswith("fine ")), None)
+        answer = {"kind": "fine", "sums": sums}
+        if problem is not None:
+            kind = self._kind_of(problem, step, contents)
+            answer = {"kind": kind, "words": str(problem)}
+        everyone = list(self._channel.exchange(answer).values())
+        first = next((other for other in everyone if other["kind"] != "fine"), None)
         if first is None:
-            return [said.removeprefix("fine ") for said in texts]
-        kind, _, words = first.partition(" ")
-        if kind == "gone":
-            raise _GoneError(words) from problem
-        if kind == "unknown":
-            raise CheckpointError(words) from problem
-        if problem is not None and first == text:
+            return [other["sums"] for other in everyone]
+        if first["kind"] == "gone":
+            raise _GoneError(first["words"]) from problem
+        if first["kind"] == "unknown":
+            raise CheckpointError(first["words"]) from problem
+        if problem is not None and first == answer:
             raise problem
-        raise DamagedCheckpointError(words) from problem
+        raise DamagedCheckpointError(first["words"]) from problem
 
-    def _is_still(self, step: int, contents: Manifest | None) -> bool:
-        """Returns whether a step was neither deleted nor replaced since it was read."""
+    def _kind_of(
+        self, problem: CheckpointError, step: int, contents: Manifest | None
+    ) -> str:
+        """Returns whether a step is damaged, gone since it was read, or neither."""
+        if isinstance(problem, StoreError):
+            return "unknown"
         try:
-            return self.manifest(step) is contents
+            is_still = self.manifest(step) is contents
         except DamagedCheckpointError:
-            return contents is None
-        except CheckpointError:
-            return False
+            is_still = contents is None
+        except CheckpointError:  # of another version, or gone
+            return "unknown" if self._file(step).exists() else "gone"
+        return "damaged" if is_still else "gone"
 
 
 # Retention.
