@@ -146,6 +146,18 @@ def test_a_note_that_is_not_whole_is_nobodys(tmp_path, content):
         ck.save(1, STATE)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"pid": "7"}, {"pid": -1}, {"pid": 2**70}, {"renewed_at": "now"}, {"pid": None}],
+    ids=str,
+)
+def test_a_note_with_other_values_is_nobodys(tmp_path, changes):
+    leave_note(tmp_path, **changes)
+    with Checkpointer(tmp_path) as ck:
+        assert notes(tmp_path) == []
+        ck.save(1, STATE)
+
+
 def test_of_two_that_start_together_not_both_save(tmp_path, monkeypatch):
     """The other one's note appears between our look and our note."""
     write = lease.Lease._write

@@ -14,6 +14,7 @@ one sees the other, and withdraws.
 
 import contextlib
 import json
+import math
 import os
 import pathlib
 import random
@@ -97,13 +98,15 @@ class Owner:
 
     @classmethod
     def read(cls, note: AnyPath) -> "Owner | None":
-        """Returns the owner that a note names; None if it is gone or incomplete."""
+        """Returns the owner that a note names; None if it is gone or damaged."""
         try:
-            return cls(**json.loads(note.read_bytes()))
+            owner = cls(**json.loads(note.read_bytes()))
+            is_whole = owner.pid in range(1, 2**31) and math.isfinite(owner.renewed_at)
         except StoreError:
             raise
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError, RecursionError):
             return None
+        return owner if is_whole else None
 
     def is_alive(self) -> bool:
         """Returns whether the process that wrote the note still runs."""
