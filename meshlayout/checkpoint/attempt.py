@@ -273,7 +273,12 @@ def _check_ours(folder: AnyPath) -> None:
     """Raises if a step's directory holds files that no checkpointer wrote."""
     names = files.names_in(folder)
     strange = sorted(names)[:3]
-    if manifest.NAME in names or _is_ours(folder, names):
+    marks = {name for name in names if _MARK.fullmatch(name)}
+    content = {name for name in names if _CONTENT.fullmatch(name)}
+    is_proven = not names or marks or manifest.NAME in names
+    if not is_proven:  # Orbax may have written it for a checkpointer, to the end
+        is_proven = any((folder / name / orbax.ITEM).is_dir() for name in content)
+    if manifest.NAME in names or (is_proven and names == marks | content):
         if files.is_remote(folder) or folder.is_dir() or not folder.exists():
             return
         strange = ["no directory, but a file"]
@@ -282,16 +287,6 @@ def _check_ours(folder: AnyPath) -> None:
         "directory of its own, or remove that one"
     )
     raise CheckpointError(msg)
-
-
-def _is_ours(folder: AnyPath, names: Collection[str]) -> bool:
-    marks = [name for name in names if _MARK.fullmatch(name)]
-    content = [name for name in names if _CONTENT.fullmatch(name)]
-    if len(marks) + len(content) < len(names):
-        return False
-    return bool(not names or marks) or any(
-        orbax.is_written(folder / name) for name in content
-    )
 
 
 def _hidden(directory: AnyPath, kind: str, step: int, lease: Lease) -> Any:

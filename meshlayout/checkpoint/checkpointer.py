@@ -194,6 +194,10 @@ class Checkpointer:
         positions = None if data is None else positions_of(data, self._main)
         with _undisturbed():
             leaves, arrays = snapshot(state)
+        if callable(metadata):
+            _checks.function("metadata", metadata, error=CheckpointError)
+            with _checks.noted("in the function that save(metadata=...) was given"):
+                metadata = metadata()
         # Assigned before it starts, so that an interrupt does not lose track of it.
         self._saving = StepWriter(
             directory=self.directory,
@@ -201,7 +205,7 @@ class Checkpointer:
             leaves=leaves,
             arrays=arrays,
             data=positions,
-            metadata=encode(_metadata(metadata), "metadata"),
+            metadata=encode({} if metadata is None else metadata, "metadata"),
             metrics=_check_metrics(metrics, self._best),
             hold=functools.partial(Lease.hold, self.directory, self),
             channel=self._background,
@@ -555,14 +559,6 @@ def _undisturbed() -> Iterator[None]:
 
 
 # Arguments.
-
-
-def _metadata(metadata: Metadata | Callable[[], Metadata] | None) -> Metadata:
-    if callable(metadata):
-        _checks.function("metadata", metadata, error=CheckpointError)
-        with _checks.noted("in the function that save(metadata=...) was given"):
-            return metadata()
-    return {} if metadata is None else metadata
 
 
 def _check_count(name: str, count: object) -> int | None:

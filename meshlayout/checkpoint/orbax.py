@@ -60,15 +60,12 @@ def start_writing(directory: AnyPath, arrays: Mapping[str, Any]) -> Callable[[],
     """
     ocp = _orbax()
     if files.is_remote(directory):
-        store.forget_listings()
+        # Orbax's own client caches listings, and other machines write, too.
+        backend = require("etils.epath.backend", extra="checkpoint", purpose="Orbax")
+        backend.fsspec_backend.fs(store.SCHEME).invalidate_cache()
     with _one_at_a_time, _context(ocp):
         response = ocp.save_checkpointables_async(str(directory), {ITEM: dict(arrays)})
     return response.result
-
-
-def is_written(directory: AnyPath) -> bool:
-    """Returns whether `start_writing` wrote a directory, to the end."""
-    return (directory / ITEM).is_dir()
 
 
 def reason(error: BaseException) -> str:

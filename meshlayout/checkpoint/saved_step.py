@@ -78,7 +78,8 @@ class SavedStep:
         if saved.array is None:
             value = np.zeros(leaf.host_shape, leaf.host_dtype)
             if is_number(leaf.dtype):
-                value = np.asarray(python_value(saved))
+                parts = saved.value if leaf.dtype is complex else [saved.value]
+                value = np.asarray(leaf.dtype(*parts))
             return lambda: np.array(value[index])
         if saved.nbytes > _WHOLE_BYTES:
             return self._start(leaf, saved, index)
@@ -290,10 +291,3 @@ def _leaf(saved: SavedLeaf) -> ArraySpec:
         )
         raise CheckpointError(msg) from None
     return ArraySpec(saved.path, saved.parts, saved.shape, dtype, is_numpy)
-
-
-def python_value(saved: SavedLeaf) -> complex:
-    """Returns a Python number."""
-    if saved.dtype == "complex":
-        return complex(*saved.value)
-    return PYTHON_TYPES[saved.dtype](saved.value)

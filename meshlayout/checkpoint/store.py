@@ -211,12 +211,6 @@ def _plain(name: str) -> str:
     return name.removeprefix(SCHEME).rstrip("/")
 
 
-def forget_listings() -> None:
-    """Invalidates the listing cache of Orbax's client: other machines write, too."""
-    backend = require("etils.epath.backend", extra="checkpoint", purpose="Orbax")
-    backend.fsspec_backend.fs(SCHEME).invalidate_cache()
-
-
 def _files() -> Any:
     """Returns the store's client, without caching."""
     purpose = "A path of Google Cloud Storage"
