@@ -78,8 +78,7 @@ class SavedStep:
         if saved.array is None:
             value = np.zeros(leaf.host_shape, leaf.host_dtype)
             if is_number(leaf.dtype):
-                parts = saved.value if leaf.dtype is complex else [saved.value]
-                value = np.asarray(leaf.dtype(*parts))
+                value = np.asarray(_python_value(saved))
             return lambda: np.array(value[index])
         if saved.nbytes > _WHOLE_BYTES:
             return self._start(leaf, saved, index)
@@ -278,7 +277,7 @@ def _leaf(saved: SavedLeaf) -> ArraySpec:
     is_numpy = saved.kind == "numpy"
     try:
         if saved.kind == "python":
-            python_value(saved)
+            _python_value(saved)
             dtype = PYTHON_TYPES[saved.dtype]
         elif saved.kind == "key":
             dtype = key_dtype(str(saved.key_impl))
@@ -291,3 +290,8 @@ def _leaf(saved: SavedLeaf) -> ArraySpec:
         )
         raise CheckpointError(msg) from None
     return ArraySpec(saved.path, saved.parts, saved.shape, dtype, is_numpy)
+
+
+def _python_value(saved: SavedLeaf) -> complex:
+    parts = saved.value if saved.dtype == "complex" else [saved.value]
+    return PYTHON_TYPES[saved.dtype](*parts)
