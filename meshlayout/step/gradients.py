@@ -159,7 +159,7 @@ class Backward:
             has_examples = (weights != 0).any(axis=tuple(range(1, weights.ndim)))
 
         def add(carry: Any, cuts: tuple[list[Any], Any, Any]) -> tuple[Any, Any]:
-            sums, before, metrics = carry
+            sums, before, metrics_before = carry
             cut, index, has_examples = iter(cuts[0]), *cuts[1:]
             part = treedef.unflatten(
                 [next(cut) if jnp.ndim(leaf) else leaf for leaf in leaves]
@@ -168,8 +168,10 @@ class Backward:
             part_share = LossShare(weights, share.denominator, 1 / count)
             part_key = jax.random.fold_in(key, index)
             grads, parts, after, metrics = self._part(
-                part_share, part, part_key, before, metrics
+                part_share, part, part_key, before, metrics_before
             )
+            dtypes[:] = [x.dtype for x in jax.tree.leaves(metrics)]
+            metrics = jax.tree.map(_as_dtype_of, metrics, metrics_before)
             if has_examples is not None:
                 # Padding draws random numbers and is counted, but nothing is learned.
                 after = jax.tree.map(
@@ -187,9 +189,20 @@ class Backward:
         ]
         before = self._state.model_state
         cuts = [leaf for leaf in leaves if jnp.ndim(leaf)]
-        (sums, after, metrics), parts = jax.lax.scan(
-            add, (zeros, before, metrics), (cuts, jnp.arange(count), has_examples)
-        )
+        dtypes: list[Any] = []  # of the metrics after a microbatch
+
+        def scan(metrics: Metrics) -> Any:
+            start = zeros, before, metrics
+            xs = cuts, jnp.arange(count), has_examples
+            return jax.lax.scan(add, start, xs)
+
+        (sums, after, metrics_after), parts = scan(metrics)
+        starts, treedef_of_metrics = jax.tree.flatten(metrics)
+        if dtypes != [x.dtype for x in starts]:
+            # What starts as a whole number goes on as a float; a loop keeps dtypes.
+            starts = [x.astype(dtype) for x, dtype in zip(starts, dtypes, strict=True)]
+            metrics = treedef_of_metrics.unflatten(starts)
+            (sums, after, metrics_after), parts = scan(metrics)
         if has_examples is not None:
             after = select(has_examples.any(), after, before)
         if shardings is not None:
@@ -197,7 +210,7 @@ class Backward:
                 _jax.constrain(_jax.constrain(x, whole), sharded)
                 for x, (whole, sharded) in zip(sums, shardings, strict=True)
             ]
-        return self._finished(sums, parts, factor, after, metrics)
+        return self._finished(sums, parts, factor, after, metrics_after)
 
     def _part(
         self,
@@ -271,6 +284,10 @@ def _cut(leaf: jax.Array, count: int) -> jax.Array:
     """
     rows = leaf.reshape(leaf.shape[0] // count, count, *leaf.shape[1:])
     return jnp.moveaxis(rows, 1, 0)
+
+
+def _as_dtype_of(x: jax.Array, like: jax.Array) -> jax.Array:
+    return x if x.dtype == like.dtype else x.astype(like.dtype)
 
 
 def _is_float(leaf: jax.Array) -> bool:

@@ -1,5 +1,6 @@
 """Two values of one leaf, and how far apart they are."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -63,12 +64,14 @@ class Tolerance:
         rtol: Relative to the leaf's largest value; None derives it from the dtypes.
         atol: Absolute; None derives it.
         eps: The rounding error of the dtype that the step computes in.
+        num_terms: How many terms leaves are the mean of, by path; 1 for others.
         rounding: What else rounding was seen to do to leaves, by path.
     """
 
     rtol: float | None
     atol: float | None
     eps: float = 0.0
+    num_terms: Mapping[str, int] = field(default_factory=dict)
     rounding: Mapping[str, float] = field(default_factory=dict)
 
     def allowed(self, path: str, dtype: DType, value: float, change: float) -> float:
@@ -88,7 +91,9 @@ class Tolerance:
         atol += self.rounding.get(path, 0.0)
         if self.rtol is not None:
             return atol + self.rtol * value
+        # The errors of the terms of a mean are independent.
         rounding = 2 * max(self.eps - of_sums, 0) * change
+        rounding /= math.sqrt(self.num_terms.get(path, 1))
         return atol + (128 * of_sums + 4 * eps) * value + rounding
 
 

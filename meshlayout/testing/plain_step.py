@@ -65,6 +65,13 @@ class PlainStep:
         """Returns the initial state with the extra arrays that the step keeps."""
         return state
 
+    def num_terms(self, batch: Batch) -> int:
+        """Returns how many losses of a batch count."""
+        weights = self._weights(batch)
+        if weights is None:
+            return num_examples(batch)
+        return max(int(np.count_nonzero(weights)), 1)
+
     def _computed(self, *args: Any) -> Any:
         """Returns what is compiled; the arguments are those of `_forward`."""
         return self._forward(*args)
@@ -261,6 +268,11 @@ class PlainTrainStep(PlainStep):
         if self._plan.learning_rate is not None:
             values["learning_rate"] = self._plan.learning_rate(state.step - 1)
         return state, values
+
+    def num_terms(self, batch: Batch) -> int:
+        """Returns how many losses of a batch, or of the batches of a call, count."""
+        batches = [batch] if self._plan.steps_per_call == 1 else batch
+        return sum(map(super().num_terms, batches))
 
     def prepared(self, state: TrainState) -> TrainState:
         """Returns the initial state with the extra arrays that the step keeps."""
