@@ -321,7 +321,7 @@ def test_a_tfds_data_source_gives_no_batches(mesh, directory):
     with pytest.raises(ml.errors.DataError) as error:
         distribute_dataset(source, mesh, global_batch_size=32, batched=True)
     assert str(error.value) == (
-        "a TFDS data source gives single examples. Leave out batched=True, or give "
+        "a TFDS data source yields single examples. Leave out batched=True, or give "
         "an iterable of the batches."
     )
 

@@ -503,7 +503,7 @@ class Frame:
 
 def test_a_table_is_given_as_a_dict():
     assert refused(Frame()) == (
-        "a Frame gives columns by name, and is not a tree of arrays. Make it one with "
+        "a Frame holds columns by name, and is not a tree of arrays. Make it one with "
         "dict(...)."
     )
     assert_same(batches(dict(Frame()), remainder="error"), [{"x": np.arange(8)}])
@@ -513,7 +513,7 @@ def test_an_npz_file_is_given_as_a_dict(tmp_path):
     np.savez(tmp_path / "data.npz", x=np.arange(8, dtype=np.int32))
     with np.load(tmp_path / "data.npz") as file:
         assert refused(file) == (
-            "a NpzFile gives columns by name, and is not a tree of arrays. Make it one "
+            "a NpzFile holds columns by name, and is not a tree of arrays. Make it one "
             "with dict(...)."
         )
         assert_same(batches(dict(file), remainder="error"), [{"x": np.arange(8)}])
@@ -1021,7 +1021,7 @@ def test_batches_without_a_common_first_dim_are_refused():
         elements = [{"x": np.zeros((4, 2)), "y": y}]
         assert message(lambda: distributed(iter(elements), batched=True)) == (  # noqa: B023
             f"the arrays of a batch have the shapes (4, 2), {y.shape}, which have no "
-            "batch dim in common. If the source gives single examples, say "
+            "batch dim in common. If the source yields single examples, say "
             "batched=False."
         )
 

@@ -150,7 +150,7 @@ def test_a_tf_dataset_that_does_not_tell_batches_from_examples_asks(mesh, tf):
     with pytest.raises(ml.errors.DataError) as error:
         distribute_dataset(dataset, mesh, **options)
     assert str(error.value) == (
-        "the tf.data.Dataset gives tensors of shape (None, 2), which may be batches or "
+        "the tf.data.Dataset yields tensors of shape (None, 2), which may be batches or "
         "single examples. Say which with batched=True or batched=False."
     )
     data = distribute_dataset(dataset, mesh, batched=True, **options)
@@ -208,7 +208,7 @@ def test_what_a_map_makes_of_tf_batches_has_to_be_told(mesh, tf):
     with pytest.raises(ml.errors.DataError) as error:
         distribute_dataset(means, mesh, global_batch_size=8)
     assert str(error.value) == (
-        "the tf.data.Dataset gives tensors of shape (2,), which may be batches or "
+        "the tf.data.Dataset yields tensors of shape (2,), which may be batches or "
         "single examples. Say which with batched=True or batched=False."
     )
     data = distribute_dataset(means, mesh, global_batch_size=8, batched=False)
@@ -487,7 +487,7 @@ def test_an_iterable_dataset_comes_in_a_data_loader(mesh, torch):
     with pytest.raises(ml.errors.DataError) as error:
         distribute_dataset(Stream(), mesh, global_batch_size=8)
     assert str(error.value) == (
-        "a PyTorch IterableDataset does not say what it gives. Put it into a "
+        "a PyTorch IterableDataset does not say what it yields. Put it into a "
         "torch.utils.data.DataLoader."
     )
     loader = torch.utils.data.DataLoader(Stream(), batch_size=6)
@@ -743,7 +743,7 @@ def test_structures_inside_of_lists_are_left_to_the_users_map(mesh, hf, how):
 
 def test_data_sets_with_random_access_give_no_batches(mesh, hf, torch):
     rest = (
-        "gives single examples. Leave out batched=True, or give an iterable of the "
+        "yields single examples. Leave out batched=True, or give an iterable of the "
         "batches."
     )
     sources = {

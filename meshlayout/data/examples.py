@@ -350,7 +350,7 @@ def as_batch(batch: Batch) -> tuple[PyTree, int]:
         shapes = ", ".join(str(leaf.shape) for leaf in leaves)
         msg = (
             f"the arrays of a batch have the shapes {shapes or 'of no array'}, which "
-            "have no batch dim in common. If the source gives single examples, say "
+            "have no batch dim in common. If the source yields single examples, say "
             "batched=False."
         )
         raise DataError(msg)

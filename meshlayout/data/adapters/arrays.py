@@ -137,7 +137,7 @@ def refuse_batched(what: str, *, batched: bool | None) -> None:
     """Raises DataError for `batched=True` with a source of single examples."""
     if batched:
         msg = (
-            f"{what} gives single examples. Leave out batched=True, or give an "
+            f"{what} yields single examples. Leave out batched=True, or give an "
             "iterable of the batches."
         )
         raise DataError(msg)

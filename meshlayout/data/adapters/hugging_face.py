@@ -55,7 +55,7 @@ def adapt(
 def _dataset_rows(dataset: Any) -> Rows:
     """Returns a Dataset as a source of rows.
 
-    Without a format of the user's, numbers come straight from the Arrow table, in the
+    Unless the user set a format, numbers come straight from the Arrow table, in the
     dtypes of its features; images and other decoded features as NumPy arrays.
 
     Raises:

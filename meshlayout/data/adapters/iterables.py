@@ -143,7 +143,7 @@ def adapt(obj: Any, *, batched: bool | None) -> IterableSource:
     """
     if is_table(obj) and not isinstance(obj, dict):
         msg = (
-            f"a {type(obj).__name__} gives columns by name, and is not a tree of "
+            f"a {type(obj).__name__} holds columns by name, and is not a tree of "
             "arrays. Make it one with dict(...)."
         )
         raise DataError(msg)

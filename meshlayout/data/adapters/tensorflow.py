@@ -34,7 +34,7 @@ def adapt(
         return None
     specs = _specs(obj)
     if batched is None:
-        batched = _gives_batches(specs)
+        batched = _yields_batches(specs)
     num_rows = None
     if not batched:
         cardinality = int(obj.cardinality())
@@ -69,7 +69,7 @@ def _specs(dataset: Any) -> list[Any]:
     return [spec for _, spec in named]
 
 
-def _gives_batches(specs: list[Any]) -> bool:
+def _yields_batches(specs: list[Any]) -> bool:
     """Returns False if shapes show that elements are examples; raises otherwise."""
     # Neither a rank nor a size that TensorFlow does not know shows anything.
     first_dims = {spec.shape[0] for spec in specs if spec.shape.rank} - {None}
@@ -77,8 +77,8 @@ def _gives_batches(specs: list[Any]) -> bool:
         return False
     shapes = ", ".join(str(spec.shape) for spec in specs)
     msg = (
-        f"the tf.data.Dataset gives tensors of shape {shapes}, which may be batches or "
-        "single examples. Say which with batched=True or batched=False."
+        f"the tf.data.Dataset yields tensors of shape {shapes}, which may be batches "
+        "or single examples. Say which with batched=True or batched=False."
     )
     raise DataError(msg)
 

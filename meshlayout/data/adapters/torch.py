@@ -23,7 +23,7 @@ def adapt(
         return _loader_source(obj, batched=batched)
     if "IterableDataset" in kinds:
         raise DataError(
-            "a PyTorch IterableDataset does not say what it gives. Put it into a "
+            "a PyTorch IterableDataset does not say what it yields. Put it into a "
             "torch.utils.data.DataLoader."
         )
     if "Dataset" in kinds and hasattr(obj, "__len__"):
