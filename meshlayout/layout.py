@@ -32,7 +32,7 @@ from meshlayout.mesh import Mesh, Value, as_mesh, create_mesh
 
 @dataclass(init=False, repr=False, unsafe_hash=True)
 class Layout(Value):
-    """Says how the dims of one array are sharded over the axes of a mesh.
+    """How the dims of one array are sharded over the axes of a mesh.
 
     A layout is an immutable value: two that mean the same compare equal and hash
     alike. It is a `jax.sharding.NamedSharding` with a rank, so that shapes can be

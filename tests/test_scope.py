@@ -262,7 +262,7 @@ def test_rngs_that_were_not_given_are_drawn_from_and_said():
         model = build(nnx.Rngs(0))
     assert [str(one.message) for one in caught] == [
         "Drawing draws from an nnx.Rngs that it was not given as an argument: its "
-        "arrays are made whole on one device, and cut then. Pass the Rngs to it, as "
+        "arrays are made unsharded on one device first. Pass the Rngs to it, as "
         "rngs=rngs."
     ]
     assert lies(model.linear) == "[unsharded, model]"

@@ -320,7 +320,7 @@ def _placed(value: ArrayLike, sharding: NamedSharding) -> jax.Array:
     """Returns a value of this process on the mesh."""
     if sharding.is_fully_addressable:
         return jax.device_put(value, sharding)
-    # JAX 0.7 moves no array of one process to the devices of several.
+    # JAX 0.7 cannot move an array of one process to the devices of several.
     return copy_to_mesh(value, Layout.of(sharding, np.ndim(value)))
 
 

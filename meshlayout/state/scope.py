@@ -170,8 +170,8 @@ class Scope:
                 raise
             line = (
                 f"{call.args[0].__name__} draws from an nnx.Rngs that it was not given "
-                "as an argument: its arrays are made whole on one device, and cut "
-                "then. Pass the Rngs to it, as rngs=rngs."
+                "as an argument: its arrays are made unsharded on one device first. "
+                "Pass the Rngs to it, as rngs=rngs."
             )
             warnings.warn(line, LayoutWarning, stacklevel=stack_level())
             return self._composed(call, args, kwargs)

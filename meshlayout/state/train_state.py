@@ -121,7 +121,7 @@ class TrainState(Generic[T]):
         module: Model | None = None,
         rng: jax.Array | int = 0,
     ) -> "TrainState[Model]":
-        """Makes a state, born sharded: parameters by the map, slots as they are.
+        """Creates a sharded state: parameters by the map, optimizer slots like them.
 
         Args:
             build: Makes the NNX module; or Linen's variables, given `module`.
