@@ -122,8 +122,10 @@ def load_safetensors(
         (2, 2)
     """
     _checks.choice("separator", separator, SEPARATORS, error=CheckpointError)
-    options = (like, layouts, rename, transpose, partial, allow, dtype, separator)
-    return load_foreign(_Files(path), Request(*options))
+    request = Request(
+        like, layouts, rename, transpose, partial, allow, dtype, separator
+    )
+    return load_foreign(_Files(path), request)
 
 
 def local_path(path: Any) -> Path:
