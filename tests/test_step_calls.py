@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 import meshlayout as ml
+from meshlayout._batches import mark_weights
 
 
 PACKAGE = str(pathlib.Path(ml.__file__).parent)
@@ -242,8 +243,9 @@ def test_a_returned_state_is_copied_pickled_and_mapped_unread():
         jax.tree.map(assert_same, other, state.replace(program=other.program))
 
 
-def test_a_used_up_state_says_so_though_nobody_read_it():
-    step, state, batch = make()
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_used_up_state_says_so_though_nobody_read_it(devices):
+    step, state, batch = make(devices)
     first, _ = step(state, batch)
     step(first, batch)
     assert first.rng.is_deleted()
@@ -251,6 +253,43 @@ def test_a_used_up_state_says_so_though_nobody_read_it():
         _ = first.model
     with pytest.raises(ml.errors.StepError, match="was used up by an earlier call"):
         step(first, batch)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_call_like_the_one_before_refuses_what_any_call_refuses(devices):
+    step, state, batch = make(devices)
+    mask = ml.relayout(jnp.ones(8), ml.Layout.of(batch["x"]).mesh.layout("batch"))
+    batch = {**batch, "mask": mask}
+    for _ in range(2):
+        state, metrics = step(state, batch)
+    used_up = {**batch, "x": jnp.copy(batch["x"])}
+    used_up["x"].delete()
+    with pytest.raises(ml.errors.StepError) as caught:
+        step(state, used_up, metrics)
+    assert str(caught.value).startswith("train_step: 'batch/x' was used up by an ")
+    mark_weights(mask)
+    with pytest.raises(ml.errors.StepError, match="the batch's weights are at 'mask'"):
+        step(state, batch, metrics)
+    on_host = {"x": np.ones((8, 2), "float32"), "weight": -np.ones(8, "float32")}
+    with pytest.raises(ml.errors.StepError, match="must be finite and not negative"):
+        step(state, on_host, metrics)
+    with pytest.warns(
+        ml.errors.RecompileWarning, match="batch/mask changed from f32.8."
+    ):
+        step(state, {"x": jnp.ones((16, 2)), "mask": jnp.ones(16)})
+
+
+def test_a_batch_in_another_layout_is_named_by_the_call_that_is_given_it():
+    step, state, batch = make(8)
+    for _ in range(2):
+        state, metrics = step(state, batch)
+    other = jax.device_put(np.asarray(batch["x"]), state.step.sharding)
+    with pytest.warns(ml.errors.RecompileWarning) as caught:
+        step(state, {"x": other}, metrics)
+    assert [str(one.message) for one in caught] == [
+        "train_step recompiles: the layout of batch/x changed from ('batch', None) on "
+        "(batch=8) to () on (batch=8)."
+    ]
 
 
 def test_an_attribute_that_a_state_lacks_is_named():

@@ -21,13 +21,7 @@ from meshlayout.step.placement import layout_of, mesh_text
 
 @dataclass(frozen=True)
 class _Argument:
-    """One leaf of an argument, without its values.
-
-    Attributes:
-        array: Its shape and dtype; what is not an array is described by NumPy.
-        layout: Its layout, or None.
-        is_traced: Whether JAX traces it, so that nobody knows the layout.
-    """
+    """One leaf of an argument, without its values; a traced one's layout is unknown."""
 
     array: jax.ShapeDtypeStruct
     layout: Any
@@ -35,7 +29,6 @@ class _Argument:
 
     @classmethod
     def of(cls, leaf: Leaf) -> "_Argument":
-        """Returns a leaf without its values."""
         is_number = not hasattr(leaf, "dtype")
         is_weak = is_number or getattr(leaf, "weak_type", False)
         array = np.asarray(leaf) if is_number else leaf
@@ -83,13 +76,7 @@ class CallSignature:
 def labelled(
     names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[tuple[str, Any]]:
-    """Returns every leaf of some arguments, by argument name and path.
-
-    Args:
-        names: The names of the parameters, in order.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-    """
+    """Returns every leaf of some arguments, by parameter name and path."""
     labels = [
         *names[: len(args)],
         *(f"args[{i}]" for i in range(len(names), len(args))),
@@ -147,16 +134,11 @@ def differences(last: CallSignature, now: CallSignature) -> list[str]:
 def structure_text(name: str, old: PyTree, new: PyTree) -> str:
     """Says how the state that a step returned is unlike the one that came in."""
     was, now = dict(named_leaves(old)), dict(named_leaves(new))
-    lost = [repr(path) for path in was if path not in now]
-    new_ones = [repr(path) for path in now if path not in was]
-    if lost or new_ones:
-        parts = []
-        if lost:
-            parts.append(f"lacks {', '.join(lost[:3])}")
-        if new_ones:
-            parts.append(f"has {', '.join(new_ones[:3])} besides")
-        fact = " and ".join(parts)
-    else:
+    lost = ", ".join([repr(path) for path in was if path not in now][:3])
+    extra = ", ".join([repr(path) for path in now if path not in was][:3])
+    facts = [f"lacks {lost}" * bool(lost), f"has {extra} besides" * bool(extra)]
+    fact = " and ".join(filter(None, facts))
+    if not fact:
         fact = f"is {what(new)} where {what(old)} came in"
     return (
         f"{name} returned a state of another structure: it {fact}. Return the state "
@@ -222,13 +204,8 @@ def check_arguments(
                 f"compile_step(static_argnames={argument!r})."
             )
             raise StepError(msg)
-    _check_devices(name, args[0], rest)
-
-
-def _check_devices(name: str, state: PyTree, rest: list[tuple[str, Any]]) -> None:
-    """Raises StepError if arguments are on other devices than the state."""
-    layouts = [layout_of(leaf) for leaf in jax.tree.leaves(state)]
-    first = next((one for one in layouts if one is not None), None)
+    layouts = (x for x in map(layout_of, jax.tree.leaves(args[0])) if x is not None)
+    first: Any = next(layouts, None)
     for path, leaf in rest:
         layout = layout_of(leaf)
         if first is None or layout is None:

@@ -5,12 +5,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
-from meshlayout import _checks, _jax
+from meshlayout import _checks
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import (
-    batch_axes as axes_for_batches,
+    batch_axes as default_axes,
     map_batch,
     num_examples,
     weights_of,
@@ -22,7 +21,7 @@ from meshlayout.mesh import Mesh
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.step.compiled_step import CompiledStep
-from meshlayout.step.placement import StepMesh, in_own_mesh
+from meshlayout.step.placement import in_own_mesh, step_mesh_of
 from meshlayout.step.program import Program
 from meshlayout.step.train_step import TrainStep
 
@@ -88,49 +87,48 @@ class _ScanEpoch:
             >>> int(state.step)
             3
         """
-        how = (train_step, state, data, global_batch_size, shuffle, batch_axes)
         with in_own_mesh(state):
-            return train_step._dispatch(*_epoch_program(*how), metrics)
+            call = _epoch_call(
+                train_step,
+                state,
+                data,
+                global_batch_size=global_batch_size,
+                shuffle=shuffle,
+                batch_axes=batch_axes,
+                metrics=metrics,
+            )
+            return train_step._dispatch(*call)
 
     def lower(
-        self,
-        train_step: TrainStep,
-        state: TrainState,
-        data: PyTree,
-        *,
-        global_batch_size: int,
-        shuffle: jax.Array | None = None,
-        batch_axes: str | tuple[str, ...] | None = None,
-        metrics: Metrics | None = None,
+        self, train_step: TrainStep, state: TrainState, *args: Any, **kwargs: Any
     ) -> jax.stages.Lowered:
         """Lowers the epoch for the arguments of a call, as `jax.jit(...).lower` does.
 
         Args:
-            train_step: As for a call, and so are the others.
-            state: It is not used up.
-            data: As for a call.
-            global_batch_size: As for a call.
-            shuffle: As for a call.
-            batch_axes: As for a call.
-            metrics: As for a call.
+            train_step: As for a call.
+            state: As for a call; it is not used up.
+            *args: As for a call.
+            **kwargs: As for a call.
         """
-        how = (train_step, state, data, global_batch_size, shuffle, batch_axes)
         with in_own_mesh(state):
-            return train_step._lowered(*_epoch_program(*how), metrics)
+            call = _epoch_call(train_step, state, *args, **kwargs)
+            return train_step._dispatch(*call, is_lowered=True)
 
 
 scan_epoch = _ScanEpoch()
 
 
-def _epoch_program(
+def _epoch_call(
     train_step: TrainStep,
     state: TrainState,
     data: PyTree,
+    *,
     global_batch_size: int,
-    shuffle: jax.Array | None,
-    batch_axes: str | tuple[str, ...] | None,
-) -> tuple[Program, CompiledStep[..., Any], tuple[Any, ...]]:
-    """Returns an epoch's program, its compiled function and its arguments."""
+    shuffle: jax.Array | None = None,
+    batch_axes: str | tuple[str, ...] | None = None,
+    metrics: Metrics | None = None,
+) -> tuple[Program, CompiledStep[..., Any], tuple[Any, ...], Metrics | None]:
+    """Returns the arguments of `TrainStep._dispatch` for an epoch."""
     if not isinstance(train_step, TrainStep):
         msg = (
             "scan_epoch takes what make_train_step made, and got a "
@@ -147,7 +145,13 @@ def _epoch_program(
         raise StepError(msg)
     if rows % global_batch_size:
         data = _with_weights(data, train_step.weights, rows, global_batch_size)
-    mesh = _epoch_mesh(state, batch_axes)
+    jax_mesh = step_mesh_of(state).mesh
+    axes: tuple[str, ...] = ()
+    if jax_mesh is not None:
+        chosen = default_axes(jax_mesh) if batch_axes is None else batch_axes
+        axes = (chosen,) if isinstance(chosen, str) else tuple(chosen)
+        Layout([axes or None], Mesh(jax_mesh))  # refuses axes that the mesh lacks
+    mesh = step_mesh_of(state, axes)
     data = mesh.put(data)
 
     def batch_at(data: PyTree, order: jax.Array, start: jax.Array | int) -> Batch:
@@ -173,7 +177,7 @@ def _epoch_program(
         (global_batch_size, rows, shuffle is None),
         program.train_epoch(batch_at, order_of, global_batch_size),
     )
-    return program, compiled, (state, data, shuffle)
+    return program, compiled, (state, data, shuffle), metrics
 
 
 def _check_key(shuffle: Any) -> None:
@@ -202,17 +206,3 @@ def _with_weights(data: PyTree, key: str | int, rows: int, size: int) -> Any:
             f"{error} Or give a global batch size that divides."
         )
         raise StepError(msg) from None
-
-
-def _epoch_mesh(
-    state: TrainState, batch_axes: str | tuple[str, ...] | None
-) -> StepMesh:
-    sharding = _jax.sharding_of(state.step)
-    if not isinstance(sharding, NamedSharding):
-        return StepMesh(None, (), sharding)
-    mesh: Any = sharding.mesh
-    if batch_axes is None:
-        batch_axes = axes_for_batches(mesh)
-    axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
-    Layout([axes or None], Mesh(mesh))  # refuses axes that the mesh does not have
-    return StepMesh(mesh, axes, sharding)

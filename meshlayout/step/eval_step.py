@@ -172,25 +172,20 @@ class EvalStep:
         with in_own_mesh(state):
             check_batch(batch, self._loss.weights)
             batch = place_host_batch(state, batch)
-            mesh = step_mesh_of(state, ())
+            mesh = step_mesh_of(state)
             key = (mesh, state.program)
             if key not in self._programs:
                 self._programs[key] = self._compiled(mesh)
             compiled, step_metrics = self._programs[key]
             args = ((), without_optimizer(state), batch)
 
-            def expected() -> list[str]:
+            def expected(state: TrainState) -> list[str]:
                 check_params(state.params, self._loss.policies)
                 return self._loss.expected_metrics()
 
-            def call(flat: tuple[Leaf, ...]) -> Any:
-                return compiled(*args, flat)
-
-            def lower(flat: tuple[Leaf, ...]) -> jax.stages.Lowered:
-                return compiled.lower(*args, flat)
-
-            how = lower if is_lowered else call
-            return step_metrics.run(state.program, expected, metrics, how, lower)
+            return step_metrics.run(
+                compiled, args, state, metrics, expected, is_lowered=is_lowered
+            )
 
     def _compiled(self, mesh: StepMesh) -> tuple[CompiledStep[..., Any], StepMetrics]:
         step_metrics = StepMetrics(self.__name__, self._metrics, mesh)

@@ -29,29 +29,26 @@ class Stacked:
 
 
 @jax.jit
-def _stack(batches: list[Any]) -> Any:
+def _stacked(batches: list[Any]) -> Any:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
 
 
 def stack(batches: list[Any]) -> Stacked:
-    """Stacks batches on their devices.
-
-    Args:
-        batches: Batches of one structure and shape.
+    """Stacks batches of one structure and shape on their devices.
 
     Raises:
-        StepError: If they are not, or there is none.
+        StepError: If they are not alike, or there is none.
     """
     _check_any(batches)
-    shapes = [jax.tree.map(lambda x: (jnp.shape(x), x.dtype), one) for one in batches]
-    for at, shape in enumerate(shapes):
+    shapes = [jax.tree.map(lambda x: (jnp.shape(x), x.dtype), x) for x in batches]
+    for index, shape in enumerate(shapes):
         if shape != shapes[0]:
             msg = (
-                f"the batches of one call have to be alike; batch {at} has {shape}, "
+                f"the batches of one call have to be alike; batch {index} has {shape}, "
                 f"and the first one {shapes[0]}."
             )
             raise StepError(msg)
-    return Stacked(_stack(batches))
+    return Stacked(_stacked(batches))
 
 
 def _check_any(batches: list[Any]) -> None:
@@ -69,12 +66,7 @@ def like(old: PyTree, new: PyTree) -> Any:
 
 @dataclass
 class FixedCalls:
-    """A given number of batches in one dispatch.
-
-    Attributes:
-        count: How many.
-        choice: What is done, in words.
-    """
+    """A given number of batches in one dispatch; `choice` is as for `TimedCalls`."""
 
     count: int
     choice: str = ""
@@ -87,8 +79,8 @@ class FixedCalls:
         """
         if isinstance(batches, Stacked):
             return batches
-        found = stack(batches) if isinstance(batches, list) else Stacked(batches)
-        sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves(found.batches)}
+        stacked = stack(batches) if isinstance(batches, list) else Stacked(batches)
+        sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves(stacked.batches)}
         if sizes != {(self.count,)}:
             msg = (
                 f"steps_per_call={self.count} takes a list of {self.count} batches, or "
@@ -96,7 +88,7 @@ class FixedCalls:
                 f"{sorted(size[0] if size else 0 for size in sizes)}."
             )
             raise StepError(msg)
-        return found
+        return stacked
 
     def run(self, step: Any, state: PyTree, batches: Any, metrics: Any) -> Any:
         """Runs a step on each batch."""
@@ -141,17 +133,24 @@ class TimedCalls:
             )
             raise StepError(msg)
         _check_any(batches)
-        if self._is_scanned is not None:
-            return _run(step, state, batches, metrics, is_scanned=self._is_scanned)
-        way = len(self.seconds[True]) < len(self.seconds[False])
-        jax.block_until_ready((state, batches))
+        is_known = self._is_scanned is not None
+        is_scanned = self._is_scanned
+        if not is_known:
+            is_scanned = len(self.seconds[True]) < len(self.seconds[False])
+            jax.block_until_ready((state, batches))
         start = time.perf_counter()
-        result = _run(step, state, batches, metrics, is_scanned=way)
-        jax.block_until_ready(result)
-        self.seconds[way].append((time.perf_counter() - start) / len(batches))
-        if min(map(len, self.seconds.values())) > _TRIALS:
-            self._choose()
-        return result
+        if is_scanned:
+            state, metrics = step._run(state, stack(batches), metrics)
+        else:
+            for batch in batches:
+                state, metrics = step._run(state, batch, metrics)
+        if not is_known:
+            jax.block_until_ready((state, metrics))
+            seconds = (time.perf_counter() - start) / len(batches)
+            self.seconds[bool(is_scanned)].append(seconds)
+            if min(map(len, self.seconds.values())) > _TRIALS:
+                self._choose()
+        return state, metrics
 
     def _choose(self) -> None:
         looped, one_by_one = (min(self.seconds[way][1:]) for way in (True, False))
@@ -162,16 +161,6 @@ class TimedCalls:
             f"{1e3 * looped:.3g} ms in one dispatch"
         )
         _log.info("%s", self.choice)
-
-
-def _run(
-    step: Any, state: PyTree, batches: list[Any], metrics: Any, *, is_scanned: bool
-) -> Any:
-    if is_scanned:
-        return step._run(state, stack(batches), metrics)
-    for batch in batches:
-        state, metrics = step._run(state, batch, metrics)
-    return state, metrics
 
 
 def calls_for(steps_per_call: int | Literal["auto"]) -> FixedCalls | TimedCalls:

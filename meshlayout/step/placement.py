@@ -117,20 +117,14 @@ def in_own_mesh(tree: PyTree) -> AbstractContextManager[None]:
 _NOTHING = contextlib.nullcontext()
 
 
-def step_mesh_of(state: PyTree, batch: Batch, dim: int = 0) -> StepMesh:
-    """Returns the mesh of a state and the axes that shard a batch.
-
-    Args:
-        state: A train state; its step number tells the mesh.
-        batch: A batch; its first array tells the axes of its rows.
-        dim: Which dim the rows are.
-    """
+def step_mesh_of(state: PyTree, axes: tuple[str, ...] = ()) -> StepMesh:
+    """Returns the mesh of a train state, with the axes that shard the rows."""
     sharding = _jax.sharding_of(state.step)
     is_abstract = isinstance(state.step, jax.ShapeDtypeStruct)
     if not isinstance(sharding, NamedSharding):
         return StepMesh(None, (), sharding, is_abstract)
     mesh: Any = sharding.mesh
-    return StepMesh(mesh, row_axes(batch, dim), sharding, is_abstract)
+    return StepMesh(mesh, axes, sharding, is_abstract)
 
 
 def row_axes(batch: Batch, dim: int = 0) -> tuple[str, ...]:

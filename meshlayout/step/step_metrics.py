@@ -22,7 +22,9 @@ from meshlayout import _jax, losses
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout.errors import MetricError, StepError
 from meshlayout.metrics import Last, Mean, Metrics, Sum, Throughput, adapt
+from meshlayout.state import TrainState
 from meshlayout.step.call_signature import is_array_like, named_leaves
+from meshlayout.step.compiled_step import CompiledStep
 from meshlayout.step.objective import RESERVED
 from meshlayout.step.placement import StepMesh
 
@@ -165,41 +167,46 @@ class StepMetrics:
 
     def run(
         self,
-        code: Hashable,
-        expected: Callable[[], Sequence[str]],
+        compiled: CompiledStep[..., Any],
+        args: tuple[Any, ...],
+        state: TrainState,
         metrics: Metrics | None,
-        call: Callable[[tuple[Leaf, ...]], T],
-        lower: Callable[[tuple[Leaf, ...]], object],
-    ) -> tuple[T, MetricsStart]:
-        """Calls a compiled step, or lowers it, with the arrays of its metrics.
+        expected: Callable[[TrainState], Sequence[str]],
+        *,
+        is_lowered: bool = False,
+    ) -> tuple[Any, MetricsStart]:
+        """Calls a compiled step with the arrays of its metrics, or lowers it.
 
         Args:
-            code: The code of the state: its model and optimizer.
-            expected: Returns the names of the step's own metrics, as far as its
-                options say; called for each code once.
+            compiled: The step, which adds to the metrics with `add`.
+            args: Its arguments before the metrics.
+            state: The state.
             metrics: Metrics to add to; None for empty ones.
-            call: Calls or lowers the step; it adds to the metrics with `add`.
-            lower: Lowers the step.
+            expected: Returns the names of the step's own metrics, as far as its
+                options say; called once for a model and optimizer.
+            is_lowered: Whether to lower it.
 
         Returns:
-            What `call` returns, and where the metrics start.
+            What the compiled step returns, and where the metrics start.
 
         Raises:
             StepError: If the metrics are not those of this step.
         """
+        run = compiled.lower if is_lowered else compiled
+        code = state.program
         start = self._starts.get(code)
         if start is None:
-            start = self._starts[code] = self._start(expected(), None)
+            start = self._starts[code] = self._start(expected(state), None)
         try:
             names = list(metrics) if isinstance(metrics, Metrics) else None
             if not start.is_confirmed and names not in (None, list(start.empty)):
-                lower(start.leaves)  # the trace says which of them is right
-            result = call(start.flat(self._name, metrics))
+                compiled.lower(*args, start.leaves)  # the trace says who is right
+            result = run(*args, start.flat(self._name, metrics))
         except OtherMetricsError as other:
             if start.is_confirmed:
                 raise
             start = self._starts[code] = self._start(other.names, other.users)
-            result = call(start.flat(self._name, metrics))
+            result = run(*args, start.flat(self._name, metrics))
         start.is_confirmed = True
         return result, start
 

@@ -41,6 +41,7 @@ from meshlayout.step.placement import (
     layout_of,
     note_if_replicated,
     place_host_batch,
+    row_axes,
     step_mesh_of,
     zero_layouts,
 )
@@ -300,25 +301,26 @@ class TrainStep:
         compiled: CompiledStep[..., Any],
         args: tuple[Any, ...],
         metrics: Metrics | None,
-    ) -> tuple[TrainState, Metrics]:
-        """Calls a function of a program, and remembers how, for calls like this one.
+        *,
+        is_lowered: bool = False,
+    ) -> Any:
+        """Calls a function of a program, and remembers how; or lowers it.
 
         Args:
             program: The program.
             compiled: The function.
             args: The state, and the other arguments but the metrics.
             metrics: The metrics to add to.
+            is_lowered: Whether to lower it.
         """
-        code = args[0].program
+        expected, given = program.expected_metrics, args[0]
         result, start = program.metrics.run(
-            code,
-            lambda: program.expected_metrics(args[0]),
-            metrics,
-            lambda flat: compiled(*args, flat),
-            lambda flat: compiled.lower(*args, flat),
+            compiled, args, given, metrics, expected, is_lowered=is_lowered
         )
+        if is_lowered:
+            return result
         state, (flat, report) = result
-        names = program.leaf_names[code]
+        names = program.leaf_names[given.program]
         if report is not None and not isinstance(report, Tracer):
             self._report(report, names)
         self._repeat = _repeat(self, compiled, args[1:], start, names)
@@ -331,18 +333,16 @@ class TrainStep:
     def _placed(self, state: TrainState, batch: Batch | Stacked) -> Batch | Stacked:
         """Returns a batch on the mesh of the state."""
         check_state(self.__name__, state)
-        if isinstance(batch, Stacked):
-            return Stacked(place_host_batch(state, batch.batches, 1))
-        check_batch(batch, self.weights)
-        return place_host_batch(state, batch)
+        is_many = isinstance(batch, Stacked)
+        if not is_many:
+            check_batch(batch, self.weights)
+        return place_host_batch(state, batch, int(is_many))
 
     def _prepare(self, state: TrainState, batch: Batch | Stacked) -> TrainState:
-        """Returns the state with the extra arrays that this step keeps in it."""
-        if self._wants_extra <= state.extra.keys() and not self._plan.zero:
-            return state
         return self._prepared(state, self._step_mesh(state, batch))
 
     def _prepared(self, state: TrainState, mesh: StepMesh) -> TrainState:
+        """Returns the state with the extra arrays that this step keeps in it."""
         missing = self._wants_extra - state.extra.keys()
         if missing:
             new = self._extra(state)
@@ -380,29 +380,8 @@ class TrainStep:
             batch = self._placed(state, batch)
             state = self._prepare(state, batch)
             program, compiled = self._program(state, batch)
-            return self._lowered(program, compiled, (state, batch), metrics)
-
-    def _lowered(
-        self,
-        program: Program,
-        compiled: CompiledStep[..., Any],
-        args: tuple[Any, ...],
-        metrics: Metrics | None,
-    ) -> jax.stages.Lowered:
-        """Lowers a function of a program; the arguments are those of `_dispatch`."""
-
-        def lower(flat: tuple[Any, ...]) -> jax.stages.Lowered:
-            return compiled.lower(*args, flat)
-
-        state = args[0]
-        lowered, _ = program.metrics.run(
-            state.program,
-            lambda: program.expected_metrics(state),
-            metrics,
-            lower,
-            lower,
-        )
-        return lowered
+            args = (state, batch)
+            return self._dispatch(program, compiled, args, metrics, is_lowered=True)
 
     def memory(self, state: TrainState, batch: Batch) -> StepMemory:
         """Returns the bytes that the compiled step takes on each device.
@@ -472,10 +451,8 @@ class TrainStep:
     def _step_mesh(self, state: TrainState, batch: Batch | Stacked) -> StepMesh:
         """Returns what a program depends on: the rows' axes matter to some plans."""
         if not self._plan.needs_rows:
-            return step_mesh_of(state, (), 0)
-        if isinstance(batch, Stacked):
-            return step_mesh_of(state, batch.batches, 1)
-        return step_mesh_of(state, batch, 0)
+            return step_mesh_of(state)
+        return step_mesh_of(state, row_axes(batch, int(isinstance(batch, Stacked))))
 
     @property
     def weights(self) -> str | int:
