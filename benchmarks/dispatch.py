@@ -8,15 +8,14 @@ a round.
 
 `python benchmarks/dispatch.py --train-step` prints CPU microseconds of a call of
 `make_train_step` and of `jax.jit` over its leaves, for the same program on one
-device, each in a process of its own; the figures are the best of several windows.
+device, window by window in turn; the figures are the best of the windows, and the
+ratio is the median of the ratios within a round.
 """
 
 import argparse
 import functools
 import platform
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -158,29 +157,25 @@ def train_step_call(way: str, size: int) -> Callable[[], Any]:
 
 
 def compare_train_steps() -> None:
-    """Measures each way in a process of its own, and prints a table."""
+    """Measures both ways in turn, and prints a table."""
     print("| parameters | raw us | train step us | ratio |\n|---|---|---|---|")
     for size in (4, 70):
-        cpu = []
-        for way in ("raw", "train-step"):
-            command = [sys.executable, __file__, "--way", way, "--size", str(size)]
-            printed = subprocess.run(
-                command, capture_output=True, check=True, text=True
-            )
-            cpu.append(float(printed.stdout))
-        print(f"| {size} | {cpu[0]:.1f} | {cpu[1]:.1f} | {cpu[1] / cpu[0]:.2f} |")
+        calls = [train_step_call(way, size) for way in ("raw", "train-step")]
+        for call in calls:
+            cpu_window(call)
+        rounds = [[cpu_window(call) for call in calls] for _ in range(31)]
+        raw, step = map(min, zip(*rounds, strict=True))
+        ratio = statistics.median(step / raw for raw, step in rounds)
+        print(f"| {size} | {raw:.1f} | {step:.1f} | {ratio:.2f} |")
 
 
-def best_cpu(call: Callable[[], Any]) -> float:
-    """Returns CPU microseconds a call of the calling thread, best of windows."""
-    best = float("inf")
-    for _ in range(15):
-        jax.block_until_ready(call())
-        start = time.thread_time()
-        for _ in range(500):
-            call()
-        best = min(best, (time.thread_time() - start) / 500 * 1e6)
-    return best
+def cpu_window(call: Callable[[], Any]) -> float:
+    """Returns CPU microseconds a call of the calling thread."""
+    jax.block_until_ready(call())
+    start = time.thread_time()
+    for _ in range(300):
+        call()
+    return (time.thread_time() - start) / 300 * 1e6
 
 
 def main() -> None:
@@ -189,12 +184,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=41)
     parser.add_argument("--train-step", action="store_true")
-    parser.add_argument("--way", choices=("raw", "train-step"))
-    parser.add_argument("--size", type=int, default=4)
     options = parser.parse_args()
-    if options.way:
-        print(best_cpu(train_step_call(options.way, options.size)))
-        return
     if options.train_step:
         compare_train_steps()
         return
