@@ -372,7 +372,7 @@ def test_keys_that_are_numbers_get_weights_under_a_number():
     assert batches(source, weights=2)[1][2].tolist() == [1, *[0] * 7]
     assert message(lambda: distributed(source)) == (
         "a source of 9 rows, in batches of 8, leaves 1, to be padded. Padding is marked "
-        "by weights: beside keys that are numbers, weights=2 adds them. Or choose "
+        "by weights: next to integer keys, weights=2 adds them. Or choose "
         "another remainder=."
     )
 

@@ -772,7 +772,7 @@ def test_a_process_that_leaves_its_loop_early_ends_those_of_the_others(two):
         {
             "said": (
                 "DataError: process 0 has left its loop over the data, and this one "
-                "goes on. All processes have to take the same number of steps."
+                "continues. All processes have to take the same number of steps."
             ),
             "all": False,
             "quickly": True,

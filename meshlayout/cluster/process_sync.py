@@ -1,8 +1,8 @@
-"""Processes that tell one another things, through JAX's coordination service.
+"""Messages between processes, through JAX's coordination service.
 
 Values go through its key-value store. No device takes part, so a background thread may
-exchange values while the devices compute, which a collective could not. Whoever waits
-is told early for whom (`warn_after_s`), and can be interrupted: one long wait inside
+exchange values while the devices compute, which a collective could not. A process that
+waits logs early for whom (`warn_after_s`), and can be interrupted: one long wait inside
 the store would hold Ctrl-C back until it ended.
 """
 
@@ -33,7 +33,7 @@ class Channel:
     exchanges.
 
     Args:
-        name: What tells it from other channels, the same on all processes.
+        name: Distinguishes it from other channels; the same on all processes.
         processes: Which processes take part, this one among them; None for all.
         what: What the processes do together, to complete "process 1 did not come to
             ...".

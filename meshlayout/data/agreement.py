@@ -166,7 +166,7 @@ class IterationExchange:
             if word == _LEFT:
                 msg = (
                     f"process {process} has left its loop over the data, and this one "
-                    "goes on. All processes have to take the same number of steps."
+                    "continues. All processes have to take the same number of steps."
                 )
                 raise DataError(msg)
         return values

@@ -2,7 +2,7 @@
 
 For input that cannot be divided after the fact: files on local disks, a service that
 serves each host its part. Processes with parts of the same replicas must make the same
-input, so the function is told which pipeline it makes, and not which process it is on.
+input, so the function receives which pipeline it makes, not which process it is on.
 """
 
 from collections.abc import Callable

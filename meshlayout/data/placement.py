@@ -409,7 +409,7 @@ def padding_hint(rows: PyTree) -> str:
     if type(rows) in (tuple, list):
         place = f"weights={len(rows)} appends them"
     elif isinstance(rows, Mapping) and all(isinstance(key, int) for key in rows):
-        place = f"beside keys that are numbers, weights={max(rows) + 1} adds them"
+        place = f"next to integer keys, weights={max(rows) + 1} adds them"
     else:
         place = "a dict carries them under a key"
     return f"Padding is marked by weights: {place}. Or choose another remainder=."
