@@ -42,14 +42,7 @@ class _Argument:
 
 
 class CallSignature:
-    """Every argument of a call: what a program is compiled for.
-
-    Args:
-        names: The step's parameter names, in order.
-        static: Names and values of its static arguments.
-        args: Its other positional arguments, arrays or tracers in them.
-        kwargs: Its other keyword arguments.
-    """
+    """Every argument of a call: what a program is compiled for."""
 
     def __init__(
         self,

@@ -231,11 +231,6 @@ class JittedStep:
     is_spread: bool
     is_bounded: bool
 
-    @property
-    def is_loose(self) -> bool:
-        """Whether some argument has no layout of its own: to look at in every call."""
-        return None in self.signature.rest_layouts
-
     def flattened(self, state: PyTree) -> Any:
         """Returns a state as the function takes it."""
         structure = self.signature.structure
@@ -330,8 +325,9 @@ class CompiledStep(Generic[P, R]):
         if self._places_rest and program is not None:
             args, kwargs = place_rest(args, kwargs, program.signature.state_layouts)
         try:
+            # Arguments without layouts of their own are looked at in every call.
             if program is None or (
-                program.is_loose
+                None in program.signature.rest_layouts
                 and _layouts_of((args[1:], kwargs), None)
                 != program.signature.rest_layouts
             ):

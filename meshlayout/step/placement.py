@@ -162,13 +162,7 @@ def replicated(layouts: Iterable[Any]) -> NamedSharding | None:
 def place_rest(
     args: tuple[Any, ...], kwargs: dict[str, Any], state_layouts: Iterable[Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Replicates arrays without a layout over the state's mesh.
-
-    Args:
-        args: Positional arguments, of which the first is the state.
-        kwargs: Keyword arguments.
-        state_layouts: Those of the state.
-    """
+    """Replicates arrays without a layout over the state's mesh; the state stays."""
     whole = replicated(state_layouts)
     if whole is None:
         return args, kwargs
@@ -225,12 +219,7 @@ def _is_placed(leaf: Leaf) -> bool:
 
 
 def note_if_replicated(state: PyTree, batch: Batch) -> None:
-    """Logs that every device computes a whole batch that could be divided.
-
-    Args:
-        state: A train state; its step number tells the mesh.
-        batch: A batch.
-    """
+    """Logs that every device computes a whole batch that could be divided."""
     sharding = _jax.sharding_of(state.step)
     is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(batch))
     if is_traced or not isinstance(sharding, NamedSharding) or row_axes(batch):

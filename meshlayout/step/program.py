@@ -101,13 +101,7 @@ class Program:
     ) -> tuple[TrainState, tuple[tuple[Leaf, ...], Report]]:
         """Runs one step.
 
-        Args:
-            state: The state.
-            batch: The global batch.
-            metrics: The arrays of the metrics to add to.
-
-        Returns:
-            The next state; the metrics' arrays, and what `Update.apply` reports.
+        Returns the next state; the metrics' arrays, and what `Update.apply` reports.
         """
 
         def measure(users: Metrics) -> tuple[StepValues, Metrics, Any]:
@@ -120,16 +114,7 @@ class Program:
     def train_steps(
         self, state: TrainState, batches: Stacked, metrics: tuple[Leaf, ...]
     ) -> tuple[TrainState, tuple[tuple[Leaf, ...], Report]]:
-        """Runs one step after the other in a loop on the device.
-
-        Args:
-            state: The state.
-            batches: The batches, stacked.
-            metrics: The arrays of the metrics to add to.
-
-        Returns:
-            As `train_step`, with the reports of all steps, stacked.
-        """
+        """Runs one step for each batch, in a loop on the device; stacks the reports."""
         return self._scanned(state, metrics, batches.batches, lambda batch: batch)
 
     def _scanned(

@@ -306,12 +306,7 @@ class TrainStep:
     ) -> Any:
         """Calls a function of a program, and remembers how; or lowers it.
 
-        Args:
-            program: The program.
-            compiled: The function.
-            args: The state, and the other arguments but the metrics.
-            metrics: The metrics to add to.
-            is_lowered: Whether to lower it.
+        `args` are the state, and the other arguments but the metrics.
         """
         expected, given = program.expected_metrics, args[0]
         result, start = program.metrics.run(
@@ -508,16 +503,8 @@ def _repeat(
     would not notice, or would end the process for; whatever else is new makes JAX
     raise, before anything has run, or trace, which the compiled step refuses.
 
-    Args:
-        train_step: The step.
-        compiled: What was called.
-        arguments: What it was called with, between the state and the metrics.
-        start: Where its metrics start.
-        names: What a report's numbers stand for.
-
-    Returns:
-        A function of state, batch and metrics that returns None for a call that is not
-        like that one; or None.
+    `arguments` are those between the state and the metrics. The function returns None
+    for a call that is not like that one.
     """
     jitted_step, key = compiled.program, train_step.weights
     if len(arguments) != 1 or jitted_step is None:
