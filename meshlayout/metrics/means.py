@@ -10,6 +10,7 @@ import numpy as np
 from meshlayout import _checks
 from meshlayout.metrics.elements import class_scores, is_class, same_shape, weighted
 from meshlayout.metrics.metric import (
+    EMPTY,
     PairMetric,
     SumMetric,
     ValueMetric,
@@ -111,8 +112,8 @@ class Last(ValueMetric):
     """
 
     values: str | int = source(default="losses")
-    value: Any = accumulator(kw_only=True)
-    seen: Any = accumulator(kw_only=True)
+    value: Any = accumulator(default=EMPTY, kw_only=True)
+    seen: Any = accumulator(default=EMPTY, kw_only=True)
 
     def _start(self) -> dict[str, Any]:
         return {"value": np.array(np.nan, np.float32), "seen": np.zeros((), np.float32)}

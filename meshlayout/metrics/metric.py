@@ -51,7 +51,7 @@ def source(*, default: str | int) -> Any:
     return dataclasses.field(default=default, metadata={"static": True, "source": True})
 
 
-def accumulator(*, kw_only: Literal[True], default: Any = EMPTY) -> Any:
+def accumulator(*, default: Any, kw_only: Literal[True]) -> Any:
     """Returns a field for a metric's state, which `_start` fills where it is EMPTY."""
     return dataclasses.field(default=default, repr=False, kw_only=kw_only)
 
@@ -299,7 +299,7 @@ class SumMetric(Metric):
     One, because every array of a step's state costs host time.
     """
 
-    sums: Total = accumulator(kw_only=True)
+    sums: Total = accumulator(default=EMPTY, kw_only=True)
 
     @property
     def _shape(self) -> tuple[int, ...]:

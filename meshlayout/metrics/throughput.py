@@ -42,8 +42,8 @@ class Throughput(Metric):
     """
 
     unit: Literal["examples", "steps"] = setting(default="examples")
-    sums: Total = accumulator(kw_only=True)
-    start_s: Total = accumulator(kw_only=True)
+    sums: Total = accumulator(default=EMPTY, kw_only=True)
+    start_s: Total = accumulator(default=EMPTY, kw_only=True)
 
     def _check(self) -> None:
         units = ("examples", "steps")
