@@ -219,6 +219,7 @@ class JittedStep:
         jitted: What `jax.jit` returned.
         first_call: The call it was made for.
         seen: What it was traced for.
+        is_loose: Whether some argument has no layout: to look at in every call.
         is_spread: Whether it runs on several devices. JAX may end the process there
             for memory that is given twice or was used up, so arguments are looked at.
         is_bounded: Whether these are CPU devices, which bound what is in flight.
@@ -228,6 +229,7 @@ class JittedStep:
     jitted: Callable[..., Any]
     first_call: CallSignature
     seen: list[CallSignature]
+    is_loose: bool
     is_spread: bool
     is_bounded: bool
 
@@ -285,6 +287,7 @@ class CompiledStep(Generic[P, R]):
         self._thread = _Thread()
         self._in_flight = 0
         self._places_rest = False
+        self._no_mesh: jax.sharding.AbstractMesh | None = None
 
     def __get__(
         self, instance: object, owner: type | None = None
@@ -312,7 +315,9 @@ class CompiledStep(Generic[P, R]):
         Returns:
             What the step returns: the new state, and the rest.
         """
-        if jax.sharding.get_abstract_mesh().empty:
+        ambient = jax.sharding.get_abstract_mesh()
+        if ambient is self._no_mesh or ambient.empty:
+            self._no_mesh = ambient  # to ask an abstract mesh takes time
             return self._run(args, kwargs)
         with in_own_mesh(args[:1] or kwargs):
             return self._run(args, kwargs)
@@ -325,15 +330,15 @@ class CompiledStep(Generic[P, R]):
         if self._places_rest and program is not None:
             args, kwargs = place_rest(args, kwargs, program.signature.state_layouts)
         try:
-            # Arguments without layouts of their own are looked at in every call.
             if program is None or (
-                None in program.signature.rest_layouts
+                program.is_loose
                 and _layouts_of((args[1:], kwargs), None)
                 != program.signature.rest_layouts
             ):
                 program, args, kwargs = self._switch(static, args, kwargs)
             rest = (args[1:], kwargs)
-            state = program.flattened(args[0])
+            structure = program.signature.structure
+            state = args[0] if structure is None else program.flattened(args[0])
             if program.is_spread and gives_memory_twice(state, rest):
                 check_memory(self._name, self._names, args, kwargs)
             result = program.jitted(static, state, rest)
@@ -342,9 +347,9 @@ class CompiledStep(Generic[P, R]):
             found = self._after_error(error, program, static, args, kwargs)
             program, args, kwargs = found
             result = self._run_traced(program, static, args, kwargs)
+            structure = program.signature.structure
         if program.is_bounded:
             self.wait_if_many(result)
-        structure = program.signature.structure
         if structure is None:
             return result
         if args[0]._flat is not None:
@@ -562,6 +567,7 @@ class CompiledStep(Generic[P, R]):
             jitted,
             now,
             seen,
+            is_loose=None in signature.rest_layouts,
             is_spread=len(devices) > 1,
             is_bounded=len(devices) > 1 and next(iter(devices)).platform == "cpu",
         )
