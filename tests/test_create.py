@@ -228,8 +228,22 @@ BUILDERS = {
 }
 
 
-@pytest.mark.parametrize("mesh_name", list(TRIED))
-@pytest.mark.parametrize("name", list(BUILDERS))
+def builds():
+    """Every builder on every mesh; those that take long to compile are slow but once."""
+    costly = ("expressions", "convnet", "everything", "linen everything", "mlp")
+    return [
+        pytest.param(
+            mesh_name,
+            name,
+            marks=[pytest.mark.slow] * (name in costly and mesh_name != "8"),
+            id=f"{name}-{mesh_name}",
+        )
+        for name in BUILDERS
+        for mesh_name in TRIED
+    ]
+
+
+@pytest.mark.parametrize(("mesh_name", "name"), builds())
 def test_values_are_those_of_building_without_a_mesh(mesh_name, name):
     expected = BUILDERS[name]()
     layouts = maps(MESHES[mesh_name]())

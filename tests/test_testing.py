@@ -496,7 +496,7 @@ STEP_OPTIONS = [
         pytest.param(
             options,
             id="-".join(options),
-            marks=[pytest.mark.slow] * ("remat" not in options),
+            marks=[pytest.mark.slow] * ("on_nonfinite" not in options),
         )
         for options in STEP_OPTIONS
     ],
@@ -584,7 +584,7 @@ MISTAKES = {
         *((mistake, "float32") for mistake in MISTAKES),
         ("five percent", "bfloat16"),
         pytest.param("twice the gradient", "bfloat16", marks=pytest.mark.slow),
-        ("the gradient of one shard", "bfloat16"),
+        pytest.param("the gradient of one shard", "bfloat16", marks=pytest.mark.slow),
     ],
 )
 def test_mistakes_are_found_in_every_precision(mesh, mistake, precision):

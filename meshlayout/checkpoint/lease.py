@@ -101,7 +101,9 @@ class Owner:
         """Returns the owner that a note names; None if it is gone or damaged."""
         try:
             owner = cls(**json.loads(note.read_bytes()))
-            is_whole = owner.pid in range(1, 2**31) and math.isfinite(owner.renewed_at)
+            # Not `in range(...)`, which tries every number for what is not an integer.
+            is_pid = type(owner.pid) is int and 0 < owner.pid < 2**31
+            is_whole = is_pid and math.isfinite(owner.renewed_at)
         except StoreError:
             raise
         except (OSError, ValueError, TypeError, RecursionError):
