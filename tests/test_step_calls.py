@@ -256,6 +256,19 @@ def test_a_used_up_state_says_so_though_nobody_read_it(devices):
 
 
 @pytest.mark.parametrize("devices", [1, 8])
+def test_a_call_that_fails_while_it_runs_is_not_said_to_have_used_the_state(devices):
+    """JAX looks for NaN when the step has run, and its state is gone by then."""
+    step, state, batch = make(devices)
+    with jax.debug_nans(True):
+        for _ in range(2):
+            state, _ = step(state, batch)
+        bad = {**batch, "x": batch["x"] * jnp.inf}
+        with pytest.raises((FloatingPointError, RuntimeError)) as caught:
+            step(state, bad)
+    assert not isinstance(caught.value, ml.MeshLayoutError)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
 def test_a_call_like_the_one_before_refuses_what_any_call_refuses(devices):
     step, state, batch = make(devices)
     mask = ml.relayout(jnp.ones(8), ml.Layout.of(batch["x"]).mesh.layout("batch"))

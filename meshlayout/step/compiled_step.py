@@ -620,7 +620,10 @@ class CompiledStep(Generic[P, R]):
         rest: Any,
     ) -> Any:
         args, kwargs = rest
-        if seen and not self._thread.is_quiet and not self._thread.may_trace:
+        # With jax_debug_nans, JAX also runs this on arrays, to find the operation.
+        is_trace = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(state))
+        may_trace = self._thread.is_quiet or self._thread.may_trace
+        if seen and is_trace and not may_trace:
             raise _Retrace
         scope = activate(self._layouts) if self._layouts else contextlib.nullcontext()
         with scope, ignoring_unbound_axes():

@@ -558,8 +558,13 @@ def _repeat(
             check_weights_key(batch, key)
         try:
             result = jitted((), arrays, ((batch, counted), {}))
-        except Exception:
-            return None  # the call that follows says why
+        except Exception as error:
+            # It failed while it ran, and took the state with it; a state that was used
+            # up before is refused by JAX with a text of its own, and no error behind it.
+            was_used_up = "deleted" in str(error) and error.__context__ is None
+            if not was_used_up and any(x.is_deleted() for x in arrays):
+                raise
+            return None  # before it ran; the call that follows says why
         if flat is not None:
             flat[2] = False
         arrays, (counted, report) = result
