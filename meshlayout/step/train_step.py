@@ -560,7 +560,7 @@ def _repeat(
             result = jitted((), arrays, ((batch, counted), {}))
         except Exception as error:
             # It failed while it ran, and took the state with it; a state that was used
-            # up before is refused by JAX with a text of its own, and no error behind it.
+            # up before is refused by JAX with a text of its own, and nothing behind it.
             was_used_up = "deleted" in str(error) and error.__context__ is None
             if not was_used_up and any(x.is_deleted() for x in arrays):
                 raise
