@@ -621,7 +621,7 @@ class CompiledStep(Generic[P, R]):
     ) -> Any:
         args, kwargs = rest
         # With jax_debug_nans, JAX also runs this on arrays, to find the operation.
-        is_trace = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(state))
+        is_trace = any(isinstance(x, Tracer) for x in jax.tree.leaves(state))
         may_trace = self._thread.is_quiet or self._thread.may_trace
         if seen and is_trace and not may_trace:
             raise _Retrace
