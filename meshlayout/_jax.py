@@ -10,7 +10,7 @@ has no public way is below, each with what it is for, what breaks when JAX chang
 
 import math
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -264,6 +264,19 @@ def inner_jaxprs(eqn: Equation) -> list[Any]:
             if hasattr(inner, "eqns"):
                 jaxprs.append(inner)
     return jaxprs
+
+
+def equations(jaxpr: Any, *, except_in: str = "") -> Iterator[Any]:
+    """Yields the operations of a jaxpr, and those of the jaxprs that they hold.
+
+    Args:
+        jaxpr: The jaxpr.
+        except_in: The name of an operation whose inner jaxprs are left out.
+    """
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in inner_jaxprs(eqn) if eqn.primitive.name != except_in else ():
+            yield from equations(inner, except_in=except_in)
 
 
 def concrete_mesh() -> jax.sharding.Mesh | None:

@@ -14,9 +14,8 @@ from jax.typing import ArrayLike
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout._checks import shown
 from meshlayout.errors import MetricError
-from meshlayout.metrics.elements import as_array
 from meshlayout.metrics.inputs import MetricInputs, bound_arguments, updated
-from meshlayout.metrics.metric import Metric, metric_class, setting
+from meshlayout.metrics.metric import Metric, as_array, metric_class, setting
 
 
 _Names: TypeAlias = tuple[tuple[str, str | int], ...]

@@ -8,8 +8,17 @@ from jax.typing import ArrayLike
 
 from meshlayout import _checks
 from meshlayout.errors import MetricError
-from meshlayout.metrics.elements import (
+from meshlayout.metrics.metric import (
+    MeanMetric,
+    SumMetric,
     as_array,
+    metric_class,
+    setting,
+    source,
+    text,
+)
+from meshlayout.metrics.predictions import (
+    PairMetric,
     check_class_numbers,
     class_scores,
     highest_class,
@@ -18,15 +27,6 @@ from meshlayout.metrics.elements import (
     label_numbers,
     ranks,
     same_shape,
-    text,
-)
-from meshlayout.metrics.means import MeanMetric
-from meshlayout.metrics.metric import (
-    PairMetric,
-    SumMetric,
-    metric_class,
-    setting,
-    source,
 )
 
 

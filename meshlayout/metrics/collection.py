@@ -12,7 +12,8 @@ from meshlayout import _jax, _render
 from meshlayout._annotations import Batch, Leaf
 from meshlayout._checks import shown
 from meshlayout.errors import MetricError, did_you_mean
-from meshlayout.metrics.inputs import NEEDED, is_metric, update_from
+from meshlayout.metrics.inputs import update_from
+from meshlayout.metrics.metric import NEEDED, is_metric
 
 
 @jax.tree_util.register_pytree_with_keys_class

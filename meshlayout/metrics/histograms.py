@@ -7,14 +7,18 @@ import jax.numpy as jnp
 
 from meshlayout import _checks
 from meshlayout.errors import MetricError
-from meshlayout.metrics.elements import is_class, is_explicit, same_shape
 from meshlayout.metrics.metric import (
-    PairMetric,
     SumMetric,
     ValueMetric,
     metric_class,
     setting,
     source,
+)
+from meshlayout.metrics.predictions import (
+    PairMetric,
+    is_class,
+    is_explicit,
+    same_shape,
 )
 
 

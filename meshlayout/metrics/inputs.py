@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from meshlayout._annotations import Batch
 from meshlayout._checks import shown
 from meshlayout.errors import MetricError, did_you_mean
-from meshlayout.metrics.metric import Metric
+from meshlayout.metrics.metric import NEEDED, Metric, is_metric
 
 
 @dataclass(frozen=True)
@@ -68,18 +68,6 @@ class MetricInputs:
             "outputs": self.outputs,
             "batch": self.batch,
         }
-
-
-NEEDED = (
-    "must be an object with update, merge and compute. For metrics of clu, metrax or "
-    "flax.nnx, use metrics.adapt."
-)
-
-
-def is_metric(value: object) -> bool:
-    """Returns whether this has what a metric needs; NEEDED says what that is."""
-    needed = ("update", "merge", "compute")
-    return not isinstance(value, type) and all(hasattr(value, name) for name in needed)
 
 
 def _names(entries: Mapping[Any, Any]) -> str:

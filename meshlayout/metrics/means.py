@@ -8,46 +8,27 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshlayout import _checks
-from meshlayout.metrics.elements import class_scores, is_class, same_shape, weighted
 from meshlayout.metrics.metric import (
     EMPTY,
-    PairMetric,
+    MeanMetric,
     SumMetric,
     ValueMetric,
     accumulator,
     metric_class,
     setting,
     source,
+    weighted,
+)
+from meshlayout.metrics.predictions import (
+    PairMetric,
+    class_scores,
+    is_class,
+    same_shape,
 )
 
 
 # What to do for two classes and one score per example.
 _BINARY = "give the losses of optax.sigmoid_binary_cross_entropy to Mean"
-
-
-class MeanMetric(SumMetric):
-    """Base of the metrics that are a weighted mean."""
-
-    @property
-    def _shape(self) -> tuple[int, ...]:
-        return (2,)
-
-    def _sums_of(self, elements: Any, weights: jax.Array) -> jax.Array:
-        return jnp.stack([jnp.sum(weighted(elements, weights)), jnp.sum(weights)])
-
-    @property
-    def total(self) -> jax.Array:
-        """The weighted sum so far, a float32 scalar."""
-        return self.sums.value[0]
-
-    @property
-    def count(self) -> jax.Array:
-        """The sum of the weights so far, a float32 scalar."""
-        return self.sums.value[1]
-
-    def compute(self) -> jax.Array:
-        """Returns the weighted mean; NaN where nothing was counted."""
-        return self.total / self.count
 
 
 @metric_class

@@ -26,9 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from meshlayout import _render
 from meshlayout._checks import shown
 from meshlayout.errors import MetricError
-from meshlayout.metrics.elements import as_float, element_weights
 
 
 if TYPE_CHECKING:
@@ -318,6 +318,31 @@ class SumMetric(Metric):
         raise NotImplementedError
 
 
+class MeanMetric(SumMetric):
+    """Base of the metrics that are a weighted mean."""
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        return (2,)
+
+    def _sums_of(self, elements: Any, weights: jax.Array) -> jax.Array:
+        return jnp.stack([jnp.sum(weighted(elements, weights)), jnp.sum(weights)])
+
+    @property
+    def total(self) -> jax.Array:
+        """The weighted sum so far, a float32 scalar."""
+        return self.sums.value[0]
+
+    @property
+    def count(self) -> jax.Array:
+        """The sum of the weights so far, a float32 scalar."""
+        return self.sums.value[1]
+
+    def compute(self) -> jax.Array:
+        """Returns the weighted mean; NaN where nothing was counted."""
+        return self.total / self.count
+
+
 class ValueMetric(Metric):
     """Base of the metrics of one array of numbers."""
 
@@ -339,29 +364,85 @@ class ValueMetric(Metric):
         )
 
 
-class PairMetric(Metric):
-    """Base of the metrics of predictions and labels."""
+# What users hand in. `where` is the metric's name, which opens the message.
 
-    def update(
-        self,
-        predictions: ArrayLike,
-        labels: ArrayLike,
-        weights: ArrayLike | None = None,
-    ) -> Self:
-        """Returns the metric with a batch added.
 
-        Args:
-            predictions: What the model returned; the class says in what shape.
-            labels: What is true.
-            weights: Per label; see `Metric`.
+def as_array(x: ArrayLike, name: str, where: str) -> jax.Array:
+    """Returns an input as an array of numbers or booleans, or raises MetricError."""
+    try:
+        array = x if isinstance(x, jax.Array) else _on_device(np.asarray(x))
+    except (TypeError, ValueError, OverflowError):
+        msg = f"{where}: {name} must be an array of numbers, got {shown(x)}."
+        raise MetricError(msg) from None
+    kinds = (jnp.bool_, jnp.integer, jnp.floating)
+    if not any(jnp.issubdtype(array.dtype, kind) for kind in kinds):
+        msg = f"{where}: {text(name, array)} does not hold real numbers."
+        raise MetricError(msg)
+    return array
 
-        Raises:
-            MetricError: If shapes or dtypes do not fit.
-        """
-        elements, checked = self._elements(predictions, labels)
-        where = type(self).__name__
-        return self._added(elements, element_weights(weights, checked, "labels", where))
 
-    def _elements(self, predictions: Any, labels: Any) -> tuple[Any, jax.Array]:
-        """Returns what is counted, and an array with an element for each label."""
-        raise NotImplementedError
+def _on_device(host: np.ndarray) -> jax.Array:
+    """Returns a host array as JAX's; integers that JAX would wrap around, as floats."""
+    narrow = jax.dtypes.canonicalize_dtype(host.dtype)
+    is_integer = np.issubdtype(host.dtype, np.integer) and narrow != host.dtype
+    if is_integer and np.any(host.astype(narrow) != host):
+        return jnp.asarray(host.astype(np.float32))
+    return jnp.asarray(host)
+
+
+def as_float(x: ArrayLike, name: str, where: str) -> jax.Array:
+    """Returns an input as a float32 array."""
+    return as_array(x, name, where).astype(jnp.float32)
+
+
+def text(name: str, x: jax.Array) -> str:
+    """Returns an array's name and type, for a message."""
+    return f"{name} {_render.array_text(x.dtype, x.shape)}"
+
+
+def element_weights(
+    weights: ArrayLike | None, elements: jax.Array, name: str, where: str
+) -> jax.Array:
+    """Returns one float32 weight per element; one without dims counts if any does.
+
+    Args:
+        weights: None, or an array whose shape is that of the elements' first dims; of
+            any shape for an element without dims.
+        elements: What is weighed.
+        name: What the elements are called.
+        where: The metric.
+
+    Raises:
+        MetricError: If the shapes do not fit.
+    """
+    if weights is None:
+        return jnp.ones_like(elements, dtype=jnp.float32)
+    weights = as_float(weights, "weights", where)
+    if not elements.ndim:
+        return jnp.any(weights != 0).astype(jnp.float32)
+    if weights.shape != elements.shape[: weights.ndim]:
+        msg = (
+            f"{where}: {text('weights', weights)} does not fit {text(name, elements)}. "
+            "Weights have the shape of the elements or of their first dims, such as "
+            f"{elements.shape[:1]}."
+        )
+        raise MetricError(msg)
+    missing = tuple(range(weights.ndim, elements.ndim))
+    return jnp.broadcast_to(jnp.expand_dims(weights, missing), elements.shape)
+
+
+def weighted(values: jax.Array, weights: jax.Array) -> jax.Array:
+    """Returns values times weights, and 0 where the weight is 0."""
+    return jnp.where(weights != 0, values * weights, 0)
+
+
+NEEDED = (
+    "must be an object with update, merge and compute. For metrics of clu, metrax or "
+    "flax.nnx, use metrics.adapt."
+)
+
+
+def is_metric(value: object) -> bool:
+    """Returns whether this has what a metric needs; NEEDED says what that is."""
+    needed = ("update", "merge", "compute")
+    return not isinstance(value, type) and all(hasattr(value, name) for name in needed)

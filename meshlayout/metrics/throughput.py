@@ -12,12 +12,12 @@ from jax.typing import ArrayLike
 from meshlayout import _checks, _jax
 from meshlayout._annotations import Batch
 from meshlayout.errors import MetricError
-from meshlayout.metrics.elements import as_array
 from meshlayout.metrics.metric import (
     EMPTY,
     Metric,
     Total,
     accumulator,
+    as_array,
     metric_class,
     setting,
 )

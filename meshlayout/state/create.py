@@ -7,6 +7,7 @@ own placing by metadata is off while this happens, because the layout map places
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, cast
@@ -35,6 +36,14 @@ else:
     from typing import TypeVar
 
     T = TypeVar("T")
+
+
+# Keeps Flax from placing parameters by their metadata: the layout map places them.
+eager_sharding_off: Callable[[], contextlib.AbstractContextManager[Any]]
+if hasattr(nnx, "use_eager_sharding"):
+    eager_sharding_off = functools.partial(nnx.use_eager_sharding, False)  # noqa: FBT003
+else:  # flax 0.11
+    eager_sharding_off = contextlib.nullcontext
 
 
 class ComputedArray(jax.ShapeDtypeStruct):
@@ -383,10 +392,3 @@ def marked(tree: PyTree, *, is_eager: bool) -> PyTree:
         if isinstance(node, nnx.Variable):
             node.set_metadata("eager_sharding", is_eager)
     return tree
-
-
-def eager_sharding_off() -> contextlib.AbstractContextManager[Any]:
-    """Keeps Flax from placing parameters by their metadata: the layout map does."""
-    if hasattr(nnx, "use_eager_sharding"):  # not in flax 0.11
-        return nnx.use_eager_sharding(False)  # noqa: FBT003
-    return contextlib.nullcontext()

@@ -575,7 +575,9 @@ class CompiledStep(Generic[P, R]):
             rest = (args[1:], kwargs)
             # JAX keeps the trace that is looked at for the program's first call.
             trace = jitted.trace(static, program.flattened(args[0]), rest)
-            axes = gradient_axes(trace.jaxpr.jaxpr, args[0], rest)
+            axes = None
+            if has_convolutions(trace.jaxpr.jaxpr):
+                axes = gradient_axes(trace.jaxpr.jaxpr, args[0], rest)
             if axes is not None:
 
                 def mended(static: tuple[Any, ...], *arguments: PyTree) -> Any:
@@ -700,6 +702,12 @@ def _parameter_names(
             )
             raise StepError(msg)
     return names
+
+
+def has_convolutions(jaxpr: Any) -> bool:
+    """Returns whether a program convolves, so that kernel gradients may be wrong."""
+    names = (eqn.primitive.name for eqn in _jax.equations(jaxpr))
+    return "conv_general_dilated" in names
 
 
 def _layouts_of(tree: PyTree, whole: NamedSharding | None) -> tuple[Any, ...]:

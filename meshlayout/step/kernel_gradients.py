@@ -205,15 +205,11 @@ def _is_grouped(eqn: JaxprEqn) -> bool:
 
 def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
     """Yields all operations but those in a shard_map, which are a device's own part."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        if eqn.primitive.name != "shard_map":
-            yield from _inner_equations(eqn)
+    return _jax.equations(jaxpr, except_in="shard_map")
 
 
 def _inner_equations(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
-    for inner in _jax.inner_jaxprs(eqn):
-        yield from _equations(inner)
+    return itertools.chain.from_iterable(map(_equations, _jax.inner_jaxprs(eqn)))
 
 
 def _shardings(tree: PyTree) -> Iterator[tuple[NamedSharding, tuple[int, ...]]]:

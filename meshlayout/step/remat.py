@@ -33,13 +33,11 @@ class RematRule:
 
 
 def parse_remat(remat: object) -> tuple[RematRule, ...]:
-    """Returns the rules that `remat=` stands for.
+    """Returns the rules that `remat=` stands for, unless it is "none".
 
     Raises:
         StepError: If it is none of what it may be.
     """
-    if remat == "none":
-        return ()
     if remat == "full":
         return (RematRule("^$", None),)
     if remat == "blocks":

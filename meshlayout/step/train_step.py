@@ -194,7 +194,7 @@ def make_train_step(
         weights,
         denominator,
         as_regularizers(regularizers),
-        parse_remat(remat),
+        () if remat == "none" else parse_remat(remat),
         train=True,
         has_metrics=bool(metrics),
     )

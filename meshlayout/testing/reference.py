@@ -268,12 +268,9 @@ def _rounding_error(jaxpr: Any, dtypes: Iterable[DType]) -> float:
         dtypes: Others that are known.
     """
     found = {jnp.dtype(dtype) for dtype in dtypes}
-    todo = [] if jaxpr is None else [jaxpr]
-    while todo:
-        for eqn in todo.pop().eqns:
-            todo += _jax.inner_jaxprs(eqn)
-            if eqn.primitive.name in _SUMS:
-                found.update(var.aval.dtype for var in eqn.outvars)
+    for eqn in () if jaxpr is None else _jax.equations(jaxpr):
+        if eqn.primitive.name in _SUMS:
+            found.update(var.aval.dtype for var in eqn.outvars)
     return float(jnp.finfo(coarsest(found) or jnp.float32).eps)
 
 

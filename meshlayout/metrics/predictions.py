@@ -1,88 +1,18 @@
-"""Metric inputs: checked, in float32, and with one weight per element.
+"""Predictions and labels: of one shape, or scores per class with the true class.
 
 `where` is the metric's name throughout, which opens the message of a MetricError.
 """
 
 import math
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AxisType
 from jax.typing import ArrayLike
 
-from meshlayout import _render
-from meshlayout._checks import shown
 from meshlayout.errors import MetricError
-
-
-def as_array(x: ArrayLike, name: str, where: str) -> jax.Array:
-    """Returns an input as an array of numbers or booleans, or raises MetricError."""
-    try:
-        array = x if isinstance(x, jax.Array) else _on_device(np.asarray(x))
-    except (TypeError, ValueError, OverflowError):
-        msg = f"{where}: {name} must be an array of numbers, got {shown(x)}."
-        raise MetricError(msg) from None
-    kinds = (jnp.bool_, jnp.integer, jnp.floating)
-    if not any(jnp.issubdtype(array.dtype, kind) for kind in kinds):
-        msg = f"{where}: {text(name, array)} does not hold real numbers."
-        raise MetricError(msg)
-    return array
-
-
-def _on_device(host: np.ndarray) -> jax.Array:
-    """Returns a host array as JAX's; integers that JAX would wrap around, as floats."""
-    narrow = jax.dtypes.canonicalize_dtype(host.dtype)
-    is_integer = np.issubdtype(host.dtype, np.integer) and narrow != host.dtype
-    if is_integer and np.any(host.astype(narrow) != host):
-        return jnp.asarray(host.astype(np.float32))
-    return jnp.asarray(host)
-
-
-def as_float(x: ArrayLike, name: str, where: str) -> jax.Array:
-    """Returns an input as a float32 array."""
-    return as_array(x, name, where).astype(jnp.float32)
-
-
-def text(name: str, x: jax.Array) -> str:
-    """Returns an array's name and type, for a message."""
-    return f"{name} {_render.array_text(x.dtype, x.shape)}"
-
-
-def element_weights(
-    weights: ArrayLike | None, elements: jax.Array, name: str, where: str
-) -> jax.Array:
-    """Returns one float32 weight per element; one without dims counts if any does.
-
-    Args:
-        weights: None, or an array whose shape is that of the elements' first dims; of
-            any shape for an element without dims.
-        elements: What is weighed.
-        name: What the elements are called.
-        where: The metric.
-
-    Raises:
-        MetricError: If the shapes do not fit.
-    """
-    if weights is None:
-        return jnp.ones_like(elements, dtype=jnp.float32)
-    weights = as_float(weights, "weights", where)
-    if not elements.ndim:
-        return jnp.any(weights != 0).astype(jnp.float32)
-    if weights.shape != elements.shape[: weights.ndim]:
-        msg = (
-            f"{where}: {text('weights', weights)} does not fit {text(name, elements)}. "
-            "Weights have the shape of the elements or of their first dims, such as "
-            f"{elements.shape[:1]}."
-        )
-        raise MetricError(msg)
-    missing = tuple(range(weights.ndim, elements.ndim))
-    return jnp.broadcast_to(jnp.expand_dims(weights, missing), elements.shape)
-
-
-def weighted(values: jax.Array, weights: jax.Array) -> jax.Array:
-    """Returns values times weights, and 0 where the weight is 0."""
-    return jnp.where(weights != 0, values * weights, 0)
+from meshlayout.metrics.metric import Metric, as_array, element_weights, text
 
 
 def is_explicit(x: jax.Array) -> bool:
@@ -106,6 +36,34 @@ def same_shape(
         )
         raise MetricError(msg)
     return predictions, labels
+
+
+class PairMetric(Metric):
+    """Base of the metrics of predictions and labels."""
+
+    def update(
+        self,
+        predictions: ArrayLike,
+        labels: ArrayLike,
+        weights: ArrayLike | None = None,
+    ) -> Self:
+        """Returns the metric with a batch added.
+
+        Args:
+            predictions: What the model returned; the class says in what shape.
+            labels: What is true.
+            weights: Per label; see `Metric`.
+
+        Raises:
+            MetricError: If shapes or dtypes do not fit.
+        """
+        elements, checked = self._elements(predictions, labels)
+        where = type(self).__name__
+        return self._added(elements, element_weights(weights, checked, "labels", where))
+
+    def _elements(self, predictions: Any, labels: Any) -> tuple[Any, jax.Array]:
+        """Returns what is counted, and an array with an element for each label."""
+        raise NotImplementedError
 
 
 # Classes.
