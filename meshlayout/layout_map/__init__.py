@@ -9,6 +9,7 @@ from meshlayout.layout_map.metadata import (
     OWN_LAYOUT as OWN_LAYOUT,
     LayoutBox as LayoutBox,
 )
+from meshlayout.layout_map.patterns import rules_for as rules_for
 from meshlayout.layout_map.report import (
     Explanation as Explanation,
     Resolution as Resolution,

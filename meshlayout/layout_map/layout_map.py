@@ -1,6 +1,7 @@
 """`LayoutMap`: a mapping from patterns to layouts, and how it is resolved."""
 
 import functools
+import re
 import warnings
 from collections.abc import (
     Callable,
@@ -29,6 +30,7 @@ from meshlayout.errors import (
 )
 from meshlayout.layout import Layout
 from meshlayout.layout_map.activations import FrozenMap, is_active
+from meshlayout.layout_map.code import map_text, tree_rules
 from meshlayout.layout_map.metadata import AxisRule
 from meshlayout.layout_map.optimizer_states import (
     OptimizerStateIn,
@@ -227,11 +229,9 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
 
     def __repr__(self) -> str:
         rules = ", ".join(f"{p!r}: {_value_text(v)}" for p, v in self.items())
-        defaults = LayoutMap.__init__.__kwdefaults__ or {}
         options = "".join(
             f", {name}={_value_text(value)}"
-            for name, value in self._arguments().items()
-            if name in defaults and value != defaults[name]
+            for name, value in self._changed_options().items()
         )
         return f"LayoutMap({self.mesh!r}, {{{rules}}}{options})"
 
@@ -319,6 +319,54 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         """
         resolved = self.resolve(tree, params=params)
         return self._explain_resolved(resolved, _paths.shared_paths(tree))
+
+    def to_code(self, tree: PyTree = None) -> str:
+        """Returns this map as Python, with regular expressions as a person writes them.
+
+        Use this to keep the result of a ready-made rule, or to start from it. The text
+        is an expression in which `ml` is this package and `mesh` the mesh. Notes of
+        rules are comments.
+
+        Args:
+            tree: As for `resolve`: needed if a rule or the default is a function,
+                which is then replaced by rules for the leaves of this tree.
+
+        Raises:
+            LayoutMapError: If a rule is a function and no tree is given, or the tree
+                cannot be resolved.
+
+        Example:
+            >>> import meshlayout as ml
+            >>> mesh = ml.create_mesh({"batch": 8})
+            >>> layouts = ml.LayoutMap(mesh, default=ml.zero_rule(mesh, min_size=64))
+            >>> params = [{"kernel": np.ones((8, 16)), "bias": np.ones(16)}] * 2
+            >>> print(layouts.to_code(params))
+            ml.LayoutMap(
+                mesh,
+                {
+                    r"kernel": (None, "batch"),
+                },
+            )
+        """
+        options = self._changed_options()
+        parsed = [*self._rules.values(), self._options.default]
+        if tree is None or not any(rule and rule.function for rule in parsed):
+            return map_text(dict(self), options)
+        # What only the functions say is written as rules; the tree is then resolved
+        # again, for leaves whose own metadata would now win over a missing rule.
+        resolved = self.resolve(tree)
+        options.pop("default", None)
+        options.pop("unmatched", None)
+        rules: dict[str, Any] = dict(tree_rules(resolved))
+        again = LayoutMap(self.mesh, rules, **options).resolve(tree)
+        for before, after in zip(resolved.resolutions, again.resolutions, strict=True):
+            if before.layout != after.layout:
+                rules[f"^{re.escape(before.path)}$"] = before.layout
+        paths = [leaf.path for leaf in resolved.resolutions]
+        for pattern, rule in self._rules.items():  # such as those for activations
+            if rule.function is None and not any(map(rule.regex.search, paths)):
+                rules[pattern] = rule.value()
+        return map_text(rules, options)
 
     def scope(self) -> AbstractContextManager["LayoutMap"]:
         """Returns a context in which models are created with these layouts.
@@ -421,6 +469,15 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         default = self._options.default and self._options.default.value()
         rules = list(self.items())
         return {**vars(self._options), "rules": rules, "default": default}
+
+    def _changed_options(self) -> dict[str, Any]:
+        """Returns the arguments besides mesh and rules that are not their defaults."""
+        defaults = LayoutMap.__init__.__kwdefaults__ or {}
+        return {
+            name: value
+            for name, value in self._arguments().items()
+            if name in defaults and value != defaults[name]
+        }
 
     def _rule(self, pattern: object) -> ParsedRule:
         if isinstance(pattern, str) and pattern in self._rules:

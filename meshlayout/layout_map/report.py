@@ -35,7 +35,7 @@ class Resolution:
         reason: Why this layout, as a phrase.
         fallback: What could not be followed, such as a dim that does not divide, or
             None.
-        note: What disagreed without being an error, or None.
+        note: The rule's own note, or what disagreed without being an error, or None.
         bytes_per_device: Bytes of the leaf on each device, where it is now if it is
             placed.
         placed: The layout that a concrete array has on the map's mesh, if it differs
@@ -193,7 +193,7 @@ class Explanation:
         rows = self.resolutions
         return [
             *(f"fallback: {r.path}: {r.fallback}" for r in rows if r.fallback),
-            *(f"note: {r.path}: {r.note}" for r in rows if r.note),
+            *_grouped_notes(rows),
             *(
                 f"placed: {r.path} is {r.placed}, not by this map, which gives "
                 f"{r.layout} ({r.rule or r.reason})"
@@ -248,6 +248,17 @@ class Explanation:
             f"{num_arrays} arrays, {here} on each of {self.mesh.size} "
             f"devices; replicated it would be {whole} (saving {saving})."
         )
+
+
+def _grouped_notes(rows: Iterable[Resolution]) -> Iterator[str]:
+    """Yields notes, one line for all leaves that have the same."""
+    by_note: dict[str, list[str]] = {}
+    for leaf in rows:
+        if leaf.note:
+            by_note.setdefault(leaf.note, []).append(leaf.path)
+    for note, paths in by_note.items():
+        more = f" and {len(paths) - 1} more" * (len(paths) > 1)
+        yield f"note: {paths[0]}{more}: {note}"
 
 
 _HEADERS = ["path", "array", "layout", "rule", "bytes/device", "saving"]

@@ -31,12 +31,15 @@ from meshlayout.layout_map.optimizer_states import OptimizerSlot
 from meshlayout.layout_map.report import Resolution
 from meshlayout.layout_map.rules import (
     Conflict,
+    LayoutFunction,
     LayoutLike,
     Matcher,
     OnUneven,
     ParsedRule,
+    Rule,
     Unmatched,
     Unused,
+    check_rule_options,
     parse_spec,
 )
 from meshlayout.mesh import Mesh
@@ -200,24 +203,27 @@ class Resolver:
     def _by_rules(
         self, array: "_ArrayAt", rules: Iterable[ParsedRule]
     ) -> "_Decision | None":
-        chosen: tuple[ParsedRule, Layout] | None = None
+        chosen: tuple[ParsedRule, _Answer] | None = None
         for rule in rules:
-            layout = self._expand(rule, array)
-            if layout is None:
+            answer = self._expand(rule, array)
+            if answer is None:
                 continue
             if chosen is None:
-                chosen = (rule, layout)
+                chosen = (rule, answer)
                 if self._options.conflict == "first":
                     break
-            elif layout != chosen[1]:
-                raise LayoutMapError(_conflict_text(array, chosen, (rule, layout)))
+            elif answer.layout != chosen[1].layout:
+                first = (chosen[0], chosen[1].layout)
+                raise LayoutMapError(
+                    _conflict_text(array, first, (rule, answer.layout))
+                )
         if chosen is None:
             return None
-        rule, layout = chosen
-        policy = rule.on_uneven or self._options.on_uneven
-        fit = self._fit(array, layout, policy, f"rule {rule.pattern!r}, ")
+        rule, answer = chosen
+        policy = answer.on_uneven or self._options.on_uneven
+        fit = self._fit(array, answer.layout, policy, f"rule {rule.pattern!r}, ")
         reason = "exact path" if rule.pattern == array.path else "pattern"
-        return _Decision(fit, rule.pattern, reason, None)
+        return _Decision(fit, rule.pattern, reason, answer.note)
 
     def _by_names(
         self, array: "_ArrayAt", box: Box, by_rules: "_Decision | None"
@@ -266,12 +272,12 @@ class Resolver:
             )
             raise LayoutMapError(msg)
         default = self._options.default
-        layout = None if default is None else self._expand(default, array)
-        if default is None or layout is None:
+        answer = None if default is None else self._expand(default, array)
+        if answer is None:
             return self._replicate(array, "default")
-        policy = default.on_uneven or self._options.on_uneven
-        fit = self._fit(array, layout, policy, "default, ")
-        return _Decision(fit, None, "default", None)
+        policy = answer.on_uneven or self._options.on_uneven
+        fit = self._fit(array, answer.layout, policy, "default, ")
+        return _Decision(fit, None, "default", answer.note)
 
     def _replicate(
         self, array: "_ArrayAt", reason: str, lost: str | None = None
@@ -284,17 +290,12 @@ class Resolver:
 
     # From a rule to a layout that fits.
 
-    def _expand(self, rule: ParsedRule, array: "_ArrayAt") -> Layout | None:
-        """Returns the rule's layout for an array of this rank."""
+    def _expand(self, rule: ParsedRule, array: "_ArrayAt") -> "_Answer | None":
+        """Returns what a rule says about an array of this rank; None for nothing."""
         rank = len(array.shape)
         try:
             if rule.function is not None:
-                note = f"in the function of rule {rule.pattern!r}, called for {array}"
-                with _checks.noted(note):
-                    spec = rule.function(*array)
-                if spec is None:
-                    return None
-                return parse_spec(spec, self._options.mesh).with_rank(rank)
+                return self._ask(rule, rule.function, array)
             assert rule.layout is not None
             if rank not in rule.expanded:
                 # A pattern for arrays may match a scalar, such as a step number.
@@ -302,10 +303,26 @@ class Resolver:
                 if not rank and not is_exact and {*rule.layout.specs} - {...}:
                     return None
                 rule.expanded[rank] = rule.layout.with_rank(rank)
-            return rule.expanded[rank]
+            return _Answer(rule.expanded[rank], rule.on_uneven, rule.note)
         except LayoutError as error:
             msg = f"{array}: rule {rule.pattern!r}: {error}"
             raise LayoutMapError(msg) from None
+
+    def _ask(
+        self, rule: ParsedRule, function: LayoutFunction, array: "_ArrayAt"
+    ) -> "_Answer | None":
+        context = f"in the function of rule {rule.pattern!r}, called for {array}"
+        with _checks.noted(context):
+            spec = function(*array)
+        policy, note = rule.on_uneven, rule.note
+        if isinstance(spec, Rule):
+            check_rule_options(spec, f"{array}: rule {rule.pattern!r}")
+            policy, note = spec.on_uneven or policy, spec.note or note
+            spec = spec.layout
+        if spec is None:
+            return None
+        layout = parse_spec(spec, self._options.mesh).with_rank(len(array.shape))
+        return _Answer(layout, policy, note)
 
     def _fit(
         self, array: "_ArrayAt", layout: Layout, policy: OnUneven, source: str
@@ -345,6 +362,14 @@ class _ArrayAt(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.path} {_render.array_text(self.dtype, self.shape)}"
+
+
+class _Answer(NamedTuple):
+    """What one rule says about an array, before its shape is looked at."""
+
+    layout: Layout
+    on_uneven: OnUneven | None
+    note: str | None
 
 
 class _Fit(NamedTuple):

@@ -25,8 +25,11 @@ Unmatched: TypeAlias = Literal["replicate", "error"]
 LayoutLike: TypeAlias = Layout | NamedSharding | SpecLike
 """What a rule may give: a layout on the map's mesh, or a spec."""
 
-LayoutFunction: TypeAlias = Callable[[str, tuple[int, ...], Any], LayoutLike | None]
-"""`(path, shape, dtype) -> spec`, or None where the function has no opinion."""
+LayoutFunction: TypeAlias = Callable[
+    [str, tuple[int, ...], Any], "LayoutLike | Rule | None"
+]
+"""`(path, shape, dtype) -> spec`, or None where the function has no opinion; a `Rule`
+to give a note as well."""
 
 RuleLike: TypeAlias = "LayoutLike | LayoutFunction | Rule"
 
@@ -41,10 +44,12 @@ class Rule:
         on_uneven: What to do with a dim that does not divide: `"error"`, or
             `"replicate"` to leave that dim unsharded and record it. None follows
             the map.
+        note: Why, in one sentence, for `explain` and `to_code`.
     """
 
     layout: LayoutLike | LayoutFunction
     on_uneven: OnUneven | None = None
+    note: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +62,7 @@ class ParsedRule:
         layout: The layout, or None where a function decides.
         function: The function, or None.
         on_uneven: The rule's own policy, or None.
+        note: Why, in the user's words, or None.
     """
 
     pattern: str
@@ -64,13 +70,15 @@ class ParsedRule:
     layout: Layout | None
     function: LayoutFunction | None
     on_uneven: OnUneven | None
+    note: str | None = None
     expanded: dict[int, Layout] = field(default_factory=dict)
 
     def value(self) -> "Layout | LayoutFunction | Rule":
         """Returns what the user may assign to get this rule again."""
         value = self.function if self.layout is None else self.layout
         assert value is not None
-        return Rule(value, self.on_uneven) if self.on_uneven else value
+        is_plain = self.on_uneven is None and self.note is None
+        return value if is_plain else Rule(value, self.on_uneven, self.note)
 
 
 def parse_rule(pattern: Any, value: Any, mesh: Mesh) -> ParsedRule:
@@ -88,18 +96,29 @@ def parse_rule(pattern: Any, value: Any, mesh: Mesh) -> ParsedRule:
         msg = f"a pattern is text, not a compiled one: write {regex.pattern!r}."
         raise LayoutMapError(msg)
     context = _checks.Context(where=f"rule {pattern!r}", error=LayoutMapError)
-    on_uneven = value.on_uneven if isinstance(value, Rule) else None
-    if on_uneven is not None:
-        _checks.choice("on_uneven", on_uneven, get_args(OnUneven), **context)
-    value = value.layout if isinstance(value, Rule) else value
+    on_uneven = note = None
+    if isinstance(value, Rule):
+        check_rule_options(value, f"rule {pattern!r}")
+        on_uneven, note, value = value.on_uneven, value.note, value.layout
     try:
         if callable(value) and not isinstance(value, (Layout, NamedSharding)):
             args = ("path", "shape", "dtype")
             function: Any = _checks.function("function", value, *args, **context)
-            return ParsedRule(pattern, regex, None, function, on_uneven)
-        return ParsedRule(pattern, regex, parse_spec(value, mesh), None, on_uneven)
+            return ParsedRule(pattern, regex, None, function, on_uneven, note)
+        layout = parse_spec(value, mesh)
+        return ParsedRule(pattern, regex, layout, None, on_uneven, note)
     except LayoutError as error:
         raise LayoutMapError(f"rule {pattern!r}: {error}") from None
+
+
+def check_rule_options(rule: Rule, where: str) -> None:
+    """Raises LayoutMapError if a rule's own options are not what they must be."""
+    if rule.on_uneven is not None:
+        context = _checks.Context(where=where, error=LayoutMapError)
+        _checks.choice("on_uneven", rule.on_uneven, get_args(OnUneven), **context)
+    if rule.note is not None and not isinstance(rule.note, str):
+        msg = f"{where}: note must be text, got {_checks.shown(rule.note)}."
+        raise LayoutMapError(msg)
 
 
 def parse_spec(value: Any, mesh: Mesh) -> Layout:

@@ -1,0 +1,284 @@
+"""Patterns for layouts that were decided leaf by leaf, and maps as Python."""
+
+import re
+import time
+
+import flax.linen as nn
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+
+import meshlayout as ml
+from models import convnet, mlp, resnet, transformer
+
+
+MESH = ml.create_mesh({"batch": 2, "model": 4})
+SHAPE = (8, 16)
+SPECS = [(None, None), ("batch", None), (None, "model"), ("model", "batch")]
+
+
+def rules_for(specs):
+    """Returns the entries of each rule by pattern, for entries by path."""
+    layouts = {path: ml.Layout(spec, MESH) for path, spec in specs.items()}
+    rules = ml.layout_map.rules_for(layouts)
+    return {pattern: layout.specs for pattern, layout in rules.items()}
+
+
+def run(code, mesh=MESH):
+    """Returns the map that code creates where these two names are in scope."""
+    return eval(code, {"ml": ml, "mesh": mesh})
+
+
+def layouts_of(layouts, tree):
+    return {leaf.path: leaf.layout for leaf in layouts.resolve(tree).resolutions}
+
+
+def abstract(shapes):
+    return jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, "float32"),
+        shapes,
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
+
+
+# The patterns.
+
+
+def transformer_specs(num_layers):
+    columns, rows = (None, "model"), ("model", None)
+    specs = {"embed/embedding": rows, "positions/embedding": (None, None)}
+    for layer in range(num_layers):
+        block = f"blocks/{layer}"
+        for name in ("query", "key", "value"):
+            specs[f"{block}/attention/{name}/kernel"] = columns
+            specs[f"{block}/attention/{name}/bias"] = ("model",)
+        specs[f"{block}/attention/output/kernel"] = rows
+        specs[f"{block}/attention/output/bias"] = (None,)
+        specs[f"{block}/attention_norm/scale"] = (None,)
+        specs[f"{block}/mlp/up/kernel"] = columns
+        specs[f"{block}/mlp/up/bias"] = ("model",)
+        specs[f"{block}/mlp/down/kernel"] = rows
+    specs["output/kernel"] = columns
+    return specs
+
+
+@pytest.mark.parametrize("num_layers", [1, 12])
+def test_a_transformer_has_the_rules_that_a_person_writes(num_layers):
+    assert rules_for(transformer_specs(num_layers)) == {
+        "embed/embedding": ("model", None),
+        "(query|key|value|up)/bias": ("model",),
+        "(attention/output|down)/kernel": ("model", None),
+        "(query|key|value|up|^output)/kernel": (None, "model"),
+    }
+
+
+def test_kernels_of_several_ranks_share_a_rule_with_an_ellipsis():
+    specs = {f"conv{n}/kernel": (None, None, None, "model") for n in (1, 2)}
+    specs |= {"dense/kernel": (None, "model"), "output/kernel": ("model", None)}
+    assert rules_for(specs) == {
+        r"(conv\d+|dense)/kernel": (..., "model"),
+        "output/kernel": ("model", None),
+    }
+
+
+def test_layers_that_differ_are_listed_by_their_numbers():
+    specs = {f"layers/{n}/w": (None, "model" if n % 2 else None) for n in range(12)}
+    assert rules_for(specs) == {"(1|3|5|7|9|11)/w": (None, "model")}
+    specs = {f"layers/{n}/w": (None, "model" if n == 1 else None) for n in range(12)}
+    assert rules_for(specs) == {"layers/1/w": (None, "model")}  # not layers/11
+    specs = {f"layers/{n}/w": (None, "model") for n in range(12)}
+    assert rules_for({**specs, "w": (None, None)}) == {r"\d+/w": (None, "model")}
+
+
+def test_names_that_hold_other_names_are_not_matched_by_accident():
+    specs = {"key/kernel": ("model", None), "monkey/kernel": (None, None)}
+    assert rules_for(specs) == {"^key/kernel": ("model", None)}
+    specs = {"x/scale": ("model",), "x/scale_bias": (None,)}
+    assert rules_for(specs) == {"scale$": ("model",)}
+
+
+def test_leaves_with_different_notes_have_different_rules():
+    columns = ml.Layout([None, "model"], MESH)
+    heads, hidden = ml.Rule(columns, note="heads"), ml.Rule(columns, note="hidden")
+    whole = ml.Rule(ml.Layout([None, None], MESH), note="2 heads, 4 devices")
+    specs = {"query/w": heads, "up/w": hidden, "key/w": whole, "value/w": whole}
+    assert ml.layout_map.rules_for(specs) == {
+        "query/w": heads,
+        "up/w": hidden,
+        "(key|value)/w": whole,
+    }
+
+
+keys = st.sampled_from(
+    ["kernel", "bias", "kernel_norm", "a1", "a2", "a12", "x.y", "b(", r"a\d+", "new\n"]
+)
+paths = st.lists(
+    st.one_of(keys, st.integers(0, 12).map(str)), min_size=1, max_size=4
+).map("/".join)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(paths, st.sampled_from(SPECS), max_size=24))
+def test_rules_for_random_trees_resolve_every_leaf_to_its_layout(specs):
+    rules = rules_for(specs)
+    layouts = ml.LayoutMap(MESH, rules)  # conflict="error"
+    for path, spec in specs.items():
+        found = layouts.match(path, SHAPE, "float32")
+        assert (found and found.layout.specs) == (spec if any(spec) else None)
+    for pattern in rules:
+        assert any(re.search(pattern, path) for path in specs)
+
+
+def test_rules_for_a_hundred_layers_take_a_moment():
+    specs = transformer_specs(100)
+    before = time.process_time()
+    assert len(rules_for(specs)) == 4
+    assert time.process_time() - before < 2  # 0.1 on an idle machine
+
+
+# Maps as Python.
+
+
+def test_plain_rules_are_written_as_they_are_with_their_options_and_notes():
+    layouts = ml.LayoutMap(
+        MESH,
+        {
+            r"conv\d/kernel": (..., ("batch", "model")),
+            'a"b': ml.Rule(("model",), on_uneven="replicate", note="Odd\nsizes."),
+            "moments": ml.Layout(["model"], MESH, memory_kind="pinned_host"),
+        },
+        default=[...],
+        conflict="first",
+        logical_axes={"embed": "model", "batch": None},
+    )
+    code = layouts.to_code()
+    assert code == (
+        "ml.LayoutMap(\n"
+        "    mesh,\n"
+        "    {\n"
+        '        r"conv\\d/kernel": (..., ("batch", "model")),\n'
+        "        # Odd\n"
+        "        # sizes.\n"
+        "        'a\"b': ml.Rule((\"model\",), on_uneven='replicate'),\n"
+        '        r"moments": ml.Layout(("model",), mesh, '
+        "memory_kind='pinned_host'),\n"
+        "    },\n"
+        "    default=(...,),\n"
+        "    conflict='first',\n"
+        "    logical_axes=(('embed', 'model'), ('batch', None)),\n"
+        ")"
+    )
+    again = run(code)
+    assert again.to_code() == code.replace("        # Odd\n        # sizes.\n", "")
+    del again['a"b'], layouts['a"b']  # its note is a comment
+    assert again == layouts
+
+
+MODELS = {
+    "mlp": lambda: mlp.MLP(rngs=nnx.Rngs(0)),
+    "convnet": lambda: convnet.ConvNet(rngs=nnx.Rngs(0)),
+    "resnet": lambda: resnet.ResNet(rngs=nnx.Rngs(0)),
+    "transformer": lambda: transformer.Transformer(
+        transformer.TransformerConfig(), rngs=nnx.Rngs(0)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_code_for_a_function_resolves_a_model_to_the_same_layouts(name):
+    model = nnx.eval_shape(MODELS[name])
+    rule = ml.zero_rule(MESH)
+    for layouts in (
+        ml.LayoutMap(MESH, {"kernel$": rule, "embed": rule}),
+        ml.LayoutMap(MESH, {"bias$": [...]}, default=rule, unused="ignore"),
+    ):
+        code = layouts.to_code(model)
+        assert layouts_of(run(code), model) == layouts_of(layouts, model)
+        assert code.count(": (") <= 6
+
+
+def test_the_code_of_a_train_state_leaves_its_optimizer_to_follow():
+    def layouts_and_code(rules):
+        layouts = ml.LayoutMap(MESH, rules)
+        described = ml.TrainState.describe(MODELS["mlp"], optax.adam(1e-3), layouts)
+        code = layouts.to_code(described.abstract)
+        assert layouts_of(run(code), described.abstract) == layouts_of(
+            layouts, described.abstract
+        )
+        return code
+
+    rule = ml.zero_rule(MESH)
+    assert "opt_state" not in layouts_and_code({"kernel": rule})
+    assert "kernel" in layouts_and_code({"^opt_state/": rule})
+
+
+def test_metadata_that_would_win_over_a_missing_rule_is_overruled():
+    tree = {"w": nn.Partitioned(jnp.zeros((8, 8)), ("model", None))}
+    layouts = ml.LayoutMap(
+        MESH, {"w": lambda *_: [...]}, logical_axes={"model": "model"}
+    )
+    again = run(layouts.to_code(tree))
+    assert layouts_of(again, tree) == layouts_of(layouts, tree)
+    assert layouts_of(again, tree)["w"].is_fully_replicated
+
+
+def test_rules_for_activations_stay_in_the_code_of_a_tree():
+    rules = {"^hidden$": ("batch", None), "kernel": lambda *_: (None, "model")}
+    layouts = ml.LayoutMap(MESH, rules, unused="ignore")
+    again = run(layouts.to_code({"kernel": np.ones((4, 4))}))
+    assert again["^hidden$"] == layouts["^hidden$"]
+    assert again["kernel"].specs == (None, "model")
+
+
+def test_functions_need_the_tree():
+    layouts = ml.LayoutMap(MESH, {"w": max})
+    with pytest.raises(ml.errors.LayoutMapError) as error:
+        layouts.to_code()
+    assert str(error.value) == (
+        "rule 'w' is <built-in function max>, a function, which cannot be written as a "
+        "layout. Pass the model, to_code(model), to write what it decides for it."
+    )
+
+
+# Notes.
+
+
+def test_a_rule_says_why_in_the_resolution_and_once_in_the_report():
+    note = "Heads are on the last dim."
+    layouts = ml.LayoutMap(MESH, {"query": ml.Rule((None, "model"), note=note)})
+    tree = abstract({"layers": [{"query": (4, 8)} for _ in range(3)]})
+    assert {leaf.note for leaf in layouts.resolve(tree).resolutions} == {note}
+    assert layouts.explain(tree).notes == [f"note: layers/0/query and 2 more: {note}"]
+    assert layouts["query"] == ml.Rule(ml.Layout([None, "model"], MESH), note=note)
+    assert layouts.copy() == layouts
+
+
+def test_a_function_gives_a_note_by_a_rule():
+    def by_size(path, shape, dtype):
+        if shape[0] == 3:
+            return ml.Rule(("model", None), on_uneven="replicate", note="Odd.")
+        return ml.Rule(None) if shape[0] == 5 else ("model", None)
+
+    resolved = ml.LayoutMap(MESH, default=by_size).resolve(
+        abstract({"a": (3, 8), "b": (8, 8), "c": (5, 8)})
+    )
+    assert [leaf.note for leaf in resolved.resolutions] == ["Odd.", None, None]
+    assert "dim 0 left unsharded" in (resolved["a"].fallback or "")
+    assert resolved["c"].layout.is_fully_replicated
+
+
+@pytest.mark.parametrize("note", [3, b"why", ["why"], object()])
+def test_a_note_is_text(note):
+    message = f"note must be text, got {ml._checks.shown(note)}."
+    with pytest.raises(ml.errors.LayoutMapError) as error:
+        ml.LayoutMap(MESH, {"w": ml.Rule(("model",), note=note)})
+    assert str(error.value) == f"rule 'w': {message}"
+    layouts = ml.LayoutMap(MESH, {"w": lambda *_: ml.Rule(("model",), note=note)})
+    with pytest.raises(ml.errors.LayoutMapError) as error:
+        layouts.resolve({"w": np.ones(4, "float32")})
+    assert str(error.value) == f"w f32[4]: rule 'w': {message}"
