@@ -10,6 +10,7 @@ scalars are as good as Python's, and a string is never parsed.
 """
 
 import contextlib
+import difflib
 import functools
 import inspect
 import math
@@ -341,6 +342,44 @@ def has_arrays(name: str, tree: Any, **context: Unpack[Context]) -> None:
     raise _error(f"{name} holds no arrays, got {shown(tree)}.", **context)
 
 
+def lock(text: Any, current: str, fact: str, **context: Unpack[Context]) -> None:
+    """Refuses a lock text that is not the current one, and lists the differing lines.
+
+    Args:
+        text: What `to_lock` returned when somebody last looked at it.
+        current: What it returns now.
+        fact: What is wrong if they differ.
+        **context: As in `Context`.
+
+    Raises:
+        MeshLayoutError: As `error`, if they differ or it is not a text.
+
+    Example:
+        >>> lock("a: f32[2]", "a: f32[3]", "the layouts are not the locked ones")
+        Traceback (most recent call last):
+        meshlayout.errors.MeshLayoutError: the layouts are not the locked ones
+            (- locked, + now):
+          -a: f32[2]
+          +a: f32[3]
+        If this is meant, write the lock anew with to_lock().
+    """
+    if not isinstance(text, str):
+        msg = f"check_lock takes the text of to_lock(), and got {shown(text)}."
+        raise _error(msg, **context)
+    locked = [line.rstrip() for line in text.strip().splitlines()]
+    changes = [
+        line
+        for line in difflib.unified_diff(locked, current.splitlines(), n=0, lineterm="")
+        if not line.startswith(("---", "+++", "@@"))
+    ]
+    if not changes:
+        return
+    lines = "\n  ".join(changes[:40])
+    more = f"\n  ... and {len(changes) - 40} more" * (len(changes) > 40)
+    context["hint"] = "\nIf this is meant, write the lock anew with to_lock()."
+    raise _error(f"{fact} (- locked, + now):\n  {lines}{more}", **context)
+
+
 @contextlib.contextmanager
 def noted(note: str | Callable[[], str]) -> Iterator[None]:
     """Adds a note to an exception of the user's own code: which path, row or step.
@@ -374,5 +413,6 @@ def _refusal(
 def _error(fact: str, **context: Unpack[Context]) -> MeshLayoutError:
     where = context.get("where", "")
     opening = f"{where}: " if where else ""
-    text = f"{opening}{fact} {context.get('hint', '')}"
+    hint = context.get("hint", "")
+    text = f"{opening}{fact}{'' if hint.startswith(chr(10)) else ' '}{hint}"
     return context.get("error", MeshLayoutError)(text.rstrip())

@@ -8,6 +8,7 @@ MeshLayoutError(ValueError)
 │   └── LayoutMapKeyError    a pattern that the map does not hold (a KeyError too)
 ├── StateError           a builder or a state that cannot be created or placed
 ├── StepError            a step that does not keep its promises
+├── CommunicationError   a program that sends what was not expected, or cannot be read
 ├── LossError            losses, weights and denominators that do not fit
 ├── MetricError          a metric that is misconfigured, or fed what does not fit
 ├── DataError            a source that cannot be split into global batches
@@ -52,6 +53,10 @@ class StateError(MeshLayoutError):
 
 class StepError(MeshLayoutError):
     """A compiled step was given, or returned, something it cannot take."""
+
+
+class CommunicationError(MeshLayoutError):
+    """A compiled program sends what was not expected, or cannot be read."""
 
 
 class LossError(MeshLayoutError):

@@ -134,28 +134,8 @@ class Resolved:
         Args:
             text: What `to_lock` returned when the layouts were last reviewed.
         """
-        if not isinstance(text, str):
-            msg = (
-                "check_lock takes the text of to_lock(), and got "
-                f"{_checks.shown(text)}."
-            )
-            raise LayoutMapError(msg)
-        locked = [line.rstrip() for line in text.strip().splitlines()]
-        current = self.to_lock().splitlines()
-        if locked == current:
-            return
-        changes = [
-            line
-            for line in difflib.unified_diff(locked, current, n=0, lineterm="")
-            if not line.startswith(("---", "+++", "@@"))
-        ]
-        shown = "\n  ".join(changes[:40])
-        more = f"\n  ... and {len(changes) - 40} more" * (len(changes) > 40)
-        msg = (
-            f"the layouts are not the locked ones (- locked, + now):\n  {shown}{more}\n"
-            "If this is meant, write the lock anew with to_lock()."
-        )
-        raise LayoutMapError(msg)
+        fact = "the layouts are not the locked ones"
+        _checks.lock(text, self.to_lock(), fact, error=LayoutMapError)
 
 
 # A replicated leaf gets a line if it is at least this share of the whole tree.

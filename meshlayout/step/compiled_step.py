@@ -49,6 +49,7 @@ from meshlayout.step.call_signature import (
     structure_text,
     what,
 )
+from meshlayout.step.inspection import Inspection
 from meshlayout.step.kernel_gradients import gradient_axes, with_right_gradients
 from meshlayout.step.model_call import ignoring_unbound_axes
 from meshlayout.step.placement import (
@@ -253,7 +254,7 @@ class _Retrace(Exception):  # noqa: N818 (no error: it stops a trace that has to
     """JAX traces a program again, and nothing has said why yet."""
 
 
-class CompiledStep(Generic[P, R]):
+class CompiledStep(Inspection, Generic[P, R]):
     """A compiled step; made by `compile_step`.
 
     Calling it raises StepError, before anything is run or used up, if what the step

@@ -19,6 +19,7 @@ from meshlayout.step.compiled_step import (
     check_options,
     compile_step,
 )
+from meshlayout.step.inspection import Inspection
 from meshlayout.step.model_call import call_model
 from meshlayout.step.objective import (
     Loss,
@@ -103,7 +104,7 @@ def make_eval_step(
     return EvalStep(loss, user_metrics(metrics), layouts, on_recompile)
 
 
-class EvalStep:
+class EvalStep(Inspection):
     """A compiled eval step; made by `make_eval_step`.
 
     `metrics = eval_step(state, batch)` measures one batch, and

@@ -27,6 +27,7 @@ from meshlayout.step.compiled_step import (
     check_options,
     gives_memory_twice,
 )
+from meshlayout.step.inspection import Inspection
 from meshlayout.step.multi_step import Stacked, calls_for
 from meshlayout.step.objective import (
     Loss,
@@ -212,7 +213,7 @@ def make_train_step(
     return TrainStep(plan, layouts, on_recompile)
 
 
-class TrainStep:
+class TrainStep(Inspection):
     """A compiled train step; made by `make_train_step`.
 
     `state, metrics = train_step(state, batch)` returns the metrics of that step, and

@@ -5,8 +5,6 @@ runners show like a failed assertion.
 """
 
 from meshlayout.testing.communication import (
-    Collective as Collective,
-    Communication as Communication,
     expect_communication as expect_communication,
 )
 from meshlayout.testing.differences import Difference as Difference

@@ -1,0 +1,12 @@
+"""What a compiled program sends, computes and holds, read off its text.
+
+`compile_step` and the made steps have this as `step.communication`, `step.cost` and
+`step.memory`; `read_communication` is for any other program that `jax.jit` compiled.
+"""
+
+from meshlayout.hlo.collectives import KINDS as KINDS, Collective as Collective
+from meshlayout.hlo.communication import (
+    Communication as Communication,
+    CommunicationDiff as CommunicationDiff,
+    read_communication as read_communication,
+)

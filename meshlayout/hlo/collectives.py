@@ -1,0 +1,274 @@
+"""The collectives of a compiled program, as frozen records.
+
+They appear in the text of a program in several forms: plain (`all-reduce(...)`); as a
+pair of `-start` and `-done`, which a GPU may still run synchronously; wrapped in
+`async-start`; and on TPUs as asynchronous fusions, which repeat one collective in each
+piece of computation that it overlaps with, or as a fusion `all-reduce-scatter`, which
+is a reduce-scatter written as an all-reduce.
+"""
+
+import math
+import re
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from meshlayout.hlo.program import Instruction, Program, arrays_of, nbytes
+from meshlayout.hlo.replica_groups import mesh_axes, replica_groups
+from meshlayout.mesh import Mesh
+
+
+KINDS = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "collective_permute",
+    "ragged_all_to_all",
+    "collective_broadcast",
+)
+
+_OPCODES = {
+    kind.replace("_", "-") + suffix: (kind, bool(suffix))
+    for kind in KINDS
+    for suffix in ("", "-start")
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a compiled program.
+
+    The bytes on the wire are those that a device sends in the algorithms that send the
+    least for large arrays, which are rings, where n devices take part and the result
+    has b bytes: an all-reduce 2 (n - 1) / n b, an all-gather or all-to-all
+    (n - 1) / n b, a reduce-scatter (n - 1) b, a permutation or broadcast b (Patarasuk
+    and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
+    2009; Chan et al., "Collective communication: theory, practice, and experience",
+    2007).
+
+    Attributes:
+        kind: Its kind, such as `"all_reduce"`.
+        axes: The mesh axes it goes along, in the mesh's order; None if the mesh is not
+            known.
+        whole_axes: Whether each of its groups is all devices along these axes.
+        num_devices: How many devices are in each of its groups; 2 for a permutation,
+            whose groups are pairs.
+        arrays: Its results on each device, such as `("f32[512, 10]",)`.
+        nbytes: Bytes of the results on each device, of one run.
+        wire_bytes: Bytes that each device sends, of all runs together.
+        times: How often it runs in one run of the program. A loop whose number of
+            turns only running it would tell counts as one turn, and a branch as taken.
+        times_known: Whether there is no such loop around it.
+        in_loop: Whether it is inside a loop.
+        is_async: Whether computation runs at the same time.
+        op_name: JAX's name of the operation in the user's code.
+        module: The submodule it serves, such as `"blocks_0/attention"`: Linen's scopes
+            and those of `jax.named_scope`; empty where there are none.
+        source: The innermost line of code that is not a library's, such as
+            `"models/mlp.py:31"`, or empty.
+    """
+
+    kind: str
+    axes: tuple[str, ...] | None
+    whole_axes: bool
+    num_devices: int
+    arrays: tuple[str, ...]
+    nbytes: int
+    wire_bytes: int
+    times: int
+    times_known: bool
+    in_loop: bool
+    is_async: bool
+    op_name: str
+    module: str
+    source: str
+
+
+@dataclass(frozen=True)
+class _Sighting:
+    """A collective in the text, which may be one of several pieces of the same one."""
+
+    collective: Collective
+    piece: tuple[str, ...] | None
+    is_start: bool
+
+
+def read_collectives(program: Program, mesh: Mesh | None) -> Iterator[Collective]:
+    """Yields the collectives of a program, in the order of its text.
+
+    Args:
+        program: The program.
+        mesh: The mesh whose devices it runs on, in this order; None if not known.
+    """
+    sightings = [
+        _sighting(program, name, instruction, mesh)
+        for name, instruction in program
+        if instruction.opcode in _OPCODES
+    ]
+    started = {x.piece for x in sightings if x.is_start}
+    fewest: dict[tuple[str, ...], Collective] = {}
+    for sighting in sightings:
+        piece, collective = sighting.piece, sighting.collective
+        if piece is None or sighting.is_start:
+            yield collective
+        elif piece not in started:  # no start in the text: what runs least is all of it
+            before = fewest.setdefault(piece, collective)
+            fewest[piece] = min(before, collective, key=lambda x: x.times)
+    yield from fewest.values()
+
+
+def _sighting(
+    program: Program, computation: str, instruction: Instruction, mesh: Mesh | None
+) -> _Sighting:
+    kind, is_async = _OPCODES[instruction.opcode]
+    arrays = _results(instruction, kind, is_start=is_async)
+    caller = next((x.instruction for x in program.callers.get(computation, ())), None)
+    marks = instruction
+    # On TPUs an asynchronous collective is repeated in several fusions.
+    piece, is_start = None, False
+    if _PIECE.match(computation):
+        piece = (kind, *map(instruction.attribute, (_CHANNEL, _CHAIN)))
+        others = program.computations[computation].values()
+        is_start = any(_STARTS in other.rest for other in others)
+        is_async = True
+    elif caller is not None and caller.opcode == "async-start":
+        marks, is_async = caller, True
+    if _IS_SYNCHRONOUS in marks.rest:
+        is_async = False
+    groups = replica_groups(instruction.rest, program.num_devices)
+    width = max(map(len, groups))
+    axes, is_whole = mesh_axes(groups, mesh) if mesh else (None, False)
+    size = sum(nbytes(*array) for array in arrays)
+    # A TPU's reduce-scatter is a fusion around an all-reduce.
+    if computation.startswith("all-reduce-scatter"):
+        kind, size = "reduce_scatter", size // width
+        if caller is not None:
+            arrays = arrays_of(caller.type)
+            marks = caller
+    runs = program.runs(computation)
+    op_name = marks.attribute(_OP_NAME) or instruction.attribute(_OP_NAME)
+    collective = Collective(
+        kind,
+        axes,
+        is_whole or kind == "collective_permute",
+        width,
+        tuple(f"{dtype}[{', '.join(map(str, shape))}]" for dtype, shape in arrays),
+        size,
+        runs.times * _wire_bytes(kind, size, groups),
+        *runs,
+        is_async,
+        op_name,
+        "/".join(scopes(op_name)),
+        _source(program, marks) or _source(program, instruction),
+    )
+    return _Sighting(collective, piece, is_start)
+
+
+# Names of the computations that an asynchronous collective is spread over on TPUs, and
+# what XLA writes there: the number of the chain of pieces, and its first piece.
+_PIECE = re.compile("async_collective|fused_computation")
+_CHANNEL = r"\bchannel_id=(\d+)"
+_CHAIN = r'\bchain_id="(\d+)"'
+_STARTS = 'custom_call_target="AsyncCollectiveStart"'
+# GPU programs start and end everything; this is where nothing runs in between.
+_IS_SYNCHRONOUS = '"is_sync":true'
+_OP_NAME = r'op_name="((?:[^"\\]|\\.)*)"'
+
+
+def _results(
+    instruction: Instruction, kind: str, *, is_start: bool
+) -> list[tuple[str, tuple[int, ...]]]:
+    """Returns the dtypes and shapes of a collective's results.
+
+    The type of a `-start` operation holds its operands first, except for all-reduce,
+    and perhaps numbers of its context last.
+    """
+    arrays = arrays_of(instruction.type)
+    if not is_start or kind == "all_reduce":
+        return arrays
+    while len(arrays) > 2 and arrays[-1] == ("u32", ()):
+        arrays.pop()
+    return arrays[len(arrays) // 2 :]
+
+
+def _wire_bytes(kind: str, size: int, groups: list[list[int]]) -> int:
+    """Returns what a device sends in one run, by the formulas of `Collective`."""
+    n = max(map(len, groups))
+    if kind == "collective_permute":
+        return size if any(len({*pair}) > 1 for pair in groups) else 0
+    if kind == "collective_broadcast":
+        return size if n > 1 else 0
+    shares = {"all_reduce": 2 * (n - 1) / n, "reduce_scatter": n - 1}
+    return math.ceil(size * shares.get(kind, (n - 1) / n))
+
+
+# Where it comes from.
+
+
+def scopes(op_name: str) -> list[str]:
+    """Returns the named scopes in JAX's name of an operation, the outermost first.
+
+    What JAX adds for its transformations and loops is left out. Of an operation that
+    several were merged into, the scopes are those that all of them have.
+
+    Example:
+        >>> scopes("jit(step)/transpose(jvp(Net))/block_0/while/body/mlp/dot_general")
+        ['Net', 'block_0', 'mlp']
+        >>> scopes("jit(step)/(jvp(Net)/a/add:jvp(Net)/b/add)")
+        ['Net']
+    """
+    merged = [_scopes(name) for name in _split(op_name, ";")]
+    common: list[str] = []
+    for names in zip(*merged, strict=False):
+        if len({*names}) > 1:
+            break
+        common.append(names[0])
+    return common
+
+
+def _scopes(op_name: str) -> list[str]:
+    *outer, last = _split(op_name, "/")
+    names = [name for part in outer for name in _unwrapped(part)]
+    if last.startswith("(") and last.endswith(")"):
+        return [*names, *scopes(";".join(_split(last[1:-1], ":")))]
+    return names
+
+
+def _unwrapped(part: str) -> list[str]:
+    if match := _TRANSFORMED.fullmatch(part):
+        if match[1] in ("jit", "pjit"):
+            return []
+        return [x for inner in _split(match[2], "/") for x in _unwrapped(inner)]
+    return [] if not part or part in _PLUMBING or "->" in part else [part]
+
+
+_TRANSFORMED = re.compile(r"([a-z_]+)\((.*)\)")
+_PLUMBING = {"while", "body", "cond", "scan", "closed_call", "core_call", "shard_map"}
+_PLUMBING |= {"checkpoint", "remat", "rematted_computation", "pjit", "custom_jvp_call"}
+_PLUMBING |= {"custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin"}
+
+
+def _split(text: str, separator: str) -> list[str]:
+    """Splits a text where no parenthesis is open."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if letter == separator and depth <= 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+_OURS = str(PurePath(__file__).parents[1])
+_LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"), _OURS)
+
+
+def _source(program: Program, instruction: Instruction) -> str:
+    frames = program.frames(instruction)
+    users = [x for x in frames if not any(part in x.file for part in _LIBRARIES)]
+    for frame in users or frames:
+        return f"{'/'.join(PurePath(frame.file).parts[-2:])}:{frame.line}"
+    return ""

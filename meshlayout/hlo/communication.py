@@ -1,0 +1,331 @@
+"""`Communication`: what a program sends, grouped, totalled, compared and locked."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import jax
+from jax.sharding import NamedSharding
+
+from meshlayout import _checks, _render
+from meshlayout.errors import CommunicationError
+from meshlayout.hlo.collectives import KINDS, Collective, read_collectives
+from meshlayout.hlo.program import Program
+from meshlayout.mesh import Mesh
+
+
+Key = Literal["kind", "axes", "module", "source", "in_loop", "is_async"]
+
+
+@dataclass(frozen=True, eq=False)
+class Communication(Mapping[str, int]):
+    """The collectives of a program; a mapping from kind to how many there are.
+
+    In the counts each is counted once, in a loop or not; in the bytes, as often as it
+    runs. Text by `str` or `print`, a table in notebooks. Use `diff` to see what a
+    change of the layouts changes here, and `to_lock` to hold it in a test.
+
+    Attributes:
+        collectives: Every one, in the program's order.
+
+    Example:
+        >>> import jax, meshlayout as ml
+        >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
+        >>> x = ml.arrays.ones((8, 64), mesh.layout("batch", "model"))
+        >>> sent = read_communication(jax.jit(lambda x: x.sum(1)).lower(x).compile())
+        >>> sent["all_reduce"], [*sent.by("axes")], sent.wire_bytes
+        (1, ['model'], 24)
+    """
+
+    collectives: tuple[Collective, ...]
+
+    @property
+    def in_loops(self) -> "Communication":
+        """Those inside a loop, such as a `scan` over layers or microbatches."""
+        return Communication(tuple(x for x in self.collectives if x.in_loop))
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that each device sends in one run of the program."""
+        return sum(collective.wire_bytes for collective in self.collectives)
+
+    def by(self, key: Key) -> "dict[str, Communication]":
+        """Returns the collectives in groups, those that send most first.
+
+        Args:
+            key: `"kind"`, `"axes"`, `"module"`, `"source"`, `"in_loop"` or
+                `"is_async"`, which is what those of a group have in common.
+
+        Raises:
+            CommunicationError: If the key is none of these.
+        """
+        _checks.choice("key", key, get_args(Key), error=CommunicationError)
+        groups: dict[str, list[Collective]] = {}
+        for collective in self.collectives:
+            groups.setdefault(_text_of(collective, key), []).append(collective)
+        sent = {name: Communication(tuple(group)) for name, group in groups.items()}
+        return dict(sorted(sent.items(), key=lambda x: -x[1].wire_bytes))
+
+    def __getitem__(self, kind: str) -> int:
+        if kind not in KINDS:
+            raise KeyError(kind)
+        return sum(collective.kind == kind for collective in self.collectives)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(KINDS)
+
+    def __len__(self) -> int:
+        return len(KINDS)
+
+    def __str__(self) -> str:
+        if not self.collectives:
+            return "The program has no collectives."
+        return _render.text_table(_HEADERS, self._rows(), _ALIGN, self._notes())
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return _render.html_table(_HEADERS, self._rows(), _ALIGN, notes=self._notes())
+
+    def _rows(self) -> list[list[str]]:
+        counts = Counter(self.collectives)
+        return [_cells(collective, count) for collective, count in counts.items()]
+
+    def _total(self) -> str:
+        count = len(self.collectives)
+        ending = "s" * (count != 1)
+        return f"{count} collective{ending}, {_render.bytes_text(self.wire_bytes)}"
+
+    def _notes(self) -> list[str]:
+        lines = [f"each device sends: {self._total()}"]
+        for key in ("kind", "axes", "module"):
+            groups = self.by(key)
+            parts = (f"{name or 'none'} {x._total()}" for name, x in groups.items())
+            if len(groups) > 1:
+                lines.append(f"by {key}: {'; '.join(parts)}")
+        if not all(x.times_known for x in self.collectives):
+            lines.append(_UNKNOWN)
+        return lines
+
+    def diff(self, other: "Communication") -> "CommunicationDiff":
+        """Compares with another program, such as that of other layouts.
+
+        Args:
+            other: What the other program sends.
+
+        Returns:
+            What the other one sends more, less and otherwise.
+
+        Raises:
+            CommunicationError: If it is not a `Communication`.
+        """
+        if not isinstance(other, Communication):
+            msg = f"diff takes a Communication, and got {_checks.shown(other)}."
+            raise CommunicationError(msg)
+        removed = Counter(map(_essence, self.collectives))
+        added = Counter(map(_essence, other.collectives))
+        removed, added = removed - added, added - removed
+        before, after = _pick(self, removed), _pick(other, added)
+        changed: list[tuple[Collective, Collective]] = []
+        for old in list(before):
+            same = (x for x in after if (x.kind, x.op_name) == (old.kind, old.op_name))
+            new = next(same, None)
+            if new is not None and old.op_name:
+                changed.append((old, new))
+                before.remove(old)
+                after.remove(new)
+        return CommunicationDiff(
+            tuple(after), tuple(before), tuple(changed), self, other
+        )
+
+    def to_lock(self) -> str:
+        """Returns the collectives as stable text, one line for those that are alike.
+
+        Commit the text next to a test that calls `check_lock` with it. Lines of source
+        code are not in it, because they move.
+        """
+        counts = Counter(map(_essence, self.collectives))
+        lines = [f"{count} x {line}" for line, count in sorted(counts.items())]
+        total = f"# {self.wire_bytes} bytes sent by each device"
+        return "\n".join([total, *lines]) + "\n"
+
+    def check_lock(self, text: str) -> None:
+        """Raises CommunicationError, with the lines that differ, if there are any.
+
+        Args:
+            text: What `to_lock` returned when the program was last reviewed.
+        """
+        fact = "the program does not send what is locked"
+        _checks.lock(text, self.to_lock(), fact, error=CommunicationError)
+
+
+@dataclass(frozen=True)
+class CommunicationDiff:
+    """What one program sends and another does not; text, or a table in notebooks.
+
+    Attributes:
+        added: Collectives that only the second program has.
+        removed: Those that only the first one has.
+        changed: Pairs that serve the same operation, and differ in their axes, arrays,
+            bytes or times.
+        before: What the first program sends.
+        after: What the second one sends.
+    """
+
+    added: tuple[Collective, ...]
+    removed: tuple[Collective, ...]
+    changed: tuple[tuple[Collective, Collective], ...]
+    before: Communication
+    after: Communication
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that each device sends more in the second program than in the first."""
+        return self.after.wire_bytes - self.before.wire_bytes
+
+    def __str__(self) -> str:
+        if not self._rows():
+            return "Both programs send the same."
+        return _render.text_table(
+            ["", *_HEADERS], self._rows(), "l" + _ALIGN, self._notes()
+        )
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return _render.html_table(
+            ["", *_HEADERS], self._rows(), "l" + _ALIGN, notes=self._notes()
+        )
+
+    def _rows(self) -> list[list[str]]:
+        pairs = Counter(self.changed).items()
+        changed = [
+            [f"{old} -> {new}" if old != new else old for old, new in cells]
+            for (old, new), n in pairs
+            for cells in [zip(_cells(old, n), _cells(new, n), strict=True)]
+        ]
+        return [
+            *(["+", *_cells(x, n)] for x, n in Counter(self.added).items()),
+            *(["-", *_cells(x, n)] for x, n in Counter(self.removed).items()),
+            *(["~", *cells] for cells in changed),
+        ]
+
+    def _notes(self) -> list[str]:
+        sent = map(_render.bytes_text, (self.before.wire_bytes, self.after.wire_bytes))
+        return [f"each device sends: {' -> '.join(sent)}"]
+
+
+_HEADERS = ["collective", "axes", "arrays", "sent", "times", "for", "source"]
+_ALIGN = "lllrrll"
+_UNKNOWN = (
+    "times with a ? count one turn of loops whose number of turns is not known before "
+    "they run"
+)
+
+
+def read_communication(program: Any, mesh: Mesh | None = None) -> Communication:
+    """Reads the collectives of a compiled program, for CPUs, GPUs or TPUs.
+
+    A compiled step has this as its `communication`. With JAX's persistent compilation
+    cache, source lines and scopes are those of the run that filled it.
+
+    Args:
+        program: What `jax.jit(...).lower(...).compile()` returns, for devices that are
+            here or described ones; or the text of an optimized program.
+        mesh: The mesh it runs on; if None, that of its arguments and results.
+
+    Raises:
+        CommunicationError: If it is not a compiled program.
+    """
+    text = program if isinstance(program, str) else None
+    if hasattr(program, "as_text") and not hasattr(program, "compile"):
+        text = program.as_text() or ""
+    if text is None:
+        msg = (
+            "read_communication takes a compiled program or its text, and got "
+            f"{_checks.shown(program)}."
+        )
+        raise CommunicationError(msg)
+    if mesh is not None and not isinstance(mesh, Mesh):
+        msg = f"mesh must be a Mesh, got {_checks.shown(mesh)}."
+        raise CommunicationError(msg)
+    found = read_collectives(Program(text), mesh or _mesh_of(program))
+    return Communication(tuple(found))
+
+
+def _mesh_of(program: Any) -> Mesh | None:
+    """Returns the mesh of a program's arguments or results: the most detailed one."""
+    shardings: list[Any] = []
+    for name in ("input_shardings", "output_shardings"):
+        shardings += jax.tree.leaves(getattr(program, name, ()))
+    meshes = {x.mesh: None for x in shardings if isinstance(x, NamedSharding)}
+    whole = [x for x in meshes if isinstance(x, jax.sharding.Mesh)]
+    most = max(whole, key=lambda x: sum(n > 1 for n in x.shape.values()), default=None)
+    return None if most is None else Mesh(most)
+
+
+def _text_of(collective: Collective, key: str) -> str:
+    if key != "axes":
+        return str(getattr(collective, key))
+    if collective.axes is None:
+        return f"groups of {collective.num_devices}"
+    names = ", ".join(collective.axes) or "none"
+    return names if collective.whole_axes else f"{names} (in part)"
+
+
+def _cells(collective: Collective, count: int) -> list[str]:
+    way = "async " * collective.is_async
+    return [
+        f"{count} x {collective.kind}" if count > 1 else collective.kind,
+        _text_of(collective, "axes"),
+        arrays_text(collective.arrays, at_most=4),
+        _render.bytes_text(collective.wire_bytes * count),
+        f"{way}{collective.times}{'?' * (not collective.times_known)}",
+        _purpose(collective),
+        collective.source,
+    ]
+
+
+def _purpose(collective: Collective) -> str:
+    """Returns the submodule and the operation that a collective serves."""
+    *_, operation = collective.op_name.replace(")", "/").rpartition("/")
+    backward = " (backward)" * ("transpose(" in collective.op_name)
+    return "/".join(filter(None, (collective.module, operation))) + backward
+
+
+def arrays_text(arrays: tuple[str, ...], at_most: int | None = None) -> str:
+    """Returns arrays as text, those that are alike once.
+
+    Example:
+        >>> arrays_text(("f32[8]", "f32[8]", "f32[2, 3]"))
+        '2 x f32[8], f32[2, 3]'
+    """
+    counts = Counter(arrays)
+    parts = [f"{n} x {text}" if n > 1 else text for text, n in counts.items()]
+    more = len(parts) - at_most if at_most and len(parts) > at_most else 0
+    ending = f", ... ({more} more)" * bool(more)
+    return ", ".join(parts[:at_most] if more else parts) + ending
+
+
+def _essence(collective: Collective) -> str:
+    """Returns a collective as a line that stays the same where source code moves."""
+    times = f"{collective.times}{'?' * (not collective.times_known)}"
+    return (
+        f"{collective.kind} over {_text_of(collective, 'axes')}: "
+        f"{arrays_text(collective.arrays)}, {collective.wire_bytes} bytes sent, "
+        f"times {times}{', asynchronous' * collective.is_async}"
+        f"{', for ' * bool(collective.module)}{collective.module}"
+    )
+
+
+def _pick(sent: Communication, counts: Counter[str]) -> list[Collective]:
+    """Returns collectives with these texts, as many of each as are counted."""
+    left = counts.copy()
+    picked: list[Collective] = []
+    for collective in sent.collectives:
+        line = _essence(collective)
+        if left[line] > 0:
+            left[line] -= 1
+            picked.append(collective)
+    return picked

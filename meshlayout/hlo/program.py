@@ -1,0 +1,371 @@
+"""The text of a compiled program as computations, loops and source lines.
+
+XLA has no stable API for optimized programs, but prints them for every platform in one
+grammar, so the text is what is read here. A loop's body is printed once. XLA notes how
+often it runs on CPUs and GPUs; TPU programs only have the loop's condition, whose
+counter may have been moved, copied or fused. So the scalar part of a loop is evaluated:
+the counters before, after one turn and after two say where they are at any turn, and
+the condition says which turn is the last.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import NamedTuple, TypeAlias
+
+
+class Instruction(NamedTuple):
+    """One instruction of a program.
+
+    Attributes:
+        name: Its name, unique in its computation.
+        type: The text of its result's type.
+        opcode: What it does, such as `"all-reduce"`.
+        operands: Names of its operands.
+        rest: Its text after the opening parenthesis: operands and attributes.
+    """
+
+    name: str
+    type: str
+    opcode: str
+    operands: tuple[str, ...]
+    rest: str
+
+    def attribute(self, pattern: str) -> str:
+        """Returns the first group of a regular expression in the rest, or `""`."""
+        match = re.search(pattern, self.rest)
+        return match[1] if match else ""
+
+
+class Call(NamedTuple):
+    """Where a computation is called, and as what (`"body"`, `"calls"`, ...)."""
+
+    computation: str
+    instruction: Instruction
+    role: str
+
+
+class Runs(NamedTuple):
+    """How often a computation runs in one run of the program.
+
+    Attributes:
+        times: How often, with 1 for a loop whose number of turns is not known.
+        is_known: Whether there is no such loop around it.
+        in_loop: Whether there is any loop around it.
+    """
+
+    times: int
+    is_known: bool
+    in_loop: bool
+
+
+class Frame(NamedTuple):
+    """One line of the stack that made an instruction."""
+
+    file: str
+    line: int
+    function: str
+
+
+# An integer, the elements of a tuple, or what is not known.
+_Value: TypeAlias = "int | Sequence[_Value] | None"
+
+_SCALARS = re.compile(r"\(|pred\[\]|[su]\d+\[\]")
+_SAME = {"copy", "bitcast", "convert", "copy-start", "copy-done", "reshape"}
+_SAME |= {"opt-barrier", "optimization-barrier"}
+_ARITHMETIC: dict[str, Callable[[int, int], int]] = {
+    "add": lambda a, b: a + b,
+    "subtract": lambda a, b: a - b,
+    "multiply": lambda a, b: a * b,
+    "minimum": min,
+    "maximum": max,
+    "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b,
+    "LT": lambda a, b: a < b,
+    "LE": lambda a, b: a <= b,
+    "GT": lambda a, b: a > b,
+    "GE": lambda a, b: a >= b,
+    "EQ": lambda a, b: a == b,
+    "NE": lambda a, b: a != b,
+}
+_MAX_DEPTH = 64
+_MAX_TURNS = 2**48
+
+_HEAD = re.compile(r"(?:ENTRY )?%?([^\s(=]+) .*\{\s*$")
+_INSTRUCTION = re.compile(
+    r"\s+(?P<root>ROOT )?%?(?P<name>\S+) = (?P<type>.*?) (?P<opcode>[a-z][\w-]*)\("
+    r"(?P<rest>.*)$"
+)
+_NAME = re.compile(r"%([^\s,(){}]+)")
+_CALLED = re.compile(r"(\w+)=(\{%[^}]*\}|%[^\s,)}]+)")
+_SECTION = re.compile(r"(FileNames|FunctionNames|FileLocations|StackFrames)\s*$")
+_ENTRY = re.compile(r'(\d+) (?:"(.*)"|\{(.*)\})$')
+
+
+class Program:
+    """A compiled program, read from its text.
+
+    Args:
+        text: What `compiled.as_text()` returns.
+
+    Attributes:
+        computations: Instructions by name, by the name of their computation.
+        callers: Where each computation is called.
+        num_devices: How many devices it runs on.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.computations: dict[str, dict[str, Instruction]] = {}
+        self.callers: dict[str, list[Call]] = {}
+        self._roots: dict[str, str] = {}
+        self._tables: dict[str, dict[int, str]] = {}
+        counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", text[:100_000])
+        self.num_devices = math.prod(map(int, counts))
+        self._parse(text)
+        for name, instructions in self.computations.items():
+            for instruction in instructions.values():
+                for called, role in self.called(instruction):
+                    call = Call(name, instruction, role)
+                    self.callers.setdefault(called, []).append(call)
+        # A program is read once and thrown away, and the caches with it.
+        self.runs = cache(self._runs)
+        self._arguments = cache(self._arguments_of)
+
+    def _parse(self, text: str) -> None:
+        instructions: dict[str, Instruction] = {}
+        table: dict[int, str] = {}
+        name = ""
+        for line in text.splitlines():
+            if match := _INSTRUCTION.match(line):
+                rest = match["rest"]
+                operands = tuple(_NAME.findall(rest[: _closing(rest)]))
+                instruction = Instruction(
+                    match["name"], match["type"], match["opcode"], operands, rest
+                )
+                instructions[instruction.name] = instruction
+                if match["root"]:
+                    self._roots[name] = instruction.name
+            elif line.startswith((" ", "HloModule", "}")):
+                continue
+            elif match := _HEAD.match(line):
+                name = match[1]
+                instructions = self.computations.setdefault(name, {})
+            elif match := _SECTION.match(line):
+                table = self._tables.setdefault(match[1], {})
+            elif match := _ENTRY.match(line):
+                table[int(match[1])] = match[2] if match[2] is not None else match[3]
+
+    def __iter__(self) -> Iterator[tuple[str, Instruction]]:
+        """Yields every instruction, with the name of its computation."""
+        for name, instructions in self.computations.items():
+            for instruction in instructions.values():
+                yield name, instruction
+
+    def called(self, instruction: Instruction) -> Iterator[tuple[str, str]]:
+        """Yields the computations that an instruction calls, each with its role.
+
+        What adds up two numbers in a reduction is not among them.
+        """
+        for role, names in _CALLED.findall(instruction.rest):
+            if role == "to_apply" and instruction.opcode != "call":
+                continue
+            for name in _NAME.findall(names):
+                if name in self.computations:
+                    yield name, role
+
+    # How often.
+
+    def _runs(self, computation: str) -> Runs:
+        times, is_known, in_loop = 0, True, False
+        calls = self.callers.get(computation, ())
+        for call in calls:
+            outer, turns = self.runs(call.computation), 1
+            is_loop = call.instruction.opcode == "while"
+            if is_loop:
+                counted = self._turns(call.computation, call.instruction)
+                is_known = is_known and counted is not None
+                turns = 1 if counted is None else counted + (call.role == "condition")
+            times += outer.times * turns
+            is_known = is_known and outer.is_known
+            in_loop = in_loop or is_loop or outer.in_loop
+        return Runs(times if calls else 1, is_known, in_loop)
+
+    def _turns(self, computation: str, loop: Instruction) -> int | None:
+        """Returns how often a loop's body runs, or None if only running it says so."""
+        noted = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"')
+        if noted:
+            return int(noted)
+        roles = {role: name for name, role in self.called(loop)}
+        start = self._value(computation, loop.operands[0])
+        if isinstance(start, int | None) or not {"condition", "body"} <= roles.keys():
+            return None
+        first = self._result(roles["body"], [start])
+        second = self._result(roles["body"], [first])
+
+        def is_inside(turn: int) -> bool | None:
+            carried = [
+                a + turn * (b - a)
+                if isinstance(a, int) and isinstance(b, int) and c == 2 * b - a
+                else None
+                for a, b, c in zip(start, _list(first), _list(second), strict=False)
+            ]
+            inside = self._result(roles["condition"], [carried])
+            return bool(inside) if isinstance(inside, int) else None
+
+        last = 1
+        while last < _MAX_TURNS and is_inside(last - 1):
+            last *= 2
+        if last >= _MAX_TURNS or is_inside(last - 1) is None:
+            return None
+        low, high = last // 2, last - 1  # inside at low - 1, not at high
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if is_inside(middle) else (low, middle)
+        return low
+
+    def _result(
+        self, computation: str, arguments: Sequence[_Value], depth: int = 0
+    ) -> _Value:
+        root = self._roots.get(computation, "")
+        return self._value(computation, root, arguments, depth + 1)
+
+    def _value(
+        self,
+        computation: str,
+        name: str,
+        arguments: Sequence[_Value] | None = None,
+        depth: int = 0,
+    ) -> _Value:
+        """Returns the value of a scalar or a tuple, as far as it is known."""
+        instruction = self.computations.get(computation, {}).get(name)
+        if instruction is None or not _SCALARS.match(instruction.type):
+            return None
+        if depth > _MAX_DEPTH:
+            return None
+        _, _, opcode, operands, rest = instruction
+        if opcode == "constant":
+            words = {"true": 1, "false": 0}
+            text = rest[: _closing(rest)]
+            return words.get(text, int(text) if _INTEGER.fullmatch(text) else None)
+        if opcode == "parameter":
+            if arguments is None:
+                arguments = self._arguments(computation)
+            index = int(rest[: _closing(rest)])
+            return arguments[index] if index < len(arguments) else None
+        is_known = opcode in _ARITHMETIC or opcode in _SAME
+        if not is_known and opcode not in _STRUCTURE and opcode != "compare":
+            return None
+        values = [self._value(computation, x, arguments, depth + 1) for x in operands]
+        if opcode in _SAME:
+            return values[0]
+        if opcode == "tuple":
+            return values
+        if opcode == "get-tuple-element":
+            index = int(instruction.attribute(r"\bindex=(\d+)"))
+            elements = _list(values[0])
+            return elements[index] if index < len(elements) else None
+        if opcode in ("fusion", "call"):
+            called = [x for x, _ in self.called(instruction)]
+            return self._result(called[0], values, depth) if called else None
+        if opcode == "compare":
+            opcode = instruction.attribute(r"\bdirection=(\w+)")
+        a, b = values
+        if not isinstance(a, int) or not isinstance(b, int):
+            return None
+        return int(_ARITHMETIC[opcode](a, b))
+
+    def _arguments_of(self, computation: str) -> Sequence[_Value]:
+        """Returns what a computation is called with: in loops, what never changes."""
+        calls = self.callers.get(computation, ())
+        if len(calls) != 1:
+            return ()
+        [(outer, instruction, _)] = calls
+        values = [self._value(outer, operand) for operand in instruction.operands]
+        if instruction.opcode in ("fusion", "call"):
+            return values
+        if instruction.opcode != "while":
+            return ()
+        body = {role: name for name, role in self.called(instruction)}.get("body", "")
+        before = _list(values[0])
+        after = _list(self._result(body, [before]))
+        pairs = zip(before, after, strict=False)
+        return [[a if isinstance(a, int) and a == b else None for a, b in pairs]]
+
+    # From where.
+
+    def frames(self, instruction: Instruction) -> list[Frame]:
+        """Returns the stack that made an instruction, the innermost line first."""
+        file = instruction.attribute(r'\bsource_file="([^"]*)"')
+        if file:
+            line = instruction.attribute(r"\bsource_line=(\d+)")
+            return [Frame(file, int(line or 0), "")]
+        frames: list[Frame] = []
+        index = int(instruction.attribute(r"\bstack_frame_id=(\d+)") or 0)
+        while index and len(frames) < 1000:
+            frame = self._row("StackFrames", index)
+            place = self._row("FileLocations", frame.get("file_location_id", 0))
+            frames.append(
+                Frame(
+                    self._text("FileNames", place.get("file_name_id", 0)),
+                    place.get("line", 0),
+                    self._text("FunctionNames", place.get("function_name_id", 0)),
+                )
+            )
+            # Printed plus one: the first frame, which has no parent, says 1.
+            index = frame.get("parent_frame_id", 1) - 1
+        return frames
+
+    def _text(self, table: str, index: int) -> str:
+        return self._tables.get(table, {}).get(index, "")
+
+    def _row(self, table: str, index: int) -> dict[str, int]:
+        pairs = re.findall(r"(\w+)=(\d+)", self._text(table, index))
+        return {key: int(value) for key, value in pairs}
+
+
+_STRUCTURE = {"tuple", "get-tuple-element", "fusion", "call"}
+_INTEGER = re.compile(r"-?\d+")
+
+
+def _list(value: _Value) -> Sequence[_Value]:
+    return () if isinstance(value, int | None) else value
+
+
+def _closing(text: str) -> int:
+    """Returns where the parenthesis that is open at the start of a text is closed."""
+    depth = 0
+    for match in re.finditer(r"[()]", text):
+        depth += 1 if match[0] == "(" else -1
+        if depth < 0:
+            return match.start()
+    return len(text)
+
+
+# Arrays.
+
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
+
+
+def arrays_of(type_text: str) -> list[tuple[str, tuple[int, ...]]]:
+    """Returns the dtypes and shapes in the text of a type; dynamic sizes at their most.
+
+    Example:
+        >>> arrays_of("(f32[8,4]{1,0:T(8,128)}, pred[<=3])")
+        [('f32', (8, 4)), ('pred', (3,))]
+    """
+    return [
+        (dtype, tuple(int(dim.lstrip("<=")) for dim in dims.split(",") if dim))
+        for dtype, dims in _ARRAY.findall(type_text)
+    ]
+
+
+def nbytes(dtype: str, shape: Sequence[int]) -> int:
+    """Returns the bytes of an array.
+
+    Example:
+        >>> nbytes("bf16", (8, 4)), nbytes("s4", (3,)), nbytes("f8e4m3fn", (5,))
+        (64, 2, 5)
+    """
+    bits = 8 if dtype == "pred" else int(*re.findall(r"\d+", dtype)[:1] or [0])
+    return math.ceil(math.prod(shape) * bits / 8)

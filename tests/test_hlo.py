@@ -1,0 +1,480 @@
+"""What compiled programs send: closed forms on hand-written programs, loops, locks."""
+
+import itertools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import meshlayout as ml
+from meshlayout.errors import CommunicationError
+from meshlayout.hlo import Collective, Communication, read_communication
+
+
+AXES = [("batch",), ("model",), ("batch", "model")]
+SIZES = {"batch": 2, "model": 4}
+
+
+@pytest.fixture
+def mesh():
+    return ml.create_mesh({"batch": 2, "model": 4})
+
+
+def message(call):
+    with pytest.raises(CommunicationError) as info:
+        call()
+    return str(info.value)
+
+
+def sent_by(function, *arguments):
+    return read_communication(jax.jit(function).lower(*arguments).compile())
+
+
+def shifted(x, axes):
+    n = math.prod(SIZES[axis] for axis in axes)
+    return jax.lax.ppermute(x, axes, [(i, (i + 1) % n) for i in range(n)])
+
+
+# A collective over n devices, each with b bytes: what it results in, and what is sent.
+FORMS = {
+    "all_reduce": (jax.lax.psum, lambda n, b: b, lambda n, b: 2 * (n - 1) * b / n),
+    "all_gather": (
+        lambda x, axes: jax.lax.all_gather(x, axes, tiled=True),
+        lambda n, b: n * b,
+        lambda n, b: (n - 1) * b,
+    ),
+    "reduce_scatter": (
+        lambda x, axes: jax.lax.psum_scatter(x, axes, tiled=True),
+        lambda n, b: b / n,
+        lambda n, b: (n - 1) * b / n,
+    ),
+    "all_to_all": (
+        lambda x, axes: jax.lax.all_to_all(x, axes, 0, 1, tiled=True),
+        lambda n, b: b,
+        lambda n, b: (n - 1) * b / n,
+    ),
+    "collective_permute": (shifted, lambda n, b: b, lambda n, b: b),
+}
+
+
+@pytest.mark.parametrize(("kind", "axes"), [*itertools.product(FORMS, AXES)])
+def test_a_collective_sends_what_its_formula_says(mesh, kind, axes):
+    function, result_bytes, wire_bytes = FORMS[kind]
+
+    def program(x):
+        return jax.shard_map(
+            lambda x: function(x, axes),
+            mesh=mesh.jax_mesh,
+            in_specs=P(("batch", "model")),
+            out_specs=P(("batch", "model")),
+            check_vma=False,
+        )(x)
+
+    x = ml.arrays.ones((8 * 16, 8), mesh.layout(("batch", "model"), None))
+    [one] = sent_by(program, x).collectives
+    n, b = math.prod(SIZES[axis] for axis in axes), 16 * 8 * 4
+    assert (one.kind, one.axes, one.whole_axes) == (kind, axes, True)
+    assert one.num_devices == (2 if kind == "collective_permute" else n)
+    assert (one.nbytes, one.wire_bytes) == (result_bytes(n, b), wire_bytes(n, b))
+    assert (one.times, one.times_known, one.in_loop) == (1, True, False)
+    assert re.fullmatch(r"tests/test_hlo.py:\d+", one.source)
+
+
+def test_a_permutation_in_which_no_array_moves_sends_nothing(mesh):
+    stay = [(i, i) for i in range(4)]
+
+    @jax.shard_map(mesh=mesh.jax_mesh, in_specs=P("model"), out_specs=P("model"))
+    def program(x):
+        return jax.lax.ppermute(x, "model", stay)
+
+    sent = sent_by(program, ml.arrays.ones(8, mesh.layout("model")))
+    assert sent.wire_bytes == 0
+
+
+def test_groups_that_are_part_of_an_axis_say_so(mesh):
+    halves = [[0, 1], [2, 3]]
+
+    @jax.shard_map(
+        mesh=mesh.jax_mesh, in_specs=P("model"), out_specs=P("model"), check_vma=False
+    )
+    def program(x):
+        return jax.lax.psum(x, "model", axis_index_groups=halves)
+
+    sent = sent_by(program, ml.arrays.ones(8, mesh.layout("model")))
+    [one] = sent.collectives
+    assert (one.axes, one.whole_axes, one.num_devices) == (("model",), False, 2)
+    assert [*sent.by("axes")] == ["model (in part)"]
+
+
+@pytest.mark.parametrize(
+    ("groups", "axes"),
+    [
+        ("{{0,1,2,3},{4,5,6,7}}", ("model",)),
+        ("[2,4]<=[8]", ("model",)),
+        ("[4,2]<=[2,4]T(1,0)", ("batch",)),
+        ("[1,8]<=[8]", ("batch", "model")),
+        ("{}", ("batch", "model")),
+        ("mesh['a'=2,'b'=4] {'b'}", ("model",)),
+        ("mesh['a'=2,'b'=4] {'a','b'}", ("batch", "model")),
+        ("mesh['a'=1,'b'=4,'c'=2], device_ids=([2,4]T(1,0)) {'b'}", ("model",)),
+        ("mesh['a'=8] {'a':(1)2}", ("batch",)),
+        ("mesh['a'=8] {'a':(2)4}", ("model",)),
+    ],
+)
+def test_every_way_to_write_groups_is_read(mesh, groups, axes):
+    text = f"""HloModule step, num_partitions=8
+
+ENTRY %main (x: f32[8]) -> f32[8] {{
+  ROOT %sum = f32[8]{{0}} all-reduce(%x), channel_id=1, replica_groups={groups}, use_global_device_ids=true, to_apply=%add
+}}
+"""
+    [one] = read_communication(text, mesh).collectives
+    assert (one.axes, one.whole_axes) == (axes, True)
+    n = math.prod(SIZES[axis] for axis in axes)
+    assert (one.num_devices, one.wire_bytes) == (n, 2 * (n - 1) * 32 / n)
+    [unknown] = read_communication(text).collectives
+    assert unknown.axes is None
+    assert [*read_communication(text).by("axes")] == [f"groups of {n}"]
+
+
+# Loops.
+
+
+def test_nested_loops_are_counted_in_full(mesh):
+    def program(w, x):
+        def outer(x, _):
+            x, _ = jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=3)
+            return jnp.sin(x), x.sum()
+
+        return jax.lax.scan(outer, x, length=5)
+
+    x = ml.arrays.ones((4, 8), mesh.layout(None, "model"))
+    sent = sent_by(program, ml.arrays.ones((8, 8), mesh.layout("model", None)), x)
+    times = {(one.kind, one.times, one.times_known) for one in sent.collectives}
+    assert {n for _, n, _ in times} <= {1, 5, 15}
+    assert any(n == 15 for _, n, _ in times)
+    assert all(known for *_, known in times)
+    assert sent.wire_bytes == sum(one.wire_bytes for one in sent.collectives)
+
+
+def test_a_loop_that_only_running_it_would_count_is_marked(mesh):
+    def program(x):
+        def body(carried):
+            x, i = carried
+            return x + x.sum(), i + 1
+
+        return jax.lax.while_loop(lambda c: (c[0][0] < 100) & (c[1] < 9), body, (x, 0))
+
+    sent = sent_by(program, ml.arrays.ones(8, mesh.layout("model")))
+    assert sent["all_reduce"] >= 1
+    assert all((one.times, one.times_known) == (1, False) for one in sent.collectives)
+    assert str(sent).splitlines()[-1] == (
+        "times with a ? count one turn of loops whose number of turns is not known "
+        "before they run"
+    )
+
+
+# As XLA writes loops for TPUs: no count, and a counter and a bound that were copied,
+# fused and carried.
+LOOP = """HloModule step, num_partitions=8
+
+%add_step (p0: s32[], p1: s32[]) -> s32[] {
+  %p0 = s32[] parameter(0)
+  %p1 = s32[] parameter(1)
+  ROOT %sum = s32[] add(%p0, %p1)
+}
+
+%body (t: (s32[], f32[8], s32[])) -> (s32[], f32[8], s32[]) {
+  %t = (s32[], f32[8]{0}, s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %n = s32[] get-tuple-element(%t), index=2
+  %step = s32[] constant(STEP)
+  %next = s32[] fusion(%i, %step), kind=kLoop, calls=%add_step
+  %x = f32[8]{0} get-tuple-element(%t), index=1
+  %sum = f32[8]{0} all-reduce(%x), replica_groups=[2,4]<=[8], to_apply=%add
+  ROOT %out = (s32[], f32[8]{0}, s32[]) tuple(%next, %sum, %n)
+}
+
+%cond (t: (s32[], f32[8], s32[])) -> pred[] {
+  %t = (s32[], f32[8]{0}, s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %n = s32[] get-tuple-element(%t), index=2
+  ROOT %lt = pred[] compare(%i, %n), direction=DIRECTION
+}
+
+ENTRY %main (x: f32[8], s: s32[]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %s = s32[] parameter(1)
+  %start = s32[] constant(START)
+  %begin = s32[] copy(%start)
+  %bound = s32[] constant(BOUND)
+  %t = (s32[], f32[8]{0}, s32[]) tuple(BEGIN, %x, %bound)
+  %w = (s32[], f32[8]{0}, s32[]) while(%t), condition=%cond, body=%body
+  ROOT %y = f32[8]{0} get-tuple-element(%w), index=1
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "step", "bound", "direction", "times"),
+    [
+        (0, 1, 7, "LT", 7),
+        (0, 1, 7, "LE", 8),
+        (3, 2, 10, "LT", 4),
+        (0, 2, 10, "NE", None),
+        (9, -1, 0, "GE", 10),
+        (9, -3, 0, "GT", 3),
+        (0, 1, 0, "LT", 0),
+        (0, 1, 1_000_000, "LT", 1_000_000),
+        (0, 0, 7, "LT", None),
+    ],
+)
+def test_turns_are_found_in_the_loop_itself(start, step, bound, direction, times):
+    text = LOOP.replace("%begin,", "BEGIN,")
+    values = {"START": start, "STEP": step, "BOUND": bound, "DIRECTION": direction}
+    for name, value in {**values, "BEGIN": "%begin"}.items():
+        text = text.replace(name, str(value))
+    [one] = read_communication(text).collectives
+    assert (one.times, one.times_known) == (
+        1 if times is None else times,
+        times is not None,
+    )
+    assert one.in_loop
+    # 8 floats added up over 4 devices.
+    assert one.wire_bytes == one.times * 48
+
+
+def test_a_loop_that_starts_at_an_argument_is_not_guessed():
+    text = LOOP
+    for name, value in {"START": 0, "STEP": 1, "BOUND": 7, "DIRECTION": "LT"}.items():
+        text = text.replace(name, str(value))
+    [one] = read_communication(text.replace("BEGIN", "%s")).collectives
+    assert (one.times, one.times_known) == (1, False)
+
+
+# Asynchronous forms.
+
+ASYNCHRONOUS = """HloModule step, num_partitions=8
+
+%wrapped (p: f32[8]) -> f32[16] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %ag = f32[16]{0} all-gather(%p), replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}
+}
+
+%fused_computation.1 (p: f32[8]) -> (f32[8], f32[32], u32[]) {
+  %p = f32[8]{0} parameter(0)
+  %ag.1 = f32[32]{0} all-gather(%p), channel_id=1, replica_groups=[2,4]<=[8], dimensions={0}, frontend_attributes={chain_id="0"}
+  ROOT %start = (f32[8]{0}, f32[32]{0}, u32[]) custom-call(%ag.1), custom_call_target="AsyncCollectiveStart"
+}
+
+%fused_computation.2 (p: f32[8]) -> (f32[8], f32[32], u32[]) {
+  %p = f32[8]{0} parameter(0)
+  %ag.2 = f32[32]{0} all-gather(%p), channel_id=1, replica_groups=[2,4]<=[8], dimensions={0}, frontend_attributes={chain_id="1"}
+  ROOT %start = (f32[8]{0}, f32[32]{0}, u32[]) custom-call(%ag.2), custom_call_target="AsyncCollectiveStart"
+}
+
+%async_collective_fusion.3 (p: f32[8]) -> f32[32] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %ag.3 = f32[32]{0} all-gather(%p), channel_id=1, replica_groups=[2,4]<=[8], dimensions={0}, frontend_attributes={chain_id="1"}
+}
+
+%all-reduce-scatter.4 (p: f32[32]) -> f32[8] {
+  %p = f32[32]{0} parameter(0)
+  %ar = f32[32]{0} all-reduce(%p), channel_id=2, replica_groups=[2,4]<=[8], to_apply=%add
+  ROOT %piece = f32[8]{0} dynamic-slice(%ar, %i), dynamic_slice_sizes={8}
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %as = ((f32[8]{0}), f32[16]{0}, u32[]) async-start(%x), calls=%wrapped
+  %ad = f32[16]{0} async-done(%as)
+  %c1 = (f32[8]{0}, f32[32]{0}, u32[]) fusion(%x), kind=kCustom, calls=%fused_computation.1
+  %c2 = (f32[8]{0}, f32[32]{0}, u32[]) fusion(%x), kind=kCustom, calls=%fused_computation.2
+  %c3 = f32[32]{0} fusion(%c2), kind=kCustom, calls=%async_collective_fusion.3
+  %rs = f32[8]{0} fusion(%c3), kind=kCustom, calls=%all-reduce-scatter.4, metadata={op_name="jit(step)/transpose(jvp(Net))/head/dot_general" source_file="/home/me/net/models.py" source_line=7}
+  %cp = (f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%rs), source_target_pairs={{0,1},{1,0}}
+  %cpd = f32[8]{0} collective-permute-done(%cp)
+  %ars = f32[8]{0} all-reduce-start(%cpd), replica_groups=[2,4]<=[8], to_apply=%add, backend_config={"collective_backend_config":{"is_sync":true}}
+  ROOT %ard = f32[8]{0} all-reduce-done(%ars)
+}
+"""
+
+
+def test_asynchronous_collectives_are_counted_once_each(mesh):
+    sent = read_communication(ASYNCHRONOUS, mesh)
+    rows = [
+        (one.kind, one.axes, one.arrays, one.wire_bytes, one.is_async)
+        for one in sent.collectives
+    ]
+    assert rows == [
+        ("all_gather", ("batch",), ("f32[16]",), 32, True),
+        # Two with the same channel, one of them in two pieces.
+        ("all_gather", ("model",), ("f32[32]",), 96, True),
+        ("all_gather", ("model",), ("f32[32]",), 96, True),
+        ("reduce_scatter", ("model",), ("f32[8]",), 96, False),
+        ("collective_permute", ("model",), ("f32[8]",), 32, True),
+        ("all_reduce", ("model",), ("f32[8]",), 48, False),
+    ]
+    scatter = sent.collectives[3]
+    assert (scatter.module, scatter.source) == ("Net/head", "net/models.py:7")
+    assert scatter.nbytes == 32
+
+
+# What the report is used for.
+
+
+def test_collectives_are_grouped_and_totalled(mesh):
+    sent = read_communication(ASYNCHRONOUS, mesh)
+    by_kind = {kind: part.wire_bytes for kind, part in sent.by("kind").items()}
+    assert by_kind == {
+        "all_gather": 224,
+        "reduce_scatter": 96,
+        "all_reduce": 48,
+        "collective_permute": 32,
+    }
+    assert [*by_kind] == sorted(by_kind, key=by_kind.get, reverse=True)
+    assert {axes: x.wire_bytes for axes, x in sent.by("axes").items()} == {
+        "model": 368,
+        "batch": 32,
+    }
+    assert sent.by("module")["Net/head"]["reduce_scatter"] == 1
+    assert sent.wire_bytes == 400
+    assert str(sent).splitlines()[-4:] == [
+        "each device sends: 6 collectives, 400 B",
+        "by kind: all_gather 3 collectives, 224 B; reduce_scatter 1 collective, 96 B; "
+        "all_reduce 1 collective, 48 B; collective_permute 1 collective, 32 B",
+        "by axes: model 5 collectives, 368 B; batch 1 collective, 32 B",
+        "by module: none 5 collectives, 304 B; Net/head 1 collective, 96 B",
+    ]
+    assert "head/dot_general (backward)" in sent._repr_html_()
+    assert message(lambda: sent.by("size")) == (
+        "key must be 'kind', 'axes', 'module', 'source', 'in_loop' or 'is_async', "
+        "got 'size'."
+    )
+
+
+@pytest.fixture
+def column_sum():
+    @ml.compile_step
+    def column_sum(state, batch):
+        return state, jnp.sin(batch @ state["w"]).sum()
+
+    return column_sum
+
+
+def arguments_of(mesh, *specs, create=ml.arrays.ones):
+    state = {"w": create((8, 16), mesh.layout(*specs))}
+    return state, create((4, 8), mesh.layout("batch", None))
+
+
+def test_a_diff_shows_what_other_layouts_send(mesh, column_sum):
+    rows = column_sum.communication(*arguments_of(mesh, None, None))
+    same = rows.diff(column_sum.communication(*arguments_of(mesh, None, None)))
+    assert (same.added, same.removed, same.changed) == ((), (), ())
+    assert (str(same), same.wire_bytes) == ("Both programs send the same.", 0)
+    both = column_sum.communication(*arguments_of(mesh, "model", None))
+    diff = rows.diff(both)
+    changes = (*diff.added, *(new for _, new in diff.changed))
+    # The kernel's rows are on four devices, which add up their parts of 2 x 16 floats.
+    [parts] = [one for one in changes if one.arrays == ("f32[2, 16]",)]
+    assert (parts.kind, parts.axes) == ("all_reduce", ("model",))
+    assert parts.wire_bytes == 2 * 3 / 4 * 2 * 16 * 4
+    assert diff.wire_bytes == both.wire_bytes - rows.wire_bytes > 0
+    assert str(diff).splitlines()[-1] == "each device sends: 4 B -> 196 B"
+    assert "all_reduce" in diff._repr_html_()
+    assert both.diff(rows).wire_bytes == -diff.wire_bytes
+
+
+def test_a_lock_fails_when_a_layout_adds_a_collective(mesh, column_sum):
+    sent = column_sum.communication(*arguments_of(mesh, None, None))
+    lock = sent.to_lock()
+    assert lock == (
+        "# 4 bytes sent by each device\n"
+        "1 x all_reduce over batch: f32[], 4 bytes sent, times 1\n"
+    )
+    sent.check_lock(lock)
+    other = column_sum.communication(*arguments_of(mesh, "model", None))
+    assert message(lambda: other.check_lock(lock)) == (
+        "the program does not send what is locked (- locked, + now):\n"
+        "  -# 4 bytes sent by each device\n"
+        "  +# 196 bytes sent by each device\n"
+        "  +1 x all_reduce over model: f32[2, 16], 192 bytes sent, times 1\n"
+        "If this is meant, write the lock anew with to_lock()."
+    )
+
+
+def test_steps_report_for_abstract_arguments_and_run_nothing(mesh, column_sum):
+    def abstract(shape, layout):
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=layout.sharding)
+
+    described = arguments_of(mesh, "model", None, create=abstract)
+    state, batch = arguments_of(mesh, "model", None)
+    expected = column_sum.communication(*described)
+    assert expected.to_lock() == column_sum.communication(state, batch).to_lock()
+    state, _ = column_sum(state, batch)
+    assert column_sum.communication(state, batch).collectives == expected.collectives
+    assert not state["w"].is_deleted()
+
+
+def test_a_report_and_a_call_share_one_compilation(mesh, column_sum):
+    compiled = []
+
+    def listen(name, *_, **__):
+        if name == "/jax/core/compile/backend_compile_duration":
+            compiled.append(name)
+
+    state, batch = arguments_of(mesh, None, "model")
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        column_sum.communication(state, batch)
+        before = len(compiled)
+        state, _ = column_sum(state, batch)
+        column_sum.communication(state, batch)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert (before, len(compiled)) == (1, 1)
+
+
+@pytest.mark.parametrize("bad", [None, math.nan, -1, 0, object(), {}])
+def test_what_is_not_a_compiled_program_is_refused(bad):
+    text = message(lambda: read_communication(bad))
+    assert text.startswith("read_communication takes a compiled program or its text")
+
+
+@pytest.mark.parametrize("bad", [math.nan, -1, 0, "x", object()])
+def test_a_bad_mesh_or_lock_is_refused(bad):
+    empty = Communication(())
+    assert message(lambda: read_communication("", bad)).startswith(
+        "mesh must be a Mesh, got "
+    )
+    assert message(lambda: empty.diff(bad)).startswith("diff takes a Communication")
+    assert message(lambda: empty.check_lock(bad)).startswith(
+        "check_lock takes the text of to_lock()" if bad != "x" else "the program does"
+    )
+
+
+def test_budgets_of_bytes_are_checked(mesh, column_sum):
+    arguments = arguments_of(mesh, "model", None)
+    expect = ml.testing.expect_communication
+    expect(column_sum, *arguments, max_wire_bytes=196)
+    expect(column_sum, *arguments, max_wire_bytes={"all_reduce": 196, "all_gather": 0})
+    with pytest.raises(ml.testing.VerificationError) as info:
+        expect(column_sum, *arguments, max_wire_bytes=195)
+    assert str(info.value).splitlines()[0] == (
+        "column_sum has 196 bytes of collectives sent by each device where at most 195 "
+        "were expected."
+    )
+    for bad in (-1, math.nan, "x", True, {"all_reduce": -1}, {"all_reduces": 1}):
+        with pytest.raises(ml.testing.VerificationError):
+            expect(column_sum, *arguments, max_wire_bytes=bad)
+
+
+def test_records_are_values(mesh):
+    [one] = read_communication(ASYNCHRONOUS, mesh).by("module")["Net/head"].collectives
+    assert isinstance(one, Collective)
+    assert hash(one) == hash(read_communication(ASYNCHRONOUS, mesh).collectives[3])
+    with pytest.raises(AttributeError):
+        one.kind = "all_reduce"
