@@ -238,10 +238,9 @@ def read_communication(program: Any, mesh: Mesh | None = None) -> Communication:
     Raises:
         CommunicationError: If it is not a compiled program.
     """
-    text = program if isinstance(program, str) else None
-    if hasattr(program, "as_text") and not hasattr(program, "compile"):
-        text = program.as_text() or ""
-    if text is None:
+    has_text = hasattr(program, "as_text") and not hasattr(program, "compile")
+    text = program.as_text() or "" if has_text else program
+    if not isinstance(text, str):
         msg = (
             "read_communication takes a compiled program or its text, and got "
             f"{_checks.shown(program)}."
