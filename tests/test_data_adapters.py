@@ -96,8 +96,8 @@ def test_a_map_dataset_whose_map_leaves_holes_is_an_error(mesh):
     with pytest.raises(ml.errors.DataError) as error:
         values(data)
     assert str(error.value) == (
-        "the Grain MapDataset has no element at row 3: a step of it filters. Give its "
-        "to_iter_dataset(), which leaves them out."
+        "the Grain MapDataset has no element at row 3: one of its steps filters. Give "
+        "its to_iter_dataset(), which leaves them out."
     )
 
 
@@ -331,7 +331,7 @@ def test_packed_sequences_give_no_batches(mesh):
     with pytest.raises(ml.errors.DataError) as error:
         distribute_dataset(source, mesh, global_batch_size=8, batched=True)
     assert str(error.value) == (
-        "a PackedSequences is a source that says itself what it gives. Leave out "
+        "a PackedSequences is a source that already defines what it yields. Leave out "
         "batched=True."
     )
 
@@ -443,7 +443,7 @@ def test_a_loader_of_a_part_is_warned_of_unless_the_part_was_asked_for(
         []
         if per_process
         else [
-            "The DataLoader's sampler gives each of 2 processes a part of its own: say "
+            "The DataLoader's sampler gives each of 2 processes its own part: say "
             "per_process=True."
         ]
     )

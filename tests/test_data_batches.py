@@ -503,7 +503,7 @@ class Frame:
 
 def test_a_table_is_given_as_a_dict():
     assert refused(Frame()) == (
-        "a Frame holds columns by name, and is not a tree of arrays. Make it one with "
+        "a Frame holds columns by name, but is not a tree of arrays. Make it one with "
         "dict(...)."
     )
     assert_same(batches(dict(Frame()), remainder="error"), [{"x": np.arange(8)}])
@@ -513,7 +513,7 @@ def test_an_npz_file_is_given_as_a_dict(tmp_path):
     np.savez(tmp_path / "data.npz", x=np.arange(8, dtype=np.int32))
     with np.load(tmp_path / "data.npz") as file:
         assert refused(file) == (
-            "a NpzFile holds columns by name, and is not a tree of arrays. Make it one "
+            "a NpzFile holds columns by name, but is not a tree of arrays. Make it one "
             "with dict(...)."
         )
         assert_same(batches(dict(file), remainder="error"), [{"x": np.arange(8)}])
@@ -904,7 +904,7 @@ EMPTY = {
 def test_an_empty_source_is_an_error_before_training(name):
     options = {"batched": True} if name == "only empty batches" else {}
     assert message(lambda: distributed(EMPTY[name], **options)) == (
-        "the source is empty: it gave no examples."
+        "the source is empty: it yielded no examples."
     )
 
 
@@ -925,8 +925,8 @@ def test_what_is_no_source_is_refused(source):
 
 def test_a_function_that_returns_no_iterator_is_refused():
     assert message(lambda: distributed(lambda: 7)) == (
-        "the source is a function that returned 7; it has to return an iterator, or "
-        "be a generator function."
+        "the source is a function that returned 7; it must return an iterator, or be a "
+        "generator function."
     )
 
 
@@ -1230,7 +1230,8 @@ def test_a_users_own_stream_is_taken_and_resumes(batched):
 
 def test_a_users_own_source_says_itself_what_it_gives():
     assert message(lambda: distributed(Table(), batched=True)) == (
-        "a Table is a source that says itself what it gives. Leave out batched=True."
+        "a Table is a source that already defines what it yields. Leave out "
+        "batched=True."
     )
 
 
@@ -1364,8 +1365,8 @@ def test_a_dataset_is_not_copied_in_silence(how):
     data = distributed(columns(8))
     assert message(lambda: how(data)) == (
         "a dataset holds its source, threads and devices, and cannot be copied or "
-        "pickled. Make another one with distribute_dataset; a place in it is saved by "
-        "get_state() of its iterator."
+        "pickled. Make another one with distribute_dataset; a position in it is saved "
+        "by get_state() of its iterator."
     )
     assert message(lambda: how(iter(data))) == (
         "a data iterator holds threads and devices, and cannot be copied or pickled. "
@@ -1398,13 +1399,13 @@ WRONG = [
     ({"strings": "keep"}, "strings must be 'error' or 'host', got 'keep'."),
     (
         {"weights": 1.5},
-        "weights must be a batch's key, a place in a tuple, or None, got 1.5.",
+        "weights must be a key of the batch, an index into a tuple, or None, got 1.5.",
     ),
     ({"per_process": 1}, "per_process must be True or False, got 1."),
     (
         {"per_process": True, "remainder": "repeat"},
         "remainder='repeat' with per_process=True needs steps=: the processes may have "
-        "different numbers of rows, and have to take as many steps.",
+        "different numbers of rows, and must take as many steps.",
     ),
 ]
 
@@ -1417,7 +1418,7 @@ def test_wrong_arguments_are_named(options, expected):
 def test_a_stream_is_not_shuffled():
     assert message(lambda: distributed(iter(as_examples(columns(8))), shuffle=0)) == (
         "shuffle= reorders the rows of a source with random access, and this one is "
-        "read one way. Shuffle it where it is made, and leave out shuffle=."
+        "read in order. Shuffle it where it is made, and leave out shuffle=."
     )
 
 
@@ -1446,8 +1447,8 @@ def test_a_function_may_return_rows_and_say_the_batch_size():
     assert message(
         lambda: md.distribute_datasets_from_function(lambda context: columns(8), MESH)
     ) == (
-        "fn returned a source of single rows, which does not tell the size of a batch. "
-        "Give global_batch_size=, or return batches of the per-replica size."
+        "fn returned a source of single rows, from which the size of a batch cannot be "
+        "inferred. Give global_batch_size=, or return batches of the per-replica size."
     )
 
 

@@ -305,7 +305,7 @@ def test_map_batched_has_to_keep_the_number_of_rows(tiny):
     with pytest.raises(ml.errors.DataError) as error:
         tiny(map=lambda b: {"number": b["number"][:20]}, map_batched=True)
     assert str(error.value) == (
-        "map= returned 20 rows for a batch of 32. With map_batched=True it has to keep "
+        "map= returned 20 rows for a batch of 32. With map_batched=True it must keep "
         "their number."
     )
 
@@ -416,7 +416,7 @@ def test_errors_and_deaths_of_worker_processes_surface(tiny):
         host(tiny(map=fail_at_77, **options))
     assert str(error.value) == "77 is not to be had"
     assert any("in fail_at_77" in note for note in error.value.__notes__)
-    memory = "Memory that ran out is the usual cause: use fewer workers"
+    memory = "Running out of memory is the usual cause: use fewer workers"
     for fatal, how, why in (
         (stop_process_at_77, "was killed by SIGKILL", memory),
         (
@@ -941,7 +941,7 @@ def test_a_data_set_whose_preparation_fails_says_how_to_prepare_it(
     assert str(error.value) == (
         f"mnist/3.0.1 is not prepared in {tmp_path}/mnist/3.0.1, and TFDS's code that "
         "prepares it needs tensorflow, which is not installed. Where it is, prepare "
-        "the dataset once with `tfds build mnist --file_format=array_record`; to read "
+        "the dataset once with `tfds build mnist --file_format=array_record`; reading "
         "it afterwards needs no TensorFlow."
     )
 

@@ -120,7 +120,7 @@ def test_ragged_tensors_of_a_tf_dataset_are_an_error(mesh, tf):
         distribute_dataset(dataset, mesh, global_batch_size=8)
     assert str(error.value) == (
         "leaf 'words' of the tf.data.Dataset is a RaggedTensor, not a dense tensor. "
-        "Make it one with map, as by to_tensor() or tf.sparse.to_dense."
+        "Make it one with map, for instance by to_tensor() or tf.sparse.to_dense."
     )
 
 
@@ -227,7 +227,7 @@ def test_a_tf_dataset_cannot_seek_and_skips_by_reading_where_asked(mesh, tf):
     with pytest.raises(ml.errors.DataError) as error:
         again.set_state(state)
     assert str(error.value) == (
-        "this source cannot go to row 8 of epoch 1: it does not know its place. "
+        "this source cannot seek to row 8 of epoch 1: it has no position of its own. "
         "iterator.set_state(state, skip=True) reads the rows before it, and drops them."
     )
     again = iter(new())
@@ -464,9 +464,9 @@ def test_data_loaders_that_differ_between_processes_are_refused_on_both(two, nam
         "the source gives process 0 and process 1 different examples: 'y' differs in "
         "the first rows. Without per_process=True, every process reads all examples in "
         "the same order, and keeps those of its devices: otherwise examples are lost. "
-        "If the source gives each process a part of its own, say per_process=True; if "
-        "it shuffles or draws random numbers, give it one seed on all processes; if it "
-        "lists files, sort them."
+        "If the source gives each process its own part, say per_process=True; if it "
+        "shuffles or draws random numbers, give it the same seed on all processes; if "
+        "it lists files, sort them."
     ] * 2
 
 
@@ -487,7 +487,7 @@ def test_an_iterable_dataset_comes_in_a_data_loader(mesh, torch):
     with pytest.raises(ml.errors.DataError) as error:
         distribute_dataset(Stream(), mesh, global_batch_size=8)
     assert str(error.value) == (
-        "a PyTorch IterableDataset does not say what it yields. Put it into a "
+        "a PyTorch IterableDataset does not say what it yields. Wrap it in a "
         "torch.utils.data.DataLoader."
     )
     loader = torch.utils.data.DataLoader(Stream(), batch_size=6)
@@ -629,8 +629,8 @@ def test_a_hugging_face_format_of_tables_is_an_error(mesh, hf):
     with pytest.raises(ml.errors.DataError) as error:
         distribute_dataset(dataset.with_format("arrow"), mesh, global_batch_size=8)
     assert str(error.value) == (
-        "the Hugging Face dataset is formatted as 'arrow', which does not give arrays. Use "
-        "with_format('numpy')."
+        "the Hugging Face dataset is formatted as 'arrow', which does not yield "
+        "arrays. Use with_format('numpy')."
     )
 
 
@@ -647,7 +647,7 @@ def test_ragged_and_missing_columns_of_hugging_face_are_errors(mesh, hf):
     with pytest.raises(ml.errors.DataError) as error:
         distribute_dataset(missing, mesh, global_batch_size=8)
     assert str(error.value) == (
-        "age: 1 of the rows asked for are None. Fill them in, or leave them out, with "
+        "age: 1 of the requested rows are None. Fill them in, or leave them out, with "
         "the dataset's map or filter."
     )
 
@@ -768,7 +768,7 @@ def test_an_iterable_dataset_with_a_shuffle_buffer_says_that_it_cannot_seek(mesh
     state = iterator.get_state()
     again = iter(distribute_dataset(dataset, mesh, global_batch_size=40))
     with pytest.raises(
-        ml.errors.DataError, match="this source cannot go to row 40 of epoch"
+        ml.errors.DataError, match="this source cannot seek to row 40 of epoch"
     ):
         again.set_state(state)
     again = iter(distribute_dataset(dataset, mesh, global_batch_size=40))
@@ -807,7 +807,7 @@ def test_a_generator_of_hugging_face_keeps_dtypes(mesh, hf):
     [
         (
             [[1.0, None], [2.0, 3.0]],
-            "listed: some of the rows asked for are None. Fill them in, or leave them "
+            "listed: some of the requested rows are None. Fill them in, or leave them "
             "out, with the dataset's map or filter.",
         ),
         (

@@ -260,7 +260,7 @@ def test_an_iterator_is_read_once():
     assert len(list(data)) == 2
     assert message(lambda: list(data)) == (
         "the source is an iterator (generator), which can be read once, and epoch 2 "
-        "begins. Give a function that makes one, as lambda: make_iterator()."
+        "starts. Give a function that makes one, as lambda: make_iterator()."
     )
 
 
@@ -269,13 +269,14 @@ def test_a_generator_that_is_exhausted_at_the_second_epoch_is_an_error():
     data = distributed(lambda: once)
     assert len(list(data)) == 2
     assert message(lambda: list(data)) == (
-        "the source gave no examples in epoch 2, after those before it: it can be read "
-        "once. A function that makes the generator has to make a new one at every call."
+        "the source yielded no examples in epoch 2, though it did before: it can be "
+        "read once. A function that makes the generator must make a new one at every "
+        "call."
     )
     once = examples(8)()
     data = distributed(lambda: once, remainder="repeat", epochs=2)
     assert message(lambda: list(data)).startswith(
-        "the source gave no examples in epoch 2"
+        "the source yielded no examples in epoch 2"
     )
 
 
@@ -463,7 +464,7 @@ def test_an_iterator_that_was_closed_says_so():
     state = it.get_state()
     it.close()
     it.close()
-    sentence = "this data iterator is closed; iter(data) begins another one."
+    sentence = "this data iterator is closed; iter(data) starts another one."
     assert message(lambda: next(it)) == sentence
     assert message(lambda: it.set_state(state)) == sentence
     assert it.get_state() == state
@@ -782,7 +783,7 @@ def test_closing_from_another_thread_ends_the_loop(prefetch):
     time.sleep(0.05)
     it.close()
     looping.join(5)
-    sentence = "this data iterator is closed; iter(data) begins another one."
+    sentence = "this data iterator is closed; iter(data) starts another one."
     assert ended in ([sentence], ["the end"])
 
 
@@ -813,7 +814,7 @@ def test_a_source_that_cannot_seek_says_so_and_offers_to_skip():
     it.close()
     other = iter(distributed(examples(12)))
     assert message(lambda: other.set_state(state)) == (
-        "this source cannot go to row 4 of epoch 1: it does not know its place. "
+        "this source cannot seek to row 4 of epoch 1: it has no position of its own. "
         "iterator.set_state(state, skip=True) reads the rows before it, and drops them."
     )
     assert rows_of([next(other)]) == [[0, 1, 2, 3]]
@@ -830,8 +831,8 @@ def test_skipping_past_the_end_of_a_shorter_source_is_an_error():
     other = iter(distributed(examples(5)))
     other.set_state(state, skip=True)
     assert message(lambda: next(other)) == (
-        "the source ended before the place of the state: it is shorter than when the "
-        "state was taken."
+        "the source ended before the position of the state: it is shorter than when "
+        "the state was saved."
     )
 
 
@@ -866,8 +867,8 @@ def test_a_state_of_another_data_set_is_refused(what):
     make, sentence = WRONG_STATES[what]
     it = iter(make())
     assert message(lambda: it.set_state(state)) == (
-        f"{sentence}: its batches would be others. Make the dataset as it was when the "
-        "state was taken."
+        f"{sentence}: its batches would be different ones. Make the dataset as it was "
+        "when the state was saved."
     )
 
 
@@ -883,15 +884,17 @@ def test_a_state_of_a_stream_that_is_cut_otherwise_is_refused():
         next(it)
     state = json.loads(json.dumps(it.get_state()))
     other = iter(in_fives_or_sevens(7))
-    rest = "its batches would be others. Make the dataset as it was when the state"
+    rest = (
+        "its batches would be different ones. Make the dataset as it was when the state"
+    )
     assert message(lambda: other.set_state(state)) == (
         "the state is of a stream whose first batch has 5 examples, and this dataset "
-        f"has a stream whose first batch has 7 examples: {rest} was taken."
+        f"has a stream whose first batch has 7 examples: {rest} was saved."
     )
     single = iter(distributed(Seekable([{"y": row} for row in range(42)])))
     assert message(lambda: single.set_state(state)) == (
         "the state is of a stream whose first batch has 5 examples, and this dataset "
-        f"has a stream of single examples: {rest} was taken."
+        f"has a stream of single examples: {rest} was saved."
     )
 
 
@@ -912,8 +915,8 @@ def test_what_is_no_state_is_refused():
     it = iter(distributed(columns(12)))
     for wrong in ({}, 7, None):
         assert message(lambda: it.set_state(wrong)) == (  # noqa: B023
-            "the state is not one of a data iterator: expected what get_state() "
-            f"returned, and got {wrong!r}."
+            "the state is not that of a data iterator: expected what get_state() "
+            f"returned, got {wrong!r}."
         )
     state = it.get_state()
     assert message(lambda: it.set_state({**state, "version": 9})) == (
@@ -942,8 +945,9 @@ def test_a_source_whose_state_is_no_json_is_refused():
             return Odd([{"y": row} for row in range(8)])
 
     assert message(lambda: distributed(Source())) == (
-        "the source's get_state() returned a set that JSON does not take: Object of "
-        "type set is not JSON serializable. Return numbers, strings, lists and dicts."
+        "the source's get_state() returned a set that is not JSON-serializable: Object "
+        "of type set is not JSON serializable. Return numbers, strings, lists and "
+        "dicts."
     )
 
 
@@ -1010,7 +1014,7 @@ def test_a_place_that_a_shorter_source_does_not_have_is_refused():
         next(it)
     other = batches(4)
     assert message(lambda: (other.set_state(it.get_state()), next(other))) == (
-        "the place of the state is not here (IndexError: the place is after item 6, "
-        "and there are 4). Either it is of another source or of another version of its "
-        "library, or it is damaged."
+        "the source refuses the position of the state (IndexError: the position is "
+        "after item 6, and there are 4). The state is of another source or of another "
+        "version of its library, or it is damaged."
     )

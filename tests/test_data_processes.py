@@ -710,8 +710,8 @@ def test_what_fails_on_one_process_ends_the_loops_of_all_at_one_step(two, name):
 WAY_OUT = (
     "Without per_process=True, every process reads all examples in the same order, and "
     "keeps those of its devices: otherwise examples are lost. If the source gives each "
-    "process a part of its own, say per_process=True; if it shuffles or draws random "
-    "numbers, give it one seed on all processes; if it lists files, sort them."
+    "process its own part, say per_process=True; if it shuffles or draws random "
+    "numbers, give it the same seed on all processes; if it lists files, sort them."
 )
 
 
@@ -772,7 +772,7 @@ def test_a_process_that_leaves_its_loop_early_ends_those_of_the_others(two):
         {
             "said": (
                 "DataError: process 0 has left its loop over the data, and this one "
-                "continues. All processes have to take the same number of steps."
+                "continues. All processes must take the same number of steps."
             ),
             "all": False,
             "quickly": True,
@@ -797,12 +797,12 @@ def test_a_state_of_two_processes_goes_on_in_one(two):
 
 MESSAGES = {
     "different_size": (
-        "DataError: process 0 makes the dataset with global_batch_size=4, and "
-        "process 1 with global_batch_size=8. It has to be the same on all processes."
+        "DataError: process 0 makes the dataset with global_batch_size=4, and process "
+        "1 with global_batch_size=8. It must be the same on all processes."
     ),
     "different_rows": (
         "DataError: process 0 makes the dataset with number of rows=10, and process 1 "
-        "with number of rows=11. It has to be the same on all processes."
+        "with number of rows=11. It must be the same on all processes."
     ),
     "error_on_unequal": (
         "DataError: the processes have different numbers of batches: 1 on process 0, "
@@ -818,9 +818,9 @@ def test_a_disagreement_is_an_error_on_all_processes(two, name):
 
 def test_an_empty_source_on_one_process_is_an_error_on_all(two):
     assert [here["messages"]["empty_on_one"] for here in two] == [
-        "DataError: process 1 cannot make the dataset: the source is empty: it gave no "
-        "examples.",
-        "DataError: the source is empty: it gave no examples.",
+        "DataError: process 1 cannot make the dataset: the source is empty: it yielded "
+        "no examples.",
+        "DataError: the source is empty: it yielded no examples.",
     ]
 
 
@@ -834,8 +834,8 @@ def test_a_source_that_fails_on_one_process_is_an_error_on_all(two):
 def test_a_state_of_another_process_is_refused(two):
     assert [here["messages"]["other_process"] for here in two] == [
         f"DataError: the state is of [process, processes]=[{1 - here}, 2], and this "
-        f"dataset has [process, processes]=[{here}, 2]: its batches would be others. Make "
-        "the dataset as it was when the state was taken."
+        f"dataset has [process, processes]=[{here}, 2]: its batches would be different "
+        "ones. Make the dataset as it was when the state was saved."
         for here in range(2)
     ]
 

@@ -373,9 +373,9 @@ def test_documents_that_are_read_in_order_are_skipped_only_when_asked():
     with pytest.raises(ml.errors.DataError) as error:
         after.set_state(state)
     assert str(error.value) == (
-        "these documents can only be read one after another. Give a list or a Grain "
-        "dataset, or set_state(state, skip=True), which reads and drops the documents "
-        "before the place."
+        "these documents can only be read in order. Give a list or a Grain dataset, or "
+        "set_state(state, skip=True), which reads and drops the documents before the "
+        "position."
     )
     after.set_state(state, skip=True)
     assert listed(after) == rest
@@ -391,13 +391,13 @@ def test_documents_that_are_read_in_order_are_skipped_only_when_asked():
         ),
         (
             iter(data.pack_sequences(TEXTS, 8)).get_state(),
-            "the state is of rows packed with length=8, and these are with length=7: "
-            "the same place is not among them.",
+            "the state is of rows packed with length=8, and these rows are packed with "
+            "length=7: its position is not among them.",
         ),
         (
             iter(data.pack_sequences(TEXTS, 7, separator=3)).get_state(),
-            "the state is of rows packed with separator=3, and these are with "
-            "separator=None: the same place is not among them.",
+            "the state is of rows packed with separator=3, and these rows are packed "
+            "with separator=None: its position is not among them.",
         ),
     ],
     ids=["other", "length", "separator"],
@@ -414,12 +414,12 @@ def test_a_state_of_other_rows_is_refused(state, message):
     [
         (
             1,
-            "the rows before the place hold [5] tokens, and here they hold [3]: the "
+            "the rows before the position hold [5] tokens, and here they hold [3]: the "
             "documents are not those of the state.",
         ),
         (
             2,
-            "the place is after token 5 of document 0, which is not that long: the "
+            "the position is after token 5 of document 0, which is not that long: the "
             "documents are not those of the state.",
         ),
     ],
@@ -448,8 +448,8 @@ def test_a_state_of_more_documents_or_a_damaged_one_is_refused(mode):
         other = iter(data.pack_sequences(documents, 5, mode=mode, open_rows=1))
         with pytest.raises(
             ml.errors.DataError,
-            match=r"not here \(\w+: .*\)\. Either it is of another source or of another "
-            "version of its library, or it is damaged.",
+            match=r"the position of the state \(\w+: .*\)\. The state is of another "
+            "source or of another version of its library, or it is damaged.",
         ):
             other.set_state(damaged)
 
@@ -462,7 +462,7 @@ def test_a_state_of_more_documents_or_a_damaged_one_is_refused(mode):
     [
         (
             {"documents": "text"},
-            "documents is one str, where several documents are expected. For one "
+            "documents is one str, and a collection of documents is expected. For one "
             "document, give [text].",
         ),
         (
@@ -579,8 +579,8 @@ def test_what_a_tokenizer_gives_is_checked():
     with pytest.raises(ml.errors.DataError) as error:
         list(data.pack_sequences([b"a\xff"], 2, tokenizer=lambda text: [1]))
     assert str(error.value) == (
-        "document 0 is bytes that are not UTF-8 at byte 1. Give texts, or leave "
-        "tokenizer= out to take the bytes as they are."
+        "document 0 is bytes that are not UTF-8 at byte 1. Give texts, or leave out "
+        "tokenizer= to take the bytes themselves."
     )
     with pytest.raises(ValueError, match="token 256 is not a byte: a ByteTokenizer"):
         ByteTokenizer().decode([97, 256])

@@ -1,1 +1,1 @@
-"""What the processes of a run say to one another."""
+"""Communication between the processes of a run, apart from devices."""

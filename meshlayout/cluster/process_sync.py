@@ -1,9 +1,12 @@
 """Messages between processes, through JAX's coordination service.
 
-Values go through its key-value store. No device takes part, so a background thread may
-exchange values while the devices compute, which a collective could not. A process that
-waits logs early for whom (`warn_after_s`), and can be interrupted: one long wait inside
-the store would hold Ctrl-C back until it ended.
+Values go through its key-value store. No device is involved, so a background thread can
+exchange values while the devices compute, which is not true of a collective. A process
+that has waited for a while logs for whom (`warn_after_s`). It waits in slices, because
+one long wait inside the store would hold back Ctrl-C until it ended.
+
+Keys are written once and read by everybody. A process deletes its own key only when
+every other process must have read it, which their later messages prove.
 """
 
 import json
@@ -20,26 +23,22 @@ from meshlayout.errors import MeshLayoutError
 
 _log = logging.getLogger(__name__)
 
-# One wait inside the store: as long as Ctrl-C may take.
+# How long one wait inside the store may take, and so Ctrl-C.
 _SLICE_S = 2.0
-
-_FAILED = "failed"
 
 
 class Channel:
-    """One conversation between processes.
-
-    All of them open their channels of one name in the same order, and come to the same
-    exchanges.
+    """A sequence of exchanges between processes, each of which takes part in all.
 
     Args:
-        name: Distinguishes it from other channels; the same on all processes.
-        processes: Which processes take part, this one among them; None for all.
+        name: Distinguishes the channel from others; the same on all processes, and
+            used once in a run.
+        processes: The processes that take part, including this one; None for all.
         what: What the processes do together, to complete "process 1 did not come to
             ...".
-        hint: A sentence to end a message with: what all processes have to do.
+        hint: A sentence to end a message with: what all processes must do.
         timeout_s: How long to wait for another process.
-        warn_after_s: After how long to log who is waited for.
+        warn_after_s: How long to wait before logging which process is late.
         error: The class to raise.
     """
 
@@ -63,17 +62,17 @@ class Channel:
     def exchange(
         self, value: Any, topic: str | None = None, timeout_s: float | None = None
     ) -> dict[int, Any]:
-        """Returns what each process says, by process index in ascending order.
+        """Sends a value, and returns every process's, by process index in order.
 
         Args:
-            value: What this process says, as JSON takes it.
-            topic: What it is about, in exchanges that have no common order: a name
-                that is used once, or whose answers are removed with `forget`. None for
-                the next exchange in a row, whose answers are removed by themselves.
-            timeout_s: How long to wait for another process; None as for all exchanges.
+            value: This process's value, JSON-serializable.
+            topic: The name of the exchange, if the exchanges have no common order:
+                used once, or removed with `forget`. None for the next of a sequence of
+                exchanges, which are removed automatically.
+            timeout_s: How long to wait for another process; None for the channel's.
 
         Raises:
-            MeshLayoutError: As `error`, if a process says nothing in time.
+            MeshLayoutError: As `error`, if a process sends nothing in time.
         """
         here = jax.process_index()
         if self._processes == [here]:
@@ -88,22 +87,24 @@ class Channel:
             process: json.loads(self._get(topic, process, limit_s))
             for process in self._processes
         }
-        if turn:  # whoever has come here has read what was said before
+        # All processes have sent their value of this turn, and so have read those of
+        # the turn before. They may not have read this turn's yet.
+        if turn:
             self.forget(str(turn - 1))
         return values
 
     def from_first(self, value: Any) -> Any:
-        """Returns what the first process says, in an exchange of all of them."""
+        """Returns the value of the first process; all processes must call this."""
         return self.exchange(value)[self._processes[0]]
 
     def say(self, topic: str, value: Any) -> None:
-        """Answers the other processes, and does not wait for them."""
+        """Sends a value to the other processes without waiting for theirs."""
         text = json.dumps(value)
         client = _jax.coordination_client()
         client.key_value_set(self._key(topic), text, allow_overwrite=True)
 
     def forget(self, topic: str) -> None:
-        """Removes what this process said in an exchange that all have finished."""
+        """Removes this process's value of an exchange that all have finished."""
         _jax.coordination_client().key_value_delete(self._key(topic))
 
     def _key(self, topic: str, process: int | None = None) -> str:
@@ -111,7 +112,7 @@ class Channel:
         return f"{self._name}/{topic}/{process}"
 
     def _get(self, topic: str, process: int, timeout_s: float) -> str:
-        """Waits for what a process says, in slices."""
+        """Waits for the value of a process, in slices."""
         client, key = _jax.coordination_client(), self._key(topic, process)
         start, was_warned = time.monotonic(), False
         while True:
@@ -120,6 +121,7 @@ class Channel:
             try:
                 return client.blocking_key_value_get(key, max(1, int(left * 1000)))
             except jax.errors.JaxRuntimeError as error:
+                # The store has no exception class of its own for a time-out.
                 is_late = "DEADLINE_EXCEEDED" in str(error)
                 waited = time.monotonic() - start
                 if not is_late or waited >= timeout_s:

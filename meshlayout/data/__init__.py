@@ -1,8 +1,8 @@
 """Any source of examples as global batches on a mesh."""
 
+from meshlayout.data.batch_iterator import DataIterator as DataIterator
 from meshlayout.data.clock import PipelineReport as PipelineReport, Stage as Stage
 from meshlayout.data.dataset import (
-    DataIterator as DataIterator,
     DistributedDataset as DistributedDataset,
     distribute_dataset as distribute_dataset,
 )

@@ -1,10 +1,11 @@
 """What processes agree on about one dataset: how it is made, and what it reads.
 
-Every process decides alone which rows are its own, so all of them must see the same
-options and the same source. A source that differs (a shuffle without a seed, a loader
-that hands each process its part) would silently lose examples: each process
-keeps its share of an order that the others do not have. So digests of some rows are
-compared when a dataset is made, and for streams again now and then, in the background.
+Every process decides alone which rows are its own, so all of them must have the same
+options and the same source. With a source that differs between them (a shuffle without
+a seed, a loader that gives each process its own part), examples would be lost silently:
+each process keeps its share of an order that the others do not have. So digests of some
+rows are compared when a dataset is made, and for streams again from time to time, in
+the background.
 """
 
 import contextlib
@@ -33,31 +34,34 @@ _log = logging.getLogger(__name__)
 # The exchanges in which a dataset is made.
 FACTS, PLAN = "facts", "plan"
 
-# The message of a process that takes no more steps, and the key of an error's.
+# The message of a process that has left its loop, and the key of an error's message. A
+# list and a dict, so that neither can be taken for a value.
 _LEFT, _FAILED = ["left"], "failed"
 
 _NOT_MADE = "process {} cannot make the dataset"
 
-# Rows of a source with random access that are compared.
+# How many rows of a source with random access are compared.
 _SAMPLE = 16
 
-# How long to wait for another process's rows before they are no longer compared.
+# How long to wait for another process's rows before giving up comparing.
 _COMPARE_S = 60.0
 
-# Batches of an epoch between two comparisons at most; the first are closer together.
+# At most so many batches between two comparisons; the first are closer together.
 _COMPARE_EVERY = 64
 
+# Numbers the datasets of each group of processes: the processes make them in the same
+# order, so a number names the same dataset on all of them.
 _counts: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
 
 
 class Agreement:
-    """What some processes exchange about one dataset.
+    """What the processes of a mesh exchange about one dataset.
 
-    All of them make their datasets in the same order, and iterate over them alike.
+    All of them must make their datasets in the same order, and iterate over them alike.
 
     Attributes:
-        channel: Between them.
-        compares_rows: Whether rows are compared; no longer once a process did not come.
+        channel: Between the processes.
+        compares_rows: Whether rows are compared; no longer once a process was late.
         finished_topics: Exchanges that this process has finished.
     """
 
@@ -67,8 +71,8 @@ class Agreement:
             f"data/{'-'.join(map(str, processes))}/{number}",
             processes,
             what="the same dataset",
-            hint="All processes have to make the same datasets in the same order, and "
-            "to iterate over them alike.",
+            hint="All processes must make the same datasets in the same order, and "
+            "iterate over them alike.",
             warn_after_s=60,
             error=DataError,
         )
@@ -84,10 +88,10 @@ class Agreement:
         """Raises DataError if processes make a dataset differently.
 
         Args:
-            facts: What has to be the same, by name.
-            digests: Of some rows, by leaf; None for a leaf that differs at each
-                reading.
-            where: Which rows, in words.
+            facts: What must be the same, by name.
+            digests: Of some rows, by leaf; None for a leaf that differs each time it is
+                read.
+            where: Which rows those are, in words.
         """
         values = self.channel.exchange({"facts": facts, "digests": digests}, FACTS)
         _raise_failure(values, _NOT_MADE)
@@ -98,14 +102,14 @@ class Agreement:
                 if other != fact:
                     msg = (
                         f"process {first} makes the dataset with {name}={fact!r}, and "
-                        f"process {process} with {name}={other!r}. It has to be the "
+                        f"process {process} with {name}={other!r}. It must be the "
                         "same on all processes."
                     )
                     raise DataError(msg)
         _check_rows({p: value["digests"] for p, value in values.items()}, where)
 
     def num_batches(self, num_batches: int, remainder: str) -> int:
-        """Returns how many batches an epoch has if each process has its own rows."""
+        """Returns the number of batches of an epoch, given this process's number."""
         counts = self.channel.exchange(num_batches, "batches")
         if remainder == "error" and len(set(counts.values())) > 1:
             listed = ", ".join(f"{n} on process {p}" for p, n in counts.items())
@@ -125,8 +129,9 @@ class RowDigest:
     """A running digest of the rows of each leaf.
 
     Attributes:
-        has_every_row: Whether a reader adds all rows that it reads, or of each batch
-            the last one, which costs next to nothing and shows another order as well.
+        has_every_row: Whether a reader must add all rows that it reads, or only the
+            last one of each batch, which costs next to nothing and reveals another
+            order just as well.
     """
 
     def __init__(self) -> None:
@@ -137,7 +142,8 @@ class RowDigest:
         """Adds some rows of each leaf."""
         for path, rows in named_rows:
             digest = self._hashes.setdefault(path, hashlib.blake2b(digest_size=8))
-            # The pointers of objects, such as strings, differ between processes.
+            # The bytes of an array of objects are pointers, which differ between
+            # processes.
             is_plain = not rows.dtype.hasobject
             digest.update(rows.tobytes() if is_plain else repr(rows.tolist()).encode())
 
@@ -158,21 +164,25 @@ class IterationExchange:
         self._first: Position | None = None  # of the batches in the digest
 
     def agree(self, value: JSON) -> dict[int, JSON]:
-        """Returns each process's message in a step, if none has failed or left."""
+        """Returns each process's value in a step.
+
+        Raises:
+            DataError: If a process has failed, or has left its loop.
+        """
         values = self._agreement.channel.exchange(value, self._topic)
         self._next_step()
         _raise_failure(values, "the source of process {} failed")
-        for process, word in values.items():
-            if word == _LEFT:
+        for process, message in values.items():
+            if message == _LEFT:
                 msg = (
                     f"process {process} has left its loop over the data, and this one "
-                    "continues. All processes have to take the same number of steps."
+                    "continues. All processes must take the same number of steps."
                 )
                 raise DataError(msg)
         return values
 
     def fail(self, error: Exception) -> None:
-        """Tells the other processes of an error, once they come to this step."""
+        """Reports an error to the other processes, once they reach this step."""
         with contextlib.suppress(DataError):
             self._agreement.channel.exchange(_failure(error), self._topic)
         self._is_over = True
@@ -184,21 +194,21 @@ class IterationExchange:
         return self._digest
 
     def compare(self, position: Position, *, at_end: bool = False) -> None:
-        """Compares the rows since the last comparison, if those of a batch are due.
+        """Compares the rows since the last comparison, if one is due.
 
-        A process that does not get here is waited for at most a minute, and rows are
-        no longer compared: it may look at batches that the others do not.
+        Another process is waited for at most a minute; if it does not come, rows are no
+        longer compared, since it may be reading batches that the others do not.
 
         Args:
-            position: The place before the batch that was read last.
-            at_end: Whether the epoch or the iteration ends at this place instead.
+            position: The position before the batch that was read last.
+            at_end: Whether the epoch or the iteration ends at this position instead.
 
         Raises:
             DataError: If processes have read different rows.
         """
         if not (at_end or _is_compared(position)) or not self._compares_rows:
             return
-        where = _place_text(self._first, position, at_end=at_end)
+        where = _batches_text(self._first, position, at_end=at_end)
         digests = self._digest.by_leaf()
         self._digest, self._first = RowDigest(), None
         if not self._agreement.compares_rows:
@@ -212,13 +222,15 @@ class IterationExchange:
             _log.warning("rows are not compared between processes any more: %s", error)
             return
         finally:
-            self._next_step()  # leaving does not overwrite this message
+            # Also after a failure: `leave` must not overwrite the message that was
+            # sent, which another process may still read.
+            self._next_step()
         if _LEFT in values.values():
             self._compares_rows = False
             return
-        places = {process: value[0] for process, value in values.items()}
-        if len(set(places.values())) > 1:
-            listed = ", ".join(f"{w} on process {p}" for p, w in places.items())
+        batches = {process: value[0] for process, value in values.items()}
+        if len(set(batches.values())) > 1:
+            listed = ", ".join(f"{text} on process {p}" for p, text in batches.items())
             msg = (
                 f"the processes read different batches at once: {listed}. Their "
                 "sources have different numbers of rows, or one of them has taken "
@@ -228,13 +240,13 @@ class IterationExchange:
         _check_rows({p: value[1] for p, value in values.items()}, where)
 
     def leave(self) -> None:
-        """Tells processes that wait for this one's next step not to."""
+        """Releases processes that are waiting for this one's next step."""
         if not self._is_over:
             self._agreement.channel.say(self._topic, _LEFT)
         self._is_over = True
 
     def end(self) -> None:
-        """Records that no process has more steps."""
+        """Records that the iteration has ended on all processes: nobody is waiting."""
         self._is_over = True
 
     @property
@@ -243,7 +255,10 @@ class IterationExchange:
         return f"{self._name}/{self._step}"
 
     def _next_step(self) -> None:
-        """Removes this process's earlier messages: every process here has read them."""
+        """Moves on, and removes this process's earlier messages.
+
+        Not the latest one: others have sent theirs, but may not have read this one's.
+        """
         finished = self._agreement.finished_topics
         while finished:
             self._agreement.channel.forget(finished.pop())
@@ -252,8 +267,9 @@ class IterationExchange:
 
 
 def agreement_of(mesh: Mesh) -> Agreement | None:
-    """Returns the agreement of a mesh's processes; None if this is the only one."""
+    """Returns the agreement of a mesh's processes; None if there is none to make."""
     processes = sorted({device.process_index for device in mesh.devices.flat})
+    # A process without devices in the mesh loads no rows, and agrees with nobody.
     is_alone = len(processes) == 1 or jax.process_index() not in processes
     if is_alone or _jax.coordination_client() is None:
         return None
@@ -262,19 +278,19 @@ def agreement_of(mesh: Mesh) -> Agreement | None:
 
 @contextlib.contextmanager
 def failure_reported(agreement: Agreement | None, topic: str) -> Iterator[None]:
-    """Tells the other processes, which come to a topic next, of an error inside."""
+    """Reports an error inside to the other processes, at the exchange they do next."""
     try:
         yield
     except Exception as error:
         if agreement is not None:
-            # This process raises its own error, whatever the others say.
+            # This process raises its own error, whatever the others report.
             with contextlib.suppress(MeshLayoutError):
                 agreement.channel.exchange(_failure(error), topic)
         raise
 
 
 def _failure(error: Exception) -> dict[str, str]:
-    """Returns what a process says instead of its value if it has failed."""
+    """Returns what a process that has failed sends instead of its value."""
     is_own = isinstance(error, MeshLayoutError)
     return {_FAILED: str(error) if is_own else f"{type(error).__name__}: {error}"}
 
@@ -288,8 +304,9 @@ def _raise_failure(values: dict[int, JSON], what: str) -> None:
 def sample_digests(source: RandomAccessSource) -> dict[str, JSON]:
     """Returns digests of some rows of two epochs, leaf by leaf.
 
-    Rows are read twice. A leaf that differs between the two readings (say, augmented
-    without a seed) says nothing about the order, and is None.
+    Two epochs, for a source that shuffles by itself, maybe only from the second on.
+    Rows are read twice: a leaf that differs between the readings (augmented without a
+    seed, say) shows nothing about the order, and is None.
     """
     indices = np.unique(np.linspace(0, len(source) - 1, _SAMPLE).astype(np.int64))
     first, second = (
@@ -308,15 +325,19 @@ def block_digests(blocks: Iterable[PyTree]) -> dict[str, str]:
 
 
 def _is_compared(position: Position) -> bool:
-    """Returns whether rows are compared after the batch at a position."""
+    """Returns whether rows are compared after the batch at a position.
+
+    After the batches 1, 2, 4, ..., 32 and then every 64: sources that differ mostly do
+    so from the start.
+    """
     number = position.batch + 1
     return number % _COMPARE_EVERY == 0 or (
         number < _COMPARE_EVERY and not number & (number - 1)
     )
 
 
-def _place_text(first: Position | None, last: Position, *, at_end: bool) -> str:
-    """Returns some batches in words, from the first to the last position."""
+def _batches_text(first: Position | None, last: Position, *, at_end: bool) -> str:
+    """Returns which batches were read between two positions, in words."""
     epoch, number = last.epoch + 1, last.batch + (not at_end)
     first_number = 1
     if first is not None and first.epoch == last.epoch:
@@ -331,8 +352,8 @@ def _place_text(first: Position | None, last: Position, *, at_end: bool) -> str:
 _WAY_OUT = (
     "Without per_process=True, every process reads all examples in the same order, and "
     "keeps those of its devices: otherwise examples are lost. If the source gives each "
-    "process a part of its own, say per_process=True; if it shuffles or draws random "
-    "numbers, give it one seed on all processes; if it lists files, sort them."
+    "process its own part, say per_process=True; if it shuffles or draws random "
+    "numbers, give it the same seed on all processes; if it lists files, sort them."
 )
 
 

@@ -1,11 +1,11 @@
-"""Batches of a source with random access: a function of the place alone.
+"""Batches of a source with random access: a function of the position alone.
 
-Which rows make a batch follows from seed, epoch and the batch's number, so that any
-number of processes agree without talking, and resuming is arithmetic. The shuffle is a
-Feistel network, which needs no table and never changes: NumPy's permutation may differ
-between its releases, and a run that resumed after an upgrade would lose some rows and
-repeat others. Up to a million rows, an epoch's order is computed once as a table,
-which is faster per batch; it is the same order.
+The rows of a batch follow from seed, epoch and the number of the batch, so that any
+number of processes agree without communicating, and resuming is arithmetic. The shuffle
+is a Feistel network, which needs no table and never changes: NumPy's permutation may
+differ between releases, and a run that resumed after an upgrade would lose some rows
+and repeat others. Up to a million rows, the order of an epoch is computed once as a
+table, which is faster per batch; it is the same order.
 """
 
 import functools
@@ -23,9 +23,12 @@ from meshlayout.data.position import Position
 from meshlayout.data.protocols import RandomAccessSource
 
 
-# Up to here the order of a whole epoch is computed at once.
+# Up to this many rows, the order of a whole epoch is computed at once: 8 MB.
 _LARGEST_TABLE = 2**20
 
+# Rounds of the Feistel network. Four make a good permutation of random functions (Luby
+# and Rackoff, 1988); two more, since small datasets have halves of a few bits. Changing
+# this would change the order of every resumed run.
 _ROUNDS = 6
 
 
@@ -34,7 +37,7 @@ class Cut:
     """How batches are cut from the rows that a process reads.
 
     Attributes:
-        size: The rows of one batch, of those that this process reads.
+        size: The number of rows of the source that make one batch on this process.
         keep: Which of them are this process's own, ascending; None for all.
     """
 
@@ -43,7 +46,7 @@ class Cut:
 
     @property
     def num_kept(self) -> int:
-        """How many rows of a batch are this process's own."""
+        """The number of rows of a batch that are this process's own."""
         return self.size if self.keep is None else len(self.keep)
 
     @functools.cached_property
@@ -53,7 +56,10 @@ class Cut:
 
     @functools.cached_property
     def slots(self) -> Sequence[int]:
-        """For each row of a batch, its place among the kept ones; others come last."""
+        """For each row of a batch, its index among the kept ones.
+
+        Rows that are not kept share the index after the last one.
+        """
         if self.keep is None:
             return range(self.size)
         slots = np.full(self.size, self.num_kept)
@@ -65,9 +71,9 @@ class Cut:
         return row if self.keep is None else int(np.searchsorted(self.keep, row))
 
     def is_real(self, count: int) -> np.ndarray | None:
-        """Returns which kept rows are real, and not padding; None for all.
+        """Returns which kept rows are real, as opposed to padding; None for all.
 
-        Those are the ones among the first `count` rows of the batch.
+        Real are those among the first `count` rows of the batch.
         """
         return None if count >= self.size else self.kept < count
 
@@ -77,9 +83,9 @@ class HostBatch:
     """This process's rows of one batch, before they are placed.
 
     Attributes:
-        leaves: In JAX's order, on the host; or one batch that its maker has placed.
-        count: How many rows of the batch are real.
-        position: The place after it.
+        leaves: In JAX's order, on the host; or a single batch that is on the mesh.
+        count: The number of real rows in the batch, on all processes.
+        position: The position after the batch.
     """
 
     leaves: list[Any]
@@ -92,8 +98,8 @@ class Order:
 
     Args:
         num_rows: Rows of the source.
-        seed: What shuffles them; None leaves them as they are.
-        epoch: Which epoch, from 0.
+        seed: The seed of the shuffle; None keeps the order of the source.
+        epoch: The epoch, from 0.
 
     Example:
         >>> order = Order(5, seed=0, epoch=3)
@@ -109,27 +115,28 @@ class Order:
         self._keys: list[np.uint64] | None = None
         if seed is None:
             return
-        # NumPy promises that seed sequences do not change.
+        # NumPy promises that seed sequences do not change, unlike its generators.
         entropy = np.random.SeedSequence([seed, epoch])
         self._keys = list(entropy.generate_state(_ROUNDS, np.uint64))
         if num_rows <= _LARGEST_TABLE:
             self._table = self._permuted_rows(np.arange(num_rows))
 
-    def at(self, places: np.ndarray) -> np.ndarray:
-        """Returns the numbers of the rows at some places of the order, as int64."""
+    def at(self, positions: np.ndarray) -> np.ndarray:
+        """Returns the row indices at some positions of the order, int64."""
         if self._table is not None:
-            return self._table[places]
-        return places if self._keys is None else self._permuted_rows(places)
+            return self._table[positions]
+        return positions if self._keys is None else self._permuted_rows(positions)
 
-    def _permuted_rows(self, places: np.ndarray) -> np.ndarray:
-        """Returns places under a permutation that needs no table.
+    def _permuted_rows(self, positions: np.ndarray) -> np.ndarray:
+        """Returns the row at each position, by a permutation that needs no table.
 
-        A Feistel network permutes the next power of 4; a place that lands outside of
-        the rows is permuted again until it is inside (Black and Rogaway, 2002, "Ciphers
-        with arbitrary finite domains", cycle walking).
+        A Feistel network permutes the integers below a power of 4. A result that is
+        not a row is permuted again until it is one: cycle walking (Black and Rogaway,
+        2002, "Ciphers with arbitrary finite domains"). At most three quarters of the
+        integers are not rows, so few rounds are needed.
         """
         half = ((self._num_rows - 1).bit_length() + 1) // 2
-        rows = self._permuted(places.astype(np.uint64), half)
+        rows = self._permuted(positions.astype(np.uint64), half)
         outside = np.flatnonzero(rows >= self._num_rows)
         while outside.size:
             rows[outside] = self._permuted(rows[outside], half)
@@ -137,6 +144,7 @@ class Order:
         return rows.astype(np.int64)
 
     def _permuted(self, values: np.ndarray, half: int) -> np.ndarray:
+        # Whatever the mixing function, a round can be undone, so this is a permutation.
         shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
         left, right = values >> shift, values & mask
         for key in self._keys or ():
@@ -145,7 +153,7 @@ class Order:
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:
-    """Returns 64-bit numbers with their bits mixed: the finalizer of SplitMix64."""
+    """Returns 64-bit numbers with their bits mixed, by the finalizer of SplitMix64."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
@@ -155,7 +163,8 @@ class RowReader:
     """Gathers this process's rows of each batch.
 
     An epoch has `num_batches`; if that is None, epochs run into each other. Rows are
-    shuffled by `seed`, unless it is None.
+    shuffled by `seed`, unless it is None. A reader has no state but caches: any batch
+    can be read at any time.
     """
 
     def __init__(
@@ -171,34 +180,37 @@ class RowReader:
         self._source, self._spec, self._cut, self._clock = source, spec, cut, clock
         self._num_batches = num_batches
         self._num_rows = num_rows = len(source)
-        # A batch may span two epochs; older orders are dropped.
+        # A batch may span two epochs, so two orders are kept.
         self._order = functools.lru_cache(2)(functools.partial(Order, num_rows, seed))
 
     def close(self) -> None:
-        """Does nothing: no file or thread is open."""
+        """Does nothing: a source with random access is the user's to close."""
 
     def read(
         self, position: Position, digest: RowDigest | None = None
     ) -> HostBatch | None:
-        """Returns the next batch, or None at the epoch's end."""
-        del digest  # rows are compared between processes when the dataset is made
+        """Returns the next batch, or None at the end of the epoch."""
+        del digest  # rows were compared between processes when the dataset was made
         if self._num_batches is None:
             return self._repeated(position)
         if position.batch >= self._num_batches:
             return None
         start = position.batch * self._cut.size
+        # 0 if this process has no rows left, and other processes do.
         count = min(max(self._num_rows - start, 0), self._cut.size)
         leaves = [_filled_up(leaf, self._cut.num_kept) for leaf in self._rows(position)]
         after = position._replace(batch=position.batch + 1, row=start + count)
         return HostBatch(leaves, count, after)
 
     def _repeated(self, position: Position) -> HostBatch | None:
-        """Returns the next batch where epochs run into each other."""
+        """Returns the next batch if epochs run into each other."""
         if position.row >= self._num_rows:
             return None
         leaves = self._rows(position)
         passed, row = divmod(position.row + self._cut.size, self._num_rows)
         if not row:
+            # The end of this epoch, not the start of the next: an iteration that ends
+            # here has not started another epoch.
             passed, row = passed - 1, self._num_rows
         batch = 0 if passed else position.batch + 1
         after = position._replace(epoch=position.epoch + passed, batch=batch, row=row)
@@ -207,7 +219,7 @@ class RowReader:
     def _rows(self, position: Position) -> list[np.ndarray]:
         """Returns this process's rows of the batch after a position, leaf by leaf."""
         specs = self._spec.leaves
-        if not self._cut.num_kept:
+        if not self._cut.num_kept:  # no device of this process is in the mesh
             return [np.empty((0, *spec.shape), spec.to or object) for spec in specs]
         indices = self._indices(position)
         batch, epoch = position.batch + 1, position.epoch + 1
@@ -224,30 +236,33 @@ class RowReader:
         return [np.concatenate(column) for column in zip(*columns, strict=True)]
 
     def _indices(self, position: Position) -> list[tuple[int, np.ndarray]]:
-        """Returns the reads for the next batch: epochs, and rows of each."""
+        """Returns what to read for the next batch: row indices, by epoch."""
         if self._num_batches is None:
-            epochs, places = np.divmod(position.row + self._cut.kept, self._num_rows)
+            epochs, orders = np.divmod(position.row + self._cut.kept, self._num_rows)
             epochs += position.epoch
             return [
-                (int(epoch), self._order(int(epoch)).at(places[epochs == epoch]))
+                (int(epoch), self._order(int(epoch)).at(orders[epochs == epoch]))
                 for epoch in np.unique(epochs)
             ]
         start = position.batch * self._cut.size
-        places = np.minimum(start + self._cut.kept, self._num_rows - 1)
+        orders = np.minimum(start + self._cut.kept, self._num_rows - 1)
         if start + self._cut.size > self._num_rows:
-            places = np.unique(places)  # padding is the last row again, read once
-        return [(position.epoch, self._order(position.epoch).at(places))]
+            orders = np.unique(orders)  # padding repeats the last row, read once
+        return [(position.epoch, self._order(position.epoch).at(orders))]
 
     def _read(self, indices: np.ndarray, epoch: int) -> list[np.ndarray]:
         try:
             return self._spec.checked(self._source.read_rows(indices, epoch))
-        except StopIteration as error:  # would silently end the epoch
+        except StopIteration as error:  # would pass for the end of the iteration
             msg = "the source raised StopIteration when it was asked for rows."
             raise RuntimeError(msg) from error
 
 
 def _filled_up(leaf: np.ndarray, num_rows: int) -> np.ndarray:
-    """Returns a leaf with its last row repeated up to a number of rows."""
+    """Returns a leaf with its last row repeated up to a number of rows.
+
+    As `_batches.pad_rows`, but into memory that goes to CPU devices without a copy.
+    """
     if len(leaf) == num_rows:
         return leaf
     out = empty((num_rows, *leaf.shape[1:]), leaf.dtype)

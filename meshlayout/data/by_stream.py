@@ -1,13 +1,12 @@
-"""Batches of a source that is read one way: elements, copied into batches as they come.
+"""Batches of a stream: elements are copied into batches as they are read.
 
 A generator may yield the same buffer again and again, or views of one that it refills.
-So each example is copied into the batch before the next one is asked for; nothing is
-gathered first, and nothing is inferred from the addresses of arrays. That is also
-the fastest way: an example is written once, where it stays.
+So each example is copied into the batch before the next one is read; nothing is
+collected first, and nothing is inferred from the addresses of arrays. That is also the
+fastest way: an example is written once, to where it stays.
 """
 
 import itertools
-import json
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout.data.agreement import RowDigest
 from meshlayout.data.by_row import Cut, HostBatch
 from meshlayout.data.clock import Clock
+from meshlayout.data.elements import ElementReader, no_rows, rows_text
 from meshlayout.data.examples import (
     ExampleSpec,
     LeafSpec,
@@ -27,116 +27,17 @@ from meshlayout.data.examples import (
     empty,
     is_placed,
     leaf_array,
-    looks_batched,
-    stack,
     structure_error,
 )
 from meshlayout.data.position import Position
-from meshlayout.data.protocols import JSON, Stream, StreamSource
+from meshlayout.data.protocols import JSON
 from meshlayout.errors import DataError
-
-
-class ElementReader:
-    """Reads the elements of a stream, pass after pass.
-
-    The first element can be looked at: it then comes again, so that nothing is read
-    twice, and a source that can be read only once is whole.
-    """
-
-    def __init__(self, source: StreamSource) -> None:
-        self.source = source
-        self._stream: Stream | None = None
-        self._first: tuple[PyTree, JSON] | None = None  # and the place before it
-        self._epoch: int | None = None  # of the pass that is open
-
-    def look(self) -> tuple[PyTree, int | None]:
-        """Returns the first element with rows, as a tree of arrays, and their number.
-
-        The number is None for a single example, which is given a dim for the rows.
-
-        Raises:
-            DataError: If there is none, or it may be an example or a batch.
-        """
-        try:
-            if self._first is None:
-                self.go_to(0)
-            state = self.place()
-            for element in self.elements():
-                rows, count = _with_rows(element, batched=self.source.batched)
-                if count != 0:
-                    self._first = element, state
-                    return rows, count
-                state = self.place()
-            raise DataError(no_rows(0))
-        except BaseException:
-            self.close()
-            raise
-
-    def go_to(self, epoch: int, state: JSON = None) -> None:
-        """Begins an epoch, and goes to a place in it."""
-        if self._first is None or self._epoch != epoch:
-            self.close()
-            self._stream = self.source.open(epoch)
-            self._epoch = epoch
-        if state is not None and self._stream is not None:
-            self._first = None
-            self._stream.set_state(state)
-
-    def elements(self) -> Iterator[PyTree]:
-        """Returns the elements that come next; at least one of them must be taken."""
-        first, self._first = self._first, None
-        stream = iter(() if self._stream is None else self._stream)
-        return stream if first is None else itertools.chain(first[:1], stream)
-
-    def place(self) -> JSON:
-        """Returns the place before the next element; None if it is not known.
-
-        Raises:
-            DataError: If JSON cannot hold it.
-        """
-        if self._first is not None:
-            return self._first[1]
-        state = None if self._stream is None else self._stream.get_state()
-        if state is None:
-            return None
-        try:
-            return json.loads(json.dumps(state))
-        except (TypeError, ValueError) as error:
-            msg = (
-                f"the source's get_state() returned a {type(state).__name__} that JSON "
-                f"does not take: {error}. Return numbers, strings, lists and dicts."
-            )
-            raise DataError(msg) from error
-
-    def close(self) -> None:
-        """Closes the pass that is open."""
-        stream, self._stream, self._first = self._stream, None, None
-        self._epoch = None
-        if stream is not None:
-            stream.close()
-
-
-def _with_rows(element: PyTree, *, batched: bool | None) -> tuple[PyTree, int | None]:
-    """Returns an element as rows, and how many they are; None for a single example."""
-    if batched is not False and is_placed(element):
-        return element, len(jax.tree.leaves(element)[0])
-    if batched is None and looks_batched(element):
-        raise DataError(ambiguous("the source"))
-    return as_batch(element) if batched else (stack([element]), None)
-
-
-def ambiguous(what: str) -> str:
-    """Returns the sentence that asks for `batched=`."""
-    return (
-        f"the elements of {what} may be examples or batches: all their arrays have the "
-        "same first dim. Say batched=False for examples, or batched=True for batches."
-    )
 
 
 class StreamReader:
     """Copies this process's rows of a stream into batches.
 
-    Without a `spec`, elements are placed batches, which are passed on unchanged.
+    Without a `spec`, elements are batches on the mesh, which are passed on unchanged.
     """
 
     def __init__(
@@ -151,8 +52,11 @@ class StreamReader:
     ) -> None:
         self._elements, self._spec, self._cut = elements, spec, cut
         self._batched, self._remainder, self._clock = batched, remainder, clock
-        self._next: tuple[int, int] | None = None  # the epoch and row that come next
-        # Rows of the source's batch that were not used yet; and the place before it.
+        # The epoch and row that the open pass would read next; None after an error,
+        # which leaves the stream somewhere in between.
+        self._next: tuple[int, int] | None = None
+        # The source's latest batch, how many of its rows were used and are left, and
+        # the stream's position before it.
         self._block: list[np.ndarray] = []
         self._used = self._left = 0
         self._before: JSON = None
@@ -163,16 +67,16 @@ class StreamReader:
         """Returns the next batch, or None at the epoch's end.
 
         Args:
-            position: The place after the batch before it, or an epoch's start. Where
-                the stream is elsewhere, it goes there; by reading and dropping rows if
-                it does not know its place.
-            digest: Where rows are added, of this process and of others.
+            position: The position after the previous batch, or the start of an epoch.
+                A stream that is elsewhere is moved there; if it cannot seek, by reading
+                and dropping rows.
+            digest: To which rows are added, of this process and of others.
 
         Raises:
-            DataError: If the rows do not fit, or the source cannot go to the place.
+            DataError: If the rows do not fit, or the source ends before the position.
         """
         if self._next != (position.epoch, position.row):
-            self._go_to(position)
+            self._seek(position)
         self._next = None
         with self._clock.stage("read") as timer:
             if self._spec is None:
@@ -185,22 +89,24 @@ class StreamReader:
         return batch if batch is None else self._checked(batch, position)
 
     def close(self) -> None:
-        """Closes the pass that is open."""
+        """Closes the open pass."""
         self._next = None
         self._block, self._left = [], 0
         self._elements.close()
 
     def _open(self, epoch: int, state: JSON = None) -> None:
         self._block, self._left = [], 0
-        self._elements.go_to(epoch, state)
+        self._elements.seek(epoch, state)
 
-    def _go_to(self, position: Position) -> None:
-        """Goes to a place; by reading and dropping where the source knows none."""
+    def _seek(self, position: Position) -> None:
+        """Moves the stream to a position; by reading if it has none of its own."""
+        # At the start of an epoch, the stream's state may still be of the one before.
         state = position.source if position.row else None
         self._open(position.epoch, state)
         missing = position.row if state is None else position.offset
         with self._clock.stage("read"):
             if missing and (self._spec is None or not self._batched):
+                # One element per example; or per batch, if they are on the mesh.
                 missing = position.batch if self._spec is None else missing
                 skipped = itertools.islice(self._elements.elements(), missing)
                 missing -= sum(1 for _ in skipped)
@@ -210,8 +116,8 @@ class StreamReader:
                 missing -= self._used
         if missing:
             msg = (
-                "the source ended before the place of the state: it is shorter than "
-                "when the state was taken."
+                "the source ended before the position of the state: it is shorter than "
+                "when the state was saved."
             )
             raise DataError(msg)
 
@@ -232,6 +138,8 @@ class StreamReader:
                     continue
                 if self._remainder != "repeat" or not buffer.filled:
                     break
+                # The batch runs on into the next epoch, whose rows count from 0 after
+                # those that were read before.
                 epoch, row = epoch + 1, -buffer.filled
                 self._open(epoch)
                 if not self._fill(buffer):
@@ -243,13 +151,15 @@ class StreamReader:
             epoch=epoch,
             batch=0 if epoch != position.epoch else position.batch + 1,
             row=row + buffer.filled,
-            source=self._before if self._left else self._elements.place(),
+            # In the middle of the source's batch, a resumed stream reads it again, and
+            # the rows that were used are skipped.
+            source=self._before if self._left else self._elements.position(),
             offset=self._used if self._left else 0,
         )
         return HostBatch(leaves, buffer.filled, after)
 
     def _fill(self, buffer: "_RowBuffer") -> bool:
-        """Adds rows to a batch; returns whether there were any."""
+        """Adds rows to a batch; returns whether there were any left in the pass."""
         before = buffer.filled
         missing = self._cut.size - before
         if not self._batched:
@@ -264,14 +174,14 @@ class StreamReader:
     def _next_block(self, spec: ExampleSpec) -> bool:
         """Reads a batch that is not empty; returns whether there was one."""
         while True:
-            self._before = self._elements.place()
+            self._before = self._elements.position()
             element = next(self._elements.elements(), None)
             if element is None:
                 return False
             if is_placed(element):
                 msg = (
-                    "the source gave a batch on devices after others on the host. Give "
-                    "all of them in one place."
+                    "the source yielded a batch on devices after others on the host. "
+                    "Yield all of them in one place."
                 )
                 raise DataError(msg)
             rows, count = as_batch(element)
@@ -282,26 +192,26 @@ class StreamReader:
         return True
 
     def _next_placed(self, position: Position) -> HostBatch | None:
-        """Returns the next batch of a stream of placed batches."""
+        """Returns the next batch of a stream whose batches are on the mesh."""
         batch: Batch = next(self._elements.elements(), None)
         if batch is None:
             return None
         if not is_placed(batch):
             msg = (
-                "the source gave a batch on the host after others on devices. Give all "
-                "of them in one place."
+                "the source yielded a batch on the host after others on devices. Yield "
+                "all of them in one place."
             )
             raise DataError(msg)
         count = len(jax.tree.leaves(batch)[0])
         after = position._replace(
             batch=position.batch + 1,
             row=position.row + count,
-            source=self._elements.place(),
+            source=self._elements.position(),
         )
         return HostBatch([batch], count, after)
 
     def _checked(self, batch: HostBatch, position: Position) -> HostBatch | None:
-        """Returns a batch that is full, or may be padded; None if it is dropped."""
+        """Returns a batch that is full or will be padded; None if it is dropped."""
         size, count = self._cut.size, batch.count
         if count == size or self._spec is None:
             return batch
@@ -327,10 +237,11 @@ class StreamReader:
 class _RowBuffer:
     """The rows of one batch, being filled.
 
-    Examples are collected in the source's dtypes, and converted together; the rows of
-    batches are converted as they are copied. One row more than this process keeps is
-    allocated: the last row of another process's, which may have to be repeated as
-    padding, is written there.
+    Single examples are written in the source's dtypes, and converted together at the
+    end, which is faster than one by one; the rows of batches are converted as they are
+    copied. If this process keeps only some rows, one more is allocated than it keeps:
+    the rows of other processes are written over each other there, because the last one
+    of them may be the row that padding repeats.
     """
 
     def __init__(
@@ -346,12 +257,14 @@ class _RowBuffer:
             )
             for leaf in spec.leaves
         ]
-        # By leaf, the types of lone numbers and strings that need no further check.
+        # By leaf, the types of numbers and strings that need no further check.
         self._scalars: list[set[type]] = [set() for _ in spec.leaves]
 
     def add_examples(self, elements: Iterator[PyTree], count: int) -> None:
         """Adds at most `count` single examples, each before the next one is read."""
-        # This loop runs for every example, and locals are faster than attributes.
+        # This loop runs for every example: locals are faster than attributes, a
+        # comparison of types faster than isinstance, and zip faster without strict=
+        # (`flatten` returns one leaf per column).
         flatten, ndarray = _flattener(self.spec), np.ndarray
         columns = [
             (out, spec.dtype, spec.shape, scalars, spec)
@@ -384,7 +297,7 @@ class _RowBuffer:
                 msg = f"an example holds an integer beyond 64 bits: {error}."
                 raise DataError(msg) from None
             self.filled += 1
-            if has_every_row:
+            if has_every_row:  # also of other processes: they are compared with them
                 self._add_to_digest(self._out, slot, slot + 1)
         if self.filled and not has_every_row:
             last = self._cut.slots[self.filled - 1]
@@ -398,9 +311,8 @@ class _RowBuffer:
         chosen: Any = slice(start, stop)
         if cut.keep is not None:
             chosen = cut.keep[low:high] - self.filled + start
-            if (
-                high > low and chosen[-1] - chosen[0] == high - low - 1
-            ):  # views are free
+            is_contiguous = high > low and chosen[-1] - chosen[0] == high - low - 1
+            if is_contiguous:  # a view instead of a gathered copy
                 chosen = slice(int(chosen[0]), int(chosen[-1]) + 1)
         for spec, out, leaf in zip(self.spec.leaves, self._out, block, strict=True):
             if high > low:
@@ -412,7 +324,11 @@ class _RowBuffer:
         self._add_to_digest(block, start if has_every_row else stop - 1, stop)
 
     def finished(self) -> list[np.ndarray]:
-        """Returns the leaves; rows that were not filled repeat the last one."""
+        """Returns the leaves; rows that were not filled repeat the last one.
+
+        The last row of the whole batch, not of this process's rows: padding is the
+        same on any number of processes.
+        """
         kept, num_kept = self._cut.num_kept_before(self.filled), self._cut.num_kept
         leaves = []
         for spec, out in zip(self.spec.leaves, self._out, strict=True):
@@ -428,9 +344,10 @@ class _RowBuffer:
 
 
 def _flattener(spec: ExampleSpec) -> Callable[[PyTree], Sequence[Any]]:
-    """Returns a function from an example to its leaves, quick for a dict of leaves.
+    """Returns a function from an example to its leaves, fast for a flat dict.
 
-    What is not a leaf in such a dict is refused where it is written.
+    It does not check that the values of such a dict are leaves: `_checked` does, when
+    they are written.
     """
     flatten = spec.treedef.flatten_up_to
     names = [leaf.path for leaf in spec.leaves]
@@ -446,9 +363,9 @@ def _flattener(spec: ExampleSpec) -> Callable[[PyTree], Sequence[Any]]:
 
 
 def _checked(spec: LeafSpec, leaf: Leaf, scalars: set[type]) -> Any:
-    """Returns a leaf of one example, refused unless it is as the first example's.
+    """Returns a leaf of one example, after checking it against the first example's.
 
-    Its type is added to `scalars` if all values of the type will do.
+    Its type is added to `scalars` if no value of that type needs the check again.
     """
     array = leaf_array(spec.path, leaf)
     spec.check(array.shape, array)
@@ -459,24 +376,8 @@ def _checked(spec: LeafSpec, leaf: Leaf, scalars: set[type]) -> Any:
 
 
 def first_row(spec: ExampleSpec, rows: PyTree) -> list[np.ndarray]:
-    """Returns the leaves of the first row alone, copied."""
+    """Returns the leaves of the first row alone, as copies."""
     return [
         leaf_spec.converted(leaf[:1].astype(leaf_spec.dtype))
         for leaf_spec, leaf in zip(spec.leaves, spec.checked(rows), strict=True)
     ]
-
-
-def no_rows(epoch: int) -> str:
-    """Returns the sentence about an epoch without examples; the first one is 0."""
-    if not epoch:
-        return "the source is empty: it gave no examples."
-    return (
-        f"the source gave no examples in epoch {epoch + 1}, after those before it: it "
-        "can be read once. A function that makes the generator has to make a new one "
-        "at every call."
-    )
-
-
-def rows_text(count: int) -> str:
-    """Returns a number of rows in words."""
-    return f"{count} row" if count == 1 else f"{count} rows"

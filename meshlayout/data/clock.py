@@ -1,7 +1,7 @@
 """How long each stage of an input pipeline takes, and notes for its user.
 
-Stages nest: reading a batch may map it. Each is charged with its own time only, so
-that the slowest stage is the one to work on.
+Stages nest: reading a batch may map it. Each is charged only with its own time, so that
+the slowest stage of the report is the one to work on.
 """
 
 import logging
@@ -20,8 +20,8 @@ class Stage:
     """The work that one stage of a pipeline has done.
 
     Attributes:
-        name: `read`, up to a batch on the host; `place`, onto the devices; and for
-            `from_tfds` also `decode`, `map` and `stack`.
+        name: `read`, which makes a batch on the host; `place`, which copies it to the
+            devices; and for `from_tfds` also `decode`, `map` and `stack`.
         rows: The examples that passed through it.
         seconds: The time it took.
     """
@@ -38,13 +38,16 @@ class Stage:
 
 @dataclass(frozen=True)
 class PipelineReport:
-    """The work of the stages of a pipeline so far, in this process.
+    """The work of the stages of a pipeline so far, on this process.
+
+    Use this to find out whether training waits for data, and for which stage: if
+    `waited_s` is near 0, the pipeline keeps up, however long its stages take.
 
     Attributes:
-        stages: In the order in which examples pass through them.
-        waited_s: Seconds for which the loop waited for batches.
+        stages: The stages, in the order in which examples pass through them.
+        waited_s: Seconds that the loop spent waiting for batches.
         batches: Batches that the loop received.
-        notes: Conversions, choices, dropped rows.
+        notes: What was converted, chosen or dropped, in sentences.
 
     Example:
         >>> report = PipelineReport((Stage("read", 512, 0.5),), 0.25, 4, ("Note.",))
@@ -63,7 +66,7 @@ class PipelineReport:
 
     @property
     def bottleneck(self) -> str | None:
-        """The stage with the fewest examples per second; None before the first."""
+        """The stage with the fewest examples per second; None before any was timed."""
         timed = [stage for stage in self.stages if stage.rows and stage.seconds]
         if not timed:
             return None
@@ -108,7 +111,8 @@ class Clock:
     """Adds up seconds and rows by stage; any thread may use it.
 
     Attributes:
-        running: For each thread, the time of the stages inside the running one.
+        running: Per thread, in `inner_s`: the seconds of stages inside the one that is
+            running there, or None if none is.
 
     Example:
         >>> clock = Clock()
@@ -128,16 +132,16 @@ class Clock:
         self._batches = 0
 
     def stage(self, name: str, rows: int = 0) -> "_StageTimer":
-        """Measures the time in a `with` block, without that of stages inside it."""
+        """Measures the time of a `with` block, excluding that of stages inside it."""
         return _StageTimer(self, name, rows)
 
     def add(self, name: str, rows: int, seconds: float) -> None:
-        """Adds what was measured elsewhere.
+        """Adds a time that was measured elsewhere.
 
         Args:
             name: The stage's name.
             rows: The examples that passed through it.
-            seconds: The time it took; a stage around it is charged that much less.
+            seconds: The time it took; an enclosing stage is charged that much less.
         """
         inner_s = getattr(self.running, "inner_s", None)
         if inner_s is not None:
@@ -147,7 +151,7 @@ class Clock:
             self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def waited(self, seconds: float) -> None:
-        """Adds the seconds for which the loop waited for one batch."""
+        """Adds the seconds that the loop waited for one batch."""
         with self._lock:
             self._waited += seconds
             self._batches += 1
@@ -177,9 +181,13 @@ class Clock:
 
 
 class _StageTimer:
-    """A `with` block whose own time is added to a stage."""
+    """A `with` block whose own time is added to a stage.
 
-    # A class, since a generator with `contextlib` costs several calls per batch more.
+    Attributes:
+        rows: The examples of the block; may be set inside it, once they are known.
+    """
+
+    # A class: a generator with `contextlib` costs several more calls per batch.
     __slots__ = ("_clock", "_name", "_outer_s", "_start", "rows")
 
     def __init__(self, clock: Clock, name: str, rows: int) -> None:
@@ -195,7 +203,10 @@ class _StageTimer:
     def __exit__(self, *_: object) -> None:
         seconds = time.perf_counter() - self._start
         running = self._clock.running
+        # Several workers' times, added with `add`, may exceed this thread's.
         own_s = max(0.0, seconds - running.inner_s)
+        # `add` would charge the enclosing stage with this stage's own time only; it
+        # has to be charged with the whole block.
         running.inner_s = None
         self._clock.add(self._name, self.rows, own_s)
         running.inner_s = None if self._outer_s is None else self._outer_s + seconds

@@ -1,19 +1,20 @@
-"""`distribute_dataset`: from a source to global batches on a mesh."""
+"""`distribute_dataset`: from a source to global batches on a mesh.
+
+The user's object becomes one of the two kinds of source in `protocols`, a `DataPlan`
+decides everything that can be decided before the first batch, and the dataset hands out
+iterators. A dataset is not an iterator: it only remembers where the next one starts, so
+that several loops over it can run at once.
+"""
 
 import functools
-import threading
-import time
 import weakref
-from collections.abc import Mapping
-from types import TracebackType
+from collections.abc import Callable, Mapping
 from typing import (
     Any,
     Generic,
     NoReturn,
     Required,
-    Self,
     TypedDict,
-    TypeVar,
     Unpack,
     overload,
 )
@@ -23,17 +24,35 @@ import numpy as np
 
 from meshlayout import _checks
 from meshlayout._annotations import PyTree
+from meshlayout.data.adapters import (
+    arrays,
+    grain,
+    hugging_face,
+    iterables,
+    tensorflow,
+    tfds,
+    torch,
+)
 from meshlayout.data.agreement import FACTS, agreement_of, failure_reported
-from meshlayout.data.batch_iterator import BatchIterator, Prefetch
+from meshlayout.data.batch_iterator import BatchT, DataIterator
 from meshlayout.data.clock import Clock, PipelineReport
 from meshlayout.data.placement import LayoutOrMesh, batch_layout
-from meshlayout.data.plan import DataOptions, DataPlan, as_source
-from meshlayout.data.position import Position, from_state, to_state
-from meshlayout.data.protocols import JSON
+from meshlayout.data.plan import DataOptions, DataPlan
+from meshlayout.data.position import Position
+from meshlayout.data.protocols import RandomAccessSource, Source, StreamSource
 from meshlayout.errors import DataError
 
 
-BatchT = TypeVar("BatchT")
+# By the top-level package of an object's class or of one of its bases, so that no
+# framework has to be imported to recognize its objects. An adapter returns None for an
+# object of its package that it does not support.
+_ADAPTERS: dict[str, Callable[..., Source | None]] = {
+    "grain": grain.adapt,
+    "tensorflow": tensorflow.adapt,
+    "tensorflow_datasets": tfds.adapt,
+    "torch": torch.adapt,
+    "datasets": hugging_face.adapt,
+}
 
 
 class DatasetArguments(TypedDict, total=False):
@@ -51,6 +70,7 @@ class DatasetArguments(TypedDict, total=False):
     batched: bool | None
 
 
+# The overloads carry the type of the batches over from that of the arrays.
 @overload
 def distribute_dataset(
     source: Mapping[str, np.ndarray | jax.Array],
@@ -92,13 +112,15 @@ def distribute_dataset(
 ) -> "DistributedDataset[Any]":
     """Makes global batches on a mesh from a source of examples.
 
-    Every example is in one batch of an epoch, and each process loads the rows of which
-    its devices hold a part. Batches have one shape and one structure; those that the
-    source cannot fill are padded with its last row, and marked by weights of 0.
+    Use this to feed a train or eval step from anything: arrays in memory, a generator,
+    or a dataset of another framework. Every example is in exactly one batch of an
+    epoch, and each process loads only the rows that its devices need. All batches have
+    the same shape and structure; those that the source cannot fill are padded with its
+    last row, and the padding is marked by weights of 0.
 
     On several processes, all of them must pass the same source (or
-    `per_process=True`): rows are compared now and then, and a source that differs is
-    refused on all of them.
+    `per_process=True`): rows are compared from time to time, and sources that differ
+    are refused on every process.
 
     Args:
         source: A tree of arrays, a list of examples, an iterable, an iterator or a
@@ -109,31 +131,31 @@ def distribute_dataset(
             unsharded, or a mesh, whose axes called batch, data or fsdp shard the first
             dim.
         global_batch_size: Rows of a batch, on all processes together.
-        remainder: What becomes of rows that do not fill a batch: `"pad"`; `"drop"`;
-            `"repeat"`, in which epochs run into each other; or `"error"`.
-        weights: Where batches carry one weight per example, float32: a dict's key, or
-            a tuple's place, its length to append them. Padding needs such a place;
-            weights that the source has are kept, and are 0 for padding. None for
-            nowhere.
+        remainder: What to do with the rows that do not fill a batch: `"pad"`;
+            `"drop"`; `"repeat"`, which lets epochs run into each other; or `"error"`.
+        weights: Where batches carry one float32 weight per example: a key of a dict,
+            or an index into a tuple; the tuple's length appends them. Padding needs
+            such an entry. Weights that the source has are kept, and set to 0 for
+            padding. None for batches without weights.
         shuffle: A seed, which together with the epoch determines the order of the rows
-            of a source with random access. None leaves them as they are.
+            of a source with random access. None keeps their order.
         epochs: Passes over the source in one iteration; None for as many as the loop
-            takes batches of, also from a source without an end.
-        steps: Batches in one iteration; None for all. The next iteration begins where
-            the last one ended, so that all rows are seen in time.
+            needs, which a source without an end requires.
+        steps: Batches in one iteration; None for all. The next iteration starts where
+            the last one ended, so that every row is seen eventually.
         prefetch: How many batches a background thread prepares ahead; 0 starts no
             thread.
         per_process: Whether the source on each process yields this process's rows only,
-            in the order of `process_rows`. Processes take as many steps as the one
-            with the most rows, or with `remainder="drop"` the fewest. Where a stream
-            has no rows left for a step, its first one is the padding.
+            in the order of `process_rows`. All processes take as many steps as the one
+            with the most rows, or with `remainder="drop"` the fewest. A stream that has
+            no rows left for a step is padded with its first row.
         strings: `"error"`, or `"host"` to leave leaves of strings as NumPy arrays of
             this process's rows.
         batched: Whether the elements of an iterable are batches (True) or examples
-            (False); None leaves it to the first element, where that can tell.
+            (False); None decides by the first element, and asks if it could be either.
 
     Returns:
-        The batches, to be iterated over once or more often.
+        The batches, which can be iterated over any number of times.
 
     Raises:
         DataError: If an argument is wrong, the source is empty or does not fit, or
@@ -153,6 +175,8 @@ def distribute_dataset(
     clock = Clock()
     layout = batch_layout(layout_or_mesh, clock.note)
     agreement = agreement_of(layout.mesh)
+    # The other processes are waiting to compare their options with this one's: a
+    # mistake made on one process alone must not leave them waiting.
     with failure_reported(agreement, FACTS):
         options = DataOptions(
             global_batch_size=global_batch_size,
@@ -176,18 +200,56 @@ def distribute_dataset(
     return DistributedDataset(DataPlan(open_source, layout, options, clock, agreement))
 
 
+def as_source(obj: object, clock: Clock, *, batched: bool | None = None) -> Source:
+    """Returns the user's object as a source.
+
+    Args:
+        obj: A source already, or an object that one of the adapters supports.
+        clock: Takes notes for the report.
+        batched: Whether the elements of an iterable are batches (True) or single
+            examples (False); None infers it from the object, if possible.
+
+    Raises:
+        DataError: If no adapter supports it, or it is ambiguous.
+    """
+    batched = _checks.choice("batched", batched, (True, False, None), error=DataError)
+    if isinstance(obj, type):
+        # A class has the methods that a protocol checks for, but none that can be
+        # called: take it as a function that makes an iterable.
+        obj = functools.partial(obj)
+    if isinstance(obj, (RandomAccessSource, StreamSource)):
+        if batched is not None:
+            msg = (
+                f"a {type(obj).__name__} is a source that already defines what it "
+                f"yields. Leave out batched={batched}."
+            )
+            raise DataError(msg)
+        return obj
+    packages = [kind.__module__.partition(".")[0] for kind in type(obj).__mro__]
+    class_names = {kind.__name__ for kind in type(obj).__mro__}
+    for package in dict.fromkeys(packages):
+        adapter = _ADAPTERS.get(package)
+        source = adapter(obj, class_names, clock, batched=batched) if adapter else None
+        if source is not None:
+            return source
+    rows = arrays.adapt(obj, batched=batched)
+    return iterables.adapt(obj, batched=batched) if rows is None else rows
+
+
 class DistributedDataset(Generic[BatchT]):
     """Global batches on a mesh; made by `distribute_dataset`.
 
     Each iteration yields the next `epochs` epochs of the source, or the next `steps`
-    batches. Several iterations at once do not disturb each other; each takes the
-    epochs after those of the iteration that was begun before it.
+    batches. Several iterations can run at once without disturbing each other; each
+    takes the epochs after those of the iteration that was started before it.
     """
 
     def __init__(self, plan: DataPlan) -> None:
         self._plan = plan
         self._next = Position(0)
-        self._latest = 0
+        self._latest_iteration = 0
+        # Not at exit: worker processes and threads end by themselves, and closing
+        # files while Python shuts down can fail.
         weakref.finalize(self, plan.close).atexit = False
 
     @property
@@ -202,7 +264,7 @@ class DistributedDataset(Generic[BatchT]):
 
     @property
     def weights(self) -> str | int | None:
-        """Where batches carry weights; None if they carry none."""
+        """The key or index of the weights in a batch; None if batches have none."""
         return self._plan.options.weights if self._plan.has_weights else None
 
     def __len__(self) -> int:
@@ -218,8 +280,8 @@ class DistributedDataset(Generic[BatchT]):
     def __reduce__(self) -> NoReturn:
         msg = (
             "a dataset holds its source, threads and devices, and cannot be copied or "
-            "pickled. Make another one with distribute_dataset; a place in it is saved "
-            "by get_state() of its iterator."
+            "pickled. Make another one with distribute_dataset; a position in it is "
+            "saved by get_state() of its iterator."
         )
         raise DataError(msg)
 
@@ -231,9 +293,10 @@ class DistributedDataset(Generic[BatchT]):
         start = self._next._replace(
             first_epoch=self._next.epoch, first_row=self._next.row, given=0
         )
-        self._latest += 1
+        self._latest_iteration += 1
         self._next = self._after(start)
-        return DataIterator(self, start, self._latest)
+        record = functools.partial(self._record, self._latest_iteration)
+        return DataIterator(self._plan, start, record)
 
     def restarted(self) -> "RestartedDataset[BatchT]":
         """Returns the same batches, from the start in every iteration.
@@ -246,23 +309,21 @@ class DistributedDataset(Generic[BatchT]):
         """Returns the work of each stage so far, on this process."""
         return self._plan.clock.report()
 
-    def _begin(self, position: Position) -> Prefetch:
-        """Returns the batches of an iteration from a position on."""
-        plan = self._plan
-        exchange = None if plan.agreement is None else plan.agreement.new_iteration()
-        batches = BatchIterator(plan, position, exchange)
-        return Prefetch(batches, plan.options.prefetch)
+    def _record(self, iteration: int, position: Position) -> None:
+        """Records how far an iteration has come, if it is the latest one.
 
-    def _moved(self, number: int, position: Position) -> None:
-        """Records the position of an iteration, if it is the latest one."""
-        if number == self._latest:
+        Only the latest one decides where the next starts: an older loop that is still
+        running must not move it back.
+        """
+        if iteration == self._latest_iteration:
             self._next = self._after(position)
 
     def _after(self, position: Position) -> Position:
-        """Returns the position at which the next iteration begins."""
+        """Returns the position at which the next iteration starts."""
         options = self._plan.options
-        if options.goes_on or options.epochs is None:
+        if options.continues or options.epochs is None:
             return position
+        # Also if the loop was left early: epochs start at their first row.
         return Position(position.first_epoch + options.epochs)
 
 
@@ -276,132 +337,6 @@ class RestartedDataset(Generic[BatchT]):
         return len(self._dataset)
 
     def __iter__(self) -> "DataIterator[BatchT]":
-        # A number that is never the latest: this iteration does not move the next.
-        return DataIterator(self._dataset, Position(0), -1)
-
-
-class DataIterator(Generic[BatchT]):
-    """The batches of one iteration over a `DistributedDataset`.
-
-    Several threads may take batches from it; each batch is given once. Reading starts
-    with the first batch. `close` stops what runs in the background, as does the end of
-    a `with` block, or leaving the loop. The dataset is kept: it may have no other name.
-    """
-
-    def __init__(
-        self, dataset: DistributedDataset[BatchT], position: Position, number: int
-    ) -> None:
-        self._dataset, self._position, self._number = dataset, position, number
-        self._batches: Prefetch | None = None
-        self._is_closed = False
-        self._lock = threading.Lock()
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> BatchT:
-        with self._lock:
-            self._check_open()
-            start = time.perf_counter()
-            if self._batches is None:
-                self._batches = self._dataset._begin(self._position)
-                # A loop that is left without closing leaves no thread behind.
-                self._stop_later = weakref.finalize(self, self._batches.stop)
-                self._stop_later.atexit = False
-            batch, self._position = next(self._batches)
-            self._dataset._plan.clock.waited(time.perf_counter() - start)
-            self._dataset._moved(self._number, self._position)
-            return batch
-
-    def __reduce__(self) -> NoReturn:
-        msg = (
-            "a data iterator holds threads and devices, and cannot be copied or "
-            "pickled. Save its get_state(), and set it on another one with "
-            "set_state()."
-        )
-        raise DataError(msg)
-
-    def get_state(self) -> dict[str, JSON]:
-        """Returns the place after the last batch that was given, as JSON takes it.
-
-        Batches that were made ready and not given do not count.
-
-        Example:
-            >>> import json, numpy as np
-            >>> from meshlayout import create_mesh
-            >>> from meshlayout.data import distribute_dataset
-            >>> mesh = create_mesh({"batch": 8})
-            >>> data = distribute_dataset(np.arange(32), mesh, global_batch_size=8)
-            >>> it = iter(data)
-            >>> _ = next(it)
-            >>> state = json.loads(json.dumps(it.get_state()))
-            >>> again = iter(data)
-            >>> again.set_state(state)
-            >>> np.asarray(next(again))
-            array([ 8,  9, 10, 11, 12, 13, 14, 15], dtype=int32)
-        """
-        with self._lock:
-            return to_state(self._dataset._plan.identity, self._position)
-
-    def set_state(self, state: JSON, *, skip: bool = False) -> None:
-        """Goes to a place, so that the batch after it comes next.
-
-        Args:
-            state: What `get_state` returned, here or in another run, on as many or
-                other processes.
-            skip: Whether a source that cannot go to a place may be read from the
-                epoch's start, and what comes before the place be dropped.
-
-        Raises:
-            DataError: If the state is of another dataset, or the source cannot go
-                there.
-        """
-        skip = _checks.flag("skip", skip, error=DataError)
-        with self._lock:
-            self._check_open()
-            plan = self._dataset._plan
-            position = from_state(plan.identity, state)
-            is_start = position.row == 0 and position.batch == 0
-            if plan.is_stream and position.source is None and not (is_start or skip):
-                msg = (
-                    f"this source cannot go to row {position.row} of epoch "
-                    f"{position.epoch + 1}: it does not know its place. "
-                    "iterator.set_state(state, skip=True) reads the rows before it, "
-                    "and drops them."
-                )
-                raise DataError(msg)
-            self._stop()
-            self._position = position
-            self._dataset._moved(self._number, position)
-
-    def close(self) -> None:
-        """Stops reading, and drops batches that were made ready."""
-        # A thread that waits for a batch holds the lock; stopping wakes it.
-        batches = self._batches
-        if batches is not None:
-            batches.stop()
-        with self._lock:
-            self._is_closed = True
-            self._stop()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            msg = "this data iterator is closed; iter(data) begins another one."
-            raise DataError(msg)
-
-    def _stop(self) -> None:
-        if self._batches is not None:
-            self._stop_later.detach()
-            self._batches.close()
-            self._batches = None
+        # No iteration has this number, so the dataset's own next one stays where it is.
+        record = functools.partial(self._dataset._record, -1)
+        return DataIterator(self._dataset._plan, Position(0), record)

@@ -1,7 +1,8 @@
 """A split that is decoded once and kept in memory.
 
-Batches are then gathered in one step from arrays in their own dtypes, which is a
-hundred times faster than decoding images one by one.
+Batches are then gathered in one step, from arrays in the dtypes of the dataset, which
+is a hundred times faster than decoding images one by one. There is no cache on disk:
+what does not fit into memory is decoded again in every epoch.
 """
 
 import os
@@ -23,13 +24,13 @@ from meshlayout.errors import DataError
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
-# A split is kept without being asked for if it takes no more of the free memory.
+# With cache="auto", a split is kept if it takes at most this share of the free memory.
 MEMORY_SHARE = 0.25
 
-# Rows that are decoded at a time.
+# How many rows are decoded at a time.
 _CHUNK = 512
 
-# What Python adds to a string in memory.
+# Bytes that Python adds to a string in memory, roughly.
 _STRING_OVERHEAD = 64
 
 
@@ -40,11 +41,11 @@ def decoded_rows(
 
     Args:
         pool: The workers that read.
-        num_rows: How many rows there are.
+        num_rows: The number of rows.
         note: Called with a sentence about what was done.
 
     Returns:
-        A tree of arrays with one row per example, each in its own dtype.
+        A tree of arrays with one row per example, in the dtypes of the dataset.
 
     Raises:
         DataError: If a leaf's shape differs between rows.
@@ -58,6 +59,8 @@ def decoded_rows(
         for piece in pool.read(indices, 0)[0]:
             named, treedef = named_leaves(piece.rows)
             if not arrays:
+                # Allocated once: joining the pieces at the end would take twice the
+                # memory that `why_not_kept` has counted on.
                 arrays = [
                     np.empty((num_rows, *leaf.shape[1:]), leaf.dtype)
                     for _, leaf in named
@@ -83,10 +86,10 @@ def decoded_rows(
 
 
 def why_not_kept(first: Batch, prepared: Prepared) -> str | None:
-    """Returns why a decoded split should not be kept in memory, or None.
+    """Returns why a decoded split should not be kept in memory; None if it should.
 
     Args:
-        first: Its first row, as a tree of arrays with one row.
+        first: The first row, as a tree of arrays with one row.
         prepared: The dataset and split.
     """
     infos = jax.tree.leaves(prepared.builder.info.features.get_tensor_info())
@@ -95,7 +98,7 @@ def why_not_kept(first: Batch, prepared: Prepared) -> str | None:
     size, num_rows = 0, len(prepared.source)
     for leaf in jax.tree.leaves(first):
         size += num_rows * (_STRING_OVERHEAD if leaf.dtype == object else leaf.nbytes)
-        if leaf.dtype == object:  # strings, which take no more than they do in files
+        if leaf.dtype == object:  # strings take at most the size of the files
             size += sum(path.stat().st_size for path, _ in prepared.files)
     allowed = int(MEMORY_SHARE * free_memory())
     if size <= allowed:
@@ -107,16 +110,16 @@ def why_not_kept(first: Batch, prepared: Prepared) -> str | None:
 
 
 def free_memory() -> int:
-    """Returns how many bytes of memory are available to this process."""
+    """Returns the bytes of memory that are available to this process."""
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():  # macOS reports only the total
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     lines = (line.split() for line in meminfo.read_text().splitlines())
     sizes = {line[0]: int(line[1]) * 1024 for line in lines if len(line) > 1}
-    free = sizes["MemAvailable:"]  # with the memory that caches files
+    free = sizes["MemAvailable:"]  # including memory that only caches files
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         used = Path("/sys/fs/cgroup/memory.current").read_text().strip()
-    except OSError:  # not in a container
+    except OSError:  # not in a container, or one with cgroups of version 1
         return free
     return free if limit == "max" else min(free, max(0, int(limit) - int(used)))

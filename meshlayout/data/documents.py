@@ -1,4 +1,4 @@
-"""Documents of any length: what is a collection of them, and the tokens of each."""
+"""Documents of any length: what counts as a collection of them, and their tokens."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, TypeGuard, runtime_checkable
@@ -17,16 +17,16 @@ Document: TypeAlias = Any
 Documents: TypeAlias = Any
 """A collection of documents: indexed, iterable, or a function that returns one."""
 
-# Tokens are int32.
+# The largest token: they are int32, as JAX has no larger integers by default.
 _LARGEST = 2**31 - 1
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """Whatever turns a text into tokens."""
+    """An object that turns text into tokens, as tokenizers of most packages do."""
 
     def encode(self, text: str, /) -> Any:
-        """Returns a text's tokens: integers, from 0."""
+        """Returns the tokens of a text: integers, 0 or larger."""
         ...
 
 
@@ -34,11 +34,15 @@ Encode: TypeAlias = Callable[[str], Any]
 
 
 def check_documents(documents: Documents) -> None:
-    """Raises DataError if something is not a collection of documents, or is empty."""
+    """Raises DataError if this is not a collection of documents, or is empty.
+
+    A single text or array of tokens is a common mistake. Every character or token of it
+    would count as a document.
+    """
     if isinstance(documents, (str, bytes)):
         msg = (
-            f"documents is one {type(documents).__name__}, where several documents are "
-            "expected. For one document, give [text]."
+            f"documents is one {type(documents).__name__}, and a collection of "
+            "documents is expected. For one document, give [text]."
         )
         raise DataError(msg)
     if isinstance(documents, Mapping):
@@ -67,21 +71,22 @@ def check_documents(documents: Documents) -> None:
 
 
 def open_documents(documents: Documents) -> Iterator[Document]:
-    """Returns an iterator over documents, which has `set_state` if it knows its place.
+    """Returns an iterator over documents, which has `set_state` if it can seek.
 
     Raises:
-        DataError: If they are a function that does not return an iterable.
+        DataError: If this is a function that does not return an iterable.
     """
     if _is_indexed(documents):
-        kinds = {kind.__name__ for kind in type(documents).__mro__}
-        # Grain's None is what a filter left out; another one is not a document.
-        is_grain = "MapDataset" in kinds
+        class_names = {kind.__name__ for kind in type(documents).__mro__}
+        # In a Grain dataset, None is an item that a filter left out; elsewhere it is a
+        # mistake, and refused as a document.
+        is_grain = "MapDataset" in class_names
         return NumberedItems(documents, len(documents), skip_none=is_grain)
     iterable = documents if isinstance(documents, Iterable) else documents()
     if not isinstance(iterable, Iterable):
         msg = (
-            f"documents is a function that returned {_checks.shown(iterable)}, where "
-            "an iterable of documents was expected."
+            f"documents is a function that returned {_checks.shown(iterable)}, and an "
+            "iterable of documents is expected."
         )
         raise DataError(msg)
     return iter(iterable)
@@ -91,11 +96,11 @@ class DocumentTokens:
     """Turns documents into arrays of tokens.
 
     Args:
-        tokenizer: What encodes texts, or None for their bytes.
+        tokenizer: Encodes texts; None takes their bytes.
         separator: A token to put after every document, or None.
 
     Raises:
-        DataError: If one of them is of another kind.
+        DataError: If one of them is not of such a kind.
     """
 
     def __init__(
@@ -118,10 +123,10 @@ class DocumentTokens:
 
         Args:
             document: A text, its bytes, or tokens.
-            number: Which document it is, for errors.
+            number: The index of the document, for messages.
 
         Raises:
-            DataError: If it is something else.
+            DataError: If it is anything else.
         """
         tokens = self._tokens(document, number)
         if self._separator is None:
@@ -130,15 +135,15 @@ class DocumentTokens:
 
     def _tokens(self, document: Document, number: int) -> TokenArray:
         if isinstance(document, np.ndarray) and document.ndim == 0:
-            document = document.item()  # a text as NumPy holds it
+            document = document.item()  # a text in an array, as TFDS yields it
         if isinstance(document, bytes) and not self._takes_bytes:
             try:
                 document = document.decode()
             except UnicodeDecodeError as error:
                 msg = (
                     f"document {number} is bytes that are not UTF-8 at byte "
-                    f"{error.start}. Give texts, or leave tokenizer= out to take the "
-                    "bytes as they are."
+                    f"{error.start}. Give texts, or leave out tokenizer= to take the "
+                    "bytes themselves."
                 )
                 raise DataError(msg) from None
         if isinstance(document, (str, bytes)):
@@ -156,7 +161,7 @@ class DocumentTokens:
 
 
 def _encoder(tokenizer: Tokenizer | Encode) -> Callable[[Any], Any]:
-    # Texts have an encode of their own, and classes one that needs an instance.
+    # str has an `encode` method as well, and a class one that needs an instance.
     is_object = not isinstance(tokenizer, (type, str, bytes))
     if is_object and isinstance(tokenizer, Tokenizer):
         return tokenizer.encode

@@ -1,14 +1,14 @@
 """Examples on the host: their leaves as arrays, and what all of them have in common.
 
-A step is compiled for one structure, one shape and one dtype per leaf, so the first
-example decides them, and every later one is checked against it and named if it
-differs. Leaves keep the dtype that the source gave them until a batch is whole, and
-are narrowed to what JAX has in one pass, with a check that no integer is changed.
+A step is compiled for one structure, and one shape and dtype per leaf. So the first
+example decides them, and every later one is checked against it; an error names the leaf
+that differs. Leaves keep the dtype of the source until a batch is complete, and are
+then narrowed to JAX's dtypes in one pass, which checks that no integer changes.
 """
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,8 @@ from meshlayout._render.tables import array_text
 from meshlayout.errors import DataError
 
 
-# Where JAX takes an array's memory on a CPU device without a copy.
+# In bytes: JAX uses a host array's memory on a CPU device without a copy if the memory
+# starts at a multiple of this.
 _ALIGNMENT = 64
 
 
@@ -33,10 +34,10 @@ class LeafSpec:
     """One leaf of the examples.
 
     Attributes:
-        path: Its name.
-        dtype: Its dtype in the source.
-        shape: Its shape in one example.
-        to: Its dtype on the devices, or None for strings, which stay on the host.
+        path: The path of the leaf; empty if the example is a single array.
+        dtype: The dtype in the source.
+        shape: The shape in one example, without a dim for the rows.
+        to: The dtype on the devices; None for strings, which stay on the host.
     """
 
     path: str
@@ -46,11 +47,11 @@ class LeafSpec:
 
     @property
     def text(self) -> str:
-        """Its name in a sentence."""
+        """How a message names the leaf."""
         return leaf_text(self.path)
 
     def converted(self, values: np.ndarray) -> np.ndarray:
-        """Returns rows in the dtype that they have on the devices."""
+        """Returns rows in the dtype of the devices."""
         if self.to is None or values.dtype == self.to:
             return values
         out = empty(values.shape, self.to)
@@ -84,7 +85,12 @@ class LeafSpec:
                 raise DataError(msg)
 
     def check(self, shape: tuple[int, ...], leaf: np.ndarray) -> None:
-        """Raises DataError if a leaf, whose examples have this shape, is another."""
+        """Raises DataError if a leaf differs from the first example's.
+
+        Args:
+            shape: The leaf's shape in one example.
+            leaf: The leaf, of one example or of several.
+        """
         if shape != self.shape:
             msg = (
                 f"{self.text} is ragged: an example has shape {shape}, and the first "
@@ -92,7 +98,7 @@ class LeafSpec:
             )
             raise DataError(msg)
         if leaf.dtype == self.dtype or (self.to is None and is_string(leaf)):
-            return  # strings may have another length
+            return  # NumPy's dtypes of strings differ with their lengths
         msg = (
             f"{self.text} changes its dtype: an example is "
             f"{array_text(leaf.dtype, shape)}, and the first one is "
@@ -107,7 +113,7 @@ class ExampleSpec:
 
     Attributes:
         treedef: The structure.
-        leaves: Its leaves, in JAX's order.
+        leaves: The leaves, in JAX's order.
     """
 
     treedef: Any
@@ -115,11 +121,11 @@ class ExampleSpec:
 
     @property
     def paths(self) -> list[str]:
-        """The names of its leaves."""
+        """The paths of the leaves."""
         return [leaf.path for leaf in self.leaves]
 
     def with_objects(self) -> "ExampleSpec":
-        """Returns it with strings as objects: their lengths differ between blocks."""
+        """Returns the spec with strings as objects, whose lengths may differ."""
         leaves = tuple(
             replace(spec, dtype=np.dtype(object)) if spec.to is None else spec
             for spec in self.leaves
@@ -127,7 +133,7 @@ class ExampleSpec:
         return replace(self, leaves=leaves)
 
     def checked(self, rows: PyTree) -> list[np.ndarray]:
-        """Returns the leaves of some rows, a tree of arrays with a dim for them.
+        """Returns the leaves of some rows, a tree of arrays with a dim for the rows.
 
         Raises:
             DataError: If they differ from the first example in structure, dtype or
@@ -137,13 +143,14 @@ class ExampleSpec:
         if treedef != self.treedef:
             raise structure_error(rows, self.paths)
         for spec, leaf in zip(self.leaves, leaves, strict=True):
+            # Compared here first: for every batch, a call per leaf would add up.
             if leaf.shape[1:] != spec.shape or leaf.dtype != spec.dtype:
                 spec.check(leaf.shape[1:], leaf)
         return leaves
 
 
 def structure_error(example: PyTree, paths: Sequence[str]) -> DataError:
-    """Returns the error about an example that has other leaves than these."""
+    """Returns the error about an example that does not have these leaves."""
     names, first_names = (
         ", ".join(map(repr, listed)) or "none"
         for listed in ([path for path, _ in named_leaves(example)[0]], paths)
@@ -157,7 +164,7 @@ def structure_error(example: PyTree, paths: Sequence[str]) -> DataError:
 
 
 def describe(rows: PyTree, strings: str, warn: Callable[[str], None]) -> ExampleSpec:
-    """Returns the spec of the examples, from the first ones.
+    """Returns the spec of the examples, given the first of them.
 
     Args:
         rows: A tree of arrays with a dim for the examples.
@@ -177,6 +184,8 @@ def describe(rows: PyTree, strings: str, warn: Callable[[str], None]) -> Example
         for path, leaf in named
     )
     for spec in specs:
+        # Another byte order holds the same values: only a narrower dtype is worth a
+        # warning.
         if spec.to is not None and spec.to != spec.dtype.newbyteorder("="):
             name = spec.path or "the array"
             warn(
@@ -189,7 +198,7 @@ def describe(rows: PyTree, strings: str, warn: Callable[[str], None]) -> Example
 def _device_dtype(path: str, leaf: np.ndarray, strings: str) -> np.dtype | None:
     """Returns a leaf's dtype on the devices, or None if it stays on the host."""
     dtype = leaf.dtype
-    if is_string(leaf) and leaf.size:
+    if is_string(leaf) and leaf.size:  # an empty array of objects is not of strings
         if strings == "host":
             return None
         msg = (
@@ -204,6 +213,7 @@ def _device_dtype(path: str, leaf: np.ndarray, strings: str) -> np.dtype | None:
             "array.astype('float32')."
         )
         raise DataError(msg)
+    # NumPy's long doubles, of which JAX would silently make float64 or complex128.
     too_wide = dtype.kind in "fc" and dtype.itemsize > 8 * (1 + (dtype.kind == "c"))
     if too_wide or not _jax.is_array_dtype(dtype):
         msg = (
@@ -215,7 +225,7 @@ def _device_dtype(path: str, leaf: np.ndarray, strings: str) -> np.dtype | None:
 
 
 def is_string(array: np.ndarray) -> bool:
-    """Returns whether an array holds strings, or objects that all are."""
+    """Returns whether an array holds strings, or objects that are all strings."""
     if array.dtype.kind == "O":
         return all(isinstance(value, (str, bytes)) for value in array.flat)
     return array.dtype.kind in "UST"
@@ -225,7 +235,7 @@ def is_string(array: np.ndarray) -> bool:
 
 
 def named_leaves(tree: PyTree) -> tuple[list[tuple[str, Leaf]], Any]:
-    """Returns the leaves of a tree with their names, and its structure.
+    """Returns the leaves of a tree with their paths, and its structure.
 
     Raises:
         DataError: If JAX cannot take the tree apart.
@@ -244,20 +254,20 @@ def _path(keys: tuple[Any, ...]) -> str:
 
 
 def leaf_text(path: str) -> str:
-    """Returns how a sentence names a leaf; the path of a lone array is empty."""
+    """Returns how a message names a leaf; the path of a single array is empty."""
     return f"leaf {path!r}" if path else "the array"
 
 
 def as_array(path: str, leaf: Leaf) -> np.ndarray:
-    """Returns a leaf as a NumPy array, without a copy where there is one already.
+    """Returns a leaf as a NumPy array, without a copy if it is one already.
 
     Args:
-        path: Its name.
-        leaf: An array, a PyTorch tensor, a number, or a string, which becomes an
-            object in an array.
+        path: The path of the leaf, for messages.
+        leaf: An array, a PyTorch tensor, a number, or a string, which becomes an array
+            of one object.
 
     Raises:
-        DataError: If it is something else.
+        DataError: If it is anything else.
     """
     if type(leaf) is np.ndarray:
         return leaf
@@ -277,7 +287,7 @@ def as_array(path: str, leaf: Leaf) -> np.ndarray:
 
 
 def tensor_to_numpy(tensor: Any) -> np.ndarray:
-    """Returns a PyTorch tensor as an array, of the same memory if it is on the host.
+    """Returns a PyTorch tensor as an array, without a copy if it is on the host.
 
     Raises:
         DataError: If it is sparse, nested or quantized.
@@ -292,14 +302,15 @@ def tensor_to_numpy(tensor: Any) -> np.ndarray:
     name = str(tensor.dtype).removeprefix("torch.")
     if name != "bfloat16" and not name.startswith("float8"):
         return tensor.numpy()
-    # NumPy has no such dtype of its own: the bits are reinterpreted by ml_dtypes.
+    # `Tensor.numpy` refuses these dtypes, which NumPy has through ml_dtypes: the same
+    # bits are viewed as integers on one side and as floats on the other.
     torch: Any = sys.modules["torch"]
     bits = torch.int16 if tensor.element_size() == 2 else torch.uint8
     return tensor.contiguous().view(bits).numpy().view(np.dtype(name))
 
 
 def empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
-    """Returns an array to be filled, that is placed on CPU devices without a copy.
+    """Returns an uninitialized array that goes to CPU devices without a copy.
 
     Example:
         >>> empty((3, 2), "float32").shape
@@ -319,7 +330,7 @@ def empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
 
 
 def looks_batched(element: PyTree) -> bool:
-    """Returns whether an element may be a batch: its arrays share their first dim."""
+    """Returns whether an element could be a batch: all arrays share their first dim."""
     sizes = set()
     for leaf in jax.tree.leaves(element):
         is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
@@ -329,13 +340,17 @@ def looks_batched(element: PyTree) -> bool:
 
 
 def is_placed(batch: Batch) -> bool:
-    """Returns whether all arrays of a batch were placed on devices by their maker."""
+    """Returns whether a user has placed all arrays of a batch on devices.
+
+    JAX calls such arrays committed; others, as `jnp.ones` returns them, are on the
+    default device by chance, and are treated like NumPy arrays.
+    """
     leaves = jax.tree.leaves(batch)
     return bool(leaves) and all(map(_jax.is_committed, leaves))
 
 
 def as_batch(batch: Batch) -> tuple[PyTree, int]:
-    """Returns a batch of the user's as a tree of NumPy arrays, and its rows.
+    """Returns a user's batch as a tree of NumPy arrays, and the number of its rows.
 
     Raises:
         DataError: If its arrays have no batch dim, or differ in it.
@@ -358,7 +373,7 @@ def as_batch(batch: Batch) -> tuple[PyTree, int]:
 
 
 def _is_strings(node: PyTree) -> bool:
-    """Returns whether a list is a batch's strings rather than a list of arrays."""
+    """Returns whether a list is a column of strings rather than a list of arrays."""
     if type(node) not in (list, tuple) or not node:
         return False
     return all(isinstance(item, (str, bytes)) for item in node)
@@ -369,7 +384,7 @@ def stack(examples: Sequence[PyTree], dtypes: Mapping[str, Any] | None = None) -
 
     Args:
         examples: At least one tree of arrays, numbers, strings or images.
-        dtypes: By path, the dtypes of Python numbers.
+        dtypes: By path, the dtypes for leaves that are Python numbers.
 
     Returns:
         A tree of arrays whose first dim counts the examples. Strings become an array
@@ -395,31 +410,10 @@ def stack(examples: Sequence[PyTree], dtypes: Mapping[str, Any] | None = None) -
     )
 
 
-def concatenate(blocks: Sequence[PyTree]) -> PyTree:
-    """Joins blocks of rows of one structure, one after another.
-
-    Raises:
-        DataError: If a leaf's rows differ between blocks in shape or dtype.
-    """
-    if len(blocks) == 1:
-        return blocks[0]
-    named, treedef = named_leaves(blocks[0])
-    leaves = (LeafSpec(path, leaf.dtype, leaf.shape[1:], None) for path, leaf in named)
-    spec = ExampleSpec(treedef, tuple(leaves))
-    columns = zip(*map(spec.checked, blocks), strict=True)
-    return treedef.unflatten(map(np.concatenate, columns))
-
-
-def examples_of(rows: PyTree, count: int) -> Iterator[PyTree]:
-    """Yields the single examples of a block of rows, as views of it."""
-    leaves, treedef = jax.tree.flatten(rows)
-    for row in range(count):
-        yield treedef.unflatten([leaf[row] for leaf in leaves])
-
-
 def _stacked(
     path: str, column: Sequence[Leaf], dtype: npt.DTypeLike | None
 ) -> np.ndarray:
+    """Returns one leaf of all examples, stacked; the common kinds take a fast way."""
     first = column[0]
     if isinstance(first, (str, bytes)):
         strings = np.empty(len(column), object)
@@ -429,6 +423,7 @@ def _stacked(
     is_numbers = len(kinds) == 1 or dtype is not None
     if is_numbers and isinstance(first, (bool, int, float, complex)):
         numbers = np.asarray(column, dtype)
+        # np.float64 is a Python float as well, but has a dtype of its own.
         own: Any = getattr(first, "dtype", numbers.dtype)
         return numbers.astype(own, copy=False)
     if len(kinds) == 1 and isinstance(first, np.generic):
@@ -436,6 +431,7 @@ def _stacked(
     if kinds == {np.ndarray} and first.ndim:
         shape: Any = first.shape
         if all(leaf.shape == shape and leaf.dtype == first.dtype for leaf in column):
+            # np.stack would first make a view with one more dim of every example.
             out = empty((len(column), *shape), first.dtype)
             np.concatenate(column, out=out.reshape(len(column) * shape[0], *shape[1:]))
             return out
@@ -450,7 +446,7 @@ def leaf_array(path: str, leaf: Leaf) -> np.ndarray:
     """Returns a leaf of an example as an array.
 
     Raises:
-        DataError: If it is a tree, where the first example has a leaf.
+        DataError: If it is a tree, while the first example has a leaf there.
     """
     if not jax.tree_util.all_leaves([leaf]):
         msg = (

@@ -1,8 +1,8 @@
 """From the name of a TFDS dataset to global batches on the mesh.
 
 A split that fits into memory is decoded once and gathered from there. Everything else
-is read by workers, batch by batch. Either way the split is a source of rows by number,
-so that order, shards, padding and places to resume from are those of any other source.
+is read by workers, batch by batch. Either way the split is a source with random access,
+so that order, shards, padding and positions work as for any other source.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ from meshlayout.errors import DataError
 
 Cache: TypeAlias = Literal["auto", "memory", "none"]
 
-_FIRST = np.zeros(1, np.int64)
+_FIRST_ROW = np.zeros(1, np.int64)
 
 
 def from_tfds(
@@ -70,56 +70,58 @@ def from_tfds(
 ) -> DistributedDataset[Any]:
     """Returns a TFDS dataset as shuffled, sharded, prefetched global batches.
 
-    Use this when TFDS has the dataset: the name is enough. It needs no TensorFlow to
-    read what is prepared as array_record; other datasets are downloaded and prepared
-    by TFDS. A split that fits into memory is decoded once, in its own dtypes, and every
+    Use this if TFDS has the dataset: the name is enough. Datasets that are prepared as
+    array_record are read without TensorFlow; others are downloaded and prepared by
+    TFDS. A split that fits into memory is decoded once, in its own dtypes, and every
     batch is gathered from there in one step. What does not fit is read, decoded and
     mapped in parallel. Batches are a function of seed and epoch, the same on any number
     of processes and workers, and iteration resumes at any of them.
 
-    Worker processes import the script that starts them, as Python's multiprocessing
-    does: what the script runs belongs under `if __name__ == "__main__":`. Processes are
-    only used where they can be, or where they are asked for.
+    Worker processes import the script that starts them, as always with Python's
+    multiprocessing: what the script runs belongs under `if __name__ == "__main__":`.
+    Unless they are asked for, processes are used only if that is the case.
 
     Args:
-        name: TFDS's name, as `mnist` or `emnist/letters`, or a builder.
-        split: The split, as `train` or `train[:10%]`.
+        name: TFDS's name, such as `mnist` or `emnist/letters`, or a builder.
+        split: The split, such as `train` or `train[:10%]`.
         layout_or_mesh: The layout of batches, as for `distribute_dataset`.
         global_batch_size: Rows of a global batch.
-        shuffle: Whether each epoch has an order of its own.
-        seed: What the orders, and the random numbers of `map`, start from.
+        shuffle: Whether each epoch has a different, shuffled order.
+        seed: The seed of the shuffle and of the random numbers of `map`.
         map: Called with every example, a tree of NumPy arrays, after decoding; returns
-            another one. A second argument that it needs is a NumPy random generator, a
-            function of seed, epoch and row.
-        map_batched: Whether `map` is called with a batch of this process's rows. A
-            second argument then draws for each row by itself, with `size=(rows, ...)`,
-            and is a list of the generators of the rows.
+            a tree. If it requires a second argument, it gets a NumPy random generator
+            that is a function of seed, epoch and row.
+        map_batched: Whether `map` is called with a batch of this process's rows. The
+            second argument is then a list of the generators of the rows, which also
+            draws for all rows at once, with `size=(rows, ...)`.
         num_workers: How many threads or processes read, decode and map; 0 for none
-            beyond the prefetching thread. `"auto"` measures the first batch.
-        worker_kind: `"threads"` or `"processes"`; `"auto"` measures both, and takes
-            processes where the number is fixed.
+            besides the prefetching thread. `"auto"` measures on the first batch.
+        worker_kind: `"threads"` or `"processes"`; `"auto"` measures both, and means
+            processes if `num_workers` is a number.
         deterministic: Whether the order is a shuffle of all rows. If False, it follows
-            the files: neighbors are read together, from many files at once, and
-            shuffled within a window. That suits disks and buckets, where each read
-            costs time, and the order is still the same in every run.
+            the files: neighboring rows are read together, from many files at once, and
+            shuffled within a window. That suits disks and buckets, where every read
+            takes time; the order is still the same in every run.
         cache: `"memory"` decodes the split once and keeps it; `"none"` never does;
             `"auto"` does if it takes at most a quarter of the free memory.
-        data_dir: Where TFDS keeps prepared datasets; None for its own choice.
-        decoders: What TFDS decodes how, as for `tfds.data_source`.
+        data_dir: Where TFDS keeps prepared datasets; None for its default.
+        decoders: TFDS's decoders by feature, as for `tfds.data_source`.
         supervised: Whether examples are TFDS's pairs of input and target; by default
             they are dicts of all features.
         remainder: As for `distribute_dataset`.
-        weights: As for `distribute_dataset`; after the pair if `supervised`.
+        weights: As for `distribute_dataset`; index 2, after the pair, if `supervised`.
         epochs: As for `distribute_dataset`.
         steps: As for `distribute_dataset`.
         prefetch: As for `distribute_dataset`.
         strings: As for `distribute_dataset`.
 
     Returns:
-        The batches; `report()` says what was kept, who reads, and how long it takes.
+        The batches. Their `report()` says whether the split is in memory, which workers
+        were chosen and why, and how long each stage takes.
 
     Raises:
-        DataError: If the dataset is not available, or choices do not fit it.
+        DataError: If an argument is wrong, the dataset is not available, or its
+            examples cannot be made into batches.
     """
     clock = Clock()
     layout = batch_layout(layout_or_mesh, clock.note)
@@ -154,7 +156,7 @@ def from_tfds(
         global_batch_size=global_batch_size,
         remainder=remainder,
         weights=weights,
-        # Without a fixed order, the source shuffles by itself.
+        # In the order of the files, the source shuffles by itself.
         shuffle=seed if is_shuffled and is_ordered else None,
         epochs=epochs,
         steps=steps,
@@ -163,6 +165,8 @@ def from_tfds(
         strings=strings,
     )
     batch_size = len(process_rows(layout, options.global_batch_size))
+    # Workers map single examples. A function of batches runs in the prefetching thread:
+    # only there are all rows of a batch together.
     pools = contextlib.ExitStack()
     by_batch = function if map_batched else None
     by_example = None if map_batched else function
@@ -184,10 +188,10 @@ def from_tfds(
         prepared = find_prepared(name, split, data_dir, decoders)
         keys = supervised_keys(prepared.builder) if is_supervised else None
         decode = RecordDecoder(prepared.source, keys)
-        # Before the whole split is decoded, refuse what cannot be placed.
-        first = replace(decode, map=by_example)(_FIRST, 0).rows
+        # Refuse what cannot be placed before the whole split is decoded.
+        first = replace(decode, map=by_example)(_FIRST_ROW, 0).rows
         if by_batch is not None:
-            indices = np.repeat(_FIRST, max(1, batch_size))
+            indices = np.repeat(_FIRST_ROW, max(1, batch_size))
             rows = jax.tree.map(lambda leaf: leaf[indices], first)
             first = by_batch.batch(rows, indices, 0)
         describe(first, options.strings, lambda _: None)
@@ -207,12 +211,12 @@ def from_tfds(
         order = FileOrder(files, seed if is_shuffled else None)
         return Rows(
             len(source),
-            lambda places, epoch: source.read_rows(order.at(places, epoch), epoch),
+            lambda indices, epoch: source.read_rows(order.at(indices, epoch), epoch),
         )
 
     plan = DataPlan(open_source, layout, options, clock, close=pools.close)
     if not is_ordered:
-        # The same place in a full shuffle is a different row.
+        # The same position in a shuffle of all rows would mean other rows.
         order = {
             "source": "rows in file order",
             "seed": seed if is_shuffled else None,
@@ -233,13 +237,14 @@ def _rows(
     num_rows = len(prepared.source)
     is_kept = cache == "memory"
     if cache == "auto":
-        reason = decode_cache.why_not_kept(decode(_FIRST, 0).rows, prepared)
+        reason = decode_cache.why_not_kept(decode(_FIRST_ROW, 0).rows, prepared)
         is_kept = reason is None
         if not is_kept:
             clock.note(f"cache='auto' keeps nothing: {reason}.")
     if not is_kept:
         pool = new_pool(replace(decode, map=function), num_rows, "Reading")
         return worker_rows(pool, num_rows, clock)
+    # The split is kept as it is before `map`, which may differ in every epoch.
     pool = new_pool(decode, num_rows, "Decoding")
     try:
         decoded = array_rows(decode_cache.decoded_rows(pool, num_rows, clock.note))

@@ -1,8 +1,8 @@
 """Sources that each process makes for itself, as in tf.distribute.
 
 For input that cannot be divided after the fact: files on local disks, a service that
-serves each host its part. Processes with parts of the same replicas must make the same
-input, so the function receives which pipeline it makes, not which process it is on.
+sends each host its part. Processes that share a replica must make the same input, so
+the user's function is told which input pipeline it makes, not which process it is on.
 """
 
 from collections.abc import Callable
@@ -15,12 +15,12 @@ from meshlayout import _checks
 from meshlayout._batches import num_row_shards
 from meshlayout.data.adapters.iterables import IterableSource, adapt
 from meshlayout.data.agreement import FACTS, agreement_of, failure_reported
-from meshlayout.data.by_stream import ElementReader
 from meshlayout.data.clock import Clock
-from meshlayout.data.dataset import DistributedDataset
+from meshlayout.data.dataset import DistributedDataset, as_source
+from meshlayout.data.elements import ElementReader
 from meshlayout.data.examples import looks_batched
 from meshlayout.data.placement import LayoutOrMesh, batch_layout, row_groups
-from meshlayout.data.plan import DataOptions, DataPlan, as_source
+from meshlayout.data.plan import DataOptions, DataPlan
 from meshlayout.data.protocols import Source, StreamSource
 from meshlayout.errors import DataError
 
@@ -30,12 +30,12 @@ class InputContext:
     """Which part of the input this process makes.
 
     An input pipeline feeds the replicas of one process. Processes that hold parts of
-    the same replicas are one pipeline, and must make the same input.
+    the same replicas form one pipeline, and must make the same input.
 
     Attributes:
-        num_input_pipelines: How many pipelines there are.
-        input_pipeline_id: Which one this is, from 0.
-        num_replicas_in_sync: How many replicas there are, in all pipelines.
+        num_input_pipelines: The number of pipelines.
+        input_pipeline_id: The index of this one, from 0.
+        num_replicas_in_sync: The number of replicas, in all pipelines together.
 
     Example:
         >>> context = InputContext(2, 0, 8)
@@ -67,6 +67,8 @@ class InputContext:
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """Returns how many rows of a global batch each replica gets.
 
+        As `per_replica_batch_size`, inside a function that knows no mesh.
+
         Args:
             global_batch_size: Rows of the global batch.
 
@@ -91,8 +93,8 @@ class InputContext:
             layout_or_mesh: The layout of batches, as for `distribute_dataset`.
 
         Raises:
-            DataError: If this process has no devices in the mesh, or shares only a
-                part of its rows with another one.
+            DataError: If this process has no devices in the mesh, or shares some but
+                not all of its rows with another one.
         """
         layout = batch_layout(layout_or_mesh)
         replicas = num_row_shards(layout)
@@ -121,10 +123,10 @@ def distribute_datasets_from_function(
 ) -> DistributedDataset[Any]:
     """Makes global batches from the sources that a function makes on each process.
 
-    Use this to move a pipeline from tf.distribute, or where each process must read a
-    part of its own. The function decides what its process reads: nothing is sharded
+    Use this to port a pipeline from tf.distribute, or if each process must read its own
+    part of the data. The function decides what its process reads; nothing is sharded
     for it. The source that it returns is cut into this process's part of the global
-    batches, one replica's rows after another's; a source of batches of the per-replica
+    batches, one replica's rows after another's. A source of batches of the per-replica
     size, as for tf.distribute, feeds one batch to each replica in turn.
 
     Args:
@@ -141,7 +143,7 @@ def distribute_datasets_from_function(
         prefetch: How many batches are prepared ahead.
         strings: `"error"` or `"host"`.
         batched: Whether the elements of an iterable are batches; None takes elements
-            that may be either as batches.
+            that could be either as batches, as tf.distribute does.
 
     Raises:
         DataError: As `distribute_dataset`, or if the batch size cannot be inferred.
@@ -170,11 +172,12 @@ def distribute_datasets_from_function(
         if global_batch_size is None:
             if not isinstance(source, StreamSource):
                 msg = (
-                    "fn returned a source of single rows, which does not tell the size "
-                    "of a batch. Give global_batch_size=, or return batches of the "
-                    "per-replica size."
+                    "fn returned a source of single rows, from which the size of a "
+                    "batch cannot be inferred. Give global_batch_size=, or return "
+                    "batches of the per-replica size."
                 )
                 raise DataError(msg)
+            # The reader keeps the first batch: a generator could not yield it again.
             source = ElementReader(source)
             _, count = source.look()
             global_batch_size = (count or 1) * context.num_replicas_in_sync
@@ -194,7 +197,7 @@ def distribute_datasets_from_function(
 
 
 def _source(dataset: object, clock: Clock, *, batched: bool | None) -> Source:
-    """Returns the function's result as a source, of batches where that is ambiguous."""
+    """Returns the function's result as a source; of batches, if it is ambiguous."""
     if batched is None and isinstance(dataset, list) and dataset:
         batched = looks_batched(dataset[0])
     source = as_source(dataset, clock, batched=batched)

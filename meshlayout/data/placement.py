@@ -1,7 +1,8 @@
 """Which rows of a batch a process loads, and how they become global arrays.
 
-Rows belong to the process whose devices hold a part of them, each once. Weights are
-added or masked on the way, so that every batch says which of its rows are padding.
+A process loads the rows of which its devices hold a part, each row once; where the mesh
+shards a row itself, several processes load it. Weights are added or masked on the way,
+so that every batch says which of its rows are padding.
 """
 
 import functools
@@ -22,7 +23,7 @@ from meshlayout.mesh import Mesh, as_mesh
 
 
 LayoutOrMesh: TypeAlias = Layout | Mesh | jax.sharding.Mesh | AnySharding
-"""The layout of batches, or a mesh, whose batch axes then shard their rows."""
+"""The layout of batches, or a mesh, whose batch axes then shard the rows."""
 
 
 def process_rows(
@@ -32,8 +33,10 @@ def process_rows(
 ) -> np.ndarray:
     """Returns which rows of a global array a process has to load.
 
-    These are the rows of which its devices hold a part, each of them once, however
-    the mesh spans the processes. A process without devices in the mesh has none.
+    Use this to write a source for `per_process=True`, or to read only what is needed
+    from a file. These are the rows of which the process's devices hold a part, each of
+    them once, however the mesh spans the processes. A process without devices in the
+    mesh has none.
 
     Args:
         layout: The layout of the array, or a mesh: then its axes called batch, data or
@@ -42,7 +45,7 @@ def process_rows(
         process_index: The process; this one if None.
 
     Returns:
-        The numbers of the rows, ascending, as int64.
+        The row indices, ascending, int64.
 
     Raises:
         LayoutError: If the shape does not fit the layout.
@@ -82,7 +85,7 @@ def process_rows(
 
 def _check_process(index: int, mesh: Mesh) -> None:
     index = _checks.count("process_index", index, at_least=0, error=DataError)
-    # A mesh of a topology has processes that do not run.
+    # The mesh of a topology, made for planning, has processes that are not running.
     num_processes = max(jax.process_count(), _processes(mesh)[-1] + 1)
     if index >= num_processes:
         msg = (
@@ -97,7 +100,7 @@ def per_replica_batch_size(global_batch_size: int, layout_or_mesh: LayoutOrMesh)
 
     Args:
         global_batch_size: Rows of the global batch.
-        layout_or_mesh: The layout of batches, or a mesh: then its replicas are along
+        layout_or_mesh: The layout of batches, or a mesh, whose replicas are then along
             the axes called batch, data or fsdp.
 
     Raises:
@@ -131,8 +134,8 @@ def batch_layout(
     Args:
         layout_or_mesh: A layout, a sharding, a PartitionSpec on the default mesh, or a
             mesh, whose axes in `BATCH_AXES` shard the first dim.
-        note: Called with a sentence if there is only a mesh, without such an axis:
-            every device then holds whole batches.
+        note: Called with a sentence if a mesh without such an axis is given: every
+            device then holds whole batches, which is seldom meant.
 
     Raises:
         DataError: If it is something else, or has an entry that JAX cannot place.
@@ -158,23 +161,22 @@ def batch_layout(
         )
         raise DataError(msg)
     layout = Layout.of(layout_or_mesh)
-    _ = layout.is_fully_replicated  # refuses MATCH
+    _ = layout.is_fully_replicated  # raises for MATCH, which no batch can have
     return layout
 
 
 def row_groups(layout: Layout, global_batch_size: int) -> list[tuple[int, ...]]:
-    """Returns the processes, those with the same rows together.
+    """Returns the processes, grouped by the rows that they load.
 
     Args:
         layout: The layout of batches.
         global_batch_size: Rows of a global batch.
 
     Returns:
-        One tuple of process indices for each different set of rows, in the order of
-        their first rows.
+        One tuple of process indices per set of rows, ordered by the first row.
 
     Raises:
-        DataError: If two processes share a part of their rows, and not all.
+        DataError: If two processes share some of their rows, but not all.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
     for process in _processes(layout.mesh):
@@ -190,6 +192,31 @@ def row_groups(layout: Layout, global_batch_size: int) -> list[tuple[int, ...]]:
     return [tuple(groups[rows]) for rows in sorted(groups)]
 
 
+def local_rows(layout: Layout, size: int, *, per_process: bool) -> np.ndarray:
+    """Returns which rows of a global batch are this process's own.
+
+    Args:
+        layout: The layout of batches.
+        size: Rows of a global batch.
+        per_process: Whether a source of this process alone must fill exactly them.
+
+    Raises:
+        DataError: If the batch does not divide into replicas; or the process has no
+            rows, or shares some of them, and has a source of its own.
+    """
+    per_replica_batch_size(size, layout)
+    rows = process_rows(layout, size)
+    if per_process:
+        row_groups(layout, size)
+        if not len(rows):
+            msg = (
+                f"process {jax.process_index()} has no devices in {layout.mesh!r}, and "
+                "so no rows of its own: with per_process=True it makes no dataset."
+            )
+            raise DataError(msg)
+    return rows
+
+
 def _processes(mesh: Mesh) -> list[int]:
     """Returns the processes that have devices in a mesh."""
     return sorted({device.process_index for device in mesh.devices.flat})
@@ -199,20 +226,13 @@ def _processes(mesh: Mesh) -> list[int]:
 
 
 class Placement:
-    """Places this process's rows of batches as global arrays.
+    """Makes global arrays of this process's rows of a batch.
+
+    Everything that is the same for every batch is computed once: shardings, and which
+    slice of the rows each device gets.
 
     Attributes:
         element_spec: The abstract batch: a tree of shapes, dtypes and shardings.
-
-    Args:
-        spec: What batches are.
-        weights_index: The number of their weights' leaf; None if they have none.
-        layout: The layout of batches.
-        num_rows: Rows of a global batch.
-        own_rows: Which of them are this process's own.
-
-    Raises:
-        DataError: If a leaf does not fit the layout.
     """
 
     def __init__(
@@ -223,14 +243,28 @@ class Placement:
         num_rows: int,
         own_rows: np.ndarray,
     ) -> None:
+        """Prepares to place batches.
+
+        Args:
+            spec: The spec of batches.
+            weights_index: The index of the weights among the leaves; None if batches
+                have none.
+            layout: The layout of batches.
+            num_rows: Rows of a global batch.
+            own_rows: Which of them are this process's own.
+
+        Raises:
+            DataError: If a leaf does not fit the layout.
+        """
         per_shard = num_rows // _batches.num_row_shards(layout)
+        # The first row of each shard, and its index among this process's rows.
         starts = {
             int(row): start
             for start, row in enumerate(own_rows)
             if row % per_shard == 0
         }
-        self._treedef, self._index = spec.treedef, weights_index
-        self._places: list[Callable[[np.ndarray], Any]] = []
+        self._treedef, self._weights_index = spec.treedef, weights_index
+        self._placers: list[Callable[[np.ndarray], Any]] = []
         abstract_leaves = []
         for leaf in spec.leaves:
             shape, dtype, sharding = (num_rows, *leaf.shape), leaf.dtype, None
@@ -240,7 +274,7 @@ class Placement:
                 slices = _shard_slices(sharding, shape, starts)
                 placer = _jax.shard_placer(shape, dtype, sharding)
                 place = functools.partial(_placed, placer, slices)
-            self._places.append(place)
+            self._placers.append(place)
             abstract_leaves.append(
                 jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
             )
@@ -250,7 +284,7 @@ class Placement:
     @property
     def has_weights(self) -> bool:
         """Whether batches carry weights."""
-        return self._index is not None
+        return self._weights_index is not None
 
     def __call__(
         self, leaves: list[np.ndarray], is_real: np.ndarray | None, num_rows: int
@@ -258,23 +292,23 @@ class Placement:
         """Returns a batch on the mesh, with its weights.
 
         Args:
-            leaves: This process's rows of each leaf that the source gave; its weights
-                may be one of them.
-            is_real: Which of them are not padding; None for all.
-            num_rows: How many rows these are.
+            leaves: This process's rows of each leaf of the source; its weights may be
+                one of them.
+            is_real: Which rows are not padding; None for all.
+            num_rows: The number of rows.
         """
-        index = self._index
+        index = self._weights_index
         if index is not None:
-            is_added = len(leaves) < len(self._places)
+            is_added = len(leaves) < len(self._placers)
             weights = np.ones(num_rows, np.float32) if is_added else leaves[index]
             if is_real is not None:
                 weights = _batches.mask_padding(weights, is_real)
             others = leaves[index:] if is_added else leaves[index + 1 :]
             leaves = [*leaves[:index], weights, *others]
-        # The mode in which the dataset was made counts, in any thread.
+        # `jax.enable_x64` as a context manager does not reach the prefetching thread.
         with _jax.x64_mode(enabled=self._x64):
             arrays = [
-                place(leaf) for place, leaf in zip(self._places, leaves, strict=True)
+                place(leaf) for place, leaf in zip(self._placers, leaves, strict=True)
             ]
         if index is not None:
             _batches.mark_weights(arrays[index])
@@ -297,9 +331,9 @@ def _placed(
 def _shard_slices(
     sharding: NamedSharding, shape: tuple[int, ...], starts: dict[int, int]
 ) -> list[tuple[slice, ...]]:
-    """Returns the parts of a process's rows that its devices hold.
+    """Returns the slice of this process's rows that each of its devices holds.
 
-    `starts` has for the first row of each shard its place among the process's rows.
+    `starts` has the index among the process's rows of the first row of each shard.
     """
     slices = []
     indices: Any = sharding.addressable_devices_indices_map(shape)
@@ -326,34 +360,50 @@ def _sharding(leaf: LeafSpec, layout: Layout, shape: tuple[int, ...]) -> NamedSh
     return full.sharding
 
 
-def is_on_mesh(batch: Batch, layout: Layout) -> bool:
-    """Returns whether all arrays of a batch are on the devices of a layout's mesh."""
+def check_on_mesh(
+    batch: PyTree, num_rows: int, layout: Layout, global_batch_size: int
+) -> None:
+    """Raises DataError unless a batch of the source can pass through unchanged."""
     devices = set(layout.mesh.devices.flat)
     shardings = map(_jax.sharding_of, jax.tree.leaves(batch))
-    return all(s is not None and s.device_set == devices for s in shardings)
+    if not all(s is not None and s.device_set == devices for s in shardings):
+        msg = (
+            "the source gives arrays that are on other devices than those of "
+            f"{layout.mesh!r}. Place them on this mesh, or give them as NumPy arrays."
+        )
+        raise DataError(msg)
+    if num_rows != global_batch_size:
+        msg = (
+            f"the source gives batches of {num_rows} rows that are on the mesh "
+            f"already, and global_batch_size={global_batch_size}. They pass through "
+            "unchanged: give their size."
+        )
+        raise DataError(msg)
 
 
 def find_weights(
     rows: PyTree, spec: ExampleSpec, key: str | int | None, *, add: bool
 ) -> tuple[ExampleSpec, int | None]:
-    """Returns what batches are, with the source's weights or added ones.
+    """Returns the spec of batches, with the source's weights or added ones.
 
     Args:
         rows: Some rows of the source.
-        spec: What its examples are.
-        key: Where weights are: a mapping's key, a place in a tuple, or a field.
-        add: Whether to add them where the source has none.
+        spec: The spec of its examples.
+        key: Where the weights are: a key of a mapping, an index into a tuple, or the
+            name of a field.
+        add: Whether to add weights if the source has none.
 
     Returns:
-        The leaves of batches, and the number of the weights' one, if there are any.
+        The spec, and the index of the weights among its leaves; None without weights.
 
     Raises:
-        DataError: If the leaf there is not weights, or the chosen key cannot exist in
-            these batches.
+        DataError: If the leaf there cannot be weights, or these batches cannot have
+            such a key.
     """
     if key is None:
         return spec, None
-    # Stand for the leaves, to find their places in the tree.
+    # `get_weights` looks up what a user would, by key or by field. A unique object in
+    # place of every leaf shows which leaf that is, in any kind of tree.
     markers: list[object] = [object() for _ in spec.leaves]
     marked = spec.treedef.unflatten(markers)
     weights = _batches.get_weights(rows, key)
@@ -363,7 +413,7 @@ def find_weights(
         if jax.tree.structure(weights) != jax.tree.structure(0):
             problem = f"one per example, and is a {type(weights).__name__}"
         elif marker not in markers:
-            return spec, None  # a field that is not part of the tree
+            return spec, None  # a field that JAX does not count as part of the tree
         else:
             leaf = spec.leaves[markers.index(marker)]
             if leaf.to is None or leaf.dtype.kind == "c":
@@ -376,7 +426,7 @@ def find_weights(
             raise DataError(msg)
         return spec, markers.index(marker)
     weighted = _with_weights(spec, marked, markers, key)
-    # Sources without a place for the default key may never need one.
+    # The default key was not chosen by the user, and weights may never be needed.
     if weighted is None and key != "weight":
         msg = f"the source's examples have no place for weights={key!r}. "
         raise DataError(msg + padding_hint(rows))
@@ -386,7 +436,7 @@ def find_weights(
 def _with_weights(
     spec: ExampleSpec, marked: PyTree, markers: list[object], key: str | int
 ) -> tuple[ExampleSpec, int] | None:
-    """Returns examples with added weights, or None if there is no place for them."""
+    """Returns the spec with weights added, and their index; None if none can be."""
     if not _batches.takes_weights(marked, key):
         return None
     marker = object()
@@ -396,6 +446,7 @@ def _with_weights(
         return None
     order = [leaf for _, leaf in named]
     index = order.index(marker) if marker in order else 0
+    # A container of the user's may have reordered or replaced its leaves.
     if order[:index] + order[index + 1 :] != markers:
         return None
     dtype = np.dtype(np.float32)
@@ -405,7 +456,7 @@ def _with_weights(
 
 
 def padding_hint(rows: PyTree) -> str:
-    """Returns what to do where padding of such rows has no place for its weights."""
+    """Returns what a user can do if such rows have no place for weights of padding."""
     if type(rows) in (tuple, list):
         place = f"weights={len(rows)} appends them"
     elif isinstance(rows, Mapping) and all(isinstance(key, int) for key in rows):

@@ -1,11 +1,11 @@
-"""What a dataset does, decided once: checked from the first rows of its source.
+"""What a dataset does, decided once from its options and the first rows of its source.
 
 Everything that can be refused is refused here, before training starts: leaves that
 cannot be placed, padded or divided, and on several processes options or rows that
-differ between them. Each process sends its errors to the others, so that none waits.
+differ between them. Each process sends its errors to the others, so that none of them
+waits for a process that has already failed.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -17,15 +17,7 @@ import numpy as np
 from meshlayout import _checks
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._render.tables import array_text
-from meshlayout.data.adapters import (
-    arrays,
-    grain,
-    hugging_face,
-    iterables,
-    tensorflow,
-    tfds,
-    torch,
-)
+from meshlayout.data.adapters.torch import LoaderSource
 from meshlayout.data.agreement import (
     FACTS,
     PLAN,
@@ -36,73 +28,20 @@ from meshlayout.data.agreement import (
     sample_digests,
 )
 from meshlayout.data.by_row import Cut, HostBatch, RowReader
-from meshlayout.data.by_stream import (
-    ElementReader,
-    StreamReader,
-    first_row,
-    no_rows,
-    rows_text,
-)
+from meshlayout.data.by_stream import StreamReader, first_row
 from meshlayout.data.clock import Clock
+from meshlayout.data.elements import ElementReader, no_rows, rows_text
 from meshlayout.data.examples import ExampleSpec, describe, is_placed
 from meshlayout.data.placement import (
     Placement,
+    check_on_mesh,
     find_weights,
-    is_on_mesh,
+    local_rows,
     padding_hint,
-    per_replica_batch_size,
-    process_rows,
-    row_groups,
 )
-from meshlayout.data.protocols import JSON, RandomAccessSource, Source, StreamSource
+from meshlayout.data.protocols import JSON, RandomAccessSource, Source
 from meshlayout.errors import DataError
 from meshlayout.layout import Layout
-
-
-# By the outermost package of an object's class or one of its bases, so that looking
-# imports no framework. An adapter returns None for an object of its package that it
-# does not support.
-_ADAPTERS: dict[str, Callable[..., Source | None]] = {
-    "grain": grain.adapt,
-    "tensorflow": tensorflow.adapt,
-    "tensorflow_datasets": tfds.adapt,
-    "torch": torch.adapt,
-    "datasets": hugging_face.adapt,
-}
-
-
-def as_source(obj: object, clock: Clock, *, batched: bool | None = None) -> Source:
-    """Returns the user's object as a source.
-
-    Args:
-        obj: A source already, or an object that one of the adapters supports.
-        clock: Where notes go.
-        batched: Whether the elements of an iterable are batches (True) or single
-            examples (False); None infers it from the object, if possible.
-
-    Raises:
-        DataError: If it is of no known kind, or ambiguous.
-    """
-    batched = _checks.choice("batched", batched, (True, False, None), error=DataError)
-    if isinstance(obj, type):  # a class whose objects are iterated
-        obj = functools.partial(obj)
-    if isinstance(obj, (RandomAccessSource, StreamSource)):
-        if batched is not None:
-            msg = (
-                f"a {type(obj).__name__} is a source that says itself what it gives. "
-                f"Leave out batched={batched}."
-            )
-            raise DataError(msg)
-        return obj
-    packages = [kind.__module__.partition(".")[0] for kind in type(obj).__mro__]
-    kinds = {kind.__name__ for kind in type(obj).__mro__}
-    for package in dict.fromkeys(packages):
-        adapter = _ADAPTERS.get(package)
-        source = adapter(obj, kinds, clock, batched=batched) if adapter else None
-        if source is not None:
-            return source
-    rows = arrays.adapt(obj, batched=batched)
-    return iterables.adapt(obj, batched=batched) if rows is None else rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +76,9 @@ class DataOptions:
                 number = _checks.count(
                     name, value, at_least=at_least, error=DataError, hint=hint
                 )
-                object.__setattr__(self, name, number)  # NumPy's become Python's
+                # NumPy's numbers become Python's: JSON, which processes exchange and
+                # positions are saved as, takes no others.
+                object.__setattr__(self, name, number)
         remainders = ("pad", "drop", "repeat", "error")
         _checks.choice("remainder", self.remainder, remainders, error=DataError)
         _checks.choice("strings", self.strings, ("error", "host"), error=DataError)
@@ -149,20 +90,20 @@ class DataOptions:
         is_key = is_key and not isinstance(self.weights, bool)
         if self.weights is not None and not is_key:
             msg = (
-                "weights must be a batch's key, a place in a tuple, or None, got "
-                f"{_checks.shown(self.weights)}."
+                "weights must be a key of the batch, an index into a tuple, or None, "
+                f"got {_checks.shown(self.weights)}."
             )
             raise DataError(msg)
         if self.per_process and self.remainder == "repeat" and self.steps is None:
             msg = (
                 "remainder='repeat' with per_process=True needs steps=: the processes "
-                "may have different numbers of rows, and have to take as many steps."
+                "may have different numbers of rows, and must take as many steps."
             )
             raise DataError(msg)
 
     @property
-    def goes_on(self) -> bool:
-        """Whether an iteration begins where the last one ended."""
+    def continues(self) -> bool:
+        """Whether an iteration starts where the last one ended."""
         is_part = self.steps is not None or self.epochs is None
         return is_part or self.remainder == "repeat"
 
@@ -174,27 +115,16 @@ class DataPlan:
     """What all iterations over a dataset share, decided from its first rows.
 
     Attributes:
-        options: What was asked for.
-        clock: Where time and notes go.
+        options: The user's options.
+        clock: Takes times and notes for the report.
         agreement: With the other processes; None if there are none.
-        cut: How batches are cut.
-        placement: Where they go; None for batches that are placed already.
-        padding_hint: What to do if batches cannot be padded.
+        cut: How batches are cut from the source's rows.
+        placement: Puts batches on the mesh; None for batches that are on it already.
+        padding_hint: What a user can do if batches cannot be padded.
         filler: The row that fills batches for which a process has no rows, leaf by
-            leaf; None if there cannot be such batches.
-        num_steps: Batches of one iteration, or None where that is not known.
+            leaf; None if there are no such batches.
+        num_steps: Batches of one iteration, or None if that is not known.
         identity: What must match for a saved position to fit, by name.
-
-    Args:
-        open_source: Returns the source; or its reader, which has looked at it before.
-        layout: The layout of batches.
-        options: See above, as `clock`.
-        agreement: With the other processes, where it was made before; None makes it.
-        close: Releases what the source holds, if it is not the user's.
-
-    Raises:
-        DataError: If the source cannot be made into such batches, here or on another
-            process.
     """
 
     def __init__(
@@ -207,20 +137,39 @@ class DataPlan:
         *,
         close: Callable[[], None] = lambda: None,
     ) -> None:
+        """Opens the source and decides.
+
+        Args:
+            open_source: Returns the source; or a reader that has already looked at its
+                first element.
+            layout: The layout of batches.
+            options: The user's options.
+            clock: Takes times and notes for the report.
+            agreement: With the other processes, if the caller has made it; None makes
+                it.
+            close: Releases what the source holds, if it is not the user's to close.
+
+        Raises:
+            DataError: If the source cannot be made into such batches, here or on
+                another process.
+        """
         self.options, self.clock, self._close_source = options, clock, close
         self.agreement = agreement = agreement or agreement_of(layout.mesh)
         with failure_reported(agreement, FACTS):
-            own_rows = _own_rows(layout, options)
+            size, is_per_process = options.global_batch_size, options.per_process
+            rows = local_rows(layout, size, per_process=is_per_process)
             self._first = first = _look(open_source(), layout, options, clock)
             digests = {} if agreement is None else self._digests()
-        size = len(own_rows) if options.per_process else options.global_batch_size
-        self.cut = Cut(size, None if len(own_rows) == size else own_rows)
-        # Of an epoch, where it is known.
+        # A source of this process alone holds nothing but its own rows: all are kept.
+        num_read = len(rows) if is_per_process else size
+        self.cut = Cut(num_read, None if len(rows) == num_read else rows)
+        # Of an epoch, if it is known. Processes with sources of their own must take
+        # the same number of steps, so they agree on it.
         self._num_batches = self._count_batches()
         if agreement is not None:
             where = "the first rows" if self.is_stream else "some rows"
             agreement.check_same(self._facts(), digests, where)
-            if options.per_process and self._num_batches is not None:
+            if is_per_process and self._num_batches is not None:
                 self._num_batches = agreement.num_batches(
                     self._num_batches, options.remainder
                 )
@@ -233,16 +182,20 @@ class DataPlan:
         with failure_reported(agreement, PLAN):
             if first.spec is not None:
                 self.padding_hint = padding_hint(first.rows)
+                # Nothing but padding needs weights that the source does not have.
                 add = options.remainder == "pad"
-                leaves = find_weights(first.rows, first.spec, options.weights, add=add)
-                num_rows = options.global_batch_size
-                self.placement = Placement(*leaves, layout, num_rows, own_rows)
-                if options.per_process and self.has_weights and self.is_stream:
+                spec, index = find_weights(
+                    first.rows, first.spec, options.weights, add=add
+                )
+                self.placement = Placement(spec, index, layout, size, rows)
+                if is_per_process and self.has_weights and self.is_stream:
                     self.filler = first_row(first.spec, first.rows)
             self._check_length()
         if agreement is not None:
             agreement.check_made()
         self.num_steps = self._count_steps()
+        # A position of global rows fits any number of processes; one in a source of
+        # this process alone fits nowhere else.
         process = [jax.process_index(), jax.process_count()]
         self.identity: dict[str, JSON] = {
             "source": "stream" if self.is_stream else "rows",
@@ -250,7 +203,7 @@ class DataPlan:
             "global_batch_size": options.global_batch_size,
             "remainder": options.remainder,
             "seed": options.shuffle,
-            "process": process if options.per_process else None,
+            "process": process if is_per_process else None,
             "block": first.block,
         }
         self._idle_readers = [self._new_reader(first.elements)]
@@ -262,7 +215,7 @@ class DataPlan:
 
     @property
     def is_stream(self) -> bool:
-        """Whether the source is read one way."""
+        """Whether the source has no random access."""
         return self._first.elements is not None
 
     @property
@@ -287,7 +240,10 @@ class DataPlan:
             return self.placement(batch.leaves, is_real, num_kept)
 
     def check_padding(self, batch: HostBatch) -> None:
-        """Raises DataError if a batch is padded and has no place for weights."""
+        """Raises DataError if a batch is padded and cannot carry weights.
+
+        Of sources whose length is known, `_check_length` refuses this earlier.
+        """
         is_padded = batch.count < self.cut.size and self.placement is not None
         if is_padded and not self.has_weights:
             msg = (
@@ -297,10 +253,10 @@ class DataPlan:
             raise DataError(msg)
 
     def take_reader(self) -> Reader:
-        """Returns the reader that is idle, or another one.
+        """Returns an idle reader, or a new one.
 
-        Idle is first the one that has looked at the first rows, and later that of an
-        iteration which the next iteration continues.
+        At first the reader that has looked at the first rows is idle; later, the one of
+        an iteration that the next iteration continues.
         """
         try:
             return self._idle_readers.pop()  # of several threads, one gets it
@@ -308,12 +264,12 @@ class DataPlan:
             return self._new_reader()
 
     def keep_reader(self, reader: Reader) -> None:
-        """Keeps a reader for the next iteration, in place of any kept before."""
+        """Keeps a reader for the next iteration, instead of any kept before."""
         self._close_readers()
         self._idle_readers.append(reader)
 
     def close(self) -> None:
-        """Releases what no iteration uses."""
+        """Releases what no iteration is using."""
         self._close_source()
         self._close_readers()
 
@@ -345,7 +301,10 @@ class DataPlan:
         )
 
     def _count_batches(self) -> int | None:
-        """Returns the batches of an epoch; None if not known, or epochs run on."""
+        """Returns the number of batches of an epoch.
+
+        None if it is not known, or if epochs run into each other.
+        """
         num_rows, remainder = self._first.num_rows, self.options.remainder
         if num_rows is None or remainder == "repeat":
             return None
@@ -353,7 +312,7 @@ class DataPlan:
         return num_rows // size if remainder == "drop" else math.ceil(num_rows / size)
 
     def _count_steps(self) -> int | None:
-        """Returns how many batches an iteration has, or None."""
+        """Returns the number of batches of an iteration; None if it is not known."""
         epochs, steps = self.options.epochs, self.options.steps
         num_rows = self._first.num_rows
         if num_rows is None or epochs is None:
@@ -373,11 +332,16 @@ class DataPlan:
         return steps or available
 
     def _check_length(self) -> None:
-        """Raises DataError if an epoch is known not to divide into batches."""
+        """Raises DataError if an epoch is known not to divide into batches.
+
+        Whether padding is possible is checked here and not when the last batch comes,
+        which may be hours later.
+        """
         num_rows, num_batches = self._first.num_rows, self._num_batches
         if num_rows is None or num_batches is None:
             return
         size, remainder = self.cut.size, self.options.remainder
+        # `dropped` is negative if this process is padded up to the batches of others.
         left, dropped = num_rows % size, num_rows - num_batches * size
         what = f"a source of {num_rows} rows, in batches of {size}, leaves {left}"
         is_unmarked = self.placement is not None and not self.has_weights
@@ -433,11 +397,11 @@ class _FirstRows:
     Attributes:
         source: The source.
         rows: Its first rows.
-        spec: What its examples are; None for batches that are placed already.
-        num_rows: How many it has; None where that is not known.
+        spec: The spec of its examples; None for batches that are on the mesh already.
+        num_rows: How many rows it has; None if that is not known.
         elements: Reads a stream, and has looked at its first element; None for a source
             with random access.
-        block: Examples in that element; None for a single one.
+        block: The examples in that element; None for a single one.
     """
 
     source: Any
@@ -461,59 +425,29 @@ def _look(
     if options.shuffle is not None:
         msg = (
             "shuffle= reorders the rows of a source with random access, and this one "
-            "is read one way. Shuffle it where it is made, and leave out shuffle=."
+            "is read in order. Shuffle it where it is made, and leave out shuffle=."
         )
         raise DataError(msg)
     elements = source if isinstance(source, ElementReader) else ElementReader(source)
     source = elements.source
-    num_parts = source.num_parts if isinstance(source, torch.LoaderSource) else 1
+    num_parts = source.num_parts if isinstance(source, LoaderSource) else 1
     if num_parts > 1 and not options.per_process:
+        # Processes compare their rows only if there are several; one process that
+        # reads a part of the data would do so without an error.
         clock.warn(
-            f"The DataLoader's sampler gives each of {num_parts} processes a part of "
-            "its own: say per_process=True."
+            f"The DataLoader's sampler gives each of {num_parts} processes its own "
+            "part: say per_process=True."
         )
     rows, block = elements.look()
     try:
         if is_placed(rows) and block is not None:
-            _check_placed(rows, block, layout, options)
+            check_on_mesh(rows, block, layout, options.global_batch_size)
             return _FirstRows(source, rows, None, None, elements, block)
         spec = describe(rows, options.strings, clock.warn).with_objects()
     except BaseException:
         elements.close()
         raise
+    # The numbers of rows that processes read in streams of their own may be wrong or
+    # differ; they agree in every step instead.
     num_rows = None if options.per_process else source.num_rows
     return _FirstRows(source, rows, spec, num_rows, elements, block)
-
-
-def _check_placed(
-    batch: PyTree, count: int, layout: Layout, options: DataOptions
-) -> None:
-    if not is_on_mesh(batch, layout):
-        msg = (
-            "the source gives arrays that are on other devices than those of "
-            f"{layout.mesh!r}. Place them on this mesh, or give them as NumPy arrays."
-        )
-        raise DataError(msg)
-    if count != options.global_batch_size:
-        msg = (
-            f"the source gives batches of {count} rows that are on the mesh already, "
-            f"and global_batch_size={options.global_batch_size}. They pass through "
-            "unchanged: give their size."
-        )
-        raise DataError(msg)
-
-
-def _own_rows(layout: Layout, options: DataOptions) -> np.ndarray:
-    """Returns which rows of a global batch are this process's own."""
-    size = options.global_batch_size
-    per_replica_batch_size(size, layout)
-    own_rows = process_rows(layout, size)
-    if options.per_process:
-        row_groups(layout, size)
-        if not len(own_rows):
-            msg = (
-                f"process {jax.process_index()} has no devices in {layout.mesh!r}, and "
-                "so no rows of its own: with per_process=True it makes no dataset."
-            )
-            raise DataError(msg)
-    return own_rows

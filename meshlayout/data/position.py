@@ -1,4 +1,10 @@
-"""The position of an iteration over a dataset, as JSON."""
+"""The position of an iteration over a dataset, as JSON.
+
+A position is a few counts, never a list of rows: with random access they determine the
+next batch, and a stream adds its own position. It is saved with what must be the same
+for it to mean the same batches; a position that silently meant others would skip some
+examples and repeat others.
+"""
 
 from typing import Any, NamedTuple
 
@@ -7,36 +13,37 @@ from meshlayout.data.protocols import JSON
 from meshlayout.errors import DataError
 
 
-# 2: shuffles use this library's own permutation, and streams record how they are cut.
+# 2: shuffles use this library's own permutation, and streams record their block size.
+# Increased when a saved position would mean other batches; older ones are refused.
 _VERSION = 2
 
-# What has to be the same for a place to mean the same batches, in words.
-_WORDS = {
-    "source": "a source of kind {}",  # "rows" for random access, "stream" for one way
-    "num_rows": "a source of {} rows",  # of a source with random access
+# What must be the same for a position to mean the same batches, as messages say it.
+_IDENTITY_TEXTS = {
+    "source": "a source of kind {}",  # "rows" for random access, or "stream"
+    "num_rows": "a source of {} rows",  # only with random access
     "global_batch_size": "global_batch_size={}",
     "remainder": "remainder={!r}",
     "seed": "shuffle={}",
-    "process": "[process, processes]={}",  # where each has a source of its own
-    # A stream of batches may count batches in its own place, which means other rows if
-    # their size differs; None for single examples, and where rows are counted.
+    "process": "[process, processes]={}",  # only if each has a source of its own
+    # A stream of batches may count batches in its own position, which means other rows
+    # if their size differs. None for single examples, and with random access.
     "block": "a stream whose first batch has {} examples",
 }
 
 
 class Position(NamedTuple):
-    """The place after some batch.
+    """The position after some batch; the names of its fields are part of the format.
 
     Attributes:
         epoch: The epoch of the next batch, from 0.
-        batch: How many batches of this epoch were given.
-        row: How many rows of this epoch were used.
-        first_epoch: The epoch in which the iteration began.
-        first_row: The row of that epoch at which it began.
-        given: How many batches the iteration has given.
-        source: The source's own place, where it has one: before the block of rows in
-            which the next batch begins.
-        offset: The rows of that block that were used.
+        batch: The number of batches of this epoch that were yielded.
+        row: The number of rows of this epoch that were used.
+        first_epoch: The epoch in which the iteration started.
+        first_row: The row of that epoch at which it started.
+        given: The number of batches that the iteration has yielded.
+        source: The stream's own position, if it has one: before the block of rows in
+            which the next batch starts.
+        offset: The number of rows of that block that were used.
     """
 
     epoch: int
@@ -50,7 +57,7 @@ class Position(NamedTuple):
 
 
 def to_state(identity: dict[str, JSON], position: Position) -> dict[str, JSON]:
-    """Returns a place as a JSON-serializable dict, with what it is a place of."""
+    """Returns a position as a JSON-serializable dict, with what it belongs to."""
     return {
         "kind": "meshlayout.data",
         "version": _VERSION,
@@ -60,15 +67,15 @@ def to_state(identity: dict[str, JSON], position: Position) -> dict[str, JSON]:
 
 
 def from_state(identity: dict[str, JSON], state: object) -> Position:
-    """Returns the place that a dict of `to_state` names.
+    """Returns the position in a dict made by `to_state`.
 
     Raises:
-        DataError: If it is not a place, or one of another dataset.
+        DataError: If it is not such a dict, or belongs to another dataset.
     """
     if not isinstance(state, dict) or state.get("kind") != "meshlayout.data":
         msg = (
-            "the state is not one of a data iterator: expected what get_state() "
-            f"returned, and got {_checks.shown(state)}."
+            "the state is not that of a data iterator: expected what get_state() "
+            f"returned, got {_checks.shown(state)}."
         )
         raise DataError(msg)
     if state.get("version") != _VERSION:
@@ -83,12 +90,12 @@ def from_state(identity: dict[str, JSON], state: object) -> Position:
             raise DataError(msg)
     for name, here in identity.items():
         there = state[f"of_{name}"]
-        # How a stream is cut matters only to the place that it has named itself.
+        # The block size matters only to a position of the stream's own.
         if there != here and (name != "block" or state["source"] is not None):
             msg = (
                 f"the state is of {_text(name, there)}, and this dataset has "
-                f"{_text(name, here)}: its batches would be others. Make the dataset "
-                "as it was when the state was taken."
+                f"{_text(name, here)}: its batches would be different ones. Make the "
+                "dataset as it was when the state was saved."
             )
             raise DataError(msg)
     counts = {
@@ -104,4 +111,4 @@ def from_state(identity: dict[str, JSON], state: object) -> Position:
 def _text(name: str, value: object) -> str:
     if name == "block" and value is None:
         return "a stream of single examples"
-    return _WORDS[name].format(value)
+    return _IDENTITY_TEXTS[name].format(value)

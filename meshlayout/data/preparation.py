@@ -1,7 +1,7 @@
-"""A TFDS dataset, prepared on disk: found, or downloaded and prepared, and checked.
+"""A TFDS dataset that is prepared on disk: found, or downloaded and prepared; checked.
 
-TFDS reports what is missing in many ways, most of them long. Here each of them becomes
-one sentence with the fix, before anything is read.
+TFDS reports what is missing in many ways, most of them long. Here each becomes one
+sentence with the fix, before anything is read.
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ class Prepared:
 
     @property
     def files(self) -> list[tuple[Path, int]]:
-        """The files that hold the split, and how many of their rows are in it."""
+        """The files that hold the split, and the number of its rows in each."""
         instructions = self.builder.info.splits[self.split].file_instructions
         return [(Path(item.filename), item.examples_in_shard) for item in instructions]
 
@@ -43,16 +43,16 @@ class Prepared:
 def find_prepared(
     name: object, split: object, data_dir: str | Path | None, decoders: PyTree
 ) -> Prepared:
-    """Returns a split of a dataset, which is downloaded and prepared if need be.
+    """Returns a split of a dataset, which is downloaded and prepared if necessary.
 
     Args:
-        name: TFDS's name, as `mnist` or `emnist/letters`, or a builder.
+        name: TFDS's name, such as `mnist` or `emnist/letters`, or a builder.
         split: The split.
-        data_dir: Where TFDS keeps prepared datasets; None for its own choice.
-        decoders: What TFDS decodes how; None for all of it as usual.
+        data_dir: Where TFDS keeps prepared datasets; None for its default.
+        decoders: TFDS's decoders by feature; None for its defaults.
 
     Raises:
-        DataError: If there is no such dataset or split, or it is not available or
+        DataError: If there is no such dataset or split, it is not available, or it
             cannot be read without TensorFlow.
     """
     if not isinstance(split, str):
@@ -71,13 +71,13 @@ def find_prepared(
             f"{_checks.shown(name)}."
         )
         raise DataError(msg)
-    # TFDS knows the splits of prepared datasets only.
+    # TFDS knows the splits only of prepared datasets.
     if not builder.info.splits:
         _prepare(builder)
     _check_format(builder)
     _check_split(builder, split)
     _check_decoders(builder.info.features, decoders)
-    # A file that is missing or damaged is found now, and not after hours of training.
+    # Find a file that is missing or damaged now, not after hours of training.
     try:
         source = builder.as_data_source(split=split, decoders=decoders)
         prepared = Prepared(builder, split, source)
@@ -98,7 +98,7 @@ def find_prepared(
 
 
 def supervised_keys(builder: Builder) -> PyTree:
-    """Returns the features that are input and target, according to TFDS's builder.
+    """Returns the features that are input and target, as TFDS's builder declares them.
 
     Raises:
         DataError: If the builder does not name them.
@@ -122,7 +122,7 @@ def _builder(name: str, data_dir: str | Path | None) -> Builder:
     try:
         return tfds.builder(name, data_dir=data_dir)
     except tfds.core.DatasetNotFoundError:
-        # Without those of the community, whose list would be downloaded.
+        # Community datasets are left out: their list would be downloaded.
         known = tfds.list_builders(with_community_datasets=False)
         where = f" and none is prepared in {data_dir}" if data_dir else ""
         msg = f"TFDS has no dataset {name!r}{where}.{did_you_mean(name, known)}"
@@ -141,14 +141,14 @@ def _prepare(builder: Builder) -> None:
             f"{builder.info.full_name} is not prepared in {builder.data_path}, and "
             f"TFDS's code that prepares it needs {error.name or 'another package'}, "
             "which is not installed. Where it is, prepare the dataset once with `tfds "
-            f"build {builder.name} --file_format=array_record`; to read it "
-            "afterwards needs no TensorFlow."
+            f"build {builder.name} --file_format=array_record`; reading it afterwards "
+            "needs no TensorFlow."
         )
         raise DataError(msg) from error
     except Exception as error:
         msg = (
             f"{builder.info.full_name} is not prepared in {builder.data_path} and "
-            f"cannot be: {_first_line(error)} With internet, `tfds build "
+            f"cannot be: {_first_line(error)} With internet access, `tfds build "
             f"{builder.name} --file_format=array_record` prepares it; or copy a "
             "prepared directory and name it with data_dir=."
         )
@@ -197,7 +197,7 @@ def _check_decoders(features: Any, decoders: PyTree, path: str = "") -> None:
     """Refuses decoders of unknown features, and objects that are not decoders."""
     where = f"decoders[{path!r}]" if path else "decoders"
     if isinstance(decoders, Mapping):
-        # A sequence of dicts has no names to look at; TFDS checks it.
+        # A sequence of dicts does not list its names; TFDS checks them.
         has_names = hasattr(features, "keys")
         names = sorted(features.keys()) if has_names else list(decoders)
         for name, decoder in decoders.items():

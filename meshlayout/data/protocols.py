@@ -1,9 +1,9 @@
 """Sources of examples: the two protocols that every adapter implements.
 
 `distribute_dataset` takes arrays, iterables and the datasets of several frameworks.
-Write a class with these methods where none of them fits: a database, a file format of
-your own, a service. A class that has all the methods of a protocol is a source; nothing
-has to be inherited or registered.
+Where none of them fits (a database, your own file format, a service), write a class
+with these methods. Any class that has all the methods of a protocol is a source;
+nothing has to be inherited or registered.
 
 Example:
     >>> import numpy as np
@@ -31,14 +31,14 @@ from meshlayout._annotations import PyTree
 
 
 JSON: TypeAlias = Any
-"""What `json.dumps` takes: numbers, strings, None, lists and dicts of them."""
+"""What `json.dumps` accepts: numbers, strings, None, lists and dicts of them."""
 
 
 @runtime_checkable
 class RandomAccessSource(Protocol):
-    """A source that can read any of its rows by number.
+    """A source that can read any of its rows by index.
 
-    Use this where rows can be looked up: batches are then shuffled by `shuffle=`, every
+    Use this if rows can be looked up: batches are then shuffled by `shuffle=`, every
     process reads only the rows that its devices need, and iteration resumes anywhere.
     """
 
@@ -53,13 +53,13 @@ class RandomAccessSource(Protocol):
         threads may call this at once.
 
         Args:
-            indices: Row numbers, int64, of shape (rows,), at least one.
-            epoch: Which epoch they are read for, from 0: for sources that shuffle or
+            indices: Row indices, int64, of shape (rows,), at least one.
+            epoch: The epoch they are read for, from 0: for sources that shuffle or
                 augment by themselves. Others ignore it.
 
         Returns:
-            A tree of NumPy arrays whose first dim is `len(indices)`. Its memory must
-            not be used again.
+            A tree of NumPy arrays whose first dim is `len(indices)`. The source must
+            not write to their memory again.
         """
         ...
 
@@ -68,27 +68,27 @@ class Stream(Iterator[PyTree], Protocol):
     """One pass over a `StreamSource`; an iterator of its elements."""
 
     def get_state(self) -> JSON:
-        """Returns the place after the last element, as JSON takes it.
+        """Returns the position after the last element, JSON-serializable.
 
-        Before the first element, it is the place of the epoch's start. None means that
-        the stream does not know its place: resuming then reads from the start.
+        Before the first element, it is the start of the epoch. None means that the
+        stream cannot seek: resuming then reads from the start.
         """
         ...
 
     def set_state(self, state: JSON) -> None:
-        """Goes to a place that `get_state` has returned, here or in another run."""
+        """Moves to a position that `get_state` returned, here or in another run."""
         ...
 
     def close(self) -> None:
-        """Releases what the pass holds: files, threads, processes."""
+        """Releases the resources of the pass: files, threads, processes."""
         ...
 
 
 @runtime_checkable
 class StreamSource(Protocol):
-    """A source that is read from its start to its end.
+    """A source that is read from start to end.
 
-    Use this where rows come one after another: a socket, a compressed file, a queue.
+    Use this if rows come one after another: a socket, a compressed file, a queue.
     Without `per_process=True`, every process reads the whole stream, in the same order,
     and keeps the rows that its devices need.
     """
@@ -97,8 +97,8 @@ class StreamSource(Protocol):
     def batched(self) -> bool | None:
         """Whether elements are batches (True) or single examples (False).
 
-        None leaves it to the first element: it is an example if its arrays have no
-        first dim in common, and refused otherwise.
+        None infers it from the first element: an example if its arrays differ in their
+        first dim, and an error otherwise.
         """
         ...
 
@@ -108,13 +108,13 @@ class StreamSource(Protocol):
         ...
 
     def open(self, epoch: int) -> Stream:
-        """Begins a pass.
+        """Starts a pass.
 
-        Elements are copied as they come, so a stream may use their memory again for
-        the next one.
+        Elements are copied as they are read, so a stream may reuse their memory for the
+        next one.
 
         Args:
-            epoch: Which epoch, from 0.
+            epoch: The epoch, from 0.
         """
         ...
 

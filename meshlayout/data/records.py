@@ -1,8 +1,8 @@
-"""Examples read from a TFDS dataset's files: decoded, mapped and stacked.
+"""Examples read from the files of a TFDS dataset: decoded, mapped and stacked.
 
-Everything here is a source of rows by number, so that the order of an epoch, its
-shards and its place are those of every other source. What an example becomes depends
-on seed, epoch and row alone, never on who reads it or on what is read with it.
+Everything here is a source with random access, so that the order of an epoch, its
+shards and positions work as for every other source. What an example becomes depends on
+seed, epoch and row alone, never on who reads it or on what is read with it.
 """
 
 import functools
@@ -21,9 +21,9 @@ from meshlayout.data.adapters.tfds import feature_dtypes
 from meshlayout.data.by_row import Order
 from meshlayout.data.clock import Clock
 from meshlayout.data.examples import (
+    ExampleSpec,
+    LeafSpec,
     as_batch,
-    concatenate,
-    examples_of,
     named_leaves,
     stack,
 )
@@ -34,21 +34,21 @@ from meshlayout.errors import DataError
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
-# Rows of a file that stay together where the order may follow the files.
+# With deterministic=False: the rows of a file that are read one after another.
 _RUN = 64
-# Rows that are shuffled together: a batch has rows of many places in the files.
+# And the rows that are shuffled together, so that a batch mixes several runs. Positions
+# in a saved run depend on both.
 _WINDOW = 16 * _RUN
 
 
 class RowGenerators(list[np.random.Generator]):
-    """One random generator for each row of a batch.
+    """One random generator per row of a batch, which also draws like a single one.
 
-    It draws as a single one does, with a `size` that begins with the number of rows. A
-    row gets the same numbers whichever rows share its batch, on any number of
-    processes.
+    Draws take a `size` that starts with the number of rows. A row gets the same random
+    numbers whichever rows share its batch, on any number of processes.
 
     Args:
-        seed: What the generators start from, together with epoch and row.
+        seed: The seed of the generators, together with epoch and row.
         epoch: The epoch.
         rows: The rows of the batch.
 
@@ -74,7 +74,7 @@ class RowGenerators(list[np.random.Generator]):
             options = inspect.signature(draw).bind(None, *args, **kwargs).arguments
             del options["self"]
             size = np.atleast_1d(options.pop("size", ())).tolist()
-            # Without replacement, a row would have to know what others drew.
+            # Without replacement, a row's draws would depend on those of other rows.
             if size[:1] != [len(self)] or not options.get("replace", True):
                 msg = (
                     f"rng.{name} draws for each row of the batch by itself: give "
@@ -93,11 +93,11 @@ class MapFunction:
     """A user's function of an example or a batch.
 
     Attributes:
-        function: Takes an example, or a batch of them if `is_batched`; and if it
-            needs a second argument a NumPy random generator, or `RowGenerators`.
+        function: Takes an example, or a batch if `is_batched`; and, if `is_random`, a
+            NumPy random generator, or `RowGenerators`.
         is_batched: Whether it takes a batch.
         is_random: Whether it takes generators.
-        seed: What the generators start from, together with epoch and row.
+        seed: The seed of the generators, together with epoch and row.
     """
 
     function: Callable[..., Any]
@@ -126,7 +126,7 @@ class MapFunction:
         try:
             with _checks.noted(f"This was raised by map= at {where} of the split."):
                 return self.function(*args)
-        except StopIteration as error:  # would end the epoch
+        except StopIteration as error:  # would pass for the end of the epoch
             msg = f"map= raised StopIteration at {where}."
             raise RuntimeError(msg) from error
 
@@ -134,13 +134,13 @@ class MapFunction:
 def as_map_function(
     function: object, *, is_batched: bool, seed: int
 ) -> MapFunction | None:
-    """Returns a user's function as one of rows, or None if there is none.
+    """Returns a user's function, checked; None if there is none.
 
     Args:
         function: The function or None. With two required arguments, the second is a
             random generator.
         is_batched: Whether it takes a batch.
-        seed: What its random numbers start from.
+        seed: The seed of its random numbers.
 
     Raises:
         DataError: If it is not a function of one or two arguments.
@@ -164,7 +164,7 @@ def as_map_function(
 
 
 def _num_required(function: Callable[..., Any]) -> int:
-    """Returns how many arguments a function needs; 1 where it does not say."""
+    """Returns the number of arguments a function requires; 1 if that is unknown."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some built-in functions
@@ -180,12 +180,12 @@ def _num_required(function: Callable[..., Any]) -> int:
 
 @dataclass(frozen=True)
 class RecordDecoder:
-    """Reads, decodes, maps and stacks rows; it can be sent to a worker process.
+    """Reads, decodes, maps and stacks rows; can be sent to a worker process.
 
     Attributes:
         source: TFDS's data source.
-        keys: The features that make an example, as TFDS's supervised keys; None for
-            all of them, by name.
+        keys: The features that make up an example, in the form of TFDS's supervised
+            keys; None for a dict of all features.
         map: The user's function of an example, or None.
     """
 
@@ -195,14 +195,14 @@ class RecordDecoder:
 
     @functools.cached_property
     def _dtypes(self) -> Mapping[str, np.dtype]:
-        """Once, and not for every batch: TFDS computes them anew each time."""
+        """The dtypes of numbers by path; TFDS would compute them for every batch."""
         return feature_dtypes(self.source.dataset_info.features)
 
     def __call__(self, rows: Array, epoch: int) -> TimedRows:
-        """Returns rows, at least one, as they are in an epoch."""
+        """Returns at least one row, as it is in an epoch."""
         clock = Clock()
         with clock.stage("read"):
-            # One call for all records, which reads from several files at once.
+            # One call for all records, so that several files are read at once.
             records = self.source.data_source.__getitems__(rows.tolist())
         with clock.stage("decode"):
             examples = self._decoded(records)
@@ -214,7 +214,7 @@ class RecordDecoder:
         return TimedRows(stacked, clock.report().stages)
 
     def _decoded(self, records: Sequence[bytes]) -> list[PyTree]:
-        """Returns the features that make each example, in the dtypes they have."""
+        """Returns the examples, their numbers in the dtypes of their features."""
         decode = self.source.dataset_info.features.deserialize_example_np
         decoders = self.source.decoders
         examples = [decode(record, decoders=decoders) for record in records]
@@ -226,7 +226,7 @@ class RecordDecoder:
 
 @dataclass(frozen=True)
 class RowMapper:
-    """Maps rows that are decoded; it can be sent to a worker process.
+    """Maps decoded rows; can be sent to a worker process.
 
     Attributes:
         map: The user's function of an example.
@@ -235,10 +235,14 @@ class RowMapper:
     map: MapFunction
 
     def __call__(self, rows: Array, epoch: int, decoded: PyTree) -> TimedRows:
-        """Returns rows, at least one, as they are in an epoch."""
+        """Returns at least one row, as it is in an epoch."""
         clock = Clock()
         with clock.stage("map"):
-            examples = examples_of(decoded, len(rows))
+            leaves, treedef = jax.tree.flatten(decoded)
+            examples = (
+                treedef.unflatten([leaf[row] for leaf in leaves])
+                for row in range(len(rows))
+            )
             stacked = stack(self.map.examples(examples, rows, epoch))
         return TimedRows(stacked, clock.report().stages)
 
@@ -246,7 +250,7 @@ class RowMapper:
 def _with_dtypes(
     examples: Sequence[PyTree], dtypes: Mapping[str, np.dtype]
 ) -> Iterator[PyTree]:
-    """Yields examples of one structure, their Python numbers in dtypes by path."""
+    """Yields examples of one structure, with dtypes by path for Python numbers."""
     named, treedef = named_leaves(examples[0])
     own = [
         dtypes.get(path) if isinstance(leaf, (bool, int, float)) else None
@@ -265,43 +269,59 @@ def worker_rows(
     clock: Clock,
     decoded: RandomAccessSource | None = None,
 ) -> Rows:
-    """Returns a source of rows that workers make.
+    """Returns a source whose rows are made by workers.
 
     Args:
         pool: The workers.
-        num_rows: How many rows there are.
-        clock: Where the time goes.
-        decoded: The rows that workers are sent; None if they read rows by number.
+        num_rows: The number of rows.
+        clock: Takes the workers' times.
+        decoded: The rows that are sent to the workers; None if they read them from the
+            files.
     """
 
     def read(indices: Array, epoch: int) -> Batch:
         inputs = () if decoded is None else (decoded.read_rows(indices, epoch),)
         pieces, num_workers = pool.read(indices, epoch, *inputs)
-        # Workers read in parallel: their seconds are divided by their number. The
-        # rows are counted once, in the stage around this one.
+        # Workers read in parallel, so their seconds are divided by their number. Rows
+        # of "read" are counted by the stage that encloses this call.
         for stages in zip(*(piece.stages for piece in pieces), strict=True):
             name = stages[0].name
             seconds = sum(stage.seconds for stage in stages) / num_workers
             clock.add(name, 0 if name == "read" else len(indices), seconds)
-        return concatenate([piece.rows for piece in pieces])
+        return _concatenated([piece.rows for piece in pieces])
 
     return Rows(num_rows, read)
+
+
+def _concatenated(blocks: Sequence[PyTree]) -> PyTree:
+    """Returns blocks of rows as one block.
+
+    Raises:
+        DataError: If a leaf's rows differ between blocks in shape or dtype.
+    """
+    if len(blocks) == 1:
+        return blocks[0]
+    named, treedef = named_leaves(blocks[0])
+    leaves = (LeafSpec(path, leaf.dtype, leaf.shape[1:], None) for path, leaf in named)
+    spec = ExampleSpec(treedef, tuple(leaves))
+    columns = zip(*map(spec.checked, blocks), strict=True)
+    return treedef.unflatten(map(np.concatenate, columns))
 
 
 def mapped_batches(
     source: RandomAccessSource, function: MapFunction, batch_size: int, clock: Clock
 ) -> Rows:
-    """Returns a source of rows that a user's function of a batch has mapped.
+    """Returns a source whose rows go through a user's function of a batch.
 
     Args:
-        source: The rows before.
+        source: The rows to be mapped.
         function: The user's function.
-        batch_size: Rows of this process in a batch; a shorter one is filled with its
-            last row, so that the function only sees batches of one shape.
-        clock: Where the time goes.
+        batch_size: Rows of this process in a batch. A shorter one is filled up with its
+            last row, so that the function sees batches of one shape only.
+        clock: Takes the function's time.
 
     Returns:
-        The rows. Reading raises DataError if the function returns another number.
+        The rows. Reading raises DataError if the function changes their number.
     """
 
     def read(indices: Array, epoch: int) -> Batch:
@@ -314,7 +334,7 @@ def mapped_batches(
         if count != len(padded):
             msg = (
                 f"map= returned {count} rows for a batch of {len(padded)}. With "
-                "map_batched=True it has to keep their number."
+                "map_batched=True it must keep their number."
             )
             raise DataError(msg)
         return jax.tree.map(lambda leaf: leaf[: len(indices)], mapped_rows)
@@ -323,16 +343,15 @@ def mapped_batches(
 
 
 class FileOrder:
-    """An order of rows in which files are read piece by piece, many at once.
+    """An order of rows that reads many files side by side, a run of rows at a time.
 
-    Neighboring rows stay near each other: shuffled, runs of them have an order of
-    their own in every epoch, and so have the rows in a window of several runs. That is
-    less random than a shuffle of all rows, and suits disks and buckets, where each
-    read costs time.
+    Neighboring rows stay close together. With a seed, every epoch shuffles the runs,
+    and then the rows within each window of several runs. That is less random than a
+    shuffle of all rows, and suits disks and buckets, where every read takes time.
 
     Args:
         files: The rows of each file.
-        seed: What shuffles; None reads the files in turn.
+        seed: The seed of the shuffle; None reads the files in turn.
 
     Example:
         >>> order = FileOrder([range(0, 100), range(100, 150)], seed=None)
@@ -346,37 +365,38 @@ class FileOrder:
             for number, rows in enumerate(files)
             for start in range(0, len(rows), _RUN)
         ]
-        runs.sort(key=lambda run: run[:2])  # one run of each file in turn
+        runs.sort(key=lambda run: run[:2])  # the first run of each file, then the next
         self._starts = np.array([run.start for *_, run in runs])
         self._lengths = np.array([len(run) for *_, run in runs])
         self._num_rows = int(self._lengths.sum())
         self._seed = seed
-        # Iterations in several threads may be in different epochs.
+        # Two, as iterations in several threads may be in different epochs.
         self._runs_of = functools.lru_cache(maxsize=2)(self._runs_in_order)
 
-    def at(self, places: Array, epoch: int) -> Array:
-        """Returns the rows at some places of an epoch's order."""
+    def at(self, positions: Array, epoch: int) -> Array:
+        """Returns the row indices at some positions of an epoch's order."""
         if self._seed is not None:
-            places = self._shuffled(places, epoch)
+            positions = self._shuffled(positions, epoch)
         ends, shifts = self._runs_of(epoch)
-        return places + shifts[np.searchsorted(ends, places, side="right")]
+        return positions + shifts[np.searchsorted(ends, positions, side="right")]
 
     def _runs_in_order(self, epoch: int) -> tuple[Array, Array]:
-        """Returns by run where it ends in an epoch, and its rows minus their places."""
+        """Returns, by run, the position where it ends, and row minus position."""
         count = len(self._starts)
         order = Order(count, self._seed, epoch).at(np.arange(count))
         ends = np.cumsum(self._lengths[order])
         return ends, self._starts[order] - (ends - self._lengths[order])
 
-    def _shuffled(self, places: Array, epoch: int) -> Array:
-        """Returns places after a shuffle inside each window."""
-        shuffled = np.empty_like(places)
-        windows = places // _WINDOW
+    def _shuffled(self, positions: Array, epoch: int) -> Array:
+        """Returns positions after a shuffle within each window."""
+        shuffled = np.empty_like(positions)
+        windows = positions // _WINDOW
         num_windows = -(-self._num_rows // _WINDOW)
         for window in np.unique(windows).tolist():
             start = window * _WINDOW
             size = min(_WINDOW, self._num_rows - start)
+            # A different order in every window of every epoch.
             order = Order(size, self._seed, epoch * num_windows + window)
             inside = windows == window
-            shuffled[inside] = start + order.at(places[inside] - start)
+            shuffled[inside] = start + order.at(positions[inside] - start)
         return shuffled

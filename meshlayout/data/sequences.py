@@ -1,4 +1,8 @@
-"""Documents of any length as rows of one length, for a language model."""
+"""`pack_sequences`: documents of any length as rows of one length.
+
+Every token is in exactly one row, and a position in the rows is as small as one in the
+documents, however many rows are open. Tokenizers and corpora are left to the user.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -45,44 +49,44 @@ def pack_sequences(
     r"""Makes rows of one length from documents of any length.
 
     Use this to feed a language model. A row is a dict of arrays of shape (length,):
-    `tokens`, int32, and `weight`, float32, 0 where there is nothing to learn, as at
-    padding. `mode="chunk"` writes the documents one after another and cuts the whole
-    into rows. `mode="pack"` puts whole documents into a row, several if they fit, and
-    adds `segment_ids` (1, 2, ... in a row; 0 is padding) and `positions` (0, 1, ... in
-    a segment), so that a model keeps them apart.
+    `tokens`, int32, and `weight`, float32, which is 0 where there is nothing to learn,
+    such as padding. `mode="chunk"` concatenates the documents and cuts the result into
+    rows. `mode="pack"` puts whole documents into a row, several if they fit, and adds
+    `segment_ids` (1, 2, ... in a row; 0 is padding) and `positions` (0, 1, ... in a
+    segment), so that a model can keep them apart.
 
     Packing is first-fit over `open_rows` open rows: each document goes into the first
-    that has room, and when one fits into none, all are closed (as by Grain's
+    row that has room, and when one fits into none, all rows are closed (like Grain's
     FirstFitPackIterDataset). A document longer than a row is cut into full rows and a
     rest, which is a segment like any other. Every token is in exactly one row.
 
     Args:
         documents: Texts, bytes, or 1-D arrays of tokens: a list or other sequence; a
             Grain MapDataset, IterDataset or DataLoader of them; any iterable; or a
-            function that returns one, called once for every pass. A Grain dataset can
+            function that returns one, called once per pass. A Grain dataset can
             encode in its own threads or processes: map it there, and pass tokens.
         length: Tokens in a row.
         mode: `"chunk"` or `"pack"`.
-        tokenizer: What encodes texts: an object with `encode(text)`, or a function. By
+        tokenizer: Encodes texts: an object with `encode(text)`, or a function. By
             default, every byte of a text's UTF-8 is a token, 0 to 255.
-        separator: A token to add after every document, for instance 0, which is a byte
-            that text does not have. None adds nothing.
-        remainder: What becomes of a last row of chunks that is not full: `"pad"`,
+        separator: A token to add after every document, for instance 0, a byte that
+            does not occur in text. None adds nothing.
+        remainder: What to do with a last row of chunks that is not full: `"pad"`,
             `"drop"` (counted in the report) or `"error"`. Packed rows are padded.
-        targets: Whether rows get `targets`, for every token the next one in its
-            document (in chunks, the next one in the whole text). Where there is none,
-            the target is 0 and so is the weight.
-        document_ids: Whether rows get `document_ids`, the number of each token's
-            document in its pass (-1 at padding), and `document_positions`, its place
-            in the document.
-        open_rows: Rows that are open at once: more leave less padding, and more of the
-            text is read ahead.
+        targets: Whether rows get `targets`: for every token the next one of its
+            document (in chunks, the next one of the whole text). Where there is none,
+            target and weight are 0.
+        document_ids: Whether rows get `document_ids`, the index of each token's
+            document in its pass (-1 for padding), and `document_positions`, the
+            token's index in the document.
+        open_rows: Rows that are open at once: more rows leave less padding, and read
+            more of the text ahead.
 
     Returns:
         The rows: an iterable of them, and a source for `distribute_dataset`.
 
     Raises:
-        DataError: If an argument is not one of these, or there are no documents.
+        DataError: If an argument is wrong, or there are no documents.
 
     Example:
         >>> rows = pack_sequences(["to be", "or", "not"], 6, mode="pack")
@@ -120,7 +124,7 @@ class PackingReport:
     """Packing statistics of a pass so far.
 
     Attributes:
-        counts: Documents, tokens, rows and padding.
+        counts: The numbers of documents, tokens, rows and padding tokens.
         length: Tokens in a row.
     """
 
@@ -129,9 +133,9 @@ class PackingReport:
 
     @property
     def fill(self) -> float:
-        """The share of the rows that holds tokens."""
-        places = self.counts.rows * self.length
-        return 1 - self.counts.padding / places if places else 0.0
+        """The fraction of the rows that is tokens, not padding."""
+        capacity = self.counts.rows * self.length
+        return 1 - self.counts.padding / capacity if capacity else 0.0
 
     def __str__(self) -> str:
         counts = self.counts
@@ -153,7 +157,7 @@ class PackedSequences:
     """Rows of one length, packed again from the documents in every pass.
 
     Made by `pack_sequences`. Iterating yields rows; the iterator has `get_state` and
-    `set_state`, exact to the row, whose states are as small as those of the documents.
+    `set_state`, exact to the row, with states as small as those of the documents.
     """
 
     def __init__(
@@ -161,9 +165,9 @@ class PackedSequences:
     ) -> None:
         self._documents, self._recipe, self._encode = documents, recipe, encode
         self._latest: PackedIterator | None = None
-        #: Rows of a pass; not known before they are made.
+        # What `StreamSource` asks for: rows are single examples, and how many there
+        # are is not known before they are packed.
         self.num_rows: int | None = None
-        #: Each row is a single example.
         self.batched = False
 
     @property
@@ -182,13 +186,14 @@ class PackedSequences:
         return self._latest
 
     def open(self, epoch: int) -> IteratorStream:
-        """Begins a pass.
+        """Starts a pass; all passes have the same rows, if the documents do.
 
         Args:
-            epoch: Which pass; all have the same rows, if the documents do.
+            epoch: The epoch, which makes no difference.
         """
         rows = iter(self)
-        return IteratorStream(rows if rows.can_seek else _without_place(rows))
+        # An iterator with `set_state` is taken for one that can seek.
+        return IteratorStream(rows if rows.can_seek else _without_state(rows))
 
     def report(self) -> PackingReport:
         """Returns the packing statistics of the latest pass."""
@@ -196,9 +201,9 @@ class PackedSequences:
         return PackingReport(counts, self._recipe.length)
 
     def to_arrays(self) -> Row:
-        """Returns all rows at once, with a first dim for them.
+        """Returns all rows at once, with a first dim for the rows.
 
-        Use this where the rows fit into memory: `distribute_dataset` then shuffles
+        Use this if the rows fit into memory: `distribute_dataset` can then shuffle
         them.
 
         Example:
@@ -209,14 +214,16 @@ class PackedSequences:
         rows = list(self)
         if rows:
             return stack(rows)
-        full = [np.zeros(self.length, np.int32)]
-        row = next(PackedIterator(full, self._recipe, self._encode))
+        # No rows: a row of another document shows which arrays there would be.
+        document = [np.zeros(self.length, np.int32)]
+        row = next(PackedIterator(document, self._recipe, self._encode))
         return {name: leaf[None][:0] for name, leaf in row.items()}
 
     def to_grain(self) -> Any:
-        """Returns the rows as a Grain IterDataset, for Grain's own further steps.
+        """Returns the rows as a Grain IterDataset.
 
-        Its iterators have Grain's `get_state` and `set_state`.
+        Use this for further steps of Grain's, such as `mix` or `prefetch`. Its
+        iterators have Grain's `get_state` and `set_state`.
 
         Example:
             >>> rows = pack_sequences(["some text", "and more"], 4)
@@ -227,6 +234,7 @@ class PackedSequences:
         grain: Any = require("grain", extra="data", purpose="to_grain")
         packed = self
 
+        # Here, because Grain is optional and can be imported only now.
         class PackedRows(grain.DatasetIterator):
             def __init__(self) -> None:
                 super().__init__()
@@ -248,8 +256,8 @@ class PackedSequences:
         return PackedDataset()
 
 
-def _without_place(rows: PackedIterator) -> Iterator[Row]:
-    """Yields rows of documents that can only be read one after another."""
+def _without_state(rows: PackedIterator) -> Iterator[Row]:
+    """Yields rows of documents that can only be read in order."""
     with contextlib.closing(rows):
         yield from rows
 

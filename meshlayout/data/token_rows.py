@@ -1,10 +1,10 @@
-"""Rows of one length, packed or cut from documents, with a place and statistics.
+"""Rows of one length, packed or cut from documents, with a position and statistics.
 
 Both modes are one loop over a window of open rows: a piece of a document goes into the
-first row that has room for it, and where none has, all rows are closed. Cutting a text
+first row that has room for it, and if none has, all rows are closed. Cutting a text
 into chunks is a window of one row, which takes as much of a document as fits. So a
-place is where the window began and how many of its rows were given: it is as small as
-a place in the documents, and going there reads one window again.
+position is where the window started and how many of its rows were yielded: it is as
+small as a position in the documents, and moving there reads one window again.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from meshlayout import _checks
-from meshlayout.data.adapters.iterables import IteratorStream, going_to_a_place
+from meshlayout.data.adapters.iterables import IteratorStream, seek_errors
 from meshlayout.data.documents import (
     Documents,
     DocumentTokens,
@@ -31,12 +31,16 @@ ShortRow: TypeAlias = Literal["pad", "drop", "error"]
 Row: TypeAlias = dict[str, np.ndarray[Any, Any]]
 
 _KIND = "packed sequences"
+# Of the saved state; increased when an older one would mean other rows.
 _VERSION = 3
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How rows are made; a place in the rows is only found again with the same."""
+    """How rows are made: the arguments of `pack_sequences` that a position depends on.
+
+    The fields are those arguments, with the same names.
+    """
 
     mode: PackingMode
     length: int
@@ -52,11 +56,11 @@ class TokenCounts(NamedTuple):
 
     Attributes:
         documents: Documents that were read.
-        empty: How many of them have no tokens.
-        split: How many are in more than one row.
+        empty: Documents among them without tokens.
+        split: Documents among them that are in more than one row.
         tokens: Tokens of the documents, including separators.
         rows: Rows that were made.
-        padding: Places in them without a token.
+        padding: Padding tokens in these rows.
         dropped: Tokens that are in no row.
     """
 
@@ -78,7 +82,7 @@ class PackedIterator:
     """One pass over packed rows.
 
     Attributes:
-        can_seek: Whether a place is found again without reading up to it.
+        can_seek: Whether it moves to a position without reading up to it.
     """
 
     def __init__(
@@ -88,14 +92,17 @@ class PackedIterator:
         self._documents = _DocumentReader(documents, recipe, encode)
         self.can_seek = self._documents.can_seek
         self._counts = TokenCounts()
-        # Where the window begins, its rows, and how many of them were given.
-        self._place = self._documents.get_state()
+        # The position of the documents before the window, the pieces of its rows, and
+        # the number of rows that were yielded.
+        self._window_start = self._documents.get_state()
         self._window: list[list[Row]] = []
-        self._num_given = 0
+        self._num_yielded = 0
 
     @property
     def counts(self) -> TokenCounts:
         """Counts of the documents and rows so far."""
+        # The reader counts documents as it reads them, and this iterator rows as it
+        # yields them: the rest of the window does not count yet.
         rows, padding, dropped = self._counts[-3:]
         counts = self._documents.counts
         return counts._replace(rows=rows, padding=padding, dropped=dropped)
@@ -105,13 +112,13 @@ class PackedIterator:
 
     def __next__(self) -> Row:
         recipe = self._recipe
-        if self._num_given == len(self._window):
-            place, window = self._documents.get_state(), self._next_window()
+        if self._num_yielded == len(self._window):
+            start, window = self._documents.get_state(), self._next_window()
             if not window:
                 raise StopIteration
-            self._place, self._window, self._num_given = place, window, 0
-        pieces = self._window[self._num_given]
-        self._num_given += 1
+            self._window_start, self._window, self._num_yielded = start, window, 0
+        pieces = self._window[self._num_yielded]
+        self._num_yielded += 1
         num_used = _num_tokens(pieces)
         if recipe.mode == "chunk" and num_used < recipe.length:
             self._check_short(num_used)
@@ -119,11 +126,12 @@ class PackedIterator:
         return self._row(pieces)
 
     def _next_window(self) -> list[list[Row]]:
-        """Returns rows of pieces; none at the end of the documents."""
+        """Returns the pieces of each row; no rows at the end of the documents."""
         is_chunk, length = self._recipe.mode == "chunk", self._recipe.length
         room = np.full(1 if is_chunk else self._recipe.open_rows, length)
         rows: list[list[Row]] = [[] for _ in room]
         while num_left := len(self._documents.rest()):
+            # At least one token, so that a full row ends the loop: no row has room.
             size = min(num_left, max(1, int(room[0])) if is_chunk else length)
             fitting = np.flatnonzero(room >= size)
             if not len(fitting):
@@ -134,7 +142,7 @@ class PackedIterator:
         return [pieces for pieces in rows if pieces]
 
     def _row(self, pieces: list[Row]) -> Row:
-        """Returns the columns of pieces one after another, padded."""
+        """Returns the concatenated columns of the pieces, padded."""
         row: Row = {}
         for name, first in pieces[0].items():
             fill = -1 if name == "document_ids" else 0
@@ -143,7 +151,7 @@ class PackedIterator:
         return row
 
     def _check_short(self, num_used: int) -> None:
-        """Ends the pass, or raises, where a short last row is not to be padded."""
+        """Ends the pass or raises, unless a short last row is to be padded."""
         if self._recipe.remainder == "error":
             msg = (
                 f"{self.counts.tokens:,} tokens leave {num_used:,} in a last row of "
@@ -156,52 +164,55 @@ class PackedIterator:
             raise StopIteration
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the place after the last row, as JSON takes it."""
+        """Returns the position after the last row, as a JSON-serializable dict."""
         return {
             "kind": _KIND,
             "version": _VERSION,
             "recipe": asdict(self._recipe),
-            "window": self._place,
-            "given": self._given(),
+            "window": self._window_start,
+            "given": self._row_sizes(),
             "counts": list(self._counts),
         }
 
     def set_state(self, state: JSON, *, skip: bool = False) -> None:
-        """Goes to a place.
+        """Moves to a saved position, so that the row after it comes next.
 
         Args:
             state: What `get_state` returned, of rows that were made in the same way.
-            skip: Whether documents that can only be read one after another are read
-                and dropped up to the place.
+            skip: Whether documents that can only be read in order may be read and
+                dropped up to the position.
 
         Raises:
-            DataError: If the rows were made differently, or the documents cannot go to
-                a place and are not to be skipped.
+            DataError: If the rows were made differently, or the documents cannot seek
+                and must not be skipped.
         """
         _check_state(self._recipe, state)
         if not self.can_seek and not skip:
             msg = (
-                "these documents can only be read one after another. Give a list or a "
+                "these documents can only be read in order. Give a list or a "
                 "Grain dataset, or set_state(state, skip=True), which reads and drops "
-                "the documents before the place."
+                "the documents before the position."
             )
             raise DataError(msg)
-        with going_to_a_place():
-            counts, given = TokenCounts(*state["counts"]), state["given"]
+        with seek_errors():
+            counts, row_sizes = TokenCounts(*state["counts"]), state["given"]
             self._documents.set_state(state["window"])
-            self._window = self._next_window() if given else []
-            self._num_given = len(given)
-            self._place, self._counts = state["window"], counts
-        if self._given() != given:
+            self._window = self._next_window() if row_sizes else []
+            self._num_yielded = len(row_sizes)
+            self._window_start, self._counts = state["window"], counts
+        if self._row_sizes() != row_sizes:
             msg = (
-                f"the rows before the place hold {given} tokens, and here they hold "
-                f"{self._given()}: the documents are not those of the state."
+                f"the rows before the position hold {row_sizes} tokens, and here they "
+                f"hold {self._row_sizes()}: the documents are not those of the state."
             )
             raise DataError(msg)
 
-    def _given(self) -> list[int]:
-        """Returns the tokens in each row of the window that was given."""
-        return [_num_tokens(pieces) for pieces in self._window[: self._num_given]]
+    def _row_sizes(self) -> list[int]:
+        """Returns the tokens in each row of the window that was yielded.
+
+        They are saved as a check that the documents are still the same.
+        """
+        return [_num_tokens(pieces) for pieces in self._window[: self._num_yielded]]
 
     def close(self) -> None:
         """Releases the documents."""
@@ -209,10 +220,10 @@ class PackedIterator:
 
 
 class _DocumentReader:
-    """Documents one after another, of which pieces are taken.
+    """Reads documents in order, of which pieces are taken.
 
-    A place is that of the documents, and how much of one of them was taken. Documents
-    that do not know their place are read and dropped up to the number that were read.
+    A position is the documents' own, and how many tokens of one of them were taken.
+    Documents that cannot seek are read and dropped up to the position.
     """
 
     def __init__(
@@ -223,12 +234,12 @@ class _DocumentReader:
         self._iterator = IteratorStream(iterator)
         self._recipe, self._encode = recipe, encode
         self.counts = TokenCounts()
-        self._before: dict[str, JSON] = {}  # the place before this document
+        self._before: dict[str, JSON] = {}  # the position before this document
         self._document: TokenArray = np.zeros(0, np.int32)
         self._offset = 0
 
     def rest(self) -> TokenArray:
-        """Returns the tokens of a document that come next; none at the end."""
+        """Returns what is left of the document, or the next one; nothing at the end."""
         while self._offset == len(self._document):
             before = self.get_state()
             try:
@@ -248,11 +259,11 @@ class _DocumentReader:
         return self._document[self._offset :]
 
     def take(self, size: int, segment: int) -> Row:
-        """Returns the columns of a row for so many of the tokens that come next.
+        """Takes tokens, and returns their columns of a row.
 
         Args:
-            size: How many tokens.
-            segment: The number of the segment that they are in their row, from 1.
+            size: The number of tokens, at most those of `rest`.
+            segment: The number of their segment in the row, from 1.
         """
         recipe, document = self._recipe, self._document
         number, start = self.counts.documents - 1, self._offset
@@ -266,7 +277,7 @@ class _DocumentReader:
             columns["document_ids"] = np.full(size, number)
             columns["document_positions"] = np.arange(start, end)
         if recipe.targets:
-            # The chunks of one text go on with the next document.
+            # Chunks are of one text, which continues with the next document.
             is_chunk = recipe.mode == "chunk"
             following = self.rest()[:1] if is_chunk else document[end : end + 1]
             targets = np.concatenate([document[start + 1 : end], following])
@@ -276,7 +287,7 @@ class _DocumentReader:
         return {**row, "weight": weight}
 
     def get_state(self) -> dict[str, JSON]:
-        """Returns the place of the tokens that come next."""
+        """Returns the position of the tokens that come next."""
         if self._offset < len(self._document):
             return {**self._before, "offset": self._offset}
         return {
@@ -286,10 +297,10 @@ class _DocumentReader:
         }
 
     def set_state(self, state: dict[str, JSON]) -> None:
-        """Goes to a place.
+        """Moves to a position.
 
         Raises:
-            DataError: If these documents have no such place.
+            DataError: If these documents have no such position.
         """
         counts, offset = TokenCounts(*state["counts"]), state["offset"]
         if self.can_seek:
@@ -299,18 +310,18 @@ class _DocumentReader:
         self.counts, self._document, self._offset = counts, self._document[:0], 0
         if offset and offset >= len(self.rest()):
             msg = (
-                f"the place is after token {offset} of document {counts.documents}, "
+                f"the position is after token {offset} of document {counts.documents}, "
                 "which is not that long: the documents are not those of the state."
             )
             raise DataError(msg)
         self._offset = offset
 
     def _skip(self, count: int) -> None:
-        """Reads documents that do not know their place, up to a number of them."""
+        """Reads and drops documents, up to a number of them."""
         num_read = self.counts.documents
         if num_read > count:
             msg = (
-                f"{num_read} documents were read, and the place is after {count}: "
+                f"{num_read} documents were read, and the position is after {count}: "
                 "documents of an iterator are read once. Set the state of a new "
                 "iterator, over documents that can be read again."
             )
@@ -318,7 +329,7 @@ class _DocumentReader:
         num_read += sum(1 for _ in itertools.islice(self._iterator, count - num_read))
         if num_read < count:
             msg = (
-                f"the place is after document {count}, and there are {num_read} "
+                f"the position is after document {count}, and there are {num_read} "
                 "documents: they are not those of the state."
             )
             raise DataError(msg)
@@ -344,7 +355,7 @@ def _check_state(recipe: Recipe, state: JSON) -> None:
     for name, then in state.get("recipe", {}).items():
         if name in now and now[name] != then:
             msg = (
-                f"the state is of rows packed with {name}={then!r}, and these are with "
-                f"{name}={now[name]!r}: the same place is not among them."
+                f"the state is of rows packed with {name}={then!r}, and these rows are "
+                f"packed with {name}={now[name]!r}: its position is not among them."
             )
             raise DataError(msg)

@@ -1,11 +1,12 @@
 """Rows that are read in pieces: by the caller, in threads or in worker processes.
 
-Python's executors do the work, one batch at a time, so that a place in the data stays
-a plain number and any batch can be asked for next. Grain's workers were tried before:
-they have to know the order of all batches in advance, wait forever for a worker that
-exits with status 0, and outside of `absl.app.run` start only after absl's command-line
-flags are marked as parsed by hand. If the number of workers is not set, it is measured
-on the first batch, which is read several times, much as tf.data's AUTOTUNE does.
+Python's executors do the work, one batch at a time, so that a position in the data
+stays a plain number and any batch can be asked for next. Grain's workers were tried
+before: they have to know the order of all batches in advance, wait forever for a worker
+that exits with status 0, and outside of `absl.app.run` start only after absl's
+command-line flags are marked as parsed by hand. If the number of workers is not set, it
+is measured on the first batch, which is read several times, much as tf.data's AUTOTUNE
+does.
 """
 
 import itertools
@@ -45,13 +46,14 @@ from meshlayout.errors import DataError
 Array: TypeAlias = np.ndarray[Any, Any]
 WorkerKind: TypeAlias = Literal["auto", "threads", "processes"]
 
-# Pieces of a batch for each worker: more than one, since some take longer than others.
+# Pieces of a batch per worker: more than one, since some take longer than others.
 _PIECES = 2
-# A batch is read this often to measure workers, after a first time to warm up.
+# How often a batch is read to measure workers, after a first time to warm up.
 _TURNS = 2
-# More workers are chosen only where they are faster by this factor.
+# More workers are chosen only if they are faster by this factor: they cost memory.
 _GAIN = 1.1
-# Reading that takes less time per epoch does not pay for starting processes.
+# Starting processes takes seconds, each of which imports JAX: not worth it if a whole
+# epoch takes less than this to read.
 _WORTH_PROCESSES_S = 20.0
 
 _log = logging.getLogger(__name__)
@@ -59,7 +61,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TimedRows:
-    """Some rows, and how long each stage took to make them.
+    """Some rows, and the time each stage took, which a worker process sends along.
 
     Attributes:
         rows: A tree of arrays with one row per example.
@@ -70,28 +72,12 @@ class TimedRows:
     stages: tuple[Stage, ...]
 
 
-# Makes rows of row numbers, the epoch, and trees of arrays with as many rows.
+# Takes row indices, the epoch, and any number of trees of arrays with as many rows.
 RowFunction: TypeAlias = Callable[..., TimedRows]
 
 
 class WorkerPool:
-    """Calls a function of rows, in pieces, in the workers that were chosen.
-
-    Args:
-        function: Reads rows.
-        sent: The part of it that the user wrote, which has to reach worker processes.
-        num_workers: How many; 0 for the calling thread; `"auto"` measures the first
-            batch.
-        kind: Threads or processes; `"auto"` measures both, and takes processes where
-            the number is fixed.
-        num_rows: Rows of an epoch.
-        task: What the workers do, as in "Reading".
-        note: Called with a sentence about the choice.
-
-    Raises:
-        DataError: If processes were asked for, and the function cannot be sent to
-            them or the script cannot be imported by them.
-    """
+    """Calls a function that reads rows, in pieces, in threads or processes."""
 
     def __init__(
         self,
@@ -104,6 +90,24 @@ class WorkerPool:
         task: str,
         note: Callable[[str], None],
     ) -> None:
+        """Chooses the workers, or leaves it to the first batch; none is started yet.
+
+        Args:
+            function: Reads rows.
+            sent: The part of it that the user wrote, which must be sendable to worker
+                processes.
+            num_workers: How many; 0 for the calling thread; `"auto"` measures on the
+                first batch.
+            kind: Threads or processes; `"auto"` measures both, and means processes if
+                the number is given.
+            num_rows: Rows of an epoch.
+            task: What the workers do, such as "Reading", for notes.
+            note: Called with a sentence about the choice.
+
+        Raises:
+            DataError: If processes were asked for, and the function cannot be sent to
+                them or they cannot import the script.
+        """
         self._function, self._sent, self._kind = function, sent, kind
         self._num_rows, self._task, self._note = num_rows, task, note
         self._lock = threading.Lock()
@@ -121,20 +125,21 @@ class WorkerPool:
     def read(
         self, rows: Array, epoch: int, *inputs: PyTree
     ) -> tuple[list[TimedRows], int]:
-        """Returns rows in pieces, and how many workers read them.
+        """Returns rows in pieces, and the number of workers that read them.
 
         Args:
-            rows: Row numbers, at least one.
+            rows: Row indices, at least one.
             epoch: The epoch in which they are read.
-            *inputs: What the function is called with beyond that: trees of arrays with
-                as many rows, which are divided among the workers.
+            *inputs: Further arguments of the function: trees of arrays with as many
+                rows, which are divided among the workers.
 
         Raises:
             DataError: If a worker process ended.
-            Exception: What reading or the user's function raised.
+            Exception: Whatever reading or the user's function raised.
         """
-        if len(rows) == 1:  # which cannot be split, and says nothing about speed
+        if len(rows) == 1:  # nothing to split, and too little to measure speed by
             return [self._function(rows, epoch, *inputs)], 1
+        # Several iterations may start at once: one measures, and the others wait.
         with self._lock:
             if self._crew is None:
                 self._crew = self._measured(rows, epoch, *inputs)
@@ -148,14 +153,17 @@ class WorkerPool:
                 self._crew.close()
 
     def _measured(self, rows: Array, *args: Any) -> "_Crew":
-        """Returns the workers that are worth their number, and notes why."""
+        """Returns the fastest workers that are worth starting, and notes why.
+
+        Trials go from cheap to expensive: no workers, threads, processes.
+        """
         best = _Crew(self._function, "threads", 0)
         if (_TURNS + 1) * len(rows) > self._num_rows:
-            return best  # too few rows to measure anything
+            return best  # measuring would take longer than the whole epoch
         best_speed = best.speed(rows, *args)
         trials = [f"{best} {best_speed:,.0f} rows/s"]
         num_cores = os.cpu_count() or 1
-        if hasattr(os, "sched_getaffinity"):
+        if hasattr(os, "sched_getaffinity"):  # a container may have fewer; not on macOS
             num_cores = len(os.sched_getaffinity(0))
         kinds = ["threads", "processes"] if self._kind == "auto" else [self._kind]
         why_not = ""
@@ -191,11 +199,16 @@ class WorkerPool:
 
 
 class _Crew:
-    """Workers of one kind, or the calling thread, which start when rows are read."""
+    """A number of workers of one kind, which start when rows are read.
+
+    With 0 workers, the calling thread reads.
+    """
 
     def __init__(self, function: RowFunction, kind: str, count: int) -> None:
         self._function, self._kind, self.count = function, kind, count
         self._executor: Executor | None = None
+        # Executors do not name their processes. Those that are new since it was made
+        # are taken for its own, to find out how one of them has ended.
         self._others: set[Any] = set()
         self._children: set[Any] = set()
         self._lock = threading.Lock()
@@ -211,7 +224,7 @@ class _Crew:
             return [self._function(rows, epoch, *inputs)]
         executor = self._started()
         function: Callable[..., Any] = self._function
-        if self._kind == "processes":
+        if self._kind == "processes":  # which were sent the function once
             function = _read_in_worker
         num_pieces = min(len(rows), _PIECES * self.count)
         ends = [len(rows) * piece // num_pieces for piece in range(num_pieces + 1)]
@@ -221,22 +234,22 @@ class _Crew:
                 cut = operator.itemgetter(slice(start, end))
                 piece, *rest = jax.tree.map(cut, (rows, *inputs))
                 futures.append(executor.submit(function, piece, epoch, *rest))
-            # Processes start with the first pieces.
+            # The executor starts its processes when it is given work.
             self._children |= set(multiprocessing.active_children()) - self._others
             results = [future.result() for future in futures]
         except BrokenExecutor as error:
             self.close()
             raise DataError(self._how_it_ended()) from error
-        finally:
+        finally:  # after an error, pieces that nobody started need not be read
             for future in futures:
                 future.cancel()
         for result in results:
-            if isinstance(result, bytes):
+            if isinstance(result, bytes):  # an error; see `_read_in_worker`
                 raise pickle.loads(result)
         return results
 
     def speed(self, rows: Array, *args: Any) -> float:
-        """Returns how many rows are read in a second; closes if that fails."""
+        """Returns the rows read per second; closes the workers if reading fails."""
         try:
             self.read(rows, *args)
             start = time.perf_counter()
@@ -248,7 +261,7 @@ class _Crew:
             raise
 
     def close(self) -> None:
-        """Ends threads, or processes after the pieces that they read."""
+        """Ends threads, or processes after the pieces that they are reading."""
         with self._lock:
             executor, self._executor = self._executor, None
         if executor is not None:
@@ -259,6 +272,7 @@ class _Crew:
             if self._executor is None:
                 self._others = set(multiprocessing.active_children())
                 self._executor = self._new_executor()
+                # Workers also end with a dataset that nobody has closed.
                 self._finalizer = weakref.finalize(self, _shut_down, self._executor)
             return self._executor
 
@@ -267,6 +281,8 @@ class _Crew:
             return ThreadPoolExecutor(self.count, thread_name_prefix="meshlayout-read")
         return ProcessPoolExecutor(
             self.count,
+            # JAX runs threads, and a forked child may inherit a lock that one of them
+            # holds.
             mp_context=multiprocessing.get_context("spawn"),
             initializer=_prepare_worker,
             initargs=(cloudpickle.dumps(self._function),),
@@ -275,14 +291,14 @@ class _Crew:
     def _how_it_ended(self) -> str:
         """Returns the message about a worker process that has ended."""
         codes = [child.exitcode for child in self._children]
-        # When one is gone, the executor ends the others with SIGTERM.
+        # When one process dies, the executor ends the others with SIGTERM.
         codes = [code for code in codes if code not in (None, -signal.SIGTERM)]
         how, why = "ended", "What it printed says why"
         if codes:
             how = f"ended with exit code {codes[0]}"
             if codes[0] < 0:
                 how = f"was killed by {signal.Signals(-codes[0]).name}"
-                why = "Memory that ran out is the usual cause: use fewer workers"
+                why = "Running out of memory is the usual cause: use fewer workers"
         return (
             f"a worker process {how} while it read examples. {why}, or use "
             "num_workers=0, which shows errors where they happen."
@@ -291,7 +307,9 @@ class _Crew:
 
 def _shut_down(executor: Executor) -> None:
     is_process_pool = isinstance(executor, ProcessPoolExecutor)
-    with suppress(RuntimeError):  # a garbage collection in the executor's own thread
+    # The garbage collector may call this in the executor's own thread, which cannot
+    # wait for itself.
+    with suppress(RuntimeError):
         executor.shutdown(wait=is_process_pool, cancel_futures=True)
 
 
@@ -299,7 +317,11 @@ def _shut_down(executor: Executor) -> None:
 
 
 def _check_processes(sent: object) -> None:
-    """Raises DataError if worker processes cannot run what a user wrote."""
+    """Raises DataError if worker processes cannot run the user's function.
+
+    The script is looked at because a missing main guard would start the whole training
+    again in every worker, which Python reports only after it has happened.
+    """
     try:
         cloudpickle.dumps(sent)
     except Exception as error:
@@ -310,7 +332,7 @@ def _check_processes(sent: object) -> None:
         )
         raise DataError(msg) from error
     script = getattr(sys.modules.get("__main__"), "__file__", None)
-    # Notebooks and interactive sessions have no file, and nothing is imported again.
+    # In notebooks and interactive sessions there is no file to import again.
     if script is None or not Path(script).is_file():
         return
     if b"__main__" not in Path(script).read_bytes():
@@ -322,22 +344,22 @@ def _check_processes(sent: object) -> None:
         raise DataError(msg)
 
 
-# In a worker process: the function that reads.
+# In a worker process: the function that reads, as "function".
 _in_worker: dict[str, RowFunction] = {}
 
 
 def _prepare_worker(packed: bytes) -> None:
-    """Runs first in a worker process."""
-    # An interrupt from the keyboard is for the process that trains.
+    """Prepares a worker process before it reads anything."""
+    # Ctrl-C goes to all processes of a terminal, and is meant for the training process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Accelerators belong to it, too.
+    # A user's function that calls JAX must not take the accelerators from it.
     jax.config.update("jax_platforms", "cpu")
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _in_worker["function"] = cloudpickle.loads(packed)
 
 
 def _end_with_parent() -> None:
-    """Ends a worker process whose parent was killed: the executor's would stay."""
+    """Ends a worker process whose parent was killed: it would wait for work forever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -345,15 +367,19 @@ def _end_with_parent() -> None:
 
 
 def _read_in_worker(*args: Any) -> TimedRows | bytes:
-    """Returns rows, or the error that was raised, in a form that can be pickled."""
+    """Returns rows; or the error that was raised, pickled.
+
+    Left to the executor, an error class whose constructor takes other arguments than
+    its `args` would fail when it is unpickled, and break the whole pool.
+    """
     try:
         return _in_worker["function"](*args)
     except BaseException as error:  # the caller handles all of them
         text = "".join(traceback.format_exception(error)).rstrip()
         note = f"In a worker process:\n{text}"
         error.add_note(note)
-        # SystemExit must not end the process that trains, and an error class may not
-        # survive being sent.
+        # Neither is an error whose pickle does not load sent, nor one that is no
+        # Exception: SystemExit would end the training process.
         with suppress(Exception):
             packed = pickle.dumps(error, protocol=5)
             if isinstance(pickle.loads(packed), Exception):

@@ -1,4 +1,9 @@
-"""Trees of arrays, and sequences of examples, as sources of rows."""
+"""Trees of arrays, and sequences of examples, as sources with random access.
+
+A tuple, dict or other tree of arrays holds columns; a list holds examples. Where an
+object could be either, the user is asked: a list of ten arrays of ten rows would train
+on the wrong axis without an error.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +14,7 @@ import numpy as np
 
 from meshlayout import _paths
 from meshlayout._annotations import Leaf, PyTree
-from meshlayout.data.by_stream import ambiguous
+from meshlayout.data.elements import ambiguous
 from meshlayout.data.examples import (
     as_array,
     empty,
@@ -27,11 +32,11 @@ _SINGLE = (bool, int, float, complex, str, bytes, np.generic)
 
 @dataclass(frozen=True)
 class Rows:
-    """A source of rows that a function reads.
+    """A source with random access, whose rows a function reads.
 
     Attributes:
-        num_rows: How many rows there are.
-        read: Returns rows, given their numbers and the epoch.
+        num_rows: The number of rows.
+        read: Returns rows, given their indices and the epoch.
     """
 
     num_rows: int
@@ -41,19 +46,24 @@ class Rows:
         return self.num_rows
 
     def read_rows(self, indices: np.ndarray, epoch: int) -> PyTree:
-        """Returns rows, in the order asked for."""
+        """Returns rows, in the order of the indices."""
         return self.read(indices, epoch)
 
 
 def adapt(obj: Any, *, batched: bool | None) -> Rows | None:
-    """Returns a tree of arrays or a sequence of examples as a source of rows.
+    """Returns a tree of arrays or a sequence of examples as a source.
 
-    Returns None for batches, and for what is neither. An object may be an array, a tree
-    of arrays with a dim for the examples in common, or what has `__len__` and
-    `__getitem__`, as a list of examples.
+    Args:
+        obj: An array; a tree of arrays, all with one row per example; or an object with
+            `__len__` and `__getitem__`, such as a list of examples.
+        batched: As in the package's docstring.
+
+    Returns:
+        The source; None for batches, and for any other object.
 
     Raises:
-        DataError: If it may be columns or examples, or its arrays do not fit together.
+        DataError: If it could be columns or examples, or its arrays do not fit
+            together.
     """
     is_list = isinstance(obj, list)
     if _is_columns(obj) and not (is_list and batched is not None):
@@ -74,22 +84,22 @@ def adapt(obj: Any, *, batched: bool | None) -> Rows | None:
     if batched is True or not _is_sequence(obj):
         return None
     if batched is None and len(obj) and looks_batched(obj[0]):
-        if is_placed(obj[0]):
+        if is_placed(obj[0]):  # nobody places single examples: a list of batches
             return None
         raise DataError(ambiguous("the source"))
     return item_rows(obj)
 
 
 def array_rows(tree: PyTree) -> Rows:
-    """Returns the rows of a tree of arrays in memory.
+    """Returns a tree of arrays in memory as a source.
 
     Raises:
-        DataError: If the arrays have no dim for the examples, or differ in it.
+        DataError: If an array has no dim for the examples, or two differ in it.
     """
     _refuse_lists(tree)
     named, treedef = named_leaves(tree)
     columns = {path: as_array(path, leaf) for path, leaf in named}
-    sizes: dict[int, str] = {}
+    sizes: dict[int, str] = {}  # the first array of each number of rows
     for path, column in columns.items():
         if not column.ndim:
             msg = (
@@ -115,12 +125,12 @@ def array_rows(tree: PyTree) -> Rows:
 
 
 def item_rows(items: Any, dtypes: Mapping[str, Any] | None = None) -> Rows:
-    """Returns the rows of an indexable object, stacked.
+    """Returns an indexable object of examples as a source.
 
     Args:
-        items: What has `__len__`, and either `__getitem__` or, as the datasets of
-            PyTorch and TFDS have it, `__getitems__` for several numbers at once.
-        dtypes: By path, the dtypes of Python numbers.
+        items: Has `__len__`, and either `__getitem__` or, like the datasets of PyTorch
+            and TFDS, `__getitems__` for several indices at once.
+        dtypes: By path, the dtypes for leaves that are Python numbers.
     """
 
     def read(indices: np.ndarray, epoch: int) -> PyTree:
@@ -144,12 +154,16 @@ def refuse_batched(what: str, *, batched: bool | None) -> None:
 
 
 def is_table(obj: object) -> bool:
-    """Returns whether an object holds columns by name, as a data frame does."""
+    """Returns whether an object has columns by name, like a data frame."""
     return isinstance(obj, Mapping) or callable(getattr(obj, "keys", None))
 
 
 def _refuse_lists(tree: PyTree) -> None:
-    """Raises DataError for a column that is a list of numbers."""
+    """Raises DataError for a column that is a list of numbers.
+
+    JAX would take every number of it for a leaf without rows, and the message about
+    that would not name the list.
+    """
     entries, _ = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda node: isinstance(node, list)
     )
@@ -177,10 +191,10 @@ def _is_columns(obj: PyTree) -> bool:
         return True
     try:
         leaves, treedef = jax.tree.flatten(obj)
-    except ValueError:  # the slower way explains why
+    except ValueError:  # `named_leaves` raises an error that explains it
         leaves, treedef = named_leaves(obj)
     if jax.tree.structure(0) == treedef or not leaves:
-        return False  # not a tree
+        return False  # a leaf, or empty
     if not isinstance(obj, list):
         return True
     return all(_is_array(leaf) and leaf.ndim for leaf in obj)

@@ -1,8 +1,8 @@
 """Hugging Face's datasets as sources.
 
 Rows come from Arrow tables, which keep the dtypes of the features: the "numpy" format
-turns all numbers into int64 and float32. Lists become arrays; structures inside lists
-(a list of dicts) have no columns, and are left to the user's own map.
+would turn all numbers into int64 and float32. Lists become arrays; structures inside
+lists (a list of dicts) have no columns, and are left to the user's own map.
 """
 
 import json
@@ -20,51 +20,53 @@ from meshlayout.data.protocols import JSON, Source
 from meshlayout.errors import DataError
 
 
-# The place before the first example, which a dataset names only after it.
+# The position before the first example, for which a dataset has no state yet.
 _START = "start"
 
-# Classes of features that are lists, dtypes of strings, and classes of numbers.
+# The names of feature classes that are lists, of string dtypes, and of feature classes
+# that are numbers. Names, so that the package need not be imported; a class that is not
+# listed takes the slower way through the "numpy" format.
 _LISTS = ("List", "LargeList", "Sequence")
 _STRINGS = ("string", "large_string", "binary", "large_binary")
 _NUMBERS = ("Value", "ClassLabel", "Array2D", "Array3D", "Array4D", "Array5D")
 
 
 def adapt(
-    obj: Any, kinds: set[str], clock: Clock, *, batched: bool | None
+    obj: Any, class_names: set[str], clock: Clock, *, batched: bool | None
 ) -> Source | None:
     """Returns a Dataset or IterableDataset of the `datasets` package as a source."""
     del clock
-    if "DatasetDict" in kinds or "IterableDatasetDict" in kinds:
+    if "DatasetDict" in class_names or "IterableDatasetDict" in class_names:
         msg = (
             f"a {type(obj).__name__} holds the splits {', '.join(map(repr, obj))}. "
             f"Choose one, as dataset[{next(iter(obj), 'train')!r}]."
         )
         raise DataError(msg)
-    if "IterableDataset" in kinds:
+    if "IterableDataset" in class_names:
         dtypes = {} if obj.features is None else _dtypes(dict(obj.features))
         readers: set[_HuggingFacePass] = set()
         return IteratorSource(
             lambda epoch: _HuggingFacePass(obj, dtypes, epoch, readers), batched
         )
-    if "Dataset" not in kinds:
+    if "Dataset" not in class_names:
         return None
     refuse_batched("a Hugging Face Dataset", batched=batched)
     return _dataset_rows(obj)
 
 
 def _dataset_rows(dataset: Any) -> Rows:
-    """Returns a Dataset as a source of rows.
+    """Returns a Dataset as a source with random access.
 
-    Unless the user set a format, numbers come straight from the Arrow table, in the
-    dtypes of its features; images and other decoded features as NumPy arrays.
+    Unless the user has set a format, numbers come straight from the Arrow table, in the
+    dtypes of its features, and images and other decoded features as NumPy arrays.
 
     Raises:
-        DataError: If it is formatted as tables.
+        DataError: If the user has set a format of tables.
     """
     kind, names = dataset.format["type"], dataset.format["columns"]
     if kind in ("arrow", "pandas", "polars"):
         msg = (
-            f"the Hugging Face dataset is formatted as {kind!r}, which does not give "
+            f"the Hugging Face dataset is formatted as {kind!r}, which does not yield "
             "arrays. Use with_format('numpy')."
         )
         raise DataError(msg)
@@ -72,7 +74,7 @@ def _dataset_rows(dataset: Any) -> Rows:
     arrays = dataset
     if kind is None:
         dtypes = {name: _dtypes(dataset.features[name]).values() for name in names}
-        # By identity: NumPy takes None for a float64.
+        # By identity: to NumPy, a dtype of None equals float64.
         plain = [name for name in names if all(d is not None for d in dtypes[name])]
         others = [name for name in names if name not in plain]
         arrays = dataset.with_format("numpy", columns=others)
@@ -90,14 +92,10 @@ def _dataset_rows(dataset: Any) -> Rows:
 
 
 class _HuggingFacePass(Iterator[PyTree]):
-    """The elements of one pass over an IterableDataset, lists as arrays.
+    """The elements of one pass over an IterableDataset, with lists as arrays.
 
-    Args:
-        dataset: The dataset.
-        dtypes: By path, the dtypes of Python numbers.
-        epoch: The epoch, for a dataset that shuffles.
-        readers: The passes that were read since the last one began: the dataset keeps
-            the place of one of them only.
+    A dataset keeps a single position, which is also where its next iteration starts. So
+    it is set when a pass starts reading, and trusted only while no other pass reads.
     """
 
     def __init__(
@@ -107,11 +105,20 @@ class _HuggingFacePass(Iterator[PyTree]):
         epoch: int,
         readers: "set[_HuggingFacePass]",
     ) -> None:
+        """Prepares a pass; nothing is read yet.
+
+        Args:
+            dataset: The dataset.
+            dtypes: By path, the dtypes for leaves that are Python numbers.
+            epoch: The epoch, for a dataset that shuffles.
+            readers: The passes that were read since the latest of them started; shared
+                by all passes over the dataset.
+        """
         self._dataset, self._dtypes, self._epoch = dataset, dtypes, epoch
         self._readers = readers
-        self._knows_place = _knows_place(dataset)
+        self._can_seek = _can_seek(dataset)
         self._iterator: Any = None
-        self._begin: JSON = _START  # where the first element is read from
+        self._start: JSON = _START  # the position from which the first element is read
         self._is_closed = False
 
     def __next__(self) -> PyTree:
@@ -119,9 +126,9 @@ class _HuggingFacePass(Iterator[PyTree]):
             raise StopIteration
         if self._iterator is None:
             self._dataset.set_epoch(self._epoch)
-            # Without a place, the one of an earlier pass is forgotten.
-            place = None if self._begin == _START else self._begin
-            self._dataset.load_state_dict(place)
+            # None makes the dataset forget the position of an earlier pass.
+            state = None if self._start == _START else self._start
+            self._dataset.load_state_dict(state)
             self._readers.clear()
             self._iterator = iter(self._dataset)
         self._readers.add(self)
@@ -129,26 +136,26 @@ class _HuggingFacePass(Iterator[PyTree]):
 
     def get_state(self) -> JSON:
         if self._iterator is None:
-            return self._begin
-        if not self._knows_place or self._readers != {self}:
+            return self._start
+        if not self._can_seek or self._readers != {self}:
             return None
         # A copy: the dataset later changes the object that it returns.
         return json.loads(json.dumps(self._dataset.state_dict()))
 
     def set_state(self, state: JSON) -> None:
-        self._begin, self._iterator = state, None
+        self._start, self._iterator = state, None
 
     def close(self) -> None:
         self._is_closed, self._iterator = True, None
 
 
-def _knows_place(dataset: object) -> bool:
-    """Returns whether a dataset's own state leads to the same examples.
+def _can_seek(dataset: object) -> bool:
+    """Returns whether a dataset's own state leads to the same examples again.
 
-    A shuffle buffer is refilled after a resume, with other examples, and no public
-    attribute reveals whether there is one. `_ex_iterable` is private: without it,
-    or with other names in it, places are not trusted, and resuming asks for
-    `skip=True`. `test_an_iterable_dataset_of_hugging_face_resumes_exactly` notices.
+    A shuffle buffer is refilled after resuming, with other examples, and no public
+    attribute reveals whether there is one. `_ex_iterable` is private: without it, or
+    with other names in it, states are not trusted, and resuming asks for `skip=True`.
+    `test_an_iterable_dataset_of_hugging_face_resumes_exactly` notices.
     """
     steps = [getattr(dataset, "_ex_iterable", None)]
     names = []
@@ -169,11 +176,11 @@ def _as_arrays(
 
     Args:
         node: A dict of columns, or a part of one.
-        dtypes: By path, the dtypes of Python numbers.
-        path: Where the node is.
+        dtypes: By path, the dtypes for leaves that are Python numbers.
+        path: The path of the node.
 
     Raises:
-        DataError: If it holds structures inside lists, or values are missing.
+        DataError: If there are structures inside lists, or values are missing.
     """
     if isinstance(node, dict):
         return {
@@ -208,7 +215,7 @@ def _as_arrays(
 
 
 def _first(items: object) -> Any:
-    """Returns the first item of nested lists, or an empty list."""
+    """Returns the first item of nested lists; an empty list if there is none."""
     if isinstance(items, np.ndarray):
         return items.flat[0] if items.dtype == object and items.size else None
     while isinstance(items, list) and items:
@@ -217,7 +224,7 @@ def _first(items: object) -> Any:
 
 
 def _has_none(items: object) -> bool:
-    """Returns whether nested lists hold a None, which NumPy would make a NaN of."""
+    """Returns whether nested lists contain None, which NumPy would turn into NaN."""
     if not isinstance(items, list) or not items:
         return items is None
     if isinstance(items[0], (list, np.ndarray)):
@@ -227,7 +234,7 @@ def _has_none(items: object) -> bool:
 
 def _missing(path: str, count: str) -> str:
     return (
-        f"{path}: {count} of the rows asked for are None. Fill them in, or leave them "
+        f"{path}: {count} of the requested rows are None. Fill them in, or leave them "
         "out, with the dataset's map or filter."
     )
 
@@ -250,7 +257,7 @@ def _columns(table: Any) -> dict[str, PyTree]:
 def _column(column: Any, path: str) -> PyTree:
     if column.null_count:
         raise DataError(_missing(path, str(column.null_count)))
-    if hasattr(column, "storage"):
+    if hasattr(column, "storage"):  # an extension type, such as Array2D
         return _column(column.storage, path)
     if str(column.type).startswith("struct"):
         fields = [column.type.field(i).name for i in range(column.type.num_fields)]
@@ -263,13 +270,14 @@ def _column(column: Any, path: str) -> PyTree:
                 f"{lengths.max()}. Pad or crop them to one with the dataset's map."
             )
             raise DataError(msg)
+        # One array of all items, which reshapes to rows without a Python loop.
         inner = _column(column.flatten(), path)
         return inner.reshape(len(column), -1, *inner.shape[1:])
     return column.to_numpy(zero_copy_only=False)
 
 
 def _dtypes(feature: Any, path: str = "") -> dict[str, np.dtype | None]:
-    """Returns by path the dtypes that the values of a feature have as arrays.
+    """Returns the dtypes of a feature's values as arrays, by path.
 
     None marks what the Arrow table does not hold as arrays: images, structures inside
     lists, and types that NumPy does not have.

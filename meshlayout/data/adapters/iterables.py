@@ -1,4 +1,8 @@
-"""Iterables, iterators and generator functions as sources that are streamed."""
+"""Iterables, iterators and generator functions as streams.
+
+An iterator that has `get_state` and `set_state`, as Grain's have, resumes where it was;
+any other is read again from the start of the epoch, if the user agrees.
+"""
 
 import base64
 import contextlib
@@ -18,13 +22,13 @@ from meshlayout.errors import DataError
 
 @dataclass(frozen=True)
 class IteratorSource:
-    """A source of the elements of iterators, one for each pass.
+    """A source of the elements of iterators, one iterator per pass.
 
     Attributes:
         begin: Returns the iterator of an epoch. Its methods `get_state`, `set_state`
-            and `close` are called if it has them; a place may be bytes.
+            and `close` are called if it has them; a state may be bytes.
         batched: Whether its elements are batches; None infers it from them.
-        num_rows: How many examples a pass has, if known without reading them.
+        num_rows: The number of examples in a pass, if known without reading them.
     """
 
     begin: Callable[[int], Iterator[PyTree]]
@@ -32,16 +36,20 @@ class IteratorSource:
     num_rows: int | None = None
 
     def open(self, epoch: int) -> "IteratorStream":
-        """Begins a pass."""
+        """Starts a pass."""
         return IteratorStream(self.begin(epoch))
 
 
 class IterableSource(IteratorSource):
-    """The source of an iterable that is of no framework."""
+    """The source of an iterable of no framework, whose elements could be anything.
+
+    A class of its own, because `distribute_datasets_from_function` takes ambiguous
+    elements of such a source for batches.
+    """
 
 
 class IteratorStream:
-    """One pass over an iterator, which knows its place if it has the methods for it."""
+    """One pass over an iterator, which can seek if it has the methods for it."""
 
     def __init__(self, iterator: Any) -> None:
         self._iterator = iterator
@@ -53,7 +61,7 @@ class IteratorStream:
         return next(self._iterator)
 
     def get_state(self) -> JSON:
-        """Returns the iterator's own place, or None."""
+        """Returns the iterator's own position, or None if it has none."""
         if not hasattr(self._iterator, "set_state"):
             return None
         state = self._iterator.get_state()
@@ -62,12 +70,12 @@ class IteratorStream:
         return state
 
     def set_state(self, state: JSON) -> None:
-        """Goes to a place.
+        """Moves the iterator to a position.
 
         Raises:
-            DataError: If the iterator does not have it.
+            DataError: If the iterator refuses it.
         """
-        with going_to_a_place():
+        with seek_errors():
             if isinstance(state, dict) and state.keys() == {"base64"}:
                 state = base64.b64decode(state["base64"])
             self._iterator.set_state(state)
@@ -79,29 +87,29 @@ class IteratorStream:
 
 
 @contextlib.contextmanager
-def going_to_a_place() -> Iterator[None]:
-    """Makes a DataError of whatever is raised by going to the place of a state."""
+def seek_errors() -> Iterator[None]:
+    """Turns whatever a source raises when it is moved to a position into DataError."""
     try:
         yield
     except DataError:
         raise
     except Exception as error:
         msg = (
-            f"the place of the state is not here ({type(error).__name__}: {error}). "
-            "Either it is of another source or of another version of its library, or "
-            "it is damaged."
+            f"the source refuses the position of the state ({type(error).__name__}: "
+            f"{error}). The state is of another source or of another version of its "
+            "library, or it is damaged."
         )
         raise DataError(msg) from error
 
 
 class NumberedItems(Iterator[PyTree]):
-    """The items of an indexable object, one after another, as an iterator with a place.
+    """The items of an indexable object in order, as an iterator that can seek.
 
     Args:
-        items: What has `__getitem__`.
-        length: How many items there are.
-        first: The number of the first one.
-        skip_none: Whether items that are None are left out, as Grain does.
+        items: An object with `__getitem__`.
+        length: The number of items.
+        first: The index of the first item.
+        skip_none: Whether to leave out items that are None, as Grain does.
     """
 
     def __init__(
@@ -120,17 +128,17 @@ class NumberedItems(Iterator[PyTree]):
         raise StopIteration
 
     def get_state(self) -> int:
-        """Returns how many items were read."""
+        """Returns the number of items that were read."""
         return self._next
 
     def set_state(self, state: JSON) -> None:
-        """Goes to a place.
+        """Moves to a position.
 
         Raises:
             IndexError: If there are fewer items.
         """
         if not 0 <= state <= self._length:
-            msg = f"the place is after item {state}, and there are {self._length}"
+            msg = f"the position is after item {state}, and there are {self._length}"
             raise IndexError(msg)
         self._next = state
 
@@ -143,7 +151,7 @@ def adapt(obj: Any, *, batched: bool | None) -> IterableSource:
     """
     if is_table(obj) and not isinstance(obj, dict):
         msg = (
-            f"a {type(obj).__name__} holds columns by name, and is not a tree of "
+            f"a {type(obj).__name__} holds columns by name, but is not a tree of "
             "arrays. Make it one with dict(...)."
         )
         raise DataError(msg)
@@ -162,7 +170,7 @@ def adapt(obj: Any, *, batched: bool | None) -> IterableSource:
         if was_read and hasattr(obj, "__next__"):
             msg = (
                 f"the source is an iterator ({type(obj).__name__}), which can be read "
-                f"once, and epoch {epoch + 1} begins. Give a function that makes one, "
+                f"once, and epoch {epoch + 1} starts. Give a function that makes one, "
                 "as lambda: make_iterator()."
             )
             raise DataError(msg)
@@ -179,15 +187,15 @@ def _begin(obj: Any) -> Iterator[PyTree]:
     iterable = obj if _is_iterable(obj) else obj()
     if not _is_iterable(iterable):
         msg = (
-            f"the source is a function that returned {_checks.shown(iterable)}; it has "
-            "to return an iterator, or be a generator function."
+            f"the source is a function that returned {_checks.shown(iterable)}; it "
+            "must return an iterator, or be a generator function."
         )
         raise DataError(msg)
     return iter(iterable) if hasattr(iterable, "__iter__") else iterable
 
 
 def _num_rows(obj: Any, *, batched: bool | None) -> int | None:
-    """Returns how many examples there are, if known without reading them."""
+    """Returns the number of examples, if known without reading them."""
     if batched is False and hasattr(obj, "__len__"):
         return len(obj)
     if not batched or not isinstance(obj, list):

@@ -17,20 +17,18 @@ from meshlayout.data.examples import leaf_text, named_leaves
 from meshlayout.errors import DataError
 
 
-# Bytes of the blocks in which single examples are fetched: one by one costs more.
+# Single examples are fetched in blocks of so many bytes, at most so many at a time:
+# each fetch costs more than an example.
 _BLOCK_BYTES = 2**20
 _MAX_BLOCK_ROWS = 512
 
 
 def adapt(
-    obj: Any, kinds: set[str], clock: Clock, *, batched: bool | None
+    obj: Any, class_names: set[str], clock: Clock, *, batched: bool | None
 ) -> IteratorSource | None:
-    """Returns a tf.data.Dataset of dense tensors as a source.
-
-    A scalar tensor shows that elements are examples. Examples are fetched in blocks.
-    """
+    """Returns a tf.data.Dataset of dense tensors as a source."""
     del clock
-    if "DatasetV2" not in kinds:
+    if "DatasetV2" not in class_names:
         return None
     specs = _specs(obj)
     if batched is None:
@@ -38,9 +36,10 @@ def adapt(
     num_rows = None
     if not batched:
         cardinality = int(obj.cardinality())
+        # Negative if it is unknown or infinite.
         num_rows = cardinality if cardinality >= 0 else None
         if all(spec.shape.is_fully_defined() for spec in specs):
-            # Stacked by TensorFlow: the same examples in the same order.
+            # TensorFlow stacks them: the same examples in the same order.
             obj, batched = obj.batch(_block_rows(specs)), True
 
     def begin(epoch: int) -> Iterator[PyTree]:
@@ -54,7 +53,7 @@ def _specs(dataset: Any) -> list[Any]:
     """Returns the specs of a dataset's tensors.
 
     Raises:
-        DataError: If one is not a dense tensor; names it.
+        DataError: If one is not a dense tensor.
     """
     named, _ = named_leaves(dataset.element_spec)
     for path, spec in named:
@@ -63,7 +62,7 @@ def _specs(dataset: Any) -> list[Any]:
             msg = (
                 f"{leaf_text(path)} of the tf.data.Dataset is a "
                 f"{kind.removesuffix('Spec')}, not a dense tensor. Make it one with "
-                "map, as by to_tensor() or tf.sparse.to_dense."
+                "map, for instance by to_tensor() or tf.sparse.to_dense."
             )
             raise DataError(msg)
     return [spec for _, spec in named]
@@ -71,7 +70,7 @@ def _specs(dataset: Any) -> list[Any]:
 
 def _yields_batches(specs: list[Any]) -> bool:
     """Returns False if shapes show that elements are examples; raises otherwise."""
-    # Neither a rank nor a size that TensorFlow does not know shows anything.
+    # Unknown ranks and sizes show nothing.
     first_dims = {spec.shape[0] for spec in specs if spec.shape.rank} - {None}
     if len(first_dims) > 1 or any(spec.shape.rank == 0 for spec in specs):
         return False

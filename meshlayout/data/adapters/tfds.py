@@ -1,4 +1,4 @@
-"""TFDS's data sources, which need no TensorFlow, as sources of rows."""
+"""TFDS's data sources, which need no TensorFlow, as sources with random access."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,20 +11,20 @@ from meshlayout.data.examples import named_leaves
 
 
 def adapt(
-    obj: Any, kinds: set[str], clock: Clock, *, batched: bool | None
+    obj: Any, class_names: set[str], clock: Clock, *, batched: bool | None
 ) -> Rows | None:
-    """Returns what `tfds.data_source` returns as a source of rows."""
+    """Returns the result of `tfds.data_source` as a source."""
     del clock
-    if "BaseDataSource" not in kinds:
+    if "BaseDataSource" not in class_names:
         return None
     refuse_batched("a TFDS data source", batched=batched)
     return item_rows(obj, feature_dtypes(obj.dataset_info.features))
 
 
 def feature_dtypes(features: Any) -> Mapping[str, np.dtype]:
-    """Returns by path the dtypes of a TFDS dataset's numbers.
+    """Returns the dtypes of a TFDS dataset's numbers, by path.
 
-    TFDS decodes a lone number to a Python number; this is what it was stored as.
+    TFDS decodes scalars to Python numbers, which no longer have the stored dtype.
     """
     named, _ = named_leaves(features.get_tensor_info())
     dtypes = {path: np.dtype(info.np_dtype) for path, info in named}

@@ -1,4 +1,8 @@
-"""PyTorch's DataLoader, and datasets with random access, as sources."""
+"""PyTorch's DataLoader, and datasets with random access, as sources.
+
+A DataLoader is read as a stream: its workers, sampler and collate function are the
+user's choice, and are left to do what they do in PyTorch.
+"""
 
 import threading
 import weakref
@@ -15,18 +19,18 @@ from meshlayout.errors import DataError
 
 
 def adapt(
-    obj: Any, kinds: set[str], clock: Clock, *, batched: bool | None
+    obj: Any, class_names: set[str], clock: Clock, *, batched: bool | None
 ) -> Source | None:
     """Returns a DataLoader, or a Dataset with a length, as a source."""
     del clock
-    if "DataLoader" in kinds:
+    if "DataLoader" in class_names:
         return _loader_source(obj, batched=batched)
-    if "IterableDataset" in kinds:
+    if "IterableDataset" in class_names:
         raise DataError(
-            "a PyTorch IterableDataset does not say what it yields. Put it into a "
+            "a PyTorch IterableDataset does not say what it yields. Wrap it in a "
             "torch.utils.data.DataLoader."
         )
-    if "Dataset" in kinds and hasattr(obj, "__len__"):
+    if "Dataset" in class_names and hasattr(obj, "__len__"):
         refuse_batched("a PyTorch Dataset", batched=batched)
         return item_rows(obj)
     return None
@@ -34,10 +38,11 @@ def adapt(
 
 @dataclass(frozen=True)
 class LoaderSource(IteratorSource):
-    """The source of a DataLoader, whose tensors become arrays of the same memory.
+    """The source of a DataLoader, whose tensors become arrays that share their memory.
 
     Attributes:
-        num_parts: In how many parts its sampler cuts the rows, each for one process.
+        num_parts: The number of parts into which its sampler divides the rows, as a
+            DistributedSampler does, one for each process.
     """
 
     num_parts: int = 1
@@ -46,11 +51,12 @@ class LoaderSource(IteratorSource):
 def _loader_source(loader: Any, *, batched: bool | None) -> LoaderSource:
     """Returns a DataLoader as a source.
 
-    Without `batched`, it gives batches if it has a batch size or a batch sampler.
+    Unless `batched` says otherwise, it yields batches if it has a batch size or a batch
+    sampler.
     """
     if batched is None:
         batched = loader.batch_sampler is not None or None
-    # A sampler of rows may be inside of a batch sampler that the user made.
+    # With a batch sampler of the user's, the sampler of rows is inside of that.
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
     return LoaderSource(
         lambda epoch: _read(loader, (sampler, loader.batch_sampler), epoch),
@@ -62,19 +68,20 @@ def _loader_source(loader: Any, *, batched: bool | None) -> LoaderSource:
 
 @dataclass
 class _LoaderPasses:
-    """The passes over a loader, of which only the last may be read."""
+    """The passes over a loader, of which only the latest may be read."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     count: int = 0
 
 
-# By loader, for loaders with persistent workers, which serve one pass at a time.
+# By loader, for loaders with persistent workers: starting a pass resets the workers,
+# and the pass before it would yield the new one's elements.
 _PASSES: weakref.WeakKeyDictionary[Any, _LoaderPasses] = weakref.WeakKeyDictionary()
 
 
 def _read(loader: Any, samplers: tuple[Any, ...], epoch: int) -> Iterator[PyTree]:
     """Yields the elements of a pass; the loader's workers end when it is closed."""
-    passes = _LoaderPasses()
+    passes = _LoaderPasses()  # shared with no other pass, unless workers are
     if getattr(loader, "persistent_workers", False):
         passes = _PASSES.setdefault(loader, passes)
     with passes.lock:
@@ -101,14 +108,14 @@ def _read(loader: Any, samplers: tuple[Any, ...], epoch: int) -> Iterator[PyTree
 
 
 def _num_rows(loader: Any, sampler: Any, *, batched: bool | None) -> int | None:
-    """Returns how many examples a pass yields, if the sampler of rows has a length."""
-    cut = loader.batch_sampler
-    if cut is None and batched:
+    """Returns the number of examples in a pass, if the sampler of rows has a length."""
+    batches = loader.batch_sampler
+    if batches is None and batched:
         return None  # the sampler chooses batches
-    # Of another class, it may choose rows by itself; of an IterableDataset, no length.
-    if type(cut).__name__ not in ("BatchSampler", "NoneType"):
+    # A batch sampler of another class may choose rows by itself.
+    if type(batches).__name__ not in ("BatchSampler", "NoneType"):
         return None
-    if not hasattr(sampler, "__len__"):
+    if not hasattr(sampler, "__len__"):  # of an IterableDataset
         return None
-    dropped = len(sampler) % cut.batch_size if cut and cut.drop_last else 0
+    dropped = len(sampler) % batches.batch_size if batches and batches.drop_last else 0
     return len(sampler) - dropped
