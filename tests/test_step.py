@@ -587,7 +587,7 @@ REFUSED = {
     ),
     "a batch on another device": (
         batch_elsewhere,
-        f"doubled: 'batch' lies on {jax.devices()[3]}, and the state on a mesh (batch=8). "
+        f"doubled: 'batch' is on {jax.devices()[3]}, and the state on a mesh (batch=8). "
         "Move it with relayout(x, layout).",
     ),
     "a leaf that is no array": (
@@ -597,7 +597,7 @@ REFUSED = {
     ),
     "two meshes": (
         two_meshes,
-        "doubled: the state's 'b' lies on other devices than the rest, which is on "
+        "doubled: the state's 'b' is on other devices than the rest, which is on "
         "batch=8. Move it with relayout(x, layout).",
     ),
     "a module": (

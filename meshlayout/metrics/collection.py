@@ -1,7 +1,7 @@
 """`Metrics`: named metrics that read like a dict of their values."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -45,7 +45,10 @@ class Metrics(Mapping[str, Any]):
         {'loss': 0.75, 'accuracy': 0.5}
     """
 
-    __slots__ = ("__weakref__", "_built", "_flat")
+    __slots__ = ("__weakref__", "_flat", "_metrics")
+
+    _flat: Any
+    _metrics: dict[str, Any]
 
     def __init__(self, metrics: Mapping[str, Any]) -> None:
         if not isinstance(metrics, Mapping):
@@ -68,23 +71,25 @@ class Metrics(Mapping[str, Any]):
             leaves: Their arrays.
             treedef: Their structure, as `jax.tree.flatten` gives it.
         """
-        lazy = object.__new__(cls)  # a small step takes as long as Python does
-        _set_built(lazy, None)
-        _set_flat(lazy, (leaves, treedef))
+        lazy = object.__new__(cls)  # `_metrics` stays unset: see `__getattr__`
+        set_flat(lazy, (leaves, treedef))
         return lazy
 
-    def _fill(self, built: dict[str, Any] | None, flat: Any = None) -> "Metrics":
-        object.__setattr__(self, "_built", built)
-        object.__setattr__(self, "_flat", flat)
+    def _fill(self, metrics: dict[str, Any]) -> "Metrics":
+        object.__setattr__(self, "_metrics", metrics)
+        set_flat(self, None)
         return self
 
-    @property
-    def _metrics(self) -> dict[str, Any]:
-        if self._built is None:
+    if not TYPE_CHECKING:  # to a type checker, any attribute would exist
+
+        def __getattr__(self, name: str) -> Any:
+            """Puts the metrics of `from_flat` together when they are first read."""
+            if name != "_metrics":
+                return object.__getattribute__(self, name)  # raises
             leaves, treedef = self._flat
-            self._fill(treedef.unflatten(leaves)._built, self._flat)
-        built: Any = self._built
-        return built
+            metrics = treedef.unflatten(leaves)._metrics
+            object.__setattr__(self, "_metrics", metrics)
+            return metrics
 
     def __setattr__(self, name: str, value: object) -> None:
         msg = f"Metrics cannot be changed: make new ones instead of setting {name!r}."
@@ -227,8 +232,8 @@ class Metrics(Mapping[str, Any]):
         return object.__new__(cls)._fill(dict(zip(names, metrics, strict=True)))
 
 
-_set_built: Any = vars(Metrics)["_built"].__set__
-_set_flat: Any = vars(Metrics)["_flat"].__set__
+# Faster than `object.__setattr__`: a small step takes the device as long as this file.
+set_flat: Any = vars(Metrics)["_flat"].__set__
 
 
 def _names(names: list[str]) -> str:

@@ -4,20 +4,13 @@ JAX compiles again without a word when an argument changes, refuses arguments in
 own words, and may end the process for memory that is given away twice. So a compiled
 step remembers what each program was traced for. A call goes straight to `jax.jit`, and
 only what that cannot answer from its cache is looked at here, before anything has run.
-
-To take a `TrainState` apart and to put one together costs a call of a small step a
-third of its time on the host, and most states are only handed to the next call. So a
-program takes and returns a state as a tuple of plain arrays, and what a call returns
-becomes a state when somebody reads a field.
 """
 
 import contextlib
 import functools
-import inspect
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import (
     Any,
     Generic,
@@ -31,34 +24,32 @@ from typing import (
 
 import jax
 from jax.core import Tracer
-from jax.sharding import NamedSharding
 
-from meshlayout import _checks, _jax, _paths, _render
-from meshlayout._annotations import DType, Leaf, PyTree
-from meshlayout.errors import RecompileWarning, StepError, did_you_mean, stack_level
+from meshlayout import _checks, _jax, _render
+from meshlayout._annotations import PyTree
+from meshlayout.errors import RecompileWarning, StepError, stack_level
 from meshlayout.layout_map import LayoutMap, activate
-from meshlayout.state import TrainState
-from meshlayout.step.call_signature import (
+from meshlayout.step.call_errors import (
     SETTING,
-    CallSignature,
     check_arguments,
     check_memory,
     differences,
-    is_deleted,
-    named_leaves,
     structure_text,
     what,
 )
 from meshlayout.step.inspection import Inspection
-from meshlayout.step.kernel_gradients import gradient_axes, with_right_gradients
-from meshlayout.step.model_call import ignoring_unbound_axes
-from meshlayout.step.placement import (
-    in_own_mesh,
-    layout_of,
-    mesh_text,
-    place_rest,
-    replicated,
+from meshlayout.step.jitted_step import (
+    CallSignature,
+    JittedStep,
+    LayoutSignature,
+    Retrace,
+    StepParameters,
+    layouts_of,
+    may_be_donated_twice,
+    named_leaves,
 )
+from meshlayout.step.model_call import ignoring_unbound_axes, names_unbound_axis
+from meshlayout.step.placement import in_own_mesh, layout_of, place_rest
 
 
 P = ParamSpec("P")
@@ -140,118 +131,11 @@ def check_options(on_recompile: OnRecompile, layouts: LayoutMap | None) -> None:
         raise StepError(msg)
 
 
-@dataclass(frozen=True)
-class StateStructure:
-    """The structure of a train state, and which of its leaves are PRNG keys.
-
-    Attributes:
-        treedef: As `jax.tree.flatten` gives it.
-        keys: The place and the dtype of each leaf that is a PRNG key; a compiled
-            function takes the words of one faster.
-    """
-
-    treedef: Any  # PyTreeDef, a variable to a type checker
-    keys: tuple[tuple[int, DType], ...]
-
-    @classmethod
-    def of(cls, leaves: Sequence[Leaf], treedef: Any) -> "StateStructure":
-        """Returns the structure of a state that was taken apart."""
-        dtypes = enumerate(getattr(leaf, "dtype", None) for leaf in leaves)
-        keys = (place for place in dtypes if type(place[1]) is _jax.KeyDType)
-        return cls(treedef, tuple(keys))
-
-    def flatten(self, state: PyTree) -> tuple[Leaf, ...] | None:
-        """Returns the arrays of a state, or None if its structure is another one.
-
-        The dicts in a state can be changed in place, so that the arrays it was made of
-        are only taken while nobody has read it.
-        """
-        flat = state._flat if type(state) is TrainState else None
-        if flat is not None and flat[1] == self:
-            return flat[0]
-        leaves, treedef = jax.tree.flatten(state)
-        if self.of(leaves, treedef) != self:
-            return None
-        for index, _ in self.keys:
-            leaves[index] = _words(leaves[index])
-        return tuple(leaves)
-
-    def unflatten(self, leaves: Sequence[Leaf]) -> TrainState:
-        """Returns the state of some arrays."""
-        leaves = list(leaves)
-        for index, dtype in self.keys:
-            leaves[index] = _jax.key_of_words(leaves[index], dtype)
-        return self.treedef.unflatten(leaves)
-
-    def lazy(self, leaves: Sequence[Leaf]) -> TrainState:
-        """Returns the state of some arrays, put together when a field is read."""
-        state: TrainState = object.__new__(TrainState)
-        # The last one says whether the arrays may be given away: once, to a step.
-        object.__setattr__(state, "_flat", [leaves, self, True])
-        return state
-
-
-def _words(key: Leaf) -> Any:
-    if isinstance(key, jax.ShapeDtypeStruct):
-        words = jax.eval_shape(jax.random.key_data, key)
-        return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=key.sharding)
-    return (
-        jax.random.key_data(key) if isinstance(key, Tracer) else _jax.words_of_key(key)
-    )
-
-
-@dataclass(frozen=True)
-class _Signature:
-    """What one jitted function is made for: structures and layouts, not shapes."""
-
-    state_def: Any
-    structure: StateStructure | None  # of a TrainState, which is passed flat
-    state_layouts: tuple[Any, ...]
-    rest_def: Any
-    rest_layouts: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class JittedStep:
-    """One jitted function of a compiled step.
-
-    Attributes:
-        signature: What it is made for.
-        jitted: What `jax.jit` returned.
-        first_call: The call it was made for.
-        seen: What it was traced for.
-        is_loose: Whether some argument has no layout: to look at in every call.
-        is_spread: Whether it runs on several devices. JAX may end the process there
-            for memory that is given twice or was used up, so arguments are looked at.
-        is_bounded: Whether these are CPU devices, which bound what is in flight.
-    """
-
-    signature: _Signature
-    jitted: Callable[..., Any]
-    first_call: CallSignature
-    seen: list[CallSignature]
-    is_loose: bool
-    is_spread: bool
-    is_bounded: bool
-
-    def flattened(self, state: PyTree) -> Any:
-        """Returns a state as the function takes it."""
-        structure = self.signature.structure
-        leaves = state if structure is None else structure.flatten(state)
-        if leaves is None:
-            raise _Retrace  # the state has another structure
-        return leaves
-
-
 class _Thread(threading.local):
     """What one thread is doing with a step."""
 
     may_trace = False
     is_quiet = False
-
-
-class _Retrace(Exception):  # noqa: N818 (no error: it stops a trace that has to wait)
-    """JAX traces a program again, and nothing has said why yet."""
 
 
 class CompiledStep(Inspection, Generic[P, R]):
@@ -277,17 +161,18 @@ class CompiledStep(Inspection, Generic[P, R]):
         functools.update_wrapper(self, step)
         self._step = step
         self._name = getattr(step, "__name__", type(step).__name__)
-        self._parameters = inspect.signature(step)
-        self._names = _parameter_names(self._parameters, self._name, static_names)
+        self._parameters = StepParameters(step, self._name, static_names)
+        self._names = self._parameters.names
         self.static_argnames = static_names
         self._on_recompile: OnRecompile = on_recompile
         self._layouts = layouts
-        self._programs: dict[_Signature, JittedStep] = {}
+        self._programs: dict[LayoutSignature, JittedStep] = {}
         # The program of the last call: what the next one tries first.
         self.program: JittedStep | None = None
         self._thread = _Thread()
         self._in_flight = 0
         self._places_rest = False
+        self._ignores_axes = False
         self._no_mesh: jax.sharding.AbstractMesh | None = None
 
     def __get__(
@@ -317,36 +202,40 @@ class CompiledStep(Inspection, Generic[P, R]):
             What the step returns: the new state, and the rest.
         """
         ambient = jax.sharding.get_abstract_mesh()
-        if ambient is self._no_mesh or ambient.empty:
-            self._no_mesh = ambient  # to ask an abstract mesh takes time
-            return self._run(args, kwargs)
-        with in_own_mesh(args[:1] or kwargs):
-            return self._run(args, kwargs)
+        try:
+            if ambient is self._no_mesh or ambient.empty:
+                self._no_mesh = ambient  # to ask an abstract mesh takes time
+                return self._run(args, kwargs)
+            with in_own_mesh(args[:1] or kwargs):
+                return self._run(args, kwargs)
+        except NameError as error:
+            self._ignore_axes_after(error)
+        return self(*args, **kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         static: tuple[Any, ...] = ()
         if kwargs or self.static_argnames or not args:
-            args, kwargs, static = self._normalized(args, kwargs)
+            args, kwargs, static = self._parameters.bind(args, kwargs)
         program = self.program
         if self._places_rest and program is not None:
-            args, kwargs = place_rest(args, kwargs, program.signature.state_layouts)
+            args, kwargs = place_rest(args, kwargs, program.signature.whole)
         try:
             if program is None or (
                 program.is_loose
-                and _layouts_of((args[1:], kwargs), None)
+                and layouts_of((args[1:], kwargs), None)
                 != program.signature.rest_layouts
             ):
                 program, args, kwargs = self._switch(static, args, kwargs)
             rest = (args[1:], kwargs)
             structure = program.signature.structure
             state = args[0] if structure is None else program.flattened(args[0])
-            if program.is_spread and gives_memory_twice(state, rest):
+            if program.is_spread and may_be_donated_twice(state, rest):
                 check_memory(self._name, self._names, args, kwargs)
             result = program.jitted(static, state, rest)
         except Exception as error:
             # Nothing has run: find out whether this call needs another program.
-            found = self._after_error(error, program, static, args, kwargs)
-            program, args, kwargs = found
+            needed = self._after_error(error, program, static, args, kwargs)
+            program, args, kwargs = needed
             result = self._run_traced(program, static, args, kwargs)
             structure = program.signature.structure
         if program.is_bounded:
@@ -374,17 +263,33 @@ class CompiledStep(Inspection, Generic[P, R]):
         before, self._thread.is_quiet = self._thread.is_quiet, True
         try:
             with in_own_mesh(args[:1] or kwargs):
-                args, kwargs, static = self._normalized(args, kwargs)
-                signature = self._signature(args, kwargs)
+                args, kwargs, static = self._parameters.bind(args, kwargs)
+                rest = (args[1:], kwargs)
+                signature = LayoutSignature.of(self._name, args[0], rest)
                 program = self._programs.get(signature)
                 if program is None:
-                    now = CallSignature(self._names, static, args, kwargs)
-                    program = self._make(signature, now, static, args, kwargs)
-                state = program.flattened(args[0])
+                    call = CallSignature(self._names, static, args, kwargs)
+                    program = self._make(signature, call, (static, args[0], rest))
                 jitted: Any = program.jitted
-                return jitted.lower(static, state, (args[1:], kwargs))
+                return jitted.lower(static, program.flattened(args[0]), rest)
+        except NameError as error:
+            self._ignore_axes_after(error)
         finally:
             self._thread.is_quiet = before
+        return self.lower(*args, **kwargs)
+
+    def _ignore_axes_after(self, error: NameError) -> None:
+        """Lets layers written for pmap ignore its axis, if that is what is unbound.
+
+        Only then are classes of Flax patched during a trace. What has been traced so
+        far is dropped: a second attempt inside of it would leave a debug.print twice.
+
+        Raises:
+            NameError: If it is another name, or they ignore it already.
+        """
+        if self._ignores_axes or not names_unbound_axis(error):
+            raise error
+        self._ignores_axes = True
 
     def _run_traced(
         self, program: JittedStep, static: Any, args: Any, kwargs: Any
@@ -403,101 +308,18 @@ class CompiledStep(Inspection, Generic[P, R]):
     def __repr__(self) -> str:
         return f"CompiledStep({self._name}, {len(self._programs)} layouts seen)"
 
-    def _normalized(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
-        """Returns positional, keyword and static arguments, the state first.
-
-        By name or by place is the same program.
-        """
-        if not args and (not self._names or self._names[0] not in kwargs):
-            msg = f"{self._name} takes the state as its first argument."
-            raise StepError(msg)
-        try:
-            bound = self._parameters.bind(*args, **kwargs)
-        except TypeError as error:
-            msg = f"{self._name}: {error}."
-            raise StepError(msg) from None
-        parameters = self._parameters.parameters.values()
-        by_kind = {one.kind: one.name for one in parameters}
-        extra = bound.arguments.get(by_kind.get(inspect.Parameter.VAR_KEYWORD, ""), {})
-        static = []
-        for name in self.static_argnames:
-            arguments = bound.arguments if name in bound.arguments else extra
-            if name not in arguments:
-                continue
-            value = arguments.pop(name)
-            try:
-                hash(value)
-            except TypeError:
-                msg = (
-                    f"{self._name}: static argument {name!r} is a "
-                    f"{type(value).__name__}, which cannot be hashed. Give a tuple or "
-                    "a frozen dataclass, or pass it as an array argument."
-                )
-                raise StepError(msg) from None
-            static.append((name, value))
-        # What comes after a static argument is passed by name, which *args cannot be.
-        others = by_kind.get(inspect.Parameter.VAR_POSITIONAL)
-        for name, _ in static if others in bound.arguments else ():
-            kind = self._parameters.parameters[name].kind
-            if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
-                msg = (
-                    f"{self._name}: {name!r} is static and comes before *args; make it "
-                    "a keyword-only argument, after them."
-                )
-                raise StepError(msg)
-        return bound.args, bound.kwargs, tuple(static)
-
     # Programs.
-
-    def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Signature:
-        if _paths.holds_modules(args[0]):
-            msg = (
-                f"{self._name}: the state holds an NNX module. Pass what "
-                "nnx.split(module) gives, or a TrainState; a module would be taken "
-                "apart at every call, and what it shares would be doubled."
-            )
-            raise StepError(msg)
-        leaves, treedef = jax.tree.flatten(args[0])
-        # What is on no mesh yet comes back from the step on the mesh: the next call
-        # would be another one if it did not start there.
-        whole = replicated(map(layout_of, leaves))
-        state_layouts = _layouts_of(leaves, whole)
-        if whole is not None:
-            self._check_one_mesh(args[0], state_layouts, whole)
-        is_state = type(args[0]) is TrainState
-        return _Signature(
-            treedef,
-            StateStructure.of(leaves, treedef) if is_state else None,
-            state_layouts,
-            jax.tree.structure((args[1:], kwargs)),
-            _layouts_of((args[1:], kwargs), whole),
-        )
-
-    def _check_one_mesh(
-        self, state: PyTree, layouts: tuple[Any, ...], whole: NamedSharding
-    ) -> None:
-        for index, layout in enumerate(layouts):
-            if layout.device_set != whole.device_set:
-                path, _ = named_leaves(state)[index]
-                msg = (
-                    f"{self._name}: the state's {path!r} lies on other devices than "
-                    f"the rest, which is on {mesh_text(whole.mesh)}. Move it with "
-                    "relayout(x, layout)."
-                )
-                raise StepError(msg)
 
     def _switch(
         self, static: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[JittedStep, tuple[Any, ...], dict[str, Any]]:
         """Makes the program for these arguments the current one, and places them."""
-        signature = self._signature(args, kwargs)
+        signature = LayoutSignature.of(self._name, args[0], (args[1:], kwargs))
         program = self._programs.get(signature)
-        now = CallSignature(self._names, static, args, kwargs)
+        call = CallSignature(self._names, static, args, kwargs)
         if program is None:
             before = [p.first_call for p in self._programs.values() if p.seen]
-            self._explain(now, before)
+            self._explain(call, before)
         args, kwargs = self._with_rest_placed(args, kwargs, signature)
         # A leaf without a layout gets one, else the next call would be another one.
         leaves = [
@@ -508,15 +330,16 @@ class CompiledStep(Inspection, Generic[P, R]):
         ]
         args = (signature.state_def.unflatten(leaves), *args[1:])
         if program is None:
-            program = self._make(signature, now, static, args, kwargs)
+            arguments = (static, args[0], (args[1:], kwargs))
+            program = self._make(signature, call, arguments)
         self.program = program
         return program, args, kwargs
 
     def _with_rest_placed(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], signature: _Signature
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], signature: LayoutSignature
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Places arrays without a layout on the state's mesh; notes if any were."""
-        placed = place_rest(args, kwargs, signature.state_layouts)
+        placed = place_rest(args, kwargs, signature.whole)
         before, after = map(jax.tree.leaves, ((args, kwargs), placed))
         if any(a is not b for a, b in zip(before, after, strict=True)):
             self._places_rest = True  # look for more at every call
@@ -536,9 +359,10 @@ class CompiledStep(Inspection, Generic[P, R]):
         check_arguments(self._name, self._names, args, kwargs)
         if program is None:
             raise error
-        if self._signature(args, kwargs) != program.signature:
+        rest = (args[1:], kwargs)
+        if LayoutSignature.of(self._name, args[0], rest) != program.signature:
             return self._switch(static, args, kwargs)
-        if not isinstance(error, _Retrace):
+        if not isinstance(error, Retrace):
             raise error
         if not self._places_rest:
             args, kwargs = self._with_rest_placed(args, kwargs, program.signature)
@@ -550,68 +374,13 @@ class CompiledStep(Inspection, Generic[P, R]):
 
     def _make(
         self,
-        signature: _Signature,
-        now: CallSignature,
-        static: tuple[Any, ...],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        signature: LayoutSignature,
+        call: CallSignature,
+        arguments: tuple[Any, PyTree, Any],
     ) -> JittedStep:
-        """Makes a program, with right gradients of kernels where XLA's would not be."""
-        seen: list[CallSignature] = []
-        step = functools.partial(self._traced, seen)
-        jitted: Any = self._jitted(signature, step)
-        layouts = (*signature.state_layouts, *signature.rest_layouts)
-        device_sets = (one.device_set for one in layouts if one is not None)
-        devices = set().union(*device_sets)
-        program = JittedStep(
-            signature,
-            jitted,
-            now,
-            seen,
-            is_loose=None in signature.rest_layouts,
-            is_spread=len(devices) > 1,
-            is_bounded=len(devices) > 1 and next(iter(devices)).platform == "cpu",
-        )
-        if program.is_spread and not _jax.is_tracing():
-            rest = (args[1:], kwargs)
-            # JAX keeps the trace that is looked at for the program's first call.
-            trace = jitted.trace(static, program.flattened(args[0]), rest)
-            axes = None
-            if has_convolutions(trace.jaxpr.jaxpr):
-                axes = gradient_axes(trace.jaxpr.jaxpr, args[0], rest)
-            if axes is not None:
-
-                def mended(static: tuple[Any, ...], *arguments: PyTree) -> Any:
-                    partial = functools.partial(step, static)
-                    return with_right_gradients(partial, axes)(*arguments)
-
-                seen.clear()
-                program = replace(program, jitted=self._jitted(signature, mended))
+        program = JittedStep.of(self._traced, self._name, signature, call, arguments)
         self._programs[signature] = program
         return program
-
-    def _jitted(self, signature: _Signature, step: Callable[..., Any]) -> Any:
-        # None leaves the layout to JAX.
-        structure = signature.structure
-        into: Any = signature.state_layouts
-        if structure is None:
-            into = signature.state_def.unflatten(into)
-        rest_layouts = signature.rest_def.unflatten(signature.rest_layouts)
-
-        def traced(static: tuple[Any, ...], state: PyTree, rest: Any) -> Any:
-            if structure is None:
-                return step(static, state, rest)
-            state, aux = step(static, structure.unflatten(state), rest)
-            return structure.flatten(state), aux
-
-        traced.__name__ = traced.__qualname__ = self._name  # shown by profilers
-        return jax.jit(
-            traced,
-            static_argnums=0,
-            donate_argnums=1,
-            in_shardings=(into, rest_layouts),
-            out_shardings=(into, None),
-        )
 
     # Inside the trace.
 
@@ -627,9 +396,12 @@ class CompiledStep(Inspection, Generic[P, R]):
         is_trace = any(isinstance(x, Tracer) for x in jax.tree.leaves(state))
         may_trace = self._thread.is_quiet or self._thread.may_trace
         if seen and is_trace and not may_trace:
-            raise _Retrace
-        scope = activate(self._layouts) if self._layouts else contextlib.nullcontext()
-        with scope, ignoring_unbound_axes():
+            raise Retrace
+        with contextlib.ExitStack() as stack:
+            if self._layouts:
+                stack.enter_context(activate(self._layouts))
+            if self._ignores_axes:
+                stack.enter_context(ignoring_unbound_axes())
             result = self._step(state, *args, **kwargs, **dict(static))
         if not isinstance(result, tuple) or len(result) != 2:
             msg = (
@@ -675,54 +447,3 @@ class CompiledStep(Inspection, Generic[P, R]):
             # A number added can make a leaf weakly typed: that alone would recompile.
             leaves.append(_jax.with_weak_type(leaf, weak_type=before.weak_type))
         return treedef.unflatten(leaves)
-
-
-def _parameter_names(
-    parameters: inspect.Signature, step: str, static_names: tuple[str, ...]
-) -> tuple[str, ...]:
-    """Returns a step's parameters, and checks which of them are static."""
-    kinds = {one.name: one.kind for one in parameters.parameters.values()}
-    if not kinds:
-        msg = f"{step} takes no arguments; a step takes the state first."
-        raise StepError(msg)
-    many = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
-    names = tuple(name for name, kind in kinds.items() if kind not in many)
-    for name in static_names:
-        if (name,) == names[:1]:
-            msg = f"{step}: {name!r} is the state; it cannot be static."
-            raise StepError(msg)
-        takes_any = inspect.Parameter.VAR_KEYWORD in kinds.values()
-        if names and name not in names and not takes_any:
-            hint = did_you_mean(name, names)
-            msg = f"{step} has no argument {name!r} to be static.{hint}"
-            raise StepError(msg)
-        if kinds.get(name) is inspect.Parameter.POSITIONAL_ONLY:
-            msg = (
-                f"{step}: {name!r} is positional-only, and what is static is passed by "
-                "name. Take the '/' out of the signature."
-            )
-            raise StepError(msg)
-    return names
-
-
-def has_convolutions(jaxpr: Any) -> bool:
-    """Returns whether a program convolves, so that kernel gradients may be wrong."""
-    names = (eqn.primitive.name for eqn in _jax.equations(jaxpr))
-    return "conv_general_dilated" in names
-
-
-def _layouts_of(tree: PyTree, whole: NamedSharding | None) -> tuple[Any, ...]:
-    """Returns the layouts of arrays; for those that have none, `whole`."""
-    return tuple([layout_of(leaf) or whole for leaf in jax.tree.leaves(tree)])
-
-
-def gives_memory_twice(state: PyTree, rest: PyTree) -> bool:
-    """Returns, fast, whether the state may be used up, or an array passed twice."""
-    leaves, others = jax.tree.leaves(state), jax.tree.leaves(rest)
-    try:
-        is_used_up = True in [leaf.is_deleted() for leaf in leaves]
-    except (AttributeError, jax.errors.ConcretizationTypeError):
-        return True  # NumPy arrays, numbers, tracers: to be looked at one by one
-    ids = {*map(id, leaves)}
-    is_twice = len(ids) != len(leaves) or not ids.isdisjoint(map(id, others))
-    return is_used_up or is_twice or True in map(is_deleted, others)

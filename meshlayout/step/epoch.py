@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshlayout import _checks
-from meshlayout._annotations import Batch, PyTree
+from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout._batches import (
     batch_axes as default_axes,
     map_batch,
@@ -21,6 +21,7 @@ from meshlayout.mesh import Mesh
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.step.compiled_step import CompiledStep
+from meshlayout.step.multi_step import scan_steps
 from meshlayout.step.placement import in_own_mesh, step_mesh_of
 from meshlayout.step.program import Program
 from meshlayout.step.train_step import TrainStep
@@ -173,10 +174,21 @@ def _epoch_call(
 
     state = train_step._prepared(state, mesh)
     program = train_step._program_on(mesh, state)
-    compiled = program.compiled(
-        (global_batch_size, rows, shuffle is None),
-        program.train_epoch(batch_at, order_of, global_batch_size),
-    )
+
+    def train_epoch(
+        state: TrainState,
+        data: PyTree,
+        shuffle: jax.Array | None,
+        metrics: tuple[Leaf, ...],
+    ) -> tuple[TrainState, tuple[tuple[Leaf, ...], Any]]:
+        order = order_of(shuffle)
+        starts = jnp.arange(0, order.size, global_batch_size)
+        return scan_steps(
+            program.train_step,
+            *(state, metrics, starts, lambda start: batch_at(data, order, start)),
+        )
+
+    compiled = program.compiled((global_batch_size, rows, shuffle is None), train_epoch)
     return program, compiled, (state, data, shuffle), metrics
 
 

@@ -21,15 +21,11 @@ from meshlayout.step.compiled_step import (
 )
 from meshlayout.step.inspection import Inspection
 from meshlayout.step.model_call import call_model
-from meshlayout.step.objective import (
-    Loss,
-    check_batch,
-    check_loss_fn,
-    check_state,
-    check_weights,
-)
+from meshlayout.step.objective import Loss, check_loss_fn, check_weights
 from meshlayout.step.placement import (
     StepMesh,
+    check_batch,
+    check_state,
     in_own_mesh,
     place_host_batch,
     step_mesh_of,

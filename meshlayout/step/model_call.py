@@ -255,6 +255,11 @@ class _UnboundAxes:
             object.__setattr__(module, "axis_name", axis_name)
 
 
+def names_unbound_axis(error: NameError) -> bool:
+    """Returns whether this is JAX's error for an axis that nothing binds."""
+    return _UNBOUND_AXIS.search(str(error)) is not None
+
+
 def _is_bound(axis_name: Any) -> bool:
     try:
         jax.lax.psum(1, axis_name)  # a number, known without tracing
@@ -354,24 +359,21 @@ def _bound_model(
 
 @contextlib.contextmanager
 def _handled_calls(model: Module, interceptors: Interceptors) -> Iterator[None]:
-    """Lets interceptors handle a model's calls, and layers ignore the axes of pmap.
+    """Lets interceptors handle a model's calls.
 
     Flax advises to capture what is sown; the step collects it, and silences that.
 
     Raises:
         StepError: If the user's own code names an axis of pmap.
     """
-    with (
-        ignoring_unbound_axes(),
-        intercepting(model, interceptors),
-        warnings.catch_warnings(),
-    ):
+    with intercepting(model, interceptors), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "\\s*Using 'Module.sow", DeprecationWarning)
         try:
             yield
         except NameError as error:
             axis = _UNBOUND_AXIS.search(str(error))
-            if axis is None:
+            # The first time, the compiled step traces again, ignoring axes in layers.
+            if axis is None or not _of_norms.get():
                 raise
             msg = (
                 f"the loss function or the model names the axis {axis[1]!r}, as code "

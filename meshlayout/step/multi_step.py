@@ -2,18 +2,24 @@
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from meshlayout import _jax
-from meshlayout._annotations import PyTree
+from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout.errors import StepError
+from meshlayout.state import TrainState
 
 
 _log = logging.getLogger("meshlayout")
+
+# A state, a batch and the arrays of the metrics, to the next state, and the metrics'
+# arrays with a report: `Program.train_step`.
+StepFunction: TypeAlias = Callable[..., tuple[TrainState, tuple[tuple[Leaf, ...], Any]]]
 
 
 @jax.tree_util.register_dataclass
@@ -57,11 +63,46 @@ def _check_any(batches: list[Any]) -> None:
         raise StepError(msg)
 
 
-def like(old: PyTree, new: PyTree) -> Any:
-    """Returns a state whose leaves are as weakly typed as before, as a loop wants."""
-    return jax.tree.map(
-        lambda a, b: _jax.with_weak_type(b, weak_type=jax.typeof(a).weak_type), old, new
-    )
+def scan_steps(
+    step: StepFunction,
+    state: TrainState,
+    metrics: tuple[Leaf, ...],
+    xs: PyTree,
+    batch_of: Callable[[PyTree], Batch],
+) -> tuple[TrainState, tuple[tuple[Leaf, ...], Any]]:
+    """Runs one step after the other, in a loop on the device; stacks the reports.
+
+    Args:
+        step: As `Program.train_step`.
+        state: The state.
+        metrics: The arrays of the metrics.
+        xs: What the batches are made of, in a leading dim.
+        batch_of: Makes a batch.
+    """
+
+    def body(carry: tuple[TrainState, tuple[Leaf, ...]], x: PyTree) -> Any:
+        new, (metrics, report) = step(carry[0], batch_of(x), carry[1])
+        # A loop wants leaves that are as weakly typed as before.
+        new = jax.tree.map(
+            lambda a, b: _jax.with_weak_type(b, weak_type=jax.typeof(a).weak_type),
+            carry[0],
+            new,
+        )
+        return (new, metrics), report
+
+    (state, metrics), reports = jax.lax.scan(body, (state, metrics), xs)
+    return state, (metrics, reports)
+
+
+def steps_of(step: StepFunction) -> StepFunction:
+    """Returns a function that runs one step for each of `Stacked` batches."""
+
+    def train_steps(
+        state: TrainState, batches: Stacked, metrics: tuple[Leaf, ...]
+    ) -> tuple[TrainState, tuple[tuple[Leaf, ...], Any]]:
+        return scan_steps(step, state, metrics, batches.batches, lambda batch: batch)
+
+    return train_steps
 
 
 @dataclass

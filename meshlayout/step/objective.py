@@ -15,14 +15,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn, nnx
 
 from meshlayout import _checks, losses
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import (
-    check_weights_key,
-    get_weights,
     num_examples,
     weights_of,
 )
@@ -438,37 +435,4 @@ def check_weights(weights: str | int) -> None:
             f"weights must be a key of the batch, as 'weight', or an index, as 2, got "
             f"{_checks.shown(weights)}."
         )
-        raise StepError(msg)
-
-
-def check_batch(batch: Batch, key: str | int) -> None:
-    """Raises StepError if the weights of a batch are elsewhere, or not weights.
-
-    Args:
-        batch: A batch.
-        key: Where the step looks for weights.
-    """
-    check_weights_key(batch, key)
-    weights = get_weights(batch, key)
-    # On devices, looking would mean waiting: there the loss becomes NaN.
-    on_host = isinstance(weights, np.ndarray) and weights.dtype.kind in "fiu"
-    if on_host and not ((weights >= 0) & np.isfinite(weights)).all():
-        msg = (
-            f"the weights of a batch must be finite and not negative; {key!r} has "
-            f"values from {weights.min()} to {weights.max()}."
-        )
-        raise StepError(msg)
-
-
-def check_state(name: str, state: TrainState) -> None:
-    """Raises StepError unless this is a train state.
-
-    Args:
-        name: The step, as `"eval_step"`.
-        state: What it was called with.
-    """
-    if type(state) is not TrainState:
-        article = "an" if name[0] in "aeiou" else "a"
-        words = name.replace("_", " ")
-        msg = f"{article} {words} takes a TrainState, and got {_checks.shown(state)}."
         raise StepError(msg)

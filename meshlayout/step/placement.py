@@ -13,12 +13,11 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshlayout import _jax, _paths, _render
+from meshlayout import _checks, _jax
 from meshlayout._annotations import Batch, Leaf, PyTree
-from meshlayout._batches import BATCH_AXES, batch_axes
+from meshlayout._batches import BATCH_AXES, batch_axes, check_weights_key, get_weights
 from meshlayout.arrays import relayout
 from meshlayout.errors import StepError
-from meshlayout.layout_map.rules import zero_spec
 from meshlayout.state import TrainState
 
 
@@ -160,10 +159,9 @@ def replicated(layouts: Iterable[Any]) -> NamedSharding | None:
 
 
 def place_rest(
-    args: tuple[Any, ...], kwargs: dict[str, Any], state_layouts: Iterable[Any]
+    args: tuple[Any, ...], kwargs: dict[str, Any], whole: NamedSharding | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Replicates arrays without a layout over the state's mesh; the state stays."""
-    whole = replicated(state_layouts)
+    """Gives arrays without a layout the layout `whole`, if any; the state stays."""
     if whole is None:
         return args, kwargs
 
@@ -236,53 +234,37 @@ def note_if_replicated(state: PyTree, batch: Batch) -> None:
         )
 
 
-@dataclass(frozen=True)
-class ZeroLayout:
-    """How one array is sharded over the replicas, besides what it was.
-
-    Attributes:
-        path: The array's path.
-        sharding: Where it goes.
-        reason: Why it stays as it was; empty if it does not.
-    """
-
-    path: str
-    sharding: NamedSharding
-    reason: str
+# Checks.
 
 
-def zero_layouts(tree: PyTree, replicas: StepMesh) -> list[ZeroLayout]:
-    """Shards arrays over the axes that shard the batch, each on one dim more.
-
-    The largest dim that divides takes the axes. Small arrays stay as they are.
+def check_batch(batch: Batch, key: str | int) -> None:
+    """Raises StepError if the weights of a batch are elsewhere, or not weights.
 
     Args:
-        tree: Arrays on the mesh.
-        replicas: The axes.
-
-    Raises:
-        StepError: If the batch is sharded over no axes of a mesh of several devices.
+        batch: A batch.
+        key: Where the step looks for weights.
     """
-    mesh = replicas.mesh
-    if mesh is None or not replicas.axes:
-        if mesh is not None and mesh.size > 1:
-            msg = (
-                "zero=1 shards the optimizer's state over the axes that shard the "
-                "batch, and this batch is sharded over none. Place it with "
-                "relayout(batch, mesh.layout('batch', ...))."
-            )
-            raise StepError(msg)
-        return []
-    return [_zero_layout(leaf, replicas) for leaf in _paths.flatten(tree).leaves]
+    check_weights_key(batch, key)
+    weights = get_weights(batch, key)
+    # On devices, looking would mean waiting: there the loss becomes NaN.
+    on_host = isinstance(weights, np.ndarray) and weights.dtype.kind in "fiu"
+    if on_host and not ((weights >= 0) & np.isfinite(weights)).all():
+        msg = (
+            f"the weights of a batch must be finite and not negative; {key!r} has "
+            f"values from {weights.min()} to {weights.max()}."
+        )
+        raise StepError(msg)
 
 
-def _zero_layout(leaf: _paths.Leaf, replicas: StepMesh) -> ZeroLayout:
-    now: Any = _jax.sharding_of(leaf.value)
-    shape = leaf.value.shape
-    spec = (*now.spec, *[None] * (len(shape) - len(now.spec)))
-    sharded, reason = zero_spec(shape, spec, replicas.axes, now.mesh.shape)
-    if sharded != spec:
-        now = NamedSharding(now.mesh, PartitionSpec(*sharded))
-    if reason:
-        reason = f"{_render.array_text(leaf.value.dtype, shape)}: {reason}"
-    return ZeroLayout(leaf.path, now, reason)
+def check_state(name: str, state: TrainState) -> None:
+    """Raises StepError unless this is a train state.
+
+    Args:
+        name: The step, as `"eval_step"`.
+        state: What it was called with.
+    """
+    if type(state) is not TrainState:
+        article = "an" if name[0] in "aeiou" else "a"
+        words = name.replace("_", " ")
+        msg = f"{article} {words} takes a TrainState, and got {_checks.shown(state)}."
+        raise StepError(msg)

@@ -1,5 +1,11 @@
-"""The functions of a train step that are compiled, for one mesh and one plan."""
+"""The program of a train step on one mesh: gradients, update, metrics.
 
+Also how a call is repeated: a small step takes the device as long as Python takes to
+call it, so that a call like the one before it goes past everything that is known.
+"""
+
+import operator
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -8,19 +14,38 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from meshlayout import _batches
 from meshlayout._annotations import Batch, Leaf, PyTree
-from meshlayout._batches import num_examples
+from meshlayout._batches import (
+    check_weights_key,
+    get_weights,
+    num_examples,
+    without_nan_padding,
+)
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
+from meshlayout.metrics.collection import set_flat
 from meshlayout.state import TrainState
 from meshlayout.state.precision import check_params
 from meshlayout.step.compiled_step import CompiledStep, OnRecompile, compile_step
-from meshlayout.step.gradients import Backward, Gradients, Trainable, select
-from meshlayout.step.multi_step import Stacked, like
-from meshlayout.step.objective import Loss
-from meshlayout.step.placement import StepMesh
-from meshlayout.step.step_metrics import StepMetrics, StepValues, total_weight
-from meshlayout.step.updates import Update, learning_rate
+from meshlayout.step.jitted_step import may_be_donated_twice
+from meshlayout.step.microbatches import microbatch_gradients
+from meshlayout.step.objective import Loss, LossShare
+from meshlayout.step.placement import StepMesh, layout_of
+from meshlayout.step.step_metrics import (
+    MetricsStart,
+    StepMetrics,
+    StepValues,
+    total_weight,
+)
+from meshlayout.step.updates import (
+    Gradients,
+    StepReports,
+    Trainable,
+    Update,
+    learning_rate,
+    select,
+)
 
 
 # What `Update.apply` reports, or None.
@@ -111,45 +136,6 @@ class Program:
         (new, report), metrics = self.metrics.add(state.program, metrics, measure)
         return new, (metrics, report)
 
-    def train_steps(
-        self, state: TrainState, batches: Stacked, metrics: tuple[Leaf, ...]
-    ) -> tuple[TrainState, tuple[tuple[Leaf, ...], Report]]:
-        """Runs one step for each batch, in a loop on the device; stacks the reports."""
-        return self._scanned(state, metrics, batches.batches, lambda batch: batch)
-
-    def _scanned(
-        self,
-        state: TrainState,
-        metrics: tuple[Leaf, ...],
-        xs: PyTree,
-        batch_of: Callable[[PyTree], Batch],
-    ) -> tuple[TrainState, tuple[tuple[Leaf, ...], Report]]:
-        def body(carry: tuple[TrainState, tuple[Leaf, ...]], x: PyTree) -> Any:
-            new, (metrics, report) = self.train_step(carry[0], batch_of(x), carry[1])
-            return (like(carry[0], new), metrics), report
-
-        (state, metrics), reports = jax.lax.scan(body, (state, metrics), xs)
-        return state, (metrics, reports)
-
-    def train_epoch(
-        self, batch_at: Callable[..., Any], order_of: Callable[..., Any], size: int
-    ) -> Callable[..., tuple[TrainState, tuple[tuple[Leaf, ...], Report]]]:
-        """Returns a function that runs one step after the other over a dataset."""
-
-        def train_epoch(
-            state: TrainState,
-            data: PyTree,
-            shuffle: jax.Array | None,
-            metrics: tuple[Leaf, ...],
-        ) -> tuple[TrainState, tuple[tuple[Leaf, ...], Report]]:
-            order = order_of(shuffle)
-            starts = jnp.arange(0, order.size, size)
-            return self._scanned(
-                state, metrics, starts, lambda start: batch_at(data, order, start)
-            )
-
-        return train_epoch
-
     def _step(
         self, state: TrainState, batch: Batch, users: Metrics
     ) -> tuple[StepValues, TrainState, Metrics, Report]:
@@ -185,11 +171,227 @@ class Program:
         if self._shardings is not None:
             pairs = zip(self._shardings, trainable.mask, strict=True)
             shardings = [pair for pair, is_trained in pairs if is_trained]
-        return backward.microbatches(
-            batch, key, users, plan.accumulate, self._mesh, shardings
+        return microbatch_gradients(
+            backward, batch, key, users, plan.accumulate, self._mesh, shardings
         )
 
     def _learning_rate(self, state: TrainState, new: TrainState) -> Any:
         if self._plan.learning_rate is not None:
             return jnp.asarray(self._plan.learning_rate(state.step), "float32")
         return learning_rate(new.opt_state)
+
+
+class Backward:
+    """The backward pass of a step.
+
+    Args:
+        loss: What is minimized.
+        state: The state.
+        trainable: With respect to what.
+        scale: A factor for the loss, which the gradients keep; None for 1.
+
+    Attributes:
+        params: The leaves of the parameters that are trained.
+    """
+
+    def __init__(
+        self,
+        loss: Loss,
+        state: TrainState,
+        trainable: Trainable,
+        scale: jax.Array | None,
+    ) -> None:
+        self.loss, self.state, self._trainable = loss, state, trainable
+        self._scale = scale
+        self.params = trainable.chosen(jax.tree.leaves(state.params))
+
+    def whole_batch(self, batch: Batch, key: jax.Array, metrics: Metrics) -> Gradients:
+        """Returns the gradients of a batch that goes through the model at once.
+
+        Args:
+            batch: The global batch.
+            key: For this step's random numbers.
+            metrics: The metrics so far.
+        """
+        share, factor = self.loss.provisional_share(batch)
+        batch = without_nan_padding(batch, share.weights)
+        before = self.state.model_state
+        grads, parts, after, metrics = self.part(share, batch, key, before, metrics)
+        if share.weights is not None:  # of nothing but padding nothing is learned
+            after = select((share.weights != 0).any(), after, before)
+        return self.finished(grads, parts, factor, after, metrics)
+
+    def part(
+        self,
+        share: LossShare,
+        batch: Batch,
+        key: jax.Array,
+        model_state: PyTree,
+        metrics: Metrics,
+    ) -> tuple[list[jax.Array], dict[str, jax.Array], PyTree, Metrics]:
+        """Returns gradients, parts of the loss, the model's state and the metrics.
+
+        Args:
+            share: How much the rows count.
+            batch: The batch, or a part of its rows.
+            key: For random numbers.
+            model_state: The model's other arrays.
+            metrics: The metrics so far.
+        """
+
+        def objective(chosen: list[Any]) -> tuple[jax.Array, Any]:
+            params = self._trainable.filled(chosen, self.state.params)
+            parts, outcome = self.loss.forward(
+                self.state, params, model_state, batch, key, share
+            )
+            total = sum(part.sum() for part in parts.values())
+            # JAX would return a plain dict in the order of its keys.
+            return self._scaled(total), (OrderedDict(parts), outcome)
+
+        grads, (parts, outcome) = jax.grad(objective, has_aux=True)(self.params)
+        metrics = outcome.added_to(metrics, batch, share.weights)
+        return grads, parts, outcome.model_state, metrics
+
+    def finished(
+        self,
+        grads: list[jax.Array],
+        parts: dict[str, jax.Array],
+        factor: jax.Array | None,
+        model_state: PyTree,
+        metrics: Metrics,
+    ) -> Gradients:
+        """Corrects what a provisional share gave, and adds the regularizers.
+
+        Args:
+            grads: The gradients of the whole batch.
+            parts: The parts of the loss, each to be summed.
+            factor: What corrects them, if anything.
+            model_state: The model's other arrays, after.
+            metrics: The metrics, after.
+        """
+        parts = {name: part.sum() for name, part in parts.items()}
+        if factor is not None:
+            grads = [(g * factor).astype(g.dtype) for g in grads]
+            parts = {name: part * factor for name, part in parts.items()}
+        grads = [g.astype(x.dtype) for g, x in zip(grads, self.params, strict=True)]
+        if self.loss.regularizers:
+
+            def penalty(chosen: list[Any]) -> tuple[Any, dict[str, jax.Array]]:
+                params = self._trainable.filled(chosen, self.state.params)
+                penalties = self.loss.penalties(params)
+                return self._scaled(sum(penalties.values())), penalties
+
+            slopes, penalties = jax.grad(penalty, has_aux=True)(self.params)
+            grads = list(map(jnp.add, grads, slopes))
+            parts = self.loss.with_penalties(parts, penalties)
+        return Gradients(grads, parts, model_state, metrics)
+
+    def _scaled(self, loss: Any) -> Any:
+        return loss if self._scale is None else loss * self._scale
+
+
+Repeat: TypeAlias = Callable[
+    [TrainState, Batch, Metrics | None], tuple[TrainState, Metrics] | None
+]
+
+
+def repeat_of(
+    compiled: CompiledStep[..., Any],
+    arguments: tuple[Any, ...],
+    key: str | int,
+    start: MetricsStart,
+    reports: StepReports,
+    names: list[str],
+) -> Repeat | None:
+    """Returns a function that makes a call like one that was just made, if it can.
+
+    A small step takes as long as Python does. So this looks only at what `jax.jit`
+    would not notice, or would end the process for; whatever else is new makes JAX
+    raise, before anything has run, or trace, which the compiled step refuses.
+
+    Args:
+        compiled: The compiled step.
+        arguments: The arguments of that call, between the state and the metrics.
+        key: Where a batch carries its weights.
+        start: Where its metrics start.
+        reports: Where its report goes.
+        names: What the report's numbers stand for.
+
+    Returns:
+        A function that returns None for a call that is not like that one; or None.
+    """
+    jitted_step = compiled.program
+    if len(arguments) != 1 or jitted_step is None:
+        return None  # an epoch
+    structure = jitted_step.signature.structure
+    take_apart = jax.tree_util.default_registry.flatten
+    leaves, like = take_apart(arguments[0])
+    layouts = [layout_of(leaf) for leaf in leaves]
+    if structure is None or None in layouts:
+        return None
+    weights = get_weights(arguments[0], key)
+    places = [index for index, leaf in enumerate(leaves) if leaf is weights]
+    jitted, treedef = jitted_step.jitted, start.treedef
+    is_spread, is_bounded = jitted_step.is_spread, jitted_step.is_bounded
+    marked, waiting = _batches.marked_weights, reports.waiting
+    has_clock, empty = start.has_clock, start.leaves
+    create, set_attribute = object.__new__, object.__setattr__
+    sharding_of = operator.attrgetter("sharding")
+
+    def repeat(
+        state: TrainState, batch: Batch, metrics: Metrics | None
+    ) -> tuple[TrainState, Metrics] | None:
+        if waiting:
+            reports.check(wait=False)
+        rows, batch_def = take_apart(batch)
+        try:
+            if batch_def != like or list(map(sharding_of, rows)) != layouts:
+                return None
+            flat = state._flat
+        except AttributeError:  # not arrays, or not a state
+            return None
+        if metrics is None and not has_clock:
+            counted = empty
+        elif type(metrics) is Metrics and metrics._flat is not None:
+            counted, metrics_def = metrics._flat
+            if metrics_def is not treedef:
+                return None
+        else:
+            return None
+        if flat is None or flat[1] is not structure:
+            arrays = structure.flatten(state)
+            rest = (rows, counted)
+            if arrays is None or (is_spread and may_be_donated_twice(arrays, rest)):
+                return None
+        elif flat[2]:
+            arrays = flat[0]
+            # Nobody has seen the state's arrays: none of them can be in the batch.
+            if is_spread and True in [x.is_deleted() for x in (*rows, *counted)]:
+                return None
+        else:
+            return None
+        if marked and (not places or id(rows[places[0]]) not in marked):
+            check_weights_key(batch, key)
+        try:
+            result = jitted((), arrays, ((batch, counted), {}))
+        except Exception as error:
+            # It failed while it ran, and took the state with it; a state that was used
+            # up before is refused by JAX with a text of its own, and nothing behind it.
+            was_used_up = "deleted" in str(error) and error.__context__ is None
+            if not was_used_up and any(x.is_deleted() for x in arrays):
+                raise
+            return None  # before it ran; the call that follows says why
+        if flat is not None:
+            flat[2] = False
+        arrays, (counted, report) = result
+        if is_bounded:
+            compiled.wait_if_many(result)
+        if report is not None:
+            reports.add(report, names)
+        # As `structure.lazy` and `Metrics.from_flat` do, without calls in Python.
+        new, measured = create(TrainState), create(Metrics)
+        set_attribute(new, "_flat", [arrays, structure, True])
+        set_flat(measured, (counted, treedef))
+        return new, measured
+
+    return repeat

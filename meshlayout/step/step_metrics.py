@@ -23,8 +23,9 @@ from meshlayout._annotations import Leaf, PyTree
 from meshlayout.errors import MetricError, StepError
 from meshlayout.metrics import Last, Mean, Metrics, Sum, Throughput, adapt
 from meshlayout.state import TrainState
-from meshlayout.step.call_signature import is_array_like, named_leaves
+from meshlayout.step.call_errors import is_array_like
 from meshlayout.step.compiled_step import CompiledStep
+from meshlayout.step.jitted_step import named_leaves
 from meshlayout.step.objective import RESERVED
 from meshlayout.step.placement import StepMesh
 

@@ -1,58 +1,41 @@
 """`make_train_step`: the step that an expert would have written for the mesh."""
 
-import logging
-from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.core import Tracer
 
-from meshlayout import _batches, _checks, _jax, losses
+from meshlayout import _checks, _jax, losses
 from meshlayout._annotations import Batch
-from meshlayout._batches import check_weights_key, get_weights
 from meshlayout.errors import MeshLayoutError, StepError
 from meshlayout.layout_map import LayoutMap
 from meshlayout.losses.reduction import check_denominator
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.state.precision import Precision, parse_precision
-from meshlayout.step.compiled_step import (
-    CompiledStep,
-    OnRecompile,
-    check_options,
-    gives_memory_twice,
-)
+from meshlayout.step.compiled_step import CompiledStep, OnRecompile, check_options
 from meshlayout.step.inspection import Inspection
-from meshlayout.step.multi_step import Stacked, calls_for
-from meshlayout.step.objective import (
-    Loss,
-    check_batch,
-    check_loss_fn,
-    check_state,
-    check_weights,
-)
+from meshlayout.step.multi_step import Stacked, calls_for, steps_of
+from meshlayout.step.objective import Loss, check_loss_fn, check_weights
 from meshlayout.step.placement import (
     StepMesh,
+    check_batch,
+    check_state,
     in_own_mesh,
-    layout_of,
     note_if_replicated,
     place_host_batch,
     row_axes,
     step_mesh_of,
-    zero_layouts,
 )
-from meshlayout.step.program import Plan, Program
+from meshlayout.step.program import Plan, Program, Repeat, repeat_of
 from meshlayout.step.remat import Remat, parse_remat
-from meshlayout.step.step_metrics import MetricsStart, as_regularizers, user_metrics
-from meshlayout.step.updates import EMA, OnNonfinite, Update
-
-
-_log = logging.getLogger("meshlayout")
+from meshlayout.step.step_metrics import as_regularizers, user_metrics
+from meshlayout.step.updates import EMA, OnNonfinite, StepReports, Update
+from meshlayout.step.zero import ZeroPlacement, zero_layouts
 
 
 @dataclass(frozen=True)
@@ -229,15 +212,12 @@ class TrainStep(Inspection):
         self._layouts = layouts
         self._on_recompile: OnRecompile = on_recompile
         self._programs: dict[Hashable, Program] = {}
-        self._repeat: _Repeat | None = None
-        self._reports: deque[_CallReport] = deque()
-        self._num_steps = 0  # those that are reported
+        self._repeat: Repeat | None = None
+        self._reports = StepReports()
         has_many = plan.steps_per_call != 1
         self._calls = calls_for(plan.steps_per_call) if has_many else None
         self._wants_extra = frozenset(plan.update.names())
-        self._zero_shardings: list[Any] | None = None
-        # Which leaves of the optimizer's state zero=1 left as they were, and why.
-        self.zero_exceptions: tuple[str, ...] = ()
+        self._zero = ZeroPlacement() if plan.zero else None
         self.__name__ = "train_step"
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -263,8 +243,9 @@ class TrainStep(Inspection):
                 `on_nonfinite="error"` if an earlier step was not finite.
             LossError: If what the loss function returns does not fit the batch.
         """
-        if self._repeat is not None:
-            result = self._repeat(state, batch, metrics)
+        repeat = self._repeat
+        if repeat is not None:
+            result = repeat(state, batch, metrics)
             if result is not None:
                 return result
         try:
@@ -283,8 +264,7 @@ class TrainStep(Inspection):
         self, state: TrainState, batch: Batch | Stacked, metrics: Metrics | None
     ) -> tuple[TrainState, Metrics]:
         """Runs one step, or those of all batches of a call in one dispatch."""
-        if self._reports:
-            self._look_at_reports(wait=False)
+        self._reports.check(wait=False)
         with in_own_mesh(state):
             placed = self._placed(state, batch)
             is_new = placed is not batch or self._calls is not None
@@ -318,13 +298,11 @@ class TrainStep(Inspection):
         state, (flat, report) = result
         names = program.leaf_names[given.program]
         if report is not None and not isinstance(report, Tracer):
-            self._report(report, names)
-        self._repeat = _repeat(self, compiled, args[1:], start, names)
+            self._reports.add(report, names)
+        self._repeat = repeat_of(
+            *(compiled, args[1:], self.weights, start, self._reports, names)
+        )
         return state, Metrics.from_flat(flat, start.treedef)
-
-    def _report(self, report: jax.Array, names: list[str]) -> None:
-        self._num_steps += 1 if report.ndim == 1 else report.shape[0]
-        self._reports.append(_CallReport(report, self._num_steps, names))
 
     def _placed(self, state: TrainState, batch: Batch | Stacked) -> Batch | Stacked:
         """Returns a batch on the mesh of the state."""
@@ -344,7 +322,7 @@ class TrainStep(Inspection):
             new = self._extra(state)
             extra = {name: mesh.put(new[name]) for name in sorted(missing)}
             state = state.replace(extra={**state.extra, **extra})
-        return self._with_zero(state, mesh) if self._plan.zero else state
+        return state if self._zero is None else self._zero.place(state, mesh)
 
     def _extra(self, state: TrainState) -> dict[str, Any]:
         """Builds the extra arrays (EMA, loss scale, ...); abstract if the state is."""
@@ -401,6 +379,11 @@ class TrainStep(Inspection):
         )
 
     @property
+    def zero_exceptions(self) -> tuple[str, ...]:
+        """Which leaves of the optimizer's state zero=1 left as they were, and why."""
+        return () if self._zero is None else self._zero.exceptions
+
+    @property
     def choice(self) -> str:
         """How the batches of a call are run, and why; empty until that is known."""
         return "" if self._calls is None else self._calls.choice
@@ -411,7 +394,7 @@ class TrainStep(Inspection):
         Raises:
             StepError: If so, with `on_nonfinite="error"`.
         """
-        self._look_at_reports(wait=True)
+        self._reports.check(wait=True)
 
     def __repr__(self) -> str:
         name = getattr(self._plan.loss.loss_fn, "__name__", "loss")
@@ -426,7 +409,7 @@ class TrainStep(Inspection):
         num_programs = len(self._programs)
         program = self._program_on(self._step_mesh(state, batch), state)
         if isinstance(batch, Stacked):
-            return program, program.compiled("steps", program.train_steps)
+            return program, program.compiled("steps", steps_of(program.train_step))
         if len(self._programs) > num_programs:
             note_if_replicated(state, batch)
         return program, program.compiled("step", program.train_step)
@@ -454,170 +437,6 @@ class TrainStep(Inspection):
     def weights(self) -> str | int:
         """Where a batch carries its weights."""
         return self._plan.loss.weights
-
-    def _with_zero(self, state: TrainState, mesh: StepMesh) -> TrainState:
-        """Returns the state with the optimizer's part sharded over the batch axes."""
-        leaves, treedef = jax.tree.flatten(state.opt_state)
-        if [leaf.sharding for leaf in leaves] == self._zero_shardings:
-            return state
-        layouts = zero_layouts({"opt_state": state.opt_state}, mesh)
-        if not layouts:
-            return state
-        self.zero_exceptions = tuple(
-            f"{one.path} {one.reason}" for one in layouts if one.reason
-        )
-        for line in self.zero_exceptions:
-            _log.info("zero=1 leaves %s", line)
-        self._zero_shardings = [one.sharding for one in layouts]
-        placed = [
-            leaf.update(sharding=one.sharding)
-            if isinstance(leaf, jax.ShapeDtypeStruct)
-            else jax.device_put(leaf, one.sharding)
-            for leaf, one in zip(leaves, layouts, strict=True)
-        ]
-        return state.replace(opt_state=treedef.unflatten(placed))
-
-    def _look_at_reports(self, *, wait: bool) -> None:
-        """Raises for a step that was not finite, as far as that is known."""
-        while self._reports and (wait or self._reports[0].is_ready()):
-            report = self._reports.popleft()
-            problem = report.problem(self._num_steps)
-            if problem is not None:
-                raise StepError(problem)
-
-
-_Repeat: TypeAlias = Callable[
-    [TrainState, Batch, Metrics | None], tuple[TrainState, Metrics] | None
-]
-
-
-def _repeat(
-    train_step: TrainStep,
-    compiled: CompiledStep[..., Any],
-    arguments: tuple[Any, ...],
-    start: MetricsStart,
-    names: list[str],
-) -> _Repeat | None:
-    """Returns a function that makes a call like one that was just made, if it can.
-
-    A small step takes as long as Python does. So this looks only at what `jax.jit`
-    would not notice, or would end the process for; whatever else is new makes JAX
-    raise, before anything has run, or trace, which the compiled step refuses.
-
-    `arguments` are those between the state and the metrics. The function returns None
-    for a call that is not like that one.
-    """
-    jitted_step, key = compiled.program, train_step.weights
-    if len(arguments) != 1 or jitted_step is None:
-        return None  # an epoch
-    structure = jitted_step.signature.structure
-    take_apart = jax.tree_util.default_registry.flatten
-    leaves, like = take_apart(arguments[0])
-    layouts = [layout_of(leaf) for leaf in leaves]
-    if structure is None or None in layouts:
-        return None
-    weights = get_weights(arguments[0], key)
-    places = [index for index, leaf in enumerate(leaves) if leaf is weights]
-    jitted, treedef = jitted_step.jitted, start.treedef
-    is_spread, is_bounded = jitted_step.is_spread, jitted_step.is_bounded
-    marked, reports = _batches.marked_weights, train_step._reports
-    has_clock, empty = start.has_clock, start.leaves
-
-    def repeat(
-        state: TrainState, batch: Batch, metrics: Metrics | None
-    ) -> tuple[TrainState, Metrics] | None:
-        if reports:
-            train_step._look_at_reports(wait=False)
-        rows, batch_def = take_apart(batch)
-        try:
-            if batch_def != like or [x.sharding for x in rows] != layouts:
-                return None
-            flat = state._flat
-        except AttributeError:  # not arrays, or not a state
-            return None
-        if metrics is None and not has_clock:
-            counted = empty
-        elif type(metrics) is Metrics and metrics._flat is not None:
-            counted, metrics_def = metrics._flat
-            if metrics_def is not treedef:
-                return None
-        else:
-            return None
-        if flat is None or flat[1] is not structure:
-            arrays = structure.flatten(state)
-            rest = (rows, counted)
-            if arrays is None or (is_spread and gives_memory_twice(arrays, rest)):
-                return None
-        elif flat[2]:
-            arrays = flat[0]
-            # Nobody has seen the state's arrays: none of them can be in the batch.
-            if is_spread and True in [x.is_deleted() for x in (*rows, *counted)]:
-                return None
-        else:
-            return None
-        if marked and (not places or id(rows[places[0]]) not in marked):
-            check_weights_key(batch, key)
-        try:
-            result = jitted((), arrays, ((batch, counted), {}))
-        except Exception as error:
-            # It failed while it ran, and took the state with it; a state that was used
-            # up before is refused by JAX with a text of its own, and nothing behind it.
-            was_used_up = "deleted" in str(error) and error.__context__ is None
-            if not was_used_up and any(x.is_deleted() for x in arrays):
-                raise
-            return None  # before it ran; the call that follows says why
-        if flat is not None:
-            flat[2] = False
-        arrays, (counted, report) = result
-        if is_bounded:
-            compiled.wait_if_many(result)
-        if report is not None:
-            train_step._report(report, names)
-        return structure.lazy(arrays), Metrics.from_flat(counted, treedef)
-
-    return repeat
-
-
-@dataclass(frozen=True)
-class _CallReport:
-    """What `Update.apply` reported of the steps of one call.
-
-    Attributes:
-        report: int32, of shape (3,), or (steps, 3).
-        num_steps: How many steps there were up to the end of that call.
-        names: What its second number stands for.
-    """
-
-    report: jax.Array
-    num_steps: int
-    names: list[str]
-
-    def is_ready(self) -> bool:
-        """Returns whether looking at it means no waiting."""
-        array: Any = self.report
-        return array.is_ready()
-
-    def problem(self, num_steps: int) -> str | None:
-        """Returns what to say of the first step that was not finite, if there is one.
-
-        Args:
-            num_steps: How many steps there are by now.
-        """
-        steps = np.asarray(self.report).reshape(-1, 3)
-        if not steps[:, 2].any():
-            return None
-        index = int(np.argmax(steps[:, 2]))
-        number, leaf, _ = steps[index]
-        followed = num_steps - self.num_steps + len(steps) - 1 - index
-        later = {0: "", 1: ", and one step followed"}.get(
-            followed, f", and {followed} steps followed"
-        )
-        return (
-            f"the loss or a gradient was not finite in step {number}: "
-            f"{self.names[leaf]} first. The state is as it was before that "
-            f"step{later}. Lower the learning rate, clip with clip_norm=, or use "
-            'on_nonfinite="skip".'
-        )
 
 
 def _step_text(state: TrainState) -> str:

@@ -1,19 +1,22 @@
 """From gradients to the next state."""
 
 import re
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from meshlayout import _paths, _render
 from meshlayout._annotations import PyTree
 from meshlayout.errors import StepError
+from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.state.precision import LossScale
-from meshlayout.step.gradients import Gradients, Trainable, select
 
 
 OnNonfinite: TypeAlias = Literal["error", "skip", "ignore"]
@@ -45,6 +48,59 @@ _REFUSALS = (
         "write one with ml.compile_step, or average with make_train_step(ema=).",
     ),
 )
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The gradients of one global batch, and what else was computed with them.
+
+    Attributes:
+        grads: The leaves of the trained parameters.
+        parts: The objective's parts by name, scalars; their sum is the loss.
+        model_state: The model's other arrays, after.
+        metrics: The metrics, with this batch added.
+    """
+
+    grads: list[jax.Array]
+    parts: dict[str, jax.Array]
+    model_state: PyTree
+    metrics: Metrics
+
+
+class Trainable:
+    """Which parameters a step trains.
+
+    Args:
+        params: All parameters.
+        matches: Returns whether the parameter of a path is trained.
+    """
+
+    def __init__(self, params: PyTree, matches: Callable[[str], bool]) -> None:
+        leaves = _paths.flatten(params).leaves
+        self._treedef = jax.tree.structure(params)
+        self.mask = [matches(leaf.path) for leaf in leaves]
+        self.paths = [leaf.path for leaf in self.chosen(leaves)]
+        for leaf in self.chosen(leaves):
+            if not is_float(leaf.value):
+                text = _render.array_text(leaf.value.dtype, leaf.value.shape)
+                msg = (
+                    f"the parameter {leaf.path} {text} cannot be trained: there is no "
+                    "gradient for integers. Make it another kind of variable than "
+                    "nnx.Param, or leave it out with trainable=."
+                )
+                raise StepError(msg)
+
+    def chosen(self, leaves: Iterable[Any]) -> list[Any]:
+        """Returns the trained ones of all leaves."""
+        return [x for x, is_in in zip(leaves, self.mask, strict=True) if is_in]
+
+    def filled(self, chosen: Iterable[Any], others: PyTree) -> PyTree:
+        """Returns a tree of trained leaves, with the others from `others`."""
+        new = iter(chosen)
+        pairs = zip(jax.tree.leaves(others), self.mask, strict=True)
+        return self._treedef.unflatten(
+            [next(new) if is_in else x for x, is_in in pairs]
+        )
 
 
 @dataclass(frozen=True)
@@ -260,3 +316,93 @@ def learning_rate(opt_state: optax.OptState) -> Any:
 
 def _has_hyperparams(node: Any) -> bool:
     return hasattr(node, "hyperparams") and hasattr(node, "inner_state")
+
+
+def is_float(leaf: jax.Array) -> bool:
+    """Returns whether an array has gradients."""
+    return jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def select(condition: jax.Array, ours: PyTree, theirs: PyTree) -> PyTree:
+    """Returns one of two trees; leaves that are the same object stay unchanged."""
+    return jax.tree.map(
+        lambda a, b: a if a is b else jnp.where(condition, a, b), ours, theirs
+    )
+
+
+# Steps that were not finite.
+
+
+class StepReports:
+    """The reports of steps that may still be running, for `on_nonfinite="error"`.
+
+    Attributes:
+        waiting: Those that were not looked at, the earliest first.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: deque[CallReport] = deque()
+        self._num_steps = 0
+
+    def add(self, report: jax.Array, names: list[str]) -> None:
+        """Adds what `Update.apply` reported of the steps of one call.
+
+        Args:
+            report: The report, or the stacked reports of several steps.
+            names: What its second number stands for.
+        """
+        self._num_steps += 1 if report.ndim == 1 else report.shape[0]
+        self.waiting.append(CallReport(report, self._num_steps, names))
+
+    def check(self, *, wait: bool) -> None:
+        """Raises StepError for a step that was not finite.
+
+        Args:
+            wait: Whether to wait for all steps; otherwise those that are done count.
+        """
+        while self.waiting and (wait or self.waiting[0].is_ready()):
+            problem = self.waiting.popleft().problem(self._num_steps)
+            if problem is not None:
+                raise StepError(problem)
+
+
+@dataclass(frozen=True)
+class CallReport:
+    """What `Update.apply` reported of the steps of one call.
+
+    Attributes:
+        report: int32, of shape (3,), or (steps, 3).
+        num_steps: How many steps there were up to the end of that call.
+        names: What its second number stands for.
+    """
+
+    report: jax.Array
+    num_steps: int
+    names: list[str]
+
+    def is_ready(self) -> bool:
+        """Returns whether looking at it means no waiting."""
+        array: Any = self.report
+        return array.is_ready()
+
+    def problem(self, num_steps: int) -> str | None:
+        """Returns what to say of the first step that was not finite, if there is one.
+
+        Args:
+            num_steps: How many steps there are by now.
+        """
+        steps = np.asarray(self.report).reshape(-1, 3)
+        if not steps[:, 2].any():
+            return None
+        index = int(np.argmax(steps[:, 2]))
+        number, leaf, _ = steps[index]
+        followed = num_steps - self.num_steps + len(steps) - 1 - index
+        later = {0: "", 1: ", and one step followed"}.get(
+            followed, f", and {followed} steps followed"
+        )
+        return (
+            f"the loss or a gradient was not finite in step {number}: "
+            f"{self.names[leaf]} first. The state is as it was before that "
+            f"step{later}. Lower the learning rate, clip with clip_norm=, or use "
+            'on_nonfinite="skip".'
+        )

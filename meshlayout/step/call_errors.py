@@ -1,69 +1,31 @@
-"""What a call of a step is compiled for, what of it changed, and what is wrong with it.
+"""What changed between two calls of a step, and what is wrong with one.
 
 JAX says that it compiles again, and not why; of arguments that it cannot take it says
 so in its own words, and for an array that was used up, or is given twice, on several
-devices it may end the process. So calls are described by name, and looked at first.
+devices it may end the process. So what changed, or is wrong, is found out by name.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from meshlayout import _jax, _paths, _render
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout.errors import StepError
+from meshlayout.step.jitted_step import CallSignature, is_deleted, named_leaves
 from meshlayout.step.placement import layout_of, mesh_text
 
 
-@dataclass(frozen=True)
-class _Argument:
-    """One leaf of an argument, without its values; a traced one's layout is unknown."""
-
-    array: jax.ShapeDtypeStruct
-    layout: Any
-    is_traced: bool
-
-    @classmethod
-    def of(cls, leaf: Leaf) -> "_Argument":
-        is_number = not hasattr(leaf, "dtype")
-        is_weak = is_number or getattr(leaf, "weak_type", False)
-        array = np.asarray(leaf) if is_number else leaf
-        dtype = _jax.canonical_dtype(array.dtype)
-        aval = jax.ShapeDtypeStruct(array.shape, dtype, weak_type=is_weak)
-        return cls(aval, layout_of(leaf), isinstance(leaf, Tracer))
-
-    def __str__(self) -> str:
-        weak = " (weakly typed)" if self.array.weak_type else ""
-        return _render.array_text(self.array.dtype, self.array.shape) + weak
-
-
-class CallSignature:
-    """Every argument of a call: what a program is compiled for."""
-
-    def __init__(
-        self,
-        names: tuple[str, ...],
-        static: tuple[tuple[str, Any], ...],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        self._names, self._static = names, static
-        # Their names are made when something has to be explained, which is seldom.
-        self._arguments = jax.tree.map(_Argument.of, (args, kwargs))
-
-    def texts(self) -> tuple[dict[str, str], dict[str, str]]:
-        """Returns shapes and dtypes by name, and the layouts that are known."""
-        arrays = {name: f"{value!r}" for name, value in self._static}
-        layouts = {}
-        for name, argument in labelled(self._names, *self._arguments):
-            arrays[name] = str(argument)
-            if not argument.is_traced:
-                layouts[name] = _sharding_text(argument.layout)
-        return arrays, layouts
+def _texts(call: CallSignature) -> tuple[dict[str, str], dict[str, str]]:
+    """Returns a call's shapes and dtypes by name, and the layouts that are known."""
+    arrays = {name: f"{value!r}" for name, value in call.static}
+    layouts = {}
+    for name, argument in labelled(call.names, *call.arguments):
+        arrays[name] = str(argument)
+        if not argument.is_traced:
+            layouts[name] = _sharding_text(argument.layout)
+    return arrays, layouts
 
 
 def labelled(
@@ -108,7 +70,7 @@ SETTING = (
 
 def differences(last: CallSignature, now: CallSignature) -> list[str]:
     """Returns what changed between two calls, one phrase each."""
-    (arrays, layouts), (new_arrays, new_layouts) = last.texts(), now.texts()
+    (arrays, layouts), (new_arrays, new_layouts) = _texts(last), _texts(now)
     changes = []
     for name in dict.fromkeys([*new_arrays, *arrays]):
         before, after = arrays.get(name), new_arrays.get(name)
@@ -159,20 +121,7 @@ def devices_text(sharding: Any) -> str:
     return ", ".join(names[:3]) + ", ..." * (len(names) > 3)
 
 
-def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
-    """Returns the path and value of every leaf."""
-    entries = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return [("/".join(map(_paths.key_name, keys)), leaf) for keys, leaf in entries]
-
-
 # What JAX refuses, or would crash on.
-
-
-def is_deleted(leaf: Leaf) -> bool:
-    """Returns whether a leaf is an array that was used up."""
-    return isinstance(leaf, jax.Array) and (
-        not isinstance(leaf, Tracer) and leaf.is_deleted()
-    )
 
 
 def check_arguments(
@@ -205,7 +154,7 @@ def check_arguments(
             continue
         if layout.device_set != first.device_set:
             msg = (
-                f"{name}: {path!r} lies on {devices_text(layout)}, and the "
+                f"{name}: {path!r} is on {devices_text(layout)}, and the "
                 f"state on {devices_text(first)}. Move it with relayout(x, layout)."
             )
             raise StepError(msg)

@@ -1,0 +1,109 @@
+"""ZeRO, stage 1: the optimizer's state and update, sharded over the replicas.
+
+Every replica would keep the same optimizer state, and compute the same update. Sharded
+over the axes that shard the batch, each keeps and computes a part, and the compiler
+gathers the new parameters (Rajbhandari et al., "ZeRO", 2020).
+"""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshlayout import _jax, _paths, _render
+from meshlayout._annotations import PyTree
+from meshlayout.errors import StepError
+from meshlayout.layout_map.rules import zero_spec
+from meshlayout.state import TrainState
+from meshlayout.step.placement import StepMesh
+
+
+_log = logging.getLogger("meshlayout")
+
+
+class ZeroPlacement:
+    """Keeps the optimizer's state of a step sharded over the batch axes.
+
+    Attributes:
+        exceptions: Which leaves stay as they were, and why.
+    """
+
+    def __init__(self) -> None:
+        self.exceptions: tuple[str, ...] = ()
+        self._shardings: list[Any] | None = None
+
+    def place(self, state: TrainState, mesh: StepMesh) -> TrainState:
+        """Returns the state with the optimizer's part sharded over the batch axes."""
+        leaves, treedef = jax.tree.flatten(state.opt_state)
+        if [leaf.sharding for leaf in leaves] == self._shardings:
+            return state
+        layouts = zero_layouts({"opt_state": state.opt_state}, mesh)
+        if not layouts:
+            return state
+        self.exceptions = tuple(
+            f"{layout.path} {layout.reason}" for layout in layouts if layout.reason
+        )
+        for line in self.exceptions:
+            _log.info("zero=1 leaves %s", line)
+        self._shardings = [layout.sharding for layout in layouts]
+        placed = [
+            leaf.update(sharding=sharding)
+            if isinstance(leaf, jax.ShapeDtypeStruct)
+            else jax.device_put(leaf, sharding)
+            for leaf, sharding in zip(leaves, self._shardings, strict=True)
+        ]
+        return state.replace(opt_state=treedef.unflatten(placed))
+
+
+@dataclass(frozen=True)
+class ZeroLayout:
+    """How one array is sharded over the replicas, in addition to its own layout.
+
+    Attributes:
+        path: The array's path.
+        sharding: Where it goes.
+        reason: Why it stays as it was; empty if it does not.
+    """
+
+    path: str
+    sharding: NamedSharding
+    reason: str
+
+
+def zero_layouts(tree: PyTree, replicas: StepMesh) -> list[ZeroLayout]:
+    """Shards arrays over the axes that shard the batch, each on one dim more.
+
+    The largest dim that divides takes the axes. Small arrays stay as they are.
+
+    Args:
+        tree: Arrays on the mesh.
+        replicas: The axes.
+
+    Raises:
+        StepError: If the batch is sharded over no axes of a mesh of several devices.
+    """
+    mesh = replicas.mesh
+    if mesh is None or not replicas.axes:
+        if mesh is not None and mesh.size > 1:
+            msg = (
+                "zero=1 shards the optimizer's state over the axes that shard the "
+                "batch, and this batch is sharded over none. Place it with "
+                "relayout(batch, mesh.layout('batch', ...))."
+            )
+            raise StepError(msg)
+        return []
+    return [_zero_layout(leaf, replicas) for leaf in _paths.flatten(tree).leaves]
+
+
+def _zero_layout(leaf: _paths.Leaf, replicas: StepMesh) -> ZeroLayout:
+    now: Any = _jax.sharding_of(leaf.value)
+    shape = leaf.value.shape
+    spec = (*now.spec, *[None] * (len(shape) - len(now.spec)))
+    sharded, reason = zero_spec(shape, spec, replicas.axes, now.mesh.shape)
+    if sharded != spec:
+        now = NamedSharding(now.mesh, PartitionSpec(*sharded))
+    if reason:
+        reason = f"{_render.array_text(leaf.value.dtype, shape)}: {reason}"
+    return ZeroLayout(leaf.path, now, reason)
