@@ -1,0 +1,226 @@
+"""Dims of arrays as products of factors, which the operations of a program link.
+
+To cut an array's dim over devices is to cut every array whose dim has to lie the same
+way. So each dim is a list of factors, the major one first: `(batch, 12, 64)` reshaped
+to `(batch, 768)` has the factors 12 and 64 in its last dim. An addition makes the
+factors of its operands the same ones, a matmul those that it sums over. What is the
+same in the end (a union-find) is cut together or not at all.
+
+A factor that an operation cannot work on in pieces is blocked, with the reason. So is
+every factor below another one in its dim, because a sharding cuts the major one.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+
+OF_INPUTS = "it runs along a dim of the example inputs"
+"""The reason that comes before all others, because no program changes it."""
+
+
+class Factor:
+    """One factor of a dim; the same one in every array in which it is linked.
+
+    Args:
+        size: How many parts the factor counts, 2 or more.
+        block: Why it cannot be cut, or nothing.
+    """
+
+    __slots__ = ("_block", "_link", "_parts", "size")
+
+    def __init__(self, size: int, block: str = "") -> None:
+        self.size = size
+        self._block = block
+        self._link: Factor | None = None
+        self._parts: tuple[Factor, Factor] | None = None
+
+    def __repr__(self) -> str:
+        return f"Factor({self.size}, {self.blocked!r})"
+
+    @property
+    def root(self) -> "Factor":
+        """The factor that stands for all that it is linked with."""
+        root = self
+        while root._link is not None:
+            root = root._link
+        node = self
+        while node._link is not None:  # shorter next time
+            node._link, node = root, node._link
+        return root
+
+    @property
+    def leaves(self) -> "list[Factor]":
+        """The factors, major first, into which reshapes elsewhere have split it."""
+        root = self.root
+        if root._parts is None:
+            return [root]
+        return root._parts[0].leaves + root._parts[1].leaves
+
+    @property
+    def blocked(self) -> str:
+        """Why it cannot be cut, or nothing."""
+        return self.root._block
+
+    def block(self, reason: str) -> None:
+        """Records why this factor cannot be cut; the first reason counts."""
+        for leaf in self.leaves:
+            leaf._block = leaf._block or reason
+
+    def split(self, major: int) -> "tuple[Factor, Factor]":
+        """Splits a leaf in two, everywhere."""
+        root = self.root
+        minor = root.size // major
+        below = f"{minor} lies below a factor of {major} in one dim"
+        root._parts = (Factor(major, root._block), Factor(minor, root._block or below))
+        return root._parts
+
+
+Dim: TypeAlias = tuple[Factor, ...]
+Dims: TypeAlias = tuple[Dim, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FactoredArray:
+    """A value of the program.
+
+    Attributes:
+        shape: Its shape.
+        dims: The factors of each dim; none for a dim of size 1.
+        params: The parameters that it depends on, as bits.
+        of_inputs: Whether it depends on the example inputs. A value that depends on
+            parameters alone is as good as one.
+        history: The contractions that it depends on, as bits.
+        origin: The array itself, or what it was cast from.
+    """
+
+    shape: tuple[int, ...]
+    dims: Dims
+    params: int = 0
+    of_inputs: bool = False
+    history: int = 0
+    origin: "FactoredArray | None" = field(default=None, repr=False)
+
+    @property
+    def size(self) -> int:
+        """Its number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def is_weight(self) -> bool:
+        """Whether it was made from parameters alone."""
+        return bool(self.params) and not self.of_inputs
+
+    @property
+    def source(self) -> "FactoredArray":
+        """What it was cast from, or itself."""
+        return self.origin or self
+
+
+def fresh_dims(shape: Iterable[int], block: str = "") -> Dims:
+    """Returns dims of one new factor each.
+
+    Example:
+        >>> fresh_dims((2, 1), "never")
+        ((Factor(2, 'never'),), ())
+    """
+    empty = "an array without elements"
+    return tuple(
+        () if size == 1 else (Factor(size, block if size else empty),) for size in shape
+    )
+
+
+def leaves_of(dim: Iterable[Factor]) -> list[Factor]:
+    """Returns the factors of a dim, or of several, as finely as they were split."""
+    return [leaf for factor in dim for leaf in factor.leaves]
+
+
+def block(dims: Iterable[Dim], reason: str) -> None:
+    """Records for all factors of some dims why they cannot be cut."""
+    for factor in itertools.chain.from_iterable(dims):
+        factor.block(reason)
+
+
+def link(first: Dim, second: Dim) -> None:
+    """Makes two dims of the same size have the same factors.
+
+    Dims that do not split alike, such as 4 x 3 and 3 x 4, cannot be cut.
+
+    Example:
+        >>> heads, features = fresh_dims((4, 16)), fresh_dims((64,))
+        >>> link(heads[0] + heads[1], features[0])
+        >>> [leaf.size for leaf in leaves_of(features[0])]
+        [4, 16]
+        >>> heads[0][0].root is leaves_of(features[0])[0]
+        True
+    """
+    if first == second:
+        return
+    # The major factor is last, to be popped.
+    left, right = leaves_of(first)[::-1], leaves_of(second)[::-1]
+    while left and right:
+        a, b = _pop(left), _pop(right)
+        if a is b:
+            continue
+        if a.size == b.size:
+            _unite(a, b)
+        elif a.size and b.size % a.size == 0:
+            right += b.split(a.size)[::-1]
+            left.append(a)
+        elif b.size and a.size % b.size == 0:
+            left += a.split(b.size)[::-1]
+            right.append(b)
+        else:
+            block([(a, b), tuple(left), tuple(right)], _MISALIGNED)
+            return
+
+
+def _pop(stack: list[Factor]) -> Factor:
+    """Removes the last factor, or the first part of it if it was split by now."""
+    first, *others = stack.pop().leaves
+    stack += others[::-1]
+    return first
+
+
+_MISALIGNED = "reshapes split it in two ways that do not line up"
+
+
+def _unite(first: Factor, second: Factor) -> None:
+    first, second = first.root, second.root
+    if first is not second:
+        second._link = first
+        is_of_inputs = OF_INPUTS in (first._block, second._block)
+        first._block = OF_INPUTS if is_of_inputs else first._block or second._block
+
+
+def regroup(dims: Dims, shape: Sequence[int]) -> Dims:
+    """Returns the dims of a reshaped array.
+
+    Example:
+        >>> regroup(fresh_dims((3, 8)), (3, 2, 4))[:2]
+        ((Factor(3, ''),), (Factor(2, ''),))
+    """
+    if 0 in shape:
+        return fresh_dims(shape)
+    rest = leaves_of(itertools.chain.from_iterable(dims))[::-1]
+    grouped: list[Dim] = []
+    for index, size in enumerate(shape):
+        group: list[Factor] = []
+        while size > 1:
+            factor = _pop(rest)
+            if size % factor.size == 0:
+                group.append(factor)
+                size //= factor.size
+            elif factor.size % size == 0:
+                rest += factor.split(size)[::-1]
+            else:
+                block([(factor,), tuple(group), tuple(rest)], _MISALIGNED)
+                return (*grouped, *fresh_dims(shape[index:], _MISALIGNED))
+        for factor in group[1:]:
+            factor.block(
+                f"{factor.size} lies below a factor of {group[0].size} in one dim"
+            )
+        grouped.append(tuple(group))
+    return tuple(grouped)

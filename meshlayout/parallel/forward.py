@@ -1,0 +1,191 @@
+"""The traced forward program of a model: its operations and named parameters.
+
+A model is an NNX module, a Linen module, or any pytree of arrays with the function that
+calls it; arrays or their shapes, or a function that builds one of these. It is traced
+as its user calls it, abstractly: nothing is computed or put on a device.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+from flax import linen as nn, nnx
+
+from meshlayout import _checks, _jax, _paths, _render
+from meshlayout._annotations import Batch, Leaf, PyTree
+from meshlayout.errors import LayoutMapError
+from meshlayout.parallel.factors import OF_INPUTS, FactoredArray, block, fresh_dims
+from meshlayout.parallel.flow import Flow
+from meshlayout.state.create import eager_sharding_off, is_array, trace
+
+
+Model: TypeAlias = PyTree
+"""An NNX or Linen module, or a pytree of parameters; arrays may be abstract."""
+
+Call: TypeAlias = Callable[..., PyTree]
+"""`(model, *inputs) -> anything`, as a user calls a model."""
+
+
+@dataclass(frozen=True, eq=False)
+class Parameter:
+    """An array of a model.
+
+    Attributes:
+        path: Its name.
+        nbytes: Its size in bytes.
+        array: Its value in the program: its shape, and the factors of its dims.
+    """
+
+    path: str
+    nbytes: int
+    array: FactoredArray
+
+
+def follow(
+    model_or_build: Model | Callable[[], Model],
+    example_inputs: Batch,
+    call: Call | None,
+    where: str,
+) -> tuple[list[Parameter], Flow]:
+    """Traces a model's forward program, and follows its parameters through it.
+
+    Args:
+        model_or_build: The model, or a function that builds it.
+        example_inputs: The arguments of the call: a tuple, or the only one.
+        call: How the model is called.
+        where: The public function, which messages name.
+
+    Returns:
+        The model's arrays, and what is known of their factors.
+
+    Raises:
+        LayoutMapError: If the model cannot be called so.
+    """
+    context = _checks.Context(where=where, error=LayoutMapError)
+    is_tuple = isinstance(example_inputs, tuple)
+    inputs = tuple(example_inputs) if is_tuple else (example_inputs,)
+    hint = "Give arrays, or jax.ShapeDtypeStruct(shape, dtype)."
+    _checks.has_arrays("example_inputs", inputs, **{**context, "hint": hint})
+    if call is not None:
+        names = [f"input_{index}" for index in range(len(inputs))]
+        _checks.function("call", call, "model", *names, **context)
+    with eager_sharding_off(), _jax.no_mesh():
+        model = _built(model_or_build, context)
+        arrays = [leaf for leaf in jax.tree.leaves(inputs) if is_array(leaf)]
+        shapes = ", ".join(_render.array_text(x.dtype, x.shape) for x in arrays)
+        with _checks.noted(f"while {where} traces the model for inputs of {shapes}"):
+            tree, run = _as_function(model, inputs, call, context)
+            return _followed(tree, inputs, run)
+
+
+def _built(
+    model_or_build: Model | Callable[[], Model], context: _checks.Context
+) -> Model:
+    """Returns the model, which a function may build."""
+    context = _checks.Context(**{**context, "hint": _MODELS})
+    is_module = isinstance(model_or_build, nn.Module)
+    if is_module or _paths.holds_modules(model_or_build):
+        return model_or_build
+    if not callable(model_or_build):
+        _checks.has_arrays("model_or_build", model_or_build, **context)
+        return model_or_build
+    _checks.function("model_or_build", model_or_build, **context)
+    traced = trace(model_or_build)
+    _checks.has_arrays("what model_or_build returned", traced.node, **context)
+    return traced.rebuild(traced.leaves)
+
+
+_MODELS = (
+    "Give a module, a pytree of parameters with call=, or a function that builds one, "
+    "such as lambda: Model(rngs=nnx.Rngs(0))."
+)
+
+
+def _as_function(
+    model: Model, inputs: tuple[Batch, ...], call: Call | None, context: _checks.Context
+) -> tuple[PyTree, Call]:
+    """Returns a model's arrays, and its call as a function of these and the inputs."""
+    if isinstance(model, nn.Module):
+
+        def apply(variables: PyTree, *inputs: Batch) -> PyTree:
+            keys = {"params": jax.random.key(0)}  # Linen draws all others from it
+            options: Any = {"method": call, "rngs": keys, "mutable": True}
+            return model.apply(variables, *inputs, **options)
+
+        arrays, rebuild = _split_arrays(inputs)
+        variables = jax.eval_shape(
+            lambda arrays: model.init(jax.random.key(0), *rebuild(arrays), method=call),
+            arrays,
+        )
+        return variables, apply
+    if call is None and (not callable(model) or isinstance(model, type)):
+        where = context.get("where", "")
+        msg = (
+            f"{where}: {_checks.shown(model)} does not say how it is called. Give "
+            "call=, a function of the model and the inputs, such as "
+            "call=module.apply."
+        )
+        raise LayoutMapError(msg)
+    if not _paths.holds_modules(model):
+        return model, call or model
+    graphdef, state = nnx.split(model)
+
+    def merged(state: PyTree, *inputs: Batch) -> PyTree:
+        module = nnx.merge(graphdef, state)
+        result = call(module, *inputs) if call else module(*inputs)
+        return result, nnx.state(module)
+
+    return state, merged
+
+
+def _split_arrays(
+    tree: PyTree,
+) -> tuple[list[Leaf], Callable[[list[Leaf]], PyTree]]:
+    """Returns the shapes of a tree's arrays, and how other ones take their places.
+
+    What is not an array, such as `train=False`, stays.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    indices = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
+    shapes = [jax.ShapeDtypeStruct(leaves[i].shape, leaves[i].dtype) for i in indices]
+
+    def rebuild(arrays: list[Leaf]) -> PyTree:
+        filled = list(leaves)
+        for index, array in zip(indices, arrays, strict=True):
+            filled[index] = array
+        return treedef.unflatten(filled)
+
+    return shapes, rebuild
+
+
+def _followed(
+    tree: PyTree, inputs: tuple[Batch, ...], run: Call
+) -> tuple[list[Parameter], Flow]:
+    """Traces a function of a model's arrays and inputs, and walks the program."""
+    params, rebuild_tree = _split_arrays(tree)
+    arrays, rebuild_inputs = _split_arrays(inputs)
+
+    def forward(params: list[Leaf], arrays: list[Leaf]) -> list[Leaf]:
+        result = run(rebuild_tree(params), *rebuild_inputs(arrays))
+        return [leaf for leaf in jax.tree.leaves(result) if is_array(leaf)]
+
+    with _jax.short_sharding_errors:
+        closed = jax.make_jaxpr(forward)(params, arrays)
+    leaves = [leaf for leaf in _paths.flatten(tree).leaves if is_array(leaf.value)]
+    named = [
+        Parameter(
+            leaf.path,
+            shape.size * _jax.itemsize(shape.dtype),
+            FactoredArray(shape.shape, fresh_dims(shape.shape), params=1 << index),
+        )
+        for index, (leaf, shape) in enumerate(zip(leaves, params, strict=True))
+    ]
+    values = [
+        FactoredArray(x.shape, fresh_dims(x.shape), of_inputs=True) for x in arrays
+    ]
+    for value in values:
+        block(value.dims, OF_INPUTS)
+    flow = Flow()
+    flow.walk(closed.jaxpr, [*(param.array for param in named), *values])
+    return named, flow

@@ -1,0 +1,339 @@
+"""`tensor_parallel`: cut matrices so that a block sends one all-reduce per half.
+
+What is linked through the program can be cut only together: the columns of one matrix
+and the rows of the next, all heads of an attention, a vocabulary. Each such set of dims
+is a candidate, with the bytes that it shards and what it would send. A parameter is cut
+along one dim, so candidates exclude each other: of those, the ones that send the least
+for each byte come first. That leaves the features between blocks whole, and gives
+columns, then rows.
+
+Whatever cannot be cut without sending something else stays whole, and says why.
+"""
+
+import functools
+import itertools
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import jax
+
+from meshlayout import _checks
+from meshlayout._annotations import Batch
+from meshlayout.errors import LayoutMapError
+from meshlayout.layout import Layout
+from meshlayout.layout_map import LayoutMap, Rule, rules_for
+from meshlayout.mesh import Mesh, as_mesh
+from meshlayout.parallel.factors import Factor, leaves_of
+from meshlayout.parallel.flow import STACKED, WINDOW, Contraction, Flow, GradientSum
+from meshlayout.parallel.forward import Call, Model, Parameter, follow
+
+
+def tensor_parallel(
+    mesh: Mesh | jax.sharding.Mesh,
+    model_or_build: Model | Callable[[], Model],
+    example_inputs: Batch,
+    axis: str = "model",
+    *,
+    call: Call | None = None,
+) -> LayoutMap:
+    r"""Returns rules that cut a model's matrices over a mesh axis, read off the model.
+
+    The forward program is traced, without any array: what each parameter is multiplied
+    with and what becomes of the result decide, whatever it is called. Matrices are cut
+    in pairs, the first by columns and the second by rows, attention by heads, and
+    embeddings by the vocabulary, so that a transformer block sends one all-reduce for
+    its attention and one for its MLP, and as many backward. What has no such
+    pair stays whole: `explain` shows the reason for each parameter.
+
+    Use this where a model's matrices are too large for one device, or its batch too
+    small to cut further. The batch is cut over the other axes.
+
+    Args:
+        mesh: The mesh.
+        model_or_build: An NNX module, a Linen module (not initialized), a pytree of
+            parameters with `call`, or a function without arguments that builds one;
+            the arrays may be `jax.ShapeDtypeStruct`.
+        example_inputs: What the model is called with: a tuple of arguments, or the
+            only one. Of arrays only the shapes count; other values are passed on.
+        axis: The mesh axis to cut over.
+        call: How the model is called, as `call(model, *inputs)`; `model(*inputs)` if
+            None. A loss function will do. For a pytree `call(params, *inputs)`, for
+            Linen variables `module.apply`.
+
+    Raises:
+        MeshError: If the mesh has no such axis.
+        LayoutMapError: If the model cannot be called so.
+
+    Example:
+        >>> import meshlayout as ml
+        >>> from flax import nnx
+        >>> class MLP(nnx.Module):
+        ...     def __init__(self, rngs):
+        ...         self.first = nnx.Linear(8, 64, rngs=rngs)
+        ...         self.second = nnx.Linear(64, 8, rngs=rngs)
+        ...
+        ...     def __call__(self, x):
+        ...         return self.second(nnx.relu(self.first(x)))
+        >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
+        >>> inputs = jax.ShapeDtypeStruct((16, 8), "float32")
+        >>> layouts = tensor_parallel(mesh, lambda: MLP(nnx.Rngs(0)), inputs)
+        >>> layouts["first/kernel"].layout
+        Layout([unsharded, model], Mesh(batch=2, model=4))
+        >>> layouts["second/kernel"].note
+        'rows for the columns of first/kernel; an all-reduce adds up the products'
+    """
+    mesh = as_mesh(mesh)
+    num_shards = check_axis(mesh, axis, "tensor_parallel")
+    params, flow = follow(model_or_build, example_inputs, call, "tensor_parallel")
+    cuts = Candidates.of(params, flow, num_shards)
+    specs: dict[str, Layout | Rule] = {}
+    for index, param in enumerate(params):
+        dim, note = cuts.decision(index)
+        entries = [axis if d == dim else None for d in range(len(param.array.shape))]
+        layout = Layout(entries, mesh)
+        specs[param.path] = Rule(layout, note=note) if note else layout
+    return LayoutMap(mesh, rules_for(specs))
+
+
+def check_axis(mesh: Mesh, axis: object, where: str) -> int:
+    """Returns the size of the one axis to cut over.
+
+    Raises:
+        MeshError: If the mesh has no such axis.
+        LayoutMapError: If it is not a name.
+    """
+    if not isinstance(axis, str):
+        msg = (
+            f"{where}: axis must be the name of one mesh axis, got "
+            f"{_checks.shown(axis)}. {mesh!r} has {', '.join(mesh.axis_names)}."
+        )
+        raise LayoutMapError(msg)
+    return mesh.axis_size(axis)
+
+
+@dataclass(eq=False)
+class Candidate:
+    """Dims that are cut together, or not at all.
+
+    Attributes:
+        factor: The factor that all of them have as their major one.
+        dims: The parameters that have it, and the dim of each.
+        contractions: What sums over it, forward.
+        gradient_sums: What sums over it, backward, by the array of the gradient.
+        reduced: Elements that other reductions over it would send.
+        refusal: Why it is not cut, or nothing.
+    """
+
+    factor: Factor
+    dims: dict[int, int] = field(default_factory=dict)
+    contractions: list[Contraction] = field(default_factory=list)
+    gradient_sums: dict[object, GradientSum] = field(default_factory=dict)
+    reduced: int = 0
+    refusal: str = ""
+
+    @property
+    def sent(self) -> int:
+        """Elements that all-reduces would send in one step, forward and backward."""
+        forward = sum(each.size for each in self.contractions)
+        return (
+            forward
+            + self.reduced
+            + sum(each.size for each in self.gradient_sums.values())
+        )
+
+
+@dataclass(eq=False)
+class Candidates:
+    """The candidates of a model, and which of them are cut.
+
+    Attributes:
+        params: The model's parameters.
+        by_factor: The candidates.
+        chosen: Those that are cut, by parameter.
+        multiplied: The parameters that something is multiplied with, as bits.
+    """
+
+    params: Sequence[Parameter]
+    by_factor: dict[Factor, Candidate]
+    chosen: dict[int, Candidate]
+    multiplied: int
+
+    @classmethod
+    def of(
+        cls, params: Sequence[Parameter], flow: Flow, num_shards: int
+    ) -> "Candidates":
+        """Finds the candidates of a model, and chooses among them."""
+        candidates = _candidates(params, flow)
+        for candidate in candidates.values():
+            candidate.refusal = _refusal(candidate, num_shards)
+        for leaf in leaves_of(flow.experts):
+            if leaf in candidates and not candidates[leaf].refusal:
+                candidates[leaf].refusal = _EXPERTS
+        rivals = _rivals(candidates, flow)
+        # What sends the least for each byte that it shards; then in the model's order.
+        nbytes = {
+            factor: sum(params[index].nbytes for index in candidate.dims)
+            for factor, candidate in candidates.items()
+        }
+        free = [factor for factor in candidates if not candidates[factor].refusal]
+        chosen: dict[int, Candidate] = {}
+        for factor in sorted(free, key=lambda f: candidates[f].sent / nbytes[f]):
+            candidate = candidates[factor]
+            if candidate.refusal:
+                continue
+            chosen.update(dict.fromkeys(candidate.dims, candidate))
+            for rival in rivals[factor]:
+                other = candidates[rival]
+                other.refusal = other.refusal or _CONFLICT
+        return cls(params, candidates, chosen, flow.multiplied)
+
+    def decision(self, index: int) -> tuple[int | None, str]:
+        """Returns the dim along which a parameter is cut, and why or why not.
+
+        Vectors that follow a matrix, and those that stay whole, have no reason.
+        """
+        candidate = self.chosen.get(index)
+        if candidate is not None:
+            is_factor = self.multiplied >> index & 1
+            note = self._pairing(candidate, index) if is_factor else ""
+            return candidate.dims[index], note
+        dims = [
+            (dim, self.by_factor[leaves_of(factors)[0]])
+            for dim, factors in enumerate(self.params[index].array.dims)
+            if factors
+        ]
+        dims = [(dim, each) for dim, each in dims if each.refusal not in _OBVIOUS]
+        if len(dims) < 2:
+            return None, ""
+        array = self.params[index].array
+        reasons: list[str] = []
+        for dim, each in dims:
+            sizes = [leaf.size for leaf in leaves_of(array.dims[dim])]
+            parts = f" ({' x '.join(map(str, sizes))})" if len(sizes) > 1 else ""
+            reasons.append(f"dim {dim} of {array.shape[dim]}{parts}: {each.refusal}")
+        return None, f"whole; {'; '.join(reasons)}"
+
+    def _pairing(self, candidate: Candidate, index: int) -> str:
+        """Returns what a matrix is in the pair that is cut."""
+        rows = lookups = 0
+        for contraction in candidate.contractions:
+            if contraction.operand.is_weight:
+                lookups |= contraction.weights
+            else:
+                rows |= contraction.weights
+        if lookups >> index & 1:
+            return "looked up in parts; an all-reduce joins what the devices find"
+        columns = self.multiplied & ~(rows | lookups)
+        is_row = rows >> index & 1
+        names = self._names(candidate, columns if is_row else rows)
+        if is_row:
+            of = f" for the columns of {names}" if names else ""
+            return f"rows{of}; an all-reduce adds up the products"
+        return f"columns, for the rows of {names}" if names else "columns"
+
+    def _names(self, candidate: Candidate, params: int) -> str:
+        """Returns the paths of some parameters, without what all have before them."""
+        indices = [index for index in candidate.dims if params >> index & 1]
+        matrices = [index for index in candidate.dims if self.multiplied >> index & 1]
+        keys = [self.params[index].path.split("/")[:-1] for index in matrices]
+        alike = [len(set(names)) == 1 for names in zip(*keys, strict=False)]
+        common = len(list(itertools.takewhile(bool, alike)))
+        paths = [self.params[index].path.split("/", common)[-1] for index in indices]
+        more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+        return ", ".join(paths[:3]) + more
+
+
+_OBVIOUS = (STACKED, WINDOW)
+_EXPERTS = "its parts are experts, for expert_parallel"
+_CONFLICT = "a matrix that has it is cut along its other dim"
+
+
+def _candidates(params: Sequence[Parameter], flow: Flow) -> dict[Factor, Candidate]:
+    candidates: dict[Factor, Candidate] = {}
+    for index, param in enumerate(params):
+        for dim, factors in enumerate(param.array.dims):
+            if not factors:
+                continue
+            major = leaves_of(factors)[0]
+            candidate = candidates.setdefault(major, Candidate(major))
+            if index in candidate.dims:
+                candidate.refusal = f"it is on two dims of {param.path}"
+            candidate.dims[index] = dim
+    for contraction in flow.contractions:
+        for leaf in set(leaves_of(contraction.factors)) & candidates.keys():
+            candidates[leaf].contractions.append(contraction)
+    for gradient_sum in flow.gradient_sums:
+        for leaf in gradient_sum.factor.leaves:
+            if leaf in candidates:
+                candidates[leaf].gradient_sums[gradient_sum.of] = gradient_sum
+    for factor, size in flow.reductions:
+        for leaf in factor.leaves:
+            if leaf in candidates:
+                candidates[leaf].reduced += size
+    return candidates
+
+
+def _refusal(candidate: Candidate, num_shards: int) -> str:
+    """Returns why a candidate cannot be cut at all, or nothing."""
+    size = candidate.factor.size
+    if candidate.factor.blocked or candidate.refusal:
+        return candidate.factor.blocked or candidate.refusal
+    if size % num_shards:
+        return f"{size} does not divide into {num_shards} shards"
+    for contraction in candidate.contractions:
+        is_small = contraction.size * num_shards <= contraction.operand.size
+        if not contraction.weights and not is_small:
+            return "a product of two activations sums over it"
+    for gradient_sum in candidate.gradient_sums.values():
+        of = gradient_sum.of
+        is_small = of.size * num_shards <= gradient_sum.other
+        if of.of_inputs and not gradient_sum.by_weight and not is_small:
+            return "gradients of activations that all parts share sum over it"
+    if _is_stream(candidate):
+        return (
+            "features between layers, and each layer would send what it makes of them"
+        )
+    return ""
+
+
+def _is_stream(candidate: Candidate) -> bool:
+    """Returns whether these are features that run on from layer to layer.
+
+    Such as those between the blocks of a residual network: summed over again and
+    again, to results that are larger than what is summed.
+    """
+    contractions = candidate.contractions
+    bits: dict[int, int] = defaultdict(int)  # of the contractions with some weights
+    for each in contractions:
+        bits[each.weights] |= each.bit
+    every = functools.reduce(operator.or_, bits.values(), 0)
+    # The same weights again are a loop that was written out.
+    if not any(each.before & every & ~bits[each.weights] for each in contractions):
+        return False
+    operands = {id(each.operand): each.operand.size for each in contractions}
+    return sum(each.size for each in contractions) > sum(operands.values())
+
+
+def _rivals(
+    candidates: dict[Factor, Candidate], flow: Flow
+) -> dict[Factor, set[Factor]]:
+    """Returns which candidates exclude each other: those on one array."""
+    by_param: dict[int, set[Factor]] = defaultdict(set)
+    for factor, candidate in candidates.items():
+        for index in candidate.dims:
+            by_param[index].add(factor)
+    groups = list(by_param.values())
+    for dims in flow.together:
+        majors = [leaves_of(dim)[0] for dim in dims if dim]
+        group = {factor for factor in majors if factor in candidates}
+        for factor in group:
+            if majors.count(factor) > 1 and not candidates[factor].refusal:
+                candidates[factor].refusal = "it is on two dims of one array"
+        groups.append(group)
+    rivals: dict[Factor, set[Factor]] = defaultdict(set)
+    for group in groups:
+        for factor in group:
+            rivals[factor] |= group - {factor}
+    return rivals

@@ -1,0 +1,680 @@
+"""Tensor and expert parallelism, read off a model's traced program."""
+
+import functools
+import time
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import meshlayout as ml
+from meshlayout.parallel import expert_parallel, tensor_parallel
+from models import convnet, mlp, resnet, transformer
+from models.transformer import TransformerConfig
+from tests import parallel_models as pytrees
+from tests.bad_values import BAD, refusal
+
+
+TOKENS = jax.ShapeDtypeStruct((2, 16), "int32")
+IMAGES = jax.ShapeDtypeStruct((2, 28, 28, 1), "float32")
+CONFIG = TransformerConfig(vocab_size=64, max_length=16, features=32, mlp_features=64)
+
+
+def cut_dims(layouts, tree):
+    """The dim along which each parameter is cut, by path; None for whole ones."""
+    return {
+        leaf.path: next((d for d, axes in enumerate(leaf.layout.specs) if axes), None)
+        for leaf in layouts.resolve(tree).resolutions
+    }
+
+
+def cuts(mesh, build, forward, **options):
+    layouts = tensor_parallel(mesh, build, TOKENS, call=forward, **options)
+    return cut_dims(layouts, jax.eval_shape(build))
+
+
+def note_of(layouts, tree, path):
+    """The reason that `explain` shows for a leaf."""
+    rule = layouts[layouts.resolve(tree)[path].rule]
+    assert rule.note in str(layouts.explain(tree))
+    return rule.note
+
+
+# The example models.
+
+EXAMPLES = {
+    "transformer": (
+        lambda: transformer.Transformer(CONFIG, rngs=nnx.Rngs(0)),
+        transformer.LinenTransformer(CONFIG),
+        TOKENS,
+        transformer.MODEL_PARALLEL,
+    ),
+    "mlp": (
+        lambda: mlp.MLP(rngs=nnx.Rngs(0)),
+        mlp.LinenMLP(),
+        IMAGES,
+        mlp.MODEL_PARALLEL,
+    ),
+    "resnet": (
+        lambda: resnet.ResNet(rngs=nnx.Rngs(0)),
+        resnet.LinenResNet(),
+        IMAGES,
+        resnet.MODEL_PARALLEL,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_the_rules_are_those_that_were_written_by_hand(mesh_2x4, name, kind):
+    build, module, inputs, by_hand = EXAMPLES[name]
+    if kind == "nnx":
+        tree, model = nnx.eval_shape(build), build
+    else:
+        key, model = jax.random.key(0), module
+        tree = jax.eval_shape(lambda: module.init(key, jnp.zeros(*_args(inputs))))
+    layouts = tensor_parallel(mesh_2x4, model, inputs)
+    expected = ml.LayoutMap(mesh_2x4, by_hand)
+    assert cut_dims(layouts, tree) == cut_dims(expected, tree)
+
+
+def _args(x):
+    return x.shape, x.dtype
+
+
+def test_convolutions_are_paired_by_channels_and_flattening_ends_them(mesh_2x4):
+    build = lambda: convnet.ConvNet(rngs=nnx.Rngs(0))  # noqa: E731
+    layouts = tensor_parallel(mesh_2x4, build, IMAGES)
+    assert cut_dims(layouts, nnx.eval_shape(build)) == {
+        "conv1/bias": 0,
+        "conv1/kernel": 3,
+        "conv2/bias": None,
+        "conv2/kernel": 2,
+        "dense/bias": 0,
+        "dense/kernel": 1,
+        "output/bias": None,
+        "output/kernel": 0,
+    }
+
+
+def test_an_instance_an_abstract_model_and_a_builder_give_the_same_rules(mesh_2x4):
+    build = lambda: mlp.MLP(rngs=nnx.Rngs(0))  # noqa: E731
+    maps = [
+        tensor_parallel(mesh_2x4, model, inputs)
+        for model in (build, build(), nnx.eval_shape(build))
+        for inputs in (IMAGES, (IMAGES,), np.zeros(IMAGES.shape))
+    ]
+    module, key = mlp.LinenMLP(), jax.random.key(0)
+    init = lambda: module.init(key, jnp.zeros(IMAGES.shape))  # noqa: E731
+    maps += [
+        tensor_parallel(mesh_2x4, module, IMAGES),
+        tensor_parallel(mesh_2x4, init, IMAGES, call=module.apply),
+        tensor_parallel(mesh_2x4, init(), IMAGES, call=module.apply),
+    ]
+    for layouts in maps:
+        assert dict(layouts) == dict(maps[0])
+
+
+def test_tracing_a_model_changes_nothing_of_it(mesh_2x4):
+    model = resnet.ResNet(rngs=nnx.Rngs(0))
+    before = jax.tree.map(np.asarray, nnx.state(model))
+    tensor_parallel(mesh_2x4, model, IMAGES)
+    after = jax.tree.map(np.asarray, nnx.state(model))
+    assert jax.tree.all(jax.tree.map(np.array_equal, before, after))
+
+
+# Models of other shapes, as plain pytrees.
+
+COLUMNS, ROWS = 1, 0
+LLAMA = {
+    "attn/q": COLUMNS,
+    "attn/k": COLUMNS,
+    "attn/v": COLUMNS,
+    "attn/o": ROWS,
+    "attn/norm": None,
+    "ffn/gate": COLUMNS,
+    "ffn/up": COLUMNS,
+    "ffn/down": ROWS,
+    "ffn/n": None,
+}
+
+
+def llama_cuts(before="blocks/0/", shift=0, **changes):
+    blocks = {
+        before + path: None if dim is None else dim + shift
+        for path, dim in {**LLAMA, **changes}.items()
+    }
+    return {**blocks, "embed": 0, "head": 1, "norm": None}
+
+
+def test_heads_are_cut_in_einsums_over_three_dims(mesh_2x4):
+    expected = {
+        **{f"layers/0/{name}": 1 for name in ("wq", "wk", "wv", "w1")},
+        **{f"layers/0/{name}": 0 for name in ("wo", "w2", "b1")},
+        **{f"layers/0/{name}": None for name in ("n1", "n2")},
+        "n": None,
+        "table": 0,
+    }
+    assert cuts(mesh_2x4, *pytrees.gpt()) == {**expected, "unembed": 1}
+    assert cuts(mesh_2x4, *pytrees.gpt(tied=True)) == expected
+
+
+@pytest.mark.parametrize("repeat", [False, True])
+@pytest.mark.parametrize("remat", [False, True])
+def test_grouped_queries_are_cut_by_key_heads(mesh_2x4, repeat, remat):
+    model = pytrees.llama(repeat=repeat, remat=remat)
+    assert cuts(mesh_2x4, *model) == llama_cuts()
+
+
+def test_stacked_layers_are_cut_like_listed_ones_and_never_across_layers(mesh_2x4):
+    # Four layers: their number would divide.
+    model = pytrees.llama(layers=4, scanned=True)
+    assert cuts(mesh_2x4, *model) == llama_cuts("blocks/", shift=1)
+
+
+def test_few_key_heads_leave_the_attention_whole_and_say_so(mesh_2x4):
+    build, forward = pytrees.llama(kv_heads=2)
+    layouts = tensor_parallel(mesh_2x4, build, TOKENS, call=forward)
+    tree = jax.eval_shape(build)
+    whole = dict.fromkeys(("attn/q", "attn/k", "attn/v", "attn/o"))
+    assert cut_dims(layouts, tree) == llama_cuts(**whole)
+    assert note_of(layouts, tree, "blocks/0/attn/k") == (
+        "whole; dim 0 of 32: features between layers, and each layer would send what "
+        "it makes of them; dim 1 of 16 (2 x 8): 2 does not divide into 4 shards"
+    )
+
+
+def test_one_key_head_is_whole_on_every_device_while_queries_are_cut(mesh_2x4):
+    found = cuts(mesh_2x4, *pytrees.llama(kv_heads=1))
+    assert found == llama_cuts(**dict.fromkeys(("attn/k", "attn/v")))
+
+
+def test_sizes_that_do_not_divide_stay_whole_and_say_so(mesh_2x4):
+    build, forward = pytrees.gpt(d=36, heads=3, vocab=61)
+    layouts = tensor_parallel(mesh_2x4, build, TOKENS, call=forward)
+    tree = jax.eval_shape(build)
+    found = cut_dims(layouts, tree)
+    cut = {path for path, dim in found.items() if dim is not None}
+    assert cut == {"layers/0/w1", "layers/0/b1", "layers/0/w2"}
+    assert "dim 0 of 61: 61 does not divide into 4 shards" in note_of(
+        layouts, tree, "table"
+    )
+    assert "dim 1 of 3: 3 does not divide into 4 shards" in note_of(
+        layouts, tree, "layers/0/wq"
+    )
+
+
+@pytest.mark.parametrize(
+    ("order", "dim"), [("three heads", None), ("heads three", 1), ("stacked", 2)]
+)
+def test_a_fused_kernel_is_cut_only_where_whole_heads_lie_together(
+    mesh_2x4, order, dim
+):
+    build, forward = pytrees.fused(order=order)
+    found = cuts(mesh_2x4, build, forward)
+    assert (found["qkv"], found["out"]) == (dim, None if dim is None else 0)
+    if dim is None:
+        layouts = tensor_parallel(mesh_2x4, build, TOKENS, call=forward)
+        note = note_of(layouts, jax.eval_shape(build), "qkv")
+        assert "dim 1 of 96: split takes parts of it" in note
+
+
+def test_every_attention_of_a_translator_is_cut_by_heads(mesh_2x4):
+    found = cuts(mesh_2x4, *pytrees.translator())
+    assert found.pop("embed") == 0
+    assert len(found) == 16
+    for path, dim in found.items():
+        assert dim == (0 if path.endswith(("/o", "/w2")) else 1), path
+
+
+@pytest.mark.parametrize("capacity", [None, 4])
+def test_experts_are_cut_inside_each_expert(mesh_2x4, capacity):
+    found = cuts(mesh_2x4, *pytrees.mixture(capacity=capacity))
+    assert (found["up"], found["bias"], found["down"]) == (2, 1, 1)
+    assert found["router"] is None
+
+
+class ScannedBlock(nn.Module):
+    """Attention and an MLP with dropout, for `nn.scan`."""
+
+    @nn.compact
+    def __call__(self, x, _):
+        y = nn.LayerNorm(name="norm1")(x)
+        attention = nn.MultiHeadDotProductAttention(4, dropout_rate=0.1, name="attn")
+        x = x + attention(y, deterministic=False)
+        y = nn.gelu(nn.Dense(64, name="up")(nn.LayerNorm(name="norm2")(x)))
+        y = nn.Dropout(0.1, deterministic=False)(y)
+        return x + nn.Dense(32, name="down")(y), None
+
+
+class ScannedLinen(nn.Module):
+    """Four layers in `nn.scan` with remat; the embedding is tied."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        embed = nn.Embed(64, 32, name="embed")
+        layers = nn.scan(
+            nn.remat(ScannedBlock),
+            variable_axes={"params": 0},
+            split_rngs={"params": True, "dropout": True},
+            length=4,
+        )(name="layers")
+        return embed.attend(layers(embed(tokens), None)[0])
+
+
+class NnxBlock(nnx.Module):
+    """`ScannedBlock` in NNX."""
+
+    def __init__(self, rngs):
+        self.norm1 = nnx.LayerNorm(32, rngs=rngs)
+        self.attn = nnx.MultiHeadAttention(4, 32, decode=False, rngs=rngs)
+        self.norm2 = nnx.LayerNorm(32, rngs=rngs)
+        self.up = nnx.Linear(32, 64, rngs=rngs)
+        self.down = nnx.Linear(64, 32, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x):
+        x = x + self.attn(self.norm1(x))
+        return x + self.down(self.dropout(nnx.gelu(self.up(self.norm2(x)))))
+
+
+class ScannedNnx(nnx.Module):
+    """`ScannedLinen` in NNX."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(64, 32, rngs=rngs)
+        make = nnx.vmap(NnxBlock, in_axes=(0,), out_axes=0)
+        self.layers = nnx.split_rngs(splits=4)(make)(rngs)
+
+    def __call__(self, tokens):
+        scan = nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        x = scan(lambda x, layer: layer(x))(self.embed(tokens), self.layers)
+        return self.embed.attend(x)
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_scanned_modules_are_cut_by_heads_and_hidden_features(mesh_2x4, kind):
+    if kind == "nnx":
+        model = lambda: ScannedNnx(nnx.Rngs(0))  # noqa: E731
+        tree = nnx.eval_shape(model)
+    else:
+        model, tokens = ScannedLinen(), jnp.zeros(*_args(TOKENS))
+        tree = jax.eval_shape(lambda: model.init(jax.random.key(0), tokens))
+    found = cut_dims(tensor_parallel(mesh_2x4, model, TOKENS), tree)
+    cut = {
+        path.removeprefix("layers/"): dim
+        for path, dim in found.items()
+        if dim is not None
+    }
+    parts = ("query", "key", "value")
+    assert cut == {
+        **{f"attn/{part}/kernel": 2 for part in parts},
+        **{f"attn/{part}/bias": 1 for part in parts},
+        "attn/out/kernel": 1,
+        "up/kernel": 2,
+        "up/bias": 1,
+        "down/kernel": 1,
+        "embed/embedding": 0,
+    }
+
+
+# Operations.
+
+
+def cuts_of(mesh, shapes, forward, inputs=None):
+    """The dims that are cut in a function of parameters of some shapes and a matrix."""
+    tree = {
+        name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()
+    }
+    x = inputs or jax.ShapeDtypeStruct((2, 8), "float32")
+    layouts = tensor_parallel(mesh, tree, x, call=forward)
+    return tuple(cut_dims(layouts, tree).values())
+
+
+PAIR = {"a": (8, 16), "b": (16, 8)}
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        jax.nn.relu,
+        lambda h: h / (1 + jnp.abs(h)),
+        lambda h: h.astype("bfloat16").astype("float32"),
+        lambda h: h.reshape(2, 4, 4).swapaxes(1, 2).swapaxes(1, 2).reshape(2, 16),
+        lambda h: h[:, None, :].repeat(3, axis=1).sum(1),
+        lambda h: jax.lax.fori_loop(0, 3, lambda _, h: jnp.sin(h), h),
+        lambda h: jax.lax.cond(h.sum() > 0, jnp.sin, jnp.cos, h),
+        lambda h: jax.vmap(jnp.tanh)(h),
+        lambda h: jax.checkpoint(jnp.sin)(h),
+        lambda h: jnp.where(h > 0, h, 0),
+        lambda h: h - jax.lax.stop_gradient(h.max(-1, keepdims=True)),
+        lambda h: h * jax.random.bernoulli(jax.random.key(0), 0.5, h.shape),
+        lambda h: h + jnp.cumsum(h, axis=0),
+        lambda h: jnp.concatenate([h, h], axis=0)[:2],
+        lambda h: jax.lax.optimization_barrier(h),
+    ],
+)
+def test_hidden_features_are_followed_through(mesh_2x4, between):
+    def forward(params, x):
+        return between(x @ params["a"]) @ params["b"]
+
+    assert cuts_of(mesh_2x4, PAIR, forward) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("between", "reason"),
+    [
+        (lambda h: jnp.cumsum(h, axis=1), "cumsum works along it"),
+        (lambda h: jnp.sort(h), "sort works along it"),
+        (lambda h: h[:, ::-1], "rev works along it"),
+        (lambda h: jnp.roll(h, 1, axis=1), "slice takes parts of it"),
+        (lambda h: jnp.pad(h, ((0, 0), (1, 0)))[:, 1:], "it is padded"),
+        (lambda h: h.reshape(4, 8).T.reshape(2, 16), "below a factor"),
+        (lambda h: jnp.fft.fft(h).real, "fft is not followed"),
+        (lambda h: h.at[:, 0].set(0), "a scatter writes parts of it"),
+    ],
+)
+def test_hidden_features_that_are_mixed_stay_whole_and_say_so(
+    mesh_2x4, between, reason
+):
+    def forward(params, x):
+        return between(x @ params["a"]) @ params["b"]
+
+    tree = {k: jax.ShapeDtypeStruct(shape, "float32") for k, shape in PAIR.items()}
+    x = jax.ShapeDtypeStruct((2, 8), "float32")
+    layouts = tensor_parallel(mesh_2x4, tree, x, call=forward)
+    assert cut_dims(layouts, tree)["a"] is None
+    assert reason in note_of(layouts, tree, "a")
+
+
+# What compiled programs send.
+
+
+def gradient_program(mesh, layouts, build, forward):
+    """The compiled loss and gradients of a model, with the parameters and tokens."""
+    loss = pytrees.losses(forward)
+    params = ml.create(build, layouts)
+    tokens = np.random.default_rng(0).integers(0, 60, (8, 16)).astype("int32")
+    batch = ml.copy_to_mesh(tokens, mesh.layout("batch", None))
+    compute = jax.jit(
+        jax.value_and_grad(lambda params, batch: loss(params, batch).mean())
+    )
+    return compute, params, batch
+
+
+def sent(program, params, batch):
+    """Collectives of activations by kind, without sums over rows and over the batch.
+
+    The gradients of data parallelism are one all-reduce, with the mean loss, and those
+    of a loop one inside of it; the softmax and the label's logit are small.
+    """
+    found = ml.testing.expect_communication(program, params, batch)
+    features = params["table" if "table" in params else "embed"].shape[1]
+    return [
+        (each.kind, each.in_loop)
+        for each in found.collectives
+        if all(text == f"f32[4, 16, {features}]" for text in each.arrays)
+    ], found
+
+
+@pytest.mark.parametrize("name", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
+def test_a_block_sends_one_all_reduce_per_half_and_nothing_else(mesh_2x4, name):
+    model = {"gpt": pytrees.gpt(layers=2), "llama": pytrees.llama(layers=2)}[name]
+    layouts = tensor_parallel(mesh_2x4, model[0], TOKENS, call=model[1])
+    large, found = sent(*gradient_program(mesh_2x4, layouts, *model))
+    # Two layers of two halves, forward and backward; the embedding, and the gradient of
+    # the last features.
+    assert large == [("all_reduce", False)] * (2 * 4 + 2)
+    # The softmax's maximum and sum, the label's logit, the gradients over the batch.
+    assert found["all_reduce"] == len(large) + 4
+    ml.testing.expect_communication(
+        *gradient_program(mesh_2x4, layouts, *model),
+        all_reduce=found["all_reduce"],
+        only=True,
+    )
+
+
+@pytest.mark.slow
+def test_a_scanned_block_sends_one_all_reduce_per_half_and_nothing_else(mesh_2x4):
+    model = pytrees.llama(layers=4, scanned=True)
+    layouts = tensor_parallel(mesh_2x4, model[0], TOKENS, call=model[1])
+    large, found = sent(*gradient_program(mesh_2x4, layouts, *model))
+    assert large.count(("all_reduce", True)) == 4
+    assert found.in_loops["all_reduce"] == 4 + 1
+    assert sum(found.values()) == found["all_reduce"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_a_train_step_sends_as_little_as_with_the_rules_written_by_hand(mesh_2x4, kind):
+    build, module, inputs, by_hand = EXAMPLES["transformer"]
+    options = {}
+    if kind == "linen":
+        options["module"] = module
+        init = jnp.zeros(*_args(inputs))
+        build = lambda: module.init(jax.random.key(0), init)  # noqa: E731
+    model = build if kind == "nnx" else module
+
+    def loss(model, batch):
+        return transformer.next_token_losses(model(batch), batch).mean(-1)
+
+    programs = []
+    tokens = ml.copy_to_mesh(np.zeros((8, 16), "int32"), mesh_2x4.layout("batch", None))
+    for layouts in (
+        tensor_parallel(mesh_2x4, model, inputs),
+        ml.LayoutMap(mesh_2x4, by_hand),
+    ):
+        state = ml.TrainState.create(build, optax.adam(1e-2), layouts, **options)
+        step = ml.make_train_step(loss)
+        found = ml.testing.expect_communication(step, state, tokens)
+        programs.append([(each.kind, each.arrays) for each in found.collectives])
+    assert programs[0] == programs[1]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("gpt", "tied", "mqa", "scanned", "fused", "translator", "moe")
+        ),
+    ],
+)
+def test_gradients_are_those_of_one_device(mesh_2x4, name):
+    model = {
+        "gpt": pytrees.gpt,
+        "tied": functools.partial(pytrees.gpt, tied=True),
+        "llama": pytrees.llama,
+        "mqa": functools.partial(pytrees.llama, kv_heads=1),
+        "scanned": functools.partial(pytrees.llama, layers=2, scanned=True),
+        "fused": functools.partial(pytrees.fused, order="heads three"),
+        "translator": pytrees.translator,
+        "moe": functools.partial(pytrees.mixture, capacity=4),
+    }[name]()
+    layouts = tensor_parallel(mesh_2x4, model[0], TOKENS, call=model[1])
+    program, params, batch = gradient_program(mesh_2x4, layouts, *model)
+    on_mesh = program(params, batch)
+    whole = jax.tree.map(np.asarray, (params, batch))
+    on_one = program(*jax.device_put(whole, jax.devices()[0]))
+    for a, b in zip(jax.tree.leaves(on_mesh), jax.tree.leaves(on_one), strict=True):
+        # Sums in another order: float32 rounds at 1e-7 of the largest term.
+        np.testing.assert_allclose(a, b, atol=2e-6, rtol=1e-4)
+
+
+# Scale.
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_seventy_billion_parameters_take_seconds_and_no_memory(mesh_2x4, scanned):
+    build, forward = pytrees.llama(
+        8192, 64, 8, 80, 32000, 28672, head=128, scanned=scanned
+    )
+    tree = jax.eval_shape(build)
+    start, arrays = time.process_time(), len(jax.live_arrays())
+    layouts = tensor_parallel(
+        mesh_2x4, tree, jax.ShapeDtypeStruct((8, 4096), "int32"), call=forward
+    )
+    resolved = layouts.resolve(tree)
+    assert time.process_time() - start < 10
+    assert len(jax.live_arrays()) == arrays
+    assert resolved.nbytes > 4 * 65e9
+    assert resolved.bytes_per_device < 1.001 * resolved.nbytes / 4
+    # As many patterns for eighty layers as for one.
+    assert len(layouts) <= 8
+
+
+# Experts.
+
+
+@pytest.mark.parametrize("capacity", [None, 4])
+def test_stacked_experts_are_found_in_the_program(capacity):
+    mesh = ml.create_mesh({"batch": 2, "expert": 4})
+    build, forward = pytrees.mixture(capacity=capacity)
+    layouts = expert_parallel(mesh, "expert", build, TOKENS, call=forward)
+    found = cut_dims(layouts, jax.eval_shape(build))
+    cut = {path: dim for path, dim in found.items() if dim is not None}
+    assert cut == {"up": 0, "bias": 0, "down": 0}
+
+
+def test_stacked_experts_are_found_behind_stacked_layers():
+    mesh = ml.create_mesh({"batch": 2, "expert": 4})
+    shapes = {"up": (3, 8, 4, 16), "down": (3, 8, 16, 4), "router": (3, 4, 8)}
+
+    def layer(x, p):
+        gates = jax.nn.softmax(x @ p["router"])
+        y = jnp.einsum("bd,edh->ebh", x, p["up"])
+        y = jnp.einsum("ebh,ehd->ebd", jax.nn.relu(y), p["down"])
+        return jnp.einsum("ebd,be->bd", y, gates), None
+
+    tree = {
+        name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()
+    }
+    layouts = expert_parallel(
+        mesh,
+        "expert",
+        tree,
+        jax.ShapeDtypeStruct((2, 4), "float32"),
+        call=lambda params, x: jax.lax.scan(layer, x, params)[0],
+    )
+    assert cut_dims(layouts, tree) == {"up": 1, "down": 1, "router": None}
+
+
+def test_experts_that_do_not_divide_stay_whole_and_say_so():
+    mesh = ml.create_mesh({"batch": 2, "expert": 4})
+    build, forward = pytrees.mixture(experts=6)
+    layouts = expert_parallel(mesh, "expert", build, TOKENS, call=forward)
+    tree = jax.eval_shape(build)
+    assert set(cut_dims(layouts, tree).values()) == {None}
+    assert (
+        note_of(layouts, tree, "up") == "whole; 6 experts do not divide into 4 shards"
+    )
+
+
+def test_without_a_model_experts_go_by_name(mesh_2x4):
+    tree = {
+        "experts": {"up": jax.ShapeDtypeStruct((8, 4, 16), "float32")},
+        "router": jax.ShapeDtypeStruct((4, 8), "float32"),
+    }
+    layouts = expert_parallel(mesh_2x4, "model")
+    assert cut_dims(layouts, tree) == {"experts/up": 0, "router": None}
+    layouts = expert_parallel(mesh_2x4, "model", pattern="router")
+    assert cut_dims(layouts, tree) == {"experts/up": None, "router": 0}
+    with pytest.warns(ml.errors.LayoutWarning, match="matches no path"):
+        ml.create(lambda: {"w": jnp.zeros(8)}, expert_parallel(mesh_2x4, "model"))
+
+
+def test_a_model_without_stacked_experts_is_refused(mesh_2x4):
+    build, forward = pytrees.gpt()
+    message = refusal(
+        ml.errors.LayoutMapError,
+        lambda: expert_parallel(mesh_2x4, "model", build, TOKENS, call=forward),
+    )
+    assert message == (
+        "expert_parallel: no parameter is a stack of matrices of which each multiplies "
+        "its own inputs. If the model holds its experts one by one, or calls them in "
+        "another way, leave out the model and give pattern=."
+    )
+
+
+@pytest.mark.slow
+def test_experts_on_devices_of_their_own_send_one_all_reduce_each_way():
+    mesh = ml.create_mesh({"batch": 2, "expert": 4})
+    model = pytrees.mixture(capacity=4)
+    layouts = expert_parallel(mesh, "expert", model[0], TOKENS, call=model[1])
+    program, params, batch = gradient_program(mesh, layouts, *model)
+    found = ml.testing.expect_communication(program, params, batch)
+    # The gradients over the batch are the third.
+    assert found["all_reduce"] == 3
+
+
+# Wrong calls.
+
+
+BAD_CALLS = {
+    "mesh": lambda mesh, bad: tensor_parallel(bad, {"w": TOKENS}, TOKENS),
+    "model": lambda mesh, bad: tensor_parallel(mesh, bad, IMAGES),
+    "inputs": lambda mesh, bad: tensor_parallel(mesh, mlp.LinenMLP(), bad),
+    "axis": lambda mesh, bad: tensor_parallel(mesh, mlp.LinenMLP(), IMAGES, bad),
+    "call": lambda mesh, bad: tensor_parallel(
+        mesh, mlp.LinenMLP(), IMAGES, call=_bad_call(bad)
+    ),
+    "expert mesh": lambda mesh, bad: expert_parallel(bad),
+    "expert axis": lambda mesh, bad: expert_parallel(mesh, bad),
+    "expert model": lambda mesh, bad: expert_parallel(mesh, "model", bad, IMAGES),
+    "expert inputs": lambda mesh, bad: expert_parallel(mesh, "model", None, bad),
+    "expert call": lambda mesh, bad: expert_parallel(
+        mesh, "model", call=_bad_call(bad)
+    ),
+    "pattern": lambda mesh, bad: expert_parallel(mesh, "model", pattern=bad),
+}
+
+
+def _bad_call(bad):
+    return object() if bad is None else bad
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+@pytest.mark.parametrize("bad", BAD, ids=repr)
+def test_what_nobody_can_mean_is_refused_in_a_sentence(mesh_2x4, name, bad):
+    message = refusal(ml.MeshLayoutError, BAD_CALLS[name], mesh_2x4, bad)
+    works = name == "pattern" and bad == "x"
+    works = works or (name == "expert inputs" and bad is None)
+    works = works or (name == "inputs" and isinstance(bad, np.ndarray))
+    assert (message is None) == works
+
+
+def test_messages_say_what_to_write(mesh_2x4):
+    def message(*args, **options):
+        return refusal(ml.MeshLayoutError, tensor_parallel, mesh_2x4, *args, **options)
+
+    assert message({"w": jnp.zeros(3)}, IMAGES) == (
+        "tensor_parallel: a dict does not say how it is called. Give call=, a function "
+        "of the model and the inputs, such as call=module.apply."
+    )
+    assert message(mlp.LinenMLP(), IMAGES, "modle") == (
+        "Mesh(batch=2, model=4) has no axis 'modle'. Did you mean 'model'?"
+    )
+    assert message(mlp.LinenMLP(), IMAGES, call=lambda model: 0) == (
+        "tensor_parallel: call is called as call(model, input_0), and takes (model)."
+    )
+    assert message(mlp.LinenMLP(), None) == (
+        "tensor_parallel: example_inputs holds no arrays, got (None,). Give arrays, or "
+        "jax.ShapeDtypeStruct(shape, dtype)."
+    )
+
+
+def test_an_exception_of_the_model_names_the_shapes_it_was_called_with(mesh_2x4):
+    with pytest.raises(TypeError) as caught:
+        tensor_parallel(mesh_2x4, {"w": jnp.zeros((3, 4))}, IMAGES, call=_product)
+    assert caught.value.__notes__[-1] == (
+        "while tensor_parallel traces the model for inputs of f32[2, 28, 28, 1]"
+    )
+
+
+def _product(params, x):
+    return x @ params["w"]
