@@ -596,6 +596,24 @@ def test_mistakes_are_found_in_every_precision(mesh, mistake, precision):
     assert text.startswith("step 1: aux/loss f32[]" if is_in_loss else "step 1: state/")
 
 
+def test_a_step_is_traced_as_often_for_many_steps_as_for_one(mesh):
+    """Also in the runs that measure rounding."""
+    traces = []
+
+    def loss_fn(model, batch):
+        traces.append(1)
+        return jnp.square(model(batch["x"]) - batch["y"])
+
+    def num_traces(num_steps):
+        traces.clear()
+        step = ml.make_train_step(loss_fn)
+        state, batch = conv_state(mesh), conv_batch(mesh, real=None)
+        testing.verify(step, state, batch, num_steps=num_steps)
+        return len(traces)
+
+    assert num_traces(1) == num_traces(2) < 5
+
+
 def test_eval_steps_agree_with_plain_flax(mesh):
     metrics = {"mean": ml.metrics.Mean("out")}
     step = ml.make_eval_step(conv_loss, metrics=metrics)

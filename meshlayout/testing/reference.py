@@ -298,6 +298,12 @@ def one_device_mesh(mesh: Mesh | jax.sharding.Mesh) -> Mesh:
     )
 
 
+@functools.lru_cache(maxsize=8)
+def _map_without_rules(mesh: Mesh) -> LayoutMap:
+    """Returns one map per mesh: under another map JAX compiles everything again."""
+    return LayoutMap(mesh)
+
+
 @contextlib.contextmanager
 def alone(mesh: Mesh) -> Iterator[None]:
     """Replaces the active mesh by one of one device, and layout maps by none.
@@ -312,7 +318,7 @@ def alone(mesh: Mesh) -> Iterator[None]:
         if default is not None:
             stack.enter_context(default_mesh(one_device_mesh(default)))
         # Without a rule, `constrain` leaves every value where it is.
-        stack.enter_context(activate(LayoutMap(mesh)))
+        stack.enter_context(activate(_map_without_rules(mesh)))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore", RecompileWarning)
         yield
