@@ -24,8 +24,16 @@ data: $(VENV)/.run-$(TAG)
 	@$(BIN)/python -m models.prepare_data
 
 # What continuous integration runs: one test of each kind; the slow ones are in test-all.
+# States have the same bits on every mesh with the kernels that users have. The other tests
+# compare within rounding, and run with kernels that compile faster (tests/devices.py);
+# test-all runs them with those of users, too.
+BITS := $(patsubst %,tests/test_%.py,arrays create create_under_a_mesh layer_layouts \
+  scope set_mesh)
+
 test: lint imports types
-	$(MAKE) --no-print-directory pytest PYTEST_OPTIONS='-m "not slow"'
+	$(MAKE) --no-print-directory pytest PYTEST_OPTIONS='-m "not slow" $(BITS)'
+	MESHLAYOUT_OLDER_KERNELS=1 $(MAKE) --no-print-directory pytest \
+	  PYTEST_OPTIONS='-m "not slow" $(BITS:%=--ignore=%)'
 
 lint: $(VENV)/.dev-$(TAG)
 	$(BIN)/ruff format --check .
