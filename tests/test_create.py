@@ -678,9 +678,9 @@ def outer_rngs():
 
 
 READS = (
-    "the builder reads the value of an array it computed, as float(x), np.asarray(x) or "
-    "'if x > 0' do, and while it is traced there is none. Compute such values with "
-    "NumPy, or outside of the builder."
+    "the builder reads the value of an array it computed, as float(x), np.asarray(x) "
+    "or 'if x > 0' do, and there is no value while it is traced. Compute such values "
+    "with NumPy, or outside of the builder."
 )
 NO_TRANSFORMS = (
     "create makes arrays on devices, and was called inside a function that JAX "
@@ -740,17 +740,17 @@ BAD_BUILDERS = [
     (
         lambda: lambda: {"a": jax.eval_shape(lambda: jnp.ones((8, 8)))},
         "a f32[8, 8]: the builder returned a shape without values, as jax.eval_shape "
-        "does. Return what makes the array.",
+        "does. Return the array itself.",
     ),
     (
         lambda: lambda: jax.eval_shape(lambda: jnp.ones((8, 8))),
         "the result f32[8, 8]: the builder returned a shape without values, as "
-        "jax.eval_shape does. Return what makes the array.",
+        "jax.eval_shape does. Return the array itself.",
     ),
     (
         lambda: lambda: nnx.eval_shape(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0))),
         "bias f32[3]: the builder returned a shape without values, as jax.eval_shape "
-        "does. Return what makes the array.",
+        "does. Return the array itself.",
     ),
     (
         lambda: lambda: ml.create(lambda: jnp.ones(8), ml.LayoutMap(ONE)),

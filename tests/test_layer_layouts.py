@@ -165,19 +165,19 @@ REFUSED = [
     (
         lambda: ml.with_layouts(nnx.relu, kernel=(None, "model")),
         ml.errors.StateError,
-        f"with_layouts takes an NNX or Linen layer class, and got {nnx.relu!r}. Write "
+        f"with_layouts takes an NNX or Linen layer class, got {nnx.relu!r}. Write "
         "with_layouts(nnx.Linear, kernel=(None, 'model'))(in_features, ...).",
     ),
     (
         lambda: ml.with_layouts(3, kernel=(None, "model")),
         ml.errors.StateError,
-        "with_layouts takes an NNX or Linen layer class, and got 3. Write "
+        "with_layouts takes an NNX or Linen layer class, got 3. Write "
         "with_layouts(nnx.Linear, kernel=(None, 'model'))(in_features, ...).",
     ),
     (
         lambda: ml.with_layouts(nnx.Linear),
         ml.errors.StateError,
-        "with_layouts(Linear) gives no layouts; name a parameter's.",
+        "with_layouts(Linear) has no layouts; give a parameter's.",
     ),
     (
         lambda: nnx_layer(kernl=(None, "model")),

@@ -261,9 +261,8 @@ def test_rngs_that_were_not_given_are_drawn_from_and_said():
     with kernels().scope(), pytest.warns(ml.errors.LayoutWarning) as caught:
         model = build(nnx.Rngs(0))
     assert [str(one.message) for one in caught] == [
-        "Drawing draws from an nnx.Rngs that it was not given as an argument: its "
-        "arrays are made unsharded on one device first. Pass the Rngs to it, as "
-        "rngs=rngs."
+        "Drawing draws from an nnx.Rngs that is not among its arguments: its arrays "
+        "are made unsharded on one device first. Pass the Rngs to it, as rngs=rngs."
     ]
     assert lies(model.linear) == "[unsharded, model]"
     assert_same_bits(model, build(nnx.Rngs(0)))

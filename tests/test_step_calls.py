@@ -249,7 +249,7 @@ def test_a_used_up_state_says_so_though_nobody_read_it(devices):
     first, _ = step(state, batch)
     step(first, batch)
     assert first.rng.is_deleted()
-    with pytest.raises(ml.errors.StateError, match="used up by a step"):
+    with pytest.raises(ml.errors.StateError, match="has used up this state"):
         _ = first.model
     with pytest.raises(ml.errors.StepError, match="was used up by an earlier call"):
         step(first, batch)

@@ -320,7 +320,7 @@ def test_precision_patterns_that_match_nothing_are_refused(mesh):
             "precision: 'nothing' matches no parameter; there are 'bias', 'kernel'."
         )
     assert message_of(lambda: ml.make_train_step(squares, precision={})) == (
-        "precision={} says nothing. Give patterns of paths and their dtypes, as "
+        "precision={} is empty. Give patterns of paths and their dtypes, as "
         '{"router": "float32", "": "bfloat16"}.'
     )
 

@@ -417,8 +417,8 @@ REFUSED = [
     ),
     (
         lambda: used_up(nnx_state()).model,
-        "this state was used up by a step, which reused its memory. Go on with the "
-        "state that the step returned, or make the step with donate=False.",
+        "a step has used up this state: it reused its memory. Continue with the state "
+        "that the step returned, or make the step with donate=False.",
     ),
     (
         lambda: create(Net(rngs=nnx.Rngs(0)).__class__.__name__),
@@ -501,11 +501,11 @@ REFUSED = [
     ),
     (
         lambda: nnx_state().model_state_of({"a": 1}),
-        "model_state_of takes the model that state.model gave, got {'a': 1}.",
+        "model_state_of takes the model that state.model returned, got {'a': 1}.",
     ),
     (
         lambda: linen_state().model_state_of(3),
-        "model_state_of takes the model that state.model gave, got 3.",
+        "model_state_of takes the model that state.model returned, got 3.",
     ),
 ]
 

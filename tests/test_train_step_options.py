@@ -722,7 +722,7 @@ STEPS = {
     ),
     "a precision of nothing": (
         lambda: ml.make_train_step(squares, precision={}),
-        "precision={} says nothing. Give patterns of paths and their dtypes, as "
+        "precision={} is empty. Give patterns of paths and their dtypes, as "
         '{"router": "float32", "": "bfloat16"}.',
     ),
     "remat": (

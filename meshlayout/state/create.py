@@ -1,9 +1,9 @@
-"""`create`: describe a state, place it, make it; never bigger than its shards.
+"""`create`: describe a state, lay it out, make it; never larger than its shards.
 
 A builder runs once, abstractly, whatever it returns: NNX modules, Linen variables,
 Optax states or any pytree. Leaves that it computes become results of the trace; leaves
-that exist already (arrays from outside, Python numbers, functions) are kept. Flax's
-own placing by metadata is off while this happens, because the layout map places.
+that exist already (arrays from outside, Python numbers, functions) are kept. Flax's own
+sharding by metadata is off in the meantime, since the layout map decides.
 """
 
 import contextlib
@@ -30,7 +30,8 @@ from meshlayout.state.operations import CreationMemory, Operations
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
 
-    # A default, so that a description without its state's type is one of any state.
+    # With a default, a bare `StateDescription` means one of any state. typing.TypeVar
+    # has defaults only from Python 3.13 on.
     T = TypeVar("T", default=Any)
 else:
     from typing import TypeVar
@@ -38,7 +39,7 @@ else:
     T = TypeVar("T")
 
 
-# Keeps Flax from placing parameters by their metadata: the layout map places them.
+# A context in which Flax does not shard parameters by their metadata: the map does.
 eager_sharding_off: Callable[[], contextlib.AbstractContextManager[Any]]
 if hasattr(nnx, "use_eager_sharding"):
     eager_sharding_off = functools.partial(nnx.use_eager_sharding, False)  # noqa: FBT003
@@ -52,14 +53,15 @@ class ComputedArray(jax.ShapeDtypeStruct):
 
 @dataclass(frozen=True)
 class TracedBuild:
-    """A builder, traced: its operations, and the tree that it makes.
+    """A traced builder: its operations, and the tree that it makes.
 
     Attributes:
-        jaxpr: The operations, closed; their results are the traced leaves.
-        leaves: The leaves of the tree; a `ComputedArray` for what the builder makes.
-        treedef: Its structure; for NNX modules, that of their state.
-        graphdef: The modules' structure, if there are modules.
-        shared: The other paths of variables that modules share.
+        jaxpr: The operations, a closed jaxpr; its results are the computed leaves.
+        leaves: The leaves of the tree; a `ComputedArray` for each that the builder
+            computes.
+        treedef: The structure of the tree; for NNX modules, of their state.
+        graphdef: The structure of the modules, if there are any.
+        shared: The other paths of variables that modules share, by path.
     """
 
     jaxpr: Any
@@ -70,17 +72,17 @@ class TracedBuild:
 
     @property
     def node(self) -> PyTree:
-        """The tree that is laid out, with a `ShapeDtypeStruct` for every array."""
+        """The tree to lay out, with a `ShapeDtypeStruct` for every computed array."""
         with eager_sharding_off():
             return self.treedef.unflatten(self.leaves)
 
     def rebuild(self, leaves: Sequence[Leaf]) -> PyTree:
-        """Returns what the builder would return, with these leaves."""
+        """Returns what the builder would have returned with these leaves."""
         with eager_sharding_off():
             tree = self.treedef.unflatten(leaves)
             if self.graphdef is not None:
                 return nnx.merge(self.graphdef, tree)
-        # Our own boxes come off; Flax's stay, as Linen's `init` gives them.
+        # Our own boxes come off; Flax's stay, as `init` of Linen returns them.
         return jax.tree.map(
             lambda node: node.value if isinstance(node, LayoutBox) else node,
             tree,
@@ -90,13 +92,13 @@ class TracedBuild:
 
 @dataclass(frozen=True)
 class StateDescription(Generic[T]):
-    """A state before it is made: all that is known of it without a byte allocated.
+    """A state before it is made: everything known without allocating a byte.
 
     Attributes:
-        abstract: The state with a `jax.ShapeDtypeStruct`, sharding included, for
-            every array; for NNX modules, an abstract module.
+        abstract: The state with a `jax.ShapeDtypeStruct`, which includes the sharding,
+            for every array; for NNX modules, an abstract module.
         layouts: The state's tree with a `Layout` for every array.
-        resolutions: One `Resolution` per array.
+        resolutions: One `Resolution` per array: its layout, and why.
     """
 
     abstract: T
@@ -110,12 +112,12 @@ class StateDescription(Generic[T]):
         """Makes the state, as `create` does.
 
         Raises:
-            StateError: If this is called inside a transformed function.
+            StateError: If called inside a function that JAX transforms.
         """
         return cast(T, self._make())
 
     def _make(self, inputs: Sequence[ArrayLike] = ()) -> PyTree:
-        """Makes the state from the arguments that it was traced with, flat."""
+        """Makes the state, given values for the flat arguments it was traced with."""
         if _jax.is_tracing():
             msg = (
                 "create makes arrays on devices, and was called inside a function that "
@@ -130,14 +132,14 @@ class StateDescription(Generic[T]):
             if isinstance(leaf, ComputedArray):
                 leaves.append(next(results))
             elif is_array(leaf) and layout is not None:
-                # Donating the state must not delete the caller's array.
+                # A copy, so that donating the state does not delete the user's array.
                 leaves.append(copy_to_mesh(leaf, layout))
             else:
                 leaves.append(leaf)
         return self._traced.rebuild(leaves)
 
     def memory(self) -> CreationMemory:
-        """Compiles what makes the state and reads off what each device holds."""
+        """Compiles the operations that make the state, and adds up their memory."""
         computed = self._operations().memory()
         moved_bytes = sum(
             layout.bytes_per_device(leaf.shape, leaf.dtype)
@@ -163,7 +165,7 @@ class StateDescription(Generic[T]):
 
 
 def describe(build: Callable[[], T], layouts: LayoutMap) -> StateDescription[T]:
-    """Describes what `create(build, layouts)` would make, and makes nothing.
+    """Describes the state that `create(build, layouts)` would make, without making it.
 
     Use this to look at shapes, layouts and memory before paying for them, or to give
     `Checkpointer.restore` the state to restore into.
@@ -190,20 +192,20 @@ def describe(build: Callable[[], T], layouts: LayoutMap) -> StateDescription[T]:
 def create(build: Callable[[], T], layouts: LayoutMap) -> T:
     """Makes a state whose arrays are created in their layouts.
 
-    The values are those of calling `build()` without a mesh, to the bit, under any
-    layouts. No device ever holds an array whole that its layout shards; operations
-    that need whole operands to give the same bits, such as the QR of an orthogonal
-    initializer, are the exception.
-
     Use this for models, Linen variables and any other tree; `TrainState.create` makes
     a model together with its optimizer.
 
+    Under any layouts, the values are those of calling `build()` without a mesh, to the
+    bit. No device ever holds the whole of an array that its layout shards, except for
+    operations that need whole operands to give the same bits, such as the QR of an
+    orthogonal initializer.
+
     Args:
         build: A function of no arguments that makes an NNX module, Linen variables,
-            an optimizer's state, or any pytree. It is traced, once. Arrays that
-            already exist when it returns them are moved; leaves that are not arrays
-            are returned as they are.
-        layouts: Where every array goes.
+            an optimizer's state, or any pytree. It is traced, once. Arrays that already
+            exist are copied to the mesh; leaves that are not arrays are returned
+            unchanged.
+        layouts: The layouts, by path.
 
     Raises:
         StateError: If the builder cannot be traced, as when it draws from an
@@ -227,7 +229,7 @@ def create(build: Callable[[], T], layouts: LayoutMap) -> T:
 def describe_state(
     build: Callable[[], T], layouts: LayoutMap, where: str
 ) -> StateDescription[T]:
-    """Describes a state for `where`, the public function that messages name."""
+    """Describes a state; `where` is the public function, for messages."""
     check_builder(build, where)
     if not isinstance(layouts, LayoutMap):
         msg = (
@@ -243,7 +245,7 @@ def place(
     layouts: LayoutMap,
     resolve: Callable[[PyTree], Resolved] | None = None,
 ) -> StateDescription[PyTree]:
-    """Gives every array of a traced state its layout, by the map or by `resolve`.
+    """Lays out every array of a traced state, by the map or by `resolve`.
 
     Raises:
         LayoutMapError: If the rules disagree or do not fit.
@@ -270,14 +272,15 @@ def place(
 
 
 def _abstract(leaf: Leaf, layout: Layout) -> jax.ShapeDtypeStruct:
-    # On a device, NumPy's 64 bits are 32; what a builder computes is as it says.
+    # An existing NumPy array of 64 bits will have 32 on the device; the dtypes of
+    # computed arrays are JAX's already.
     is_computed = isinstance(leaf, ComputedArray)
     dtype = leaf.dtype if is_computed else _jax.canonical_dtype(leaf.dtype)
     return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=layout.sharding)
 
 
 def trace(build: Callable[..., PyTree], *inputs: jax.Array) -> TracedBuild:
-    """Traces a builder once; `inputs` are the arrays that it takes, if any.
+    """Traces a builder once; `inputs` are the arrays it takes as arguments, if any.
 
     Raises:
         StateError: If it cannot be traced.
@@ -287,6 +290,8 @@ def trace(build: Callable[..., PyTree], *inputs: jax.Array) -> TracedBuild:
     leaves: list[Leaf] = []
     is_eager = eager_sharding()
 
+    # A jaxpr can only return arrays. Everything else that the builder makes (structure,
+    # leaves of other types) leaves the trace as a side effect.
     def flat(*values: Any) -> list[Any]:
         nonlocal graphdef, treedef, shared
         tree = build(*values)
@@ -303,7 +308,7 @@ def trace(build: Callable[..., PyTree], *inputs: jax.Array) -> TracedBuild:
 
     try:
         with eager_sharding_off(), _jax.short_sharding_errors:
-            # Where the inputs are now is not part of the trace.
+            # The inputs' present shardings must not become part of the trace.
             shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
             jaxpr = jax.make_jaxpr(flat)(*shapes)
     except flax_errors.TraceContextError as error:
@@ -316,7 +321,7 @@ def trace(build: Callable[..., PyTree], *inputs: jax.Array) -> TracedBuild:
     except _READS_A_VALUE as error:
         msg = (
             "the builder reads the value of an array it computed, as float(x), "
-            "np.asarray(x) or 'if x > 0' do, and while it is traced there is none. "
+            "np.asarray(x) or 'if x > 0' do, and there is no value while it is traced. "
             "Compute such values with NumPy, or outside of the builder."
         )
         raise StateError(msg) from error
@@ -328,8 +333,7 @@ def trace(build: Callable[..., PyTree], *inputs: jax.Array) -> TracedBuild:
             msg = (
                 f"{path or 'the result'} "
                 f"{_render.array_text(leaf.dtype, leaf.shape)}: the builder returned a "
-                "shape without values, as jax.eval_shape does. Return what makes the "
-                "array."
+                "shape without values, as jax.eval_shape does. Return the array itself."
             )
             raise StateError(msg)
     return traced
@@ -343,7 +347,7 @@ _READS_A_VALUE = (
 
 
 def check_builder(build: object, where: str) -> None:
-    """Raises StateError for what is not a builder, such as a module that exists."""
+    """Raises StateError unless this is a builder, and not a model that exists."""
     example = "create(lambda: Model(...), layouts)"
     if where.startswith("TrainState"):
         example = "TrainState.create(lambda: Model(...), optimizer, layouts)"
@@ -358,9 +362,10 @@ def check_builder(build: object, where: str) -> None:
 
 
 def check_result(tree: PyTree, where: str) -> None:
-    """Raises StateError for a result without arrays, as of a forgotten `return`.
+    """Raises StateError for a result without arrays, such as a forgotten `return`'s.
 
-    Modules and states without arrays (of `optax.sgd`, say) are fine.
+    Modules and states without arrays (of `optax.sgd`, say) are fine: their types show
+    that they were meant.
     """
     plain = (dict, list, tuple)
     nodes = jax.tree.leaves(tree, is_leaf=lambda node: type(node) not in plain)
@@ -372,7 +377,7 @@ def check_result(tree: PyTree, where: str) -> None:
 
 
 def has_layout(value: object) -> bool:
-    """Returns whether a map gives a leaf a layout; Python numbers get one too."""
+    """Returns whether a map lays out a leaf, which includes Python numbers."""
     return is_array(value) or isinstance(value, (bool, int, float, complex))
 
 
@@ -382,12 +387,17 @@ def is_array(value: object) -> bool:
 
 
 def eager_sharding() -> bool:
-    """Returns whether Flax places parameters by their metadata when they are made."""
+    """Returns whether Flax shards parameters by their metadata when they are made."""
     return hasattr(nnx, "using_eager_sharding") and nnx.using_eager_sharding()
 
 
 def marked(tree: PyTree, *, is_eager: bool) -> PyTree:
-    """Marks variables made without Flax's placing as it would have, if it was on."""
+    """Marks variables as Flax's eager sharding would have, had it been on.
+
+    Flax records in each variable whether eager sharding was on. The record is part of
+    the structure: a model built without a layout map would otherwise differ from one
+    built with it.
+    """
     for _, node in nnx.iter_graph(tree) if is_eager else ():
         if isinstance(node, nnx.Variable):
             node.set_metadata("eager_sharding", is_eager)

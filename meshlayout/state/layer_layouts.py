@@ -1,4 +1,9 @@
-"""Layouts given layer by layer: `with_layouts`."""
+"""`with_layouts`: layouts given layer by layer, in the model's own code.
+
+The layer becomes a subclass whose parameters carry their layouts as metadata, so that
+nothing has to be remembered beside the model: copies, pickles and Linen's variables
+keep them.
+"""
 
 import copyreg
 import functools
@@ -13,10 +18,11 @@ from meshlayout.layout_map import OWN_LAYOUT, LayoutBox
 
 
 def with_layouts(layer: Any, **layouts: Any) -> type[Any]:
-    """Returns a layer class whose parameters carry layouts of their own.
+    """Returns a layer class whose parameters carry their own layouts.
 
-    A parameter's own layout wins over the patterns of the layout map that the model
-    is created with, and the map's report names it as the reason.
+    Use this to write a layout next to the layer rather than as a pattern. A parameter's
+    own layout takes precedence over the patterns of the layout map that the model is
+    created with, and the map's report names it as the reason.
 
     Args:
         layer: An NNX or Linen layer class, such as `nnx.Linear` or `nn.Dense`.
@@ -24,7 +30,7 @@ def with_layouts(layer: Any, **layouts: Any) -> type[Any]:
 
     Raises:
         StateError: If it is not a layer class, no layout is given, or the layer has no
-            such parameter (raised when a layer is made or initialized).
+            such parameter, which is found out when a layer is made or initialized.
 
     Example:
         >>> import meshlayout as ml
@@ -38,12 +44,12 @@ def with_layouts(layer: Any, **layouts: Any) -> type[Any]:
     """
     if not isinstance(layer, type) or not issubclass(layer, (nnx.Module, nn.Module)):
         msg = (
-            f"with_layouts takes an NNX or Linen layer class, and got {layer!r}. Write "
+            f"with_layouts takes an NNX or Linen layer class, got {layer!r}. Write "
             "with_layouts(nnx.Linear, kernel=(None, 'model'))(in_features, ...)."
         )
         raise StateError(msg)
     if not layouts:
-        msg = f"with_layouts({layer.__name__}) gives no layouts; name a parameter's."
+        msg = f"with_layouts({layer.__name__}) has no layouts; give a parameter's."
         raise StateError(msg)
     specs = tuple((name, _hashable(spec)) for name, spec in layouts.items())
     for name, spec in specs:
@@ -57,7 +63,7 @@ def with_layouts(layer: Any, **layouts: Any) -> type[Any]:
 
 
 def _hashable(spec: Any) -> Any:
-    """Returns a spec with tuples for its lists."""
+    """Returns a spec with its lists as tuples, to be part of a cache key."""
     return tuple(map(_hashable, spec)) if isinstance(spec, list) else spec
 
 
@@ -69,24 +75,31 @@ def _unknown(layer: type[Any], name: str, names: list[str]) -> StateError:
 
 
 class _NnxClass(type(nnx.Module)):
-    """The type of the NNX subclasses made here; they pickle by how they are made."""
+    """The metaclass of NNX subclasses made here, which pickle by their arguments.
+
+    Pickle finds a class by its name in a module, where the original layer is.
+    """
 
     made_from: tuple[Any, ...]
 
 
 class _LinenClass(type(nn.Module)):
-    """The same for Linen."""
+    """The metaclass of Linen subclasses made here, likewise."""
 
     made_from: tuple[Any, ...]
 
 
 @functools.cache
 def _layer_class(layer: type[Any], specs: tuple[tuple[str, Any], ...]) -> type[Any]:
-    """Returns a subclass whose parameters carry layouts; the same one each time."""
+    """Returns a subclass whose parameters carry layouts.
+
+    Always the same class for the same arguments: two models of different classes would
+    not have the same structure, and a step would be compiled again.
+    """
     make = _nnx_contents if issubclass(layer, nnx.Module) else _linen_contents
     kind = _NnxClass if issubclass(layer, nnx.Module) else _LinenClass
     contents = {"__doc__": layer.__doc__, "made_from": (layer, specs)}
-    # The same name, so that Linen's automatic names do not change.
+    # The layer's own name, so that Linen's automatic names of submodules stay the same.
     return kind(layer.__name__, (layer,), {**contents, **make(layer, dict(specs))})
 
 
@@ -95,7 +108,7 @@ copyreg.pickle(_LinenClass, lambda kind: (_layer_class, kind.made_from))
 
 
 def _nnx_contents(layer: type[Any], specs: dict[str, Any]) -> dict[str, Any]:
-    """Returns an `__init__` that labels the named parameters."""
+    """Returns an `__init__` that sets the layouts as metadata of the parameters."""
 
     @functools.wraps(layer.__init__)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -116,7 +129,7 @@ def _nnx_contents(layer: type[Any], specs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _linen_contents(layer: type[Any], specs: dict[str, Any]) -> dict[str, Any]:
-    """Returns methods that box the named parameters."""
+    """Returns methods that put the named parameters into boxes with their layouts."""
 
     def param(
         self: Any, name: str, init_fn: Callable[..., Any], *args: Any, **kwargs: Any
@@ -131,6 +144,7 @@ def _linen_contents(layer: type[Any], specs: dict[str, Any]) -> dict[str, Any]:
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = layer.__call__(self, *args, **kwargs)
+        # Only now are all parameters of the layer known.
         if self.is_initializing():
             own = self.variables.get("params", {})
             names = [name for name in own if not isinstance(own[name], Mapping)]

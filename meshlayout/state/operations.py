@@ -1,11 +1,11 @@
 """Runs a traced builder one operation at a time, on shards.
 
 Compiling a whole builder into one program would change the last bits of the state: the
-compiler fuses and re-orders across operations. JAX without jit runs one compiled
-program per operation, and so does this, so that the values are the same to the bit.
-But every array is made in the layout it will have, and is freed or overwritten with
-its last use, so that no device ever holds more than its shards. Equal operations share
-one program, which also takes a third of the CPU time of one big one.
+compiler fuses and reorders across operations. JAX without jit runs one compiled program
+per operation, and so does this module, so that the values are the same to the bit. But
+every array is made in its final layout, and is freed or overwritten after its last use,
+so that no device ever holds more than its shards. Equal operations share one program:
+all of them together compile in a third of the CPU time of one large program.
 
 Operations whose result depends on the order of a sum or on the blocking of a matrix
 product (QR in an orthogonal initializer, say) run on replicated operands, because
@@ -41,11 +41,11 @@ from meshlayout.mesh import Mesh
 
 @dataclass(frozen=True)
 class CreationMemory:
-    """Bytes on each device while a state is made, read off the compiled programs.
+    """Bytes on each device while a state is made, as the compiled programs report it.
 
     Attributes:
-        state_bytes: The finished state's shards.
-        peak_bytes: The most that is held at any time, the state's shards included.
+        state_bytes: The shards of the finished state.
+        peak_bytes: The maximum at any time, including the state's shards.
     """
 
     state_bytes: int
@@ -54,7 +54,16 @@ class CreationMemory:
 
 @dataclass
 class _Operation:
-    """One operation: how its values are sharded, and which it uses last."""
+    """One operation, and how to run it.
+
+    Attributes:
+        eqn: The operation.
+        shardings_in: The shardings it takes its operands in.
+        shardings_out: The shardings of its results.
+        donated: The indices of operands whose memory a result takes over.
+        dead: The values that nothing uses afterwards.
+        is_whole: Whether it runs on replicated operands, to give the same bits.
+    """
 
     eqn: Any
     shardings_in: list[NamedSharding]
@@ -68,14 +77,15 @@ class Operations:
     """The operations of a traced function, planned on a mesh.
 
     Args:
-        jaxpr: The traced function, closed.
-        targets: The layout of each of its results, of its rank.
+        jaxpr: The traced function, as a closed jaxpr.
+        targets: The layout of each result, of the same rank.
         mesh: The mesh.
     """
 
     def __init__(self, jaxpr: Any, targets: Sequence[Layout], mesh: Mesh) -> None:
         inner = getattr(jaxpr, "jaxpr", jaxpr)
-        # On Explicit axes, operations ask for what JAX without a mesh does not.
+        # On Explicit axes, operations need shardings as parameters, which a trace
+        # without a mesh does not have.
         self._mesh = Mesh(_jax.with_auto_axes(mesh.jax_mesh))
         self._inputs = list(inner.invars)
         self._consts = dict(zip(inner.constvars, jaxpr.consts, strict=True))
@@ -84,6 +94,7 @@ class Operations:
         self._outputs = [
             var if is_literal(var) else names.get(var, var) for var in inner.outvars
         ]
+        # Arrays of the caller's, which must be neither donated nor returned as results.
         self._given = {*self._inputs, *self._consts}
         needed = _needed(eqns, self._outputs)
         self._shardings = ShardingPlan(
@@ -93,10 +104,13 @@ class Operations:
         self._results = self._requested(targets)
 
     def run(self, inputs: Sequence[ArrayLike] = ()) -> list[jax.Array]:
-        """Makes the results.
+        """Runs the operations.
 
         Args:
             inputs: The values of the traced function's arguments, flat.
+
+        Returns:
+            The results, in their layouts.
         """
         inputs_by_var = zip(self._inputs, inputs, strict=True)
         values: dict[Any, Any] = {
@@ -122,14 +136,14 @@ class Operations:
         return results
 
     def memory(self) -> CreationMemory:
-        """Compiles every operation and reads off what the devices hold."""
+        """Compiles every operation, and adds up what a device holds, as `run` would."""
         held = {var: self._bytes(var) for var in [*self._inputs, *self._consts]}
         peak = sum(held.values())
         for operation in self._operations:
             analysis = _compile(_OperationKey(operation)).memory_analysis()
             new = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
             now = sum(held.values()) + analysis.temp_size_in_bytes + new
-            # An operand that is needed in another sharding is moved first.
+            # Operands that are needed in another sharding are copied first.
             moved = sum(
                 _shard_bytes(var, sharding)
                 for var, sharding in _operands(operation)
@@ -158,8 +172,8 @@ class Operations:
     ) -> list[tuple[Any, Layout, bool, bool]]:
         """Returns (value, layout, is copied, is last) of each result.
 
-        Every result has memory of its own, so that a step may donate them all: a value
-        is copied unless it has that layout and nothing else holds it.
+        No two results share memory, so that a step can donate them all: a value is
+        copied unless it is already in that layout and nothing else refers to it.
         """
         uses = Counter(map(id, self._outputs))
         results = []
@@ -173,15 +187,16 @@ class Operations:
         return results
 
     def _operation(self, eqn: Equation, dead: list[Any]) -> _Operation:
-        # Literals are operands too, as they are without jit: a constant would be
-        # folded into the program, and change its bits.
+        # Literals are operands as well, as without jit: the compiler would fold a
+        # constant into the program, which can change the bits of the result.
         shardings_in = [self._shardings[var] for var in eqn.invars]
         shardings_out = [self._shardings[var] for var in eqn.outvars]
         is_whole = not is_bit_exact_on_shards(eqn)
         if is_whole:
             whole = NamedSharding(self._mesh.jax_mesh, PartitionSpec())
             shardings_in = [whole] * len(eqn.invars)
-        # A result can take over the memory of an operand that is like it.
+        # A result can take over the memory of an operand of the same shape, dtype and
+        # sharding that nothing uses any more.
         free = [
             (var.aval.shape, var.aval.dtype, sharding)
             for var, sharding in zip(eqn.outvars, shardings_out, strict=True)
@@ -208,7 +223,8 @@ def _shard_bytes(var: Any, sharding: NamedSharding) -> int:
 def _needed(eqns: list[Any], outputs: Sequence[Any]) -> list[tuple[Any, list[Any]]]:
     """Returns the operations that the results depend on, the last one first.
 
-    Each comes with the values that are not needed after it.
+    Each comes with the values that are not used after it, found on the way back: the
+    first operation that uses a value, seen from the end, is the last to do so.
     """
     needed: list[tuple[Any, list[Any]]] = []
     used = {var for var in outputs if not is_literal(var)}
@@ -223,7 +239,11 @@ def _needed(eqns: list[Any], outputs: Sequence[Any]) -> list[tuple[Any, list[Any
 
 
 class _OperationKey:
-    """An operation as a key: equal for operations that compile to one program."""
+    """An operation as a cache key: equal for operations that compile alike.
+
+    Initializers repeat the same few operations for every layer of a kind, so a state of
+    hundreds of leaves needs a few dozen programs.
+    """
 
     def __init__(self, operation: _Operation) -> None:
         self.operation = operation
@@ -239,7 +259,7 @@ class _OperationKey:
         )
         try:
             self._hash = hash(self._value)
-        except TypeError:  # a parameter that cannot be hashed: no sharing
+        except TypeError:  # a parameter that cannot be hashed: a program of its own
             self._value = (id(eqn), tuple(operation.shardings_in), operation.donated)
             self._hash = hash(self._value)
 
@@ -273,6 +293,7 @@ def _compile(key: _OperationKey) -> Any:
         out_shardings=list(operation.shardings_out),
         donate_argnums=operation.donated,
     )
+    # Neither the user's `disable_jit` nor a mesh that is set may change the program.
     with jax.disable_jit(disable=False), _jax.no_mesh():
         if _saves_memory(operation):
             return _jax.compile_frugally(jitted, operands)
@@ -291,9 +312,10 @@ def _run(operation: _Operation, operands: Sequence[ArrayLike]) -> list[jax.Array
 
 
 def _saves_memory(operation: _Operation) -> bool:
-    """Returns whether to save the memory in which random numbers are made on CPU.
+    """Returns whether to compile random numbers on CPU so that they take less memory.
 
-    Small arrays have the bits of an unsharded build for sure only as JAX compiles them.
+    Not for small arrays: there the memory does not matter, and only JAX's own way of
+    compiling is certain to give the bits of an unsharded build.
     """
     mesh: Any = operation.shardings_out[0].mesh
     return mesh.devices.flat[0].platform == "cpu" and all(
@@ -309,7 +331,7 @@ def _apply(operation: _Operation, *operands: jax.Array) -> list[jax.Array]:
     results = _jax.apply_operation(operation.eqn, list(operands))
     if not operation.is_whole:
         return results
-    # Or else the compiler shards the operation as its result is sharded.
+    # Without this, the compiler would shard the operation like its result.
     return [
         _jax.constrain(result, NamedSharding(sharding.mesh, PartitionSpec()))
         for result, sharding in zip(results, operation.shardings_out, strict=True)
@@ -317,7 +339,7 @@ def _apply(operation: _Operation, *operands: jax.Array) -> list[jax.Array]:
 
 
 def _placed(value: ArrayLike, sharding: NamedSharding) -> jax.Array:
-    """Returns a value of this process on the mesh."""
+    """Returns a value of this process, placed on the mesh."""
     if sharding.is_fully_addressable:
         return jax.device_put(value, sharding)
     # JAX 0.7 cannot move an array of one process to the devices of several.

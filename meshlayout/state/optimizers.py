@@ -13,18 +13,20 @@ from meshlayout.errors import StateError
 def optimizer_by_path(
     optimizers: Mapping[str, optax.GradientTransformation | None],
 ) -> optax.GradientTransformation:
-    """Returns an optimizer that treats parameters by their paths.
+    """Returns an optimizer that updates parameters by their paths.
+
+    Use this to freeze a part of the model, or to give parts their own learning rates.
+    It is `optax.multi_transform` with patterns instead of labels.
 
     Args:
-        optimizers: From patterns, searched for in the paths, to optimizers; the first
-            that matches counts. None freezes the parameters, and keeps no state for
-            them.
+        optimizers: Optimizers by pattern, searched for in the paths; the first match
+            wins. None freezes the parameters, and keeps no state for them.
 
     Returns:
-        An Optax transformation; its state follows the parameters as any other does.
+        An Optax transformation; its state follows the parameters like any other.
 
     Raises:
-        StateError: If a pattern is not a regular expression, or a value not an
+        StateError: If a pattern is not a regular expression, or a value is not an
             optimizer; and at initialization, if a parameter matches no pattern.
 
     Example:
@@ -47,8 +49,9 @@ def optimizer_by_path(
             optimizer, optax.GradientTransformation
         ):
             msg = (
-                f"optimizer_by_path: {pattern!r} is given {_checks.shown(optimizer)}, "
-                "which is neither an Optax optimizer nor None."
+                f"optimizer_by_path: {pattern!r} is mapped to "
+                f"{_checks.shown(optimizer)}, which is neither an Optax optimizer nor "
+                "None."
             )
             raise StateError(msg)
     patterns = list(optimizers)
@@ -57,6 +60,8 @@ def optimizer_by_path(
         flat = _paths.flatten(params)
         return flat.unflatten([_label(leaf.path, patterns) for leaf in flat.leaves])
 
+    # Labeled by index, because labels become keys in the optimizer's state: a pattern
+    # may contain a `/`, which separates the keys of a path.
     parts: dict[Hashable, optax.GradientTransformation] = {
         str(index): optax.set_to_zero() if optimizer is None else optimizer
         for index, optimizer in enumerate(optimizers.values())

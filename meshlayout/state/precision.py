@@ -1,4 +1,8 @@
-"""The dtypes in which a step computes and stores; dynamic loss scaling."""
+"""The dtypes in which a step computes and stores; dynamic loss scaling.
+
+Parameters stay in the dtype that they were built in, and are cast where they are used:
+a cast inside the differentiated function makes their gradients full precision again.
+"""
 
 import itertools
 import re
@@ -16,14 +20,21 @@ from meshlayout.errors import StateError, did_you_mean
 
 @dataclass(frozen=True)
 class PrecisionPolicy:
-    """Dtypes of a step; None leaves one unchanged.
+    """Dtypes of a step; None leaves a dtype unchanged.
+
+    Use this for a combination that has no name; `precision="bfloat16"` and
+    `"float16"` cover the usual ones.
 
     Attributes:
-        param: The dtype the parameters are stored in; one that differs is refused.
-        compute: The dtype that layers compute in. Parameters are cast as they are
-            used; a layer that names a dtype of its own keeps it. Statistics of
-            normalization, losses and norms stay in float32.
+        param: The dtype in which parameters are stored; a model with another one is
+            refused.
+        compute: The dtype in which layers compute. Parameters are cast where they are
+            used; a layer that was given a dtype keeps it. Statistics of normalization,
+            losses and norms stay in float32.
         output: The dtype of what the model returns.
+
+    Raises:
+        StateError: If one of them is not a floating-point dtype.
     """
 
     param: Any = None
@@ -61,8 +72,9 @@ class Policies:
     """A policy for the model, and others for some of its paths.
 
     Attributes:
-        default: For what no pattern matches.
-        by_path: Patterns, searched for in paths, and their policies; the first counts.
+        default: The policy of paths that no pattern matches.
+        by_path: Patterns, searched for in paths, and their policies; the first match
+            wins.
     """
 
     default: PrecisionPolicy
@@ -77,24 +89,23 @@ class Policies:
 
     @property
     def casts(self) -> bool:
-        """Whether anything is computed or returned in another dtype."""
+        """Whether anything is computed or returned in a different dtype."""
         return bool(self.computes_in) or self.default.output is not None
 
     @property
     def computes_in(self) -> frozenset[Any]:
-        """All compute dtypes there are; without None."""
+        """All compute dtypes of the policies, without None."""
         policies = [self.default, *(policy for _, policy in self.by_path)]
         dtypes = {policy.compute for policy in policies}
         return frozenset(dtypes - {None})
 
 
 def parse_precision(precision: Any) -> Policies:
-    """Returns the policies that `precision=` stands for.
+    """Returns the policies that a `precision=` argument means.
 
     Args:
-        precision: `"float32"`, `"bfloat16"`, `"float16"`, a
-            `PrecisionPolicy`, or a dict from patterns of paths to those, `""` for the
-            rest.
+        precision: `"float32"`, `"bfloat16"`, `"float16"`, a `PrecisionPolicy`, or a
+            dict from patterns of paths to any of these, with `""` for the rest.
 
     Raises:
         StateError: If it is none of these.
@@ -108,7 +119,7 @@ def parse_precision(precision: Any) -> Policies:
         return Policies(_policy(precision))
     if not precision:
         msg = (
-            "precision={} says nothing. Give patterns of paths and their dtypes, as "
+            "precision={} is empty. Give patterns of paths and their dtypes, as "
             '{"router": "float32", "": "bfloat16"}.'
         )
         raise StateError(msg)
@@ -116,12 +127,13 @@ def parse_precision(precision: Any) -> Policies:
     for pattern, policy in precision.items():
         _checks.pattern("pattern", pattern, where="precision", error=StateError)
         parsed = _policy(policy)
-        if pattern and isinstance(policy, str):  # of a part, only what it computes in
+        if pattern and isinstance(policy, str):
+            # The name stands for an output dtype as well, which a part does not have.
             parsed = PrecisionPolicy(compute=parsed.compute)
         if pattern and parsed.output is not None:
             msg = (
-                f"precision: the policy of {pattern!r} names output=, which is that of "
-                "the whole model: give it to the pattern ''."
+                f"precision: the policy of {pattern!r} sets output=, which is of the "
+                "whole model. Set it for the pattern ''."
             )
             raise StateError(msg)
         rules.append((pattern, parsed))
@@ -146,9 +158,12 @@ def _policy(precision: Any) -> PrecisionPolicy:
 def cast_for_compute(
     tree: PyTree, policies: Policies, casting: Collection[str] = ()
 ) -> Any:
-    """Casts floating-point parameters to the dtypes they are used in.
+    """Casts floating-point parameters to their compute dtypes.
 
-    Those of the layers `casting`, by path, are left to the layers themselves.
+    Args:
+        tree: Parameters.
+        policies: The policies.
+        casting: Paths of layers that cast their own parameters, which are skipped.
     """
     if not policies.computes_in:
         return tree
@@ -164,7 +179,15 @@ def cast_for_compute(
 
 
 def cast(value: PyTree, dtype: DType | None) -> Any:
-    """Casts floating-point arrays in a tree, not in NNX objects; None casts nothing."""
+    """Casts floating-point arrays in a tree, but not in NNX objects.
+
+    Those have to keep their identity: the caller would otherwise get a copy of a module
+    back, whose updates are lost.
+
+    Args:
+        value: The tree.
+        dtype: The dtype; None casts nothing.
+    """
     if dtype is None:
         return value
 
@@ -177,10 +200,10 @@ def cast(value: PyTree, dtype: DType | None) -> Any:
 
 
 def check_params(params: PyTree, policies: Policies) -> None:
-    """Refuses parameters of another dtype than their policy's, and unused patterns."""
+    """Refuses parameters whose dtype is not their policy's, and unused patterns."""
     leaves = _paths.flatten(params).leaves
     paths: set[str] = set()
-    for leaf in leaves:  # also those of the modules around it
+    for leaf in leaves:  # with the paths of the modules that contain it
         paths.update(itertools.accumulate(leaf.path.split("/"), "{}/{}".format))
     for pattern, _ in policies.by_path:
         if not any(re.search(pattern, path) for path in paths):
@@ -207,15 +230,15 @@ def check_params(params: PyTree, policies: Policies) -> None:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LossScale:
-    """A factor that keeps float16 gradients from vanishing, and how it is doing.
+    """A factor that keeps small float16 gradients from underflowing to zero.
 
-    It doubles after `GROWTH_INTERVAL` finite steps and halves after one that is not
-    (Micikevicius et al., "Mixed Precision Training", 2018, section 3.2, with the
-    back-off that NVIDIA's and PyTorch's scalers use).
+    It doubles after `GROWTH_INTERVAL` steps with finite gradients and halves after one
+    without (Micikevicius et al., "Mixed Precision Training", 2018, section 3.2, with
+    the backoff of NVIDIA's and PyTorch's scalers). A power of 2 changes no mantissa.
 
     Attributes:
         scale: The factor, float32.
-        finite_steps: Steps since it changed last, int32.
+        finite_steps: Steps since it last changed, int32.
     """
 
     scale: jax.Array
@@ -223,11 +246,11 @@ class LossScale:
 
     @classmethod
     def create(cls, scale: float = 2.0**15) -> "LossScale":
-        """Returns a loss scale to begin with."""
+        """Returns an initial loss scale."""
         return cls(jnp.float32(scale), jnp.int32(0))
 
     def after(self, finite: jax.Array) -> "LossScale":
-        """Returns the loss scale after a step whose gradients are `finite`, or not."""
+        """Returns the loss scale after a step whose gradients are `finite` or not."""
         steps = jnp.where(finite, self.finite_steps + 1, 0)
         grown = steps >= GROWTH_INTERVAL
         scale = jnp.where(
@@ -238,5 +261,7 @@ class LossScale:
         return LossScale(scale, jnp.where(grown, 0, steps).astype("int32"))
 
 
+# As in PyTorch's and NVIDIA's scalers. The maximum is far above what gradients need: it
+# keeps a model whose gradients are all 0 from scaling its loss to infinity.
 GROWTH_INTERVAL = 2000
 MAX_SCALE = 2.0**24

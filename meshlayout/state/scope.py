@@ -1,13 +1,13 @@
-"""`with layouts.scope():` models are created sharded in unchanged code.
+"""`with layouts.scope():` creates models sharded, in unchanged code.
 
-While a scope is open, constructing an NNX module or calling Linen's `init` goes
-through `create`. Modules that are parts of others are constructed inside their
-parent's creation. A module that is given to another one later (the layers of an
-`nnx.Sequential`) was created first, under a path that is not its last: its arrays
-are spread as finely as they divide, and take their layouts when the parent is made.
-An `nnx.Optimizer` is made for a model that is complete, and its slots take the layouts
-of the model's parameters. Inside jit, vmap and other transformations there are no
-arrays to lay out, and everything is constructed as without a scope.
+While a scope is open, constructing an NNX module or calling Linen's `init` goes through
+`create`. A module that constructs its own parts does so inside its creation. A module
+that is passed to another one later (the layers of an `nnx.Sequential`) is created
+first, under a path that is not final: its arrays are sharded as finely as they divide,
+and get their layouts when the parent is made. An `nnx.Optimizer` is made for a complete
+model, and its slots take the layouts of the model's parameters. Inside jit, vmap and
+other transformations there are no arrays to lay out, and everything is constructed as
+without a scope.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ from meshlayout.state.create import (
 
 
 class Scope:
-    """What was constructed while one scope is open.
+    """An open scope, and what was constructed in it.
 
     Args:
         layouts: The layout map of the scope.
@@ -52,21 +52,23 @@ class Scope:
 
     def __init__(self, layouts: LayoutMap) -> None:
         self.layouts = layouts
+        # Modules that are not part of another one, as far as is known.
         self._roots: list[nnx.Module] = []
         self._optimizers: list[tuple[nnx.Optimizer[Any], nnx.Module]] = []
         self.is_empty = True
 
-    # Called in place of Flax's own methods, which come first.
+    # Called instead of Flax's own methods, which are their first argument.
 
     def construct(
         self, construct: Callable[..., nnx.Module], cls: type, *args: Any, **kwargs: Any
     ) -> nnx.Module:
-        """Constructs an NNX module that is not part of another construction."""
+        """Constructs an NNX module, outside of another one's construction."""
         call = functools.partial(construct, cls)
         leaves = jax.tree.leaves((args, kwargs), is_leaf=_is_nnx_object)
         objects = [leaf for leaf in leaves if _is_nnx_object(leaf)]
         if any(isinstance(node, nnx.Module) for node in objects):
-            # A composition: its parts exist. Parts that it makes itself pass here.
+            # Its parts exist and cannot be traced as its own. Parts that it makes
+            # itself come through here one by one.
             module = self._composed(call, args, kwargs)
         else:
             module = self._created(call, args, kwargs, objects)
@@ -74,13 +76,13 @@ class Scope:
         return module
 
     def init(self, init: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Makes Linen's variables."""
+        """Creates Linen's variables."""
         return place(trace(lambda: init(*args, **kwargs)), self.layouts).create()
 
     def init_with_output(
         self, init: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Makes Linen's variables and a replicated output."""
+        """Creates Linen's variables and a replicated output."""
 
         def resolve(node: Any) -> Resolved:
             output, variables = node
@@ -99,23 +101,26 @@ class Scope:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Makes an optimizer's state for a model, which is taken to be complete."""
+        """Makes an optimizer's state for a model, which is assumed to be complete."""
+        # Slots are made like the parameters, so these come first. A rule that does not
+        # fit is reported when the scope ends; the model may still become part of
+        # another.
         self._move(model, strict=False)
         init(optimizer, model, *args, **kwargs)
         self._follow(optimizer, model)
         self._optimizers.append((optimizer, model))
 
     def finish(self) -> None:
-        """Gives every module the layouts of its final paths, or raises.
+        """Lays out every module by its final paths.
 
         Raises:
-            LayoutMapError: If rules disagree or do not fit; if nothing was made, or a
-                rule matches no path, and the map has `unused="error"`.
+            LayoutMapError: If rules disagree or do not fit; or, if the map has
+                `unused="error"`, nothing was made or a rule matches no path.
 
         Warns:
             LayoutWarning: If nothing was made, or a rule matches no path.
         """
-        # Laying out activations is a use of the scope, too.
+        # A scope that only lays out activations is in use as well.
         if self.is_empty and not self.layouts._take_snapshot().is_read:
             self.layouts._report_unused(
                 "nothing was made in this scope: it lays out NNX modules and the "
@@ -133,7 +138,10 @@ class Scope:
     def _composed(
         self, call: functools.partial[nnx.Module], args: Any, kwargs: Any
     ) -> nnx.Module:
-        """Constructs a module as without a scope, and moves what it holds."""
+        """Constructs a module as without a scope, and lays out what it holds.
+
+        Its parts are no longer roots: their paths now start at this module.
+        """
         is_eager = eager_sharding()
         with eager_sharding_off():
             module = call(*args, **kwargs)
@@ -150,7 +158,11 @@ class Scope:
         kwargs: Any,
         objects: list[nnx.Pytree],
     ) -> nnx.Module:
-        """Constructs a module through `create`, drawing from the caller's Rngs."""
+        """Constructs a module through `create`, drawing from the caller's Rngs.
+
+        A trace must not change objects from outside, so the constructor gets copies of
+        the caller's Rngs, whose counts are written back after the module is made.
+        """
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_nnx_object)
         graphdef, state = nnx.split(tuple(objects))
         inputs, state_def = jax.tree.flatten(state)
@@ -168,12 +180,12 @@ class Scope:
         except StateError as error:
             if not isinstance(error.__cause__, flax_errors.TraceContextError):
                 raise
-            line = (
-                f"{call.args[0].__name__} draws from an nnx.Rngs that it was not given "
-                "as an argument: its arrays are made unsharded on one device first. "
+            warning = (
+                f"{call.args[0].__name__} draws from an nnx.Rngs that is not among its "
+                "arguments: its arrays are made unsharded on one device first. "
                 "Pass the Rngs to it, as rngs=rngs."
             )
-            warnings.warn(line, LayoutWarning, stacklevel=stack_level())
+            warnings.warn(warning, LayoutWarning, stacklevel=stack_level())
             return self._composed(call, args, kwargs)
         description = place(traced, self.layouts, self._lenient)
         module, copies = description._make(inputs)
@@ -181,23 +193,30 @@ class Scope:
         return module
 
     def _lenient(self, node: PyTree) -> Resolved:
-        """Resolves what has a rule; shards the rest evenly until its path is final."""
-        # The module is entry 0 of what was built, the caller's Rngs are entry 1.
+        """Resolves leaves that have a rule; shards the others as finely as possible.
+
+        The path may not be final, so a leaf that matches no rule yet must not be
+        replicated: it may be too large for one device.
+        """
+        # The module is entry 0 of what was built, and the caller's Rngs are entry 1.
         flat = _paths.flatten(node)
         resolver = self.layouts._resolver()
         layouts = []
         for leaf in flat.leaves:
-            own = leaf._replace(path=leaf.path.partition("/")[2])
             layout = finest_layout(self.layouts.mesh, np.shape(leaf.value))
-            with contextlib.suppress(LayoutMapError):
-                resolution = resolver.leaf(own)
+            with contextlib.suppress(LayoutMapError):  # raised at the final path
+                path = leaf.path.partition("/")[2]
+                resolution = resolver.leaf(leaf._replace(path=path))
                 if resolution is None or resolution.reason != "default":
                     layout = resolution and resolution.layout
             layouts.append(layout)
         return Resolved(flat.unflatten(layouts), ())
 
     def _move(self, module: nnx.Module, *, strict: bool) -> tuple[Resolution, ...]:
-        """Lays out a module's arrays by their paths below it."""
+        """Lays out a module's arrays by their paths below it.
+
+        If not `strict`, a module with rules that do not fit stays where it is.
+        """
         try:
             resolved = self.layouts.resolve(module)
         except LayoutMapError:
@@ -210,7 +229,7 @@ class Scope:
     def _follow(
         self, optimizer: nnx.Optimizer[Any], model: nnx.Module
     ) -> tuple[Resolution, ...]:
-        """Lays out an optimizer's state like its parameters are now."""
+        """Lays out an optimizer's state like its parameters are laid out now."""
         params = nnx.state(model, optimizer.wrt)
         owners = [_current_resolution(leaf) for leaf in _paths.flatten(params).leaves]
         slots = _without_model(optimizer, model)
@@ -237,7 +256,7 @@ def _current_resolution(leaf: _paths.Leaf) -> Resolution:
 
 
 def _lay_out(node: nnx.Pytree, state: "nnx.State[Any, Any]", layouts: PyTree) -> None:
-    """Moves arrays of an NNX object: those of its state, or of a part of it."""
+    """Moves the arrays in (a part of) an NNX object's state to their layouts."""
     flat = _paths.flatten(state)
     remaining = iter(jax.tree.leaves(layouts))
     moved = []
@@ -264,17 +283,19 @@ def _open_scope(layouts: LayoutMap) -> Iterator[LayoutMap]:
                 yield layouts
         finally:
             _scope.reset(token)
+        # Not after an error in the block, which a second one would hide.
         scope.finish()
 
 
+# `LayoutMap.scope` is below this module in the layers, and calls what is put here.
 LayoutMap._open_scope = _open_scope
 
 
 def _in_scope(around: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Returns a function that replaces a constructor of Flax to look for a scope.
+    """Returns a function that makes the replacement of one of Flax's constructors.
 
-    Where one is open, `around` is called with the scope, the constructor and the
-    arguments.
+    In an open scope, the replacement calls `around` with the scope, the constructor and
+    the arguments; otherwise, and while JAX traces, just the constructor.
     """
 
     def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -293,8 +314,9 @@ def _in_scope(around: Callable[..., Any]) -> Callable[[Any], Any]:
     return replacement
 
 
-# Flax has no hook for "a module is being constructed". If it moves one of these
-# methods, tests/test_scope.py fails at its first test.
+# Flax has no hook for the construction of a module. If it moves one of these methods,
+# arrays are made unsharded in a scope; tests/test_scope.py fails at its first test. The
+# methods are replaced only while some thread is inside a scope.
 _constructors = SharedPatches(
     (type(nnx.Module), "__call__", _in_scope(Scope.construct)),
     (nn.Module, "init", _in_scope(Scope.init)),
@@ -309,7 +331,10 @@ def _is_nnx_object(node: object) -> TypeGuard[nnx.Pytree]:
 
 
 def _adopt(module: nnx.Module, copies: Any, originals: list[nnx.Pytree]) -> None:
-    """Puts the caller's own objects in the place of their copies in a new module."""
+    """Replaces the copies of the caller's objects in a new module by the originals.
+
+    A module that keeps its Rngs must share them with the caller, as without a scope.
+    """
     originals_by_copy: dict[int, Any] = {}
     for copy, original in zip(copies, originals, strict=True):
         nnx.update(original, nnx.state(copy))

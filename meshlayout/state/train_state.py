@@ -1,10 +1,15 @@
-"""`TrainState`: everything that a training step carries forward."""
+"""`TrainState`: everything that a training step carries forward.
+
+The arrays are plain nested dicts, split off the model once when the state is created:
+`nnx.jit`, which takes modules, traverses them again at every call. The model's
+structure and the optimizer travel along as static code. `state.model` puts a module
+together when a user asks for one.
+"""
 
 import copy
 import dataclasses
 import uuid
 from collections.abc import Callable, Mapping
-from numbers import Integral
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeAlias, TypeVar
 
 import cloudpickle
@@ -12,7 +17,6 @@ import jax
 import numpy as np
 import optax
 from flax import linen as nn, nnx
-from flax.core import meta
 from jax.core import Tracer
 
 from meshlayout import _jax, _paths, _render
@@ -31,6 +35,12 @@ from meshlayout.state.create import (
     has_layout,
     marked,
 )
+from meshlayout.state.state_parts import (
+    PickledLeaf,
+    as_transformation,
+    check_rng,
+    split_model,
+)
 
 
 Model = TypeVar("Model", bound=nnx.Module | nn.Module)
@@ -39,10 +49,18 @@ Optimizer: TypeAlias = optax.GradientTransformation | optax.MultiSteps
 
 @dataclasses.dataclass(eq=False)
 class ModelCode:
-    """What of a train state is code: the model's structure and the optimizer.
+    """The part of a train state that is code: the model's structure and the optimizer.
 
-    Compared by identity first, because every call of a compiled step compares it. A
-    copy that was pickled equals the original by its token.
+    It is static in a compiled step, so every call compares it: by identity first, and
+    then by a token that a pickled copy shares with the original. Two states that were
+    built separately are equal if their structures and optimizers are.
+
+    Attributes:
+        graphdef: The structure of an NNX module; None for Linen.
+        module: The Linen module; None for NNX.
+        boxed: The structure of Linen's parameters with their metadata.
+        tx: The optimizer.
+        token: Equal for pickled copies.
     """
 
     graphdef: Any
@@ -52,6 +70,8 @@ class ModelCode:
     token: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
 
     def __post_init__(self) -> None:
+        # Cheap, the same in every process, and equal for whatever may be equal: the
+        # hash of a graphdef would visit the whole model.
         kinds = (type(self.graphdef), type(self.module), type(self.tx))
         self._hash = hash(tuple(kind.__qualname__ for kind in kinds))
 
@@ -69,7 +89,7 @@ class ModelCode:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # An optimizer is made of local functions, which pickle alone cannot hold.
+        # Optimizers consist of local functions, which the standard pickle refuses.
         code = (self.graphdef, self.module, self.boxed, self.tx)
         return _load_code, (cloudpickle.dumps(code), self.token)
 
@@ -86,17 +106,17 @@ class TrainState(Generic[T]):
 
     Make one with `TrainState.create`. It is a frozen dataclass whose array fields are
     plain nested dicts (an Optax state for `opt_state`), so that `jax.tree`, `jax.jit`
-    and `jax.grad` take it and its parts as they are. To a type checker it is generic
-    over its model: `TrainState[MLP]`.
+    and `jax.grad` take it and its parts directly. To a type checker it is generic over
+    its model: `TrainState[MLP]`.
 
     Attributes:
         params: The trainable parameters.
         opt_state: The optimizer's state.
         model_state: The model's other arrays: batch statistics, RNG streams.
-        step: How many updates were applied, int32.
+        step: The number of updates that were applied, int32.
         rng: A PRNG key for the step's own randomness.
-        extra: More arrays of a train step, by name: the moving average of the
-            parameters (`ema`), a loss scale, a count of skipped steps.
+        extra: Further arrays of a train step, by name: the moving average of the
+            parameters (`ema`), a loss scale, the number of skipped steps.
         program: The model's structure and the optimizer; no arrays.
     """
 
@@ -108,7 +128,8 @@ class TrainState(Generic[T]):
     extra: dict[str, Any]
     program: ModelCode = dataclasses.field(metadata={"static": True})
 
-    # A compiled step's result, until a field is read: `StateStructure.lazy`.
+    # The leaves of a compiled step's result, until a field is read. A loop that only
+    # passes its state on never pays for putting it together: `StateStructure.lazy`.
     _flat: ClassVar[Any] = None
 
     @classmethod
@@ -123,17 +144,20 @@ class TrainState(Generic[T]):
     ) -> "TrainState[Model]":
         """Creates a sharded state: parameters by the map, optimizer slots like them.
 
+        Use this to start training. Nothing is ever materialized unsharded, and the
+        values are those of building on one device, to the bit.
+
         Args:
-            build: Makes the NNX module; or Linen's variables, given `module`.
+            build: Makes the NNX module; or Linen's variables, together with `module`.
             optimizer: An Optax transformation, or `optax.MultiSteps`. Its state
-                follows the parameters.
-            layouts: Where the parameters go.
+                follows the parameters' layouts.
+            layouts: The layouts of the parameters.
             module: For Linen: the module whose variables `build` returns.
             rng: A PRNG key or a seed, for `state.rng`.
 
         Raises:
-            StateError: If the builder makes neither, or a model without parameters, or
-                cannot be traced.
+            StateError: If the builder returns anything else or a model without
+                parameters, or cannot be traced.
             LayoutMapError: If the rules disagree or do not fit.
 
         Example:
@@ -161,10 +185,10 @@ class TrainState(Generic[T]):
         module: Model | None = None,
         rng: jax.Array | int = 0,
     ) -> "StateDescription[TrainState[Model]]":
-        """Describes what `create` would make, and makes nothing; see `ml.describe`.
+        """Describes the state that `create` would make, without making it.
 
         Use this for shapes, layouts and memory, or to give `Checkpointer.restore` the
-        state to restore into. Takes and raises what `create` does.
+        state to restore into; see `ml.describe`. Arguments and errors: as for `create`.
         """
         where = "TrainState.describe"
         return cls._describe(where, build, optimizer, layouts, module, rng)
@@ -180,19 +204,23 @@ class TrainState(Generic[T]):
         rng: jax.Array | int,
     ) -> "StateDescription[Any]":
         check_builder(build, where)
-        transformation = _as_transformation(optimizer, where)
+        transformation = as_transformation(optimizer, where)
         is_eager = eager_sharding()
-        _check_rng(rng, where)
+        check_rng(rng, where)
 
+        # The optimizer's state is built in the same trace as the model, so that slots
+        # are created sharded as well, and from parameters that are still abstract.
         def state() -> TrainState[Any]:
             key = rng if isinstance(rng, jax.Array) else jax.random.key(int(rng))
             built = build()
             if isinstance(built, nnx.Module):
                 built = marked(built, is_eager=is_eager)
-            params, model_state, code = _split(built, module, transformation, where)
-            opt_state = transformation.init(params)
+            parts = split_model(built, module, where)
+            code = ModelCode(parts.graphdef, module, parts.boxed, transformation)
+            opt_state = transformation.init(parts.params)
             step = jax.numpy.zeros((), "int32")
-            return cls(params, opt_state, model_state, step, key, {}, code)
+            model_state = parts.model_state
+            return cls(parts.params, opt_state, model_state, step, key, {}, code)
 
         return describe_state(state, layouts, where)
 
@@ -200,11 +228,12 @@ class TrainState(Generic[T]):
     def model(self) -> T:
         """The model with these parameters: an NNX module, or a bound Linen module.
 
-        Each access makes a new one, around the same arrays. A Linen module is bound
-        with its other collections mutable; read them back with `model_state_of`.
+        Use this to call the model outside of a step. Each access makes a new one around
+        the same arrays. A Linen module is bound with its other collections mutable;
+        read them back with `model_state_of`.
 
         Raises:
-            StateError: If a step has used up this state.
+            StateError: If a step has donated this state's memory.
         """
         _check_alive(self.params)
         if self.program.graphdef is not None:
@@ -215,6 +244,8 @@ class TrainState(Generic[T]):
 
     def model_state_of(self, model: nnx.Module | nn.Module) -> PyTree:
         """Returns the arrays of a model that are not parameters, for `model_state`.
+
+        Use this in your own step to keep batch statistics and RNG counts.
 
         Args:
             model: The model from `state.model`, after it was called.
@@ -230,7 +261,8 @@ class TrainState(Generic[T]):
         if not is_linen and isinstance(model, nnx.Module):
             return nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
         msg = (
-            f"model_state_of takes the model that state.model gave, got {shown(model)}."
+            "model_state_of takes the model that state.model returned, got "
+            f"{shown(model)}."
         )
         raise StateError(msg)
 
@@ -240,13 +272,13 @@ class TrainState(Generic[T]):
         return self.program.tx
 
     def replace(self, **changes: Any) -> Self:
-        """Returns this state with other values for some fields.
+        """Returns this state with new values for some fields.
 
         Args:
             **changes: New values, by field.
 
         Raises:
-            StateError: If a field does not exist.
+            StateError: If there is no such field.
         """
         names = [field.name for field in dataclasses.fields(self)]
         for name in changes:
@@ -263,8 +295,10 @@ class TrainState(Generic[T]):
     ) -> Self:
         """Returns the state after one update.
 
+        Use this in your own step, under `compile_step`; `make_train_step` does it all.
+
         Args:
-            grads: Gradients, in the structure of `params`; or what `nnx.grad` gives.
+            grads: Gradients, in the structure of `params`; or the result of `nnx.grad`.
             model: The model after its forward pass, to take `model_state` (batch
                 statistics, RNG counts) from.
 
@@ -298,7 +332,9 @@ class TrainState(Generic[T]):
         boxed_params, boxed_rest = self._boxed()
         params = layouts.resolve(boxed_params)
         rest = layouts.resolve(boxed_rest)
-        # The slots' paths begin with their field, the parameters' with no prefix.
+        # A rule for `kernel` means the parameter wherever it is used, so parameters are
+        # resolved without the prefix of their field. Slots have it: a rule can then
+        # name `opt_state/...` to override what they take from their parameters.
         with_slots = {"opt_state": self.opt_state, "extra": self.extra}
         slots = layouts._resolve_slots(with_slots, self.params, params.resolutions)
         own = layouts.resolve({"step": self.step, "rng": self.rng})
@@ -314,7 +350,7 @@ class TrainState(Generic[T]):
         return Resolved(tree, tuple(r for part in parts for r in part.resolutions))
 
     def _boxed(self) -> tuple[PyTree, PyTree]:
-        """Returns parameters and the rest with the metadata that their layers gave."""
+        """Returns parameters and the rest with the metadata that their layers set."""
         code = self.program
         if code.graphdef is None:
             params = code.boxed.unflatten(jax.tree.leaves(self.params))
@@ -323,13 +359,14 @@ class TrainState(Generic[T]):
             model = nnx.merge(code.graphdef, self.params, self.model_state)
         return nnx.state(model, nnx.Param), nnx.state(model, nnx.Not(nnx.Param))
 
-    if not TYPE_CHECKING:  # to a type checker, any attribute would exist
+    if not TYPE_CHECKING:  # otherwise a type checker would accept any attribute
 
         def __getattr__(self, name: str) -> Any:
-            """Puts together a state of `StateStructure.lazy`, when a field is read."""
+            """Puts the fields of a lazy state together when one of them is read."""
             flat = self._flat
             if flat is None or name not in (*_ARRAY_FIELDS, "program"):
-                # A property raised AttributeError: this raises it again.
+                # Raises again what a property has raised, or that there is no such
+                # attribute.
                 return object.__getattribute__(self, name)
             leaves, structure, _ = flat
             self.__dict__.update(structure.unflatten(leaves).__dict__)
@@ -337,11 +374,17 @@ class TrainState(Generic[T]):
             return self.__dict__[name]
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # By value: a checkpoint is the better way to keep a state; this is for `copy`,
+        # multiprocessing and notebooks.
         leaves = {
-            name: jax.tree.map(_PickledLeaf.of, getattr(self, name))
+            name: jax.tree.map(PickledLeaf.of, getattr(self, name))
             for name in _ARRAY_FIELDS
         }
-        return _unpickle, (leaves, self.program)
+        return TrainState._unpickle, (leaves, self.program)
+
+    @staticmethod
+    def _unpickle(leaves: dict[str, PyTree], code: ModelCode) -> "TrainState[Any]":
+        return jax.tree.map(PickledLeaf.restored, TrainState(**leaves, program=code))
 
     def __copy__(self) -> Self:
         return self.replace()
@@ -350,12 +393,13 @@ class TrainState(Generic[T]):
         return jax.tree.map(lambda leaf: copy.deepcopy(leaf, memo), self)
 
     def _table(self) -> tuple[str, list[str], list[list[str]]]:
-        """Returns a heading, and a table of the leaves."""
+        """Returns a heading, the column names, and a row per leaf."""
         leaves = _paths.flatten(self).leaves
         if leaves and all(isinstance(leaf.value, Layout) for leaf in leaves):
             rows = [[leaf.path, str(leaf.value)] for leaf in leaves]
             return "TrainState of layouts", ["path", "layout"], rows
         num_params = sum(getattr(p, "size", 0) for p in jax.tree.leaves(self.params))
+        # Inside jit the step is a tracer, and after a step that donated it deleted.
         step = self.step
         is_known = isinstance(step, jax.Array) and not isinstance(step, Tracer)
         step = str(int(step)) if is_known and not step.is_deleted() else "?"
@@ -372,92 +416,26 @@ class TrainState(Generic[T]):
         return _render.html_table(columns, rows, caption=head)
 
 
-def _split(
-    built: PyTree,
-    module: object,
-    optimizer: optax.GradientTransformation,
-    where: str,
-) -> tuple[PyTree, PyTree, ModelCode]:
-    """Returns parameters, the model's other arrays, and the code."""
-    what = "None" if built is None else f"a {type(built).__name__}"
-    if module is not None:
-        if not isinstance(module, nn.Module) or not isinstance(built, Mapping):
-            msg = (
-                f"{where}: module= is for Linen: a Linen module, with a builder that "
-                "returns what module.init(key, sample) returns. Got "
-                f"{shown(module)}, and a builder that returns {what}."
-            )
-            raise StateError(msg)
-        variables = dict(built)
-        boxed = variables.pop("params", None)
-        params = meta.unbox(boxed)
-        if not jax.tree.leaves(params):
-            msg = (
-                f"{where}: the builder's variables have the collections "
-                f"{sorted(built)}, and no parameters in 'params'. Return what "
-                "module.init(key, sample) returns."
-            )
-            raise StateError(msg)
-        code = ModelCode(None, module, jax.tree.structure(boxed), optimizer)
-        return params, meta.unbox(variables), code
-    if isinstance(built, nnx.Module):
-        graphdef, params, rest = nnx.split(built, nnx.Param, ...)
-        if not jax.tree.leaves(params):
-            msg = (
-                f"{where}: the {type(built).__name__} has no parameters to train: none "
-                "of its variables is an nnx.Param. Use create(build, layouts) for it."
-            )
-            raise StateError(msg)
-        code = ModelCode(graphdef, None, None, optimizer)
-        return nnx.to_pure_dict(params), nnx.to_pure_dict(rest), code
-    hint = " A function that ends without `return` gives None." * (built is None)
-    msg = (
-        f"{where}: the builder returned {what}, and must return an NNX "
-        f"module, or Linen's variables together with module=.{hint} For any other "
-        "pytree use create(build, layouts)."
-    )
-    raise StateError(msg)
-
-
-def _as_transformation(
-    optimizer: optax.GradientTransformation | optax.MultiSteps, where: str
-) -> optax.GradientTransformation:
-    if isinstance(optimizer, optax.MultiSteps):
-        # Its own gradient_transformation() keeps value= from the optimizer inside.
-        update: Any = optimizer.update
-        return optax.GradientTransformationExtraArgs(optimizer.init, update)
-    if not isinstance(optimizer, optax.GradientTransformation):
-        msg = (
-            f"{where} takes an Optax optimizer, got {shown(optimizer)}. Write "
-            "TrainState.create(build, optax.adam(1e-3), layouts)."
-        )
-        raise StateError(msg)
-    return optimizer
-
-
-def _check_rng(rng: object, where: str) -> None:
-    is_seed = isinstance(rng, Integral) and not isinstance(rng, bool)
-    if not is_seed and not (isinstance(rng, jax.Array) and _jax.is_key(rng)):
-        msg = (
-            f"{where}: rng must be a seed or a PRNG key, got {shown(rng)}. Write rng=0 "
-            "or rng=jax.random.key(0)."
-        )
-        raise StateError(msg)
-
-
 def _check_alive(params: PyTree) -> None:
-    """Raises StateError if a step that took the state has reused its memory."""
+    """Raises StateError if a step has donated the state's memory.
+
+    A step donates all arrays or none, so the first one shows it.
+    """
     arrays = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
     if any(not isinstance(x, Tracer) and x.is_deleted() for x in arrays[:1]):
         msg = (
-            "this state was used up by a step, which reused its memory. Go on with the "
+            "a step has used up this state: it reused its memory. Continue with the "
             "state that the step returned, or make the step with donate=False."
         )
         raise StateError(msg)
 
 
 def _check_like(what: str, tree: PyTree, name: str, like: PyTree) -> None:
-    """Raises StateError unless a tree has the structure and shapes of another."""
+    """Raises StateError unless a tree has the structure and shapes of another.
+
+    Optax would not: it broadcasts a gradient of another shape, and silently updates
+    with it.
+    """
     shapes = {leaf.path: np.shape(leaf.value) for leaf in _paths.flatten(tree).leaves}
     expected = {leaf.path: np.shape(leaf.value) for leaf in _paths.flatten(like).leaves}
     missing = sorted(expected.keys() - shapes)
@@ -482,9 +460,14 @@ def _check_like(what: str, tree: PyTree, name: str, like: PyTree) -> None:
 
 
 def _like(tree: PyTree, layouts: PyTree) -> PyTree:
-    """Returns layouts in the structure of a tree of the same leaves."""
-    each = iter(jax.tree.leaves(layouts))
-    return jax.tree.map(lambda leaf: next(each) if has_layout(leaf) else None, tree)
+    """Returns layouts in the structure of a tree that has the same leaves.
+
+    They come in the structure of the boxed tree, whose containers may differ.
+    """
+    remaining = iter(jax.tree.leaves(layouts))
+    return jax.tree.map(
+        lambda leaf: next(remaining) if has_layout(leaf) else None, tree
+    )
 
 
 def _leaf_texts(value: Leaf) -> tuple[str, str]:
@@ -497,39 +480,4 @@ def _leaf_texts(value: Leaf) -> tuple[str, str]:
     return array, "?" if _jax.sharding_of(value) is None else str(Layout.of(value))
 
 
-# Pickling by value: arrays are gathered to the host, and placed again on the same
-# devices.
-
-
-@dataclasses.dataclass(frozen=True)
-class _PickledLeaf:
-    """A leaf as it is pickled; `layout` is None for what is not an array on devices."""
-
-    value: Leaf
-    layout: Layout | None
-    key_impl: str | None
-
-    @classmethod
-    def of(cls, leaf: Leaf) -> "_PickledLeaf":
-        if not isinstance(leaf, jax.Array):
-            return cls(leaf, None, None)
-        layout = Layout.of(leaf)
-        if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            data = _jax.to_host(jax.random.key_data(leaf))
-            return cls(data, layout, str(jax.random.key_impl(leaf)))
-        return cls(_jax.to_host(leaf), layout, None)
-
-    def restored(self) -> Leaf:
-        if self.layout is None:
-            return self.value
-        value = self.value
-        if self.key_impl is not None:
-            value = jax.random.wrap_key_data(value, impl=self.key_impl)
-        return jax.device_put(value, self.layout.sharding)
-
-
 _ARRAY_FIELDS = ("params", "opt_state", "model_state", "step", "rng", "extra")
-
-
-def _unpickle(leaves: dict[str, PyTree], code: ModelCode) -> TrainState[Any]:
-    return jax.tree.map(_PickledLeaf.restored, TrainState(**leaves, program=code))
