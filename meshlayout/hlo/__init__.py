@@ -10,3 +10,4 @@ from meshlayout.hlo.communication import (
     CommunicationDiff as CommunicationDiff,
     read_communication as read_communication,
 )
+from meshlayout.hlo.cost import Cost as Cost, read_cost as read_cost

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from meshlayout import _checks, _render
 from meshlayout.errors import CommunicationError
 from meshlayout.hlo.collectives import KINDS, Collective, read_collectives
-from meshlayout.hlo.program import Program
+from meshlayout.hlo.program import Program, text_of
 from meshlayout.mesh import Mesh
 
 
@@ -238,14 +238,7 @@ def read_communication(program: Any, mesh: Mesh | None = None) -> Communication:
     Raises:
         CommunicationError: If it is not a compiled program.
     """
-    has_text = hasattr(program, "as_text") and not hasattr(program, "compile")
-    text = program.as_text() or "" if has_text else program
-    if not isinstance(text, str):
-        msg = (
-            "read_communication takes a compiled program or its text, and got "
-            f"{_checks.shown(program)}."
-        )
-        raise CommunicationError(msg)
+    text = text_of("read_communication", program)
     if mesh is not None and not isinstance(mesh, Mesh):
         msg = f"mesh must be a Mesh, got {_checks.shown(mesh)}."
         raise CommunicationError(msg)

@@ -12,7 +12,10 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
+
+from meshlayout import _checks
+from meshlayout.errors import CommunicationError
 
 
 class Instruction(NamedTuple):
@@ -174,6 +177,10 @@ class Program:
                 if name in self.computations:
                     yield name, role
 
+    def root(self, computation: str) -> str:
+        """Returns the name of a computation's result."""
+        return self._roots.get(computation, "")
+
     # How often.
 
     def _runs(self, computation: str) -> Runs:
@@ -227,7 +234,7 @@ class Program:
     def _result(
         self, computation: str, arguments: Sequence[_Value], depth: int = 0
     ) -> _Value:
-        root = self._roots.get(computation, "")
+        root = self.root(computation)
         return self._value(computation, root, arguments, depth + 1)
 
     def _value(
@@ -340,6 +347,27 @@ def _closing(text: str) -> int:
         if depth < 0:
             return match.start()
     return len(text)
+
+
+def text_of(name: str, program: Any) -> str:
+    """Returns the text of a compiled program.
+
+    Args:
+        name: The function that was called with it.
+        program: What `jax.jit(...).lower(...).compile()` returns, or its text.
+
+    Raises:
+        CommunicationError: If it is something else.
+    """
+    has_text = hasattr(program, "as_text") and not hasattr(program, "compile")
+    text = program.as_text() or "" if has_text else program
+    if not isinstance(text, str):
+        msg = (
+            f"{name} takes a compiled program or its text, and got "
+            f"{_checks.shown(program)}."
+        )
+        raise CommunicationError(msg)
+    return text
 
 
 # Arrays.
