@@ -165,6 +165,83 @@ def test_a_rematerialization_is_seen(tpu):
     assert "Involuntary full rematerialization" in line
 
 
+# What the library reads of the same texts.
+
+
+def whole_bytes(collective):
+    """Returns a collective's bytes as the independent reader counts them."""
+    is_scatter = collective.kind == "reduce_scatter"
+    return collective.nbytes * (collective.num_devices if is_scatter else 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "layouts", "axes"),
+    [
+        ("mlp", "MODEL_PARALLEL", TWO_BY_FOUR),
+        ("resnet", "FSDP", EIGHT),
+        ("transformer", "FSDP", EIGHT),
+        ("transformer", "FSDP_MODEL_PARALLEL", FOUR_BY_TWO),
+    ],
+)
+def test_the_report_agrees_with_an_independent_reader(tpu, name, layouts, axes):
+    _, compiled = tpu.program(name, layouts, axes)
+    sent = ml.hlo.read_communication(compiled)
+    expected = read_collectives(compiled.as_text())
+    assert Counter((x.kind, whole_bytes(x), x.in_loop) for x in sent.collectives) == (
+        Counter((x.kind, x.nbytes, x.in_loop) for x in expected)
+    )
+    for one in sent.collectives:
+        n = math.prod(axes[axis] for axis in one.axes or ())
+        assert one.whole_axes
+        assert one.times_known
+        share = {"all_reduce": 2 * (n - 1) / n, "reduce_scatter": n - 1}
+        share |= {"collective_permute": 1}
+        wire = one.times * math.ceil(share.get(one.kind, (n - 1) / n) * one.nbytes)
+        assert one.wire_bytes == wire
+
+
+def test_fsdp_gathers_asynchronously_and_names_the_lines_it_serves(tpu):
+    _, compiled = tpu.program("transformer", "FSDP", EIGHT)
+    gathers = [
+        one
+        for one in ml.hlo.read_communication(compiled).collectives
+        if one.kind == "all_gather"
+    ]
+    assert sum(one.is_async for one in gathers) > 0.8 * len(gathers)
+    assert all(one.source.startswith("models/transformer.py:") for one in gathers)
+
+
+def test_a_program_computes_the_same_on_every_platform(tpu):
+    flops = {}
+    for platform, mesh in {"tpu": None, "cpu": ml.create_mesh(EIGHT)}.items():
+        step, state, batch = train_step("convnet", "DATA_PARALLEL", EIGHT, mesh=mesh)
+        flops[platform] = step.cost(state, batch).flops
+    rows = ROWS // 8
+    first, second = 26 * 26 * 9 * 32, 11 * 11 * 9 * 32 * 64
+    dense = 5 * 5 * 64 * 64 + 64 * 10
+    # Backward the same twice, but for the images, which need no gradient.
+    expected = 2 * rows * (2 * first + 3 * second + 3 * dense)
+    assert flops == {"tpu": expected, "cpu": expected}
+
+
+def test_loops_without_a_count_in_the_text_are_counted(tpu):
+    mesh = create_slice_mesh(batch=2, model=4)
+
+    def program(ws, x):
+        def outer(x, w):
+            return jax.lax.scan(lambda x, _: (jax.numpy.tanh(x @ w), None), x, length=3)
+
+        return jax.lax.scan(outer, x, ws)[0]
+
+    ws = abstract((5, 256, 256), "float32", mesh.layout(None, "model", None))
+    x = abstract((64, 256), "float32", mesh.layout("batch", "model"))
+    compiled, _ = tpu.compile(jax.jit(program).lower(ws, x))
+    assert "known_trip_count" not in compiled.as_text()
+    sent = ml.hlo.read_communication(compiled)
+    assert {(one.times, one.times_known) for one in sent.collectives} == {(15, True)}
+    assert ml.hlo.read_cost(compiled).flops == 15 * 2 * 64 * 256 * 256 // 8
+
+
 # Data-parallel: the gradients, once.
 
 

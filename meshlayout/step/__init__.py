@@ -10,8 +10,8 @@ from meshlayout.step.eval_step import (
     make_eval_step as make_eval_step,
     make_predict_step as make_predict_step,
 )
+from meshlayout.step.inspection import StepMemory as StepMemory
 from meshlayout.step.train_step import (
-    StepMemory as StepMemory,
     TrainStep as TrainStep,
     make_train_step as make_train_step,
 )

@@ -274,6 +274,10 @@ class CompiledStep(Inspection, Generic[P, R]):
                 return jitted.lower(static, program.flattened(args[0]), rest)
         except NameError as error:
             self._ignore_axes_after(error)
+        except Exception:
+            if args:  # what is wrong with them, if it is they
+                check_arguments(self._name, self._names, args, kwargs)
+            raise
         finally:
             self._thread.is_quiet = before
         return self.lower(*args, **kwargs)

@@ -1,10 +1,109 @@
 """What compiled steps say about their programs; nothing is run or donated for it."""
 
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.sharding import Sharding
 
-from meshlayout.hlo import Communication, read_communication
+from meshlayout import _jax, _render
+from meshlayout._annotations import Leaf
+from meshlayout.hlo import Communication, Cost, read_communication, read_cost
+from meshlayout.state import TrainState
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes on each device while a step runs; text, or a table in notebooks.
+
+    What is measured is read off the compiled program. What the layouts say is
+    arithmetic: shapes of shards times the sizes of their dtypes, without the padding
+    that TPUs add to small arrays. Arguments that the program does not use count in
+    neither.
+
+    Attributes:
+        parameter_bytes: The parameters, by their layouts.
+        optimizer_bytes: The optimizer's state, by its layouts.
+        other_state_bytes: The rest of the state, by its layouts: batch statistics, the
+            moving average of parameters; of a state that is no `TrainState`, all of it.
+        batch_bytes: The batch, the metrics and other arguments, by their layouts.
+        host_bytes: Arguments in the host's memory, by their layouts; none of the others
+            are.
+        gradient_bytes: The gradients, if all are held at once: as many bytes as the
+            parameters that are trained. They are part of the temporary bytes.
+        argument_bytes: State, batch and metrics, measured.
+        output_bytes: What comes out, the donated state's memory included, measured.
+        donated_bytes: How much of the output takes the memory of arguments, measured.
+        temporary_bytes: What is held in between, measured: gradients, activations, and
+            what operations need for themselves.
+        code_bytes: The program itself, measured; 0 where it is in the host's memory.
+        saved_bytes: How much more would be held in between without `remat`, measured; 0
+            where nothing is recomputed.
+    """
+
+    parameter_bytes: int
+    optimizer_bytes: int
+    other_state_bytes: int
+    batch_bytes: int
+    host_bytes: int
+    gradient_bytes: int
+    argument_bytes: int
+    output_bytes: int
+    donated_bytes: int
+    temporary_bytes: int
+    code_bytes: int
+    saved_bytes: int
+
+    @property
+    def activation_bytes(self) -> int:
+        """Temporary bytes that cannot be gradients."""
+        return max(0, self.temporary_bytes - self.gradient_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is held at once, which must fit: the sum of what is measured.
+
+        Arguments, outputs that take no argument's memory, temporaries and code.
+        """
+        new = self.output_bytes - self.donated_bytes
+        return self.argument_bytes + new + self.temporary_bytes + self.code_bytes
+
+    def __str__(self) -> str:
+        return _render.text_table(_HEADERS, self._rows(), "lrl")
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return _render.html_table(_HEADERS, self._rows(), "lrl")
+
+    def _rows(self) -> list[list[str]]:
+        rows = [
+            ("parameters", self.parameter_bytes, "by layouts"),
+            ("optimizer", self.optimizer_bytes, "by layouts"),
+            ("other state", self.other_state_bytes, "by layouts"),
+            ("batch and metrics", self.batch_bytes, "by layouts"),
+            ("in host memory", self.host_bytes, "by layouts"),
+            ("arguments", self.argument_bytes, "measured"),
+            ("outputs", self.output_bytes, "measured"),
+            ("of these donated", self.donated_bytes, "measured"),
+            ("temporary", self.temporary_bytes, "measured"),
+            ("of these gradients", self.gradient_bytes, "by layouts, at most"),
+            ("saved by remat", self.saved_bytes, "measured"),
+            ("program", self.code_bytes, "measured"),
+            ("peak", self.peak_bytes, "sum of measured"),
+        ]
+        optional = {"in host memory", "saved by remat", "program"}
+        return [
+            [name, _render.bytes_text(size), how]
+            for name, size, how in rows
+            if size or name not in optional
+        ]
+
+
+_HEADERS = ["", "per device", "known"]
 
 
 class Inspection:
@@ -28,3 +127,81 @@ class Inspection:
             **kwargs: Arguments by name.
         """
         return read_communication(self.lower(*args, **kwargs).compile())
+
+    def cost(self, *args: Any, **kwargs: Any) -> Cost:
+        """Returns the FLOPs and bytes of the compiled program, loops counted in full.
+
+        Args:
+            *args: As for a call; nothing is run, and the state is not used up.
+            **kwargs: Arguments by name.
+        """
+        return read_cost(self.lower(*args, **kwargs).compile())
+
+    def memory(self, *args: Any, **kwargs: Any) -> StepMemory:
+        """Returns the bytes that the compiled step takes on each device.
+
+        Use this to see whether a step fits, and what of it takes the memory.
+
+        Args:
+            *args: As for a call; nothing is run, and the state is not used up.
+            **kwargs: Arguments by name.
+        """
+        compiled = self.lower(*args, **kwargs).compile()
+        state = args[0] if args else kwargs.get("state")
+        return _memory_of(compiled, state)
+
+
+def _memory_of(compiled: Any, state: Any) -> StepMemory:
+    (first, rest), _ = compiled.args_info
+    # An eval step donates nothing, and takes its state first among the others.
+    donates = bool(jax.tree.leaves(first))
+    num_state = len(jax.tree.leaves(first if donates else rest[0][0]))
+    params = slots = ()
+    if isinstance(state, TrainState):
+        # A program takes a state's arrays in the order of its fields.
+        params = jax.tree.leaves(state.params)
+        slots = jax.tree.leaves(state.opt_state) if donates else ()
+    infos, treedef = jax.tree.flatten(compiled.args_info)
+    # None for what the program does not use.
+    shardings = treedef.flatten_up_to(compiled.input_shardings)
+    pairs = list(zip(infos, shardings, strict=True))
+    ends = (0, len(params), len(params) + len(slots), num_state, None)
+    on_host = [pair for pair in pairs if pair[1] and _is_on_host(pair[1])]
+    parts = [
+        [pair for pair in pairs[start:end] if pair[1] and not _is_on_host(pair[1])]
+        for start, end in itertools.pairwise(ends)
+    ]
+    analysis = compiled.memory_analysis()
+    params_bytes, optimizer, other, batch = map(_shard_bytes, parts)
+    return StepMemory(
+        parameter_bytes=params_bytes,
+        optimizer_bytes=optimizer,
+        other_state_bytes=other,
+        batch_bytes=batch,
+        host_bytes=_shard_bytes(on_host),
+        gradient_bytes=0,
+        argument_bytes=analysis.argument_size_in_bytes,
+        output_bytes=analysis.output_size_in_bytes,
+        donated_bytes=analysis.alias_size_in_bytes,
+        temporary_bytes=analysis.temp_size_in_bytes,
+        code_bytes=analysis.generated_code_size_in_bytes,
+        saved_bytes=0,
+    )
+
+
+def shard_bytes(arrays: Iterable[Leaf]) -> int:
+    """Returns the bytes of arrays on each device."""
+    return _shard_bytes((x, x.sharding) for x in arrays)
+
+
+def _shard_bytes(pairs: Iterable[tuple[Any, Sharding]]) -> int:
+    return sum(
+        math.prod(sharding.shard_shape(x.shape)) * _jax.itemsize(x.dtype)
+        for x, sharding in pairs
+    )
+
+
+def _is_on_host(sharding: Sharding) -> bool:
+    kind = sharding.memory_kind or ""
+    _, default = _jax.memory_kinds(next(iter(sharding.device_set)))
+    return "host" in kind and kind != default

@@ -18,7 +18,7 @@ from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.state.precision import Precision, parse_precision
 from meshlayout.step.compiled_step import CompiledStep, OnRecompile, check_options
-from meshlayout.step.inspection import Inspection
+from meshlayout.step.inspection import Inspection, StepMemory, shard_bytes
 from meshlayout.step.multi_step import Stacked, calls_for, steps_of
 from meshlayout.step.objective import Loss, check_loss_fn, check_weights
 from meshlayout.step.placement import (
@@ -36,24 +36,6 @@ from meshlayout.step.remat import Remat, parse_remat
 from meshlayout.step.step_metrics import as_regularizers, user_metrics
 from meshlayout.step.updates import EMA, OnNonfinite, StepReports, Update
 from meshlayout.step.zero import ZeroPlacement, zero_layouts
-
-
-@dataclass(frozen=True)
-class StepMemory:
-    """Bytes on each device while a step runs, read off the compiled program.
-
-    Attributes:
-        argument_bytes: State, batch and metrics.
-        output_bytes: What comes out, the donated state's memory included.
-        temporary_bytes: What is held in between, activations above all.
-        saved_bytes: How much more would be held in between without `remat`; 0 where
-            nothing is recomputed.
-    """
-
-    argument_bytes: int
-    output_bytes: int
-    temporary_bytes: int
-    saved_bytes: int
 
 
 def make_train_step(
@@ -364,19 +346,16 @@ class TrainStep(Inspection):
             state: A state; nothing is run, and it is not used up.
             batch: The global batch.
         """
-        analysis: Any = self.lower(state, batch).compile().memory_analysis()
-        saved = 0
-        if self._plan.loss.remat:
-            plan = replace(self._plan, loss=replace(self._plan.loss, remat=()))
-            without = TrainStep(plan, self._layouts, self._on_recompile)
-            other: Any = without.lower(state, batch).compile().memory_analysis()
-            saved = other.temp_size_in_bytes - analysis.temp_size_in_bytes
-        return StepMemory(
-            analysis.argument_size_in_bytes,
-            analysis.output_size_in_bytes,
-            analysis.temp_size_in_bytes,
-            saved,
-        )
+        memory = super().memory(state, batch)
+        trainable = self._plan.update.trainable_in(state.params)
+        gradients = shard_bytes(trainable.chosen(jax.tree.leaves(state.params)))
+        memory = replace(memory, gradient_bytes=gradients)
+        if not self._plan.loss.remat:
+            return memory
+        plan = replace(self._plan, loss=replace(self._plan.loss, remat=()))
+        without = TrainStep(plan, self._layouts, self._on_recompile)
+        more = without.memory(state, batch).temporary_bytes
+        return replace(memory, saved_bytes=more - memory.temporary_bytes)
 
     @property
     def zero_exceptions(self) -> tuple[str, ...]:

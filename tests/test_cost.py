@@ -1,0 +1,281 @@
+"""FLOPs, bytes and memory of compiled programs against closed forms."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import meshlayout as ml
+from meshlayout.errors import CommunicationError
+from meshlayout.hlo import read_cost
+
+
+@pytest.fixture
+def mesh():
+    return ml.create_mesh({"batch": 2, "model": 4})
+
+
+def cost_of(function, *arguments):
+    return read_cost(jax.jit(function).lower(*arguments).compile())
+
+
+@pytest.mark.parametrize(
+    ("equation", "shapes", "products"),
+    [
+        ("ij,jk->ik", [(16, 32), (32, 24)], 16 * 32 * 24),
+        ("bij,bjk->bik", [(3, 16, 32), (3, 32, 24)], 3 * 16 * 32 * 24),
+        ("bqhd,bkhd->bhqk", [(2, 8, 4, 16), (2, 12, 4, 16)], 2 * 4 * 8 * 12 * 16),
+    ],
+)
+def test_a_matrix_multiplication_counts_two_per_product(equation, shapes, products):
+    arrays = [jnp.ones(shape) for shape in shapes]
+    cost = cost_of(lambda *x: jnp.einsum(equation, *x), *arrays)
+    assert (cost.flops, cost.uncounted, cost.times_known) == (2 * products, (), True)
+
+
+def naive_products(size, kernel, *, stride, padding, holes, spread):
+    """Counts one dim's products of a number of the input with one of the kernel."""
+    low, high = padding
+    real = [
+        low <= i < low + (size - 1) * holes + 1
+        for i in range(low + (size - 1) * holes + 1 + high)
+    ]
+    real = [ok and (i - low) % holes == 0 for i, ok in enumerate(real)]
+    starts = range(0, len(real) - (kernel - 1) * spread, stride)
+    return sum(real[start + k * spread] for start in starts for k in range(kernel))
+
+
+@pytest.mark.parametrize(
+    ("stride", "padding", "holes", "spread", "groups"),
+    [
+        (1, (0, 0), 1, 1, 1),
+        (2, (1, 1), 1, 1, 1),
+        (1, (2, 2), 1, 2, 1),
+        (1, (2, 1), 2, 1, 1),
+        (1, (1, 1), 1, 1, 4),
+    ],
+)
+def test_a_convolution_counts_no_padding_and_no_holes(
+    stride, padding, holes, spread, groups
+):
+    x, w = jnp.ones((2, 9, 11, 8)), jnp.ones((3, 2, 8 // groups, 12))
+
+    def convolution(x, w):
+        return jax.lax.conv_general_dilated(
+            x,
+            w,
+            (stride, stride),
+            (padding, padding),
+            lhs_dilation=(holes, holes),
+            rhs_dilation=(spread, spread),
+            feature_group_count=groups,
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )
+
+    options = {"stride": stride, "padding": padding, "holes": holes, "spread": spread}
+    rows, columns = (
+        naive_products(size, kernel, **options) for size, kernel in ((9, 3), (11, 2))
+    )
+    products = 2 * rows * columns * (8 // groups) * 12
+    assert cost_of(convolution, x, w).flops == 2 * products
+
+
+def test_gradients_of_a_layer_cost_twice_its_forward_pass():
+    def loss(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x * x)
+
+    params = [jnp.ones((32, 64)), jnp.ones((64, 16))]
+    x = jnp.ones((8, 32))
+    layers = [2 * 8 * w.size for w in params]
+    assert cost_of(loss, params, x).flops == sum(layers)
+    # The first layer's input needs no gradient.
+    assert cost_of(jax.grad(loss), params, x).flops == 3 * sum(layers) - layers[0]
+
+
+def test_loops_are_counted_in_full_and_shards_once():
+    mesh = ml.create_mesh({"batch": 2, "model": 4})
+
+    def program(w, x):
+        def outer(x, _):
+            return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=3)
+
+        return jax.lax.scan(outer, x, length=5)[0]
+
+    w = ml.arrays.ones((64, 64), mesh.layout(None, "model"))
+    x = ml.arrays.ones((16, 64), mesh.layout("batch", None))
+    cost = cost_of(program, w, x)
+    assert cost.flops == 15 * 2 * 16 * 64 * 64 // 8
+    assert cost.times_known
+
+
+def test_a_slice_of_a_stack_counts_as_what_is_read_of_it():
+    num_layers, size = 50, 64
+
+    def program(ws, x):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
+
+    cost = cost_of(program, jnp.ones((num_layers, size, size)), jnp.ones((8, size)))
+    weights = num_layers * size * size * 4
+    # Each weight is read from the stack, perhaps through a copy of it; never all of
+    # the stack in every turn, which would be fifty times as much.
+    assert weights <= cost.bytes_accessed <= 5 * weights
+    assert cost.intensity == cost.flops / cost.bytes_accessed
+    assert cost.flops == num_layers * 2 * 8 * size * size
+
+
+def test_an_elementwise_program_reads_and_writes_its_arrays_once():
+    cost = cost_of(lambda x: jnp.sin(x) * 2 + 1, jnp.ones((64, 64)))
+    assert (cost.flops, cost.bytes_accessed, cost.intensity) == (
+        0,
+        2 * 64 * 64 * 4,
+        0.0,
+    )
+
+
+def test_an_unknown_loop_and_a_kernel_nobody_knows_are_named():
+    def program(x):
+        x = jax.lax.while_loop(lambda x: x.sum() < 100, lambda x: x @ x, x)
+        return jax.pure_callback(np.sin, x, x)
+
+    cost = cost_of(program, jnp.ones((8, 8)))
+    assert (cost.flops, cost.times_known) == (2 * 8**3, False)
+    [name] = cost.uncounted
+    assert str(cost).splitlines()[-2:] == [
+        f"not counted: the FLOPs of {name}",
+        "loops whose number of turns is not known count as one turn",
+    ]
+    assert "FLOPs per byte" in cost._repr_html_()
+
+
+# As XLA writes them for GPUs.
+GPU = """HloModule step
+
+ENTRY %main (x: f32[8,28,28,1], w: f32[32,3,3,1], g: f32[8,26,26,32]) -> f32[] {
+  %x = f32[8,28,28,1]{3,2,1,0} parameter(0)
+  %w = f32[32,3,3,1]{3,2,1,0} parameter(1)
+  %g = f32[8,26,26,32]{3,2,1,0} parameter(2)
+  %a = f32[16,64]{1,0} constant({...})
+  %b = f32[64,24]{1,0} constant({...})
+  %cudnn-conv.1 = (f32[8,26,26,32]{3,2,1,0}, u8[0]{0}) custom-call(%x, %w), window={size=3x3}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convForward"
+  %cudnn-conv.2 = (f32[8,28,28,1]{3,2,1,0}, u8[0]{0}) custom-call(%g, %w), window={size=3x3}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convBackwardInput"
+  %cudnn-conv.3 = (f32[32,3,3,1]{3,2,1,0}, u8[0]{0}) custom-call(%x, %g), window={size=3x3}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convBackwardFilter"
+  %gemm = (f32[16,24]{1,0}, s8[4096]{0}) custom-call(%a, %b), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
+  ROOT %attention = f32[] custom-call(%gemm), custom_call_target="__cudnn$fmhaSoftmax"
+}
+"""
+
+
+def test_calls_of_gpu_libraries_are_counted():
+    cost = read_cost(GPU)
+    convolution = 2 * 8 * 26 * 26 * 9 * 32
+    assert cost.flops == 3 * convolution + 2 * 16 * 64 * 24
+    assert cost.uncounted == ("__cudnn$fmhaSoftmax",)
+
+
+@pytest.mark.parametrize("bad", [None, -1, 0, object(), {}, jax.jit(lambda x: x)])
+def test_what_has_no_cost_is_refused(bad):
+    with pytest.raises(CommunicationError) as info:
+        read_cost(bad)
+    text = "read_cost takes a compiled program or its text, and got "
+    assert str(info.value).startswith(text)
+
+
+# Memory.
+
+
+def squares(model, batch):
+    return jnp.square(model(batch["x"])).mean(-1)
+
+
+def state_on(mesh, optimizer, spec):
+    layouts = ml.LayoutMap(mesh, {"kernel": spec})
+    return ml.TrainState.create(
+        lambda: nnx.Linear(64, 128, use_bias=False, rngs=nnx.Rngs(0)),
+        optimizer,
+        layouts,
+    )
+
+
+@pytest.mark.parametrize(
+    "spec", [(None, "model"), (("batch", "model"), None), (None, None)]
+)
+def test_memory_is_divided_as_the_layouts_say(mesh, spec):
+    state = state_on(mesh, optax.adam(0.1), spec)
+    batch = {"x": ml.arrays.ones((32, 64), mesh.layout("batch", None))}
+    step = ml.make_train_step(squares, ema=0.9)
+    memory = step.memory(state, batch)
+    axes = [axis for entry in spec if entry for axis in np.atleast_1d(entry)]
+    kernel = 64 * 128 * 4 // mesh.axis_size(axes) if axes else 64 * 128 * 4
+    assert memory.parameter_bytes == memory.gradient_bytes == kernel
+    assert memory.optimizer_bytes == 2 * kernel + 4  # and the count of updates
+    assert memory.other_state_bytes >= kernel  # the moving average
+    assert memory.other_state_bytes - kernel < 64
+    rows = 32 // 2 * 64 * 4
+    assert rows <= memory.batch_bytes < rows + 64
+    assert memory.host_bytes == 0
+    # On CPUs nothing is padded.
+    parts = (
+        memory.parameter_bytes
+        + memory.optimizer_bytes
+        + memory.other_state_bytes
+        + memory.batch_bytes
+    )
+    assert memory.argument_bytes == parts
+    assert memory.donated_bytes >= 4 * kernel
+    assert memory.peak_bytes >= memory.argument_bytes + memory.temporary_bytes
+    assert memory.activation_bytes == max(0, memory.temporary_bytes - kernel)
+    assert "parameters" in str(memory)
+    assert "peak" in memory._repr_html_()
+    assert not state.params["kernel"].is_deleted()
+
+
+def test_gradients_are_those_of_what_is_trained(mesh):
+    state = ml.TrainState.create(
+        lambda: nnx.Linear(64, 128, rngs=nnx.Rngs(0)),
+        optax.sgd(0.1),
+        ml.LayoutMap(mesh, {}),
+    )
+    batch = {"x": ml.arrays.ones((32, 64), mesh.layout("batch", None))}
+    memory = ml.make_train_step(squares, trainable="bias").memory(state, batch)
+    assert (memory.gradient_bytes, memory.parameter_bytes) == (128 * 4, 65 * 128 * 4)
+
+
+def test_every_kind_of_step_reports(mesh):
+    state = state_on(mesh, optax.adam(0.1), ("model", None))
+    batch = {"x": ml.arrays.ones((32, 64), mesh.layout("batch", None))}
+    train, evaluate = ml.make_train_step(squares), ml.make_eval_step(squares)
+    kernel, forward = 64 * 128 * 4 // 4, 2 * 32 * 64 * 128 // 8
+    memory = evaluate.memory(state, batch)
+    assert (memory.parameter_bytes, memory.optimizer_bytes) == (kernel, 0)
+    assert (memory.gradient_bytes, memory.donated_bytes) == (0, 0)
+    # The first layer's input needs no gradient.
+    assert train.cost(state, batch).flops == 2 * evaluate.cost(state, batch).flops
+    assert evaluate.cost(state, batch).flops == forward
+    sent = evaluate.communication(state, batch)
+    # The kernel's rows are on four devices: sums of 16 x 128 floats, and of the loss.
+    sums = [one for one in sent.collectives if one.axes == ("model",)]
+    assert sum(one.wire_bytes for one in sums) == 2 * 3 / 4 * 16 * 128 * 4
+
+    plain = ml.compile_step(lambda w, x: (w - (x @ w).sum(), None))
+    arrays = state.params["kernel"], batch["x"]
+    memory = plain.memory(*arrays)
+    assert (memory.parameter_bytes, memory.other_state_bytes) == (0, kernel)
+    assert plain.cost(*arrays).flops == forward
+
+
+@pytest.mark.parametrize("name", ["communication", "cost", "memory"])
+def test_reports_refuse_what_a_call_would(mesh, name):
+    state = state_on(mesh, optax.sgd(0.1), (None, None))
+    step = ml.make_train_step(squares)
+    bad = [None, float("nan"), -1, 0, "x", object()]
+    for value, place in itertools.product(bad, (0, 1)):
+        arguments = [state, {"x": ml.arrays.ones((32, 64), mesh.layout("batch", None))}]
+        arguments[place] = value
+        with pytest.raises(ml.MeshLayoutError):
+            getattr(step, name)(*arguments)
