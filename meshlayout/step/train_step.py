@@ -1,7 +1,7 @@
 """`make_train_step`: the step that an expert would have written for the mesh."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import jax
