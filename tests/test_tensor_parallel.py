@@ -183,8 +183,8 @@ def test_few_key_heads_leave_the_attention_whole_and_say_so(mesh_2x4):
     whole = dict.fromkeys(("attn/q", "attn/k", "attn/v", "attn/o"))
     assert cut_dims(layouts, tree) == llama_cuts(**whole)
     assert note_of(layouts, tree, "blocks/0/attn/k") == (
-        "whole; dim 0 of 32: features between layers, and each layer would send what "
-        "it makes of them; dim 1 of 16 (2 x 8): 2 does not divide into 4 shards"
+        "whole; dim 0 of 32: features that run between layers: each would send what it "
+        "makes of them; dim 1 of 16 (2 x 8): 2 does not divide into 4 shards"
     )
 
 
@@ -389,6 +389,150 @@ def test_hidden_features_that_are_mixed_stay_whole_and_say_so(
     layouts = tensor_parallel(mesh_2x4, tree, x, call=forward)
     assert cut_dims(layouts, tree)["a"] is None
     assert reason in note_of(layouts, tree, "a")
+
+
+def one_hot(tokens):
+    return jax.nn.one_hot(tokens, 64)
+
+
+def tower(params, h):
+    """A residual MLP on features, between an embedding and a head."""
+    return h + jax.nn.relu(h @ params["up"]) @ params["down"]
+
+
+TOWER = {"up": (32, 64), "down": (64, 32)}
+PARTS = {
+    # name: parameters, function, dims that are cut (in the order of the names)
+    "kernels as (out, in)": (
+        {"a": (16, 8), "b": (8, 16)},
+        lambda p, x: jax.nn.relu(x @ p["a"].T) @ p["b"].T,
+        {"a": 0, "b": 1},
+    ),
+    "the first matrix in two low-rank factors": (
+        {"a": (8, 16), "down": (8, 4), "up": (4, 16), "b": (16, 8)},
+        lambda p, x: jax.nn.relu(x @ p["a"] + x @ p["down"] @ p["up"]) @ p["b"],
+        {"a": 1, "up": 1, "b": 0},
+    ),
+    "a low-rank update of the weights": (
+        {"a": (8, 16), "down": (8, 4), "up": (4, 16), "b": (16, 8)},
+        lambda p, x: jax.nn.relu(x @ (p["a"] + p["down"] @ p["up"])) @ p["b"],
+        {"a": 1, "up": 1, "b": 0},
+    ),
+    "an MLP of four matrices": (
+        {"a": (8, 128), "b": (128, 64), "c": (64, 128), "d": (128, 8)},
+        lambda p, x: jax.nn.relu(jax.nn.relu(x @ p["a"]) @ p["b"] @ p["c"]) @ p["d"],
+        {"a": 1, "b": 0, "c": 1, "d": 0},
+    ),
+    "a gate in the same kernel, side by side": (
+        {"up": (8, 32), "down": (16, 6)},
+        lambda p, x: (x @ p["up"])[:, :16] * (x @ p["up"])[:, 16:] @ p["down"],
+        {},
+    ),
+    "a gate in the same kernel, in a dim of its own": (
+        {"up": (8, 2, 16), "down": (16, 6)},
+        lambda p, x: jnp.einsum("bd,dsf->sbf", x, p["up"]).prod(0) @ p["down"],
+        {"up": 2, "down": 0},
+    ),
+    "rows that are grouped by expert": (
+        {"up": (4, 8, 16), "down": (4, 16, 8)},
+        lambda p, x: jax.lax.ragged_dot(
+            jax.lax.ragged_dot(x, p["up"], jnp.ones(4, "int32")),
+            p["down"],
+            jnp.ones(4, "int32"),
+        ),
+        {"up": 2, "down": 1},
+    ),
+    "a recurrent matrix": (
+        {"i": (8, 16), "h": (16, 16), "o": (16, 6)},
+        lambda p, x: (
+            jax.lax.scan(
+                lambda h, x: (jnp.tanh(x @ p["i"] + h @ p["h"]), None),
+                jnp.zeros(16),
+                x,
+            )[0]
+            @ p["o"]
+        ),
+        {},
+    ),
+    "an unknown derivative": (
+        {"a": (8, 16), "b": (16, 8)},
+        lambda p, x: with_its_own_gradient(x @ p["a"]) @ p["b"],
+        {"a": 1, "b": 0},
+    ),
+}
+
+
+@jax.custom_vjp
+def with_its_own_gradient(x):
+    return jnp.sin(x)
+
+
+with_its_own_gradient.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g,))
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_of_models_are_cut_where_they_pair(mesh_2x4, name):
+    shapes, forward, expected = PARTS[name]
+    tree = {
+        key: jax.ShapeDtypeStruct(shape, "float32") for key, shape in shapes.items()
+    }
+    x = jax.ShapeDtypeStruct((2, 8), "float32")
+    found = cut_dims(tensor_parallel(mesh_2x4, tree, x, call=forward), tree)
+    assert found == dict.fromkeys(shapes) | expected
+
+
+EMBEDDINGS = {
+    "positions that are looked up": (
+        {"positions": (16, 32), "table": (64, 32)},
+        lambda p, t: p["table"][t] + p["positions"][jnp.arange(16)][None],
+    ),
+    "positions that are given": (
+        {"positions": (16, 32), "table": (64, 32)},
+        lambda p, t: p["table"][t] * 3 + p["positions"][t],
+    ),
+    "positions that are added": (
+        {"positions": (1, 16, 32), "table": (64, 32)},
+        lambda p, t: p["table"][t] + p["positions"],
+    ),
+    "a product with one-hot rows": (
+        {"table": (64, 32)},
+        lambda p, t: one_hot(t) @ p["table"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EMBEDDINGS)
+def test_the_vocabulary_is_cut_and_positions_stay_whole(mesh_2x4, name):
+    shapes, embed = EMBEDDINGS[name]
+    tree = {
+        key: jax.ShapeDtypeStruct(shape, "float32")
+        for key, shape in {**shapes, **TOWER}.items()
+    }
+    layouts = tensor_parallel(
+        mesh_2x4, tree, TOKENS, call=lambda p, t: tower(p, tower(p, embed(p, t)))
+    )
+    found = cut_dims(layouts, tree)
+    assert found == dict.fromkeys(shapes) | {"table": 0, "up": 1, "down": 0}
+    if "looked up" in name:
+        assert "added to what another table holds" in note_of(
+            layouts, tree, "positions"
+        )
+
+
+def test_a_loss_of_a_batch_will_do_for_the_call(mesh_2x4):
+    def loss(model, batch):
+        logits = model(batch["tokens"], batch["segments"])
+        accuracy = (logits.argmax(-1) == batch["tokens"]).mean()
+        losses = transformer.next_token_losses(logits, batch["tokens"])
+        return losses.mean(-1), {"accuracy": accuracy}
+
+    batch = {"tokens": TOKENS, "segments": TOKENS}
+    build, module, _, by_hand = EXAMPLES["transformer"]
+    tree = nnx.eval_shape(build)
+    expected = cut_dims(ml.LayoutMap(mesh_2x4, by_hand), tree)
+    for model in (build, module):
+        layouts = tensor_parallel(mesh_2x4, model, batch, call=loss)
+        assert cut_dims(layouts, tree) == expected
 
 
 # What compiled programs send.

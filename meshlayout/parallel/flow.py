@@ -10,6 +10,8 @@ Operations that are not listed here block all that they touch, by their name. To
 that a new one works element by element would cost a collective that nobody looks for.
 """
 
+import functools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -37,7 +39,8 @@ class Contraction:
     Attributes:
         factors: What it sums over.
         operand: What is multiplied with a weight, or the larger one of two operands.
-        size: Elements of the result, times the loops around it.
+        size: Elements of the result.
+        runs: How often it runs, in the loops around it.
         weights: The parameters that it multiplies with, as bits.
         bit: Its own bit in the history of what depends on it.
         before: The contractions that it depends on.
@@ -46,6 +49,7 @@ class Contraction:
     factors: tuple[Factor, ...]
     operand: FactoredArray
     size: int
+    runs: int
     weights: int
     bit: int
     before: int
@@ -58,15 +62,16 @@ class GradientSum:
     Attributes:
         factor: What the gradient is summed over.
         of: The array, which all parts of the factor read.
-        size: Elements of the gradient, times the loops around it.
-        other: What the array is multiplied with; for a broadcast, the result.
+        runs: How often it runs, in the loops around it.
+        other_size: Elements of what the array is multiplied with; for a broadcast, of
+            the result.
         by_weight: Whether that is a weight, as in a matmul by columns.
     """
 
     factor: Factor
     of: FactoredArray
-    size: int
-    other: int
+    runs: int
+    other_size: int
     by_weight: bool
 
 
@@ -79,6 +84,7 @@ class Flow:
         gradient_sums: Where gradients are summed over a factor.
         reductions: Factors that reductions end, and the elements of the results.
         together: Dims of arrays in which factors come together for the first time.
+        added_lookups: Groups of look-ups whose results are added up, as bits.
         experts: Factors of stacked weights that a product batches over.
         multiplied: The parameters that something is multiplied with, as bits.
     """
@@ -87,8 +93,10 @@ class Flow:
     gradient_sums: list[GradientSum] = field(default_factory=list)
     reductions: list[tuple[Factor, int]] = field(default_factory=list)
     together: list[Dims] = field(default_factory=list)
+    added_lookups: set[int] = field(default_factory=set)
     experts: list[Factor] = field(default_factory=list)
     multiplied: int = 0
+    _lookups: int = 0
     _loops: int = 1
     _bits: int = 0
 
@@ -114,13 +122,7 @@ class Flow:
             return _CALLS[name](self, eqn, args)
         handler = _OPERATIONS.get(name)
         self._bits = 0
-        if handler is None:
-            reason = f"{name} is not followed"
-            for arg in args:
-                block(arg.dims, reason)
-            dims = [fresh_dims(shape, reason) for shape in _out_shapes(eqn)]
-        else:
-            dims = handler(self, eqn, *args)
+        dims = handler(self, eqn, *args) if handler else _unknown(eqn, args)
         params, of_inputs, history = 0, False, self._bits
         for arg in args:
             params |= arg.params
@@ -154,7 +156,8 @@ class Flow:
             Contraction(
                 factors,
                 operand.source,
-                size * self._loops,
+                size,
+                self._loops,
                 weights,
                 self._bits,
                 before,
@@ -166,9 +169,8 @@ class Flow:
     ) -> None:
         """Notes that the gradient of an array is summed over dims that it lacks."""
         if of.params:
-            size = of.size * self._loops
             self.gradient_sums += [
-                GradientSum(factor, of.source, size, other, by_weight)
+                GradientSum(factor, of.source, self._loops, other, by_weight)
                 for dim in dims
                 for factor in dim
             ]
@@ -178,6 +180,20 @@ class Flow:
         self.reductions += [
             (factor, size * self._loops) for dim in dims for factor in dim
         ]
+
+    def look_up(self, table: FactoredArray, dims: Iterable[Dim], size: int) -> None:
+        """Notes that an array of some size is looked up along dims of a table."""
+        if table.is_weight:
+            self.contract(dims, (table,), size)
+            self._lookups |= self._bits
+        else:
+            self.reduce(dims, size)
+
+    def add_lookups(self, args: Iterable[FactoredArray]) -> None:
+        """Notes that arrays are combined, if all of them were only looked up."""
+        bits = [arg.history for arg in args if arg.history]
+        if len(bits) > 1 and not any(each & ~self._lookups for each in bits):
+            self.added_lookups.add(functools.reduce(operator.or_, bits))
 
     def loop(
         self, jaxpr: Any, args: Sequence[FactoredArray], length: int
@@ -197,6 +213,13 @@ def _constant(var: Any) -> FactoredArray:
 
 def _out_shapes(eqn: Equation) -> list[tuple[int, ...]]:
     return [tuple(getattr(var.aval, "shape", ())) for var in eqn.outvars]
+
+
+def _unknown(eqn: Equation, args: Sequence[FactoredArray]) -> list[Dims]:
+    reason = f"{eqn.primitive.name} is not followed"
+    for arg in args:
+        block(arg.dims, reason)
+    return [fresh_dims(shape, reason) for shape in _out_shapes(eqn)]
 
 
 # One handler per kind of operation. It gets the flow, the equation and the operands,
@@ -225,6 +248,7 @@ def _elementwise(flow: Flow, eqn: Equation, *args: FactoredArray) -> list[Dims]:
             flow.sum_gradient(arg, served, result, by_weight=False)
     if len(args) > 1:
         flow.together.append(tuple(dims))
+        flow.add_lookups(args)
     return [tuple(dims)] * len(shapes)
 
 
@@ -294,17 +318,42 @@ def _link_all(first: Dims, second: Dims) -> None:
 def _matmul(
     flow: Flow, eqn: Equation, lhs: FactoredArray, rhs: FactoredArray
 ) -> list[Dims]:
-    contracted, batch = eqn.params["dimension_numbers"]
+    return _contraction(flow, eqn, lhs, rhs, eqn.params["dimension_numbers"])
+
+
+def _grouped_matmul(
+    flow: Flow, eqn: Equation, lhs: FactoredArray, rhs: FactoredArray, *_: Any
+) -> list[Dims]:
+    """Serves rows of the left that are multiplied with a matrix for their group."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    groups = numbers.rhs_group_dimensions
+    block([rhs.dims[dim] for dim in groups], "rows are grouped by it")
+    flow.experts += [factor for dim in groups for factor in rhs.dims[dim]]
+    contracted, batch = numbers.dot_dimension_numbers
+    if {*numbers.lhs_ragged_dimensions} & {*contracted[0], *batch[0]}:
+        return _unknown(eqn, (lhs, rhs))
+    return _contraction(flow, eqn, lhs, rhs, (contracted, batch), groups)
+
+
+def _contraction(
+    flow: Flow,
+    eqn: Equation,
+    lhs: FactoredArray,
+    rhs: FactoredArray,
+    numbers: Any,
+    groups: Sequence[int] = (),
+) -> list[Dims]:
+    contracted, batch = numbers
     for a, b in (*zip(*contracted, strict=True), *zip(*batch, strict=True)):
         link(lhs.dims[a], rhs.dims[b])
+    used = ({*contracted[0], *batch[0]}, {*contracted[1], *batch[1], *groups})
     free = [
-        [dim for index, dim in enumerate(x.dims) if index not in {*summed, *shared}]
-        for x, summed, shared in zip((lhs, rhs), contracted, batch, strict=True)
+        [dim for index, dim in enumerate(x.dims) if index not in indices]
+        for x, indices in zip((lhs, rhs), used, strict=True)
     ]
     shared = [lhs.dims[dim] for dim in batch[0]]
-    for weight, dims in ((lhs, batch[0]), (rhs, batch[1])):
-        if weight.is_weight and not (lhs.is_weight and rhs.is_weight):
-            flow.experts += [leaf for dim in dims for leaf in weight.dims[dim]]
+    if lhs.is_weight != rhs.is_weight:
+        flow.experts += [factor for dim in shared for factor in dim]
     summed = [lhs.dims[dim] for dim in contracted[0]]
     result = (*shared, *free[0], *free[1])
     return [_product(flow, eqn, lhs, rhs, summed, free, result)]
@@ -376,10 +425,7 @@ def _gathered(
         is_whole = sizes[dim] == x.shape[dim]
         result.append(x.dims[dim] if is_whole else _part(x.dims[dim], sizes[dim]))
     looked_up = [x.dims[dim] for dim in sorted(collapsed)]
-    if x.is_weight:
-        flow.contract(looked_up, (x,), int(np.prod(shape)))
-    else:
-        flow.reduce(looked_up, int(np.prod(shape)))
+    flow.look_up(x, looked_up, int(np.prod(shape)))
     flow.together.append(tuple(result))
     return [tuple(result)]
 
@@ -605,6 +651,7 @@ _KINDS: dict[_Handler, str] = {
         reduce_sum reduce_xor
     """,
     _matmul: "dot_general",
+    _grouped_matmul: "ragged_dot_general",
     _convolution: "conv_general_dilated",
     _gathered: "gather",
     _scattered: "scatter scatter-add scatter-max scatter-min scatter-mul scatter_add "

@@ -136,12 +136,10 @@ class Candidate:
     @property
     def sent(self) -> int:
         """Elements that all-reduces would send in one step, forward and backward."""
-        forward = sum(each.size for each in self.contractions)
-        return (
-            forward
-            + self.reduced
-            + sum(each.size for each in self.gradient_sums.values())
-        )
+        forward = sum(each.size * each.runs for each in self.contractions)
+        gradient_sums = self.gradient_sums.values()
+        backward = sum(each.of.size * each.runs for each in gradient_sums)
+        return forward + backward + self.reduced
 
 
 @dataclass(eq=False)
@@ -168,25 +166,27 @@ class Candidates:
         candidates = _candidates(params, flow)
         for candidate in candidates.values():
             candidate.refusal = _refusal(candidate, num_shards)
-        for leaf in leaves_of(flow.experts):
-            if leaf in candidates and not candidates[leaf].refusal:
-                candidates[leaf].refusal = _EXPERTS
         rivals = _rivals(candidates, flow)
-        # What sends the least for each byte that it shards; then in the model's order.
+        free = {f: each for f, each in candidates.items() if not each.refusal}
         nbytes = {
             factor: sum(params[index].nbytes for index in candidate.dims)
-            for factor, candidate in candidates.items()
+            for factor, candidate in free.items()
         }
-        free = [factor for factor in candidates if not candidates[factor].refusal]
+        # Bytes count, and less where more is sent for each: half where it is as much as
+        # on the average of all candidates, which does not depend on the batch.
+        mean = sum(each.sent for each in free.values()) / max(1, sum(nbytes.values()))
+        ratio = {f: free[f].sent / nbytes[f] / (mean or 1) for f in free}
+        for factor in free:
+            if ratio[factor] > 10:
+                free[factor].refusal = _NOT_WORTH
+        worth = {f: nbytes[f] / (1 + ratio[f]) for f in free if not free[f].refusal}
+        # Whole experts are for `expert_parallel`, unless nothing else can be cut.
+        worth |= {f: worth[f] / 1e6 for f in leaves_of(flow.experts) if f in worth}
         chosen: dict[int, Candidate] = {}
-        for factor in sorted(free, key=lambda f: candidates[f].sent / nbytes[f]):
-            candidate = candidates[factor]
-            if candidate.refusal:
-                continue
-            chosen.update(dict.fromkeys(candidate.dims, candidate))
-            for rival in rivals[factor]:
-                other = candidates[rival]
-                other.refusal = other.refusal or _CONFLICT
+        for factor in _heaviest(worth, rivals):
+            chosen.update(dict.fromkeys(candidates[factor].dims, candidates[factor]))
+            for rival, reason in rivals[factor].items():
+                candidates[rival].refusal = candidates[rival].refusal or reason
         return cls(params, candidates, chosen, flow.multiplied)
 
     def decision(self, index: int) -> tuple[int | None, str]:
@@ -205,7 +205,7 @@ class Candidates:
             if factors
         ]
         dims = [(dim, each) for dim, each in dims if each.refusal not in _OBVIOUS]
-        if len(dims) < 2:
+        if len(dims) < (1 if self.multiplied >> index & 1 else 2):
             return None, ""
         array = self.params[index].array
         reasons: list[str] = []
@@ -245,9 +245,55 @@ class Candidates:
         return ", ".join(paths[:3]) + more
 
 
+def _heaviest(
+    worth: dict[Factor, float], rivals: dict[Factor, dict[Factor, str]]
+) -> list[Factor]:
+    """Returns candidates that do not exclude each other, of the largest worth.
+
+    Exact for up to 14 that are tied together, as the layers of a deep MLP are in a
+    chain; of more, the most valuable come first.
+    """
+    rest = list(worth)
+    chosen: list[Factor] = []
+    while rest:
+        group, todo = set[Factor](), [rest[0]]
+        while todo:
+            factor = todo.pop()
+            if factor not in group:
+                group.add(factor)
+                todo += [rival for rival in rivals[factor] if rival in worth]
+        tied = [factor for factor in rest if factor in group]
+        if len(tied) <= 14:
+            chosen += _heaviest_of(tied, worth, rivals)[1]
+        else:
+            for factor in sorted(tied, key=lambda f: -worth[f]):
+                if not rivals[factor].keys() & set(chosen):
+                    chosen.append(factor)
+        rest = [factor for factor in rest if factor not in group]
+    return chosen
+
+
+def _heaviest_of(
+    tied: list[Factor],
+    worth: dict[Factor, float],
+    rivals: dict[Factor, dict[Factor, str]],
+) -> tuple[float, list[Factor]]:
+    if not tied:
+        return 0.0, []
+    first, *others = tied
+    apart = [factor for factor in others if factor not in rivals[first]]
+    weight, chosen = _heaviest_of(apart, worth, rivals)
+    taken = weight + worth[first], [first, *chosen]
+    if len(apart) == len(others):
+        return taken
+    left = _heaviest_of(others, worth, rivals)
+    return taken if taken[0] >= left[0] else left
+
+
 _OBVIOUS = (STACKED, WINDOW)
-_EXPERTS = "its parts are experts, for expert_parallel"
-_CONFLICT = "a matrix that has it is cut along its other dim"
+_OTHER_DIM = "a matrix that has it is cut along its other dim"
+_NOT_WORTH = "it would send more than ten times what others send for each byte"
+_ADDED = "it is looked up and added to what another table holds, which is cut"
 
 
 def _candidates(params: Sequence[Parameter], flow: Flow) -> dict[Factor, Candidate]:
@@ -288,13 +334,11 @@ def _refusal(candidate: Candidate, num_shards: int) -> str:
             return "a product of two activations sums over it"
     for gradient_sum in candidate.gradient_sums.values():
         of = gradient_sum.of
-        is_small = of.size * num_shards <= gradient_sum.other
+        is_small = of.size * num_shards <= gradient_sum.other_size
         if of.of_inputs and not gradient_sum.by_weight and not is_small:
             return "gradients of activations that all parts share sum over it"
     if _is_stream(candidate):
-        return (
-            "features between layers, and each layer would send what it makes of them"
-        )
+        return "features that run between layers: each would send what it makes of them"
     return ""
 
 
@@ -318,22 +362,27 @@ def _is_stream(candidate: Candidate) -> bool:
 
 def _rivals(
     candidates: dict[Factor, Candidate], flow: Flow
-) -> dict[Factor, set[Factor]]:
-    """Returns which candidates exclude each other: those on one array."""
+) -> dict[Factor, dict[Factor, str]]:
+    """Returns which candidates exclude each other, and why."""
     by_param: dict[int, set[Factor]] = defaultdict(set)
     for factor, candidate in candidates.items():
         for index in candidate.dims:
             by_param[index].add(factor)
-    groups = list(by_param.values())
+    groups = [(group, _OTHER_DIM) for group in by_param.values()]
     for dims in flow.together:
         majors = [leaves_of(dim)[0] for dim in dims if dim]
         group = {factor for factor in majors if factor in candidates}
         for factor in group:
             if majors.count(factor) > 1 and not candidates[factor].refusal:
                 candidates[factor].refusal = "it is on two dims of one array"
-        groups.append(group)
-    rivals: dict[Factor, set[Factor]] = defaultdict(set)
-    for group in groups:
+        groups.append((group, _OTHER_DIM))
+    for bits in flow.added_lookups:
+        # One all-reduce for all of them: the others are whole on every device.
+        tables = [each for each in flow.contractions if each.bit & bits]
+        factors = {leaf for each in tables for leaf in leaves_of(each.factors)}
+        groups.append((factors & candidates.keys(), _ADDED))
+    rivals: dict[Factor, dict[Factor, str]] = defaultdict(dict)
+    for group, reason in groups:
         for factor in group:
-            rivals[factor] |= group - {factor}
+            rivals[factor] |= dict.fromkeys(group - {factor}, reason)
     return rivals
