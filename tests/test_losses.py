@@ -232,8 +232,8 @@ def in_replicas_of_two_axes(function):
 WRONG = {
     "scalar losses": (
         lambda: losses.compute_average_loss(3.0),
-        "compute_average_loss takes one loss per example, (batch,), and got a scalar. "
-        "Do not average in the loss function; optax's losses do not.",
+        "compute_average_loss takes one loss per example, (batch,), got a scalar. Do "
+        "not average in the loss function; optax's losses do not.",
     ),
     "weights of another batch": (
         lambda: losses.compute_average_loss(LOSSES, np.ones(4)),
@@ -242,17 +242,17 @@ WRONG = {
     ),
     "two manual axes": (
         lambda: in_replicas_of_two_axes(lambda: losses.scale_regularization_loss(1.0)),
-        "this code runs under the axes 'batch', 'model', and nothing tells which of "
+        "this code runs under the axes 'batch', 'model', and it is not known which of "
         "them are replicas. Give global_batch_size=, or divide by the number of "
         "replicas yourself.",
     ),
     "per_example of a scalar": (
         lambda: losses.per_example(1.0),
-        "losses are a scalar, and one per example, (batch,), is needed.",
+        "losses are a scalar; one loss per example, (batch,), is needed.",
     ),
     "per_example of other weights": (
         lambda: losses.per_example(np.ones((4, 3)), np.ones((4, 2))),
-        "the batch's weights have shape (4, 2) and the losses (4, 3); a loss per "
+        "the batch's weights have shape (4, 2) and the losses (4, 3); one loss per "
         "example, or per weight, is needed.",
     ),
     "weighted_sum of other weights": (

@@ -720,7 +720,7 @@ def test_an_own_nnx_metric_is_updated_and_not_merged():
     with pytest.raises(ml.errors.MetricError) as error:
         largest.merge(largest)
     assert str(error.value) == (
-        "nnx's Largest cannot be merged: flax does not say how. Average, Accuracy, "
+        "nnx's Largest cannot be merged: flax does not define how. Average, Accuracy, "
         "Welford and MultiMetric of them can."
     )
 
@@ -1000,11 +1000,12 @@ REFUSED = [
     ),
     (
         lambda: metrics.adapt(3),
-        "3 cannot be adapted: it must be a metric of flax.nnx, or have from_model_output, merge, compute, empty, as those of clu and metrax.",
+        "3 cannot be adapted: it must be a metric of flax.nnx, or have "
+        "from_model_output, merge, compute, empty, like those of clu and metrax.",
     ),
     (
         lambda: metrics.adapt(metrics.Accuracy),
-        "Accuracy is a class, and a metric is one of its objects: call Accuracy().",
+        "Accuracy is a class, and a metric is an instance of it: call Accuracy().",
     ),
     (
         lambda: metrics.adapt(nnx.metrics.Average()).update(SCORES),

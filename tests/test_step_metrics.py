@@ -238,7 +238,7 @@ class Named(MeanEach):
     name: str = "mine"
 
 
-CALL = "metrics=: 'a': {0} is a class, and a metric is one of its objects: call {0}()."
+CALL = "metrics=: 'a': {0} is a class, and a metric is an instance of it: call {0}()."
 REFUSED = {
     "no pytree": (
         Unregistered(),
@@ -257,8 +257,8 @@ REFUSED = {
     "a class of flax": (nnx.metrics.Average, CALL.format("Average")),
     "a number": (
         3,
-        "metrics=: 'a': 3 cannot be adapted: it must be a metric of flax.nnx, or "
-        "have from_model_output, merge, compute, empty, as those of clu and metrax.",
+        "metrics=: 'a': 3 cannot be adapted: it must be a metric of flax.nnx, or have "
+        "from_model_output, merge, compute, empty, like those of clu and metrax.",
     ),
 }
 

@@ -826,7 +826,7 @@ CALLS = {
         {},
         {"weight": np.ones((16, 2), "float32")},
         "the loss function returned losses that do not fit: the batch's weights have "
-        "shape (16, 2) and the losses (16, 8); a loss per example, or per weight, is "
+        "shape (16, 2) and the losses (16, 8); one loss per example, or per weight, is "
         "needed.",
     ),
     "rows of two lengths": (

@@ -1,4 +1,4 @@
-"""Losses over real examples: averages, regularizers, and what a model records."""
+"""Losses over real examples: averages, regularizers, and losses that models record."""
 
 from meshlayout.losses.penalties import (
     ModelLoss as ModelLoss,

@@ -1,4 +1,8 @@
-"""Losses that are not of examples: penalties on parameters, and a model's own."""
+"""Losses that a loss function does not return: on parameters, and from inside models.
+
+Neither kind belongs to the denominator of the examples' losses: a penalty does not
+depend on the batch at all, and a recorded scalar is added unchanged.
+"""
 
 import re
 import warnings
@@ -24,7 +28,7 @@ class Regularizer:
     the batch, so no denominator applies to it.
 
     Attributes:
-        name: What it is called in a step's metrics.
+        name: Its name in a step's metrics.
         strength: The factor.
         where: A regular expression, searched for in the paths.
         power: 1 for absolute values, 2 for squares.
@@ -39,10 +43,11 @@ class Regularizer:
         """Returns the penalty.
 
         Args:
-            params: Parameters, as any tree.
+            params: A tree of parameters.
 
         Raises:
-            LossError: If no parameter's path matches.
+            LossError: If no parameter's path matches: a typing error in `where` would
+                otherwise switch regularization off.
         """
         pattern = re.compile(self.where)
         leaves = _paths.flatten(params).leaves
@@ -62,15 +67,18 @@ class Regularizer:
 
 
 def l2(strength: float, where: str = "", *, name: str = "l2") -> Regularizer:
-    """Returns the penalty `strength * sum(w ** 2)`, as Keras' `regularizers.l2`.
+    """Returns the penalty `strength * sum(w ** 2)`, like Keras' `regularizers.l2`.
+
+    Use this in `make_train_step(..., regularizers=[...])`. It is part of the loss, and
+    so of the gradient that the optimizer scales; `optax.adamw` decays weights instead.
 
     Args:
         strength: The factor, not negative.
         where: Which parameters: a regular expression, searched for in their paths.
-        name: What it is called in the metrics.
+        name: Its name in the metrics.
 
     Raises:
-        LossError: If an argument is wrong, or a step's metrics have the name already.
+        LossError: If an argument is wrong, or a step's metrics already use the name.
 
     Example:
         >>> import jax.numpy as jnp
@@ -81,7 +89,7 @@ def l2(strength: float, where: str = "", *, name: str = "l2") -> Regularizer:
 
 
 def l1(strength: float, where: str = "", *, name: str = "l1") -> Regularizer:
-    """Returns the penalty `strength * sum(abs(w))`, as Keras' `regularizers.l1`.
+    """Returns the penalty `strength * sum(abs(w))`, like Keras' `regularizers.l1`.
 
     Arguments and errors: as for `l2`.
 
@@ -115,24 +123,25 @@ def _regularizer(
 
 
 class ModelLoss(nnx.Intermediate[Any]):
-    """A loss that an NNX module has sown; train and eval steps add it."""
+    """A loss that an NNX module has recorded; train and eval steps add it."""
 
 
-# Linen's collection for the same.
+# Linen's collection for recorded losses.
 COLLECTION = "losses"
 
 
 def record(module: nnx.Module | nn.Module, name: str, loss: ArrayLike) -> None:
     """Records a loss inside a module; train and eval steps add it to the total.
 
-    Works in NNX and in Linen modules. Recording under one name again adds another one.
+    Use this for losses of activations, such as load balancing of experts. Works in NNX
+    and in Linen modules. Recording under the same name again adds another loss.
 
     Args:
         module: The module, usually `self`.
-        name: What it is called; the metrics show it under the module's path.
-        loss: One loss per example, (batch,) or (batch, ...), averaged as the losses of
-            the loss function are; or a scalar, which is added unchanged, and refused
-            for a batch with weights.
+        name: Its name; the metrics show it under the module's path.
+        loss: One loss per example, (batch,) or (batch, ...), averaged like the losses
+            of the loss function; or a scalar, which is added unchanged, and refused for
+            a batch with weights.
 
     Raises:
         LossError: If `module` is not a Flax module.
@@ -155,6 +164,7 @@ def record(module: nnx.Module | nn.Module, name: str, loss: ArrayLike) -> None:
         msg = f"record takes a Flax module first, got {_checks.shown(module)}."
         raise LossError(msg)
     with warnings.catch_warnings():
-        # Flax would have this inside nnx.capture; a step collects it by itself.
+        # Flax wants `sow` to be called inside nnx.capture; here the step collects the
+        # losses. A warning that is worded otherwise reaches the user.
         warnings.filterwarnings("ignore", "\\s*Using 'Module.sow", DeprecationWarning)
         module.sow(ModelLoss, name, loss)

@@ -1,8 +1,10 @@
-"""Losses of examples: their weights, their sums, and what these are divided by.
+"""Losses of examples: their weights, their sums, and the denominators of these.
 
 A loss stays one number per example until the weights are known, since padding must not
-count. `compute_average_loss` and `scale_regularization_loss` are tf.distribute's two
-scalings, for whole programs and for replica code.
+count. A mean of microbatches' or replicas' means would weight their examples
+differently if some are padded, so sums are added up and divided once.
+`compute_average_loss` and `scale_regularization_loss` are tf.distribute's two scalings,
+for whole programs and for replica code.
 """
 
 import math
@@ -21,12 +23,14 @@ Denominator: TypeAlias = Literal["real", "global_batch_size"] | float
 
 
 def per_example(losses: ArrayLike, weights: ArrayLike | None = None) -> jax.Array:
-    """Averages losses over all dims but those that have weights, or but the first.
+    """Averages losses over all dims except those of the weights.
+
+    Use this before summing losses that have one number per pixel or token.
 
     Args:
         losses: Losses of shape (batch, ...).
-        weights: Weights of shape (batch,), or of the losses' own shape (one per token,
-            say), or None.
+        weights: Weights of shape (batch,) or of a longer leading part of the losses'
+            shape (one per token, say); None for (batch,).
 
     Returns:
         Losses in float32, of the weights' shape, or (batch,).
@@ -41,7 +45,7 @@ def per_example(losses: ArrayLike, weights: ArrayLike | None = None) -> jax.Arra
     """
     losses = real_array("losses", losses, "per_example").astype("float32")
     if losses.ndim == 0:
-        msg = "losses are a scalar, and one per example, (batch,), is needed."
+        msg = "losses are a scalar; one loss per example, (batch,), is needed."
         raise LossError(msg)
     num_kept = 1
     if weights is not None:
@@ -50,7 +54,7 @@ def per_example(losses: ArrayLike, weights: ArrayLike | None = None) -> jax.Arra
         if weights.shape != losses.shape[:num_kept]:
             msg = (
                 f"the batch's weights have shape {weights.shape} and the losses "
-                f"{losses.shape}; a loss per example, or per weight, is needed."
+                f"{losses.shape}; one loss per example, or per weight, is needed."
             )
             raise LossError(msg)
     if losses.ndim == num_kept:
@@ -59,11 +63,11 @@ def per_example(losses: ArrayLike, weights: ArrayLike | None = None) -> jax.Arra
 
 
 def weighted_sum(losses: ArrayLike, weights: ArrayLike | None = None) -> jax.Array:
-    """Sums losses by weight, in float32; weight 0 adds nothing, even for NaN.
+    """Returns the weighted sum of losses, in float32; weight 0 adds 0, even for NaN.
 
     Args:
         losses: Losses of shape (batch, ...).
-        weights: Weights of a leading part of that shape, or None for ones.
+        weights: Weights whose shape is a leading part of that, or None for ones.
 
     Raises:
         LossError: If the weights' shape is not a leading part of the losses'.
@@ -79,17 +83,17 @@ def weighted_sum(losses: ArrayLike, weights: ArrayLike | None = None) -> jax.Arr
 def denominator_of(
     denominator: Denominator, weights: ArrayLike | None, num_examples: int
 ) -> jax.Array:
-    """Returns what the weighted sum over a global batch is divided by.
+    """Returns the number by which the weighted sum over a global batch is divided.
 
     Args:
         denominator: `"real"`, the sum of the weights; `"global_batch_size"`, the
-            examples with padding; or a number.
-        weights: The whole batch's weights, or None for ones.
-        num_examples: The losses that count one each: examples, or tokens where each
-            token has a weight.
+            number of examples including padding; or a number.
+        weights: The weights of the whole batch, or None for ones.
+        num_examples: The number of losses: examples, or tokens if every token has a
+            weight.
 
     Returns:
-        A positive float32 scalar: 1 for a batch of no real examples, whose sum is 0.
+        A positive float32 scalar: 1 for a batch without real examples, whose sum is 0.
 
     Raises:
         LossError: If `denominator` is none of these.
@@ -125,11 +129,11 @@ def compute_average_loss(
 ) -> jax.Array:
     """Divides the sum of per-example losses by the global batch size.
 
-    In a program over the whole batch this is the mean. In replica code (inside
-    `jax.shard_map`) it is this replica's share of it: the shares of all replicas add up
-    to the mean over the global batch. Losses of more dims are summed, as
-    `tf.nn.compute_average_loss` sums them; average them per example first, with
-    `losses.per_example`.
+    Use this in your own step, or to port one from tf.distribute. In a program over the
+    whole batch this is the mean. In replica code (inside `jax.shard_map`) it is this
+    replica's share: the shares of all replicas add up to the mean over the global
+    batch. Losses of more dims are summed, like `tf.nn.compute_average_loss` does;
+    average them per example first, with `losses.per_example`.
 
     Args:
         per_example_loss: Losses of shape (batch,) or (batch, ...), of any float dtype;
@@ -137,10 +141,11 @@ def compute_average_loss(
         sample_weight: A weight per example, (batch,), or None for ones. An example of
             weight 0 adds nothing, even if its loss is not finite.
         global_batch_size: Examples of all replicas together, padding included. By
-            default those of this batch, times the replicas in replica code.
+            default the size of this batch, times the number of replicas in replica
+            code.
 
     Returns:
-        A float32 scalar; 0 for a batch of no examples.
+        A float32 scalar; 0 for a batch without examples.
 
     Raises:
         LossError: If the losses are a scalar or not real numbers, the weights have
@@ -158,7 +163,7 @@ def compute_average_loss(
     losses = real_array("per_example_loss", per_example_loss, where)
     if losses.ndim == 0:
         msg = (
-            "compute_average_loss takes one loss per example, (batch,), and got a "
+            "compute_average_loss takes one loss per example, (batch,), got a "
             "scalar. Do not average in the loss function; optax's losses do not."
         )
         raise LossError(msg)
@@ -183,12 +188,12 @@ def compute_average_loss(
 def scale_regularization_loss(regularization_loss: ArrayLike) -> jax.Array:
     """Divides a regularization loss by the number of replicas.
 
-    In replica code every replica computes the whole regularization loss, and the
-    replicas' losses are added up; in a program over the whole batch there is one, and
-    it is returned unchanged.
+    Use this next to `compute_average_loss`. In replica code every replica computes the
+    whole regularization loss, and the replicas' losses are added up; in a program over
+    the whole batch there is only one, which is returned unchanged.
 
     Args:
-        regularization_loss: A scalar, or an array whose sum is meant.
+        regularization_loss: A scalar, or an array to be summed.
 
     Returns:
         A float32 scalar.
@@ -206,15 +211,15 @@ def scale_regularization_loss(regularization_loss: ArrayLike) -> jax.Array:
 
 
 def real_array(name: str, value: ArrayLike | None, where: str) -> jax.Array:
-    """Returns losses or weights as an array, of real numbers.
+    """Returns losses or weights as an array of real numbers.
 
     Args:
-        name: The parameter.
-        value: What the user gave.
-        where: The public function.
+        name: The name of the parameter, for messages.
+        value: The user's value.
+        where: The public function, for messages.
 
     Raises:
-        LossError: If it is not an array of real numbers: text, None, complex.
+        LossError: If it is not an array of real numbers, but text, None or complex.
     """
     array = None
     if value is not None:
@@ -239,7 +244,7 @@ def weighted(losses: jax.Array, weights: ArrayLike | None) -> jax.Array:
 
     Args:
         losses: Losses of shape (batch, ...).
-        weights: Weights of a leading part of that shape, or None.
+        weights: Weights whose shape is a leading part of that, or None.
 
     Raises:
         LossError: If the weights' shape is not a leading part of the losses'.
@@ -260,11 +265,14 @@ def weighted(losses: jax.Array, weights: ArrayLike | None) -> jax.Array:
 
 
 def num_replicas(value: jax.Array | None) -> int:
-    """Returns over how many replicas this code runs; 1 outside replica code.
+    """Returns the number of replicas that run this code; 1 outside replica code.
+
+    Replicas are along the manual axes of `jax.shard_map`. If there are several, some
+    may be for model parallelism: JAX knows along which of them a value varies.
 
     Args:
         value: A value of this replica, which varies along the axes of replicas; or
-            None for all axes that are manual here.
+            None for all manual axes.
 
     Raises:
         LossError: If several axes are manual and the value varies along none.
@@ -278,9 +286,9 @@ def num_replicas(value: jax.Array | None) -> int:
         value is None or not _jax.varying_axes(value)
     ):
         msg = (
-            f"this code runs under the axes {', '.join(map(repr, axes))}, and nothing "
-            "tells which of them are replicas. Give global_batch_size=, or divide by "
-            "the number of replicas yourself."
+            f"this code runs under the axes {', '.join(map(repr, axes))}, and it is "
+            "not known which of them are replicas. Give global_batch_size=, or divide "
+            "by the number of replicas yourself."
         )
         raise LossError(msg)
     return math.prod(axes.values())

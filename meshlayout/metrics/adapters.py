@@ -1,4 +1,8 @@
-"""Metrics of clu, metrax and flax.nnx, as immutable metrics."""
+"""Metrics of clu, metrax and flax.nnx, as immutable metrics.
+
+Those of flax.nnx change themselves, and cannot be merged; most of all three cannot
+leave out padding by themselves. Here they become values like the built-in ones.
+"""
 
 import dataclasses
 import inspect
@@ -24,23 +28,24 @@ _Names: TypeAlias = tuple[tuple[str, str | int], ...]
 def adapt(metric: Any, **sources: str | int) -> Metric:
     """Makes an immutable metric of one of clu, metrax or flax.nnx.
 
-    It has `merge`, `compute`, `reset` and goes wherever a metric of this library
-    goes; `update_from` finds its arguments by the names of its parameters.
+    Use this to pass a metric of another library to a step or to `Metrics`. The result
+    has `merge`, `compute` and `reset`; `update_from` finds its arguments by the names
+    of its parameters.
 
-    Elements of weight 0 are blanked before the metric sees them, so that NaN in them
-    cannot leak. `mask` gets where the weights are not 0, and `weights` and
+    Elements of weight 0 are set to 0 before the metric sees them, so that NaN in them
+    cannot leak. A parameter `mask` gets whether weights are not 0, and `weights` and
     `sample_weights` get the weights. flax's Average, Accuracy and Welford leave out
-    elements of weight 0, and merge exactly, in every version. One that cannot leave
-    anything out is refused when there are weights.
+    elements of weight 0, and merge exactly, in every version. A metric that cannot
+    leave anything out is refused if there are weights.
 
     Args:
         metric: A metric of flax.nnx, or a class or an instance that has
             `from_model_output`, `merge`, `compute` and `empty`. What an instance has
-            counted already is kept.
-        **sources: For a parameter, the name of its source, as `labels="label"`.
+            already counted is kept.
+        **sources: By parameter, the name of its input, as in `labels="label"`.
 
     Returns:
-        A metric; or `metric` itself, if it is one of this library or adapted already.
+        A metric; `metric` itself, if it is one of this library or already adapted.
 
     Raises:
         MetricError: If it is not such a metric.
@@ -63,6 +68,8 @@ def adapt(metric: Any, **sources: str | int) -> Metric:
             raise MetricError(msg)
     names: _Names = tuple(sorted(sources.items()))
     if isinstance(metric, nnx.MultiMetric):
+        # Private, since flax has no public list of the parts. Without it this raises
+        # AttributeError; `test_metrics.py` adapts a MultiMetric.
         parts = {name: getattr(metric, name) for name in metric._metric_names}
         return AdaptedParts(
             {name: adapt(part, **sources) for name, part in parts.items()}
@@ -78,17 +85,17 @@ def adapt(metric: Any, **sources: str | int) -> Metric:
     is_called = hasattr(metric, "update") and not hasattr(metric, "empty")
     if isinstance(metric, type) and is_called:
         name = metric.__name__
-        msg = f"{name} is a class, and a metric is one of its objects: call {name}()."
+        msg = f"{name} is a class, and a metric is an instance of it: call {name}()."
         raise MetricError(msg)
     msg = (
         f"{shown(metric)} cannot be adapted: it must be a metric of flax.nnx, or have "
-        f"{', '.join(needed)}, as those of clu and metrax."
+        f"{', '.join(needed)}, like those of clu and metrax."
     )
     raise MetricError(msg)
 
 
 def _copied(state: PyTree) -> PyTree:
-    """Returns a state of the same arrays; flax's metrics change the one they have."""
+    """Returns a new state of the same arrays: flax's metrics change their own."""
     return jax.tree.map(lambda x: x, state)
 
 
@@ -107,7 +114,14 @@ def _blanked(value: Leaf, weights: jax.Array | None) -> Any:
 def _call(
     function: Callable[..., Any], inputs: MetricInputs, names: _Names, label: str
 ) -> Any:
-    """Calls a foreign metric's function with the arguments that it takes."""
+    """Calls a method of another library's metric with the arguments that it takes.
+
+    Args:
+        function: The method.
+        inputs: The inputs of a step.
+        names: By parameter, the name of its input, if it differs.
+        label: The name of the metric, for messages.
+    """
     weights = inputs.weights
     if weights is not None:
         weights = as_array(weights, "weights", label)
@@ -127,22 +141,24 @@ def _call(
             "without padding and weights."
         )
         raise MetricError(msg)
+    # A parameter that the user has named a source for gets that instead.
     masks = {name: None for name in takers if name not in dict(names)}
     if weights is not None:
         every = {"mask": weights != 0, "weights": weights, "sample_weights": weights}
+        # A function of **kwargs alone is a composition, which passes a mask on.
         masks = {name: every[name] for name in masks or (["mask"] if takes_any else [])}
     renamed = {name: of for name, of in names if takes_any or name in parameters}
-    # A mask comes before an output or an entry of the same name.
+    # A mask takes precedence over an output or an entry of the same name.
     masked = dataclasses.replace(blank, outputs={**blank.outputs, **masks})
     args, kwargs = bound_arguments(function, masked, renamed, label)
     return function(*args, **{**kwargs, **masks})
 
 
 class Adapted(Metric):
-    """Base of the metrics of other libraries; `update_from` finds their arguments."""
+    """Base of adapted metrics, whose arguments `update_from` finds."""
 
     def update(self, *args: Any, **kwargs: Any) -> Self:
-        """Refused: use `metrics.update_from`, which finds the arguments by name."""
+        """Raises MetricError: use `metrics.update_from`, which finds the arguments."""
         msg = (
             f"{self!r} finds its arguments by name: use "
             "metrics.update_from(metric, outputs=..., batch=...)."
@@ -170,7 +186,7 @@ class AdaptedModelOutput(Adapted):
         return dataclasses.replace(self, state=self.state.merge(other.state))
 
     def compute(self) -> Any:
-        """Returns what the adapted metric computes."""
+        """Returns the value of the adapted metric."""
         return self.state.compute()
 
     def reset(self) -> Self:
@@ -194,7 +210,10 @@ class AdaptedNnx(Adapted):
         return nnx.merge(self.definition, _copied(self.state))
 
     def _of(self, metric: nnx.metrics.Metric) -> Self:
-        """Returns the same with another state, whose dtypes are kept."""
+        """Returns this metric with the state of a flax metric.
+
+        In the dtypes that it had: a dtype that changes would compile the step again.
+        """
         state = nnx.split(metric)[1]
         state = jax.tree.map(
             lambda new, old: jnp.asarray(new, old.dtype), state, self.state
@@ -213,7 +232,7 @@ class AdaptedNnx(Adapted):
     def _merged(self, other: Any) -> Self:
         if self.kind not in _STATISTICS:
             msg = (
-                f"{self!r} cannot be merged: flax does not say how. Average, "
+                f"{self!r} cannot be merged: flax does not define how. Average, "
                 "Accuracy, Welford and MultiMetric of them can."
             )
             raise MetricError(msg)
@@ -222,7 +241,7 @@ class AdaptedNnx(Adapted):
         return self._of(metric)
 
     def compute(self) -> Any:
-        """Returns what the adapted metric computes."""
+        """Returns the value of the adapted metric."""
         return self._metric().compute()
 
     def reset(self) -> Self:
@@ -252,7 +271,7 @@ class AdaptedParts(Adapted):
         )
 
     def compute(self) -> Any:
-        """Returns what each part computes, by name."""
+        """Returns the value of each part, by name."""
         return {name: part.compute() for name, part in self.parts.items()}
 
     def reset(self) -> Self:
@@ -260,7 +279,9 @@ class AdaptedParts(Adapted):
         return type(self)({name: part.reset() for name, part in self.parts.items()})
 
 
-# flax's own metrics, whose state is a count, and a sum or a mean and its variance.
+# flax's metrics whose state is a count and a sum, or a mean and a variance. They are
+# updated from statistics that are computed here, since not all of flax's versions take
+# a mask, and none can merge.
 _STATISTICS = (nnx.metrics.Average, nnx.metrics.Accuracy, nnx.metrics.Welford)
 
 
@@ -274,7 +295,7 @@ def _values(
 
     if type(metric) is not nnx.metrics.Accuracy:
         return find(metric.argname).astype(jnp.float32)
-    # Of one batch, flax's own rules of shapes and dtypes apply.
+    # Shapes as flax checks them.
     logits, labels = find("logits"), find("labels")
     threshold = metric.threshold
     binary = threshold is not None
@@ -295,7 +316,7 @@ def _values(
 def _batch_statistics(
     values: jax.Array, weights: ArrayLike | None, label: str
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns count, sum and sum of squares about the mean, where weights are not 0."""
+    """Returns count, sum and sum of squared deviations where weights are not 0."""
     counts = jnp.ones(values.shape, bool)
     if weights is not None:
         weights = as_array(weights, "weights", label)
@@ -305,10 +326,10 @@ def _batch_statistics(
                 f"{values.shape}."
             )
             raise MetricError(msg)
-        kept = weights != 0
+        is_real = weights != 0
         missing = tuple(range(weights.ndim, values.ndim))
-        kept = jnp.expand_dims(kept, missing) if values.ndim else jnp.any(kept)
-        counts = counts & kept
+        is_real = jnp.expand_dims(is_real, missing) if values.ndim else is_real.any()
+        counts = counts & is_real
     count = jnp.sum(counts, dtype=jnp.int32)
     total = jnp.sum(jnp.where(counts, values, 0))
     mean = total / jnp.maximum(count, 1)
@@ -316,7 +337,7 @@ def _batch_statistics(
 
 
 def _statistics(metric: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns count, sum and sum of squares about the mean of what was counted."""
+    """Returns count, sum and sum of squared deviations of a metric so far."""
     count = metric.count[...]
     if isinstance(metric, nnx.metrics.Welford):
         return count, metric.mean[...] * count, metric.m2[...]
@@ -324,7 +345,11 @@ def _statistics(metric: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def _add(metric: Any, count: jax.Array, total: jax.Array, m2: jax.Array) -> None:
-    """Adds statistics to those of a metric."""
+    """Adds statistics to those of a metric.
+
+    Means and variances are combined as by Chan, Golub and LeVeque (1979), which does
+    not lose precision as sums of squares do.
+    """
     before = metric.count[...]
     after = before + count
     metric.count[...] = after

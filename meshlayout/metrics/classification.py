@@ -33,7 +33,7 @@ from meshlayout.metrics.predictions import (
 Average: TypeAlias = Literal["binary", "macro", "micro", "weighted"] | None
 _AVERAGES = ("binary", "macro", "micro", "weighted", None)
 
-# What to do for two classes and one score per example.
+# The advice for two classes with one score per example.
 _THRESHOLD = (
     "give threshold=: 0.0 where predictions are logits, 0.5 where they are "
     "probabilities"
@@ -42,7 +42,7 @@ _CLASSES = "give class numbers as predictions, as (logits > 0).astype(int)"
 
 
 def _above(predictions: jax.Array, threshold: float) -> jax.Array:
-    # As scikit-learn, Keras and torchmetrics: a score at the threshold predicts 0.
+    # Like scikit-learn, Keras and torchmetrics: a score at the threshold predicts 0.
     return predictions.astype(jnp.float32) > threshold
 
 
@@ -57,7 +57,7 @@ def _class_pair(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns predicted and true class numbers.
 
-    A row that holds NaN predicts no class: its number is -1.
+    A row of scores with NaN predicts no class: its number is -1.
     """
     predictions = as_array(predictions, "predictions", where)
     labels = as_array(labels, "labels", where)
@@ -77,21 +77,21 @@ def _class_pair(
 
 @metric_class
 class Accuracy(MeanMetric, PairMetric):
-    """The share of labels that are predicted.
+    """The fraction of labels that are predicted correctly.
 
-    Predictions are scores of shape `(..., classes)`, with a threshold scores of the
-    labels' shape, or integers of the labels' shape, the classes. Labels are class
-    numbers of shape `(...)`, or one-hot `(..., classes)`; with a threshold, positive
-    numbers are 1.
+    Predictions are scores of shape `(..., classes)`; class numbers of the labels'
+    shape; or, with a threshold, scores of the labels' shape. Labels are class numbers
+    of shape `(...)`, or one-hot of shape `(..., classes)`; with a threshold, labels
+    above 0 are positive.
 
-    Of equal scores, the class with the lower number is predicted, as by `argmax`. NaN
-    among a row's scores makes it wrong, and so does a label that is not a class.
+    Of equal scores, the class with the lower number is predicted, like `argmax`. A row
+    of scores with NaN is wrong, and so is a label that is not a class.
 
     Args:
         predictions: The name of the predictions in a step's outputs or batch.
         labels: The name of the labels there.
-        top_k: How many of the highest scores count as predicted.
-        threshold: For two classes and one score each: higher scores predict 1.
+        top_k: How many classes with the highest scores count as predicted.
+        threshold: For two classes with one score per label: scores above it predict 1.
 
     Example:
         >>> logits = jnp.array([[1.0, 3.0, 2.0], [5.0, 0.0, 1.0]])
@@ -158,12 +158,12 @@ class Accuracy(MeanMetric, PairMetric):
 
     @property
     def correct(self) -> jax.Array:
-        """The weight of the labels that were predicted; `count` is that of all."""
+        """The weight of the labels that were predicted correctly, out of `count`."""
         return self.total
 
 
 class _ClassMetric(SumMetric, PairMetric):
-    """What the metrics of a number of classes have in common."""
+    """Base of the metrics of a given number of classes."""
 
     num_classes: int | None
 
@@ -181,13 +181,13 @@ class _ClassMetric(SumMetric, PairMetric):
 class ConfusionMatrix(_ClassMetric):
     """How often each class was predicted for each label: labels in rows.
 
-    Predictions are scores `(..., classes)`, or class numbers `(...)`; labels class
-    numbers `(...)`, or one-hot `(..., classes)`. A label or prediction that is not a
-    class, and a row of scores with NaN, is in no cell; `compute().sum()` is then less
-    than the weight of what was given.
+    Predictions are scores of shape `(..., classes)`, or class numbers of shape `(...)`;
+    labels are class numbers of shape `(...)`, or one-hot of shape `(..., classes)`. A
+    label or prediction that is not a class, and a row of scores with NaN, is in no
+    cell; `compute().sum()` is then less than the total weight.
 
     Args:
-        num_classes: How many classes there are.
+        num_classes: The number of classes.
         predictions: The name of the predictions in a step's outputs or batch.
         labels: The name of the labels there.
 
@@ -215,13 +215,16 @@ class ConfusionMatrix(_ClassMetric):
         size, dims = self.num_classes or 0, tuple(range(true.ndim))
         rows = jnp.where(is_class(true, size), weights[..., None], 0)
         columns = is_class(predicted, size).astype(jnp.float32)
+        # JAX does not infer the layout of a contraction over sharded Explicit axes.
         if is_explicit(rows) or is_explicit(columns):
             return jnp.sum(rows[..., None] * columns[..., None, :], axis=dims)
+        # A matrix product of one-hot rows: no scatter, and partial sums stay on their
+        # shards. At the highest precision, since TPUs would round weights to bfloat16.
         contracted = ((dims, dims), ((), ()))
         return jax.lax.dot_general(rows, columns, contracted, precision="highest")
 
     def compute(self) -> jax.Array:
-        """Returns the weights, shape `(num_classes, num_classes)`; 0 where empty."""
+        """Returns the weights, of shape `(num_classes, num_classes)`."""
         return self.sums.value
 
 
@@ -231,14 +234,18 @@ _COUNTED = ("hits", "predicted", "actual", "count")
 
 @metric_class
 class _ClassShare(_ClassMetric):
-    """What precision, recall and F1 have in common: hits, per mean of some wholes."""
+    """Base of precision, recall and F1: hits, divided by a mean of some of the sums.
+
+    F1 is the harmonic mean of the other two, which is hits divided by the mean of what
+    they divide by.
+    """
 
     predictions: str | int = source(default="logits")
     labels: str | int = source(default="label")
     threshold: float | None = setting(default=None)
     num_classes: int | None = setting(default=None)
     average: Average = setting(default="binary")
-    _wholes: ClassVar[tuple[str, ...]] = ()
+    _denominators: ClassVar[tuple[str, ...]] = ()
 
     def _check(self) -> None:
         name = type(self).__name__
@@ -293,17 +300,17 @@ class _ClassShare(_ClassMetric):
 
     @property
     def hits(self) -> jax.Array:
-        """The weight of what was predicted and is so; per class if there are more."""
+        """The weight of correct positive predictions; per class, if there are more."""
         return self._row("hits")
 
     @property
     def predicted(self) -> jax.Array:
-        """The weight of what was predicted, right or wrong."""
+        """The weight of all positive predictions, right or wrong."""
         return self._row("predicted")
 
     @property
     def actual(self) -> jax.Array:
-        """The weight of the labels that are so, predicted or not."""
+        """The weight of all positive labels, predicted or not."""
         return self._row("actual")
 
     @property
@@ -316,13 +323,13 @@ class _ClassShare(_ClassMetric):
         return self.sums.value[_COUNTED.index(name)]
 
     def compute(self) -> jax.Array:
-        """Returns the value, averaged as asked; NaN where nothing was counted."""
+        """Returns the value, averaged as configured; NaN if nothing was counted."""
         hits, predicted, actual = self.hits, self.predicted, self.actual
-        wholes = [self._row(name) for name in self._wholes]
-        whole = sum(wholes[1:], wholes[0]) / len(wholes)
+        denominators = [self._row(name) for name in self._denominators]
+        denominator = sum(denominators[1:], denominators[0]) / len(denominators)
         if self.average == "micro":
-            hits, whole = jnp.sum(hits), jnp.sum(whole)
-        share = jnp.where(whole > 0, hits / whole, 0)
+            hits, denominator = jnp.sum(hits), jnp.sum(denominator)
+        share = jnp.where(denominator > 0, hits / denominator, 0)
         if self.average in ("binary", "micro"):
             return jnp.where(self.count > 0, share, jnp.nan)
         if self.average == "weighted":
@@ -335,25 +342,25 @@ class _ClassShare(_ClassMetric):
 
 @metric_class
 class Precision(_ClassShare):
-    """The share of what was predicted that is right.
+    """The fraction of positive predictions that are correct.
 
-    With `average="binary"` there are two classes and one score each, of the labels'
-    shape: a score above the threshold predicts 1, and positive labels are 1. With more
-    classes, predictions are scores `(..., classes)`, of which the highest is predicted,
-    or class numbers `(...)`; labels are class numbers, or one-hot. `"macro"` is the
-    mean over the classes that occur among labels or predictions, `"weighted"` the mean
-    over the labels, `"micro"` counts all classes together, and None gives one value per
-    class. The value is 0 where what it divides by is 0, and NaN where nothing was
-    counted and for a class that does not occur.
+    With `average="binary"` there are two classes, and one score of the labels' shape: a
+    score above the threshold predicts 1, and labels above 0 are positive. With more
+    classes, predictions are scores of shape `(..., classes)`, of which the highest is
+    predicted, or class numbers of shape `(...)`; labels are class numbers or one-hot.
+    `"macro"` is the mean over the classes that occur among labels or predictions,
+    `"weighted"` the mean over the labels, `"micro"` counts all classes together, and
+    None gives one value per class. A division by 0 gives 0; the value is NaN if nothing
+    was counted, and for a class that does not occur.
 
-    What it is made of can be read as `hits`, `predicted`, `actual` and `count`.
+    The sums can be read as `hits`, `predicted`, `actual` and `count`.
 
     Args:
         predictions: The name of the predictions in a step's outputs or batch.
         labels: The name of the labels there.
-        threshold: For two classes: 0.0, for logits, if not given; 0.5 is for
+        threshold: For two classes; 0.0 by default, for logits. Use 0.5 for
             probabilities.
-        num_classes: For more classes: how many.
+        num_classes: For more classes: their number.
         average: `"binary"`, `"macro"`, `"micro"`, `"weighted"` or None.
 
     Example:
@@ -363,12 +370,12 @@ class Precision(_ClassShare):
         0.5
     """
 
-    _wholes: ClassVar[tuple[str, ...]] = ("predicted",)
+    _denominators: ClassVar[tuple[str, ...]] = ("predicted",)
 
 
 @metric_class
 class Recall(_ClassShare):
-    """The share of the actual ones that are predicted; takes what `Precision` takes.
+    """The fraction of positive labels that are predicted; arguments as `Precision`.
 
     Example:
         >>> recall = Recall(num_classes=2, average=None)
@@ -376,12 +383,12 @@ class Recall(_ClassShare):
         [0.5, 1.0]
     """
 
-    _wholes: ClassVar[tuple[str, ...]] = ("actual",)
+    _denominators: ClassVar[tuple[str, ...]] = ("actual",)
 
 
 @metric_class
 class F1(_ClassShare):
-    """The harmonic mean of precision and recall; takes what `Precision` takes.
+    """The harmonic mean of precision and recall; arguments as `Precision`.
 
     Example:
         >>> scores, labels = jnp.array([0.9, 0.8, 0.3]), jnp.array([1, 0, 1])
@@ -389,4 +396,4 @@ class F1(_ClassShare):
         0.5
     """
 
-    _wholes: ClassVar[tuple[str, ...]] = ("predicted", "actual")
+    _denominators: ClassVar[tuple[str, ...]] = ("predicted", "actual")

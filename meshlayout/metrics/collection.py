@@ -1,4 +1,8 @@
-"""`Metrics`: named metrics that read like a dict of their values."""
+"""`Metrics`: named metrics that read like a dict of their values.
+
+Nothing waits for the device until a value is printed or turned into a number, so that a
+training loop can hand metrics around without stalling.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,8 +24,8 @@ from meshlayout.metrics.metric import NEEDED, is_metric
 class Metrics(Mapping[str, Any]):
     """Named metrics: an immutable mapping from names to values, and a pytree.
 
-    Indexing computes a value on the device and does not wait for it; `to_host` waits
-    once for all of them. Names keep their order.
+    Indexing computes a value on the device without waiting for it; `to_host` waits once
+    for all of them. Names keep their order.
 
     Args:
         metrics: The metrics by name: of this library, adapted ones, or any pytrees
@@ -65,11 +69,14 @@ class Metrics(Mapping[str, Any]):
 
     @classmethod
     def from_flat(cls, leaves: Sequence[Any], treedef: Any) -> "Metrics":
-        """Returns metrics that are put together when somebody looks at them.
+        """Returns metrics that are put together when they are first looked at.
+
+        A step of a small model takes as long as its Python, so it does not build
+        objects that a loop may never read.
 
         Args:
-            leaves: Their arrays.
-            treedef: Their structure, as `jax.tree.flatten` gives it.
+            leaves: The arrays.
+            treedef: The structure, from `jax.tree.flatten`.
         """
         lazy = object.__new__(cls)  # `_metrics` stays unset: see `__getattr__`
         set_flat(lazy, (leaves, treedef))
@@ -116,11 +123,11 @@ class Metrics(Mapping[str, Any]):
         return id(self)
 
     def __eq__(self, other: object) -> bool:
-        # A mapping would compare arrays, which has no single answer.
+        # A mapping would compare values, and == of two arrays is an array.
         return self is other
 
     def metric(self, name: str) -> Any:
-        """Returns the metric of a name.
+        """Returns the metric with a name, rather than its value.
 
         Raises:
             KeyError: If there is none.
@@ -153,13 +160,13 @@ class Metrics(Mapping[str, Any]):
         return Metrics(updated)
 
     def merge(self, other: "Metrics") -> "Metrics":
-        """Returns the metrics of what both have counted.
+        """Returns the metrics of everything that both have counted.
 
         Args:
-            other: Metrics of the same names.
+            other: Metrics with the same names.
 
         Raises:
-            MetricError: If a name is missing on either side, or two metrics of one
+            MetricError: If a name is missing on either side, or two metrics of the same
                 name do not merge.
         """
         if not isinstance(other, Metrics):
@@ -189,13 +196,14 @@ class Metrics(Mapping[str, Any]):
         return Metrics({name: metric.reset() for name, metric in self._metrics.items()})
 
     def compute(self) -> dict[str, Any]:
-        """Returns the values by name, as arrays that the device may still compute."""
+        """Returns the values by name, as arrays that may still be being computed."""
         return {name: metric.compute() for name, metric in self._metrics.items()}
 
     def to_host(self) -> dict[str, Any]:
         """Returns the values by name, as Python floats and NumPy arrays.
 
-        All are computed first, and waited for together.
+        Use this to log or print: all values are computed first and then waited for
+        together, instead of one by one.
         """
         values = jax.tree.map(one_copy, self).compute()
         for leaf in jax.tree.leaves(values):
@@ -241,7 +249,11 @@ def _names(names: list[str]) -> str:
 
 
 def one_copy(leaf: Leaf) -> Any:
-    """Returns an array as one device has it: small sums cost more on all of them."""
+    """Returns a replicated array as a single device holds it.
+
+    A metric's value is a few operations on scalars, which would otherwise be dispatched
+    to every device.
+    """
     is_spread = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
     if is_spread and leaf.is_fully_replicated and not _jax.is_extended(leaf.dtype):
         return leaf.addressable_data(0)

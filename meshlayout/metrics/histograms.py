@@ -1,4 +1,8 @@
-"""Metrics of how values are spread, on bins of equal width."""
+"""Metrics of the distribution of values, counted in bins of equal width.
+
+Bins make them mergeable: a metric of the values themselves would grow with every batch.
+How far a result can be off is documented, or can be computed.
+"""
 
 from typing import Any, Literal
 
@@ -22,11 +26,13 @@ from meshlayout.metrics.predictions import (
 )
 
 
+# Below any weight that counts; keeps a division by zero from making NaN.
 _TINY = 1e-30
 
 
 def _binned(bins: jax.Array, weights: jax.Array, num_bins: int) -> jax.Array:
     """Returns the weight that falls into each bin."""
+    # JAX does not infer the layout of a scatter on Explicit axes.
     if is_explicit(bins) or is_explicit(weights):
         shares = jnp.where(is_class(bins, num_bins), weights[..., None], 0)
         return jnp.sum(shares, axis=tuple(range(bins.ndim)))
@@ -38,17 +44,17 @@ class AUC(SumMetric, PairMetric):
     """The area under the ROC or the precision-recall curve, from binned scores.
 
     Scores are probabilities, one per label, sorted into `num_thresholds` bins of equal
-    width on [0, 1]; a probability outside is put into the first or last bin, and NaN
-    makes the result NaN. Positive labels are 1, others 0. The state has the size of the
-    bins, and the accuracy too:
+    width on [0, 1]; a probability outside goes into the first or last bin, and NaN
+    makes the result NaN. Labels above 0 are positive. More bins make the result more
+    accurate and the state larger:
 
-    - ROC: points joined by straight lines. Equals the chance that a positive scores
-      above a negative, where a pair in one bin counts one half.
-    - PR: the average precision, a sum of precision times the step in recall, with no
-      straight lines in between, as scikit-learn's `average_precision_score`.
+    - ROC: points joined by straight lines. Equals the probability that a positive
+      scores above a negative, where a pair in the same bin counts one half.
+    - PR: the average precision, the sum of precision times the increase in recall,
+      without interpolation, like scikit-learn's `average_precision_score`.
 
-    Both are exact for scores that fall into bins of their own, or are equal where
-    they share one. `error_bound()` says how far off the area can be at most.
+    Both are exact if scores in the same bin are equal. `error_bound()` returns how far
+    off the area can be at most.
 
     Args:
         predictions: The name of the predictions in a step's outputs or batch.
@@ -111,7 +117,7 @@ class AUC(SumMetric, PairMetric):
         return self.sums.value[1]
 
     def compute(self) -> jax.Array:
-        """Returns the area; NaN where no positives, or in ROC no negatives, were."""
+        """Returns the area; NaN without positives or, for ROC, without negatives."""
         hits, misses = self._from_the_top()
         hits_before = jnp.cumsum(hits) - hits
         if self.curve == "ROC":
@@ -122,8 +128,9 @@ class AUC(SumMetric, PairMetric):
         return jnp.sum(hits * precision) / jnp.sum(hits)
 
     def error_bound(self) -> jax.Array:
-        """Returns how far the area is at most from that of the scores themselves."""
+        """Returns how far the area can be from that of the unbinned scores."""
         hits, misses = self._from_the_top()
+        # Only the order within a bin is unknown: take the best and the worst one.
         if self.curve == "ROC":
             return jnp.sum(hits * misses) / 2 / (jnp.sum(hits) * jnp.sum(misses))
         found, wrong = jnp.cumsum(hits), jnp.cumsum(misses)
@@ -139,7 +146,7 @@ class AUC(SumMetric, PairMetric):
 
 
 class _BinnedValues(SumMetric, ValueMetric):
-    """What `Histogram` and `Quantile` have in common: the weight in each bin."""
+    """Base of `Histogram` and `Quantile`: the weight in each bin."""
 
     low: float
     high: float
@@ -174,24 +181,25 @@ class _BinnedValues(SumMetric, ValueMetric):
         return _binned(bins, weights, self.num_bins + 2)
 
     def quantile(self, q: float) -> jax.Array:
-        """Returns the value below which a share `q` of the weight is.
+        """Returns the value below which a fraction `q` of the weight is.
 
-        Straight lines join the edges of a bin, so that the result is off by one bin's
-        width at most. It is -inf or inf where the value is outside the bins, and
-        NaN where nothing was counted.
+        Within a bin the weight is taken to be uniform, so that the result is off by at
+        most one bin's width. It is -inf or inf if the value is outside the bins, and
+        NaN if nothing was counted.
 
         Args:
             q: From 0 to 1.
 
         Raises:
-            MetricError: If `q` is not.
+            MetricError: If `q` is outside that range.
         """
         q = _checks.number("q", q, at_least=0, at_most=1, **self._context)
         weights = self.sums.value
         total = jnp.sum(weights)
         target = q * total
         reached = jnp.cumsum(weights)
-        # The first bin that has weight and reaches the target.
+        # The first bin that has weight and reaches the target; or, if rounding keeps
+        # all of them below it, the last bin that has weight.
         enough = (reached >= target) & (weights > 0)
         last = weights.size - 1 - jnp.argmax((weights > 0)[::-1])
         index = jnp.where(jnp.any(enough), jnp.argmax(enough), last)
@@ -207,8 +215,8 @@ class _BinnedValues(SumMetric, ValueMetric):
 class Histogram(_BinnedValues):
     """The weight of the values in bins of equal width, from `low` to `high`.
 
-    A bin holds its lower edge, and the last one its upper edge too. Values outside
-    are counted apart, in `below` and `above`; NaN makes `above` NaN.
+    A bin includes its lower edge, and the last one its upper edge as well. Values
+    outside are counted separately, in `below` and `above`; NaN makes `above` NaN.
 
     Args:
         low: The lower edge of the first bin.
@@ -249,9 +257,9 @@ class Histogram(_BinnedValues):
 
 @metric_class
 class Quantile(_BinnedValues):
-    """The value below which a share `q` of the weight is, from a histogram.
+    """The value below which a fraction `q` of the weight is, from a histogram.
 
-    Off by one bin's width at most; see `Histogram.quantile`.
+    Off by at most one bin's width; see `Histogram.quantile`.
 
     Args:
         q: From 0 to 1; 0.5 is the median.
@@ -278,5 +286,5 @@ class Quantile(_BinnedValues):
         super()._check()
 
     def compute(self) -> jax.Array:
-        """Returns the quantile; NaN where nothing was counted."""
+        """Returns the quantile; NaN if nothing was counted."""
         return self.quantile(self.q)

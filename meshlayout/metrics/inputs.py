@@ -1,4 +1,8 @@
-"""Where a metric's arguments come from: the outputs of the step, or its batch."""
+"""Where a metric's arguments come from: the outputs of the step, or its batch.
+
+Everything is found by name, so that one dict of metrics serves any model. Outputs come
+first: a loss function that returns `label` means that one rather than the batch's.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -16,13 +20,13 @@ from meshlayout.metrics.metric import NEEDED, Metric, is_metric
 
 @dataclass(frozen=True)
 class MetricInputs:
-    """What one step has to offer to metrics.
+    """The inputs of one step, from which metrics take their arguments.
 
     Attributes:
-        outputs: What the loss function returned with the losses, by name.
+        outputs: The outputs that the loss function returned with the losses, by name.
         batch: The batch.
-        losses: Per example, or None.
-        weights: Per example, or None where all count.
+        losses: The losses per example, or None.
+        weights: The weights per example; None if all count.
     """
 
     outputs: Mapping[Any, Any]
@@ -32,7 +36,7 @@ class MetricInputs:
 
     @property
     def entries(self) -> Mapping[Any, Any]:
-        """The batch's entries, by key or number."""
+        """The batch's entries, by key or index."""
         if isinstance(self.batch, Mapping):
             return self.batch
         if isinstance(self.batch, (tuple, list)):
@@ -43,7 +47,7 @@ class MetricInputs:
         """Returns an output, an entry of the batch, or the losses, by name.
 
         Raises:
-            MetricError: If nothing has the name.
+            MetricError: If nothing has this name.
         """
         if name in self.outputs:
             return self.outputs[name]
@@ -61,7 +65,7 @@ class MetricInputs:
         raise MetricError(msg)
 
     def special(self) -> dict[str, Any]:
-        """Returns what a step always has, by its name."""
+        """Returns the inputs that every step has, by name."""
         return {
             "weights": self.weights,
             "losses": self.losses,
@@ -84,23 +88,25 @@ def update_from(
 ) -> Any:
     """Returns a metric with one step's batch added; its arguments are found by name.
 
-    A built-in metric has the names among its fields, as `Accuracy(labels="class")`:
-    an output of that name is taken, or else the batch's entry, or else `losses`.
+    Use this in your own loop; the steps of this library call it for their `metrics=`.
 
-    Of any other metric, each parameter of its `update` gets the entry of its name among
-    the outputs, or else in the batch; and `weights`, `losses`, `outputs` and `batch`
-    get those of the step. A parameter with a default may be missing, and `**kwargs`
-    gets all outputs and all entries of the batch.
+    A built-in metric has the names in its fields, as in `Accuracy(labels="class")`. An
+    output of that name is taken, otherwise an entry of the batch, otherwise `losses`.
+
+    For any other metric, each parameter of its `update` is filled with the output of
+    that name, otherwise with an entry of the batch; `weights`, `losses`, `outputs` and
+    `batch` are those of the step. A parameter with a default may be missing, and
+    `**kwargs` gets all outputs and all entries of the batch.
 
     Args:
-        metric: A metric: whatever has an `update` that returns a new one.
+        metric: A metric: any object with an `update` that returns a new one.
         outputs: The outputs of the loss function, by name; None if there are none.
-        batch: A mapping, or a tuple or list, whose entries have numbers for names.
+        batch: A mapping; or a tuple or list, whose entries are named by their indices.
         losses: Per-example losses.
         weights: Per-example weights; None if all count.
 
     Raises:
-        MetricError: If an argument is not there, or does not fit.
+        MetricError: If an argument is not found, or does not fit.
 
     Example:
         >>> import jax.numpy as jnp
@@ -121,7 +127,7 @@ def update_from(
 
 
 def updated(metric: Any, inputs: MetricInputs) -> Any:
-    """Returns a metric with what a step offers added; see `update_from`."""
+    """Returns a metric with the inputs of a step added; see `update_from`."""
     if isinstance(metric, Metric):
         return metric._update_from(inputs)
     if not is_metric(metric):
@@ -145,13 +151,13 @@ def bound_arguments(
     renamed: Mapping[str, str | int],
     where: str,
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Returns the arguments of a function, by position and by name.
+    """Returns the positional and the keyword arguments to call a function with.
 
     Args:
-        function: A function of a metric.
-        inputs: Where they come from.
-        renamed: For parameters whose input has another name: that name.
-        where: What to call the function in a message.
+        function: A method of a metric.
+        inputs: The inputs of a step.
+        renamed: The name of the input, for parameters where it differs.
+        where: The name of the function, for messages.
     """
     args: list[Any] = []
     kwargs: dict[str, Any] = {}

@@ -27,16 +27,17 @@ from meshlayout.metrics.predictions import (
 )
 
 
-# What to do for two classes and one score per example.
+# The advice for two classes with one score per example.
 _BINARY = "give the losses of optax.sigmoid_binary_cross_entropy to Mean"
 
 
 @metric_class
 class Mean(MeanMetric, ValueMetric):
-    """The weighted mean of values; `total` and `count` are what it divides.
+    """The weighted mean of values: `total` divided by `count`.
 
-    A value without dims, such as an auxiliary loss of a whole batch, counts once per
-    update, unless all weights are 0.
+    Use this for losses and any other numbers per example or per token. A value without
+    dims, such as an auxiliary loss of a whole batch, counts once per update, unless all
+    weights are 0.
 
     Args:
         values: The name of the values in a step's outputs or batch; the per-example
@@ -53,7 +54,7 @@ class Mean(MeanMetric, ValueMetric):
 
 @metric_class
 class Sum(SumMetric, ValueMetric):
-    """The weighted sum of values; 0 where nothing was counted.
+    """The weighted sum of values; 0 if nothing was counted.
 
     A value without dims counts once per update, unless all weights are 0. Integers
     are added exactly beyond 2**24, to 2**48; the result is rounded to float32.
@@ -80,8 +81,8 @@ class Sum(SumMetric, ValueMetric):
 class Last(ValueMetric):
     """The most recent value: of a batch, the last element whose weight is not 0.
 
-    For what is a number per step, such as a learning rate. Merging keeps the value of
-    the later metric, the one that is merged in, if it has one.
+    Use this for a number per step, such as a learning rate. Merging keeps the value of
+    the other metric, which is taken to be the later one, if it has any.
 
     Args:
         values: The name of the values in a step's outputs or batch.
@@ -101,7 +102,8 @@ class Last(ValueMetric):
 
     def _added(self, elements: Any, weights: jax.Array) -> Self:
         counted, last = weights != 0, elements
-        # From the last dim on: the last counted element along each dim.
+        # One dim after another, starting from the last: reduce it to its last counted
+        # element. As a sum, since indexing would gather a sharded array.
         while last.ndim:
             index = jnp.arange(last.shape[-1]).reshape(*[1] * (last.ndim - 1), -1)
             newest = jnp.max(
@@ -118,12 +120,12 @@ class Last(ValueMetric):
         return dataclasses.replace(self, value=value, seen=seen)
 
     def compute(self) -> jax.Array:
-        """Returns the value; NaN where nothing was counted."""
+        """Returns the value; NaN if nothing was counted."""
         return jnp.asarray(self.value)
 
 
 class _MeanError(MeanMetric, PairMetric):
-    """What the mean errors have in common."""
+    """Base of the mean errors."""
 
     def _elements(self, predictions: Any, labels: Any) -> tuple[Any, jax.Array]:
         predictions, labels = same_shape(predictions, labels, type(self).__name__)
@@ -140,8 +142,8 @@ class _MeanError(MeanMetric, PairMetric):
 class MeanSquaredError(_MeanError):
     """The mean of the squared differences between predictions and labels.
 
-    Predictions and labels are numbers of one shape; a last dim of 1 of the predictions
-    may be extra.
+    Predictions and labels have the same shape; predictions may have an extra last dim
+    of 1.
 
     Args:
         predictions: Their name in a step's outputs or batch.
@@ -182,8 +184,8 @@ class CrossEntropy(MeanMetric, PairMetric):
     """The mean cross-entropy of labels under predicted classes, in nats.
 
     Predictions have shape `(..., classes)`; labels are integers of shape `(...)`, or
-    probabilities `(..., classes)`, as one-hot labels. A label that is not a class makes
-    the result NaN; give it weight 0 to leave it out.
+    probabilities of shape `(..., classes)`, such as one-hot labels. A label that is not
+    a class makes the result NaN; give it weight 0 to leave it out.
 
     Args:
         predictions: The name of the logits in a step's outputs or batch.
@@ -209,8 +211,9 @@ class CrossEntropy(MeanMetric, PairMetric):
         scores, labels = class_scores(predictions, labels, where, _BINARY)
         logs = jax.nn.log_softmax(scores) if self.from_logits else jnp.log(scores)
         if labels.ndim == logs.ndim:
-            chances = labels.astype(jnp.float32)
-            losses = -jnp.sum(jnp.where(chances != 0, chances * logs, 0), axis=-1)
+            # 0 times the log of 0 is 0 here, not NaN.
+            shares = labels.astype(jnp.float32)
+            losses = -jnp.sum(jnp.where(shares != 0, shares * logs, 0), axis=-1)
         else:
             is_own = is_class(labels, logs.shape[-1])
             losses = -jnp.sum(jnp.where(is_own, logs, 0), axis=-1)
@@ -229,5 +232,5 @@ class Perplexity(CrossEntropy):
     """
 
     def compute(self) -> jax.Array:
-        """Returns the perplexity; NaN where nothing was counted."""
+        """Returns the perplexity; NaN if nothing was counted."""
         return jnp.exp(super().compute())

@@ -1,10 +1,9 @@
-"""What every built-in metric is: a frozen value whose accumulators are exact sums.
+"""The base of the built-in metrics: frozen values whose accumulators are exact sums.
 
-A metric travels through jit, scan, shard_map and checkpoints as a pytree, so that its
-arrays have to keep their structure, shapes and dtypes from the first update to the
-last, and two metrics have to merge in any grouping. Sums do both. They are kept as two
-float32 numbers for one, because a single one stops counting at 2**24 and float64 is
-slow or missing on accelerators.
+A metric passes through jit, scan, shard_map and checkpoints as a pytree, so its arrays
+must keep their structure, shapes and dtypes from the first update to the last, and
+metrics must merge in any grouping. Sums do both. Each is kept as two float32 numbers:
+a single one stops counting at 2**24, and float64 is slow or missing on accelerators.
 """
 
 import dataclasses
@@ -37,7 +36,8 @@ if TYPE_CHECKING:
 
 _Class = TypeVar("_Class", bound=type)
 
-# Where an accumulator is not given. None would be taken for one by `jax.tree.map`.
+# Stands for an accumulator that `_start` has to fill. Not None: a function that is
+# mapped over a metric may return that, and it must stay.
 EMPTY = cast(Any, object())
 
 
@@ -47,12 +47,12 @@ def setting(*, default: Any = dataclasses.MISSING) -> Any:
 
 
 def source(*, default: str | int) -> Any:
-    """Returns a field that names an argument of `update` among outputs and batch."""
+    """Returns a field that names the output or batch entry for an argument."""
     return dataclasses.field(default=default, metadata={"static": True, "source": True})
 
 
 def accumulator(*, default: Any, kw_only: Literal[True]) -> Any:
-    """Returns a field for a metric's state, which `_start` fills where it is EMPTY."""
+    """Returns a field for a metric's state, which `_start` fills if it is EMPTY."""
     return dataclasses.field(default=default, repr=False, kw_only=kw_only)
 
 
@@ -62,9 +62,9 @@ def accumulator(*, default: Any, kw_only: Literal[True]) -> Any:
 def metric_class(cls: _Class) -> _Class:
     """Makes a class a frozen dataclass and a pytree.
 
-    Not by `jax.tree_util.register_dataclass`: jax 0.8 to 0.12 take the structures of
-    two such classes with the same fields for equal, and jit may then call the program
-    of `Precision` for a `Recall`.
+    Not by `jax.tree_util.register_dataclass`: to jax 0.8 to 0.12, the structures of two
+    such classes with the same fields are equal, and jit may then run the program of
+    `Precision` for a `Recall`.
     """
     made = dataclass(frozen=True, eq=False)(cls)
     fields = dataclasses.fields(made)
@@ -90,7 +90,7 @@ def metric_class(cls: _Class) -> _Class:
 
 @functools.cache
 def source_fields(kind: type["Metric"]) -> tuple[str, ...]:
-    """Returns the fields that name the arguments of a class's `update`, in order."""
+    """Returns the fields that name the sources of `update`'s arguments, in order."""
     fields = dataclasses.fields(kind)
     return tuple(field.name for field in fields if field.metadata.get("source"))
 
@@ -98,20 +98,20 @@ def source_fields(kind: type["Metric"]) -> tuple[str, ...]:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class Total:
-    """A sum, or an array of sums, kept as a float32 number and what it rounds off.
+    """A sum, or an array of sums, as float32 numbers with their rounding errors.
 
-    The two numbers count integers exactly up to 2**48.
+    Together they count integers exactly up to 2**48.
 
     Attributes:
-        parts: float32 of shape (2, ...): the sums, rounded, and what the rounding left
-            out. In one array, because every array costs a step host time.
+        parts: float32 of shape (2, ...): the rounded sums, and their rounding errors.
+            One array, because every array of its state costs a step host time.
     """
 
     parts: jax.Array | np.ndarray[Any, Any]
 
     @classmethod
     def zeros(cls, shape: tuple[int, ...] = ()) -> "Total":
-        """Returns an empty sum, which is on no device yet."""
+        """Returns an empty sum, which is not on a device yet."""
         return cls(np.zeros((2, *shape), np.float32))
 
     @property
@@ -134,11 +134,16 @@ class Total:
 
 
 def _two_sum(a: ArrayLike, b: ArrayLike) -> tuple[jax.Array, jax.Array]:
-    """Returns a sum rounded to float32, and exactly what the rounding left out."""
+    """Returns a sum rounded to float32, and its exact rounding error.
+
+    Knuth's TwoSum, which does not need to know the larger number. It relies on the
+    compiler not to reassociate sums, which XLA does only with fast math.
+    """
     a, b = jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32)
     rounded = a + b
     b_part = rounded - a
     error = (a - (rounded - b_part)) + (b - b_part)
+    # Of an infinite sum the error is NaN, which would turn the infinity into NaN.
     return rounded, jnp.where(jnp.isfinite(rounded), error, 0)
 
 
@@ -146,21 +151,23 @@ def _two_sum(a: ArrayLike, b: ArrayLike) -> tuple[jax.Array, jax.Array]:
 class Metric:
     """Base of the built-in metrics: an immutable value, and a pytree.
 
-    What has been added so far is in the arrays; the configuration is in static
-    fields. `update`, `merge` and `reset` return new metrics, and `merge` is
-    associative, so that steps, shards and processes can be merged in any grouping.
-    They run eagerly and inside jit, scan, vmap and shard_map, on inputs in any layout.
+    The arrays hold what has been counted so far; the configuration is in static fields.
+    `update`, `merge` and `reset` return new metrics, and `merge` is associative, so
+    that steps, shards and processes can be merged in any grouping. They work eagerly
+    and inside jit, scan, vmap and shard_map, on inputs in any layout.
 
-    `weights` are per element: None, where all count, or an array of the shape of the
-    elements or of their first dims. An element of weight 0 counts for nothing, NaN
-    or not. Negative weights make no sense and are not looked for. Inputs of any
-    dtype are summed in float32.
+    `weights` are per element: None if all elements count, or an array of the shape of
+    the elements or of their first dims. An element of weight 0 adds nothing, even if it
+    is NaN. Negative weights are meaningless, and not checked for. Inputs of any dtype
+    are summed in float32.
 
-    A subclass may have fields of its own; every update keeps them. Arrays among them
-    are added when two metrics merge.
+    A subclass may have further fields; every update keeps them. Arrays among them are
+    added when two metrics merge.
     """
 
     def __post_init__(self) -> None:
+        # JAX makes metrics of tracers and placeholders all the time; only those that
+        # a user makes have empty fields, and need to be checked.
         fields = dataclasses.fields(self)
         if any(getattr(self, field.name) is EMPTY for field in fields):
             self._check_sources()
@@ -174,7 +181,7 @@ class Metric:
 
     @property
     def _context(self) -> dict[str, Any]:
-        """What a check of a setting needs to know for its message."""
+        """The context of a check, for its message."""
         return {"where": type(self).__name__, "error": MetricError}
 
     def _check_sources(self) -> None:
@@ -198,15 +205,15 @@ class Metric:
         raise NotImplementedError
 
     def update(self, *args: Any, **kwargs: Any) -> Self:
-        """Returns the metric with a batch added: its inputs, and their weights."""
+        """Returns the metric with a batch added; subclasses name the inputs."""
         raise NotImplementedError
 
     def _added(self, elements: Any, weights: jax.Array) -> Self:
-        """Returns the metric with checked elements added, which have a weight each."""
+        """Returns the metric with checked elements and their weights added."""
         raise NotImplementedError
 
     def _update_from(self, inputs: "MetricInputs") -> Self:
-        """Returns the metric with a step added, whose parts are found by name."""
+        """Returns the metric with a step added, whose inputs are found by name."""
         kind = type(self)
         names = [getattr(self, field) for field in source_fields(kind)]
         args = [inputs.find(name, kind.__name__) for name in names]
@@ -218,13 +225,13 @@ class Metric:
         raise NotImplementedError
 
     def merge(self, other: Self) -> Self:
-        """Returns the metric of what this one and another have counted.
+        """Returns the metric of everything that this one and another have counted.
 
         Args:
             other: A metric of the same class and configuration.
 
         Raises:
-            MetricError: If it is not.
+            MetricError: If the class or configuration differs.
         """
         structures = jax.tree.structure(self), jax.tree.structure(other)
         if type(self) is not type(other) or structures[0] != structures[1]:
@@ -252,16 +259,16 @@ class Metric:
         return type(self)(**settings)
 
     def all_reduce(self, axis_name: str | tuple[str, ...]) -> Self:
-        """Merges what the shards of a mesh axis have counted, inside shard_map.
+        """Merges the metrics of all shards of a mesh axis, inside shard_map.
 
-        The shards are merged in the order of the axis. Where a metric is a sum,
+        The shards are merged in the order of the axis. If the metric is a sum,
         `jax.lax.psum` of it gives the same up to float32 rounding.
 
         Args:
             axis_name: The mesh axis, or several.
 
         Returns:
-            The metric of all shards, the same on each.
+            The metric of all shards, the same on each of them.
 
         Example:
             >>> from jax.sharding import PartitionSpec as P
@@ -279,7 +286,8 @@ class Metric:
         size = jax.lax.psum(1, axis_name)
         index = jax.lax.axis_index(axis_name)
 
-        # A sum with zeros is exact, and JAX knows that it is the same on every shard.
+        # An all-gather, written as a sum with zeros: that is exact as well, and JAX
+        # knows that its result is the same on every shard.
         def gather(x: ArrayLike) -> jax.Array:
             x = jnp.asarray(x)
             is_own = jnp.arange(size).reshape(-1, *[1] * x.ndim) == index
@@ -296,7 +304,7 @@ class Metric:
 class SumMetric(Metric):
     """Base of the metrics that are computed from sums, all in one array.
 
-    One, because every array of a step's state costs host time.
+    One, because every array of its state costs a step host time.
     """
 
     sums: Total = accumulator(default=EMPTY, kw_only=True)
@@ -314,7 +322,7 @@ class SumMetric(Metric):
         return dataclasses.replace(self, sums=sums)
 
     def _sums_of(self, elements: Any, weights: jax.Array) -> jax.Array:
-        """Returns what elements add to the sums."""
+        """Returns what the elements add to the sums."""
         raise NotImplementedError
 
 
@@ -364,7 +372,7 @@ class ValueMetric(Metric):
         )
 
 
-# What users hand in. `where` is the metric's name, which opens the message.
+# Inputs from users. `where` is the name of the metric, which opens a message.
 
 
 def as_array(x: ArrayLike, name: str, where: str) -> jax.Array:
@@ -382,7 +390,10 @@ def as_array(x: ArrayLike, name: str, where: str) -> jax.Array:
 
 
 def _on_device(host: np.ndarray) -> jax.Array:
-    """Returns a host array as JAX's; integers that JAX would wrap around, as floats."""
+    """Returns a host array as a JAX array; integers that do not fit become floats.
+
+    JAX would make int32 of int64 without a check, and wrap large numbers around.
+    """
     narrow = jax.dtypes.canonicalize_dtype(host.dtype)
     is_integer = np.issubdtype(host.dtype, np.integer) and narrow != host.dtype
     if is_integer and np.any(host.astype(narrow) != host):
@@ -403,14 +414,14 @@ def text(name: str, x: jax.Array) -> str:
 def element_weights(
     weights: ArrayLike | None, elements: jax.Array, name: str, where: str
 ) -> jax.Array:
-    """Returns one float32 weight per element; one without dims counts if any does.
+    """Returns one float32 weight per element.
 
     Args:
-        weights: None, or an array whose shape is that of the elements' first dims; of
-            any shape for an element without dims.
-        elements: What is weighed.
-        name: What the elements are called.
-        where: The metric.
+        weights: None, or an array whose shape is that of the elements' first dims. For
+            a single number, of any shape: it has weight 1 unless all weights are 0.
+        elements: The elements that are counted.
+        name: The name of the elements, for messages.
+        where: The name of the metric.
 
     Raises:
         MetricError: If the shapes do not fit.
@@ -432,7 +443,7 @@ def element_weights(
 
 
 def weighted(values: jax.Array, weights: jax.Array) -> jax.Array:
-    """Returns values times weights, and 0 where the weight is 0."""
+    """Returns values times weights; 0 where the weight is 0, even if a value is NaN."""
     return jnp.where(weights != 0, values * weights, 0)
 
 
@@ -443,6 +454,6 @@ NEEDED = (
 
 
 def is_metric(value: object) -> bool:
-    """Returns whether this has what a metric needs; NEEDED says what that is."""
+    """Returns whether an object has the methods of a metric, as NEEDED lists them."""
     needed = ("update", "merge", "compute")
     return not isinstance(value, type) and all(hasattr(value, name) for name in needed)

@@ -1,6 +1,8 @@
 """Predictions and labels: of one shape, or scores per class with the true class.
 
-`where` is the metric's name throughout, which opens the message of a MetricError.
+Everything here is written without gathers and scatters: comparisons and sums keep
+logits on their shards, whichever dim is sharded. `where` is the name of the metric
+throughout, which opens the message of a MetricError.
 """
 
 import math
@@ -16,7 +18,7 @@ from meshlayout.metrics.metric import Metric, as_array, element_weights, text
 
 
 def is_explicit(x: jax.Array) -> bool:
-    """Returns whether an array is on Explicit axes, where JAX wants layouts said."""
+    """Returns whether an array is on Explicit axes, where JAX infers no layouts."""
     mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
     return AxisType.Explicit in getattr(mesh, "axis_types", ())
 
@@ -24,7 +26,10 @@ def is_explicit(x: jax.Array) -> bool:
 def same_shape(
     predictions: ArrayLike, labels: ArrayLike, where: str
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns predictions and labels of one shape; a last dim of 1 may be extra."""
+    """Returns predictions and labels, checked to have one shape.
+
+    Predictions may have an extra last dim of 1, as a dense layer with one output makes.
+    """
     predictions = as_array(predictions, "predictions", where)
     labels = as_array(labels, "labels", where)
     if predictions.shape == (*labels.shape, 1):
@@ -50,8 +55,8 @@ class PairMetric(Metric):
         """Returns the metric with a batch added.
 
         Args:
-            predictions: What the model returned; the class says in what shape.
-            labels: What is true.
+            predictions: The model's outputs, in the shape that the class documents.
+            labels: The true values.
             weights: Per label; see `Metric`.
 
         Raises:
@@ -72,13 +77,13 @@ class PairMetric(Metric):
 def class_scores(
     predictions: ArrayLike, labels: ArrayLike, where: str, binary: str
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns float32 scores per class, and labels: numbers, or one per class.
+    """Returns float32 scores per class, and labels as class numbers or one-hot.
 
     Args:
         predictions: One score per class in the last dim.
         labels: Of one dim less, or of the same shape.
-        where: The metric.
-        binary: What it says to do for two classes and one score per example.
+        where: The name of the metric.
+        binary: The advice for two classes with one score per example, for messages.
 
     Raises:
         MetricError: If the shapes or dtypes do not fit.
@@ -87,7 +92,7 @@ def class_scores(
     scores = predictions.astype(jnp.float32)
     labels = as_array(labels, "labels", where)
     is_alike = labels.shape == scores.shape
-    # Of equal shapes and rank 1, the last dim is that of the examples.
+    # Two arrays of shape (batch,) are one score per example, not one-hot labels.
     if scores.shape[-1:] in ((0,), (1,)) or (scores.ndim == 1 and is_alike):
         msg = (
             f"{where}: {text('predictions', predictions)} and {text('labels', labels)} "
@@ -162,9 +167,10 @@ def highest_class(scores: jax.Array) -> jax.Array:
 
 
 def ranks(scores: jax.Array, labels: jax.Array) -> jax.Array:
-    """Returns how many classes come before each label's class; -1 for no such class.
+    """Returns how many classes rank above each label's class; -1 for no such class.
 
-    Of equal scores the lower class number comes first, and NaN comes before all.
+    Of equal scores the lower class number ranks higher, and NaN ranks above all: a row
+    with NaN is never right.
     """
     num_classes = scores.shape[-1]
     is_own = is_class(labels, num_classes)

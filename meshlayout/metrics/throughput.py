@@ -1,4 +1,8 @@
-"""Throughput: counts on the device, timed by the host's clock."""
+"""`Throughput`: counts on the device, timed by the host's clock.
+
+The count stays on the device like any other sum; only `compute` waits for it, so that
+measuring does not slow down what it measures.
+"""
 
 import dataclasses
 import time
@@ -27,12 +31,12 @@ from meshlayout.metrics.metric import (
 class Throughput(Metric):
     """Examples or steps per second, since the metric was made or reset.
 
-    What is made while JAX traces has no clock: it counts, and takes the start of what
-    it is merged with; alone, it computes to NaN. Merged metrics start at the earlier
-    of their starts, on one process's clock.
+    Merging takes the earlier start, on the clock of one process. A metric that is made
+    while JAX traces has no start: it only counts, takes the start of the metric it is
+    merged with, and computes to NaN by itself.
 
     Args:
-        unit: `"examples"`, the rows of the batch whose weight is not 0, or
+        unit: `"examples"`, the rows of the batch whose weight is not 0; or
             `"steps"`, the number of updates.
 
     Example:
@@ -50,6 +54,8 @@ class Throughput(Metric):
         self._set(unit=_checks.choice("unit", self.unit, units, **self._context))
 
     def _start(self) -> dict[str, Any]:
+        # Infinity is later than any start, so that merging takes the other one. A
+        # float32 alone would have a resolution of milliseconds after some hours.
         now = np.inf if _jax.is_tracing() else time.perf_counter()
         high = np.float32(now)
         low = now - float(high) if np.isfinite(now) else 0
@@ -72,7 +78,7 @@ class Throughput(Metric):
         return dataclasses.replace(self, sums=self.sums.add(added))
 
     def started(self) -> Self:
-        """Returns the metric with the same count, and a clock that starts now."""
+        """Returns the metric with the same count, and a start of now."""
         return dataclasses.replace(self, start_s=EMPTY)
 
     def _merged(self, other: Any) -> Self:
@@ -86,11 +92,11 @@ class Throughput(Metric):
 
     @property
     def count(self) -> jax.Array:
-        """How many examples or steps were counted."""
+        """The number of examples or steps that were counted."""
         return self.sums.value
 
     def compute(self) -> jax.Array:
-        """Returns the count per second until now, when the device has counted.
+        """Waits for the device, and returns the count per second up to now.
 
         Raises:
             MetricError: Inside jit, where there is no clock.
@@ -110,7 +116,7 @@ class Throughput(Metric):
 
 
 def _num_examples(batch: Batch, weights: ArrayLike | None) -> jax.Array:
-    """Returns how many rows count."""
+    """Returns the number of rows whose weight is not 0."""
     if weights is not None:
         weights = as_array(weights, "weights", "Throughput")
         rows = jnp.any(weights != 0, axis=tuple(range(1, weights.ndim)))
