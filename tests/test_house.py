@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import meshlayout as ml
+from benchmarks.files_passed import WAYS, files_passed
 
 
 ROOT = Path(ml.__file__).parent
@@ -63,3 +64,12 @@ def test_every_public_module_lists_what_it_holds():
         listed = getattr(importlib.import_module(module.name), "__all__", ())
         loaded = importlib.import_module(module.name)
         assert [name for name in listed if not hasattr(loaded, name)] == []
+
+
+@pytest.mark.parametrize(
+    ("way", "limit"), [("train_step", 18), ("restore", 18), ("batch", 15)]
+)
+def test_a_reader_has_few_files_to_open(way, limit, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    files = files_passed(WAYS[way]())
+    assert len(files) <= limit, files

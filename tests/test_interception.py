@@ -346,6 +346,28 @@ def test_compile_step_takes_a_batch_norm_of_the_pmap_years():
     np.testing.assert_allclose(made, Norms(None, nnx.Rngs(0))(X), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("axis_name", [None, "batch"])
+def test_classes_of_flax_are_patched_only_for_an_axis_that_is_unbound(axis_name):
+    original, is_original, effects = nnx.BatchNorm.__call__, [], []
+
+    def loss_fn(model, batch):
+        is_original.append(nnx.BatchNorm.__call__ is original)
+        jax.debug.callback(lambda: effects.append(1))
+        return square(model, batch)
+
+    mesh = ml.create_mesh({"batch": 1}, devices=jax.devices()[:1])
+    state = create(lambda: Norms(axis_name, nnx.Rngs(0)), mesh)
+    batch = ml.relayout({"x": X}, mesh.layout("batch", ...))
+    step = ml.make_train_step(loss_fn)
+    step.lower(state, batch)
+    step(state, batch)
+    jax.effects_barrier()
+    assert is_original == [True, False][: 1 if axis_name is None else 2]
+    assert nnx.BatchNorm.__call__ is original
+    # The trace that ended at the axis has left nothing in the program.
+    assert effects == [1]
+
+
 def test_an_axis_that_is_bound_counts():
     """In a shard_map of the user's own, statistics are those of that axis."""
     mesh = ml.create_mesh({"batch": 8})

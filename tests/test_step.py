@@ -341,13 +341,13 @@ def test_ignore_says_nothing(state):
         step(state, jnp.ones(3))
 
 
-def test_another_map_in_force_makes_another_program_and_says_so(mesh):
+def test_another_active_map_makes_another_program_and_says_so(mesh):
     traces = Traces(lambda s, b: (s + ml.constrain(b, "hidden").sum(), None))
     step = ml.compile_step(traces)
     state, _ = step(ml.arrays.zeros(8, mesh.layout("model")), jnp.ones((2, 4)))
     with (
         ml.LayoutMap(mesh, {"hidden": ("batch", "model")}).scope(),
-        pytest.warns(ml.errors.RecompileWarning, match="the layout map in force"),
+        pytest.warns(ml.errors.RecompileWarning, match="the active layout map"),
     ):
         step(state, jnp.ones((2, 4)))
     assert traces.count == 2
@@ -535,13 +535,13 @@ REFUSED = {
     ),
     "another structure": (
         lambda: ml.compile_step(lambda s: ({"b": s["a"]}, None))({"a": jnp.ones(2)}),
-        "<lambda> returned a state of another structure: it lacks 'a' and has 'b' "
-        "besides. Return the state that came in with new values.",
+        "<lambda> returned a state of another structure: it lacks 'a' and also has "
+        "'b'. Return the state that came in, with new values.",
     ),
     "another container": (
         lambda: ml.compile_step(lambda s: (tuple(s), None))([jnp.ones(2)]),
         "<lambda> returned a state of another structure: it is a tuple of 1 where a list "
-        "came in. Return the state that came in with new values.",
+        "came in. Return the state that came in, with new values.",
     ),
     "another dtype": (
         lambda: ml.compile_step(lambda s: ({"a": s["a"].astype("bfloat16")}, 0))(
@@ -557,33 +557,33 @@ REFUSED = {
     ),
     "a state used up": (
         used_up,
-        "doubled: the state's 'w' was used up by an earlier call. Go on with the state "
-        "that the call returned: state, aux = doubled(state, ...).",
+        "doubled: the state's 'w' was used up by an earlier call. Continue with the "
+        "state that the call returned: state, aux = doubled(state, ...).",
     ),
     "a state used up, on one device": (
         used_up_on_one_device,
-        "doubled: the state's 'w' was used up by an earlier call. Go on with the state "
-        "that the call returned: state, aux = doubled(state, ...).",
+        "doubled: the state's 'w' was used up by an earlier call. Continue with the "
+        "state that the call returned: state, aux = doubled(state, ...).",
     ),
     "an array twice": (
         lambda: twice(ml.create_mesh({"batch": 8})),
-        "doubled: the state's 'a' and 'b' are one array, and its memory cannot be given "
-        "away twice. Copy one of them with jax.numpy.copy.",
+        "doubled: the state's 'a' and 'b' are the same array, whose memory cannot be "
+        "donated twice. Copy one of them with jax.numpy.copy.",
     ),
     "an array twice, on one device": (
         lambda: twice(ml.create_mesh({"batch": 1}, devices=jax.devices()[:1])),
-        "doubled: the state's 'a' and 'b' are one array, and its memory cannot be given "
-        "away twice. Copy one of them with jax.numpy.copy.",
+        "doubled: the state's 'a' and 'b' are the same array, whose memory cannot be "
+        "donated twice. Copy one of them with jax.numpy.copy.",
     ),
     "the state as the batch": (
         state_as_batch,
-        "doubled: 'batch' is the state's 'a', whose memory the step gives away. Read it "
+        "doubled: 'batch' is the state's 'a', whose memory the step reuses. Read it "
         "from the state inside the step, or copy it with jax.numpy.copy.",
     ),
     "a batch that is no array": (
         lambda: ml.compile_step(changing)(jnp.ones(2), jnp.ones(2), "yes"),
-        "changing: 'train' is 'yes', a str and no array. What the program depends on is "
-        "named when it is made: compile_step(static_argnames='train').",
+        "changing: 'train' is 'yes', a str and not an array. Name what the program "
+        "depends on when you compile it: compile_step(static_argnames='train').",
     ),
     "a batch on another device": (
         batch_elsewhere,
@@ -592,8 +592,8 @@ REFUSED = {
     ),
     "a leaf that is no array": (
         lambda: ml.compile_step(doubled)({"a": "x"}, jnp.ones(2)),
-        "doubled: the state's 'a' is a str, no array. Keep it out of the state, or in a "
-        "static field.",
+        "doubled: the state's 'a' is a str, not an array. Keep it out of the state, "
+        "or in a static field.",
     ),
     "two meshes": (
         two_meshes,

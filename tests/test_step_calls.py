@@ -167,7 +167,7 @@ def test_metrics_with_other_settings_are_refused():
     with pytest.raises(ml.errors.StepError) as caught:
         steps[1](state, batch, metrics)
     assert str(caught.value) == (
-        "train_step: the metrics given have the names of this step's metrics and other "
+        "train_step: the metrics given have the names of this step's metrics but other "
         "settings. Start with None, and pass on what the step returned."
     )
 

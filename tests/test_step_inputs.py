@@ -227,7 +227,7 @@ def test_a_state_that_was_used_up_is_refused_by_eval_steps(mesh):
     ml.make_train_step(squares)(state, batch)
     assert message_of(lambda: eval_step(state, batch)) == (
         "eval_step: 'state/params/bias' was used up by an earlier call of a step, "
-        "which takes the memory of its state. Use the state that the call returned."
+        "which reuses the memory of its state. Use the state that the call returned."
     )
 
 
@@ -266,13 +266,13 @@ MORE_THAN_GRADIENTS = {
     "sam": (
         lambda: optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1)),
         "the optimizer's update refuses value=, the loss, which a step passes. "
-        "optax.contrib.sam, which computes gradients at several places for one update, "
-        "does not go into a step; write one with ml.compile_step.",
+        "optax.contrib.sam, which computes gradients at several points for one update, "
+        "cannot run inside a step; write one with ml.compile_step.",
     ),
     "lookahead": (
         lambda: optax.lookahead(optax.sgd(0.1), 5, 0.5),
         "optax.lookahead keeps two copies of the parameters, as optax.LookaheadParams, "
-        "and a model has one. It does not go into a step; write one with "
+        "and a model has one. It cannot run inside a step; write one with "
         "ml.compile_step, or average with make_train_step(ema=).",
     ),
 }

@@ -248,7 +248,7 @@ REFUSED = {
     ),
     "a field that is no array": (
         Named(),
-        "metrics=: the field 'name' of 'a' is 'mine', no array. Mark it static: "
+        "metrics=: the field 'name' of 'a' is 'mine', not an array. Mark it static: "
         'dataclasses.field(metadata={"static": True}), or '
         "flax.struct.field(pytree_node=False).",
     ),

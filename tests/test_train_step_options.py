@@ -524,10 +524,10 @@ def test_a_line_search_is_refused_in_words(mesh, batch):
     with pytest.raises(ml.errors.StepError) as caught:
         ml.make_train_step(squares)(create(mesh, optax.lbfgs()), batch)
     assert str(caught.value) == (
-        "the optimizer's update misses 'grad' and 'value_fn': a step passes value=, "
-        "the loss, and nothing else beside gradients and parameters. A line search, "
-        "which calls the loss again, does not go into a step; give a learning rate in "
-        "its place, as optax.lbfgs(learning_rate=0.1, linesearch=None)."
+        "the optimizer's update needs 'grad' and 'value_fn': a step passes value=, "
+        "the loss, and nothing else besides gradients and parameters. A line search, "
+        "which calls the loss again, cannot run inside a step; give a learning rate "
+        "instead, as optax.lbfgs(learning_rate=0.1, linesearch=None)."
     )
     without = optax.lbfgs(0.1, linesearch=None)
     state, _ = ml.make_train_step(squares)(create(mesh, without), batch)
@@ -746,11 +746,11 @@ STEPS = {
     ),
     "a regularizer that is none": (
         lambda: ml.make_train_step(squares, regularizers=[0.1]),
-        "regularizers= takes what losses.l1 and losses.l2 give, not 0.1.",
+        "regularizers= takes what losses.l1 and losses.l2 return, not 0.1.",
     ),
     "a number for the regularizers": (
         lambda: ml.make_train_step(squares, regularizers=0.1),
-        "regularizers= takes what losses.l1 and losses.l2 give, not 0.1.",
+        "regularizers= takes what losses.l1 and losses.l2 return, not 0.1.",
     ),
     "two regularizers of one name": (
         lambda: ml.make_train_step(

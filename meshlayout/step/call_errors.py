@@ -1,8 +1,9 @@
 """What changed between two calls of a step, and what is wrong with one.
 
-JAX says that it compiles again, and not why; of arguments that it cannot take it says
-so in its own words, and for an array that was used up, or is given twice, on several
-devices it may end the process. So what changed, or is wrong, is found out by name.
+JAX says that it compiles again, but not why. It refuses arguments in its own words,
+and for an array that was used up or is passed twice, on several devices, it may end
+the process. So both are described here, by the names of the arguments. A call that is
+right and like the one before never comes by.
 """
 
 from typing import Any
@@ -53,7 +54,7 @@ _NOWHERE = "no layout of its own"
 
 
 def _same_layout(before: str, after: str) -> bool:
-    """Returns whether layouts are alike; an array on no mesh is put on every device."""
+    """Returns whether layouts are equal; an array on no mesh is put on every device."""
     if _NOWHERE in (before, after):
         return all(
             text == _NOWHERE or text.startswith("() on") for text in (before, after)
@@ -62,9 +63,9 @@ def _same_layout(before: str, after: str) -> bool:
 
 
 SETTING = (
-    "something changed that is no shape, dtype or layout: the code of the state (a "
-    "model or an optimizer made anew), the default mesh, the layout map in force, a "
-    "JAX setting, or whether an array is bound to its devices"
+    "something changed other than a shape, dtype or layout: the code of the state (a "
+    "new model or optimizer), the default mesh, the active layout map, a JAX setting, "
+    "or whether an array is committed to its devices"
 )
 
 
@@ -87,17 +88,17 @@ def differences(last: CallSignature, now: CallSignature) -> list[str]:
 
 
 def structure_text(name: str, old: PyTree, new: PyTree) -> str:
-    """Says how the state that a step returned is unlike the one that came in."""
+    """Returns a sentence on how the returned state differs from the one passed in."""
     was, now = dict(named_leaves(old)), dict(named_leaves(new))
     lost = ", ".join([repr(path) for path in was if path not in now][:3])
     extra = ", ".join([repr(path) for path in now if path not in was][:3])
-    facts = [f"lacks {lost}" * bool(lost), f"has {extra} besides" * bool(extra)]
+    facts = [f"lacks {lost}" * bool(lost), f"also has {extra}" * bool(extra)]
     fact = " and ".join(filter(None, facts))
     if not fact:
         fact = f"is {what(new)} where {what(old)} came in"
     return (
         f"{name} returned a state of another structure: it {fact}. Return the state "
-        "that came in with new values."
+        "that came in, with new values."
     )
 
 
@@ -121,7 +122,7 @@ def devices_text(sharding: Any) -> str:
     return ", ".join(names[:3]) + ", ..." * (len(names) > 3)
 
 
-# What JAX refuses, or would crash on.
+# What JAX refuses in its own words, or ends the process for.
 
 
 def check_arguments(
@@ -133,7 +134,7 @@ def check_arguments(
         if not is_array_like(leaf):
             msg = (
                 f"{name}: the state's {path!r} is a {type(leaf).__name__}, "
-                "no array. Keep it out of the state, or in a static field."
+                "not an array. Keep it out of the state, or in a static field."
             )
             raise StepError(msg)
     rest = labelled(names[1:], args[1:], kwargs)
@@ -142,7 +143,7 @@ def check_arguments(
             argument = path.partition("/")[0]
             msg = (
                 f"{name}: {path!r} is {leaf!r}, a {type(leaf).__name__} and "
-                "no array. What the program depends on is named when it is made: "
+                "not an array. Name what the program depends on when you compile it: "
                 f"compile_step(static_argnames={argument!r})."
             )
             raise StepError(msg)
@@ -163,7 +164,7 @@ def check_arguments(
 def check_memory(
     name: str, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Raises StepError if the state is used up, or given away twice."""
+    """Raises StepError if the state is used up, or would be donated twice."""
     state = [
         (path, leaf)
         for path, leaf in named_leaves(args[0])
@@ -174,14 +175,14 @@ def check_memory(
         if leaf.is_deleted():
             msg = (
                 f"{name}: the state's {path!r} was used up by an earlier "
-                "call. Go on with the state that the call returned: "
+                "call. Continue with the state that the call returned: "
                 f"state, aux = {name}(state, ...)."
             )
             raise StepError(msg)
         if id(leaf) in seen:
             msg = (
                 f"{name}: the state's {seen[id(leaf)]!r} and {path!r} are "
-                "one array, and its memory cannot be given away twice. Copy one of "
+                "the same array, whose memory cannot be donated twice. Copy one of "
                 "them with jax.numpy.copy."
             )
             raise StepError(msg)
@@ -190,13 +191,13 @@ def check_memory(
         if is_deleted(leaf):
             msg = (
                 f"{name}: {path!r} was used up by an earlier call of a step, which "
-                "takes the memory of its state. Use the state that the call returned."
+                "reuses the memory of its state. Use the state that the call returned."
             )
             raise StepError(msg)
         if id(leaf) in seen:
             msg = (
                 f"{name}: {path!r} is the state's {seen[id(leaf)]!r}, whose "
-                "memory the step gives away. Read it from the state inside the "
+                "memory the step reuses. Read it from the state inside the "
                 "step, or copy it with jax.numpy.copy."
             )
             raise StepError(msg)

@@ -1,9 +1,9 @@
 """`compile_step`: one jit, state donated, layouts kept; never a silent recompile.
 
 JAX compiles again without a word when an argument changes, refuses arguments in its
-own words, and may end the process for memory that is given away twice. So a compiled
-step remembers what each program was traced for. A call goes straight to `jax.jit`, and
-only what that cannot answer from its cache is looked at here, before anything has run.
+own words, and may end the process for memory that is donated twice. So a compiled step
+remembers what each program was traced for. A call goes straight to `jax.jit`; only one
+that `jax.jit` cannot answer from its cache is examined here, before anything has run.
 """
 
 import contextlib
@@ -88,15 +88,15 @@ def compile_step(
     """Compiles `step(state, batch, ...) -> (state, aux)`; also a decorator.
 
     The program is the one `jax.jit` makes, with the state donated and its layouts
-    the same coming out as going in. The state that was passed is used up: go on with
+    the same coming out as going in. The state that was passed is used up: continue with
     the one that is returned. On several virtual CPU devices, every eighth call waits
-    for its result, because more steps in flight can dead-lock XLA's thread pool.
+    for its result, because more steps in flight can deadlock XLA's thread pool.
 
     Args:
-        step: A function of a state (any pytree of arrays) and other pytrees, that
-            returns the new state, in the same structure, shapes and dtypes, and
-            anything else.
-        static_argnames: Arguments that are not arrays, hashable; a new value makes a
+        step: A function of a state (any pytree of arrays) and other pytrees. It
+            returns a pair: the new state, in the same structure, shapes and dtypes,
+            and any pytree.
+        static_argnames: Hashable arguments that are not arrays; a new value makes a
             new program.
         on_recompile: When a call after the first needs a new program: `"warn"`,
             `"error"` (nothing is run and the state is not used up) or `"ignore"`.
@@ -134,8 +134,8 @@ def check_options(on_recompile: OnRecompile, layouts: LayoutMap | None) -> None:
 class _Thread(threading.local):
     """What one thread is doing with a step."""
 
-    may_trace = False
-    is_quiet = False
+    may_trace = False  # the recompilation has been explained
+    is_quiet = False  # it is lowered, which needs no explanation
 
 
 class CompiledStep(Inspection, Generic[P, R]):
@@ -187,7 +187,7 @@ class CompiledStep(Inspection, Generic[P, R]):
         raise StepError(msg)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # What was compiled belongs to this process, and locks cannot be copied.
+        # Compiled programs belong to this process, and locks cannot be copied.
         how = (self._step, self.static_argnames, self._on_recompile, self._layouts)
         return CompiledStep, how
 
@@ -325,7 +325,7 @@ class CompiledStep(Inspection, Generic[P, R]):
             before = [p.first_call for p in self._programs.values() if p.seen]
             self._explain(call, before)
         args, kwargs = self._with_rest_placed(args, kwargs, signature)
-        # A leaf without a layout gets one, else the next call would be another one.
+        # A leaf without a layout comes back with one, and would be a recompilation.
         leaves = [
             leaf if layout is None or layout_of(leaf) else jax.device_put(leaf, layout)
             for leaf, layout in zip(
@@ -342,11 +342,11 @@ class CompiledStep(Inspection, Generic[P, R]):
     def _with_rest_placed(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], signature: LayoutSignature
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Places arrays without a layout on the state's mesh; notes if any were."""
+        """Puts arrays without a layout on the state's mesh, and remembers to do so."""
         placed = place_rest(args, kwargs, signature.whole)
         before, after = map(jax.tree.leaves, ((args, kwargs), placed))
         if any(a is not b for a, b in zip(before, after, strict=True)):
-            self._places_rest = True  # look for more at every call
+            self._places_rest = True  # at every call from now on
         return placed
 
     def _after_error(
@@ -396,7 +396,8 @@ class CompiledStep(Inspection, Generic[P, R]):
         rest: Any,
     ) -> Any:
         args, kwargs = rest
-        # With jax_debug_nans, JAX also runs this on arrays, to find the operation.
+        # With jax_debug_nans, JAX also runs this on arrays, to find the operation; that
+        # is no recompilation.
         is_trace = any(isinstance(x, Tracer) for x in jax.tree.leaves(state))
         may_trace = self._thread.is_quiet or self._thread.may_trace
         if seen and is_trace and not may_trace:
@@ -420,11 +421,11 @@ class CompiledStep(Inspection, Generic[P, R]):
         return new_state, aux
 
     def _explain(self, now: CallSignature, before: list[CallSignature]) -> None:
-        """Says what is unlike the most similar call before, if there was one."""
+        """Warns of what differs from the most similar earlier call, if there is one."""
         # Inside another transformation every call is traced.
         if self._on_recompile == "ignore" or not before or _jax.is_tracing():
             return
-        changes = min((differences(one, now) for one in before), key=len)
+        changes = min((differences(call, now) for call in before), key=len)
         first, *_ = [*changes, SETTING]
         line = f"{self._name} recompiles: {first}."
         if self._on_recompile == "error":
@@ -432,7 +433,11 @@ class CompiledStep(Inspection, Generic[P, R]):
         warnings.warn(line, RecompileWarning, stacklevel=stack_level())
 
     def _like(self, old: PyTree, new: PyTree) -> Any:
-        """Returns the new state, or raises if it is not of the old one's kind."""
+        """Returns the new state, weakly typed where the old one is.
+
+        Raises:
+            StepError: If it differs from the old one in structure, shape or dtype.
+        """
         old_leaves, treedef = jax.tree.flatten(old)
         if treedef != jax.tree.structure(new):
             raise StepError(structure_text(self._name, old, new))
@@ -448,6 +453,6 @@ class CompiledStep(Inspection, Generic[P, R]):
                     "the shapes and dtypes of its state: cast or reshape it back."
                 )
                 raise StepError(msg)
-            # A number added can make a leaf weakly typed: that alone would recompile.
+            # Adding a Python number can change it, and that alone would recompile.
             leaves.append(_jax.with_weak_type(leaf, weak_type=before.weak_type))
         return treedef.unflatten(leaves)

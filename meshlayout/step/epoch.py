@@ -23,7 +23,7 @@ from meshlayout.state import TrainState
 from meshlayout.step.compiled_step import CompiledStep
 from meshlayout.step.multi_step import scan_steps
 from meshlayout.step.placement import in_own_mesh, step_mesh_of
-from meshlayout.step.program import Program
+from meshlayout.step.program import StepProgram
 from meshlayout.step.train_step import TrainStep
 
 
@@ -128,7 +128,7 @@ def _epoch_call(
     shuffle: jax.Array | None = None,
     batch_axes: str | tuple[str, ...] | None = None,
     metrics: Metrics | None = None,
-) -> tuple[Program, CompiledStep[..., Any], tuple[Any, ...], Metrics | None]:
+) -> tuple[StepProgram, CompiledStep[..., Any], tuple[Any, ...], Metrics | None]:
     """Returns the arguments of `TrainStep._dispatch` for an epoch."""
     if not isinstance(train_step, TrainStep):
         msg = (

@@ -1,14 +1,14 @@
 """One jitted function of a compiled step: what it is made for, and how it is called.
 
-`jax.jit` is told the layouts of a state and its arguments when it is made, so there is
-one jitted function for each combination of structures and layouts; `jax.jit` itself
-tells shapes apart. What each was traced for is remembered, because JAX compiles again
-without a word, and says nothing about why.
+`jax.jit` needs the layouts of a state and its arguments in advance, so there is one
+jitted function for each combination of structures and layouts; shapes it distinguishes
+itself. What each was traced for is remembered, because JAX compiles again without a
+word about why.
 
-To take a `TrainState` apart and to put one together costs a call of a small step a
-third of its time on the host, and most states are only handed to the next call. So a
-jitted function takes and returns a state as a tuple of plain arrays, and what a call
-returns becomes a state when somebody reads a field.
+Flattening a `TrainState` and building one costs a call of a small step a third of its
+time on the host, and most states are only passed to the next call. So a jitted function
+takes and returns a state as a tuple of plain arrays, and what a call returns becomes a
+state when one of its fields is read.
 """
 
 import functools
@@ -31,7 +31,7 @@ from meshlayout.step.placement import layout_of, mesh_text, replicated
 
 
 class Retrace(Exception):  # noqa: N818 (not an error: it stops a trace that must wait)
-    """JAX traces a program again, and nothing has said why yet."""
+    """JAX traces a program again, and the reason has not been explained yet."""
 
 
 # Arguments.
@@ -46,7 +46,7 @@ class StepParameters:
         static_names: The parameters that are not arrays.
 
     Attributes:
-        names: The parameters that have a name of their own, in order.
+        names: The parameters other than `*args` and `**kwargs`, in order.
 
     Raises:
         StepError: If the step takes no arguments, or a parameter cannot be static.
@@ -57,7 +57,8 @@ class StepParameters:
     ) -> None:
         self._step, self._static_names = name, static_names
         self._signature = inspect.signature(step)
-        kinds = {one.name: one.kind for one in self._signature.parameters.values()}
+        parameters = self._signature.parameters
+        kinds = {name: parameter.kind for name, parameter in parameters.items()}
         if not kinds:
             msg = f"{name} takes no arguments; a step takes the state first."
             raise StepError(msg)
@@ -116,7 +117,7 @@ class StepParameters:
                 )
                 raise StepError(msg) from None
             static.append((name, value))
-        # What comes after a static argument is passed by name, which *args cannot be.
+        # Arguments after a static one are passed by name, which *args cannot be.
         others = by_kind.get(inspect.Parameter.VAR_POSITIONAL)
         for name, _ in static if others in bound.arguments else ():
             if parameters[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
@@ -168,7 +169,7 @@ class CallSignature:
         kwargs: dict[str, Any],
     ) -> None:
         self.names, self.static = names, static
-        # The leaves are named only when something has to be explained.
+        # Their names are only looked up to explain a recompilation, which is rare.
         self.arguments = jax.tree.map(_Argument.of, (args, kwargs))
 
 
@@ -248,7 +249,7 @@ class LayoutSignature:
         state_layouts: The layout of each leaf of the state; None for one without.
         rest_def: The structure of the other arguments.
         rest_layouts: Their layouts.
-        whole: The layout of what is on no mesh: on every device of the state's.
+        whole: The layout for arrays on no mesh: replicated over the state's.
     """
 
     state_def: Any
@@ -273,8 +274,8 @@ class LayoutSignature:
             )
             raise StepError(msg)
         leaves, treedef = jax.tree.flatten(state)
-        # What is on no mesh yet comes back from the step on the mesh: the next call
-        # would be another one if it did not start there.
+        # What is on no mesh yet comes back from the step on the mesh. If it did not
+        # start there, the next call would be a recompilation.
         whole = replicated(map(layout_of, leaves))
         state_layouts = layouts_of(leaves, whole)
         if whole is not None:
@@ -344,7 +345,7 @@ class JittedStep:
         call: CallSignature,
         arguments: tuple[Any, PyTree, Any],
     ) -> "JittedStep":
-        """Makes one, with right gradients of kernels where XLA's would be wrong.
+        """Jits a step, with right kernel gradients where XLA's would be wrong.
 
         Args:
             step: What to jit: a function of the list `seen`, the static arguments,
@@ -369,7 +370,7 @@ class JittedStep:
         )
         if not program.is_spread or _jax.is_tracing():
             return program
-        # JAX keeps the trace that is looked at for the program's first call.
+        # This trace is not wasted: JAX keeps it for the program's first call.
         static, state, rest = arguments
         jaxpr = jitted.trace(static, program.flattened(state), rest).jaxpr.jaxpr
         axes = gradient_axes(jaxpr, state, rest) if _has_convolutions(jaxpr) else None
@@ -443,9 +444,8 @@ def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
 
 def is_deleted(leaf: Leaf) -> bool:
     """Returns whether a leaf is an array that was used up."""
-    return isinstance(leaf, jax.Array) and (
-        not isinstance(leaf, Tracer) and leaf.is_deleted()
-    )
+    is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+    return is_array and leaf.is_deleted()
 
 
 def may_be_donated_twice(state: PyTree, rest: PyTree) -> bool:
@@ -454,7 +454,7 @@ def may_be_donated_twice(state: PyTree, rest: PyTree) -> bool:
     try:
         is_used_up = True in [leaf.is_deleted() for leaf in leaves]
     except (AttributeError, jax.errors.ConcretizationTypeError):
-        return True  # NumPy arrays, numbers, tracers: to be looked at one by one
+        return True  # NumPy arrays, numbers, tracers: to be checked one by one
     ids = {*map(id, leaves)}
     is_twice = len(ids) != len(leaves) or not ids.isdisjoint(map(id, others))
     return is_used_up or is_twice or True in map(is_deleted, others)

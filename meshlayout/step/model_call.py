@@ -52,7 +52,7 @@ _NNX_NORMS = tuple(
 )
 
 
-class Call(NamedTuple):
+class ModuleCall(NamedTuple):
     """A submodule is about to be called: its path, itself, and what calls it."""
 
     path: str  # empty for the model itself
@@ -67,7 +67,9 @@ class Interceptor(Protocol):
         """Returns whether it handles the calls of a submodule."""
         ...
 
-    def call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(
+        self, call: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Returns what the call returns."""
         ...
 
@@ -171,13 +173,13 @@ def _handled(
     """Returns a call as the interceptors handle it."""
     for interceptor in reversed(interceptors):
         if interceptor.wants(path, module):
-            call = Call(path, module, proceed)
+            call = ModuleCall(path, module, proceed)
             proceed = functools.partial(_intercepted, interceptor, call)
     return proceed
 
 
 def _intercepted(
-    interceptor: Interceptor, call: Call, /, *args: Any, **kwargs: Any
+    interceptor: Interceptor, call: ModuleCall, /, *args: Any, **kwargs: Any
 ) -> Any:
     return interceptor.call(call, args, kwargs)
 
@@ -217,7 +219,9 @@ class Casting:
         """Returns whether to handle calls: the model's own, and all of Linen's."""
         return not path or isinstance(module, nn.Module)
 
-    def call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(
+        self, call: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Calls a submodule in the policy's dtypes."""
         if isinstance(call.module, nn.Module):
             self._set_dtype(call.path, call.module)
@@ -244,7 +248,9 @@ class _UnboundAxes:
         axis_name = getattr(module, "axis_name", None)
         return axis_name is not None and not _is_bound(axis_name)
 
-    def call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(
+        self, call: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Calls a layer as if it named no axis."""
         # Past the guards of Linen (modules are frozen) and NNX (another trace).
         module, axis_name = call.module, call.module.axis_name

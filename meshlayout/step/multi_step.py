@@ -18,7 +18,7 @@ from meshlayout.state import TrainState
 _log = logging.getLogger("meshlayout")
 
 # A state, a batch and the arrays of the metrics, to the next state, and the metrics'
-# arrays with a report: `Program.train_step`.
+# arrays with a report: `StepProgram.train_step`.
 StepFunction: TypeAlias = Callable[..., tuple[TrainState, tuple[tuple[Leaf, ...], Any]]]
 
 
@@ -73,7 +73,7 @@ def scan_steps(
     """Runs one step after the other, in a loop on the device; stacks the reports.
 
     Args:
-        step: As `Program.train_step`.
+        step: As `StepProgram.train_step`.
         state: The state.
         metrics: The arrays of the metrics.
         xs: What the batches are made of, in a leading dim.

@@ -1,8 +1,10 @@
-"""What a step minimizes: a call of the loss function, as the sum of named parts.
+"""What a step minimizes: the loss function's result, as the sum of named parts.
 
 The loss function runs once on the model of a state, as a pure function of arrays. What
-it returns and what the model records on the way are parts of the loss; so are the
-regularizers, which do not depend on the batch.
+it returns and what the model records meanwhile are parts of the loss; so are the
+regularizers, which do not depend on the batch. Parts stay one number per example for
+as long as possible: to add up what is sharded takes a round of communication, and the
+compiler can combine it with that of the gradients only if nothing reads it before.
 """
 
 import inspect
@@ -28,13 +30,19 @@ from meshlayout.losses.reduction import weighted
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.state.precision import Policies
-from meshlayout.step.model_call import Call, Interceptors, Module, call_model, collect
+from meshlayout.step.model_call import (
+    Interceptors,
+    Module,
+    ModuleCall,
+    call_model,
+    collect,
+)
 from meshlayout.step.remat import RematRule, Rematting
 
 
 _log = logging.getLogger("meshlayout")
 
-# What the loss function's own part is called in the metrics.
+# The name of the loss function's own part in the metrics.
 DATA = "data_loss"
 
 # Names in a step's metrics that no part may have.
@@ -134,17 +142,18 @@ class Loss:
         return None if weights is None else jnp.where(weights >= 0, weights, jnp.nan)
 
     def share(self, batch: Batch) -> LossShare:
-        """Returns the share of a whole batch: all of it."""
+        """Returns the share of a batch that is the whole batch."""
         weights = self.weights_of(batch)
         count = _num_losses(batch, weights)
         denominator = losses.denominator_of(self.denominator, weights, count)
         return LossShare(weights, denominator)
 
     def provisional_share(self, batch: Batch) -> tuple[LossShare, jax.Array | None]:
-        """Returns a whole batch's share, and the factor to correct its results by.
+        """Returns a whole batch's share, and the factor that corrects its results.
 
         The sum of the weights takes the devices a round of communication. Divided by
-        their number instead, gradients need not wait for it: both are added in one.
+        their number instead, gradients need not wait for it, and both sums share a
+        round.
         """
         share = self.share(batch)
         if share.weights is None or self.denominator != "real":
@@ -174,12 +183,11 @@ class Loss:
         Returns:
             The parts of the loss by name, and all that the loss function and the model
             returned. Each part is what its examples contribute, of shape (batch,), or a
-            scalar. They are not added up here, because adding up what is sharded takes
-            a round of communication.
+            scalar.
 
         Raises:
-            LossError: If there are losses for another number of examples, if a scalar
-                is all there is for a batch with weights, or the shapes of losses and
+            LossError: If there are losses for another number of examples, if the loss
+                is a scalar and the batch has weights, or the shapes of losses and
                 weights do not fit.
         """
         weights = share.weights
@@ -254,7 +262,7 @@ class Loss:
 
 
 def _num_losses(batch: Batch, weights: jax.Array | None) -> Any:
-    """Returns how many losses there are if each counts one."""
+    """Returns the number of losses: one per weight, or per example."""
     rows = num_examples(batch)
     return jnp.float32(rows if weights is None else math.prod(jnp.shape(weights)))
 
@@ -298,7 +306,7 @@ def _part(what: str, value: jax.Array, share: LossShare) -> jax.Array:
 
 
 def _check_rows(outcome: Outcome, num_rows: int) -> None:
-    """Raises LossError if losses are there for another number of examples."""
+    """Raises LossError if there are losses for another number of examples."""
     if num_rows == 0:
         msg = "the batch has no examples, and there is nothing to learn from it."
         raise StepError(msg)
@@ -313,7 +321,7 @@ def _check_rows(outcome: Outcome, num_rows: int) -> None:
 
 
 def _note_pairs(outcome: Outcome, num_rows: int, loss_fn: Callable[..., Any]) -> None:
-    """Warns that losses are one per pair of examples."""
+    """Warns of one loss per pair of examples: an accident of broadcasting."""
     shape = jnp.shape(outcome.losses)
     if shape == (num_rows, num_rows) and num_rows > 1:
         _warn_once(
@@ -326,7 +334,7 @@ def _note_pairs(outcome: Outcome, num_rows: int, loss_fn: Callable[..., Any]) ->
 
 
 def _note_hidden(outcome: Outcome, batch: Batch, loss_fn: Callable[..., Any]) -> None:
-    """Warns of outputs that metrics take for entries of the batch."""
+    """Warns of outputs that hide entries of the batch from metrics."""
     hidden = [
         repr(name)
         for name, value in outcome.outputs.items()
@@ -342,7 +350,7 @@ def _note_hidden(outcome: Outcome, batch: Batch, loss_fn: Callable[..., Any]) ->
         )
 
 
-# The warnings that each loss function has caused.
+# The warnings that each loss function has caused, so that none is repeated per trace.
 _warned: weakref.WeakKeyDictionary[Callable[..., Any], set[str]]
 _warned = weakref.WeakKeyDictionary()
 
@@ -371,7 +379,9 @@ class WeightMask:
         """Returns whether a submodule is a BatchNorm."""
         return isinstance(module, (nn.BatchNorm, nnx.BatchNorm))
 
-    def call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(
+        self, call: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Calls a BatchNorm with a mask, unless it has one."""
         x, *others = args
         flag = others[0] if others else kwargs.get("use_running_average")

@@ -31,8 +31,9 @@ class StepMesh:
     Attributes:
         mesh: The mesh; None for a state on no mesh.
         axes: Its axes that shard the rows; none where the batch is not sharded.
-        sharding: That of what is the same on all devices.
-        is_abstract: Whether the state is only described, perhaps on devices that are.
+        sharding: The sharding of arrays that are replicated.
+        is_abstract: Whether the state is only described, perhaps on devices that are
+            only described, too.
     """
 
     mesh: jax.sharding.Mesh | None
@@ -58,18 +59,18 @@ class StepMesh:
         return _jax.constrain(x, NamedSharding(self.mesh, PartitionSpec(*entries)))
 
     def put(self, tree: PyTree, *, is_own: bool = False) -> Any:
-        """Puts arrays that are on no mesh on every device; others stay.
+        """Replicates arrays that are on no mesh; others stay.
 
         Args:
             tree: Arrays.
-            is_own: Whether NumPy arrays are each process's own, as its clock is;
-                otherwise JAX looks that they are the same on all.
+            is_own: Whether NumPy arrays differ between processes, as clocks do;
+                otherwise JAX checks that they are the same on all.
         """
         if self.sharding is None:
             return tree
         is_own = is_own and not self.sharding.is_fully_addressable
 
-        def one(leaf: Leaf) -> Any:
+        def replicate(leaf: Leaf) -> Any:
             if self.is_abstract and not isinstance(leaf, jax.ShapeDtypeStruct):
                 leaf = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
             if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -84,10 +85,10 @@ class StepMesh:
                 )
             return jax.device_put(leaf, self.sharding)
 
-        return jax.tree.map(one, tree)
+        return jax.tree.map(replicate, tree)
 
     def everywhere(self, tree: PyTree) -> Any:
-        """Keeps values inside jit the same on every device."""
+        """Keeps values inside jit replicated."""
         if not isinstance(self.sharding, NamedSharding):
             return tree
         return jax.tree.map(lambda x: _jax.constrain(x, self.sharding), tree)
@@ -96,8 +97,8 @@ class StepMesh:
 def in_own_mesh(tree: PyTree) -> AbstractContextManager[None]:
     """Returns a context for work on arrays, whatever mesh `jax.set_mesh` has set.
 
-    JAX refuses arrays under another mesh than theirs, or under the same one with other
-    types of axes. A mesh that is the arrays' own stays set, for functions that
+    JAX refuses arrays under a mesh other than theirs, or under the same one with other
+    types of axes. If it is the arrays' own mesh, it stays set, for functions that
     constrain values by a PartitionSpec alone.
 
     Args:
@@ -127,7 +128,7 @@ def step_mesh_of(state: PyTree, axes: tuple[str, ...] = ()) -> StepMesh:
 
 
 def row_axes(batch: Batch, dim: int = 0) -> tuple[str, ...]:
-    """Returns the mesh axes that shard a dim of a batch, the first unless told."""
+    """Returns the mesh axes that shard a dim of a batch, by default the first."""
     for leaf in jax.tree.leaves(batch):
         sharding = _jax.sharding_of(leaf)
         if isinstance(sharding, NamedSharding) and len(sharding.spec) > dim:
@@ -138,7 +139,7 @@ def row_axes(batch: Batch, dim: int = 0) -> tuple[str, ...]:
 
 
 def layout_of(leaf: Leaf) -> Any:
-    """Returns the sharding of a leaf that has one of its own, else None."""
+    """Returns the sharding of a leaf that is bound to one, else None."""
     if isinstance(leaf, Tracer):  # the step is called inside another jit
         return None
     if isinstance(leaf, jax.Array):
@@ -152,8 +153,8 @@ def mesh_text(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> str:
 
 
 def replicated(layouts: Iterable[Any]) -> NamedSharding | None:
-    """Returns the layout of what is the same on every device of a state's mesh."""
-    meshes = (one.mesh for one in layouts if isinstance(one, NamedSharding))
+    """Returns the layout of arrays replicated over a state's mesh, if it is on one."""
+    meshes = (x.mesh for x in layouts if isinstance(x, NamedSharding))
     mesh = next(meshes, None)
     return None if mesh is None else NamedSharding(mesh, PartitionSpec())
 
@@ -180,12 +181,12 @@ def place_host_batch(state: TrainState, batch: Batch, dim: int = 0) -> Batch:
     """Shards a batch that is on no mesh over the batch axes of the state's mesh.
 
     As the Trainer does; otherwise every device would compute all of it. A batch whose
-    rows do not divide, or with any array that is placed already, is left alone.
+    rows do not divide, or that has any array placed already, is left unchanged.
 
     Args:
         state: A train state.
         batch: A batch, or batches stacked in a dim before the rows.
-        dim: Which dim the rows are.
+        dim: The dim of the rows.
     """
     leaves = jax.tree.leaves(batch)
     if any(map(_is_placed, leaves)):
@@ -217,7 +218,7 @@ def _is_placed(leaf: Leaf) -> bool:
 
 
 def note_if_replicated(state: PyTree, batch: Batch) -> None:
-    """Logs that every device computes a whole batch that could be divided."""
+    """Warns if every device computes a whole batch that could be sharded."""
     sharding = _jax.sharding_of(state.step)
     is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(batch))
     if is_traced or not isinstance(sharding, NamedSharding) or row_axes(batch):
@@ -246,7 +247,7 @@ def check_batch(batch: Batch, key: str | int) -> None:
     """
     check_weights_key(batch, key)
     weights = get_weights(batch, key)
-    # On devices, looking would mean waiting: there the loss becomes NaN.
+    # On devices, reading them would mean waiting. There, the loss becomes NaN instead.
     on_host = isinstance(weights, np.ndarray) and weights.dtype.kind in "fiu"
     if on_host and not ((weights >= 0) & np.isfinite(weights)).all():
         msg = (

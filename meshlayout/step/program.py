@@ -1,7 +1,7 @@
 """The program of a train step on one mesh: gradients, update, metrics.
 
-Also how a call is repeated: a small step takes the device as long as Python takes to
-call it, so that a call like the one before it goes past everything that is known.
+Also how a call is repeated: a small step takes the device no longer than Python takes
+to call it, so that a call like the one before skips all that is known to be right.
 """
 
 import operator
@@ -48,13 +48,13 @@ from meshlayout.step.updates import (
 )
 
 
-# What `Update.apply` reports, or None.
+# What `Update.apply` reports; None unless on_nonfinite="error".
 Report: TypeAlias = jax.Array | None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a train step does, all options checked."""
+    """What a train step does: the options of `make_train_step`, checked."""
 
     loss: Loss
     update: Update
@@ -66,17 +66,17 @@ class Plan:
 
     @property
     def needs_rows(self) -> bool:
-        """Whether the program depends on how the batch is sharded."""
+        """Whether the program depends on the axes that shard the rows."""
         return self.accumulate > 1 or self.zero
 
 
-class Program:
+class StepProgram:
     """The functions of a train step that are compiled for one mesh.
 
     Args:
         plan: What the step does.
-        mesh: Where.
-        shardings: Those of the parameters, if the update is sharded otherwise.
+        mesh: The mesh of the state.
+        shardings: Those of each parameter and of its update, if they differ.
         layouts: The layout map that `constrain` follows.
         on_recompile: As for `compile_step`.
     """
@@ -94,7 +94,7 @@ class Program:
         self._on_recompile: OnRecompile = on_recompile
         self._compiled: dict[Hashable, CompiledStep[..., Any]] = {}
         self.metrics = StepMetrics("train_step", plan.metrics, mesh)
-        # What a report's numbers stand for, by the code of the state.
+        # The names of the parts and gradients in a report, by the code of the state.
         self.leaf_names: dict[Hashable, list[str]] = {}
 
     def compiled(
@@ -124,9 +124,15 @@ class Program:
     def train_step(
         self, state: TrainState, batch: Batch, metrics: tuple[Leaf, ...]
     ) -> tuple[TrainState, tuple[tuple[Leaf, ...], Report]]:
-        """Runs one step.
+        """Runs one step, inside jit.
 
-        Returns the next state; the metrics' arrays, and what `Update.apply` reports.
+        Args:
+            state: The state.
+            batch: The global batch.
+            metrics: The arrays of the metrics.
+
+        Returns:
+            The next state; the metrics' arrays and what `Update.apply` reports.
         """
 
         def measure(users: Metrics) -> tuple[StepValues, Metrics, Any]:
@@ -142,21 +148,22 @@ class Program:
         """Returns a step's values, the next state, the user's metrics and a report."""
         plan = self._plan
         trainable = plan.update.trainable_in(state.params)
-        found = self._gradients(state, trainable, batch, users)
-        gradients = [f"the gradient of {path}" for path in trainable.paths]
-        parts = map(repr, found.parts) if len(found.parts) > 1 else ["the loss"]
-        self.leaf_names[state.program] = [*parts, *gradients]
-        new, notes, report = plan.update.apply(state, trainable, found)
+        gradients = self._gradients(state, trainable, batch, users)
+        grad_names = [f"the gradient of {path}" for path in trainable.paths]
+        parts = gradients.parts
+        part_names = map(repr, parts) if len(parts) > 1 else ["the loss"]
+        self.leaf_names[state.program] = [*part_names, *grad_names]
+        new, notes, report = plan.update.apply(state, trainable, gradients)
         rate = self._learning_rate(state, new)
         if rate is not None:
             notes = {"learning_rate": rate, **notes}
         weight = total_weight(plan.loss.weights_of(batch), num_examples(batch))
-        after = found.metrics
-        if "skipped" in notes:
-            done = notes["skipped"] == 0
-            weight = jnp.where(done, weight, 0)
-            after = select(done, after, users)
-        return StepValues(found.parts, notes, weight), new, after, report
+        after = gradients.metrics
+        if "skipped" in notes:  # a step that was skipped is not measured either
+            is_done = notes["skipped"] == 0
+            weight = jnp.where(is_done, weight, 0)
+            after = select(is_done, after, users)
+        return StepValues(parts, notes, weight), new, after, report
 
     def _gradients(
         self, state: TrainState, trainable: Trainable, batch: Batch, users: Metrics
@@ -217,7 +224,7 @@ class Backward:
         batch = without_nan_padding(batch, share.weights)
         before = self.state.model_state
         grads, parts, after, metrics = self.part(share, batch, key, before, metrics)
-        if share.weights is not None:  # of nothing but padding nothing is learned
+        if share.weights is not None:  # a batch of padding alone teaches nothing
             after = select((share.weights != 0).any(), after, before)
         return self.finished(grads, parts, factor, after, metrics)
 
@@ -245,7 +252,7 @@ class Backward:
                 self.state, params, model_state, batch, key, share
             )
             total = sum(part.sum() for part in parts.values())
-            # JAX would return a plain dict in the order of its keys.
+            # JAX would sort the keys of a plain dict; metrics keep the parts' order.
             return self._scaled(total), (OrderedDict(parts), outcome)
 
         grads, (parts, outcome) = jax.grad(objective, has_aux=True)(self.params)
@@ -303,35 +310,35 @@ def repeat_of(
     reports: StepReports,
     names: list[str],
 ) -> Repeat | None:
-    """Returns a function that makes a call like one that was just made, if it can.
+    """Returns a function that repeats a call with other arrays, where that is safe.
 
-    A small step takes as long as Python does. So this looks only at what `jax.jit`
-    would not notice, or would end the process for; whatever else is new makes JAX
-    raise, before anything has run, or trace, which the compiled step refuses.
+    It checks only what `jax.jit` would not notice, or would end the process for.
+    Whatever else is new makes JAX raise before anything has run, or trace, which the
+    compiled step refuses.
 
     Args:
-        compiled: The compiled step.
-        arguments: The arguments of that call, between the state and the metrics.
+        compiled: The compiled step that was called.
+        arguments: Its arguments between the state and the metrics.
         key: Where a batch carries its weights.
-        start: Where its metrics start.
-        reports: Where its report goes.
-        names: What the report's numbers stand for.
+        start: Where the metrics start.
+        reports: Where the report goes.
+        names: The names of the parts and gradients in it.
 
     Returns:
-        A function that returns None for a call that is not like that one; or None.
+        A function that returns None for a call it cannot make; None if there is none.
     """
     jitted_step = compiled.program
     if len(arguments) != 1 or jitted_step is None:
         return None  # an epoch
     structure = jitted_step.signature.structure
-    take_apart = jax.tree_util.default_registry.flatten
-    leaves, like = take_apart(arguments[0])
+    flatten = jax.tree_util.default_registry.flatten  # jax.tree.flatten, in C++
+    leaves, treedef = flatten(arguments[0])
     layouts = [layout_of(leaf) for leaf in leaves]
     if structure is None or None in layouts:
         return None
     weights = get_weights(arguments[0], key)
-    places = [index for index, leaf in enumerate(leaves) if leaf is weights]
-    jitted, treedef = jitted_step.jitted, start.treedef
+    indices = [index for index, leaf in enumerate(leaves) if leaf is weights]
+    jitted, metrics_def = jitted_step.jitted, start.treedef
     is_spread, is_bounded = jitted_step.is_spread, jitted_step.is_bounded
     marked, waiting = _batches.marked_weights, reports.waiting
     has_clock, empty = start.has_clock, start.leaves
@@ -343,55 +350,55 @@ def repeat_of(
     ) -> tuple[TrainState, Metrics] | None:
         if waiting:
             reports.check(wait=False)
-        rows, batch_def = take_apart(batch)
+        rows, batch_def = flatten(batch)
         try:
-            if batch_def != like or list(map(sharding_of, rows)) != layouts:
+            if batch_def != treedef or list(map(sharding_of, rows)) != layouts:
                 return None
             flat = state._flat
         except AttributeError:  # not arrays, or not a state
             return None
         if metrics is None and not has_clock:
-            counted = empty
+            sums = empty
         elif type(metrics) is Metrics and metrics._flat is not None:
-            counted, metrics_def = metrics._flat
-            if metrics_def is not treedef:
+            sums, structure_of_sums = metrics._flat
+            if structure_of_sums is not metrics_def:
                 return None
         else:
             return None
         if flat is None or flat[1] is not structure:
             arrays = structure.flatten(state)
-            rest = (rows, counted)
+            rest = (rows, sums)
             if arrays is None or (is_spread and may_be_donated_twice(arrays, rest)):
                 return None
         elif flat[2]:
             arrays = flat[0]
-            # Nobody has seen the state's arrays: none of them can be in the batch.
-            if is_spread and True in [x.is_deleted() for x in (*rows, *counted)]:
+            # No field of the state was read: none of its arrays can be in the batch.
+            if is_spread and True in [x.is_deleted() for x in (*rows, *sums)]:
                 return None
         else:
             return None
-        if marked and (not places or id(rows[places[0]]) not in marked):
+        if marked and (not indices or id(rows[indices[0]]) not in marked):
             check_weights_key(batch, key)
         try:
-            result = jitted((), arrays, ((batch, counted), {}))
+            result = jitted((), arrays, ((batch, sums), {}))
         except Exception as error:
-            # It failed while it ran, and took the state with it; a state that was used
-            # up before is refused by JAX with a text of its own, and nothing behind it.
+            # A step that fails while it runs has used up the state. So has an earlier
+            # call, perhaps: then JAX says "deleted", and no other error caused that.
             was_used_up = "deleted" in str(error) and error.__context__ is None
             if not was_used_up and any(x.is_deleted() for x in arrays):
                 raise
-            return None  # before it ran; the call that follows says why
+            return None  # nothing has run; the call that follows says why
         if flat is not None:
             flat[2] = False
-        arrays, (counted, report) = result
+        arrays, (sums, report) = result
         if is_bounded:
             compiled.wait_if_many(result)
         if report is not None:
             reports.add(report, names)
         # As `structure.lazy` and `Metrics.from_flat` do, without calls in Python.
-        new, measured = create(TrainState), create(Metrics)
+        new, new_metrics = create(TrainState), create(Metrics)
         set_attribute(new, "_flat", [arrays, structure, True])
-        set_flat(measured, (counted, treedef))
-        return new, measured
+        set_flat(new_metrics, (sums, metrics_def))
+        return new, new_metrics
 
     return repeat

@@ -11,7 +11,7 @@ from flax import linen as nn, nnx
 from meshlayout import _checks, _paths
 from meshlayout._annotations import PyTree
 from meshlayout.errors import StepError
-from meshlayout.step.model_call import Call, Module
+from meshlayout.step.model_call import Module, ModuleCall
 
 
 # What may be kept: a policy of jax.checkpoint_policies, or None for nothing.
@@ -93,7 +93,9 @@ class Rematting:
             self._submodules.add(path)
         return self._rule_for(path) is not None
 
-    def call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(
+        self, call: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Calls a submodule so that its insides are recomputed."""
         if self._is_inside:
             return call.proceed(*args, **kwargs)

@@ -1,12 +1,12 @@
 """The metrics of a step: the loss and its parts, the update's notes, the user's own.
 
-Which there are is known when a step was traced: a model may record losses, and a user's
-metric that starts with integers may go on with floats. But the trace takes the metrics
-as an argument. So it is handed those that the step's options promise, and where it
-finds others it ends with `OtherMetricsError`; a second trace then takes those.
+Which there are is known only when a step has been traced: a model may record losses,
+and a user's metric that starts with integers may continue with floats. But the trace
+takes the metrics as an argument. So it gets those that the step's options promise, and
+if it finds others, it ends with `OtherMetricsError` and a second trace gets those.
 
 A program takes and returns metrics as a tuple of arrays, because most that a step
-returns are only handed to the next call: taking a `Metrics` apart and making one costs
+returns are only passed to the next call: to flatten a `Metrics` and to build one costs
 a call of a small step a third of its time on the host.
 """
 
@@ -47,7 +47,7 @@ class StepValues:
 
     Attributes:
         parts: The parts of the loss, by name.
-        notes: What else there is: the learning rate, the gradients' norm.
+        notes: Other numbers: the learning rate, the gradients' norm.
         weight: The weight of the batch's examples; 0 if the step was skipped.
     """
 
@@ -57,7 +57,7 @@ class StepValues:
 
     @property
     def values(self) -> dict[str, Any]:
-        """All numbers by name: the loss first, its parts if there are several."""
+        """All numbers by name: the loss first, then its parts if there are several."""
         total = sum(self.parts.values(), jnp.float32(0))
         parts = dict(self.parts) if len(self.parts) > 1 else {}
         return {"loss": total, **parts, **self.notes}
@@ -81,11 +81,11 @@ class StepValues:
 
 
 class OtherMetricsError(StepError):
-    """A step that is traced measures other metrics than those that it is handed.
+    """A step that is being traced measures other metrics than those it was given.
 
     Args:
-        names: The names of the step's own.
-        users: The user's after a batch, abstract.
+        names: The names of the step's own metrics.
+        users: The user's metrics after a batch, abstract.
     """
 
     def __init__(self, names: Sequence[str], users: Metrics) -> None:
@@ -113,17 +113,17 @@ class MetricsStart:
         self.leaves = tuple(leaves)
         nodes = jax.tree.leaves(empty, is_leaf=_is_clock)
         self.has_clock = any(map(_is_clock, nodes))
-        self.is_confirmed = False  # by a trace
+        self.is_confirmed = False  # a trace has measured the same metrics
 
     def flat(self, name: str, metrics: Metrics | None) -> tuple[Leaf, ...]:
         """Returns the arrays of the metrics that a step adds to.
 
         Args:
             name: The step.
-            metrics: Those of an earlier call, or None for empty ones.
+            metrics: The metrics of an earlier call, or None for empty ones.
 
         Raises:
-            StepError: If those are not the metrics of this step.
+            StepError: If they are not the metrics of this step.
         """
         if metrics is None and not self.has_clock:
             return self.leaves
@@ -138,7 +138,7 @@ class MetricsStart:
         leaves, treedef = jax.tree.flatten(placed)
         if treedef != self.treedef:
             msg = (
-                f"{name}: the metrics given have the names of this step's metrics and "
+                f"{name}: the metrics given have the names of this step's metrics but "
                 "other settings. Start with None, and pass on what the step returned."
             )
             raise StepError(msg)
@@ -184,7 +184,7 @@ class StepMetrics:
             state: The state.
             metrics: Metrics to add to; None for empty ones.
             expected: Returns the names of the step's own metrics, as far as its
-                options say; called once for a model and optimizer.
+                options tell; called once per model and optimizer.
             is_lowered: Whether to lower it.
 
         Returns:
@@ -201,7 +201,7 @@ class StepMetrics:
         try:
             names = list(metrics) if isinstance(metrics, Metrics) else None
             if not start.is_confirmed and names not in (None, list(start.empty)):
-                compiled.lower(*args, start.leaves)  # the trace says who is right
+                compiled.lower(*args, start.leaves)  # the trace decides who is right
             result = run(*args, start.flat(self._name, metrics))
         except OtherMetricsError as other:
             if start.is_confirmed:
@@ -236,14 +236,14 @@ class StepMetrics:
             code: The code of the state.
             leaves: The arrays of the metrics before.
             measure: Given the user's metrics, returns the step's values, the user's
-                metrics with the batch added, and anything.
+                metrics with the batch added, and any other results.
 
         Returns:
-            Anything, and the arrays of the metrics after.
+            The other results, and the arrays of the metrics after.
 
         Raises:
             OtherMetricsError: If the step measures others, or they need other dtypes:
-                what starts with whole numbers may go on with floats.
+                what starts with integers may continue with floats.
         """
         before: Metrics = self._starts[code].treedef.unflatten(leaves)
         users = Metrics({name: before.metric(name) for name in self._users})
@@ -263,7 +263,7 @@ def _is_clock(node: object) -> bool:
 
 
 def strong(tree: PyTree) -> Any:
-    """Returns a tree of arrays, none weakly typed as Python's numbers are."""
+    """Returns a tree of arrays, none of them weakly typed, as Python's numbers are."""
     return jax.tree.map(_as_strong, tree)
 
 
@@ -318,8 +318,8 @@ def _as_metric(name: str, metric: Any) -> Any:
             raise StepError(msg)
         if not is_array_like(leaf):
             msg = (
-                f"metrics=: the field {path!r} of {name!r} is {leaf!r}, no array. Mark "
-                'it static: dataclasses.field(metadata={"static": True}), or '
+                f"metrics=: the field {path!r} of {name!r} is {leaf!r}, not an array. "
+                'Mark it static: dataclasses.field(metadata={"static": True}), or '
                 "flax.struct.field(pytree_node=False)."
             )
             raise StepError(msg)
@@ -327,7 +327,7 @@ def _as_metric(name: str, metric: Any) -> Any:
 
 
 def _cast(tree: PyTree, like: PyTree) -> Any:
-    """Returns a tree in the dtypes of one that is like it, where those hold more."""
+    """Returns a tree in the dtypes of another like it, where those hold more."""
     if jax.tree.structure(tree) != jax.tree.structure(like):
         return tree
 
@@ -352,7 +352,7 @@ def as_regularizers(regularizers: Any) -> tuple[losses.Regularizer, ...]:
     """Returns regularizers as a tuple.
 
     Raises:
-        StepError: If there is anything else among them, or a name occurs twice.
+        StepError: If one is not a regularizer, or a name occurs twice.
     """
     if isinstance(regularizers, losses.Regularizer):
         return (regularizers,)
@@ -360,15 +360,18 @@ def as_regularizers(regularizers: Any) -> tuple[losses.Regularizer, ...]:
         regularizers, Iterable
     ):
         msg = (
-            "regularizers= takes what losses.l1 and losses.l2 give, not "
+            "regularizers= takes what losses.l1 and losses.l2 return, not "
             f"{regularizers!r}."
         )
         raise StepError(msg)
-    found = tuple(regularizers)
-    names = [getattr(one, "name", None) for one in found]
-    for one, name in zip(found, names, strict=True):
-        if not isinstance(one, losses.Regularizer):
-            msg = f"regularizers= takes what losses.l1 and losses.l2 give, not {one!r}."
+    penalties = tuple(regularizers)
+    names = [getattr(penalty, "name", None) for penalty in penalties]
+    for penalty, name in zip(penalties, names, strict=True):
+        if not isinstance(penalty, losses.Regularizer):
+            msg = (
+                "regularizers= takes what losses.l1 and losses.l2 return, not "
+                f"{penalty!r}."
+            )
             raise StepError(msg)
         if names.count(name) > 1:
             msg = (
@@ -376,14 +379,14 @@ def as_regularizers(regularizers: Any) -> tuple[losses.Regularizer, ...]:
                 f"losses.l2(1e-5, where='kernel', name='kernel_l2')."
             )
             raise StepError(msg)
-    return found
+    return penalties
 
 
 def total_weight(batch_weights: Any, num_examples: int) -> Any:
     """Returns the weight of a batch's examples.
 
-    For a batch of nothing but padding it is too small to count next to any other, and
-    not 0, so that its loss is shown unchanged.
+    For a batch of padding alone it is too small to count next to any other, and not 0,
+    so that its loss is reported unchanged.
     """
     if batch_weights is None:
         return jnp.float32(num_examples)

@@ -1,4 +1,10 @@
-"""`make_train_step`: the step that an expert would have written for the mesh."""
+"""`make_train_step`: the step that an expert would have written for the mesh.
+
+A call goes three ways. One like the call before goes straight to `jax.jit`
+(`program.repeat_of`), because a small step takes the device as long as Python takes to
+call it. Any other is checked, its batch placed, and the program for its mesh looked up.
+Several batches in one call are stacked and scanned over (`multi_step`).
+"""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -9,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from meshlayout import _checks, _jax, losses
+from meshlayout import _checks, losses
 from meshlayout._annotations import Batch
 from meshlayout.errors import MeshLayoutError, StepError
 from meshlayout.layout_map import LayoutMap
@@ -31,11 +37,11 @@ from meshlayout.step.placement import (
     row_axes,
     step_mesh_of,
 )
-from meshlayout.step.program import Plan, Program, Repeat, repeat_of
+from meshlayout.step.program import Plan, Repeat, StepProgram, repeat_of
 from meshlayout.step.remat import Remat, parse_remat
 from meshlayout.step.step_metrics import as_regularizers, user_metrics
-from meshlayout.step.updates import EMA, OnNonfinite, StepReports, Update
-from meshlayout.step.zero import ZeroPlacement, zero_layouts
+from meshlayout.step.updates import OnNonfinite, StepReports, Update
+from meshlayout.step.zero import ZeroPlacement, update_shardings
 
 
 def make_train_step(
@@ -70,14 +76,14 @@ def make_train_step(
             (batch,) or (batch, ...), averaged per example; or those and a dict of
             outputs for the metrics; or a scalar, where batches carry no weights. The
             model is an NNX module in training mode or a bound Linen module. Parameters
-            named `rngs` and `train` are handed an `nnx.Rngs` of this step and True.
+            named `rngs` and `train` receive an `nnx.Rngs` of this step and True.
         metrics: What is measured besides the loss, by name.
         regularizers: Penalties on parameters, as `losses.l2(1e-5, where="kernel")`.
         weights: Where a batch carries its weights, (batch,) or the losses' own shape:
-            a key of a mapping, or a place in a tuple. A batch without has none. One
-            whose weights are all 0 has gradients of 0 and is a step all the same:
-            `step` counts it, and momentum and weight decay move the parameters. Leave
-            such batches out of a loop of your own, as `Trainer` does.
+            a key of a mapping, or an index of a tuple. A batch without an entry there
+            has none. One whose weights are all 0 has gradients of 0 and is still a
+            step: `step` counts it, and momentum and weight decay move the parameters.
+            Leave such batches out of your own loop, as `Trainer` does.
         denominator: What the weighted sum of losses is divided by: `"real"`, the sum
             of weights; `"global_batch_size"`, padding included; or a number.
         accumulate: The number of microbatches in a global batch; they go through the
@@ -95,9 +101,9 @@ def make_train_step(
             `"error"`, skip, and raise at one of the next calls, or at `check`.
         ema: The decay of a moving average of the parameters, `state.extra["ema"]`.
         trainable: A regular expression for the paths of what is trained; the rest
-            stays as it is.
-        learning_rate: The optimizer's schedule, to show its value in the metrics. A
-            rate that `optax.inject_hyperparams` keeps is shown anyway.
+            stays unchanged.
+        learning_rate: The optimizer's schedule, to report its value in the metrics. A
+            rate that `optax.inject_hyperparams` keeps is reported anyway.
         precision: `"float32"`, `"bfloat16"`, `"float16"` (with a dynamic loss scale),
             a `PrecisionPolicy`, or a dict from patterns of paths to those.
         remat: What the backward pass recomputes: `"none"`, `"blocks"` (numbered
@@ -106,9 +112,9 @@ def make_train_step(
         zero: 1 shards the optimizer's state and the update over the axes that shard
             the batch (Rajbhandari et al., "ZeRO", 2020, stage 1).
         steps_per_call: How many batches a call takes, as a list or stacked in a dim
-            before the batch dim, to run in one dispatch; with metrics as if run one by
-            one. `"auto"` takes a list of any length, tries both ways on the first
-            calls, continues with the faster one, and says so in `train_step.choice`.
+            before the batch dim, to run in one dispatch; the metrics are those of
+            one call each. `"auto"` takes a list of any length, times both ways on the
+            first calls and keeps the faster one; `train_step.choice` says which.
         layouts: The layout map that `constrain` follows in the model.
         on_recompile: As for `compile_step`.
 
@@ -193,17 +199,17 @@ class TrainStep(Inspection):
         self._plan = plan
         self._layouts = layouts
         self._on_recompile: OnRecompile = on_recompile
-        self._programs: dict[Hashable, Program] = {}
+        self._programs: dict[Hashable, StepProgram] = {}
         self._repeat: Repeat | None = None
         self._reports = StepReports()
-        has_many = plan.steps_per_call != 1
-        self._calls = calls_for(plan.steps_per_call) if has_many else None
+        several = plan.steps_per_call != 1
+        self._calls = calls_for(plan.steps_per_call) if several else None
         self._wants_extra = frozenset(plan.update.names())
         self._zero = ZeroPlacement() if plan.zero else None
         self.__name__ = "train_step"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # What was compiled belongs to this process.
+        # Compiled programs belong to this process; a copy compiles its own.
         return TrainStep, (self._plan, self._layouts, self._on_recompile)
 
     def __call__(
@@ -233,10 +239,11 @@ class TrainStep(Inspection):
         try:
             if self._calls is None:
                 return self._run(state, batch, metrics)
+            # Before they are stacked: weights are marked by the identity of arrays.
             for part in batch if isinstance(batch, list) else ():
                 check_batch(part, self.weights)
             return self._calls.run(self, state, batch, metrics)
-        except (MeshLayoutError, Warning):
+        except (MeshLayoutError, Warning):  # sentences that need no note
             raise
         except Exception as error:
             error.add_note(f"in {self.__name__}, at {_step_text(state)}")
@@ -249,18 +256,17 @@ class TrainStep(Inspection):
         self._reports.check(wait=False)
         with in_own_mesh(state):
             placed = self._placed(state, batch)
+            # Only now it is like the batch of the call before: on the mesh, or stacked.
             is_new = placed is not batch or self._calls is not None
             if is_new and self._repeat is not None:
                 result = self._repeat(state, placed, metrics)
                 if result is not None:
                     return result
-            state = self._prepare(state, placed)
-            program, compiled = self._program(state, placed)
-            return self._dispatch(program, compiled, (state, placed), metrics)
+            return self._dispatch(*self._program_call(state, placed), metrics)
 
     def _dispatch(
         self,
-        program: Program,
+        program: StepProgram,
         compiled: CompiledStep[..., Any],
         args: tuple[Any, ...],
         metrics: Metrics | None,
@@ -269,16 +275,22 @@ class TrainStep(Inspection):
     ) -> Any:
         """Calls a function of a program, and remembers how; or lowers it.
 
-        `args` are the state, and the other arguments but the metrics.
+        Args:
+            program: The program.
+            compiled: Its function.
+            args: The function's arguments before the metrics, the state first.
+            metrics: The metrics to add to.
+            is_lowered: Whether to lower it.
         """
-        expected, given = program.expected_metrics, args[0]
+        code = args[0].program
         result, start = program.metrics.run(
-            compiled, args, given, metrics, expected, is_lowered=is_lowered
+            *(compiled, args, args[0], metrics, program.expected_metrics),
+            is_lowered=is_lowered,
         )
         if is_lowered:
             return result
         state, (flat, report) = result
-        names = program.leaf_names[given.program]
+        names = program.leaf_names[code]
         if report is not None and not isinstance(report, Tracer):
             self._reports.add(report, names)
         self._repeat = repeat_of(
@@ -294,30 +306,14 @@ class TrainStep(Inspection):
             check_batch(batch, self.weights)
         return place_host_batch(state, batch, int(is_many))
 
-    def _prepare(self, state: TrainState, batch: Batch | Stacked) -> TrainState:
-        return self._prepared(state, self._step_mesh(state, batch))
-
     def _prepared(self, state: TrainState, mesh: StepMesh) -> TrainState:
         """Returns the state with the extra arrays that this step keeps in it."""
         missing = self._wants_extra - state.extra.keys()
         if missing:
-            new = self._extra(state)
+            new = self._plan.update.extra(state)
             extra = {name: mesh.put(new[name]) for name in sorted(missing)}
             state = state.replace(extra={**state.extra, **extra})
         return state if self._zero is None else self._zero.place(state, mesh)
-
-    def _extra(self, state: TrainState) -> dict[str, Any]:
-        """Builds the extra arrays (EMA, loss scale, ...); abstract if the state is."""
-        if not isinstance(state.step, jax.ShapeDtypeStruct):
-            return self._plan.update.extra(state)
-        extra = jax.eval_shape(self._plan.update.extra, state)
-        if EMA in extra:
-            extra[EMA] = jax.tree.map(
-                lambda average, param: average.update(sharding=param.sharding),
-                extra[EMA],
-                state.params,
-            )
-        return extra
 
     def lower(
         self, state: TrainState, batch: Batch, metrics: Metrics | None = None
@@ -334,10 +330,8 @@ class TrainStep(Inspection):
             if self._calls is not None:
                 batch = self._calls.stacked(batch)
             batch = self._placed(state, batch)
-            state = self._prepare(state, batch)
-            program, compiled = self._program(state, batch)
-            args = (state, batch)
-            return self._dispatch(program, compiled, args, metrics, is_lowered=True)
+            call = self._program_call(state, batch)
+            return self._dispatch(*call, metrics, is_lowered=True)
 
     def memory(self, state: TrainState, batch: Batch) -> StepMemory:
         """Returns the bytes that the compiled step takes on each device.
@@ -381,34 +375,35 @@ class TrainStep(Inspection):
 
     # Programs.
 
-    def _program(
+    def _program_call(
         self, state: TrainState, batch: Batch | Stacked
-    ) -> tuple[Program, CompiledStep[..., Any]]:
-        """Returns the program for these arguments, and its function for one call."""
+    ) -> tuple[StepProgram, CompiledStep[..., Any], tuple[TrainState, Batch | Stacked]]:
+        """Returns the program for a call, its function to call, and its arguments."""
+        mesh = self._step_mesh(state, batch)
+        state = self._prepared(state, mesh)
         num_programs = len(self._programs)
-        program = self._program_on(self._step_mesh(state, batch), state)
+        program = self._program_on(mesh, state)
         if isinstance(batch, Stacked):
-            return program, program.compiled("steps", steps_of(program.train_step))
+            compiled = program.compiled("steps", steps_of(program.train_step))
+            return program, compiled, (state, batch)
         if len(self._programs) > num_programs:
             note_if_replicated(state, batch)
-        return program, program.compiled("step", program.train_step)
+        return program, program.compiled("step", program.train_step), (state, batch)
 
-    def _program_on(self, mesh: StepMesh, state: TrainState) -> Program:
+    def _program_on(self, mesh: StepMesh, state: TrainState) -> StepProgram:
         shardings = None
         if self._plan.zero and self._plan.accumulate > 1:
-            now = map(_jax.sharding_of, jax.tree.leaves(state.params))
-            sharded = (one.sharding for one in zero_layouts(state.params, mesh))
-            shardings = tuple(zip(now, sharded, strict=True))
+            shardings = update_shardings(state.params, mesh)
         key = (mesh, shardings)
         if key not in self._programs:
-            self._programs[key] = Program(
+            self._programs[key] = StepProgram(
                 self._plan, mesh, shardings, self._layouts, self._on_recompile
             )
         return self._programs[key]
 
     def _step_mesh(self, state: TrainState, batch: Batch | Stacked) -> StepMesh:
-        """Returns what a program depends on: the rows' axes matter to some plans."""
-        if not self._plan.needs_rows:
+        """Returns the mesh of a program, with the rows' axes if the plan needs them."""
+        if not self._plan.needs_rows:  # else a batch in another layout is a new program
             return step_mesh_of(state)
         return step_mesh_of(state, row_axes(batch, int(isinstance(batch, Stacked))))
 

@@ -1,5 +1,11 @@
-"""From gradients to the next state."""
+"""From gradients to the next state: clipping, optimizer, averages, skipped steps.
 
+A step that is not finite is known only when it has run, and waiting for it would stall
+the host. So the program itself keeps the old state where asked to, and reports what
+was not finite; the reports are read later, when they are there.
+"""
+
+import itertools
 import re
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -26,25 +32,26 @@ EMA = "ema"
 SKIPPED = "skipped"
 LOSS_SCALE = "loss_scale"
 
-# What Python says of an update that a step cannot call, and what to say instead.
+# What Python says of an optimizer that a step cannot call, and what to say instead.
+# Should another library change its words, users see them; test_step_inputs.py notices.
 _REFUSALS = (
     (
         r"missing \d+ required keyword-only arguments?: (.*)",
-        "the optimizer's update misses {}: a step passes value=, the loss, and nothing "
-        "else beside gradients and parameters. A line search, which calls the loss "
-        "again, does not go into a step; give a learning rate in its place, as "
+        "the optimizer's update needs {}: a step passes value=, the loss, and nothing "
+        "else besides gradients and parameters. A line search, which calls the loss "
+        "again, cannot run inside a step; give a learning rate instead, as "
         "optax.lbfgs(learning_rate=0.1, linesearch=None).",
     ),
     (
         "unexpected keyword argument 'value'",
         "the optimizer's update refuses value=, the loss, which a step passes. "
-        "optax.contrib.sam, which computes gradients at several places for one "
-        "update, does not go into a step; write one with ml.compile_step.",
+        "optax.contrib.sam, which computes gradients at several points for one "
+        "update, cannot run inside a step; write one with ml.compile_step.",
     ),
     (
         "no attribute 'fast'",
         "optax.lookahead keeps two copies of the parameters, as "
-        "optax.LookaheadParams, and a model has one. It does not go into a step; "
+        "optax.LookaheadParams, and a model has one. It cannot run inside a step; "
         "write one with ml.compile_step, or average with make_train_step(ema=).",
     ),
 )
@@ -91,15 +98,15 @@ class Trainable:
                 raise StepError(msg)
 
     def chosen(self, leaves: Iterable[Any]) -> list[Any]:
-        """Returns the trained ones of all leaves."""
-        return [x for x, is_in in zip(leaves, self.mask, strict=True) if is_in]
+        """Returns those of all leaves that are trained."""
+        return list(itertools.compress(leaves, self.mask))
 
     def filled(self, chosen: Iterable[Any], others: PyTree) -> PyTree:
-        """Returns a tree of trained leaves, with the others from `others`."""
+        """Returns a tree of the trained leaves, with the other leaves of `others`."""
         new = iter(chosen)
         pairs = zip(jax.tree.leaves(others), self.mask, strict=True)
         return self._treedef.unflatten(
-            [next(new) if is_in else x for x, is_in in pairs]
+            [next(new) if is_trained else x for x, is_trained in pairs]
         )
 
 
@@ -136,13 +143,30 @@ class Update:
         return self.on_nonfinite != "ignore" or self.has_loss_scale
 
     def extra(self, state: TrainState) -> dict[str, Any]:
-        """Returns the initial extra arrays of a state, not placed yet."""
+        """Returns the initial extra arrays of a state; abstract if the state is.
+
+        Those of the parameters' shapes are where the parameters are; the others are
+        not placed yet.
+        """
         makers = {
             EMA: lambda: jax.tree.map(_average, state.params),
             SKIPPED: lambda: jnp.int32(0),
             LOSS_SCALE: LossScale.create,
         }
-        return {name: makers[name]() for name in self.names()}
+
+        def extra() -> dict[str, Any]:
+            return {name: makers[name]() for name in self.names()}
+
+        if not isinstance(state.step, jax.ShapeDtypeStruct):
+            return extra()
+        abstract = jax.eval_shape(extra)
+        if EMA in abstract:
+            abstract[EMA] = jax.tree.map(
+                lambda average, param: average.update(sharding=param.sharding),
+                abstract[EMA],
+                state.params,
+            )
+        return abstract
 
     def trainable_in(self, params: PyTree) -> Trainable:
         """Returns which parameters are trained.
@@ -217,7 +241,7 @@ class Update:
             others = jax.tree.map(jnp.zeros_like, others)
         updates, opt_state = _optimized(state, trainable.filled(grads, others), value)
         params = optax.apply_updates(state.params, updates)
-        # Weight decay and momentum would move what is not trained.
+        # The optimizer has moved the others, too, by weight decay and momentum.
         trained = trainable.chosen(jax.tree.leaves(params))
         params = trainable.filled(trained, state.params)
         extra = dict(state.extra)
@@ -235,12 +259,12 @@ class Update:
         self, is_finite: jax.Array, old: TrainState, new: TrainState
     ) -> TrainState:
         """Returns the new state if the step was finite, and else the old one."""
-        kept = select(is_finite, new, old)
-        extra = dict(kept.extra)
+        state = select(is_finite, new, old)
+        extra = dict(state.extra)
         extra[SKIPPED] = old.extra[SKIPPED] + (1 - is_finite.astype("int32"))
         if self.has_loss_scale:
             extra[LOSS_SCALE] = old.extra[LOSS_SCALE].after(is_finite)
-        return kept.replace(extra=extra)
+        return state.replace(extra=extra)
 
 
 def _optimized(state: TrainState, grads: PyTree, value: Any) -> tuple[PyTree, PyTree]:
@@ -291,7 +315,7 @@ def _other_opt_state(state: TrainState) -> str | None:
 
 
 def _average(param: jax.Array) -> jax.Array:
-    """Returns a parameter as its average begins: in float32, which small steps need."""
+    """Returns the initial average of a parameter; in float32, or small steps vanish."""
     if jnp.issubdtype(param.dtype, jnp.floating):
         return jnp.array(param, jnp.promote_types(param.dtype, "float32"))
     return jnp.copy(param)
@@ -337,7 +361,7 @@ class StepReports:
     """The reports of steps that may still be running, for `on_nonfinite="error"`.
 
     Attributes:
-        waiting: Those that were not looked at, the earliest first.
+        waiting: Those that have not been read, the earliest first.
     """
 
     def __init__(self) -> None:
@@ -349,7 +373,7 @@ class StepReports:
 
         Args:
             report: The report, or the stacked reports of several steps.
-            names: What its second number stands for.
+            names: The names of the parts and gradients, which it gives by index.
         """
         self._num_steps += 1 if report.ndim == 1 else report.shape[0]
         self.waiting.append(CallReport(report, self._num_steps, names))
@@ -373,7 +397,7 @@ class CallReport:
     Attributes:
         report: int32, of shape (3,), or (steps, 3).
         num_steps: How many steps there were up to the end of that call.
-        names: What its second number stands for.
+        names: The names of the parts and gradients, which it gives by index.
     """
 
     report: jax.Array
@@ -381,12 +405,12 @@ class CallReport:
     names: list[str]
 
     def is_ready(self) -> bool:
-        """Returns whether looking at it means no waiting."""
+        """Returns whether the report can be read without waiting for the device."""
         array: Any = self.report
         return array.is_ready()
 
     def problem(self, num_steps: int) -> str | None:
-        """Returns what to say of the first step that was not finite, if there is one.
+        """Returns a sentence on the first step that was not finite, if there is one.
 
         Args:
             num_steps: How many steps there are by now.

@@ -107,3 +107,10 @@ def _zero_layout(leaf: _paths.Leaf, replicas: StepMesh) -> ZeroLayout:
     if reason:
         reason = f"{_render.array_text(leaf.value.dtype, shape)}: {reason}"
     return ZeroLayout(leaf.path, now, reason)
+
+
+def update_shardings(params: PyTree, replicas: StepMesh) -> tuple[tuple[Any, Any], ...]:
+    """Returns the shardings of each parameter, and of its update."""
+    whole = map(_jax.sharding_of, jax.tree.leaves(params))
+    sharded = (layout.sharding for layout in zero_layouts(params, replicas))
+    return tuple(zip(whole, sharded, strict=True))
