@@ -230,12 +230,13 @@ BUILDERS = {
 
 def builds():
     """Every builder on every mesh; those that take long to compile are slow but once."""
-    costly = ("expressions", "convnet", "everything", "linen everything", "mlp")
+    costly = ("mlp", "convnet", "stacked", "expressions", "everything")
     return [
         pytest.param(
             mesh_name,
             name,
-            marks=[pytest.mark.slow] * (name in costly and mesh_name != "8"),
+            marks=[pytest.mark.slow]
+            * (name.removeprefix("linen ") in costly and mesh_name != "8"),
             id=f"{name}-{mesh_name}",
         )
         for name in BUILDERS

@@ -57,7 +57,7 @@ def by_hand(build, axes, rules, images, labels):
     mesh = jax.make_mesh(
         tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes)
     )
-    graphdef, params, rest = nnx.split(build(), nnx.Param, ...)
+    graphdef, params, rest = nnx.split(nnx.eval_shape(build), nnx.Param, ...)
     params, rest = nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
 
     def sharding(path, leaf):
@@ -70,7 +70,7 @@ def by_hand(build, axes, rules, images, labels):
     whole = NamedSharding(mesh, P())
     layouts = jax.tree_util.tree_map_with_path(sharding, params)
     tx = optax.adam(1e-3)
-    opt_state = tx.init(params)
+    opt_state = jax.eval_shape(tx.init, params)
     adam = opt_state[0]._replace(count=whole, mu=layouts, nu=layouts)
     state_layouts = (layouts, (adam, *opt_state[1:]), whole, whole)
     state = (params, opt_state, jnp.int32(0), jax.random.key(0))
@@ -98,7 +98,9 @@ def by_hand(build, axes, rules, images, labels):
 
 def by_meshlayout(build, axes, rules, images, labels):
     mesh = ml.create_mesh(axes)
-    state = ml.TrainState.create(build, optax.adam(1e-3), ml.LayoutMap(mesh, rules))
+    layouts = ml.LayoutMap(mesh, rules)
+    # Shapes are enough to compile, and cost nothing to make.
+    state = ml.TrainState.describe(build, optax.adam(1e-3), layouts).abstract
 
     @ml.compile_step
     def step(state, batch):
