@@ -132,8 +132,8 @@ def job(orders):
 @pytest.mark.parametrize(
     "orders",
     [
-        ["explicit", "none", "other auto"],
-        pytest.param(["other", "explicit", "auto"], marks=pytest.mark.slow),
+        ["explicit", "other auto"],
+        pytest.param(["other", "none", "explicit", "auto"], marks=pytest.mark.slow),
     ],
 )
 def test_whatever_mesh_is_set_a_state_has_the_maps_layouts_and_its_own_bits(orders):

@@ -245,7 +245,9 @@ def test_loops_without_a_count_in_the_text_are_counted(tpu):
 # Data-parallel: the gradients, once.
 
 
-@pytest.mark.parametrize("name", ["mlp", "convnet", "transformer"])
+@pytest.mark.parametrize(
+    "name", ["mlp", pytest.param("convnet", marks=pytest.mark.slow), "transformer"]
+)
 def test_data_parallel_sends_one_all_reduce_of_the_gradients(tpu, name):
     state, compiled = tpu.program(name, "DATA_PARALLEL", EIGHT)
     ml.testing.expect_communication(compiled, all_reduce=1, only=True)
@@ -381,8 +383,17 @@ def test_fsdp_convolutions_gather_kernels_and_scatter_the_large_gradients(
 # Options.
 
 
-@pytest.mark.parametrize("has_weights", [False, True])
-@pytest.mark.parametrize("name", ["mlp", "convnet", "transformer"])
+@pytest.mark.parametrize(
+    ("name", "has_weights"),
+    [
+        ("mlp", False),
+        ("mlp", True),
+        pytest.param("convnet", False, marks=pytest.mark.slow),
+        ("convnet", True),
+        pytest.param("transformer", False, marks=pytest.mark.slow),
+        ("transformer", True),
+    ],
+)
 def test_microbatches_send_the_gradients_once(tpu, name, has_weights):
     state, sent = tpu.sent(
         name, "DATA_PARALLEL", EIGHT, accumulate=4, has_weights=has_weights
