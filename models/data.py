@@ -1,8 +1,8 @@
 """Image datasets in memory, and their batches.
 
-`load_dataset` looks in three places, in this order, and the dataset says where it comes
-from: a prepared TFDS directory; TFDS's download; and for Fashion-MNIST a small part
-that is kept next to this file. One dataset never stands in for another.
+`load_dataset` looks in three places, in this order, and the dataset records which of
+them it comes from: a prepared TFDS directory; TFDS's download; and for Fashion-MNIST a
+small part in a file next to this one. No dataset is ever substituted for another.
 """
 
 import logging
@@ -35,7 +35,7 @@ FULL_ACCURACY = "86 to 88%"
 
 @dataclass(frozen=True)
 class Split:
-    """Images and labels of one split, whole in memory.
+    """Images and labels of one split, in memory.
 
     Attributes:
         images: uint8, of shape (examples, 28, 28, 1).
@@ -66,12 +66,12 @@ class Dataset:
     """A dataset of labeled 28x28 images.
 
     Attributes:
-        name: Its TFDS name.
+        name: The TFDS name.
         source: Where it came from.
-        num_classes: How many labels there are.
+        num_classes: The number of labels.
         train: The training examples.
         test: The test examples.
-        remark: What else to know about it; empty or whole sentences.
+        remark: What else a user should know; empty or whole sentences.
     """
 
     name: str
@@ -97,7 +97,7 @@ def load_dataset(name: str, data_dir: Path) -> Dataset:
     """Returns a dataset from the first place that has it.
 
     Args:
-        name: A TFDS name, as `fashion_mnist`, `mnist` or `emnist/letters`.
+        name: A TFDS name, such as `fashion_mnist`, `mnist` or `emnist/letters`.
         data_dir: The directory in which TFDS keeps prepared datasets; a download is
             prepared there.
 

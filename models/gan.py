@@ -74,7 +74,8 @@ def create_state(
 
     models = {"generator": Generator, "discriminator": Discriminator}
     return {
-        name: state(model, seed + at) for at, (name, model) in enumerate(models.items())
+        name: state(model, seed + index)
+        for index, (name, model) in enumerate(models.items())
     }
 
 
@@ -95,9 +96,10 @@ def gan_step(
     key = jax.random.fold_in(generator.rng, generator.step)
     noise = jax.random.normal(key, (images.shape[0], LATENT_FEATURES))
 
-    def mean(each: jax.Array) -> tuple[jax.Array, jax.Array]:
-        total = ml.losses.weighted_sum(each, weights)
-        return total / ml.losses.denominator_of("real", weights, len(each)), each
+    # A mean over the real examples: rows of padding have weight 0.
+    def mean(losses: jax.Array) -> tuple[jax.Array, jax.Array]:
+        total = ml.losses.weighted_sum(losses, weights)
+        return total / ml.losses.denominator_of("real", weights, len(losses)), losses
 
     def generator_loss(params: Any) -> tuple[jax.Array, jax.Array]:
         fakes = generator.replace(params=params).model(noise)
@@ -112,15 +114,15 @@ def gan_step(
         )
         return mean(-real - fake)
 
-    new, found = {}, {}
+    new_states, new_metrics = {}, {}
     for name, loss in (
         ("generator", generator_loss),
         ("discriminator", discriminator_loss),
     ):
-        grads, each = jax.grad(loss, has_aux=True)(state[name].params)
-        new[name] = state[name].apply_gradients(grads)
-        found[name] = metrics.metric(name).update(each, weights)
-    return new, ml.metrics.Metrics(found)
+        grads, losses = jax.grad(loss, has_aux=True)(state[name].params)
+        new_states[name] = state[name].apply_gradients(grads)
+        new_metrics[name] = metrics.metric(name).update(losses, weights)
+    return new_states, ml.metrics.Metrics(new_metrics)
 
 
 class GANTrainer(ml.Trainer):

@@ -58,10 +58,10 @@ def default_data_dir() -> Path:
 def find_builder(name: str, data_dir: Path) -> tfds.core.DatasetBuilder:
     """Returns TFDS's builder of a dataset of labeled 28x28 gray images.
 
-    Nothing is downloaded; a dataset that the models cannot take is refused here.
+    Nothing is downloaded; a dataset that does not fit the models is refused here.
 
     Args:
-        name: A TFDS name, as `mnist` or `emnist/letters`.
+        name: A TFDS name, such as `mnist` or `emnist/letters`.
         data_dir: The directory in which TFDS keeps prepared datasets.
 
     Returns:
@@ -74,7 +74,8 @@ def find_builder(name: str, data_dir: Path) -> tfds.core.DatasetBuilder:
     match = re.fullmatch(r"(\w+)(/[\w.-]+)?(:\d+\.\d+\.\d+)?", name)
     if match is None:
         raise DataError(
-            f"{name!r} is not a TFDS name, as mnist, emnist/letters or mnist:3.0.1."
+            f"{name!r} is not a TFDS name, such as mnist, emnist/letters or "
+            "mnist:3.0.1."
         )
     try:
         configs = tfds.builder_cls(match[1]).builder_configs
@@ -100,8 +101,9 @@ def find_builder(name: str, data_dir: Path) -> tfds.core.DatasetBuilder:
         if directory.is_dir():
             raise DataError(damaged(directory, error)) from error
         raise DataError(f"dataset {name!r}: {first_line(error)}.") from error
-    found = dict(features) if isinstance(features, tfds.features.FeaturesDict) else {}
-    image, label = found.get("image"), found.get("label")
+    is_dict = isinstance(features, tfds.features.FeaturesDict)
+    features_by_name = dict(features) if is_dict else {}
+    image, label = features_by_name.get("image"), features_by_name.get("label")
     if image is None or image.shape != IMAGE_SHAPE:
         shape = "no images" if image is None else f"images of shape {image.shape}"
         raise DataError(
@@ -114,7 +116,7 @@ def find_builder(name: str, data_dir: Path) -> tfds.core.DatasetBuilder:
 
 
 def num_classes(builder: tfds.core.DatasetBuilder) -> int:
-    """Returns how many labels the dataset has."""
+    """Returns the number of labels in the dataset."""
     features: Any = builder.info.features
     return features["label"].num_classes
 

@@ -8,7 +8,7 @@ Both variants are written for one device: batch statistics are means over the ba
 the model sees, which is the global batch on any mesh. The layout maps at the foot of
 this file shard the parameters over a mesh; the rules are regular expressions on the
 parameters' paths, which are the same in both variants. The running statistics are named
-after their layer, as `block1/norm1/mean`; Linen keeps them in a separate collection, as
+after their layer, such as `block1/norm1/mean`; Linen keeps them in a collection, as
 `batch_stats/block1/norm1/mean`.
 """
 
@@ -17,7 +17,7 @@ import jax
 from flax import nnx
 
 
-# How much of the running statistics is kept at each step.
+# The fraction of the running statistics that each step keeps.
 MOMENTUM = 0.9
 
 
@@ -66,7 +66,7 @@ def conv(
 class ResNet(nnx.Module):
     """A convolution, three residual blocks, and one logit per class.
 
-    It begins in training mode, in which it normalizes with the statistics of the batch
+    It starts in training mode, in which it normalizes with the statistics of the batch
     and updates the running ones; `model.eval()` and `model.train()` switch.
     """
 

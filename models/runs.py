@@ -19,10 +19,10 @@ import meshlayout as ml
 from models.data import Dataset, batches, num_batches
 
 
-# How far two runs may be apart that differ only in where their sums are rounded. A
-# step rounds at 1e-7; Adam and ReLU multiply that where a gradient is near zero, in the
-# convnet sooner than in the MLP. So the first steps are held to rounding, and the whole
-# of training to what it learns.
+# How far apart two runs may be that differ only in how their sums are rounded. A step
+# rounds at 1e-7; Adam and ReLU amplify that where a gradient is near zero, in the
+# convnet sooner than in the MLP. So the first steps must agree up to rounding, and the
+# whole training in what it has learned.
 FIRST_STEPS = 10
 FIRST_LOSSES_TOLERANCE = 1e-4
 FIRST_PARAMS_TOLERANCE = 1e-3
@@ -71,7 +71,7 @@ class Totals:
 
 @dataclass
 class Run:
-    """What a training run leaves for a comparison, in host memory."""
+    """The results of a training run that are compared, in host memory."""
 
     title: str
     initial_params: list[np.ndarray]
@@ -91,7 +91,7 @@ def make_steps(pixel_mean: float, pixel_deviation: float) -> tuple[Step, Step]:
 
     Args:
         pixel_mean: Subtracted from the images.
-        pixel_deviation: What the images are divided by after that.
+        pixel_deviation: Divides the images afterwards.
     """
 
     def evaluate(model: Callable[[jax.Array], jax.Array], batch: Batch) -> Sums:
@@ -133,9 +133,9 @@ def one_pass(
 
     Args:
         step: A step of `make_steps`.
-        state: The state to begin with; it is donated.
+        state: The initial state; it is donated.
         host_batches: Batches in host memory.
-        mesh: Where the batches go, sharded over its axis `batch` where it has one.
+        mesh: The mesh to put batches on, sharded over its axis `batch` if it has one.
         after_step: Called with the new state and the totals so far, which are a few
             steps behind, so that reading them does not wait for the devices.
     """
@@ -162,7 +162,7 @@ def train(
     global_batch_size: int,
     seed: int,
 ) -> Run:
-    """Trains and tests one model on one mesh, and prints how it goes.
+    """Trains and tests one model on one mesh, and prints its progress.
 
     Args:
         title: Names the run in a comparison.
@@ -248,12 +248,12 @@ def host_arrays(tree: Any) -> list[np.ndarray]:
 
 
 def compare(first: Run, second: Run, num_test_examples: int) -> None:
-    """Prints how far two runs are apart that should have learned the same.
+    """Prints how far apart two runs are that should have learned the same.
 
     Raises:
         TrainingError: If they are further apart than rounding explains.
     """
-    # A few examples near the border between two classes may fall on either side.
+    # A few examples near the decision boundary may fall on either side.
     accuracies_tolerance = max(TEST_ACCURACIES_TOLERANCE, 3 / num_test_examples)
     rows = [
         ("initial parameters", first.initial_params, second.initial_params, 0.0),

@@ -31,8 +31,8 @@ class ByteTokenizer:
 
         Args:
             tokens: Integers from 0 to 255, of one text.
-            errors: What becomes of bytes that are not UTF-8, as in `bytes.decode`: a
-                model may give any. Those of `encode` come back exactly.
+            errors: What to do with bytes that are not UTF-8, as in `bytes.decode`: a
+                model may generate any. Those of `encode` come back exactly.
 
         Raises:
             ValueError: If a token is not a byte.

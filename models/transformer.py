@@ -26,12 +26,12 @@ class TransformerConfig:
 
     Attributes:
         vocab_size: Number of tokens in the vocabulary.
-        max_length: Most tokens in a sequence.
+        max_length: The largest number of tokens in a sequence.
         features: Features of each token between the blocks.
         num_heads: Attention heads; they share the features evenly.
         num_layers: Number of blocks.
         mlp_features: Hidden features of each block's MLP.
-        dropout_rate: Share of the features that training drops after the embeddings
+        dropout_rate: Fraction of the features that training drops after the embeddings
             and after each half of a block.
     """
 
@@ -47,8 +47,8 @@ class TransformerConfig:
         if self.features % self.num_heads:
             msg = (
                 f"features={self.features} does not divide by "
-                f"num_heads={self.num_heads}: every head has as many features. "
-                "Change one of them."
+                f"num_heads={self.num_heads}: all heads have the same number of "
+                "features. Change one of them."
             )
             raise ValueError(msg)
 
@@ -130,7 +130,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Two layers with a GELU between them, for each token on its own."""
+    """Two layers with a GELU between them, applied to each token separately."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
         self.up = nnx.Linear(config.features, config.mlp_features, rngs=rngs)
@@ -162,7 +162,7 @@ module_list: Callable[[list[Block]], list[Block]] = getattr(nnx, "List", list)
 
 
 class Transformer(nnx.Module):
-    """The language model; it begins in training mode, `model.eval()` ends dropout."""
+    """The language model; it starts in training mode, `model.eval()` ends dropout."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -187,10 +187,10 @@ class Transformer(nnx.Module):
 
         Args:
             tokens: Shape (batch, length), int32.
-            segment_ids: Of packed sequences, the sequence that each token is in: shape
-                (batch, length), int32.
-            positions: Where each token is in its sequence: shape (batch, length),
-                int32, less than `max_length`. Left out, tokens are counted from the
+            segment_ids: For packed rows, the number of the sequence that each token
+                belongs to: shape (batch, length), int32.
+            positions: The index of each token in its sequence: shape (batch, length),
+                int32, less than `max_length`. By default, tokens are counted from the
                 start of their row, packed or not.
 
         Returns:
@@ -202,8 +202,8 @@ class Transformer(nnx.Module):
         """
         x = self.embed(tokens)
         if positions is None:
-            # A slice rather than a look-up, whose gradient is a scatter: that keeps the
-            # compiler from summing the gradients of microbatches after the loop.
+            # A slice rather than a lookup: the gradient of a lookup is a scatter, which
+            # keeps the compiler from summing microbatches' gradients after the loop.
             length = default_positions(tokens, self.config).shape[1]
             table = self.positions.embedding[...][None, :length]
             x = self.dropout(x + table.astype(x.dtype))

@@ -177,9 +177,10 @@ def test_a_directory_in_tensorflows_format_is_refused(copied):
         ),
         (
             "../mnist",
-            "'../mnist' is not a TFDS name, as mnist, emnist/letters or mnist:3.0.1.",
+            "'../mnist' is not a TFDS name, such as mnist, emnist/letters or "
+            "mnist:3.0.1.",
         ),
-        ("", "'' is not a TFDS name, as mnist, emnist/letters or mnist:3.0.1."),
+        ("", "'' is not a TFDS name, such as mnist, emnist/letters or mnist:3.0.1."),
         (
             "cifar10",
             "dataset 'cifar10' holds images of shape (32, 32, 3); these models take "

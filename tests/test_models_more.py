@@ -387,8 +387,8 @@ def test_too_long_sequences_are_refused(flax):
 
 def test_heads_that_do_not_share_the_features_evenly_are_refused():
     message = (
-        "features=64 does not divide by num_heads=5: every head has as many features. "
-        "Change one of them."
+        "features=64 does not divide by num_heads=5: all heads have the same number of "
+        "features. Change one of them."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         TransformerConfig(num_heads=5)
