@@ -133,8 +133,7 @@ class Duck:
     [
         (
             [ml.callbacks.StopOnNaN(), Duck()],
-            "callbacks[1] is a Duck. A callback derives from ml.callbacks.Callback, "
-            "which does nothing at the moments that it does not override.",
+            "callbacks[1] is a Duck. A callback is an instance of a subclass of ml.callbacks.Callback.",
         ),
         (
             [ml.callbacks.StopOnNaN],
@@ -143,18 +142,15 @@ class Duck:
         ),
         (
             ml.callbacks.StopOnNaN(),
-            "callbacks must be a list of callbacks, got a StopOnNaN. Give "
-            "callbacks=[...], or leave it out.",
+            "callbacks must be a list of callbacks, got a StopOnNaN. Write callbacks=[...], or omit it.",
         ),
         (
             ml.callbacks.StopOnNaN,
-            "callbacks must be a list of callbacks, got the class StopOnNaN. Give "
-            "callbacks=[...], or leave it out.",
+            "callbacks must be a list of callbacks, got the class StopOnNaN. Write callbacks=[...], or omit it.",
         ),
         (
             None,
-            "callbacks must be a list of callbacks, got None. Give callbacks=[...], "
-            "or leave it out.",
+            "callbacks must be a list of callbacks, got None. Write callbacks=[...], or omit it.",
         ),
     ],
 )
@@ -417,7 +413,7 @@ def test_early_stopping_refuses_what_is_wrong():
     assert message_of(
         lambda: Scripted(1.0, name="val_loss").run(stopping("val_los"))
     ) == (
-        "EarlyStopping: there is no 'val_los' among 'val_loss'. Did you mean 'val_loss'?"
+        "EarlyStopping: no value is named 'val_los', only 'val_loss'. Did you mean 'val_loss'?"
     )
     assert message_of(lambda: ml.callbacks.StopOnNaN(every=0)) == (
         "StopOnNaN: every must be a positive integer, got 0."
@@ -605,7 +601,7 @@ def test_arguments_of_callbacks_work_or_are_refused_with_a_sentence(
 
 def test_a_log_that_cannot_be_written_is_named(tmp_path):
     assert message_of(lambda: ml.callbacks.CSVLogger(tmp_path)) == (
-        f"CSVLogger: {str(tmp_path)!r} is a directory; give a file in it."
+        f"CSVLogger: {str(tmp_path)!r} is a directory; give the path of a file."
     )
     (tmp_path / "file").write_text("")
     logger = ml.callbacks.JSONLLogger(tmp_path / "file" / "log")

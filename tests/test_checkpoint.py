@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import meshlayout as ml
 from meshlayout.checkpoint import Checkpointer
-from meshlayout.checkpoint.steps import steps_to_delete
+from meshlayout.checkpoint.policy import steps_to_delete
 from tests.same_bits import assert_same_bits
 
 
@@ -318,7 +318,7 @@ def test_restore_numpy_gives_nested_dicts(ck, mesh_2x4):
 WRITER = """
 import sys, jax, numpy as np, meshlayout as ml
 from meshlayout.checkpoint import Checkpointer
-from meshlayout.checkpoint.steps import steps_to_delete
+from meshlayout.checkpoint.policy import steps_to_delete
 jax.config.update("jax_num_cpu_devices", 8)
 mesh = ml.create_mesh({"model": 8})
 with Checkpointer(sys.argv[1]) as ck:
@@ -399,7 +399,7 @@ def test_values_that_another_dtype_cannot_hold_are_refused(ck, mesh_2x4):
     with pytest.raises(ml.errors.CheckpointError) as caught:
         ck.restore({"w": big}, dtype="float16")
     assert str(caught.value) == (
-        "w f32[8]: it holds 1000000.0, which float16 cannot hold. Ask for another "
+        "w f32[8] holds 1000000.0, which float16 cannot represent. Ask for another "
         "dtype, or leave this array out of dtype={pattern: dtype}."
     )
 
@@ -437,14 +437,13 @@ def test_names_are_changed_by_a_table(ck):
 def test_no_name_becomes_part_of_another(ck):
     ck.save(1, {"a": jnp.ones(2), "c": jnp.zeros(2)})
     for rename, second in (
-        ({"^c$": "a/b"}, "c: its name 'a/b'"),
-        ({"^a$": "c/b"}, "c: its name 'c'"),
+        ({"^c$": "a/b"}, "c: the name 'a/b'"),
+        ({"^a$": "c/b"}, "c: the name 'c'"),
     ):
         with pytest.raises(ml.errors.CheckpointError) as caught:
             ck.restore(rename=rename)
         assert str(caught.value) == (
-            f"{second} is inside the name of another array, or around it. Change "
-            "rename= so that no name is part of another."
+            f"{second} and that of another array contain each other. Change rename= so that no name is the beginning of another."
         )
 
 
@@ -522,7 +521,7 @@ def test_what_stays_has_to_be_alive(ck):
         ck.restore(like, only="a")
     assert str(error.value) == (
         "b: not restored from step 1, and the array in like= is deleted: it was "
-        "donated to a step or a relayout. Give a state that is alive."
+        "donated to a step or a relayout. Give the state that the step returned."
     )
 
 
@@ -541,7 +540,7 @@ def test_leftovers_that_cannot_be_removed_do_not_keep_from_reading(
         assert ck.restore_numpy()["a"].tolist() == [1, 1]
     (line,) = (one.getMessage() for one in caplog.records)
     assert line.startswith(
-        f"what is left of unfinished saves in {tmp_path} cannot be removed: [Errno 30]"
+        f"leftovers of unfinished saves in {tmp_path} cannot be removed: [Errno 30]"
     )
 
 
@@ -549,8 +548,7 @@ def test_a_masked_array_is_refused(ck):
     with pytest.raises(ml.errors.CheckpointError) as error:
         ck.save(1, {"a": np.ma.array([1.0, 2.0], mask=[True, False])})
     assert str(error.value) == (
-        "a: a masked array's mask would be lost. Save x.filled(value), and the mask as "
-        "an array of its own."
+        "a: the mask of a masked array would be lost. Save x.filled(value), and the mask as a separate array."
     )
 
 
@@ -559,8 +557,7 @@ def test_a_dtype_for_no_array_is_refused(ck):
     with pytest.raises(ml.errors.CheckpointError) as error:
         ck.restore(dtype="int8")
     assert str(error.value) == (
-        "dtype='int8' is for integer arrays, and the state has floating ones: no array "
-        "is cast to another kind."
+        "dtype='int8' is for integer arrays, and the state has only floating arrays: none is cast to another kind."
     )
 
 
@@ -805,12 +802,11 @@ def test_retention_deletes_only_what_nothing_keeps(steps, keep, keep_every, loss
         (
             {"f": print},
             "f: a builtin_function_or_method cannot be saved. A state holds arrays and "
-            "numbers; keep other things in metadata=, or outside of the tree.",
+            "numbers; keep anything else in metadata=, or outside the tree.",
         ),
         (
             {"x": jax.ShapeDtypeStruct((2,), "float32")},
-            "x: a shape without values cannot be saved, as ml.describe and "
-            "jax.eval_shape give them. Save the state itself.",
+            "x: shapes without values, which ml.describe and jax.eval_shape return, cannot be saved. Save the state itself.",
         ),
         (
             {"a/b": 1, "a": {"b": 2}},
@@ -819,13 +815,12 @@ def test_retention_deletes_only_what_nothing_keeps(steps, keep, keep_every, loss
         ),
         (
             {"x": np.arange(3, dtype=">f4")},
-            "x: its bytes are in the order of another machine (>f4). Save "
+            "x: its byte order is that of another machine (>f4). Save "
             "x.astype(x.dtype.newbyteorder('=')).",
         ),
         pytest.param(
             {"x": np.zeros(3, np.longdouble)},
-            f"x: {np.dtype(np.longdouble)} has another form on other machines and "
-            "cannot be saved. Cast it to float64 or complex128.",
+            f"x: {np.dtype(np.longdouble)} differs between machines and cannot be saved. Cast it to float64 or complex128.",
             marks=pytest.mark.skipif(
                 np.dtype(np.longdouble) == np.float64, reason="there is no longer one"
             ),
@@ -909,7 +904,7 @@ def test_steps_that_do_not_exist_are_refused(ck):
         return str(caught.value)
 
     assert message(ck.restore_numpy) == (
-        f"{ck.directory} holds no checkpoint: nothing was saved in it yet."
+        f"{ck.directory} has no checkpoints: nothing was saved there yet."
     )
     ck.save(3, {"x": 1})
     ck.wait()
@@ -954,7 +949,7 @@ def test_what_save_is_given_is_checked(tmp_path):
         )
         assert message(metadata={"f": {1, 2}}) == (
             "metadata['f'] is {1, 2}, which cannot be written as JSON. Give "
-            "numbers, texts, bytes, and lists and dicts of them."
+            "numbers, strings, bytes, and lists and dicts of them."
         )
         assert message(data=[1]) == (
             "data= must be an iterator with get_state() and set_state(state), got "
@@ -965,7 +960,7 @@ def test_what_save_is_given_is_checked(tmp_path):
             ck.restore({"x": 1}, data=Counter())
         assert str(caught.value) == (
             "step 1 holds no state of an input iterator: it was saved without data=. "
-            "Restore without data=, and place the iterator yourself."
+            "Restore without data=, and move the iterator yourself."
         )
     with pytest.raises(ml.errors.CheckpointError) as caught:
         ck.save(2, {})
@@ -1062,7 +1057,7 @@ def test_paths_that_are_none_are_refused(tmp_path):
             Checkpointer(directory)
         assert ("a checkpoint directory must be a path" in str(caught.value)) or (
             str(caught.value)
-            == "'a\\x00b' has a null byte in it, which no path may have."
+            == "'a\\x00b' contains a null byte, which no path may have."
         )
 
 
@@ -1074,8 +1069,7 @@ def test_a_directory_that_was_removed_is_told_as_such(tmp_path):
     with pytest.raises(ml.errors.CheckpointError) as caught:
         ck.restore()
     assert str(caught.value) == (
-        f"{tmp_path}/run holds no checkpoint: there is no such directory any more, or "
-        "not on this machine."
+        f"{tmp_path}/run has no checkpoints: the directory does not exist, at least not on this machine."
     )
 
 
@@ -1094,16 +1088,16 @@ def with_manifest(ck, change):
     [
         (lambda fields: fields.pop("version"), "has version None of the format"),
         (lambda fields: fields.update(version=1), "has version 1 of the format"),
-        (lambda fields: fields.update(more=1), "holds other fields than this"),
-        (lambda fields: fields.pop("leaves"), "holds other fields than this"),
-        (lambda fields: fields.update(leaves=3), "holds other fields than this"),
-        (lambda fields: fields.update(files=[1]), "holds other fields than this"),
-        (lambda fields: fields["leaves"][0].pop("path"), "holds other fields than"),
+        (lambda fields: fields.update(more=1), "has other fields than this"),
+        (lambda fields: fields.pop("leaves"), "has other fields than this"),
+        (lambda fields: fields.update(leaves=3), "has other fields than this"),
+        (lambda fields: fields.update(files=[1]), "has other fields than this"),
+        (lambda fields: fields["leaves"][0].pop("path"), "has other fields than"),
         (
             lambda fields: fields.update(
                 metadata={"!": "array", "dtype": "|O", "shape": [1], "base64": "AAAA"}
             ),
-            "its metadata cannot be read, and was not written by this meshlayout",
+            "this version of meshlayout did not write its metadata",
         ),
     ],
 )

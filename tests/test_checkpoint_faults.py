@@ -180,8 +180,7 @@ def test_a_damaged_array_is_named(tmp_path, mesh_2x4, monkeypatch):
         with pytest.raises(ml.errors.DamagedCheckpointError) as caught:
             ck.restore(state)
     assert str(caught.value).startswith(
-        f"net/kernel f32[4096]: the values in {tmp_path / '2'} are not those that were "
-        "saved; the damage is in state/"
+        f"net/kernel f32[4096]: the values in {tmp_path / '2'} are not the ones that were saved; the damage is in state/"
     )
 
 
@@ -192,9 +191,8 @@ def test_verify_can_be_left_out(tmp_path, mesh_2x4):
     with pytest.raises(ml.errors.DamagedCheckpointError) as caught:
         ck.restore(state_of(0, mesh_2x4))
     assert str(caught.value) == (
-        f"{tmp_path}/2/state/orbax.checkpoint has 1 bytes, and 0 were saved. Restore "
-        "another step, or the newest intact one with fallback=True; verify=False reads "
-        "what there is."
+        f"{tmp_path}/2/state/orbax.checkpoint has 1 bytes, but 0 were saved. Restore "
+        "another step, or the newest intact one with fallback=True; verify=False reads whatever is there."
     )
     assert restored(ck, mesh_2x4, verify=False) == (2, [])
 
@@ -209,7 +207,7 @@ def test_without_an_intact_step_a_fallback_says_so(tmp_path, mesh_2x4):
         ck.restore_numpy(fallback=True)
     assert str(caught.value) == (
         f"no intact step is left in {tmp_path}: all 2 are damaged. Step 2: "
-        f"{tmp_path}/2/manifest.json is not what was written: the file is cut off or "
+        f"{tmp_path}/2/manifest.json is not as it was saved: the file is truncated or "
         "changed. Restore another step, or the newest intact one with fallback=True."
     )
 
@@ -353,8 +351,7 @@ def test_any_next_call_tells_what_went_wrong_once(
     with pytest.raises(ml.errors.CheckpointError) as caught:
         getattr(ck, call)(*args)
     assert str(caught.value) == (
-        f"step 2 could not be saved in {tmp_path}: the cable is out. The steps saved "
-        "before are as they were; the next save starts anew."
+        f"step 2 could not be saved in {tmp_path}: the cable is out. Earlier steps are unchanged; the next save starts anew."
     )
     ck = Checkpointer(tmp_path) if call == "close" else ck
     check_save_works_after(ck, mesh_2x4)
@@ -489,9 +486,7 @@ def test_what_no_checkpointer_wrote_is_left_alone(tmp_path, mesh_2x4):
             ck.save(step, state_of(1, mesh_2x4))
         assert str(caught.value) == (
             f"step {step} could not be saved in {tmp_path}: {tmp_path}/{step} holds "
-            f"{names}, which no Checkpointer wrote. Give a directory of its own, or "
-            "remove that one. The steps saved before are as they were; the next save "
-            "starts anew."
+            f"{names}, which no Checkpointer wrote. Save in another directory, or remove that one. Earlier steps are unchanged; the next save starts anew."
         )
     ck.close()
     assert files_of(tmp_path) == before
@@ -507,7 +502,7 @@ def test_a_step_whose_manifest_was_deleted_is_told_of_after_a_restart(
     found, said = restored(ck, mesh_2x4)
     assert found == 1
     assert said == [
-        f"{tmp_path}/2 has no manifest: that step was not saved to its end, or the "
+        f"{tmp_path}/2 has no manifest: the save of that step was not completed, or the "
         "file was deleted. Restoring step 1."
     ]
     ck.save(2, state_of(2, mesh_2x4), data=Position(2))
@@ -612,7 +607,7 @@ def test_an_unfinished_newer_step_is_told_of(tmp_path, mesh_2x4):
     assert (found, said) == (
         1,
         [
-            f"{tmp_path}/2 has no manifest: that step was not saved to its end, or the "
+            f"{tmp_path}/2 has no manifest: the save of that step was not completed, or the "
             "file was deleted. Restoring step 1."
         ],
     )

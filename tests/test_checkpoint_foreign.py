@@ -253,7 +253,7 @@ def test_transposing_says_what_does_not_fit(tmp_path):
         return error_of(checkpoint.load_safetensors, tmp_path, state, **options)
 
     assert load(transpose={"[wb]": (1, 0)}) == (
-        "b f32[3]: transpose= gives it the dims (1, 0), which are for arrays of 2 dims. "
+        "b f32[3]: transpose= gives it (1, 0), which permutes arrays of 2 dims. "
         "Make the pattern narrower."
     )
     assert load(transpose={"w": (1, 2)}) == (
@@ -261,8 +261,7 @@ def test_transposing_says_what_does_not_fit(tmp_path):
         "(1, 0) to swap the dims of a matrix."
     )
     assert load(transpose={"v": (1, 0)}) == (
-        "the pattern 'v' of transpose= matches none of the 2 paths. Correct it or "
-        "leave it out."
+        "the pattern 'v' of transpose= matches none of the 2 paths. Correct it or remove it."
     )
     assert load(transpose={"w": (1, 0)}) == (
         f"{tmp_path} does not fit the state to restore: 1 of another shape.\n"
@@ -270,7 +269,7 @@ def test_transposing_says_what_does_not_fit(tmp_path):
         "───────  ───────────  ───────────\n"
         "shape    w f32[2, 3]  w f32[3, 2]\n"
         "allow=[pattern] keeps the values of arrays of another shape. "
-        "transpose={pattern: (1, 0)} puts dims in another order."
+        "transpose={pattern: (1, 0)} permutes dims."
     )
 
 
@@ -417,7 +416,7 @@ def test_a_file_that_is_cut_off_anywhere_is_found_out(tmp_path):
         assert str(file) in str(error)
     error = damaged(file, whole + b"x", like)
     assert str(error) == (
-        f"{file}: it is cut off or not a safetensors file: Error while deserializing "
+        f"{file} is truncated or is not a safetensors file: Error while deserializing "
         "header: incomplete metadata, file not fully covered."
     )
 
@@ -443,24 +442,22 @@ def test_a_set_of_shards_that_is_not_one_is_found_out(tmp_path):
     text = index.read_text()
     second.rename(tmp_path / "away")
     assert error_of(load, tmp_path, like, error=ml.errors.DamagedCheckpointError) == (
-        f"{second}: there is no such file, which {index.name} names."
+        f"{second}, which {index.name} names, does not exist."
     )
     shutil.copy(first, second)
     assert error_of(load, tmp_path, like, error=ml.errors.DamagedCheckpointError) == (
-        f"{second}: there is no array 'w' in it, which {index.name} says. The two are "
-        "not of one save."
+        f"{second} does not hold the array 'w', which {index.name} lists for it. They are from different saves."
     )
     for bad in ("", "{}", text[:-9], text.replace(second.name, f"../{second.name}")):
         index.write_text(bad)
         assert error_of(
             load, tmp_path, like, error=ml.errors.DamagedCheckpointError
         ) == (
-            f"{index}: it is not an index of safetensors files: there is no "
-            "'weight_map' of names of arrays, each once, to names of files next to it."
+            f"{index} is not an index of safetensors files: it has no 'weight_map' from the names of arrays, each once, to the names of files next to it."
         )
     index.unlink()
     assert error_of(load, tmp_path, like) == (
-        f"{tmp_path}: there are shards in it, such as {first.name}, and no index "
+        f"{tmp_path} holds shards, such as {first.name}, and no index "
         "*.safetensors.index.json, without which nobody knows whether they are "
         "complete."
     )
@@ -470,18 +467,15 @@ def test_what_is_not_there_is_told(tmp_path):
     load = checkpoint.load_safetensors
     like = {"w": values(3)}
     away = tmp_path / "away.safetensors"
-    assert error_of(load, away, like) == f"{away}: there is no such file or directory."
-    assert error_of(load, tmp_path, like) == (
-        f"{tmp_path}: there is no safetensors file in it."
-    )
+    assert error_of(load, away, like) == f"{away} does not exist."
+    assert error_of(load, tmp_path, like) == (f"{tmp_path} holds no safetensors file.")
     assert error_of(load, "gs://bucket/x.safetensors", like) == (
-        "gs://bucket/x.safetensors: safetensors files are read and written where the "
-        "system can map them into memory. Copy them to a disk."
+        "gs://bucket/x.safetensors: safetensors files are read and written by mapping them into memory, which needs a local path. Copy them to a disk."
     )
     for name in "ab":
         checkpoint.save_safetensors(tmp_path / f"{name}.safetensors", like)
     assert error_of(load, tmp_path, like) == (
-        f"{tmp_path}: it holds several: a.safetensors, b.safetensors. Give the path of "
+        f"{tmp_path} holds several: a.safetensors, b.safetensors. Give the path of "
         "one file or index."
     )
 
@@ -496,9 +490,9 @@ def test_what_safetensors_cannot_hold_is_refused(tmp_path):
         return message
 
     assert save({"rng": jax.random.key(0)}) == (
-        "rng: it is a PRNG key, which safetensors files cannot hold. Save the "
+        "rng: safetensors files cannot hold PRNG keys. Save the "
         "parameters alone, as state.params or nnx.state(model, nnx.Param), or "
-        "jax.random.key_data of the key."
+        "jax.random.key_data(key) instead of the key."
     )
     assert save({"step": 3}) == (
         "step: safetensors files hold arrays, and this is 3 of type int. Save the "
@@ -511,11 +505,10 @@ def test_what_safetensors_cannot_hold_is_refused(tmp_path):
         "w: safetensors files cannot hold the dtype int4. Cast it to another one."
     )
     assert save({"a.b": values(2)}) == (
-        "a.b: a key holds '.', which also stands between keys in the file. Give "
-        "separator='/', or rename it."
+        "a.b: a key contains '.', which also separates keys in the file. Give separator='/', or rename the array."
     )
     assert save(values(2)) == (
-        "the state is one leaf without a name. Put it into a dict."
+        "the state is a single leaf without a name. Put it into a dict."
     )
     assert save({"a": values(2), "b": values(2)}, rename={"[ab]": "c"}) == (
         "the saved arrays 'a' and 'b' both become 'c'. Change rename= so that they "
@@ -638,14 +631,14 @@ def test_what_cannot_be_wanted_is_told(tmp_path, mesh_2x4):
 
     assert load({}) == (
         "like= holds no arrays: {} of type dict. Give the state to restore, or its "
-        "shapes, as ml.describe or jax.eval_shape return them."
+        "shapes from ml.describe or jax.eval_shape."
     )
     assert load(layouts, layouts=layouts) == (
-        "give one layout map: like=layouts, or like=state and layouts=layouts."
+        "like= and layouts= are both layout maps. Give one: like=layouts, or like=state and layouts=layouts."
     )
     assert load(state, layouts=mesh_2x4) == (
         f"layouts= must be a LayoutMap, got {mesh_2x4!r} of type Mesh. Without it, "
-        "arrays go where those of like= are."
+        "arrays get the layouts of like=."
     )
 
 
@@ -653,8 +646,7 @@ def test_names_inside_names_make_no_tree(tmp_path, mesh_2x4):
     save_file({"a": values(2), "a.b": values(2)}, tmp_path / "x.safetensors")
     message = error_of(checkpoint.load_safetensors, tmp_path, ml.LayoutMap(mesh_2x4))
     assert message == (
-        "a.b: its name 'a/b' is inside the name of another array, or around it. Change "
-        "rename= so that no name is part of another."
+        "a.b: the name 'a/b' and that of another array contain each other. Change rename= so that no name is the beginning of another."
     )
 
 
@@ -662,7 +654,7 @@ def test_64_bits_are_refused_where_jax_has_32(tmp_path, mesh_2x4):
     save_file({"n": np.arange(4)}, tmp_path / "x.safetensors")
     layouts = ml.LayoutMap(mesh_2x4)
     assert error_of(checkpoint.load_safetensors, tmp_path, layouts) == (
-        "n i64[4]: JAX makes int32 of int64. Ask for it with dtype='int32', or set "
+        "n i64[4]: JAX would turn int64 into int32. Ask for that with dtype='int32', or set "
         "jax_enable_x64."
     )
     got = checkpoint.load_safetensors(tmp_path, layouts, dtype="int32")
@@ -786,20 +778,20 @@ def test_no_flipped_bit_of_msgpack_raises_anything_else():
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (b"", "it is cut off or not msgpack of Flax: Unpack failed: incomplete input"),
-        (b"\x01", "it is not msgpack of a state: it holds 1"),
+        (b"", "is truncated or is not Flax's msgpack: Unpack failed: incomplete input"),
+        (b"\x01", "is not msgpack of a state: it holds 1"),
     ],
 )
 def test_what_is_no_msgpack_of_a_state_says_so(data, reason):
     message = error_of(checkpoint.load_msgpack, data, {"w": values(2)})
-    assert message == f"the msgpack data: {reason}."
+    assert message == f"the msgpack data {reason}."
 
 
 def test_a_msgpack_file_that_is_not_there_is_told(tmp_path):
     away = tmp_path / "away"
     message = error_of(checkpoint.load_msgpack, away, {"w": values(2)})
     assert message == (
-        f"{away}: it cannot be read: [Errno 2] No such file or directory: '{away}'."
+        f"{away} cannot be read: [Errno 2] No such file or directory: '{away}'."
     )
 
 
@@ -935,14 +927,12 @@ def test_arrays_that_orbax_wrote_over_each_other_are_found_out(tmp_path):
     where = save_standard(tmp_path / "x", state)
     load = checkpoint.load_orbax
     assert error_of(load, where, like, error=ml.errors.DamagedCheckpointError) == (
-        f"{where}: Orbax has one name, 'a.b', for the arrays ('a', 'b') and ('a.b',), "
-        "and kept only one of them."
+        f"{where}: ('a', 'b') and ('a.b',) have the same name in Orbax's files, which hold only one of them."
     )
     state = {"a/b": jnp.ones(2), "a": {"b": jnp.zeros(2)}}
     where = save_standard(tmp_path / "y", state)
     assert error_of(load, where, like) == (
-        f"{where}: the arrays ('a', 'b') and ('a/b',) have the same path, 'a/b'. Read "
-        "it with Orbax and rename one."
+        f"{where}: ('a', 'b') and ('a/b',) have the same path. Read them with Orbax, and rename one."
     )
 
 
@@ -977,21 +967,23 @@ def test_orbax_directories_with_several_trees_ask_which(tmp_path, mesh_2x4):
     like = {"w": jnp.ones(3)}
     load = checkpoint.load_orbax
     assert error_of(load, tmp_path / "x", like) == (
-        f"{tmp_path / 'x'}: it holds the steps 1, 2. Give the directory of one of "
-        f"them, as {step}."
+        f"{tmp_path / 'x'} holds the steps 1, 2. Give the directory of one of "
+        f"them, such as {step}."
     )
     assert error_of(load, step, like) == (
-        f"{step}: it holds several trees: 'a', 'b'. Give item= one of them."
+        f"{step} holds several trees: 'a', 'b'. Choose one with item=."
     )
     assert error_of(load, step, like, item="c") == (
-        f"{step}: it holds no tree 'c'; it holds 'a', 'b'."
+        f"{step} has no tree 'c', only 'a', 'b'."
     )
     equal(load(step, like, item="b"), {"w": np.zeros(3, "float32")})
     assert error_of(load, tmp_path, like) == (
-        f"{tmp_path}: there is nothing in it that Orbax finished writing."
+        f"{tmp_path} holds nothing that Orbax finished writing."
     )
     away = tmp_path / "away"
-    assert error_of(load, away, like) == f"{away}: there is no such directory."
+    assert (
+        error_of(load, away, like) == f"{away} does not exist, or is not a directory."
+    )
 
 
 @pytest.mark.parametrize(
@@ -1039,8 +1031,7 @@ def test_prng_keys_of_another_generator_are_refused(tmp_path, write):
         "differs  wanted           saved\n"
         "───────  ───────────────  ──────────────\n"
         "dtype    key key<urbg>[]  key key<rbg>[]\n"
-        "A PRNG key is restored for the generator that it was saved for: make the state "
-        "with jax.random.key(seed, impl='rbg')."
+        "A PRNG key is restored only for the generator that it was saved for: create the state with jax.random.key(seed, impl='rbg')."
     )
 
 

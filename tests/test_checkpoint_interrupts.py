@@ -194,7 +194,6 @@ def test_a_failure_that_nobody_asks_for_is_logged_at_the_end(tmp_path):
     job = run(tmp_path, "end", "fails")
     told = [line for line in job.stderr.splitlines() if "could not be saved" in line]
     assert told == [
-        f"ERROR:meshlayout.checkpoint:step 1 could not be saved in {tmp_path}: the cable is out. The steps saved "
-        "before are as they were; the next save starts anew."
+        f"ERROR:meshlayout.checkpoint:step 1 could not be saved in {tmp_path}: the cable is out. Earlier steps are unchanged; the next save starts anew."
     ]
     assert list(tmp_path.iterdir()) == []

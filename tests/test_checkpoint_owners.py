@@ -20,7 +20,8 @@ STATE = {"w": jnp.arange(4.0)}
 
 
 def notes(directory):
-    return sorted(one.name for one in directory.iterdir() if "owner" in one.name)
+    # A note that is being renewed also has a temporary file, `..owner-...`.
+    return sorted(x.name for x in directory.iterdir() if x.name.startswith(".owner"))
 
 
 def leave_note(directory, name="0123abcd", **changes):
@@ -58,10 +59,8 @@ def test_a_second_process_reads_and_is_refused_when_it_saves(tmp_path):
             ck.save(2, STATE)
         assert re.sub("on .*, which", "on HOST, which", str(caught.value)) == (
             f"step 2 could not be saved in {tmp_path}: {tmp_path} belongs to process "
-            f"{other.pid} on HOST, which saves there and is alive. One run at a time "
-            "may save in a directory: give this one a directory of its own, or end that "
-            "process. The steps saved before are as they were; the next save starts "
-            "anew."
+            f"{other.pid} on HOST, which is alive and saves there. One run at a time may save to a directory: use another directory for this one, or end that "
+            "process. Earlier steps are unchanged; the next save starts anew."
         )
         assert notes(tmp_path) == before
         other.kill()
@@ -77,7 +76,9 @@ def test_a_lease_elsewhere_says_when_it_ends(tmp_path):
         pytest.raises(ml.errors.CheckpointError) as caught,
     ):
         ck.save(1, STATE)
-    assert "belongs to process 7 on other, which saves there" in str(caught.value)
+    assert "belongs to process 7 on other, which is alive and saves there" in str(
+        caught.value
+    )
     assert "If it has died, its lease ends in 6 minutes." in str(caught.value)
 
 
@@ -131,7 +132,9 @@ def test_a_lease_that_was_taken_away_is_noticed(tmp_path):
         ck.wait()
         (tmp_path / notes(tmp_path)[0]).unlink()
         leave_note(tmp_path, host="other")
-        with pytest.raises(ml.errors.CheckpointError, match="on other, which saves"):
+        with pytest.raises(
+            ml.errors.CheckpointError, match="on other, which is alive and saves"
+        ):
             ck.save(2, STATE)
         assert ck.all_steps() == [1]
         (tmp_path / ".owner-0123abcd.json").unlink()
@@ -172,7 +175,9 @@ def test_of_two_that_start_together_not_both_save(tmp_path, monkeypatch):
     monkeypatch.setattr(lease.Lease, "_write", slowly)
     with (
         Checkpointer(tmp_path) as ck,
-        pytest.raises(ml.errors.CheckpointError, match="on other, which saves"),
+        pytest.raises(
+            ml.errors.CheckpointError, match="on other, which is alive and saves"
+        ),
     ):
         ck.save(1, STATE)
     assert notes(tmp_path) == [".owner-0123abcd.json"]

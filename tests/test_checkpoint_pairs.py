@@ -161,8 +161,7 @@ def test_two_patterns_that_agree_may_match_one_path():
 def test_two_patterns_that_disagree_are_both_named():
     table = {"^a": "b", "w$": "v"}
     assert error_of(restored, numbered("a/w"), numbered("b/w"), rename=table) == (
-        "a/w: rename= makes 'b/w' of it by '^a', and 'a/v' by 'w$'. Let one pattern "
-        "match it."
+        "a/w: rename= gives it the name 'b/w' by '^a', and 'a/v' by 'w$'. Let only one pattern match it."
     )
 
 
@@ -171,7 +170,7 @@ def test_a_pattern_that_matches_nothing_is_named_with_near_paths():
     message = error_of(restored, saved, saved, rename={"encodr/kernel": "x"})
     assert message == (
         "the pattern 'encodr/kernel' of rename= matches none of the 2 paths. Nearest: "
-        "encoder/kernel, decoder/kernel. Correct it or leave it out."
+        "encoder/kernel, decoder/kernel. Correct it or remove it."
     )
 
 
@@ -201,7 +200,7 @@ def test_a_renamed_array_may_not_take_the_place_of_another():
         ),
         (
             {"a": r"\1"},
-            r"rename= replaces 'a' by '\\1', which is not a replacement for it: "
+            r"rename= replaces 'a' by '\\1', which does not fit the pattern: "
             r"invalid group reference 1 at position 1. Groups are written r'\1'.",
         ),
         (
@@ -211,7 +210,7 @@ def test_a_renamed_array_may_not_take_the_place_of_another():
         ),
         (
             ["a"],
-            "rename= maps patterns of saved paths to replacements, got ['a']. "
+            "rename= must map patterns of saved paths to replacements, got ['a']. "
             "Write rename={r'^encoder/': 'model/encoder/'}.",
         ),
     ],
@@ -245,11 +244,10 @@ def test_all_differences_stand_side_by_side_with_near_names():
         "extra                        heads/kernel f32[8]\n"
         "extra                        old f32[8]\n"
         "rename={pattern: replacement} gives saved arrays other names; partial=True "
-        "keeps the values of what is missing and ignores what is extra, and "
+        "keeps the values of missing arrays and ignores extra ones, and "
         "allow=[pattern] does so for some. allow=[pattern] keeps the values of arrays "
         "of another shape. dtype= asks for another dtype of the same kind; floating "
-        "point never becomes integer. transpose={pattern: (1, 0)} puts dims in another "
-        "order."
+        "point never becomes integer. transpose={pattern: (1, 0)} permutes dims."
     )
 
 
@@ -309,7 +307,7 @@ def test_a_new_head_is_left_as_initialized_when_it_is_named():
 def test_partial_where_nothing_fits_is_an_error():
     message = error_of(restored, numbered("a"), numbered("b"), partial=True)
     assert message == (
-        "nothing in the msgpack data has a place in the state to restore: 1 "
+        "nothing in the msgpack data matches the state to restore: 1 "
         "missing, 1 extra.\n"
         "differs  wanted    saved\n"
         "───────  ────────  ────────\n"
@@ -331,8 +329,7 @@ def test_only_what_is_named_may_differ():
 def test_an_allowed_name_that_is_nowhere_is_an_error():
     message = error_of(restored, numbered("a"), numbered("a"), allow="heed")
     assert message == (
-        "the pattern 'heed' of allow= matches none of the 2 paths. Correct it or leave "
-        "it out."
+        "the pattern 'heed' of allow= matches none of the 2 paths. Correct it or remove it."
     )
 
 
@@ -341,7 +338,7 @@ def test_what_is_kept_needs_a_value():
     message = error_of(restored, numbered("a"), like, partial=True)
     assert message == (
         "c: not restored from the msgpack data, and like= holds only shapes there, "
-        "so there is no value to keep. Give a state that was created."
+        "so that there is no value to keep. Give a created state."
     )
 
 
@@ -376,7 +373,7 @@ def test_dtypes_by_pattern_are_for_the_paths_they_match():
         restored, saved, like, dtype={"^a/": "bfloat16", "w$": "float16"}
     )
     assert message == (
-        "a/w: the patterns '^a/' and 'w$' of dtype= say dtype(bfloat16) and "
+        "a/w: the patterns '^a/' and 'w$' of dtype= give dtype(bfloat16) and "
         "dtype('float16'). Make one of them narrower."
     )
 
@@ -389,11 +386,11 @@ def test_values_that_do_not_fit_the_dtype_are_named():
     like = {"n": np.zeros(2, "int8"), "w": np.zeros(2, "float16")}
     options = {"dtype": {"n": "int8", "w": "float16"}}
     assert error_of(restored, saved, like, **options) == (
-        f"n i32[2]: it holds 300, which int8 cannot hold. {ANOTHER}"
+        f"n i32[2] holds 300, which int8 cannot represent. {ANOTHER}"
     )
     saved["n"][1] = 100
     assert error_of(restored, saved, like, **options) == (
-        f"w f32[2]: it holds 1000000.0, which float16 cannot hold. {ANOTHER}"
+        f"w f32[2] holds 1000000.0, which float16 cannot represent. {ANOTHER}"
     )
 
 
@@ -407,7 +404,7 @@ def test_a_signed_value_does_not_become_an_unsigned_one():
     saved = {"n": np.array([-1], "int32")}
     like = {"n": np.zeros(1, "uint32")}
     assert error_of(restored, saved, like, dtype="uint32") == (
-        f"n i32[1]: it holds -1, which uint32 cannot hold. {ANOTHER}"
+        f"n i32[1] holds -1, which uint32 cannot represent. {ANOTHER}"
     )
 
 

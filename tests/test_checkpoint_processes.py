@@ -248,7 +248,7 @@ def disagreements(directory):
 
 def test_all_processes_are_told_what_went_wrong_on_one(tmp_path):
     told = run_processes(2, faults, str(tmp_path), devices_per_process=4)
-    end = "The steps saved before are as they were; the next save starts anew."
+    end = "Earlier steps are unchanged; the next save starts anew."
     for index, one in enumerate(told):
         assert 0.4 < one["share"] < 0.6
         assert one["background"] == (
@@ -257,21 +257,19 @@ def test_all_processes_are_told_what_went_wrong_on_one(tmp_path):
         )
         assert one["directory"] == (
             f"CheckpointError: step 3 could not be saved in {tmp_path}: {tmp_path}/3 "
-            "holds no directory, but a file, which no Checkpointer wrote. Give a "
-            f"directory of its own, or remove that one. {end}"
+            "is a file, not a directory, which no Checkpointer wrote. Save in another directory, or remove that one. {end}"
         )
         assert one["data"] == (
             "CheckpointError: data.get_state()['at'] is {1, 2}, which cannot "
-            "be written as JSON. Give numbers, texts, bytes, and lists and dicts of them."
+            "be written as JSON. Give numbers, strings, bytes, and lists and dicts of them."
         )
         assert one["all_steps"] == [1, 4]
         assert one["other"].endswith(
-            f"Error: {tmp_path}-other holds no checkpoint: there is no such directory any "
-            "more, or not on this machine."
+            f"Error: {tmp_path}-other has no checkpoints: the directory does not exist, at least not on this machine."
         )
         assert one["damaged"].startswith(
             f"DamagedCheckpointError: {tmp_path}/4/state/orbax.checkpoint has 1 bytes, "
-            "and 0 were saved."
+            "but 0 were saved."
         )
         assert one["fallback"] == ["restored step 1, the newest that is intact"]
         assert one["same"]
@@ -289,8 +287,7 @@ def test_all_processes_are_told_what_went_wrong_on_one(tmp_path):
         )
         assert one["states"] == (
             f"CheckpointError: process 0 and process 1 save step 1 in {where} with "
-            "states of other paths, shapes or dtypes. All processes have to save the "
-            "same state."
+            "states that differ in paths, shapes or dtypes. All processes have to save the same state."
         )
         assert one["whole"] == [1]
     (line, *_) = told[0]["lines"]
@@ -309,7 +306,7 @@ def test_all_processes_are_told_what_went_wrong_on_one(tmp_path):
         ck.restore(only="kernel", data=Position(), step=1)
     assert str(caught.value) == (
         "the 2 processes that saved the input iterator were at different positions, "
-        "and now there are 1. Restore on as many processes, or without data=."
+        "and now there are 1 processes. Restore on as many as before, or without data=."
     )
     assert json.loads((tmp_path / "1" / "data.json").read_text())["states"] == [
         {"at": 10},

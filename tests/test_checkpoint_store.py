@@ -397,13 +397,13 @@ def test_damage_is_named(store, run):
     size = len(store.buckets["bucket"][name].content)
     way_out = (
         "Restore another step, or the newest intact one with fallback=True; "
-        "verify=False reads what there is."
+        "verify=False reads whatever is there."
     )
     ck = Checkpointer(run)
     store.put("bucket", name, b"x" * (size + 3))
     assert error_of(ck.restore_numpy) == (
         ml.errors.DamagedCheckpointError,
-        f"gs://bucket/{name} has {size + 3} bytes, and {size} were saved. {way_out}",
+        f"gs://bucket/{name} has {size + 3} bytes, but {size} were saved. {way_out}",
     )
     store.drop("bucket", name)
     assert error_of(ck.restore_numpy) == (
@@ -414,10 +414,7 @@ def test_damage_is_named(store, run):
 
 # A store that refuses.
 
-SAYS_NOTHING = (
-    "That says nothing of the checkpoints there. See that this process may use the "
-    "bucket, and try again."
-)
+SAYS_NOTHING = "That says nothing about the checkpoints there. Make sure that this process may use the bucket, and try again."
 
 
 def test_a_store_that_refuses_is_not_an_empty_one(store, run):
@@ -487,8 +484,7 @@ def test_a_save_that_the_store_refuses_leaves_the_steps_before(store, run, part)
         assert kind is ml.errors.CheckpointError
         assert words.startswith(f"step 2 could not be saved in {run}: ")
         assert words.endswith(
-            "refused by the test. The steps saved before are as they were; the next "
-            "save starts anew."
+            "refused by the test. Earlier steps are unchanged; the next save starts anew."
         )
         assert store.names("bucket") == before
         store.refuse = lambda *_: None
@@ -526,7 +522,7 @@ def test_a_step_that_cannot_be_deleted_is_told(store, run):
 def test_a_bucket_that_does_not_exist_is_told_when_it_is_opened(store):
     assert error_of(Checkpointer, "gs://another/run") == (
         ml.errors.CheckpointError,
-        "gs://another/run: there is no bucket 'another'. Make it, or give another one.",
+        "gs://another/run: the bucket 'another' does not exist. Create it, or use another one.",
     )
     assert list(store.buckets) == ["bucket"]
 
@@ -537,18 +533,16 @@ def test_a_bucket_that_does_not_exist_is_told_when_it_is_opened(store):
         ("gs://", "'gs://' names no bucket. Write 'gs://bucket/run'."),
         (
             Path("gs://bucket/run"),
-            "'gs:/bucket/run' lost a slash, as pathlib.Path takes it for a local path. "
-            "Give the text 'gs://bucket/run'.",
+            "'gs:/bucket/run' has lost a slash, as pathlib.Path takes it for a local path. Give the string 'gs://bucket/run'.",
         ),
         (
             "gs://bucket/lr=[0.1]",
-            "'gs://bucket/lr=[0.1]' has '[' in it, which some programs on the way to "
-            "the store read otherwise. Give a path without any of * ? [ ] #.",
+            "'gs://bucket/lr=[0.1]' contains '[', which has a special meaning for some clients of the store. Use a path without any of * ? [ ] #.",
         ),
         (
             "s3://bucket/run",
             "'s3://bucket/run' is in a store that checkpoints cannot be written to. "
-            "Give a local path, or one of Google Cloud Storage, 'gs://bucket/run'.",
+            "Give a local path, or 'gs://bucket/run' in Google Cloud Storage.",
         ),
     ],
 )

@@ -148,14 +148,14 @@ def test_a_tree_without_arrays_is_not_written(tmp_path, state):
 def test_no_path_is_not_the_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for path, shown in (("", "''"), (None, "None"), (b"a", "b'a'"), (3, "3")):
-        message = f"path must be the path of a file or directory, got {shown}."
+        message = f"path must be a path, got {shown}."
         assert error_of(checkpoint.save_safetensors, path, STATE) == message
         assert error_of(checkpoint.load_safetensors, path, STATE) == message
         assert error_of(checkpoint.load_orbax, path, STATE) == (
-            f"directory must be the path of a file or directory, got {shown}."
+            f"directory must be a path, got {shown}."
         )
     assert error_of(checkpoint.load_msgpack, None, STATE) == (
-        "path must be the path of a file or directory, got None."
+        "path must be a path, got None."
     )
     assert not [*tmp_path.iterdir()]
 
@@ -188,10 +188,7 @@ def test_names_of_very_many_keys_are_refused_and_the_process_lives(
     deep = safetensors_file(
         tmp_path / "deep.safetensors", f'{{"{name}":{entry(0, 8)}}}', bytes(8)
     )
-    message = (
-        f"{name[:40]}...: its name has 1,500 keys, and nested dicts may have 100. "
-        "Shorten it with rename=, or give another separator=."
-    )
+    message = f"{name[:40]}...: the name has 1,500 keys, and dicts may be nested 100 deep. Shorten the name with rename=, or give another separator=."
     assert error_of(checkpoint.load_safetensors, deep, layouts) == message
     for depth in (101, 900):
         written = serialization.msgpack_serialize(nested(depth))
@@ -200,7 +197,7 @@ def test_names_of_very_many_keys_are_refused_and_the_process_lives(
             "state is."
         )
     ck = ml.Checkpointer(saved / "own")
-    assert "its name has 1,500 keys" in error_of(
+    assert "the name has 1,500 keys" in error_of(
         ck.restore, rename={"w": "/".join("a" * 1500)}
     )
     # JAX still takes trees apart.
@@ -217,14 +214,14 @@ def test_a_name_that_comes_twice_in_a_header_is_damage(tmp_path):
     )
     damaged = ml.errors.DamagedCheckpointError
     message = error_of(checkpoint.load_safetensors, file, STATE, error=damaged)
-    assert message.startswith(f"{file}: it is cut off or not a safetensors file: ")
+    assert message.startswith(f"{file} is truncated or is not a safetensors file: ")
     file = safetensors_file(
         tmp_path / "twice.safetensors",
         f'{{"w":{entry(0, 8)},"w":{entry(0, 8)}}}',
         bytes(8),
     )
     assert error_of(checkpoint.load_safetensors, file, STATE, error=damaged) == (
-        f"{file}: it is cut off or not a safetensors file: 'w' is in it twice."
+        f"{file} is truncated or is not a safetensors file: 'w' is repeated."
     )
 
 
@@ -241,7 +238,7 @@ def test_an_index_that_is_not_one_is_damage(tmp_path, text):
         STATE,
         error=ml.errors.DamagedCheckpointError,
     )
-    assert message.startswith(f"{index}: it is not an index of safetensors files")
+    assert message.startswith(f"{index} is not an index of safetensors files")
 
 
 def test_an_extension_type_that_flax_does_not_write_is_damage():
@@ -252,7 +249,7 @@ def test_an_extension_type_that_flax_does_not_write_is_damage():
         STATE,
         error=ml.errors.DamagedCheckpointError,
     ) == (
-        "the msgpack data: a/w is of the extension type 7 of msgpack, which Flax does "
+        "the msgpack data: a/w has the msgpack extension type 7, which Flax does "
         "not write."
     )
 
@@ -407,8 +404,7 @@ def test_restoring_inside_jit_is_a_sentence(saved):
     ck = ml.Checkpointer(saved / "own")
     message = error_of(jax.jit(lambda w: ck.restore({"w": w})), STATE["w"])
     assert message == (
-        "w: like= is inside jit or another transformation, where it has no place. "
-        "Restore outside of it, or give its shapes."
+        "w: like= is inside jit or another transformation, where arrays have no devices. Restore outside of it, or give shapes."
     )
 
 
@@ -418,7 +414,7 @@ def test_a_number_that_no_array_can_hold_is_named(tmp_path):
         assert ck.restore({"n": 0, "w": 0.0}) == {"n": 2**70, "w": 0.5}
         for like in (jnp.int32(0), np.int64(0)):
             assert error_of(ck.restore, {"n": like, "w": 0.0}) == (
-                f"n int[]: it holds {2**70}, which {like.dtype} cannot hold. Ask for "
+                f"n int[] holds {2**70}, which {like.dtype} cannot represent. Ask for "
                 "another dtype, or leave this array out of dtype={pattern: dtype}."
             )
 
@@ -444,8 +440,7 @@ def test_a_key_of_another_generator_says_how_to_make_the_state(tmp_path):
             "differs  wanted          saved\n"
             "───────  ──────────────  ──────────────\n"
             "dtype    key key<fry>[]  key key<rbg>[]\n"
-            "A PRNG key is restored for the generator that it was saved for: make the "
-            "state with jax.random.key(seed, impl='rbg')."
+            "A PRNG key is restored only for the generator that it was saved for: create the state with jax.random.key(seed, impl='rbg')."
         )
         like = {"key": jax.random.key(0, impl="rbg"), "w": jnp.ones(2)}
         assert jnp.array_equal(
@@ -493,8 +488,7 @@ def test_metrics_that_cannot_be_read_back_are_refused_before_a_save(tmp_path, ki
         message = error_of(loop.step_done, STATE, metrics)
         assert message.startswith("checkpoint.Loop: step_done: metrics['more'][1] is ")
         assert message.endswith(
-            "which a checkpoint cannot give back. Metrics are arrays and numbers; keep "
-            "anything else outside."
+            "which cannot be restored from a checkpoint. Metrics are arrays and numbers; keep anything else outside of them."
         )
         assert loop.step == 0
         ck.wait()

@@ -72,8 +72,7 @@ def test_damage_in_one_slice_of_a_large_array_is_found(tmp_path, monkeypatch, wa
     with pytest.raises(ml.errors.DamagedCheckpointError) as caught:
         ck.restore(like, step=2)
     assert str(caught.value).startswith(
-        f"kernel f32[256, 512]: the values in {tmp_path / '2'} are not those that were "
-        "saved;"
+        f"kernel f32[256, 512]: the values in {tmp_path / '2'} are not the ones that were saved;"
     )
     assert_same_bits(ck.restore(like, step=2, verify=False), other)
 

@@ -278,10 +278,8 @@ def test_a_run_begins_in_no_directory_of_another_one(count, has, tmp_path):
         with pytest.raises(ml.errors.CheckpointError) as error:
             trainer.fit(ONES[:count], callbacks=[saving], progress=False)
         assert str(error.value) == (
-            f"fit begins at step 0, and {tmp_path} holds {has} of another training: "
-            f"resume=True would later resume from step {count}, and not from this "
-            "training. Give resume=True to resume from there now, or save in another "
-            "directory."
+            f"fit begins at step 0, but {tmp_path} holds {has} of another run: "
+            f"resume=True would later resume from step {count}, not from this run. Give resume=True to resume from there now, or save to another directory."
         )
         assert trainer.position.step == 0
         assert trainer.state == {"count": 0}
@@ -302,8 +300,7 @@ def test_resuming_needs_a_checkpoint(mesh):
     with pytest.raises(ml.MeshLayoutError) as error:
         fit(mesh, "a distributed dataset", resume=True)
     assert str(error.value) == (
-        "fit(resume=True) resumes from what a Checkpoint has saved, and there is none "
-        "among the callbacks. Add ml.callbacks.Checkpoint(checkpointer)."
+        "fit(resume=True) needs a Checkpoint among the callbacks, from whose directory it resumes. Add ml.callbacks.Checkpoint(checkpointer)."
     )
 
 
@@ -408,11 +405,10 @@ def test_a_loop_refuses_what_would_go_wrong_silently(tmp_path):
     with ml.Checkpointer(tmp_path) as ck:
         assert misuse(forgets_to_resume, ck) == (
             "checkpoint.Loop: call state = loop.resume(state) before the first batch. "
-            "Without a checkpoint it returns the state unchanged."
+            "It returns the state unchanged if there is no checkpoint."
         )
         assert misuse(forgets_step_done, ck) == (
-            "checkpoint.Loop: another batch was asked for, and step_done(state) was "
-            "not called for the one before: a checkpoint would miss it."
+            "checkpoint.Loop: another batch was requested before step_done(state) was called for the previous one, which a checkpoint would miss."
         )
         assert misuse(forgets_the_batch, ck) == (
             "checkpoint.Loop: step_done is called once after each batch of the loop."
@@ -423,18 +419,15 @@ def test_a_loop_refuses_what_would_go_wrong_silently(tmp_path):
                 loop.step_done(state, {"n": np.ones(())})
                 break
         assert misuse(starts_metrics_anew, ck) == (
-            "checkpoint.Loop: the checkpoint held metrics of the epoch so far, which "
-            "were not added to. Write state, metrics = train_step(state, batch, "
+            "checkpoint.Loop: the checkpoint held metrics of the epoch so far, which were not read. Write state, metrics = train_step(state, batch, "
             "loop.metrics)."
         )
         assert misuse(leaves_metrics, ck) == (
-            "checkpoint.Loop: the checkpoint holds the metrics of the epoch so far. "
-            "Give loop.resume(state, train_step), to see what they look like."
+            "checkpoint.Loop: the checkpoint holds metrics of the epoch so far, whose structure is needed. Write loop.resume(state, train_step)."
         )
         ck.save(9, state)
         assert misuse(lambda loop: loop.resume(state), ck) == (
-            f"step 9 in {tmp_path} holds a state and does not say where in the data it "
-            "was made: it was saved by hand. Restore it with Checkpointer.restore, or "
+            f"step 9 in {tmp_path} holds a state, but not its position in the data: it was saved with Checkpointer.save. Restore it with Checkpointer.restore, or "
             "resume from another directory."
         )
 
@@ -477,7 +470,7 @@ def test_a_loop_and_a_trainer_do_not_go_on_with_each_other(tmp_path):
             )
     assert str(error.value) == (
         f"the newest checkpoint in {tmp_path / 'loop'} was saved by a checkpoint.Loop, "
-        "and fit(resume=True) resumes from what the callback Checkpoint has saved. "
+        "and fit(resume=True) resumes only from those of the callback Checkpoint. "
         "Resume with the Loop, or give another directory; Checkpointer.restore returns "
         "the state alone."
     )
@@ -507,8 +500,9 @@ def test_data_that_cannot_go_to_its_place_is_read_up_to_it(mesh, tmp_path, caplo
         assert rows(again) == whole[1:] != []
         with pytest.raises(ml.errors.DataError):
             ck.restore(data=iter(distributed(mesh)))
-    assert "the data cannot go to its position: it is read, and dropped, up to it" in (
-        caplog.messages
+    assert (
+        "the data cannot seek to its position: batches up to it are read and dropped"
+        in (caplog.messages)
     )
 
 

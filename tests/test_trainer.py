@@ -436,7 +436,7 @@ def test_a_history_is_a_table(mesh):
     ]
     assert "<table" in trainer.history._repr_html_()
     assert trainer.history.to_dict() == {"i": [2.0, 5.0]}
-    with pytest.raises(KeyError, match=r"'j' was not measured; there is 'i'\."):
+    with pytest.raises(KeyError, match=r"the history has no 'j', only 'i'\."):
         trainer.history["j"]
 
 
@@ -705,15 +705,13 @@ def message_of(function):
 def test_an_unknown_option_is_refused():
     message = message_of(lambda: ml.Trainer({}, loss_fn, clip_nrm=1.0))
     assert message.startswith(
-        "Trainer has no option 'clip_nrm'. Did you mean 'clip_norm'? Those of its steps "
-        "are regularizers, weights, "
+        "Trainer has no option 'clip_nrm'. Did you mean 'clip_norm'? The options of its steps are regularizers, weights, "
     )
 
 
 def test_options_without_a_loss_function_are_refused():
     assert message_of(lambda: ml.Trainer({}, metrics={}, ema=0.9)) == (
-        "Trainer was given no loss function, and ema, metrics for the steps that are "
-        "made from it. Give loss_fn, or leave these to your own steps."
+        "Trainer got no loss function, but ema, metrics for the steps that are made from one. Give loss_fn, or leave these to your own steps."
     )
 
 
@@ -728,7 +726,7 @@ def test_options_without_a_loss_function_are_refused():
 def test_a_trainer_without_a_loss_function_says_which_step_it_lacks(step, run):
     trainer = ml.Trainer({"n": jnp.zeros(())})
     assert message_of(lambda: run(trainer, [{"x": np.ones(2)}])) == (
-        f"Trainer has no loss function to make its {step} from: give loss_fn, or override "
+        f"Trainer has no loss function to make {step} from: give loss_fn, or override "
         f"{step} in a subclass."
     )
 
@@ -742,9 +740,8 @@ def test_arrays_without_a_batch_size_are_answered_with_the_line_to_write(data):
     text = message_of(lambda: Counted().fit(data))
     assert text.startswith("fit: train is ")
     assert text.endswith(
-        ", of arrays with 2 rows. Say how many rows make a batch, fit(train, "
-        "batch_size=32), or give an iterable of batches. A list of one batch is one, "
-        "too."
+        ", of arrays with 2 rows. Give the size of a batch, fit(train, "
+        "batch_size=32), or an iterable of batches, which may be a list of one batch."
     )
     text = message_of(lambda: Counted().fit(np.ones(2), np.ones(2)))
     assert "fit(train, labels, batch_size=32)" in text
@@ -759,8 +756,7 @@ def test_arrays_without_a_batch_size_are_answered_with_the_line_to_write(data):
         ),
         (
             lambda: None,
-            "train is a function that returned None; it must return an iterable of "
-            "batches.",
+            "train is a function that returned None, not an iterable of batches.",
         ),
         (lambda a: [], "train is called as train(), and takes (a)."),
     ],
@@ -772,14 +768,13 @@ def test_what_cannot_be_data_is_refused(data, expected):
 def test_data_that_gives_nothing_is_refused():
     for data in ([], iter([]), list):
         assert message_of(lambda data=data: quiet_fit(Counted(), data)) == (
-            "train gave no batch. An iterator that is used up gives none."
+            "train yielded no batch. Perhaps it is a used-up iterator."
         )
 
 
 def test_an_iterator_for_several_epochs_is_refused():
     assert message_of(lambda: Counted().fit(iter([]), epochs=3)) == (
-        "train is an iterator, which gives its batches once, and epochs=3. Say how many "
-        "batches an epoch has, steps_per_epoch=, or give a list, or a function that "
+        "train is an iterator, which yields its batches only once, but epochs=3. Give the number of batches in an epoch, steps_per_epoch=, or a list, or a function that "
         "returns a new iterator."
     )
 
@@ -812,8 +807,7 @@ def test_a_batch_that_cannot_be_padded_is_computed_whole(mesh, caplog):
     np.testing.assert_allclose(history["loss"], losses, rtol=1e-5)
     np.testing.assert_allclose(params_of(trainer.state)["kernel"][:, 0], w, atol=1e-5)
     assert [record.getMessage() for record in caplog.records] == [
-        "a batch of 6 rows does not divide over 4 shards, and cannot be padded: every "
-        "device computes all of it."
+        "a batch of 6 rows does not divide into 4 shards, and cannot be padded: every device computes the whole batch."
     ]
 
 
@@ -899,9 +893,9 @@ def test_arrays_are_shuffled_anew_in_each_epoch_and_lose_no_row():
         (lambda x, y: {"x": x}, "it lacks 'y', which the first batch has"),
         (
             lambda x, y: {"x": np.ones((8, 5), "float32"), "y": y},
-            "'x' is f32[rows, 5], and f32[rows, 4] in the first batch",
+            "'x' is f32[rows, 5], but f32[rows, 4] in the first batch",
         ),
-        (lambda x, y: (x, y), "it is a tuple of 2, and the first batch is a dict"),
+        (lambda x, y: (x, y), "it is a tuple of 2, but the first batch is a dict"),
     ],
 )
 def test_a_batch_that_is_unlike_the_first_is_named(mesh, batch, expected):
@@ -909,12 +903,12 @@ def test_a_batch_that_is_unlike_the_first_is_named(mesh, batch, expected):
     trainer = ml.Trainer(create_state(mesh), loss_fn, on_recompile="ignore")
     data = [first, first, batch(first["x"], first["y"])]
     assert message_of(lambda: quiet_fit(trainer, lambda: iter(data))) == (
-        f"fit: batch 3 of epoch 1 is not like the first one: {expected}. All batches "
+        f"fit: batch 3 of epoch 1 differs from the first one: {expected}. All batches "
         "of a dataset must have the same arrays."
     )
     assert int(trainer.state.step) == 2
     text = message_of(lambda: trainer.evaluate(lambda: iter(data)))
-    assert text.startswith("evaluate: batch 3 is not like the first one: ")
+    assert text.startswith("evaluate: batch 3 differs from the first one: ")
 
 
 def test_an_error_in_the_first_batch_says_which_it_was(mesh):
@@ -961,7 +955,7 @@ def test_fit_inside_of_fit_is_refused_and_the_callback_is_named(mesh):
         quiet_fit(trainer, cut(examples(8), 8), callbacks=[Again()])
     assert str(caught.value) == (
         "fit was called inside a fit of the same trainer, by a callback or the data. "
-        "Call it after that one has returned, or make another Trainer."
+        "Call it after the other one has returned, or make another Trainer."
     )
     assert caught.value.__notes__ == ["in Again.on_step_end, at step 1, epoch 1"]
     assert quiet_fit(trainer, cut(examples(8), 8)).epochs == [1]
@@ -1023,8 +1017,7 @@ def test_a_step_that_returns_other_metrics_is_refused():
             return state, {"loss": 1.0}
 
     assert message_of(lambda: quiet_fit(Bad({"n": 0}), [{"x": np.ones(1)}])) == (
-        "Bad.train_step must return (state, metrics), with metrics that are "
-        "ml.metrics.Metrics, got a dict."
+        "Bad.train_step must return (state, metrics), with metrics of type ml.metrics.Metrics, got a dict."
     )
 
 
@@ -1074,8 +1067,7 @@ def test_outputs_that_do_not_fit_together_are_refused(mesh):
     trainer = ml.Trainer(create_state(mesh), predict_fn=lambda model, b: b["x"])
     data = [{"x": np.ones((8, 4), "float32")}, {"x": np.ones((8, 3), "float32")}]
     assert message_of(lambda: trainer.predict(data)) == (
-        "predict: the outputs of the batches do not fit together; each must be the same "
-        "tree of arrays, which differ in their first dim only."
+        "predict: the outputs of the batches cannot be concatenated; each must be the same tree of arrays, which differ only in their first dim."
     )
 
 
@@ -1096,7 +1088,7 @@ def test_predict_says_what_is_no_output(mesh):
 
     state, data = create_state(mesh), [examples(8)]
     assert message_of(lambda: ml.Trainer(state, bare).predict(data)) == (
-        "predict: bare returns losses and no outputs. Return a pair of losses and a dict "
+        "predict: bare returns losses but no outputs. Return a pair of losses and a dict "
         "of outputs, or give the trainer a predict_fn(model, batch)."
     )
     mean = ml.Trainer(state, predict_fn=lambda model, b: b["x"].mean())

@@ -1,17 +1,18 @@
-"""One attempt to save a step: where it writes, when it counts, what it leaves behind.
+"""One attempt to save a step: where it writes, how it commits, how it is cleaned up.
 
 On a disk an attempt writes to a hidden directory, `.saving-<step>-<lease>-<random>`,
-which is renamed to the step's name once everything in it is durable. A step that is
+which is renamed to the step's number once everything in it is durable. A step that is
 saved again is first renamed to `.replaced-...`; a process that dies between the two
-renames leaves both, and the next one that opens the directory completes them. A deleted
-step is renamed as well, to `.deleting-...`, so that it stops being a step atomically.
+renames leaves both, and the next one to open the directory completes them. A deleted
+step is renamed too, to `.deleting-...`, so that it stops being a step atomically.
 
-In an object store nothing can be renamed. There an attempt writes next to the files of
+Nothing can be renamed in an object store. There an attempt writes next to the files of
 an earlier save of the step; the manifest, which is replaced atomically, names the new
-ones, and a note, `.saving-...`, names the owner of the others.
+files, and a note, `.saving-...`, names the owner of the rest.
 
 Files with the lease id of a living owner are never touched, and neither are files that
-no checkpointer wrote.
+no checkpointer wrote. `test_checkpoint_kills` kills a process at every file operation
+of a save, and `test_checkpoint_faults` lets each of them fail.
 """
 
 import contextlib
@@ -33,15 +34,16 @@ _HIDDEN = re.compile(
     r"\.(?P<kind>saving|replaced|deleting)-(?P<step>\d+)-(?:(?P<lease>\w{8})-)?\w{8}"
 )
 
-# Names that prove that a checkpointer, or Orbax for it, wrote a directory.
+# Names that prove that a checkpointer, or Orbax on its behalf, wrote a directory.
 _MARK = re.compile(
     r"\.(saving|deleting)-[\w-]+|\.writer-\d+\.json|\.[\w.-]+\.json-[0-9a-f]{8}"
     r"|state(-\w+)?\.orbax-checkpoint-tmp.*"
 )
-# Names that are a checkpointer's if there is a mark or a manifest, too.
+# Names that a user may choose, too: ours only next to a mark or a manifest.
 _CONTENT = re.compile(r"manifest\.json|state(-\w+)?|data(-\w+)?\.json")
 
-# The hidden names that this process is using.
+# Hidden names in use by a running save of this process. The lease alone cannot tell
+# them from leftovers: a save that failed earlier left files under the same lease.
 _at_work: set[str] = set()
 
 
@@ -54,11 +56,11 @@ class Attempt:
 
     Attributes:
         folder: The directory to write to, the manifest last.
-        arrays: The name in it of the directory for the arrays.
-        data: The name in it of the file for the input iterator's state.
+        arrays: The name of the directory in it for the arrays.
+        data: The name of the file in it for the input iterator's state.
 
     Raises:
-        CheckpointError: If somebody else's files are in the step's directory.
+        CheckpointError: If the step's directory holds files of another program.
     """
 
     folder: AnyPath
@@ -84,13 +86,16 @@ class Attempt:
         self.folder.mkdir(parents=True)
 
     def commit(self, content: bytes) -> None:
-        """Makes the step exist, by its manifest, after all other files.
+        """Makes the step exist: writes its manifest, after all other files.
 
         Raises:
-            NotDurableError: If the step exists and may not survive a power cut.
+            NotDurableError: If the step exists but may not survive a power cut.
         """
+        # Durable before it is visible: a rename may reach the disk before file contents
+        # do, and a power cut would leave a step of empty files.
         files.sync_tree(self.folder)
         files.write_whole(self.folder / manifest.NAME, content)
+        # Again: a user may have put files there while this attempt was writing.
         _check_ours(self._final)
         if self._final.exists():
             self._replace(self._final)
@@ -99,11 +104,13 @@ class Attempt:
         self._sync()
 
     def end(self) -> None:
-        """Removes temporary files: everything, if the step was not committed."""
+        """Removes temporary files; if the step was not committed, all of its files."""
         _at_work.discard(self._hidden.name)
         files.remove(self._hidden)
 
     def _replace(self, final: AnyPath) -> None:
+        # No file system can exchange two directories portably. Between the two renames
+        # the step has no name; `_finish_replacing` gives it one after a crash.
         old = _hidden(final.parent, "replaced", int(final.name), self._lease)
         _at_work.add(old.name)
         try:
@@ -125,10 +132,12 @@ class Attempt:
             raise NotDurableError(str(error)) from error
 
     def _remove_replaced(self, old: AnyPath, final: AnyPath) -> None:
-        with contextlib.suppress(OSError):  # the next opener does it
+        # The step is saved, so an error here is none of the save; the next process that
+        # opens the directory removes what is left.
+        with contextlib.suppress(OSError):
             for name in files.names_in(old):
                 if not _MARK.fullmatch(name) and not _CONTENT.fullmatch(name):
-                    (old / name).rename(final / name)  # a user put it there
+                    (old / name).rename(final / name)  # a user's file stays in the step
             files.remove(old)
 
 
@@ -140,8 +149,10 @@ class _StoreAttempt(Attempt):
         self._note = self.folder / self._hidden.name
         taken = files.names_in(self.folder)
         if any(name.startswith(("state", "data")) for name in taken):
+            # An earlier save's files must stay as they are until the new manifest.
             number = self._hidden.name[-8:]
             self.arrays, self.data = f"state-{number}", f"data-{number}.json"
+        # First of all: files without a note would belong to nobody.
         files.write_whole(self._note, b"{}")
 
     def commit(self, content: bytes) -> None:
@@ -154,7 +165,7 @@ class _StoreAttempt(Attempt):
 
 
 def delete(folder: AnyPath, lease: Lease) -> None:
-    """Removes a step, which atomically stops being listed first."""
+    """Removes a step; the first operation atomically ends its being listed."""
     hidden = _hidden(folder.parent, "deleting", int(folder.name), lease)
     _at_work.add(hidden.name)
     try:
@@ -164,7 +175,7 @@ def delete(folder: AnyPath, lease: Lease) -> None:
         note = folder / hidden.name
         files.write_whole(note, b"{}")
         files.remove(folder / manifest.NAME)
-        # The note is removed last, so that the files left over always have an owner.
+        # The note goes last, so that files left over by a kill always have an owner.
         for name in files.names_in(folder) - {note.name}:
             files.remove(folder / name)
         files.remove(note)
@@ -182,38 +193,42 @@ def clean(directory: AnyPath) -> None:
     # and its new files would look like leftovers.
     names = files.names_in(directory)
     owners = living(directory)
-    left = [name for name in sorted(names) if _is_left(name, owners)]
-    _finish_replacing(directory, left)
-    for name in left:
+    leftovers = [name for name in sorted(names) if _is_leftover(name, owners)]
+    _finish_replacing(directory, leftovers)
+    for name in leftovers:
         files.remove(directory / name)
-    if left:
-        what = ", ".join(left)
+    if leftovers:
+        what = ", ".join(leftovers)
         logger.info("removed %s of unfinished saves from %s", what, directory)
     for name in filter(files.is_step, names):
         folder = directory / name
         if files.is_remote(folder):
             _clean_step_in_store(folder, owners)
+        # On a disk a step is renamed when whole; with marks alone it is Orbax's rest.
         elif all(map(_MARK.fullmatch, files.names_in(folder))) and folder.is_dir():
             files.remove(folder)
+    # Notes last: they say whose the files above were.
     for name in names:
         if is_dead_note(name, owners):
             files.remove(directory / name)
 
 
-def _is_left(name: str, living_ids: Collection[str]) -> bool:
+def _is_leftover(name: str, living_ids: Collection[str]) -> bool:
     hidden = _HIDDEN.fullmatch(name)
     if hidden is None or name in _at_work:
         return False
+    # Of this process's own files, those in `_at_work` are in use, and only those.
     return hidden["lease"] not in living_ids or is_own(hidden["lease"])
 
 
-def _finish_replacing(directory: AnyPath, left: Collection[str]) -> None:
+def _finish_replacing(directory: AnyPath, leftovers: Collection[str]) -> None:
     """Restores the names of steps that a process was replacing when it died."""
-    hidden = {name: match for name in left if (match := _HIDDEN.fullmatch(name))}
+    hidden = {name: match for name in leftovers if (match := _HIDDEN.fullmatch(name))}
     for old, match in hidden.items():
         final = directory / match["step"]
         if match["kind"] != "replaced" or final.exists():
             continue
+        # The new version if it is whole, which its manifest shows, else the old one.
         new = [
             name
             for name, other in hidden.items()
@@ -224,7 +239,7 @@ def _finish_replacing(directory: AnyPath, left: Collection[str]) -> None:
 
 
 def _clean_step_in_store(folder: AnyPath, living_ids: Collection[str]) -> None:
-    """Removes what no manifest names from a step in a store, if no writer lives.
+    """Removes files that the manifest does not name from a step without a writer.
 
     Files that are not a checkpointer's stay, and so does a directory with neither a
     manifest nor a note: no attempt leaves one behind.
@@ -232,7 +247,7 @@ def _clean_step_in_store(folder: AnyPath, living_ids: Collection[str]) -> None:
     names = files.names_in(folder)
     notes = {name for name in names if _MARK.fullmatch(name)}
     if any(
-        _HIDDEN.fullmatch(name) and not _is_left(name, living_ids) for name in notes
+        _HIDDEN.fullmatch(name) and not _is_leftover(name, living_ids) for name in notes
     ):
         return
     named: set[str | None] = set()
@@ -243,7 +258,9 @@ def _clean_step_in_store(folder: AnyPath, living_ids: Collection[str]) -> None:
         except StoreError:
             raise
         except (CheckpointError, OSError):
-            return  # it may still name files; a restore reports the damage
+            # A damaged manifest may still name files, and a restore reports the damage:
+            # without it nothing can be said of them.
+            return
         named = {manifest.NAME, saved.arrays, saved.data}
     elif not notes:
         return
@@ -264,27 +281,28 @@ def is_unfinished(folder: AnyPath) -> bool:
         return False
     notes = list(filter(_HIDDEN.fullmatch, names))
     owners = living(folder.parent) if notes else {}
-    if not all(_is_left(name, owners) for name in notes):
+    if not all(_is_leftover(name, owners) for name in notes):
         return False
+    # Again: the step may have been committed, or deleted, since it was listed.
     return folder.is_dir() and not (folder / manifest.NAME).exists()
 
 
 def _check_ours(folder: AnyPath) -> None:
     """Raises if a step's directory holds files that no checkpointer wrote."""
     names = files.names_in(folder)
-    strange = sorted(names)[:3]
     marks = {name for name in names if _MARK.fullmatch(name)}
     content = {name for name in names if _CONTENT.fullmatch(name)}
+    what = f"holds {', '.join(sorted(names)[:3])}"
     is_proven = not names or marks or manifest.NAME in names
-    if not is_proven:  # Orbax may have written it for a checkpointer, to the end
+    if not is_proven:  # Orbax finished and removed its marks; no manifest was written
         is_proven = any((folder / name / orbax.ITEM).is_dir() for name in content)
     if manifest.NAME in names or (is_proven and names == marks | content):
         if files.is_remote(folder) or folder.is_dir() or not folder.exists():
             return
-        strange = ["no directory, but a file"]
+        what = "is a file, not a directory"
     msg = (
-        f"{folder} holds {', '.join(strange)}, which no Checkpointer wrote. Give a "
-        "directory of its own, or remove that one"
+        f"{folder} {what}, which no Checkpointer wrote. Save in another directory, or "
+        "remove that one"
     )
     raise CheckpointError(msg)
 

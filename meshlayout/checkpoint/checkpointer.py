@@ -1,12 +1,16 @@
-"""`Checkpointer`: saves a state as training goes, and restores it on any mesh."""
+"""`Checkpointer`: saves a state during training, and restores it on any mesh.
+
+This file is the public face; the work is elsewhere. `policy` decides when to save and
+what to keep, `snapshot` flattens the state, `step_writer` writes a step in a background
+thread, `lease` keeps other writers out, `steps` lists steps and restores the same one
+on all processes, and `restore` builds the state.
+"""
 
 import contextlib
 import functools
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Literal, TypeVar, Unpack, overload
 
 import jax
@@ -23,16 +27,22 @@ from meshlayout.checkpoint.data_state import (
 from meshlayout.checkpoint.lease import Lease
 from meshlayout.checkpoint.manifest import Inspection, Manifest, encode
 from meshlayout.checkpoint.pairs import Dtypes, Request
+from meshlayout.checkpoint.policy import (
+    Schedule,
+    check_best,
+    check_count,
+    metric_values,
+    steps_to_delete,
+)
 from meshlayout.checkpoint.restore import Restored, RestoreOptions, load, to_numpy
 from meshlayout.checkpoint.saved_step import SavedStep
 from meshlayout.checkpoint.snapshot import host_bytes, snapshot
 from meshlayout.checkpoint.step_writer import StepWriter
-from meshlayout.checkpoint.steps import Steps, steps_to_delete
+from meshlayout.checkpoint.steps import Steps
 from meshlayout.checkpoint.store import StoreError
 from meshlayout.checkpoint.target import LeafRestore
 from meshlayout.checkpoint.waits import on_first, open_channel, progress
-from meshlayout.cluster.process_sync import Channel
-from meshlayout.errors import CheckpointError, did_you_mean
+from meshlayout.errors import CheckpointError
 from meshlayout.layout_map import LayoutMap
 from meshlayout.state.create import StateDescription
 
@@ -43,33 +53,37 @@ _T = TypeVar("_T")
 
 
 class Checkpointer:
-    """Saves a state as training goes, and restores it on any mesh.
+    """Saves a state during training, and restores it on any mesh.
+
+    Use this in a training loop whose saves and restores you place yourself; `Loop` and
+    `Trainer` also resume the data and the metrics with it.
 
     A step is saved completely or not at all: it exists once its manifest is in place,
-    which happens last and atomically. A killed process, a full disk or a directory that
-    is not writable leave the earlier steps intact. A restore verifies every bit that it
+    which happens last and atomically. A killed process, a full disk or an unwritable
+    directory leaves the earlier steps intact. A restore verifies every bit that it
     reads.
 
     An asynchronous save returns as soon as the state may be donated to the next step.
-    Until it is done it holds a copy of this process's shards in host memory, as many
-    bytes as `memory(state)` returns, plus encoded bytes that are not written yet: in
-    measurements, two and a half times as much in total. Only one save runs at a
-    time; the next one waits for it. An error in the background is raised once, by the
-    next call of any method. Use it in a `with` block, or close it. A process that ends
-    in another way, even by an exception or Ctrl-C, first finishes a running save.
+    Until it finishes it holds a copy of this process's shards in host memory
+    (`memory(state)` bytes) and encoded bytes that are not written yet: about two and a
+    half times `memory(state)` in total, as measured. Only one save runs at a time; the
+    next one waits for it. An error in the background is raised once, by the next call
+    of any method. Use a checkpointer in a `with` block, or close it. If the process
+    ends in any other way, even by an exception or Ctrl-C, a running save is finished
+    first.
 
     Only one run at a time may save to a directory. The first save claims it until the
-    checkpointer is closed or the process ends; another run that saves there gets an
-    error. Any number may read. In a job of several processes, all of them open the
-    checkpointer, and save and restore the same steps in the same order.
+    checkpointer is closed or the process ends; another run that tries to save there
+    gets an error. Any number of runs may read. In a job of several processes, all of
+    them open the checkpointer, and save and restore the same steps in the same order.
 
-    In Google Cloud Storage a step also appears when its manifest is written, and
+    In Google Cloud Storage, too, a step appears when its manifest is written, and
     disappears when the manifest is deleted, before any other file. Steps that other
     machines save are visible immediately. A store that refuses or does not answer is an
-    error, and is never taken for an empty directory or a damaged step.
+    error, never an empty directory or a damaged step.
 
-    Opening it removes the leftovers of dead processes, and nothing that a checkpointer
-    did not write.
+    Opening a checkpointer removes the leftovers of dead processes, and nothing that a
+    checkpointer did not write.
 
     Args:
         directory: Where to save: a local path, or `gs://bucket/run` in Google Cloud
@@ -78,10 +92,10 @@ class Checkpointer:
         keep_every: Also keep steps that are multiples of this number.
         every: Save only when this many steps have passed since the last save.
         every_s: Save only when this many seconds have passed, by the clock of process
-            0, with which the others synchronize at every call.
+            0, which the other processes ask at every call of `save`.
         async_save: Whether `save` returns while the files are still being written.
-        best: A metric's name and `"max"` or `"min"`: also keep the step with the best
-            value.
+        best: The name of a metric, and `"max"` or `"min"`: also keep the step with the
+            best value.
 
     Raises:
         CheckpointError: If an argument is wrong, or the directory cannot be used.
@@ -112,15 +126,16 @@ class Checkpointer:
         self._saving: StepWriter | None = None
         self._closed = False
         self.directory = files.as_directory(directory)
-        self._keep = _check_count("keep", keep)
-        self._keep_every = _check_count("keep_every", keep_every)
-        self._best = _check_best(best)
+        self._keep = check_count("keep", keep)
+        self._keep_every = check_count("keep_every", keep_every)
+        self._best = check_best(best)
         self._async = _checks.flag("async_save", async_save, error=CheckpointError)
+        # A channel pairs messages by their order, and a save in the background may end
+        # before or after any call of the main thread: each thread has its own channel.
         self._main = open_channel("the same save or restore")
-        self._steps = Steps(self.directory, self._best, self._main)
         self._background = open_channel("the end of a save", is_patient=True)
-        every = _check_count("every", every)
-        self._schedule = _Schedule(every, every_s, self._steps, self._main)
+        self._steps = Steps(self.directory, self._best, self._main)
+        self._schedule = Schedule(every, every_s, self._steps.all, self._main)
         on_first(self._main, self._open)
 
     def _open(self) -> None:
@@ -133,15 +148,11 @@ class Checkpointer:
                 "Give a directory that this process may write to."
             )
             raise CheckpointError(msg) from error
-        except StoreError as error:
-            raise CheckpointError(str(error)) from error
         try:
             attempt.clean(self.directory)
-        except StoreError as error:
-            raise CheckpointError(str(error)) from error
         except OSError as error:
-            # Its checkpoints can be read nevertheless.
-            what = "what is left of unfinished saves in"
+            # A warning only: the directory may be read-only, and restored from.
+            what = "leftovers of unfinished saves in"
             logger.warning("%s %s cannot be removed: %s", what, self.directory, error)
 
     # Saving.
@@ -165,19 +176,19 @@ class Checkpointer:
             step: The number of the step.
             state: Any tree of arrays and numbers: a `TrainState`, an NNX module,
                 Linen variables, an Optax state.
-            data: The iterator of the input, to be continued from here: an object with
-                `get_state()` and `set_state(state)`.
-            metadata: Other values: numbers, texts, lists and dicts of them; or a
-                function that returns them, which is called if the save is due.
+            data: The input iterator, whose position is saved with the state: an object
+                with `get_state()` and `set_state(state)`.
+            metadata: Other values: numbers, strings, lists and dicts of them; or a
+                function that returns them, which is called only if a save is due.
             metrics: Metrics by name, for `best`.
-            force: Whether to save although it is not due.
+            force: Whether to save even if no save is due.
 
         Returns:
-            Whether it was due.
+            Whether the state is being saved, or was.
 
         Raises:
-            CheckpointError: If the state cannot be saved, or an earlier save in the
-                background could not.
+            CheckpointError: If the state cannot be saved, or an earlier save failed in
+                the background.
         """
         self._raise_pending()
         if self._closed:
@@ -190,6 +201,7 @@ class Checkpointer:
         force = _checks.flag("force", force, error=CheckpointError)
         if not force and not self._schedule.is_due(step):
             return False
+        # Two saves at a time would hold two copies of the state in host memory.
         self.wait()
         positions = None if data is None else positions_of(data, self._main)
         with _undisturbed():
@@ -198,7 +210,7 @@ class Checkpointer:
             _checks.function("metadata", metadata, error=CheckpointError)
             with _checks.noted("in the function that save(metadata=...) was given"):
                 metadata = metadata()
-        # Assigned before it starts, so that an interrupt does not lose track of it.
+        # Assigned before it starts: an interrupt in between must not lose the save.
         self._saving = StepWriter(
             directory=self.directory,
             step=step,
@@ -206,7 +218,7 @@ class Checkpointer:
             arrays=arrays,
             data=positions,
             metadata=encode({} if metadata is None else metadata, "metadata"),
-            metrics=_check_metrics(metrics, self._best),
+            metrics=metric_values(metrics, self._best),
             hold=functools.partial(Lease.hold, self.directory, self),
             channel=self._background,
             after=functools.partial(self._clear_up, step),
@@ -219,10 +231,10 @@ class Checkpointer:
         return True
 
     def wait(self) -> None:
-        """Waits for the last save.
+        """Waits until the last save has finished.
 
         Raises:
-            CheckpointError: If it could not be saved.
+            CheckpointError: If it failed.
         """
         saving = self._saving
         if saving is None:
@@ -231,44 +243,44 @@ class Checkpointer:
             size = _render.bytes_text(saving.nbytes)
             with progress(f"saving step {saving.step}, {size}"):
                 saving.wait()
-        # Only now: after Ctrl-C in the wait, the save can be waited for again.
+        # Only now: after Ctrl-C during the wait, it can be waited for again.
         self._saving = None
         saving.settle()
 
     def close(self) -> None:
-        """Waits for the running save, and refuses further saves.
+        """Waits for the running save, and refuses further ones.
 
         Raises:
-            CheckpointError: If it could not be saved.
+            CheckpointError: If the running save failed.
         """
         self._closed = True
         try:
             self.wait()
         finally:
-            if self._saving is None:  # else interrupted: it continues
+            # If the wait was interrupted, the save still runs and needs the lease.
+            if self._saving is None:
                 Lease.release(self.directory, self)
 
     def __enter__(self) -> "Checkpointer":
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: object, error: BaseException | None, trace: object
     ) -> None:
         try:
             self.close()
         except CheckpointError as problem:
             if error is None:
                 raise
+            # The error of the block came first, and is the one to look at.
             error.add_note(f"Moreover, {problem}")
 
     def memory(self, state: PyTree) -> int:
         """Returns the bytes of the copy that a save holds on this host.
 
-        Encoding and writing it takes up to one and a half times as many again, measured
-        with `benchmarks/checkpoint.py`.
+        Use this before a run, to see whether asynchronous saves fit into host memory.
+        Encoding and writing the copy takes up to one and a half times as many bytes
+        again, measured with `benchmarks/checkpoint.py`.
 
         Args:
             state: The state, or its shapes with shardings (from `ml.describe`).
@@ -288,7 +300,7 @@ class Checkpointer:
         return self._best
 
     def all_steps(self) -> list[int]:
-        """Returns the saved steps in ascending order, without a running save."""
+        """Returns the saved steps in ascending order; a running save is not one yet."""
         self._raise_pending()
         return self._steps.all()
 
@@ -298,24 +310,25 @@ class Checkpointer:
         return max(self._steps.all(), default=None)
 
     def best_step(self) -> int | None:
-        """Returns the step with the best metric, or None if no step has it.
+        """Returns the step with the best value of a metric, or None if none has it.
 
         Raises:
-            CheckpointError: If the checkpointer was made without `best=`.
+            CheckpointError: If the checkpointer was opened without `best=`.
         """
         self._raise_pending()
         return self._steps.best()
 
     def inspect(self, step: int | Literal["latest", "best"] = "latest") -> Inspection:
-        """Returns a table of a checkpoint's contents, without loading it.
+        """Returns a table of a checkpoint's contents, without loading any array.
 
-        It waits for a running save.
+        Use this to see what a checkpoint holds, and on which mesh it was saved. It
+        waits for a running save.
 
         Args:
             step: The step.
 
         Raises:
-            CheckpointError: If there is no such step.
+            CheckpointError: If the step does not exist.
         """
         self.wait()
         return Inspection.of(self._steps.manifest(self._steps.chosen(step)))
@@ -364,31 +377,32 @@ class Checkpointer:
                 sharding; or a layout map, for nested dicts of all saved arrays.
                 None for nested dicts on one device, without any mesh.
             step: The step; `"latest"`, or `"best"` by the metric of `best`.
-            layouts: Where arrays go, if not where those of `like` are.
-            data: The iterator of the input, to be continued as it was: one that
-                cannot go to a place is read up to it.
-            partial: Whether arrays may be missing, which then stay as they are in
-                `like`, and extra, which are then not read.
+            layouts: The layouts of the arrays, if not those of `like`.
+            data: The input iterator, which is moved to its saved position. One that
+                cannot go there directly is read up to it.
+            partial: Whether arrays of `like` may be missing, and keep their values, and
+                extra saved arrays are ignored.
             rename: `{pattern: replacement}`, applied to the saved paths as by
-                `re.sub`, as `{r"^encoder/": "model/encoder/"}`.
-            only: A pattern of paths: all others stay as they are in `like`, as
-                `r"^params/"`.
-            allow: Patterns of paths that may differ in any way, and then stay.
-            dtype: Another dtype for every array of its kind, or `{pattern: dtype}`.
-            verify: Whether to check what is read against the saved fingerprints.
-            fallback: Whether to take the newest intact step where one is damaged,
+                `re.sub`, for example `{r"^encoder/": "model/encoder/"}`.
+            only: A pattern of the paths to restore, for example `r"^params/"`; all
+                other arrays of `like` keep their values.
+            allow: Patterns of paths that may differ in any way, and keep their values.
+            dtype: A dtype for every array of its kind, or `{pattern: dtype}`. All
+                others must have been saved in the dtype of `like`.
+            verify: Whether to verify what is read against the saved fingerprints.
+            fallback: Whether to restore the newest intact step if this one is damaged,
                 with a warning.
 
         Returns:
-            A tree of the type of `like`.
+            A tree of the same type as `like`.
 
         Raises:
             RestoreDiffError: If the saved arrays do not match `like`.
             DamagedCheckpointError: If files or arrays are damaged; it names them.
-            CheckpointError: If there is no such step.
+            CheckpointError: If the step does not exist.
 
         Warns:
-            CheckpointWarning: If `fallback` took another step.
+            CheckpointWarning: If `fallback` restored another step.
         """
         self._raise_pending()
         request = Request(
@@ -422,7 +436,8 @@ class Checkpointer:
     ) -> Any:
         """Returns all saved values as nested dicts of NumPy arrays.
 
-        No device is used; PRNG keys come as their words.
+        Use this to look into a checkpoint, or to convert it. No device is used; PRNG
+        keys are returned as the uint32 words they consist of.
 
         Args:
             step: As for `restore`.
@@ -431,7 +446,7 @@ class Checkpointer:
 
         Raises:
             DamagedCheckpointError: If files or arrays are damaged.
-            CheckpointError: If there is no such step.
+            CheckpointError: If the step does not exist.
         """
         self._raise_pending()
 
@@ -453,6 +468,7 @@ class Checkpointer:
         result, number = self._steps.restored(
             step, read, verify=verify, fallback=fallback
         )
+        # The next save is due `every` steps after the one that the run goes on from.
         self._schedule.last_step = number
         return result
 
@@ -467,7 +483,7 @@ class Checkpointer:
         if manifest.data is None:
             msg = (
                 f"step {manifest.step} holds no state of an input iterator: it was "
-                "saved without data=. Restore without data=, and place the iterator "
+                "saved without data=. Restore without data=, and move the iterator "
                 "yourself."
             )
             raise CheckpointError(msg)
@@ -481,11 +497,16 @@ class Checkpointer:
     # Inside.
 
     def _raise_pending(self) -> None:
+        """Raises the error of a save that has finished, without waiting for others."""
         if self._saving is not None and self._saving.is_done:
             self.wait()
 
     def _clear_up(self, step: int) -> None:
-        """Deletes what retention does not keep; on process 0, after a save."""
+        """Deletes the steps that retention does not keep; on process 0, after a save.
+
+        Args:
+            step: The step that was just saved, which stays in any case.
+        """
         steps = self._steps.all()
         for old in steps_to_delete(
             steps,
@@ -508,111 +529,12 @@ class Checkpointer:
             logger.info("deleted step %d", old)
 
 
-class _Schedule:
-    """Decides when a save is due, by steps or by the clock of process 0.
-
-    Attributes:
-        last_step: The step that was saved or restored last; None if not known yet.
-    """
-
-    def __init__(
-        self, every: int | None, every_s: float | None, steps: Steps, channel: Channel
-    ) -> None:
-        if every is not None and every_s is not None:
-            msg = (
-                f"every={every} and every_s={every_s} are both given. Leave one out: "
-                "saves are due by steps or by the clock."
-            )
-            raise CheckpointError(msg)
-        if every_s is not None:
-            every_s = _checks.number(
-                "every_s", every_s, at_least=0, error=CheckpointError
-            )
-        self._every, self._every_s = every, every_s
-        self._steps, self._channel = steps, channel
-        self.last_step: int | None = None
-        self._last_s = time.monotonic()
-
-    def is_due(self, step: int) -> bool:
-        """Returns whether a step is to be saved."""
-        if self._every_s is not None:
-            passed_s = time.monotonic() - self._last_s
-            return self._channel.from_first(passed_s >= self._every_s)
-        if self._every is None:
-            return True
-        if self.last_step is None:
-            earlier = [number for number in self._steps.all() if number < step]
-            self.last_step = max(earlier, default=0)
-        # A call may be several steps after the one before.
-        return step // self._every > min(self.last_step, step) // self._every
-
-    def saved(self, step: int) -> None:
-        """Records that a step is being saved."""
-        self.last_step, self._last_s = step, time.monotonic()
-
-
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Suspends the caller's active mesh and transfer guards."""
+    """Suspends the caller's active mesh and transfer guards.
+
+    Saving moves arrays to the host on purpose, and under `jax.set_mesh` of another mesh
+    JAX would refuse programs on the arrays of the state.
+    """
     with _jax.no_mesh(), jax.transfer_guard("allow"):
         yield
-
-
-# Arguments.
-
-
-def _check_count(name: str, count: object) -> int | None:
-    if count is None:
-        return None
-    hint = "None leaves it out."
-    return _checks.count(name, count, error=CheckpointError, hint=hint)
-
-
-def _check_best(
-    best: tuple[str, Literal["max", "min"]] | None,
-) -> tuple[str, str] | None:
-    if best is None:
-        return None
-    if (
-        not isinstance(best, tuple)
-        or len(best) != 2
-        or not isinstance(best[0], str)
-        or not isinstance(best[1], str)
-        or best[1] not in ("max", "min")
-    ):
-        msg = (
-            f"best={_checks.shown(best)} is not a metric's name and 'max' or 'min'. "
-            "Write best=('val_accuracy', 'max')."
-        )
-        raise CheckpointError(msg)
-    return best
-
-
-def _check_metrics(
-    metrics: Mapping[str, Any] | None, best: tuple[str, str] | None
-) -> dict[str, float]:
-    """Returns metrics as floats; NaN is allowed, and is never the best."""
-    if metrics is not None and not isinstance(metrics, Mapping):
-        msg = (
-            f"metrics must be numbers by name, got {_checks.shown(metrics)}. Write "
-            "metrics={'val_accuracy': 0.9}."
-        )
-        raise CheckpointError(msg)
-    for name in metrics or {}:
-        if not isinstance(name, str):
-            msg = f"metrics= holds the name {_checks.shown(name)}: names are strings."
-            raise CheckpointError(msg)
-    numbers = {
-        name: _checks.number(
-            f"metrics[{name!r}]", value, finite=False, error=CheckpointError
-        )
-        for name, value in (metrics or {}).items()
-    }
-    if numbers and best is not None and best[0] not in numbers:
-        name = best[0]
-        msg = (
-            f"best={best!r} needs the metric {name!r}, and metrics= holds "
-            f"{', '.join(map(repr, numbers))}.{did_you_mean(name, numbers)}"
-        )
-        raise CheckpointError(msg)
-    return numbers

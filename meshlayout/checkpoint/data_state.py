@@ -1,6 +1,7 @@
 """The positions of the processes' input iterators in a checkpoint.
 
-The file holds one for each process, as JSON, or a single one if all are the same.
+The file holds one position per process, as JSON, or a single one if all are equal.
+Then the number of processes may change between a save and a restore.
 """
 
 import inspect
@@ -30,19 +31,19 @@ class Continues(Protocol):
         ...
 
     def set_state(self, state: Any) -> None:
-        """Moves the iterator to a position that `get_state` returned."""
+        """Moves the iterator to a position returned by `get_state`."""
         ...
 
 
 def positions_of(data: object, channel: Channel) -> bytes:
-    """Returns the position of an iterator on every process, as a file's content.
+    """Returns the positions of all processes' iterators, as the content of a file.
 
     Args:
         data: The iterator of this process.
         channel: Exchanges messages between the processes.
 
     Raises:
-        CheckpointError: If it has none, on any process.
+        CheckpointError: If it has no position, on any process.
     """
     answer: dict[str, Any] = {}
     try:
@@ -59,7 +60,7 @@ def positions_of(data: object, channel: Channel) -> bytes:
 
 
 def read_positions(file: Any) -> list[Any]:
-    """Returns the positions in a file that holds what `positions_of` returned.
+    """Returns the positions in a file with the content that `positions_of` returned.
 
     Raises:
         DamagedCheckpointError: If it cannot be read.
@@ -74,14 +75,14 @@ def read_positions(file: Any) -> list[Any]:
 
 
 def move_to_position(data: object, positions: Sequence[Any]) -> None:
-    """Moves this process's iterator to its position.
+    """Moves this process's iterator to its saved position.
 
-    One that cannot go there directly, and takes `skip=True`, reads up to it; the log
-    says so.
+    One that cannot go there directly but takes `skip=True` reads up to it; the log says
+    so.
 
     Args:
         data: The iterator.
-        positions: Those of all processes that saved.
+        positions: The positions of all processes that saved.
 
     Raises:
         CheckpointError: If the processes had different positions, and their number has
@@ -90,8 +91,8 @@ def move_to_position(data: object, positions: Sequence[Any]) -> None:
     if len(positions) > 1 and len(positions) != jax.process_count():
         msg = (
             f"the {len(positions)} processes that saved the input iterator were at "
-            f"different positions, and now there are {jax.process_count()}. "
-            "Restore on as many processes, or without data=."
+            f"different positions, and now there are {jax.process_count()} processes. "
+            "Restore on as many as before, or without data=."
         )
         raise CheckpointError(msg)
     state = decode(positions[jax.process_index() % len(positions)])
@@ -103,7 +104,8 @@ def move_to_position(data: object, positions: Sequence[Any]) -> None:
             raise
         set_state(state, skip=True)
         logger.info(
-            "the data cannot go to its position: it is read, and dropped, up to it"
+            "the data cannot seek to its position: batches up to it are read and "
+            "dropped"
         )
 
 

@@ -15,7 +15,7 @@ from meshlayout._annotations import DType
 from meshlayout.errors import CheckpointError
 
 
-# Names that are compared with a missing one; difflib is slow.
+# How many names are compared with a missing one: difflib is slow.
 _CANDIDATES = 200
 
 _COLUMNS = ("differs", "wanted", "saved")
@@ -26,13 +26,13 @@ class ArraySpec:
     """The spec of a saved array, known before it is read, or of an array to restore.
 
     Attributes:
-        path: Its name.
-        parts: The keys that the name is made of; empty where only the name is known.
+        path: Its path, or its name in the files.
+        parts: The keys of the path; empty if only the name is known.
         shape: Its global shape.
         dtype: Its dtype; for a Python number, `bool`, `int`, `float` or `complex`.
-        is_numpy: Whether it was saved from NumPy, and comes back as such without a
-            target.
-        dims: The permutation that its dims were put in; None for none.
+        is_numpy: Whether it was saved from a NumPy array, and is restored as one if no
+            target is given.
+        dims: The permutation of the saved dims that gives `shape`; None for none.
     """
 
     path: str
@@ -59,7 +59,7 @@ class ArraySpec:
 
     @property
     def host_dtype(self) -> np.dtype[Any]:
-        """Its dtype on the host; for PRNG keys, that of their words."""
+        """Its dtype on the host; for PRNG keys, that of the words."""
         return np.dtype("uint32" if self.is_key else self.dtype)
 
     def transposed(self, dims: tuple[int, ...] | None) -> "ArraySpec":
@@ -68,7 +68,7 @@ class ArraySpec:
             return self
         if len(dims) != len(self.shape):
             msg = (
-                f"{self}: transpose= gives it the dims {dims}, which are for arrays of "
+                f"{self}: transpose= gives it {dims}, which permutes arrays of "
                 f"{len(dims)} dims. Make the pattern narrower."
             )
             raise CheckpointError(msg)
@@ -79,14 +79,14 @@ class ArraySpec:
 
 
 def is_number(dtype: DTypeLike | None) -> bool:
-    """Returns whether this is the type of a Python number, which has no dtype."""
+    """Returns whether this is the type of a Python number instead of a dtype."""
     # By identity: NumPy's float64 equals float.
     return any(dtype is kind for kind in (bool, int, float, complex))
 
 
 @functools.lru_cache(maxsize=16)
 def key_dtype(impl: str | None) -> Any:
-    """Returns the dtype of a generator's PRNG keys; None if JAX has no such one."""
+    """Returns the dtype of a generator's PRNG keys; None if JAX does not know it."""
     try:
         return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
     except (TypeError, ValueError):
@@ -101,10 +101,10 @@ def _word_shape(dtype: DType) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """An array that was saved with another shape or dtype than the state has.
+    """An array whose saved shape or dtype differs from that of the state.
 
     Attributes:
-        path: Its name in the state to restore.
+        path: Its path in the state to restore.
         saved: The saved array, under its saved name.
         wanted: The array in the state to restore.
     """
@@ -119,10 +119,10 @@ class RestoreDiff:
     """How a saved state differs from the state to restore; print or display it.
 
     Attributes:
-        missing: Paths in the state to restore that were not saved.
-        extra: Paths that were saved and are not in the state, after renaming.
-        shapes: Arrays of another shape.
-        dtypes: Arrays of another dtype.
+        missing: Paths of the state to restore that were not saved.
+        extra: Paths that were saved but are not in the state, after renaming.
+        shapes: Arrays whose shapes differ.
+        dtypes: Arrays whose dtypes differ.
     """
 
     missing: tuple[str, ...] = ()
@@ -135,13 +135,13 @@ class RestoreDiff:
         return bool(self.missing or self.extra or self.shapes or self.dtypes)
 
     def near(self, path: str) -> str | None:
-        """Returns the extra path that is most like a missing one, or None.
+        """Returns the extra path that is most similar to a missing one, or None.
 
         Args:
             path: The missing path.
         """
         last = path.rpartition("/")[2]
-        # Those with the same last key first, as `kernel`.
+        # Paths with the same last key (`kernel`) first, as only some are compared.
         paths = sorted(self.extra, key=lambda extra: extra.rpartition("/")[2] != last)
         matches = difflib.get_close_matches(path, paths[:_CANDIDATES], n=1, cutoff=0.6)
         return matches[0] if matches else None
@@ -161,7 +161,7 @@ class RestoreDiff:
         """Returns the differences side by side, for a terminal.
 
         Args:
-            most: The most rows to show; all if left out.
+            most: The most rows to show; None for all.
         """
         rows = self._rows(most)
         sections = (self.missing, self.extra, self.shapes, self.dtypes)
@@ -183,7 +183,7 @@ class RestoreDiff:
             *(("dtype", str(row.wanted), str(row.saved)) for row in self.dtypes),
             *(("extra", "", self._named(path)) for path in self.extra),
         ]
-        # Near names are looked for only in the rows that are shown.
+        # Near names only for the rows that are shown: thousands may be missing.
         return [
             [what, self._named(wanted), self._nearest(wanted)]
             if saved is None

@@ -1,8 +1,8 @@
 """Files of a checkpoint directory: read, written whole, made durable, removed.
 
-A directory is a local path, or one of Google Cloud Storage (`gs://bucket/run`). There a
-file appears whole or not at all; locally it is written under another name, flushed to
-the disk, and renamed.
+A directory is local or in Google Cloud Storage (`gs://bucket/run`). In a store a file
+appears whole or not at all; locally it is written under another name, flushed to the
+disk, and renamed.
 """
 
 import contextlib
@@ -20,44 +20,55 @@ from meshlayout.checkpoint.store import AnyPath, StorePath
 from meshlayout.errors import CheckpointError
 
 
+def path_text(name: str, path: object, hint: str = "") -> str:
+    """Returns a user's path as a string.
+
+    Args:
+        name: The parameter, for messages.
+        path: What the user gave.
+        hint: A sentence that ends the message.
+
+    Raises:
+        CheckpointError: If it is not a path.
+    """
+    text = path.__fspath__() if isinstance(path, os.PathLike) else path
+    if not isinstance(text, str) or not text:
+        msg = f"{name} must be a path, got {_checks.shown(path)}. {hint}"
+        raise CheckpointError(msg.rstrip())
+    if "\0" in text:
+        msg = f"{text!r} contains a null byte, which no path may have."
+        raise CheckpointError(msg)
+    return text
+
+
 def as_directory(path: AnyPath) -> AnyPath:
     """Returns a directory as an absolute `pathlib.Path`, or as a `StorePath`.
 
     Raises:
         CheckpointError: If it is not a path, or is in an unsupported kind of store.
     """
-    try:
-        text = os.fspath(path)
-    except TypeError:
-        text = None
-    if not isinstance(text, str) or not text:
-        msg = (
-            f"a checkpoint directory must be a path, got {_checks.shown(path)}. Write "
-            "Checkpointer('/data/run') or 'gs://...'."
-        )
-        raise CheckpointError(msg)
-    if "\0" in text:
-        msg = f"{text!r} has a null byte in it, which no path may have."
-        raise CheckpointError(msg)
+    hint = "Write Checkpointer('/data/run') or 'gs://...'."
+    text = path_text("a checkpoint directory", path, hint)
     if text.startswith(store.SCHEME):
         return StorePath.of(text)
     if text.startswith("gs:/"):
         msg = (
-            f"{text!r} lost a slash, as pathlib.Path takes it for a local path. Give "
-            f"the text {'gs://' + text[4:]!r}."
+            f"{text!r} has lost a slash, as pathlib.Path takes it for a local path. "
+            f"Give the string {'gs://' + text[4:]!r}."
         )
         raise CheckpointError(msg)
     if "://" in text:
         msg = (
             f"{text!r} is in a store that checkpoints cannot be written to. Give a "
-            "local path, or one of Google Cloud Storage, 'gs://bucket/run'."
+            "local path, or 'gs://bucket/run' in Google Cloud Storage."
         )
         raise CheckpointError(msg)
     return pathlib.Path(text).expanduser().absolute()
 
 
 def is_step(name: str) -> bool:
-    """Returns whether a name is one of a step's directory."""
+    """Returns whether a name is that of a step's directory."""
+    # Not `007`: two names would mean one step.
     return name.isascii() and name.isdecimal() and str(int(name)) == name
 
 
@@ -81,13 +92,14 @@ def write_whole(path: AnyPath, content: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    # The rename itself is in the directory, which has its own place on the disk.
     sync_directory(path.parent)
 
 
 def sync_directory(path: pathlib.Path) -> None:
     """Makes the names in a local directory durable."""
-    if os.name != "posix":
-        return  # Windows cannot open directories
+    if os.name != "posix":  # Windows cannot open directories
+        return
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -96,7 +108,7 @@ def sync_directory(path: pathlib.Path) -> None:
 
 
 def sync_tree(path: pathlib.Path) -> None:
-    """Makes everything below a local directory durable, and its own name."""
+    """Makes everything below a local directory durable, and its own name, too."""
     for where, _, names in os.walk(path):
         for name in names:
             with pathlib.Path(where, name).open("rb") as file:
@@ -106,7 +118,7 @@ def sync_tree(path: pathlib.Path) -> None:
 
 
 def names_in(path: AnyPath) -> set[str]:
-    """Returns the names in a directory; none where it does not exist."""
+    """Returns the names in a directory; none if it does not exist."""
     if is_remote(path):
         return path.names()
     return {entry.name for entry in path.iterdir()} if path.is_dir() else set()

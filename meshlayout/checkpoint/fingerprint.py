@@ -1,23 +1,24 @@
 """Fingerprints of arrays that do not depend on their layout.
 
-Each element is multiplied with an odd number, in its own width, so that a changed bit
-changes those above it. An array's rows are then taken as 64-bit words, the last one of
-a row filled with zeros. Each word is multiplied with odd numbers for its indices in the
-whole array, and the products are summed modulo 2**64, twice: the words with the bytes
-of each element in reverse, and, with other numbers, the words with all their bytes in
-reverse. Sums do not depend on their order, and a word is the sum of its elements, so
-that it may be cut between slices: every layout has the same fingerprint.
+Each element is multiplied by an odd number, in its own width, so that a changed bit
+changes those above it. The rows of the array are then read as 64-bit words, the last
+one of each row padded with zeros. Each word is multiplied by odd numbers for its
+indices in the whole array, and the products are summed modulo 2**64, twice: the words
+with the bytes of each element reversed, and, with other numbers, the words with all
+their bytes reversed. A sum does not depend on the order of its terms, and a word is the
+sum of its elements, so that slices may cut through a word: every layout has the same
+fingerprint.
 
-All of that is one to one: a change of one element always changes both sums. A change of
-several goes unseen if the products of the differences cancel. In the sum a bit counts
-for the more the lower it is; reversing the bytes takes the bits that few others follow
-to the bottom, and makes differences depend on the values. Flips of the same bit in two
-elements cancel in both sums for one in 2**64 pairs at worst, where elements have 16
-bits or more, and one in 2**56 of the top bits of bytes.
+Each of these operations is one to one: a change of one element always changes both
+sums. A change of several goes unseen if the products of the differences cancel. In the
+sum, a bit counts the more the lower it is; reversing the bytes moves the bits that few
+others follow to the bottom, and makes differences depend on the values. Flips of the
+same bit in two elements cancel in both sums for one in 2**64 pairs at worst if elements
+have 16 bits or more, and for one in 2**56 pairs of the top bits of bytes.
 
-They are computed on the host, from the copies that saving and restoring make anyway,
-block by block, as memory takes longer than a product. Devices would need a program for
-every shape, compiled in each process.
+The sums are computed on the host, from the copies that saving and restoring make
+anyway. They are computed block by block, since memory is slower than multiplication.
+Devices would need a program for every shape, compiled in each process.
 """
 
 import functools
@@ -29,14 +30,15 @@ import jax.numpy as jnp
 import numpy as np
 
 
-# Of the elements, and of the weights.
+# The factor of the elements (2**64 divided by the golden ratio), and the seeds of the
+# weights of both sums (digits of pi): fixed numbers that nobody chose to fit.
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 _SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344)
 
-# Words that NumPy processes at a time; with their weights they stay in a core's cache.
+# Words that NumPy processes at a time: with their weights they fit into a core's cache.
 _BLOCK = 1 << 15
 
-# Rows of fewer words are not worth a product of their own.
+# Rows of fewer words are not worth a matrix product of their own.
 _SHORT = 64
 
 Sums = tuple[int, int]
@@ -60,8 +62,8 @@ def slice_sums(
 ) -> Sums:
     """Returns a slice's contribution to the two sums of its array's fingerprint.
 
-    `total` adds the sums of slices up; those of slices that cover an array, each
-    element once, are those of the array, and `text_of` turns them into its fingerprint.
+    `total` adds up the sums of slices. For slices that cover an array, each element
+    once, they are the sums of the array, which `text_of` turns into its fingerprint.
 
     Args:
         x: The slice.
@@ -77,24 +79,24 @@ def slice_sums(
     """
     if not x.size:
         return 0, 0
-    # Dims of size 1 are left out: a last one would fill a word with each element.
+    # Dims of size 1 are left out: if the last one is, each element would fill a word.
     dims = [dim for dim, size in enumerate(shape) if size != 1]
     x = _plain(x).reshape([x.shape[dim] for dim in dims] or [1])
     starts = [starts[dim] for dim in dims] or [0]
     first, second = 0, 0
     element = np.dtype(f"u{min(x.itemsize, 8)}")
     for block in itertools.product(*_cuts(x, starts)):
-        # The indices of the block's first word.
-        places = [start + part.start for start, part in zip(starts, block, strict=True)]
-        places[-1], offset = divmod(places[-1] * x.itemsize, 8)
+        # The indices of the block's first word in the whole array.
+        corner = [start + part.start for start, part in zip(starts, block, strict=True)]
+        corner[-1], offset = divmod(corner[-1] * x.itemsize, 8)
         mixed = _words(x[block], offset).view(element) * _MIX.astype(element)
-        first += _weighted_sum(mixed.byteswap().view(np.uint64), places, _SEEDS[0])
-        second += _weighted_sum(mixed.view(np.uint64).byteswap(), places, _SEEDS[1])
+        first += _weighted_sum(mixed.byteswap().view(np.uint64), corner, _SEEDS[0])
+        second += _weighted_sum(mixed.view(np.uint64).byteswap(), corner, _SEEDS[1])
     return total([(first, second)])
 
 
 def total(sums: Iterable[Sequence[int]]) -> Sums:
-    """Returns the sums of several slices, added up."""
+    """Returns the sums of several slices together."""
     pairs = list(sums)
     return sum(pair[0] for pair in pairs) % 2**64, sum(p[1] for p in pairs) % 2**64
 
@@ -107,18 +109,20 @@ def text_of(sums: Sequence[int]) -> str:
 def _cuts(x: np.ndarray[Any, Any], starts: Sequence[int]) -> list[list[slice]]:
     """Returns where to cut each dim, so that blocks have up to `_BLOCK` words.
 
-    Cuts are at multiples of a divisor of `_BLOCK` in the whole array; in the last dim,
-    at multiples of so many words.
+    Cuts are at multiples of a divisor of `_BLOCK` in the whole array, and in the last
+    dim at multiples of that many words. So a block never straddles a multiple of
+    `_BLOCK`, where the second factor of the weights changes.
     """
     cuts: list[list[slice]] = []
     step, num_words = _BLOCK * 8 // x.itemsize, 1
+    # From the last dim on: whole rows first, as they are contiguous.
     for start, size in zip(reversed(starts), reversed(x.shape), strict=True):
-        places = [*range(start - start % step, start + size, step), start + size]
+        edges = [*range(start - start % step, start + size, step), start + size]
         cuts.append(
-            [slice(max(a - start, 0), b - start) for a, b in itertools.pairwise(places)]
+            [slice(max(a - start, 0), b - start) for a, b in itertools.pairwise(edges)]
         )
         length = min(step, size)
-        if len(cuts) == 1:
+        if len(cuts) == 1:  # in words, one more for a start inside a word
             length = -(-length * x.itemsize // 8) + 1
         num_words *= length
         step = 1 << max(1, _BLOCK // num_words).bit_length() - 1
@@ -131,6 +135,7 @@ def _plain(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         return x
     if x.dtype == np.bool_:
         return x.view(np.uint8)
+    # Types of 2 or 4 bits leave the rest of their byte undefined: mask it.
     is_integer = jnp.issubdtype(x.dtype, jnp.integer)
     num_bits = (jnp.iinfo(x.dtype) if is_integer else jnp.finfo(x.dtype)).bits
     x = x.view(np.uint8)
@@ -138,29 +143,36 @@ def _plain(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def _words(x: np.ndarray[Any, Any], start: int) -> np.ndarray[Any, Any]:
-    """Returns a block's words; its last dim starts so many bytes into one."""
+    """Returns the 64-bit words of a block, padded with zeros at both ends of a row.
+
+    Args:
+        x: The block.
+        start: The byte of the first word at which each row of the block starts.
+    """
     x = np.ascontiguousarray(x)
     stop = start + x.shape[-1] * x.itemsize
     if start or stop % 8:
         x = x.view(f"u{x.itemsize}")
         num_words, per_word = -(-stop // 8), 8 // x.itemsize
-        filled = np.zeros((*x.shape[:-1], num_words * per_word), x.dtype)
-        filled[..., start // x.itemsize : stop // x.itemsize] = x
-        x = filled
+        padded = np.zeros((*x.shape[:-1], num_words * per_word), x.dtype)
+        padded[..., start // x.itemsize : stop // x.itemsize] = x
+        x = padded
     return x.view(np.uint64)
 
 
-def _weighted_sum(words: np.ndarray[Any, Any], places: Sequence[int], seed: int) -> int:
+def _weighted_sum(words: np.ndarray[Any, Any], corner: Sequence[int], seed: int) -> int:
     """Returns the sum of a block's words times their weights, modulo 2**64.
 
     Args:
         words: The words.
-        places: The indices of the first one in the whole array.
-        seed: Of the weights.
+        corner: The indices of the first word in the whole array.
+        seed: The seed of the weights.
     """
     factor, inner = 1, np.ones(1, np.uint64)
     for dim, size in reversed([*enumerate(words.shape)]):
-        first = places[dim]
+        first = corner[dim]
+        # A weight has two factors, one for the index within `_BLOCK` and one for the
+        # multiple of it: a table for each index of a long dim would not fit a cache.
         weights = _weights(dim, seed)[first % _BLOCK : first % _BLOCK + size]
         factor *= _weight(dim, seed, _BLOCK + first // _BLOCK)
         # Short dims are joined first: NumPy's products of long vectors are fast.

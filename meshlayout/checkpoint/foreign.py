@@ -1,4 +1,8 @@
-"""States that other libraries wrote: Flax's msgpack, and directories of plain Orbax."""
+"""States that other libraries wrote: Flax's msgpack, and directories of plain Orbax.
+
+Each is a `SavedArrays` for the restore engine. Neither format has checksums of arrays,
+so that damage is found only where a file is cut off or contradicts itself.
+"""
 
 import contextlib
 import os
@@ -15,6 +19,7 @@ from meshlayout import _checks
 from meshlayout._annotations import PyTree
 from meshlayout._optional import require
 from meshlayout.checkpoint.difference import ArraySpec, key_dtype
+from meshlayout.checkpoint.files import path_text
 from meshlayout.checkpoint.orbax_arrays import (
     TREE,
     ArrayReadError,
@@ -29,7 +34,7 @@ from meshlayout.errors import CheckpointError, DamagedCheckpointError
 from meshlayout.layout_map import LayoutMap
 
 
-# `msgpack_restore` and `msgpack` raise all of these for other kinds of bytes.
+# `msgpack_restore` and `msgpack` raise all of these for bytes of another kind.
 _UNPACK_ERRORS = (
     ValueError,
     TypeError,
@@ -53,21 +58,21 @@ def load_msgpack(
     allow: str | Sequence[str] = (),
     dtype: Dtypes = None,
 ) -> PyTree:
-    """Returns a state with the arrays that Flax wrote, each in its layout.
+    """Loads a state that Flax wrote as msgpack, each array in its layout.
 
-    Use this for what `flax.serialization.to_bytes` wrote. Msgpack can only be read from
-    beginning to end: the host holds all arrays while this runs, twice for those that
-    Flax wrote in chunks. Each device gets only its own slices. A changed bit inside an
-    array goes unnoticed, as the format has no checksums.
+    Use this for the output of `flax.serialization.to_bytes`. Msgpack can only be read
+    from beginning to end: the host holds all arrays during the call, and those that
+    Flax wrote in chunks twice. Each device gets only its own slices. A changed bit
+    inside an array goes unnoticed, since the format has no checksums.
 
-    `path` is the file, or its bytes: what `flax.serialization.to_bytes` or
-    `msgpack_serialize` made of a state. All other arguments are those of
-    `load_safetensors`; in saved paths, `/` separates the keys.
+    `path` is the file, or its bytes: the output of `flax.serialization.to_bytes` or
+    `msgpack_serialize`. All other arguments are those of `load_safetensors`; in saved
+    paths, `/` separates the keys.
 
     Raises:
-        DamagedCheckpointError: If the file is cut off or is not Flax's msgpack.
-        RestoreDiffError: If they differ in ways that are not allowed.
-        CheckpointError: If there is no such file, or an option does not fit.
+        DamagedCheckpointError: If the file is truncated or is not Flax's msgpack.
+        RestoreDiffError: If the arrays differ in ways that are not allowed.
+        CheckpointError: If the file does not exist, or an option does not fit.
 
     Example:
         >>> import meshlayout as ml
@@ -93,47 +98,33 @@ def load_orbax(
     allow: str | Sequence[str] = (),
     dtype: Dtypes = None,
 ) -> PyTree:
-    """Returns a state with the arrays that plain Orbax wrote, each in its layout.
+    """Loads a state that plain Orbax wrote, each array in its layout.
 
-    Use this for what `StandardCheckpointer`, `PyTreeCheckpointer`, a step of a
-    `CheckpointManager`, or the functions of Orbax's newer API wrote, on whatever mesh
-    that was. Every device reads only the slices that it holds. Orbax writes no
-    checksums of arrays: a changed bit inside one is not always found.
+    Use this for checkpoints of `StandardCheckpointer`, `PyTreeCheckpointer`, a
+    `CheckpointManager` or Orbax's newer functions, saved on any mesh. Every device
+    reads only the slices that it holds. Orbax writes no checksums of arrays: a changed
+    bit inside one is not always found.
 
-    `directory` is what was saved to; of a `CheckpointManager`, the directory of a step.
-    `item` is the name of the tree in it, where it holds several. All other arguments
-    are those of `load_msgpack`. A leading `params/`, and the `/value` that NNX once
-    wrote, need no renaming.
+    `directory` is the directory that was saved to; for a `CheckpointManager`, that of
+    one step. `item` names the tree in it, if it holds several. All other arguments are
+    those of `load_msgpack`. A leading `params/`, and the `/value` that NNX once wrote,
+    need no renaming.
 
     Raises:
-        DamagedCheckpointError: If files are missing or are not what was saved, as far
-            as the format can tell.
-        RestoreDiffError: If they differ in ways that are not allowed.
+        DamagedCheckpointError: If files are missing or changed, as far as the format
+            shows it.
+        RestoreDiffError: If the arrays differ in ways that are not allowed.
         CheckpointError: If Orbax wrote nothing there, or an option does not fit.
     """
     request = Request(like, layouts, rename, transpose, partial, allow, dtype)
     return load_foreign(_OrbaxDirectory(directory, item), request)
 
 
-def check_path(name: str, path: Any) -> None:
-    """Raises CheckpointError if the value of a parameter is not a path."""
-    try:
-        text = os.fspath(path)
-    except TypeError:
-        text = None
-    if not isinstance(text, str) or not text or "\0" in text:
-        msg = (
-            f"{name} must be the path of a file or directory, got "
-            f"{_checks.shown(path)}."
-        )
-        raise CheckpointError(msg)
-
-
 # Msgpack.
 
 
 class _MsgpackFile:
-    """The arrays of one file, all of them in memory; see `Source`."""
+    """The arrays of one file, all of them in memory; see `SavedArrays`."""
 
     is_foreign = True
     read_ahead_bytes = 0
@@ -142,17 +133,17 @@ class _MsgpackFile:
         self.name = "the msgpack data"
         content = path
         if not isinstance(path, (bytes, bytearray, memoryview)):
-            check_path("path", path)
-            self.name = str(path)
+            self.name = path_text("path", path)
             try:
-                content = Path(path).expanduser().read_bytes()
+                content = Path(self.name).expanduser().read_bytes()
             except OSError as error:
-                msg = f"{path}: it cannot be read: {error}."
+                msg = f"{path} cannot be read: {error}."
                 raise CheckpointError(msg) from None
         self._values: dict[str, Any] = {}
         for keys, value in _values_in(_unpacked(bytes(content), self.name), self.name):
             path = "/".join(keys)
             if path in self._values:
+                # Keys `1` and `"1"`, or a key that contains a slash.
                 msg = f"{self.name}: two arrays have the path {path!r}."
                 raise CheckpointError(msg)
             self._values[path] = value
@@ -162,7 +153,7 @@ class _MsgpackFile:
         ]
 
     def start(self, leaf: ArraySpec, index: Index) -> Callable[[], HostArray]:
-        """As for `Source`."""
+        """As for `SavedArrays`."""
         value = np.asarray(self._values[leaf.path])
         return lambda: np.array(value[index])
 
@@ -171,12 +162,12 @@ def _unpacked(content: bytes, name: str) -> Mapping[Any, Any]:
     try:
         tree = serialization.msgpack_restore(content)
     except _UNPACK_ERRORS as error:
-        msg = f"{name}: it is cut off or not msgpack of Flax: {error}"
+        msg = f"{name} is truncated or is not Flax's msgpack: {error}"
         raise DamagedCheckpointError(f"{msg.rstrip('.: ')}.") from None
     if not isinstance(tree, Mapping) or not tree:
         is_empty = isinstance(tree, Mapping)
         what = "an empty dict" if is_empty else _checks.shown(tree)
-        msg = f"{name}: it is not msgpack of a state: it holds {what}."
+        msg = f"{name} is not msgpack of a state: it holds {what}."
         raise DamagedCheckpointError(msg)
     return tree
 
@@ -191,10 +182,10 @@ def _values_in(
             "which no state is."
         )
         raise CheckpointError(msg)
-    if isinstance(node, msgpack.ExtType):
+    if isinstance(node, msgpack.ExtType):  # which `msgpack_restore` leaves as it comes
         msg = (
-            f"{name}: {'/'.join(keys)} is of the extension type {node.code} of "
-            "msgpack, which Flax does not write."
+            f"{name}: {'/'.join(keys)} has the msgpack extension type {node.code}, "
+            "which Flax does not write."
         )
         raise DamagedCheckpointError(msg)
     if isinstance(node, (np.ndarray, np.generic, bool, int, float, complex)):
@@ -213,22 +204,22 @@ def _values_in(
 
 
 class _OrbaxDirectory:
-    """The arrays of one tree that Orbax wrote; see `Source`."""
+    """The arrays of one tree that Orbax wrote; see `SavedArrays`."""
 
     is_foreign = True
     read_ahead_bytes = READ_AHEAD_BYTES
 
     def __init__(self, directory: Any, item: str | None) -> None:
-        check_path("directory", directory)
-        # Orbax's own dependency, for paths in clouds too.
+        # A dependency of Orbax, which also reads paths in cloud storage.
         epath = require("etils.epath", extra="checkpoint", purpose="Reading a path")
-        path = epath.Path(directory)
+        path = epath.Path(path_text("directory", directory))
         if "://" not in str(path):
             path = epath.Path(Path(path).expanduser().absolute())
         path = _find_tree(path, item)
         self.name = str(path)
         layout = Format.read(path)
-        # What each leaf was, by its keys; texts and empty nodes are not in the files.
+        # The type of each leaf, by its keys; strings and empty nodes are not in the
+        # array files.
         kinds: dict[tuple[str, ...], str] = {}
         try:
             for entry in layout.tree.values():
@@ -238,9 +229,9 @@ class _OrbaxDirectory:
                     keys = tuple(str(key["key"]) for key in entry["key_metadata"])
                     kinds[keys] = kind
         except (AttributeError, KeyError, TypeError) as error:
-            msg = f"{path / TREE}: it is not what Orbax writes: {error!r}."
+            msg = f"{path / TREE} is not in Orbax's format: {error!r}."
             raise DamagedCheckpointError(msg) from None
-        _check_distinct(self.name, kinds)
+        self._check_distinct(kinds)
         self._arrays = OrbaxArrays(self.name, layout, map(".".join, kinds))
         impls = _key_impls(path)
         self.leaves = [
@@ -249,7 +240,7 @@ class _OrbaxDirectory:
         ]
 
     def start(self, leaf: ArraySpec, index: Index) -> Callable[[], HostArray]:
-        """As for `Source`."""
+        """As for `SavedArrays`."""
 
         def finish() -> HostArray:
             with self._unreadable(leaf.path):
@@ -268,6 +259,8 @@ class _OrbaxDirectory:
         array = ArraySpec(path, keys, shape, dtype)
         if impl is None or key_dtype(impl) is None:
             return array
+        # Orbax stores keys as their words, in trailing dims. If the file does not fit
+        # the generator, the array is what the file says: plain words.
         key = replace(array, shape=(), dtype=key_dtype(impl))
         rank = len(shape) - len(key.host_shape)
         is_key = (shape[rank:], dtype) == (key.host_shape, key.host_dtype)
@@ -281,36 +274,30 @@ class _OrbaxDirectory:
             msg = f"{self.name}: {path} cannot be read: {error}."
             raise DamagedCheckpointError(msg) from None
 
+    def _check_distinct(self, leaves: Iterable[tuple[str, ...]]) -> None:
+        """Raises if two arrays share a name in Orbax's files, or a path."""
+        lost = "name in Orbax's files, which hold only one of them"
+        unclear = "path. Read them with Orbax, and rename one"
+        for separator, problem, kind in (
+            (".", lost, DamagedCheckpointError),
+            ("/", unclear, CheckpointError),
+        ):
+            by_name: dict[str, tuple[str, ...]] = {}
+            for keys in leaves:
+                other = by_name.setdefault(separator.join(keys), keys)
+                if other != keys:
+                    msg = f"{self.name}: {other} and {keys} have the same {problem}."
+                    raise kind(msg)
 
-# Orbax's types of texts, and of nodes without leaves.
+
+# Orbax's types of strings, and of nodes without leaves.
 _NOT_VALUES = ("string", "None", "Dict", "List")
-
-
-def _check_distinct(directory: str, leaves: Iterable[tuple[str, ...]]) -> None:
-    by_name: dict[str, tuple[str, ...]] = {}
-    by_path: dict[str, tuple[str, ...]] = {}
-    for keys in leaves:
-        name, path = ".".join(keys), "/".join(keys)
-        other = by_name.setdefault(name, keys)
-        if other != keys:
-            msg = (
-                f"{directory}: Orbax has one name, {name!r}, for the arrays {other} "
-                f"and {keys}, and kept only one of them."
-            )
-            raise DamagedCheckpointError(msg)
-        other = by_path.setdefault(path, keys)
-        if other != keys:
-            msg = (
-                f"{directory}: the arrays {other} and {keys} have the same path, "
-                f"{path!r}. Read it with Orbax and rename one."
-            )
-            raise CheckpointError(msg)
 
 
 def _find_tree(path: Any, item: str | None) -> Any:
     """Returns the directory of the requested tree."""
     if not path.is_dir():
-        msg = f"{path}: there is no such directory."
+        msg = f"{path} does not exist, or is not a directory."
         raise CheckpointError(msg)
     if item is None and (path / TREE).exists():
         return path
@@ -323,17 +310,17 @@ def _find_tree(path: Any, item: str | None) -> Any:
     names = ", ".join(map(repr, trees))
     steps = sorted((name for name in inside if name.isdecimal()), key=int)
     if trees and item is None:
-        why = f"it holds several trees: {names}. Give item= one of them."
+        why = f"holds several trees: {names}. Choose one with item=."
     elif trees:
-        why = f"it holds no tree {item!r}; it holds {names}."
+        why = f"has no tree {item!r}, only {names}."
     elif steps:
         why = (
-            f"it holds the steps {', '.join(steps[-5:])}. Give the directory of one of "
-            f"them, as {path / steps[-1]}."
+            f"holds the steps {', '.join(steps[-5:])}. Give the directory of one of "
+            f"them, such as {path / steps[-1]}."
         )
     else:
-        why = "there is nothing in it that Orbax finished writing."
-    raise CheckpointError(f"{path}: {why}")
+        why = "holds nothing that Orbax finished writing."
+    raise CheckpointError(f"{path} {why}")
 
 
 def _key_impls(path: Any) -> dict[str, str]:
@@ -347,6 +334,6 @@ def _key_impls(path: Any) -> dict[str, str]:
                 if isinstance(impl, str):
                     impls[array["param_name"]] = impl
         except (AttributeError, KeyError, TypeError) as error:
-            msg = f"{file}: it is not what Orbax writes: {error!r}."
+            msg = f"{file} is not in Orbax's format: {error!r}."
             raise DamagedCheckpointError(msg) from None
     return impls

@@ -1,4 +1,11 @@
-"""`Input`: passes over the data that can be left in the middle and resumed."""
+"""`Input`: passes over the data that can be interrupted and resumed.
+
+`Loop` and `Trainer.fit` share it. Two ways lead back into the middle of a pass: an
+iterator with `get_state` and `set_state` is moved there, and any other data is read up
+to there and dropped. Looking at a batch without yielding it (to see the structure of
+metrics before a restore) must not change what the training sees, so that batches and
+even a whole next pass may be waiting here.
+"""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,13 +23,13 @@ from meshlayout.errors import CheckpointError
 logger = logging.getLogger("meshlayout.checkpoint")
 
 Data: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
-"""Batches that can be gone through again, a function that returns them, an iterator."""
+"""An iterable of batches, a function that returns one, or an iterator."""
 
 _END: Any = object()
 
 
 def why_not(data: object) -> str:
-    """Returns why data cannot be batches; empty if it may be.
+    """Returns why data cannot be an iterable of batches; empty if it can.
 
     Example:
         >>> why_not([1, 2]), why_not({"x": 1}), why_not(5)
@@ -39,16 +46,16 @@ def why_not(data: object) -> str:
 class Input:
     """The batches of successive passes over the data.
 
-    It counts the batches of the pass that were yielded, and saves the position of
-    iterators that have one (`get_state` and `set_state`). To be resumed, other data
-    must yield the same batches in each pass and in each run.
+    It counts the batches that the pass has yielded, and saves the position of iterators
+    that have one (`get_state` and `set_state`). Data without positions must yield the
+    same batches in each pass and in each run to be resumed.
 
     Args:
-        data: An iterable, of which each pass is a new iteration; a function that
-            returns one; or an iterator, of which there is a single pass.
+        data: An iterable, each pass a new iteration of it; a function that returns an
+            iterable; or an iterator, which is a single pass.
 
     Attributes:
-        num_given: The batches of this pass that were yielded.
+        num_given: How many batches this pass has yielded.
 
     Example:
         >>> batches = Input([10, 20, 30])
@@ -62,7 +69,8 @@ class Input:
     def __init__(self, data: Data) -> None:
         self._data = data
         self._pass: Iterator[Any] | None = None
-        # Batches that were peeked at and not yielded yet, including the next pass's.
+        # A batch of this pass, and the first one of the next pass with its iterator,
+        # that were looked at and not yielded yet.
         self._seen: list[Any] = []
         self._next: tuple[Iterator[Any], Any] | None = None
         self._is_over = False
@@ -85,7 +93,7 @@ class Input:
         return batch
 
     def begin(self) -> None:
-        """Begins a pass, or continues the only one there is."""
+        """Begins a pass; an iterator continues its only one."""
         self._is_over = False
         if self._next is not None:
             (self._pass, batch), self._next = self._next, None
@@ -97,7 +105,10 @@ class Input:
             self.num_given = 0
 
     def look(self) -> Batch:
-        """Returns the next batch, even of the next pass, or None; yields it later."""
+        """Returns the next batch without yielding it, if need be of the next pass.
+
+        None if no batch is left.
+        """
         if not self._seen and self._pass is not None:
             batch = next(self._pass, _END)
             self._seen = [] if batch is _END else [batch]
@@ -110,12 +121,14 @@ class Input:
             self._next = following, next(following, _END)
         return None if self._next[1] is _END else self._next[1]
 
-    # Its position.
+    # Position.
 
     def place(self, *, keep: bool = False) -> tuple[dict[str, Any], Continues | None]:
         """Returns the position, and the object with the iterator's state, or None.
 
-        With `keep`, that state is frozen, whatever is read later.
+        Args:
+            keep: Whether to freeze that state now. Otherwise it is the iterator itself,
+                whose state changes with the next batch.
         """
         iterator = self._pass if isinstance(self._pass, Continues) else None
         place = {
@@ -130,7 +143,12 @@ class Input:
     def take_up(
         self, place: Mapping[str, Any], put: Callable[[Continues], None]
     ) -> None:
-        """Begins a pass; `put` moves its iterator to the saved place if it can go."""
+        """Begins a pass, and moves its iterator to a saved place if it has positions.
+
+        Args:
+            place: What `place` returned.
+            put: Moves an iterator to the saved position.
+        """
         self._next = None
         self.begin()
         if place["tells"] and isinstance(self._pass, Continues):
@@ -139,13 +157,17 @@ class Input:
             self.num_given = place["given"]
 
     def catch_up(self, place: Mapping[str, Any]) -> None:
-        """Drops batches up to a place, where `take_up` could not go there.
+        """Drops batches up to a place to which `take_up` could not move.
+
+        Separate from `take_up`, as reading may take long: the state is restored in
+        between, and a damaged step is noticed before.
 
         Raises:
-            CheckpointError: If there are fewer batches.
+            CheckpointError: If there are not enough batches.
         """
         count = place["given"] - self.num_given
         if count > 0 and place["over"] and not isinstance(self._data, Iterator):
+            # The pass was at its end: an empty one is as good, and reads nothing.
             self._pass, self._seen, count = iter(()), [], 0
         if count > 0:
             logger.info(
@@ -154,9 +176,9 @@ class Input:
         for dropped in range(count):
             if next(self, _END) is _END:
                 msg = (
-                    f"the checkpoint was made after {place['given']} batches of a pass "
-                    f"over the data, which now ends {count - dropped} earlier. Resume "
-                    "with the data of that run."
+                    f"the checkpoint was saved after {place['given']} batches of a "
+                    f"pass over the data, which now ends {count - dropped} batches "
+                    "earlier. Resume with the data of that run."
                 )
                 raise CheckpointError(msg)
         self.num_given, self._is_over = place["given"], place["over"]
@@ -169,7 +191,7 @@ class Input:
 
 @dataclass
 class _SavedPosition:
-    """A frozen state that stands in for its iterator."""
+    """A frozen position that stands in for its iterator."""
 
     state: object
 

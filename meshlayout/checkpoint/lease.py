@@ -1,10 +1,10 @@
 """Who may write to a directory: one process, as long as its lease is renewed.
 
-Two runs that save in one directory delete each other's steps. So whoever saves first
-leaves a note there, `.owner-<id>.json`, and removes it when it is closed or ends. All
-others may read, and get an error when they save. The note of a dead process is ignored:
-on the same machine the system knows whether the process is alive, and after a reboot
-none is; elsewhere a note counts while it is younger than ten minutes, and the owner
+Two runs that save to one directory would delete each other's steps. So whoever saves
+first leaves a note there, `.owner-<id>.json`, and removes it when it is closed or ends.
+All others may read, and get an error when they save. The note of a dead process is
+ignored. On the same machine the system knows whether the process is alive, and after a
+reboot it is not; from other machines a note counts for ten minutes, and the owner
 renews it every minute. A note from far in the future counts as little as an old one.
 
 No lock works on all file systems and object stores. So each process writes a note under
@@ -35,24 +35,31 @@ from meshlayout.errors import CheckpointError
 _NOTE = re.compile(r"\.owner-([0-9a-f]{8})\.json")
 _PART = re.compile(r"\.\.owner-[0-9a-f]{8}\.json-[0-9a-f]{8}")
 
+# A store may fail for minutes, and clocks of machines differ by seconds: several
+# renewals have to be missed before an owner counts as dead.
 _RENEWED_EVERY_S = 60.0
 _DEAD_AFTER_S = 600.0
 
-# How long a process that ends waits for a store; a note that stays soon expires.
+# How long a process waits for a store at exit; a note that stays behind soon expires.
 _EXIT_WAITS_S = 5.0
 
-# How many rounds two processes that start together draw to decide who goes first.
+# How often two processes that start together withdraw and try again, after random
+# pauses, until one of them is first.
 _ROUNDS = 6
 
 # The leases of this process, by directory.
 _leases: dict[str, "Lease"] = {}
+
+# Reentrant, as `renew` holds it while it ends a lease.
 _lock = threading.RLock()
 
 
 def _leave_to_parent() -> None:
-    """Forgets the leases in a forked child, and a lock that a thread of its parent has.
+    """Forgets the leases in a forked child: they are its parent's.
 
-    `test_a_forked_child_leaves_saves_to_its_parent` notices.
+    The lock is a new one, since a thread of the parent may have held the old one, which
+    nobody in the child would release. `test_a_forked_child_leaves_saves_to_its_parent`
+    notices.
     """
     global _lock
     _leases.clear()
@@ -68,11 +75,11 @@ class Owner:
     """The process that wrote a note.
 
     Attributes:
-        host: The machine's name.
+        host: The name of the machine.
         boot: An id that changes when the machine, or the container, restarts.
-        namespace: The namespace of process numbers.
-        pid: The process.
-        started: When it started, in the system's clock ticks.
+        namespace: The namespace of its process id; containers have their own.
+        pid: The process id.
+        started: When the process started, in the system's clock ticks: ids are reused.
         renewed_at: Seconds since the epoch when the note was written.
     """
 
@@ -98,10 +105,10 @@ class Owner:
 
     @classmethod
     def read(cls, note: AnyPath) -> "Owner | None":
-        """Returns the owner that a note names; None if it is gone or damaged."""
+        """Returns the owner that a note names; None if it is missing or damaged."""
         try:
             owner = cls(**json.loads(note.read_bytes()))
-            # Not `in range(...)`, which tries every number for what is not an integer.
+            # Not `in range(...)`, which compares every number with a non-integer.
             is_pid = type(owner.pid) is int and 0 < owner.pid < 2**31
             is_whole = is_pid and math.isfinite(owner.renewed_at)
         except StoreError:
@@ -114,7 +121,7 @@ class Owner:
         """Returns whether the process that wrote the note still runs."""
         own = Owner.of_this_process()
         if self.host == own.host and self.boot != own.boot:
-            return False
+            return False  # the machine has restarted since
         if not self.is_visible():
             return abs(own.renewed_at - self.renewed_at) < _DEAD_AFTER_S
         return _is_running(self.pid) and _start_time(self.pid) == self.started
@@ -153,14 +160,16 @@ class Lease:
 
         Args:
             directory: The directory of all steps.
-            user: Who writes; the lease ends when all users released it, or are gone.
+            user: The object; the lease ends when all users have released it, or have
+                been garbage collected.
 
         Raises:
             CheckpointError: If another living process has it; names the process.
         """
         with _lock:
             lease = _leases.get(str(directory))
-            # Without its note, a process took the owner for dead.
+            # A note that is gone was removed by a process that took this one for dead,
+            # after a long pause: ask again, as that process may save here now.
             if lease is None or not lease._note.exists():
                 lease = cls(directory)
                 directory.mkdir(parents=True, exist_ok=True)
@@ -180,7 +189,10 @@ class Lease:
             lease.end_if_unused()
 
     def take(self) -> None:
-        """Writes an owner's note, and checks for other owners before and after.
+        """Writes an owner's note, and checks for other owners before and after it.
+
+        Before, so that a living owner is never disturbed; after, for processes that
+        start at the same moment.
 
         Raises:
             CheckpointError: If another process has the directory.
@@ -193,15 +205,18 @@ class Lease:
             files.remove(self._note)
             time.sleep(random.uniform(0.02, 0.3))
         self._refuse_if_owned()
-        msg = f"{self.directory}: another process starts to save there. Try again."
+        msg = (
+            f"{self.directory}: another process is starting to save there, too. Try "
+            "again."
+        )
         raise CheckpointError(msg)
 
     def _refuse_if_owned(self) -> None:
         for owner in living(self.directory).values():
             msg = (
                 f"{self.directory} belongs to process {owner.pid} on {owner.host}, "
-                "which saves there and is alive. One run at a time may save in a "
-                "directory: give this one a directory of its own, or end that process"
+                "which is alive and saves there. One run at a time may save to a "
+                "directory: use another directory for this one, or end that process"
             )
             if not owner.is_visible():
                 left_s = _DEAD_AFTER_S - abs(time.time() - owner.renewed_at)
@@ -215,8 +230,8 @@ class Lease:
     def renew(self) -> None:
         """Renews the note until the lease ends; runs in a thread."""
         while not self._is_over.wait(_RENEWED_EVERY_S):
-            # An error now may be gone in a minute. A removed note is not written again:
-            # the next save takes a new lease, or is refused.
+            # An error now may be over in a minute. A note that was removed is not
+            # written again: the next save takes a new lease, or is refused.
             with contextlib.suppress(OSError, CheckpointError), _lock:
                 if not self.end_if_unused() and self._note.exists():
                     self._write()
@@ -237,8 +252,9 @@ class Lease:
 
 
 def release_all() -> None:
-    """Ends all leases of this process, at its end; a store may not answer any more."""
+    """Ends all leases of this process, at exit."""
     for lease in list(_leases.values()):
+        # In a daemon thread: a store that no longer answers must not keep the process.
         thread = threading.Thread(target=lease.end, daemon=True)
         thread.start()
         thread.join(_EXIT_WAITS_S)
@@ -254,7 +270,7 @@ def living(directory: AnyPath) -> dict[str, Owner]:
         owner = None if note is None else Owner.read(directory / name)
         if note is None or owner is None or not owner.is_alive():
             continue
-        # A note of this process without a lease was left by an attempt that failed.
+        # A note of this process without a lease is left over from a failed `take`.
         if not owner.is_this_process() or note[1] in own_ids:
             owners[note[1]] = owner
     return owners
@@ -269,6 +285,7 @@ def is_dead_note(name: str, living_ids: Collection[str]) -> bool:
     """Returns whether a file is the note, or part of a note, of a dead owner."""
     note = _NOTE.fullmatch(name)
     if note is None:
+        # A part has a moment to live in a writer: remove it only if there is none.
         return _PART.fullmatch(name) is not None and not living_ids
     return note[1] not in living_ids
 
@@ -294,7 +311,8 @@ def _is_running(pid: int) -> bool:
 
 
 def _start_time(pid: int) -> str | None:
-    """Returns when a process started; None if it ended or that is unknown."""
-    # The second field is a name in parentheses, which may contain spaces.
+    """Returns when a process started; None if it has ended, or that is unknown."""
+    # The second field is a name in parentheses, which may contain spaces; Z is a
+    # process that has ended and whose parent has not asked for its status.
     fields = _system_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return fields[19] if fields and fields[0] != "Z" else None

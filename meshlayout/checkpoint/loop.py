@@ -1,7 +1,12 @@
-"""`Loop`: a training loop written by hand that is saved, and resumes where it was."""
+"""`Loop`: makes a hand-written training loop resumable.
+
+The loop owns what a checkpoint needs besides the state: the step and epoch numbers and
+the position in the data. It insists on the order of calls (`resume`, a batch,
+`step_done`), since any other order would save a position that does not belong to the
+state: a batch would be trained on twice, or never.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from meshlayout import _checks
@@ -24,24 +29,25 @@ T = TypeVar("T")
 
 
 class Loop:
-    """A training loop written by hand that is saved, and resumes where it was.
+    """A hand-written training loop that is saved, and resumes where it stopped.
 
-    Use this where `Trainer.fit` does not fit. It yields the batches, counts steps and
-    epochs, saves when the checkpointer says that a save is due, and resumes from
-    the newest intact checkpoint: state, metrics of the epoch so far, and the data to
-    the batch. At SIGTERM, on several processes to any of them, it saves after the
-    running step and ends the process with status 75 (`EXIT_STATUS`).
+    Use this if `Trainer.fit` does not suit you. It yields the batches, counts steps and
+    epochs, saves when the checkpointer's schedule says so, and resumes from the newest
+    intact checkpoint: the state, the metrics of the epoch so far, and the data at the
+    very batch. After a SIGTERM to any process it saves at the end of the running step
+    and ends the process with status 75 (`EXIT_STATUS`).
 
     Args:
-        checkpointer: Where to save, and how often; it is not closed.
-        data: A distributed dataset or any other iterable of batches, a new iteration
-            for each epoch; a function that returns one; or an iterator. Iterators
-            without `get_state` and `set_state` are read up to their place, and must
-            yield the same batches in each run.
+        checkpointer: Where to save, and how often; the loop does not close it.
+        data: A distributed dataset or any other iterable of batches, iterated anew in
+            each epoch; a function that returns one; or an iterator. Iterators without
+            `get_state` and `set_state` are read up to their position, and must yield
+            the same batches in each run.
 
     Attributes:
-        step: The steps so far, of earlier runs too: the checkpoints' numbers.
-        epoch: The epoch, from 1; 0 before the first one.
+        step: The number of steps so far, including earlier runs; the number of the
+            next checkpoint.
+        epoch: The current epoch, from 1; 0 before the first one.
 
     Raises:
         CheckpointError: If `checkpointer` or `data` is of another type.
@@ -83,7 +89,8 @@ class Loop:
         self.step = self.epoch = 0
         self._metrics: Any = None
         self._is_entered = self._is_resumed = False
-        # Whether an epoch is set up, a batch is in use, restored metrics are unread.
+        # Whether a pass over the data has begun, a batch was yielded and is not counted
+        # as done, and restored metrics have not been read.
         self._is_ready = self._is_given = self._is_untaken = False
 
     def __enter__(self) -> Self:
@@ -91,14 +98,9 @@ class Loop:
         self._preemption.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: Any) -> None:
         self._is_entered = False
-        self._preemption.__exit__(kind, error, trace)
+        self._preemption.__exit__(*exception)
 
     def resume(
         self,
@@ -108,19 +110,20 @@ class Loop:
         """Resumes from the newest intact checkpoint, if there is one.
 
         Args:
-            state: The state that training begins with. It also says what the state of
-                a checkpoint looks like, and where it goes.
-            train_step: What the loop calls as `train_step(state, batch, metrics)`. If
-                there is a checkpoint, it is called once, with metrics None, to see what
-                metrics look like, and what it adds to the state, such as a moving
-                average. That uses `state` up. None for a step without either.
+            state: The state that training begins with. It also defines the structure
+                and the layouts of the state to restore.
+            train_step: The step, which you call as `train_step(state, batch, metrics)`.
+                If there is a checkpoint, it is called once, with metrics None, to see
+                the structure of the metrics, and any arrays that it adds to the state,
+                such as a moving average. That call uses `state` up. None for a step
+                that has no metrics and adds nothing.
 
         Returns:
-            The state to continue with: `state` itself if there is no checkpoint.
+            The state to continue with; `state` itself if there is no checkpoint.
 
         Raises:
             CheckpointError: If the checkpoint cannot be resumed from.
-            RestoreDiffError: If it holds another state.
+            RestoreDiffError: If the saved state differs from `state`.
 
         Warns:
             CheckpointWarning: If a newer checkpoint is damaged.
@@ -149,8 +152,8 @@ class Loop:
             )
             self._check(
                 train_step is not None or "metrics" not in notes,
-                "the checkpoint holds the metrics of the epoch so far. Give "
-                "loop.resume(state, train_step), to see what they look like.",
+                "the checkpoint holds metrics of the epoch so far, whose structure is "
+                "needed. Write loop.resume(state, train_step).",
             )
 
         resumed = resume(
@@ -171,7 +174,7 @@ class Loop:
 
     @property
     def metrics(self) -> Any:
-        """The metrics of the epoch so far, to add to; None at its beginning."""
+        """The metrics of the epoch so far, to be updated; None at its beginning."""
         self._is_untaken = False
         return self._metrics
 
@@ -179,11 +182,12 @@ class Loop:
         """Yields epoch numbers, starting at the one to resume.
 
         Args:
-            num_epochs: The number of the last one.
+            num_epochs: The number of the last epoch.
 
         Raises:
             CheckpointError: If it is not a number, or `resume` was not called.
         """
+        # Checked here, not in the generator below, which starts at its first `next`.
         num_epochs = _checks.count(
             "num_epochs", num_epochs, at_least=0, error=CheckpointError
         )
@@ -198,10 +202,11 @@ class Loop:
                 self._begin_epoch()
             if self.epoch <= num_epochs:
                 yield self.epoch
+            # Also after a `break` out of the batches: the epoch is over.
             self._is_ready = False
 
     def __iter__(self) -> Iterator[Any]:
-        """Yields the batches of the epoch that are left, or those of the next one."""
+        """Yields the remaining batches of the epoch, or those of the next one."""
         self._check_resumed()
         self._check_done()
         if not self._is_ready:
@@ -219,21 +224,20 @@ class Loop:
         *,
         measured: Mapping[str, Any] | None = None,
     ) -> None:
-        """Counts a batch as done, and saves if due; call it after each batch.
+        """Counts a batch as done, and saves if a save is due; call it after each batch.
 
         Args:
             state: The state after the step.
-            metrics: The metrics of the epoch so far, which the step returned: any tree
-                of arrays and numbers. They are kept in the checkpoint's metadata, so
-                that the state can be restored alone: they have to be small.
-            measured: Values by name, from which the checkpointer finds the best step,
-                as for `save`.
+            metrics: The metrics of the epoch so far, from the step: any tree of arrays
+                and numbers. They have to be small, as they are kept in the metadata of
+                the checkpoint, so that the state can be restored alone.
+            measured: Values by name, from which the checkpointer finds the best step;
+                `metrics` of `Checkpointer.save`.
 
         Raises:
-            CheckpointError: If the state holds no arrays, the metrics hold something
-                else than arrays and numbers, no batch was yielded, or the state could
-                not be saved.
-            Preempted: After SIGTERM, which ends the process.
+            CheckpointError: If the state holds no arrays, the metrics hold anything but
+                arrays and numbers, no batch was yielded before, or a save failed.
+            Preempted: After SIGTERM; it ends the process.
         """
         if not isinstance(state, TrainState):
             where = "checkpoint.Loop: step_done"
@@ -244,7 +248,7 @@ class Loop:
         )
         self._check(
             not self._is_untaken,
-            "the checkpoint held metrics of the epoch so far, which were not added to. "
+            "the checkpoint held metrics of the epoch so far, which were not read. "
             "Write state, metrics = train_step(state, batch, loop.metrics).",
         )
         self._is_given = False
@@ -266,6 +270,7 @@ class Loop:
             force=is_last,
         )
         if is_last:
+            # The process ends now: an error of the save must still be raised.
             self._checkpointer.wait()
             raise Preempted(self.step)
 
@@ -278,15 +283,15 @@ class Loop:
     def _check_done(self) -> None:
         self._check(
             not self._is_given,
-            "another batch was asked for, and step_done(state) was not called for the "
-            "one before: a checkpoint would miss it.",
+            "another batch was requested before step_done(state) was called for the "
+            "previous one, which a checkpoint would miss.",
         )
 
     def _check_resumed(self) -> None:
         self._check(
             self._is_resumed,
-            "call state = loop.resume(state) before the first batch. Without a "
-            "checkpoint it returns the state unchanged.",
+            "call state = loop.resume(state) before the first batch. It returns the "
+            "state unchanged if there is no checkpoint.",
         )
 
     def _check(self, is_right: bool, problem: str) -> None:  # noqa: FBT001

@@ -1,9 +1,13 @@
 """The manifest: a checkpoint's table of contents, in one file that is written last.
 
-A step exists if its manifest is complete. It names every array with its shape,
-dtype, layout and fingerprint, and every other file with its size and hash. A user's
-metadata is in it as JSON, tagged where JSON lacks a type, so that tuples, bytes and
-small arrays come back with their types. `Inspection` is the user's view of it.
+A step exists if its manifest is complete. It names every array with its shape, dtype,
+layout and fingerprint, and every file with its size and hash. The user's metadata is in
+it as JSON, tagged where JSON lacks a type, so that tuples, bytes and small arrays come
+back with their types. `Inspection` is the user's view of it.
+
+The file contains its own hash, over one fixed form of the JSON: a flipped bit or a
+missing end is found without any other file. Fields that have their default are left
+out, which keeps the manifest of a state of many leaves small.
 """
 
 import base64
@@ -24,6 +28,7 @@ from meshlayout.errors import CheckpointError, DamagedCheckpointError
 
 NAME = "manifest.json"
 
+# Of the format: to be increased by any change that an earlier version would misread.
 _VERSION = 3
 
 
@@ -32,12 +37,12 @@ class InspectedLeaf:
     """One leaf of a checkpoint.
 
     Attributes:
-        path: Its name.
+        path: Its path, keys joined by `/`.
         shape: Its global shape.
-        dtype: Its dtype; of Python's numbers, their type.
+        dtype: Its dtype, or the type of a Python number.
         layout: Its layout when it was saved; empty if it was not on a mesh.
-        mesh: Its mesh when it was saved.
-        nbytes: The bytes of the whole leaf.
+        mesh: Its mesh when it was saved; empty as well.
+        nbytes: The bytes of the whole array.
     """
 
     path: str
@@ -50,17 +55,17 @@ class InspectedLeaf:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SavedLeaf(InspectedLeaf):
-    """One leaf of a state that was saved, with what a restore needs.
+    """One saved leaf, with everything that a restore needs.
 
     Attributes:
-        parts: The keys that the name is made of.
-        kind: `"array"`, `"key"` for PRNG keys, `"numpy"`, or `"python"` for a number of
-            Python's.
+        parts: The keys of its path.
+        kind: `"array"`, `"key"` for PRNG keys, `"numpy"`, or `"python"` for a Python
+            number.
         array: Its name in the array files; None if it is not in them.
-        stored: The dtype there.
+        stored: Its dtype in the array files.
         key_impl: The implementation of PRNG keys.
-        fingerprint: Of its bits, whatever their layout.
-        value: Python's values themselves.
+        fingerprint: The fingerprint of its bits, whatever their layout.
+        value: A Python number itself.
     """
 
     parts: tuple[str, ...]
@@ -77,8 +82,8 @@ class SavedFile:
     """One file of a checkpoint.
 
     Attributes:
-        size: Its bytes.
-        sha256: Its hash; None for files so large that fingerprints stand for them.
+        size: Its size in bytes.
+        sha256: Its hash; None for large files, whose arrays have fingerprints.
     """
 
     size: int
@@ -95,11 +100,11 @@ class Manifest:
         num_processes: How many processes wrote it.
         arrays: The directory of the array files, next to the manifest; None if the
             state holds no arrays.
-        data: The file of the input iterator's state, if there is one.
-        metadata: The user's metadata.
+        data: The file of the input iterator's state, if any.
+        metadata: The user's metadata, as JSON.
         metrics: The metrics at this step.
-        leaves: The state.
-        files: All files but the manifest, by their names.
+        leaves: The leaves of the state.
+        files: All files but the manifest, by name.
     """
 
     step: int
@@ -147,15 +152,15 @@ class Manifest:
             is_whole = False
         if not is_whole:
             msg = (
-                f"{where} is not what was written: the file is cut off or changed. "
+                f"{where} is not as it was saved: the file is truncated or changed. "
                 "Restore another step, or the newest intact one with fallback=True."
             )
             raise DamagedCheckpointError(msg)
         version = fields.pop("version", None) if isinstance(fields, dict) else None
         if version != _VERSION:
             msg = (
-                f"{where} has version {version} of the format, and this meshlayout "
-                f"reads version {_VERSION}. Use the meshlayout that wrote it."
+                f"{where} has version {version} of the format, and this version of "
+                f"meshlayout reads format {_VERSION}. Use the meshlayout that wrote it."
             )
             raise CheckpointError(msg)
         try:
@@ -168,14 +173,15 @@ class Manifest:
             _check_types(numbers, (int, float), "a number")
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             msg = (
-                f"{where} holds other fields than this meshlayout writes: {error}. Use "
-                "the program that wrote it."
+                f"{where} has other fields than this version of meshlayout writes: "
+                f"{error}. Use the program that wrote it."
             )
             raise CheckpointError(msg) from error
+        # A forged or damaged name must not have files elsewhere read.
         for name in (manifest.arrays, manifest.data, *manifest.files):
             if name is not None and not _is_inside(name):
                 msg = (
-                    f"{where} names {name!r}, which is not inside of the step's "
+                    f"{where} names {name!r}, which is not inside the step's "
                     "directory. Restore another step, or the newest intact one with "
                     "fallback=True."
                 )
@@ -184,7 +190,7 @@ class Manifest:
 
 
 def _is_inside(name: object) -> bool:
-    """Returns whether this is the name of a file below a directory."""
+    """Returns whether a relative path stays inside its directory."""
     if not isinstance(name, str) or not name or "\0" in name:
         return False
     return not name.startswith("/") and not {"..", "."} & {*name.split("/")}
@@ -208,7 +214,7 @@ def _leaf(fields: dict[str, Any]) -> SavedLeaf:
     fields["parts"], fields["shape"] = tuple(fields["parts"]), tuple(fields["shape"])
     leaf = SavedLeaf(**fields)
     texts = [leaf.path, leaf.kind, leaf.dtype, leaf.layout, leaf.mesh, *leaf.parts]
-    _check_types(texts, str, "a text")
+    _check_types(texts, str, "a string")
     _check_types([leaf.nbytes, *leaf.shape], int, "an integer")
     if min([leaf.nbytes, *leaf.shape]) < 0:
         msg = f"the size of {leaf.path!r} is negative"
@@ -236,12 +242,12 @@ class Inspection:
         step: The step.
         saved_at: When it was complete, in UTC.
         num_processes: How many processes wrote it.
-        leaves: The state.
+        leaves: The leaves of the state.
         metadata: The user's metadata.
         metrics: The metrics at this step.
         has_data: Whether it holds the state of an input iterator.
-        nbytes: Bytes of the state.
-        file_bytes: Bytes of the files.
+        nbytes: The bytes of the state.
+        file_bytes: The bytes of the files.
     """
 
     step: int
@@ -265,8 +271,8 @@ class Inspection:
             metadata = decode(manifest.metadata)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             msg = (
-                f"step {manifest.step}: its metadata cannot be read, and was not "
-                f"written by this meshlayout: {error}."
+                f"step {manifest.step}: this version of meshlayout did not write its "
+                f"metadata, and cannot read it: {error}."
             )
             raise CheckpointError(msg) from error
         return cls(
@@ -338,9 +344,9 @@ def encode(value: Any, where: str) -> Any:
     """Returns a value in a form that JSON can hold.
 
     Args:
-        value: Numbers, texts, bytes, None, NumPy's scalars, small arrays, and lists,
+        value: Numbers, strings, bytes, None, NumPy scalars, small arrays, and lists,
             tuples and dicts of them.
-        where: What it is, for messages.
+        where: The name of the value, for messages.
 
     Raises:
         CheckpointError: If it holds anything else.
@@ -376,13 +382,13 @@ def encode(value: Any, where: str) -> Any:
         return {_MARK: "dict", "items": items}
     msg = (
         f"{where} is {_checks.shown(value)}, which cannot be written as JSON. Give "
-        "numbers, texts, bytes, and lists and dicts of them."
+        "numbers, strings, bytes, and lists and dicts of them."
     )
     raise CheckpointError(msg)
 
 
 def decode(value: Any) -> Any:
-    """Returns the value that `encode` was given."""
+    """Returns the value that `encode` encoded."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):
@@ -397,4 +403,5 @@ def decode(value: Any) -> Any:
     content = base64.b64decode(value["base64"])
     if kind == "bytes":
         return content
+    # Copied, as an array of bytes' memory is read-only.
     return np.frombuffer(content, value["dtype"]).reshape(value["shape"]).copy()

@@ -1,7 +1,7 @@
 """Arrays in a directory that Orbax wrote, read slice by slice with TensorStore.
 
 Orbax itself reads whole trees into JAX arrays. TensorStore, on which Orbax is built,
-reads the same files a slice at a time, as the restore engine needs; for many small
+reads the same files one slice at a time, as the restore engine needs; for many small
 arrays it takes a fifth of the CPU time.
 """
 
@@ -17,14 +17,15 @@ from meshlayout.checkpoint.target import HostArray, Index
 from meshlayout.errors import DamagedCheckpointError
 
 
+# Orbax's file with the metadata of all leaves of a tree.
 TREE = "_METADATA"
 
 
 class ArrayReadError(Exception):
-    """An array cannot be read; holds TensorStore's first sentence, shortened.
+    """An array cannot be read; holds the first sentence of TensorStore's message.
 
     Attributes:
-        name: The array's name.
+        name: The array's name in the files.
     """
 
     def __init__(self, name: str, error: Exception) -> None:
@@ -35,13 +36,13 @@ class ArrayReadError(Exception):
 
 @dataclass(frozen=True)
 class Format:
-    """How Orbax wrote a directory: its versions and options differ.
+    """How Orbax wrote a directory, which depends on its version and options.
 
     Attributes:
         tree: Its metadata of every leaf.
         driver: TensorStore's name for the format of arrays.
         is_ocdbt: Whether all arrays are in one key-value store.
-        is_full: Whether chunks that hold only zeros are written, too.
+        is_full: Whether chunks of zeros are written, too, instead of left out.
     """
 
     tree: Mapping[str, Any]
@@ -66,7 +67,7 @@ class Format:
                 is_full=bool(content.get("store_array_data_equal_to_fill_value")),
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            msg = f"{path}: it is not what Orbax writes: {error!r}."
+            msg = f"{path} is not in Orbax's format: {error!r}."
             raise DamagedCheckpointError(msg) from None
 
 
@@ -92,7 +93,7 @@ class OrbaxArrays:
         }
 
     def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
-        """Returns the shape and dtype of an array; raises ArrayReadError."""
+        """Returns the shape and dtype of an array, or raises ArrayReadError."""
         store = self._store(name)
         return tuple(store.shape), store.dtype.numpy_dtype
 
@@ -100,7 +101,7 @@ class OrbaxArrays:
         """Starts reading a slice; returns a function that waits for it.
 
         Raises:
-            ArrayReadError: If it cannot be read; the returned function raises it, too.
+            ArrayReadError: If the array cannot be read; the returned function, too.
         """
         future = self._store(name)[index].read()
 
@@ -128,7 +129,7 @@ def read_json(path: Any) -> Any:
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        msg = f"{path}: it is not what Orbax writes: {error}."
+        msg = f"{path} is not in Orbax's format: {error}."
         raise DamagedCheckpointError(msg) from None
 
 
@@ -138,7 +139,7 @@ def _spec(directory: str, layout: Format, name: str) -> dict[str, Any]:
         store = {"driver": "ocdbt", "base": store, "path": f"{name}/"}
     spec: dict[str, Any] = {"driver": layout.driver, "kvstore": store}
     if layout.is_full:
-        # A missing chunk was lost: it does not stand for zeros.
+        # By default TensorStore reads a missing chunk as zeros. Here it was lost.
         spec["fill_missing_data_reads"] = False
     return spec
 

@@ -1,6 +1,7 @@
 """Which saved array belongs to which array of the state, and what does not fit.
 
-Pure: names, shapes and dtypes in; pairs and differences out. No file is opened here.
+Pure functions: names, shapes and dtypes in; pairs and differences out. No file is
+opened here, so that every mismatch is known before any array is read.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ from meshlayout.layout_map import LayoutMap
 Dtypes: TypeAlias = DTypeLike | Mapping[str, DTypeLike] | None
 """A dtype for every array of its kind, or one for each pattern of paths."""
 
-# Rows of a difference that an error shows; the rest is counted.
+# How many rows of a difference an error shows; the rest is counted.
 _SHOWN = 40
 
 _KINDS = {
@@ -39,7 +40,7 @@ class Request:
     """The arguments of a restore; see `load_safetensors` and `Checkpointer.restore`.
 
     Raises:
-        CheckpointError: If a flag or a pattern is not one.
+        CheckpointError: If `partial` is not a flag, or `only` not a pattern.
     """
 
     like: PyTree = None
@@ -58,7 +59,7 @@ class Request:
             _checks.pattern("only", self.only, error=CheckpointError)
 
     def chooses(self, path: str) -> bool:
-        """Returns whether `only=` leaves a path of the state to be restored."""
+        """Returns whether a path is to be restored, according to `only=`."""
         if self.only is None:
             return True
         return _checks.pattern("only", self.only).search(path) is not None
@@ -76,20 +77,20 @@ def match(
 
     Args:
         saved: The saved arrays, by their names after renaming.
-        leaves: The arrays of the state; paths as in `LayoutMap`.
-        request: Which differences are allowed, and the dtypes that are asked for.
-        is_foreign: Whether other libraries wrote it: a leading `params/` and a
-            `/value` at the end, which some versions of Flax write and others do not,
-            are then ignored when comparing, and PRNG keys may be saved as their words.
-        source: What holds the saved arrays, for messages.
+        leaves: The arrays of the state, with paths as in `LayoutMap`.
+        request: The allowed differences, and the requested dtypes.
+        is_foreign: Whether another library wrote the arrays. A leading `params/` and a
+            trailing `/value`, which some versions of Flax write and others do not, are
+            then ignored in comparisons, and PRNG keys may be saved as their words.
+        source: The file or directory of the saved arrays, for messages.
 
     Returns:
-        The leaves, with the saved arrays of those that are restored; and all
-        differences, the allowed ones too.
+        The leaves, each with its saved array if it is restored; and all differences,
+        including the allowed ones.
 
     Raises:
         CheckpointError: If a pattern is wrong or matches nothing.
-        RestoreDiffError: If what differs is not allowed; it holds the difference.
+        RestoreDiffError: If a difference is not allowed; it holds the `RestoreDiff`.
 
     Example:
         >>> old = ArraySpec("net.w", (), (2, 3), np.dtype("float32"))
@@ -99,16 +100,16 @@ def match(
         ('model/w', 'net.w')
     """
     chosen = [leaf for leaf in leaves if request.chooses(leaf.spec.path)]
-    wanted = [leaf.spec for leaf in chosen]
-    partners = _partners([*saved], wanted, is_foreign=is_foreign)
+    specs = [leaf.spec for leaf in chosen]
+    partners = _partners([*saved], specs, is_foreign=is_foreign)
     allowed = None
     if request.allow != ():
         patterns = request.allow
         if isinstance(patterns, str):
             patterns = [patterns]
-        paths = [*saved, *(spec.path for spec in wanted)]
+        paths = [*saved, *(spec.path for spec in specs)]
         allowed = PathPatterns("allow", patterns, paths)
-    requested = _requested_dtypes(request.dtype, wanted)
+    requested = _requested_dtypes(request.dtype, specs)
     restored: dict[str, LeafRestore] = {}
     missing: dict[str, str] = {}
     shapes: list[Change] = []
@@ -123,7 +124,8 @@ def match(
             expected = replace(spec, shape=spec.host_shape, dtype=spec.host_dtype)
         has_dtype = _fits(partner.dtype, expected.dtype, requested.get(spec.path))
         has_shape = partner.shape == expected.shape
-        # Of keys of another generator, the number of words may differ, which says less.
+        # Keys of another generator may also have another number of words: report the
+        # generator, which is the cause.
         if not has_dtype and (has_shape or expected.is_key or partner.is_key):
             dtypes.append(Change(spec.path, partner, spec))
         elif not has_shape:
@@ -147,10 +149,12 @@ def match(
             f"{wrong.table(_SHOWN)}\n{_advice(wrong, is_foreign=is_foreign)}"
         )
         raise RestoreDiffError(msg, diff)
-    _check_kind(request.dtype, requested, wanted)
-    if wanted and saved and not restored and diff:
+    _check_kind(request.dtype, requested, specs)
+    # With partial=True or allow= every difference may be allowed. If nothing is
+    # restored, names are wrong, and a training would begin from scratch unnoticed.
+    if specs and saved and not restored and diff:
         msg = (
-            f"nothing in {source} has a place in the state to restore: "
+            f"nothing in {source} matches the state to restore: "
             f"{diff.summary()}.\n{diff.table(_SHOWN)}\nrename={{pattern: replacement}} "
             "gives saved arrays other names."
         )
@@ -159,24 +163,29 @@ def match(
 
 
 def _partners(
-    names: Sequence[str], wanted: Sequence[ArraySpec], *, is_foreign: bool
+    names: Sequence[str], specs: Sequence[ArraySpec], *, is_foreign: bool
 ) -> list[str | None]:
-    """Returns the name of the saved array of each array of the state."""
-    wanted_names = [leaf.path for leaf in wanted]
+    """Returns the name of the saved array of each array of the state, or None."""
+    paths = [spec.path for spec in specs]
     plain_names = names
     if is_foreign:
-        plain_names, wanted_names = map(_without_flax, (names, wanted_names))
+        plain_names, paths = map(_without_flax, (names, paths))
     candidates: dict[str, list[str]] = {}
     for plain, name in zip(plain_names, names, strict=True):
         candidates.setdefault(plain, []).append(name)
-    matches = (candidates.get(name, []) for name in wanted_names)
+    # With two candidates nobody knows which one is meant: both are reported as extra.
+    matches = (candidates.get(path, []) for path in paths)
     return [match[0] if len(match) == 1 else None for match in matches]
 
 
 def _without_flax(paths: Sequence[str]) -> list[str]:
-    """Returns paths without what versions of Flax write differently, if distinct."""
+    """Returns paths without the parts that differ between versions of Flax.
+
+    A part stays where paths would otherwise coincide.
+    """
     bare = [path.removeprefix("params/") for path in paths]
     paths = bare if len({*bare}) == len(bare) else list(paths)
+    # `a/value` becomes `a` only if nothing else is below `a`: it may be a real name.
     num_below: dict[str, int] = {}
     for path in paths:
         parent = path
@@ -194,34 +203,34 @@ def _without_flax(paths: Sequence[str]) -> list[str]:
 
 
 def _requested_dtypes(
-    dtype: Dtypes, wanted: Sequence[ArraySpec]
+    dtype: Dtypes, specs: Sequence[ArraySpec]
 ) -> dict[str, np.dtype[Any]]:
-    """Returns the dtypes that `dtype=` asks for, by path."""
+    """Returns the dtypes requested by `dtype=`, by path."""
     if dtype is None:
         return {}
-    arrays = {leaf.path: leaf for leaf in wanted if not is_number(leaf.dtype)}
+    arrays = {spec.path: spec for spec in specs if not is_number(spec.dtype)}
     if isinstance(dtype, Mapping):
         by_text = {pattern: _as_dtype(value) for pattern, value in dtype.items()}
-        by_path = by_pattern(by_text, [leaf.path for leaf in wanted], "dtype")
+        by_path = by_pattern(by_text, [spec.path for spec in specs], "dtype")
         return {path: value for path, value in by_path.items() if path in arrays}
     value = _as_dtype(dtype)
     kind = _kind_of(value)
     return {
-        path: value for path, leaf in arrays.items() if _kind_of(leaf.dtype) == kind
+        path: value for path, spec in arrays.items() if _kind_of(spec.dtype) == kind
     }
 
 
 def _check_kind(
-    dtype: Dtypes, requested: Mapping[str, DType], wanted: Sequence[ArraySpec]
+    dtype: Dtypes, requested: Mapping[str, DType], specs: Sequence[ArraySpec]
 ) -> None:
-    """Raises if no array of the state is of the kind of one dtype for all."""
-    kinds = {_kind_of(leaf.dtype) for leaf in wanted if not is_number(leaf.dtype)}
+    """Raises if the dtype for all arrays is of a kind that no array has."""
+    kinds = {_kind_of(spec.dtype) for spec in specs if not is_number(spec.dtype)}
     if dtype is None or isinstance(dtype, Mapping) or requested or not kinds:
         return
     value = _as_dtype(dtype)
     msg = (
-        f"dtype={str(value)!r} is for {_kind_of(value)} arrays, and the state has "
-        f"{' and '.join(sorted(kinds))} ones: no array is cast to another kind."
+        f"dtype={str(value)!r} is for {_kind_of(value)} arrays, and the state has only "
+        f"{' and '.join(sorted(kinds))} arrays: none is cast to another kind."
     )
     raise CheckpointError(msg)
 
@@ -232,7 +241,7 @@ def _as_dtype(dtype: DTypeLike | None) -> np.dtype[Any]:
         value = None if dtype is None else jnp.dtype(dtype)
     except TypeError:
         value = None
-    # JAX has no floats of more than 64 bits: no `longdouble`, alone or in pairs.
+    # NumPy's "g" and "G" are `longdouble` and `clongdouble`, which JAX does not have.
     if value is None or not _jax.is_array_dtype(value) or value.char in "gG":
         near = did_you_mean(dtype, ["bfloat16", "float16", "float32", "float64"])
         msg = f"dtype= must be a dtype of numbers, got {_checks.shown(dtype)}.{near}"
@@ -241,7 +250,7 @@ def _as_dtype(dtype: DTypeLike | None) -> np.dtype[Any]:
 
 
 def _kind_of(dtype: DTypeLike) -> str:
-    """Returns the kind of values a dtype holds; arrays are never cast across kinds."""
+    """Returns the kind of a dtype's values; arrays are never cast to another kind."""
     if _jax.is_extended(dtype):
         return "key"
     kinds = (name for name, kind in _KINDS.items() if jnp.issubdtype(dtype, kind))
@@ -260,18 +269,18 @@ def _host_dtype(dtype: DType, leaf: LeafRestore, saved: ArraySpec) -> Any:
     if leaf.spec.is_key:
         return leaf.spec.host_dtype
     if is_number(saved.dtype) and not leaf.on_host:
-        # A Python number that becomes a JAX array gets JAX's default precision.
+        # A Python number that becomes a JAX array gets the precision of JAX's default.
         return _jax.canonical_dtype(dtype)
     return dtype
 
 
-# What is wrong.
+# What is not allowed, and the options that would help.
 
 
 _PARTIAL = (
     "rename={pattern: replacement} gives saved arrays other names; partial=True keeps "
-    "the values of what is missing and ignores what is extra, and allow=[pattern] does "
-    "so for some."
+    "the values of missing arrays and ignores extra ones, and allow=[pattern] does so "
+    "for some."
 )
 
 
@@ -306,17 +315,17 @@ def _advice(wrong: RestoreDiff, *, is_foreign: bool) -> str:
             "becomes integer."
         )
     if is_foreign and any(map(_is_transposed, wrong.shapes)):
-        advice.append("transpose={pattern: (1, 0)} puts dims in another order.")
+        advice.append("transpose={pattern: (1, 0)} permutes dims.")
     if keys and keys[0].saved.is_key:
         impl = _jax.key_impl(keys[0].saved.dtype)
         advice.append(
-            "A PRNG key is restored for the generator that it was saved for: make the "
-            f"state with jax.random.key(seed, impl={impl!r})."
+            "A PRNG key is restored only for the generator that it was saved for: "
+            f"create the state with jax.random.key(seed, impl={impl!r})."
         )
     elif keys:
         advice.append(
-            "A PRNG key is restored from a PRNG key alone; allow=[pattern] keeps the "
-            "state's own."
+            "A PRNG key is restored only from a PRNG key; allow=[pattern] keeps that "
+            "of the state."
         )
     return " ".join(advice)
 

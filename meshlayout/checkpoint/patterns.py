@@ -1,4 +1,8 @@
-"""Patterns of paths: new names for saved arrays, and values by path."""
+"""Patterns of paths: new names for saved arrays, and values by path.
+
+They follow the rules of layout maps: regular expressions for `re.search`, an exact path
+wins, and a pattern that matches nothing is an error, since it is nearly always a typo.
+"""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,12 +17,12 @@ T = TypeVar("T")
 
 
 class PathPatterns:
-    """The regular expressions of an option, each of which has to match a path.
+    """The regular expressions of an option, each of which must match a path.
 
     Args:
         option: The option, for messages.
-        patterns: What the user gave.
-        paths: The paths that there are.
+        patterns: The user's patterns.
+        paths: All paths.
 
     Attributes:
         regexes: The compiled patterns, by their text.
@@ -32,7 +36,7 @@ class PathPatterns:
     ) -> None:
         if isinstance(patterns, (str, bytes)) or not isinstance(patterns, Iterable):
             msg = (
-                f"{option}= takes a pattern of paths or several, got "
+                f"{option}= must be one or several patterns of paths, got "
                 f"{_checks.shown(patterns)}."
             )
             raise CheckpointError(msg)
@@ -47,12 +51,12 @@ class PathPatterns:
             hint = f" Nearest: {', '.join(near)}." if near else ""
             msg = (
                 f"the pattern {regex.pattern!r} of {option}= matches none of the "
-                f"{len(paths):,} paths.{hint} Correct it or leave it out."
+                f"{len(paths):,} paths.{hint} Correct it or remove it."
             )
             raise CheckpointError(msg)
 
     def matching(self, path: str) -> list[str]:
-        """Returns the patterns that match a path; the path itself wins over others."""
+        """Returns the patterns that match a path; one that equals it wins alone."""
         if path in self.regexes:
             return [path]
         return [text for text, regex in self.regexes.items() if regex.search(path)]
@@ -61,11 +65,11 @@ class PathPatterns:
 def by_pattern(
     values: Mapping[str, T], paths: Sequence[str], option: str
 ) -> dict[str, T]:
-    """Returns the value of the pattern that matches, for each path that one does.
+    """Returns the value of the matching pattern for each path that one matches.
 
     Raises:
-        CheckpointError: As `PathPatterns`, or if two patterns that match one path have
-            different values.
+        CheckpointError: As `PathPatterns`, or if two patterns with different values
+            match one path.
     """
     patterns = PathPatterns(option, values, paths)
     by_path: dict[str, T] = {}
@@ -76,7 +80,7 @@ def by_pattern(
             if values[text] != by_path[path]:
                 msg = (
                     f"{path}: the patterns {matching[0]!r} and {text!r} of {option}= "
-                    f"say {by_path[path]!r} and {values[text]!r}. Make one of them "
+                    f"give {by_path[path]!r} and {values[text]!r}. Make one of them "
                     "narrower."
                 )
                 raise CheckpointError(msg)
@@ -86,7 +90,7 @@ def by_pattern(
 def permutations(
     transpose: Mapping[str, Sequence[int]] | None, paths: Sequence[str]
 ) -> dict[str, tuple[int, ...]]:
-    """Returns the permutation of dims of each array that has one, by its path.
+    """Returns the permutation of dims for each array that has one, by its path.
 
     Raises:
         CheckpointError: As `by_pattern`, or if a value is not a permutation.
@@ -95,7 +99,7 @@ def permutations(
         return {}
     if not isinstance(transpose, Mapping):
         msg = (
-            "transpose= maps patterns of paths to permutations of dims, got "
+            "transpose= must map patterns of paths to permutations of dims, got "
             f"{_checks.shown(transpose)}. Write transpose={{r'kernel$': (1, 0)}}."
         )
         raise CheckpointError(msg)
@@ -121,14 +125,14 @@ def renamed(
 
     Args:
         paths: The paths.
-        rename: `{pattern: replacement}`, applied as by `re.sub`. A path may be changed
-            by one pattern only.
+        rename: `{pattern: replacement}`, applied as by `re.sub`. Only one pattern may
+            change a path.
         separator: The separator between the keys of a path, after renaming.
-        new_separator: The separator to put in its place.
+        new_separator: The separator that replaces it.
 
     Raises:
         CheckpointError: As `PathPatterns`, or if a replacement does not fit its
-            pattern, two patterns disagree, or two paths become one.
+            pattern, two patterns disagree, or two paths get the same name.
 
     Example:
         >>> renamed(["h.0.w", "h.1.w"], {r"h\.(\d+)": r"layers/\1"}, ".")
@@ -138,7 +142,7 @@ def renamed(
         return list(paths)
     if rename is not None and not isinstance(rename, Mapping):
         msg = (
-            "rename= maps patterns of saved paths to replacements, got "
+            "rename= must map patterns of saved paths to replacements, got "
             f"{_checks.shown(rename)}. Write rename={{r'^encoder/': 'model/encoder/'}}."
         )
         raise CheckpointError(msg)
@@ -164,14 +168,14 @@ def renamed(
 
 
 def _new_name(path: str, table: Sequence[tuple[re.Pattern[str], str]]) -> str:
-    names: dict[str, str] = {}  # by the pattern that makes it
+    names: dict[str, str] = {}  # by pattern
     for regex, replacement in table:
         try:
             name = regex.sub(replacement, path)
         except (re.error, IndexError) as error:
             msg = (
-                f"rename= replaces {regex.pattern!r} by {replacement!r}, which is not "
-                f"a replacement for it: {error}. Groups are written r'\\1'."
+                f"rename= replaces {regex.pattern!r} by {replacement!r}, which does "
+                f"not fit the pattern: {error}. Groups are written r'\\1'."
             )
             raise CheckpointError(msg) from None
         if name != path:
@@ -180,8 +184,8 @@ def _new_name(path: str, table: Sequence[tuple[re.Pattern[str], str]]) -> str:
     for pattern, other in others:
         if other != name:
             msg = (
-                f"{path}: rename= makes {name!r} of it by {first!r}, and {other!r} by "
-                f"{pattern!r}. Let one pattern match it."
+                f"{path}: rename= gives it the name {name!r} by {first!r}, and "
+                f"{other!r} by {pattern!r}. Let only one pattern match it."
             )
             raise CheckpointError(msg)
     return name

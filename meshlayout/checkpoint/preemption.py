@@ -1,11 +1,16 @@
-"""Preemption: a run that gets SIGTERM saves at the next step, and ends with 75."""
+"""Preemption: a run that gets SIGTERM saves after its step, and ends with status 75.
+
+Schedulers send SIGTERM some seconds before they take a machine away. All processes of a
+job must save the same step, and the signal may reach only one of them, at any moment:
+so JAX's preemption service chooses the step. A job without it is on its own.
+"""
 
 import itertools
 import logging
 import os
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 import jax
@@ -15,25 +20,26 @@ from meshlayout import _jax
 
 logger = logging.getLogger("meshlayout.checkpoint")
 
-# EX_TEMPFAIL of sysexits.h, "temporary failure; try again": neither Python (1, 2) nor
-# shells (126 to 165, for signals too) end a process with it, so that a scheduler can
-# distinguish a run to start again from one that failed.
+# EX_TEMPFAIL of sysexits.h, "temporary failure; try again". Neither Python (1, 2) nor
+# shells (126 to 165, including signals) use it, so that a scheduler can distinguish a
+# run that should be restarted from one that failed.
 EXIT_STATUS = 75
 
-# JAX compares this count between processes; shared by all loops, it never decreases.
+# JAX compares this count between processes, and it must never decrease: one for all
+# loops of a process.
 _turns = itertools.count(1)
 
 
 class Preempted(SystemExit):
-    """A run was asked to end (SIGTERM), and its state is saved: start it again.
+    """A run was asked to end (SIGTERM) and has saved its state: start it again.
 
     You need not catch it: the process ends with status 75 (`EXIT_STATUS`).
 
     Args:
-        step: The step that is saved.
+        step: The step that was saved.
 
     Attributes:
-        step: The step that is saved.
+        step: The step that was saved.
 
     Example:
         >>> Preempted(7).code, Preempted(7).step
@@ -46,15 +52,15 @@ class Preempted(SystemExit):
 
 
 class Preemption:
-    """Finds out after each step whether this run was asked to end, by SIGTERM.
+    """Finds out after each step whether this run was asked to end by SIGTERM.
 
     Use this in a loop that saves by itself; `Loop` and `Trainer` have it built in. With
     `jax.distributed`, its preemption service watches for the signal: a SIGTERM to one
     process counts for all, and all of them learn of it at the same step, some tenths of
-    a second later; they must ask equally often. A run without it handles the signal
-    itself inside the `with` block, in the main thread; a second SIGTERM goes to the
-    previous handler. If `is_due` is not called again after the first one, that handler
-    runs at the end of the block.
+    a second later; they must ask equally often. Otherwise this object handles the
+    signal inside the `with` block, in the main thread. A second SIGTERM goes to the
+    previous handler, and so does the first one at the end of the block if `is_due` was
+    not called after it.
 
     Example:
         >>> import os, signal
@@ -75,7 +81,7 @@ class Preemption:
         previous = signal.getsignal(signal.SIGTERM)
         problem = _obstacle(previous)
         if problem:
-            logger.warning("SIGTERM will not save this run: %s", problem)
+            logger.warning("this run will not be saved on SIGTERM: %s", problem)
             return self
         self._previous, self._is_handling = previous, True
         signal.signal(signal.SIGTERM, self._on_signal)
@@ -93,23 +99,21 @@ class Preemption:
         return self._is_signaled
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: object, error: BaseException | None, trace: object
     ) -> None:
-        self._put_back()
+        self._restore_handler()
+        # Nobody asked after the signal: the process must not outlive it.
         if self._is_signaled and not self._is_reported and error is None:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def _put_back(self) -> None:
+    def _restore_handler(self) -> None:
         if self._is_handling:
             self._is_handling = False
             signal.signal(signal.SIGTERM, self._previous)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._is_signaled:
-            self._put_back()
+        if self._is_signaled:  # again: somebody does not want to wait for the save
+            self._restore_handler()
             os.kill(os.getpid(), number)
         self._is_signaled = True
 
@@ -119,5 +123,5 @@ def _obstacle(previous: object) -> str:
     if jax.process_count() > 1:
         return "jax_enable_preemption_service is off, so that processes cannot agree."
     if threading.current_thread() is not threading.main_thread():
-        return "Python handles signals in the main thread only."
-    return "it is handled outside Python." if previous is None else ""
+        return "Python handles signals only in the main thread."
+    return "the signal is handled outside Python." if previous is None else ""

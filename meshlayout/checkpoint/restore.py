@@ -1,15 +1,16 @@
 """The restore engine: from saved arrays in any format to a state on devices.
 
-A format is a `Source`: names, shapes, dtypes, and a function that starts reading one
-slice. Everything else is here and in `target`, and is the same for checkpoints of
-our own, plain Orbax, safetensors and msgpack: names are matched, differences shown,
-each process reads the slices that its devices hold, casts them and places them.
+A format is a `SavedArrays`: names, shapes, dtypes, and a function that starts reading a
+slice. Everything else is here and in `target`, and is the same for our checkpoints,
+plain Orbax, safetensors and msgpack: names are matched, differences are shown, and each
+process reads, casts and places the slices that its devices hold.
 
-An earlier version let Orbax build the arrays of our own format. It needed a second
-engine next to this one, and for many small arrays five times the CPU time.
+An earlier version let Orbax build the arrays of our format. It needed a second engine
+next to this one, and five times the CPU time for many small arrays.
 """
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,21 +40,21 @@ from meshlayout.layout_map import LayoutMap
 logger = logging.getLogger("meshlayout.checkpoint")
 
 # Deeper trees make JAX exceed Python's recursion limit, from which the process does
-# not recover (test: names of 1,500 keys in test_restore_bad_inputs).
+# not recover. `test_restore_bad_inputs` has a name of 1,500 keys.
 MOST_KEYS = 100
 
-# How far a source with slow reads may read ahead: enough to keep a disk or a store
-# busy, and little for a host's memory.
+# How much a source with slow reads may read ahead: enough to keep a disk or a store
+# busy, and little for the memory of a host.
 READ_AHEAD_BYTES = 2**28
 
 
-class Source(Protocol):
-    """Saved arrays that can be read in part.
+class SavedArrays(Protocol):
+    """Saved arrays that can be read slice by slice.
 
     Attributes:
         name: The file or directory, for messages.
         leaves: The saved leaves.
-        is_foreign: Whether another library wrote it; see `match`.
+        is_foreign: Whether another library wrote them; see `match`.
         read_ahead_bytes: How many bytes may be read ahead.
     """
 
@@ -66,13 +67,13 @@ class Source(Protocol):
         """Starts reading a slice of a saved array.
 
         Args:
-            leaf: One of `leaves`, perhaps with its dims in another order.
-            index: One slice per dim of the file, with a start and a stop; for PRNG
-                keys, of their words.
+            leaf: One of `leaves`, perhaps with its dims permuted.
+            index: One slice per dim of the array in the file, each with a start and a
+                stop; for PRNG keys, of the array of their words.
 
         Returns:
-            A function that waits for the slice and returns it, in its saved dtype, in
-            memory that nothing else uses.
+            A function that waits for the slice and returns it in its saved dtype, in
+            memory that nothing else uses: a CPU device may take it over.
         """
         ...
 
@@ -97,7 +98,7 @@ class Restored:
     """The result of a restore.
 
     Attributes:
-        state: The state.
+        state: The restored state.
         diff: How the saved arrays differed from it.
         restores: The arrays that were read, with their targets.
     """
@@ -107,12 +108,12 @@ class Restored:
     restores: Sequence[LeafRestore]
 
 
-def load(source: Source, request: Request) -> Restored:
-    """Returns a state with the values that were saved.
+def load(source: SavedArrays, request: Request) -> Restored:
+    """Restores a state from saved arrays.
 
     Args:
         source: The saved arrays.
-        request: The state to restore, names, dtypes and dims.
+        request: The state to restore, and its options.
 
     Raises:
         CheckpointError: If the saved arrays do not fit.
@@ -123,13 +124,14 @@ def load(source: Source, request: Request) -> Restored:
     if request.only is not None and not is_chosen and not saved:
         first = source.leaves[0].path if source.leaves else ""
         msg = (
-            f"only={request.only!r} matches no path in {source.name}, whose first is "
-            f"{first!r}. It is a regular expression."
+            f"only={request.only!r} matches no path in {source.name}, whose first path "
+            f"is {first!r}. only= is a regular expression."
         )
         raise CheckpointError(msg)
     leaves, diff = match(
         saved, leaves, request, is_foreign=source.is_foreign, source=source.name
     )
+    # All leaves before the first read: an error after minutes of reading helps nobody.
     _check(leaves, source.name)
     parts = _read(source, (part for leaf in leaves for part in leaf.saved_slices()))
     values = [leaf.place(parts) for leaf in leaves]
@@ -137,8 +139,8 @@ def load(source: Source, request: Request) -> Restored:
     return Restored(rebuild(values), diff, restores)
 
 
-def load_foreign(source: Source, request: Request) -> PyTree:
-    """As `load`, from another library's files: returns the state, and logs the rest."""
+def load_foreign(source: SavedArrays, request: Request) -> PyTree:
+    """Restores from files of another library; as `load`, but logs the differences."""
     begin_s = time.perf_counter()
     restored = load(source, request)
     num_bytes = sum(restore.nbytes for restore in restored.restores)
@@ -154,22 +156,22 @@ def load_foreign(source: Source, request: Request) -> PyTree:
     return restored.state
 
 
-def to_numpy(source: Source) -> PyTree:
-    """Returns all arrays as nested dicts of NumPy arrays; PRNG keys as their words."""
-    wholes = (
+def to_numpy(source: SavedArrays) -> PyTree:
+    """Returns all arrays as nested dicts of NumPy arrays, PRNG keys as their words."""
+    for leaf in source.leaves:
+        _check_known(leaf)
+    slices = (
         (leaf, tuple(slice(0, size) for size in leaf.host_shape))
         for leaf in source.leaves
     )
-    for leaf in source.leaves:
-        _check_known(leaf)
     values = [
-        leaf.dtype(part.item()) if is_number(leaf.dtype) else part
-        for leaf, part in zip(source.leaves, _read(source, wholes), strict=True)
+        leaf.dtype(array.item()) if is_number(leaf.dtype) else array
+        for leaf, array in zip(source.leaves, _read(source, slices), strict=True)
     ]
     return _nested(source.leaves, [leaf.parts for leaf in source.leaves], values)
 
 
-def _saved_by_name(source: Source, request: Request) -> dict[str, ArraySpec]:
+def _saved_by_name(source: SavedArrays, request: Request) -> dict[str, ArraySpec]:
     """Returns the chosen leaves by their new names, with their dims permuted."""
     names = [leaf.path for leaf in source.leaves]
     if request.rename is not None or request.separator != "/":
@@ -185,14 +187,15 @@ def _saved_by_name(source: Source, request: Request) -> dict[str, ArraySpec]:
 
 
 def _target(
-    source: Source, saved: Mapping[str, ArraySpec], request: Request
+    source: SavedArrays, saved: Mapping[str, ArraySpec], request: Request
 ) -> tuple[list[LeafRestore], Rebuild]:
-    """As `target_of`, for `like=` or for nested dicts of all saved leaves."""
+    """Returns the target for `like=`, or for nested dicts of all saved leaves."""
     like, layouts = request.like, request.layouts
     if isinstance(like, LayoutMap):
         if layouts is not None:
             msg = (
-                "give one layout map: like=layouts, or like=state and layouts=layouts."
+                "like= and layouts= are both layout maps. Give one: like=layouts, or "
+                "like=state and layouts=layouts."
             )
             raise CheckpointError(msg)
         like, layouts = None, like
@@ -210,9 +213,9 @@ def _target(
         return [], lambda values: tree
     if source.is_foreign:
         return target_of(tree, layouts)
-    # Under an empty key, which paths leave out: rules see whole paths. A tree with the
-    # key `params` would be taken for Linen variables, and `params` left out of paths,
-    # but it may be a `TrainState` whose type was not saved.
+    # Under an empty key, which paths leave out, so that rules see whole paths. At the
+    # root, a tree with the key `params` would be taken for Linen variables, and
+    # `params` left out of paths; but it may be a `TrainState`, whose type is not saved.
     targets, rebuild = target_of({"": tree}, layouts)
     return targets, lambda values: rebuild(values)[""]
 
@@ -230,8 +233,8 @@ def _template(leaf: ArraySpec) -> Any:
 def _check_known(leaf: ArraySpec) -> None:
     if leaf.dtype is None:
         msg = (
-            f"{leaf.path}: it holds PRNG keys of a generator that JAX does not have "
-            "here. Register the generator, or restore the rest with like= and "
+            f"{leaf.path} holds PRNG keys of a generator that is not registered with "
+            "JAX. Register the generator, or restore the rest with like= and "
             "partial=True."
         )
         raise CheckpointError(msg)
@@ -240,15 +243,15 @@ def _check_known(leaf: ArraySpec) -> None:
 def _nested(
     leaves: Sequence[ArraySpec], parts: Sequence[Sequence[str]], values: Sequence[Any]
 ) -> PyTree:
-    """Returns nested dicts of values by their keys, or the value without any key."""
+    """Returns nested dicts of values by their keys; a value without keys itself."""
     tree: dict[str, Any] = {}
     for leaf, keys, value in zip(leaves, parts, values, strict=True):
         if not keys:
             return value
         if len(keys) > MOST_KEYS:
             msg = (
-                f"{leaf.path[:40]}...: its name has {len(keys):,} keys, and nested "
-                f"dicts may have {MOST_KEYS}. Shorten it with rename=, or give "
+                f"{leaf.path[:40]}...: the name has {len(keys):,} keys, and dicts may "
+                f"be nested {MOST_KEYS} deep. Shorten the name with rename=, or give "
                 "another separator=."
             )
             raise CheckpointError(msg)
@@ -260,8 +263,8 @@ def _nested(
                 break
         if not isinstance(node, dict) or last in node:
             msg = (
-                f"{leaf.path}: its name {'/'.join(keys)!r} is inside the name of "
-                "another array, or around it. Change rename= so that no name is part "
+                f"{leaf.path}: the name {'/'.join(keys)!r} and that of another array "
+                "contain each other. Change rename= so that no name is the beginning "
                 "of another."
             )
             raise CheckpointError(msg)
@@ -270,7 +273,7 @@ def _nested(
 
 
 def _check(leaves: Sequence[LeafRestore], source: str) -> None:
-    """Raises if a leaf would have no value, or one that does not fit its layout."""
+    """Raises if a leaf would have no value, or a value that does not fit its layout."""
     abstract: list[str] = []
     for leaf in leaves:
         leaf.check(source)
@@ -280,27 +283,27 @@ def _check(leaves: Sequence[LeafRestore], source: str) -> None:
         more = f" and {len(abstract) - 5:,} more" if len(abstract) > 5 else ""
         msg = (
             f"{', '.join(abstract[:5])}{more}: not restored from {source}, and like= "
-            "holds only shapes there, so there is no value to keep. Give a state that "
-            "was created."
+            "holds only shapes there, so that there is no value to keep. Give a "
+            "created state."
         )
         raise CheckpointError(msg)
 
 
 def _read(
-    source: Source, requests: Iterable[tuple[ArraySpec, Index]]
+    source: SavedArrays, requests: Iterable[tuple[ArraySpec, Index]]
 ) -> Iterator[HostArray]:
-    """Yields slices in order, reading ahead within the budget."""
-    waiting: deque[tuple[int, Callable[[], HostArray]]] = deque()
+    """Yields slices in order, reading ahead up to the source's number of bytes."""
+    reads: deque[tuple[int, Callable[[], HostArray]]] = deque()
     num_bytes = 0
     for leaf, index in requests:
-        size = leaf.host_dtype.itemsize
-        for part in index:
-            size *= part.stop - part.start
-        while waiting and num_bytes + size > source.read_ahead_bytes:
-            first_size, finish = waiting.popleft()
+        lengths = [part.stop - part.start for part in index]
+        size = leaf.host_dtype.itemsize * math.prod(lengths)
+        # One read is always allowed, however large: otherwise it would never start.
+        while reads and num_bytes + size > source.read_ahead_bytes:
+            first_size, finish = reads.popleft()
             num_bytes -= first_size
             yield finish()
-        waiting.append((size, source.start(leaf, index)))
+        reads.append((size, source.start(leaf, index)))
         num_bytes += size
-    while waiting:
-        yield waiting.popleft()[1]()
+    while reads:
+        yield reads.popleft()[1]()

@@ -1,8 +1,13 @@
-"""Resuming from the newest intact checkpoint: the state, metrics so far, the data.
+"""Resuming from the newest intact checkpoint: the state, the metrics, the data.
 
 `checkpoint.Loop` and `Trainer.fit(resume=True)` share it. Everything they need besides
 the state is small and kept in the metadata of a checkpoint, so that `restore` returns
 the state alone.
+
+A step may add arrays to the state that training begins with (a moving average, a loss
+scale), and only the step knows the structure of its metrics. So the step is called once
+on the first batch, to see both; its result is thrown away, and the values come from the
+checkpoint.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,11 +29,11 @@ from meshlayout.checkpoint.saved_step import SavedStep
 from meshlayout.errors import CheckpointError
 
 
-# The key of the metadata that a resume needs.
+# The key of the values to resume from in the metadata of a checkpoint.
 KEY = "resume"
 
 Notes: TypeAlias = Mapping[str, Any]
-"""What `notes_of` returned, as it is read from a checkpoint."""
+"""The values to resume from, as `notes_of` returned them before the save."""
 
 FirstStep: TypeAlias = Callable[[PyTree, Batch], tuple[PyTree, PyTree]]
 
@@ -40,9 +45,9 @@ class Resumed:
     Attributes:
         step: The step of the checkpoint.
         state: The state.
-        metrics: The metrics so far; None if there are none, and `Values` if their
-            structure is unknown because no batch is left.
-        notes: The other values saved with `notes_of`.
+        metrics: The metrics so far; None if there are none, and `Values` if no batch is
+            left that could show their structure.
+        notes: The other values that `notes_of` returned.
     """
 
     step: int
@@ -60,27 +65,27 @@ class Values(dict[str, Any]):
 
 
 def notes_of(place: Notes, metrics: PyTree, **notes: Any) -> dict[str, Any]:
-    """Returns metadata to resume from, for the key `KEY`.
+    """Returns the metadata to resume from, for the key `KEY`.
 
     Args:
-        place: What `Input.place` returned.
+        place: The position in the data, from `Input.place`.
         metrics: The metrics so far: a pytree of arrays, all of them small; None if
             there are none.
         **notes: Other values to keep.
 
     Raises:
-        CheckpointError: If the metrics hold something else.
+        CheckpointError: If the metrics hold anything but arrays and numbers.
     """
-    found: dict[str, Any] = {"place": place, **notes}
+    metadata: dict[str, Any] = {"place": place, **notes}
     if metrics is not None:
         check_metrics(metrics)
-        found["metrics"] = [_on_host(leaf) for leaf in jax.tree.leaves(metrics)]
-        found["values"] = metrics.to_host() if hasattr(metrics, "to_host") else {}
-    return found
+        metadata["metrics"] = [_on_host(leaf) for leaf in jax.tree.leaves(metrics)]
+        metadata["values"] = metrics.to_host() if hasattr(metrics, "to_host") else {}
+    return metadata
 
 
 def check_metrics(metrics: PyTree, where: str = "") -> None:
-    """Raises if metrics hold leaves that cannot be read back, such as text or objects.
+    """Raises if metrics hold leaves that cannot be read back, such as strings.
 
     Args:
         metrics: The metrics so far.
@@ -94,9 +99,9 @@ def check_metrics(metrics: PyTree, where: str = "") -> None:
             opening = f"{where}: " if where else ""
             msg = (
                 f"{opening}metrics{jax.tree_util.keystr(path)} is "
-                f"{_checks.shown(leaf)} of type {type(leaf).__name__}, which a "
-                "checkpoint cannot give back. Metrics are arrays and numbers; keep "
-                "anything else outside."
+                f"{_checks.shown(leaf)} of type {type(leaf).__name__}, which cannot be "
+                "restored from a checkpoint. Metrics are arrays and numbers; keep "
+                "anything else outside of them."
             )
             raise CheckpointError(msg)
 
@@ -111,24 +116,25 @@ def resume(
     """Resumes from the newest intact checkpoint, if there is one.
 
     Args:
-        checkpointer: Where the checkpoints are.
-        state: The state that training would begin with. `first_step` uses it up.
+        checkpointer: The checkpointer of the run's directory.
+        state: The state that training would begin with; `first_step` uses it up.
         batches: The data, which is moved to its saved position.
-        first_step: Returns the state and the metrics after a batch, whose structure
-            is that of both once training has begun: a step may add arrays to the
-            initial state. Only the structure is used. None if the state is complete
-            already, and there are no metrics.
-        look: Called with the notes of a checkpoint before it is read.
+        first_step: Returns the state and the metrics after a batch; only their
+            structure is used. None if steps add nothing to the state, and there are no
+            metrics.
+        look: Called with the notes of a checkpoint before its arrays are read; may
+            raise.
 
     Raises:
-        CheckpointError: If no checkpoint was made to resume from, or all are damaged.
-        RestoreDiffError: If the state differs.
+        CheckpointError: If the newest checkpoint cannot be resumed from, or all are
+            damaged.
+        RestoreDiffError: If the state differs from the saved one.
 
     Warns:
         CheckpointWarning: If a newer checkpoint is damaged.
     """
     like, empty = state, None
-    del state  # `first_step` uses it up: nothing else may hold it
+    del state  # `first_step` donates it: nothing else may hold it
 
     def read(source: SavedStep, manifest: Manifest) -> tuple[Resumed, list[Any]]:
         nonlocal like, empty, first_step
@@ -142,7 +148,8 @@ def resume(
         batch = None if first_step is None else batches.look()
         if first_step is not None and batch is not None:
             like, empty = jax.tree.map(_abstract, first_step(like, batch))
-            first_step = None  # called once, whatever steps are damaged
+            # Called once, even if this checkpoint is damaged and an older one is tried.
+            first_step = None
         restored = checkpointer._loaded(source, Request(like=like))
         batches.catch_up(notes["place"])
         metrics = None
@@ -159,13 +166,13 @@ def resume(
 
 
 def _notes(manifest: Manifest, directory: Any) -> Notes:
-    """Returns what `notes_of` returned before a step was saved."""
+    """Returns the values that `notes_of` returned before a step was saved."""
     metadata = Inspection.of(manifest).metadata
     notes = metadata.get(KEY) if isinstance(metadata, Mapping) else None
     if not isinstance(notes, Mapping) or "place" not in notes:
         msg = (
-            f"step {manifest.step} in {directory} holds a state and does not say where "
-            "in the data it was made: it was saved by hand. Restore it with "
+            f"step {manifest.step} in {directory} holds a state, but not its position "
+            "in the data: it was saved with Checkpointer.save. Restore it with "
             "Checkpointer.restore, or resume from another directory."
         )
         raise CheckpointError(msg)
@@ -199,7 +206,7 @@ def _placed_like(arrays: Sequence[np.ndarray[Any, Any]], empty: PyTree) -> PyTre
     shapes, saved = _listed(map(_words, templates)), _listed(arrays)
     if shapes != saved:
         msg = (
-            "the metrics are not those of the run that saved the checkpoint: their "
+            "the metrics differ from those of the run that saved the checkpoint: their "
             f"arrays were {saved}, and are {shapes}. Resume with the same metrics."
         )
         raise CheckpointError(msg)
@@ -225,7 +232,10 @@ def _placed(host: np.ndarray[Any, Any], template: Leaf) -> Any:
 
 
 def _words(template: Leaf) -> Any:
-    """Returns the dtype and shape of a leaf; of PRNG keys, those of their words."""
+    """Returns a leaf with the dtype and shape that a checkpoint holds for it.
+
+    For PRNG keys, they are those of the words.
+    """
     if isinstance(template, jax.ShapeDtypeStruct) and _jax.is_extended(template.dtype):
         return jax.eval_shape(jax.random.key_data, template)
     return template if hasattr(template, "dtype") else np.asarray(template)

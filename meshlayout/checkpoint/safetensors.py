@@ -1,8 +1,8 @@
 """Published weights: reads safetensors, one file or indexed shards.
 
 A file is mapped into memory, and the slices that devices hold are copied. The library
-`safetensors` checks the header; it has no NumPy dtypes for bfloat16 and float8, so the
-bytes are read here.
+`safetensors` checks the header; the bytes are read here, since its NumPy interface
+lacks bfloat16 and float8.
 """
 
 import json
@@ -21,7 +21,7 @@ from meshlayout import _checks
 from meshlayout._annotations import PyTree
 from meshlayout._optional import require
 from meshlayout.checkpoint.difference import ArraySpec
-from meshlayout.checkpoint.foreign import check_path
+from meshlayout.checkpoint.files import path_text
 from meshlayout.checkpoint.pairs import Dtypes, Request
 from meshlayout.checkpoint.restore import load_foreign
 from meshlayout.checkpoint.target import HostArray, Index
@@ -32,10 +32,10 @@ from meshlayout.layout_map import LayoutMap
 INDEX = ".index.json"
 SUFFIX = ".safetensors"
 
-# What can stand between the keys in the name of an array.
+# Separators between the keys in the name of an array.
 SEPARATORS = (".", "/")
 
-# The names of dtypes in the files, and those of NumPy and JAX.
+# Dtypes by their names in the files.
 DTYPES = {
     code: jnp.dtype(name)
     for code, name in {
@@ -74,37 +74,36 @@ def load_safetensors(
     dtype: Dtypes = None,
     separator: str = ".",
 ) -> PyTree:
-    r"""Returns a state with the arrays of safetensors files, each in its layout.
+    r"""Loads a state from safetensors files, each array in its layout.
 
     Use this for published weights. Every device reads only the slices that it holds;
-    the host never holds more than one of them.
+    the host never holds more than one slice.
 
     Args:
         path: A `.safetensors` file, an index of shards (`.safetensors.index.json`),
-            or a directory that holds one of them. On several processes, each of them
-            reads it.
+            or a directory that contains one of them. Every process reads it.
         like: The state to restore: arrays, whose values are ignored, or abstract
-            arrays (from `ml.describe`), in any tree. Or a layout map alone: then nested
-            dicts of all arrays are returned.
-        layouts: Where arrays go, if not where those of `like` are.
+            arrays (from `ml.describe`), in any tree. Or just a layout map, to get
+            nested dicts of all arrays.
+        layouts: The layouts of the arrays, if not those of `like`.
         rename: `{pattern: replacement}`, applied to the names in the files as by
-            `re.sub`. A name may be changed by one pattern only.
+            `re.sub`. Only one pattern may change a name.
         transpose: `{pattern: permutation}`, by path in the state: the array in the
-            state is `np.transpose(saved, permutation)`. PyTorch has the weights of
-            dense layers as `(out, in)`, which is `(1, 0)`, and those of convolutions
-            as `(out, in, h, w)`, which is `(2, 3, 1, 0)`.
+            state is `np.transpose(saved, permutation)`. The weights of PyTorch's dense
+            layers are `(out, in)` and need `(1, 0)`; those of its convolutions are
+            `(out, in, h, w)` and need `(2, 3, 1, 0)`.
         partial: Whether arrays of the state may be missing in the files, and keep
             their values, and extra arrays in the files are ignored.
-        allow: Patterns of paths that may differ in any way, in shape too; they then
-            keep their values.
+        allow: Patterns of paths that may differ in any way, even in shape, and keep
+            their values.
         dtype: A dtype for every array of its kind, or `{pattern: dtype}`. All others
-            must have been saved in the state's dtype.
+            must have been saved in the dtype of the state.
         separator: The separator between the keys in the names, after renaming.
 
     Raises:
         DamagedCheckpointError: If a file is truncated or contradicts its header.
-        RestoreDiffError: If they differ in ways that are not allowed.
-        CheckpointError: If there is no such file, or an option does not fit.
+        RestoreDiffError: If the arrays differ in ways that are not allowed.
+        CheckpointError: If a file does not exist, or an option does not fit.
 
     Example:
         >>> import tempfile
@@ -129,19 +128,19 @@ def load_safetensors(
 
 
 def local_path(path: Any) -> Path:
-    """Returns a path, or raises CheckpointError for an address."""
-    check_path("path", path)
-    if "://" in str(path):
+    """Returns a local path, or raises CheckpointError for a URL."""
+    text = path_text("path", path)
+    if "://" in text:
         msg = (
-            f"{path}: safetensors files are read and written where the system can map "
-            "them into memory. Copy them to a disk."
+            f"{path}: safetensors files are read and written by mapping them into "
+            "memory, which needs a local path. Copy them to a disk."
         )
         raise CheckpointError(msg)
-    return Path(path).expanduser()
+    return Path(text).expanduser()
 
 
 class _Files:
-    """The arrays of one file, or of all files of an index; see `Source`."""
+    """The arrays of one file, or of all files of an index; see `SavedArrays`."""
 
     is_foreign = True
     read_ahead_bytes = 0
@@ -152,12 +151,12 @@ class _Files:
         try:
             self._arrays = _arrays(_resolved(path))
         except OSError as error:
-            msg = f"{path}: it cannot be read: {error}."
+            msg = f"{path} cannot be read: {error}."
             raise CheckpointError(msg) from None
         self.leaves = [array.leaf for array in self._arrays.values()]
 
     def start(self, leaf: ArraySpec, index: Index) -> Callable[[], HostArray]:
-        """As for `Source`; reads when the returned function is called."""
+        """As for `SavedArrays`; reads when the returned function is called."""
         return lambda: self.read(leaf, index)
 
     def read(self, leaf: ArraySpec, index: Index) -> HostArray:
@@ -171,13 +170,13 @@ class _Files:
         except (OSError, ValueError) as error:
             msg = f"{array.file}: {leaf.path} cannot be read: {error}."
             raise DamagedCheckpointError(msg) from None
-        # An array without dims is mapped as one of one element.
+        # NumPy maps an array without dims as one of shape (1,).
         return np.array(whole.reshape(shape)[index])
 
 
 @dataclass(frozen=True)
 class _FileArray:
-    """One array of a file, and the byte at which it begins."""
+    """One array of a file, and its first byte."""
 
     leaf: ArraySpec
     file: Path
@@ -188,26 +187,28 @@ def _resolved(path: Path) -> Path:
     """Returns the file or index of a path."""
     if not path.is_dir():
         if not path.exists():
-            msg = f"{path}: there is no such file or directory."
+            msg = f"{path} does not exist."
             raise CheckpointError(msg)
         return path
     indices = sorted(path.glob(f"*{SUFFIX}{INDEX}"))
     files = sorted(path.glob(f"*{SUFFIX}"))
+    # `model.safetensors` next to `model.safetensors.index.json`: nobody knows which of
+    # them is the newer one.
     if len(indices) == 1 and path / indices[0].name.removesuffix(INDEX) not in files:
         return indices[0]
     if not indices and len(files) == 1 and "-of-" not in files[0].name:
         return files[0]
     names = [file.name for file in [*indices, *files]]
-    why = "there is no safetensors file in it."
+    why = "holds no safetensors file."
     if not indices and any("-of-" in name for name in names):
         why = (
-            f"there are shards in it, such as {names[0]}, and no index "
-            f"*{SUFFIX}{INDEX}, without which nobody knows whether they are complete."
+            f"holds shards, such as {names[0]}, and no index *{SUFFIX}{INDEX}, without "
+            "which nobody knows whether they are complete."
         )
     elif names:
         listed = ", ".join(names[:6])
-        why = f"it holds several: {listed}. Give the path of one file or index."
-    raise CheckpointError(f"{path}: {why}")
+        why = f"holds several: {listed}. Give the path of one file or index."
+    raise CheckpointError(f"{path} {why}")
 
 
 def _arrays(path: Path) -> dict[str, _FileArray]:
@@ -218,16 +219,16 @@ def _arrays(path: Path) -> dict[str, _FileArray]:
     for name, file in _weight_map(path).items():
         names.setdefault(file, []).append(name)
     arrays: dict[str, _FileArray] = {}
-    for file, names_in_file in names.items():
-        in_file = _file_arrays(path.parent / file, index=path)
-        for name in names_in_file:
-            if name not in in_file:
+    for file, listed in names.items():
+        file_arrays = _file_arrays(path.parent / file, index=path)
+        for name in listed:
+            if name not in file_arrays:
                 msg = (
-                    f"{path.parent / file}: there is no array {name!r} in it, which "
-                    f"{path.name} says. The two are not of one save."
+                    f"{path.parent / file} does not hold the array {name!r}, which "
+                    f"{path.name} lists for it. They are from different saves."
                 )
                 raise DamagedCheckpointError(msg)
-            arrays[name] = in_file[name]
+            arrays[name] = file_arrays[name]
     return arrays
 
 
@@ -239,22 +240,22 @@ def _weight_map(path: Path) -> dict[str, str]:
         is_map, files = False, {}
     if not is_map:
         msg = (
-            f"{path}: it is not an index of safetensors files: there is no "
-            "'weight_map' of names of arrays, each once, to names of files next to it."
+            f"{path} is not an index of safetensors files: it has no 'weight_map' from "
+            "the names of arrays, each once, to the names of files next to it."
         )
         raise DamagedCheckpointError(msg)
     return files
 
 
 def _json(content: bytes) -> Any:
-    """Returns the content of a JSON file; raises ValueError where a key comes twice."""
+    """Parses JSON, and raises ValueError if a key is repeated."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         entries = dict(pairs)
         if len(entries) < len(pairs):
             keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
-            msg = f"{twice!r} is in it twice"
+            repeated = next(key for key in keys if keys.count(key) > 1)
+            msg = f"{repeated!r} is repeated"
             raise ValueError(msg)
         return entries
 
@@ -267,20 +268,22 @@ def _is_plain_name(file: object) -> bool:
 
 def _file_arrays(path: Path, index: Path | None = None) -> dict[str, _FileArray]:
     if not path.is_file():
-        msg = f"{path}: there is no such file"
         if index is None:
-            raise CheckpointError(f"{msg}.")
-        raise DamagedCheckpointError(f"{msg}, which {index.name} names.")
+            msg = f"{path} is not a regular file."
+            raise CheckpointError(msg)
+        msg = f"{path}, which {index.name} names, does not exist."
+        raise DamagedCheckpointError(msg)
     library = require("safetensors", extra="safetensors", purpose="Reading safetensors")
     try:
-        # The library checks that arrays cover the file, but accepts duplicate names.
+        # The library checks that arrays cover the file without gaps or overlaps, but
+        # accepts repeated names, of which it takes the last.
         with library.safe_open(path, framework="np"):
             pass
         with path.open("rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))
             header = _json(file.read(size))
     except (library.SafetensorError, ValueError, RecursionError) as error:
-        msg = f"{path}: it is cut off or not a safetensors file: {error}."
+        msg = f"{path} is truncated or is not a safetensors file: {error}."
         raise DamagedCheckpointError(msg) from None
     header.pop("__metadata__", None)
     arrays: dict[str, _FileArray] = {}
@@ -288,8 +291,8 @@ def _file_arrays(path: Path, index: Path | None = None) -> dict[str, _FileArray]
         code = entry["dtype"]
         if code not in DTYPES:
             msg = (
-                f"{path}: {name} is of the dtype {code}, which is not read here; these "
-                f"are: {', '.join(DTYPES)}."
+                f"{path}: {name} has the dtype {code}, which cannot be loaded. "
+                f"Supported dtypes: {', '.join(DTYPES)}."
             )
             raise CheckpointError(msg)
         leaf = ArraySpec(name, (), tuple(entry["shape"]), DTYPES[code])

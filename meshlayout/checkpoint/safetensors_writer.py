@@ -1,8 +1,12 @@
-"""Writes states as safetensors: one file, or shards with an index.
+"""Writes states as safetensors: one file, or several with an index.
 
-Process 0 writes alone, shard after shard, into files that are preallocated on the disk;
-other processes send their shards in pieces. So no host ever holds more than one shard,
-and the path may be on a local disk of process 0.
+Only process 0 writes, one shard of an array after the other, into files that are
+preallocated on the disk; other processes send their shards in pieces. So no host ever
+holds more than one shard, and the path may be on a local disk of process 0.
+
+The files are complete under temporary names before any of them is renamed. On several
+processes every call below that exchanges messages is made by all of them, in the same
+order; an error on process 0 is raised on all.
 """
 
 import functools
@@ -44,7 +48,7 @@ logger = logging.getLogger("meshlayout.checkpoint")
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
-# Bytes sent by another process at a time; every device holds as many meanwhile.
+# How many bytes another process sends at a time; each device holds as many meanwhile.
 _PIECE_BYTES = 2**24
 
 _Sized = TypeVar("_Sized", "_NamedArray", "_Shard")
@@ -64,33 +68,34 @@ def save_safetensors(
     r"""Writes the arrays of a state to safetensors files.
 
     Use this to publish weights, or to hand them to another library. The files appear
-    under their names when all of them are complete, and the index last. Shards are
-    written one after the other, so that no array is ever whole on a device or in
-    memory. On several processes all of them call this, and process 0 writes.
+    under their names once all of them are complete, the index last. Shards of arrays
+    are written one after the other, so that no array is ever whole on a device or in
+    memory. All processes call this, and process 0 writes.
 
     Args:
         path: A file name that ends in `.safetensors`, or a directory for a
             `model.safetensors`.
         state: Any tree of arrays.
         max_shard_bytes: The most bytes of arrays in one file, unless one array is
-            larger. More are written as `model-00001-of-00002.safetensors`, ... with
-            an index `model.safetensors.index.json`.
+            larger. A larger state is written as `model-00001-of-00002.safetensors`
+            and so on, with an index `model.safetensors.index.json`.
         rename: `{pattern: replacement}`, as for `load_safetensors`, applied to the
             paths in the state.
         transpose: `{pattern: permutation}`, by path in the state: the saved array is
             `np.transpose(array, permutation)`.
         separator: The separator between the keys in the names.
-        metadata: Texts to write next to the arrays, by name.
-        overwrite: Whether files of that name may be replaced. One file is replaced
-            at once; of several, a kill in between leaves none that can be loaded.
+        metadata: Strings to write into the header, by name.
+        overwrite: Whether existing files of that name may be replaced. A single file
+            is replaced atomically; if the process is killed while it replaces several,
+            none of them can be loaded.
 
     Returns:
-        The files that were written, the index last.
+        The paths of the files, the index last.
 
     Raises:
         CheckpointError: If the state holds no arrays, a leaf is not an array or is a
-            PRNG key, a name is ambiguous, or the files cannot be written; what was
-            there before is still there.
+            PRNG key, a name is ambiguous, or the files cannot be written. Existing
+            files are then unchanged.
 
     Example:
         >>> import tempfile
@@ -117,7 +122,8 @@ def save_safetensors(
         for file in files if jax.process_index() == 0 else ():
             try:
                 file.temporary.unlink(missing_ok=True)
-            except OSError as error:  # of a save that failed before
+            except OSError as error:
+                # The error that ended the save is the one to raise.
                 logger.warning("%s cannot be removed: %s", file.temporary, error)
     logger.info(
         "saved %d arrays, %s, to %s in %.1f s",
@@ -153,7 +159,7 @@ def _target_file(path: Any) -> Path:
     raise CheckpointError(msg)
 
 
-# Planning a save: which arrays go into which file, under which names.
+# The plan of a save: which arrays go into which file, under which names.
 
 
 @dataclass(frozen=True)
@@ -168,7 +174,7 @@ class _NamedArray:
         return math.prod(self.spec.shape) * self.spec.dtype.itemsize
 
     def shards(self) -> Iterator["_Shard"]:
-        """Yields its distinct shards, each with a process that has it."""
+        """Yields its distinct shards, each with a process that holds it."""
         shape, value = tuple(self.value.shape), self.value
         if not isinstance(value, jax.Array):
             yield _Shard(self, tuple((0, size) for size in shape), 0)
@@ -176,7 +182,7 @@ class _NamedArray:
         owners: dict[Bounds, int] = {}
         is_shared = not value.is_fully_addressable
         for device, index in value.sharding.devices_indices_map(shape).items():
-            # Of an array that every process has for itself, that of process 0 counts.
+            # If every process has an array of its own, that of process 0 is written.
             owner = device.process_index if is_shared else 0
             bounds = bounds_of(index, shape)
             owners[bounds] = min(owner, owners.get(bounds, owner))
@@ -186,7 +192,7 @@ class _NamedArray:
 
 @dataclass(frozen=True)
 class _Shard:
-    """A piece of an array: its bounds in every dim, and a process that has it."""
+    """A shard of an array: its bounds in every dim, and a process that holds it."""
 
     array: _NamedArray
     bounds: Bounds
@@ -201,7 +207,7 @@ class _Shard:
         return math.prod(self.shape) * self.array.spec.dtype.itemsize
 
     def values(self) -> HostArray:
-        """Returns its values, on the process that has it."""
+        """Returns its values, on the process that holds it."""
         value = self.array.value
         if not isinstance(value, jax.Array):
             return np.asarray(value)
@@ -223,7 +229,7 @@ class _File:
 
     @property
     def temporary(self) -> Path:
-        """The name that it has until it is complete."""
+        """The name of the file until all files are complete."""
         return self.path.with_name(f".{self.path.name}.incomplete")
 
     @property
@@ -233,7 +239,7 @@ class _File:
 
     @functools.cached_property
     def begins(self) -> dict[str, int]:
-        """Where each array begins, after the header."""
+        """The first byte of each array after the header, by name."""
         sizes = itertools.accumulate((array.nbytes for array in self.arrays), initial=0)
         return {a.spec.path: size for a, size in zip(self.arrays, sizes, strict=False)}
 
@@ -251,16 +257,16 @@ class _File:
                 "data_offsets": [begin, begin + array.nbytes],
             }
         text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
+        text += b" " * (-len(text) % 8)  # arrays begin at a multiple of 8, for mapping
         return struct.pack("<Q", len(text)) + text
 
     def allocate(self) -> None:
-        """Makes the file, with its header and with room on the disk for all arrays."""
+        """Creates the file with its header and space on the disk for all arrays."""
         with self.temporary.open("wb") as stream:
             stream.write(self.header)
             stream.flush()
-            # A full disk is detected here: a write to mapped memory would kill the
-            # process.
+            # A full disk is noticed here, as an error: a write to mapped memory would
+            # kill the process with SIGBUS.
             if self.nbytes and hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(stream.fileno(), len(self.header), self.nbytes)
             else:
@@ -269,7 +275,7 @@ class _File:
             os.fsync(stream.fileno())
 
     def write(self, shard: _Shard, values: HostArray) -> None:
-        """Writes a shard's values to their place."""
+        """Writes a shard's values into the file."""
         spec = shard.array.spec
         offset = len(self.header) + self.begins[spec.path]
         whole = np.memmap(self.temporary, spec.dtype, "r+", offset, spec.shape or (1,))
@@ -283,14 +289,15 @@ class _File:
 def _files(
     path: Path, arrays: Sequence[_NamedArray], most: int, metadata: Mapping[str, str]
 ) -> list[_File]:
-    """Returns the files for arrays, each of at most so many bytes if it can be."""
+    """Returns the files for arrays, each of at most so many bytes if possible."""
     groups = _grouped(arrays, most)
     stem, count = path.name.removesuffix(SUFFIX), len(groups)
     names = [f"{stem}-{i + 1:05}-of-{count:05}{SUFFIX}" for i in range(count)]
     if count == 1:
         names = [path.name]
     for group in groups:
-        # Large elements first: each array then begins at a multiple of its element.
+        # Large elements first: then each array begins at a multiple of its itemsize,
+        # which readers that map files rely on.
         group.sort(key=lambda array: -array.spec.dtype.itemsize)
     return [
         _File(path.with_name(name), group, metadata)
@@ -299,7 +306,7 @@ def _files(
 
 
 def _grouped(items: Iterable[_Sized], most: int) -> list[list[_Sized]]:
-    """Groups items in their order: of at most so many bytes, or a single one."""
+    """Groups items in order, each group of at most so many bytes or a single item."""
     groups: list[list[_Sized]] = []
     size = 0
     for item in items:
@@ -312,7 +319,7 @@ def _grouped(items: Iterable[_Sized], most: int) -> list[list[_Sized]]:
 
 
 def _index_of(path: Path) -> Path:
-    """Returns the file that says which array is in which file, if there are several."""
+    """Returns the path of the index, which says which array is in which file."""
     return path.with_name(f"{path.name}{INDEX}")
 
 
@@ -335,14 +342,14 @@ def _named_arrays(
     for path, name in zip(paths, names, strict=True):
         if separator != "/" and name == path and separator in path:
             msg = (
-                f"{path}: a key holds {separator!r}, which also stands between keys in "
-                "the file. Give separator='/', or rename it."
+                f"{path}: a key contains {separator!r}, which also separates keys in "
+                "the file. Give separator='/', or rename the array."
             )
             raise CheckpointError(msg)
     names = renamed(paths, rename, "/", separator)
     if "__metadata__" in names:
         msg = (
-            "__metadata__: in the file, this is the name of the metadata. Change "
+            "__metadata__: safetensors reserves this name for the metadata. Change "
             "rename=."
         )
         raise CheckpointError(msg)
@@ -356,17 +363,17 @@ def _named_arrays(
 
 
 def _check_array(path: str, value: Leaf) -> None:
-    """Raises CheckpointError for what safetensors files cannot hold."""
+    """Raises CheckpointError for a leaf that safetensors files cannot hold."""
     if not path:
-        msg = "the state is one leaf without a name. Put it into a dict."
+        msg = "the state is a single leaf without a name. Put it into a dict."
         raise CheckpointError(msg)
     dtype = getattr(value, "dtype", None)
     alone = "Save the parameters alone, as state.params or nnx.state(model, nnx.Param)"
     problem = ""
     if dtype is not None and _jax.is_extended(dtype):
         problem = (
-            f"it is a PRNG key, which safetensors files cannot hold. {alone}, or "
-            "jax.random.key_data of the key."
+            f"safetensors files cannot hold PRNG keys. {alone}, or "
+            "jax.random.key_data(key) instead of the key."
         )
     elif not isinstance(value, (jax.Array, np.ndarray, np.generic)):
         problem = (
@@ -390,7 +397,7 @@ def _check_array(path: str, value: Leaf) -> None:
 
 
 def _write_on_first(channel: Channel, work: Callable[[], None]) -> None:
-    """Does work on process 0, and raises its errors on all processes."""
+    """Calls a function on process 0, and raises its errors on all processes."""
 
     def write() -> None:
         try:
@@ -420,8 +427,8 @@ def _check_free(path: Path, *, overwrite: bool) -> None:
 def _fill(channel: Channel, file: _File) -> None:
     """Writes all shards of a file's arrays, on process 0.
 
-    Errors are raised at the end: until then the other processes send their shards, and
-    would wait forever for a process that no longer takes part.
+    Errors are raised at the end: until then the other processes send their shards in
+    collectives, and would wait forever for a process that no longer takes part.
     """
     problem: OSError | None = None
     for shard, values in _all_values(file):
@@ -459,10 +466,10 @@ def _all_values(file: _File) -> Iterator[tuple[_Shard, HostArray]]:
 
 
 def _received(shards: Sequence[_Shard]) -> HostArray:
-    """Returns the bytes of shards of another process; all processes call it.
+    """Returns the bytes of another process's shards; called on all processes.
 
-    They come in pieces of at most `_PIECE_BYTES`, of few different sizes, as a program
-    is compiled for each size.
+    They are sent in pieces of at most `_PIECE_BYTES`, padded to a power of two: a
+    program is compiled for each size.
     """
     is_owner = shards[0].owner == jax.process_index()
     total = sum(shard.nbytes for shard in shards)
@@ -480,11 +487,14 @@ def _received(shards: Sequence[_Shard]) -> HostArray:
 
 
 def _publish(path: Path, files: Sequence[_File]) -> None:
-    """Renames the files; a kill in between never leaves a mixture that loads."""
+    """Renames the files; a kill in between never leaves a mixture that can be loaded.
+
+    Files without an index are refused by `load_safetensors`. So the old index is
+    removed first, the new one is written last, and old files are removed after it.
+    """
     earlier, index = _existing(path), _index_of(path)
     is_sharded = len(files) > 1
     if is_sharded:
-        # Without its index an old set is not one, and cannot mix with the new one.
         index.unlink(missing_ok=True)
     for file in files:
         file.temporary.replace(file.path)

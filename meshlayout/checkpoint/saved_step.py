@@ -1,8 +1,8 @@
 """A step of a `Checkpointer` as a source to restore from, verified bit by bit.
 
-While slices are read, what each adds to its array's fingerprint is computed from the
-host's copy. On several processes none may have a whole array: their sums are added up
-in one exchange after the reads.
+As each slice is read, its part of the array's fingerprint is computed from the host's
+copy, so that verifying reads nothing twice. With several processes none may have a
+whole array: their sums are added up in one exchange after the reads.
 """
 
 import contextlib
@@ -38,15 +38,16 @@ from meshlayout.errors import CheckpointError, DamagedCheckpointError
 
 _WAY_OUT = (
     "Restore another step, or the newest intact one with fallback=True; verify=False "
-    "reads what there is."
+    "reads whatever is there."
 )
 
-# Arrays of up to this size are read whole by each process, and sliced in memory.
+# Arrays of up to this size are read whole by each process, and sliced in memory: one
+# request costs more than the bytes.
 _WHOLE_BYTES = 2**18
 
 
 class SavedStep:
-    """The arrays of a manifest, to be read slice by slice; see `Source`."""
+    """The arrays of a manifest, to be read slice by slice; see `SavedArrays`."""
 
     is_foreign = False
     read_ahead_bytes = READ_AHEAD_BYTES
@@ -69,7 +70,7 @@ class SavedStep:
         self._threads.shutdown(cancel_futures=True)
 
     def start(self, leaf: ArraySpec, index: Index) -> Callable[[], HostArray]:
-        """As for `Source`.
+        """As for `SavedArrays`.
 
         Raises:
             DamagedCheckpointError: If the files are damaged.
@@ -82,6 +83,7 @@ class SavedStep:
             return lambda: np.array(value[index])
         if saved.nbytes > _WHOLE_BYTES:
             return self._start(leaf, saved, index)
+        # The slices of one leaf are requested one after another: keeping one is enough.
         if self._last_whole is None or self._last_whole[0] != leaf.path:
             whole = tuple(slice(0, size) for size in leaf.host_shape)
             self._last_whole = leaf.path, self._start(leaf, saved, whole)
@@ -91,13 +93,15 @@ class SavedStep:
     def _start(
         self, leaf: ArraySpec, saved: SavedLeaf, index: Index
     ) -> Callable[[], HostArray]:
-        """Starts reading from the files, and computing the sums of what is read."""
+        """Starts reading a slice from the files, and computing its sums."""
         name, shape = str(saved.array), leaf.host_shape
         with self._unreadable():
+            # The files say for themselves what they hold. If they disagree with the
+            # manifest, a cast or a reshape would make plausible nonsense of them.
             stored_shape, stored = self._arrays.shape_and_dtype(name)
             is_wrong = stored.itemsize != leaf.host_dtype.itemsize
             if is_wrong or (stored_shape, stored.name) != (shape, saved.stored):
-                why = f"array {name} is not there as it was saved"
+                why = f"array {name} has another shape or dtype than the manifest says"
                 raise self._not_read(why)
             read = self._arrays.start(name, index)
 
@@ -128,13 +132,14 @@ class SavedStep:
 
     @contextlib.contextmanager
     def _unreadable(self) -> Iterator[None]:
-        """Raises for arrays that cannot be read: are they damaged, or out of reach?"""
+        """Turns read errors into "damaged", or "out of reach" if the store refused."""
         try:
             yield
         except ArrayReadError as error:
             why = str(error)
             if files.is_remote(self._folder):
-                # A refusal of the store says nothing about its content.
+                # A refusal says nothing about the content, unless a file is missing or
+                # has another size: that is damage, whatever the message.
                 check_files(self._folder, self._manifest)
                 if why.startswith(REFUSALS):
                     raise StoreError.of(self._folder, "read", why) from error
@@ -150,10 +155,11 @@ class SavedStep:
     def partial_sums(
         self, restores: Sequence[LeafRestore]
     ) -> dict[str, dict[str, Sums]]:
-        """Verifies the arrays that this process has read whole.
+        """Verifies the arrays of which this process has read every slice.
 
         Returns:
-            For `check_sums`: the sums of arrays that this process has read in part.
+            For `check_sums`: the sums of arrays that this process has read in part, by
+            array and by copy of the array.
 
         Raises:
             DamagedCheckpointError: If one of them is damaged.
@@ -183,7 +189,10 @@ class SavedStep:
     def check_sums(
         self, partial_sums: Sequence[Mapping[str, Mapping[str, Sequence[int]]]]
     ) -> None:
-        """Verifies arrays that no process has read whole.
+        """Verifies the arrays that were read in parts, by several processes together.
+
+        Args:
+            partial_sums: What `partial_sums` returned on each process.
 
         Raises:
             DamagedCheckpointError: If one is damaged; on all processes.
@@ -214,7 +223,7 @@ class SavedStep:
         ]
         places = ", ".join(unhashed[:3]) or str(self._manifest.arrays)
         msg = (
-            f"{', '.join(arrays)}{more}: the values in {self._folder} are not those "
+            f"{', '.join(arrays)}{more}: the values in {self._folder} are not the ones "
             f"that were saved; the damage is in {places}. {_WAY_OUT}"
         )
         return DamagedCheckpointError(msg)
@@ -227,10 +236,12 @@ def _num_elements(bounds: Bounds) -> int:
 def _by_replica(
     sums: Mapping[Bounds, Sums], sharding: jax.sharding.Sharding, shape: tuple[int, ...]
 ) -> dict[str, Sums]:
-    """Returns this process's sums for each complete copy of an array.
+    """Returns this process's sums for each complete copy (replica) of an array.
 
-    The first device of each slice, in the order of the sharding, has a part of the
-    first copy, and so on: so each copy is verified, on whatever process its parts are.
+    The first device that holds a slice, in the order of the sharding, contributes to
+    the first copy, the second one to the second copy, and so on. So every copy is
+    verified, whichever processes hold its parts; counting each slice once would leave
+    the other copies unverified.
     """
     num_copies: dict[Bounds, int] = {}
     by_replica: dict[int, list[Sums]] = {}
@@ -244,7 +255,7 @@ def _by_replica(
 
 
 def check_files(folder: Any, manifest: Manifest) -> None:
-    """Raises if a file is gone, has another size or, if it is small, other content.
+    """Raises if a file is missing, has another size or, if it is small, other content.
 
     Raises:
         DamagedCheckpointError: Names the file.
@@ -261,11 +272,11 @@ def check_files(folder: Any, manifest: Manifest) -> None:
             raise DamagedCheckpointError(msg) from error
         if size != saved.size:
             msg = (
-                f"{file} has {size:,} bytes, and {saved.size:,} were saved. {_WAY_OUT}"
+                f"{file} has {size:,} bytes, but {saved.size:,} were saved. {_WAY_OUT}"
             )
             raise DamagedCheckpointError(msg)
         if content is not None and files.digest(content) != saved.sha256:
-            msg = f"{file} is not what was saved: its content has changed. {_WAY_OUT}"
+            msg = f"{file} is not as it was saved: its content has changed. {_WAY_OUT}"
             raise DamagedCheckpointError(msg)
 
 
@@ -285,8 +296,8 @@ def _leaf(saved: SavedLeaf) -> ArraySpec:
             dtype = jnp.dtype(saved.dtype)
     except (KeyError, TypeError, ValueError) as error:
         msg = (
-            f"{saved.path}: the manifest's entry is not one that this meshlayout "
-            f"writes: {error!r}. Use the program that wrote it."
+            f"{saved.path}: this version of meshlayout does not write such an entry in "
+            f"a manifest: {error!r}. Use the program that wrote it."
         )
         raise CheckpointError(msg) from None
     return ArraySpec(saved.path, saved.parts, saved.shape, dtype, is_numpy)

@@ -1,4 +1,8 @@
-"""A state flattened for saving: its manifest entries and its arrays."""
+"""A state flattened for saving: its manifest entries and its arrays.
+
+The arrays stay on their devices here; `StepWriter` copies them. What files could not
+give back is refused by name: tracers, masked arrays, foreign byte orders, long doubles.
+"""
 
 import math
 from dataclasses import replace
@@ -21,7 +25,7 @@ from meshlayout.layout import Layout
 from meshlayout.state.create import StateDescription
 
 
-# The index of a shard's first element in the whole array, and the shard's values.
+# The index of a shard's first element in the whole array, and the values of the shard.
 Shard = tuple[tuple[int, ...], np.ndarray[Any, Any]]
 
 
@@ -29,11 +33,11 @@ def snapshot(state: PyTree) -> tuple[list[SavedLeaf], dict[str, Any]]:
     """Flattens a state for saving.
 
     Returns:
-        The manifest's entries, without fingerprints, and the arrays to store by their
+        The manifest's entries, without fingerprints, and the arrays to store, by their
         names in the files.
 
     Raises:
-        CheckpointError: If it holds anything else, or nothing.
+        CheckpointError: If it holds no array or number, or anything that is neither.
     """
     if _jax.is_tracing():
         msg = (
@@ -45,6 +49,7 @@ def snapshot(state: PyTree) -> tuple[list[SavedLeaf], dict[str, Any]]:
     arrays: dict[str, Any] = {}
     for path, parts, value in named_leaves(state):
         leaf, array = _saved(path, parts, value)
+        # Orbax writes no files for arrays without elements, nor are any needed.
         if array is not None and array.size:
             name = f"{len(arrays):06d}"
             stored = stored_dtype(array.dtype)
@@ -57,12 +62,12 @@ def snapshot(state: PyTree) -> tuple[list[SavedLeaf], dict[str, Any]]:
 
 
 def host_shards(array: np.ndarray | jax.Array) -> list[Shard]:
-    """Returns the values that this process has of an array, on the host.
+    """Returns this process's shards of an array, on the host.
 
-    Of shards that are the same on several devices, one process has one; of a NumPy
-    array, process 0 has all. Called after `orbax.start_writing`, nothing is copied
-    again: JAX keeps the host copies that were made of shards, and on a CPU they are
-    views.
+    Among all processes each element comes once: of shards that several devices
+    hold, from the first of them, and of a NumPy array, from process 0. After
+    `orbax.start_writing` this copies nothing: JAX keeps the host copies of shards, and
+    on a CPU they are views.
     """
     if not isinstance(array, jax.Array):
         return [((0,) * array.ndim, array)] if jax.process_index() == 0 else []
@@ -110,7 +115,8 @@ def named_leaves(tree: PyTree) -> list[tuple[str, tuple[str, ...], Any]]:
     if _paths.holds_modules(tree):
         tree = nnx.state(tree)
     entries, _ = jax.tree_util.tree_flatten_with_path(tree)
-    if len(entries) != len(flat):  # a box that holds something other than a leaf
+    if len(entries) != len(flat):
+        # Paths take a box as one leaf, and JAX goes into it where it holds a tree.
         return [(leaf.path, tuple(leaf.path.split("/")), leaf.value) for leaf in flat]
     return [
         (leaf.path, _parts(leaf.path, keys), leaf.value)
@@ -119,7 +125,11 @@ def named_leaves(tree: PyTree) -> list[tuple[str, tuple[str, ...], Any]]:
 
 
 def _parts(path: str, keys: tuple[Any, ...]) -> tuple[str, ...]:
-    """Returns the keys that a path is made of; one of them may hold a slash."""
+    """Returns the keys of a path, where a slash may be part of a key.
+
+    JAX's key of a box, such as `.value`, is not part of a path: with or without it, one
+    of the two spellings is the path.
+    """
     names = tuple(map(_paths.key_name, keys))
     for stop in (len(names), len(names) - 1):
         if "/".join(names[:stop]) == path:
@@ -144,8 +154,8 @@ def _saved(path: str, parts: tuple[str, ...], value: Leaf) -> tuple[SavedLeaf, A
         raise CheckpointError(_unknown(path, value))
     if isinstance(value, np.ma.MaskedArray):
         msg = (
-            f"{path}: a masked array's mask would be lost. Save x.filled(value), and "
-            "the mask as an array of its own."
+            f"{path}: the mask of a masked array would be lost. Save x.filled(value), "
+            "and the mask as a separate array."
         )
         raise CheckpointError(msg)
     _check_dtype(path, value.dtype)
@@ -160,7 +170,7 @@ def _saved(path: str, parts: tuple[str, ...], value: Leaf) -> tuple[SavedLeaf, A
         nbytes=value.size * itemsize,
     )
     if not isinstance(value, jax.Array):
-        return leaf, np.array(value)  # the caller may write to its own
+        return leaf, np.array(value)  # the caller may write to the original
     if value.is_deleted():
         msg = (
             f"{path}: the array is deleted; it was donated, to a step or a relayout. "
@@ -174,7 +184,8 @@ def _saved(path: str, parts: tuple[str, ...], value: Leaf) -> tuple[SavedLeaf, A
         leaf = replace(leaf, kind="key", key_impl=_jax.key_impl(value.dtype))
         value = jax.random.key_data(value)
     if jax.process_count() > 1 and value.is_fully_addressable:
-        value = np.array(value)  # each process has its own: process 0's is saved
+        # Each process has an array of its own: that of process 0 is saved, as of NumPy.
+        value = np.array(value)
     return leaf, value
 
 
@@ -184,22 +195,22 @@ def _check_dtype(path: str, dtype: DType) -> None:
         return
     if dtype.name in ("int2", "uint2") and jax.__version_info__ < (0, 8):
         msg = (
-            f"{path}: jax {jax.__version__} mixes up the bits of {dtype} on devices; "
+            f"{path}: jax {jax.__version__} scrambles the bits of {dtype} on devices; "
             "jax 0.8 does not. Cast it to int8."
         )
         raise CheckpointError(msg)
     if not dtype.isnative:
         msg = (
-            f"{path}: its bytes are in the order of another machine ({dtype.str}). "
-            "Save x.astype(x.dtype.newbyteorder('='))."
+            f"{path}: its byte order is that of another machine ({dtype.str}). Save "
+            "x.astype(x.dtype.newbyteorder('='))."
         )
         raise CheckpointError(msg)
     if dtype in (np.dtype(np.longdouble), np.dtype(np.clongdouble)) and (
         dtype not in (np.dtype(np.float64), np.dtype(np.complex128))
     ):
         msg = (
-            f"{path}: {dtype} has another form on other machines and cannot be saved. "
-            "Cast it to float64 or complex128."
+            f"{path}: {dtype} differs between machines and cannot be saved. Cast it to "
+            "float64 or complex128."
         )
         raise CheckpointError(msg)
 
@@ -211,17 +222,17 @@ def _unknown(path: str, value: Leaf) -> str:
     where = path or "the state"
     if isinstance(value, jax.ShapeDtypeStruct):
         return (
-            f"{where}: a shape without values cannot be saved, as ml.describe and "
-            "jax.eval_shape give them. Save the state itself."
+            f"{where}: shapes without values, which ml.describe and jax.eval_shape "
+            "return, cannot be saved. Save the state itself."
         )
     return (
         f"{where}: {_checks.shown(value)} cannot be saved. A state holds arrays and "
-        "numbers; keep other things in metadata=, or outside of the tree."
+        "numbers; keep anything else in metadata=, or outside the tree."
     )
 
 
 def _as_bytes(x: np.ndarray | jax.Array) -> Any:
-    """Returns an array of a dtype that no file format has, as a byte per element."""
+    """Returns an array of a dtype that the files cannot hold, one byte per element."""
     if isinstance(x, np.ndarray):
         return x.view(np.uint8)
     return jax.jit(bits_to_bytes, out_shardings=x.sharding)(x)

@@ -3,12 +3,16 @@
 The caller waits only until the state is on the host, and may then donate it. A thread
 computes fingerprints of those host copies, waits for the files, and commits the step by
 its manifest. Fingerprints are not computed on the devices: that took a compiled program
-for each distinct shape and a dispatch for each array, all in the caller, and blocked it
-three to four times as long as the copy itself.
+for each distinct shape and a dispatch for each array, all in the caller's thread, and
+blocked it three to four times as long as the copy itself.
 
-An Event says when a save is over. `Thread.join` and `is_alive` cannot be trusted: in
+An Event signals the end of a save. `Thread.join` and `is_alive` cannot be trusted: in
 Python 3.11 and 3.12 an exception inside `join`, such as Ctrl-C, marks a running thread
 as stopped, and the next `join` returns at once.
+
+All processes must agree on the outcome, or some would wait forever for the others. So
+each exchange is reached on every path: a process that fails sends its error instead of
+its result, and all of them raise the first one.
 """
 
 import atexit
@@ -39,10 +43,11 @@ from meshlayout.errors import CheckpointError
 
 logger = logging.getLogger("meshlayout.checkpoint")
 
-# Files of up to this size are hashed; the arrays in larger ones have fingerprints.
+# Files of up to this size are hashed. Reading larger ones back would take time; they
+# hold arrays, whose fingerprints show damage.
 _HASHED_BYTES = 4 * 2**20
 
-# Saves that are running, or whose error was not raised yet.
+# Saves that are running, or whose error has not been raised yet.
 _unsettled: "set[StepWriter]" = set()
 
 
@@ -61,7 +66,7 @@ class StepWriter:
         hold: Returns the lease of the directory; called on process 0.
         channel: Exchanges messages between the background threads.
         after: Called on process 0 once the step exists.
-        error: What it failed with, once it has finished.
+        error: The error of a finished save that failed; None otherwise.
     """
 
     directory: AnyPath
@@ -85,7 +90,8 @@ class StepWriter:
         self._wait: Callable[[], None] | None = None
         self._problem: Exception | None = None
         self._finished = threading.Event()
-        # Taken once: by the thread, or by a caller who gives up starting it.
+        # A token: whoever pops it, the thread or a caller who was interrupted while
+        # starting it, ends the save. Popping from a list is atomic.
         self._turn = [True]
 
     @property
@@ -121,7 +127,7 @@ class StepWriter:
             name = f"checkpoint-{self.step}"
             threading.Thread(target=self._run, name=name, daemon=False).start()
         except BaseException:
-            # Ctrl-C may come after the thread started, which then runs to its end.
+            # Ctrl-C may come after the thread has started, which then runs to its end.
             if self._turn and self._turn.pop():
                 self._end()
                 _unsettled.discard(self)
@@ -146,6 +152,7 @@ class StepWriter:
         everyone = list(channel.exchange(said).values())
         if "error" in everyone[0]:
             raise self._failed(everyone[0]["error"]) from problem
+        # Before anything is written: Orbax would wait for its peers without a word.
         _check_agreement(everyone)
         if not self.arrays:
             return
@@ -161,7 +168,9 @@ class StepWriter:
         except Exception as error:
             if jax.process_count() == 1:
                 raise self._failed(orbax.reason(error)) from error
-            self._problem = error  # the other processes learn of it in the background
+            # The others have started to write: tell them in the next exchange, which
+            # is in the background.
+            self._problem = error
 
     # In the thread.
 
@@ -193,7 +202,7 @@ class StepWriter:
             self._end()
             raise self._failed(errors[0]) from self._problem
         sums = [answer["sums"] for answer in everyone]
-        # The others wait for retention too, so that all list the same steps.
+        # The others wait for retention, too, so that all list the same steps.
         on_first(self.channel, functools.partial(self._commit, sums))
 
     def _written(self) -> dict[str, Sums]:
@@ -204,7 +213,7 @@ class StepWriter:
             name: total(slice_sums(values, starts, shape) for starts, values in shards)
             for name, (shape, shards) in self._shards.items()
         }
-        self._shards = {}
+        self._shards = {}  # frees the host copies as soon as Orbax needs them no more
         if self._wait is not None:
             self._wait()
         return sums
@@ -217,7 +226,7 @@ class StepWriter:
             contents = self._manifest(attempt, sums)
             attempt.commit(contents.to_bytes())
         except NotDurableError as error:
-            # In that case no older step is deleted.
+            # `after` is skipped: older steps that are durable must not be deleted.
             msg = (
                 f"step {self.step} is written to {self.directory}, but may not survive "
                 f"a power cut: {error}."
@@ -243,7 +252,7 @@ class StepWriter:
     def _manifest(
         self, attempt: Attempt, sums: Sequence[Mapping[str, Sequence[int]]]
     ) -> Manifest:
-        """Writes the input iterator's state, and returns what the step holds."""
+        """Writes the input iterator's state, and returns the manifest of all files."""
         saved: dict[str, SavedFile] = {}
         if self.data is not None:
             files.write_whole(attempt.folder / attempt.data, self.data)
@@ -274,13 +283,15 @@ class StepWriter:
             if self._attempt is not None:
                 self._attempt.end()
         except (OSError, CheckpointError) as error:
-            # The next process that opens the directory removes it.
-            logger.info("what step %d left cannot be removed: %s", self.step, error)
+            # The next process that opens the directory removes them.
+            logger.info(
+                "temporary files of step %d cannot be removed: %s", self.step, error
+            )
 
     def _failed(self, why: str) -> CheckpointError:
         return CheckpointError(
-            f"step {self.step} could not be saved in {self.directory}: {why}. The "
-            "steps saved before are as they were; the next save starts anew."
+            f"step {self.step} could not be saved in {self.directory}: {why}. Earlier "
+            "steps are unchanged; the next save starts anew."
         )
 
 
@@ -297,8 +308,9 @@ def _check_agreement(everyone: list[dict[str, Any]]) -> None:
             raise CheckpointError(msg)
         if first["state"] != other["state"]:
             msg = (
-                f"process 0 and process {index} save {places[0]} with states of other "
-                "paths, shapes or dtypes. All processes have to save the same state."
+                f"process 0 and process {index} save {places[0]} with states that "
+                "differ in paths, shapes or dtypes. All processes have to save the "
+                "same state."
             )
             raise CheckpointError(msg)
 
@@ -321,13 +333,14 @@ def _saved_files(folder: AnyPath, arrays: str) -> dict[str, SavedFile]:
 def _finish_at_exit() -> None:
     """Has the interpreter finish saves before it shuts thread pools down.
 
-    At its end Python first shuts down the pools that Orbax writes with, and waits for
-    threads after that: a running save would hang for minutes, and be lost. A function
-    registered here, after `concurrent.futures`, runs earlier. The API is private
-    (in Python 3.9 to 3.14); without it running saves are lost at exit,
-    and `test_a_process_that_ends_finishes_its_save` fails.
+    At exit Python first shuts down the pools that Orbax writes with, and only then
+    waits for threads: a running save would hang for minutes, and be lost. Functions
+    registered here run in reverse order, so this one, registered after that of
+    `concurrent.futures`, runs before it. The API is private (in Python 3.9 to 3.14);
+    without it running saves are lost at exit, and
+    `test_a_process_that_ends_finishes_its_save` fails.
     """
-    assert concurrent.futures.thread  # registers its own first
+    assert concurrent.futures.thread  # its import registers its function first
     register = getattr(threading, "_register_atexit", atexit.register)
     register(_finish_all)
 
@@ -337,18 +350,19 @@ def _finish_all() -> None:
         if not writer.is_done:
             logger.info("the process ends once step %d is saved", writer.step)
         writer.wait()
-        if writer.error is not None:  # no later call will raise it
+        if writer.error is not None:  # no later call is left to raise it
             logger.error("%s", writer.error)
     lease.release_all()
 
 
 def _leave_to_parent() -> None:
-    """Counts saves as finished in a forked child: their threads are not in it.
+    """Counts saves as finished in a forked child, which does not have their threads.
 
     Otherwise a worker process of a data loader, forked while a save runs, never ends.
     """
     for writer in _unsettled:
-        writer._finished = threading.Event()  # a thread may hold the lock of the other
+        # A new one: a thread of the parent may have held the old one's lock.
+        writer._finished = threading.Event()
         writer._finished.set()
     _unsettled.clear()
 

@@ -1,14 +1,13 @@
-"""The steps in a directory: listed, chosen to be restored, kept or deleted.
+"""The steps in a directory: listed, and restored on all processes.
 
-All processes must restore the same step, or none: so process 0 chooses, and an error on
-one process is raised on all of them. If the step is damaged, the ones before are tried
-on request. Another run may save and delete steps at any moment: a step that is gone
-while it is read is not damaged, and another one is chosen.
+All processes must restore the same step, or none: so process 0 chooses it, and an error
+on one process is raised on all of them. If the step is damaged, earlier ones are tried
+on request. Another run may save and delete steps at any moment: a step that disappears
+while it is being read is not damaged, and another one is chosen.
 """
 
 import functools
 import logging
-import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ import jax
 from meshlayout import _checks, _render
 from meshlayout.checkpoint import attempt, files, manifest
 from meshlayout.checkpoint.manifest import Manifest
+from meshlayout.checkpoint.policy import best_of
 from meshlayout.checkpoint.saved_step import SavedStep, check_files
 from meshlayout.checkpoint.store import AnyPath, StoreError
 from meshlayout.checkpoint.target import LeafRestore
@@ -39,7 +39,8 @@ T = TypeVar("T")
 Read: TypeAlias = Callable[[SavedStep, Manifest], tuple[T, Sequence[LeafRestore]]]
 """Restores from a step, given its manifest; also returns which arrays it read."""
 
-# How often to choose again if another process deletes the chosen step.
+# How often to choose again if another run deletes the chosen step. With `keep=1` and
+# frequent saves several in a row may disappear.
 _ATTEMPTS = 20
 
 
@@ -61,6 +62,8 @@ class Steps:
     ) -> None:
         self.directory = directory
         self._best_metric, self._channel = best_metric, channel
+        # Parsing is slow for many leaves, and `all` reads every manifest: kept while
+        # the file is the same, by inode, size and time.
         self._manifests: dict[int, tuple[Any, Manifest]] = {}
 
     def folder(self, step: int) -> Any:
@@ -68,11 +71,11 @@ class Steps:
         return self.directory / str(step)
 
     def all(self) -> list[int]:
-        """Returns the steps with an intact manifest, in order."""
+        """Returns the steps with an intact manifest, in ascending order."""
         return [step for step in self.with_manifest() if self._is_whole(step)]
 
     def with_manifest(self) -> list[int]:
-        """Returns the steps with a manifest, even a damaged one, in order."""
+        """Returns the steps with a manifest, even a damaged one, in ascending order."""
         return [step for step in self._folders() if self._file(step).exists()]
 
     def manifest(self, step: int) -> Manifest:
@@ -80,7 +83,7 @@ class Steps:
 
         Raises:
             DamagedCheckpointError: If it is damaged.
-            CheckpointError: If there is none.
+            CheckpointError: If it does not exist.
         """
         path = self._file(step)
         try:
@@ -104,12 +107,13 @@ class Steps:
         return contents
 
     def metrics(self, steps: Sequence[int]) -> dict[int, Mapping[str, float]]:
-        """Returns the metrics of steps that no process has deleted meanwhile."""
+        """Returns the metrics of the steps that still exist."""
         metrics = {}
         for step in steps:
             try:
                 metrics[step] = self.manifest(step).metrics
             except CheckpointError:
+                # Another run may have deleted it since it was listed.
                 if self._file(step).exists():
                     raise
         return metrics
@@ -128,7 +132,9 @@ class Steps:
             return False
         except StoreError:
             raise
-        except CheckpointError:  # of another version, or deleted meanwhile
+        except CheckpointError:
+            # One of another version is listed: a restore says what can read it. One
+            # that was deleted meanwhile is not.
             return self._file(step).exists()
         return True
 
@@ -136,11 +142,11 @@ class Steps:
         """Returns the message that a step does not exist."""
         if not files.is_remote(self.directory) and not self.directory.is_dir():
             return (
-                f"{self.directory} holds no checkpoint: there is no such directory any "
-                "more, or not on this machine."
+                f"{self.directory} has no checkpoints: the directory does not exist, "
+                "at least not on this machine."
             )
         if not self.all():
-            return f"{self.directory} holds no checkpoint: nothing was saved in it yet."
+            return f"{self.directory} has no checkpoints: nothing was saved there yet."
         return f"{self.directory} has no step {step}; it has {self._listed()}."
 
     def _listed(self) -> str:
@@ -154,7 +160,7 @@ class Steps:
         """Returns the step with the best metric, or None if no step has it.
 
         Raises:
-            CheckpointError: If there is no such metric.
+            CheckpointError: If no metric was named.
         """
         if self._best_metric is None:
             msg = (
@@ -169,16 +175,16 @@ class Steps:
         """Returns the number of a step.
 
         Args:
-            step: What the user gave.
+            step: The user's argument: a number, `"latest"` or `"best"`.
             allow_damaged: Whether the latest may be one whose manifest is damaged.
 
         Raises:
-            CheckpointError: If there is no such step.
+            CheckpointError: If the step does not exist.
         """
         if step == "latest":
             listed = self.with_manifest if allow_damaged else self.all
-            # During the listing, another process may save a step and delete the ones
-            # listed: list again if none is left.
+            # During the listing, another run may save a step and delete the listed
+            # ones: list again if none is left.
             steps = listed() or listed()
             if not steps:
                 raise CheckpointError(self._missing(0))
@@ -205,7 +211,9 @@ class Steps:
         return number
 
     def _candidates(self, step: int | str, *, fallback: bool) -> list[int]:
-        """Returns the steps to try, on process 0."""
+        """Returns the steps to try, the best choice first; on process 0."""
+        # A damaged newest step is tried, so that the user hears of the damage: quietly
+        # taking the one before would lose training.
         first = self.chosen(step, allow_damaged=True)
         if step == "latest":
             self._warn_of_unfinished(first)
@@ -218,8 +226,9 @@ class Steps:
         for step in self._folders():
             if step > restored and attempt.is_unfinished(self.folder(step)):
                 msg = (
-                    f"{self.folder(step)} has no manifest: that step was not saved to "
-                    f"its end, or the file was deleted. Restoring step {restored}."
+                    f"{self.folder(step)} has no manifest: the save of that step was "
+                    "not completed, or the file was deleted. Restoring step "
+                    f"{restored}."
                 )
                 warnings.warn(msg, CheckpointWarning, stacklevel=stack_level())
 
@@ -238,7 +247,7 @@ class Steps:
 
         Raises:
             DamagedCheckpointError: If no intact step was found.
-            CheckpointError: If there is no such step.
+            CheckpointError: If the step does not exist.
         """
         _checks.flag("verify", verify, where="restore", error=CheckpointError)
         _checks.flag("fallback", fallback, where="restore", error=CheckpointError)
@@ -253,6 +262,7 @@ class Steps:
     def _first_intact(
         self, step: int | str, read: Read[T], *, verify: bool, fallback: bool
     ) -> tuple[T, int]:
+        """Tries the candidates in turn; the same ones on every process."""
         damaged: dict[int, DamagedCheckpointError] = {}
         candidates = functools.partial(self._candidates, step, fallback=fallback)
         for candidate in on_first(self._channel, candidates):
@@ -283,7 +293,10 @@ class Steps:
     def _with_latest(
         self, error: DamagedCheckpointError, step: int | str, candidate: int
     ) -> DamagedCheckpointError:
-        """Returns the error of the newest step, extended with `latest_step()`."""
+        """Returns the error of the newest step, extended by `latest_step()`.
+
+        Otherwise a user who compares the two would wonder why they differ.
+        """
         latest = max(self.all(), default=None) if step == "latest" else None
         if latest is None or latest == candidate:
             return error
@@ -294,7 +307,12 @@ class Steps:
         return DamagedCheckpointError(msg)
 
     def _try(self, step: int, read: Read[T], *, verify: bool) -> T:
-        """Restores one step; raises on all processes if it is damaged on one."""
+        """Restores one step; raises on all processes if it is damaged on any.
+
+        There are two exchanges, which every process reaches: one after the manifest is
+        read, and one with the sums of arrays that several processes read in parts. A
+        third one follows, on all of them, if these sums are wrong.
+        """
         begin_s = time.perf_counter()
         contents, problem = None, None
         restored: Any = None
@@ -321,7 +339,7 @@ class Steps:
         try:
             source.check_sums(partial_sums)
         except DamagedCheckpointError as error:
-            # All processes compare the same sums, so all of them come here, or none.
+            # All processes compare the same sums: either all of them get here, or none.
             self._agree(step, contents, error)
         if jax.process_index() == 0:
             seconds = time.perf_counter() - begin_s
@@ -341,7 +359,7 @@ class Steps:
             step: The step that was tried.
             contents: Its manifest; None if that is damaged.
             problem: This process's error, if any.
-            sums: What the others are told if there is none.
+            sums: The message to the others if there is no error.
         """
         answer = {"kind": "fine", "sums": sums}
         if problem is not None:
@@ -356,79 +374,23 @@ class Steps:
         if first["kind"] == "unknown":
             raise CheckpointError(first["words"]) from problem
         if problem is not None and first == answer:
-            raise problem
+            raise problem  # the original, with its traceback and cause
         raise DamagedCheckpointError(first["words"]) from problem
 
     def _kind_of(
         self, problem: CheckpointError, step: int, contents: Manifest | None
     ) -> str:
-        """Returns whether a step is damaged, gone since it was read, or neither."""
+        """Returns `"damaged"`, `"gone"` (deleted or replaced meanwhile) or `"unknown"`.
+
+        Files that disappear during a read look like damage. Whether the manifest is
+        still the same shows the difference.
+        """
         if isinstance(problem, StoreError):
             return "unknown"
         try:
-            is_still = self.manifest(step) is contents
+            is_unchanged = self.manifest(step) is contents
         except DamagedCheckpointError:
-            is_still = contents is None
-        except CheckpointError:  # of another version, or gone
+            is_unchanged = contents is None
+        except CheckpointError:  # of another version, or deleted
             return "unknown" if self._file(step).exists() else "gone"
-        return "damaged" if is_still else "gone"
-
-
-# Retention.
-
-
-def steps_to_delete(
-    steps: Sequence[int],
-    *,
-    keep: int | None,
-    keep_every: int | None = None,
-    best: tuple[str, str] | None = None,
-    metrics: Mapping[int, Mapping[str, float]] | None = None,
-    newest: int | None = None,
-) -> list[int]:
-    """Returns the steps to delete, oldest first.
-
-    Args:
-        steps: The existing steps.
-        keep: How many of the last steps stay; None for all.
-        keep_every: Steps that this divides stay as well.
-        best: A metric's name and `"max"` or `"min"`: the best step stays as well.
-        metrics: The metrics by step.
-        newest: The step that was saved last, which stays; it does not have the highest
-            number if a run went back to an earlier step.
-
-    Example:
-        >>> steps_to_delete([1, 2, 3, 4, 5, 6], keep=2, keep_every=3)
-        [1, 2, 4]
-    """
-    if keep is None:
-        return []
-    ordered = sorted(set(steps))
-    kept = set(ordered[-max(1, keep) :])
-    kept |= {step for step in ordered if keep_every and step % keep_every == 0}
-    kept |= {newest, best_of(ordered, best, metrics or {})}
-    return [step for step in ordered if step not in kept]
-
-
-def best_of(
-    steps: Sequence[int],
-    best: tuple[str, str] | None,
-    metrics: Mapping[int, Mapping[str, float]],
-) -> int | None:
-    """Returns the step with the best metric, the later one of a tie, or None.
-
-    Example:
-        >>> measured = {1: {"loss": 0.5}, 2: {"loss": 0.3}, 3: {"loss": 0.4}, 4: {}}
-        >>> best_of([1, 2, 3, 4], ("loss", "min"), measured)
-        2
-    """
-    if best is None:
-        return None
-    name, mode = best
-    sign = 1.0 if mode == "max" else -1.0
-    values = {
-        step: sign * metrics[step][name]
-        for step in steps
-        if not math.isnan(metrics.get(step, {}).get(name, math.nan))
-    }
-    return max(values, key=lambda step: (values[step], step), default=None)
+        return "damaged" if is_unchanged else "gone"

@@ -1,8 +1,8 @@
 """Google Cloud Storage paths with the methods of `pathlib.Path` that saving needs.
 
 A store has no directories, only objects whose names contain slashes: a directory exists
-while an object is in it. Nothing is cached between calls, as other machines write there
-too. A store that refuses or does not answer is an error, never an empty store.
+while an object is in it. Nothing is cached between calls, since other machines write to
+the store, too. One that refuses or does not answer is an error, never an empty store.
 """
 
 import posixpath
@@ -21,7 +21,8 @@ AnyPath: TypeAlias = Any
 
 SCHEME = "gs://"
 
-# Prefixes of TensorStore's errors for a store that refuses, or does not answer.
+# Prefixes of TensorStore's errors for a store that refuses, or does not answer: the
+# canonical status codes that say nothing about the object.
 REFUSALS = (
     "ABORTED",
     "CANCELLED",
@@ -33,10 +34,10 @@ REFUSALS = (
     "UNAVAILABLE",
 )
 
-# Objects are deleted one by one, so many at a time.
+# Objects are deleted one by one, this many at a time.
 _DELETIONS = 16
 
-# Some client library takes these for patterns, or for the end of a path.
+# fsspec or TensorStore take these for patterns, or for the end of a path.
 _SPECIAL = "*?[]#"
 
 _T = TypeVar("_T")
@@ -46,7 +47,7 @@ class StoreError(CheckpointError):
     """The store refuses or does not answer, which says nothing about its content.
 
     Attributes:
-        fact: What happened, without the fix.
+        fact: The error without the suggested fix.
     """
 
     def __init__(self, fact: str, way_out: str) -> None:
@@ -55,11 +56,17 @@ class StoreError(CheckpointError):
 
     @classmethod
     def of(cls, path: Any, what: str, why: str) -> "StoreError":
-        """Returns the error for a failed request, and the client's message."""
+        """Returns the error for a failed request.
+
+        Args:
+            path: The object or directory.
+            what: The request as a participle, such as `"read"`.
+            why: The client's message.
+        """
         return cls(
             f"{path} cannot be {what}: {why.rstrip('.')}",
-            "That says nothing of the checkpoints there. See that this process may use "
-            "the bucket, and try again.",
+            "That says nothing about the checkpoints there. Make sure that this "
+            "process may use the bucket, and try again.",
         )
 
 
@@ -88,12 +95,12 @@ class StorePath:
         special = next((char for char in text if char in _SPECIAL), None)
         if special is not None:
             msg = (
-                f"{text!r} has {special!r} in it, which some programs on the way to "
-                f"the store read otherwise. Give a path without any of "
+                f"{text!r} contains {special!r}, which has a special meaning for some "
+                "clients of the store. Use a path without any of "
                 f"{' '.join(_SPECIAL)}."
             )
             raise CheckpointError(msg)
-        _files()  # now, not at the first save
+        _files()  # a missing package is an error now, not at the first save
         inside = posixpath.normpath(f"/{inside}").strip("/")
         return cls(f"{SCHEME}{bucket}/{inside}".rstrip("/"))
 
@@ -117,7 +124,7 @@ class StorePath:
         return StorePath(self.text.rpartition("/")[0])
 
     def exists(self) -> bool:
-        """Returns whether there is an object of this name."""
+        """Returns whether an object has this name."""
         try:
             return self._facts()["type"] == "file"
         except FileNotFoundError:
@@ -142,11 +149,11 @@ class StorePath:
     def below(self) -> "Iterator[StorePath]":
         """Yields all objects of this directory, in the order of their names."""
         for name in self._all():
-            if not name.endswith("/"):  # a directory, for some tools
+            if not name.endswith("/"):  # a placeholder that some tools make
                 yield StorePath(SCHEME + name)
 
     def stat(self) -> SimpleNamespace:
-        """Returns an object's bytes, and a number that every write of it changes."""
+        """Returns an object's size in bytes, and a number that every write changes."""
         facts = self._facts()
         return SimpleNamespace(
             st_size=int(facts["size"]), st_ino=str(facts["generation"]), st_mtime_ns=0
@@ -178,8 +185,8 @@ class StorePath:
 
     def _no_bucket(self) -> StoreError:
         bucket = _plain(self.text).partition("/")[0]
-        fact = f"{self}: there is no bucket {bucket!r}"
-        return StoreError(fact, "Make it, or give another one.")
+        fact = f"{self}: the bucket {bucket!r} does not exist"
+        return StoreError(fact, "Create it, or use another one.")
 
     def _all(self) -> list[str]:
         """Lists all objects of this directory, if any; the bucket must exist."""
@@ -202,7 +209,8 @@ class StorePath:
             return question(_files())
         except FileNotFoundError:
             raise
-        except Exception as error:  # from many libraries, without a common base class
+        except Exception as error:
+            # Of gcsfs, fsspec, aiohttp or google-auth, without a common base class.
             why = " ".join(str(error).split()) or type(error).__name__
             raise StoreError.of(self, what, why) from error
 

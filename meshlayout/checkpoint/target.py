@@ -1,8 +1,9 @@
-"""The target of a restore: the state to build, and how each leaf of it is filled.
+"""The target of a restore: the state to build, and how each of its leaves is filled.
 
 Only this module casts, slices and places the arrays of a restore, whatever their
 format. It works on NumPy slices: parts that no device of this process needs are never
-read, and 64-bit values and PRNG keys need no special handling in JAX.
+read, no array is ever whole on the host unless a device holds it whole, and 64-bit
+values and PRNG keys need no special handling in JAX.
 """
 
 import math
@@ -30,16 +31,16 @@ Index: TypeAlias = tuple[slice, ...]
 """One slice per dim, each with a start and a stop."""
 
 Bounds: TypeAlias = tuple[tuple[int, int], ...]
-"""The start and the stop of a slice in every dim: an index that can be compared."""
+"""The start and the stop of a slice in every dim: an index that can be hashed."""
 
 HostArray: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 Rebuild: TypeAlias = Callable[[Sequence[Any]], PyTree]
-"""Makes a state from the new values of its arrays and numbers."""
+"""Builds a state from the new values of its arrays and numbers."""
 
 
 def bounds_of(index: Index | None, shape: tuple[int, ...]) -> Bounds:
-    """Returns the start and the stop in every dim of an index that JAX returned."""
+    """Returns the bounds of a slice whose index JAX returned, with None for ends."""
     pairs = zip(index or (), shape, strict=True)
     return tuple(part.indices(size)[:2] for part, size in pairs)
 
@@ -50,10 +51,10 @@ class LeafRestore:
 
     Attributes:
         spec: Its path, shape and dtype.
-        value: The leaf in the state to restore, abstract or not.
-        destination: Where it goes; None for JAX's default device.
-        moves: Whether that differs from where `value` is.
-        saved: The saved array, its dims in the order of the target's; None to keep
+        value: The leaf in the state to restore, concrete or abstract.
+        destination: The sharding of the result; None for JAX's default device.
+        moves: Whether a layout map set it, so that `value` may be elsewhere.
+        saved: The saved array, its dims in the order of the target; None to keep
             `value`.
         dtype: The dtype of the result on the host.
     """
@@ -67,7 +68,7 @@ class LeafRestore:
 
     @property
     def on_host(self) -> bool:
-        """Whether it is NumPy's or a Python number, not a `jax.Array`."""
+        """Whether the result is a NumPy array or a Python number, not a `jax.Array`."""
         if is_number(self.spec.dtype):
             return True
         return isinstance(self.value, (np.ndarray, np.generic)) and not self.moves
@@ -79,12 +80,12 @@ class LeafRestore:
 
     @property
     def sharding(self) -> Sharding | None:
-        """Where it is placed; None for the host and for the default device."""
+        """The sharding of what is placed; None for the host and the default device."""
         sharding = self.destination
         if self.on_host:
             return None
         if isinstance(sharding, NamedSharding) and self.spec.is_key:
-            # The words of a key stay together.
+            # Keys are placed as their words, in one more dim, which is not sharded.
             rank = len(self.spec.shape)
             spec = [*sharding.spec, *[None] * (rank + 1 - len(sharding.spec))]
             kind = sharding.memory_kind
@@ -104,8 +105,8 @@ class LeafRestore:
             if isinstance(self.value, jax.Array) and self.value.is_deleted():
                 msg = (
                     f"{self.spec.path}: not restored from {source}, and the array in "
-                    "like= is deleted: it was donated to a step or a relayout. Give a "
-                    "state that is alive."
+                    "like= is deleted: it was donated to a step or a relayout. Give "
+                    "the state that the step returned."
                 )
                 raise CheckpointError(msg)
             return
@@ -118,13 +119,13 @@ class LeafRestore:
         narrow = _jax.canonical_dtype(self.dtype)
         if narrow != self.dtype:
             msg = (
-                f"{self.saved}: JAX makes {narrow} of {self.dtype}. Ask for it with "
-                f"dtype='{narrow}', or set jax_enable_x64."
+                f"{self.saved}: JAX would turn {self.dtype} into {narrow}. Ask for "
+                f"that with dtype='{narrow}', or set jax_enable_x64."
             )
             raise CheckpointError(msg)
 
     def slices(self) -> list[tuple[Index, list[Any]]]:
-        """Returns the slices that this process reads, each with its devices."""
+        """Returns the slices that this process needs, each with its devices."""
         shape, sharding = self.spec.host_shape, self.sharding
         if sharding is None:
             return [(tuple(slice(0, size) for size in shape), [])]
@@ -137,7 +138,7 @@ class LeafRestore:
         ]
 
     def saved_slices(self) -> Iterator[tuple[ArraySpec, Index]]:
-        """Yields the slices to read, in the dims of the file."""
+        """Yields the slices to read, their dims in the order of the file."""
         if self.saved is None:
             return
         dims = self.saved.dims or range(len(self.spec.host_shape))
@@ -166,11 +167,12 @@ class LeafRestore:
         kind = sharding.memory_kind
         for _, devices in self.slices():
             part = self._converted(next(parts), self.saved)
-            # A CPU device may alias a NumPy array's memory: a separate one for each.
+            # A CPU device may alias the memory of a NumPy array, and the state may be
+            # donated later: each device gets its own copy.
             copies = [part, *(part.copy() for _ in devices[1:])]
-            places = [SingleDeviceSharding(d, memory_kind=kind) for d in devices]
+            shardings = [SingleDeviceSharding(d, memory_kind=kind) for d in devices]
             # Waiting here bounds what the host holds while devices are being filled.
-            arrays.extend(jax.block_until_ready(jax.device_put(copies, places)))
+            arrays.extend(jax.block_until_ready(jax.device_put(copies, shardings)))
         return self._finished(
             jax.make_array_from_single_device_arrays(
                 self.spec.host_shape, sharding, arrays, dtype=self.dtype
@@ -193,7 +195,7 @@ class LeafRestore:
         return part[()] if isinstance(self.value, np.generic) else part
 
     def _finished(self, value: jax.Array) -> jax.Array:
-        """Returns an array in the target's form: a PRNG key, or weakly typed."""
+        """Returns an array as in the target: as PRNG keys, or weakly typed."""
         if self.spec.is_key:
             impl = _jax.key_impl(self.spec.dtype)
             keys = jax.random.wrap_key_data(value, impl=impl)
@@ -217,12 +219,13 @@ def _cast(values: HostArray, dtype: np.dtype[Any], saved: ArraySpec) -> HostArra
             # A cast between signed and unsigned preserves bits but not values.
             lost |= (result < 0) != (values < 0)
         else:
+            # Precision may be lost, which is what a narrower dtype means; range not.
             result = values.astype(dtype)
             lost = np.isfinite(values) & ~np.isfinite(result)
     if lost.any():
         msg = (
-            f"{saved}: it holds {values[lost].flat[0]}, which {dtype} cannot hold. Ask "
-            "for another dtype, or leave this array out of dtype={pattern: dtype}."
+            f"{saved} holds {values[lost].flat[0]}, which {dtype} cannot represent. "
+            "Ask for another dtype, or leave this array out of dtype={pattern: dtype}."
         )
         raise CheckpointError(msg)
     return result
@@ -235,7 +238,7 @@ def _why_not_divided(sharding: Sharding | None, shape: tuple[int, ...]) -> str:
             sharding.shard_shape(shape)
     except ValueError as error:
         if isinstance(sharding, NamedSharding):
-            # The layout is equivalent, with the mesh's names and sizes that divide.
+            # Our layout says the same with the names of axes and sizes that would fit.
             try:
                 Layout.of(sharding, len(shape)).shard_shape(shape)
             except LayoutError as layout_error:
@@ -254,16 +257,17 @@ def target_of(
 
     Args:
         like: Arrays or abstract arrays in any tree, or a `StateDescription`.
-        layouts: Where its arrays go, if not where they are.
+        layouts: The layouts of its arrays, if not those of `like`.
         whole: Whether paths keep the `params` at the root of Linen variables.
 
     Raises:
-        CheckpointError: If it has no leaf to restore, or `layouts` is not a layout map.
+        CheckpointError: If `like` has nothing to restore, or `layouts` is not a layout
+            map.
     """
     if layouts is not None and not isinstance(layouts, LayoutMap):
         msg = (
             f"layouts= must be a LayoutMap, got {layouts!r} of type "
-            f"{type(layouts).__name__}. Without it, arrays go where those of like= are."
+            f"{type(layouts).__name__}. Without it, arrays get the layouts of like=."
         )
         raise CheckpointError(msg)
     tree = like.abstract if isinstance(like, StateDescription) else like
@@ -273,7 +277,7 @@ def target_of(
             graphdef, tree = nnx.split(tree)
     values, treedef = jax.tree.flatten(tree)
     named = _paths.flatten(tree, whole=whole).leaves
-    # By position, as leaves that are not arrays stay as they are.
+    # By position among all leaves: those that are not arrays are kept.
     leaves: dict[int, LeafRestore] = {}
     for position, (leaf, value) in enumerate(zip(named, values, strict=True)):
         spec = _spec(leaf.path, value)
@@ -282,8 +286,7 @@ def target_of(
     if not leaves:
         msg = (
             f"like= holds no arrays: {like!r} of type {type(like).__name__}. Give the "
-            "state to restore, or its shapes, as ml.describe or jax.eval_shape return "
-            "them."
+            "state to restore, or its shapes from ml.describe or jax.eval_shape."
         )
         raise CheckpointError(msg)
     if layouts is not None:
@@ -311,8 +314,8 @@ def _spec(path: str, value: Leaf) -> ArraySpec | None:
     """Returns the spec of an array or number; None for other leaves, which stay."""
     if isinstance(value, Tracer):
         msg = (
-            f"{path}: like= is inside jit or another transformation, where it has no "
-            "place. Restore outside of it, or give its shapes."
+            f"{path}: like= is inside jit or another transformation, where arrays have "
+            "no devices. Restore outside of it, or give shapes."
         )
         raise CheckpointError(msg)
     if hasattr(value, "shape") and hasattr(value, "dtype"):
@@ -327,7 +330,8 @@ def _spec(path: str, value: Leaf) -> ArraySpec | None:
 
 
 def _own_sharding(value: Leaf) -> Sharding | None:
-    # An array that was not committed to its device is not committed afterwards either.
+    # An array that is not committed to its device must not become so: JAX would then
+    # refuse to combine it with arrays on other devices.
     if isinstance(value, jax.Array) and not _jax.is_committed(value):
         return None
     return getattr(value, "sharding", None)

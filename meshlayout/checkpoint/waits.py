@@ -1,4 +1,4 @@
-"""Waits of a save or restore: for its completion, and for the other processes.
+"""Waiting during a save or restore: for its end, and for the other processes.
 
 A terminal shows a moving line; a log says once what is being waited for.
 """
@@ -26,18 +26,22 @@ T = TypeVar("T")
 # Checkpointers are opened in the same order on all processes, so the numbers agree.
 _numbers = itertools.count()
 
+# Longer than a slow store takes for a large file, and short enough for a job that hangs
+# to end by itself.
 _TIMEOUT_S = 1200.0
+
+# A process that does not take part is usually a mistake in the program: say so soon.
 _WARN_AFTER_S = 10.0
 
-# Shorter waits are not reported.
+# Shorter waits show no progress.
 _AFTER_S = 3.0
 
 
 @contextlib.contextmanager
 def progress(what: str) -> Iterator[None]:
-    """Shows a line while the work inside takes more than a few seconds.
+    """Shows a line if the block takes more than a few seconds, on process 0 only.
 
-    In a terminal the line moves; elsewhere it is logged once. On process 0 only.
+    In a terminal the line moves; elsewhere it is logged once.
 
     Args:
         what: A description, such as `restoring step 5, 1.2 GiB`.
@@ -69,10 +73,14 @@ def _show(what: str, done: threading.Event) -> None:
 
 
 def on_first(channel: Channel, work: Callable[[], T]) -> T:
-    """Does work on process 0, and returns what it returns, as JSON, or raises, on all.
+    """Calls a function on process 0, and returns its result on all processes.
+
+    Args:
+        channel: Exchanges messages between the processes.
+        work: Returns a value that JSON can hold.
 
     Raises:
-        CheckpointError: If `work` raises it.
+        CheckpointError: If `work` raises it; on all processes.
     """
     answer: dict[str, Any] = {}
     problem: CheckpointError | None = None
@@ -90,11 +98,11 @@ def on_first(channel: Channel, work: Callable[[], T]) -> T:
 
 
 def open_channel(purpose: str, *, is_patient: bool = False) -> Channel:
-    """Returns a channel between all processes, for one object.
+    """Opens a channel between all processes.
 
     Args:
-        purpose: Its purpose, to complete the message "did not come to".
-        is_patient: Whether long waits are usual, as for the files of another process.
+        purpose: The name of what they wait for, to complete "did not come to ...".
+        is_patient: Whether long waits are normal, such as for another process's files.
     """
     return Channel(
         f"checkpoint/{next(_numbers)}",

@@ -31,7 +31,7 @@ class ArrayBatches:
         self.arrays, self.batch_size = arrays, batch_size
         self.seed = 0 if shuffle else None
         self.num_rows = num_examples(arrays)
-        self.num_epochs = 0  # that were begun
+        self.num_epochs = 0  # so far; numbers the next one, which its order depends on
 
     def __len__(self) -> int:
         return -(-self.num_rows // self.batch_size)
@@ -63,7 +63,7 @@ class ArrayBatchIterator(Iterator[Batch]):
         return {"epoch": self._epoch, "row": self._row}
 
     def set_state(self, state: Mapping[str, int]) -> None:
-        """Moves to a position that `get_state` returned; later epochs follow it."""
+        """Moves to a position from `get_state`; later epochs are numbered after it."""
         self._epoch, self._row, self._order = state["epoch"], state["row"], None
         self._batches.num_epochs = self._epoch + 1
 
@@ -77,15 +77,18 @@ def batches_from(
     *,
     shuffle: bool = False,
 ) -> Any:
-    """Returns arrays as batches, and other data unchanged.
+    """Cuts arrays into batches; returns other data unchanged.
 
     Args:
         where: The method that was called, for error messages.
-        name: What it calls the data.
+        name: Its parameter that holds the data.
         data: Arrays or batches.
-        labels: Further arrays of the same examples, or None.
+        labels: More arrays of the same examples, or None.
         batch_size: Rows of a batch of arrays.
-        shuffle: Whether arrays are shuffled.
+        shuffle: Whether to shuffle arrays.
+
+    Raises:
+        MeshLayoutError: If arrays come without a batch size, or batches with one.
     """
     arrays = data if labels is None else (data, labels)
     if batch_size is not None:
@@ -97,30 +100,30 @@ def batches_from(
         arguments = name if labels is None else f"{name}, labels"
         msg = (
             f"{where}: {name} is {_checks.shown(data)}, of arrays with "
-            f"{num_examples(arrays):,} rows. Say how many rows make a batch, "
-            f"{where}({arguments}, batch_size=32), or give an iterable of batches. A "
-            "list of one batch is one, too."
+            f"{num_examples(arrays):,} rows. Give the size of a batch, "
+            f"{where}({arguments}, batch_size=32), or an iterable of batches, which "
+            "may be a list of one batch."
         )
         raise MeshLayoutError(msg)
     if labels is not None:
         msg = (
             f"{where}: {name} and the labels after it must be arrays with one row "
             f"per example, got {_checks.shown(data)} and {_checks.shown(labels)}. "
-            f"Data that is in batches already is one argument: {where}(batches)."
+            f"Data that is already in batches is a single argument: {where}(batches)."
         )
         raise MeshLayoutError(msg)
     if batch_size is not None:
         msg = (
-            f"{where}: batch_size cuts arrays into batches, and {name} is "
-            f"{_checks.shown(data)}. Make arrays of lists, as np.asarray(rows), or "
-            "leave batch_size out if it gives batches."
+            f"{where}: batch_size cuts arrays into batches, but {name} is "
+            f"{_checks.shown(data)}. Turn lists into arrays, np.asarray(rows), or "
+            "omit batch_size if the data is already in batches."
         )
         raise MeshLayoutError(msg)
     return data
 
 
 def are_arrays(data: Any) -> bool:
-    """Returns whether data is arrays with a row per example rather than batches.
+    """Returns whether data is arrays with one row per example, not batches.
 
     Example:
         >>> x = np.ones((4, 2))

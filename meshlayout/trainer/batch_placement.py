@@ -1,10 +1,10 @@
 """From a batch on the host to a global batch on the mesh, all of one size.
 
 Steps are compiled for one shape, and a mesh divides rows into equal shards. So short
-batches are padded to the size of the first, and weights of 0 mark the padding. Where
+batches are padded to the size of the first, and weights of 0 mark the padding. If
 nothing can mark it (a loss function that returns a mean, a tuple without a place for
-weights), a short batch keeps its size: it compiles a second program and, if its rows do
-not divide, is computed in full on every device. Its numbers are right either way.
+weights), a short batch keeps its size: a second program is compiled and, if the rows do
+not divide, every device computes the whole batch. The numbers are right either way.
 """
 
 import logging
@@ -41,17 +41,17 @@ _log = logging.getLogger("meshlayout")
 
 @dataclass(frozen=True)
 class PlacedBatch:
-    """A batch as a step takes it.
+    """A batch that is ready for a step.
 
     Attributes:
         batch: The batch, on the mesh.
-        num_examples: Its rows without those that were added here.
-        host: The batch as it came, if it was placed here.
-        is_odd: Whether its size differs from the first, so that it compiles again.
+        num_examples: Its rows without padding that was added here.
+        host: The original batch, if it was placed here.
+        is_odd: Whether its size differs from the first, so that a program is compiled.
         is_weighted: Whether its weights were added here.
-        number: Its place in the epoch, from 1.
-        position: The position in the data after it, if it is to be saved and more
-            batches were read; see `Input.place`.
+        number: Its number in the epoch, from 1.
+        position: The position in the data after it, if that is to be saved and batches
+            after it were read; see `Input.place`.
     """
 
     batch: Batch
@@ -64,26 +64,26 @@ class PlacedBatch:
 
     @property
     def given(self) -> Batch:
-        """The batch as it came."""
+        """The original batch."""
         return self.batch if self.host is None else self.host
 
 
 class BatchPlacer:
-    """Puts the batches of one dataset on the mesh, all in one size.
+    """Puts the batches of one dataset on the mesh, all of one size.
 
     Batches whose arrays are already on devices are left alone. Others get weights,
-    padding up to the size of the first batch (rounded up to a multiple of the shards; a
-    larger batch is rounded up itself), and the layout.
+    padding and the layout. They are padded to the size of the first batch, rounded up
+    to a multiple of the shards; a larger batch only to a multiple of the shards.
 
     Args:
         layout: The layout of batches; None leaves them to JAX.
-        weights: Where a batch carries its weights, as for `make_train_step`.
+        weights: The key or index of the weights in a batch, as for `make_train_step`.
         pad: Whether batches get weights and padding.
-        needs_weights: Whether padding has to be marked by weights; if not, batches
+        needs_weights: Whether padding has to be marked by weights. If not, batches
             without a place for weights are padded, too.
 
     Attributes:
-        size: The rows that batches are padded to; 0 before the first one.
+        size: The number of rows that batches are padded to; 0 before the first one.
     """
 
     def __init__(
@@ -106,11 +106,11 @@ class BatchPlacer:
         self._has_warned = False
 
     def __call__(self, batch: Batch) -> PlacedBatch:
-        """Returns a batch on the mesh.
+        """Puts a batch on the mesh.
 
         Raises:
-            StepError: If its arrays have no batch dim, or differ in it, or its weights
-                are in another place.
+            StepError: If its arrays have no batch dim, or different ones, or its
+                weights are at another key.
             LayoutError: If an array does not fit the layout.
         """
         rows = num_examples(batch)
@@ -122,7 +122,7 @@ class BatchPlacer:
                 return PlacedBatch(batch, rows)
         is_weighted = self.pad and takes_weights(batch, self._weights)
         if is_weighted and rows == self.size:
-            # Full batches share one array of weights, which is on the mesh already.
+            # Full batches share one array of weights: nothing is copied for it.
             if self._full_weights is None:
                 self._full_weights = self._placed(np.ones(rows, np.float32))
             placed = self._placed(batch)
@@ -135,9 +135,9 @@ class BatchPlacer:
         return PlacedBatch(self._placed(padded), rows, batch, is_odd, is_weighted)
 
     def without_weights(self, group: list[PlacedBatch]) -> list[PlacedBatch] | None:
-        """Stops adding weights and padding, and returns a call's batches without.
+        """Stops adding weights and padding, and returns a call's batches without them.
 
-        They may then have several sizes. None if nothing was added to them.
+        Their sizes may then differ. Returns None if nothing was added to them.
         """
         if not any(placed.is_weighted for placed in group):
             return None
@@ -145,7 +145,7 @@ class BatchPlacer:
         return self.renewed(group)
 
     def renewed(self, group: list[PlacedBatch]) -> list[PlacedBatch]:
-        """Returns batches placed again if they were before `without_weights`."""
+        """Places batches again that were placed before `without_weights`."""
         return [
             replace(self(x.host), number=x.number, position=x.position)
             if x.is_weighted and not self.pad
@@ -182,7 +182,7 @@ class BatchPlacer:
         """Describes how a batch differs from the first one; empty if it does not."""
         kind = _kind(batch)
         if kind != self._first_kind:
-            return f"it is {kind}, and the first batch is {self._first_kind}"
+            return f"it is {kind}, but the first batch is {self._first_kind}"
         first, arrays = self._first or {}, _arrays_of(batch)
         missing = [repr(path) for path in first if path not in arrays]
         if missing:
@@ -193,7 +193,7 @@ class BatchPlacer:
         for path, text in arrays.items():
             if text != first[path]:
                 name = repr(path) if path else "the array"
-                return f"{name} is {text}, and {first[path]} in the first batch"
+                return f"{name} is {text}, but {first[path]} in the first batch"
         return ""
 
     def _padded(self, batch: Batch, rows: int) -> Batch:
@@ -203,7 +203,8 @@ class BatchPlacer:
             return batch
         whole = -(-rows // self._num_shards) * self._num_shards
         self.size = self.size or whole
-        # The first size stays, so that a resumed run pads as this one does.
+        # A larger batch does not raise it: a resumed run may not see that one, and has
+        # to pad as this one does.
         size = max(self.size, whole)
         if rows == size:
             return batch
@@ -222,8 +223,8 @@ class BatchPlacer:
             layout = layout.mesh.layout(...)
             if not self._has_warned:
                 _log.warning(
-                    "a batch of %d rows does not divide over %d shards, and cannot be "
-                    "padded: every device computes all of it.",
+                    "a batch of %d rows does not divide into %d shards, and cannot be "
+                    "padded: every device computes the whole batch.",
                     rows,
                     self._num_shards,
                 )

@@ -1,7 +1,7 @@
 """The data of a `fit` or an evaluation: epochs, positions, and the batches of calls.
 
-Batches come from an iterable in passes, and go to the steps in epochs and in groups,
-one for each call. A group is read before its call, so that each batch carries what is
+An iterable yields batches in passes; steps take them in epochs and in groups, one group
+per call. A group is read completely before its call, so each batch carries what is
 needed later: its number for errors, and the position after it for a checkpoint.
 """
 
@@ -29,16 +29,16 @@ _END = object()
 
 @dataclass(frozen=True)
 class TrainingPosition:
-    """How far training is, in numbers that the host knows without the device.
+    """How far training is, in numbers that the host knows without asking the device.
 
     Attributes:
-        epoch: The epoch, from 1.
+        epoch: The current epoch, from 1.
         last_epoch: The number of the last epoch of this `fit`.
-        step: The steps of the state so far, including those before this `fit`.
-        step_in_fit: The steps of this `fit` so far.
-        step_in_epoch: The steps of this epoch so far.
-        steps_per_epoch: The steps of an epoch, where that is known.
-        examples_in_epoch: The examples of this epoch so far, without padding that the
+        step: Steps of the state so far, including those before this `fit`.
+        step_in_fit: Steps of this `fit` so far.
+        step_in_epoch: Steps of this epoch so far.
+        steps_per_epoch: Steps of an epoch; None if not known.
+        examples_in_epoch: Examples of this epoch so far, without padding that the
             trainer added.
     """
 
@@ -55,25 +55,25 @@ class TrainerInput:
     """Data cut into epochs, and the epochs into the batches of each call of a step.
 
     Without `steps_per_epoch`, an epoch is one pass. With it, an epoch is that many
-    batches, and the next epoch resumes where it stopped; a new pass begins where one
-    ends, as in Keras. An iterator has one pass: its end is the end.
+    batches, and the next epoch continues where it stopped; at the end of a pass a new
+    one begins, as in Keras. An iterator has only one pass.
 
     Args:
-        where: What reads the data, as `"evaluate"`, for messages.
-        name: What the data is called in messages.
+        where: The method that reads the data, such as `"evaluate"`, for messages.
+        name: The parameter that holds the data, for messages.
         data: The data.
         placer: Puts batches on the mesh.
         steps_per_epoch: Batches in an epoch, or None.
-        num_epochs: How many epochs will be asked for.
-        weights: Where batches on the host carry their weights, if those in which all
-            weights are 0 are to be left out; None keeps them.
+        num_epochs: How many epochs will be read.
+        weights: The key of the weights in batches, to leave out batches on the host
+            whose weights are all 0; None keeps them.
 
     Attributes:
         passes: The passes over the data, whose position can be saved.
-        is_over: Whether the last epoch ended before its batches, or had none left.
+        is_over: Whether the data ended before or at the beginning of the last epoch.
         is_saved: Whether a callback saves the position.
         is_resumed: Whether this `fit` resumes from a checkpoint.
-        used: The last batch trained on, if more batches were read.
+        used: The last batch trained on, if batches after it were read.
     """
 
     def __init__(
@@ -90,9 +90,9 @@ class TrainerInput:
         data = _checked(name, data)
         if isinstance(data, Iterator) and num_epochs > 1 and steps_per_epoch is None:
             msg = (
-                f"{name} is an iterator, which gives its batches once, and "
-                f"epochs={num_epochs}. Say how many batches an epoch has, "
-                "steps_per_epoch=, or give a list, or a function that returns a new "
+                f"{name} is an iterator, which yields its batches only once, but "
+                f"epochs={num_epochs}. Give the number of batches in an epoch, "
+                "steps_per_epoch=, or a list, or a function that returns a new "
                 "iterator."
             )
             raise MeshLayoutError(msg)
@@ -107,19 +107,19 @@ class TrainerInput:
 
     @property
     def num_steps(self) -> int | None:
-        """Batches in an epoch, if known beforehand."""
+        """Batches in an epoch; None if not known beforehand."""
         if self._num_steps is not None:
             return self._num_steps
         return operator.length_hint(self._data, 0) or None
 
     def place(self) -> tuple[dict[str, Any], Any]:
-        """Returns the position after the last batch used; see `Input.place`."""
+        """Returns the position after the last used batch; see `Input.place`."""
         if self.used is None or self.used.position is None:
             return self.passes.place()
         return self.used.position
 
     def resume(self, num_done: int | None) -> None:
-        """Resumes an epoch after `num_done` batches; None begins the next epoch."""
+        """Resumes an epoch after `num_done` batches; with None, begins the next one."""
         self._begun, self._has_batches = num_done, True
 
     def groups(
@@ -128,10 +128,10 @@ class TrainerInput:
         """Yields the batches of each call of a step, in the next epoch.
 
         Args:
-            group_size: The batches of a call; those that are left over at the end of
-                an epoch, and those of other sizes, come one by one.
-            num_done: The steps of this epoch that were made before.
-            epoch: The epoch's number, for errors.
+            group_size: The batches of a call; those left over at the end of an epoch,
+                and those of another size, come one by one.
+            num_done: The steps of this epoch so far.
+            epoch: The number of the epoch, for errors.
 
         Raises:
             MeshLayoutError: If there is no batch.
@@ -142,10 +142,11 @@ class TrainerInput:
         for number, batch in enumerate(self._epoch(), num_done + 1):
             with self._located([batch], number):
                 placed = self.placer(batch)
+            # With one batch per call, the position of the passes is that of the step.
             keeps = self.is_saved and group_size > 1
             position = self.passes.place(keep=True) if keeps else None
             group.append(replace(placed, number=number, position=position))
-            if placed.is_odd:  # batches of one call have one size
+            if placed.is_odd:  # the batches of a call are stacked: they have one size
                 yield from ([placed] for placed in group)
                 group = []
             elif len(group) == group_size:
@@ -156,7 +157,7 @@ class TrainerInput:
 
     @contextmanager
     def located(self, group: list[PlacedBatch]) -> Iterator[None]:
-        """Says in an error which batches it is about, and how they are different."""
+        """Names the batches of a call in errors, and how they differ from the first."""
         with self._located([placed.given for placed in group], group[0].number):
             yield
 
@@ -171,8 +172,9 @@ class TrainerInput:
             differences = map(self.placer.difference, batches)
             difference = next(filter(None, differences), "")
             if difference and not isinstance(error, MeshLayoutError):
+                # A KeyError or a shape error of JAX: the difference is the cause.
                 msg = (
-                    f"{where} is not like the first one: {difference}. All batches of "
+                    f"{where} differs from the first one: {difference}. All batches of "
                     "a dataset must have the same arrays."
                 )
                 raise MeshLayoutError(msg) from error
@@ -180,7 +182,7 @@ class TrainerInput:
             raise
 
     def _epoch(self) -> Iterator[Batch]:
-        """Yields the batches of the next epoch; those without examples are skipped."""
+        """Yields the batches of the next epoch, without those that have no examples."""
         begun, self._begun = self._begun, None
         count = begun or 0
         if begun is None and self._num_steps is None:
@@ -201,25 +203,25 @@ class TrainerInput:
                 yield batch
         self.is_over = self._has_batches and count < (self._num_steps or 1)
         if not self._has_batches:
-            msg = f"{self._name} gave no batch. An iterator that is used up gives none."
+            msg = f"{self._name} yielded no batch. Perhaps it is a used-up iterator."
             raise MeshLayoutError(msg)
 
     def _problem(self, batch: Batch) -> str:
-        """Returns why a batch holds no examples; empty if it does."""
+        """Returns why a batch holds no examples; empty if it holds some."""
         try:
             if num_examples(batch) == 0:
                 return "has no rows"
-        except MeshLayoutError:  # it is raised where the batch is placed
+        except MeshLayoutError:  # raised again when the batch is placed
             return ""
-        # On devices, looking would mean waiting. A step with weights of 0 has gradients
-        # of 0, and momentum and weight decay would still move the parameters.
+        # With weights of 0 gradients are 0, but momentum and weight decay would still
+        # move the parameters. Weights on devices are not read: that would wait.
         weights = None if self._weights is None else get_weights(batch, self._weights)
         is_padding = isinstance(weights, np.ndarray) and not weights.any()
         return "has weight 0 in all its rows" if is_padding else ""
 
 
 def _checked(name: str, data: Any) -> Any:
-    """Returns data that is iterable, or a function that returns such data."""
+    """Returns an iterable of batches, or a function that returns one and checks it."""
     if why_not(data):
         msg = (
             f"{name} must be an iterable of batches, or a function that returns one, "
@@ -234,8 +236,8 @@ def _checked(name: str, data: Any) -> Any:
         result = function()
         if not isinstance(result, Iterable):
             msg = (
-                f"{name} is a function that returned {_checks.shown(result)}; it must "
-                "return an iterable of batches."
+                f"{name} is a function that returned {_checks.shown(result)}, not an "
+                "iterable of batches."
             )
             raise MeshLayoutError(msg)
         return result

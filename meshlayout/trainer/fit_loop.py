@@ -1,7 +1,7 @@
-"""The loops of a trainer: what happens around the steps that a user may override.
+"""The loops of a trainer around the steps, which a user may override.
 
-The host only dispatches: nothing here waits for the device but the end of an epoch, and
-an evaluation that would run far ahead of it.
+The host only dispatches work: nothing here waits for the device except the end of an
+epoch, and an evaluation that would run too far ahead of it.
 """
 
 import functools
@@ -31,10 +31,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("meshlayout")
 
-# Batches that are measured while the next one is placed. An evaluation further ahead of
-# the devices gains nothing, fills them with batches, and shows its progress at once.
+# How many batches an evaluation may run ahead of the devices. More would gain nothing,
+# fill them with batches, and move the progress bar to its end at once.
 _MAX_PENDING = 2
 
+# The result of `call_step` if a group has to be called batch by batch.
 _ONE_BY_ONE: Any = object()
 
 
@@ -65,13 +66,13 @@ class FitLoop:
         ordered = _as_callbacks(callbacks)
         if progress and not any(isinstance(callback, Progress) for callback in ordered):
             ordered.insert(0, Progress())
-        # Those that save are last: what others do at a step, as stopping, is saved.
+        # Those that save come last: what others do, such as stopping, is saved.
         self._callbacks = sorted(ordered, key=lambda x: isinstance(x, Checkpoint))
         self._saver, self._interrupts = Saver(self._callbacks), Interrupts()
         self._metrics: Metrics | None = None  # of the epoch so far
 
     def run(self, *, resume: bool) -> None:
-        """Trains, from the newest checkpoint with `resume`."""
+        """Trains; with `resume`, from the newest checkpoint."""
         trainer, saver = self._trainer, self._saver
         if resume:
             self._metrics = resume_fit(trainer, self._source, saver, self._group_size)
@@ -101,11 +102,11 @@ class FitLoop:
         return f"in {type(callback).__name__}.{moment}, {where}"
 
     def _train_epoch(self) -> None:
-        """Trains for an epoch, or the rest of one that is resumed."""
+        """Trains for an epoch, or for the rest of a resumed one."""
         trainer = self._trainer
         epoch = len(trainer.history.epochs) + 1
         trainer.position = replace(trainer.position, epoch=epoch)
-        if self._metrics is None:
+        if self._metrics is None:  # else restored, with the position in the epoch
             trainer.position = replace(
                 trainer.position, step_in_epoch=0, examples_in_epoch=0
             )
@@ -118,8 +119,9 @@ class FitLoop:
                 break
 
     def _train(self, group: list[PlacedBatch]) -> None:
-        """Makes the call of the train step for a group of batches."""
+        """Calls the train step on a group of batches."""
         trainer, source = self._trainer, self._source
+        # The call donates the state: until the result is assigned, Ctrl-C must wait.
         with source.located(group), self._interrupts.held():
             result = call_step(
                 trainer,
@@ -160,18 +162,19 @@ class FitLoop:
         metrics, self._metrics = self._metrics, None
         if self._source.is_over:
             trainer.stop(f"the training data ended at step {position.step}")
-        if metrics is None:
+        if metrics is None:  # the data ended exactly with the epoch before
             trainer.position = replace(position, epoch=position.epoch - 1)
             trainer.history.stopped = trainer.stopped
             return
         logs = metrics.to_host()
-        trainer._check_steps()
+        trainer._steps.check()
         if self._validation is not None and not trainer.stopped:
             trainer.validation_steps = self._validation.num_steps
             self._notify("on_validation_start")
             values = evaluate(trainer, self._validation, self._notify)
             logs.update({f"val_{name}": value for name, value in values.items()})
         if position.steps_per_epoch is None and not trainer.stopped:
+            # Unknown until a whole pass is over; for the progress of the next epochs.
             steps = position.step_in_epoch
             trainer.position = replace(position, steps_per_epoch=steps)
         trainer.history.add(position.epoch, logs)
@@ -184,7 +187,7 @@ def evaluate(
     source: TrainerInput,
     notify: Callable[..., None] = lambda *args: None,
 ) -> dict[str, Any]:
-    """Returns what the eval step measures on some data, by name."""
+    """Returns the metrics of the eval step over a dataset, by name."""
     metrics: Metrics | None = None
     pending: deque[PyTree] = deque()
     for number, group in enumerate(source.groups(), 1):
@@ -194,7 +197,7 @@ def evaluate(
         pending.append(metrics)
         if len(pending) > _MAX_PENDING:
             for leaf in jax.tree.leaves(pending.popleft()):
-                # An eval step of the user's may have used them up.
+                # A user's eval step may donate the metrics that it gets.
                 if isinstance(leaf, jax.Array) and not leaf.is_deleted():
                     leaf.block_until_ready()
         notify("on_validation_step_end", number)
@@ -209,10 +212,10 @@ def call_step(
     *args: Any,
     as_list: bool = False,
 ) -> Any:
-    """Calls a step, without the weights that a loss function does not take.
+    """Calls a step; if the loss function returns a mean, without added weights.
 
-    Whether a loss function returns a mean is seen when it is traced, in the first call;
-    from then on, the trainer adds no weights.
+    Whether it returns a mean is only known once it is traced, in the first call. From
+    then on the trainer adds no weights.
 
     Args:
         trainer: The trainer.
@@ -223,8 +226,8 @@ def call_step(
         as_list: Whether the step takes a list of batches.
 
     Returns:
-        The step's result; `_ONE_BY_ONE` if it was not called, because the batches have
-        several sizes without their padding.
+        The result of the step; `_ONE_BY_ONE` if it was not called, because the batches
+        have different sizes without their padding.
     """
 
     def called(group: list[PlacedBatch]) -> Any:
@@ -232,7 +235,8 @@ def call_step(
         batch = batches if as_list else batches[0]
         if not _is_any_odd(group):
             return step(trainer.state, batch, *args)
-        with warnings.catch_warnings():  # it cannot be padded
+        # The batch cannot be padded, so that advice to pad it would not help.
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore", RecompileWarning)
             return step(trainer.state, batch, *args)
 
@@ -240,7 +244,7 @@ def call_step(
     try:
         return called(group)
     except LossError as error:
-        # It is raised before anything runs: the state is not used up.
+        # Raised in tracing, before anything runs: the state is not used up.
         unweighted = source.placer.without_weights(group)
         if unweighted is None:
             raise
@@ -248,7 +252,7 @@ def call_step(
         if len(group) == 1 or not _is_any_odd(unweighted):
             try:
                 result = called(unweighted)
-            except LossError:
+            except LossError:  # weights were not the problem: as if nothing was tried
                 source.placer.pad = True
                 raise error from None
         _log.info("the loss function returns a mean: batches get no weights")
@@ -265,17 +269,14 @@ def _as_callbacks(callbacks: Any) -> list[Callback]:
     if isinstance(callbacks, (Callback, type)) or not isinstance(callbacks, Iterable):
         msg = (
             f"fit: callbacks must be a list of callbacks, got "
-            f"{_checks.shown(callbacks)}. Give callbacks=[...], or leave it out."
+            f"{_checks.shown(callbacks)}. Write callbacks=[...], or omit it."
         )
         raise MeshLayoutError(msg)
     callbacks = [*callbacks]
     for index, callback in enumerate(callbacks):
         if isinstance(callback, Callback):
             continue
-        fix = (
-            "A callback derives from ml.callbacks.Callback, which does nothing at the "
-            "moments that it does not override."
-        )
+        fix = "A callback is an instance of a subclass of ml.callbacks.Callback."
         if isinstance(callback, type) and issubclass(callback, Callback):
             fix = f"Give an instance of it, {callback.__name__}(...)."
         msg = f"fit: callbacks[{index}] is {_checks.shown(callback)}. {fix}"
@@ -299,7 +300,7 @@ def _check_metrics(trainer: "Trainer", step: str, metrics: Any) -> None:
     if not isinstance(metrics, Metrics):
         pair = "(state, metrics)" if step == "train_step" else "metrics"
         msg = (
-            f"{type(trainer).__name__}.{step} must return {pair}, with metrics that "
-            f"are ml.metrics.Metrics, got a {type(metrics).__name__}."
+            f"{type(trainer).__name__}.{step} must return {pair}, with metrics of type "
+            f"ml.metrics.Metrics, got a {type(metrics).__name__}."
         )
         raise MeshLayoutError(msg)

@@ -13,12 +13,12 @@ from meshlayout.errors import MeshLayoutError, did_you_mean
 class History(Mapping[str, list[Any]]):
     """The metrics of each epoch: a mapping from names to lists of values.
 
-    Values are floats, or NumPy arrays of metrics that have dims. An epoch in which a
-    name was not measured has NaN there.
+    Values are floats, or NumPy arrays for metrics that have dims. In an epoch without
+    a value for a name, the value is NaN.
 
     Attributes:
         epochs: The numbers of the finished epochs, from 1.
-        stopped: Why the last `fit` ended before its epochs; empty if it did not.
+        stopped: Why the last `fit` ended before its last epoch; empty if it did not.
 
     Example:
         >>> history = History()
@@ -36,13 +36,18 @@ class History(Mapping[str, list[Any]]):
     def __init__(self) -> None:
         self.epochs: list[int] = []
         self.stopped = ""
-        # The notebook's cell in which `Progress` shows these epochs already, line by
-        # line: as the result of that cell, the history is one line and not a table.
+        # The notebook cell in which `Progress` already shows these epochs line by line:
+        # as the result of that cell, the history is one line, not a second table.
         self._shown_in: int | None = None
         self._values: dict[str, list[Any]] = {}
 
     def add(self, epoch: int, logs: Mapping[str, Any]) -> None:
-        """Adds an epoch by its number, and what was measured in it, by name."""
+        """Adds an epoch.
+
+        Args:
+            epoch: Its number, from 1.
+            logs: Its values by name.
+        """
         epoch = _checks.count("epoch", epoch, where="History.add")
         _check_mapping("History.add: logs", logs)
         for name in logs:
@@ -52,10 +57,14 @@ class History(Mapping[str, list[Any]]):
             values.append(logs.get(name, math.nan))
 
     def set(self, epochs: Sequence[int], values: Mapping[str, Sequence[Any]]) -> None:
-        """Replaces all epochs by those of another history, and its `to_dict()`.
+        """Replaces all epochs, for example by those of a checkpoint.
+
+        Args:
+            epochs: The numbers of the epochs.
+            values: The values by name, one per epoch; as from `to_dict`.
 
         Raises:
-            MeshLayoutError: If there is not one value per epoch.
+            MeshLayoutError: If a name does not have one value per epoch.
         """
         _check_mapping("History.set: values", values)
         epochs = _as_list("epochs", epochs)
@@ -77,7 +86,7 @@ class History(Mapping[str, list[Any]]):
         if name not in self._values:
             near = did_you_mean(name, self._values)
             known = ", ".join(map(repr, self._values)) or "nothing yet"
-            msg = f"{name!r} was not measured; there is {known}.{near}"
+            msg = f"the history has no {name!r}, only {known}.{near}"
             raise KeyError(msg)
         return list(self._values[name])
 
@@ -144,7 +153,7 @@ def number_text(value: float) -> str:
 
 
 def _column(values: Sequence[Any]) -> list[str]:
-    """Returns the texts of a column, with the same number of decimals in each row."""
+    """Returns the texts of a column, with the same number of decimals in all rows."""
     texts = [_text(value) for value in values]
     plain = [text for text in texts if text.lstrip("-").replace(".", "", 1).isdigit()]
     decimals = max((len(text.partition(".")[2]) for text in plain), default=0)

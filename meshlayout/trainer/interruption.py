@@ -1,9 +1,8 @@
 """How a `fit` is interrupted, and resumed in another process.
 
-Ctrl-C must not come between a step, which uses up the state that it is given, and the
-assignment of its result: no state at all would be left. SIGTERM is the notice of a
-scheduler that takes the machine away: the run saves, and ends with a status that says
-that it should be started again.
+Ctrl-C must not come between a step, which uses up its state, and the assignment of its
+result: no state would be left. SIGTERM is how a scheduler announces that it takes the
+machine away: the run saves, and ends with a status that says "start it again".
 """
 
 import signal
@@ -11,7 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
 import jax
@@ -29,15 +28,16 @@ if TYPE_CHECKING:
     from meshlayout.trainer.trainer import Trainer
 
 
-# Ctrl-Cs that one step holds back, so that a step that hangs in Python can be ended.
+# How many Ctrl-Cs a step may hold back: a step that hangs in Python can be ended.
 _MAX_HELD = 2
 
 
 class Interrupts:
     """Holds Ctrl-C back inside `with interrupts.held():`, and nowhere else.
 
-    The third Ctrl-C in one step is not held back. Outside the main thread, where Python
-    sees no signals, and where SIGINT is not Python's to handle, it does nothing.
+    The third Ctrl-C in one step is not held back. In other threads than the main one,
+    where Python sees no signals, this does nothing, nor if SIGINT is ignored or handled
+    outside Python.
     """
 
     def __init__(self) -> None:
@@ -91,10 +91,7 @@ class Saver:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: object, error: BaseException | None, trace: object
     ) -> None:
         if self.checkpoints:
             self._preemption.__exit__(kind, error, trace)
@@ -103,7 +100,7 @@ class Saver:
                 _note_newest(error, callback)
 
     def check_new(self, step: int) -> None:
-        """Raises CheckpointError if a directory holds steps after the first one."""
+        """Raises CheckpointError if a directory holds steps later than `step`."""
         for callback in self.checkpoints:
             checkpointer = callback.checkpointer
             checkpointer.wait()
@@ -112,11 +109,11 @@ class Saver:
                 last = later[-1]
                 has = f"{len(later)} steps up to {last}"
                 msg = (
-                    f"fit begins at step {step}, and {checkpointer.directory} holds "
-                    f"{f'step {last}' if len(later) == 1 else has} of another "
-                    f"training: resume=True would later resume from step {last}, and "
-                    "not from this training. Give resume=True to resume from there "
-                    "now, or save in another directory."
+                    f"fit begins at step {step}, but {checkpointer.directory} holds "
+                    f"{f'step {last}' if len(later) == 1 else has} of another run: "
+                    f"resume=True would later resume from step {last}, not from this "
+                    "run. Give resume=True to resume from there now, or save to "
+                    "another directory."
                 )
                 raise CheckpointError(msg)
 
@@ -125,7 +122,7 @@ class Saver:
 
         Args:
             trainer: The trainer.
-            metrics: Those of the epoch so far; None at its end.
+            metrics: The metrics of the epoch so far; None at its end.
         """
         if self.checkpoints and self._preemption.is_due():
             for callback in self.checkpoints:
@@ -134,16 +131,16 @@ class Saver:
 
 
 def _note_newest(error: StepError, callback: Checkpoint) -> None:
-    """Says in an error of a step from where training can start again."""
+    """Adds a note to an error of a step: the checkpoint to resume from."""
     checkpointer = callback.checkpointer
     try:
-        # A save that is running ends on all processes or on none, and the others may
-        # not have come to this error yet.
+        # On several processes a running save waits for all of them, and the others may
+        # never come to this error.
         if jax.process_count() == 1:
             checkpointer.wait()
         step = checkpointer.latest_step()
-    except CheckpointError as problem:  # a save that failed is not the first problem
-        error.add_note(f"No checkpoint is named here: {problem}")
+    except CheckpointError as problem:  # the step's error came first, and is raised
+        error.add_note(f"The newest checkpoint is not known: {problem}")
         return
     if step is not None:
         error.add_note(
@@ -160,7 +157,7 @@ def resume_fit(
     Args:
         trainer: The trainer, at the beginning of a `fit`.
         source: The training data.
-        saver: Has the callback that saved.
+        saver: Its first `Checkpoint` is resumed from.
         group_size: The batches of a call of the train step.
 
     Returns:
@@ -168,8 +165,8 @@ def resume_fit(
     """
     if not saver.checkpoints:
         msg = (
-            "fit(resume=True) resumes from what a Checkpoint has saved, and there is "
-            "none among the callbacks. Add ml.callbacks.Checkpoint(checkpointer)."
+            "fit(resume=True) needs a Checkpoint among the callbacks, from whose "
+            "directory it resumes. Add ml.callbacks.Checkpoint(checkpointer)."
         )
         raise MeshLayoutError(msg)
     checkpointer = saver.checkpoints[0].checkpointer
@@ -186,11 +183,12 @@ def resume_fit(
         if "history" not in notes:
             msg = (
                 f"the newest checkpoint in {checkpointer.directory} was saved by a "
-                "checkpoint.Loop, and fit(resume=True) resumes from what the callback "
-                "Checkpoint has saved. Resume with the Loop, or give another "
+                "checkpoint.Loop, and fit(resume=True) resumes only from those of the "
+                "callback Checkpoint. Resume with the Loop, or give another "
                 "directory; Checkpointer.restore returns the state alone."
             )
             raise CheckpointError(msg)
+        # Padded as before, so that the same program computes the same bits.
         source.placer.size = notes["batch_rows"]
         source.placer.pad = notes.get("pads", source.placer.pad)
 

@@ -1,106 +1,84 @@
-"""`Trainer`: fit, evaluate and predict, on the public steps."""
+"""`Trainer`: fit, evaluate and predict, on the public steps.
+
+This file has the methods that users call and override; their arguments are checked
+here, once. `FitLoop` runs the epochs, `TrainerInput` reads the data, `BatchPlacer` puts
+batches on the mesh, and `TrainerSteps` makes the steps from a loss function.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Unpack
 
 import jax
 import numpy as np
-import optax
-from flax import nnx
 from jax.sharding import NamedSharding
 
-from meshlayout import _checks, _jax, losses
+from meshlayout import _checks, _jax
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import batch_layout, num_examples, num_row_shards
 from meshlayout.checkpoint.input import Data
 from meshlayout.data import DistributedDataset
-from meshlayout.errors import MeshLayoutError, did_you_mean
+from meshlayout.errors import MeshLayoutError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap
 from meshlayout.mesh import Mesh
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
-from meshlayout.state.precision import Precision
-from meshlayout.step import make_eval_step, make_predict_step, make_train_step
-from meshlayout.step.compiled_step import OnRecompile
-from meshlayout.step.objective import check_loss_fn, check_weights
-from meshlayout.step.remat import Remat
-from meshlayout.step.updates import OnNonfinite
 from meshlayout.trainer.array_batches import are_arrays, batches_from
 from meshlayout.trainer.batch_placement import BatchPlacer, PlacedBatch
 from meshlayout.trainer.callbacks import Callback
 from meshlayout.trainer.epochs import TrainerInput, TrainingPosition
 from meshlayout.trainer.fit_loop import FitLoop, evaluate
 from meshlayout.trainer.history import History
-
-
-# Batches that a call takes with steps_per_call="auto".
-_AUTO_BATCHES = 8
-
-
-class StepOptions(TypedDict, total=False):
-    """Options of `make_train_step`, which says what they mean."""
-
-    regularizers: Sequence[losses.Regularizer] | losses.Regularizer
-    weights: str | int
-    denominator: losses.Denominator
-    accumulate: int
-    clip_norm: float | None
-    on_nonfinite: OnNonfinite
-    ema: float | None
-    trainable: str | None
-    learning_rate: optax.Schedule | None
-    precision: Precision
-    remat: Remat
-    zero: Literal[0, 1]
-    steps_per_call: int | Literal["auto"]
-    on_recompile: OnRecompile
+from meshlayout.trainer.steps import StepOptions, TrainerSteps, check_options
 
 
 class Trainer:
-    """Trains, evaluates and predicts; each step of it can be overridden.
+    """Trains, evaluates and predicts; you may override each of its steps.
 
-    The loop is that of the tutorial, `state, metrics = train_step(state, batch,
-    metrics)`, and waits for the device only at the end of an epoch, and where a
-    callback asks for a value. A subclass may define `train_step`, `eval_step` or
-    `predict_step` with these signatures, and the state may then be any tree of arrays.
+    Use this for a training loop with epochs, validation, callbacks and resuming. The
+    loop is the usual one, `state, metrics = train_step(state, batch, metrics)`, and
+    waits for the device only at the end of an epoch, and where a callback reads a
+    value. A subclass may define `train_step`, `eval_step` or `predict_step` with the
+    same signatures; if it defines all that it uses, the state may be any tree of
+    arrays.
 
     Data is an iterable of batches, or arrays and a `batch_size`. Batches that are
-    already on devices are used unchanged. Others, of NumPy arrays, are sharded
-    over the mesh, and a short one is padded to the size of the first, so that one
-    program serves all; for that they carry weights, under the key `weight` of a dict
-    (or another one, `weights=`), or last in a tuple if `weights` is that place. The
-    padding has weight 0. A list of batches that need no padding gets no weights. Where
-    nothing can mark padding (the loss function returns a mean, or a tuple has no place
-    for weights), a short batch keeps its size, and is compiled for it.
+    already on devices are used unchanged. Batches of NumPy arrays are sharded over the
+    mesh, and a short batch is padded to the size of the first, so that one program
+    serves all. To mark the padding, with weight 0, batches get weights: in a dict under
+    the key `weight` (or another one, `weights=`), in a tuple at the end if `weights` is
+    that index. A list of batches that need no padding gets no weights. If nothing can
+    mark padding (the loss function returns a mean, or a tuple has no place for
+    weights), a short batch keeps its size, for which a second program is compiled.
 
     Args:
-        state: A `TrainState`, or for a subclass any tree of arrays. It is used up by
-            training; `trainer.state` is always the newest.
+        state: A `TrainState`, or any tree of arrays for a subclass. Training uses it
+            up; `trainer.state` is always the newest state.
         loss_fn: As for `make_train_step`. A subclass that overrides the steps needs
             none.
         metrics: Metrics besides the loss, by name; in training and validation.
         layouts: The layout map that `constrain` follows in the model.
         predict_fn: A function of the model, in evaluation mode, and a batch, for
-            `predict`; the outputs of the loss function if left out.
-        data_layout: Where batches go: a layout, or its entries, for all arrays of a
-            batch, as `("batch", ...)`. By default their first dim is sharded over the
-            mesh axes called `batch`, `data` or `fsdp`, and is whole if there is none.
-        pad: Whether batches get weights and padding, where that is possible.
-        **options: Options of `make_train_step` and, as far as they apply,
-            `make_eval_step`, as `clip_norm=1.0`. With `steps_per_call`, a train step
-            takes a list of so many batches ("auto": 8), and those that are left over
-            at the end of an epoch one by one, each in a list of its own.
+            `predict`; by default the outputs of the loss function.
+        data_layout: The layout of all arrays of a batch, or its entries, such as
+            `("batch", ...)`. By default the first dim is sharded over the mesh axes
+            called `batch`, `data` or `fsdp`, if there are any.
+        pad: Whether batches get weights and padding where possible.
+        **options: Options of `make_train_step`, such as `clip_norm=1.0`, and of
+            `make_eval_step`, as far as it has them. With `steps_per_call=n`, a call of
+            the train step takes a list of n batches ("auto": 8); batches left over at
+            the end of an epoch come one by one, each in a list of its own.
 
     Attributes:
         state: The state after the last finished step.
-        history: The finished epochs, of all calls of `fit`.
+        history: The finished epochs of all calls of `fit`.
         position: How far training is; a `TrainingPosition`.
         stopped: Why training stops before its last epoch; empty if it does not.
-        steps_in_call: The steps that the last call of the train step made.
-        validation_steps: The batches of a validation; None if that is not known.
-        input: What the running `fit` reads, and how far; for callbacks that save it.
+        steps_in_call: The number of steps in the last call of the train step.
+        validation_steps: The number of batches in a validation; None if not known.
+        input: The data of the running `fit` and the position in it, for callbacks that
+            save it.
 
     Raises:
         MeshLayoutError: If an option does not exist, or needs a loss function.
@@ -139,14 +117,9 @@ class Trainer:
         pad: bool = True,
         **options: Unpack[StepOptions],
     ) -> None:
-        _check_options(options)
+        check_options(options, inspect.signature(Trainer).parameters)
         pad = _checks.flag("pad", pad, where="Trainer")
-        if predict_fn is not None:
-            check_loss_fn("predict_fn", "Trainer", predict_fn)
-        if loss_fn is not None:
-            check_loss_fn("loss_fn", "Trainer", loss_fn)
-        else:
-            _refuse_needless(metrics, options)
+        self._steps = TrainerSteps(loss_fn, predict_fn, metrics, layouts, options)
         self.state = state
         self.history = History()
         self.position = TrainingPosition()
@@ -155,91 +128,55 @@ class Trainer:
         self.input: TrainerInput | None = None
         self.validation_steps: int | None = None
         self._is_fitting = False
-        self._loss_fn, self._predict_fn = loss_fn, predict_fn
+        self._has_loss = loss_fn is not None
         self._data_layout, self._pad = data_layout, pad
+        # Whether a dataset was padded, and whether the loss function turned out to
+        # return a mean, which cannot leave padding out.
         self._has_padded = self._takes_no_weights = False
-        self._weights = options.get("weights", "weight")
-        check_weights(self._weights)
-        size: Any = options.get("steps_per_call", 1)
-        if size != "auto":
-            hint = 'It may also be "auto".'
-            _checks.count("steps_per_call", size, where="Trainer", hint=hint)
-        self._group_size = _AUTO_BATCHES if size == "auto" else size
-        self._make_steps(metrics, layouts, options)
-
-    def _make_steps(
-        self,
-        metrics: Mapping[str, Any] | None,
-        layouts: LayoutMap | None,
-        options: StepOptions,
-    ) -> None:
-        """Makes the steps; each is compiled when it is first called."""
-        self._many = self._one = self._evaluating = self._predicting = None
-        # Evaluating with a different batch size is legitimate, so it does not warn.
-        measuring: StepOptions = {"on_recompile": "ignore", **options}
-        predicting = _options_for(make_predict_step, measuring)
-        if self._loss_fn is not None:
-            both = {"metrics": metrics, "layouts": layouts}
-            self._many = make_train_step(self._loss_fn, **both, **options)
-            single: StepOptions = {**options, "steps_per_call": 1}
-            self._one = make_train_step(self._loss_fn, **both, **single)
-            evaluating = _options_for(make_eval_step, measuring)
-            self._evaluating = make_eval_step(self._loss_fn, **both, **evaluating)
-        predict_fn = self._predict_fn
-        if predict_fn is None and self._loss_fn is not None:
-            predict_fn = _outputs_of(self._loss_fn)
-        if predict_fn is not None:
-            self._predicting = make_predict_step(
-                predict_fn, layouts=layouts, **predicting
-            )
 
     # The steps.
 
     def train_step(
         self, state: PyTree, batch: Batch, metrics: Metrics | None
     ) -> tuple[PyTree, Metrics]:
-        """Runs one step; to be overridden.
+        """Runs one step; may be overridden.
 
         Args:
             state: The state, which may be used up.
-            batch: A global batch; with `steps_per_call`, a list of them, which holds
-                one where it is left over.
-            metrics: The epoch's metrics so far; None at its beginning.
+            batch: A global batch; with `steps_per_call`, a list of batches, or of a
+                single one that is left over.
+            metrics: The metrics of the epoch so far; None at its beginning.
 
         Returns:
-            The next state, and the metrics with this step's added.
+            The next state, and the metrics including this step.
 
         Raises:
             MeshLayoutError: If there is no loss function.
         """
-        if self._many is None or self._one is None:
+        result = self._steps.train(state, batch, metrics)
+        if result is None:
             raise self._missing("train_step")
-        # A batch may be a list itself, of arrays.
-        if self._group_size == 1 or not isinstance(batch, list):
-            return self._one(state, batch, metrics)
-        if len(batch) == 1:
-            return self._one(state, batch[0], metrics)
-        return self._many(state, batch, metrics)
+        return result
 
     def eval_step(
         self, state: PyTree, batch: Batch, metrics: Metrics | None
     ) -> Metrics:
-        """Measures one batch; to be overridden.
+        """Measures one batch; may be overridden.
 
         Args:
             state: The state, which is not used up.
             batch: A global batch.
-            metrics: Those of the batches so far; None at the beginning.
+            metrics: The metrics of the batches so far; None at the beginning.
 
         Raises:
             MeshLayoutError: If there is no loss function.
         """
-        if self._evaluating is None:
+        if self._steps.evaluate is None:
             raise self._missing("eval_step")
-        return self._evaluating(state, batch, metrics)
+        return self._steps.evaluate(state, batch, metrics)
 
     def predict_step(self, state: PyTree, batch: Batch) -> PyTree:
-        """Returns the model's predictions for one batch; to be overridden.
+        """Returns the model's predictions for one batch; may be overridden.
 
         Args:
             state: The state, which is not used up.
@@ -248,9 +185,9 @@ class Trainer:
         Raises:
             MeshLayoutError: If there is neither a `predict_fn` nor a loss function.
         """
-        if self._predicting is None:
+        if self._steps.predict is None:
             raise self._missing("predict_step")
-        return self._predicting(state, batch)
+        return self._steps.predict(state, batch)
 
     # The loops.
 
@@ -268,59 +205,61 @@ class Trainer:
         progress: bool = True,
         resume: bool = False,
     ) -> History:
-        """Trains for some more epochs, or resumes a run that ended too early.
+        """Trains for a number of epochs, or resumes an interrupted run.
 
-        `fit(x, y, epochs=5, batch_size=32)` trains on arrays; batches are tuples `(x,
-        y)`, and for a dict of arrays dicts. `fit(batches, 5)` trains on batches.
+        `fit(x, y, epochs=5, batch_size=32)` trains on arrays; batches are tuples
+        `(x, y)`, or dicts for a dict of arrays. `fit(batches, 5)` trains on batches.
 
-        Ctrl-C, and any error of the data or a callback, leaves `state` as the last
-        finished step returned it, and `history` with the finished epochs; training can
-        continue with another `fit`. Ctrl-C waits for the call of a step to return.
+        Ctrl-C, and any error of the data or a callback, leaves in `state` the result of
+        the last finished step, and in `history` the finished epochs; another `fit`
+        continues from there. Ctrl-C waits for the running call of a step to return.
 
-        With a `Checkpoint` among the callbacks, SIGTERM (on several processes, to any
-        of them) saves after the step that is running, and ends the process with status
-        75, `ml.checkpoint.EXIT_STATUS`. A run that ended so, or was killed, resumes
-        from the newest intact checkpoint when it is started again with `resume=True`:
-        state, metrics of the epoch so far, history, and the data to the batch; it ends
-        with the bits of one that was not interrupted. Data without a position
-        (`get_state`) is read up to it, and must give the same batches again.
+        With a `Checkpoint` among the callbacks, a SIGTERM to any process saves after
+        the running step, and ends the process with status 75,
+        `ml.checkpoint.EXIT_STATUS`. A run that ended so, or was killed, resumes from
+        the newest intact checkpoint if it is started again with `resume=True`: state,
+        metrics of the epoch so far, history, and the data at the very batch. Its result
+        has the same bits as that of an uninterrupted run. Data without a position
+        (`get_state`) is read up to it, and must yield the same batches again.
 
         Args:
-            train: An iterable of batches, a new pass each epoch; a function that
-                returns one; or an iterator. Or arrays with one row per example: one,
-                or a dict or tuple of them.
-            labels: Further arrays of the same examples; or `epochs`, after batches.
-            epochs: How many; with `resume`, those before the interruption count.
+            train: An iterable of batches, iterated anew in each epoch; a function that
+                returns one; or an iterator. Or arrays with one row per example: an
+                array, or a dict or tuple of arrays.
+            labels: More arrays of the same examples; or `epochs`, after batches.
+            epochs: The number of epochs; with `resume`, including those before the
+                interruption.
             batch_size: Rows of a global batch, for arrays.
-            shuffle: Whether arrays are shuffled, in a new order each epoch. Batches
-                keep their order.
-            steps_per_epoch: Batches in an epoch, instead of one pass. The next epoch
-                resumes where this one stopped; a new pass begins where one ends.
-            validation_data: Batches, or arrays, to evaluate after each epoch; the names
+            shuffle: Whether to shuffle arrays, in a new order each epoch. Batches keep
+                their order.
+            steps_per_epoch: Batches per epoch, instead of one pass. The next epoch
+                continues where this one stopped; at the end of a pass a new one begins.
+            validation_data: Batches or arrays to evaluate after each epoch; the names
                 of their values begin with `val_`.
-            callbacks: What else to do; see `ml.callbacks`.
+            callbacks: Instances of `ml.callbacks.Callback`, called in this order.
             progress: Whether to show progress, if no callback is a `Progress`.
             resume: Whether to resume from the newest checkpoint of the first
-                `Checkpoint`. Where there is none, training begins as without. Without
-                it, a directory must hold no step after the one that training begins
-                at: it would be mistaken for one of this run.
+                `Checkpoint`, if there is one. Without `resume`, its directory must not
+                hold steps later than the one that training begins at: they would be
+                mistaken for steps of this run.
 
         Returns:
             The history of all epochs, including those of an earlier `fit`.
 
         Raises:
             MeshLayoutError: If an argument is wrong, the data yields no batch, or a
-                batch differs from the first one; with `resume`, if there is no
+                batch differs from the first one; with `resume`, if no callback is a
                 `Checkpoint`.
-            CheckpointError: If the checkpoint cannot be resumed from; its message says
-                why, and a note whether the trainer's state is used up. Without
-                `resume`, if a directory holds later steps of another training.
-            Preempted: After SIGTERM, which ends the process.
+            CheckpointError: If the checkpoint cannot be resumed from; a note says
+                whether the trainer's state is used up. Without `resume`, if a directory
+                holds later steps of another run.
+            Preempted: After SIGTERM; it ends the process.
         """
         if self._is_fitting:
             msg = (
                 "fit was called inside a fit of the same trainer, by a callback or the "
-                "data. Call it after that one has returned, or make another Trainer."
+                "data. Call it after the other one has returned, or make another "
+                "Trainer."
             )
             raise MeshLayoutError(msg)
         num_epochs: Any = epochs
@@ -347,20 +286,20 @@ class Trainer:
             data,
             steps_per_epoch=steps_per_epoch,
             num_epochs=epochs,
-            # What a subclass's own steps make of weights is not known.
-            weights=None if self._loss_fn is None else self._weights,
+            # Nobody knows what a subclass's own steps do with weights of 0.
+            weights=self._steps.weights if self._has_loss else None,
         )
         loop = FitLoop(
             self,
             source,
             self._validation(validation_data, batch_size, epochs),
             callbacks,
-            group_size=self._group_size,
+            group_size=self._steps.group_size,
             progress=progress,
         )
         step, num_done = self.position.step, len(self.history.epochs)
         if isinstance(self.state, TrainState):
-            step = int(self.state.step)  # the only wait, before the first step
+            step = int(self.state.step)  # waits, but nothing is running yet
         self.position = TrainingPosition(
             num_done, num_done + epochs, step, steps_per_epoch=source.num_steps
         )
@@ -380,7 +319,7 @@ class Trainer:
         *,
         batch_size: int | None = None,
     ) -> dict[str, Any]:
-        """Measures the state on some data.
+        """Returns the loss and the metrics of the state on a dataset.
 
         Args:
             data: Batches or arrays, as for `fit`; one pass.
@@ -388,7 +327,7 @@ class Trainer:
             batch_size: As for `fit`.
 
         Returns:
-            The values by name, as floats; those of metrics with dims as NumPy arrays.
+            The values by name, as floats; values with dims as NumPy arrays.
 
         Raises:
             MeshLayoutError: If the data is of another type, yields no batch, or a
@@ -398,18 +337,18 @@ class Trainer:
         return evaluate(self, self._input("evaluate", "data", data))
 
     def predict(self, data: Data | PyTree, *, batch_size: int | None = None) -> PyTree:
-        """Returns the model's predictions for all rows of some data, in their order.
+        """Returns the model's predictions for all rows of a dataset, in order.
 
-        Padding that was added by the trainer, or by `distribute_dataset`, is left out;
-        rows to which you gave weight 0 yourself are not.
+        Padding that the trainer or `distribute_dataset` added is left out; rows to
+        which you gave weight 0 yourself are not.
 
         Args:
             data: Batches or arrays, as for `fit`; one pass.
             batch_size: As for `fit`.
 
         Returns:
-            What `predict_fn` returns, or the dict of outputs of the loss function: a
-            tree of NumPy arrays with one row per example.
+            The results of `predict_fn`, or the outputs of the loss function: a tree of
+            NumPy arrays with one row per example.
 
         Raises:
             MeshLayoutError: If the data is of another type, yields no batch, or an
@@ -432,19 +371,19 @@ class Trainer:
             return jax.tree.map(lambda *parts: np.concatenate(parts), *predictions)
         except ValueError as error:
             msg = (
-                "predict: the outputs of the batches do not fit together; each must be "
-                "the same tree of arrays, which differ in their first dim only."
+                "predict: the outputs of the batches cannot be concatenated; each must "
+                "be the same tree of arrays, which differ only in their first dim."
             )
             raise MeshLayoutError(msg) from error
 
     def stop(self, reason: str) -> None:
-        """Ends training after the current step or epoch.
+        """Ends training after the current step or epoch; for callbacks.
 
         Args:
-            reason: Why, for `stopped`, the history and the progress.
+            reason: The reason, shown by `stopped`, the history and the progress.
 
         Raises:
-            MeshLayoutError: If it is not a text, or empty.
+            MeshLayoutError: If it is not a string, or is empty.
         """
         if not isinstance(reason, str) or not reason:
             msg = (
@@ -463,16 +402,10 @@ class Trainer:
     def _missing(self, step: str) -> MeshLayoutError:
         """Returns the error for a step with neither a loss function nor an override."""
         msg = (
-            f"{type(self).__name__} has no loss function to make its {step} from: give "
+            f"{type(self).__name__} has no loss function to make {step} from: give "
             f"loss_fn, or override {step} in a subclass."
         )
         return MeshLayoutError(msg)
-
-    def _check_steps(self) -> None:
-        """Raises StepError if a train step of the epoch was not finite; waits."""
-        for step in (self._many, self._one):
-            if step is not None:
-                step.check()
 
     def _validation(
         self, data: Data | PyTree | None, batch_size: int | None, epochs: int
@@ -496,7 +429,7 @@ class Trainer:
         needs_weights: bool = True,
         **options: Any,
     ) -> TrainerInput:
-        """Returns data as the loops take it; see `TrainerInput` for the options."""
+        """Returns the data for a loop; see `TrainerInput` for the options."""
         mesh, layout = _mesh_of(self.state), self._data_layout
         if layout is not None and not isinstance(layout, Layout):
             layout = Layout(layout, mesh)
@@ -506,7 +439,7 @@ class Trainer:
         pad = self._has_padded or (self._pad and not _is_even(data, layout))
         self._has_padded = pad = pad and not self._takes_no_weights
         placer = BatchPlacer(
-            layout, self._weights, pad=pad, needs_weights=needs_weights
+            layout, self._steps.weights, pad=pad, needs_weights=needs_weights
         )
         return TrainerInput(where, name, data, placer, **options)
 
@@ -525,62 +458,7 @@ def _is_even(data: Any, layout: Layout | None) -> bool:
         return False
     try:
         sizes = {num_examples(batch) for batch in data}
-    except MeshLayoutError:  # it is raised where the batch is placed, with its number
+    except MeshLayoutError:  # raised again, with the batch's number, when it is placed
         return False
     shards = 1 if layout is None else num_row_shards(layout)
     return len(sizes) == 1 and sizes.pop() % shards == 0
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    """Raises MeshLayoutError for options that do not exist."""
-    known = [*StepOptions.__annotations__]
-    for name in options:
-        if name not in known:
-            near = did_you_mean(name, [*inspect.signature(Trainer).parameters, *known])
-            msg = (
-                f"Trainer has no option {name!r}.{near} Those of its steps are "
-                f"{', '.join(known)}."
-            )
-            raise MeshLayoutError(msg)
-
-
-def _refuse_needless(
-    metrics: Mapping[str, Any] | None, options: Mapping[str, Any]
-) -> None:
-    """Raises MeshLayoutError for what only steps made from a loss function have."""
-    names = [name for name in options if name not in ("weights", "steps_per_call")]
-    names += [] if metrics is None else ["metrics"]
-    if names:
-        msg = (
-            f"Trainer was given no loss function, and {', '.join(names)} for the steps "
-            "that are made from it. Give loss_fn, or leave these to your own steps."
-        )
-        raise MeshLayoutError(msg)
-
-
-def _options_for(make: Callable[..., Any], options: StepOptions) -> dict[str, Any]:
-    """Returns the options that a `make_*_step` function accepts."""
-    taken = inspect.signature(make).parameters
-    return {name: value for name, value in options.items() if name in taken}
-
-
-def _outputs_of(loss_fn: Callable[..., Any]) -> Callable[[Any, Batch], PyTree]:
-    """Returns a function of a model and a batch that returns the loss's outputs."""
-    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-    asked = inspect.signature(loss_fn).parameters
-
-    def outputs(model: Any, batch: Batch) -> PyTree:
-        extras: dict[str, Any] = {"train": False} if "train" in asked else {}
-        if "rngs" in asked:
-            extras["rngs"] = nnx.Rngs(0)
-        result = loss_fn(model, batch, **extras)
-        if not isinstance(result, tuple) or not result[1]:
-            msg = (
-                f"predict: {name} returns losses and no outputs. Return a pair of "
-                "losses and a dict of outputs, or give the trainer a "
-                "predict_fn(model, batch)."
-            )
-            raise MeshLayoutError(msg)
-        return result[1]
-
-    return outputs

@@ -1,8 +1,8 @@
 """`Callback`: the moments of training at which a user's code can run.
 
 Callbacks run while the device computes: reading a metric there would make the host wait
-for it, and leave the device without work. So those that show, log or watch values put
-them into `AsyncMetrics`, and read each one when the device has computed it.
+for it, and then leave the device without work. So callbacks that show, log or watch
+values put them into `AsyncMetrics`, and read each one once the device has computed it.
 """
 
 from collections import deque
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Code that a trainer calls as it goes; override what you need.
+    """Code that a trainer calls during training; override the methods you need.
 
-    Callbacks run in the order they were passed, on every process. The trainer they get
-    has `state`, `position`, `history` and `stop(reason)`. The next step donates the
-    state, so copy the arrays that you keep.
+    Callbacks run in the order in which they were passed, on every process. The trainer
+    that they get has `state`, `position`, `history` and `stop(reason)`. The next step
+    donates the state, so copy any arrays that you keep.
 
     Example:
         >>> class Curriculum(Callback):
@@ -39,22 +39,23 @@ class Callback:
         """Called before the first epoch of a `fit`."""
 
     def on_epoch_start(self, trainer: "Trainer", epoch: int) -> None:
-        """Called before the first step of an epoch; epochs are numbered from 1."""
+        """Called before the first step of an epoch; numbers of epochs begin at 1."""
 
     def on_step_end(self, trainer: "Trainer", step: int, metrics: Metrics) -> None:
         """Called after each call of the train step, which may still be running.
 
         Args:
             trainer: The trainer.
-            step: How many steps the state has made.
-            metrics: Those of the epoch so far, on the device: reading a value waits.
+            step: The number of steps of the state so far.
+            metrics: The metrics of the epoch so far, on the device: reading a value
+                waits for it.
         """
 
     def on_validation_start(self, trainer: "Trainer") -> None:
-        """Called after an epoch's last step, before validation, if there is any."""
+        """Called after an epoch's last step, if there is validation data."""
 
     def on_validation_step_end(self, trainer: "Trainer", step: int) -> None:
-        """Called after each batch of validation; `step` of them were measured."""
+        """Called after each batch of validation; `step` is the number so far."""
 
     def on_epoch_end(
         self, trainer: "Trainer", epoch: int, logs: Mapping[str, Any]
@@ -62,29 +63,32 @@ class Callback:
         """Called after an epoch and its validation.
 
         Args:
-            trainer: The trainer; its history has the epoch already.
-            epoch: The epoch's number.
-            logs: The epoch's values as floats; those of validation begin with `val_`.
+            trainer: The trainer, whose history already has the epoch.
+            epoch: The number of the epoch.
+            logs: Its values by name; names of validation values begin with `val_`.
         """
 
     def on_fit_end(self, trainer: "Trainer") -> None:
         """Called after the last epoch, unless an error or Ctrl-C ended the `fit`."""
 
     def close(self) -> None:
-        """Called last, however the `fit` ended: the place to close files."""
+        """Called last, however the `fit` ended; close files here."""
 
 
 def is_due(trainer: "Trainer", every: int) -> bool:
-    """Returns whether the last call took a step whose number divides by `every`."""
+    """Returns whether the last call made a step whose number is a multiple of `every`.
+
+    With `steps_per_call`, that need not be its last step.
+    """
     step = trainer.position.step
     return step // every > (step - trainer.steps_in_call) // every
 
 
 class AsyncMetrics:
-    """A queue of metrics, each read once the device has computed its values.
+    """A queue of metrics, each of which is read once the device has computed it.
 
-    The values are computed from this process's copy, so that processes may look at
-    different times. `Throughput` reads the clock, and waits: it is left out.
+    Values are computed from this process's copy, so that processes may read at
+    different times. `Throughput` is left out: it reads the clock, for which it waits.
     """
 
     def __init__(self) -> None:
@@ -94,7 +98,8 @@ class AsyncMetrics:
         return len(self._pending)
 
     def add(self, position: TrainingPosition, metrics: Metrics) -> None:
-        """Adds metrics, on the device, and the position at which they were measured."""
+        """Adds metrics on the device, and the position that they belong to."""
+        # `compute` makes new arrays: the next step donates the metrics themselves.
         local = {
             name: jax.tree.map(one_copy, metrics.metric(name))
             for name in metrics
@@ -105,7 +110,7 @@ class AsyncMetrics:
     def read(
         self, *, wait: bool = False
     ) -> Iterator[tuple[TrainingPosition, dict[str, float]]]:
-        """Yields the scalar values that are ready, oldest first; all with `wait`."""
+        """Yields the scalar values that are ready, oldest first; with `wait`, all."""
         while self._pending and (wait or _is_ready(self._pending[0][1])):
             position, values = self._pending.popleft()
             yield position, scalars(values)

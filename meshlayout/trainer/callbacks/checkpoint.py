@@ -1,4 +1,4 @@
-"""Saving the run as training goes."""
+"""`Checkpoint`: saves the run during training, and for `fit(resume=True)`."""
 
 import math
 from collections.abc import Mapping
@@ -17,29 +17,30 @@ if TYPE_CHECKING:
 
 
 class Checkpoint(Callback):
-    """Saves the run every epoch or so many steps, at its end, and at preemption.
+    """Saves the run every epoch or every n steps, at its end, and at preemption.
 
-    A checkpoint holds the state, the place in the data, and as metadata the epoch, its
-    values (`"logs"`) at the end of an epoch, and what `fit(resume=True)` needs
-    besides: the history, and the metrics of the epoch so far.
-    The state alone comes back with `checkpointer.restore(like=state)`.
+    A checkpoint holds the state and the position in the data. Its metadata has the
+    epoch, the epoch's values (`"logs"`) if it is over, and whatever else
+    `fit(resume=True)` needs: the history, and the metrics of the epoch so far.
+    `checkpointer.restore(like=state)` restores the state alone.
 
-    A checkpointer with `every=` or `every_s=` of its own saves where both are due. One
-    with `best=` saves the end of every epoch, whatever is due, with what was measured;
-    within an epoch nothing is. An epoch that was stopped, and not validated, has no
-    such metric, and is not the best.
+    If the checkpointer has `every=` or `every_s=`, too, a save happens when both are
+    due. If it has `best=`, the end of every epoch is saved, due or not, with the values
+    of the epoch; within an epoch there are none. An epoch that was stopped and not
+    validated has no value for `best`, and is never the best.
 
-    Whatever its place among the callbacks, it is called after those that do not save.
+    It is called after all callbacks that do not save, wherever it is among them.
 
     Args:
-        checkpointer: Where to save; it is not closed.
+        checkpointer: Where to save; the callback does not close it.
         every: `"epoch"`, or a number of steps.
 
     Attributes:
-        checkpointer: Where it saves.
+        checkpointer: The checkpointer.
 
     Raises:
-        MeshLayoutError: If `checkpointer` is not one, or `every` is neither.
+        MeshLayoutError: If `checkpointer` is not a checkpointer, or `every` neither
+            `"epoch"` nor a positive integer.
     """
 
     def __init__(
@@ -56,13 +57,13 @@ class Checkpoint(Callback):
             hint = "Or write every='epoch'."
             every = _checks.count("every", every, where="Checkpoint", hint=hint)
         self.checkpointer, self._every = checkpointer, every
-        # The metric of `best=`.
         best = getattr(checkpointer, "best", None)
-        self._best: str | None = best[0] if best else None
+        self._best: str | None = best[0] if best else None  # the name of a metric
+        # The step of the last save, and whether it was inside an epoch.
         self._saved_at: tuple[int, bool] | None = None
 
     def on_fit_start(self, trainer: "Trainer") -> None:
-        """Requests that positions in the data be recorded."""
+        """Has the trainer record positions in the data."""
         self._saved_at = None
         if trainer.input is not None:
             trainer.input.is_saved = True
@@ -82,7 +83,7 @@ class Checkpoint(Callback):
             self._save(trainer, None)
 
     def on_fit_end(self, trainer: "Trainer") -> None:
-        """Saves the end, and waits for it, so that a failure is raised here."""
+        """Saves the end and waits for it, so that a failure is raised here."""
         now = trainer.position
         if now.step_in_fit and (self._saved_at or (None,))[0] != now.step:
             self.save_now(trainer, None)
@@ -93,7 +94,7 @@ class Checkpoint(Callback):
 
         Args:
             trainer: The trainer.
-            metrics: Those of the epoch so far; None at its end.
+            metrics: The metrics of the epoch so far; None at its end.
         """
         if self._saved_at != (trainer.position.step, metrics is None):
             self._save(trainer, metrics, force=True)
@@ -109,10 +110,11 @@ class Checkpoint(Callback):
         now, history, source = trainer.position, trainer.history, trainer.input
         assert source is not None
         place, data = source.place()
-        # The history has a NaN for what was not measured in this epoch: no best step.
+        # A value that this epoch lacks is NaN in the history, which is never the best.
         logs = {name: history[name][-1] for name in history} if metrics is None else {}
         measured = scalars(logs)
         if metrics is None and self._best is not None and trainer.stopped:
+            # Stopped in its first epoch, without validation: no history has the name.
             measured.setdefault(self._best, math.nan)
 
         def metadata() -> dict[str, Any]:

@@ -1,4 +1,9 @@
-"""Callbacks that write files: metrics as CSV, JSON lines or TensorBoard, and traces."""
+"""Callbacks that write files: metrics as CSV, JSON lines or TensorBoard, and traces.
+
+A log file has to survive a kill and a resume. A run resumes from its last checkpoint
+and repeats the steps after it, so that the lines of those steps are removed first: the
+file of an interrupted run is the same as that of an uninterrupted one.
+"""
 
 import csv
 import json
@@ -35,10 +40,10 @@ def _as_path(where: str, name: str, path: str | os.PathLike[str]) -> Path:
 
 
 class _Logger(Callback):
-    """Base of the loggers: process 0 writes, and waits for no value in an epoch.
+    """Base of the loggers: process 0 writes, and waits for no value during an epoch.
 
     Args:
-        every: Also writes the epoch's values so far after every so many steps.
+        every: Also writes the values of the epoch so far, after every so many steps.
     """
 
     def __init__(self, every: int | None) -> None:
@@ -48,13 +53,13 @@ class _Logger(Callback):
         self._output: Any = None  # while it is open
 
     def _open(self, trainer: "Trainer") -> Any:
-        """Returns what is written to, with `flush` and `close`."""
+        """Opens the output, an object with `flush` and `close`."""
         raise NotImplementedError
 
     def _write(
         self, epoch: int, step: int, values: Mapping[str, Any], *, is_epoch: bool
     ) -> None:
-        """Writes the values of an epoch, or those of its steps so far."""
+        """Writes the values of an epoch, or of its steps so far."""
         raise NotImplementedError
 
     def on_fit_start(self, trainer: "Trainer") -> None:
@@ -93,9 +98,8 @@ class _Logger(Callback):
 class _FileLogger(_Logger):
     """Base of the loggers that write lines.
 
-    Every `fit` opens the file, and only the first one overwrites it. A resumed run
-    writes after the lines of the steps that are in its checkpoint; later lines are
-    removed.
+    Every `fit` opens the file, but only the first one overwrites it. A resumed run
+    keeps the lines of the steps that its checkpoint has, and removes later ones.
     """
 
     def __init__(
@@ -105,12 +109,12 @@ class _FileLogger(_Logger):
         where = type(self).__name__
         self._path = _as_path(where, "path", path)
         if self._path.is_dir():
-            msg = f"{where}: {str(path)!r} is a directory; give a file in it."
+            msg = f"{where}: {str(path)!r} is a directory; give the path of a file."
             raise MeshLayoutError(msg)
         self._append = _checks.flag("append", append, where=where)
 
     def _place(self, line: str) -> tuple[int, int]:
-        """Returns the epoch and the step of a line."""
+        """Returns the epoch and the step of a line in the file."""
         raise NotImplementedError
 
     def _open(self, trainer: "Trainer") -> Any:
@@ -136,12 +140,14 @@ class _FileLogger(_Logger):
         lines: dict[Any, str] = {}
         for index, line in enumerate(text.splitlines(keepends=True)):
             is_whole = line.endswith("\n")
+            # A kill may have cut the last line: it counts as one of a later epoch.
             epoch, step = self._place(line) if is_whole else (done + 2, 0)
             is_logged = self._every is not None and not step % self._every
             if epoch <= done:
                 lines[index] = line
             elif epoch == done + 1 and step <= last and is_logged:
-                # The second line of a step is the epoch's, which is still to come.
+                # A second line of the step is that of the epoch, which will be written
+                # again at its end.
                 lines.setdefault((epoch, step), line)
         self._path.write_text("".join(lines.values()), encoding="utf-8", newline="")
 
@@ -149,16 +155,16 @@ class _FileLogger(_Logger):
 class CSVLogger(_FileLogger):
     """Writes a line per epoch into a CSV file, on process 0.
 
-    The columns are the epoch, the step, and what is measured in the first epoch that is
-    written, the learning rate among it; metrics with dims are left out. Each line is
-    in the file when its epoch is over.
+    Use this for a spreadsheet or a plot. The columns are the epoch, the step, and the
+    values of the first epoch that is written, including the learning rate; metrics with
+    dims are left out. A line is in the file as soon as its epoch is over.
 
     Args:
-        path: The file, overwritten; its folder is created.
-        append: Whether lines are added to the file instead.
+        path: The file, which is overwritten; its directory is created.
+        append: Whether to add lines to an existing file instead.
 
     Raises:
-        MeshLayoutError: At the end of an epoch, if its values differ from the columns.
+        MeshLayoutError: At the end of an epoch, if it has a value without a column.
     """
 
     def __init__(self, path: str | Path, *, append: bool = False) -> None:
@@ -195,21 +201,21 @@ class CSVLogger(_FileLogger):
 
 
 class JSONLLogger(_FileLogger):
-    """Writes a JSON object per epoch into a file of lines, on process 0.
+    """Writes a line with a JSON object per epoch, on process 0.
 
-    An object has the epoch, the step, and what was measured, the learning rate among
-    it; metrics with dims as lists. Values that are not finite are written as null:
-    JSON has no NaN.
+    Use this if values have dims, or differ between epochs. An object has the epoch, the
+    step, and the values, including the learning rate; metrics with dims are lists.
+    Values that are not finite are written as null, since JSON has no NaN.
 
     Args:
-        path: The file, overwritten; its folder is created.
-        every: Also writes the epoch's values so far after every so many steps, once
-            the device has them.
-        append: Whether lines are added to the file instead.
+        path: The file, which is overwritten; its directory is created.
+        every: Also writes the values of the epoch so far, after every so many steps,
+            once the device has computed them.
+        append: Whether to add lines to an existing file instead.
 
     Raises:
-        MeshLayoutError: If `every` is not a positive integer, or the path not one of a
-            file.
+        MeshLayoutError: If `every` is not a positive integer, or the path is that of a
+            directory.
     """
 
     def __init__(
@@ -238,12 +244,12 @@ def _finite(value: Any) -> Any:
 class TensorBoard(_Logger):
     """Writes metrics for TensorBoard, on process 0, with tensorboardX.
 
-    An epoch's values are written at the number of its last step, under their names.
+    The values of an epoch are written under their names, at its last step.
 
     Args:
-        directory: Where the event files go.
-        every: Also writes the epoch's values so far after every so many steps, under
-            names that begin with `steps/`, once the device has them.
+        directory: The directory of the event files.
+        every: Also writes the values of the epoch so far, after every so many steps,
+            under names that begin with `steps/`, once the device has computed them.
 
     Raises:
         MeshLayoutError: If tensorboardX is not installed, or `every` is not a positive
@@ -270,14 +276,14 @@ class TensorBoard(_Logger):
 class ProfilerTrace(Callback):
     """Traces a window of steps with `jax.profiler`, on process 0.
 
-    The window begins and ends when the device has finished the steps before it and in
-    it, so these two moments wait. The first steps compile: leave them out. The trace
-    is for TensorBoard, XProf or Perfetto.
+    Use this to see where a step spends its time, in TensorBoard, XProf or Perfetto. The
+    trainer waits for the device at the beginning and the end of the window, so that the
+    trace holds exactly its steps. Leave out the first steps, which compile.
 
     Args:
-        directory: Where the trace goes.
+        directory: The directory of the trace.
         start_step: The first step of the window; a `fit` counts its steps from 1.
-        num_steps: How many steps it has.
+        num_steps: The number of steps in the window.
 
     Raises:
         MeshLayoutError: If a number is not a positive integer, or the directory is not
@@ -314,7 +320,7 @@ class ProfilerTrace(Callback):
             self._is_tracing = True
 
     def close(self) -> None:
-        """Ends the window if the training is over before it is."""
+        """Ends the window, if training ended inside it."""
         if self._is_tracing:
             self._is_tracing = False
             jax.profiler.stop_trace()

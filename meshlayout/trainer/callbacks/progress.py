@@ -1,4 +1,9 @@
-"""`Progress`: a line per epoch, and a bar in terminals and notebooks."""
+"""`Progress`: a line per epoch, and a bar in terminals and notebooks.
+
+A display knows how to show a bar and add a line, in a terminal, a notebook or a log;
+`Progress` decides what they say. No value is waited for: the bar shows those that the
+device has computed.
+"""
 
 import html
 import sys
@@ -24,12 +29,12 @@ if TYPE_CHECKING:
     from meshlayout.trainer.trainer import Trainer
 
 
-# Seconds between two looks at what the device has computed.
+# Seconds between two updates of the bar; each computes metrics on the device.
 _INTERVAL_S = 0.2
 
 
 class _Bar(NamedTuple):
-    """A bar's text, and how full it is; a total of None is not known."""
+    """A bar: its texts, and how full it is; `total` is None if it is not known."""
 
     title: str
     done: int
@@ -38,7 +43,7 @@ class _Bar(NamedTuple):
 
 
 class _Display:
-    """A log: a line per epoch, and nothing else."""
+    """A log: lines without a bar."""
 
     has_bar = False
 
@@ -46,10 +51,10 @@ class _Display:
         self._console = console
 
     def show(self, bar: _Bar) -> None:
-        """Moves the bar, where there is one."""
+        """Moves the bar, if there is one."""
 
     def add_line(self, line: str) -> None:
-        """Writes a line and flushes it."""
+        """Writes a line and flushes it, so that a followed log is up to date."""
         self._console.print(
             line, soft_wrap=True, markup=False, highlight=False, emoji=False
         )
@@ -86,7 +91,7 @@ class _TerminalDisplay(_Display):
 
 
 class _NotebookDisplay(_Display):
-    """One display of a notebook's cell: the lines, and the bar below them."""
+    """A single output of a notebook cell: the lines, and the bar below them."""
 
     has_bar = True
 
@@ -121,17 +126,16 @@ def _display_on(console: Console | None) -> _Display:
 
 
 class Progress(Callback):
-    """Shows how training goes, on process 0.
+    """Shows the progress of training, on process 0.
 
-    A line per epoch: what was measured, the epoch's seconds, the examples per second
-    without validation, and how long the rest will take. A terminal also has a bar while
-    an epoch runs, and a notebook one display that is updated. The bar shows the newest
-    values that the device has computed, and waits for none; during validation it shows
-    the batches measured so far.
+    Each epoch gets a line: its values, its duration in seconds, the examples per second
+    without validation, and the remaining time. Terminals and notebooks also show a bar
+    while an epoch runs. The bar has the newest values that the device has computed, and
+    waits for none; during validation it shows the number of batches so far.
 
     Args:
-        console: Where to write, a `rich` console; standard output if left out, or the
-            notebook's cell.
+        console: A `rich` console to write to; by default standard output, or the cell
+            of a notebook.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -159,9 +163,10 @@ class Progress(Callback):
         self._show_step(trainer.position, {}, "")
 
     def on_step_end(self, trainer: "Trainer", step: int, metrics: Metrics) -> None:
-        """Moves the bar, now and then, to the device's newest values."""
+        """Moves the bar, now and then, to the newest values of the device."""
         if self._display is None or not self._display.has_bar:
             return
+        # At most one in flight: a slow device would fall behind further and further.
         if not self._pending and self._is_time_to_look():
             self._pending.add(trainer.position, metrics)
         for position, values in self._pending.read():
@@ -203,6 +208,7 @@ class Progress(Callback):
         self._display = None
 
     def _is_time_to_look(self) -> bool:
+        """Returns whether the bar is due for an update; then restarts its clock."""
         now_s = time.perf_counter()
         is_time = now_s - self._looked_s >= _INTERVAL_S
         if is_time:

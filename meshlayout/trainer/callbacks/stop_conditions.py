@@ -1,4 +1,4 @@
-"""Callbacks that end training: a value stops improving, or is not a number."""
+"""Callbacks that end training: a value no longer improves, or is not finite."""
 
 import math
 import warnings
@@ -29,7 +29,7 @@ def _check_name(where: str, monitor: Any) -> str:
     """Returns the name of a value, or raises MeshLayoutError if it cannot be one."""
     if not isinstance(monitor, str) or not monitor:
         msg = (
-            f"{where}: monitor must be the name of a value, as 'val_loss', got "
+            f"{where}: monitor must be the name of a value, such as 'val_loss', got "
             f"{_checks.shown(monitor)}."
         )
         raise MeshLayoutError(msg)
@@ -40,8 +40,8 @@ def _check_measured(where: str, name: str, values: Mapping[str, Any]) -> None:
     """Raises MeshLayoutError if no value has that name."""
     if name not in values:
         msg = (
-            f"{where}: there is no {name!r} among {', '.join(map(repr, values))}."
-            f"{did_you_mean(name, values)}"
+            f"{where}: no value is named {name!r}, only "
+            f"{', '.join(map(repr, values))}.{did_you_mean(name, values)}"
         )
         raise MeshLayoutError(msg)
 
@@ -52,25 +52,26 @@ def _measured(where: str, name: str, logs: Mapping[str, Any]) -> float:
     if np.ndim(logs[name]):
         msg = (
             f"{where}: {name!r} is {_checks.shown(logs[name])}; monitor a value that "
-            "is one number."
+            "is a single number."
         )
         raise MeshLayoutError(msg)
     return float(logs[name])
 
 
 class EarlyStopping(Callback):
-    """Stops when a value has not improved for some epochs.
+    """Stops training if a value has not improved for some epochs.
 
-    Use it with `validation_data`, so that training ends before it overfits.
+    Use this with `validation_data`, so that training ends before it overfits.
 
     Args:
-        monitor: The name of the value, as `"val_loss"`.
-        patience: Epochs in a row without an improvement after which training stops.
-        min_delta: By how much a value must be better than the best to count.
-        mode: Whether `"min"` or `"max"` is better.
-        restore_best: Whether the parameters of the best epoch, with the model's other
-            arrays and the moving average, are put back when training ends, whether it
-            was stopped or not. They are copied on the devices at each better epoch.
+        monitor: The name of the value, such as `"val_loss"`.
+        patience: The number of epochs in a row without improvement after which training
+            stops.
+        min_delta: How much better than the best a value must be to count.
+        mode: `"min"` or `"max"`: whether lower or higher values are better.
+        restore_best: Whether to restore the parameters of the best epoch at the end of
+            training, stopped or not, with the other arrays of the model and the moving
+            average. They are copied on the devices at each better epoch.
 
     Raises:
         MeshLayoutError: If an option is wrong; at the end of an epoch, if it has no
@@ -111,8 +112,8 @@ class EarlyStopping(Callback):
             msg = (
                 "EarlyStopping: the parameters of the best epoch so far, "
                 f"{self._best_epoch}, are not in the checkpoint that training resumes "
-                "from; only those of a better one can be put back. With "
-                "Checkpointer(best=...), they can be restored."
+                "from; only those of a better epoch can be restored at the end. "
+                "Checkpointer(best=...) keeps the best ones in a step of their own."
             )
             warnings.warn(msg, CheckpointWarning, stacklevel=stack_level())
 
@@ -129,7 +130,7 @@ class EarlyStopping(Callback):
         self, trainer: "Trainer", epoch: int, logs: Mapping[str, Any]
     ) -> None:
         """Compares the value with the best one."""
-        if self._monitor not in logs and trainer.stopped:
+        if self._monitor not in logs and trainer.stopped:  # and so not validated
             return
         value = _measured(type(self).__name__, self._monitor, logs)
         if self._is_better(epoch, value):
@@ -142,7 +143,7 @@ class EarlyStopping(Callback):
             trainer.stop(f"{self._monitor} {since if self._best_epoch else never}")
 
     def on_fit_end(self, trainer: "Trainer") -> None:
-        """Puts the best parameters back."""
+        """Restores the best parameters."""
         if self._weights is not None:
             trainer.state = jax.tree.map(
                 _with_weights, trainer.state, self._weights, is_leaf=_is_state
@@ -155,7 +156,11 @@ def _is_state(node: Any) -> bool:
 
 
 def _weights(part: PyTree) -> PyTree:
-    """Returns what a model computes with, of a train state; other arrays whole."""
+    """Returns copies of the weights of a train state; of any other leaf, a copy.
+
+    The optimizer's state and the step number are not among them: they say how far
+    training is, not what the model computes.
+    """
     if not _is_state(part):
         return part.copy()
     ema = {name: x for name, x in part.extra.items() if name == "ema"}
@@ -172,10 +177,10 @@ def _with_weights(part: PyTree, weights: PyTree) -> PyTree:
 
 
 class StopOnNaN(Callback):
-    """Stops when a value is not finite.
+    """Stops training if a value is not finite.
 
-    It looks at the epoch's mean so far, which stays NaN once it is. It does so as soon
-    as the device has computed it, some steps later, and never waits.
+    It checks the mean of the epoch so far, which stays NaN once it is NaN. It never
+    waits: a value is checked once the device has computed it, some steps later.
 
     Args:
         monitor: The name of the value.
@@ -198,7 +203,7 @@ class StopOnNaN(Callback):
             only = {self._monitor: metrics.metric(self._monitor)}
             self._pending.add(trainer.position, Metrics(only))
         for position, values in self._pending.read():
-            # Arrays and `Throughput` are not among them: the epoch's end refuses them.
+            # A name that is not a scalar is refused at the end of the epoch, not here.
             self._look(trainer, position.step, values.get(self._monitor, 0.0))
 
     def on_epoch_end(
