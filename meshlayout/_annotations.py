@@ -1,7 +1,7 @@
-"""Short names for signatures: what a user may hand in, said once.
+"""Short names for the types in signatures.
 
-`Any` in a signature tells a reader nothing. Where Python's types cannot say more (any
-pytree is allowed), the name does; where they can, the type itself is used.
+`Any` in a signature tells a reader nothing. If Python's types cannot express what is
+allowed (any pytree, for instance), these names do; otherwise the type itself is used.
 """
 
 from collections.abc import Mapping
@@ -27,13 +27,13 @@ Equation: TypeAlias = Any
 """One operation of a jaxpr, which may hold other jaxprs among its parameters."""
 
 Box: TypeAlias = Any
-"""A Flax variable, or a box of Flax's around an array that says more about it."""
+"""A Flax variable, or one of Flax's boxes that add metadata to an array."""
 
 AbstractArray: TypeAlias = jax.Array | jax.ShapeDtypeStruct
 """An array, or the shape, dtype and sharding of one."""
 
 Metadata: TypeAlias = Mapping[str, Any]
-"""Values written next to saved arrays: those that JSON can hold, by name."""
+"""Values by name that JSON can hold, written next to saved arrays."""
 
 AnySharding: TypeAlias = NamedSharding | Sharding | PartitionSpec
-"""What JAX takes for where an array goes."""
+"""Everything that JAX takes as a sharding."""

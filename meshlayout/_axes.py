@@ -1,4 +1,8 @@
-"""Parses and checks what a user writes for the axes and devices of a mesh."""
+"""Parses and checks what a user writes for the axes and devices of a mesh.
+
+All errors say what would be right: the sizes that fit, the devices that exist. They are
+most people's first contact with a mesh, on a machine with other devices than expected.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,7 +19,7 @@ from meshlayout.errors import MeshError, did_you_mean
 AxisTypesLike: TypeAlias = (
     AxisType | str | Mapping[str, AxisType | str] | Sequence[AxisType | str]
 )
-"""What a user may write where axis types are taken."""
+"""What a user may write for axis types."""
 
 AXIS_TYPES = {kind.name.lower(): kind for kind in AxisType}
 
@@ -30,29 +34,29 @@ def parse_axes(axes: Any) -> list[tuple[str, int]]:
         pairs = [(name, size) for name, size in axes]
     except (TypeError, ValueError):
         msg = (
-            f"{shown(axes)} does not name axes and sizes. Write {{'batch': 2, "
-            "'model': 4}, [('batch', 2), ('model', 4)] or 'batch=2,model=4'."
+            f"{shown(axes)} does not give names and sizes of axes. Write {{'batch': "
+            "2, 'model': 4}, [('batch', 2), ('model', 4)] or 'batch=2,model=4'."
         )
         raise MeshError(msg) from None
     check_names([name for name, _ in pairs])
     for name, size in pairs:
         if isinstance(size, bool) or not isinstance(size, (int, np.integer)):
             msg = (
-                f"axis {name!r} has size {shown(size)}; a size is an integer number of "
-                "devices."
+                f"axis {name!r} has size {shown(size)}; a size must be an integer, the "
+                "number of devices."
             )
             raise MeshError(msg)
         if size < 1 and size != -1:
             msg = (
-                f"axis {name!r} has size {size}; a size is 1 or more, or -1 for what "
-                "is left."
+                f"axis {name!r} has size {size}; a size must be positive, or -1 for "
+                "whatever is left."
             )
             raise MeshError(msg)
     open_axes = [name for name, size in pairs if size == -1]
     if len(open_axes) > 1:
         msg = (
-            f"axes {', '.join(map(repr, open_axes))} all have size -1; one axis at "
-            "most takes what is left."
+            f"axes {', '.join(map(repr, open_axes))} all have size -1; only one axis "
+            "can take whatever is left."
         )
         raise MeshError(msg)
     return [(name, int(size)) for name, size in pairs]
@@ -65,30 +69,42 @@ def _parse_axis_text(part: str, text: str) -> tuple[str, int]:
             raise ValueError
         return name, int(size)
     except ValueError:
-        msg = f"{part.strip()!r} of {text!r} is not NAME=SIZE, as in 'batch=2,model=4'."
+        msg = (
+            f"{part.strip()!r} in {text!r} is not of the form NAME=SIZE, as in "
+            "'batch=2,model=4'."
+        )
         raise MeshError(msg) from None
 
 
 def check_names(names: Sequence[Any]) -> None:
     for name in names:
         if not isinstance(name, str):
-            msg = f"axis name {shown(name)} is not a string, as 'batch' is."
+            msg = f"axis name {shown(name)} is not a string, such as 'batch'."
             raise MeshError(msg)
         if not name or set(name) & set(",=|") or name != name.strip():
             msg = (
-                f"axis name {name!r} is empty, begins or ends with a space, or holds "
-                "one of , = | (they separate axes in text). Give it a plain name, as "
-                "'batch'."
+                f"axis name {name!r} is empty, begins or ends with a space, or "
+                "contains one of , = | (which separate axes in text). Use a plain "
+                "name, such as 'batch'."
             )
             raise MeshError(msg)
-    twice = [name for index, name in enumerate(names) if name in names[:index]]
-    if twice:
-        msg = f"axis {twice[0]!r} is named twice; each axis needs a name of its own."
+    repeated = [name for index, name in enumerate(names) if name in names[:index]]
+    if repeated:
+        msg = f"two axes are named {repeated[0]!r}; the names of axes must differ."
         raise MeshError(msg)
 
 
 def fill_sizes(pairs: list[tuple[str, int]], count: int, *, given: bool) -> list[int]:
-    """Returns the sizes with -1 filled in, or raises if they do not make `count`."""
+    """Returns the sizes with -1 filled in.
+
+    Args:
+        pairs: Names and sizes.
+        count: The number of devices.
+        given: Whether the user chose the devices, for messages.
+
+    Raises:
+        MeshError: If the product of the sizes is not `count`.
+    """
     sizes = [size for _, size in pairs]
     fixed = math.prod(size for size in sizes if size != -1)
     text = ", ".join(f"{name}={size}" for name, size in pairs)
@@ -98,7 +114,7 @@ def fill_sizes(pairs: list[tuple[str, int]], count: int, *, given: bool) -> list
     if -1 in sizes:
         if count % fixed:
             msg = (
-                f"mesh ({text}) needs a multiple of {fixed} devices, and {have}. "
+                f"mesh ({text}) needs a multiple of {fixed} devices, but {have}. "
                 f"{_fitting(pairs, count)}"
             )
             raise MeshError(msg)
@@ -107,7 +123,7 @@ def fill_sizes(pairs: list[tuple[str, int]], count: int, *, given: bool) -> list
         subset = f", or give {fixed} of them: devices=jax.devices()[:{fixed}]"
         fitting = _fitting(pairs, count).rstrip(".")
         msg = (
-            f"mesh ({text}) needs {fixed} devices, and {have}. {fitting}"
+            f"mesh ({text}) needs {fixed} devices, but {have}. {fitting}"
             f"{subset * (not given and fixed < count)}."
         )
         raise MeshError(msg)
@@ -115,7 +131,10 @@ def fill_sizes(pairs: list[tuple[str, int]], count: int, *, given: bool) -> list
 
 
 def _fitting(pairs: list[tuple[str, int]], count: int) -> str:
-    """Returns a sentence with a shape that keeps as many of the sizes as fit."""
+    """Returns a sentence with a shape that keeps as many of the sizes as fit.
+
+    The first axis takes the rest: it is usually the batch.
+    """
     left = count
     fitting: list[str] = []
     for name, size in pairs[1:][::-1]:
@@ -135,13 +154,13 @@ def parse_axis_types(
     if isinstance(types, Mapping):
         for name in types:
             if name not in names:
-                msg = f"axis_types names an axis {name!r} that the mesh does not have."
+                msg = f"axis_types names the axis {name!r}, which the mesh lacks."
                 raise MeshError(msg + did_you_mean(name, names))
         return tuple(_parse_axis_type(types.get(n, AxisType.Auto)) for n in names)
     if not isinstance(types, Sequence):
         msg = (
-            f"axis_types is {shown(types)}; give one axis type, a "
-            "list with one per axis, or a dict by axis name."
+            f"axis_types is {shown(types)}; give an axis type, a list with one per "
+            "axis, or a dict by axis name."
         )
         raise MeshError(msg)
     if len(types) != len(names):
@@ -167,7 +186,9 @@ def _parse_axis_type(kind: object) -> AxisType:
 
 def parse_devices(devices: Any) -> list[Any]:
     if isinstance(devices, str):
-        msg = f"devices is a list, and got the string {devices!r}. Write [{devices!r}]."
+        msg = (
+            f"devices must be a list, got the string {devices!r}. Write [{devices!r}]."
+        )
         raise MeshError(msg)
     chosen: list[Any] = []
     for device in np.asarray(devices, dtype=object).flat:
@@ -176,7 +197,7 @@ def parse_devices(devices: Any) -> list[Any]:
             continue
         platform, _, number = device.strip().lower().partition(":")
         if not platform or not number.isdecimal():
-            msg = f"device {device!r} is not PLATFORM:ID, as in 'CPU:3'."
+            msg = f"device {device!r} is not of the form PLATFORM:ID, as in 'CPU:3'."
             raise MeshError(msg)
         chosen += devices_by_id(platform, [int(number)])
     if not chosen:
@@ -184,7 +205,7 @@ def parse_devices(devices: Any) -> list[Any]:
         raise MeshError(msg)
     for device in chosen:
         if not hasattr(device, "platform"):
-            msg = f"{shown(device)} is not a device; take them from jax.devices()."
+            msg = f"{shown(device)} is not a device; use those of jax.devices()."
             raise MeshError(msg)
     check_devices(chosen)
     return chosen
@@ -193,19 +214,19 @@ def parse_devices(devices: Any) -> list[Any]:
 def check_devices(devices: Sequence[Any]) -> None:
     """Raises MeshError if the devices cannot form one mesh."""
     if len(set(devices)) < len(devices):
-        twice = next(
-            held for index, held in enumerate(devices) if held in devices[:index]
+        repeated = next(
+            device for index, device in enumerate(devices) if device in devices[:index]
         )
         msg = (
-            f"device {twice.platform}:{twice.id} is given twice; a mesh holds each "
+            f"device {repeated.platform}:{repeated.id} is given twice; a mesh has each "
             "device once."
         )
         raise MeshError(msg)
     platforms = sorted({device.platform for device in devices})
     if len(platforms) > 1:
         msg = (
-            f"the devices are of several platforms ({', '.join(platforms)}); a mesh is "
-            "made of one."
+            f"the devices are of several platforms ({', '.join(platforms)}); those of "
+            "a mesh must be of one."
         )
         raise MeshError(msg)
 
@@ -216,15 +237,12 @@ def devices_by_id(platform: str, ids: Sequence[int]) -> list[Any]:
         known = {device.id: device for device in jax.devices(platform or "none")}
     except RuntimeError:
         here = sorted({device.platform for device in jax.devices()})
-        msg = (
-            f"there are no devices of platform {platform!r} here; there are "
-            f"{', '.join(here)} devices."
-        )
+        msg = f"there are no {platform!r} devices here, only {', '.join(here)} devices."
         raise MeshError(msg) from None
     missing = [number for number in ids if number not in known]
     if missing:
         msg = (
-            f"device {platform}:{missing[0]} is not here; there are {platform}:"
+            f"device {platform}:{missing[0]} does not exist here, only {platform}:"
             f"{ranges_text(sorted(known))}."
         )
         raise MeshError(msg)
@@ -243,7 +261,7 @@ def ranges_text(ids: Sequence[int]) -> str:
 
 
 def parse_ranges(text: str) -> list[range]:
-    """Returns the runs of numbers that `ranges_text` wrote."""
+    """Returns the ranges of numbers that `ranges_text` wrote."""
     runs: list[range] = []
     for run in text.split(","):
         first, dash, last = run.partition("-")

@@ -78,7 +78,7 @@ def leaf_layout(layout: Layout, rank: int) -> Layout:
         return layout.with_rank(rank)
     if len(specs) > rank:
         msg = (
-            f"{layout!r} is for arrays of rank {len(specs)}, and this one has rank "
+            f"{layout!r} is for arrays of rank {len(specs)}, but this one has rank "
             f"{rank}. Name fewer dims: those left out are unsharded."
         )
         raise LayoutError(msg)
@@ -99,7 +99,9 @@ def num_row_shards(layout: Layout) -> int:
 
 
 def num_examples(batch: Batch) -> int:
-    """Returns the number of rows of a batch, padding included; scalars do not count.
+    """Returns the number of rows of a batch, including padding.
+
+    Scalars in the batch have no rows, and are ignored.
 
     Raises:
         StepError: If no array has a batch dim, or two arrays differ in it.
@@ -107,6 +109,7 @@ def num_examples(batch: Batch) -> int:
     sizes = {np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)}
     if len(sizes) == 1:
         return sizes.pop()
+    # Paths are only needed for the message: finding them takes longer than a step.
     names: dict[int, str] = {}
     for leaf in _paths.flatten(batch).leaves:
         shape = np.shape(leaf.value)
@@ -118,8 +121,8 @@ def num_examples(batch: Batch) -> int:
     (rows, name), (other_rows, other_name), *_ = names.items()
     msg = (
         f"the first dim is the batch dim, and {name!r} has {rows} rows where "
-        f"{other_name!r} has {other_rows}. Pass what is not part of the batch to the "
-        "loss function in another way, for instance as a closure or a scalar."
+        f"{other_name!r} has {other_rows}. Pass values that are not part of the batch "
+        "to the loss function in another way, such as a closure or a scalar."
     )
     raise StepError(msg)
 
@@ -133,8 +136,8 @@ def get_weights(batch: Batch, key: WeightsKey) -> Any:
     """Returns the batch's entry under the weights key, unchecked, or None.
 
     Args:
-        batch: A mapping, a tuple or list, an object with fields, or an array, which
-            has no such place.
+        batch: A mapping, a tuple or list, or an object with fields; or an array, which
+            has no entries.
         key: A mapping's key, a tuple's or list's index, or the name of a field.
     """
     if isinstance(batch, Mapping):
@@ -150,12 +153,11 @@ def weights_of(batch: Batch, key: WeightsKey) -> Any:
     """Returns the weights of a batch, or None if it carries none.
 
     Args:
-        batch: A mapping, a tuple or list, an object with fields, or an array, which
-            carries none.
-        key: Where they are, as for `get_weights`.
+        batch: As for `get_weights`.
+        key: As for `get_weights`.
 
     Raises:
-        StepError: If they are not an array of numbers with a batch dim.
+        StepError: If the weights are not an array of numbers with a batch dim.
     """
     weights = get_weights(batch, key)
     if weights is None:
@@ -163,7 +165,7 @@ def weights_of(batch: Batch, key: WeightsKey) -> Any:
     dtype = getattr(weights, "dtype", None)
     if dtype is None or np.ndim(weights) == 0 or not _is_number(dtype):
         msg = (
-            f"the batch's {key!r} is taken for its weights, one per example, and is "
+            f"the batch's {key!r} is taken for its weights, one per example, but it is "
             f"{_text(weights)}. Give the weights another name with weights=."
         )
         raise StepError(msg)
@@ -180,22 +182,22 @@ def takes_weights(batch: Batch, key: WeightsKey) -> bool:
         (False, False)
     """
     if isinstance(batch, Mapping):
-        # Keys of several types have no order, which JAX needs.
+        # JAX sorts the keys of a dict, and keys of different types have no order.
         return key not in batch and all(isinstance(other, type(key)) for other in batch)
     return type(batch) in (tuple, list) and key == len(batch)
 
 
 def with_weights(batch: Batch, key: WeightsKey, weights: Leaf) -> Batch:
-    """Returns a batch that carries these weights, in place of any that it had.
+    """Returns a copy of a batch with these weights, instead of any that it had.
 
     Args:
-        batch: A mapping; a tuple or list with weights, or with `key` as its length; or
-            an object with a field for them. It keeps its type.
-        key: Where they go, as for `get_weights`.
+        batch: A mapping; a tuple or list with weights, or of length `key`; or an object
+            with a field for them. The copy has its type.
+        key: As for `get_weights`.
         weights: The weights.
 
     Raises:
-        StepError: If the batch has no place for them.
+        StepError: If the batch has no place for weights.
     """
     if isinstance(batch, Mapping):
         return _with_item(batch, key, weights)
@@ -232,7 +234,7 @@ def _with_item(batch: Batch, key: WeightsKey, weights: Leaf) -> Any:
 def _no_place(batch: Batch, key: WeightsKey) -> str:
     return (
         f"a {type(batch).__name__} has no place for weights={key!r}. Give a dict of "
-        "arrays; or a tuple, and weights= the place after its last array."
+        "arrays; or a tuple, with weights= its length."
     )
 
 
@@ -247,7 +249,7 @@ def _text(value: Leaf) -> str:
 
 
 def mask_padding(weights: np.ndarray, is_real: np.ndarray) -> np.ndarray:
-    """Returns weights with 0 for the rows that are padding.
+    """Returns weights with 0 in the rows that are padding.
 
     Args:
         weights: Weights of shape (batch, ...), on the host.
@@ -264,8 +266,8 @@ def mask_padding(weights: np.ndarray, is_real: np.ndarray) -> np.ndarray:
 def pad_rows(leaf: Leaf, num_rows: int) -> Any:
     """Returns an array with its last row repeated up to a number of rows.
 
-    A real row is as finite as the rest of the data. Zeros may not be: their norm has
-    no gradient.
+    Not zeros: a model may not be finite on a row that no example has, such as in the
+    gradient of a norm at 0, and 0 times NaN is NaN.
 
     Example:
         >>> pad_rows(np.array([1, 2]), 4)
@@ -278,9 +280,9 @@ def pad_rows(leaf: Leaf, num_rows: int) -> Any:
 
 
 def without_nan_padding(batch: Batch, weights: Leaf) -> Batch:
-    """Replaces values that are not finite with 0 in rows of weight 0.
+    """Replaces NaN and infinity by 0 in rows of weight 0.
 
-    Such rows do not count toward the loss, but a gradient through them is 0 times NaN,
+    Such rows do not count in the loss, but the gradient through them is 0 times NaN,
     which is NaN.
 
     Args:
@@ -297,7 +299,7 @@ def without_nan_padding(batch: Batch, weights: Leaf) -> Batch:
         dims = min(real.ndim, leaf.ndim)
         if leaf.shape[:dims] != real.shape[:dims]:
             dims = 1
-        # Where weights are per token and the leaf per example, any token counts.
+        # With weights per token and a leaf per example, a row is real if any token is.
         rows = real.any(axis=tuple(range(dims, real.ndim)))
         rows = rows.reshape(rows.shape + (1,) * (leaf.ndim - dims))
         return jnp.where(rows | jnp.isfinite(leaf), leaf, 0)
@@ -319,7 +321,7 @@ def mark_weights(weights: jax.Array) -> None:
 
 
 def check_weights_key(batch: Batch, key: WeightsKey) -> None:
-    """Refuses a batch whose marked weights are elsewhere than at a key.
+    """Raises if the weights that the library put into a batch are not at a key.
 
     Called before a step runs; for a correct batch it costs one lookup.
 
@@ -328,18 +330,16 @@ def check_weights_key(batch: Batch, key: WeightsKey) -> None:
         key: Where the step looks for weights.
 
     Raises:
-        StepError: If the weights that the library put into the batch are somewhere
-            else: padding would be trained on.
+        StepError: If the weights are somewhere else: padding would be trained on.
 
     Example:
         >>> weights = jnp.ones(4)
         >>> mark_weights(weights)
         >>> check_weights_key({"mask": weights}, "weight")
         Traceback (most recent call last):
-        meshlayout.errors.StepError: the batch's weights are at 'mask', and the step
-            looks for them at 'weight', so that padding would count as examples. Say
-            weights='mask' where the step is made, or weights='weight' where the
-            batches are.
+        meshlayout.errors.StepError: the batch's weights are at 'mask', but the step
+            looks for them at 'weight', so that padding would count as examples. Give
+            weights='mask' to the step, or weights='weight' to the dataset.
     """
     if not marked_weights or is_marked(get_weights(batch, key)):
         return
@@ -350,14 +350,14 @@ def check_weights_key(batch: Batch, key: WeightsKey) -> None:
     if isinstance(batch, (tuple, list)) and place.isdigit():
         place = int(place)
     msg = (
-        f"the batch's weights are at {place!r}, and the step looks for them at "
-        f"{key!r}, so that padding would count as examples. Say weights={place!r} "
-        f"where the step is made, or weights={key!r} where the batches are."
+        f"the batch's weights are at {place!r}, but the step looks for them at "
+        f"{key!r}, so that padding would count as examples. Give weights={place!r} to "
+        f"the step, or weights={key!r} to the dataset."
     )
     raise StepError(msg)
 
 
 def is_marked(leaf: Leaf) -> bool:
-    """Returns whether an array is the weights of a batch made by the library."""
+    """Returns whether an array is the weights of a batch that the library made."""
     reference = marked_weights.get(id(leaf))
     return reference is not None and reference() is leaf

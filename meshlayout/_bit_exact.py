@@ -1,12 +1,12 @@
 """How arrays are sharded during creation without changing a bit of their values.
 
-Initial values must not depend on the mesh. An array computed in shards is bitwise equal
-to the unsharded one if its operations are elementwise or only move elements, and if its
-shards fill the compiler's vectors: XLA's CPU compiler runs the remainder of a loop, too
-short to fill a vector, as scalar code that may round differently. Compiling a whole
-builder into one program would change bits too, and creating everything unsharded first
-would take too much memory; hence one operation at a time, in a sharding chosen
-backwards from its uses (`ShardingPlan`), the finest where nothing else is requested.
+Initial values must not depend on the mesh. An array computed in shards has the same
+bits as the unsharded one if its operations are elementwise or only move elements, and
+if its shards fill the compiler's vectors: XLA's CPU compiler runs the remainder of a
+loop, too short to fill a vector, as scalar code that may round differently. Compiling a
+whole builder into one program would change bits, too, and creating everything unsharded
+first would take too much memory. Hence one operation at a time, in a sharding chosen
+backwards from its uses (`ShardingPlan`), the finest one if nothing else is requested.
 """
 
 import math
@@ -22,17 +22,18 @@ from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh
 
 
-# Shards of this many elements, or multiples, fill the vectors of every CPU.
+# Shards of a multiple of this many elements fill the vectors of every CPU (AVX-512:
+# 16 float32).
 _VECTOR = 16
-# Arrays up to this size are made unsharded if their shards would have other bits.
+# Arrays up to this size are created unsharded if their shards would have other bits.
 _SMALL_BYTES = 512 * 1024
 
 
 def finest_layout(mesh: Mesh, shape: Sequence[int]) -> Layout:
     """Returns a layout that shards an array as finely as its shape allows.
 
-    No layout on this mesh that fits the array holds less of it on a device by more
-    than the axes that no dim can take.
+    Axes that no dim can take are left out. The search is greedy: large axes go first,
+    each to the largest dim that it divides.
     """
     entries: list[tuple[str, ...]] = [()] * len(shape)
     sizes = list(shape)
@@ -50,15 +51,20 @@ def bit_exact_sharding(
 ) -> NamedSharding:
     """Returns a sharding in which every element has the bits of the unsharded array.
 
-    This is the requested sharding if it preserves the bits, else another fine one that
-    does, or replication for small arrays. Large arrays that no sharding preserves keep
-    the requested one: an unsharded array might not fit.
+    It is the requested sharding if that preserves the bits; else replication for small
+    arrays, and another fine sharding for large ones. Large arrays that no sharding
+    preserves keep the requested one: unsharded, they might not fit into memory.
 
-    `mesh` is the mesh of the sharding, with Auto axes.
+    Args:
+        sharding: The requested sharding.
+        shape: The shape of the array.
+        dtype: Its dtype.
+        mesh: The mesh of the sharding, with Auto axes.
     """
     replicated = NamedSharding(mesh.jax_mesh, PartitionSpec())
-    if not math.prod(shape):
-        return replicated  # JAX does not shard empty arrays, or fails
+    if not math.prod(shape):  # JAX does not shard empty arrays, or fails
+        return replicated
+    # Only on CPUs does XLA run the remainder of a loop as other code.
     if mesh.platform != "cpu" or preserves_bits(sharding, shape):
         return sharding
     if not is_large(shape, dtype):
@@ -90,7 +96,8 @@ def preserves_bits(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
     if sharding.is_fully_replicated:
         return True
     shard = sharding.shard_shape(shape)
-    # XLA divides by a broadcast array differently where nothing is broadcast.
+    # XLA divides by a broadcast array with other code than by one that is not, and in a
+    # shard of size 1 nothing is broadcast.
     if any(size == 1 < whole for size, whole in zip(shard, shape, strict=True)):
         return False
     if shard[-1] != shape[-1]:
@@ -102,12 +109,12 @@ def preserves_bits(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
 
 
 class ShardingPlan:
-    """The shardings of a traced function's values, chosen from its results backwards.
+    """The shardings of a traced function's values, chosen backwards from its results.
 
     Args:
         mesh: The mesh, with Auto axes.
-        outputs: The results of all operations.
-        targets: The layout that each will have.
+        outputs: The results of the function.
+        targets: The layout of each result.
         eqns: The operations, the last one first.
     """
 
@@ -129,7 +136,7 @@ class ShardingPlan:
                 self._choose_operands(eqn, out)
 
     def __getitem__(self, var: Any) -> NamedSharding:
-        """Returns the sharding in which a value is made."""
+        """Returns the sharding in which a value is created."""
         if is_literal(var):
             return NamedSharding(self._mesh.jax_mesh, PartitionSpec())
         if var not in self._shardings:
@@ -138,9 +145,9 @@ class ShardingPlan:
         return self._shardings[var]
 
     def _choose_result(self, eqn: Equation) -> None:
-        """Reshards a reordering's result if its operand cannot be sharded to match.
+        """Gives the result of a reordering a sharding that its operand can have, too.
 
-        Moving it afterwards is cheap; inside the operation, XLA may unshard it.
+        Moving the result afterwards is cheap; inside the operation, XLA may unshard it.
         """
         operands = [var for var in eqn.invars if not is_literal(var)]
         if eqn.primitive.name not in _REORDERINGS or not operands:
@@ -154,7 +161,7 @@ class ShardingPlan:
                 return
 
     def _choose_operands(self, eqn: Equation, out: Any) -> None:
-        """Shards operands like the result, where the shapes agree."""
+        """Shards operands like the result, if shapes agree or can be traced back."""
         sharding = self[out]
         for var in eqn.invars:
             if is_literal(var) or var in self._shardings:
@@ -178,9 +185,9 @@ _REORDERINGS = ("reshape", "squeeze", "expand_dims", "concatenate", "stack")
 
 
 def _operand_specs(eqn: Equation, sharding: NamedSharding) -> list[Any] | None:
-    """Returns how an operand must be sharded for a reordering to move nothing.
+    """Returns how an operand must be sharded so that no element has to move.
 
-    Returns None for other operations, or if no sharding preserves the bits.
+    Returns None for other operations, or if there is no such sharding.
     """
     name, shape = eqn.primitive.name, eqn.invars[0].aval.shape
     specs = [*sharding.spec, *[None] * (eqn.outvars[0].aval.ndim - len(sharding.spec))]
@@ -195,7 +202,8 @@ def _operand_specs(eqn: Equation, sharding: NamedSharding) -> list[Any] | None:
         return None if specs.pop(eqn.params["axis"]) else specs
     if name not in _REORDERINGS:
         return None
-    # Shards of one dim are those of another that begins at the same place in memory.
+    # A reshape keeps the order in memory: a sharded dim of the result corresponds to
+    # the operand's dim that begins after the same number of runs.
     before: list[Any] = [None] * len(shape)
     starts = _starts(shape)
     for spec, start in zip(specs, _starts(eqn.outvars[0].aval.shape), strict=True):
@@ -215,12 +223,13 @@ def _operand_specs(eqn: Equation, sharding: NamedSharding) -> list[Any] | None:
 
 
 def _starts(shape: Sequence[int]) -> list[int]:
-    """Returns, for each dim, the number of runs that the dims before it make."""
+    """Returns, for each dim, the product of the sizes of the dims before it."""
     return [math.prod(shape[:dim]) for dim in range(len(shape))]
 
 
-# Operations that compute the same bits for each element however the array is sharded:
-# elementwise ones, moves of elements, and counter-based random numbers.
+# Operations that compute the same bits for each element, however the array is sharded:
+# elementwise ones, moves of elements, and counter-based random numbers. A reduction is
+# not among them: its partial sums would be added in another order.
 _SAFE_NAMES = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type
 broadcast_in_dim cbrt ceil clamp clz complex concatenate conj
@@ -253,12 +262,12 @@ def is_bit_exact_on_shards(eqn: Equation) -> bool:
     )
 
 
-# Operations whose bodies JAX without jit runs one by one.
+# Operations whose bodies JAX runs one operation at a time outside jit.
 _OPENED = ("remat2", "remat", "checkpoint", "custom_jvp_call", "custom_vjp_call")
 
 
 class InlinedVar:
-    """A variable of a traced function, of which one body can have many copies."""
+    """A variable of an inlined body: each copy of the body has its own."""
 
     def __init__(self, aval: Any) -> None:
         self.aval = aval
@@ -267,10 +276,12 @@ class InlinedVar:
 def inlined(
     eqns: Iterable[Any], names: dict[Any, Any], consts: dict[Any, Any]
 ) -> Iterator[Any]:
-    """Yields operations without those of `jax.checkpoint` and custom derivatives.
+    """Yields operations, with the bodies of remat and custom derivatives inlined.
 
-    Fills in what the variables are called in the result (`names`), and the values of
-    inner jaxprs' constants (`consts`).
+    Args:
+        eqns: The operations of a jaxpr.
+        names: Filled with the new variable for each old one.
+        consts: Filled with the values of the constants of inlined bodies.
     """
     for eqn in eqns:
         invars = [_renamed(var, names) for var in eqn.invars]

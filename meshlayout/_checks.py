@@ -1,9 +1,9 @@
-"""Checks of what a user hands in: one wording for each kind of mistake.
+"""Checks of a user's arguments: one wording for each kind of mistake.
 
 A check returns the value in the type that the caller needs, or raises the caller's own
-error class with a sentence. They live in one file because the same question ("is this
-a number of steps?") was once answered differently in nine places: True counted as 1
-here, NaN passed a `< 0` there, and NumPy integers were refused elsewhere.
+error class with a sentence. They are in one file because the same question ("is this a
+number of steps?") was once answered differently in nine places: True counted as 1 in
+one, NaN passed a `< 0` in another, and a third refused NumPy integers.
 
 The rules, the same everywhere: a bool is not a number, NaN is not a number, NumPy
 scalars are as good as Python's, and a string is never parsed.
@@ -33,7 +33,7 @@ _LONGEST_REPR = 80
 
 
 class Context(TypedDict, total=False):
-    """What the checks share: how a message opens and ends, and its class."""
+    """The options of all checks: how a message begins and ends, and its class."""
 
     where: str  # the public function or class, which opens the message
     error: type[MeshLayoutError]  # the class to raise
@@ -51,7 +51,7 @@ def shown(value: Any) -> str:
     """
     if isinstance(value, type):
         return f"the class {value.__name__}"
-    if np.ndim(value) if hasattr(value, "shape") else False:
+    if hasattr(value, "shape") and np.ndim(value):
         return f"an array of shape {tuple(value.shape)}"
     if value is None or isinstance(
         value, (str, bytes, bool, numbers.Number, np.generic)
@@ -118,15 +118,15 @@ def shape(value: Any, **context: Unpack[Context]) -> tuple[int, ...]:
         (2, 3)
     """
     if isinstance(value, str) or not isinstance(value, Iterable):
-        fact = f"a shape is a tuple of sizes, one per dim, and got {shown(value)}."
+        fact = f"a shape must be a tuple of sizes, one per dim, got {shown(value)}."
         raise _error(fact, **context)
     entries = tuple(value)
     sizes = tuple(map(_as_int, entries))
     for dim, size in enumerate(sizes):
         if size is None or size < 0:
             fact = (
-                f"dim {dim} of the shape has size {shown(entries[dim])}; a size is an "
-                "integer, 0 or more."
+                f"dim {dim} of the shape has size {shown(entries[dim])}; a size must "
+                "be a non-negative integer."
             )
             raise _error(fact, **context)
     return tuple(size for size in sizes if size is not None)
@@ -148,12 +148,12 @@ def number(
     Args:
         name: The parameter, as the user writes it.
         value: What the user gave; a NumPy or JAX scalar is a number, too.
-        at_least: The smallest value allowed.
-        above: A value that is too small, with all below it.
-        at_most: The largest value allowed.
-        below: A value that is too large, with all above it.
+        at_least: The smallest allowed value.
+        above: The largest value that is too small.
+        at_most: The largest allowed value.
+        below: The smallest value that is too large.
         finite: Whether NaN and infinities are refused, as they nearly always should
-            be; False for what was measured.
+            be; False for measurements.
         **context: As in `Context`.
 
     Raises:
@@ -209,7 +209,7 @@ def _as_float(value: Any) -> float | None:
 
 
 def flag(name: str, value: Any, **context: Unpack[Context]) -> bool:
-    """Returns True or False; refuses other truth values, since `"no"` would mean yes.
+    """Returns True or False; refuses other truth values, as `"no"` would mean yes.
 
     Raises:
         MeshLayoutError: As `error`, if it is anything else.
@@ -290,8 +290,8 @@ def function(
     Args:
         name: The parameter, as the user writes it.
         value: What the user gave.
-        *args: What it will be called with, under names that the user knows.
-        keywords: What it will be called with by name, if it has such parameters.
+        *args: The names of its positional arguments, as the user knows them.
+        keywords: The names of keyword arguments, passed if it has such parameters.
         **context: As in `Context`.
 
     Raises:
@@ -301,7 +301,7 @@ def function(
         >>> function("loss_fn", lambda model: 0.0, "model", "batch")
         Traceback (most recent call last):
         meshlayout.errors.MeshLayoutError: loss_fn is called as loss_fn(model, batch),
-            and takes (model).
+            but takes (model).
     """
     if not callable(value):
         call = f"a function of ({', '.join(args)})" if args else "a function"
@@ -318,13 +318,13 @@ def function(
         signature.bind(*args, **asked)
     except TypeError:
         names = ", ".join(signature.parameters)
-        called = f"{name} is called as {name}({', '.join(args)}), and takes ({names})."
+        called = f"{name} is called as {name}({', '.join(args)}), but takes ({names})."
         raise _error(called, **context) from None
     return value
 
 
 def has_arrays(name: str, tree: Any, **context: Unpack[Context]) -> None:
-    """Refuses a tree without arrays: nearly always a forgotten `return`.
+    """Refuses a tree without arrays, which is nearly always a forgotten `return`.
 
     Raises:
         MeshLayoutError: As `error`, if no leaf has a shape and a dtype.
@@ -382,12 +382,12 @@ def lock(text: Any, current: str, fact: str, **context: Unpack[Context]) -> None
 
 @contextlib.contextmanager
 def noted(note: str | Callable[[], str]) -> Iterator[None]:
-    """Adds a note to an exception of the user's own code: which path, row or step.
+    """Adds a note to an exception of the user's code: which path, row or step.
 
-    The exception keeps its type and traceback; a sentence stands below it.
+    The exception keeps its type and traceback; the note is printed below it.
 
     Args:
-        note: The sentence, or a function that makes it when there is something to say.
+        note: The sentence, or a function that returns it if there is an exception.
 
     Example:
         >>> try:

@@ -18,20 +18,21 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class default_mesh(ContextDecorator):  # noqa: N801 (used like a function)
-    """Makes a mesh the default one, inside a `with` or a decorated function.
+    """Makes a mesh the default, inside a `with` block or a decorated function.
 
-    Nests, restores the outer mesh after an exception, and is visible only to the thread
-    or task that entered; a new thread has none. JAX's own mesh is left alone; if no
-    default mesh is set, `get_default_mesh` returns the one of `jax.set_mesh`.
-    A compiled function is retraced under another default mesh, as under another
-    `jax.set_mesh`. It decorates `async def` functions too, but not generators: their
-    bodies run in pieces, and between those the caller would see the mesh.
+    Use this so that layouts need no mesh argument. Blocks may be nested, and an
+    exception restores the outer mesh. Only the thread or task that entered sees the
+    mesh; a new thread has none. JAX's own mesh is not changed, and if no default mesh
+    is set, `get_default_mesh` returns that of `jax.set_mesh`. A compiled function is
+    retraced under another default mesh, as under another `jax.set_mesh`. `async def`
+    functions can be decorated, but not generators: between the pieces of their bodies,
+    the caller would see the mesh.
 
     Args:
         mesh: A `Mesh` or `jax.sharding.Mesh`.
 
     Raises:
-        MeshError: If it is not a mesh, or decorates a generator.
+        MeshError: If `mesh` is not a mesh, or the decorated function is a generator.
 
     Example:
         >>> import meshlayout as ml
@@ -51,8 +52,8 @@ class default_mesh(ContextDecorator):  # noqa: N801 (used like a function)
     def __exit__(self, *exception: object) -> None:
         """Restores the previous default mesh."""
         entered = list(_entered.get())
-        # Its own innermost entry, not whatever came last: a generator that holds one
-        # open may end later than the block around it.
+        # Remove the innermost entry of this object, not simply the last entry: a
+        # generator that holds a block open may end later than the block around it.
         for index in reversed(range(len(entered))):
             if entered[index] is self:
                 del entered[index]
@@ -63,9 +64,9 @@ class default_mesh(ContextDecorator):  # noqa: N801 (used like a function)
         """Returns the function, wrapped to run with the mesh as the default."""
         if inspect.isgeneratorfunction(func) or inspect.isasyncgenfunction(func):
             msg = (
-                f"default_mesh cannot decorate the generator {func.__qualname__!r}: it "
-                "runs after the call that makes it has returned. Iterate over it "
-                "inside `with default_mesh(mesh):`."
+                f"default_mesh cannot decorate the generator {func.__qualname__!r}, "
+                "whose body runs after the call has returned. Iterate over it inside "
+                "`with default_mesh(mesh):`."
             )
             raise MeshError(msg)
         if not inspect.iscoroutinefunction(func):
@@ -88,7 +89,7 @@ def _set_entered(entered: tuple[default_mesh, ...]) -> None:
 
 
 def get_default_mesh() -> Mesh | None:
-    """Returns the default mesh, else the one of `jax.set_mesh`, else None."""
+    """Returns the default mesh, or that of `jax.set_mesh`, or None."""
     entered = _entered.get()
     if entered:
         return entered[-1].mesh

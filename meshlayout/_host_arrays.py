@@ -1,9 +1,9 @@
 """Host arrays on their way to devices: one entry point for whatever a user passes in.
 
-NumPy has arrays that JAX does not: in the other byte order (IDX, FITS and HDF5 files
-hold such), with a mask, of 64 bits, of objects. `jax.device_put` refuses some of them,
-but the quick ways to place an array shard by shard read its raw memory, so that
-bytes came out swapped and masks were lost. All code that places host arrays asks here.
+NumPy has arrays that JAX lacks: in the other byte order (as in IDX, FITS and HDF5
+files), with a mask, of 64 bits, of objects. `jax.device_put` refuses some of them, but
+the fast ways to place an array shard by shard read its raw memory: bytes came out
+swapped, and masks were lost. So all code that places host arrays calls these functions.
 """
 
 import math
@@ -45,14 +45,13 @@ def plain_array(
         >>> plain_array(np.ma.masked_array([1.0, 2.0], mask=[0, 1]), "batch/x")
         Traceback (most recent call last):
         meshlayout.errors.LayoutError: batch/x is a masked array, and JAX would lose its
-            mask. Fill it with x.filled(value), and give the mask as an array of its
-            own where it matters.
+            mask. Fill it with x.filled(value), and pass the mask as a separate array
+            if it matters.
     """
     if _is_masked(value):
         msg = (
             f"{where} is a masked array, and JAX would lose its mask. Fill it with "
-            "x.filled(value), and give the mask as an array of its own where it "
-            "matters."
+            "x.filled(value), and pass the mask as a separate array if it matters."
         )
         raise error(msg)
     try:
@@ -61,7 +60,7 @@ def plain_array(
         reason = str(problem).partition("\n")[0]
         if "inhomogeneous" in reason:
             reason = "its rows have different lengths."
-        msg = f"{where}: {shown(value)} is not like an array: {reason}"
+        msg = f"{where}: {shown(value)} cannot be converted to an array: {reason}"
         raise error(msg) from None
     if array.dtype.isnative:
         return array
@@ -84,15 +83,14 @@ def host_array(value: Any, where: object = "the array") -> np.ndarray[Any, Any]:
         array([1., 2.], dtype=float32)
         >>> host_array(["a"], "batch/name")
         Traceback (most recent call last):
-        meshlayout.errors.LayoutError: batch/name: ['a'] is not like an array of
-            numbers.
+        meshlayout.errors.LayoutError: batch/name: ['a'] is not an array of numbers.
     """
     array = plain_array(value, where)
     if not _jax.is_array_dtype(array.dtype):
         text = shown(value)
         if isinstance(value, (np.ndarray, np.generic)):
             text = f"a NumPy array of dtype {value.dtype}"
-        msg = f"{where}: {text} is not like an array of numbers."
+        msg = f"{where}: {text} is not an array of numbers."
         raise LayoutError(msg)
     dtype = _jax.canonical_dtype(array.dtype)
     if dtype == array.dtype or array.dtype.kind not in "iu" or not array.size:
@@ -101,8 +99,8 @@ def host_array(value: Any, where: object = "the array") -> np.ndarray[Any, Any]:
     limits = np.iinfo(dtype)
     if low < limits.min or high > limits.max:
         msg = (
-            f"{where}: it holds {high if high > limits.max else low}, and JAX makes "
-            f"{dtype} of {array.dtype}. Set jax_enable_x64, or give it another dtype."
+            f"{where} holds {high if high > limits.max else low}, and JAX would turn "
+            f"{array.dtype} into {dtype}. Set jax_enable_x64, or give it another dtype."
         )
         raise LayoutError(msg)
     return array
@@ -111,12 +109,12 @@ def host_array(value: Any, where: object = "the array") -> np.ndarray[Any, Any]:
 def check_cast(value: Any, dtype: DType, where: object = "the value") -> None:
     """Refuses to convert a number to a dtype that would change its value.
 
-    Rounding to a float of lower precision is what a float dtype means, and is allowed.
-    Refused are NaN, fractions and large numbers as integers, an imaginary part as a
-    real number, a finite number as infinity, and any number but 0 and 1 as a bool.
+    Rounding to a float of lower precision is allowed: that is what a float dtype means.
+    Refused are NaN, fractions and too large numbers as integers, complex numbers as
+    real ones, finite numbers that become infinity, and bools other than 0 and 1.
 
     Args:
-        value: A number, or an array of them; inside jit it is not checked.
+        value: A number, or an array of numbers; not checked inside jit.
         dtype: The dtype to convert to.
         where: As for `plain_array`.
 
@@ -128,26 +126,26 @@ def check_cast(value: Any, dtype: DType, where: object = "the value") -> None:
         >>> check_cast(300, "uint8", "full: value")
         Traceback (most recent call last):
         meshlayout.errors.LayoutError: full: value is 300, which dtype uint8 cannot
-            hold. Choose a dtype that can, or convert the value first.
+            represent. Choose a dtype that can, or convert the value first.
     """
     if isinstance(value, Tracer) or not np.size(value) or _jax.is_extended(dtype):
         return
     numbers = np.asarray(value)
     dtype = np.dtype(dtype)
     with np.errstate(all="ignore"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about values that are refused below
+        warnings.simplefilter("ignore")  # of casts, whose results are compared below
         is_same = _survives(numbers, dtype)
     if not is_same.all():
         first = numbers[~is_same].flat[0]
         msg = (
-            f"{where} is {shown(first)}, which dtype {dtype} cannot hold. Choose a "
-            "dtype that can, or convert the value first."
+            f"{where} is {shown(first)}, which dtype {dtype} cannot represent. Choose "
+            "a dtype that can, or convert the value first."
         )
         raise LayoutError(msg)
 
 
 def _survives(numbers: np.ndarray[Any, Any], dtype: DType) -> np.ndarray[Any, Any]:
-    """Returns, for each number, whether a dtype can hold it up to rounding."""
+    """Returns, for each number, whether a dtype can represent it, up to rounding."""
     if jnp.issubdtype(dtype, np.complexfloating):
         return np.ones(numbers.shape, bool)
     if jnp.issubdtype(numbers.dtype, np.complexfloating):

@@ -1,8 +1,8 @@
 """The only place for jax.experimental, private JAX and differences between versions.
 
-Everything else in the library uses the public API that jax 0.7.2 and later share. What
-has no public way is below, each with what it is for, what breaks when JAX changes it
-(an ImportError here, unless said otherwise), and a test that notices.
+Everything else in the library uses the public API that jax 0.7.2 and later share. Each
+private API below says what it is for, what breaks if JAX changes it (if nothing is
+said, the import of this module), and which test notices.
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
@@ -53,13 +53,13 @@ _thread = _ThreadState()
 
 
 def set_trace_key(value: Hashable | None) -> None:
-    """Makes JAX retrace a compiled function when `value` has changed.
+    """Makes JAX retrace a compiled function if `value` has changed.
 
-    For state that a traced function reads and that is not among its arguments. Set for
-    this thread until it is set again; None is as if never set.
+    Use this for state that a traced function reads and that is not among its arguments.
+    It holds for this thread until it is set again; None is as if it was never set.
     """
-    # JAX has a `with` for it; but tasks of one thread take turns and leave in any
-    # order, and each exit would bring back what another task had set. So there is one
+    # JAX has a context manager for this, but async tasks of one thread leave in any
+    # order, and each exit would restore the value of another task. So there is one
     # context at a time, which is left before the next one is entered.
     if _thread.trace_key is not None:
         _thread.trace_key.__exit__(None, None, None)
@@ -76,7 +76,7 @@ def is_unreduced(spec: PartitionSpec) -> bool:
 
 
 def sharding_of(value: Leaf) -> jax.sharding.Sharding | None:
-    """Returns the sharding of an array, an abstract array or a traced value.
+    """Returns the sharding of an array, an abstract array or a traced value, or None.
 
     While tracing, JAX knows it only on a mesh whose axes are all Explicit.
     """
@@ -95,7 +95,7 @@ def sharding_of(value: Leaf) -> jax.sharding.Sharding | None:
 
 
 def is_extended(dtype: DType) -> bool:
-    """Returns whether a dtype is one that NumPy does not have, as that of PRNG keys."""
+    """Returns whether a dtype is one that NumPy lacks, such as that of PRNG keys."""
     return jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
 
 
@@ -110,9 +110,9 @@ def is_array_dtype(dtype: DType) -> bool:
 
 
 def itemsize(dtype: DType) -> int:
-    """Returns the bytes of one element in an array; for PRNG keys, of a key's words.
+    """Returns the bytes of one element on a device; for PRNG keys, of a key's words.
 
-    Arrays are 32-bit unless JAX is told otherwise, whatever NumPy's dtype says.
+    Without `jax_enable_x64`, a dtype of 64 bits takes 32.
     """
     if is_extended(dtype):
         words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
@@ -121,16 +121,16 @@ def itemsize(dtype: DType) -> int:
 
 
 def canonical_dtype(dtype: DType) -> Any:
-    """Returns the dtype that a NumPy array's values have on a device."""
+    """Returns the dtype that values of a NumPy dtype have on a device."""
     if is_extended(dtype):
         return dtype
     return jax.dtypes.canonicalize_dtype(dtype)
 
 
 def memory_kinds(device: Any) -> tuple[tuple[str, ...], str | None]:
-    """Returns the memories a device has, and its default one.
+    """Returns the kinds of memory of a device, and its default one.
 
-    A device of a topology description cannot be asked: `((), None)`.
+    For a device of a topology description they are not known: `((), None)`.
     """
     try:
         kinds = tuple(memory.kind for memory in device.addressable_memories())
@@ -140,12 +140,12 @@ def memory_kinds(device: Any) -> tuple[tuple[str, ...], str | None]:
 
 
 def apply_operation(eqn: Equation, operands: list[Any]) -> list[Any]:
-    """Runs one jaxpr operation under the configuration it was traced in.
+    """Runs one operation of a jaxpr under the configuration that it was traced in.
 
-    The mesh is left out of that configuration: the operands are laid out already, and
-    JAX refuses operands on another mesh, or on other types of axes, than the one that
-    the caller has set. `jax.core.eval_jaxpr` would set it. tests/test_create.py notices
-    if JAX binds operations in another way.
+    The mesh is left out of that configuration: the operands already have layouts, and
+    JAX refuses operands on another mesh, or on axes of other types, than those of the
+    mesh that is set. `jax.core.eval_jaxpr` would set it. If JAX binds operations in
+    another way, creation fails, and tests/test_create.py notices.
     """
     bound = eqn.primitive.get_bind_params(eqn.params)
     functions, params = bound if isinstance(bound, tuple) else ((), bound)
@@ -155,21 +155,22 @@ def apply_operation(eqn: Equation, operands: list[Any]) -> list[Any]:
 
 
 def compile_frugally(jitted: Any, operands: Sequence[Any]) -> Any:
-    """Compiles for CPUs so that random numbers take no memory but their own.
+    """Compiles for CPUs so that random numbers take no memory besides their own.
 
-    There, JAX makes threefry's rounds a loop, which holds three arrays for each one
-    that it makes. Without the loop, as on other platforms, they are one fused
-    operation: the same integers, faster. tests/test_create.py notices.
+    On CPUs, JAX lowers the rounds of threefry to a loop, which holds three arrays for
+    each one that it makes. Without the loop, as on other platforms, they are one fused
+    operation: the same integers, faster. If JAX lowers it in another way, creating a
+    state takes more memory, and tests/test_create.py notices.
     """
     rules = ((threefry.threefry2x32_p, threefry._threefry2x32_lowering_rule),)
     options = mlir.LoweringParameters(override_lowering_rules=rules)
     return jitted.trace(*operands).lower(_private_parameters=options).compile()
 
 
-# Flax asks every value of a Variable for its sharding, and JAX's answer for a traced
-# one is an AttributeError whose text walks all operations so far to name its origin:
-# quadratic in the size of a model. Inside this, the text is short. When Flax or JAX
-# mend it, test_describing_takes_time_in_proportion_to_the_layers passes without.
+# Flax asks every value of a Variable for its sharding. For a traced value, JAX answers
+# with an AttributeError whose text names its origin, for which it walks all operations
+# so far: quadratic in the size of a model. Inside this, the text is short. Once Flax or
+# JAX fix it, test_describing_takes_time_in_proportion_to_the_layers passes without it.
 short_sharding_errors = SharedPatches(
     (jax_core.Tracer, "sharding", lambda _: property(_no_sharding))
 )
@@ -183,12 +184,12 @@ def _no_sharding(tracer: jax.core.Tracer) -> Any:
 def without_sharding_types(closed: Any) -> Any:
     """Returns a jaxpr as if traced without a mesh.
 
-    On Explicit axes, which `jax.make_mesh` makes by default, every traced value has a
-    sharding in its type, some operations have one among their parameters, and JAX
-    refuses operands of any other type. Types, parameters and the operations that only
-    reshard values are removed, in inner jaxprs too. Relies on the classes of jaxprs;
-    tests/test_create_under_a_mesh.py notices when they change. A closed jaxpr without
-    Explicit axes is returned unchanged.
+    On Explicit axes, the default of `jax.make_mesh`, every traced value has a sharding
+    in its type, some operations have one among their parameters, and JAX refuses
+    operands of any other type. This removes shardings from types and parameters, and
+    the operations that only reshard values, in inner jaxprs, too. It relies on the
+    classes of jaxprs; if they change, tests/test_create_under_a_mesh.py notices. A
+    jaxpr without Explicit axes is returned unchanged.
     """
     jaxpr = closed.jaxpr
     values = [v for eqn in jaxpr.eqns for v in (*eqn.invars, *eqn.outvars)]
@@ -199,8 +200,8 @@ def without_sharding_types(closed: Any) -> Any:
         return _without_types(closed)
 
 
-# Operations that move a value to another sharding and do not change it.
-_LAYING_OUT = ("reshard", "sharding_constraint", "mesh_cast")
+# Operations that only change the sharding of a value.
+_RESHARDING = ("reshard", "sharding_constraint", "mesh_cast")
 
 
 def _without_types(value: Any) -> Any:
@@ -227,10 +228,11 @@ def _without_types(value: Any) -> Any:
     eqns = []
     for eqn in value.eqns:
         invars = list(map(renamed, eqn.invars))
-        if eqn.primitive.name in _LAYING_OUT:
+        if eqn.primitive.name in _RESHARDING:
             names[eqn.outvars[0]] = invars[0]
             continue
         params = {name: _without_types(param) for name, param in eqn.params.items()}
+        # Of an inner jit: as if its caller had named no sharding.
         for name in ("in_shardings", "out_shardings"):
             if name in params:
                 params[name] = (UNSPECIFIED,) * len(params[name])
@@ -249,14 +251,14 @@ def _without_types(value: Any) -> Any:
 
 
 def _untyped(aval: Any) -> Any:
-    """Returns an abstract value without its sharding; call it where no mesh is set."""
+    """Returns an abstract value without its sharding; called where no mesh is set."""
     if not isinstance(aval, jax_core.ShapedArray):
         return aval
     return jax_core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
 def inner_jaxprs(eqn: Equation) -> list[Any]:
-    """Returns the jaxprs that an operation holds, as jit, scan and cond do."""
+    """Returns the jaxprs inside an operation, such as the bodies of jit and scan."""
     jaxprs = []
     for value in eqn.params.values():
         for candidate in value if isinstance(value, (tuple, list)) else (value,):
@@ -280,30 +282,30 @@ def equations(jaxpr: Any, *, except_in: str = "") -> Iterator[Any]:
 
 
 def concrete_mesh() -> jax.sharding.Mesh | None:
-    """Returns the mesh that `jax.set_mesh` has set, or None.
+    """Returns the mesh of `jax.set_mesh`, or None.
 
-    `jax.sharding.get_mesh` is new in jax 0.8, and refuses to answer inside jit, where
-    layouts are created too. tests/test_mesh.py notices.
+    The public `jax.sharding.get_mesh` is new in jax 0.8 and raises inside jit, where
+    layouts are created, too. tests/test_mesh.py notices.
     """
     mesh = jax_mesh.get_concrete_mesh()
     return mesh if isinstance(mesh, jax.sharding.Mesh) and mesh.size else None
 
 
 def no_mesh() -> AbstractContextManager[None]:
-    """Returns a context in which no mesh is set: JAX looks only at the arrays.
+    """Returns a context in which no mesh is set, so that only the arrays count.
 
     Programs that the library compiles for itself name their own mesh. Under
-    `jax.set_mesh` of another one, or of the same one with Explicit axes, JAX would
+    `jax.set_mesh` of another mesh, or of the same one with Explicit axes, JAX would
     refuse the operands.
     """
     return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
 
 
 def without_set_mesh() -> AbstractContextManager[Any]:
-    """Returns a context in which `jax.set_mesh` has set nothing; not for inside jit.
+    """Returns a context in which `jax.set_mesh` has no effect; not for use inside jit.
 
-    `no_mesh` removes only the axes; this removes the devices too, because JAX refuses
-    arrays on devices other than those of the mesh that is set.
+    `no_mesh` removes only the axes; this also removes the devices, as JAX refuses
+    arrays on other devices than those of the mesh that is set.
     """
     try:
         return jax.set_mesh(None)
@@ -319,8 +321,9 @@ def place(x: Leaf, sharding: NamedSharding) -> Any:
 def concrete_value(x: Leaf) -> Any:
     """Returns the array behind a traced value if there is one, as in eager grad.
 
-    So that `Layout.of` and `relayout` work on values being differentiated; JAX has no
-    public way. tests/test_arrays.py notices (gradients through relayout).
+    With it, `Layout.of` and `relayout` work on values that are being differentiated,
+    for which JAX has no public API. The tests of gradients through relayout in
+    tests/test_arrays.py notice.
     """
     if not isinstance(x, jax.core.Tracer):
         return x
@@ -329,16 +332,16 @@ def concrete_value(x: Leaf) -> Any:
 
 
 def is_manual(x: Leaf) -> bool:
-    """Returns whether a value is one device's own shard, as inside shard_map."""
+    """Returns whether a value is the shard of one device, as inside shard_map."""
     return _has_axes(getattr(jax.typeof(x), "sharding", None), AxisType.Manual)
 
 
 def is_staged(x: Leaf) -> bool:
-    """Returns whether an operation on a value is recorded rather than run, as in jit.
+    """Returns whether an operation on a value is recorded instead of run, as in jit.
 
     A value under vmap counts as recorded: its dims are not those of the array. JAX's
-    public trace state cannot tell jit from eager grad, in which arrays are placed.
-    tests/test_arrays.py notices.
+    public trace state does not distinguish jit from eager grad, in which arrays can be
+    placed. tests/test_arrays.py notices.
     """
     if isinstance(x, jax.core.Tracer):
         return isinstance(concrete_value(x), jax.core.Tracer)
@@ -346,23 +349,29 @@ def is_staged(x: Leaf) -> bool:
     while hasattr(trace, "parent_trace") and not isinstance(
         trace, partial_eval.DynamicJaxprTrace
     ):
-        trace = trace.parent_trace  # through grad and vmap, to what is outside of them
+        trace = trace.parent_trace  # of grad or vmap: look at what is around them
     return not isinstance(trace, jax_core.EvalTrace)
 
 
 def is_tracing() -> bool:
-    """Returns whether this is inside jit, grad, vmap or another transformation."""
+    """Returns whether this runs inside jit, grad, vmap or another transformation.
+
+    For functions that need values, which refuse with a sentence. JAX's public trace
+    state can only be compared with that of another moment. If JAX renames its traces,
+    calls outside jit are refused, too, and nearly all of tests/test_checkpoint.py
+    fails.
+    """
     return not isinstance(jax_core.trace_ctx.trace, jax_core.EvalTrace)
 
 
 def constrain(x: Leaf, sharding: NamedSharding) -> Any:
     """Constrains a value inside jit to a sharding, on axes of any type.
 
-    Dims that are `PartitionSpec.UNCONSTRAINED` stay as they are on Explicit axes, and
-    are left to the compiler on Auto axes.
+    Dims that are `PartitionSpec.UNCONSTRAINED` keep their sharding on Explicit axes,
+    and are left to the compiler on Auto axes.
 
     Raises:
-        ValueError: If JAX cannot say so.
+        ValueError: If JAX cannot express it.
     """
     mesh = sharding.mesh
     explicit = {
@@ -372,7 +381,7 @@ def constrain(x: Leaf, sharding: NamedSharding) -> Any:
     }
     now = getattr(jax.typeof(x), "sharding", None)
     if explicit:
-        # UNCONSTRAINED stands for the entries that a traced value has.
+        # `reshard` takes no UNCONSTRAINED: it stands for the present entry.
         known = [] if now is None else list(now.spec)
         known += [None] * (np.ndim(x) - len(known))
         on_explicit = [
@@ -385,7 +394,7 @@ def constrain(x: Leaf, sharding: NamedSharding) -> Any:
         ]
         x = jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*on_explicit)))
     elif _is_explicit(now):
-        # JAX mixes up the two specs, or refuses, unless the Explicit one is gone.
+        # JAX confuses the two specs, or refuses, unless the Explicit one is removed.
         x = jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))
     auto = set(mesh.axis_names) - explicit
     if auto:
@@ -405,12 +414,21 @@ def _has_axes(sharding: object, kind: AxisType) -> bool:
 
 
 def _only(entry: Any, axes: set[str], *, first: bool) -> Any:
-    """Returns the part of an entry on some axes, the first or last part of it."""
+    """Returns the part of an entry on some axes.
+
+    Args:
+        entry: One entry of a spec.
+        axes: The axes.
+        first: Whether they must come first in the entry, else last.
+
+    Raises:
+        ValueError: If they do not.
+    """
     if not isinstance(entry, tuple):
         return entry if entry in axes or not isinstance(entry, str) else None
     part = tuple(axis for axis in entry if axis in axes)
     if part != (entry[: len(part)] if first else entry[len(entry) - len(part) :]):
-        msg = f"in {entry}, the Explicit axes have to come before the Auto ones."
+        msg = f"in {entry}, Explicit axes must come before Auto axes."
         raise ValueError(msg)
     return part or None
 
@@ -422,9 +440,9 @@ def with_auto_axes(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
 
 
 def movable(x: jax.Array, mesh: jax.sharding.Mesh) -> jax.Array:
-    """Returns an array as one that `device_put` can move to a mesh; nothing is copied.
+    """Returns an array that `device_put` can move to a mesh, without copying it.
 
-    jax 0.7.2 cannot move one from Explicit axes to a mesh with other names.
+    jax 0.7.2 cannot move an array from Explicit axes to a mesh with other names.
     """
     now: Any = x.sharding
     if hasattr(jax, "reshard") or not _is_explicit(now) or now.mesh == mesh:
@@ -436,7 +454,7 @@ def movable(x: jax.Array, mesh: jax.sharding.Mesh) -> jax.Array:
 
 
 def memory_in_jit() -> bool:
-    """Returns whether a value can be moved to another memory inside jit on CPU."""
+    """Returns whether jit can move a value to another kind of memory on CPUs."""
     return hasattr(jax, "reshard")
 
 
@@ -457,15 +475,15 @@ def to_host(x: jax.Array) -> np.ndarray[Any, Any]:
 def from_one_process(
     x: np.ndarray[Any, Any], *, is_source: bool
 ) -> np.ndarray[Any, Any]:
-    """Returns an array of the process that has it, the source; all call this."""
+    """Returns the source's array on all processes, all of which call this."""
     return np.asarray(multihost_utils.broadcast_one_to_all(x, is_source=is_source))
 
 
 def with_weak_type(x: Leaf, *, weak_type: bool) -> Any:
-    """Returns the value, weakly typed or not, as requested.
+    """Returns a value with or without a weak type.
 
-    A state whose weak types change from step to step is compiled twice. JAX has a
-    public way to make weak types strong, not the reverse. tests/test_step.py notices.
+    A step compiles twice if the weak types of its state change. JAX has a public way to
+    make weak types strong, but not the reverse. tests/test_step.py notices.
     """
     aval = jax.typeof(x)
     if aval.weak_type == weak_type:
@@ -474,7 +492,7 @@ def with_weak_type(x: Leaf, *, weak_type: bool) -> Any:
 
 
 def manual_axis_sizes() -> dict[str, int]:
-    """Returns the axes that are manual here, as inside shard_map, with their sizes."""
+    """Returns the sizes of the axes that are manual here, as inside shard_map."""
     mesh = jax.sharding.get_abstract_mesh()
     return {
         axis: size
@@ -494,7 +512,7 @@ def varying_axes(x: Leaf) -> frozenset[str]:
 
 
 def is_key(x: Leaf) -> bool:
-    """Returns whether a value is one PRNG key, typed or as the words of old ones."""
+    """Returns whether a value is a single PRNG key, typed or as old-style words."""
     dtype = getattr(x, "dtype", None)
     if dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         return not np.shape(x)
@@ -502,23 +520,27 @@ def is_key(x: Leaf) -> bool:
 
 
 def key_impl(dtype: DType) -> str:
-    """Returns the name of the generator that PRNG keys of a dtype are for."""
+    """Returns the name of the generator of a dtype of PRNG keys.
+
+    The public `jax.random.key_impl` takes keys, and here there may be none.
+    tests/test_checkpoint.py notices.
+    """
     return str(dtype._impl.name)
 
 
-# A PRNG key in a compiled function costs a call more than its words, and JAX's public
-# `key_data` and `wrap_key_data` each run a program. If a key no longer keeps its words
-# in `_base_array`, tests/test_step_calls.py fails.
+# A PRNG key as an argument of a compiled function costs a call more than its words, and
+# JAX's public `key_data` and `wrap_key_data` each run a program. If a key no longer
+# keeps its words in `_base_array`, tests/test_step_calls.py fails.
 KeyDType = prng.KeyTy
 
 
 def words_of_key(key: Any) -> jax.Array:
-    """Returns the array that a PRNG key is around, without a copy."""
+    """Returns the words inside a PRNG key, without a copy."""
     return key._base_array
 
 
 def key_of_words(words: jax.Array, dtype: DType) -> Any:
-    """Returns the PRNG key of a dtype around an array, perhaps a used-up one."""
+    """Returns a PRNG key around its words, which may have been donated."""
     if isinstance(words, jax.core.Tracer):
         return prng.random_wrap(words, impl=dtype._impl)
     return prng.PRNGKeyArray(dtype._impl, words)
@@ -534,8 +556,8 @@ def x64_mode(*, enabled: bool) -> Any:
 def coordination_client() -> Any:
     """Returns the client of `jax.distributed`'s coordination service, or None.
 
-    Its key-value store carries short texts between processes without a collective, so
-    also from background threads. JAX has no public API for it.
+    Its key-value store carries short texts between processes without a collective, and
+    so from background threads, too. JAX has no public API for it.
     tests/test_data_processes.py notices.
     """
     return distributed.global_state.client
@@ -544,12 +566,12 @@ def coordination_client() -> Any:
 def shard_placer(
     shape: tuple[int, ...], dtype: DType, sharding: Any
 ) -> Callable[[list[np.ndarray[Any, Any]]], jax.Array]:
-    """Returns a function from shards on the host to a global array.
+    """Returns a function that makes a global array of shards on the host.
 
-    It does what `jax.make_array_from_callback` does, in one call for all devices and
-    without that function's work in Python for every shard. It takes one shard per
-    device of this process, in the order of
-    `sharding.addressable_devices_indices_map(shape)`. tests/test_arrays.py notices.
+    It takes one shard per device of this process, in the order of
+    `sharding.addressable_devices_indices_map(shape)`. `jax.make_array_from_callback`
+    does the same with more work in Python for every shard; this is one call for all
+    devices, which counts for each batch of a dataset. tests/test_arrays.py notices.
     """
     aval = jax_core.ShapedArray(shape, dtype)
     aval = jax_core.update_aval_with_sharding(aval, sharding)
@@ -562,9 +584,10 @@ def shard_placer(
 
 
 def reached_preemption_sync_point(turn: int) -> bool:
-    """Returns whether a process was told to stop, at the same turn on all of them.
+    """Returns whether a process was told to stop; true at the same turn on all.
 
-    `turn` is 1 more in each call, and the same on all processes.
+    Args:
+        turn: The number of the call, the same on all processes.
     """
     return bool(multihost_utils.reached_preemption_sync_point(turn))
 
@@ -572,7 +595,7 @@ def reached_preemption_sync_point(turn: int) -> bool:
 def has_preemption_service() -> bool:
     """Returns whether `jax.distributed` watches for SIGTERM in this process.
 
-    Where it does not, JAX's sync point raises, and there is no public way to ask.
+    If it does not, JAX's sync point raises, and JAX has no public way to ask.
     tests/test_preemption.py notices.
     """
     return distributed.global_state.preemption_sync_manager is not None

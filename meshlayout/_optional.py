@@ -10,9 +10,9 @@ def require(module: str, *, extra: str, purpose: str) -> ModuleType:
     """Imports a module of an optional package.
 
     Args:
-        module: The module's name, with dots.
-        extra: The extra of this library that installs it.
-        purpose: What it is needed for, as the start of a sentence.
+        module: The full name of the module.
+        extra: The extra of this library that installs the package.
+        purpose: What needs the package, as the beginning of a sentence.
 
     Raises:
         MeshLayoutError: If the package is not installed; says how to install it.
@@ -25,6 +25,7 @@ def require(module: str, *, extra: str, purpose: str) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         package = module.partition(".")[0]
+        # Something that the package itself imports: installing it would not help.
         if error.name is None or error.name.partition(".")[0] != package:
             raise
         msg = (

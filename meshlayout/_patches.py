@@ -1,4 +1,9 @@
-"""Attributes of other libraries, replaced for as long as anyone needs it."""
+"""Attributes of other libraries, replaced only while anyone needs it.
+
+Some libraries have no hook where we need one (see the uses of `SharedPatches`). A patch
+for the whole life of the process would change programs that never asked for it, and one
+per thread is not possible: so patches are counted, and the last user undoes them.
+"""
 
 import contextlib
 import inspect
@@ -8,10 +13,10 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 
-# A class, the attribute's name, and a function from the original to its replacement.
+# A class, the name of an attribute, and a function from the original to a replacement.
 Patch: TypeAlias = tuple[type, str, Callable[[Any], Any]]
 
-# How many are inside of each patch, and what undoes it.
+# The number of users inside each patch, and a function that undoes it.
 _lock = threading.Lock()
 _num_inside: Counter[Patch] = Counter()
 _undo: dict[Patch, Callable[[], None]] = {}
@@ -21,13 +26,13 @@ class SharedPatches(contextlib.AbstractContextManager[None]):
     """Attributes that are replaced while any thread is inside, and restored after.
 
     The first to enter patches; the last to leave restores the original, or deletes the
-    attribute if it was inherited. Patches that are equal are shared, also between
-    several objects of this class. An attribute that someone else has replaced in the
-    meantime is left alone. A replacement must check whether it is meant, by a
-    ContextVar for instance: other threads call it too.
+    attribute if it was inherited. Equal patches are shared, even between objects of
+    this class. An attribute that someone else has replaced in the meantime is left
+    alone. Other threads call the replacement, too: it must find out, for instance from
+    a ContextVar, whether it is meant.
 
     Args:
-        *patches: The class, the attribute's name, and a function from the original to
+        *patches: A class, the name of an attribute, and a function from the original to
             its replacement.
 
     Example:
@@ -65,11 +70,12 @@ class SharedPatches(contextlib.AbstractContextManager[None]):
 def _replace(owner: type, name: str, make: Callable[[Any], Any]) -> Callable[[], None]:
     """Replaces one attribute; returns a function that undoes it."""
     is_inherited = name not in vars(owner)
-    # The descriptor itself: it may be another than a function, as nnx.jit gives.
+    # The descriptor itself, not what it returns: it may be an object of nnx.jit.
     original = inspect.getattr_static(owner, name)
     replacement = make(original)
 
     def undo() -> None:
+        # Replaced again by someone else, whose replacement may call ours: leave it.
         if vars(owner).get(name) is not replacement:
             return
         if is_inherited:

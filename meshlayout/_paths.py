@@ -1,8 +1,8 @@
-"""The one path grammar: a leaf's name, the same for NNX, Linen, Optax and pytrees.
+"""The path grammar: the name of a leaf, the same for NNX, Linen, Optax and pytrees.
 
-A path is the keys that a user wrote, joined by `/`, as `encoder/layers/0/kernel`.
+A path is the keys that a user wrote, joined by `/`, such as `encoder/layers/0/kernel`.
 The `value` inside a Flax variable or box is not part of it, and neither is the `params`
-collection at the root of Linen variables, unless the whole path is asked for.
+collection at the root of Linen variables, unless the whole path is requested.
 
 JAX flattens trees with an object per key of every path, and its garbage collector
 walks all of them: for 100,000 leaves that is four fifths of the time. Here only leaves
@@ -44,10 +44,10 @@ class Flat:
 
     Attributes:
         leaves: Its leaves, in JAX's order.
-        unflatten: Makes a tree of the same structure from other leaves; Flax
-            variables and boxes are replaced by what they held, so that the tree is
-            a pytree prefix of the original.
-        node_types: The types of the tree's containers.
+        unflatten: Builds a tree of the same structure from other leaves. It has the
+            contents of Flax variables and boxes in their place, so that it is a pytree
+            prefix of the original.
+        node_types: The types of the containers.
     """
 
     leaves: list[Leaf]
@@ -59,7 +59,7 @@ def flatten(tree: PyTree, *, whole: bool = False) -> Flat:
     """Flattens a tree into named leaves.
 
     Args:
-        tree: An NNX module or anything that holds some, an NNX state, Linen
+        tree: An NNX module or anything that holds modules, an NNX state, Linen
             variables, an Optax state, or any other pytree. A module becomes its
             `nnx.State`, in which a shared variable occurs once.
         whole: Whether paths keep a `params` at the root.
@@ -68,10 +68,10 @@ def flatten(tree: PyTree, *, whole: bool = False) -> Flat:
         MeshLayoutError: If two leaves have the same path.
     """
     try:
-        jax.tree.structure(tree)  # for its errors
-    except ValueError as error:  # keys of a dict that cannot be put in order
+        jax.tree.structure(tree)  # only for its errors
+    except ValueError as error:  # keys of a dict that have no order
         first = str(error).partition("\n")[0]
-        msg = f"JAX cannot take the tree apart: {first} Use keys of one type."
+        msg = f"JAX cannot flatten the tree: {first} Use keys of one type."
         raise MeshLayoutError(msg) from None
     parts = _Parts.of(tree, _is_box_or_module_type)
     if any(map(_is_module_type, parts.leaf_types)):
@@ -115,8 +115,8 @@ def leaf_names(
 ) -> Iterator[str]:
     """Yields the path of every leaf in a tree.
 
-    Unlike in `flatten`, a variable that modules share has several, and two may be the
-    same.
+    Unlike for `flatten`, a variable that modules share has several paths, and two
+    leaves may have the same path.
     """
     parts = _Parts.of(tree, _is_box_type, is_leaf=is_leaf)
     paths = _without_params(tree, parts.paths)
@@ -124,7 +124,7 @@ def leaf_names(
         if not _is_box(node):
             yield path
             continue
-        # Some boxes hold their value under a key of their own, which is left out.
+        # A box may add a key of its own, such as `value`, which paths leave out.
         count = len(jax.tree.leaves(node, is_leaf=is_leaf))
         names = _Parts.of(box_value(node), _is_box_type, path, is_leaf).paths
         yield from names if len(names) == count else [path] * count
@@ -136,7 +136,7 @@ def shared_paths(tree: PyTree) -> dict[str, str]:
     `flatten` names a shared variable once, by the first of its paths.
 
     Returns:
-        The first path by each other one, as `{"out/kernel": "embed/embedding"}`.
+        The first path by each other path: `{"out/kernel": "embed/embedding"}`.
     """
     if not holds_modules(tree):
         return {}
@@ -175,8 +175,8 @@ def holds_modules(tree: PyTree) -> bool:
 def is_nnx_object(node: PyTree) -> bool:
     """Returns whether this is an NNX module, variable, Rngs or other object.
 
-    To JAX they are pytrees: what `jax.tree.map` makes of one is a copy, whose random
-    streams and variables are no longer those of the original.
+    They are pytrees to JAX: `jax.tree.map` returns a copy, whose random streams and
+    variables are not those of the original.
     """
     return isinstance(node, (nnx.Pytree, nnx.Variable)) and not isinstance(
         node, nnx.State
@@ -184,7 +184,7 @@ def is_nnx_object(node: PyTree) -> bool:
 
 
 def key_name(key: Any) -> str:
-    """Returns one key of a JAX key path as paths spell it."""
+    """Returns one key of a JAX key path, as in paths."""
     return keystr((key,), simple=True)
 
 
@@ -199,16 +199,16 @@ def children(node: PyTree) -> list[tuple[str, Any]] | None:
 def box_value(box: Box) -> Any:
     """Returns the raw value of a Flax variable or box."""
     if isinstance(box, nnx.Variable):
-        # get_raw_value is new in flax 0.12; `.value` and `[...]` run hooks.
+        # get_raw_value is new in flax 0.12. `.value` and `[...]` would run hooks.
         return box.get_raw_value() if hasattr(box, "get_raw_value") else box.raw_value
-    # Boxes of boxes: the innermost value.
+    # Boxes may be nested: the innermost value.
     inner = box.value if hasattr(box, "value") else box.unbox()
     return box_value(inner) if _is_box(inner) else inner
 
 
 @dataclass
 class _Parts:
-    """The leaves of a tree with their paths, in JAX's order; and the types met."""
+    """The leaves of a tree with their paths, in JAX's order, and their types."""
 
     paths: list[str]
     leaves: list[Any]
@@ -223,10 +223,13 @@ class _Parts:
         prefix: str = "",
         is_leaf: Callable[[Any], bool] | None = None,
     ) -> "_Parts":
-        """Flattens a tree, to paths that begin with `prefix`.
+        """Flattens a tree.
 
-        `is_end` says which types are leaves although JAX could open them; `is_leaf` is
-        as for `jax.tree.flatten`.
+        Args:
+            tree: The tree.
+            is_end: Which types are leaves although JAX would open them.
+            prefix: The beginning of all paths.
+            is_leaf: As for `jax.tree.flatten`.
         """
         paths: list[str] = []
         leaves: list[Any] = []
@@ -241,6 +244,7 @@ class _Parts:
                 return
             if node is None:
                 return
+            # The usual containers without asking JAX, which makes objects for keys.
             if kind is dict:
                 items = [(key, node[key]) for key in sorted(node)]
             elif kind is list or kind is tuple:
@@ -277,7 +281,7 @@ def _is_module(node: PyTree) -> bool:
 
 @functools.cache
 def _is_box_type(kind: type) -> bool:
-    # Asked for every node of a tree, and nnx.Variable answers slowly.
+    # Called for every node of a tree, and `issubclass` of nnx.Variable is slow.
     return issubclass(kind, (nnx.Variable, meta.AxisMetadata))
 
 
@@ -292,7 +296,7 @@ def _is_box_or_module_type(kind: type) -> bool:
 
 
 def _without_params(tree: PyTree, paths: list[str]) -> list[str]:
-    """Leaves out Linen's `params` collection, unless two paths would become one."""
+    """Drops Linen's `params` collection from paths, unless two would become one."""
     if not isinstance(tree, Mapping) or not isinstance(tree.get("params"), Mapping):
         return paths
     start = "params/"
@@ -309,8 +313,8 @@ def _check_unique(leaves: list[Leaf]) -> None:
     for leaf in leaves:
         if leaf.path in seen:
             msg = (
-                f"two leaves have the path {leaf.path!r}: a key that holds '/' reads "
-                "like two keys, and 1 like '1'. Rename one of them."
+                f"two leaves have the path {leaf.path!r}: a key that contains '/' "
+                "reads like two keys, and 1 like '1'. Rename one of them."
             )
             raise MeshLayoutError(msg)
         seen.add(leaf.path)

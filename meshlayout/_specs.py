@@ -1,4 +1,8 @@
-"""The entries of a layout: what a user may write for each dim, and its one form."""
+"""The entries of a layout: what a user may write for each dim, and its canonical form.
+
+`None`, `()` and `UNSHARDED` are the same entry, and so are `"model"` and `("model",)`:
+layouts that mean the same have to be equal, as they are keys of compiled programs.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +18,7 @@ from meshlayout.mesh import Mesh
 
 
 class _Match:
-    """The type of `MATCH`: "as the array already is"."""
+    """The type of `MATCH`."""
 
     def __repr__(self) -> str:
         return "MATCH"
@@ -33,7 +37,7 @@ DimSpec: TypeAlias = Union[str, tuple[str, ...], EllipsisType, _Match, None]  # 
 """One entry of a layout, in its canonical form."""
 
 SpecLike: TypeAlias = Sequence[DimSpec | Sequence[str]] | PartitionSpec
-"""What a user may write where a spec is taken."""
+"""What a user may write for the entries of a layout."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class Misfit:
     Attributes:
         dim: The array dim.
         size: Its size, in elements.
-        num_shards: Over how many shards it would have to divide.
+        num_shards: The number of shards that it would have to divide into.
         axes: The mesh axes that shard it.
     """
 
@@ -62,7 +66,7 @@ class Misfit:
 
     @property
     def fix(self) -> str:
-        """The sizes that would fit, and the alternative."""
+        """The nearest sizes that would fit, and the alternative."""
         below = self.size // self.num_shards * self.num_shards
         sizes = [below] * (below > 0) + [below + self.num_shards]
         fit = " and ".join(map(str, sizes))
@@ -87,19 +91,19 @@ def _parse_entry(entry: Any, dim: int) -> DimSpec:
         return entry
     if isinstance(entry, (tuple, list)):
         if not all(isinstance(axis, str) for axis in entry):
-            msg = f"entry {dim} is {entry!r}; a tuple on one dim holds mesh axis names."
+            msg = f"entry {dim} is {entry!r}; a tuple must hold mesh axis names."
             raise LayoutError(msg)
         return None if not entry else entry[0] if len(entry) == 1 else tuple(entry)
     if entry is PartitionSpec.UNCONSTRAINED:
         msg = (
             f"entry {dim} is PartitionSpec.UNCONSTRAINED, which leaves the dim to the "
-            "compiler; a layout says how every dim is sharded. Name an axis, or "
+            "compiler; a layout says how every dim is sharded. Write an axis name or "
             "UNSHARDED."
         )
         raise LayoutError(msg)
     msg = (
-        f"entry {dim} is {shown(entry)}; each entry is a "
-        "mesh axis name, a tuple of names, UNSHARDED (None), MATCH or `...`."
+        f"entry {dim} is {shown(entry)}; an entry must be a mesh axis name, a tuple of "
+        "names, UNSHARDED (None), MATCH or `...`."
     )
     raise LayoutError(msg)
 
@@ -108,23 +112,23 @@ def parse_specs(specs: Any) -> tuple[DimSpec, ...]:
     """Returns the canonical entries of what a user wrote, or raises LayoutError."""
     if isinstance(specs, str):
         msg = (
-            f"a layout takes one entry per dim, and got the string {specs!r}. "
+            f"specs must be a list of entries, one per dim, got the string {specs!r}. "
             f"Write [{specs!r}] for an array of one dim, or [{specs!r}, ...] for any."
         )
         raise LayoutError(msg)
     if isinstance(specs, PartitionSpec):
         if _jax.is_unreduced(specs):
-            msg = f"{specs} holds unreduced or reduced axes; a layout has only shards."
+            msg = f"{specs} has unreduced or reduced axes; a layout has only shards."
             raise LayoutError(msg)
     elif not isinstance(specs, (list, tuple)):
         msg = (
-            "a layout takes a list, a tuple or a PartitionSpec with one entry per dim, "
-            f"and got {shown(specs)}."
+            "specs must be a list, a tuple or a PartitionSpec with one entry per dim, "
+            f"got {shown(specs)}."
         )
         raise LayoutError(msg)
     entries = tuple(_parse_entry(entry, dim) for dim, entry in enumerate(specs))
     if sum(entry is ... for entry in entries) > 1:
-        msg = f"{specs_text(entries)} holds `...` twice; one stands for all other dims."
+        msg = f"{specs_text(entries)} has `...` twice; one stands for all other dims."
         raise LayoutError(msg)
     return entries
 
@@ -137,6 +141,7 @@ def axes_of(entry: DimSpec) -> tuple[str, ...]:
 
 
 def check_axes(specs: tuple[DimSpec, ...], mesh: Mesh) -> None:
+    """Raises LayoutError if an entry names an unknown axis, or one is used twice."""
     seen: dict[str, int] = {}
     for dim, entry in enumerate(specs):
         for axis in axes_of(entry):
@@ -152,13 +157,14 @@ def check_axes(specs: tuple[DimSpec, ...], mesh: Mesh) -> None:
                     place = f"entries {seen[axis]} and {dim}"
                 msg = (
                     f"mesh axis {axis!r} is used twice in {specs_text(specs)}, on "
-                    f"{place}; an axis shards one dim, and that once."
+                    f"{place}; an axis can shard only one dim, and only once."
                 )
                 raise LayoutError(msg)
             seen[axis] = dim
 
 
 def entry_text(entry: DimSpec) -> str:
+    """Returns one entry as messages and tables show it."""
     if entry is None:
         return "unsharded"
     if entry is ...:
@@ -169,10 +175,12 @@ def entry_text(entry: DimSpec) -> str:
 
 
 def specs_text(specs: Iterable[DimSpec]) -> str:
+    """Returns entries as messages show them, such as `[batch, unsharded]`."""
     return f"[{', '.join(map(entry_text, specs))}]"
 
 
 def entry_to_json(entry: DimSpec) -> Any:
+    """Returns an entry as a value for JSON, which `entry_from_json` reads back."""
     if entry is ...:
         return {"special": "..."}
     if isinstance(entry, _Match):

@@ -9,27 +9,27 @@ from meshlayout import _checks, _jax
 from meshlayout.errors import MeshError
 
 
-# Each device is an object with its own queue; JAX takes no more than 32 bits.
+# Each device is an object with threads and a queue: more would exhaust the machine.
 _MOST = 2**16
 
 
 def virtual_devices(n: int) -> list[_jax.Device]:
-    """Gives a machine without accelerators `n` CPU devices, to try meshes on.
+    """Gives a machine without accelerators `n` CPU devices, to try meshes.
 
-    Call it first, before anything looks at JAX's devices; calling it again with the
-    same number is fine. On a machine with TPUs or GPUs it changes nothing, and warns:
-    the devices are those. A program of several processes calls
-    `jax.distributed.initialize` before it; `n` then counts each process's devices.
+    Use this on laptops and in notebooks. Call it first, before anything accesses JAX's
+    devices; calling it again with the same number is fine. On a machine with TPUs or
+    GPUs it changes nothing and warns. A program of several processes calls
+    `jax.distributed.initialize` before it, and `n` counts the devices of each process.
 
     Args:
         n: The number of CPU devices of this process.
 
     Returns:
-        The devices of JAX's default backend, those of other processes included.
+        The devices of JAX's default backend, including those of other processes.
 
     Raises:
-        MeshError: If `n` is not a positive integer, or JAX already runs with
-            another number of CPU devices.
+        MeshError: If `n` is not a positive integer, or JAX already runs with another
+            number of CPU devices.
 
     Example:
         >>> len(virtual_devices(8))
@@ -44,18 +44,18 @@ def virtual_devices(n: int) -> list[_jax.Device]:
     platform = devices[0].platform
     if platform != "cpu":
         warnings.warn(
-            f"virtual_devices({n}) changes nothing here: JAX runs on "
-            f"{_count(len(devices), platform.upper())}, and a mesh is made of "
-            "those. To try virtual CPU devices on this machine, set JAX_PLATFORMS=cpu "
-            "before Python starts.",
+            f"virtual_devices({n}) has no effect here: JAX runs on "
+            f"{_count(len(devices), platform.upper())}, which a mesh consists of. To "
+            "try virtual CPU devices on this machine, set JAX_PLATFORMS=cpu before "
+            "Python starts.",
             stacklevel=2,
         )
     elif len(devices) != n:
         msg = (
             f"virtual_devices({n}) comes too late: JAX already runs with "
-            f"{_count(len(devices), 'CPU')}, and the number cannot change any more. "
-            "Restart the kernel or process and call it before anything else of JAX, or "
-            "make a mesh over what is here: create_mesh()."
+            f"{_count(len(devices), 'CPU')}, and the number can no longer change. "
+            "Restart the kernel or process and call it before any other use of JAX, or "
+            "make a mesh of the devices that exist: create_mesh()."
         )
         raise MeshError(msg)
     return jax.devices()
@@ -69,11 +69,12 @@ def _start(n: int) -> None:
         return
     # XLA's CPU client runs collectives in a pool of NPROC threads, and splits matrix
     # products into as many pieces. With fewer threads than waiting devices, queued
-    # steps dead-lock; on one device there is nothing to wait for, and more threads than
-    # cores make small products twice as slow. A value set by the user is left alone.
+    # steps deadlock. On one device nothing waits, and more threads than cores make
+    # small products twice as slow. A value set by the user is left alone.
     if n == 1 or os.environ.get("NPROC"):
         return
     os.environ["NPROC"] = str(2 * n)
+    # Asking for the backend starts it; XLA reads NPROC once, then.
     if jax.default_backend() != "cpu":
         del os.environ["NPROC"]
 

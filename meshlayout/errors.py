@@ -1,20 +1,20 @@
-"""Every error that meshlayout raises on purpose, and the helpers they share.
+"""All errors that meshlayout raises on purpose, and helpers for their messages.
 
 ```
 MeshLayoutError(ValueError)
 ├── MeshError            devices and axes that do not make a mesh
 ├── LayoutError          a layout that is not one, or does not fit an array
 ├── LayoutMapError       rules that are wrong, disagree or match nothing
-│   └── LayoutMapKeyError    a pattern that the map does not hold (a KeyError too)
+│   └── LayoutMapKeyError    a pattern that the map does not hold (also a KeyError)
 ├── StateError           a builder or a state that cannot be created or placed
-├── StepError            a step that does not keep its promises
+├── StepError            a step with arguments or results that it cannot have
 ├── CommunicationError   a program that sends what was not expected, or cannot be read
 ├── LossError            losses, weights and denominators that do not fit
-├── MetricError          a metric that is misconfigured, or fed what does not fit
+├── MetricError          a metric that is misconfigured, or got unsuitable inputs
 ├── DataError            a source that cannot be split into global batches
 └── CheckpointError      a state that cannot be saved or restored
-    ├── RestoreDiffError     what was saved is not what was requested
-    └── DamagedCheckpointError   a checkpoint whose files are not what was saved
+    ├── RestoreDiffError     saved arrays that differ from the requested state
+    └── DamagedCheckpointError   files that are not as they were saved
 ```
 """
 
@@ -33,7 +33,7 @@ class MeshError(MeshLayoutError):
 
 
 class LayoutError(MeshLayoutError):
-    """A layout is malformed, or does not fit the array it is given for."""
+    """A layout is malformed, or does not fit its array."""
 
 
 class LayoutMapError(MeshLayoutError):
@@ -41,9 +41,9 @@ class LayoutMapError(MeshLayoutError):
 
 
 class LayoutMapKeyError(LayoutMapError, KeyError):
-    """A layout map holds no such pattern."""
+    """A layout map does not hold a pattern."""
 
-    # KeyError shows the repr of its argument; a sentence is shown as it is.
+    # KeyError would show the repr of the sentence.
     __str__ = Exception.__str__
 
 
@@ -52,7 +52,7 @@ class StateError(MeshLayoutError):
 
 
 class StepError(MeshLayoutError):
-    """A compiled step was given, or returned, something it cannot take."""
+    """A step got arguments that it cannot take, or returned what it must not."""
 
 
 class CommunicationError(MeshLayoutError):
@@ -64,11 +64,11 @@ class LossError(MeshLayoutError):
 
 
 class MetricError(MeshLayoutError):
-    """A metric is misconfigured, or was given inputs that it cannot measure."""
+    """A metric is misconfigured, or got inputs that it cannot measure."""
 
 
 class DataError(MeshLayoutError):
-    """A source, or what it yields, cannot be made into global batches."""
+    """A source, or its examples, cannot be made into global batches."""
 
 
 class CheckpointError(MeshLayoutError):
@@ -76,7 +76,7 @@ class CheckpointError(MeshLayoutError):
 
 
 class RestoreDiffError(CheckpointError):
-    """What was saved differs from the requested state.
+    """The saved arrays differ from the requested state.
 
     Attributes:
         diff: The `RestoreDiff`.
@@ -87,27 +87,28 @@ class RestoreDiffError(CheckpointError):
         self.diff = diff
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # By default, pickle would leave `diff` out.
         return type(self), (str(self), self.diff)
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint's files are not what was saved; names the file and the array."""
+    """A checkpoint's files are not as they were saved; names the file and array."""
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint was damaged and another one was used instead, and why."""
+    """A checkpoint was damaged, and another one was used; says why."""
 
 
 class RecompileWarning(UserWarning):
-    """A compiled step needs another program, and why."""
+    """A compiled step needs another program; says why."""
 
 
 class LayoutWarning(UserWarning):
-    """A layout could not be followed completely, and why."""
+    """A layout could not be followed completely; says why."""
 
 
 def stack_level() -> int:
-    """Returns how far up a warning has to point to name a line outside this library."""
+    """Returns the `stacklevel` at which a warning names a line of the user's code."""
     inside = ("jax", "flax", "meshlayout")
     plumbing = ("contextlib", "functools")
     level = 0
@@ -122,7 +123,7 @@ def stack_level() -> int:
 
 
 def did_you_mean(name: object, candidates: Iterable[str]) -> str:
-    """Returns a sentence that names the candidate nearest to `name`, or nothing.
+    """Returns a sentence with the candidate nearest to a name; empty if none is near.
 
     Args:
         name: What the user wrote.

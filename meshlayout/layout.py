@@ -1,4 +1,10 @@
-"""How one array is laid out on a mesh: `Layout`, and its shape arithmetic."""
+"""How one array is laid out on a mesh: `Layout`, and its shape arithmetic.
+
+A `NamedSharding` does not know the rank of its array, so that JAX finds most mistakes
+only when an array is there. A layout has one entry per dim: shapes, shards and bytes
+are worked out and checked before anything is created, with errors that name the dim and
+the sizes that would fit. Parsing of entries is in `_specs`.
+"""
 
 import json
 import math
@@ -34,17 +40,18 @@ from meshlayout.mesh import Mesh, Value, as_mesh, create_mesh
 class Layout(Value):
     """How the dims of one array are sharded over the axes of a mesh.
 
-    A layout is an immutable value: two that mean the same compare equal and hash
-    alike. It is a `jax.sharding.NamedSharding` with a rank, so that shapes can be
-    worked out and checked before there is an array.
+    Use this wherever you would write a `NamedSharding`. A layout is an immutable value:
+    two layouts that mean the same are equal and have the same hash. It is a
+    `NamedSharding` with a rank, so that shapes can be worked out and checked before
+    there is an array.
 
     Args:
         specs: One entry per dim: a mesh axis name, a tuple of names (major first),
             `UNSHARDED` (or `None`), `MATCH` (see `relayout`), or once `...` for any
-            number of unsharded dims. A `PartitionSpec` is taken unchanged.
-        mesh: A `Mesh` or `jax.sharding.Mesh`; the default mesh if left out.
-        memory_kind: Which of the devices' memories holds the array, such as
-            `"pinned_host"`; the devices' default if left out.
+            number of unsharded dims. Or a `PartitionSpec`.
+        mesh: A `Mesh` or `jax.sharding.Mesh`; the default mesh if omitted.
+        memory_kind: The memory of the devices that holds the array, such as
+            `"pinned_host"`; the devices' default if omitted.
 
     Attributes:
         specs: One canonical entry per dim: `None`, an axis, axes, `...` or `MATCH`.
@@ -52,8 +59,8 @@ class Layout(Value):
         memory_kind: The kind of memory, or None for the devices' default.
 
     Raises:
-        LayoutError: If an axis is unknown or used twice, an entry is of another
-            type, there is no mesh, or the devices have no such memory.
+        LayoutError: If an axis is unknown or used twice, an entry is of another type,
+            there is no mesh, or the devices do not have this memory.
 
     Example:
         >>> mesh = create_mesh({"batch": 2, "model": 4})
@@ -77,7 +84,7 @@ class Layout(Value):
     ) -> None:
         if isinstance(specs, (NamedSharding, Layout)):
             msg = (
-                f"a layout takes a list of entries, one per dim, and got a "
+                f"specs must be a list of entries, one per dim, got a "
                 f"{type(specs).__name__}. Use Layout.of(sharding)."
             )
             raise LayoutError(msg)
@@ -106,7 +113,7 @@ class Layout(Value):
             LayoutError: If `...` leaves it open; see `with_rank`.
         """
         if self.has_ellipsis:
-            msg = f"{self!r} holds `...` and has no rank yet; use layout.with_rank(n)."
+            msg = f"{self!r} has `...` and so no rank yet; use layout.with_rank(n)."
             raise LayoutError(msg)
         return len(self.specs)
 
@@ -115,15 +122,15 @@ class Layout(Value):
         """The `PartitionSpec`.
 
         Raises:
-            LayoutError: If `...` is not the last entry, or an entry is MATCH: JAX
-                has no word for these; see `with_rank` and `relayout`.
+            LayoutError: If `...` is not the last entry, or an entry is MATCH: a
+                `PartitionSpec` cannot express these; see `with_rank` and `relayout`.
         """
         specs = self._known()
         if self.has_ellipsis:
             if specs[-1] is not ...:
                 msg = (
-                    f"{self!r} holds `...` before its end, which a PartitionSpec "
-                    "cannot say; use layout.with_rank(n) first."
+                    f"{self!r} has `...` before its end, which a PartitionSpec cannot "
+                    "express; use layout.with_rank(n) first."
                 )
                 raise LayoutError(msg)
             specs = specs[:-1]
@@ -145,7 +152,7 @@ class Layout(Value):
         """Whether every device holds the whole array.
 
         Raises:
-            LayoutError: If an entry is MATCH, which leaves it open.
+            LayoutError: If an entry is MATCH, which may mean either.
         """
         return all(self._entry_shards(entry) == 1 for entry in self._known())
 
@@ -154,7 +161,7 @@ class Layout(Value):
         """Whether the first dim, and no other, is sharded over mesh axes.
 
         Raises:
-            LayoutError: If an entry is MATCH, which leaves it open.
+            LayoutError: If an entry is MATCH, which may mean either.
         """
         sharded = [bool(axes_of(entry)) for entry in self._known()]
         return sharded[:1] == [True] and not any(sharded[1:])
@@ -169,10 +176,10 @@ class Layout(Value):
             value: A `jax.Array`, a `jax.ShapeDtypeStruct` with a sharding, a value
                 inside jit on a mesh with Explicit axes, a `NamedSharding`, or a
                 sharding on a single device (which becomes a mesh of one device).
-            rank: Dims of the array, if a sharding alone does not determine them.
+            rank: Dims of the array, if `value` is a sharding, which has no rank.
 
         Raises:
-            LayoutError: If there is no sharding to read, or JAX has no names for it.
+            LayoutError: If `value` has no sharding, or one without axis names.
 
         Example:
             >>> mesh = create_mesh({"batch": 2, "model": 4})
@@ -189,7 +196,7 @@ class Layout(Value):
             sharding = _jax.sharding_of(value)
             ndim = getattr(value, "ndim", rank)
             if rank is not None and ndim != rank:
-                msg = f"the array has rank {ndim}, and rank {rank} was asked for."
+                msg = f"the array has rank {ndim}, but rank={rank} was given."
                 raise LayoutError(msg)
             rank = ndim
         if isinstance(sharding, SingleDeviceSharding):
@@ -200,19 +207,21 @@ class Layout(Value):
         if not isinstance(sharding, NamedSharding):
             what = type(value).__name__ if sharding is None else repr(sharding)
             msg = (
-                f"cannot tell a layout from {what}: it has no NamedSharding. Place the "
-                "array with relayout(x, layout); inside jit, only a mesh with Explicit "
-                "axes knows layouts while tracing."
+                f"{what} has no layout: it has no NamedSharding. Place the array with "
+                "relayout(x, layout); inside jit, layouts are only known on a mesh "
+                "with Explicit axes."
             )
             raise LayoutError(msg)
         jax_mesh: Any = sharding.mesh
         if not isinstance(jax_mesh, jax.sharding.Mesh):
+            # In a trace, shardings are on abstract meshes. The devices are known only
+            # if the program set the mesh.
             concrete = _jax.concrete_mesh()
             is_it = concrete is not None and concrete.abstract_mesh == jax_mesh
             jax_mesh = concrete if is_it else None
         if jax_mesh is None:
             msg = (
-                f"the sharding {sharding} is on an abstract mesh, which names no "
+                f"the sharding {sharding} is on an abstract mesh, which has no "
                 "devices. Set the mesh with jax.set_mesh(mesh.jax_mesh)."
             )
             raise LayoutError(msg)
@@ -220,8 +229,8 @@ class Layout(Value):
         if rank is not None:
             if len(entries) > _check_rank(rank):
                 msg = (
-                    f"the sharding's spec {tuple(sharding.spec)} has {len(entries)} "
-                    f"entries, which is too many for an array of rank {rank}."
+                    f"the spec {tuple(sharding.spec)} of the sharding has "
+                    f"{len(entries)} entries, too many for an array of rank {rank}."
                 )
                 raise LayoutError(msg)
             entries += [None] * (rank - len(entries))
@@ -253,10 +262,10 @@ class Layout(Value):
             mesh: The mesh; the default mesh if None.
             axis: The mesh axis, or several.
             rank: Dims of the array.
-            dim: Which dim is sharded over `axis`; negative counts from the end.
+            dim: The dim that is sharded over `axis`; negative counts from the end.
 
         Raises:
-            LayoutError: If the axis is unknown or there is no such dim.
+            LayoutError: If the axis is unknown, or `dim` is out of range.
 
         Example:
             >>> mesh = create_mesh({"batch": 8})
@@ -265,7 +274,7 @@ class Layout(Value):
         """
         if not isinstance(axis, (str, tuple, list)) or not axis:
             text = _checks.shown(axis)
-            msg = f"axis is a mesh axis name or a tuple of names, and got {text}."
+            msg = f"axis must be a mesh axis name or a tuple of names, got {text}."
             raise LayoutError(msg)
         specs: list[Any] = [None] * _check_rank(rank)
         specs[_check_dim(dim, rank)] = axis
@@ -285,7 +294,7 @@ class Layout(Value):
         """Returns this layout for arrays of `rank` dims, with `...` filled in.
 
         Raises:
-            LayoutError: If the layout has another number of entries.
+            LayoutError: If the number of entries does not fit.
 
         Example:
             >>> mesh = create_mesh({"batch": 2, "model": 4})
@@ -296,7 +305,7 @@ class Layout(Value):
         if not self.has_ellipsis:
             if len(self.specs) != rank:
                 msg = (
-                    f"{self!r} is for arrays of rank {len(self.specs)}, and this one "
+                    f"{self!r} is for arrays of rank {len(self.specs)}, but this one "
                     f"has rank {rank}. Use `...` for any number of unsharded dims."
                 )
                 raise LayoutError(msg)
@@ -304,7 +313,7 @@ class Layout(Value):
         missing = rank - (len(self.specs) - 1)
         if missing < 0:
             msg = (
-                f"{self!r} is for arrays of rank {len(self.specs) - 1} or more, and "
+                f"{self!r} is for arrays of rank {len(self.specs) - 1} or more, but "
                 f"this one has rank {rank}."
             )
             raise LayoutError(msg)
@@ -314,13 +323,13 @@ class Layout(Value):
         return self.with_specs(filled)
 
     def delete(self, dims: int | Iterable[int]) -> "Layout":
-        """Returns the layout without some dims, as of an array reduced over them.
+        """Returns the layout without some dims, for an array reduced over them.
 
         Args:
             dims: One dim or several; negative ones count from the end.
 
         Raises:
-            LayoutError: If there is no such dim, or the rank is open.
+            LayoutError: If a dim is out of range, or the rank is open.
 
         Example:
             >>> mesh = create_mesh({"batch": 2, "model": 4})
@@ -345,10 +354,10 @@ class Layout(Value):
     # Arithmetic on shapes.
 
     def num_shards(self, dim: int) -> int:
-        """Returns how many shards a dim is divided into.
+        """Returns the number of shards of a dim.
 
         Raises:
-            LayoutError: If there is no such dim, or the rank is open.
+            LayoutError: If the dim is out of range, or the rank is open.
         """
         return self._entry_shards(self.specs[_check_dim(dim, self.rank)])
 
@@ -372,7 +381,7 @@ class Layout(Value):
 
         Args:
             global_shape: Shape of the whole array.
-            where: Which array it is; the message begins with it.
+            where: The name of the array, with which the message begins.
         """
         prefix = f"{where}: " if where else ""
         try:
@@ -422,7 +431,7 @@ class Layout(Value):
     def shard_slices(
         self, global_shape: Sequence[int], device: _jax.Device | int
     ) -> tuple[slice, ...]:
-        """Returns the slices of the array that one device holds.
+        """Returns the slices of an array that a device holds.
 
         Args:
             global_shape: Shape of the whole array.
@@ -449,11 +458,11 @@ class Layout(Value):
         )
 
     def bytes_per_device(self, global_shape: Sequence[int], dtype: DType) -> int:
-        """Returns how many bytes of the array each device holds.
+        """Returns the bytes of an array on each device.
 
         Args:
             global_shape: Shape of the whole array.
-            dtype: Its dtype; PRNG key dtypes count the words of their keys.
+            dtype: Its dtype; for PRNG keys, the words of the keys count.
 
         Raises:
             LayoutError: If the shape does not fit.
@@ -465,11 +474,11 @@ class Layout(Value):
             return shard_size * _jax.itemsize(dtype)
         except TypeError:
             text = _checks.shown(dtype)
-            msg = f"{text} is not a dtype; give one such as 'float32' or jnp.bfloat16."
+            msg = f"{text} is not a dtype, such as 'float32' or jnp.bfloat16."
             raise LayoutError(msg) from None
 
     def offset_to_shard(self) -> list[tuple[int, ...]]:
-        """Returns, for every device in mesh order, the index of the shard it holds.
+        """Returns the index of the shard of every device, in mesh order.
 
         Raises:
             LayoutError: If the rank is open.
@@ -509,8 +518,8 @@ class Layout(Value):
         """Returns the layout that `to_string` wrote.
 
         Raises:
-            LayoutError: If the text is not a layout's.
-            MeshError: If the mesh's devices do not exist here.
+            LayoutError: If the text was not written by `to_string`.
+            MeshError: If the devices of the mesh do not exist here.
         """
         try:
             data = json.loads(text)
@@ -518,7 +527,7 @@ class Layout(Value):
             mesh, memory_kind = data["mesh"], data["memory_kind"]
         except (ValueError, KeyError, TypeError, RecursionError):
             msg = (
-                f"{_checks.shown(text)} is not a layout's text; write it with "
+                f"{_checks.shown(text)} is not a layout; such text comes from "
                 "layout.to_string()."
             )
             raise LayoutError(msg) from None
@@ -535,7 +544,7 @@ class Layout(Value):
     def _repr_html_(self) -> str:
         memory = f" in {self.memory_kind}" if self.memory_kind else ""
         caption = f"Layout {specs_text(self.specs)} on {self.mesh!r}{memory}"
-        # After `...`, only the distance from the end is known.
+        # After `...`, dims are known only by their distance from the end.
         rank = len(self.specs)
         open_dim = self.specs.index(...) if self.has_ellipsis else rank
         rows: list[list[object]] = []
@@ -555,8 +564,8 @@ class Layout(Value):
         """Returns the entries, or raises LayoutError if one of them is MATCH."""
         if MATCH in self.specs:
             msg = (
-                f"{self!r} holds MATCH, which stands for the layout of an array that "
-                "is not here; only relayout(x, layout) can fill it in."
+                f"{self!r} holds MATCH, which stands for the layout of an array; only "
+                "relayout(x, layout) can fill it in."
             )
             raise LayoutError(msg)
         return self.specs
@@ -567,7 +576,7 @@ class Layout(Value):
         return self.mesh.axis_size(axes_of(entry))
 
     def _dims(self, shape: Sequence[int]) -> list[tuple[int, int, tuple[str, ...]]]:
-        """Returns size, number of shards and mesh axes of each dim of a shape."""
+        """Returns the size, the number of shards and the mesh axes of each dim."""
         sizes = _checks.shape(shape, error=LayoutError)
         specs = self.with_rank(len(sizes)).specs
         return [
@@ -578,7 +587,7 @@ class Layout(Value):
     def _shard_index(
         self, specs: Sequence[DimSpec], device: _jax.Device | int
     ) -> tuple[int, ...]:
-        """Returns the index, per dim, of the shard that a device holds."""
+        """Returns the index of the shard that a device holds, one entry per dim."""
         mesh = self.mesh
         coord = dict(zip(mesh.axis_names, mesh.coords(device), strict=True))
         index = []
@@ -591,11 +600,11 @@ class Layout(Value):
 
 
 def as_layout(value: Any, rank: int | None = None) -> Layout:
-    """Returns a `Layout` for whatever a user passed as one.
+    """Returns a user's layout as a `Layout`.
 
     Args:
         value: A `Layout` or a `NamedSharding`.
-        rank: Dims of the array, if known: fills in `...` and, for a sharding, the
+        rank: Dims of the array, if known: fills in `...`, and for a sharding the
             trailing dims that its PartitionSpec leaves out.
 
     Raises:
@@ -605,19 +614,16 @@ def as_layout(value: Any, rank: int | None = None) -> Layout:
         hint = ""
         if isinstance(value, (list, tuple, PartitionSpec)):
             hint = " A spec needs a mesh: Layout(spec, mesh)."
-        msg = (
-            "expected a Layout or a NamedSharding, and got "
-            f"{_checks.shown(value)}.{hint}"
-        )
+        msg = f"expected a Layout or a NamedSharding, got {_checks.shown(value)}.{hint}"
         raise LayoutError(msg)
     return Layout.of(value, rank)
 
 
 def _memory_kind(kind: str | None, mesh: Mesh) -> str | None:
-    """Returns the kind, or None where it is the devices' default."""
+    """Returns the kind of memory, or None for the devices' default."""
     if kind is None:
         return None
-    # A device of another process does not list its memories.
+    # Only devices of this process list their memories.
     device = next(iter(mesh.local_devices), mesh.devices.flat[0])
     kinds, default = _jax.memory_kinds(device)
     if kinds and kind not in kinds:
@@ -626,6 +632,7 @@ def _memory_kind(kind: str | None, mesh: Mesh) -> str | None:
             f"{', '.join(map(repr, kinds))}.{did_you_mean(kind, kinds)}"
         )
         raise LayoutError(msg)
+    # Layouts that mean the same have to be equal, whether the default is named or not.
     return None if kind == default else kind
 
 
@@ -643,4 +650,5 @@ def _check_dim(dim: Any, rank: int) -> int:
     return index % rank
 
 
+# `Mesh.layout` returns a `Layout`, and `mesh` may not import what is above it.
 Mesh._layout_type = Layout

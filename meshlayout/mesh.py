@@ -1,4 +1,9 @@
-"""A named grid of devices: `Mesh`, and how one is created, renamed and divided."""
+"""A named grid of devices: `Mesh`, and how one is created, renamed and divided.
+
+`Mesh` wraps a `jax.sharding.Mesh` and adds what JAX leaves to the user: names that are
+checked, arithmetic on axes, errors that name the axis, a text that reads back exactly,
+and a picture. Parsing of what a user writes is in `_axes`.
+"""
 
 import functools
 import math
@@ -34,17 +39,20 @@ if TYPE_CHECKING:
 
 
 class Value:
-    """A value that does not change: fields are set once, through `__dict__`."""
+    """An immutable value: fields are set once, through `__dict__`.
+
+    A frozen dataclass would do the same with a message that says less.
+    """
 
     def __setattr__(self, name: str, value: object) -> None:
         msg = (
-            f"a {type(self).__name__} does not change; make another one instead of "
+            f"a {type(self).__name__} is immutable; make another one instead of "
             f"setting {name!r}."
         )
         raise AttributeError(msg)
 
     def __delattr__(self, name: str) -> None:
-        msg = f"a {type(self).__name__} does not change; {name!r} cannot be deleted."
+        msg = f"a {type(self).__name__} is immutable; {name!r} cannot be deleted."
         raise AttributeError(msg)
 
 
@@ -52,9 +60,9 @@ class Value:
 class Mesh(Value):
     """A named grid of devices.
 
-    An immutable value around a `jax.sharding.Mesh`: meshes with the same devices in
-    the same places, the same axis names and axis types are equal. A mesh of JAX is
-    not equal to the `Mesh` around it. `create_mesh` is the usual way to make one.
+    An immutable value around a `jax.sharding.Mesh`. Two meshes are equal if they have
+    the same devices in the same places, the same axis names and the same axis types. A
+    JAX mesh is not equal to the `Mesh` around it. Use `create_mesh` to make one.
 
     Args:
         mesh: The `jax.sharding.Mesh` to wrap, or a `Mesh`.
@@ -64,7 +72,7 @@ class Mesh(Value):
         shape: The size of each axis by name, in order; read-only.
 
     Raises:
-        MeshError: If it is neither, has no axes or no devices, an axis name is not
+        MeshError: If `mesh` is neither, has no axes or no devices, an axis name is not
             a plain string, or the devices are repeated or of several platforms.
 
     Example:
@@ -84,7 +92,7 @@ class Mesh(Value):
             mesh = mesh.jax_mesh
         if not isinstance(mesh, jax.sharding.Mesh):
             msg = (
-                "expected a Mesh or a jax.sharding.Mesh, and got "
+                "expected a Mesh or a jax.sharding.Mesh, got "
                 f"{shown(mesh)}. Make one with create_mesh({{'batch': 8}})."
             )
             raise MeshError(msg)
@@ -112,7 +120,7 @@ class Mesh(Value):
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """How far apart, in the flattened mesh, neighbors along each axis are.
+        """The distance in the flattened mesh between neighbors along each axis.
 
         Example:
             >>> create_mesh({"a": 2, "b": 2, "c": 2}).strides
@@ -123,12 +131,12 @@ class Mesh(Value):
 
     @property
     def device_kind(self) -> str:
-        """What the devices are, as `"TPU v5 lite"` or `"cpu"`."""
+        """The kind of the devices, such as `"TPU v5 lite"` or `"cpu"`."""
         return self.devices.flat[0].device_kind
 
     @property
     def platform(self) -> str:
-        """The devices' platform: `"cpu"`, `"gpu"` or `"tpu"`."""
+        """The platform of the devices: `"cpu"`, `"gpu"` or `"tpu"`."""
         return self.devices.flat[0].platform
 
     @property
@@ -175,7 +183,7 @@ class Mesh(Value):
         return [int(device.id) for device in self.local_devices]
 
     def local_device_locations(self) -> list[dict[str, int]]:
-        """Returns the coordinates by axis of the devices of this process."""
+        """Returns the coordinates of this process's devices, by axis."""
         return [
             dict(zip(self.shape, coords, strict=True))
             for coords in self.local_device_coords
@@ -196,14 +204,14 @@ class Mesh(Value):
 
     dim_size = axis_size  # DTensor's name
 
-    # It has axes by name and is not a sequence of them: see axis_names.
+    # Because of __getitem__, Python would otherwise try to iterate by mesh[0], mesh[1].
     __iter__ = None
 
     def __contains__(self, axis: object) -> bool:
         return axis in self.axis_names
 
     def coords(self, device: _jax.Device | int) -> tuple[int, ...]:
-        """Returns where a device is: one coordinate per axis, in order.
+        """Returns the coordinates of a device, one per axis.
 
         Args:
             device: A device of the mesh, or its index in the flattened mesh.
@@ -220,6 +228,7 @@ class Mesh(Value):
                 raise MeshError(msg)
             flat = int(device)
         else:
+            # By identity: a device of another backend may have the same id.
             indices = [i for i, held in enumerate(self.devices.flat) if held is device]
             if not indices:
                 text = repr(device) if hasattr(device, "platform") else shown(device)
@@ -232,7 +241,7 @@ class Mesh(Value):
         return tuple(map(int, np.unravel_index(flat, tuple(self.shape.values()))))
 
     def unravel_index(self) -> list[dict[str, int]]:
-        """Returns, for every device in mesh order, its coordinate on each axis.
+        """Returns the coordinates of every device by axis, in mesh order.
 
         Example:
             >>> create_mesh({"batch": 2, "model": 4}).unravel_index()[5]
@@ -249,10 +258,10 @@ class Mesh(Value):
         """Returns the sub-mesh along some axes, at coordinate 0 of the others.
 
         Args:
-            axes: One axis or a tuple of axes; they keep the order asked for.
+            axes: One axis, or a tuple of axes, in the order of the result.
 
         Raises:
-            MeshError: If an axis is unknown or asked for twice.
+            MeshError: If an axis is unknown or repeated.
 
         Example:
             >>> create_mesh({"batch": 2, "model": 4})["model"]
@@ -268,10 +277,10 @@ class Mesh(Value):
         """Returns the same mesh with other names for some axes.
 
         Args:
-            names: New name by old name.
+            names: New names by old name.
 
         Raises:
-            MeshError: If an axis is unknown or two would have one name.
+            MeshError: If an axis is unknown, or two would have the same name.
 
         Example:
             >>> create_mesh({"batch": 2, "model": 4}).rename({"batch": "data"})
@@ -279,7 +288,7 @@ class Mesh(Value):
         """
         if not isinstance(names, Mapping):
             msg = (
-                f"rename takes new names by old ones, as {{'batch': 'data'}}, and got "
+                f"rename takes new names by old name, as {{'batch': 'data'}}, got "
                 f"{shown(names)}."
             )
             raise MeshError(msg)
@@ -289,18 +298,18 @@ class Mesh(Value):
         )
 
     def merge(self, axes: Iterable[str], name: str) -> "Mesh":
-        """Returns a mesh in which several axes are one.
+        """Returns a mesh in which several axes are merged into one.
 
-        The merged axis stands where the leftmost of them stood in the mesh, and runs
-        through their devices in the order of `axes`, the first as the slowest.
+        Use this to call `data` and `fsdp` together `batch`. The merged axis takes the
+        position of the leftmost one, and runs through the devices in the order of
+        `axes`, the first of them slowest.
 
         Args:
             axes: The axes to merge, slowest first.
             name: The name of the merged axis.
 
         Raises:
-            MeshError: If an axis is unknown, repeated, or the axes have several
-                axis types.
+            MeshError: If an axis is unknown or repeated, or the axes differ in type.
 
         Example:
             >>> create_mesh({"data": 2, "fsdp": 2, "model": 2}).merge(
@@ -310,14 +319,14 @@ class Mesh(Value):
         """
         merged = self._check_axes(axes)
         if not merged:
-            msg = f"merge takes the axes of {self!r} to merge, and got none."
+            msg = f"merge takes the axes of {self!r} to merge, got none."
             raise MeshError(msg)
         types = {axis: self._axis_type(axis) for axis in merged}
         if len(set(types.values())) > 1:
             text = ", ".join(f"{axis}: {kind.name}" for axis, kind in types.items())
             msg = (
-                f"the axes to merge in {self!r} have several axis types ({text}); one "
-                "axis has one."
+                f"the axes to merge in {self!r} have different axis types ({text}); a "
+                "merged axis has only one."
             )
             raise MeshError(msg)
         leftmost = next(axis for axis in self.shape if axis in merged)
@@ -348,7 +357,7 @@ class Mesh(Value):
     # Text, pickle, equality.
 
     def to_string(self) -> str:
-        """Returns the mesh as one readable line that `from_string` reads back exactly.
+        """Returns the mesh as a readable line, which `from_string` reads back exactly.
 
         Example:
             >>> create_mesh({"batch": 2, "model": 4}).to_string()
@@ -360,10 +369,11 @@ class Mesh(Value):
 
     @classmethod
     def from_string(cls, text: str) -> "Mesh":
-        """Returns the mesh that `to_string` wrote, on the devices of the same ids.
+        """Returns the mesh that `to_string` wrote, on the devices with the same ids.
 
         Raises:
-            MeshError: If the text is not a mesh's, or a device does not exist here.
+            MeshError: If the text was not written by `to_string`, or a device does not
+                exist here.
         """
         try:
             axes, types, devices = text.rsplit("|", 2)
@@ -373,15 +383,12 @@ class Mesh(Value):
             kinds = [AXIS_TYPES[kind] for kind in types.split(",")]
             runs = parse_ranges(ids)
         except (ValueError, KeyError, AttributeError, TypeError):
-            msg = f"{shown(text)} is not a mesh's text; write it with mesh.to_string()."
+            msg = f"{shown(text)} is not a mesh; such text comes from mesh.to_string()."
             raise MeshError(msg) from None
-        # Counted before they are written out: a typo may name billions.
+        # Counted before the ranges are expanded: a typo may name billions.
         count = sum(run.stop - run.start for run in runs)
         if not sizes or math.prod(size for _, size in sizes) != count:
-            msg = (
-                f"{shown(text)} is not a mesh's text: its axes do not hold {count} "
-                "devices."
-            )
+            msg = f"{shown(text)} is not a mesh: its sizes do not make {count} devices."
             raise MeshError(msg)
         chosen = devices_by_id(platform, [number for run in runs for number in run])
         return create_mesh(sizes, devices=chosen, axis_types=kinds)
@@ -421,8 +428,8 @@ class Mesh(Value):
                 msg = f"{self!r} has no axis {shown(name)}.{hint}"
                 raise MeshError(msg)
         if len(set(names)) < len(names):
-            twice = next(name for i, name in enumerate(names) if name in names[:i])
-            msg = f"axis {twice!r} of {self!r} is asked for twice."
+            repeated = next(name for i, name in enumerate(names) if name in names[:i])
+            msg = f"axis {repeated!r} of {self!r} is given twice."
             raise MeshError(msg)
         return names
 
@@ -430,11 +437,11 @@ class Mesh(Value):
         return self.axis_types[self.axis_names.index(axis)]
 
     def _regrouped(self, groups: Sequence[tuple[str, tuple[str, ...]]]) -> "Mesh":
-        """Returns the mesh of these axes, each made of some of the present ones.
+        """Returns a mesh whose axes are groups of the axes of this one.
 
         Args:
-            groups: The name of each axis, and the axes that it is made of, slowest
-                first. Axes of no group are left out, at coordinate 0.
+            groups: The name of each new axis, and the axes that it consists of, slowest
+                first. Axes of no group are dropped, at coordinate 0.
         """
         names = tuple(name for name, _ in groups)
         check_names(names)
@@ -449,7 +456,10 @@ class Mesh(Value):
 
 @functools.lru_cache(maxsize=1024)
 def _checked_shape(mesh: jax.sharding.Mesh) -> Mapping[str, int]:
-    """Returns sizes by name, or raises for a mesh of JAX that cannot be a `Mesh`."""
+    """Returns sizes by name, or raises MeshError for a JAX mesh that cannot be wrapped.
+
+    Cached, as every layout that comes out of JAX wraps its mesh again.
+    """
     if not mesh.axis_names:
         msg = "the mesh has no axes; make one with create_mesh({'batch': 8})."
         raise MeshError(msg)
@@ -462,7 +472,7 @@ def _checked_shape(mesh: jax.sharding.Mesh) -> Mapping[str, int]:
 
 
 def as_mesh(value: Any) -> Mesh:
-    """Returns a `Mesh` for whatever a user passed as one.
+    """Returns a user's mesh as a `Mesh`.
 
     Raises:
         MeshError: If it is neither a `Mesh` nor a `jax.sharding.Mesh`.
@@ -478,25 +488,25 @@ def create_mesh(
     axis_types: AxisTypesLike | None = None,
     **axis_sizes: int,
 ) -> Mesh:
-    """Creates a mesh from names and sizes.
+    """Creates a mesh from names and sizes of axes.
 
-    Without `devices`, all devices are used and JAX chooses their order: on TPU it
-    follows the chips' network. Given devices keep their order, the last axis
-    running fastest.
+    Use this at the start of a program. Without `devices`, all devices are used and JAX
+    chooses their order; on TPU it follows the network of the chips. Given devices keep
+    their order, the last axis running fastest.
 
     Args:
-        axes: Sizes by name, a list of (name, size), or text as `"batch=2,model=4"`;
-            one size may be -1, for whatever is left. Nothing at all makes one axis
-            `batch` over all devices.
-        devices: Which devices, as objects or as text such as `"CPU:3"`.
+        axes: Sizes by name, a list of (name, size), or text such as
+            `"batch=2,model=4"`. One size may be -1, for whatever is left. If omitted,
+            the mesh has one axis `batch` over all devices.
+        devices: The devices, as objects or as text such as `"CPU:3"`.
         axis_types: `"auto"` (the default), `"explicit"`, `"manual"` or a
             `jax.sharding.AxisType`, for all axes, one by one, or by name. Axes that
-            a mapping leaves out are Auto.
+            a mapping does not name are Auto.
         **axis_sizes: The axes as keywords, instead of `axes`.
 
     Raises:
-        MeshError: If names or sizes are malformed, their product is not the number
-            of devices, or the devices are unknown, repeated or of several kinds.
+        MeshError: If names or sizes are malformed, their product is not the number of
+            devices, or the devices are unknown, repeated or of different kinds.
 
     Example:
         >>> create_mesh({"batch": 2, "model": -1})
@@ -505,11 +515,13 @@ def create_mesh(
         Mesh(batch=2, model=2)
     """
     for name, size in axis_sizes.items():
+        # `device=[...]` would otherwise be an axis called `device`.
         hint = did_you_mean(name, ("devices", "axis_types"))
         if hint and not isinstance(size, (int, np.integer)):
             text = shown(size)
             msg = (
-                f"create_mesh takes no {name!r}, and {text} is not an axis size.{hint}"
+                f"create_mesh has no argument {name!r}, and {text} is not an axis size."
+                f"{hint}"
             )
             raise MeshError(msg)
     if axes is not None and axis_sizes:
@@ -523,7 +535,7 @@ def create_mesh(
     count = jax.device_count() if chosen is None else len(chosen)
     if not pairs:
         if axes is not None:
-            msg = "a mesh needs at least one axis, as create_mesh({'batch': 8})."
+            msg = "a mesh needs at least one axis: create_mesh({'batch': 8})."
             raise MeshError(msg)
         pairs = [("batch", count)]
     names = [name for name, _ in pairs]

@@ -22,18 +22,17 @@ from meshlayout.mesh import Mesh
 
 @dataclass(frozen=True, repr=False)
 class Shards:
-    """Which device holds which part of an array; a picture when it is shown.
+    """Which device holds which part of an array, shown as a picture.
 
-    Printed, it is drawn with characters; as the last line of a notebook's cell, in
-    color. Each block is a shard, with the ids of the devices that hold it.
+    `print` draws it with characters, and a notebook in color. Each block is a shard,
+    with the ids of the devices that hold it.
 
     Attributes:
         shape: Shape of the whole array.
-        dtype: Its dtype, where it is known.
-        layout: Its layout, where its sharding has names.
-        platform: What the devices are, as `"cpu"`.
-        held: For each device its id and, for every dim, where its part starts and
-            stops.
+        dtype: Its dtype, if known.
+        layout: Its layout, if its sharding has axis names.
+        platform: The platform of the devices, such as `"cpu"`.
+        held: The id of each device, and the start and stop of its part in every dim.
     """
 
     shape: tuple[int, ...]
@@ -53,7 +52,7 @@ class Shards:
         return _render.shards_picture(self.shape, self._axes(), self.held)
 
     def _axes(self) -> list[str]:
-        """Returns, for each dim, the mesh axes that shard it, or an empty string."""
+        """Returns the mesh axes that shard each dim; an empty string for none."""
         if self.layout is None:
             return [""] * len(self.shape)
         specs = self.layout.with_rank(len(self.shape)).specs
@@ -102,7 +101,8 @@ def visualize(
 ) -> Shards:
     """Returns a picture of which device holds which part of an array.
 
-    Nothing is moved or copied; an abstract array is enough.
+    Use this to check a layout before or after creating an array. Nothing is moved or
+    copied, and an abstract array is enough.
 
     Args:
         value: A `jax.Array`, an NNX variable, a `jax.ShapeDtypeStruct` with a
@@ -111,7 +111,7 @@ def visualize(
 
     Raises:
         LayoutError: If the value is on no devices, the shape is missing or is not
-            the array's, or it does not divide into the layout's shards.
+            that of the array, or it does not divide into the shards of the layout.
 
     Example:
         >>> from meshlayout.mesh import create_mesh
@@ -130,8 +130,8 @@ def visualize(
         if shape is None:
             kind = "layout" if isinstance(value, Layout) else "sharding"
             msg = (
-                f"a {kind} alone has no size to draw: give the shape of the array, as "
-                f"in visualize({kind}, shape=(8, 8))."
+                f"a {kind} alone has no size to draw: give the shape of the array, "
+                f"visualize({kind}, shape=(8, 8))."
             )
             raise LayoutError(msg)
         return _shards(value, shape, None)
@@ -142,7 +142,7 @@ def visualize(
     if shape is not None and _checks.shape(shape, error=LayoutError) != array.shape:
         msg = (
             f"{_render.array_text(array.dtype, array.shape)} was given with shape="
-            f"{tuple(shape)}; an array has its own shape, so leave it out."
+            f"{tuple(shape)}; an array has its own shape, so omit shape=."
         )
         raise LayoutError(msg)
     return _shards(sharding, array.shape, array.dtype)
@@ -172,30 +172,30 @@ def _shards(value: Layout | Sharding, shape: Sequence[int], dtype: DType) -> Sha
 
 
 def _no_sharding(value: Any) -> str:
-    expected = "visualize takes a jax.Array, a Layout or a sharding"
+    expected = "value must be a jax.Array, a Layout or a sharding"
     if isinstance(value, np.ndarray):
         array = _render.array_text(value.dtype, value.shape)
         return (
-            f"{expected}, and got a NumPy array {array}, which is on no "
-            "device. Place it first: relayout(x, layout)."
+            f"{expected}, got a NumPy array {array}, which is on no device. Place it "
+            "first: relayout(x, layout)."
         )
     if isinstance(value, Tracer):
         return (
-            f"{expected}, and got a value inside jit whose sharding is not known while "
+            f"{expected}, got a value inside jit whose sharding is not known while "
             "tracing. Visualize the result, or use a mesh with Explicit axes."
         )
     if isinstance(value, jax.ShapeDtypeStruct):
         return (
-            f"{_render.array_text(value.dtype, value.shape)} is abstract and says no "
+            f"{_render.array_text(value.dtype, value.shape)} is abstract and has no "
             "sharding. Give it one: jax.ShapeDtypeStruct(shape, dtype, "
             "sharding=layout.sharding)."
         )
     short = " ".join(reprlib.repr(value).split())
-    got = f"{expected}, and got {short} of type {type(value).__name__}."
+    got = f"{expected}, got {short} of type {type(value).__name__}."
     if isinstance(value, (Mesh, jax.sharding.Mesh)):
         return f"{got} To draw an array on it: visualize(mesh.layout(...), shape=...)."
     if isinstance(value, (PartitionSpec, str)):
         return f"{got} A spec needs a mesh: mesh.layout(...)."
     if len(jax.tree.leaves(value)) > 1:
-        return f"{got} Give one array of it, or explain the tree by a LayoutMap."
+        return f"{got} Give one of its arrays, or use LayoutMap.explain for the tree."
     return got

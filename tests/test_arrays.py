@@ -674,22 +674,22 @@ B = BATCH_8.layout("batch", None)
 BAD = {
     "integers that JAX would change": (
         lambda: ma.copy_to_mesh([2**40, 1], ONE.layout(None)),
-        "the list: it holds 1099511627776, and JAX makes int32 of int64. Set "
+        "the list holds 1099511627776, and JAX would turn int64 into int32. Set "
         "jax_enable_x64, or give it another dtype.",
     ),
     "NumPy integers that JAX would change": (
         lambda: ma.relayout({"x": np.array([-(2**40), 1])}, ONE.layout(None)),
-        "x i64[2]: it holds -1099511627776, and JAX makes int32 of int64. Set "
+        "x i64[2] holds -1099511627776, and JAX would turn int64 into int32. Set "
         "jax_enable_x64, or give it another dtype.",
     ),
     "parts that JAX would change": (
         lambda: ma.pack([[2**40]] * 8, BATCH_8.layout("batch")),
-        "part 0: it holds 1099511627776, and JAX makes int32 of int64. Set "
+        "part 0 holds 1099511627776, and JAX would turn int64 into int32. Set "
         "jax_enable_x64, or give it another dtype.",
     ),
     "packing inside jit": (
         lambda: jax.jit(lambda x: ma.pack([x] * 8, B))(np.ones((1, 2))),
-        "pack joins arrays that are on devices, and inside jit, grad or vmap there are "
+        "pack joins arrays on devices, and inside jit, grad or vmap there are "
         "none yet. Pack outside, or use relayout.",
     ),
     "a range beyond the dtype": (
@@ -698,7 +698,7 @@ BAD = {
     ),
     "numbers beyond every dtype": (
         lambda: ma.arange(10**400, layout=BATCH_8.layout("batch")),
-        "arange takes numbers that fit into a dtype, and these do not.",
+        "arange: the numbers do not fit into any dtype.",
     ),
     "a range that ends beyond the dtype": (
         lambda: ma.arange(0, 2**40, 2**30, layout=BATCH_8.layout(None), dtype="int32"),
@@ -707,26 +707,23 @@ BAD = {
     "too few parts": (
         lambda: ma.pack([np.ones((2, 3), np.float32)] * 7, B),
         "parts f32[2, 3]: got 7 parts for the 8 devices of Mesh(batch=8). Give one part "
-        "per device, in mesh order; devices that hold replicas each take their own.",
+        "per device, in mesh order, including devices that hold replicas.",
     ),
     "no parts": (
         lambda: ma.pack([], B),
-        "pack takes one part per device, and got none.",
+        "pack: parts is empty; give one part per device.",
     ),
     "a tree of parts": (
         lambda: ma.pack({"x": [1] * 8}, B),
-        "pack takes a list with one part per device, and got dict. Put the trees of all "
-        "devices into one list.",
+        "pack: parts must be a list with one part per device, got dict. Put the trees of all devices into a list.",
     ),
     "parts of two shapes": (
         lambda: ma.pack([{"x": np.ones(2)}] * 7 + [{"x": np.ones(3)}], B),
-        "x: part 0 is f32[2], and part 7 is f32[3]; the parts of one array have one "
-        "shape and dtype.",
+        "x: part 0 is f32[2], but part 7 is f32[3]; the parts of an array have one shape and dtype.",
     ),
     "parts of two dtypes": (
         lambda: ma.pack([np.ones(2)] * 7 + [np.ones(2, np.int32)], B),
-        "part 0 is f32[2], and part 7 is i32[2]; the parts of one array have one shape "
-        "and dtype.",
+        "part 0 is f32[2], but part 7 is i32[2]; the parts of an array have one shape and dtype.",
     ),
     "parts of two structures": (
         lambda: ma.pack([{"x": 1.0}] * 7 + [{"y": 1.0}], B),
@@ -735,12 +732,11 @@ BAD = {
     ),
     "parts of another rank": (
         lambda: ma.pack([np.ones(2, np.float32)] * 8, B),
-        "parts f32[2]: Layout([batch, unsharded], Mesh(batch=8)) is for arrays of rank 2, "
-        "and this one has rank 1. Use `...` for any number of unsharded dims.",
+        "parts f32[2]: Layout([batch, unsharded], Mesh(batch=8)) is for arrays of rank 2, but this one has rank 1. Use `...` for any number of unsharded dims.",
     ),
     "ragged parts": (
         lambda: ma.pack([[[1, 2], [3]]] * 8, B),
-        "part 0: [[1, 2], [3]] is not like an array: its rows have different lengths.",
+        "part 0: [[1, 2], [3]] cannot be converted to an array: its rows have different lengths.",
     ),
     "replicas that differ": (
         lambda: ma.pack(
@@ -748,8 +744,7 @@ BAD = {
             MESH_2X4.layout("model"),
             verify=True,
         ),
-        "w: parts 1 and 5, for devices CPU1 and CPU5, should be replicas by "
-        "Layout([model], Mesh(batch=2, model=4)) (shard (1,)), and differ in 1 of 2 "
+        "w: parts 1 and 5, for devices CPU1 and CPU5, should be replicas in Layout([model], Mesh(batch=2, model=4)) (shard (1,)), but differ in 1 of 2 "
         "elements, first at (1,): 2.0 and 3.0.",
     ),
     "match for parts": (
@@ -759,12 +754,12 @@ BAD = {
     ),
     "unpack of a NumPy array": (
         lambda: ma.unpack({"w": np.ones((2, 3), np.float32)}),
-        "w f32[2, 3]: unpack takes arrays on a mesh, and this is a NumPy array "
+        "w f32[2, 3]: unpack needs arrays on a mesh, but this is a NumPy array "
         "f32[2, 3]. Place it with relayout(x, layout).",
     ),
     "unpack inside jit": (
         traced(ma.unpack),
-        "f32[8, 8]: a value inside jit has no parts yet; unpack the result of it.",
+        "f32[8, 8]: a value inside jit has no parts yet; unpack the result of jit.",
     ),
     "unpack of two meshes": (
         lambda: ma.unpack(
@@ -773,12 +768,11 @@ BAD = {
                 "b": ma.ones((8,), ONE.layout("batch")),
             }
         ),
-        "b f32[8] is on devices 5, and a f32[8] on 0, 1, 2, 3, 4, 5, 6, 7; unpack "
-        "takes a tree on one mesh, in one order.",
+        "b f32[8] is on devices 5, but a f32[8] on 0, 1, 2, 3, 4, 5, 6, 7; all arrays must be on the same devices in the same order.",
     ),
     "unpack of nothing": (
         lambda: ma.unpack({"a": None}),
-        "unpack takes arrays on a mesh, and got a tree without any.",
+        "unpack: x must be arrays on a mesh, got a tree without any.",
     ),
     "a dim that does not divide": (
         lambda: ma.relayout({"net": {"w": np.ones((6, 3), np.float32)}}, B),
@@ -794,27 +788,26 @@ BAD = {
     ),
     "another rank": (
         lambda: ma.relayout(jnp.ones(8), B),
-        "f32[8]: Layout([batch, unsharded], Mesh(batch=8)) is for arrays of rank 2, and "
-        "this one has rank 1. Use `...` for any number of unsharded dims.",
+        "f32[8]: Layout([batch, unsharded], Mesh(batch=8)) is for arrays of rank 2, but this one has rank 1. Use `...` for any number of unsharded dims.",
     ),
     "a spec without a mesh": (
         lambda: ma.relayout(jnp.ones(8), ["batch"]),
-        "f32[8]: expected a Layout or a NamedSharding, and got ['batch']. "
+        "f32[8]: expected a Layout or a NamedSharding, got ['batch']. "
         "A spec needs a mesh: Layout(spec, mesh).",
     ),
     "no layout": (
         lambda: ma.relayout({"w": jnp.ones(8)}, "batch"),
-        "w f32[8]: expected a Layout or a NamedSharding, and got 'batch'.",
+        "w f32[8]: expected a Layout or a NamedSharding, got 'batch'.",
     ),
     "layouts of another structure": (
         lambda: ma.relayout({"w": jnp.ones(8), "b": [jnp.ones(8)]}, {"w": B, "c": B}),
         "the layouts do not have the structure of the arrays: there is no layout for "
         "'b/0', and there is no array for 'c'. Give one layout for all, or a tree of "
-        "layouts that is a prefix of the arrays' tree.",
+        "layouts that is a prefix of the tree of arrays.",
     ),
     "a string for an array": (
         lambda: ma.relayout({"name": "net"}, BATCH_8.layout(...)),
-        "name: a layout is for arrays, and this is 'net'.",
+        "name: a layout is for arrays, but this is 'net'.",
     ),
     "an abstract array": (
         lambda: ma.relayout(jax.ShapeDtypeStruct((8, 8), np.float32), B),
@@ -831,7 +824,7 @@ BAD = {
         ),
         "f32[8, 8]: with MATCH filled in from Layout([model, unsharded], Mesh(batch=2, "
         "model=4)), mesh axis 'model' is used twice in [model, model], on entries 0 and "
-        "1; an axis shards one dim, and that once.",
+        "1; an axis can shard only one dim, and only once.",
     ),
     "match in a copy": (
         lambda: ma.copy_to_mesh(np.ones((8, 8)), BATCH_8.layout(ml.MATCH, None)),
@@ -840,20 +833,18 @@ BAD = {
     ),
     "the layout of a NumPy array": (
         lambda: ma.fetch_layout({"w": np.ones((2,), np.float32)}),
-        "w f32[2]: it is a NumPy array f32[2], which is on no mesh. Place it with "
+        "w f32[2] is a NumPy array f32[2], which is on no mesh. Place it with "
         "relayout(x, layout).",
     ),
     "the layout of a value inside jit": (
         traced(ma.fetch_layout),
-        "f32[8, 8]: cannot tell a layout from DynamicJaxprTracer: it has no "
-        "NamedSharding. Place the array with relayout(x, layout); inside jit, only a "
-        "mesh with Explicit axes knows layouts while tracing.",
+        "f32[8, 8]: DynamicJaxprTracer has no layout: it has no NamedSharding. Place the array with relayout(x, layout); inside jit, layouts are only known on a mesh with Explicit axes.",
     ),
     "another layout than expected": (
         lambda: ma.check_layout(
             {"w": ma.ones((8, 8), B)}, BATCH_8.layout(None, "batch")
         ),
-        "w f32[8, 8]: the layout is Layout([batch, unsharded], Mesh(batch=8)), and "
+        "w f32[8, 8]: the layout is Layout([batch, unsharded], Mesh(batch=8)), but "
         "Layout([unsharded, batch], Mesh(batch=8)) was expected. Move it with "
         "relayout(x, layout).",
     ),
@@ -866,11 +857,11 @@ BAD = {
     ),
     "a negative shape": (
         lambda: ma.zeros((8, -1), B),
-        "dim 1 of the shape has size -1; a size is an integer, 0 or more.",
+        "dim 1 of the shape has size -1; a size must be a non-negative integer.",
     ),
     "a shape of floats": (
         lambda: ma.ones({"w": (8, 2.0)}, B),
-        "w: dim 1 of the shape has size 2.0; a size is an integer, 0 or more.",
+        "w: dim 1 of the shape has size 2.0; a size must be a non-negative integer.",
     ),
     "an unknown dtype": (
         lambda: ma.zeros((8, 8), B, "flot32"),
@@ -878,12 +869,12 @@ BAD = {
     ),
     "full of an array": (
         lambda: ma.full((8, 8), np.ones(8, np.float32), B),
-        "full takes a single value, and got a NumPy array f32[8]. To place an array, use "
+        "full: value must be a single number, got a NumPy array f32[8]. To place an array, use "
         "relayout(x, layout).",
     ),
     "a key that is a seed": (
         lambda: ma.normal(0, (8, 8), B),
-        "expected a PRNG key, and got 0. Make one with jax.random.key(seed).",
+        "expected a PRNG key, got 0. Make one with jax.random.key(seed).",
     ),
     "normal values of integers": (
         lambda: ma.normal(jax.random.key(0), (8, 8), B, "int32"),
@@ -892,8 +883,7 @@ BAD = {
     ),
     "one key for a tree": (
         lambda: ma.normal(jax.random.key(0), {"a": (8, 8), "b": (8, 8)}, B),
-        "a tree of shapes takes a tree of keys of its structure: their paths agree, and "
-        "the types of their containers do not. Split one key with jax.random.split.",
+        "keys and shapes must be trees of the same structure: their paths agree, but the types of their containers differ. Split a key with jax.random.split.",
     ),
     "arange of a string": (
         lambda: ma.arange("8", layout=BATCH_8.layout("batch")),
@@ -905,7 +895,7 @@ BAD = {
     ),
     "arange that stands still": (
         lambda: ma.arange(0, 8, 0, layout=BATCH_8.layout("batch")),
-        "arange cannot go in steps of 0.",
+        "arange: step must not be 0.",
     ),
     "arange that does not divide": (
         lambda: ma.arange(9, layout=BATCH_8.layout("batch")),
@@ -915,7 +905,7 @@ BAD = {
     ),
     "a call of no function": (
         lambda: ma.call_with_layout(3, B),
-        "call_with_layout(fn, layout, ...) takes a function, and got 3.",
+        "call_with_layout(fn, layout, ...): fn must be a function, got 3.",
     ),
     "a result that does not divide": (
         lambda: ma.call_with_layout(lambda: {"w": jnp.ones((12, 4))}, B),
@@ -928,12 +918,12 @@ BAD = {
         lambda: ma.call_with_layout(
             jnp.sin, B, ma.ones((8, 8), SUBSET.layout("part", None))
         ),
-        "argument 0 f32[8, 8]: it is on devices 3, 4, 5, 6, and the results on those "
+        "argument 0 f32[8, 8] is on devices 3, 4, 5, 6, but the results are on those "
         "of Mesh(batch=8). Move it there with relayout(x, layout).",
     ),
     "the value inside jit": (
         traced(ma.to_numpy),
-        "f32[8, 8]: a value inside jit is not known yet; return it from there.",
+        "f32[8, 8]: a value inside jit is not known yet; return it from jit.",
     ),
     "the value of an abstract array": (
         lambda: ma.to_numpy({"w": jax.ShapeDtypeStruct((8,), np.float32)}),
@@ -969,7 +959,7 @@ def test_a_shard_inside_shard_map_cannot_be_moved(spec):
         in_shard_map(lambda x: ma.relayout({"x": x}, BATCH_8.layout(*spec)))
     assert str(caught.value) == (
         "x f32[2, 8]: inside shard_map every device works on its own shard, which "
-        "relayout cannot move. Call it outside of shard_map."
+        "relayout cannot move. Call it outside shard_map."
     )
 
 
@@ -985,8 +975,7 @@ def test_nothing_is_created_in_a_layout_inside_shard_map(make):
     with pytest.raises(ml.errors.LayoutError) as caught:
         in_shard_map(lambda _: make())
     assert str(caught.value) == (
-        "inside shard_map every device works on its own shard, and nothing can be "
-        "created in a layout. Create it outside of shard_map, and pass it in."
+        "inside shard_map every device works on its own shard, and arrays cannot be created in a layout. Create them outside shard_map, and pass them in."
     )
 
 
@@ -999,9 +988,8 @@ def test_a_layout_on_other_axes_than_those_that_are_set_is_refused_inside_jit():
             np.ones((8, 8), "float32")
         )
     assert str(caught.value) == (
-        "f32[8, 8]: inside jit, under jax.set_mesh of another mesh or of other types of "
-        "axes, JAX cannot move it to Layout([batch, unsharded], Mesh(batch=2, "
-        "model=4)). Set that mesh, or move it outside of jit."
+        "f32[8, 8]: inside jit, under jax.set_mesh of another mesh or of axes of other types, JAX cannot move it to Layout([batch, unsharded], Mesh(batch=2, "
+        "model=4)). Set that mesh, or move the array outside jit."
     )
 
 
@@ -1092,7 +1080,7 @@ def test_full_refuses_a_dtype_that_cannot_hold_the_value(value, dtype):
         ml.arrays.full((8,), value, BATCH_8.layout("batch"), dtype=dtype)
     assert str(error.value).startswith("full: value is ")
     assert str(error.value).endswith(
-        f", which dtype {dtype} cannot hold. Choose a dtype that can, or convert the "
+        f", which dtype {dtype} cannot represent. Choose a dtype that can, or convert the "
         "value first."
     )
 

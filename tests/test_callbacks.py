@@ -476,8 +476,7 @@ def test_a_metric_with_dims_is_not_monitored(kind):
     callback = getattr(ml.callbacks, kind)("counts")
     data = [{"x": np.ones(2)}] * 3
     assert message_of(lambda: fit(Counting({"n": 0}), callback, data=data)) == (
-        f"{kind}: 'counts' is an array of shape (2, 2); monitor a value that is one "
-        "number."
+        f"{kind}: 'counts' is an array of shape (2, 2); monitor a value that is a single number."
     )
 
 

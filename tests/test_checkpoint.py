@@ -810,8 +810,7 @@ def test_retention_deletes_only_what_nothing_keeps(steps, keep, keep_every, loss
         ),
         (
             {"a/b": 1, "a": {"b": 2}},
-            "the state cannot be saved: two leaves have the path 'a/b': a key that "
-            "holds '/' reads like two keys, and 1 like '1'. Rename one of them.",
+            "the state cannot be saved: two leaves have the path 'a/b': a key that contains '/' reads like two keys, and 1 like '1'. Rename one of them.",
         ),
         (
             {"x": np.arange(3, dtype=">f4")},

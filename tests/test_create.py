@@ -711,12 +711,12 @@ BAD_BUILDERS = [
     ),
     (
         lambda: lambda rngs: nnx.Linear(8, 8, rngs=rngs),
-        "create: build is called as build(), and takes (rngs). Write create(lambda: "
+        "create: build is called as build(), but takes (rngs). Write create(lambda: "
         "Model(...), layouts).",
     ),
     (
         lambda: Block,
-        "create: build is called as build(), and takes (features, rngs). Write "
+        "create: build is called as build(), but takes (features, rngs). Write "
         "create(lambda: Model(...), layouts).",
     ),
     (

@@ -637,7 +637,7 @@ def test_a_layout_of_too_many_dims_is_refused_before_training():
     layout = PAIR.layout("batch", None, None, "model")
     assert message(lambda: distributed(columns(8), layout)) == (
         "x f32[8, 3]: Layout([batch, unsharded, unsharded, model], Mesh(batch=2, "
-        "model=4)) is for arrays of rank 4, and this one has rank 2. Name fewer dims: "
+        "model=4)) is for arrays of rank 4, but this one has rank 2. Name fewer dims: "
         "those left out are unsharded."
     )
 
@@ -820,7 +820,7 @@ def test_masked_arrays_are_refused():
     values = np.ma.masked_array(np.arange(8), np.arange(8) > 5)
     assert message(lambda: distributed({"x": values})) == (
         "leaf 'x' is a masked array, and JAX would lose its mask. Fill it with "
-        "x.filled(value), and give the mask as an array of its own where it matters."
+        "x.filled(value), and pass the mask as a separate array if it matters."
     )
 
 

@@ -209,7 +209,7 @@ REFUSED = [
         make_nnx(kernel=("model",)),
         ml.errors.LayoutMapError,
         "kernel f32[8, 16]: the layout given on its layer does not fit: "
-        "Layout([model], Mesh(batch=2, model=4)) is for arrays of rank 1, and this one "
+        "Layout([model], Mesh(batch=2, model=4)) is for arrays of rank 1, but this one "
         "has rank 2. Use `...` for any number of unsharded dims.",
     ),
 ]

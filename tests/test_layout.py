@@ -394,7 +394,7 @@ def test_a_layout_does_not_change():
     with pytest.raises(AttributeError) as error:
         layout.specs = ()
     assert str(error.value) == (
-        "a Layout does not change; make another one instead of setting 'specs'."
+        "a Layout is immutable; make another one instead of setting 'specs'."
     )
     with pytest.raises(AttributeError):
         layout.other = 1
@@ -634,64 +634,64 @@ BAD = {
     "axis on two dims": (
         lambda: sharded("batch", None, ("model", "batch")),
         "mesh axis 'batch' is used twice in [batch, unsharded, (model, batch)], on "
-        "entries 0 and 2; an axis shards one dim, and that once.",
+        "entries 0 and 2; an axis can shard only one dim, and only once.",
     ),
     "axis twice on one dim": (
         lambda: sharded(None, ("model", "model")),
         "mesh axis 'model' is used twice in [unsharded, (model, model)], on entry 1; "
-        "an axis shards one dim, and that once.",
+        "an axis can shard only one dim, and only once.",
     ),
     "string for the list": (
         lambda: Layout("batch", MESH),
-        "a layout takes one entry per dim, and got the string 'batch'. Write ['batch'] "
+        "specs must be a list of entries, one per dim, got the string 'batch'. Write ['batch'] "
         "for an array of one dim, or ['batch', ...] for any.",
     ),
     "NamedSharding for the list": (
         lambda: Layout(NamedSharding(MESH.jax_mesh, P("batch")), MESH),
-        "a layout takes a list of entries, one per dim, and got a NamedSharding. Use "
+        "specs must be a list of entries, one per dim, got a NamedSharding. Use "
         "Layout.of(sharding).",
     ),
     "Layout for the list": (
         lambda: Layout(Layout(["batch"], MESH), MESH),
-        "a layout takes a list of entries, one per dim, and got a Layout. Use "
+        "specs must be a list of entries, one per dim, got a Layout. Use "
         "Layout.of(sharding).",
     ),
     "None for the list": (
         lambda: Layout(None, MESH),
-        "a layout takes a list, a tuple or a PartitionSpec with one entry per dim, and "
+        "specs must be a list, a tuple or a PartitionSpec with one entry per dim, "
         "got None.",
     ),
     "dict for the list": (
         lambda: Layout({0: "batch"}, MESH),
-        "a layout takes a list, a tuple or a PartitionSpec with one entry per dim, and "
+        "specs must be a list, a tuple or a PartitionSpec with one entry per dim, "
         "got {0: 'batch'}.",
     ),
     "UNCONSTRAINED": (
         lambda: Layout(P(None, P.UNCONSTRAINED), MESH),
         "entry 1 is PartitionSpec.UNCONSTRAINED, which leaves the dim to the compiler; "
-        "a layout says how every dim is sharded. Name an axis, or UNSHARDED.",
+        "a layout says how every dim is sharded. Write an axis name or UNSHARDED.",
     ),
     "two ellipses": (
         lambda: sharded(..., "batch", ...),
-        "[..., batch, ...] holds `...` twice; one stands for all other dims.",
+        "[..., batch, ...] has `...` twice; one stands for all other dims.",
     ),
     "number as entry": (
         lambda: sharded("batch", 4),
-        "entry 1 is 4; each entry is a mesh axis name, a tuple of names, "
+        "entry 1 is 4; an entry must be a mesh axis name, a tuple of names, "
         "UNSHARDED (None), MATCH or `...`.",
     ),
     "bool as entry": (
         lambda: sharded(YES),
-        "entry 0 is True; each entry is a mesh axis name, a tuple of "
+        "entry 0 is True; an entry must be a mesh axis name, a tuple of "
         "names, UNSHARDED (None), MATCH or `...`.",
     ),
     "None inside a tuple": (
         lambda: sharded(("batch", None)),
-        "entry 0 is ('batch', None); a tuple on one dim holds mesh axis names.",
+        "entry 0 is ('batch', None); a tuple must hold mesh axis names.",
     ),
     "tuple inside a tuple": (
         lambda: sharded((("batch",), "model")),
-        "entry 0 is (('batch',), 'model'); a tuple on one dim holds mesh axis names.",
+        "entry 0 is (('batch',), 'model'); a tuple must hold mesh axis names.",
     ),
     "no mesh": (
         lambda: Layout(["batch", None]),
@@ -709,32 +709,30 @@ BAD = {
     ),
     "rank of an open layout": (
         lambda: sharded("batch", ...).rank,
-        "Layout([batch, ...], Mesh(batch=2, model=4)) holds `...` and has no rank yet; "
+        "Layout([batch, ...], Mesh(batch=2, model=4)) has `...` and so no rank yet; "
         "use layout.with_rank(n).",
     ),
     "offset_to_shard of an open layout": (
         lambda: sharded("batch", ...).offset_to_shard(),
-        "Layout([batch, ...], Mesh(batch=2, model=4)) holds `...` and has no rank yet; "
+        "Layout([batch, ...], Mesh(batch=2, model=4)) has `...` and so no rank yet; "
         "use layout.with_rank(n).",
     ),
     "spec of a leading ellipsis": (
         lambda: sharded(..., "batch").spec,
-        "Layout([..., batch], Mesh(batch=2, model=4)) holds `...` before its end, "
-        "which a PartitionSpec cannot say; use layout.with_rank(n) first.",
+        "Layout([..., batch], Mesh(batch=2, model=4)) has `...` before its end, which a PartitionSpec cannot express; use layout.with_rank(n) first.",
     ),
     "rank too small": (
         lambda: sharded(*AXES).with_rank(1),
-        f"{TWO} is for arrays of rank 2, and this one has rank 1. Use `...` for any "
+        f"{TWO} is for arrays of rank 2, but this one has rank 1. Use `...` for any "
         "number of unsharded dims.",
     ),
     "rank too small for an open layout": (
         lambda: sharded("batch", ..., "model").with_rank(1),
-        "Layout([batch, ..., model], Mesh(batch=2, model=4)) is for arrays of rank 2 "
-        "or more, and this one has rank 1.",
+        "Layout([batch, ..., model], Mesh(batch=2, model=4)) is for arrays of rank 2 or more, but this one has rank 1.",
     ),
     "shape of another rank": (
         lambda: sharded(*AXES).shard_shape((4, 8, 2)),
-        f"{TWO} is for arrays of rank 2, and this one has rank 3. Use `...` for any "
+        f"{TWO} is for arrays of rank 2, but this one has rank 3. Use `...` for any "
         "number of unsharded dims.",
     ),
     "negative rank": (
@@ -777,7 +775,7 @@ BAD = {
     ),
     "batch_sharded by no axis": (
         lambda: Layout.batch_sharded(MESH, None, 2),
-        "axis is a mesh axis name or a tuple of names, and got None.",
+        "axis must be a mesh axis name or a tuple of names, got None.",
     ),
     "inner_sharded by an unknown axis": (
         lambda: Layout.inner_sharded(MESH, "modle", 2),
@@ -812,83 +810,79 @@ BAD = {
     ),
     "check of a named array's rank": (
         lambda: sharded(*AXES).check((4,), where="dense/bias f32[4]"),
-        f"dense/bias f32[4]: {TWO} is for arrays of rank 2, and this one has rank 1. "
+        f"dense/bias f32[4]: {TWO} is for arrays of rank 2, but this one has rank 1. "
         "Use `...` for any number of unsharded dims.",
     ),
     "negative size": (
         lambda: sharded(*AXES).shard_shape((-2, 4)),
-        "dim 0 of the shape has size -2; a size is an integer, 0 or more.",
+        "dim 0 of the shape has size -2; a size must be a non-negative integer.",
     ),
     "float size": (
         lambda: sharded(*AXES).global_shape((2, 4.0)),
-        "dim 1 of the shape has size 4.0; a size is an integer, 0 or more.",
+        "dim 1 of the shape has size 4.0; a size must be a non-negative integer.",
     ),
     "open size": (
         lambda: sharded(*AXES).check((None, 4)),
-        "dim 0 of the shape has size None; a size is an integer, 0 or more.",
+        "dim 0 of the shape has size None; a size must be a non-negative integer.",
     ),
     "bool size": (
         lambda: sharded("batch").bytes_per_device((True,), "float32"),
-        "dim 0 of the shape has size True; a size is an integer, 0 or more.",
+        "dim 0 of the shape has size True; a size must be a non-negative integer.",
     ),
     "number for a shape": (
         lambda: sharded("batch").shard_shape(8),
-        "a shape is a tuple of sizes, one per dim, and got 8.",
+        "a shape must be a tuple of sizes, one per dim, got 8.",
     ),
     "string for a shape": (
         lambda: sharded("batch").shard_shape("8"),
-        "a shape is a tuple of sizes, one per dim, and got '8'.",
+        "a shape must be a tuple of sizes, one per dim, got '8'.",
     ),
     "no dtype": (
         lambda: sharded("batch").bytes_per_device((8,), None),
-        "None is not a dtype; give one such as 'float32' or jnp.bfloat16.",
+        "None is not a dtype, such as 'float32' or jnp.bfloat16.",
     ),
     "unknown dtype": (
         lambda: sharded("batch").bytes_per_device((8,), "float23"),
-        "'float23' is not a dtype; give one such as 'float32' or jnp.bfloat16.",
+        "'float23' is not a dtype, such as 'float32' or jnp.bfloat16.",
     ),
     "MATCH in arithmetic": (
         lambda: sharded(MATCH, "model").shard_shape((4, 8)),
-        "Layout([MATCH, model], Mesh(batch=2, model=4)) holds MATCH, which stands for "
-        "the layout of an array that is not here; only relayout(x, layout) can fill it "
+        "Layout([MATCH, model], Mesh(batch=2, model=4)) holds MATCH, which stands for the layout of an array; only relayout(x, layout) can fill it "
         "in.",
     ),
     "text that is not JSON": (
         lambda: Layout.from_string("[batch]"),
-        "'[batch]' is not a layout's text; write it with layout.to_string().",
+        "'[batch]' is not a layout; such text comes from layout.to_string().",
     ),
     "JSON that is not a layout": (
         lambda: Layout.from_string('{"specs": ["batch"]}'),
-        '\'{"specs": ["batch"]}\' is not a layout\'s text; write it with '
+        '\'{"specs": ["batch"]}\' is not a layout; such text comes from '
         "layout.to_string().",
     ),
     "None for text": (
         lambda: Layout.from_string(None),
-        "None is not a layout's text; write it with layout.to_string().",
+        "None is not a layout; such text comes from layout.to_string().",
     ),
     "list given as a layout": (
         lambda: as_layout(["batch", None]),
-        "expected a Layout or a NamedSharding, and got ['batch', None]. A "
+        "expected a Layout or a NamedSharding, got ['batch', None]. A "
         "spec needs a mesh: Layout(spec, mesh).",
     ),
     "string given as a layout": (
         lambda: as_layout("batch"),
-        "expected a Layout or a NamedSharding, and got 'batch'.",
+        "expected a Layout or a NamedSharding, got 'batch'.",
     ),
     "sharding with too many entries": (
         lambda: as_layout(NamedSharding(MESH.jax_mesh, P("batch", None)), 1),
-        "the sharding's spec ('batch', None) has 2 entries, which is too many for an "
-        "array of rank 1.",
+        "the spec ('batch', None) of the sharding has 2 entries, too many for an array of rank 1.",
     ),
     "layout of a NumPy array": (
         lambda: Layout.of(np.zeros(4)),
-        "cannot tell a layout from ndarray: it has no NamedSharding. Place the array "
-        "with relayout(x, layout); inside jit, only a mesh with Explicit axes knows "
-        "layouts while tracing.",
+        "ndarray has no layout: it has no NamedSharding. Place the array with relayout(x, layout); inside jit, layouts are only known on a mesh with Explicit axes.",
     ),
     "layout of an array of another rank": (
         lambda: Layout.of(jnp.zeros((4, 8)), 3),
-        "the array has rank 2, and rank 3 was asked for.",
+        "the array has rank 2, but rank=3 was given.",
     ),
 }
 
@@ -928,13 +922,11 @@ def test_a_layout_needs_a_mesh_of_devices():
     with pytest.raises(MeshError) as error:
         Layout(["batch"], {"batch": 8})
     assert str(error.value) == (
-        "expected a Mesh or a jax.sharding.Mesh, and got {'batch': 8}. "
+        "expected a Mesh or a jax.sharding.Mesh, got {'batch': 8}. "
         "Make one with create_mesh({'batch': 8})."
     )
     abstract = AbstractMesh((8,), ("batch",), axis_types=(AxisType.Auto,))
-    with pytest.raises(
-        LayoutError, match="on an abstract mesh, which names no devices"
-    ):
+    with pytest.raises(LayoutError, match="on an abstract mesh, which has no devices"):
         Layout.of(NamedSharding(abstract, P("batch")))
 
 

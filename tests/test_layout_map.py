@@ -415,13 +415,13 @@ INSERTIONS = {
     "a string": (
         lambda m: m.__setitem__("w", "model"),
         "rule 'w': expected a Layout, a tuple or list with one entry per dim, a "
-        "PartitionSpec, or a function (path, shape, dtype) -> spec, and got 'model'. "
+        "PartitionSpec, or a function (path, shape, dtype) -> spec, got 'model'. "
         "Write ('model', ...) to shard the first dim.",
     ),
     "None": (
         lambda m: m.__setitem__("w", None),
         "rule 'w': expected a Layout, a tuple or list with one entry per dim, a "
-        "PartitionSpec, or a function (path, shape, dtype) -> spec, and got None. "
+        "PartitionSpec, or a function (path, shape, dtype) -> spec, got None. "
         "Write [...] for replicated.",
     ),
     "a number in a spec": (lambda m: m.__setitem__("w", (1, None)), None),
@@ -466,12 +466,12 @@ INSERTIONS = {
     "a bad default": (
         lambda m: ml.LayoutMap(m.mesh, default="batch"),
         "rule 'default': expected a Layout, a tuple or list with one entry per dim, a "
-        "PartitionSpec, or a function (path, shape, dtype) -> spec, and got 'batch'. "
+        "PartitionSpec, or a function (path, shape, dtype) -> spec, got 'batch'. "
         "Write ('batch', ...) to shard the first dim.",
     ),
     "rules that are no pairs": (
         lambda m: ml.LayoutMap(m.mesh, ["kernel"]),
-        "rules are a mapping or pairs of pattern and layout, and got ['kernel']. Write "
+        "rules are a mapping or pairs of pattern and layout, got ['kernel']. Write "
         "{'dense/kernel': (None, 'model')}.",
     ),
     "pairs with a pattern twice": (
@@ -486,7 +486,7 @@ INSERTIONS = {
     ),
     "constrain without a name": (
         lambda m: ml.constrain(jnp.ones(2), ""),
-        "constrain(x, name) takes the activation's name, and got ''.",
+        "constrain(x, name) takes the activation's name, got ''.",
     ),
 }
 LEAVES = {
@@ -501,8 +501,7 @@ LEAVES = {
     "a rank too many": (
         ({"kernel": (None, "model")}, {}),
         array(8),
-        f"dense/kernel f32[8]: rule 'kernel': Layout([unsharded, model], {MESH}) is for "
-        "arrays of rank 2, and this one has rank 1. Use `...` for any number of "
+        f"dense/kernel f32[8]: rule 'kernel': Layout([unsharded, model], {MESH}) is for arrays of rank 2, but this one has rank 1. Use `...` for any number of "
         "unsharded dims.",
     ),
     "a size that does not divide": (
@@ -524,7 +523,7 @@ LEAVES = {
         array(8, 8),
         "dense/kernel f32[8, 8]: rule 'kernel': expected a Layout, a tuple or list with "
         "one entry per dim, a PartitionSpec, or a function (path, shape, dtype) -> spec, "
-        "and got 'model'. Write ('model', ...) to shard the first dim.",
+        "got 'model'. Write ('model', ...) to shard the first dim.",
     ),
 }
 
@@ -537,7 +536,7 @@ OPTIONS = {
     ),
     "logical axes that map nothing": (
         lambda m: ml.LayoutMap(m, logical_axes=3),
-        "logical_axes maps names to mesh axes, and got 3. Write {'embed': 'model', "
+        "logical_axes maps names to mesh axes, got 3. Write {'embed': 'model', "
         "'batch': None}, or pairs of these.",
     ),
     "a logical axis that is no name": (
@@ -546,7 +545,7 @@ OPTIONS = {
     ),
     "a lock that is no text": (
         lambda m: ml.LayoutMap(m).resolve({"x": 1}).check_lock(None),
-        "check_lock takes the text of to_lock(), and got None.",
+        "check_lock takes the text of to_lock(), got None.",
     ),
     "a key that cannot be one": (
         lambda m: ml.LayoutMap(m)[[]],
@@ -588,7 +587,7 @@ def test_what_else_is_refused(name, mesh):
     with pytest.raises(ml.MeshLayoutError) as caught:
         call(mesh)
     if message is None:  # begins with JAX's own words
-        assert str(caught.value).startswith("JAX cannot take the tree apart: ")
+        assert str(caught.value).startswith("JAX cannot flatten the tree: ")
         assert str(caught.value).endswith(" Use keys of one type.")
     else:
         assert str(caught.value) == message
@@ -725,7 +724,7 @@ def test_a_function_of_other_arguments_is_refused_when_it_is_inserted(mesh):
     with pytest.raises(ml.errors.LayoutMapError) as caught:
         ml.LayoutMap(mesh, {"kernel": lambda path: None})
     assert str(caught.value) == (
-        "rule 'kernel': function is called as function(path, shape, dtype), and takes "
+        "rule 'kernel': function is called as function(path, shape, dtype), but takes "
         "(path)."
     )
 

@@ -228,7 +228,7 @@ def test_a_mesh_does_not_change():
     with pytest.raises(AttributeError) as error:
         ANY_MESH.size = 3
     assert str(error.value) == (
-        "a Mesh does not change; make another one instead of setting 'size'."
+        "a Mesh is immutable; make another one instead of setting 'size'."
     )
     with pytest.raises(AttributeError):
         del ANY_MESH._shape
@@ -330,7 +330,7 @@ def test_a_mesh_of_a_described_slice_of_a_tpu_pod():
     assert mesh == Mesh(mesh.jax_mesh) == copy.deepcopy(mesh)
     assert (mesh.platform, mesh.size, mesh.is_multi_process) == ("tpu", 16, True)
     assert mesh.coords(chips.devices[5]) == (1, 1)
-    with pytest.raises(MeshError, match="no devices of platform 'tpu' here"):
+    with pytest.raises(MeshError, match="no 'tpu' devices here"):
         Mesh.from_string(mesh.to_string())
 
 
@@ -598,7 +598,7 @@ def test_a_pickle_does_not_open_where_a_device_is_missing():
     )
     assert run.returncode == 1
     assert run.stderr.decode().splitlines()[-1] == (
-        "meshlayout.errors.MeshError: device cpu:5 is not here; there are cpu:0-1."
+        "meshlayout.errors.MeshError: device cpu:5 does not exist here, only cpu:0-1."
     )
 
 
@@ -612,77 +612,74 @@ def count_up():
 
 
 NOT_AXES = (
-    "does not name axes and sizes. Write {'batch': 2, 'model': 4}, [('batch', 2), "
+    "does not give names and sizes of axes. Write {'batch': 2, 'model': 4}, [('batch', 2), "
     "('model', 4)] or 'batch=2,model=4'."
 )
-PLAIN = (
-    "is empty, begins or ends with a space, or holds one of , = | (they separate axes "
-    "in text). Give it a plain name, as 'batch'."
-)
+PLAIN = "is empty, begins or ends with a space, or contains one of , = | (which separate axes in text). Use a plain name, such as 'batch'."
 NOT_A_MESH = "Make one with create_mesh({'batch': 8})."
 
 BAD = {
     "product too small": (
         lambda: create_mesh(batch=2, model=2),
-        "mesh (batch=2, model=2) needs 4 devices, and there are 8. A shape that fits: "
+        "mesh (batch=2, model=2) needs 4 devices, but there are 8. A shape that fits: "
         "(batch=4, model=2), or give 4 of them: devices=jax.devices()[:4].",
     ),
     "product too large": (
         lambda: create_mesh(batch=4, model=4),
-        "mesh (batch=4, model=4) needs 16 devices, and there are 8. A shape that fits: "
+        "mesh (batch=4, model=4) needs 16 devices, but there are 8. A shape that fits: "
         "(batch=2, model=4).",
     ),
     "product that has no divisor": (
         lambda: create_mesh(batch=3),
-        "mesh (batch=3) needs 3 devices, and there are 8. A shape that fits: "
+        "mesh (batch=3) needs 3 devices, but there are 8. A shape that fits: "
         "(batch=8), or give 3 of them: devices=jax.devices()[:3].",
     ),
     "product against given devices": (
         lambda: create_mesh("batch=2,model=4", devices=["CPU:0"]),
-        "mesh (batch=2, model=4) needs 8 devices, and 1 was given. A shape that fits: "
+        "mesh (batch=2, model=4) needs 8 devices, but 1 was given. A shape that fits: "
         "(batch=1, model=1).",
     ),
     "rest that does not divide": (
         lambda: create_mesh(batch=3, model=-1),
-        "mesh (batch=3, model=-1) needs a multiple of 3 devices, and there are 8. A "
+        "mesh (batch=3, model=-1) needs a multiple of 3 devices, but there are 8. A "
         "shape that fits: (batch=8, model=1).",
     ),
     "rest of too few given devices": (
         lambda: create_mesh(batch=-1, model=4, devices=jax.devices()[:3]),
-        "mesh (batch=-1, model=4) needs a multiple of 4 devices, and 3 were given. A "
+        "mesh (batch=-1, model=4) needs a multiple of 4 devices, but 3 were given. A "
         "shape that fits: (batch=3, model=1).",
     ),
     "two rests": (
         lambda: create_mesh(batch=-1, model=-1),
-        "axes 'batch', 'model' all have size -1; one axis at most takes what is left.",
+        "axes 'batch', 'model' all have size -1; only one axis can take whatever is left.",
     ),
     "size 0": (
         lambda: create_mesh({"batch": 0}),
-        "axis 'batch' has size 0; a size is 1 or more, or -1 for what is left.",
+        "axis 'batch' has size 0; a size must be positive, or -1 for whatever is left.",
     ),
     "negative size": (
         lambda: create_mesh("batch=-2"),
-        "axis 'batch' has size -2; a size is 1 or more, or -1 for what is left.",
+        "axis 'batch' has size -2; a size must be positive, or -1 for whatever is left.",
     ),
     "bool size": (
         lambda: create_mesh({"batch": YES}),
-        "axis 'batch' has size True; a size is an integer number of devices.",
+        "axis 'batch' has size True; a size must be an integer, the number of devices.",
     ),
     "float size": (
         lambda: anyhow(batch=8.0),
-        "axis 'batch' has size 8.0; a size is an integer number of devices.",
+        "axis 'batch' has size 8.0; a size must be an integer, the number of devices.",
     ),
     "string size": (
         lambda: anyhow({"batch": "8"}),
-        "axis 'batch' has size '8'; a size is an integer number of devices.",
+        "axis 'batch' has size '8'; a size must be an integer, the number of devices.",
     ),
     "duplicate names": (
         lambda: create_mesh([("batch", 2), ("batch", 4)]),
-        "axis 'batch' is named twice; each axis needs a name of its own.",
+        "two axes are named 'batch'; the names of axes must differ.",
     ),
     "duplicate names in text": (
         lambda: create_mesh("batch=2,batch=4"),
-        "axis 'batch' is named twice; each axis needs a name of its own.",
+        "two axes are named 'batch'; the names of axes must differ.",
     ),
     "empty name": (lambda: create_mesh({"": 8}), f"axis name '' {PLAIN}"),
     "empty name in text": (lambda: create_mesh("=8"), f"axis name '' {PLAIN}"),
@@ -696,33 +693,33 @@ BAD = {
     ),
     "number as name": (
         lambda: anyhow({0: 8}),
-        "axis name 0 is not a string, as 'batch' is.",
+        "axis name 0 is not a string, such as 'batch'.",
     ),
     "number as name in a mesh of JAX": (
         lambda: Mesh(jax.sharding.Mesh(np.array(jax.devices()), (0,))),
-        "axis name 0 is not a string, as 'batch' is.",
+        "axis name 0 is not a string, such as 'batch'.",
     ),
     "no axes": (
         lambda: create_mesh({}),
-        "a mesh needs at least one axis, as create_mesh({'batch': 8}).",
+        "a mesh needs at least one axis: create_mesh({'batch': 8}).",
     ),
     "number for axes": (lambda: anyhow(8), f"8 {NOT_AXES}"),
     "sizes alone": (lambda: anyhow((2, 4)), f"(2, 4) {NOT_AXES}"),
     "text without sizes": (
         lambda: create_mesh("batch,model=4"),
-        "'batch' of 'batch,model=4' is not NAME=SIZE, as in 'batch=2,model=4'.",
+        "'batch' in 'batch,model=4' is not of the form NAME=SIZE, as in 'batch=2,model=4'.",
     ),
     "text with another size": (
         lambda: create_mesh("batch=two"),
-        "'batch=two' of 'batch=two' is not NAME=SIZE, as in 'batch=2,model=4'.",
+        "'batch=two' in 'batch=two' is not of the form NAME=SIZE, as in 'batch=2,model=4'.",
     ),
     "text that ends in a comma": (
         lambda: create_mesh("batch=8,"),
-        "'' of 'batch=8,' is not NAME=SIZE, as in 'batch=2,model=4'.",
+        "'' in 'batch=8,' is not of the form NAME=SIZE, as in 'batch=2,model=4'.",
     ),
     "empty text": (
         lambda: create_mesh(""),
-        "'' of '' is not NAME=SIZE, as in 'batch=2,model=4'.",
+        "'' in '' is not of the form NAME=SIZE, as in 'batch=2,model=4'.",
     ),
     "axes twice": (
         lambda: create_mesh({"batch": 8}, model=2),
@@ -734,31 +731,31 @@ BAD = {
     ),
     "a device twice": (
         lambda: create_mesh(batch=2, devices=["CPU:1", jax.devices()[1]]),
-        "device cpu:1 is given twice; a mesh holds each device once.",
+        "device cpu:1 is given twice; a mesh has each device once.",
     ),
     "a device that is not here": (
         lambda: create_mesh(batch=1, devices=["CPU:8"]),
-        "device cpu:8 is not here; there are cpu:0-7.",
+        "device cpu:8 does not exist here, only cpu:0-7.",
     ),
     "a platform that is not here": (
         lambda: create_mesh(batch=1, devices=["TPU:0"]),
-        "there are no devices of platform 'tpu' here; there are cpu devices.",
+        "there are no 'tpu' devices here, only cpu devices.",
     ),
     "device text without a number": (
         lambda: create_mesh(batch=1, devices=["CPU"]),
-        "device 'CPU' is not PLATFORM:ID, as in 'CPU:3'.",
+        "device 'CPU' is not of the form PLATFORM:ID, as in 'CPU:3'.",
     ),
     "device text with an odd digit": (
         lambda: create_mesh(batch=1, devices=["CPU:²"]),
-        "device 'CPU:²' is not PLATFORM:ID, as in 'CPU:3'.",
+        "device 'CPU:²' is not of the form PLATFORM:ID, as in 'CPU:3'.",
     ),
     "a string for devices": (
         lambda: create_mesh(batch=1, devices="CPU:0"),
-        "devices is a list, and got the string 'CPU:0'. Write ['CPU:0'].",
+        "devices must be a list, got the string 'CPU:0'. Write ['CPU:0'].",
     ),
     "a number for devices": (
         lambda: anyhow(batch=4, devices=4),
-        "4 is not a device; take them from jax.devices().",
+        "4 is not a device; use those of jax.devices().",
     ),
     "unknown axis type": (
         lambda: create_mesh(batch=8, axis_types="explict"),
@@ -772,12 +769,12 @@ BAD = {
     ),
     "axis type of an unknown axis": (
         lambda: create_mesh(batch=2, model=4, axis_types={"modle": "auto"}),
-        "axis_types names an axis 'modle' that the mesh does not have. Did you mean "
+        "axis_types names the axis 'modle', which the mesh lacks. Did you mean "
         "'model'?",
     ),
     "number for axis types": (
         lambda: anyhow(batch=8, axis_types=3),
-        "axis_types is 3; give one axis type, a list with one per axis, or "
+        "axis_types is 3; give an axis type, a list with one per axis, or "
         "a dict by axis name.",
     ),
     "unknown axis": (
@@ -794,7 +791,7 @@ BAD = {
     ),
     "sub-mesh of an axis twice": (
         lambda: MESH["batch", "batch"],
-        "axis 'batch' of Mesh(batch=2, model=4) is asked for twice.",
+        "axis 'batch' of Mesh(batch=2, model=4) is given twice.",
     ),
     "sub-mesh of nothing": (
         lambda: MESH[()],
@@ -806,20 +803,20 @@ BAD = {
     ),
     "rename to a name that is there": (
         lambda: MESH.rename({"batch": "model"}),
-        "axis 'model' is named twice; each axis needs a name of its own.",
+        "two axes are named 'model'; the names of axes must differ.",
     ),
     "rename by a list": (
         lambda: ANY_MESH.rename(["data", "model"]),
-        "rename takes new names by old ones, as {'batch': 'data'}, and got ['data', "
+        "rename takes new names by old name, as {'batch': 'data'}, got ['data', "
         "'model'].",
     ),
     "merge of nothing": (
         lambda: MESH.merge((), "all"),
-        "merge takes the axes of Mesh(batch=2, model=4) to merge, and got none.",
+        "merge takes the axes of Mesh(batch=2, model=4) to merge, got none.",
     ),
     "merge into a name that is there": (
         lambda: CUBE.merge(("a", "b"), "c"),
-        "axis 'c' is named twice; each axis needs a name of its own.",
+        "two axes are named 'c'; the names of axes must differ.",
     ),
     "merge of two axes run together": (
         lambda: CUBE.merge("ab", "d"),
@@ -827,14 +824,14 @@ BAD = {
     ),
     "merge into a number": (
         lambda: ANY_MESH.merge(("batch", "model"), 3),
-        "axis name 3 is not a string, as 'batch' is.",
+        "axis name 3 is not a string, such as 'batch'.",
     ),
     "merge of axes of several types": (
         lambda: create_mesh(a=2, b=4, axis_types={"a": "explicit"}).merge(
             ("a", "b"), "c"
         ),
-        "the axes to merge in Mesh(a=2, b=4) have several axis types (a: Explicit, b: "
-        "Auto); one axis has one.",
+        "the axes to merge in Mesh(a=2, b=4) have different axis types (a: Explicit, b: "
+        "Auto); a merged axis has only one.",
     ),
     "index of a device too large": (
         lambda: MESH.coords(8),
@@ -855,37 +852,37 @@ BAD = {
     ),
     "text that is no mesh's": (
         lambda: Mesh.from_string("batch=2,model=4"),
-        "'batch=2,model=4' is not a mesh's text; write it with mesh.to_string().",
+        "'batch=2,model=4' is not a mesh; such text comes from mesh.to_string().",
     ),
     "text of many brackets": (
         lambda: Mesh.from_string("[" * 100_000),
-        f"'{'[' * 79}... is not a mesh's text; write it with mesh.to_string().",
+        f"'{'[' * 79}... is not a mesh; such text comes from mesh.to_string().",
     ),
     "None for text": (
         lambda: AnyMesh.from_string(None),
-        "None is not a mesh's text; write it with mesh.to_string().",
+        "None is not a mesh; such text comes from mesh.to_string().",
     ),
     "bytes for text": (
         lambda: AnyMesh.from_string(b"batch=8|auto|cpu:0-7"),
-        "b'batch=8|auto|cpu:0-7' is not a mesh's text; write it with mesh.to_string().",
+        "b'batch=8|auto|cpu:0-7' is not a mesh; such text comes from mesh.to_string().",
     ),
     "text of more devices than there is memory for": (
         lambda: Mesh.from_string(f"batch=8|auto|cpu:0-{10**30}"),
-        f"'batch=8|auto|cpu:0-{10**30}' is not a mesh's text: its axes do not hold "
+        f"'batch=8|auto|cpu:0-{10**30}' is not a mesh: its sizes do not make "
         f"{10**30 + 1} devices.",
     ),
     "a mesh of JAX with a device twice": (
         lambda: Mesh(jax.sharding.Mesh(np.array(jax.devices()[:1] * 2), ("a",))),
-        "device cpu:0 is given twice; a mesh holds each device once.",
+        "device cpu:0 is given twice; a mesh has each device once.",
     ),
     "a keyword of create_mesh with a slip": (
         lambda: anyhow(batch=8, device=["CPU:0"]),
-        "create_mesh takes no 'device', and ['CPU:0'] is not an axis size. Did you mean "
+        "create_mesh has no argument 'device', and ['CPU:0'] is not an axis size. Did you mean "
         "'devices'?",
     ),
     "axis types in the singular": (
         lambda: anyhow({"batch": 8}, axis_type="explicit"),
-        "create_mesh takes no 'axis_type', and 'explicit' is not an axis size. Did you "
+        "create_mesh has no argument 'axis_type', and 'explicit' is not an axis size. Did you "
         "mean 'axis_types'?",
     ),
     "empty text for axis types": (
@@ -894,21 +891,20 @@ BAD = {
     ),
     "a generator with a default mesh": (
         lambda: default_mesh(MESH)(count_up),
-        "default_mesh cannot decorate the generator 'count_up': it runs after "
-        "the call that makes it has returned. Iterate over it inside `with "
+        "default_mesh cannot decorate the generator 'count_up', whose body runs after the call has returned. Iterate over it inside `with "
         "default_mesh(mesh):`.",
     ),
     "text of a product that is not that of its devices": (
         lambda: Mesh.from_string("batch=-1|auto|cpu:0-7"),
-        "'batch=-1|auto|cpu:0-7' is not a mesh's text: its axes do not hold 8 devices.",
+        "'batch=-1|auto|cpu:0-7' is not a mesh: its sizes do not make 8 devices.",
     ),
     "dict for a mesh": (
         lambda: as_mesh({"batch": 8}),
-        "expected a Mesh or a jax.sharding.Mesh, and got {'batch': 8}. " + NOT_A_MESH,
+        "expected a Mesh or a jax.sharding.Mesh, got {'batch': 8}. " + NOT_A_MESH,
     ),
     "None for the default mesh": (
         lambda: default_mesh(NOTHING),
-        "expected a Mesh or a jax.sharding.Mesh, and got None. " + NOT_A_MESH,
+        "expected a Mesh or a jax.sharding.Mesh, got None. " + NOT_A_MESH,
     ),
 }
 
@@ -943,7 +939,7 @@ def test_devices_of_several_platforms_make_no_mesh():
     with pytest.raises(MeshError) as error:
         create_mesh(batch=2, devices=[jax.devices()[0], Chip()])
     assert str(error.value) == (
-        "the devices are of several platforms (cpu, tpu); a mesh is made of one."
+        "the devices are of several platforms (cpu, tpu); those of a mesh must be of one."
     )
 
 

@@ -131,6 +131,6 @@ def test_two_leaves_with_one_path_are_refused():
     with pytest.raises(ml.MeshLayoutError) as caught:
         paths({"a/b": jnp.ones(1), "a": {"b": jnp.ones(1)}})
     assert str(caught.value) == (
-        "two leaves have the path 'a/b': a key that holds '/' reads like two keys, and "
+        "two leaves have the path 'a/b': a key that contains '/' reads like two keys, and "
         "1 like '1'. Rename one of them."
     )

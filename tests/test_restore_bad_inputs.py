@@ -546,7 +546,7 @@ def test_a_step_of_the_wrong_arity_is_refused_before_it_is_called(tmp_path):
     with ml.Checkpointer(tmp_path) as ck, checkpoint.Loop(ck, [1]) as loop:
         assert error_of(loop.resume, STATE, lambda state, batch: state) == (
             "checkpoint.Loop: train_step is called as train_step(state, batch, "
-            "metrics), and takes (state, batch)."
+            "metrics), but takes (state, batch)."
         )
 
 

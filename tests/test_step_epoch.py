@@ -147,8 +147,7 @@ REFUSED = {
     "no place for weights": (
         {"data": (X, Y)},
         "20 examples in batches of 8 leave a short last batch, and a tuple has no "
-        "place for weights='weight'. Give a dict of arrays; or a tuple, and weights= "
-        "the place after its last array. Or give a global batch size that divides.",
+        "place for weights='weight'. Give a dict of arrays; or a tuple, with weights= its length. Or give a global batch size that divides.",
     ),
 }
 

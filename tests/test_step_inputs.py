@@ -101,9 +101,8 @@ def test_a_batch_with_its_weights_elsewhere_is_refused(mesh):
     batch = next(iter(batches))
     for make in (ml.make_train_step, ml.make_eval_step):
         assert message_of(lambda make=make: make(squares)(create(mesh), batch)) == (
-            "the batch's weights are at 'mask', and the step looks for them at "
-            "'weight', so that padding would count as examples. Say weights='mask' "
-            "where the step is made, or weights='weight' where the batches are."
+            "the batch's weights are at 'mask', but the step looks for them at "
+            "'weight', so that padding would count as examples. Give weights='mask' to the step, or weights='weight' to the dataset."
         )
 
 
@@ -199,7 +198,7 @@ def test_a_batch_without_examples_is_refused(mesh):
 
 def test_the_arity_of_functions_is_looked_at_when_the_step_is_made():
     assert message_of(lambda: ml.make_train_step(lambda model: 1.0)) == (
-        "make_train_step: loss_fn is called as loss_fn(model, batch), and takes "
+        "make_train_step: loss_fn is called as loss_fn(model, batch), but takes "
         "(model)."
     )
     ml.make_train_step(lambda model, batch, rngs, *, train: 1.0)

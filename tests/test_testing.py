@@ -771,7 +771,7 @@ def test_the_mesh_of_one_device_has_the_same_axes():
             lambda mesh: (3, ml.arrays.ones(8, mesh.layout("model")), None),
             {},
             "verify takes a function (state, batch, ...) -> (state, aux) as its step, "
-            "and got 3 of type int.",
+            "got 3 of type int.",
         ),
         (
             lambda mesh: (mlp_step, jnp.ones(3), jnp.ones(3)),
@@ -815,7 +815,7 @@ def test_the_mesh_of_one_device_has_the_same_axes():
             lambda mesh: (mlp_step, ml.arrays.ones(8, mesh.layout("model")), None),
             {"reference": "plain"},
             "verify takes a function (state, batch, ...) -> (state, aux) as its "
-            "reference, and got 'plain' of type str.",
+            "reference, got 'plain' of type str.",
         ),
         (
             lambda mesh: (
@@ -907,7 +907,7 @@ def test_what_is_no_array_on_a_mesh_is_named(mesh):
         testing.assert_layout({"w": ml.arrays.zeros(8, mesh.layout("model"))}, "model")
     assert str(info.value) == (
         "w f32[8@model]: expected a Layout, a NamedSharding, a PartitionSpec, a tuple of "
-        "entries or a LayoutMap, and got 'model' of type str."
+        "entries or a LayoutMap, got 'model' of type str."
     )
 
 
@@ -1112,7 +1112,7 @@ def test_operations_that_start_and_end_are_counted_once():
         (
             lambda: testing.expect_communication("step", all_reduce=1),
             "expect_communication takes a step with its arguments, or what lowering or "
-            "compiling it returned, and got 'step' of type str.",
+            "compiling it returned, got 'step' of type str.",
         ),
     ],
 )

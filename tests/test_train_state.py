@@ -412,7 +412,7 @@ REFUSED = [
     ),
     (
         lambda: create(lambda rngs: Net(rngs=rngs)),
-        "TrainState.create: build is called as build(), and takes (rngs). Write "
+        "TrainState.create: build is called as build(), but takes (rngs). Write "
         "TrainState.create(lambda: Model(...), optimizer, layouts).",
     ),
     (

@@ -388,9 +388,8 @@ def test_weights_that_the_trainer_would_not_see_are_refused(mesh):
     with pytest.raises(ml.MeshLayoutError) as caught:
         trainer.fit(batches)
     assert str(caught.value) == (
-        "the batch's weights are at 2, and the step looks for them at 'weight', so that "
-        "padding would count as examples. Say weights=2 where the step is made, or "
-        "weights='weight' where the batches are."
+        "the batch's weights are at 2, but the step looks for them at 'weight', so that "
+        "padding would count as examples. Give weights=2 to the step, or weights='weight' to the dataset."
     )
     for padded in (batches, iter(batches)):  # predict would return the padding
         with pytest.raises(ml.MeshLayoutError, match="padding would count as examples"):
@@ -758,7 +757,7 @@ def test_arrays_without_a_batch_size_are_answered_with_the_line_to_write(data):
             lambda: None,
             "train is a function that returned None, not an iterable of batches.",
         ),
-        (lambda a: [], "train is called as train(), and takes (a)."),
+        (lambda a: [], "train is called as train(), but takes (a)."),
     ],
 )
 def test_what_cannot_be_data_is_refused(data, expected):
@@ -938,10 +937,10 @@ def test_a_batch_of_no_rows_makes_no_step(mesh, caplog):
 def test_functions_of_other_arguments_are_refused_before_training(mesh):
     state = create_state(mesh)
     assert message_of(lambda: ml.Trainer(state, lambda model: 0.0)) == (
-        "Trainer: loss_fn is called as loss_fn(model, batch), and takes (model)."
+        "Trainer: loss_fn is called as loss_fn(model, batch), but takes (model)."
     )
     assert message_of(lambda: ml.Trainer(state, predict_fn=lambda model: 0.0)) == (
-        "Trainer: predict_fn is called as predict_fn(model, batch), and takes (model)."
+        "Trainer: predict_fn is called as predict_fn(model, batch), but takes (model)."
     )
 
 

@@ -77,8 +77,7 @@ def test_a_scalar_is_no_array_that_a_pattern_for_arrays_speaks_for():
     with pytest.raises(ml.errors.LayoutMapError) as error:
         ml.LayoutMap(MESH, {"step": ("model",)}).resolve({"step": 0})
     assert str(error.value) == (
-        "step i32[]: rule 'step': Layout([model], Mesh(batch=2, model=4)) is for arrays "
-        "of rank 1, and this one has rank 0. Use `...` for any number of unsharded dims."
+        "step i32[]: rule 'step': Layout([model], Mesh(batch=2, model=4)) is for arrays of rank 1, but this one has rank 0. Use `...` for any number of unsharded dims."
     )
 
 

@@ -207,17 +207,15 @@ LAYOUT = ml.Layout(["batch", "model"], MESH)
         (
             LAYOUT,
             None,
-            "a layout alone has no size to draw: give the shape of the array, as in "
-            "visualize(layout, shape=(8, 8)).",
+            "a layout alone has no size to draw: give the shape of the array, visualize(layout, shape=(8, 8)).",
         ),
         (
             LAYOUT.sharding,
             None,
-            "a sharding alone has no size to draw: give the shape of the array, as in "
-            "visualize(sharding, shape=(8, 8)).",
+            "a sharding alone has no size to draw: give the shape of the array, visualize(sharding, shape=(8, 8)).",
         ),
-        (LAYOUT, 8, "a shape is a tuple of sizes, one per dim, and got 8."),
-        (LAYOUT, "ab", "a shape is a tuple of sizes, one per dim, and got 'ab'."),
+        (LAYOUT, 8, "a shape must be a tuple of sizes, one per dim, got 8."),
+        (LAYOUT, "ab", "a shape must be a tuple of sizes, one per dim, got 'ab'."),
         (
             LAYOUT,
             (4, 6),
@@ -229,65 +227,61 @@ LAYOUT = ml.Layout(["batch", "model"], MESH)
         (
             np.zeros((2, 3), np.float32),
             None,
-            "visualize takes a jax.Array, a Layout or a sharding, and got a NumPy "
+            "value must be a jax.Array, a Layout or a sharding, got a NumPy "
             "array f32[2, 3], which is on no device. Place it first: relayout(x, "
             "layout).",
         ),
         (
             3,
             None,
-            "visualize takes a jax.Array, a Layout or a sharding, and got 3 of type "
-            "int.",
+            "value must be a jax.Array, a Layout or a sharding, got 3 of type int.",
         ),
         (
             None,
             None,
-            "visualize takes a jax.Array, a Layout or a sharding, and got None of type "
+            "value must be a jax.Array, a Layout or a sharding, got None of type "
             "NoneType.",
         ),
         (
             nnx.Param(None),
             None,
-            "visualize takes a jax.Array, a Layout or a sharding, and got None of type "
+            "value must be a jax.Array, a Layout or a sharding, got None of type "
             "NoneType.",
         ),
         (
             MESH,
             None,
-            "visualize takes a jax.Array, a Layout or a sharding, and got "
+            "value must be a jax.Array, a Layout or a sharding, got "
             "Mesh(batch=2, model=4) of type Mesh. To draw an array on it: "
             "visualize(mesh.layout(...), shape=...).",
         ),
         (
             "batch",
             None,
-            "visualize takes a jax.Array, a Layout or a sharding, and got 'batch' of "
+            "value must be a jax.Array, a Layout or a sharding, got 'batch' of "
             "type str. A spec needs a mesh: mesh.layout(...).",
         ),
         (
             [0] * 1000,
             None,
-            "visualize takes a jax.Array, a Layout or a sharding, and got [0, 0, 0, 0, "
-            "0, 0, ...] of type list. Give one array of it, or explain the tree by a "
-            "LayoutMap.",
+            "value must be a jax.Array, a Layout or a sharding, got [0, 0, 0, 0, "
+            "0, 0, ...] of type list. Give one of its arrays, or use LayoutMap.explain for the tree.",
         ),
         (
             ml.Layout([ml.MATCH, None], MESH),
             (4, 4),
-            "Layout([MATCH, unsharded], Mesh(batch=2, model=4)) holds MATCH, which "
-            "stands for the layout of an array that is not here; only relayout(x, "
+            "Layout([MATCH, unsharded], Mesh(batch=2, model=4)) holds MATCH, which stands for the layout of an array; only relayout(x, "
             "layout) can fill it in.",
         ),
         (
             LAYOUT,
             (8,),
-            "Layout([batch, model], Mesh(batch=2, model=4)) is for arrays of rank 2, "
-            "and this one has rank 1. Use `...` for any number of unsharded dims.",
+            "Layout([batch, model], Mesh(batch=2, model=4)) is for arrays of rank 2, but this one has rank 1. Use `...` for any number of unsharded dims.",
         ),
         (
             jax.ShapeDtypeStruct((2, 3), jnp.int32),
             None,
-            "i32[2, 3] is abstract and says no sharding. Give it one: "
+            "i32[2, 3] is abstract and has no sharding. Give it one: "
             "jax.ShapeDtypeStruct(shape, dtype, sharding=layout.sharding).",
         ),
     ],
@@ -302,8 +296,7 @@ def test_the_shape_of_an_array_cannot_be_given_otherwise():
     with pytest.raises(ml.errors.LayoutError) as error:
         visualize(jnp.zeros((2, 3)), shape=(3, 2))
     assert str(error.value) == (
-        "f32[2, 3] was given with shape=(3, 2); an array has its own shape, so leave "
-        "it out."
+        "f32[2, 3] was given with shape=(3, 2); an array has its own shape, so omit shape=."
     )
 
 

@@ -1,10 +1,15 @@
-"""Arrays that are created sharded, never in full on one device."""
+"""Arrays that are created sharded, never in full on one device.
+
+Values do not depend on the layout: random numbers have the bits of JAX's on one device,
+for which some arrays are computed in another sharding and moved (see `_bit_exact`), and
+`arange` rounds as often as `jnp.arange` does.
+"""
 
 import contextlib
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -17,20 +22,17 @@ from meshlayout import _checks, _jax
 from meshlayout._annotations import DType, Leaf, PyTree
 from meshlayout._bit_exact import bit_exact_sharding
 from meshlayout._host_arrays import check_cast
+from meshlayout.arrays.calls import call_with_layout, finish
 from meshlayout.arrays.leaf import (
     as_array,
     is_array,
     is_concrete_array,
-    move,
-    resolve,
     with_full_rank,
 )
 from meshlayout.arrays.tree import (
     LayoutLike,
     Tree,
-    Where,
     describe,
-    device_ids,
     first_line,
     type_text,
 )
@@ -43,116 +45,16 @@ ShapeLike: TypeAlias = int | Sequence[int] | Any
 """A shape, or a pytree of shapes."""
 
 
-def call_with_layout(
-    fn: Callable[..., Any], layout: LayoutLike, *args: Any, **kwargs: Any
-) -> Any:
-    """Calls a function so that its results are created with a layout.
-
-    The function is compiled; no device ever holds a full result. Arguments that hold
-    arrays are traced, others (shapes, dtypes, numbers) are compiled in, so that the
-    same function called with the same ones is compiled once.
-
-    Args:
-        fn: Any function that `jax.jit` can compile.
-        layout: The layout of the result, or a tree of layouts for a pytree.
-        *args: Arguments of the function.
-        **kwargs: Keyword arguments of the function.
-
-    Returns:
-        What the function returns.
-
-    Raises:
-        LayoutError: If a layout does not fit a result, or an argument is on other
-            devices.
-
-    Example:
-        >>> import meshlayout as ml
-        >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
-        >>> eye = ml.arrays.call_with_layout(jnp.eye, mesh.layout("batch", "model"), 8)
-        >>> eye.addressable_shards[0].data.shape
-        (4, 2)
-    """
-    if not callable(fn):
-        msg = (
-            "call_with_layout(fn, layout, ...) takes a function, and got "
-            f"{_checks.shown(fn)}."
-        )
-        raise LayoutError(msg)
-    static, fn, args, kwargs = _split_static(fn, args, kwargs)
-    shapes = jax.jit(fn, **static).eval_shape(*args, **kwargs)
-    results = Tree(shapes)
-    layouts = [
-        resolve(leaf, target, where, match=False, what="result")
-        for (where, leaf), target in zip(
-            results.named("result"), results.broadcast(layout), strict=True
-        )
-    ]
-    for name, argument in [*enumerate(args), *kwargs.items()]:
-        for where, leaf in Tree(argument).named(f"argument {name}"):
-            if is_concrete_array(leaf) and _jax.is_committed(leaf):
-                _check_devices(leaf, {target.mesh for target in layouts}, where)
-    # jax 0.7.2 cannot shard results without elements.
-    out = results.unflatten(
-        None if 0 in leaf.shape else target.with_memory_kind(None).sharding
-        for leaf, target in zip(results.leaves, layouts, strict=True)
-    )
-    created = jax.jit(fn, out_shardings=out, **static)(*args, **kwargs)
-    return _finish(created, layouts)
-
-
-def _split_static(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[dict[str, Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Marks arguments without arrays as static; binds those that cannot be hashed."""
-    nums = tuple(index for index, arg in enumerate(args) if not _holds_arrays(arg))
-    names = tuple(name for name, arg in kwargs.items() if not _holds_arrays(arg))
-    constants = tuple(args[index] for index in nums)
-    known = {name: kwargs[name] for name in names}
-    try:
-        hash((constants, *known.values()))
-    except TypeError:
-        pass
-    else:
-        return {"static_argnums": nums, "static_argnames": names}, fn, args, kwargs
-
-    def bound(*traced: Any, **traced_kwargs: Any) -> Any:
-        values = {True: iter(constants), False: iter(traced)}
-        every = [next(values[index in nums]) for index in range(len(args))]
-        return fn(*every, **known, **traced_kwargs)
-
-    rest = tuple(arg for index, arg in enumerate(args) if index not in nums)
-    return {}, bound, rest, {k: v for k, v in kwargs.items() if k not in names}
-
-
-def _check_devices(x: jax.Array, meshes: Iterable[Mesh], where: Where) -> None:
-    """Raises LayoutError if jit could not use an argument on these meshes."""
-    for mesh in meshes:
-        if set(x.sharding.device_set) != set(mesh.devices.flat):
-            msg = (
-                f"{where}: it is on devices {device_ids(x.sharding.device_set)}, and "
-                f"the results on those of {mesh!r}. Move it there with relayout(x, "
-                "layout)."
-            )
-            raise LayoutError(msg)
-
-
-def _holds_arrays(tree: PyTree) -> bool:
-    return any(
-        isinstance(leaf, (jax.Array, np.ndarray, np.generic))
-        for leaf in jax.tree.leaves(tree)
-    )
-
-
 def zeros(shape: ShapeLike, layout: LayoutLike, dtype: DTypeLike | None = None) -> Any:
     """Creates arrays of zeros, each device only its shard.
 
     Args:
         shape: Shape of the whole array, or a pytree of shapes.
         layout: The layout, or a tree of layouts.
-        dtype: Dtype of the elements; JAX's default float if left out.
+        dtype: Dtype of the elements; by default JAX's float.
 
     Raises:
-        LayoutError: If the layout does not fit the shape, or the dtype is not one.
+        LayoutError: If the layout does not fit the shape, or `dtype` is not a dtype.
 
     Example:
         >>> import meshlayout as ml
@@ -182,7 +84,7 @@ def full(
         shape: Shape of the whole array, or a pytree of shapes.
         value: The value of every element.
         layout: The layout, or a tree of layouts.
-        dtype: Dtype of the elements; the value's if left out.
+        dtype: Dtype of the elements; by default that of the value.
 
     Raises:
         LayoutError: As for `zeros`, and if the value is not a scalar.
@@ -195,8 +97,8 @@ def full(
     """
     if not is_array(value) or np.shape(value):
         msg = (
-            f"full takes a single value, and got {describe(value)}. To place an array, "
-            "use relayout(x, layout)."
+            f"full: value must be a single number, got {describe(value)}. To place an "
+            "array, use relayout(x, layout)."
         )
         raise LayoutError(msg)
     if not isinstance(value, _PYTHON_NUMBERS):
@@ -214,13 +116,13 @@ def normal(
 ) -> Any:
     """Creates arrays of standard normal values, each device only its shard.
 
-    The values are those of `jax.random.normal`, bit for bit, under any layout.
+    The values are those of `jax.random.normal`, bit for bit, in any layout.
 
     Args:
-        key: A PRNG key; for a pytree of shapes, a pytree of keys of its structure.
+        key: A PRNG key; for a pytree of shapes, a pytree of keys with its structure.
         shape: Shape of the whole array, or a pytree of shapes.
         layout: The layout, or a tree of layouts.
-        dtype: A float dtype; JAX's default if left out.
+        dtype: A float dtype; by default JAX's float.
 
     Raises:
         LayoutError: As for `zeros`, and if the key is not a PRNG key.
@@ -245,15 +147,15 @@ def uniform(
 ) -> Any:
     """Creates arrays of uniform values in `[minval, maxval)`, each device its shard.
 
-    The values are those of `jax.random.uniform`, bit for bit, under any layout.
+    The values are those of `jax.random.uniform`, bit for bit, in any layout.
 
     Args:
-        key: A PRNG key; for a pytree of shapes, a pytree of keys of its structure.
+        key: A PRNG key; for a pytree of shapes, a pytree of keys with its structure.
         shape: Shape of the whole array, or a pytree of shapes.
         layout: The layout, or a tree of layouts.
-        dtype: A float dtype; JAX's default if left out.
-        minval: Lower bound, included.
-        maxval: Upper bound, excluded.
+        dtype: A float dtype; by default JAX's float.
+        minval: Inclusive lower bound.
+        maxval: Exclusive upper bound.
 
     Raises:
         LayoutError: As for `normal`.
@@ -280,11 +182,11 @@ def arange(
     The values are `start + step * i`, computed in the dtype, as in `jnp.arange`.
 
     Args:
-        start: The first value; the end, if there is no `stop`.
-        stop: The end, excluded.
-        step: The distance between values; 1 if left out.
+        start: The first value; without `stop`, the end, and the first value is 0.
+        stop: The exclusive end.
+        step: The distance between values; by default 1.
         layout: The layout.
-        dtype: Dtype of the elements; that of the arguments if left out.
+        dtype: Dtype of the elements; by default that of the arguments.
 
     Raises:
         LayoutError: If the layout does not fit, or an argument is not a number.
@@ -303,21 +205,21 @@ def arange(
         if not isinstance(value, int) or isinstance(value, bool):
             _checks.number(name, value, where="arange", error=LayoutError)
     if step == 0:
-        msg = "arange cannot go in steps of 0."
+        msg = "arange: step must not be 0."
         raise LayoutError(msg)
     first, end = (0, start) if stop is None else (start, stop)
     try:
         chosen = _dtype(dtype, None) or np.dtype(jnp.result_type(*bounds.values()))
         size = max(0, math.ceil((end - first) / (1 if step is None else step)))
     except OverflowError:
-        msg = "arange takes numbers that fit into a dtype, and these do not."
+        msg = "arange: the numbers do not fit into any dtype."
         raise LayoutError(msg) from None
     if dtype is not None:
         check_cast(first, chosen, "arange: start")
         check_cast(step or 1, chosen, "arange: step")
     work = chosen
     if jnp.issubdtype(chosen, jnp.floating) and jnp.finfo(chosen).bits < 32:
-        work = np.dtype(np.float32)  # bfloat16 cannot count
+        work = np.dtype(np.float32)  # bfloat16 has not all integers above 256
     try:
         last = first + max(0, size - 1) * (step or 1)
         start_, step_, _ = (np.asarray(x, work) for x in (first, step or 1, last))
@@ -326,7 +228,7 @@ def arange(
         raise LayoutError(msg) from None
     if not jnp.issubdtype(work, jnp.floating) or step in (None, 1) or first == 0:
         return _create(_arange, (size,), layout, chosen, (start_, step_))
-    # Two roundings, as in jnp.arange: one program would fuse them into one.
+    # Two roundings, as in jnp.arange: XLA would fuse them into one in one program.
     where = type_text((size,), chosen)
     main = with_full_rank(layout, 1, where).with_memory_kind(None)
     steps = _create(_arange, (size,), main, work, (np.zeros_like(start_), step_))
@@ -366,11 +268,20 @@ def _create(
     *,
     keys: PyTree = None,
 ) -> Any:
-    """Creates one array per shape, by a function that is compiled once for each."""
+    """Creates one array per shape.
+
+    Args:
+        make: Computes the values of one array; compiled once for each shape.
+        shape: The user's shape, or tree of shapes.
+        layout: The user's layout, or tree of layouts.
+        dtype: The dtype; None for that of the operands.
+        operands: Arguments of `make`.
+        keys: The user's PRNG keys, for random values.
+    """
     if jax.sharding.get_abstract_mesh().manual_axes:
         msg = (
-            "inside shard_map every device works on its own shard, and nothing can be "
-            "created in a layout. Create it outside of shard_map, and pass it in."
+            "inside shard_map every device works on its own shard, and arrays cannot "
+            "be created in a layout. Create them outside shard_map, and pass them in."
         )
         raise LayoutError(msg)
     tree = Tree(shape, is_leaf=_is_shape)
@@ -379,7 +290,7 @@ def _create(
     for (path, entry), target, key in zip(
         tree.items(), tree.broadcast(layout), each, strict=True
     ):
-        # A bare number is the one dim of a shape.
+        # A bare number is a shape of one dim.
         entries = entry if isinstance(entry, (list, tuple)) else [entry]
         sizes = _checks.shape(entries, where=path, error=LayoutError)
         where = " ".join(filter(None, [path, type_text(sizes, dtype)]))
@@ -390,7 +301,7 @@ def _create(
             array = _made(make, sizes, dtype, own, [_near(x, own.mesh) for x in values])
         except (TypeError, ValueError, OverflowError) as error:
             raise LayoutError(f"{where}: {first_line(error)}") from error
-        arrays.append(_finish(array, [own]))
+        arrays.append(finish(array, [own]))
     return tree.unflatten(arrays)
 
 
@@ -401,7 +312,7 @@ def _made(
     layout: Layout,
     operands: list[Any],
 ) -> jax.Array:
-    """Makes one array, if necessary in another layout that gets the same bits."""
+    """Creates one array, if necessary in another layout that preserves its bits."""
     sharding = layout.with_memory_kind(None).sharding
     if 0 in shape and not _jax.is_staged(None):
         used = jnp.result_type(operands[0]) if dtype is None else dtype
@@ -428,8 +339,8 @@ def _keys_for(keys: PyTree, tree: "Tree") -> list[Any]:
     key_tree = Tree(keys)
     if key_tree.treedef != tree.treedef:
         msg = (
-            "a tree of shapes takes a tree of keys of its structure: "
-            f"{tree.difference(key_tree, 'key', 'shape')} Split one key with "
+            "keys and shapes must be trees of the same structure: "
+            f"{tree.difference(key_tree, 'key', 'shape')} Split a key with "
             "jax.random.split."
         )
         raise LayoutError(msg)
@@ -437,7 +348,7 @@ def _keys_for(keys: PyTree, tree: "Tree") -> list[Any]:
         if not _jax.is_key(key):
             where = f"{path}: " if path else ""
             msg = (
-                f"{where}expected a PRNG key, and got {describe(key)}. Make one with "
+                f"{where}expected a PRNG key, got {describe(key)}. Make one with "
                 "jax.random.key(seed)."
             )
             raise LayoutError(msg)
@@ -448,24 +359,9 @@ def _near(x: Leaf, mesh: Mesh) -> Any:
     """Moves a small operand of a creation function to the devices of the mesh."""
     if not is_concrete_array(x) or not _jax.is_committed(x):
         return x
-    # On Auto axes, so that its layout does not affect the result's.
+    # On Auto axes, so that its layout does not affect that of the result.
     devices = _jax.with_auto_axes(mesh.jax_mesh)
     return jax.device_put(x, NamedSharding(devices, PartitionSpec()))
-
-
-def _finish(made: PyTree, layouts: list[Layout]) -> Any:
-    """Moves results that are not where they should be yet.
-
-    Inside jit, `out_shardings` has no effect on Explicit axes, and not every backend
-    can compile results into another memory.
-    """
-    tree = Tree(made)
-    return tree.unflatten(
-        leaf
-        if not _jax.is_staged(leaf) and _jax.sharding_of(leaf) == layout.sharding
-        else move(leaf, layout, where, donate=True)
-        for (where, leaf), layout in zip(tree.named(), layouts, strict=True)
-    )
 
 
 def _is_shape(node: PyTree) -> bool:
@@ -496,7 +392,7 @@ def _dtype(dtype: DTypeLike | None, default: Any) -> Any:
     # By identity: np.dtype("float64") == float, and it was requested by name.
     if used != requested and not any(dtype is kind for kind in _PYTHON_NUMBERS):
         warnings.warn(
-            f"dtype {requested} is not enabled in JAX, and {used} is used. See "
+            f"dtype {requested} is not enabled in JAX; {used} is used instead. See "
             "jax_enable_x64.",
             stacklevel=3,
         )

@@ -1,4 +1,10 @@
-"""One array and one layout: whether they fit, and the move."""
+"""One array and one layout: whether they fit, and the move.
+
+JAX's `device_put` does most moves, but not all: some versions cannot leave Explicit
+axes, none moves PRNG keys between processes or promises not to share memory, and inside
+jit it is a constraint. The order of cases in `move` matters: each relies on those above
+having returned.
+"""
 
 import functools
 import warnings
@@ -19,24 +25,33 @@ from meshlayout.errors import LayoutError
 from meshlayout.layout import MATCH, DimSpec, Layout, as_layout
 
 
-# Bytes; the alignment that XLA needs on CPUs to use memory without a copy.
+# In bytes; with less, XLA's CPU client copies host memory instead of using it.
 _ALIGNMENT = 64
 
 
 def resolve(
     x: Leaf, layout: object, where: Where, *, match: bool = True, what: str = ""
 ) -> Layout:
-    """Returns the layout for one array: of its rank, and known to fit.
+    """Returns the layout for one array, with its rank and known to fit.
 
-    `MATCH` is filled in if the array's layout is known, and stays otherwise.
+    Args:
+        x: The array, abstract or not.
+        layout: The user's layout.
+        where: The name of the array, for messages.
+        match: Whether the layout may hold MATCH, which is filled in if the array's
+            layout is known, and kept otherwise.
+        what: Set if `x` is known to be an array.
+
+    Raises:
+        LayoutError: If the layout does not fit.
     """
     if not what and not is_array(x) and not isinstance(x, jax.ShapeDtypeStruct):
-        msg = f"{where}: a layout is for arrays, and this is {describe(x)}."
+        msg = f"{where}: a layout is for arrays, but this is {describe(x)}."
         raise LayoutError(msg)
     if isinstance(x, Tracer) and _jax.is_manual(x):
         msg = (
             f"{where}: inside shard_map every device works on its own shard, which "
-            "relayout cannot move. Call it outside of shard_map."
+            "relayout cannot move. Call it outside shard_map."
         )
         raise LayoutError(msg)
     shape = np.shape(x) if not hasattr(x, "shape") else x.shape
@@ -53,9 +68,9 @@ def resolve(
 
 @functools.lru_cache(maxsize=4096)
 def _fitting(layout: Layout, shape: tuple[int, ...]) -> Layout | None:
-    """Returns a layout with a shape's rank, or None if it does not fit.
+    """Returns a layout with the rank of a shape, or None if it does not fit.
 
-    Cached, for steps of a loop; the caller finds out what is wrong.
+    Cached, for loops that relayout each batch; the caller finds out what is wrong.
     """
     try:
         full = layout.with_rank(len(shape))
@@ -66,7 +81,7 @@ def _fitting(layout: Layout, shape: tuple[int, ...]) -> Layout | None:
 
 @functools.lru_cache(maxsize=4096)
 def _sharding(layout: Layout) -> NamedSharding:
-    """Returns a layout's sharding; MATCH entries are left to the compiler."""
+    """Returns the sharding of a layout; MATCH entries are left to the compiler."""
     spec = PartitionSpec(
         *(PartitionSpec.UNCONSTRAINED if e is MATCH else e for e in layout.specs)
     )
@@ -74,8 +89,9 @@ def _sharding(layout: Layout) -> NamedSharding:
 
 
 def _matched(x: Leaf, layout: Layout, where: Where) -> Layout:
-    """Fills in MATCH, if the array's layout is known."""
+    """Fills in MATCH if the array's layout is known."""
     if not isinstance(_jax.concrete_value(x), (jax.Array, jax.ShapeDtypeStruct)):
+        # An array on the host is not sharded.
         now: Sequence[DimSpec] = [None] * layout.rank
     elif _jax.is_staged(x) and _jax.sharding_of(x) is None:
         return layout
@@ -100,7 +116,12 @@ def move(
 ) -> Any:
     """Moves one array to a layout that is known to fit it.
 
-    With `donate` or `copy`, the result shares no memory with an `x` that stays alive.
+    Args:
+        x: The array.
+        layout: The layout, from `resolve`.
+        where: The name of the array, for messages.
+        donate: Whether the caller deletes `x` afterwards.
+        copy: Whether the result must not share memory with `x`.
     """
     sharding = _sharding(layout)
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -132,9 +153,9 @@ def move(
     except AssertionError as error:
         # "with_sharding_constraint acts as an assert when all axes are Explicit"
         msg = (
-            f"{where}: inside jit, under jax.set_mesh of another mesh or of other "
-            f"types of axes, JAX cannot move it to {layout!r}. Set that mesh, or move "
-            "it outside of jit."
+            f"{where}: inside jit, under jax.set_mesh of another mesh or of axes of "
+            f"other types, JAX cannot move it to {layout!r}. Set that mesh, or move "
+            "the array outside jit."
         )
         raise LayoutError(msg) from error
     except (ValueError, TypeError, OverflowError) as error:
@@ -143,7 +164,7 @@ def move(
 
 
 def _on_all_processes(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Moves a value that every process has; JAX 0.7 cannot, and none moves keys."""
+    """Moves a value that every process has; jax 0.7 cannot, and no JAX moves keys."""
     if not _jax.is_extended(x.dtype):
         return jax.device_put(np.asarray(x), sharding)
     words = jax.device_put(np.asarray(jax.random.key_data(x)), sharding)
@@ -164,7 +185,8 @@ def _is_one_program(x: jax.Array, layout: Layout) -> bool:
 
 
 def _donated(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Moves an array, reusing its memory where shards stay in place."""
+    """Moves an array, reusing the memory of shards that stay in place."""
+    # JAX warns of each shard that moves, which is what the caller asked for.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         return _program(_identity, sharding, donate=True)(x)
@@ -183,7 +205,11 @@ def _program(
 
 
 def _independent(x: jax.Array, layout: Layout, sharding: NamedSharding) -> jax.Array:
-    """Moves an array without sharing its memory: `may_alias=False` is only a hint."""
+    """Moves an array without sharing its memory.
+
+    `may_alias=False` of `device_put` is only a hint, so that a copy is compiled where
+    memory could be shared: on a device of both layouts, in the same kind of memory.
+    """
     kind = sharding.memory_kind
     if x.sharding.memory_kind != kind or x.sharding.device_set.isdisjoint(
         sharding.device_set
@@ -206,21 +232,21 @@ def _constrain(x: Leaf, sharding: NamedSharding, layout: Layout, where: Where) -
         return x
     if MATCH in layout.specs:
         msg = (
-            f"{where}: {layout!r} holds MATCH and a memory kind, and inside jit JAX "
-            "does not know how the array is laid out. Name the axes."
+            f"{where}: {layout!r} holds MATCH and a memory kind, but inside jit JAX "
+            "does not know the layout of the array. Name the axes."
         )
         raise LayoutError(msg)
     if not _jax.memory_in_jit() and layout.mesh.platform == "cpu":
         msg = (
             f"{where}: jax {jax.__version__} cannot move a value to another memory "
-            "of a CPU inside jit; jax 0.9 can. Move it outside of jit."
+            "of a CPU inside jit; jax 0.9 can. Move it outside jit."
         )
         raise LayoutError(msg)
     return jax.device_put(x, sharding)
 
 
 def _placed(x: Leaf, layout: Layout, sharding: NamedSharding) -> jax.Array:
-    """Places a host array, shard by shard where possible, which is faster."""
+    """Places a host array; if possible, shard by shard, which is faster."""
     if (
         not isinstance(x, np.ndarray)
         or layout.memory_kind is not None
@@ -236,19 +262,22 @@ def _placed(x: Leaf, layout: Layout, sharding: NamedSharding) -> jax.Array:
 def _placer(
     shape: tuple[int, ...], dtype: DType, sharding: NamedSharding
 ) -> Callable[[np.ndarray[Any, Any]], jax.Array]:
-    """Returns a function that places arrays of one kind; shards are computed once."""
+    """Returns a function that places arrays of one kind.
+
+    Cached: for small batches, computing the slices takes longer than placing them.
+    """
     pieces: Any = tuple(sharding.addressable_devices_indices_map(shape).values())
     place = _jax.shard_placer(shape, dtype, sharding)
     return lambda x: place([x[piece] for piece in pieces])
 
 
 def layout_of(x: Leaf, where: Where) -> Layout:
-    """Returns the layout that an array has, or raises LayoutError."""
+    """Returns the layout of an array, or raises LayoutError."""
     if is_concrete_array(x):
         check_alive(x, where)
     if not isinstance(x, (jax.Array, jax.ShapeDtypeStruct)):
         msg = (
-            f"{where}: it is {describe(x)}, which is on no mesh. Place it with "
+            f"{where} is {describe(x)}, which is on no mesh. Place it with "
             "relayout(x, layout)."
         )
         raise LayoutError(msg)
@@ -261,7 +290,7 @@ def layout_of(x: Leaf, where: Where) -> Layout:
 def with_full_rank(
     layout: object, rank: int, where: Where, *, match: bool = True
 ) -> Layout:
-    """Returns the user's layout for arrays of a rank; `match` allows MATCH in it."""
+    """Returns a user's layout for arrays of a rank; `match` allows MATCH in it."""
     try:
         layout = as_layout(layout, rank)
     except LayoutError as error:
@@ -291,8 +320,8 @@ def as_array(x: Leaf, where: Where) -> Any:
 def private_copy(x: Leaf, device: _jax.Device) -> Any:
     """Returns an array that nobody else can write to.
 
-    CPU devices may use the memory of a NumPy array directly; XLA does so without
-    copying it again if it is aligned.
+    A CPU device may use the memory of a NumPy array directly, to which the user could
+    still write. Aligned, the copy made here is the only one.
     """
     if not isinstance(x, np.ndarray) or device.platform != "cpu":
         return x

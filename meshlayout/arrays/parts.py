@@ -1,4 +1,4 @@
-"""Between whole arrays and their parts: `pack`, `unpack`, `to_numpy`."""
+"""Whole arrays and the parts of devices: `pack`, `unpack`, `to_numpy`."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -34,16 +34,17 @@ from meshlayout.layout import Layout
 def pack(parts: Iterable[Any], layout: LayoutLike, *, verify: bool = False) -> Any:
     """Makes global arrays from the parts that the devices hold.
 
-    The inverse of `unpack`. Each part goes straight to its device; nothing is
-    gathered anywhere. Devices that the layout makes replicas of each other must be
-    given equal parts, which is checked only on request.
+    Use this if each device's part was computed separately. It is the inverse of
+    `unpack`. Each part goes directly to its device; nothing is gathered. Devices that
+    are replicas of each other in the layout must get equal parts, which is checked only
+    on request.
 
     Args:
-        parts: One part per device of the mesh (with several processes: per device of
-            this process), in mesh order. A part is anything array-like, even a
-            list of numbers, or a pytree of those; all parts have one structure.
+        parts: One part per device of this process, in mesh order. A part is anything
+            array-like, even a list of numbers, or a pytree of those; all parts have the
+            same structure.
         layout: The layout of the global array, or a tree of layouts.
-        verify: Whether to compare the parts that should be replicas, bit by bit.
+        verify: Whether to compare the parts of replicas, bit by bit.
 
     Returns:
         The array, or a pytree of arrays.
@@ -62,13 +63,13 @@ def pack(parts: Iterable[Any], layout: LayoutLike, *, verify: bool = False) -> A
     verify = _checks.flag("verify", verify, where="pack", error=LayoutError)
     if isinstance(parts, (dict, str)) or not isinstance(parts, Iterable):
         msg = (
-            "pack takes a list with one part per device, and got "
-            f"{type(parts).__name__}. Put the trees of all devices into one list."
+            "pack: parts must be a list with one part per device, got "
+            f"{type(parts).__name__}. Put the trees of all devices into a list."
         )
         raise LayoutError(msg)
     parts = list(parts)
     if not parts:
-        msg = "pack takes one part per device, and got none."
+        msg = "pack: parts is empty; give one part per device."
         raise LayoutError(msg)
     trees = [Tree(part, is_leaf=is_number_list) for part in parts]
     for index, tree in enumerate(trees):
@@ -94,8 +95,8 @@ def _pack_leaf(
     where = f"{path}: " if path else ""
     if any(isinstance(part, Tracer) for part in parts):
         msg = (
-            f"{where}pack joins arrays that are on devices, and inside jit, grad or "
-            "vmap there are none yet. Pack outside, or use relayout."
+            f"{where}pack joins arrays on devices, and inside jit, grad or vmap there "
+            "are none yet. Pack outside, or use relayout."
         )
         raise LayoutError(msg)
     parts = [as_array(part, f"{where}part {index}") for index, part in enumerate(parts)]
@@ -103,8 +104,8 @@ def _pack_leaf(
     for index, kind in enumerate(kinds):
         if kind != kinds[0]:
             msg = (
-                f"{where}part 0 is {type_text(*kinds[0])}, and part {index} is "
-                f"{type_text(*kind)}; the parts of one array have one shape and dtype."
+                f"{where}part 0 is {type_text(*kinds[0])}, but part {index} is "
+                f"{type_text(*kind)}; the parts of an array have one shape and dtype."
             )
             raise LayoutError(msg)
     shard_shape, _ = kinds[0]
@@ -115,8 +116,8 @@ def _pack_leaf(
         local = " of this process" if layout.mesh.is_multi_process else ""
         msg = (
             f"{text}: got {len(parts)} parts for the {len(devices)} devices{local} of "
-            f"{layout.mesh!r}. Give one part per device, in mesh order; devices that "
-            "hold replicas each take their own."
+            f"{layout.mesh!r}. Give one part per device, in mesh order, including "
+            "devices that hold replicas."
         )
         raise LayoutError(msg)
     if verify:
@@ -145,7 +146,7 @@ def _verify(parts: list[Any], layout: Layout, where: Where) -> None:
         if value.tobytes() != expected.tobytes():
             msg = (
                 f"{where}parts {first} and {number}, for devices {other} and {device}, "
-                f"should be replicas by {layout!r} (shard {index}), and "
+                f"should be replicas in {layout!r} (shard {index}), but "
                 f"{_difference(expected, value)}."
             )
             raise LayoutError(msg)
@@ -164,12 +165,14 @@ def _difference(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> str:
 def unpack(x: Leaf) -> list[Any]:
     """Splits arrays into the parts that the devices hold.
 
+    Use this to look at what each device has; nothing is copied.
+
     Args:
         x: An array on a mesh, or a pytree of those on the same devices.
 
     Returns:
         One part per device of this process, in mesh order: an array on that device,
-        or a pytree of them. Nothing is copied.
+        or a pytree of them.
 
     Raises:
         LayoutError: If a leaf is not a `jax.Array` outside jit, or the leaves are on
@@ -188,15 +191,15 @@ def unpack(x: Leaf) -> list[Any]:
     """
     tree = Tree(x)
     if not tree.leaves:
-        msg = "unpack takes arrays on a mesh, and got a tree without any."
+        msg = "unpack: x must be arrays on a mesh, got a tree without any."
         raise LayoutError(msg)
     columns = [_unpack_leaf(leaf, where) for where, leaf in tree.named()]
     for (where, _), column in zip(tree.named(), columns, strict=True):
         if list(column) != list(columns[0]):
             msg = (
-                f"{where} is on devices {device_ids(column)}, and "
-                f"{tree.named()[0][0]} on {device_ids(columns[0])}; unpack takes a "
-                "tree on one mesh, in one order."
+                f"{where} is on devices {device_ids(column)}, but "
+                f"{tree.named()[0][0]} on {device_ids(columns[0])}; all arrays must be "
+                "on the same devices in the same order."
             )
             raise LayoutError(msg)
     return [
@@ -207,11 +210,11 @@ def unpack(x: Leaf) -> list[Any]:
 def _unpack_leaf(x: Leaf, where: Where) -> dict[_jax.Device, jax.Array]:
     """Returns the parts by device, in mesh order."""
     if isinstance(x, Tracer):
-        msg = f"{where}: a value inside jit has no parts yet; unpack the result of it."
+        msg = f"{where}: a value inside jit has no parts yet; unpack the result of jit."
         raise LayoutError(msg)
     if not isinstance(x, jax.Array):
         msg = (
-            f"{where}: unpack takes arrays on a mesh, and this is {describe(x)}. "
+            f"{where}: unpack needs arrays on a mesh, but this is {describe(x)}. "
             "Place it with relayout(x, layout)."
         )
         raise LayoutError(msg)
@@ -224,12 +227,14 @@ def _unpack_leaf(x: Leaf, where: Where) -> dict[_jax.Device, jax.Array]:
 
 
 def to_numpy(x: Leaf) -> Any:
-    """Returns full values on the host.
+    """Returns full values on the host, gathered from all devices and processes.
+
+    Use this for results and tests, not for states that may not fit into host memory.
 
     Args:
-        x: An array, wherever it is, or a pytree of arrays; with several processes,
-            all of them must call this. PRNG keys become their words; leaves that are
-            neither arrays nor numbers are left unchanged.
+        x: An array in any layout, or a pytree of arrays; all processes must call this.
+            PRNG keys become their words; leaves that are neither arrays nor numbers are
+            returned unchanged.
 
     Returns:
         A read-only NumPy array, or a pytree of them.
@@ -250,7 +255,7 @@ def to_numpy(x: Leaf) -> Any:
 def _numpy_leaf(x: Leaf, where: Where) -> Any:
     x = _jax.concrete_value(x)
     if isinstance(x, Tracer):
-        msg = f"{where}: a value inside jit is not known yet; return it from there."
+        msg = f"{where}: a value inside jit is not known yet; return it from jit."
         raise LayoutError(msg)
     if isinstance(x, jax.ShapeDtypeStruct):
         msg = f"{where}: an abstract array has no values."

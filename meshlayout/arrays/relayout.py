@@ -1,4 +1,4 @@
-"""Changing layouts: `relayout` and its relatives, and which layout an array has."""
+"""Changing, copying, reading and checking the layouts of arrays."""
 
 from collections import Counter
 from typing import Any
@@ -21,26 +21,26 @@ from meshlayout.layout import MATCH
 def relayout(x: Leaf, layout: LayoutLike, *, donate: bool = False) -> Any:
     """Returns the same values in another layout.
 
-    From any layout to any other, also on other devices; from NumPy arrays and numbers
-    too. It is differentiable. Inside jit it becomes a constraint, and there the mesh
-    must have the devices that the whole computation runs on; if the arguments are on
-    a mesh of another shape, JAX may need `out_shardings` to name the layouts
-    of the results.
+    Use this to place and to move arrays: from any layout to any other, on the same or
+    other devices, and from NumPy arrays and numbers. It is differentiable. Inside jit
+    it becomes a constraint, and the mesh must have the devices of the whole
+    computation; if the arguments are on a mesh of another shape, JAX may need
+    `out_shardings` with the layouts of the results.
 
     Args:
         x: An array or a pytree of arrays.
-        layout: The layout, or a tree of layouts. A `MATCH` entry keeps how that dim
-            of the array is sharded; inside jit on a mesh with Auto axes, where JAX
-            does not know it, the entry leaves the dim to the compiler.
-        donate: Whether to delete `x`, so that both are not held for longer than the
-            move takes. Inside jit it has no effect: the compiler frees what it can.
+        layout: The layout, or a tree of layouts. A `MATCH` entry keeps the sharding of
+            that dim. Inside jit on a mesh with Auto axes, where JAX does not know the
+            sharding, it leaves the dim to the compiler.
+        donate: Whether to delete `x` after the move, so that both exist no longer than
+            needed. No effect inside jit, where the compiler frees what it can.
 
     Returns:
         The array or pytree. Nothing is copied if it already has the layout.
 
     Raises:
-        LayoutError: If the layout does not fit an array, the trees do not fit each
-            other, or a leaf is not like an array.
+        LayoutError: If the layout does not fit an array, the structures of the trees
+            differ, or a leaf is not array-like.
 
     Example:
         >>> import meshlayout as ml
@@ -58,6 +58,7 @@ def relayout(x: Leaf, layout: LayoutLike, *, donate: bool = False) -> Any:
         (leaf, where, resolve(leaf, target, where))
         for (where, leaf), target in zip(tree.named(), layouts, strict=True)
     ]
+    # An array that occurs twice must not be donated by the first of its moves.
     times = Counter(id(leaf) for leaf in tree.leaves)
     moved = [
         move(leaf, target, where, donate=donate and times[id(leaf)] == 1, copy=donate)
@@ -70,31 +71,32 @@ def relayout(x: Leaf, layout: LayoutLike, *, donate: bool = False) -> Any:
 
 
 def relayout_like(x: Leaf, other: PyTree, *, donate: bool = False) -> Any:
-    """Returns `x` in the layout that other arrays have; see `relayout`.
+    """Returns `x` in the layout of other arrays; see `relayout`.
 
     Args:
         x: An array or a pytree of arrays.
-        other: The array or arrays with the layouts to take; a prefix of `x`.
+        other: The array or arrays with the layouts; a tree prefix of `x`.
         donate: As for `relayout`.
     """
     return relayout(x, fetch_layout(other), donate=donate)
 
 
 def copy_to_mesh(x: Leaf, layout: LayoutLike) -> Any:
-    """Copies arrays from the host, or from anywhere, to a mesh.
+    """Copies arrays from the host, or from anywhere else, to a mesh.
 
-    The copy is independent: it shares no memory with `x`.
+    Use this instead of `relayout` if the result must share no memory with `x`, because
+    you write to `x` or donate the result.
 
     Args:
         x: Anything array-like, even a list of numbers, or a pytree of those.
-        layout: The layout, or a tree of layouts; no MATCH.
+        layout: The layout, or a tree of layouts, without MATCH.
 
     Returns:
         The array, or a pytree of arrays.
 
     Raises:
-        LayoutError: If the layout does not fit an array, the trees do not fit each
-            other, or a leaf is not like an array.
+        LayoutError: If the layout does not fit an array, the structures of the trees
+            differ, or a leaf is not array-like.
 
     Example:
         >>> import meshlayout as ml
@@ -116,14 +118,14 @@ def copy_to_mesh(x: Leaf, layout: LayoutLike) -> Any:
 def fetch_layout(x: Leaf) -> Any:
     """Returns the layout of an array, or a tree of layouts.
 
-    Works inside jit where JAX knows it: on a mesh whose axes are all Explicit and that
-    `jax.set_mesh` has set. An array on a single device is on a mesh of one.
+    Inside jit, JAX only knows it on a mesh that `jax.set_mesh` has set and whose axes
+    are all Explicit. An array on a single device is on a mesh of one.
 
     Args:
         x: An array, an abstract array with a sharding, or a pytree of those.
 
     Raises:
-        LayoutError: If a leaf has no layout, or it is unknown.
+        LayoutError: If a leaf has no layout, or its layout is unknown.
 
     Example:
         >>> import meshlayout as ml
@@ -138,8 +140,9 @@ def fetch_layout(x: Leaf) -> Any:
 def check_layout(x: Leaf, layout: LayoutLike) -> None:
     """Raises LayoutError unless arrays have the expected layouts.
 
-    Layouts are compared by what they mean: every device must hold the same shard, in
-    the same memory, whatever the names of the axes, and ignoring axes of size 1.
+    Use this in tests, or before a computation that relies on a layout. Layouts are
+    compared by meaning: every device must hold the same shard, in the same memory,
+    whatever the names of the axes, and ignoring axes of size 1.
 
     Args:
         x: An array, an abstract array with a sharding, or a pytree of those.
@@ -161,7 +164,7 @@ def check_layout(x: Leaf, layout: LayoutLike) -> None:
     for (where, leaf), target in zip(tree.named(), tree.broadcast(layout), strict=True):
         actual = layout_of(leaf, where)
         expected = with_full_rank(target, actual.rank, where)
-        # Dims for which MATCH allows anything are left out of the comparison.
+        # MATCH allows anything: compared as if both were unsharded.
         is_free = [entry is MATCH for entry in expected.specs]
         ours, theirs = (
             side.with_specs(
@@ -175,5 +178,5 @@ def check_layout(x: Leaf, layout: LayoutLike) -> None:
         if ours != theirs and not ours.sharding.is_equivalent_to(
             theirs.sharding, ours.rank
         ):
-            msg = f"{where}: the layout is {actual!r}, and {expected!r} was expected."
+            msg = f"{where}: the layout is {actual!r}, but {expected!r} was expected."
             raise LayoutError(f"{msg} Move it with relayout(x, layout).")

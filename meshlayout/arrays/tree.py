@@ -1,7 +1,7 @@
-"""A flattened pytree of arrays: its leaves, how messages name them, its layouts.
+"""A flattened pytree of arrays: its leaves, their names in messages, their layouts.
 
-Every step of a loop may relayout a batch, so names and paths, which only messages show,
-are not computed until there is a message.
+Every step of a loop may relayout a batch, so paths are computed only if there is a
+message to show them.
 """
 
 import functools
@@ -24,7 +24,7 @@ LayoutLike: TypeAlias = Layout | NamedSharding | PyTree
 
 
 class Name:
-    """A leaf's name for messages; its text is made only when a message is."""
+    """The name of a leaf for messages; its text is made only if it is shown."""
 
     __slots__ = ("_index", "_root", "_tree")
 
@@ -77,8 +77,8 @@ class Tree:
             msg = (
                 "the layouts do not have the structure of the arrays: "
                 f"{self.difference(Tree(layout, _is_layout), 'layout', 'array')} Give "
-                "one layout for all, or a tree of layouts that is a prefix of the "
-                "arrays' tree."
+                "one layout for all, or a tree of layouts that is a prefix of the tree "
+                "of arrays."
             )
             raise LayoutError(msg) from None
         return [
@@ -88,10 +88,12 @@ class Tree:
         ]
 
     def difference(self, other: "Tree", ours: str, theirs: str) -> str:
-        """Returns a sentence on how another tree's structure differs from this one's.
+        """Returns a sentence that says how the structure of another tree differs.
 
-        A leaf of the other tree, which is one of `ours`, may stand for a whole subtree
-        of this one, whose leaves are `theirs`.
+        Args:
+            other: The other tree, a leaf of which may stand for a whole subtree.
+            ours: What the leaves of the other tree are, such as `"layout"`.
+            theirs: What the leaves of this tree are, such as `"array"`.
         """
         missing = [
             path
@@ -108,7 +110,7 @@ class Tree:
             for kind, paths in ((ours, missing), (theirs, extra))
             if paths
         ]
-        same = "their paths agree, and the types of their containers do not"
+        same = "their paths agree, but the types of their containers differ"
         return f"{', and '.join(facts) or same}."
 
 
@@ -148,7 +150,7 @@ def is_number_list(node: PyTree) -> bool:
 
 
 def array_text(path: str, x: Leaf) -> str:
-    """Returns how a message names an array: `encoder/kernel f32[512, 10]`."""
+    """Returns the name of an array in messages: `encoder/kernel f32[512, 10]`."""
     if hasattr(x, "shape") and hasattr(x, "dtype"):
         kind = type_text(x.shape, x.dtype)
     else:
@@ -176,6 +178,6 @@ def device_ids(devices: Iterable[_jax.Device]) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Returns the first line of JAX's message, without its dumps."""
+    """Returns the first line of a JAX error, without the dumps below it."""
     line = str(error).strip().split("\n", 1)[0]
     return line if line.endswith((".", "!", "?")) else f"{line}."

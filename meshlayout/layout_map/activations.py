@@ -105,7 +105,7 @@ def constrain(x: Leaf, name: str) -> Any:
     """
     if not isinstance(name, str) or not name:
         text = _checks.shown(name)
-        msg = f"constrain(x, name) takes the activation's name, and got {text}."
+        msg = f"constrain(x, name) takes the activation's name, got {text}."
         raise LayoutMapError(msg)
     snapshot = _active_map.value
     if snapshot is None:

@@ -138,7 +138,7 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
             pairs = [(pattern, value) for pattern, value in pairs]
         except (TypeError, ValueError):
             msg = (
-                "rules are a mapping or pairs of pattern and layout, and got "
+                "rules are a mapping or pairs of pattern and layout, got "
                 f"{_checks.shown(rules)}. Write {{'dense/kernel': (None, 'model')}}."
             )
             raise LayoutMapError(msg) from None
@@ -534,7 +534,7 @@ def _check_logical(axes: Any, mesh: Mesh) -> tuple[AxisRule, ...] | None:
         rules = tuple((name, meant) for name, meant in pairs)
     except (TypeError, ValueError):
         msg = (
-            "logical_axes maps names to mesh axes, and got "
+            "logical_axes maps names to mesh axes, got "
             f"{_checks.shown(axes)}. Write {{'embed': 'model', 'batch': None}}, or "
             "pairs of these."
         )

@@ -147,7 +147,7 @@ def parse_spec(value: Any, mesh: Mesh) -> Layout:
     else:
         msg = (
             "expected a Layout, a tuple or list with one entry per dim, a "
-            "PartitionSpec, or a function (path, shape, dtype) -> spec, and got "
+            "PartitionSpec, or a function (path, shape, dtype) -> spec, got "
             f"{_checks.shown(value)}."
         )
         if isinstance(value, str):
@@ -244,7 +244,7 @@ def zero_rule(
     names = (axes,) if isinstance(axes, str) else axes
     if not isinstance(names, Sequence) or not names:
         msg = (
-            "zero_rule takes the mesh axes that shard the batch, and got "
+            "zero_rule takes the mesh axes that shard the batch, got "
             f"{_checks.shown(axes)}."
         )
         raise LayoutMapError(msg)

@@ -98,7 +98,7 @@ def _as_layout(expected: Any, found: Layout) -> Layout:
     if not isinstance(expected, (tuple, list, PartitionSpec)):
         msg = (
             "expected a Layout, a NamedSharding, a PartitionSpec, a tuple of entries "
-            f"or a LayoutMap, and got {expected!r} of type {type(expected).__name__}."
+            f"or a LayoutMap, got {expected!r} of type {type(expected).__name__}."
         )
         raise LayoutError(msg)
     if isinstance(expected, PartitionSpec):  # it may leave out unsharded dims

@@ -262,7 +262,7 @@ def _check_step(name: str, step: object) -> None:
     if not callable(step):
         msg = (
             "verify takes a function (state, batch, ...) -> (state, aux) as its "
-            f"{name}, and got {step!r} of type {type(step).__name__}."
+            f"{name}, got {step!r} of type {type(step).__name__}."
         )
         raise VerificationError(msg)
 

@@ -87,6 +87,7 @@ class Trainer:
     Example:
         >>> import jax.numpy as jnp
         >>> import meshlayout as ml
+        >>> import optax
         >>> from flax import nnx
         >>> layouts = ml.LayoutMap(ml.create_mesh({"batch": 8}), {})
         >>> state = ml.TrainState.create(
@@ -97,8 +98,8 @@ class Trainer:
         >>> x = np.random.default_rng(0).normal(size=(20, 2)).astype("float32")
         >>> data = {"x": x, "y": x @ np.array([[2.0], [3.0]], "float32")}
         >>> def batches():
-        ...     for at in range(0, 20, 8):
-        ...         yield {name: rows[at : at + 8] for name, rows in data.items()}
+        ...     for i in range(0, 20, 8):
+        ...         yield {name: rows[i : i + 8] for name, rows in data.items()}
         >>> trainer = Trainer(state, loss_fn)
         >>> history = trainer.fit(batches, epochs=30, progress=False)
         >>> history["loss"][-1] < 0.01
