@@ -364,7 +364,7 @@ def lock(text: Any, current: str, fact: str, **context: Unpack[Context]) -> None
         If this is meant, write the lock anew with to_lock().
     """
     if not isinstance(text, str):
-        msg = f"check_lock takes the text of to_lock(), and got {shown(text)}."
+        msg = f"check_lock takes the text of to_lock(), got {shown(text)}."
         raise _error(msg, **context)
     locked = [line.rstrip() for line in text.strip().splitlines()]
     changes = [

@@ -76,11 +76,11 @@ def test_its_own_layout_wins_over_a_pattern_and_is_named_as_the_reason():
     kernel, other = resolved["first/kernel"], resolved["second/bias"]
     assert str(kernel.layout) == "[unsharded, model]"
     assert kernel.rule is None
-    assert kernel.reason == "given on its layer"
+    assert kernel.reason == "set on its layer"
     assert kernel.note == "its own layout wins over rule 'first/kernel'"
     assert (str(other.layout), other.rule) == ("[batch]", "bias")
     text = str(layouts.explain(nnx.eval_shape(lambda: NnxNet(rngs=nnx.Rngs(0)))))
-    assert "given on its layer" in text
+    assert "set on its layer" in text
 
 
 def test_linen_layers_keep_their_names_and_values():
@@ -194,21 +194,21 @@ REFUSED = [
     (
         make_nnx(kernel=(None, "modle")),
         ml.errors.LayoutMapError,
-        "kernel f32[8, 16]: the layout given on its layer does not fit: mesh axis "
+        "kernel f32[8, 16]: the layout set on its layer does not fit: mesh axis "
         "'modle' of [unsharded, modle] is not in Mesh(batch=2, model=4). Did you mean "
         "'model'?",
     ),
     (
         make_linen(kernel=(None, "modle")),
         ml.errors.LayoutMapError,
-        "kernel f32[8, 16]: the layout given on its layer does not fit: mesh axis "
+        "kernel f32[8, 16]: the layout set on its layer does not fit: mesh axis "
         "'modle' of [unsharded, modle] is not in Mesh(batch=2, model=4). Did you mean "
         "'model'?",
     ),
     (
         make_nnx(kernel=("model",)),
         ml.errors.LayoutMapError,
-        "kernel f32[8, 16]: the layout given on its layer does not fit: "
+        "kernel f32[8, 16]: the layout set on its layer does not fit: "
         "Layout([model], Mesh(batch=2, model=4)) is for arrays of rank 1, but this one "
         "has rank 2. Use `...` for any number of unsharded dims.",
     ),
@@ -232,7 +232,7 @@ def test_what_does_not_divide_is_refused_with_its_source():
         ml.create(build, ml.LayoutMap(MESH))
     assert str(error.value) == (
         "kernel f32[8, 10]: dim 1 has size 10, which does not divide into 4 shards over "
-        "mesh axis 'model' (given on its layer, Layout([unsharded, model], "
+        "mesh axis 'model' (set on its layer, Layout([unsharded, model], "
         "Mesh(batch=2, model=4))). Nearest sizes that fit: 8 and 12. To keep the size, "
         "leave dim 1 UNSHARDED, or give the rule on_uneven='replicate'."
     )

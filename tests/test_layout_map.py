@@ -400,7 +400,7 @@ INSERTIONS = {
     ),
     "a pattern that is there": (
         lambda m: m.__setitem__("there", ("batch",)),
-        f"pattern 'there' is in the map already, with Layout([batch], {MESH}). Delete it "
+        f"the map already has the pattern 'there', with Layout([batch], {MESH}). Delete it "
         "first to change it.",
     ),
     "an unknown axis": (
@@ -433,8 +433,7 @@ INSERTIONS = {
     ),
     "another mesh": (
         lambda m: m.__setitem__("w", ml.Layout(["x"], ml.create_mesh({"x": 8}))),
-        f"rule 'w': Layout([x], Mesh(x=8)) is on another mesh than the map's {MESH}. Give "
-        "the spec alone, or a layout on the map's mesh.",
+        f"rule 'w': Layout([x], Mesh(x=8)) is on another mesh than the map, {MESH}. Give the spec alone, or a layout on the mesh of the map.",
     ),
     "a bad option of a rule": (
         lambda m: m.__setitem__("w", ml.Rule(("batch",), on_uneven="pad")),
@@ -471,12 +470,12 @@ INSERTIONS = {
     ),
     "rules that are no pairs": (
         lambda m: ml.LayoutMap(m.mesh, ["kernel"]),
-        "rules are a mapping or pairs of pattern and layout, got ['kernel']. Write "
+        "rules must be a mapping or pairs of pattern and layout, got ['kernel']. Write "
         "{'dense/kernel': (None, 'model')}.",
     ),
     "pairs with a pattern twice": (
         lambda m: ml.LayoutMap(m.mesh, [("a", ("batch",)), ("a", ("model",))]),
-        f"pattern 'a' is in the map already, with Layout([batch], {MESH}). Delete it "
+        f"the map already has the pattern 'a', with Layout([batch], {MESH}). Delete it "
         "first to change it.",
     ),
     "logical axes on an unknown mesh axis": (
@@ -486,7 +485,7 @@ INSERTIONS = {
     ),
     "constrain without a name": (
         lambda m: ml.constrain(jnp.ones(2), ""),
-        "constrain(x, name) takes the activation's name, got ''.",
+        "constrain(x, name): name must be that of the activation, got ''.",
     ),
 }
 LEAVES = {
@@ -495,8 +494,7 @@ LEAVES = {
         array(8, 8),
         "dense/kernel f32[8, 8]: rules 'dense' and 'kernel' both match and disagree: "
         "[batch, unsharded] against [unsharded, model]. "
-        "Make the patterns exclusive, add a rule for the exact path, or let the order "
-        "decide with conflict='first'.",
+        "Make the patterns exclusive, add a rule for the exact path, or use conflict='first', for which the order counts.",
     ),
     "a rank too many": (
         ({"kernel": (None, "model")}, {}),
@@ -516,7 +514,7 @@ LEAVES = {
         ({"bias": ("model",)}, {"unmatched": "error"}),
         array(8, 8),
         "dense/kernel f32[8, 8]: no rule matches, and the map has unmatched='error'. Add "
-        "a rule, for instance layouts['dense/kernel'] = [...] for replicated.",
+        "a rule, such as layouts['dense/kernel'] = [...] for replicated.",
     ),
     "a function that gives nonsense": (
         ({"kernel": lambda path, shape, dtype: "model"}, {}),
@@ -536,7 +534,7 @@ OPTIONS = {
     ),
     "logical axes that map nothing": (
         lambda m: ml.LayoutMap(m, logical_axes=3),
-        "logical_axes maps names to mesh axes, got 3. Write {'embed': 'model', "
+        "logical_axes must map names to mesh axes, got 3. Write {'embed': 'model', "
         "'batch': None}, or pairs of these.",
     ),
     "a logical axis that is no name": (
@@ -561,22 +559,19 @@ OPTIONS = {
             optax.adam(1.0).init({"a": jnp.ones(8)}), params={"z": jnp.ones(3)}
         ),
         "no part of the optimizer state, such as '0/mu/a', has the structure of params=, "
-        "whose paths are z. Pass what optimizer.init was given.",
+        "whose paths are z. Pass the argument of optimizer.init.",
     ),
     "an activation that is a tree": (
         lambda m: constrained(m, {"a": jnp.ones(8)}),
-        "constrain places one array, and 'h' is a dict. Call it for each array, by a "
-        "name of its own.",
+        "constrain places a single array, but 'h' is a dict. Call it for each array, with different names.",
     ),
     "an activation that is a text": (
         lambda m: constrained(m, "abc"),
-        "constrain places one array, and 'h' is a str. Call it for each array, by a "
-        "name of its own.",
+        "constrain places a single array, but 'h' is a str. Call it for each array, with different names.",
     ),
     "an activation inside shard_map": (
         in_shard_map,
-        "h f32[2]: inside shard_map every device works on its own shard, which constrain "
-        "cannot move. Call it outside of shard_map.",
+        "h f32[2]: inside shard_map every device works on its own shard, which constrain cannot move. Call it outside shard_map.",
     ),
 }
 
@@ -658,8 +653,7 @@ def test_a_name_may_stand_for_one_dim_only(mesh):
     with pytest.raises(ml.errors.LayoutMapError) as caught:
         ml.LayoutMap(mesh).resolve({"w": leaf})
     assert str(caught.value) == (
-        "w f32[8, 8]: logical axes ('a', 'a'): 'a' names two dims; an array may have it "
-        "once."
+        "w f32[8, 8]: logical axes ('a', 'a'): 'a' names two dims; it may name only one dim of an array."
     )
 
 
@@ -757,8 +751,7 @@ def test_a_rule_that_changes_inside_the_maps_scope_is_said_to_come_too_late(mesh
         with pytest.warns(ml.errors.LayoutWarning) as caught:
             del layouts["hidden"]
     assert str(caught[0].message) == (
-        "rule 'hidden' changes inside this map's own scope: until the next scope, "
-        "constrain follows the map as it was when this one was opened."
+        "rule 'hidden' changes inside the scope of its map: until the next scope, constrain follows the map as it was at the start of this one."
     )
 
 
@@ -771,8 +764,7 @@ def test_a_misspelled_activation_is_named(mesh):
         assert ml.constrain(x, "block/redisual") is x  # once
         assert ml.constrain(x, "logits") is x
     assert [str(one.message) for one in caught] == [
-        "constrain(x, 'block/redisual') matches no rule of the active layout map, and "
-        "is left as it is. Did you mean 'residual'?"
+        "constrain(x, 'block/redisual') matches no rule of the active layout map, and has no effect. Did you mean 'residual'?"
     ]
 
 

@@ -274,7 +274,7 @@ def test_a_function_gives_a_note_by_a_rule():
 
 @pytest.mark.parametrize("note", [3, b"why", ["why"], object()])
 def test_a_note_is_text(note):
-    message = f"note must be text, got {ml._checks.shown(note)}."
+    message = f"note must be a string, got {ml._checks.shown(note)}."
     with pytest.raises(ml.errors.LayoutMapError) as error:
         ml.LayoutMap(MESH, {"w": ml.Rule(("model",), note=note)})
     assert str(error.value) == f"rule 'w': {message}"

@@ -664,7 +664,7 @@ def test_what_no_rule_matches_is_named_by_its_final_path(build, path, shape):
         build()
     assert str(error.value) == (
         f"{path} f32[{shape}]: no rule matches, and the map has unmatched='error'. Add a "
-        f"rule, for instance layouts[{path!r}] = [...] for replicated."
+        f"rule, such as layouts[{path!r}] = [...] for replicated."
     )
     assert is_plain(linear())
 
@@ -677,6 +677,5 @@ def test_rules_that_disagree_are_refused_at_the_end():
     assert str(error.value) == (
         "layers/0/kernel f32[8, 8]: rules 'kernel' and 'layers' both match and "
         "disagree: [unsharded, model] against [unsharded, batch]. Make the patterns "
-        "exclusive, add a rule for the exact path, or let the order decide with "
-        "conflict='first'."
+        "exclusive, add a rule for the exact path, or use conflict='first', for which the order counts."
     )

@@ -18,9 +18,7 @@ P = jax.sharding.PartitionSpec
 
 CAUSES = (
     "Usual causes: a mean of per-shard means, a denominator or batch statistics of one "
-    "device, a sum over shards that is missing, a random key made from a device's "
-    "index, a loss in which examples meet that sees the padding. Rounding was measured "
-    "and is allowed for; if it is rounding all the same, say so with rtol= or atol=."
+    "device, a missing sum over shards, a random key made from a device index, a loss across examples that includes padding. Rounding was measured and is allowed for; if this is rounding nevertheless, allow more with rtol= or atol=."
 )
 
 
@@ -286,8 +284,7 @@ def test_a_mean_of_per_shard_means_is_found(mesh):
     }
     state = {"w": ml.arrays.ones(8, mesh.layout("model"))}
     assert message(lambda: testing.verify(mean_of_means, state, batch)) == (
-        "step 1: aux/loss f32[] is not the same on Mesh(batch=2, model=4) as on one "
-        "device. The largest difference is 0.25: 2.25 on the mesh and 2.0 on one "
+        "step 1: aux/loss f32[] differs between Mesh(batch=2, model=4) and one device. The largest difference is 0.25: 2.25 on the mesh and 2.0 on one "
         "device, where 3.1e-05 is allowed. Elements that differ: 1 of 1.\n"
         f"Leaves that differ: 1 of 2.\n{CAUSES}"
     )
@@ -307,8 +304,7 @@ def test_batch_statistics_of_one_shard_are_found(mesh):
     state = {"mean": ml.arrays.zeros(2, mesh.layout(None))}
     text = message(lambda: testing.verify(step, state, rows(mesh, 8, 2)))
     assert text.startswith(
-        "step 1: aux/x f32[8@batch, 2] is not the same on Mesh(batch=2, model=4) as on "
-        "one device. The largest difference is "
+        "step 1: aux/x f32[8@batch, 2] differs between Mesh(batch=2, model=4) and one device. The largest difference is "
     )
     assert "Elements that differ: 16 of 16.\nLeaves that differ: 1 of 2.\n" in text
 
@@ -327,8 +323,7 @@ def test_a_denominator_of_one_device_is_found_and_the_loss_is_named_first(mesh):
     text = message(lambda: testing.verify(step, state, mlp_batch(mesh)))
     first, second, causes = text.split("\n")
     assert first.startswith(
-        "step 1: aux/loss f32[] is not the same on Mesh(batch=2, model=4) as on one "
-        "device. The largest difference is "
+        "step 1: aux/loss f32[] differs between Mesh(batch=2, model=4) and one device. The largest difference is "
     )
     assert second == (
         "Leaves that differ: 5 of 7: also state/params/hidden/bias, "
@@ -350,7 +345,7 @@ def test_a_random_key_made_from_the_device_is_found(mesh):
     text = message(
         lambda: testing.verify(step, state, ml.arrays.ones(64, mesh.layout("batch")))
     )
-    assert text.startswith("step 1: aux f32[64@batch] is not the same on ")
+    assert text.startswith("step 1: aux f32[64@batch] differs between ")
     assert "The largest difference is 1 at [" in text
 
 
@@ -366,7 +361,7 @@ def test_keys_and_integers_have_to_be_equal(mesh):
         {"key": jax.random.key(0), "n": jnp.int32([2**30] * 2)}, mesh.layout(...)
     )
     text = message(lambda: testing.verify(step, state, None, rtol=1, atol=10))
-    assert "step 1: state/key key<fry>[] is not the same on" in text
+    assert "step 1: state/key key<fry>[] differs between" in text
     assert (
         "where 0 is allowed. Elements that differ: 2 of 2.\nLeaves that differ: 2 of 3: also state/n.\n"
         in text
@@ -378,8 +373,7 @@ def test_keys_and_integers_have_to_be_equal(mesh):
         )
     )
     assert text.startswith(
-        "step 1: state/n i32[2] is not the same on Mesh(batch=2, model=4) as on one "
-        "device. The largest difference is 7 at [0]: 1073741832 on the mesh and "
+        "step 1: state/n i32[2] differs between Mesh(batch=2, model=4) and one device. The largest difference is 7 at [0]: 1073741832 on the mesh and "
         "1073741825 on one device, where 0 is allowed. Elements that differ: 2 of 2.\n"
     )
 
@@ -427,13 +421,12 @@ def test_shapes_and_leaves_that_depend_on_the_mesh_are_found(mesh):
         ml.arrays.ones(4, mesh.layout("batch")),
     )
     assert message(lambda: testing.verify(losses, state, batch)) == (
-        "step 1: aux f32[2@batch] is not the same on Mesh(batch=2, model=4) as on one "
-        "device: it is f32[2] on the mesh and f32[1] on one device.\n"
+        "step 1: aux f32[2@batch] differs between Mesh(batch=2, model=4) and one device: it is f32[2] on the mesh and f32[1] on one device.\n"
         f"Leaves that differ: 1 of 2.\n{CAUSES}"
     )
     assert message(lambda: testing.verify(named, state, batch)) == (
         "step 1: the step returns 'aux/n8' only on the mesh and 'aux/n1' only on one "
-        "device. What it returns must not depend on the number of devices."
+        "device. Its results must not depend on the number of devices."
     )
 
 
@@ -624,7 +617,7 @@ def test_eval_steps_agree_with_plain_flax(mesh):
     scaled = Scaled(MISTAKES["twice the loss"])
     wrong = ml.make_eval_step(scaled.loss)
     text = message(lambda: testing.verify(wrong, state, conv_batch(mesh)))
-    assert text.startswith("step 1: aux/loss f32[] is not the same on ")
+    assert text.startswith("step 1: aux/loss f32[] differs between ")
 
 
 def test_a_loss_in_which_examples_meet_sees_padding_and_is_found(mesh):
@@ -639,7 +632,7 @@ def test_a_loss_in_which_examples_meet_sees_padding_and_is_found(mesh):
     testing.verify(step, state, conv_batch(mesh, real=None))
     step = ml.make_train_step(contrastive)
     text = message(lambda: testing.verify(step, state, conv_batch(mesh)))
-    assert text.startswith("step 1: aux/loss f32[] is not the same on ")
+    assert text.startswith("step 1: aux/loss f32[] differs between ")
 
 
 def test_several_batches_of_a_call_agree_with_plain_flax(mesh):
@@ -687,7 +680,7 @@ def test_several_meshes_are_verified_in_one_call(mesh):
     scaled = Scaled(MISTAKES["twice the loss"])
     wrong = ml.make_train_step(scaled.loss)
     text = message(lambda: testing.verify(wrong, state, batch, meshes=[other]))
-    assert "is not the same on Mesh(batch=8) as on one device" in text
+    assert "differs between Mesh(batch=8) and one device" in text
     plain = {"w": np.float32([1.5, 2.5])}
 
     def own(state, batch):
@@ -770,13 +763,12 @@ def test_the_mesh_of_one_device_has_the_same_axes():
         (
             lambda mesh: (3, ml.arrays.ones(8, mesh.layout("model")), None),
             {},
-            "verify takes a function (state, batch, ...) -> (state, aux) as its step, "
-            "got 3 of type int.",
+            "verify: step must be a function (state, batch, ...) -> (state, aux), got 3 of type int.",
         ),
         (
             lambda mesh: (mlp_step, jnp.ones(3), jnp.ones(3)),
             {},
-            "the state lies on no mesh, and there is nothing to compare with one device. "
+            "the state is on no mesh, and so there is nothing to compare with one device. "
             "Create it on a mesh of several; virtual_devices(8) makes eight on any "
             "machine.",
         ),
@@ -787,7 +779,7 @@ def test_the_mesh_of_one_device_has_the_same_axes():
                 None,
             ),
             {},
-            "the state lies on a mesh of one device, and there is nothing to compare with "
+            "the state is on a mesh of one device, and so there is nothing to compare with "
             "one device. Create it on a mesh of several; virtual_devices(8) makes eight "
             "on any machine.",
         ),
@@ -798,8 +790,7 @@ def test_the_mesh_of_one_device_has_the_same_axes():
                 iter([1, 2]),
             ),
             {"num_steps": 3},
-            "the batches ended after 2 of num_steps=3. Give more of them, or run fewer "
-            "steps.",
+            "the batches ended after 2 of num_steps=3. Give more batches, or run fewer steps.",
         ),
         (
             lambda mesh: (mlp_step, ml.arrays.ones(8, mesh.layout("model")), None),
@@ -814,8 +805,7 @@ def test_the_mesh_of_one_device_has_the_same_axes():
         (
             lambda mesh: (mlp_step, ml.arrays.ones(8, mesh.layout("model")), None),
             {"reference": "plain"},
-            "verify takes a function (state, batch, ...) -> (state, aux) as its "
-            "reference, got 'plain' of type str.",
+            "verify: reference must be a function (state, batch, ...) -> (state, aux), got 'plain' of type str.",
         ),
         (
             lambda mesh: (
@@ -875,7 +865,7 @@ def test_a_layout_map_is_asserted_for_whole_states(mesh, tree):
     text = message(lambda: testing.assert_layout(tree, ml.LayoutMap(mesh, other)))
     assert re.search(
         r"hidden/kernel f32\[8, 16@model\]: the layout is Layout\(\[unsharded, model\], "
-        r"Mesh\(batch=2, model=4\)\), and Layout\(\[model, unsharded\], Mesh\(batch=2, "
+        r"Mesh\(batch=2, model=4\)\), but Layout\(\[model, unsharded\], Mesh\(batch=2, "
         r"model=4\)\) was expected\.",
         text,
     )
@@ -889,8 +879,7 @@ def test_every_layout_that_is_wrong_is_listed(mesh):
         "\n"
     )
     assert lines[0] == (
-        "w00 f32[8@model]: the layout is Layout([model], Mesh(batch=2, model=4)), and "
-        "Layout([(batch, model)], Mesh(batch=2, model=4)) was expected."
+        "w00 f32[8@model]: the layout is Layout([model], Mesh(batch=2, model=4)), but Layout([(batch, model)], Mesh(batch=2, model=4)) was expected."
     )
     assert len(lines) == 11
     assert lines[-1] == "... and 2 more."
@@ -898,10 +887,10 @@ def test_every_layout_that_is_wrong_is_listed(mesh):
 
 def test_what_is_no_array_on_a_mesh_is_named(mesh):
     assert message(lambda: testing.assert_layout(np.ones(3), (None,))) == (
-        "f64[3]: it is on no mesh, and (None,) was expected."
+        "f64[3] is on no mesh, but (None,) was expected."
     )
     assert message(lambda: testing.assert_layout({}, (None,))) == (
-        "there is no array in {}, and so no layout to check."
+        "{} holds no arrays, and so there is no layout to check."
     )
     with pytest.raises(ml.errors.LayoutError) as info:
         testing.assert_layout({"w": ml.arrays.zeros(8, mesh.layout("model"))}, "model")

@@ -1,4 +1,4 @@
-"""Plain rows in, text, HTML and SVG out; knows nothing of the library's own types."""
+"""Plain rows in, text, HTML and SVG out; does not know the types of the library."""
 
 from meshlayout._render.pictures import (
     Held as Held,

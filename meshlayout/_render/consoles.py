@@ -1,4 +1,4 @@
-"""Where output goes: terminals, where their stream is one, and cells of notebooks."""
+"""Where output goes: terminals, logs and the cells of notebooks."""
 
 import sys
 from typing import Any
@@ -9,8 +9,8 @@ from rich.console import Console
 def console_on(stream: Any) -> Console:
     """Returns a console that writes to a stream.
 
-    Rich takes FORCE_COLOR, which notebooks set for the programs they start, as a sign
-    of a terminal. It only asks for colors; a live line needs a real terminal.
+    To rich, FORCE_COLOR means a terminal, and notebooks set it for the programs that
+    they start. But it only asks for colors; a line that moves needs a real terminal.
 
     Args:
         stream: A text stream such as `sys.stdout`.
@@ -19,9 +19,9 @@ def console_on(stream: Any) -> Console:
 
 
 def notebook_shell() -> Any:
-    """Returns IPython's shell if a notebook runs this program, or None.
+    """Returns IPython's shell if this program runs in a notebook, or None.
 
-    Its `execution_count` is the number of the cell that runs.
+    Its `execution_count` is the number of the running cell.
     """
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None

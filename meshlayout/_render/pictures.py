@@ -1,4 +1,9 @@
-"""A grid of shards or devices, described once and drawn as text or as SVG."""
+"""A grid of shards or devices, described once and drawn as text or as SVG.
+
+A `Picture` is plain data: two directions, cells by row and column, and the devices of
+each cell. Both renderers read it, so that a terminal and a notebook show the same.
+Large arrays and meshes are drawn with their middle left out, never scaled down.
+"""
 
 import colorsys
 import html
@@ -19,15 +24,15 @@ from meshlayout._render.tables import (
 
 
 Held: TypeAlias = Sequence[tuple[int, tuple[tuple[int, int], ...]]]
-"""What each device holds: its id, and (start, stop) for every dim."""
+"""The id of each device, and (start, stop) of what it holds in every dim."""
 
-# How much of each direction is drawn before its middle is left out.
+# How many steps of a direction are drawn before its middle is left out.
 _MAX_STEPS = 16
 _MAX_PANELS = 8
 _MAX_TEXT_WIDTH = 110
 _MAX_TEXT_LABEL = 18
 
-# With more rows than this, text has no lines between them.
+# With more rows than this, text has no lines between rows.
 _MAX_RULED = 8
 
 
@@ -37,9 +42,9 @@ class Direction:
 
     Attributes:
         title: Its title, in one or two parts.
-        steps: What each row or column stands for.
-        length: How long it is, in proportion to the other direction; 0 if every step
-            has one size.
+        steps: The label of each row or column.
+        length: Its length in proportion to the other direction; 0 if all cells have the
+            same size.
         most: How many steps are drawn before the middle ones are left out.
     """
 
@@ -50,12 +55,12 @@ class Direction:
 
     @property
     def indices(self) -> list[int | None]:
-        """Which of the steps are drawn; a None where some are left out."""
+        """The indices of the drawn steps; None where some are left out."""
         return _outer(len(self.steps), self.most)
 
     @property
     def drawn(self) -> list[str]:
-        """What the drawn steps stand for."""
+        """The labels of the drawn steps."""
         return ["…" if index is None else self.steps[index] for index in self.indices]
 
 
@@ -66,7 +71,7 @@ class Cell:
     Attributes:
         labels: The devices that hold it.
         number: The index of its color in the picture.
-        about: What it is; shown as a tooltip.
+        about: Its description, shown as a tooltip.
     """
 
     labels: tuple[int, ...]
@@ -81,9 +86,9 @@ class Picture:
     Attributes:
         down: The direction of the rows.
         across: The direction of the columns.
-        panels: For each grid, its title and its cells by row and column.
-        num_colors: How many colors there are in all panels.
-        notes: Lines to write below.
+        panels: The title of each grid, and its cells by row and column.
+        num_colors: The number of colors in all panels.
+        notes: Lines below the picture.
     """
 
     down: Direction
@@ -99,13 +104,13 @@ class Picture:
 def shards_picture(shape: Sequence[int], axes: Sequence[str], held: Held) -> Picture:
     """Describes how an array is divided into shards, and which device holds which.
 
-    Two dims are drawn: the last two that are sharded, or else the largest others;
-    additional sharded dims become several grids.
+    Two dims are drawn: the last two sharded ones, or else the largest others. Further
+    sharded dims become several grids.
 
     Args:
         shape: The shape of the whole array.
-        axes: For each dim, the mesh axes that shard it, as text; empty if none.
-        held: What each device holds.
+        axes: The mesh axes that shard each dim, as text; empty if none.
+        held: The part of the array on each device.
     """
     cuts = [sorted({slices[dim] for _, slices in held}) for dim in range(len(shape))]
     holders: dict[tuple[int, ...], list[int]] = {}
@@ -131,15 +136,16 @@ def shards_picture(shape: Sequence[int], axes: Sequence[str], held: Held) -> Pic
         about = ", ".join(f"{start}:{stop}" for start, stop in slices)
         return Cell(tuple(holders[index]), numbers[index], f"[{about}]")
 
-    def title(at: tuple[int, ...]) -> str:
-        steps = ((d, cuts[d][i]) for d, i in zip(stacked, at, strict=True))
+    def title(index: tuple[int, ...]) -> str:
+        steps = ((d, cuts[d][i]) for d, i in zip(stacked, index, strict=True))
         return ", ".join(f"dim {d} at {start}:{stop}" for d, (start, stop) in steps)
 
     panels: dict[tuple[int, ...], dict[tuple[int, int], Cell]] = {}
     for index in numbers:
-        place = [0] * (2 - len(drawn)) + [index[dim] for dim in drawn]
+        # An array of one dim is drawn as a single row.
+        row, column = [0] * (2 - len(drawn)) + [index[dim] for dim in drawn]
         panel = panels.setdefault(tuple(index[dim] for dim in stacked), {})
-        panel[place[0], place[1]] = cell(index)
+        panel[row, column] = cell(index)
     left_out = sorted(dim for dim in whole if dim not in drawn)
     names = ", ".join(f"{dim} ({shape[dim]})" for dim in left_out)
     dims = "dim" if len(left_out) == 1 else "dims"
@@ -155,10 +161,11 @@ def shards_picture(shape: Sequence[int], axes: Sequence[str], held: Held) -> Pic
 def _numbers(
     holders: Mapping[tuple[int, ...], Sequence[int]], devices: list[int]
 ) -> tuple[dict[tuple[int, ...], int], int]:
-    """Returns the color of each shard, and how many colors there are.
+    """Returns the color of each shard, and the number of colors.
 
-    A shard has the color of its first device in the picture of the mesh; with many
-    devices these are too close to tell a few shards apart, which get their own.
+    A shard has the color of its first device in the picture of the mesh. With many
+    devices those colors are too similar to distinguish a few shards, which get colors
+    of their own.
     """
     shards = sorted(holders)
     if len(shards) == 1 or len(devices) > _MAX_STEPS:
@@ -169,9 +176,12 @@ def _numbers(
 def mesh_picture(
     axis_names: Sequence[str], shape: Sequence[int], labels: Sequence[int]
 ) -> Picture:
-    """Describes the devices of a mesh: the last two axes are drawn as a grid.
+    """Describes the devices of a mesh, with the last two axes as a grid.
 
-    `labels` has one per device, in the order of the flattened mesh.
+    Args:
+        axis_names: The names of the axes.
+        shape: The sizes of the axes.
+        labels: One number per device, in the order of the flattened mesh.
     """
     directions = [
         Direction((f"{name} ({size})",), tuple(map(str, range(size))))
@@ -203,7 +213,7 @@ def _picture(
 
 
 def _outer(count: int, most: int) -> list[int | None]:
-    """Returns the indices up to `count`, with None for the middle if there are many."""
+    """Returns the indices below `count`, with None for the middle if there are many."""
     if count <= most:
         return list(range(count))
     tail = (most - 1) // 2
@@ -229,8 +239,8 @@ def labels_text(labels: Iterable[int], room: int | None = None) -> str:
     if room is None or cell_width(text) <= room:
         return text
     count = len(labels)
-    tries = [f"{parts[0]}, …, {parts[-1]}", f"{count} devices", f"({count})"]
-    return next((text for text in tries if cell_width(text) <= room), "…"[:room])
+    shorter = [f"{parts[0]}, …, {parts[-1]}", f"{count} devices", f"({count})"]
+    return next((text for text in shorter if cell_width(text) <= room), "…"[:room])
 
 
 # Drawing as text.
@@ -300,8 +310,8 @@ _GAP = 12
 
 
 @dataclass(frozen=True)
-class _Frame:
-    """The position of one grid: its cells' box and the space around it."""
+class _GridFrame:
+    """The position of one grid: the box of its cells, and the space around it."""
 
     left: float
     top: float
@@ -312,7 +322,7 @@ class _Frame:
 
 
 def picture_html(title: str, picture: Picture, notes: Sequence[str] = ()) -> str:
-    """Draws for a notebook, with a line above and lines below."""
+    """Draws for a notebook, with a title above and notes below."""
     return html_block(
         html_line(title, "font-weight:600;margin-bottom:6px"),
         picture_svg(picture),
@@ -324,10 +334,10 @@ def picture_html(title: str, picture: Picture, notes: Sequence[str] = ()) -> str
 
 
 def picture_svg(picture: Picture) -> str:
-    """Draws as one SVG element that needs nothing around it.
+    """Draws as a self-contained SVG element.
 
-    Text outside the cells takes the color of the text around the picture, so that it
-    reads on light and on dark pages.
+    Text outside the cells has the color of the text around the picture, so that it is
+    legible on light and on dark pages.
     """
     frame = _frame(picture)
     grid_width = frame.left + frame.width + frame.right
@@ -348,7 +358,8 @@ def picture_svg(picture: Picture) -> str:
     )
 
 
-def _frame(picture: Picture) -> _Frame:
+def _frame(picture: Picture) -> _GridFrame:
+    """Returns the frame of each grid, large enough for the longest text anywhere."""
     down, across = picture.down, picture.across
     cells = [cell for _, panel in picture.panels for cell in panel.values()]
     label = max(_wide(labels_text(cell.labels, 8)) for cell in cells) + 10
@@ -366,12 +377,12 @@ def _frame(picture: Picture) -> _Frame:
     left = max(map(_wide, down.title), default=0) + ticks + 16 if down.title else 8
     top = 18 * bool(title) + 20 * bool(across.title) + 18 * any(across.steps) + 4
     right = max(_GAP, over + _GAP)
-    return _Frame(math.ceil(left), top, width, height, math.ceil(right), _GAP)
+    return _GridFrame(math.ceil(left), top, width, height, math.ceil(right), _GAP)
 
 
 def _grid_svg(
     picture: Picture,
-    frame: _Frame,
+    frame: _GridFrame,
     title: str,
     panel: dict[tuple[int, int], Cell],
 ) -> str:
@@ -462,10 +473,10 @@ def _wide(text: str) -> float:
 
 
 def _colors(number: int, count: int) -> tuple[str, str]:
-    """Returns the fill of one of `count` cells and the color of its text.
+    """Returns the fill of one of `count` cells, and the color of its text.
 
-    The hues are evenly spaced; with many cells the lightness alternates. A single cell
-    is gray.
+    Hues are evenly spaced; with many cells the lightness alternates. A single cell is
+    gray.
     """
     if count == 1:
         return "#b6bfcc", "#111827"

@@ -1,4 +1,8 @@
-"""Rows of text as a plain table or an HTML one, and how values are written in them."""
+"""Rows of text as a plain or an HTML table, and the text of bytes, dtypes and arrays.
+
+All text of a table may come from a user (paths, patterns, notes): control characters
+are written out, and HTML is escaped.
+"""
 
 import html
 import re
@@ -10,31 +14,31 @@ from meshlayout._annotations import DType
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
-# More rows than this in one HTML table make a notebook slow.
+# More rows than this make a notebook slow.
 _MAX_HTML_ROWS = 1000
 
-# Neither black nor white is written down: notebooks have light and dark themes.
+# No black and no white: notebooks have light and dark themes.
 _LINE = "1px solid rgba(128,128,128,0.35)"
 _MONO = "ui-monospace,SFMono-Regular,Menlo,Consolas,monospace"
 SANS = "system-ui,-apple-system,'Segoe UI',Roboto,sans-serif"
 
 
 def bytes_text(n: float) -> str:
-    """Returns a number of bytes with its unit.
+    """Returns a number of bytes with a unit.
 
     Example:
         >>> bytes_text(17), bytes_text(401408), bytes_text(3 * 2**29)
         ('17 B', '392.0 KiB', '1.5 GiB')
     """
     value, unit = float(n), 0
-    # Rounded first, so that a value just below the next unit is written in it.
+    # Rounded before the comparison: 1023.96 KiB would else become "1024.0 KiB".
     while abs(round(value, 1)) >= 1024 and unit < len(_UNITS) - 1:
         value, unit = value / 1024, unit + 1
     return f"{value:.1f} {_UNITS[unit]}" if unit else f"{value:.0f} B"
 
 
 def dtype_text(dtype: DType) -> str:
-    """Returns a dtype's short name, the way JAX prints it in a type.
+    """Returns the short name of a dtype, as JAX prints it in types.
 
     Example:
         >>> dtype_text("float32"), dtype_text("bfloat16"), dtype_text("bool")
@@ -68,8 +72,8 @@ def text_table(
     Args:
         headers: One per column.
         rows: One cell per column each.
-        align: One letter per column: `l`, `r` or `c`; all `l` if left out.
-        notes: Lines to write below.
+        align: One letter per column: `l`, `r` or `c`; by default all `l`.
+        notes: Lines below the table.
 
     Example:
         >>> print(text_table(["path", "bytes"], [["a/kernel", 12], ["b", 3]], "lr"))
@@ -99,9 +103,9 @@ def html_table(
     caption: str | None = None,
     notes: Sequence[str] = (),
 ) -> str:
-    """Returns a table for a notebook, in light and dark themes alike.
+    """Returns a table for a notebook, for light and dark themes.
 
-    Takes what `text_table` does, and escapes it; `caption` is a line above.
+    The arguments are those of `text_table`; `caption` is a line above the table.
     """
     align = align or "l" * len(headers)
     head = _html_row("th", headers, align, "opacity:0.75;font-weight:600;")
@@ -112,7 +116,7 @@ def html_table(
     if len(rows) > _MAX_HTML_ROWS:
         left = f"{len(rows) - _MAX_HTML_ROWS:,} more rows are not shown here."
         notes = [left, *notes]
-    # Outside of standards mode, a table does not inherit the color around it.
+    # In quirks mode, a table does not inherit the color around it.
     table = (
         f'<table style="border-collapse:collapse;border:none;margin:0;font-size:12px;'
         f'color:inherit">'
@@ -127,7 +131,7 @@ def html_table(
 
 
 def html_block(*parts: str) -> str:
-    """Returns finished pieces of HTML one below the other, in our font."""
+    """Returns pieces of HTML one below the other, in our font."""
     style = f"font-family:{SANS};font-size:13px;line-height:1.4;margin:4px 0"
     return f'<div style="{style}">{"".join(parts)}</div>'
 
@@ -139,7 +143,7 @@ def html_line(text: str, style: str) -> str:
 
 def _html_row(tag: str, cells: Sequence[object], align: str, style: str) -> str:
     sides = {"l": "left", "r": "right", "c": "center"}
-    # The themes of notebooks stripe rows and right-align cells; we say what we mean.
+    # Notebook themes stripe rows and right-align cells, so every style is explicit.
     parts = [
         f'<{tag} style="text-align:{sides[how]};padding:3px 14px 3px 2px;border:none;'
         f'background:transparent;white-space:nowrap;{style}">'
@@ -151,14 +155,14 @@ def _html_row(tag: str, cells: Sequence[object], align: str, style: str) -> str:
 
 
 def one_line(cell: object) -> str:
-    """Returns a cell's text with control characters written out."""
+    """Returns the text of a cell with control characters escaped."""
     return "".join(
         c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(cell)
     )
 
 
 def cell_width(text: str) -> int:
-    """Returns how many terminal columns text takes."""
+    """Returns the number of terminal columns that a text takes."""
     return sum(
         0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF")
         for c in text
@@ -166,7 +170,7 @@ def cell_width(text: str) -> int:
 
 
 def padded(text: str, width: int, how: str) -> str:
-    """Returns a text with spaces up to a width, `l`eft, `r`ight or `c`entred."""
+    """Returns a text padded with spaces to a width, `l`eft, `r`ight or `c`entered."""
     space = max(0, width - cell_width(text))
     before = {"l": 0, "r": space, "c": space // 2}[how]
     return " " * before + text + " " * (space - before)

@@ -44,6 +44,7 @@ def call_with_layout(
             devices.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> import meshlayout as ml
         >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
         >>> eye = ml.arrays.call_with_layout(jnp.eye, mesh.layout("batch", "model"), 8)

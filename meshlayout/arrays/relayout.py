@@ -15,7 +15,7 @@ from meshlayout.arrays.leaf import (
 )
 from meshlayout.arrays.tree import LayoutLike, Tree, array_text, is_number_list
 from meshlayout.errors import LayoutError
-from meshlayout.layout import MATCH
+from meshlayout.layout import MATCH, Layout
 
 
 def relayout(x: Leaf, layout: LayoutLike, *, donate: bool = False) -> Any:
@@ -164,19 +164,26 @@ def check_layout(x: Leaf, layout: LayoutLike) -> None:
     for (where, leaf), target in zip(tree.named(), tree.broadcast(layout), strict=True):
         actual = layout_of(leaf, where)
         expected = with_full_rank(target, actual.rank, where)
-        # MATCH allows anything: compared as if both were unsharded.
-        is_free = [entry is MATCH for entry in expected.specs]
-        ours, theirs = (
-            side.with_specs(
-                [
-                    None if free else e
-                    for free, e in zip(is_free, side.specs, strict=True)
-                ]
-            )
-            for side in (actual, expected)
-        )
-        if ours != theirs and not ours.sharding.is_equivalent_to(
-            theirs.sharding, ours.rank
-        ):
+        if not is_same_layout(actual, expected):
             msg = f"{where}: the layout is {actual!r}, but {expected!r} was expected."
             raise LayoutError(f"{msg} Move it with relayout(x, layout).")
+
+
+def is_same_layout(actual: Layout, expected: Layout) -> bool:
+    """Returns whether two layouts mean the same; MATCH in the second allows anything.
+
+    Args:
+        actual: The layout of an array.
+        expected: A layout of the same rank.
+    """
+    # Dims that MATCH leaves open are compared as if both were unsharded.
+    is_open = [entry is MATCH for entry in expected.specs]
+    actual, expected = (
+        layout.with_specs(
+            [None if skip else e for skip, e in zip(is_open, layout.specs, strict=True)]
+        )
+        for layout in (actual, expected)
+    )
+    return actual == expected or actual.sharding.is_equivalent_to(
+        expected.sharding, actual.rank
+    )

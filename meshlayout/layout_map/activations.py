@@ -1,4 +1,9 @@
-"""Activations: the active layout map, and `constrain`."""
+"""Activations: the active layout map, and `constrain`.
+
+A model calls `constrain` by name and knows no map; whoever traces the model activates
+one. JAX must not reuse a function traced under another map, so the active map is part
+of the keys of its compilation caches, as a snapshot that does not change.
+"""
 
 import contextlib
 import re
@@ -17,17 +22,17 @@ if TYPE_CHECKING:
     from meshlayout.layout_map.layout_map import LayoutMap
 
 
-# Part of the key of every jit cache: a function traced under one map is retraced
-# under another one.
+# Part of the key of every jit cache: a function traced under one map is retraced under
+# another.
 _active_map = jax.make_user_context(None)
 
-# Patterns that are plain names; and layer numbers, in which names may well differ.
+# Patterns that are plain names; and layer numbers, which may differ between names.
 _PLAIN = re.compile(r"[\w/]+")
 _DIGITS = re.compile(r"\d+")
 
 
 class FrozenMap:
-    """A layout map as it is now, hashable by identity for JAX's compilation caches."""
+    """A snapshot of a layout map, hashed by identity for JAX's compilation caches."""
 
     def __init__(self, layouts: "LayoutMap") -> None:
         self.layouts = layouts
@@ -35,9 +40,9 @@ class FrozenMap:
         self._unmatched: set[str] = set()
 
     def note_if_misspelled(self, name: str) -> None:
-        """Warns, once per name, about a name that is almost a rule's pattern.
+        """Warns, once per name, about a name that is almost the pattern of a rule.
 
-        Names without a rule are fine in a map that does not cover activations, so
+        A map need not cover activations, so that names without a rule are normal, and
         only a near miss deserves a warning.
         """
         if name in self._unmatched:
@@ -53,7 +58,7 @@ class FrozenMap:
             if min(ratios) >= 0.7:
                 line = (
                     f"constrain(x, {name!r}) matches no rule of the active layout map, "
-                    f"and is left as it is. Did you mean {pattern!r}?"
+                    f"and has no effect. Did you mean {pattern!r}?"
                 )
                 warnings.warn(line, LayoutWarning, stacklevel=stack_level())
                 return
@@ -65,30 +70,31 @@ def activate(layouts: "LayoutMap") -> contextlib.AbstractContextManager[None]:
 
 
 def is_active(snapshot: FrozenMap) -> bool:
-    """Returns whether `constrain` follows a map here and now."""
+    """Returns whether `constrain` follows this map here and now."""
     return _active_map.value is snapshot
 
 
 def constrain(x: Leaf, name: str) -> Any:
-    """Lays out an activation by the active layout map.
+    """Constrains an activation to the layout that the active layout map gives it.
 
+    Use this inside a model for activations whose layout the compiler should not choose.
     Inside `with layouts.scope():` (or a step compiled with `layouts=`), the rules of
-    the map are matched against `name` like against the path of a parameter. If no
-    map is active, or no rule matches, the value is returned as it is.
+    the map are matched against `name` like against the path of a parameter. If no map
+    is active, or no rule matches, the value is returned unchanged.
 
     Args:
-        x: An array, of any shape and dtype.
-        name: What the map calls this activation, as `"encoder/residual"`.
+        x: An array of any shape and dtype.
+        name: The name of this activation in the map, such as `"encoder/residual"`.
 
     Returns:
-        The same values; inside jit, laid out by the rule.
+        The same values; inside jit, constrained to the layout of the rule.
 
     Raises:
-        LayoutMapError: If two rules disagree, or the layout does not fit; for
-            anything but one array; and inside `shard_map`.
+        LayoutMapError: If two rules disagree, the layout does not fit, `x` is not a
+            single array, or this is inside `shard_map`.
 
     Warns:
-        LayoutWarning: If `on_uneven="replicate"` left a dim unsharded, and if no rule
+        LayoutWarning: If `on_uneven="replicate"` left a dim unsharded, or if no rule
             matches but one almost does.
 
     Example:
@@ -105,7 +111,7 @@ def constrain(x: Leaf, name: str) -> Any:
     """
     if not isinstance(name, str) or not name:
         text = _checks.shown(name)
-        msg = f"constrain(x, name) takes the activation's name, got {text}."
+        msg = f"constrain(x, name): name must be that of the activation, got {text}."
         raise LayoutMapError(msg)
     snapshot = _active_map.value
     if snapshot is None:
@@ -113,8 +119,8 @@ def constrain(x: Leaf, name: str) -> Any:
     snapshot.is_read = True
     if not hasattr(x, "dtype") and not isinstance(x, (bool, int, float, complex)):
         msg = (
-            f"constrain places one array, and {name!r} is a {type(x).__name__}. Call "
-            "it for each array, by a name of its own."
+            f"constrain places a single array, but {name!r} is a {type(x).__name__}. "
+            "Call it for each array, with different names."
         )
         raise LayoutMapError(msg)
     x = jax.numpy.asarray(x)
@@ -128,8 +134,8 @@ def constrain(x: Leaf, name: str) -> Any:
         warnings.warn(line, LayoutWarning, stacklevel=stack_level())
     if _jax.is_manual(x):
         msg = (
-            f"{where}: inside shard_map every device works on its "
-            "own shard, which constrain cannot move. Call it outside of shard_map."
+            f"{where}: inside shard_map every device works on its own shard, which "
+            "constrain cannot move. Call it outside shard_map."
         )
         raise LayoutMapError(msg)
     return _jax.place(x, resolution.layout.sharding)

@@ -1,4 +1,9 @@
-"""`LayoutMap`: a mapping from patterns to layouts, and how it is resolved."""
+"""`LayoutMap`: a mapping from patterns to layouts, and how it is resolved.
+
+This class is the public face. Rules are parsed in `rules` when they are inserted,
+`resolver` decides the layout of each leaf, `optimizer_states` finds the parameter of
+each slot, and `report` shows the result. No method here touches a device.
+"""
 
 import functools
 import re
@@ -16,7 +21,6 @@ from types import MappingProxyType
 from typing import Any, ClassVar, get_args
 
 import jax
-import numpy as np
 from jax.typing import DTypeLike
 
 from meshlayout import _checks, _paths, _render
@@ -31,9 +35,10 @@ from meshlayout.errors import (
 from meshlayout.layout import Layout
 from meshlayout.layout_map.activations import FrozenMap, is_active
 from meshlayout.layout_map.code import map_text, tree_rules
-from meshlayout.layout_map.metadata import AxisRule
+from meshlayout.layout_map.metadata import AxisRule, parse_axis_rules
 from meshlayout.layout_map.optimizer_states import (
-    OptimizerStateIn,
+    check_has_slots,
+    check_rivals,
     find_optimizer_states,
     find_slots,
 )
@@ -62,33 +67,34 @@ from meshlayout.mesh import Mesh, as_mesh
 class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
     r"""Maps patterns on paths to layouts, for a whole tree of parameters.
 
-    A pattern is a regular expression, found anywhere in a path (`re.search`). A
-    pattern that is a leaf's path letter for letter wins; otherwise two patterns that
-    match a leaf and specify different layouts are an error. Patterns and layouts are
-    checked when they are inserted; a map alone places nothing.
+    Use this to say in one place how the arrays of a model are sharded. A pattern is a
+    regular expression that is searched for anywhere in a path (`re.search`). A pattern
+    that equals the path of a leaf wins; otherwise two patterns that match a leaf and
+    give it different layouts are an error. Patterns and layouts are checked when they
+    are inserted. A map alone places nothing; see `create` and `scope`.
 
     Args:
-        mesh: The mesh of all its layouts.
+        mesh: The mesh of all layouts.
         rules: A mapping, or pairs, of pattern and layout: a `Layout`, a tuple or
             list with one entry per dim (`...` for any number of unsharded dims), a
             `PartitionSpec`, a `NamedSharding`, a function
             `(path, shape, dtype) -> spec or None`, or a `Rule`.
-        default: The layout of leaves that nothing matches; replicated if None.
-        conflict: `"error"`, or `"first"` for rules whose order decides.
-        unmatched: `"replicate"` (as `default` says), or `"error"`. Scalars cannot
-            be sharded and are never an error.
+        default: The layout of leaves that no pattern matches; replicated if None.
+        conflict: `"error"`, or `"first"` if the first of several matching rules wins.
+        unmatched: `"replicate"` (or the default), or `"error"`. Scalars cannot be
+            sharded and are never an error.
         on_uneven: What to do with a dim that does not divide into its shards:
-            `"error"`, or `"replicate"` to leave that dim unsharded. Recorded in the
-            resolution's `fallback`. A `Rule` can say otherwise for itself.
+            `"error"`, or `"replicate"` to leave that dim unsharded, which is recorded
+            in `fallback`. A `Rule` can have its own policy.
         unused: What `create` and `scope` do about a rule that matches no path:
             `"warn"`, `"error"`, or `"ignore"` for maps that also serve activations
-            and other models.
-        logical_axes: Mesh axes (or None) by logical axis name, for leaves with
-            Flax's partitioning metadata that no pattern matches; a mapping, or pairs
-            in order of preference, with several for one name where some may be taken.
+            or other models.
+        logical_axes: Mesh axes (or None) by logical axis name, for leaves with Flax's
+            partitioning metadata that no pattern matches; a mapping, or pairs in order
+            of preference, several for a name whose first choice may be taken.
 
     Raises:
-        LayoutMapError: If a rule is malformed, as when it is inserted.
+        LayoutMapError: If a rule or an option is malformed.
 
     Example:
         >>> import meshlayout as ml
@@ -126,7 +132,7 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
             unmatched=option("unmatched", unmatched, get_args(Unmatched)),
             on_uneven=option("on_uneven", on_uneven, get_args(OnUneven)),
             unused=option("unused", unused, get_args(Unused)),
-            logical_axes=_check_logical(logical_axes, mesh),
+            logical_axes=parse_axis_rules(logical_axes, mesh),
         )
         if default is not None and unmatched == "error":
             msg = "default= is never used with unmatched='error'; give one of them."
@@ -138,7 +144,7 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
             pairs = [(pattern, value) for pattern, value in pairs]
         except (TypeError, ValueError):
             msg = (
-                "rules are a mapping or pairs of pattern and layout, got "
+                "rules must be a mapping or pairs of pattern and layout, got "
                 f"{_checks.shown(rules)}. Write {{'dense/kernel': (None, 'model')}}."
             )
             raise LayoutMapError(msg) from None
@@ -153,9 +159,9 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
     # The mapping protocol.
 
     def __getitem__(self, pattern: str) -> "Layout | LayoutFunction | Rule":
-        """Returns the layout or function (or `Rule`) inserted for a pattern.
+        """Returns the layout, function or `Rule` that was inserted for a pattern.
 
-        This looks the pattern up; `match` finds the rule for a path.
+        This looks up a pattern; `match` finds the rule for a path.
 
         Raises:
             LayoutMapKeyError: If no rule has this pattern.
@@ -166,12 +172,14 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         """Inserts a rule.
 
         Raises:
-            LayoutMapError: If the map already has the pattern, it is not a regular
-                expression, or the value is not a layout on this mesh.
+            LayoutMapError: If the map already has the pattern, the pattern is not a
+                regular expression, or the value is not a layout on this mesh.
         """
+        # Not overwritten as in a dict: of two equal patterns in one program, one is
+        # nearly always a mistake. `|` replaces.
         if isinstance(pattern, str) and pattern in self._rules:
             msg = (
-                f"pattern {pattern!r} is in the map already, with "
+                f"the map already has the pattern {pattern!r}, with "
                 f"{self._rules[pattern].value()!r}. Delete it first to change it."
             )
             raise LayoutMapError(msg)
@@ -202,16 +210,16 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
             return NotImplemented
         return self._arguments() == other._arguments()
 
-    __hash__ = None  # it changes
+    __hash__ = None  # mutable
 
     def __or__(self, rules: "Mapping[str, RuleLike]") -> "LayoutMap":
-        """Returns a map with more rules; those of the right replace equal patterns."""
+        """Returns a map with more rules, which replace those of equal patterns."""
         if not isinstance(rules, Mapping):
             return NotImplemented
         return LayoutMap(**{**self._arguments(), "rules": {**self, **rules}})
 
     def __ror__(self, rules: "Mapping[str, RuleLike]") -> "LayoutMap":
-        """Returns a map with more rules before its own, which replace equal ones."""
+        """Returns a map with more rules first; its own replace equal patterns."""
         if not isinstance(rules, Mapping):
             return NotImplemented
         return LayoutMap(**{**self._arguments(), "rules": {**rules, **self}})
@@ -246,10 +254,10 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
     def match(
         self, path: str, shape: Iterable[int], dtype: DTypeLike
     ) -> Resolution | None:
-        """Returns what the rules decide for one leaf, or None if none matches.
+        """Resolves one leaf by the rules alone; returns None if none matches.
 
         Args:
-            path: The leaf's path, or the name of an activation.
+            path: The path of the leaf, or the name of an activation.
             shape: Its global shape.
             dtype: Its dtype.
 
@@ -261,24 +269,23 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
     def resolve(self, tree: PyTree, *, params: PyTree = None) -> Resolved:
         """Returns the layout of every leaf, and the reason for it.
 
-        Touches no device: the leaves may be `jax.ShapeDtypeStruct`. For concrete
-        arrays on the map's mesh, a resolution also says where they are, if that is
-        elsewhere.
+        Use this to see or to test layouts before anything is created: no device is
+        touched, and leaves may be `jax.ShapeDtypeStruct`. For concrete arrays on the
+        mesh of the map, a resolution also has their layout if it differs.
 
         Args:
             tree: An NNX module or state, Linen variables, an Optax state, or any
-                pytree. For a module, the layouts come as an `nnx.State`.
-            params: For an optimizer state: the parameters that it belongs to. Its
-                slots then take the parameters' layouts by structure; a rule that
-                matches a slot's path and no parameter's overrides this. Where the
-                tree holds both, as a subtree `opt_state` next to the parameters, this
-                can be left out.
+                pytree. For a module, the layouts are an `nnx.State`.
+            params: For an optimizer state, the parameters that it belongs to. Its slots
+                take the layouts of the parameters by structure, unless a rule matches
+                the path of a slot and of no parameter. Not needed if the tree holds
+                both, such as a subtree `opt_state` next to the parameters.
 
         Raises:
             LayoutMapError: If rules disagree, a layout does not fit its leaf, or
                 nothing matches a leaf and `unmatched` is `"error"`.
         """
-        if hasattr(tree, "resolve_layouts"):  # a TrainState knows what follows what
+        if hasattr(tree, "resolve_layouts"):  # a TrainState knows its parameters
             return tree.resolve_layouts(self)
         resolver = self._resolver()
         if params is not None:
@@ -294,7 +301,7 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
             for index, leaf in enumerate(flat.leaves)
         ]
         for state in states:
-            _check_rivals(state, resolutions)
+            check_rivals(state, resolutions)
             owners = [resolutions[index] for index in state.owners[0][1]]
             leaves = [flat.leaves[index] for index in state.indices]
             resolutions[state.indices.start : state.indices.stop] = resolver.slots(
@@ -305,10 +312,11 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
     def explain(self, tree: PyTree, *, params: PyTree = None) -> Explanation:
         """Returns a report on how this map applies to a tree; print or display it.
 
-        It shows every leaf with its layout, rule and bytes per device, the totals
-        compared with full replication, whatever fell back or disagreed, arrays that
-        are placed differently, rules that match nothing with the paths they almost
-        match, rules that others hide, and large leaves that stay replicated.
+        Use this first if a layout is not what you expect. The report has every leaf
+        with its layout, rule and bytes per device, the totals compared with full
+        replication, fallbacks and disagreements, arrays that are placed differently,
+        rules that match nothing with the paths that they almost match, rules that
+        others hide, and large leaves that are replicated.
 
         Args:
             tree: As for `resolve`; abstract trees need no device memory.
@@ -371,9 +379,9 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
     def scope(self) -> AbstractContextManager["LayoutMap"]:
         """Returns a context in which models are created with these layouts.
 
-        Inside `with layouts.scope():`, NNX modules and the variables of Linen's
-        `init` are created sharded, in unchanged code, and `constrain` follows the
-        map. See `create` for the explicit form.
+        Use this to create models of unchanged code: inside `with layouts.scope():`, NNX
+        modules and the variables of Linen's `init` are created sharded, and `constrain`
+        follows the map. `create` is the explicit form.
 
         Example:
             >>> import meshlayout as ml
@@ -393,12 +401,15 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
     ) -> Resolved:
         """Returns the layouts of an optimizer state, from those of its parameters.
 
-        `owners` has the resolution of each leaf of `params`.
+        Args:
+            opt_state: The optimizer state.
+            params: The parameters.
+            owners: The resolution of each leaf of `params`.
         """
         flat = _paths.flatten(opt_state)
         slots = find_slots(opt_state, params)
         if not any(slots):
-            _check_follows_nothing(flat, params)
+            check_has_slots(flat, params)
         return _resolved(flat, self._resolver().slots(flat.leaves, slots, owners))
 
     def _explain_resolved(
@@ -435,7 +446,7 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         self._report_unused(line)
 
     def _report_unused(self, line: str) -> None:
-        """Warns or raises, as `unused` says, with a sentence on what had no effect."""
+        """Warns or raises, as `unused` says, with a sentence about unused rules."""
         if self._options.unused == "error":
             raise LayoutMapError(line)
         if self._options.unused == "warn":
@@ -452,8 +463,8 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
     def _changed(self, pattern: str) -> None:
         if self._snapshot is not None and is_active(self._snapshot):
             line = (
-                f"rule {pattern!r} changes inside this map's own scope: until the next "
-                "scope, constrain follows the map as it was when this one was opened."
+                f"rule {pattern!r} changes inside the scope of its map: until the next "
+                "scope, constrain follows the map as it was at the start of this one."
             )
             warnings.warn(line, LayoutWarning, stacklevel=stack_level())
         self._snapshot = None
@@ -471,7 +482,7 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         return {**vars(self._options), "rules": rules, "default": default}
 
     def _changed_options(self) -> dict[str, Any]:
-        """Returns the arguments besides mesh and rules that are not their defaults."""
+        """Returns the arguments, besides mesh and rules, that are not the defaults."""
         defaults = LayoutMap.__init__.__kwdefaults__ or {}
         return {
             name: value
@@ -489,66 +500,9 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         raise LayoutMapKeyError(msg)
 
 
-def _check_rivals(
-    state: OptimizerStateIn, resolutions: list[Resolution | None]
-) -> None:
-    """Raises LayoutMapError if it matters which of several parameter trees is meant."""
-    layouts = [
-        [leaf and leaf.layout for leaf in (resolutions[index] for index in indices)]
-        for _, indices in state.owners
-    ]
-    if all(rival == layouts[0] for rival in layouts):
-        return
-    names = " or to ".join(repr(name) for name, _ in state.owners[:3])
-    msg = (
-        f"the optimizer state {state.name!r} may belong to {names}, which are laid out "
-        "differently. Name its parameters 'params', or let the state's own name begin "
-        "with theirs, as 'gen' and 'gen_opt'."
-    )
-    raise LayoutMapError(msg)
-
-
-def _check_follows_nothing(opt_state: _paths.Flat, params: PyTree) -> None:
-    """Raises LayoutMapError if a state that belongs to no parameter holds arrays."""
-    for leaf in opt_state.leaves:
-        if np.shape(leaf.value):
-            names = [owner.path for owner in _paths.flatten(params).leaves]
-            msg = (
-                f"no part of the optimizer state, such as {leaf.path!r}, has the "
-                f"structure of params=, whose paths are {', '.join(names[:3])}"
-                f"{', ...' * (len(names) > 3)}. Pass what optimizer.init was given."
-            )
-            raise LayoutMapError(msg)
-
-
 def _resolved(flat: _paths.Flat, resolutions: list[Resolution | None]) -> Resolved:
     layouts = flat.unflatten([leaf and leaf.layout for leaf in resolutions])
     return Resolved(layouts, tuple([leaf for leaf in resolutions if leaf]))
-
-
-def _check_logical(axes: Any, mesh: Mesh) -> tuple[AxisRule, ...] | None:
-    if axes is None:
-        return None
-    try:
-        pairs = axes.items() if isinstance(axes, Mapping) else axes
-        rules = tuple((name, meant) for name, meant in pairs)
-    except (TypeError, ValueError):
-        msg = (
-            "logical_axes maps names to mesh axes, got "
-            f"{_checks.shown(axes)}. Write {{'embed': 'model', 'batch': None}}, or "
-            "pairs of these."
-        )
-        raise LayoutMapError(msg) from None
-    for name, meant in rules:
-        meant = (meant,) if isinstance(meant, str) else () if meant is None else meant
-        for axis in meant if isinstance(meant, (tuple, list)) else (meant,):
-            if axis not in mesh:
-                msg = (
-                    f"logical_axes maps {name!r} to {axis!r}, which is not an axis of "
-                    f"{mesh!r}.{did_you_mean(axis, mesh.axis_names)}"
-                )
-                raise LayoutMapError(msg)
-    return rules
 
 
 def _value_text(value: Any) -> str:

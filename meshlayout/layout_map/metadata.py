@@ -1,24 +1,33 @@
-"""Layouts that a parameter carries itself: explicit ones, or Flax's logical axes."""
+"""Layouts that a parameter itself carries: explicit ones, or Flax's logical axes.
 
-from collections.abc import Sequence
+Flax has several generations of partitioning metadata (boxes of Linen, keys of NNX
+variables that were renamed twice). They are read here as Flax itself reads them, so
+that a model written for `nn.logical_axis_rules` gets the same layouts.
+"""
+
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from flax import linen as nn, nnx, struct
 from flax.core import meta
 
+from meshlayout import _checks
 from meshlayout._annotations import Box
 from meshlayout._specs import axes_text
-from meshlayout.errors import LayoutError, did_you_mean
+from meshlayout.errors import LayoutError, LayoutMapError, did_you_mean
 from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh
 
 
+# The key of a parameter's own layout in the metadata of its NNX variable.
 OWN_LAYOUT = "own_layout"
+
+# The keys under which versions of Flax keep axis names, newest first.
 _AXES_KEYS = ("out_sharding", "sharding_names", "sharding")
 
 
 class LayoutBox(struct.PyTreeNode, meta.AxisMetadata[Any]):
-    """Linen's way of carrying a parameter's own layout: a box around its value."""
+    """A box around a parameter of Linen, which carries the parameter's own layout."""
 
     value: Any
     own_layout: Any = struct.field(pytree_node=False)
@@ -32,7 +41,7 @@ class LayoutBox(struct.PyTreeNode, meta.AxisMetadata[Any]):
         return self.replace(value=val)
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> "LayoutBox":
-        """Returns the box unchanged: layouts cover a stacked dim with `...`."""
+        """Returns the box unchanged: a layout has `...` for dims that scan stacks."""
         del index, params
         return self
 
@@ -42,7 +51,7 @@ class LayoutBox(struct.PyTreeNode, meta.AxisMetadata[Any]):
 
 
 def own_layout_metadata(box: Box) -> Any:
-    """Returns the layout or spec that the layer sets for this leaf, or None."""
+    """Returns the layout or spec that the layer set for this leaf, or None."""
     if isinstance(box, nnx.Variable):
         return box.get_metadata().get(OWN_LAYOUT)
     if isinstance(box, LayoutBox):
@@ -66,8 +75,34 @@ AxisRule: TypeAlias = tuple[str, str | Sequence[str] | None]
 """A logical axis name, and the mesh axes (or None) that it may take."""
 
 
+def parse_axis_rules(axes: Any, mesh: Mesh) -> tuple[AxisRule, ...] | None:
+    """Returns a user's `logical_axes` as pairs, or raises LayoutMapError."""
+    if axes is None:
+        return None
+    try:
+        pairs = axes.items() if isinstance(axes, Mapping) else axes
+        rules = tuple((name, meant) for name, meant in pairs)
+    except (TypeError, ValueError):
+        msg = (
+            "logical_axes must map names to mesh axes, got "
+            f"{_checks.shown(axes)}. Write {{'embed': 'model', 'batch': None}}, or "
+            "pairs of these."
+        )
+        raise LayoutMapError(msg) from None
+    for name, meant in rules:
+        meant = (meant,) if isinstance(meant, str) else () if meant is None else meant
+        for axis in meant if isinstance(meant, (tuple, list)) else (meant,):
+            if axis not in mesh:
+                msg = (
+                    f"logical_axes maps {name!r} to {axis!r}, which is not an axis of "
+                    f"{mesh!r}.{did_you_mean(axis, mesh.axis_names)}"
+                )
+                raise LayoutMapError(msg)
+    return rules
+
+
 def axis_rules(box: Box, own: Sequence[AxisRule]) -> list[AxisRule]:
-    """Returns the rules for one leaf: the map's own, the leaf's, Flax's global ones."""
+    """Returns the rules for one leaf: those of the map, of the leaf, and of Flax."""
     if isinstance(box, nnx.Variable):
         local = box.get_metadata().get("sharding_rules")
     else:
@@ -78,13 +113,13 @@ def axis_rules(box: Box, own: Sequence[AxisRule]) -> list[AxisRule]:
 def logical_layout(
     box: Box, rules: Sequence[AxisRule], mesh: Mesh
 ) -> tuple[Layout, list[str]]:
-    """Returns the layout that a leaf's axis names mean on a mesh, as Flax reads them.
+    """Returns the layout that axis names mean on a mesh, as Flax reads them.
 
-    Rules are taken in order. One whose name occurs, and whose mesh axes are all free,
-    assigns them to that dim; a dim takes one rule at most, so several rules for one
-    name are an order of preference. A name without a rule is unsharded, unless it is a
-    mesh axis and Flax reads it so (`nn.with_partitioning` and NNX; not
-    `nn.with_logical_partitioning`).
+    Rules are taken in order. A rule whose name occurs, and whose mesh axes are all
+    free, assigns them to that dim. A dim takes at most one rule, so that several rules
+    for one name are an order of preference. A name without a rule is unsharded, unless
+    it is a mesh axis and Flax reads it as one (in `nn.with_partitioning` and NNX, but
+    not in `nn.with_logical_partitioning`).
 
     Returns:
         The layout, and a sentence for each name that did not get its first choice.
@@ -100,9 +135,9 @@ def logical_layout(
         if isinstance(part, str)
     ]
     words = [part for _, part in parts]
-    twice = next((part for part in words if words.count(part) > 1), None)
-    if twice is not None:
-        msg = f"{twice!r} names two dims; an array may have it once."
+    repeated = next((part for part in words if words.count(part) > 1), None)
+    if repeated is not None:
+        msg = f"{repeated!r} names two dims; it may name only one dim of an array."
         raise LayoutError(msg)
     owner: dict[str, str] = {}  # logical axis by mesh axis
     assigned: dict[str, tuple[str, ...]] = {}
@@ -127,6 +162,7 @@ def logical_layout(
             notes.append(f"{part!r} is {result}: {', '.join(refused[part])}")
         if part in assigned or part in refused:
             continue
+        # Only after all rules: a rule for another dim may take the axis of this name.
         if part in mesh and not is_logical and part not in owner:
             assigned[part] = (part,)
             owner[part] = part

@@ -1,9 +1,9 @@
 """Optimizer states: every slot takes the layout of the parameter it belongs to.
 
-This is decided by structure, not by names, which mislead (`mu` may be a layer). Two
-questions: which leaf of an optimizer state belongs to which parameter (`find_slots`),
-and, where one tree holds both, which subtrees are optimizer states and which part of
-the rest are their parameters (`find_optimizer_states`).
+This is decided by structure, not by names, which mislead (`mu` may be a layer). There
+are two questions: which leaf of an optimizer state belongs to which parameter
+(`find_slots`); and, if one tree holds both, which subtrees are optimizer states, and
+which part of the rest are their parameters (`find_optimizer_states`).
 """
 
 import bisect
@@ -22,7 +22,9 @@ from jax.tree_util import tree_leaves_with_path
 
 from meshlayout import _paths
 from meshlayout._annotations import Leaf, PyTree
+from meshlayout.errors import LayoutMapError
 from meshlayout.layout import DimSpec, Layout
+from meshlayout.layout_map.report import Resolution
 
 
 # Which leaf belongs to which parameter.
@@ -33,16 +35,17 @@ class OptimizerSlot:
     """A leaf of an optimizer state that belongs to a parameter.
 
     Attributes:
-        param: The parameter's index in the flat list of parameters.
-        dims: For each dim of the leaf, the parameter's dim that it is, or None if
-            the parameter has no such dim; None altogether if this cannot be inferred.
+        param: The index of the parameter in the flat list of parameters.
+        dims: For each dim of the leaf, the corresponding dim of the parameter, or None
+            for a dim that the parameter lacks. None altogether if it cannot be
+            inferred.
     """
 
     param: int
     dims: tuple[int | None, ...] | None
 
     def layout(self, rank: int, param: Layout) -> Layout:
-        """Returns the parameter's layout, on the dims that a slot of `rank` has."""
+        """Returns the layout of the parameter on the dims of a slot of this rank."""
         specs: list[DimSpec] = [
             None if dim is None else param.specs[dim] for dim in self.dims or ()
         ]
@@ -53,10 +56,10 @@ class OptimizerSlot:
 def find_slots(opt_state: PyTree, params: PyTree) -> list[OptimizerSlot | None]:
     """Returns, for each leaf of an optimizer state, the parameter it belongs to.
 
-    Decided by structure: a subtree of the state that has the structure of the
-    parameters holds one leaf per parameter. `optax.MaskedNode` may replace any part of
-    it, as in the states of `optax.masked` and `multi_transform`. None for counters,
-    schedules and whatever else belongs to no parameter.
+    A subtree of the state with the structure of the parameters has one leaf per
+    parameter. `optax.MaskedNode` may replace any part of it, as in the states of
+    `optax.masked` and `multi_transform`. The result is None for counters, schedules and
+    anything else that belongs to no parameter.
     """
     leaves = [leaf.value for leaf in _paths.flatten(params).leaves]
     numbered = _plain(params, range(len(leaves)))
@@ -64,7 +67,10 @@ def find_slots(opt_state: PyTree, params: PyTree) -> list[OptimizerSlot | None]:
 
 
 def _plain(tree: PyTree, leaves: Sequence[Leaf] | None = None) -> PyTree:
-    """Returns the tree, optionally with other leaves, without Flax's containers."""
+    """Returns the tree without Flax's containers, optionally with other leaves.
+
+    Otherwise an NNX state and the dict that Optax makes of it would not match.
+    """
     flat = _paths.flatten(tree)
     plain = flat.unflatten(leaves or [leaf.value for leaf in flat.leaves])
     return jax.tree.map(
@@ -86,8 +92,8 @@ def _slots(
     if parts is None:
         yield None
         return
-    # The rows and columns of a factored slot differ in the dim they dropped. In an NNX
-    # state, a dict takes the place of Optax's type.
+    # The rows and columns of a factored slot drop different dims, so that the name
+    # counts here. In an NNX state, a dict takes the place of Optax's type.
     is_factored = isinstance(node, optax.FactoredState) or (
         isinstance(node, dict) and node.keys() == {*optax.FactoredState._fields}
     )
@@ -97,7 +103,10 @@ def _slots(
 
 
 def _matching(node: PyTree, numbered: PyTree) -> list[tuple[Leaf, int]] | None:
-    """Returns (leaf, number of its parameter), if the node mirrors the parameters."""
+    """Returns each leaf with its parameter's index, if the node mirrors the parameters.
+
+    Else None.
+    """
     leaves, treedef = jax.tree.flatten(node, is_leaf=_is_masked)
     if not leaves or all(_is_masked(leaf) for leaf in leaves):
         return None
@@ -122,11 +131,11 @@ def _is_masked(node: PyTree) -> bool:
 def _dims_of(
     leaf: Leaf, param: Leaf, factor: str | None
 ) -> tuple[int | None, ...] | None:
-    """Returns the parameter's dim for each dim of a slot, if it can be inferred."""
+    """Returns the parameter's dim for each dim of a slot, or None if not inferable."""
     shape, whole = np.shape(leaf), np.shape(param)
     if shape == whole:
         return tuple(range(len(whole)))
-    if not shape or math.prod(shape) == 1:
+    if not shape or math.prod(shape) == 1:  # a counter per parameter, or a placeholder
         return ()
     extra = len(shape) - len(whole)
     if extra > 0 and whole and shape[extra:] == whole:  # a history, as L-BFGS keeps
@@ -137,7 +146,7 @@ def _dims_of(
         second, largest = (int(dim) for dim in np.argsort(whole)[-2:])
         dropped = largest if factor == "v_row" else second
         return tuple(dim for dim in range(len(whole)) if dim != dropped)
-    # Else the only way to drop dims of the parameter that gives this shape.
+    # Otherwise, if there is only one way to drop dims that gives this shape.
     ways = [
         dims
         for dims in itertools.combinations(range(len(whole)), len(shape))
@@ -149,20 +158,20 @@ def _dims_of(
 # Which subtrees are optimizer states, and whose.
 
 
-# The name it has in Flax and in most training loops.
+# The name of the optimizer state in Flax and most training loops.
 OPT_STATE = "opt_state"
 
 
 @dataclass(frozen=True)
 class OptimizerStateIn:
-    """An optimizer state in a tree. Indices count the leaves of the whole tree.
+    """An optimizer state inside a tree; indices count the leaves of the whole tree.
 
     Attributes:
-        name: What it is called, for messages.
+        name: Its path, for messages.
         indices: The indices of its leaves.
-        slots: One entry per leaf of it, as returned by `find_slots`.
-        owners: For each tree of parameters that it may belong to, their name and
-            indices. More than one if nothing distinguishes them.
+        slots: One entry per leaf, from `find_slots`.
+        owners: The name and the indices of each tree of parameters that it may belong
+            to; several if nothing distinguishes them.
     """
 
     name: str
@@ -176,15 +185,17 @@ def find_optimizer_states(
 ) -> Iterator[OptimizerStateIn]:
     """Yields every optimizer state whose parameters are in the same tree.
 
-    That is an Optax state, or a subtree named `opt_state` (in an NNX state, dicts
-    replace Optax's types), with parameters of its structure next to it or next to
-    something it is part of. The nearest are used; of several, those named `params` or
-    `model`, or those whose name is in the state's own, as `gen` in `gen_opt`.
+    An optimizer state is an Optax state, or a subtree named `opt_state` (in an NNX
+    state, dicts replace Optax's types). Its parameters have its structure, and are its
+    siblings or those of a subtree that holds it. The nearest are used; of several,
+    those named `params` or `model`, or those whose name is part of the state's name, as
+    `gen` in `gen_opt`.
 
     Args:
-        tree: What a layout map resolves.
+        tree: The tree that a layout map resolves.
         flat: The same tree, flattened.
     """
+    # Most trees have no optimizer state: a search of names and types is cheap.
     paths = [leaf.path for leaf in flat.leaves]
     is_named = OPT_STATE in "\n".join(paths)
     if not is_named and not any(map(_is_optax_type, flat.node_types)):
@@ -197,7 +208,7 @@ def find_optimizer_states(
 
 
 def _state_indices(tree: PyTree) -> list[int]:
-    """Returns indices of leaves in optimizer states, at least one per state."""
+    """Returns indices of leaves inside optimizer states, at least one per state."""
     indices: list[int] = []
     index = 0
     for keys, node in tree_leaves_with_path(tree, is_leaf=_is_optax):
@@ -221,7 +232,7 @@ def _is_optax_type(kind: type) -> bool:
 
 @dataclass(frozen=True)
 class _Subtree:
-    """A part of a tree, its name, and where its leaves start and end."""
+    """A part of a tree, its name, and the range of its leaves."""
 
     name: str
     node: PyTree
@@ -254,7 +265,7 @@ _Levels: TypeAlias = list[tuple[str, list[_Subtree]]]
 def _walk(
     part: _Subtree, above: _Levels, states: list[int]
 ) -> Iterator[OptimizerStateIn]:
-    """Walks down to the states; `above` are the levels passed, nearest first."""
+    """Walks down to the states; `above` has the levels passed, nearest first."""
     parts = part.parts()
     for branch in parts:
         if not branch.holds_any(states):
@@ -287,7 +298,7 @@ def _owned(
 
 
 def _rank(part: _Subtree, names: list[str]) -> int:
-    """Returns how likely a part holds a state's parameters, judging by its name."""
+    """Ranks how likely a part holds a state's parameters, by its name."""
     if part.name in names:
         return 3
     if part.name in ("params", "model"):
@@ -298,19 +309,20 @@ def _rank(part: _Subtree, names: list[str]) -> int:
 def _fitting(
     state: _Subtree, candidates: list[_Subtree], states: list[int]
 ) -> list[tuple[_Subtree, list[OptimizerSlot | None], list[int]]]:
-    """Returns the parts that have the state's structure, with slots and indices."""
+    """Returns the parts with the structure of a state, with slots and indices."""
     fitting = []
     for part in candidates:
         if part.holds_any(states):
             continue
         variables = jax.tree.leaves(part.node, is_leaf=_is_variable)
         types = [type(leaf) for leaf in variables if _is_variable(leaf)]
-        # Types that can be optimized alone: nnx.Param first, then those that occur.
+        # An optimizer may have been given all variables, or those of one type:
+        # nnx.Param usually, else another one that occurs.
         for kind in dict.fromkeys([None, *([nnx.Param] if types else []), *types]):
             params = part.node if kind is None else _only(part.node, kind)
             slots = find_slots(state.node, params)
             owned = [slot for slot in slots if slot is not None]
-            # Slots belong to parameters; a counter, say, does not make a match.
+            # A state of counters alone would match any tree of one leaf.
             if any(slot.dims for slot in owned) and all(
                 slot.dims is not None for slot in owned
             ):
@@ -342,3 +354,33 @@ def _indices(part: _Subtree, kind: type | None) -> list[int]:
             indices.extend(range(index, index + count))
         index += count
     return indices
+
+
+def check_rivals(state: OptimizerStateIn, resolutions: list[Resolution | None]) -> None:
+    """Raises LayoutMapError if a state may belong to trees with different layouts."""
+    layouts = [
+        [leaf and leaf.layout for leaf in (resolutions[index] for index in indices)]
+        for _, indices in state.owners
+    ]
+    if all(rival == layouts[0] for rival in layouts):
+        return
+    names = " or to ".join(repr(name) for name, _ in state.owners[:3])
+    msg = (
+        f"the optimizer state {state.name!r} may belong to {names}, whose layouts "
+        "differ. Name its parameters 'params', or begin its own name with theirs, as "
+        "in 'gen' and 'gen_opt'."
+    )
+    raise LayoutMapError(msg)
+
+
+def check_has_slots(opt_state: _paths.Flat, params: PyTree) -> None:
+    """Raises LayoutMapError if a state without slots holds arrays."""
+    for leaf in opt_state.leaves:
+        if np.shape(leaf.value):
+            names = [owner.path for owner in _paths.flatten(params).leaves]
+            msg = (
+                f"no part of the optimizer state, such as {leaf.path!r}, has the "
+                f"structure of params=, whose paths are {', '.join(names[:3])}"
+                f"{', ...' * (len(names) > 3)}. Pass the argument of optimizer.init."
+            )
+            raise LayoutMapError(msg)

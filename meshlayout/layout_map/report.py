@@ -1,10 +1,10 @@
-"""The decision for each leaf, as plain values; its report and its lock text.
+"""The decision for each leaf, as plain values; the report and the lock text of a tree.
 
-A map says where arrays go. Existing arrays may be somewhere else: a parameter placed by
-its own metadata loses that metadata once it is a plain array, and ZeRO shards slots
+A map says where arrays should be. Existing arrays may be elsewhere: a parameter placed
+by its own metadata loses that metadata once it is a plain array, and ZeRO shards slots
 that no rule names. So the report, its bytes and the lock show where concrete arrays
-are, and note each one that this map would place differently; `Resolved.layouts`
-is what the map says.
+are, and note each one that this map would place differently. `Resolved.layouts` has the
+layouts of the map.
 """
 
 import difflib
@@ -27,18 +27,17 @@ class Resolution:
     """The layout of one leaf, and why.
 
     Attributes:
-        path: The leaf's name.
+        path: The path of the leaf.
         shape: Its global shape.
         dtype: Its dtype.
-        layout: The layout that the map assigns to it.
-        rule: The pattern that decided, in the user's words, or None.
-        reason: Why this layout, as a phrase.
-        fallback: What could not be followed, such as a dim that does not divide, or
-            None.
-        note: The rule's own note, or what disagreed without being an error, or None.
-        bytes_per_device: Bytes of the leaf on each device, where it is now if it is
-            placed.
-        placed: The layout that a concrete array has on the map's mesh, if it differs
+        layout: The layout that the map gives it.
+        rule: The pattern that decided, as the user wrote it, or None.
+        reason: The reason for this layout, as a phrase.
+        fallback: The part of the rule that could not be followed, such as a dim that
+            does not divide, or None.
+        note: The note of the rule, or a disagreement that is not an error, or None.
+        bytes_per_device: Bytes of the leaf on each device, in its current layout.
+        placed: The layout of a concrete array on the mesh of the map, if it differs
             from `layout`; else None.
         is_array: False for a Python number, which `create` leaves unchanged.
     """
@@ -57,7 +56,7 @@ class Resolution:
 
     @property
     def current_layout(self) -> Layout:
-        """Where a placed array is; for other leaves, where the map puts them."""
+        """The layout of a concrete array, or else the layout that the map gives."""
         return self.placed or self.layout
 
     @property
@@ -69,7 +68,7 @@ class Resolution:
 
     @property
     def array(self) -> str:
-        """The leaf's dtype and shape, as `f32[784, 128]`."""
+        """The dtype and shape of the leaf, such as `f32[784, 128]`."""
         if not self.is_array:
             return "(not an array)"
         return _render.array_text(self.dtype, self.shape)
@@ -82,8 +81,8 @@ class Resolved:
     Unpacks as `layouts, resolutions = layout_map.resolve(tree)`.
 
     Attributes:
-        layouts: A tree with the structure of the resolved one and a
-            `Layout` for every leaf (None for leaves that are not arrays or numbers).
+        layouts: A tree with the structure of the resolved one and a `Layout` for every
+            leaf (None for leaves that are neither arrays nor numbers).
         resolutions: One `Resolution` per array or number, in the tree's order.
     """
 
@@ -98,7 +97,7 @@ class Resolved:
         """Returns the resolution of the leaf with this path.
 
         Raises:
-            LayoutMapError: If no leaf has it.
+            LayoutMapError: If no leaf has this path.
         """
         for resolution in self.resolutions:
             if resolution.path == path:
@@ -118,10 +117,10 @@ class Resolved:
         return sum(resolution.nbytes for resolution in self.resolutions)
 
     def to_lock(self) -> str:
-        """Returns every array's layout as stable text, one line each, sorted by path.
+        """Returns the layout of every array as stable text, one line each, by path.
 
-        Arrays that are already placed are written with their actual layouts. Commit the
-        text next to a test that calls `check_lock` with it.
+        Use this to notice changes in review: commit the text next to a test that calls
+        `check_lock` with it. Concrete arrays are written with their current layouts.
         """
         arrays = [leaf for leaf in self.resolutions if leaf.is_array]
         meshes = ", ".join(sorted({repr(leaf.layout.mesh) for leaf in arrays}))
@@ -132,7 +131,7 @@ class Resolved:
         """Raises LayoutMapError, with the lines that differ, if layouts changed.
 
         Args:
-            text: What `to_lock` returned when the layouts were last reviewed.
+            text: The result of `to_lock` when the layouts were last reviewed.
         """
         fact = "the layouts are not the locked ones"
         _checks.lock(text, self.to_lock(), fact, error=LayoutMapError)
@@ -152,10 +151,11 @@ class Explanation:
         resolutions: One `Resolution` per array or number.
         bytes_per_device: Bytes on each device, all leaves together.
         replicated_bytes: Bytes on each device if everything were replicated.
-        dead_rules: Patterns that match nothing, with the paths they almost matched.
-        shadowed_rules: Patterns that match leaves but decide none, with what wins.
+        dead_rules: Patterns that match nothing, with the paths that they almost match.
+        shadowed_rules: Patterns that match leaves but decide none, with the rules or
+            reasons that win there.
         large_replicated: Paths of large leaves that every device holds in full.
-        shared: Paths that share an array with another path, which names it.
+        shared: Other paths of shared arrays, with the path that names the array.
     """
 
     mesh: Mesh
@@ -169,7 +169,7 @@ class Explanation:
 
     @property
     def notes(self) -> list[str]:
-        """Whatever deserves a second look, one sentence each."""
+        """Everything that deserves a second look, one sentence each."""
         rows = self.resolutions
         return [
             *(f"fallback: {r.path}: {r.fallback}" for r in rows if r.fallback),
@@ -257,8 +257,11 @@ def explain(
 ) -> Explanation:
     """Makes the report.
 
-    `matching` has the paths that each pattern of the map matches; `shared`, the first
-    paths of shared arrays by their others.
+    Args:
+        mesh: The mesh.
+        resolved: The resolved layouts.
+        matching: The paths that each pattern of the map matches.
+        shared: As from `_paths.shared_paths`.
     """
     rows = resolved.resolutions
     used = {leaf.rule for leaf in rows}
@@ -299,8 +302,8 @@ def shared_text(pattern: str, shared: Mapping[str, str]) -> str:
     return ""
 
 
-# How many paths, words and comparisons a hint may cost: it must take milliseconds for
-# one misspelled rule of a large model, and seconds for hundreds.
+# Limits for the search of nearest paths, as difflib is slow: it may take milliseconds
+# for one misspelled rule of a large model, and seconds for hundreds.
 _MOST_PATHS = 5000
 _MOST_WORDS = 300
 _MOST_COMPARISONS = 100
@@ -309,11 +312,11 @@ _MOST_COMPARISONS = 100
 def nearest_paths(
     patterns: Sequence[str], paths: Iterable[str]
 ) -> dict[str, tuple[str, ...]]:
-    """Returns, for each pattern, up to three paths that it almost matched.
+    """Returns, for each pattern, up to three paths that it almost matches.
 
-    The pattern's letters are compared with every path, with its digits folded, and
-    with every run of the path's last keys; only with those that share a word with it,
-    or almost.
+    The letters of the pattern are compared with every path, its digits folded, and with
+    every run of its last keys, but only with those that have a word in common with the
+    pattern, or nearly.
 
     Example:
         >>> nearest_paths(["embed/kernl"], ["embed/kernel", "head/bias"])

@@ -1,9 +1,12 @@
 """Decides the layout of one leaf after another, by the rules of a layout map.
 
 Large models repeat: thousands of leaves share their rules, shape and dtype. A decision
-for one is cached and reused for the next, so that a leaf costs a few dictionary
-lookups; whatever depends on the leaf itself (its own metadata, a function as
-its rule, where a concrete array is) is evaluated each time.
+is cached for the next leaf of its kind, which then costs a few dictionary lookups.
+Whatever depends on the leaf itself (its own metadata, a function as its rule, the
+current layout of a concrete array) is evaluated each time.
+
+The sources of layouts, in this order: the layout set on the layer, rules, logical axes,
+for optimizer states the parameter, and the default.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -78,7 +81,7 @@ class Resolver:
         self._placed: dict[tuple[NamedSharding, int], Layout | None] = {}
 
     def leaf(self, leaf: _paths.Leaf) -> Resolution | None:
-        """Asks each source of layouts in turn; the first that has an answer decides.
+        """Resolves a leaf by the first source of layouts that has an answer.
 
         Returns:
             The resolution; None if the leaf is neither an array nor a number.
@@ -93,6 +96,7 @@ class Resolver:
         elif self._asks_default or not self._functions.isdisjoint(rules):
             decision = self._by_rules(array, rules) or self._by_default(array)
         else:
+            # An exact path may apply to a scalar, where a pattern would not.
             is_exact = bool(rules) and rules[0].pattern == path
             key = (rules, is_exact, array.shape, array.dtype)
             decision = self._decisions.get(key)
@@ -107,10 +111,12 @@ class Resolver:
         slots: Sequence[OptimizerSlot | None],
         owners: Sequence[Resolution | None],
     ) -> list[Resolution | None]:
-        """Returns the resolutions of an optimizer state's leaves.
+        """Returns the resolutions of the leaves of an optimizer state.
 
-        `slots` says which parameter each belongs to, if any; `owners` has the
-        parameters' resolutions.
+        Args:
+            leaves: The leaves.
+            slots: The parameter of each leaf, if any.
+            owners: The resolutions of the parameters.
         """
         # A rule that matches any parameter is not a rule for slots: it would match
         # their paths only because names coincide.
@@ -136,7 +142,7 @@ class Resolver:
     def by_rules(
         self, path: str, shape: tuple[int, ...], dtype: DTypeLike
     ) -> Resolution | None:
-        """Returns what the rules decide for one array, or None if none matches."""
+        """Resolves one array by the rules alone; returns None if none matches."""
         array = _ArrayAt(path, shape, dtype)
         decision = self._by_rules(array, self.matcher.candidates(path))
         return decision and self._resolution(array, None, decision)
@@ -157,7 +163,7 @@ class Resolver:
         )
 
     def _placed_otherwise(self, x: jax.Array, layout: Layout) -> Layout | None:
-        """Returns the layout that an array has on this mesh, if it is different."""
+        """Returns the layout of an array on this mesh, if it differs from `layout`."""
         sharding = x.sharding
         mesh = self._options.mesh.jax_mesh
         if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:
@@ -192,9 +198,9 @@ class Resolver:
         try:
             layout = parse_spec(own, self._options.mesh).with_rank(len(array.shape))
         except LayoutError as error:
-            msg = f"{array}: the layout given on its layer does not fit: {error}"
+            msg = f"{array}: the layout set on its layer does not fit: {error}"
             raise LayoutMapError(msg) from None
-        source = "given on its layer"
+        source = "set on its layer"
         fit = self._fit(array, layout, self._options.on_uneven, f"{source}, ")
         patterns = ", ".join(repr(rule.pattern) for rule in rules)
         note = f"its own layout wins over rule {patterns}" if rules else None
@@ -267,8 +273,7 @@ class Resolver:
             hint = "" if self.matcher.has_rules else " The map has no rules."
             msg = (
                 f"{array}: no rule matches, and the map has unmatched='error'.{hint} "
-                f"Add a rule, for instance layouts[{array.path!r}] = [...] for "
-                "replicated."
+                f"Add a rule, such as layouts[{array.path!r}] = [...] for replicated."
             )
             raise LayoutMapError(msg)
         default = self._options.default
@@ -291,14 +296,15 @@ class Resolver:
     # From a rule to a layout that fits.
 
     def _expand(self, rule: ParsedRule, array: "_ArrayAt") -> "_Answer | None":
-        """Returns what a rule says about an array of this rank; None for nothing."""
+        """Returns the answer of a rule for an array; None if it has none."""
         rank = len(array.shape)
         try:
             if rule.function is not None:
                 return self._ask(rule, rule.function, array)
             assert rule.layout is not None
             if rank not in rule.expanded:
-                # A pattern for arrays may match a scalar, such as a step number.
+                # A pattern for arrays may also match a scalar, such as a step number,
+                # which it does not mean.
                 is_exact = rule.pattern == array.path
                 if not rank and not is_exact and {*rule.layout.specs} - {...}:
                     return None
@@ -327,7 +333,7 @@ class Resolver:
     def _fit(
         self, array: "_ArrayAt", layout: Layout, policy: OnUneven, source: str
     ) -> "_Fit":
-        """Returns the layout that fits the shape, and what was given up for it."""
+        """Returns the layout that fits the shape, and what was lost for it."""
         key = (layout, array.shape, array.dtype, policy)
         if key in self._fits:
             return self._fits[key]
@@ -335,8 +341,8 @@ class Resolver:
         lost = None
         if misfits and policy == "error":
             fact, _, fix = str(misfits[0]).rstrip(".").partition(". ")
-            ways = f"{fix}, or give the rule on_uneven='replicate'."
-            msg = f"{array}: {fact} ({source}{layout!r}). {ways}"
+            fixes = f"{fix}, or give the rule on_uneven='replicate'."
+            msg = f"{array}: {fact} ({source}{layout!r}). {fixes}"
             raise LayoutMapError(msg)
         if misfits:
             lost = "; ".join(
@@ -410,5 +416,5 @@ def _conflict_text(
     return (
         f"{array}: rules {first[0].pattern!r} and {other[0].pattern!r} both match and "
         f"disagree: {first[1]} against {other[1]}. Make the patterns exclusive, add a "
-        "rule for the exact path, or let the order decide with conflict='first'."
+        "rule for the exact path, or use conflict='first', for which the order counts."
     )

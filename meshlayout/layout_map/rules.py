@@ -1,4 +1,9 @@
-"""Rules: a pattern on paths, and the layout of the leaves that it matches."""
+"""Rules: a pattern on paths, and the layout of the leaves that it matches.
+
+Rules are parsed once, when they are inserted into a map, so that mistakes are reported
+where they are made. `Matcher` then finds the rules of a path, fast enough for models of
+a hundred thousand leaves.
+"""
 
 import math
 import re
@@ -23,13 +28,13 @@ Unused: TypeAlias = Literal["warn", "error", "ignore"]
 Unmatched: TypeAlias = Literal["replicate", "error"]
 
 LayoutLike: TypeAlias = Layout | NamedSharding | SpecLike
-"""What a rule may give: a layout on the map's mesh, or a spec."""
+"""The layout of a rule: a layout on the mesh of the map, or a spec."""
 
 LayoutFunction: TypeAlias = Callable[
     [str, tuple[int, ...], Any], "LayoutLike | Rule | None"
 ]
-"""`(path, shape, dtype) -> spec`, or None where the function has no opinion; a `Rule`
-to give a note as well."""
+"""`(path, shape, dtype) -> spec`, or None if the function has no opinion; a `Rule` to
+give a note as well."""
 
 RuleLike: TypeAlias = "LayoutLike | LayoutFunction | Rule"
 
@@ -57,12 +62,13 @@ class ParsedRule:
     """A rule, checked against the mesh.
 
     Attributes:
-        pattern: The pattern in the user's words.
-        regex: The pattern, compiled.
-        layout: The layout, or None where a function decides.
+        pattern: The pattern as the user wrote it.
+        regex: The compiled pattern.
+        layout: The layout, or None if a function decides.
         function: The function, or None.
         on_uneven: The rule's own policy, or None.
-        note: Why, in the user's words, or None.
+        note: The reason that the user gave, or None.
+        expanded: The layout by rank, with `...` filled in; a cache.
     """
 
     pattern: str
@@ -74,7 +80,7 @@ class ParsedRule:
     expanded: dict[int, Layout] = field(default_factory=dict)
 
     def value(self) -> "Layout | LayoutFunction | Rule":
-        """Returns what the user may assign to get this rule again."""
+        """Returns the value that the user could assign to get this rule again."""
         value = self.function if self.layout is None else self.layout
         assert value is not None
         is_plain = self.on_uneven is None and self.note is None
@@ -93,7 +99,7 @@ def parse_rule(pattern: Any, value: Any, mesh: Mesh) -> ParsedRule:
         raise LayoutMapError(msg)
     regex = _checks.pattern("pattern", pattern, error=LayoutMapError)
     if not isinstance(pattern, str):
-        msg = f"a pattern is text, not a compiled one: write {regex.pattern!r}."
+        msg = f"a pattern must be a string, not compiled: write {regex.pattern!r}."
         raise LayoutMapError(msg)
     context = _checks.Context(where=f"rule {pattern!r}", error=LayoutMapError)
     on_uneven = note = None
@@ -112,20 +118,20 @@ def parse_rule(pattern: Any, value: Any, mesh: Mesh) -> ParsedRule:
 
 
 def check_rule_options(rule: Rule, where: str) -> None:
-    """Raises LayoutMapError if a rule's own options are not what they must be."""
+    """Raises LayoutMapError if the options of a `Rule` are not valid."""
     if rule.on_uneven is not None:
         context = _checks.Context(where=where, error=LayoutMapError)
         _checks.choice("on_uneven", rule.on_uneven, get_args(OnUneven), **context)
     if rule.note is not None and not isinstance(rule.note, str):
-        msg = f"{where}: note must be text, got {_checks.shown(rule.note)}."
+        msg = f"{where}: note must be a string, got {_checks.shown(rule.note)}."
         raise LayoutMapError(msg)
 
 
 def parse_spec(value: Any, mesh: Mesh) -> Layout:
-    """Returns the layout that a rule specifies, on the map's mesh.
+    """Returns the layout that a rule specifies, on the mesh of the map.
 
-    A `PartitionSpec` or `NamedSharding` means the same as in JAX: dims that it leaves
-    out are unsharded. A list or tuple has one entry per dim, or a `...`.
+    A `PartitionSpec` or `NamedSharding` has the same meaning as in JAX: dims that it
+    leaves out are unsharded. A list or tuple has one entry per dim, or a `...`.
 
     Raises:
         LayoutError: If it is not a layout on this mesh.
@@ -134,8 +140,8 @@ def parse_spec(value: Any, mesh: Mesh) -> Layout:
         layout = Layout.of(value)
         if layout.mesh != mesh:
             msg = (
-                f"{layout!r} is on another mesh than the map's {mesh!r}. Give the spec "
-                f"alone, or a layout on the map's mesh."
+                f"{layout!r} is on another mesh than the map, {mesh!r}. Give the spec "
+                f"alone, or a layout on the mesh of the map."
             )
             raise LayoutError(msg)
         if isinstance(value, NamedSharding):
@@ -164,8 +170,8 @@ def parse_spec(value: Any, mesh: Mesh) -> Layout:
 # ZeRO stage 1: optimizer state sharded over axes that replicate the parameters.
 
 MIN_SIZE = 1024
-"""Elements. Each sharded array costs an all-gather in every step, whatever its size,
-and biases and norms hold next to none of the memory."""
+"""In elements. Each sharded array costs an all-gather in every step, whatever its size,
+and biases and norms take next to no memory."""
 
 
 def zero_spec(
@@ -175,12 +181,12 @@ def zero_spec(
     axis_sizes: Mapping[str, int],
     min_size: int = MIN_SIZE,
 ) -> tuple[tuple[DimSpec, ...], str]:
-    """Shards an array's largest dim that divides over axes that do not shard it yet.
+    """Shards the largest dim that divides over axes that do not shard the array yet.
 
     Arrays of fewer than `min_size` elements are left unchanged.
 
     Returns:
-        The new entries, and why they are unchanged; empty if they did change.
+        The new entries, and the reason if they are unchanged; empty otherwise.
 
     Example:
         >>> zero_spec((784, 4096), (None, "model"), ["batch"], {"batch": 2, "model": 4})
@@ -215,17 +221,17 @@ def zero_rule(
 ) -> Callable[[str, tuple[int, ...], Any], tuple[DimSpec, ...]]:
     """Returns a rule that shards arrays over axes on the largest dim that divides.
 
-    As a rule for `"^opt_state/"` it shards the optimizer's state over the axes that
-    shard the batch, while the parameters stay replicated; the update is then sharded
-    too (Rajbhandari et al., "ZeRO", 2020, stage 1). Small arrays and those
-    that do not divide are replicated. `make_train_step(zero=1)` does the same on top of
-    the parameters' own rules.
+    Use this as a rule for `"^opt_state/"`: it shards the optimizer state over the axes
+    that shard the batch, while the parameters stay replicated, and the update is then
+    sharded, too (Rajbhandari et al., "ZeRO", 2020, stage 1). Small arrays and those
+    that do not divide are replicated. `make_train_step(zero=1)` does the same in
+    addition to the parameters' own rules.
 
     Args:
         mesh: The mesh.
         axes: The axes.
-        min_size: Arrays of fewer elements are replicated: gathering each of them costs
-            more time than it saves memory.
+        min_size: Arrays of fewer elements are replicated: sharding them saves little
+            memory, and each costs an all-gather.
 
     Raises:
         MeshError: If the mesh has no such axis.
@@ -244,7 +250,7 @@ def zero_rule(
     names = (axes,) if isinstance(axes, str) else axes
     if not isinstance(names, Sequence) or not names:
         msg = (
-            "zero_rule takes the mesh axes that shard the batch, got "
+            "zero_rule: axes must be the mesh axes that shard the batch, got "
             f"{_checks.shown(axes)}."
         )
         raise LayoutMapError(msg)
@@ -263,11 +269,10 @@ def zero_rule(
 class Matcher:
     """Finds the rules that match a path; fast for many paths that differ by digits.
 
-    Models repeat: `layers/0/kernel`, `layers/1/kernel`. A pattern that cannot tell one
-    digit from another has the same answer for all of them, so its answer is cached
-    under the path with every digit replaced by 0. Patterns that might tell them apart
-    are tried on every path, unless their text, with its digits replaced too, does not
-    occur in that.
+    Models repeat: `layers/0/kernel`, `layers/1/kernel`. A pattern that does not
+    distinguish digits has the same answer for all of them, which is cached under the
+    path with every digit replaced by 0. A pattern that may distinguish them is tried on
+    every path, except where its text, with digits replaced, does not occur in the key.
     """
 
     def __init__(self, rules: Iterable[ParsedRule]) -> None:
@@ -283,7 +288,7 @@ class Matcher:
         self._memo: dict[str, tuple[tuple[ParsedRule, ...], list[_Search]]] = {}
 
     def candidates(self, path: str) -> tuple[ParsedRule, ...]:
-        """Returns the rule whose pattern is the path, or else all that match it."""
+        """Returns the rule whose pattern equals the path, or else all that match it."""
         exact = self._by_pattern.get(path)
         if exact is not None:
             return exact
@@ -317,9 +322,10 @@ def _search(searches: list[_Search], path: str) -> list[ParsedRule]:
 
 
 def required_text(pattern: str) -> str:
-    """Returns text that every match contains; faster to find than the expression."""
+    """Returns text that every match contains, which is faster to find than a match."""
     if set(pattern) & set("|(\\[{"):
         return ""  # alternatives, groups, classes and escapes: no simple answer
+    # Runs of literal characters; the one before `?` or `*` may be missing in a match.
     runs = re.findall(r"[\w/ -]+(?![?*\w/ -])|[\w/ -]+(?=[\w/ -][?*])", pattern)
     return max(runs, key=len, default="")
 
@@ -330,9 +336,9 @@ _ZERO_DIGITS = {ord(digit): "0" for digit in "123456789"}
 def _is_digit_blind(pattern: str) -> bool:
     r"""Returns whether a pattern certainly treats all ASCII digits alike.
 
-    Literal digits, counts, numbered references and escapes by code all contain a
-    digit; named references and `\N{...}` are refused by their letters. A range
-    between two other characters holds all ASCII digits or none.
+    Literal digits, counts, numbered references and escapes by code all contain a digit;
+    named references and `\N{...}` are recognized by their letters. A range between two
+    other characters contains all ASCII digits or none.
     """
     has_digit = any(character.isdigit() for character in pattern)
     return not has_digit and "(?P=" not in pattern and "\\N" not in pattern

@@ -1,6 +1,6 @@
-"""For users' tests: numbers equal to one device's, expected layouts and communication.
+"""For users' tests: the numbers of one device, expected layouts and communication.
 
-Used as `ml.testing`. Every failed expectation is a `VerificationError`, which test
+Use it as `ml.testing`. Every failed expectation is a `VerificationError`, which test
 runners show like a failed assertion.
 """
 

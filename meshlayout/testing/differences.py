@@ -1,4 +1,10 @@
-"""Two values of one leaf, and how far apart they are."""
+"""Two values of one leaf, and how far apart they are.
+
+Rounding is not a mistake, and a tolerance that is wide enough for all rounding hides
+mistakes. So the tolerance of a leaf comes from what it was computed from: the dtypes,
+the size of the values and of their change, the number of terms of a mean, and, as the
+last resort, what rounding was measured to do.
+"""
 
 import math
 from collections.abc import Mapping
@@ -16,20 +22,20 @@ from meshlayout.testing.reference import Values, wide
 
 @dataclass(frozen=True)
 class Difference:
-    """How far apart the values of one leaf are, where they are farthest.
+    """The largest difference between the two values of a leaf.
 
     Attributes:
-        path: The leaf's name, beginning with `state` or `aux`.
-        array: Its dtype, shape and layout on the mesh, as `f32[512@batch, 10]`.
+        path: The path of the leaf, which begins with `state` or `aux`.
+        array: Its dtype, shape and layout on the mesh, such as `f32[512@batch, 10]`.
         step: The step after which it was compared, from 1.
-        largest: The largest difference; infinite where one value alone is NaN.
+        largest: The largest difference; infinite if only one value is NaN.
         allowed: The largest difference that passes.
-        index: Where it is.
-        on_mesh: The value there, as text.
-        on_one_device: The value there on one device.
-        num_different: How many elements differ by more than is allowed.
-        size: How many elements there are.
-        kinds: Dtypes and shapes where they differ already, or an empty text.
+        index: The index of the largest difference.
+        on_mesh: The value at that index on the mesh, as text.
+        on_one_device: The value at that index on one device.
+        num_different: The number of elements that differ by more than is allowed.
+        size: The number of elements.
+        kinds: The dtypes and shapes if they differ, else an empty string.
     """
 
     path: str
@@ -61,11 +67,11 @@ class Tolerance:
     """How far apart the floats of a leaf may be; see `verify`.
 
     Attributes:
-        rtol: Relative to the leaf's largest value; None derives it from the dtypes.
+        rtol: Relative to the largest value of the leaf; None derives it from dtypes.
         atol: Absolute; None derives it.
         eps: The rounding error of the dtype that the step computes in.
-        num_terms: How many terms leaves are the mean of, by path; 1 for others.
-        rounding: What else rounding was seen to do to leaves, by path.
+        num_terms: The number of terms of leaves that are means, by path.
+        rounding: The measured effect of rounding on leaves, by path.
     """
 
     rtol: float | None
@@ -78,20 +84,21 @@ class Tolerance:
         """Returns the largest difference that passes.
 
         Args:
-            path: The leaf's name.
+            path: The path of the leaf.
             dtype: Its dtype.
             value: Its largest value.
-            change: The largest change to it in the steps so far.
+            change: Its largest change in the steps so far.
         """
         eps = float(jnp.finfo(dtype).eps)
-        # Sums are made in float32 or better, in another order on the mesh, and are
-        # then rounded to the leaf's own dtype.
+        # Sums are computed in float32 or better, in another order on the mesh, and are
+        # then rounded to the dtype of the leaf.
         of_sums = min(eps, float(jnp.finfo(jnp.float32).eps))
         atol = of_sums / 8 if self.atol is None else self.atol
         atol += self.rounding.get(path, 0.0)
         if self.rtol is not None:
             return atol + self.rtol * value
-        # The errors of the terms of a mean are independent.
+        # The errors of the terms of a mean are independent: they add up to the root of
+        # their number, and the mean divides by the number.
         rounding = 2 * max(self.eps - of_sums, 0) * change
         rounding /= math.sqrt(self.num_terms.get(path, 1))
         return atol + (128 * of_sums + 4 * eps) * value + rounding
@@ -124,8 +131,8 @@ def compare(
             *([f"{', '.join(extra[:3])} only on one device"] if extra else []),
         ]
         msg = (
-            f"step {step}: the step returns {' and '.join(parts)}. What it returns "
-            "must not depend on the number of devices."
+            f"step {step}: the step returns {' and '.join(parts)}. Its results must "
+            "not depend on the number of devices."
         )
         raise VerificationError(msg)
     return [
@@ -171,9 +178,9 @@ def _difference(
 
 
 def _distances(values: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """Returns how far apart every two elements are; infinite where one is NaN."""
+    """Returns the distances of all elements; infinite where only one is NaN."""
     if not jnp.issubdtype(values.dtype, jnp.inexact):
-        # As Python's integers: no dtype holds the difference of all of them.
+        # As Python integers: the difference of two int64 may not fit into one.
         distances = np.zeros(values.shape)
         unlike = values != expected
         integers = (x[unlike].astype(object) for x in (values, expected))

@@ -1,4 +1,4 @@
-"""`assert_layout`: arrays have the layouts that a test expects."""
+"""`assert_layout`: whether arrays have the layouts that a test expects."""
 
 from typing import Any
 
@@ -7,11 +7,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlayout import _jax, _paths, _render
 from meshlayout._annotations import Leaf, PyTree
+from meshlayout.arrays.relayout import is_same_layout
 from meshlayout.errors import LayoutError, MeshLayoutError
-from meshlayout.layout import MATCH, Layout
+from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap
 
 
+# How many wrong leaves an error lists.
 _MAX_SHOWN = 10
 
 
@@ -20,7 +22,7 @@ class VerificationError(MeshLayoutError, AssertionError):
 
 
 def leaf_text(x: Leaf) -> str:
-    """Returns an array's type with its layout, as `f32[512@batch, 10]`."""
+    """Returns the type of an array with its layout, such as `f32[512@batch, 10]`."""
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         return f"{x!r} of type {type(x).__name__}"
     if not isinstance(_jax.sharding_of(x), NamedSharding):
@@ -35,18 +37,19 @@ def leaf_text(x: Leaf) -> str:
 
 
 def assert_layout(x: PyTree, expected: Any) -> None:
-    """Checks the layouts of arrays.
+    """Raises VerificationError unless arrays have the expected layouts.
 
-    Layouts are compared by their effect: every device must hold the same piece,
-    whatever the names of the axes; axes of size 1 make no difference.
+    Use this in a test of a layout map or of the results of a step. Layouts are compared
+    by their effect: every device must hold the same piece, whatever the names of the
+    axes; axes of size 1 make no difference.
 
     Args:
-        x: An array, an abstract array with a sharding, or a tree of such: a module,
-            a `TrainState`, any pytree.
-        expected: For every array the same `Layout`, `NamedSharding`, `PartitionSpec`
-            or tuple of entries (on each array's own mesh; `...` stands for any number
-            of unsharded dims, `MATCH` for anything in that dim). Or a `LayoutMap`,
-            which is resolved for the tree.
+        x: An array, an abstract array with a sharding, or a tree of these: a module, a
+            `TrainState`, any pytree.
+        expected: A `Layout`, `NamedSharding`, `PartitionSpec` or tuple of entries for
+            all arrays. Entries are for the mesh of each array; `...` stands for any
+            number of unsharded dims, and `MATCH` for anything in that dim. Or a
+            `LayoutMap`, which is resolved for the tree.
 
     Raises:
         VerificationError: If a layout differs, or there are no arrays.
@@ -63,38 +66,40 @@ def assert_layout(x: PyTree, expected: Any) -> None:
     leaves = _paths.flatten(x).leaves
     if isinstance(expected, LayoutMap):
         resolved = _paths.flatten(expected.resolve(x).layouts).leaves
-        wanted = {leaf.path: leaf.value for leaf in resolved}
-        leaves = [leaf for leaf in leaves if leaf.path in wanted]
+        layouts = {leaf.path: leaf.value for leaf in resolved}
+        leaves = [leaf for leaf in leaves if leaf.path in layouts]
     else:
-        wanted = dict.fromkeys((leaf.path for leaf in leaves), expected)
+        layouts = dict.fromkeys((leaf.path for leaf in leaves), expected)
     if not leaves:
-        msg = f"there is no array in {x!r}, and so no layout to check."
+        msg = f"{x!r} holds no arrays, and so there is no layout to check."
         raise VerificationError(msg)
-    wrong = [text for leaf in leaves if (text := _wrong(leaf, wanted[leaf.path]))]
-    if wrong:
-        shown = "\n".join(wrong[:_MAX_SHOWN])
-        more = f"\n... and {len(wrong) - _MAX_SHOWN} more." * (len(wrong) > _MAX_SHOWN)
-        raise VerificationError(shown + more)
+    problems = [text for leaf in leaves if (text := _problem(leaf, layouts[leaf.path]))]
+    if problems:
+        text = "\n".join(problems[:_MAX_SHOWN])
+        if len(problems) > _MAX_SHOWN:
+            text += f"\n... and {len(problems) - _MAX_SHOWN} more."
+        raise VerificationError(text)
 
 
-def _wrong(leaf: _paths.Leaf, expected: Any) -> str:
-    """Describes an array's layout, if it is not the expected one."""
+def _problem(leaf: _paths.Leaf, expected: Any) -> str:
+    """Describes the layout of an array that is not the expected one; else empty."""
     where = " ".join(filter(None, [leaf.path, leaf_text(leaf.value)]))
     if not isinstance(leaf.value, (jax.Array, jax.ShapeDtypeStruct)):
-        return f"{where}: it is on no mesh, and {expected!r} was expected."
+        return f"{where} is on no mesh, but {expected!r} was expected."
     try:
-        found = Layout.of(leaf.value)
-        wanted = _as_layout(expected, found)
+        actual = Layout.of(leaf.value)
+        layout = _as_layout(expected, actual)
     except LayoutError as error:
         raise LayoutError(f"{where}: {error}") from None
-    if _is_same(found, wanted):
+    if is_same_layout(actual, layout):
         return ""
-    return f"{where}: the layout is {found!r}, and {wanted!r} was expected."
+    return f"{where}: the layout is {actual!r}, but {layout!r} was expected."
 
 
-def _as_layout(expected: Any, found: Layout) -> Layout:
+def _as_layout(expected: Any, actual: Layout) -> Layout:
+    """Returns what the user expects as a layout; entries are on the array's mesh."""
     if isinstance(expected, (Layout, NamedSharding)):
-        return Layout.of(expected, found.rank)
+        return Layout.of(expected, actual.rank)
     if not isinstance(expected, (tuple, list, PartitionSpec)):
         msg = (
             "expected a Layout, a NamedSharding, a PartitionSpec, a tuple of entries "
@@ -102,25 +107,7 @@ def _as_layout(expected: Any, found: Layout) -> Layout:
         )
         raise LayoutError(msg)
     if isinstance(expected, PartitionSpec):  # it may leave out unsharded dims
-        expected = NamedSharding(found.mesh.jax_mesh, expected)
-        return Layout.of(expected, found.rank)
-    layout = Layout(expected, found.mesh, memory_kind=found.memory_kind)
-    return layout.with_rank(found.rank)
-
-
-def _is_same(found: Layout, wanted: Layout) -> bool:
-    free = [entry is MATCH for entry in wanted.specs]
-    found, wanted = (_without(found, free), _without(wanted, free))
-    return found == wanted or wanted.sharding.is_equivalent_to(
-        found.sharding, found.rank
-    )
-
-
-def _without(layout: Layout, free: list[bool]) -> Layout:
-    """Returns a layout with those dims unsharded for which anything is allowed."""
-    if not any(free):
-        return layout
-    specs = [
-        None if any_ else entry for any_, entry in zip(free, layout.specs, strict=True)
-    ]
-    return Layout(specs, layout.mesh, memory_kind=layout.memory_kind)
+        expected = NamedSharding(actual.mesh.jax_mesh, expected)
+        return Layout.of(expected, actual.rank)
+    layout = Layout(expected, actual.mesh, memory_kind=actual.memory_kind)
+    return layout.with_rank(actual.rank)

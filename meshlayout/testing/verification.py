@@ -1,4 +1,8 @@
-"""`verify`: the same step on a mesh and on one device, compared leaf by leaf."""
+"""`verify`: the same step on a mesh and on one device, compared leaf by leaf.
+
+Here are the arguments, the meshes and the comparison; `reference` runs the other side,
+and `plain_step` is what it runs for steps of this library.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,13 +41,13 @@ Step: TypeAlias = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of `verify`: a step computes on meshes what it computes on one device.
+    """The result of `verify`: a step has the same results on meshes and on one device.
 
-    Text by `str` or `print`, a table in notebooks.
+    Print it, or display it in a notebook.
 
     Attributes:
         meshes: The meshes.
-        num_steps: How many steps were compared on each.
+        num_steps: The number of steps that were compared on each mesh.
         differences: One `Difference` per leaf of the state and of the step's other
             results, from the mesh and the step where it was largest.
     """
@@ -79,9 +83,9 @@ _ALIGN = "llrr"
 
 _CAUSES = (
     "Usual causes: a mean of per-shard means, a denominator or batch statistics of one "
-    "device, a sum over shards that is missing, a random key made from a device's "
-    "index, a loss in which examples meet that sees the padding. Rounding was measured "
-    "and is allowed for; if it is rounding all the same, say so with rtol= or atol=."
+    "device, a missing sum over shards, a random key made from a device index, a loss "
+    "across examples that includes padding. Rounding was measured and is allowed for; "
+    "if this is rounding nevertheless, allow more with rtol= or atol=."
 )
 
 
@@ -97,55 +101,54 @@ def verify(
     reference: Step | None = None,
     **kwargs: Any,
 ) -> Verification:
-    """Checks that a step computes on a mesh what it computes on one device.
+    """Checks that a step has the same results on a mesh as on one device.
 
     Use this in a test of a model or of a step, before training it on many devices. The
-    step runs on the mesh from a copy of `state`, which is not used up. What it is
-    compared with runs on the first device of that mesh:
+    step runs on the mesh from a copy of `state`, which is not used up. The reference
+    runs on the first device of that mesh:
 
-    - for a step of `make_train_step` or `make_eval_step`, plain Flax and Optax that
-      does what the options say, written out once more and sharing no code with the
-      step: padding is cut off, losses are averaged by hand, and everything is computed
-      in the dtype of the parameters;
-    - for another step, the user's function in plain `jax.jit`. The active mesh
-      (`default_mesh`, `jax.set_mesh`) is `one_device_mesh(mesh)` there, and `constrain`
-      leaves values where they are.
+    - For a step of `make_train_step` or `make_eval_step`, it is plain Flax and Optax
+      that does what the options say and shares no code with the step: padding is cut
+      off, losses are averaged by hand, and everything is computed in the dtype of the
+      parameters.
+    - For another step, it is your function in plain `jax.jit`. There the active mesh
+      (`default_mesh`, `jax.set_mesh`) is `one_device_mesh(mesh)`, and `constrain` has
+      no effect.
 
-    It compares all leaves of the new state and of the step's other results, or the
-    metrics by name. Integers and PRNG keys must be equal; NaN is equal to NaN.
-    Floats may be apart by the rounding of sums in another order, relative to the leaf's
-    largest value; by the rounding of the dtype that the step computes in, relative to
-    how much the leaf has changed (a mean of n losses: less by the root of n); and by
-    what rounding was seen to do to the leaf. Where there is a larger difference, the
-    reference runs eight times more, from arguments that are off by one rounding error.
-    So a gradient that is zero but for rounding (of a convolution's bias before
-    BatchNorm) is not a false alarm, whatever the optimizer makes of it. In bfloat16, a
-    loss that is wrong by one to three percent is found, by the size of the batch.
+    All leaves of the new state and of the step's other results are compared, or the
+    metrics by name. Integers and PRNG keys must be equal; NaN is equal to NaN. Floats
+    may differ by the rounding of sums in another order, relative to the largest value
+    of the leaf; by the rounding of the dtype that the step computes in, relative to the
+    change of the leaf (for a mean of n losses, divided by the root of n); and by the
+    measured effect of rounding. If a difference is larger, the reference runs eight
+    more times, from arguments that are off by one rounding error. So a gradient that is
+    zero except for rounding (such as that of a convolution's bias before BatchNorm) is
+    no false alarm, whatever the optimizer makes of it. In bfloat16, a loss that is
+    wrong by one to three percent is found, depending on the size of the batch.
 
-    A number that a step of your own takes from a mesh it names itself, such as its
-    size, is the same in both runs, and a mistake in it is not seen. Take it from
+    If your own step takes a number, such as a size, from a mesh that it names itself,
+    the number is the same in both runs, and a mistake in it goes unseen. Take it from
     `get_default_mesh()` inside the step, or pass a `reference`.
 
     Args:
-        step: What `make_train_step`, `make_eval_step` or `compile_step` returned, or
+        step: A step from `make_train_step`, `make_eval_step` or `compile_step`, or
             another callable with `lower`; a plain function `(state, batch, ...) ->
             (state, aux)` is compiled first.
         state: A state on a mesh of several devices.
-        batch: The global batch, for every step; or an iterator over batches, such as
+        batch: The global batch for all steps; or an iterator over batches, such as
             `iter([first, second])`, one for each step.
         *args: Further arguments of the step.
-        rtol: Relative tolerance, instead of what the dtypes suggest: 128 times the
-            rounding error of sums and 4 times that of the leaf's own dtype, which is
-            1.6e-5 for float32 and 3.1e-2 for bfloat16.
-        atol: Absolute tolerance, instead of an eighth of the rounding error of sums
-            (1.5e-8) and of the rounding that is measured.
-        num_steps: How many steps to run, each from the state of the one before.
-        meshes: Meshes to run on, one after the other, instead of the state's: state and
-            batch are moved there. On a `LayoutMap`'s mesh the state is laid out by its
-            rules, on a plain mesh it is replicated; batches are sharded over the axes
-            called `batch`, `data` or `fsdp`.
-        reference: What to run on the one device instead: the step made for
-            `one_device_mesh(mesh)`, where it names its mesh (as `jax.shard_map` with
+        rtol: Relative tolerance. By default 128 times the rounding error of sums plus
+            4 times that of the leaf's dtype: 1.6e-5 for float32, 3.1e-2 for bfloat16.
+        atol: Absolute tolerance. By default an eighth of the rounding error of sums
+            (1.5e-8), and the measured effect of rounding.
+        num_steps: The number of steps, each from the state of the previous one.
+        meshes: Meshes to run on, one after the other, instead of that of the state;
+            state and batch are moved there. On the mesh of a `LayoutMap` the state has
+            the layouts of its rules, on a plain mesh it is replicated; batches are
+            sharded over the axes called `batch`, `data` or `fsdp`.
+        reference: Another step to run on the one device: the step made for
+            `one_device_mesh(mesh)`, if it names its mesh (as `jax.shard_map` with
             `mesh=` does), or a simpler program.
         **kwargs: Further arguments of the step, by name.
 
@@ -183,8 +186,8 @@ def verify(
     is_plain = reference is None and isinstance(step, (TrainStep, EvalStep))
     if is_plain and (args or kwargs):
         msg = (
-            "verify: a step of make_train_step or make_eval_step is run from empty "
-            "metrics; leave out what is given besides the state and the batch."
+            "verify: a step of make_train_step or make_eval_step runs from empty "
+            "metrics; give only the state and the batch."
         )
         raise VerificationError(msg)
     batches = _batches(batch, num_steps)
@@ -236,7 +239,7 @@ def _differences(
         reference.skips.append(_num_skipped(state) - num_skipped)
         whole, expected = reference.run(whole, number)
         leaves = leaves_of(state, aux)
-        if reference.is_plain:  # a step may report more than the reference knows of
+        if reference.is_plain:  # a step may report more than the reference computes
             leaves = {path: leaf for path, leaf in leaves.items() if path in expected}
             expected = _as_kinds(expected, leaves)
         moved = changes(expected, start)
@@ -249,6 +252,7 @@ def _differences(
             rounding={},
         )
         differences = compare(number, leaves, expected, moved, tolerance)
+        # Measured only if needed: it runs the reference eight more times.
         if tolerance.atol is None and any(leaf.is_too_large for leaf in differences):
             rounding = reference.rounding(number, moved)
             tolerance = replace(tolerance, rounding=rounding)
@@ -261,8 +265,8 @@ def _differences(
 def _check_step(name: str, step: object) -> None:
     if not callable(step):
         msg = (
-            "verify takes a function (state, batch, ...) -> (state, aux) as its "
-            f"{name}, got {step!r} of type {type(step).__name__}."
+            f"verify: {name} must be a function (state, batch, ...) -> (state, aux), "
+            f"got {step!r} of type {type(step).__name__}."
         )
         raise VerificationError(msg)
 
@@ -277,6 +281,7 @@ def _run_on_mesh(
     try:
         return step(state, batch, *args, **kwargs)
     except (TypeError, KeyError, IndexError) as error:
+        # A list of whole batches, from a user who expects one per step.
         batches = batch if isinstance(batch, list) else [None]
         if not all(isinstance(value, (Mapping, tuple, list)) for value in batches):
             raise
@@ -289,7 +294,7 @@ def _run_on_mesh(
 
 
 def _reference_step(step: Step, reference: Step | None) -> Step:
-    """Returns what runs on one device: plain Flax, or a jitted function."""
+    """Returns the step for one device: plain Flax, or a jitted function."""
     if reference is None and isinstance(step, TrainStep):
         return PlainTrainStep(step)
     if reference is None and isinstance(step, EvalStep):
@@ -302,13 +307,13 @@ def _reference_step(step: Step, reference: Step | None) -> Step:
 
 
 def _num_skipped(state: PyTree) -> int:
-    """Returns how many steps a state has skipped as its loss scale was too large."""
+    """Returns the number of steps that a state skipped for a too large loss scale."""
     extra = getattr(state, "extra", {})
     return int(extra["skipped"]) if "loss_scale" in extra else 0
 
 
 def _as_kinds(expected: Values, leaves: Mapping[str, Leaf]) -> Values:
-    """Returns metrics in the dtypes that a step has them in."""
+    """Returns metrics in the dtypes of the step's metrics."""
     return {
         path: value.astype(leaves[path].dtype)
         if path.startswith("aux/") and value.shape == np.shape(leaves[path])
@@ -329,14 +334,14 @@ def _batches(batch: Batch, num_steps: int) -> list[Batch]:
     if len(batches) < num_steps:
         msg = (
             f"the batches ended after {len(batches)} of num_steps={num_steps}. Give "
-            "more of them, or run fewer steps."
+            "more batches, or run fewer steps."
         )
         raise VerificationError(msg)
     return batches
 
 
 def _mesh_of(state: PyTree, rest: PyTree) -> Mesh:
-    """Returns the mesh of several devices of a step's arguments."""
+    """Returns the mesh of a step's arguments that has several devices."""
     values = [leaf.value for leaf in _paths.flatten(state).leaves]
     leaves = (*values, *jax.tree.leaves(rest))
     shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
@@ -346,7 +351,7 @@ def _mesh_of(state: PyTree, rest: PyTree) -> Mesh:
             return as_mesh(sharding.mesh)
     where = "on a mesh of one device" if named else "on no mesh"
     msg = (
-        f"the state lies {where}, and there is nothing to compare with one device. "
+        f"the state is {where}, and so there is nothing to compare with one device. "
         "Create it on a mesh of several; virtual_devices(8) makes eight on any machine."
     )
     raise VerificationError(msg)
@@ -357,7 +362,7 @@ def _targets(meshes: Any) -> list[Mesh | LayoutMap]:
     kinds = (Mesh, LayoutMap)
     if not is_list or not meshes or not all(isinstance(x, kinds) for x in meshes):
         msg = (
-            "verify: meshes must be a list of Mesh and LayoutMap objects, as "
+            "verify: meshes must be a list of Mesh and LayoutMap objects, such as "
             "[ml.create_mesh({'batch': 8}), layouts]."
         )
         raise VerificationError(msg)
@@ -367,16 +372,16 @@ def _targets(meshes: Any) -> list[Mesh | LayoutMap]:
 def _moved(
     state: PyTree, batches: list[Batch], target: Mesh | LayoutMap
 ) -> tuple[Mesh, PyTree, list[Batch]]:
-    """Returns another mesh, with a state and its batches there."""
+    """Returns another mesh, with a state and its batches on it."""
     layouts = target if isinstance(target, LayoutMap) else LayoutMap(target)
     mesh, rows = layouts.mesh, batch_layout(layouts.mesh)
     resolved = _paths.flatten(layouts.resolve(state).layouts).leaves
-    places = {leaf.path: leaf.value for leaf in resolved}
+    layout_by_path = {leaf.path: leaf.value for leaf in resolved}
     flat = _paths.flatten(state)
     placed_state = flat.unflatten(
         [
-            relayout(leaf.value, places[leaf.path])
-            if leaf.path in places
+            relayout(leaf.value, layout_by_path[leaf.path])
+            if leaf.path in layout_by_path
             else leaf.value
             for leaf in flat.leaves
         ]
@@ -394,12 +399,12 @@ def _moved(
 
 def _message(mesh: Mesh, differences: list[Difference]) -> str:
     different = [leaf for leaf in differences if leaf.is_too_large]
-    # The loss is nearest to the cause.
+    # The loss is nearest to the cause: parameters differ because it does.
     different.sort(key=lambda leaf: leaf.path != "aux/loss")
     first = different[0]
     head = (
-        f"step {first.step}: {first.path} {first.array} is not the same on {mesh!r} "
-        "as on one device"
+        f"step {first.step}: {first.path} {first.array} differs between {mesh!r} and "
+        "one device"
     )
     if first.kinds:
         fact = f"{head}: {first.kinds}."
