@@ -343,9 +343,7 @@ def test_an_owner_that_cannot_be_told_is_an_error_where_it_matters(mesh):
     with pytest.raises(ml.errors.LayoutMapError) as error:
         ml.LayoutMap(mesh, {"^weights/k": (None, "model")}).resolve(tree)
     assert str(error.value) == (
-        "the optimizer state 'opt/0' may belong to 'ema' or to 'weights', which are laid "
-        "out differently. Name its parameters 'params', or let the state's own name "
-        "begin with theirs, as 'gen' and 'gen_opt'."
+        "the optimizer state 'opt/0' may belong to 'ema' or to 'weights', whose layouts differ. Name its parameters 'params', or begin its own name with theirs, as in 'gen' and 'gen_opt'."
     )
 
 

@@ -345,6 +345,7 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
 
         Example:
             >>> import meshlayout as ml
+            >>> import numpy as np
             >>> mesh = ml.create_mesh({"batch": 8})
             >>> layouts = ml.LayoutMap(mesh, default=ml.zero_rule(mesh, min_size=64))
             >>> params = [{"kernel": np.ones((8, 16)), "bias": np.ones(16)}] * 2

@@ -121,7 +121,7 @@ def _compiled(program: Any, args: tuple[Any, ...]) -> Any:
     if not has_text and not callable(program):
         msg = (
             "expect_communication takes a step with its arguments, or what lowering or "
-            f"compiling it returned, and got {program!r} of type "
+            f"compiling it returned, got {program!r} of type "
             f"{type(program).__name__}."
         )
         raise VerificationError(msg)
