@@ -365,6 +365,9 @@ PAIR = {"a": (8, 16), "b": (16, 8)}
         lambda h: h + jnp.cumsum(h, axis=0),
         lambda h: jnp.concatenate([h, h], axis=0)[:2],
         lambda h: jax.lax.optimization_barrier(h),
+        lambda h: jnp.stack([h, -h], axis=1)[:, 0],
+        lambda h: jnp.tile(h, (2, 1))[:2],
+        lambda h: jnp.stack(jnp.unstack(h)),
     ],
 )
 def test_hidden_features_are_followed_through(mesh_2x4, between):
@@ -385,6 +388,8 @@ def test_hidden_features_are_followed_through(mesh_2x4, between):
         (lambda h: h.reshape(4, 8).T.reshape(2, 16), "below a factor"),
         (lambda h: jnp.fft.fft(h).real, "fft is not followed"),
         (lambda h: h.at[:, 0].set(0), "a scatter writes parts of it"),
+        (lambda h: jnp.tile(h, (1, 2))[:, :16], "tile takes parts of it"),
+        (lambda h: jnp.stack(jnp.unstack(h, axis=1), 1), "taken apart into arrays"),
     ],
 )
 def test_hidden_features_that_are_mixed_stay_whole_and_say_so(
@@ -463,6 +468,11 @@ PARTS = {
         ),
         {},
     ),
+    "a matrix and a vector that nothing uses": (
+        {"a": (8, 16), "b": (16, 8), "matrix": (8, 8), "vector": (8,)},
+        lambda p, x: jnp.sin(x @ p["a"]) @ p["b"],
+        {"a": 1, "b": 0},
+    ),
     "an unknown derivative": (
         {"a": (8, 16), "b": (16, 8)},
         lambda p, x: with_its_own_gradient(x @ p["a"]) @ p["b"],
@@ -522,10 +532,12 @@ def test_the_vocabulary_is_cut_and_positions_stay_whole(mesh_2x4, name):
     )
     found = cut_dims(layouts, tree)
     assert found == dict.fromkeys(shapes) | {"table": 0, "up": 1, "down": 0}
-    if "looked up" in name:
-        assert "added to what another table holds" in note_of(
-            layouts, tree, "positions"
-        )
+    reasons = {
+        "positions that are looked up": "dim 0 of 16: it is looked up at fixed places",
+        "positions that are given": "added to what another table holds",
+    }
+    if name in reasons:
+        assert reasons[name] in note_of(layouts, tree, "positions")
 
 
 def test_a_loss_of_a_batch_will_do_for_the_call(mesh_2x4):

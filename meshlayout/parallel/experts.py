@@ -11,8 +11,8 @@ from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, Rule, rules_for
 from meshlayout.mesh import Mesh, as_mesh
 from meshlayout.parallel.factors import OF_INPUTS, Factor, leaves_of
-from meshlayout.parallel.flow import STACKED
 from meshlayout.parallel.forward import Call, Model, Parameter, follow
+from meshlayout.parallel.operations import STACKED
 from meshlayout.parallel.tensor import check_axis
 
 

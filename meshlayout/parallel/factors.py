@@ -224,3 +224,19 @@ def regroup(dims: Dims, shape: Sequence[int]) -> Dims:
             )
         grouped.append(tuple(group))
     return tuple(grouped)
+
+
+def part(dim: Dim, size: int, how: str = "slices take parts of it") -> Dim:
+    """Returns a dim that holds a part of another one; neither can be cut."""
+    block([dim], how)
+    return fresh_dims((size,), how)[0]
+
+
+def dependence(args: Iterable[FactoredArray]) -> tuple[int, bool, int]:
+    """Returns `params`, `of_inputs` and `history` of what is made of some arrays."""
+    params, of_inputs, history = 0, False, 0
+    for arg in args:
+        params |= arg.params
+        of_inputs |= arg.of_inputs
+        history |= arg.history
+    return params, of_inputs, history

@@ -17,6 +17,7 @@ from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout.errors import LayoutMapError
 from meshlayout.parallel.factors import OF_INPUTS, FactoredArray, block, fresh_dims
 from meshlayout.parallel.flow import Flow
+from meshlayout.parallel.operations import walk
 from meshlayout.state.create import eager_sharding_off, is_array, trace
 
 
@@ -187,5 +188,5 @@ def _followed(
     for value in values:
         block(value.dims, OF_INPUTS)
     flow = Flow()
-    flow.walk(closed.jaxpr, [*(param.array for param in named), *values])
+    walk(flow, closed.jaxpr, [*(param.array for param in named), *values])
     return named, flow

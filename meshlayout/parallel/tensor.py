@@ -26,8 +26,10 @@ from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, Rule, rules_for
 from meshlayout.mesh import Mesh, as_mesh
 from meshlayout.parallel.factors import Factor, leaves_of
-from meshlayout.parallel.flow import STACKED, WINDOW, Contraction, Flow, GradientSum
+from meshlayout.parallel.flow import Contraction, Flow, GradientSum
 from meshlayout.parallel.forward import Call, Model, Parameter, follow
+from meshlayout.parallel.operations import STACKED
+from meshlayout.parallel.products import WINDOW
 
 
 def tensor_parallel(
@@ -166,6 +168,9 @@ class Candidates:
         candidates = _candidates(params, flow)
         for candidate in candidates.values():
             candidate.refusal = _refusal(candidate, num_shards)
+            multiplies = any(flow.multiplied >> index & 1 for index in candidate.dims)
+            if not candidate.refusal and not multiplies:
+                candidate.refusal = "no matrix has it that anything is multiplied with"
         rivals = _rivals(candidates, flow)
         free = {f: each for f, each in candidates.items() if not each.refusal}
         nbytes = {

@@ -1,0 +1,156 @@
+"""Products of arrays and look-ups in tables: where parameters meet activations.
+
+They tie the dims that they sum over, pass the others on, and note in the `Flow` what
+a cut of either would send: the sum over the first, and for the second the sum in the
+gradient of the other operand.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from meshlayout._annotations import Equation
+from meshlayout.parallel.factors import (
+    Dim,
+    Dims,
+    FactoredArray,
+    block,
+    fresh_dims,
+    link,
+    part,
+)
+from meshlayout.parallel.flow import Flow
+
+
+def out_shapes(eqn: Equation) -> list[tuple[int, ...]]:
+    """Returns the shapes of an operation's results."""
+    return [tuple(getattr(var.aval, "shape", ())) for var in eqn.outvars]
+
+
+def unknown(eqn: Equation, args: Sequence[FactoredArray]) -> list[Dims]:
+    """Serves an operation that is not followed: it blocks what it touches."""
+    reason = f"{eqn.primitive.name} is not followed"
+    for arg in args:
+        block(arg.dims, reason)
+    return [fresh_dims(shape, reason) for shape in out_shapes(eqn)]
+
+
+def matmul(
+    flow: Flow, eqn: Equation, lhs: FactoredArray, rhs: FactoredArray
+) -> list[Dims]:
+    """Serves `dot_general`."""
+    return _contraction(flow, eqn, lhs, rhs, eqn.params["dimension_numbers"])
+
+
+def grouped_matmul(
+    flow: Flow, eqn: Equation, lhs: FactoredArray, rhs: FactoredArray, *_: Any
+) -> list[Dims]:
+    """Serves rows of the left that are multiplied with a matrix for their group."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    groups = numbers.rhs_group_dimensions
+    block([rhs.dims[dim] for dim in groups], "rows are grouped by it")
+    flow.experts += [factor for dim in groups for factor in rhs.dims[dim]]
+    contracted, batch = numbers.dot_dimension_numbers
+    if {*numbers.lhs_ragged_dimensions} & {*contracted[0], *batch[0]}:
+        return unknown(eqn, (lhs, rhs))
+    return _contraction(flow, eqn, lhs, rhs, (contracted, batch), groups)
+
+
+def _contraction(
+    flow: Flow,
+    eqn: Equation,
+    lhs: FactoredArray,
+    rhs: FactoredArray,
+    numbers: Any,
+    groups: Sequence[int] = (),
+) -> list[Dims]:
+    contracted, batch = numbers
+    for a, b in (*zip(*contracted, strict=True), *zip(*batch, strict=True)):
+        link(lhs.dims[a], rhs.dims[b])
+    used = ({*contracted[0], *batch[0]}, {*contracted[1], *batch[1], *groups})
+    free = [
+        [dim for index, dim in enumerate(x.dims) if index not in indices]
+        for x, indices in zip((lhs, rhs), used, strict=True)
+    ]
+    shared = [lhs.dims[dim] for dim in batch[0]]
+    if lhs.is_weight != rhs.is_weight:
+        flow.experts += [factor for dim in shared for factor in dim]
+    summed = [lhs.dims[dim] for dim in contracted[0]]
+    result = (*shared, *free[0], *free[1])
+    return [_product(flow, eqn, lhs, rhs, summed, free, result)]
+
+
+def _product(
+    flow: Flow,
+    eqn: Equation,
+    lhs: FactoredArray,
+    rhs: FactoredArray,
+    summed: list[Dim],
+    free: Sequence[Sequence[Dim]],
+    result: Dims,
+) -> Dims:
+    """Notes what a product sums over, forward and in the gradients of its operands."""
+    flow.contract(summed, (lhs, rhs), int(np.prod(out_shapes(eqn)[0])))
+    flow.sum_gradient(lhs, free[1], rhs.size, by_weight=rhs.is_weight)
+    flow.sum_gradient(rhs, free[0], lhs.size, by_weight=lhs.is_weight)
+    flow.together.append(result)
+    return result
+
+
+def convolution(
+    flow: Flow, eqn: Equation, lhs: FactoredArray, rhs: FactoredArray
+) -> list[Dims]:
+    """Serves convolutions, also depthwise ones."""
+    numbers = eqn.params["dimension_numbers"]
+    shape = out_shapes(eqn)[0]
+    (rows, channels, *image), (features, inputs, *window) = numbers[:2]
+    block([lhs.dims[dim] for dim in image], "a convolution slides along it")
+    block([rhs.dims[dim] for dim in window], WINDOW)
+    result = list(fresh_dims(shape, "a convolution slides along it"))
+    result[numbers[2][0]], result[numbers[2][1]] = lhs.dims[rows], rhs.dims[features]
+    groups = eqn.params["feature_group_count"]
+    if groups == lhs.shape[channels] == rhs.shape[features] != 1:  # depthwise
+        link(lhs.dims[channels], rhs.dims[features])
+        flow.sum_gradient(rhs, [lhs.dims[rows]], lhs.size, by_weight=False)
+        return [tuple(result)]
+    if groups * eqn.params["batch_group_count"] != 1:
+        dims = [lhs.dims[channels], rhs.dims[features], rhs.dims[inputs]]
+        block(dims, "a grouped convolution takes it apart")
+        return [tuple(result)]
+    link(lhs.dims[channels], rhs.dims[inputs])
+    free = [lhs.dims[rows]], [rhs.dims[features]]
+    summed = [lhs.dims[channels]]
+    return [_product(flow, eqn, lhs, rhs, summed, free, tuple(result))]
+
+
+WINDOW = "it is the window of a convolution"
+
+
+def look_up(
+    flow: Flow, eqn: Equation, x: FactoredArray, indices: FactoredArray
+) -> list[Dims]:
+    """Serves `gather`, which looks rows up in a table or an activation."""
+    numbers, shape = eqn.params["dimension_numbers"], out_shapes(eqn)[0]
+    sizes = eqn.params["slice_sizes"]
+    shared = numbers.operand_batching_dims
+    for dim, other in zip(shared, numbers.start_indices_batching_dims, strict=True):
+        link(x.dims[dim], indices.dims[other])
+    collapsed = set(numbers.collapsed_slice_dims)
+    kept = [dim for dim in range(len(sizes)) if dim not in {*collapsed, *shared}]
+    rows = iter(indices.dims[:-1])
+    windows = iter(kept)
+    result: list[Dim] = []
+    for index in range(len(shape)):
+        if index not in numbers.offset_dims:
+            result.append(next(rows))
+            continue
+        dim = next(windows)
+        is_whole = sizes[dim] == x.shape[dim]
+        result.append(x.dims[dim] if is_whole else part(x.dims[dim], sizes[dim]))
+    looked_up = [x.dims[dim] for dim in sorted(collapsed)]
+    if not indices.of_inputs:  # as positions are: each example reads the same rows
+        block(looked_up, "it is looked up at fixed places")
+    flow.look_up(x, looked_up, int(np.prod(shape)))
+    flow.together.append(tuple(result))
+    return [tuple(result)]
