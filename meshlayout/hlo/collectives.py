@@ -10,7 +10,8 @@ is a reduce-scatter written as an all-reduce.
 import math
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
@@ -64,10 +65,12 @@ class Collective:
         in_loop: Whether it is inside a loop.
         is_async: Whether computation runs at the same time.
         op_name: JAX's name of the operation in the user's code.
-        module: The submodule it serves, such as `"blocks_0/attention"`: Linen's scopes
-            and those of `jax.named_scope`; empty where there are none.
+        module: The submodule it serves: the scopes of Linen and of `jax.named_scope`,
+            such as `"Net/blocks_0/attention"`; where there are none, the classes whose
+            `__call__` is on the stack, such as `"Net/Block/Attention"`, or empty.
         source: The innermost line of code that is not a library's, such as
-            `"models/mlp.py:31"`, or empty.
+            `"models/mlp.py:31"`, or empty; of a collective that the compiler combined
+            from several, the line of most, and how many others there are.
     """
 
     kind: str
@@ -124,8 +127,8 @@ def _sighting(
 ) -> _Sighting:
     kind, is_async = _OPCODES[instruction.opcode]
     arrays = _results(instruction, kind, is_start=is_async)
-    caller = next((x.instruction for x in program.callers.get(computation, ())), None)
-    marks = instruction
+    call = next(iter(program.callers.get(computation, ())), None)
+    site, marks = computation, instruction  # where its operands and metadata are
     # On TPUs an asynchronous collective is repeated in several fusions.
     piece, is_start = None, False
     if _PIECE.match(computation):
@@ -133,8 +136,8 @@ def _sighting(
         others = program.computations[computation].values()
         is_start = any(_STARTS in other.rest for other in others)
         is_async = True
-    elif caller is not None and caller.opcode == "async-start":
-        marks, is_async = caller, True
+    elif call is not None and call.instruction.opcode == "async-start":
+        (site, marks, _), is_async = call, True
     if _IS_SYNCHRONOUS in marks.rest:
         is_async = False
     groups = replica_groups(instruction.rest, program.num_devices)
@@ -144,11 +147,14 @@ def _sighting(
     # A TPU's reduce-scatter is a fusion around an all-reduce.
     if computation.startswith("all-reduce-scatter"):
         kind, size = "reduce_scatter", size // width
-        if caller is not None:
-            arrays = arrays_of(caller.type)
-            marks = caller
+        if call is not None:
+            site, marks, _ = call
+            arrays = arrays_of(marks.type)
     runs = program.runs(computation)
     op_name = marks.attribute(_OP_NAME) or instruction.attribute(_OP_NAME)
+    module, source = _origin(program, site, marks)
+    if not source:
+        module, source = _origin(program, computation, instruction)
     collective = Collective(
         kind,
         axes,
@@ -160,8 +166,8 @@ def _sighting(
         *runs,
         is_async,
         op_name,
-        "/".join(scopes(op_name)),
-        _source(program, marks) or _source(program, instruction),
+        module,
+        source,
     )
     return _Sighting(collective, piece, is_start)
 
@@ -219,9 +225,13 @@ def scopes(op_name: str) -> list[str]:
         >>> scopes("jit(step)/(jvp(Net)/a/add:jvp(Net)/b/add)")
         ['Net']
     """
-    merged = [_scopes(name) for name in _split(op_name, ";")]
+    return _common([_scopes(name) for name in _split(op_name, ";")])
+
+
+def _common(paths: Sequence[Sequence[str]]) -> list[str]:
+    """Returns how all of some paths begin."""
     common: list[str] = []
-    for names in zip(*merged, strict=False):
+    for names in zip(*paths, strict=False):
         if len({*names}) > 1:
             break
         common.append(names[0])
@@ -264,11 +274,48 @@ def _split(text: str, separator: str) -> list[str]:
 
 _OURS = str(PurePath(__file__).parents[1])
 _LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"), _OURS)
+_CALL = re.compile(r"(\w+)\.__call__")
 
 
-def _source(program: Program, instruction: Instruction) -> str:
+def _origin(
+    program: Program, computation: str, instruction: Instruction
+) -> tuple[str, str]:
+    """Returns the submodule and the source line that an instruction serves.
+
+    Of what was combined from several, XLA notes only one: then it is what all of the
+    operands' have in common.
+    """
+    makers = [instruction]
+    if len(instruction.operands) > 1:
+        known = program.computations[computation]
+        makers = [_maker(known, name) for name in instruction.operands]
+    places = [_place(program, maker) for maker in makers if maker is not None]
+    places = [place for place in places if place[1]]
+    sources = Counter(source for _, source in places)
+    module = "/".join(_common([names for names, _ in places]))
+    more = f" and {len(sources) - 1} more" * (len(sources) > 1)
+    return module, "".join(source for source, _ in sources.most_common(1)) + more
+
+
+def _maker(known: Mapping[str, Instruction], name: str) -> Instruction | None:
+    """Returns what made a value, past instructions of which nothing is noted."""
+    for _ in range(8):
+        instruction = known.get(name)
+        if instruction is None or _NOTED.search(instruction.rest):
+            return instruction
+        name = instruction.operands[0] if instruction.operands else ""
+    return None
+
+
+def _place(program: Program, instruction: Instruction) -> tuple[list[str], str]:
     frames = program.frames(instruction)
     users = [x for x in frames if not any(part in x.file for part in _LIBRARIES)]
+    calls = [_CALL.fullmatch(frame.function) for frame in reversed(users)]
+    classes = [call[1] for call in calls if call]
+    names = scopes(instruction.attribute(_OP_NAME)) or classes
     for frame in users or frames:
-        return f"{'/'.join(PurePath(frame.file).parts[-2:])}:{frame.line}"
-    return ""
+        return names, f"{'/'.join(PurePath(frame.file).parts[-2:])}:{frame.line}"
+    return names, ""
+
+
+_NOTED = re.compile("stack_frame_id=|source_file=")

@@ -283,7 +283,7 @@ def _purpose(collective: Collective) -> str:
     """Returns the submodule and the operation that a collective serves."""
     *_, operation = collective.op_name.replace(")", "/").rpartition("/")
     backward = " (backward)" * ("transpose(" in collective.op_name)
-    return "/".join(filter(None, (collective.module, operation))) + backward
+    return f"{'/'.join(filter(None, (collective.module, operation)))}{backward}".strip()
 
 
 def arrays_text(arrays: tuple[str, ...], at_most: int | None = None) -> str:
