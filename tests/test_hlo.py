@@ -6,7 +6,9 @@ import re
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
+from flax import linen as nn, nnx
 from jax.sharding import PartitionSpec as P
 
 import meshlayout as ml
@@ -372,6 +374,110 @@ def test_collectives_name_the_classes_and_the_line_of_the_model():
         ("Net", "net/models.py:3 and 1 more"),
         ("", ""),
     ]
+
+
+# The leaves that collectives move.
+
+
+def squares(model, batch):
+    return jnp.square(model(batch["x"])).mean(-1)
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(64, 128, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(128, 64, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(jnp.tanh(self.up(x)))
+
+
+class LinenNet(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(128, use_bias=False, name="up")(x)
+        return nn.Dense(64, use_bias=False, name="down")(jnp.tanh(x))
+
+
+def train_arguments(mesh, kind, rules):
+    layouts = ml.LayoutMap(mesh, rules)
+    optimizer = optax.adam(0.1)
+    if kind == "nnx":
+        state = ml.TrainState.create(lambda: Net(nnx.Rngs(0)), optimizer, layouts)
+    else:
+        module = LinenNet()
+
+        def build():
+            return module.init(jax.random.key(0), jnp.ones((1, 64)))
+
+        state = ml.TrainState.create(build, optimizer, layouts, module=module)
+    return state, {"x": ml.arrays.ones((16, 64), mesh.layout("batch", None))}
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+@pytest.mark.parametrize("ema", [None, 0.9])
+def test_gradients_are_named_by_their_parameters(mesh, kind, ema):
+    arguments = train_arguments(mesh, kind, {})
+    sent = ml.make_train_step(squares, ema=ema).communication(*arguments)
+    moved = [leaf for one in sent.collectives for leaf in one.leaves]
+    assert sorted(moved) == ["down/kernel", "up/kernel"]
+    assert {one.kind for one in sent.collectives if one.leaves} == {"all_reduce"}
+
+
+def test_gradients_on_which_every_leaf_depends_have_no_name(mesh):
+    arguments = train_arguments(mesh, "nnx", {})
+    sent = ml.make_train_step(squares, clip_norm=1.0).communication(*arguments)
+    assert sent["all_reduce"] >= 1
+    assert [one.leaves for one in sent.collectives if one.leaves] == []
+
+
+def test_moved_weights_are_named_and_activations_are_not(mesh):
+    rules = {"up/kernel": ("batch", None), "down/kernel": ("model", None)}
+    state, batch = train_arguments(mesh, "nnx", rules)
+    for step in (ml.make_train_step(squares), ml.make_eval_step(squares)):
+        every = step.communication(state, batch).collectives
+        before, after = [
+            [one for one in every if (one.kind == "all_reduce") is is_sum]
+            for is_sum in (False, True)
+        ]
+        # How the kernel gets to where its products are is the compiler's choice.
+        assert ("up/kernel",) in {one.leaves for one in before}
+        moved = {leaf for one in before for leaf in one.leaves}
+        assert moved <= {f"{slot}up/kernel" for slot in ("", *SLOTS)}
+        sums = [one.leaves for one in after if one.arrays == ("f32[8, 64]",)]
+        assert sums == [()]
+
+
+SLOTS = ("opt_state/0/mu/", "opt_state/0/nu/")
+
+
+def whole(mesh, w):
+    return jax.lax.with_sharding_constraint(w, mesh.layout(None, None).sharding)
+
+
+def test_weights_that_a_scan_slices_are_named(mesh):
+    @ml.compile_step
+    def step(state, batch):
+        def layer(x, w):
+            return jnp.tanh(x @ whole(mesh, w)), None
+
+        x, _ = jax.lax.scan(layer, batch, state["layers"])
+        return state, x.sum()
+
+    state = {"layers": ml.arrays.ones((5, 64, 64), mesh.layout(None, "model", None))}
+    batch = ml.arrays.ones((256, 64), mesh.layout("batch", None))
+    gathers = step.communication(state, batch).by("kind")["all_gather"].collectives
+    assert {(one.leaves, one.times) for one in gathers} == {(("layers",), 5)}
+
+
+def test_arguments_of_any_program_have_jaxs_names(mesh):
+    def program(params, x):
+        return x @ whole(mesh, params["layers"][0].T)
+
+    params = {"layers": [ml.arrays.ones((64, 64), mesh.layout("model", None))]}
+    x = ml.arrays.ones((256, 64), mesh.layout("batch", None))
+    [one] = sent_by(program, params, x).collectives
+    assert (one.kind, one.leaves) == ("all_gather", ("params/layers/0",))
 
 
 # What the report is used for.

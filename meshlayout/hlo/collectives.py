@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from meshlayout.hlo.leaves import Leaves
 from meshlayout.hlo.program import Instruction, Program, arrays_of, nbytes
 from meshlayout.hlo.replica_groups import mesh_axes, replica_groups
 from meshlayout.mesh import Mesh
@@ -71,6 +72,9 @@ class Collective:
         source: The innermost line of code that is not a library's, such as
             `"models/mlp.py:31"`, or empty; of a collective that the compiler combined
             from several, the line of most, and how many others there are.
+        leaves: The arguments of the program that it moves, such as
+            `"layers/0/kernel"`; of a step, also the leaves of the state whose gradients
+            or updates it moves. Activations have none.
     """
 
     kind: str
@@ -87,6 +91,7 @@ class Collective:
     op_name: str
     module: str
     source: str
+    leaves: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -98,15 +103,18 @@ class _Sighting:
     is_start: bool
 
 
-def read_collectives(program: Program, mesh: Mesh | None) -> Iterator[Collective]:
+def read_collectives(
+    program: Program, mesh: Mesh | None, leaves: Leaves
+) -> Iterator[Collective]:
     """Yields the collectives of a program, in the order of its text.
 
     Args:
         program: The program.
         mesh: The mesh whose devices it runs on, in this order; None if not known.
+        leaves: The program's arguments and results.
     """
     sightings = [
-        _sighting(program, name, instruction, mesh)
+        _sighting(program, name, instruction, mesh, leaves)
         for name, instruction in program
         if instruction.opcode in _OPCODES
     ]
@@ -123,7 +131,11 @@ def read_collectives(program: Program, mesh: Mesh | None) -> Iterator[Collective
 
 
 def _sighting(
-    program: Program, computation: str, instruction: Instruction, mesh: Mesh | None
+    program: Program,
+    computation: str,
+    instruction: Instruction,
+    mesh: Mesh | None,
+    leaves: Leaves,
 ) -> _Sighting:
     kind, is_async = _OPCODES[instruction.opcode]
     arrays = _results(instruction, kind, is_start=is_async)
@@ -152,6 +164,13 @@ def _sighting(
             arrays = arrays_of(marks.type)
     runs = program.runs(computation)
     op_name = marks.attribute(_OP_NAME) or instruction.attribute(_OP_NAME)
+    moved: list[str] = []
+    for index, operand in enumerate(instruction.operands):
+        leaf = leaves.argument(computation, operand)
+        if not leaf and site == program.entry:
+            is_one = len(instruction.operands) == 1
+            leaf = leaves.result(marks.name, None if is_one else index)
+        moved += [leaf] * (leaf != "" and leaf not in moved)
     module, source = _origin(program, site, marks)
     if not source:
         module, source = _origin(program, computation, instruction)
@@ -168,6 +187,7 @@ def _sighting(
         op_name,
         module,
         source,
+        tuple(moved),
     )
     return _Sighting(collective, piece, is_start)
 

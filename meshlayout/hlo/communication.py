@@ -1,7 +1,7 @@
 """`Communication`: what a program sends, grouped, totalled, compared and locked."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from meshlayout import _checks, _render
 from meshlayout.errors import CommunicationError
 from meshlayout.hlo.collectives import KINDS, Collective, read_collectives
+from meshlayout.hlo.leaves import Leaves
 from meshlayout.hlo.program import Program, text_of
 from meshlayout.mesh import Mesh
 
@@ -129,9 +130,8 @@ class Communication(Mapping[str, int]):
         before, after = _pick(self, removed), _pick(other, added)
         changed: list[tuple[Collective, Collective]] = []
         for old in list(before):
-            same = (x for x in after if (x.kind, x.op_name) == (old.kind, old.op_name))
-            new = next(same, None)
-            if new is not None and old.op_name:
+            new = next((new for new in after if _serves_same(old, new)), None)
+            if new is not None:
                 changed.append((old, new))
                 before.remove(old)
                 after.remove(new)
@@ -203,7 +203,7 @@ class CommunicationDiff:
         changed = [
             [f"{old} -> {new}" if old != new else old for old, new in cells]
             for (old, new), n in pairs
-            for cells in [zip(_cells(old, n), _cells(new, n), strict=True)]
+            for cells in [zip(_cells(old, n, 2), _cells(new, n, 2), strict=True)]
         ]
         return [
             *(["+", *_cells(x, n)] for x, n in Counter(self.added).items()),
@@ -224,7 +224,13 @@ _UNKNOWN = (
 )
 
 
-def read_communication(program: Any, mesh: Mesh | None = None) -> Communication:
+def read_communication(
+    program: Any,
+    mesh: Mesh | None = None,
+    *,
+    arguments: Mapping[str, str] | None = None,
+    results: Sequence[str] = (),
+) -> Communication:
     """Reads the collectives of a compiled program, for CPUs, GPUs or TPUs.
 
     A compiled step has this as its `communication`. With JAX's persistent compilation
@@ -234,6 +240,9 @@ def read_communication(program: Any, mesh: Mesh | None = None) -> Communication:
         program: What `jax.jit(...).lower(...).compile()` returns, for devices that are
             here or described ones; or the text of an optimized program.
         mesh: The mesh it runs on; if None, that of its arguments and results.
+        arguments: Better names of arguments, from what `hlo.leaf_name` makes of JAX's.
+        results: Names of the program's first results, to know gradients by; those of
+            one leaf end alike.
 
     Raises:
         CommunicationError: If it is not a compiled program.
@@ -242,7 +251,9 @@ def read_communication(program: Any, mesh: Mesh | None = None) -> Communication:
     if mesh is not None and not isinstance(mesh, Mesh):
         msg = f"mesh must be a Mesh, got {_checks.shown(mesh)}."
         raise CommunicationError(msg)
-    found = read_collectives(Program(text), mesh or _mesh_of(program))
+    parsed = Program(text)
+    leaves = Leaves(parsed, arguments or {}, results)
+    found = read_collectives(parsed, mesh or _mesh_of(program), leaves)
     return Communication(tuple(found))
 
 
@@ -266,12 +277,17 @@ def _text_of(collective: Collective, key: str) -> str:
     return names if collective.whole_axes else f"{names} (in part)"
 
 
-def _cells(collective: Collective, count: int) -> list[str]:
+def _serves_same(a: Collective, b: Collective) -> bool:
+    pairs = (a.op_name, b.op_name), (a.leaves, b.leaves)
+    return a.kind == b.kind and any(x == y and bool(x) for x, y in pairs)
+
+
+def _cells(collective: Collective, count: int, num_arrays: int = 4) -> list[str]:
     way = "async " * collective.is_async
     return [
         f"{count} x {collective.kind}" if count > 1 else collective.kind,
         _text_of(collective, "axes"),
-        arrays_text(collective.arrays, at_most=4),
+        arrays_text(collective.arrays, at_most=num_arrays),
         _render.bytes_text(collective.wire_bytes * count),
         f"{way}{collective.times}{'?' * (not collective.times_known)}",
         _purpose(collective),
@@ -280,7 +296,12 @@ def _cells(collective: Collective, count: int) -> list[str]:
 
 
 def _purpose(collective: Collective) -> str:
-    """Returns the submodule and the operation that a collective serves."""
+    """Returns the leaves, or the submodule and the operation, that it serves."""
+    if collective.leaves:
+        more = f", ... ({len(collective.leaves) - 2} more)" * (
+            len(collective.leaves) > 2
+        )
+        return ", ".join(collective.leaves[:2]) + more
     *_, operation = collective.op_name.replace(")", "/").rpartition("/")
     backward = " (backward)" * ("transpose(" in collective.op_name)
     return f"{'/'.join(filter(None, (collective.module, operation)))}{backward}".strip()
@@ -303,11 +324,12 @@ def arrays_text(arrays: tuple[str, ...], at_most: int | None = None) -> str:
 def _essence(collective: Collective) -> str:
     """Returns a collective as a line that stays the same where source code moves."""
     times = f"{collective.times}{'?' * (not collective.times_known)}"
+    purpose = ", ".join(collective.leaves) or collective.module
     return (
         f"{collective.kind} over {_text_of(collective, 'axes')}: "
         f"{arrays_text(collective.arrays)}, {collective.wire_bytes} bytes sent, "
         f"times {times}{', asynchronous' * collective.is_async}"
-        f"{', for ' * bool(collective.module)}{collective.module}"
+        f"{', for ' * bool(purpose)}{purpose}"
     )
 
 

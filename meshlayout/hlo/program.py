@@ -116,6 +116,7 @@ class Program:
         computations: Instructions by name, by the name of their computation.
         callers: Where each computation is called.
         num_devices: How many devices it runs on.
+        entry: The name of the computation that is the whole program.
     """
 
     def __init__(self, text: str) -> None:
@@ -125,6 +126,7 @@ class Program:
         self._tables: dict[str, dict[int, str]] = {}
         counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", text[:100_000])
         self.num_devices = math.prod(map(int, counts))
+        self.entry = ""
         self._parse(text)
         for name, instructions in self.computations.items():
             for instruction in instructions.values():
@@ -153,6 +155,7 @@ class Program:
                 continue
             elif match := _HEAD.match(line):
                 name = match[1]
+                self.entry = name if line.startswith("ENTRY") else self.entry
                 instructions = self.computations.setdefault(name, {})
             elif match := _SECTION.match(line):
                 table = self._tables.setdefault(match[1], {})

@@ -9,9 +9,15 @@ from typing import Any
 import jax
 from jax.sharding import Sharding
 
-from meshlayout import _jax, _render
+from meshlayout import _jax, _paths, _render
 from meshlayout._annotations import Leaf
-from meshlayout.hlo import Communication, Cost, read_communication, read_cost
+from meshlayout.hlo import (
+    Communication,
+    Cost,
+    leaf_name,
+    read_communication,
+    read_cost,
+)
 from meshlayout.state import TrainState
 
 
@@ -126,7 +132,9 @@ class Inspection:
             *args: As for a call; nothing is run, and the state is not used up.
             **kwargs: Arguments by name.
         """
-        return read_communication(self.lower(*args, **kwargs).compile())
+        compiled = self.lower(*args, **kwargs).compile()
+        arguments, results = _names(compiled, args[0] if args else kwargs.get("state"))
+        return read_communication(compiled, arguments=arguments, results=results)
 
     def cost(self, *args: Any, **kwargs: Any) -> Cost:
         """Returns the FLOPs and bytes of the compiled program, loops counted in full.
@@ -149,6 +157,25 @@ class Inspection:
         compiled = self.lower(*args, **kwargs).compile()
         state = args[0] if args else kwargs.get("state")
         return _memory_of(compiled, state)
+
+
+def _names(compiled: Any, state: Any) -> tuple[dict[str, str], list[str]]:
+    """Returns the paths of a program's arguments by JAX's names, and of its results."""
+    (first, rest), _ = compiled.args_info
+    donates = bool(jax.tree.leaves(first))
+    names: dict[str, str] = {}
+    for keys, _ in jax.tree_util.tree_flatten_with_path(rest)[0]:
+        path = jax.tree_util.keystr(keys[2:], simple=True, separator="/")
+        names[leaf_name(f"rest{jax.tree_util.keystr(keys)}")] = path
+    paths = [leaf.path.removeprefix("params/") for leaf in _paths.flatten(state).leaves]
+    if isinstance(state, TrainState) and donates:  # it is passed flat
+        names.update((f"state/{index}", path) for index, path in enumerate(paths))
+        return names, paths
+    prefix = "state" if donates else "rest[0][0]"
+    entries, _ = jax.tree_util.tree_flatten_with_path(state)
+    for (keys, _), path in zip(entries, paths, strict=True):
+        names[leaf_name(f"{prefix}{jax.tree_util.keystr(keys)}")] = path
+    return names, paths if donates else []
 
 
 def _memory_of(compiled: Any, state: Any) -> StepMemory:

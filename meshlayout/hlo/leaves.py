@@ -1,0 +1,146 @@
+"""Which leaf of a state a collective moves: a weight, its gradient or its update.
+
+Values are followed back to the program's arguments through what only moves or converts
+them: copies, slices, other collectives, fusions of those, and what loops carry
+unchanged. A gradient is no argument. It is known by the results that depend on it: a
+leaf, and the slots of the optimizer that follow it, and no others.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+
+from meshlayout.hlo.program import Instruction, Program
+
+
+_MOVES = {"copy", "bitcast", "convert", "transpose", "reshape", "slice", "pad"}
+_MOVES |= {"dynamic-slice", "optimization-barrier", "broadcast"}
+_MOVES |= {
+    f"{opcode}{suffix}"
+    for opcode in ("copy", "all-gather", "collective-permute", "all-to-all")
+    for suffix in ("", "-start", "-done")
+}
+_MAX_STEPS = 200
+
+_KEY = re.compile(r"\[\\*'?(.*?)\\*'?\]|\.(\w+)")
+_OP_NAME = r'op_name="((?:[^"\\]|\\.)*)"'
+
+
+def leaf_name(text: str) -> str:
+    """Returns JAX's name of an argument as a path.
+
+    Example:
+        >>> leaf_name("params['layers'][0].kernel"), leaf_name("state[3]")
+        ('params/layers/0/kernel', 'state/3')
+    """
+    return _KEY.sub(lambda match: f"/{match[1] or match[2]}", text)
+
+
+class Leaves:
+    """Finds the leaves that values of a program are.
+
+    Args:
+        program: The program.
+        arguments: Better names of arguments, by `leaf_name`.
+        results: Names of the program's first results.
+    """
+
+    def __init__(
+        self, program: Program, arguments: Mapping[str, str], results: Sequence[str]
+    ) -> None:
+        self._program, self._arguments, self._results = program, arguments, results
+        self._users: dict[str, list[Instruction]] = {}
+        entry = program.computations.get(program.entry, {})
+        for instruction in entry.values() if results else ():
+            for operand in instruction.operands:
+                self._users.setdefault(operand, []).append(instruction)
+
+    def argument(self, computation: str, name: str) -> str:
+        """Returns the name of the argument that a value is, or `""`."""
+        path: list[int] = []  # of the element that is followed through tuples
+        for _ in range(_MAX_STEPS):
+            instruction = self._program.computations[computation].get(name)
+            if instruction is None:
+                return ""
+            opcode, operands = instruction.opcode, instruction.operands
+            if opcode == "parameter":
+                if computation == self._program.entry:
+                    text = leaf_name(instruction.attribute(_OP_NAME))
+                    return self._arguments.get(text, text)
+                calls = self._program.callers.get(computation, [])
+                if len(calls) != 1:
+                    return ""
+                [(computation, caller, _)] = calls
+                if caller.opcode == "while":
+                    if not path or not self._is_constant(caller, path[-1]):
+                        return ""
+                    name = caller.operands[0]
+                else:
+                    index = int(instruction.attribute(r"^(\d+)\)") or 0)
+                    name = caller.operands[index]
+            elif opcode == "get-tuple-element":
+                path.append(int(instruction.attribute(r"\bindex=(\d+)")))
+                name = operands[0]
+            elif opcode == "tuple":
+                name = operands[path.pop()]
+            elif opcode == "while":
+                if not path or not self._is_constant(instruction, path[-1]):
+                    return ""
+                name = operands[0]
+            elif opcode in ("fusion", "call"):
+                called = [x for x, _ in self._program.called(instruction)]
+                computation, name = called[0], self._program.root(called[0])
+            elif opcode in _MOVES and operands:
+                several = len(operands) > 1 and opcode.startswith("all-gather")
+                name = operands[path.pop()] if several and path else operands[0]
+            else:
+                return ""
+        return ""
+
+    def _is_constant(self, loop: Instruction, index: int) -> bool:
+        """Returns whether a loop carries an element unchanged."""
+        body = {role: name for name, role in self._program.called(loop)}.get("body", "")
+        known = self._program.computations.get(body, {})
+        root = known.get(self._program.root(body))
+        if root is None or root.opcode != "tuple":
+            return False
+        element = known.get(root.operands[index])
+        while element is not None and element.opcode in ("copy", "bitcast"):
+            element = known.get(element.operands[0])
+        if element is None or element.opcode != "get-tuple-element":
+            return False
+        source = known.get(element.operands[0])
+        is_parameter = source is not None and source.opcode == "parameter"
+        return is_parameter and element.attribute(r"\bindex=(\d+)") == str(index)
+
+    def result(self, name: str, element: int | None = None) -> str:
+        """Returns the only leaf among the results that depends on a value, or `""`.
+
+        Args:
+            name: An instruction of the program's entry.
+            element: Which of its results, if it has several.
+        """
+        users, values, num_results = self._users, [name], len(self._results)
+        if any(user.opcode.endswith("-done") for user in users.get(name, ())):
+            values = [user.name for user in users[name]]
+        if element is not None:
+            values = [
+                user.name
+                for value in values
+                for user in users.get(value, ())
+                if user.attribute(r"\bindex=(\d+)") == str(element)
+            ]
+        root = self._program.root(self._program.entry)
+        needing: set[str] = set()
+        seen = {*values}
+        while values:
+            value = values.pop()
+            for user in users.get(value, ()):
+                if user.name == root:
+                    places = (i for i, x in enumerate(user.operands) if x == value)
+                    needing |= {self._results[i] for i in places if i < num_results}
+                elif user.name not in seen:
+                    seen.add(user.name)
+                    values.append(user.name)
+        leaf = min(needing, key=len, default="")
+        is_only = all(f"/{path}".endswith(f"/{leaf}") for path in needing)
+        return leaf if is_only else ""
