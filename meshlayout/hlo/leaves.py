@@ -66,37 +66,33 @@ class Leaves:
                 if computation == self._program.entry:
                     text = leaf_name(instruction.attribute(_OP_NAME))
                     return self._arguments.get(text, text)
+                place = int(instruction.attribute(r"^(\d+)\)"))
                 calls = self._program.callers.get(computation, [])
                 if len(calls) != 1:
                     return ""
-                [(computation, caller, _)] = calls
-                if caller.opcode == "while":
-                    if not path or not self._is_constant(caller, path[-1]):
-                        return ""
-                    name = caller.operands[0]
-                else:
-                    index = int(instruction.attribute(r"^(\d+)\)") or 0)
-                    name = caller.operands[index]
-            elif opcode == "get-tuple-element":
+                [(computation, instruction, _)] = calls
+                opcode, operands = instruction.opcode, instruction.operands
+                if opcode != "while":
+                    is_same = opcode in ("fusion", "call", "async-start")
+                    name = operands[place] if is_same else ""
+                    continue
+            if opcode == "get-tuple-element":
                 path.append(int(instruction.attribute(r"\bindex=(\d+)")))
                 name = operands[0]
-            elif opcode == "tuple":
-                name = operands[path.pop()]
-            elif opcode == "while":
-                if not path or not self._is_constant(instruction, path[-1]):
-                    return ""
+            elif opcode == "while" and path and self._carries(instruction, path[-1]):
                 name = operands[0]
             elif opcode in ("fusion", "call"):
-                called = [x for x, _ in self._program.called(instruction)]
-                computation, name = called[0], self._program.root(called[0])
-            elif opcode in _MOVES and operands:
-                several = len(operands) > 1 and opcode.startswith("all-gather")
-                name = operands[path.pop()] if several and path else operands[0]
+                [(computation, _)] = self._program.called(instruction)
+                name = self._program.root(computation)
+            elif path and (opcode == "tuple" or instruction.combines):
+                name = operands[path.pop()]
+            elif opcode in _MOVES:
+                name = operands[0]
             else:
                 return ""
         return ""
 
-    def _is_constant(self, loop: Instruction, index: int) -> bool:
+    def _carries(self, loop: Instruction, index: int) -> bool:
         """Returns whether a loop carries an element unchanged."""
         body = {role: name for name, role in self._program.called(loop)}.get("body", "")
         known = self._program.computations.get(body, {})

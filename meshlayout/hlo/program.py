@@ -35,6 +35,11 @@ class Instruction(NamedTuple):
     operands: tuple[str, ...]
     rest: str
 
+    @property
+    def combines(self) -> bool:
+        """Whether it is several all-gathers in one, with a result for each operand."""
+        return self.opcode.startswith("all-gather") and len(self.operands) > 1
+
     def attribute(self, pattern: str) -> str:
         """Returns the first group of a regular expression in the rest, or `""`."""
         match = re.search(pattern, self.rest)
