@@ -380,6 +380,49 @@ def lock(text: Any, current: str, fact: str, **context: Unpack[Context]) -> None
     raise _error(f"{fact} (- locked, + now):\n  {lines}{more}", **context)
 
 
+def real_array(name: str, value: Any, **context: Unpack[Context]) -> jax.Array:
+    """Returns losses, weights or other inputs as an array of real numbers or bools.
+
+    Integers on the host that do not fit into JAX's become floats: JAX would wrap them
+    around without an error.
+
+    Raises:
+        MeshLayoutError: As `error`, if it is anything else, such as text, None or
+            complex numbers.
+
+    Example:
+        >>> real_array("weights", [1, 2**40]).tolist()
+        [1.0, 1099511627776.0]
+        >>> real_array("weights", "abc", where="Mean")
+        Traceback (most recent call last):
+        meshlayout.errors.MeshLayoutError: Mean: weights must be an array of real
+            numbers, got 'abc'.
+    """
+    array = None
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        array = _device_array(value)
+    kinds = (jax.numpy.floating, jax.numpy.integer, jax.numpy.bool_)
+    if array is None or not any(jax.numpy.issubdtype(array.dtype, k) for k in kinds):
+        dtype = f" of dtype {array.dtype}" if array is not None and array.shape else ""
+        got = f"{shown(value)}{dtype}"
+        fact = f"{name} must be an array of real numbers, got {got}."
+        raise _error(fact, **context)
+    return array
+
+
+def _device_array(value: Any) -> jax.Array:
+    """Returns a value as a JAX array, with large integers of the host as floats."""
+    # Arrays of JAX's, also in a list, hold no such integers; tracers have no value.
+    if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value)):
+        return jax.numpy.asarray(value)
+    host = np.asarray(value)
+    narrow = jax.dtypes.canonicalize_dtype(host.dtype)
+    is_integer = np.issubdtype(host.dtype, np.integer) and narrow != host.dtype
+    if is_integer and np.any(host.astype(narrow) != host):
+        return jax.numpy.asarray(host.astype(np.float32))
+    return jax.numpy.asarray(host)
+
+
 @contextlib.contextmanager
 def noted(note: str | Callable[[], str]) -> Iterator[None]:
     """Adds a note to an exception of the user's code: which path, row or step.

@@ -1,5 +1,7 @@
 """Losses are averaged over the global batch, whatever a replica holds of it."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -324,6 +326,30 @@ def test_wrong_arguments_are_refused_in_words(name):
     with pytest.raises(ml.errors.LossError) as caught:
         call()
     assert str(caught.value) == message
+
+
+def test_integers_that_jax_would_wrap_around_keep_their_value():
+    large = np.array([2**40, 1])
+    assert losses.per_example(large).tolist() == [2**40, 1]
+    assert float(losses.weighted_sum(np.ones(2), large)) == 2**40  # in float32
+    assert float(losses.denominator_of("real", large, 2)) == 2**40
+    assert float(losses.scale_regularization_loss(2**40)) == 2**40
+
+
+def test_losses_may_be_a_list_of_traced_scalars():
+    total = jax.jit(lambda x: losses.weighted_sum([x, 2 * x], [1, 3]))
+    assert float(total(2.0)) == 14
+
+
+def test_one_weight_for_all_examples_leaves_a_loss_for_each():
+    pixels = np.arange(6.0, dtype="float32").reshape(2, 3)
+    assert losses.per_example(pixels, 2.0).tolist() == [1, 4]
+
+
+def test_a_compiled_pattern_keeps_its_flags():
+    where = re.compile("KERNEL", re.IGNORECASE)
+    same = losses.l2(1.0, where="kernel")(PARAMS)
+    assert float(losses.l2(1.0, where=where)(PARAMS)) == float(same)
 
 
 # Every parameter, and what nobody can mean by it.

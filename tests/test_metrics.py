@@ -926,7 +926,7 @@ REFUSED = [
     ),
     (
         lambda: metrics.Mean().update("a"),
-        "Mean: values must be an array of numbers, got 'a'.",
+        "Mean: values must be an array of real numbers, got 'a'.",
     ),
     (
         lambda: metrics.Accuracy().update(LOGITS, SCORES),

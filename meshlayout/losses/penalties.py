@@ -30,13 +30,13 @@ class Regularizer:
     Attributes:
         name: Its name in a step's metrics.
         strength: The factor.
-        where: A regular expression, searched for in the paths.
+        where: A regular expression, which may be compiled, searched for in the paths.
         power: 1 for absolute values, 2 for squares.
     """
 
     name: str
     strength: float
-    where: str
+    where: str | re.Pattern[str]
     power: Literal[1, 2]
 
     def __call__(self, params: PyTree) -> jax.Array:
@@ -55,8 +55,8 @@ class Regularizer:
         if not chosen:
             paths = ", ".join(repr(leaf.path) for leaf in leaves[:4])
             msg = (
-                f"{self.name}: no parameter's path matches {self.where!r}; there are "
-                f"{paths}{', ...' if len(leaves) > 4 else ''}."
+                f"{self.name}: no parameter's path matches {pattern.pattern!r}; there "
+                f"are {paths}{', ...' if len(leaves) > 4 else ''}."
             )
             raise LossError(msg)
         sums = [self._sum(jnp.asarray(leaf).astype("float32")) for leaf in chosen]
@@ -66,7 +66,9 @@ class Regularizer:
         return jnp.abs(leaf).sum() if self.power == 1 else jnp.square(leaf).sum()
 
 
-def l2(strength: float, where: str = "", *, name: str = "l2") -> Regularizer:
+def l2(
+    strength: float, where: str | re.Pattern[str] = "", *, name: str = "l2"
+) -> Regularizer:
     """Returns the penalty `strength * sum(w ** 2)`, like Keras' `regularizers.l2`.
 
     Use this in `make_train_step(..., regularizers=[...])`. It is part of the loss, and
@@ -88,7 +90,9 @@ def l2(strength: float, where: str = "", *, name: str = "l2") -> Regularizer:
     return _regularizer(name, strength, where, 2)
 
 
-def l1(strength: float, where: str = "", *, name: str = "l1") -> Regularizer:
+def l1(
+    strength: float, where: str | re.Pattern[str] = "", *, name: str = "l1"
+) -> Regularizer:
     """Returns the penalty `strength * sum(abs(w))`, like Keras' `regularizers.l1`.
 
     Arguments and errors: as for `l2`.
@@ -102,7 +106,7 @@ def l1(strength: float, where: str = "", *, name: str = "l1") -> Regularizer:
 
 
 def _regularizer(
-    name: str, strength: float, where: str, power: Literal[1, 2]
+    name: str, strength: float, where: str | re.Pattern[str], power: Literal[1, 2]
 ) -> Regularizer:
     """Returns a checked penalty."""
     function = f"l{power}"
@@ -118,8 +122,8 @@ def _regularizer(
     strength = _checks.number(
         "strength", strength, at_least=0, where=name, error=LossError
     )
-    pattern = _checks.pattern("where", where, where=name, error=LossError)
-    return Regularizer(name, strength, pattern.pattern, power)
+    _checks.pattern("where", where, where=name, error=LossError)
+    return Regularizer(name, strength, where, power)
 
 
 class ModelLoss(nnx.Intermediate[Any]):

@@ -50,8 +50,8 @@ def per_example(losses: ArrayLike, weights: ArrayLike | None = None) -> jax.Arra
     num_kept = 1
     if weights is not None:
         weights = real_array("weights", weights, "per_example")
-        num_kept = weights.ndim
-        if weights.shape != losses.shape[:num_kept]:
+        num_kept = max(1, weights.ndim)  # also with one weight for all examples
+        if weights.shape != losses.shape[: weights.ndim]:
             msg = (
                 f"the batch's weights have shape {weights.shape} and the losses "
                 f"{losses.shape}; one loss per example, or per weight, is needed."
@@ -211,32 +211,8 @@ def scale_regularization_loss(regularization_loss: ArrayLike) -> jax.Array:
 
 
 def real_array(name: str, value: ArrayLike | None, where: str) -> jax.Array:
-    """Returns losses or weights as an array of real numbers.
-
-    Args:
-        name: The name of the parameter, for messages.
-        value: The user's value.
-        where: The public function, for messages.
-
-    Raises:
-        LossError: If it is not an array of real numbers, but text, None or complex.
-    """
-    array = None
-    if value is not None:
-        try:
-            array = jnp.asarray(value)
-        except (TypeError, ValueError, OverflowError):
-            array = None
-    if array is None or not any(
-        jnp.issubdtype(array.dtype, kind)
-        for kind in (jnp.floating, jnp.integer, jnp.bool_)
-    ):
-        given = _checks.shown(value)
-        if array is not None and array.shape:
-            given += f" of dtype {array.dtype}"
-        msg = f"{where}: {name} must be an array of real numbers, got {given}."
-        raise LossError(msg)
-    return array
+    """Returns losses or weights as an array of real numbers, or raises LossError."""
+    return _checks.real_array(name, value, where=where, error=LossError)
 
 
 def weighted(losses: jax.Array, weights: ArrayLike | None) -> jax.Array:

@@ -25,8 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from meshlayout import _render
-from meshlayout._checks import shown
+from meshlayout import _checks, _render
 from meshlayout.errors import MetricError
 
 
@@ -193,7 +192,7 @@ class Metric:
                 msg = (
                     f"{type(self).__name__}: {field} must be the name of an output or "
                     "of an entry of the batch, or the position of an entry, got "
-                    f"{shown(name)}."
+                    f"{_checks.shown(name)}."
                 )
                 raise MetricError(msg)
 
@@ -235,7 +234,7 @@ class Metric:
         """
         structures = jax.tree.structure(self), jax.tree.structure(other)
         if type(self) is not type(other) or structures[0] != structures[1]:
-            theirs = repr(other) if isinstance(other, Metric) else shown(other)
+            theirs = repr(other) if isinstance(other, Metric) else _checks.shown(other)
             msg = (
                 f"{self!r} does not merge with {theirs}: both must have the same class "
                 "and configuration."
@@ -376,29 +375,8 @@ class ValueMetric(Metric):
 
 
 def as_array(x: ArrayLike, name: str, where: str) -> jax.Array:
-    """Returns an input as an array of numbers or booleans, or raises MetricError."""
-    try:
-        array = x if isinstance(x, jax.Array) else _on_device(np.asarray(x))
-    except (TypeError, ValueError, OverflowError):
-        msg = f"{where}: {name} must be an array of numbers, got {shown(x)}."
-        raise MetricError(msg) from None
-    kinds = (jnp.bool_, jnp.integer, jnp.floating)
-    if not any(jnp.issubdtype(array.dtype, kind) for kind in kinds):
-        msg = f"{where}: {text(name, array)} does not hold real numbers."
-        raise MetricError(msg)
-    return array
-
-
-def _on_device(host: np.ndarray) -> jax.Array:
-    """Returns a host array as a JAX array; integers that do not fit become floats.
-
-    JAX would make int32 of int64 without a check, and wrap large numbers around.
-    """
-    narrow = jax.dtypes.canonicalize_dtype(host.dtype)
-    is_integer = np.issubdtype(host.dtype, np.integer) and narrow != host.dtype
-    if is_integer and np.any(host.astype(narrow) != host):
-        return jnp.asarray(host.astype(np.float32))
-    return jnp.asarray(host)
+    """Returns an input as an array of real numbers or bools, or raises MetricError."""
+    return _checks.real_array(name, x, where=where, error=MetricError)
 
 
 def as_float(x: ArrayLike, name: str, where: str) -> jax.Array:
