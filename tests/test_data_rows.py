@@ -172,7 +172,8 @@ def test_a_context_takes_a_whole_number(size):
 def test_a_context_errors_where_the_batch_does_not_divide():
     context = md.InputContext(1, 0, 8)
     assert message(lambda: context.get_per_replica_batch_size(12)) == (
-        "a global batch of 12 rows does not divide into 8 replicas."
+        "a global batch of 12 rows does not divide into 8 replicas. Nearest sizes that "
+        "divide: 8 and 16."
     )
 
 

@@ -19,7 +19,12 @@ from meshlayout.data.clock import Clock
 from meshlayout.data.dataset import DistributedDataset, as_source
 from meshlayout.data.elements import ElementReader
 from meshlayout.data.examples import looks_batched
-from meshlayout.data.placement import LayoutOrMesh, batch_layout, row_groups
+from meshlayout.data.placement import (
+    LayoutOrMesh,
+    batch_layout,
+    row_groups,
+    rows_per_replica,
+)
 from meshlayout.data.plan import DataOptions, DataPlan
 from meshlayout.data.protocols import Source, StreamSource
 from meshlayout.errors import DataError
@@ -75,15 +80,7 @@ class InputContext:
         Raises:
             DataError: If it is not a positive integer, or does not divide.
         """
-        size = _checks.count("global_batch_size", global_batch_size, error=DataError)
-        replicas = self.num_replicas_in_sync
-        if size % replicas:
-            msg = (
-                f"a global batch of {size} rows does not divide into {replicas} "
-                "replicas."
-            )
-            raise DataError(msg)
-        return size // replicas
+        return rows_per_replica(global_batch_size, self.num_replicas_in_sync)
 
     @classmethod
     def of(cls, layout_or_mesh: LayoutOrMesh) -> "InputContext":

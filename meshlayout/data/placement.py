@@ -111,16 +111,29 @@ def per_replica_batch_size(global_batch_size: int, layout_or_mesh: LayoutOrMesh)
         >>> per_replica_batch_size(512, create_mesh({"batch": 2, "model": 4}))
         256
     """
-    size = _checks.count("global_batch_size", global_batch_size, error=DataError)
     layout = batch_layout(layout_or_mesh)
     replicas = _batches.num_row_shards(layout)
+    return rows_per_replica(global_batch_size, replicas, f" ({layout!r})")
+
+
+def rows_per_replica(global_batch_size: int, replicas: int, where: str = "") -> int:
+    """Returns how many rows of a global batch each replica gets.
+
+    Args:
+        global_batch_size: Rows of the global batch.
+        replicas: The number of replicas.
+        where: What they belong to, for messages.
+
+    Raises:
+        DataError: If the size is not a positive integer, or does not divide.
+    """
+    size = _checks.count("global_batch_size", global_batch_size, error=DataError)
     if size % replicas:
         below = size // replicas * replicas
         nearest = [below, below + replicas] if below else [replicas]
         msg = (
-            f"a global batch of {size} rows does not divide into {replicas} replicas "
-            f"({layout!r}). Nearest sizes that divide: "
-            f"{' and '.join(map(str, nearest))}."
+            f"a global batch of {size} rows does not divide into {replicas} replicas"
+            f"{where}. Nearest sizes that divide: {' and '.join(map(str, nearest))}."
         )
         raise DataError(msg)
     return size // replicas

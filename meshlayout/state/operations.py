@@ -52,9 +52,12 @@ class CreationMemory:
     peak_bytes: int
 
 
-@dataclass
+@dataclass(eq=False)
 class _Operation:
-    """One operation, and how to run it.
+    """One operation, and how to run it; equal to those that compile to one program.
+
+    Initializers repeat the same few operations for every layer of a kind, so a state of
+    hundreds of leaves needs a few dozen programs.
 
     Attributes:
         eqn: The operation.
@@ -71,6 +74,34 @@ class _Operation:
     donated: tuple[int, ...]
     dead: list[Any]
     is_whole: bool
+
+    def __post_init__(self) -> None:
+        eqn = self.eqn
+        avals = [var.aval for var in eqn.invars]
+        self._key: tuple[Any, ...] = (
+            eqn.primitive,
+            tuple(sorted(eqn.params.items(), key=lambda item: item[0])),
+            tuple((aval.shape, aval.dtype, aval.weak_type) for aval in avals),
+            tuple(self.shardings_in),
+            tuple(self.shardings_out),
+            self.donated,
+        )
+        try:
+            self._hash = hash(self._key)
+        except TypeError:  # a parameter that cannot be hashed: a program of its own
+            self._key = (id(eqn), tuple(self.shardings_in), self.donated)
+            self._hash = hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Operation) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def operands(self) -> Iterator[tuple[Any, NamedSharding]]:
+        """The operands, each with the sharding it is needed in."""
+        return zip(self.eqn.invars, self.shardings_in, strict=True)
 
 
 class Operations:
@@ -140,13 +171,13 @@ class Operations:
         held = {var: self._bytes(var) for var in [*self._inputs, *self._consts]}
         peak = sum(held.values())
         for operation in self._operations:
-            analysis = _compile(_OperationKey(operation)).memory_analysis()
+            analysis = _compile(operation).memory_analysis()
             new = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
             now = sum(held.values()) + analysis.temp_size_in_bytes + new
             # Operands that are needed in another sharding are copied first.
             moved = sum(
                 _shard_bytes(var, sharding)
-                for var, sharding in _operands(operation)
+                for var, sharding in operation.operands
                 if sharding != self._shardings[var]
             )
             peak = max(peak, now + moved)
@@ -238,46 +269,9 @@ def _needed(eqns: list[Any], outputs: Sequence[Any]) -> list[tuple[Any, list[Any
     return needed
 
 
-class _OperationKey:
-    """An operation as a cache key: equal for operations that compile alike.
-
-    Initializers repeat the same few operations for every layer of a kind, so a state of
-    hundreds of leaves needs a few dozen programs.
-    """
-
-    def __init__(self, operation: _Operation) -> None:
-        self.operation = operation
-        eqn = operation.eqn
-        avals = [var.aval for var in operation.eqn.invars]
-        self._value = (
-            eqn.primitive,
-            tuple(sorted(eqn.params.items(), key=lambda item: item[0])),
-            tuple((aval.shape, aval.dtype, aval.weak_type) for aval in avals),
-            tuple(operation.shardings_in),
-            tuple(operation.shardings_out),
-            operation.donated,
-        )
-        try:
-            self._hash = hash(self._value)
-        except TypeError:  # a parameter that cannot be hashed: a program of its own
-            self._value = (id(eqn), tuple(operation.shardings_in), operation.donated)
-            self._hash = hash(self._value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _OperationKey) and self._value == other._value
-
-    def __hash__(self) -> int:
-        return self._hash
-
-
-def _operands(operation: _Operation) -> Iterator[tuple[Any, NamedSharding]]:
-    return zip(operation.eqn.invars, operation.shardings_in, strict=True)
-
-
 @functools.lru_cache(maxsize=1024)
-def _compile(key: _OperationKey) -> Any:
-    """Compiles an operation, once for each different one."""
-    operation = key.operation
+def _compile(operation: _Operation) -> Any:
+    """Compiles an operation, once for all that are equal."""
     operands = [
         jax.ShapeDtypeStruct(
             var.aval.shape,
@@ -285,7 +279,7 @@ def _compile(key: _OperationKey) -> Any:
             sharding=sharding,
             weak_type=var.aval.weak_type,
         )
-        for var, sharding in _operands(operation)
+        for var, sharding in operation.operands
     ]
     jitted = jax.jit(
         functools.partial(_apply, operation),
@@ -302,7 +296,7 @@ def _compile(key: _OperationKey) -> Any:
 
 def _run(operation: _Operation, operands: Sequence[ArrayLike]) -> list[jax.Array]:
     """Runs an operation, on operands in any sharding."""
-    program = _compile(_OperationKey(operation))
+    program = _compile(operation)
     moved = [
         jax.device_put(operand, sharding)
         for operand, sharding in zip(operands, operation.shardings_in, strict=True)
