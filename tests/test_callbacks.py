@@ -19,6 +19,7 @@ from flax import nnx
 from rich.console import Console
 
 import meshlayout as ml
+from tests.error_messages import message_of
 
 
 FEATURES = 4
@@ -67,12 +68,6 @@ class Scripted(ml.Trainer):
     def run(self, *callbacks, **options):
         data = [{"x": np.ones(1, np.float32)}]
         return fit(self, *callbacks, epochs=len(self.values), data=data, **options)
-
-
-def message_of(function):
-    with pytest.raises(ml.MeshLayoutError) as caught:
-        function()
-    return str(caught.value)
 
 
 # A user's own.

@@ -1,6 +1,7 @@
 """Saving and restoring: every tree and dtype, on any mesh, and what is refused."""
 
 import errno
+import functools
 import hashlib
 import json
 import logging
@@ -22,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 import meshlayout as ml
 from meshlayout.checkpoint import Checkpointer
 from meshlayout.checkpoint.policy import steps_to_delete
+from tests.error_messages import message_of
 from tests.same_bits import assert_same_bits
 
 
@@ -897,11 +899,7 @@ def test_a_wrong_directory_is_refused():
 
 
 def test_steps_that_do_not_exist_are_refused(ck):
-    def message(call):
-        with pytest.raises(ml.errors.CheckpointError) as caught:
-            call()
-        return str(caught.value)
-
+    message = functools.partial(message_of, error=ml.errors.CheckpointError)
     assert message(ck.restore_numpy) == (
         f"{ck.directory} has no checkpoints: nothing was saved there yet."
     )
@@ -930,9 +928,9 @@ def test_steps_that_do_not_exist_are_refused(ck):
 
 def test_what_save_is_given_is_checked(tmp_path):
     def message(**options):
-        with pytest.raises(ml.errors.CheckpointError) as caught:
-            ck.save(1, {"x": 1}, **options)
-        return str(caught.value)
+        return message_of(
+            ck.save, 1, {"x": 1}, error=ml.errors.CheckpointError, **options
+        )
 
     with Checkpointer(tmp_path, best=("accuracy", "max")) as ck:
         assert message(metrics={"acuracy": 1}) == (

@@ -1,6 +1,7 @@
 """Weights of other libraries: safetensors, Flax msgpack, directories of plain Orbax."""
 
 import contextlib
+import functools
 import json
 import resource
 import shutil
@@ -24,6 +25,7 @@ from safetensors.numpy import load_file, save_file
 import meshlayout as ml
 from meshlayout import checkpoint
 from meshlayout.checkpoint import safetensors as reading
+from tests.error_messages import message_of
 
 
 DTYPES = [
@@ -33,10 +35,7 @@ DTYPES = [
 ]
 
 
-def error_of(call, *args, error=ml.errors.CheckpointError, **options):
-    with pytest.raises(error) as caught:
-        call(*args, **options)
-    return str(caught.value)
+error_of = functools.partial(message_of, error=ml.errors.CheckpointError)
 
 
 def equal(a, b):

@@ -1,6 +1,7 @@
 """Which saved array goes where: names, shapes, dtypes, and what differs."""
 
 import copy
+import functools
 import html
 import re
 
@@ -17,6 +18,7 @@ from meshlayout.checkpoint.difference import ArraySpec
 from meshlayout.checkpoint.pairs import Request, match
 from meshlayout.checkpoint.patterns import renamed
 from meshlayout.checkpoint.target import LeafRestore
+from tests.error_messages import message_of
 
 
 F32 = np.dtype("float32")
@@ -44,10 +46,7 @@ def numbered(*paths, shape=(2,), dtype="float32"):
     return tree
 
 
-def error_of(call, *args, **options):
-    with pytest.raises(ml.errors.CheckpointError) as caught:
-        call(*args, **options)
-    return str(caught.value)
+error_of = functools.partial(message_of, error=ml.errors.CheckpointError)
 
 
 words = st.text("abcd", min_size=1, max_size=3)

@@ -3,6 +3,7 @@
 import collections
 import copy
 import dataclasses
+import functools
 import inspect
 import itertools
 import json
@@ -21,6 +22,7 @@ from flax.core import FrozenDict
 
 import meshlayout as ml
 from meshlayout import data as md
+from tests.error_messages import message_of
 
 
 MESH = ml.create_mesh({"batch": 8})
@@ -40,10 +42,7 @@ def batches(source: Any, mesh: Any = MESH, size: int = 8, **options: Any) -> lis
     return [jax.tree.map(np.asarray, batch) for batch in data]
 
 
-def message(function) -> str:
-    with pytest.raises(ml.errors.DataError) as info:
-        function()
-    return str(info.value)
+message = functools.partial(message_of, error=ml.errors.DataError)
 
 
 def refused(source: Any, mesh: Any = MESH, size: int = 8, **options: Any) -> str:

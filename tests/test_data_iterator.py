@@ -1,6 +1,7 @@
 """Iterating: threads, leaving early, exceptions, resuming, lengths and the report."""
 
 import contextlib
+import functools
 import gc
 import itertools
 import json
@@ -20,6 +21,7 @@ import pytest
 
 import meshlayout as ml
 from meshlayout import data as md
+from tests.error_messages import message_of
 
 
 MESH = ml.create_mesh({"batch": 8})
@@ -36,10 +38,7 @@ def rows_of(batches: Any) -> list[list[int]]:
     return [np.asarray(batch["y"]).tolist() for batch in batches]
 
 
-def message(function, error=ml.errors.DataError) -> str:
-    with pytest.raises(error) as info:
-        function()
-    return str(info.value)
+message = functools.partial(message_of, error=ml.errors.DataError)
 
 
 def columns(num_rows: int) -> dict[str, Any]:
@@ -228,7 +227,7 @@ def test_repeated_data_goes_on_where_a_loop_was_left():
 
 def test_the_length_of_a_stream_is_not_known():
     data = distributed(examples(10))
-    assert message(lambda: len(data), TypeError) == (
+    assert message(lambda: len(data), error=TypeError) == (
         "this dataset does not know how many batches it has. Give steps= to have the same number in every iteration."
     )
     assert len(distributed([{"y": i} for i in range(10)])) == 3
@@ -404,7 +403,7 @@ def test_a_source_of_rows_that_raises_stop_iteration_does_not_end_the_epoch(pref
 
     it = iter(distributed(Ending(8), prefetch=prefetch))
     assert rows_of([next(it)]) == [[0, 1, 2, 3]]
-    assert message(lambda: next(it), RuntimeError) == (
+    assert message(lambda: next(it), error=RuntimeError) == (
         "the source raised StopIteration when it was asked for rows."
     )
 

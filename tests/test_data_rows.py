@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import meshlayout as ml
 from meshlayout import data as md
 from tests.bad_values import BAD, refusal
+from tests.error_messages import message_of
 
 
 many = hypothesis.settings(max_examples=100, deadline=None, derandomize=True)
@@ -26,12 +27,6 @@ class Chip:
     process_index: int
     platform: str = "tpu"
     device_kind: str = "TPU v9"
-
-
-def message(function) -> str:
-    with pytest.raises(ml.MeshLayoutError) as info:
-        function()
-    return str(info.value)
 
 
 @st.composite
@@ -89,13 +84,13 @@ def test_rows_may_be_asked_for_with_a_mesh_a_sharding_or_a_number(mesh_2x4):
 
 
 def test_a_process_that_there_is_not_has_no_rows(mesh_2x4):
-    assert message(lambda: md.process_rows(mesh_2x4, 8, 5)) == (
+    assert message_of(lambda: md.process_rows(mesh_2x4, 8, 5)) == (
         "process_index must be below 1, the number of processes, got 5."
     )
 
 
 def test_rows_that_do_not_divide_are_an_error(mesh_2x4):
-    assert message(lambda: md.process_rows(mesh_2x4.layout("model"), (6,))) == (
+    assert message_of(lambda: md.process_rows(mesh_2x4.layout("model"), (6,))) == (
         "an array of shape (6,): dim 0 has size 6, which does not divide into 4 shards "
         "over mesh axis 'model' (Layout([model], Mesh(batch=2, model=4))). Nearest "
         "sizes that fit: 4 and 8. To keep the size, leave dim 0 UNSHARDED."
@@ -103,20 +98,20 @@ def test_rows_that_do_not_divide_are_an_error(mesh_2x4):
 
 
 def test_an_array_without_dims_has_no_rows(mesh_2x4):
-    assert message(lambda: md.process_rows(mesh_2x4, ())) == (
+    assert message_of(lambda: md.process_rows(mesh_2x4, ())) == (
         "an array without dims has no rows; global_shape needs its batch dim."
     )
 
 
 @pytest.mark.parametrize("index", [-1, 1.5, True])
 def test_a_process_index_is_a_whole_number(mesh_2x4, index):
-    assert message(lambda: md.process_rows(mesh_2x4, 8, index)) == (
+    assert message_of(lambda: md.process_rows(mesh_2x4, 8, index)) == (
         f"process_index must be a non-negative integer, got {index!r}."
     )
 
 
 def test_what_is_neither_layout_nor_mesh_is_refused():
-    assert message(lambda: md.process_rows(["batch"], 8)) == (
+    assert message_of(lambda: md.process_rows(["batch"], 8)) == (
         "batches need a Layout, a mesh or a NamedSharding, got ['batch']. For a "
         "list of entries, write mesh.layout(...)."
     )
@@ -143,12 +138,12 @@ def test_each_replica_gets_its_share_of_a_global_batch(axes, specs, expected):
 
 
 def test_a_global_batch_that_does_not_divide_names_both_numbers(mesh_2x4):
-    assert message(lambda: md.per_replica_batch_size(9, mesh_2x4)) == (
+    assert message_of(lambda: md.per_replica_batch_size(9, mesh_2x4)) == (
         "a global batch of 9 rows does not divide into 2 replicas (Layout([batch, ...],"
         " Mesh(batch=2, model=4))). Nearest sizes that divide: 8 and 10."
     )
     mesh = ml.create_mesh({"batch": 8})
-    assert message(lambda: md.per_replica_batch_size(3, mesh)) == (
+    assert message_of(lambda: md.per_replica_batch_size(3, mesh)) == (
         "a global batch of 3 rows does not divide into 8 replicas (Layout([batch, ...],"
         " Mesh(batch=8))). Nearest sizes that divide: 8."
     )
@@ -156,7 +151,7 @@ def test_a_global_batch_that_does_not_divide_names_both_numbers(mesh_2x4):
 
 @pytest.mark.parametrize("size", [0, -8, 2.5, "8", True])
 def test_a_global_batch_size_is_a_whole_number(mesh_2x4, size):
-    assert message(lambda: md.per_replica_batch_size(size, mesh_2x4)) == (
+    assert message_of(lambda: md.per_replica_batch_size(size, mesh_2x4)) == (
         f"global_batch_size must be a positive integer, got {size!r}."
     )
 
@@ -164,14 +159,14 @@ def test_a_global_batch_size_is_a_whole_number(mesh_2x4, size):
 @pytest.mark.parametrize("size", [0, -8, 16.0, "8", True])
 def test_a_context_takes_a_whole_number(size):
     context = md.InputContext(1, 0, 8)
-    assert message(lambda: context.get_per_replica_batch_size(size)) == (
+    assert message_of(lambda: context.get_per_replica_batch_size(size)) == (
         f"global_batch_size must be a positive integer, got {size!r}."
     )
 
 
 def test_a_context_errors_where_the_batch_does_not_divide():
     context = md.InputContext(1, 0, 8)
-    assert message(lambda: context.get_per_replica_batch_size(12)) == (
+    assert message_of(lambda: context.get_per_replica_batch_size(12)) == (
         "a global batch of 12 rows does not divide into 8 replicas. Nearest sizes that "
         "divide: 8 and 16."
     )

@@ -1,5 +1,6 @@
 """What compiled programs send: closed forms on hand-written programs, loops, locks."""
 
+import functools
 import itertools
 import math
 import re
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import meshlayout as ml
 from meshlayout.errors import CommunicationError
 from meshlayout.hlo import Collective, Communication, read_communication
+from tests.error_messages import message_of
 
 
 AXES = [("batch",), ("model",), ("batch", "model")]
@@ -25,10 +27,7 @@ def mesh():
     return ml.create_mesh({"batch": 2, "model": 4})
 
 
-def message(call):
-    with pytest.raises(CommunicationError) as info:
-        call()
-    return str(info.value)
+message = functools.partial(message_of, error=CommunicationError)
 
 
 def sent_by(function, *arguments):

@@ -2,6 +2,7 @@
 
 import copy
 import decimal
+import functools
 import hashlib
 import json
 import struct
@@ -17,16 +18,14 @@ from flax import serialization
 
 import meshlayout as ml
 from meshlayout import checkpoint
+from tests.error_messages import message_of
 
 
 BAD = [None, float("nan"), -1, 0, "x", "", "a\0b", object(), ["x"], {"x": 1}]
 STATE = {"w": np.ones((2, 3), "float32")}
 
 
-def error_of(call, *args, error=ml.errors.CheckpointError, **options):
-    with pytest.raises(error) as caught:
-        call(*args, **options)
-    return str(caught.value)
+error_of = functools.partial(message_of, error=ml.errors.CheckpointError)
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from flax import nnx
 
 import meshlayout as ml
 from models import gan
+from tests.error_messages import message_of
 from tests.same_bits import on_host
 
 
@@ -434,9 +435,7 @@ def test_a_loop_refuses_what_would_go_wrong_silently(tmp_path):
 
 def test_a_loop_takes_a_checkpointer_and_batches(tmp_path):
     def message(*args):
-        with pytest.raises(ml.errors.CheckpointError) as error:
-            ml.checkpoint.Loop(*args)
-        return str(error.value)
+        return message_of(ml.checkpoint.Loop, *args, error=ml.errors.CheckpointError)
 
     give = (
         "Give an iterable of batches, or a function that returns one; for a single "

@@ -14,6 +14,7 @@ from flax import nnx
 
 import meshlayout as ml
 from tests.bad_values import BAD, refusal
+from tests.error_messages import message_of
 
 
 RNG = np.random.default_rng(0)
@@ -36,12 +37,6 @@ def on(mesh, batch):
 
 def squares(model, batch):
     return jnp.square(model(batch["x"]) - batch["y"])
-
-
-def message_of(call, error=ml.MeshLayoutError):
-    with pytest.raises(error) as caught:
-        call()
-    return str(caught.value)
 
 
 # Batches from the host.

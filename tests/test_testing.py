@@ -1,5 +1,6 @@
 """`ml.testing` finds what is not the same on a mesh, and lets pass what is."""
 
+import functools
 import re
 
 import jax
@@ -12,6 +13,7 @@ from flax import linen as nn, nnx
 import meshlayout as ml
 from meshlayout import testing
 from models.mlp import MLP, MODEL_PARALLEL
+from tests.error_messages import message_of
 
 
 P = jax.sharding.PartitionSpec
@@ -29,10 +31,7 @@ def mesh():
         yield mesh
 
 
-def message(call):
-    with pytest.raises(testing.VerificationError) as info:
-        call()
-    return str(info.value)
+message = functools.partial(message_of, error=testing.VerificationError)
 
 
 def rows(mesh, *shape, seed=0):

@@ -23,6 +23,7 @@ from rich.console import Console
 import meshlayout as ml
 from models import gan
 from tests.bad_values import refusal
+from tests.error_messages import message_of
 from tests.same_bits import assert_same_bits
 
 
@@ -693,12 +694,6 @@ def test_a_real_ctrl_c_leaves_a_state_to_go_on_with():
 
 
 # Messages.
-
-
-def message_of(function):
-    with pytest.raises(ml.MeshLayoutError) as caught:
-        function()
-    return str(caught.value)
 
 
 def test_an_unknown_option_is_refused():
