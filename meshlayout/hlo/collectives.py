@@ -292,8 +292,9 @@ def _split(text: str, separator: str) -> list[str]:
     return parts
 
 
-_OURS = str(PurePath(__file__).parents[1])
-_LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"), _OURS)
+# A program in a compilation cache may be from another copy of this library.
+_OURS = (str(PurePath(__file__).parents[1]), "/meshlayout/step/")
+_LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"), *_OURS)
 _CALL = re.compile(r"(\w+)\.__call__")
 
 
