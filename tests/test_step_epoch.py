@@ -126,7 +126,7 @@ def test_each_key_is_another_order_of_the_same_rows():
 
 
 SHUFFLE = (
-    "shuffle= takes a PRNG key, another one for each epoch, as jax.random.key(epoch), "
+    "shuffle= takes a PRNG key, a new one for each epoch, as jax.random.key(epoch), "
     "and got {}."
 )
 REFUSED = {

@@ -206,9 +206,14 @@ def test_an_error_of_the_users_names_the_step(mesh):
     def loss_fn(model, batch):
         return batch["z"]
 
-    with pytest.raises(KeyError) as caught:
-        ml.make_train_step(loss_fn)(create(mesh), on(mesh, {"x": X}))
-    assert caught.value.__notes__[-1] == "in train_step, at step 0"
+    for make, name in (
+        (ml.make_train_step, "train_step"),
+        (ml.make_eval_step, "eval_step"),
+        (ml.make_predict_step, "predict_step"),
+    ):
+        with pytest.raises(KeyError) as caught:
+            make(loss_fn)(create(mesh), on(mesh, {"x": X}))
+        assert caught.value.__notes__[-1] == f"in {name}, at step 0"
 
 
 # States and optimizers that do not fit.

@@ -619,6 +619,22 @@ def test_eval_steps_agree_with_plain_flax(mesh):
     assert text.startswith("step 1: aux/loss f32[] differs between ")
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_predict_steps_agree_with_plain_flax(mesh, precision):
+    mistake = MISTAKES["twice the loss"]
+
+    def wrong(model, batch):
+        return mistake(model(batch["x"]), ml.get_default_mesh().size > 1)
+
+    step = ml.make_predict_step(lambda m, b: {"y": m(b["x"])}, precision=precision)
+    state, batch = conv_state(mesh), conv_batch(mesh, real=None)
+    found = testing.verify(step, state, batch)
+    assert {"state/step", "aux/y"} <= {leaf.path for leaf in found.differences}
+    step = ml.make_predict_step(wrong, precision=precision)
+    text = message(lambda: testing.verify(step, state, batch))
+    assert text.startswith("step 1: aux f32[8@batch] differs between Mesh(")
+
+
 def test_a_loss_in_which_examples_meet_sees_padding_and_is_found(mesh):
     def contrastive(model, batch):
         scores = model(batch["x"])

@@ -445,7 +445,7 @@ REMATS = {
     ),
     "what is inside of others": (
         {"blocks": None, "up": None},
-        "remat: 'up' matches 'blocks/0/up', which is not called, or only inside of "
+        "remat: 'up' matches 'blocks/0/up', which is not called, or only inside "
         "what is recomputed as a whole.",
     ),
 }
@@ -729,7 +729,7 @@ STEPS = {
         lambda: ml.make_train_step(squares, remat="all"),
         "remat='all' is none of 'none', 'blocks', 'full', a policy of "
         "jax.checkpoint_policies (for the blocks), or a dict from patterns of paths to "
-        "policies (None keeps nothing).",
+        "policies (None saves nothing).",
     ),
     "a policy of remat": (
         lambda: ml.make_train_step(squares, remat={"x": "dots"}),

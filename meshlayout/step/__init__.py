@@ -1,4 +1,4 @@
-"""Compiled steps: `compile_step`, `make_train_step`, `make_eval_step`."""
+"""Compiled steps: `compile_step`, and steps that train, evaluate and predict."""
 
 from meshlayout.step.compiled_step import (
     CompiledStep as CompiledStep,
@@ -7,6 +7,7 @@ from meshlayout.step.compiled_step import (
 from meshlayout.step.epoch import scan_epoch as scan_epoch
 from meshlayout.step.eval_step import (
     EvalStep as EvalStep,
+    PredictStep as PredictStep,
     make_eval_step as make_eval_step,
     make_predict_step as make_predict_step,
 )

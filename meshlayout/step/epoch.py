@@ -1,4 +1,9 @@
-"""A whole epoch in one dispatch, over a dataset that is on the devices."""
+"""A whole epoch in one dispatch, over a dataset that is on the devices.
+
+A small model takes less time for a step than the host for its dispatch. If the data
+fits into device memory, a scan over row numbers removes the host altogether: each turn
+gathers its rows, shards them like any batch, and runs the step.
+"""
 
 from typing import Any
 
@@ -54,8 +59,8 @@ class _ScanEpoch:
             train_step: What `make_train_step` made.
             state: The state; it is used up.
             data: A tree of arrays whose first dim is the examples, on the state's
-                devices (best replicated: rows are picked from it). Where the last batch
-                is short, it has weights or a place for them, as a mapping has, and a
+                devices (best replicated: rows are gathered from it). If the last batch
+                is short, it needs weights or a place for them: a mapping has one, and a
                 tuple after its last array.
             global_batch_size: Examples in a batch.
             shuffle: A PRNG key for the order of this epoch; None keeps the rows in
@@ -156,13 +161,12 @@ def _epoch_call(
     data = mesh.put(data)
 
     def batch_at(data: PyTree, order: jax.Array, start: jax.Array | int) -> Batch:
-        picked = jax.lax.dynamic_slice_in_dim(order, start, global_batch_size)
-        real = picked >= 0
-        batch = map_batch(lambda leaf: leaf[jnp.maximum(picked, 0)], data)
+        indices = jax.lax.dynamic_slice_in_dim(order, start, global_batch_size)
+        batch = map_batch(lambda leaf: leaf[jnp.maximum(indices, 0)], data)
         if rows % global_batch_size:
-            given = weights_of(batch, train_step.weights)
-            spread = real.reshape(-1, *[1] * (given.ndim - 1))
-            weights = jnp.where(spread, given, 0).astype("float32")
+            weights = weights_of(batch, train_step.weights)
+            is_real = (indices >= 0).reshape(-1, *[1] * (weights.ndim - 1))
+            weights = jnp.where(is_real, weights, 0).astype("float32")
             batch = with_weights(batch, train_step.weights, weights)
         return map_batch(lambda leaf: mesh.constrain(leaf, 0), batch)
 
@@ -170,6 +174,7 @@ def _epoch_call(
         order = jnp.arange(rows)
         if shuffle is not None:
             order = jax.random.permutation(shuffle, order)
+        # -1 for the padding of the last batch: any row, with a weight of 0.
         return jnp.pad(order, (0, -rows % global_batch_size), constant_values=-1)
 
     state = train_step._prepared(state, mesh)
@@ -200,14 +205,14 @@ def _check_key(shuffle: Any) -> None:
     is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     if not (is_key and not shape) and not (dtype == jnp.uint32 and len(shape) == 1):
         msg = (
-            "shuffle= takes a PRNG key, another one for each epoch, as "
+            "shuffle= takes a PRNG key, a new one for each epoch, as "
             f"jax.random.key(epoch), and got {shuffle!r}."
         )
         raise StepError(msg)
 
 
 def _with_weights(data: PyTree, key: str | int, rows: int, size: int) -> Any:
-    """Returns a dataset whose last batch can be filled up: one that has weights."""
+    """Returns a dataset with weights, so that its last batch can be padded."""
     if weights_of(data, key) is not None:
         return data
     try:

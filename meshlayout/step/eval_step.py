@@ -1,4 +1,9 @@
-"""`make_eval_step` and `make_predict_step`: what a model does, and how well."""
+"""`make_eval_step` and `make_predict_step`: how good a model is, and what it predicts.
+
+Both are compiled steps whose state is empty: nothing is donated. The train state is an
+argument, without what only training needs, so that a change of optimizer recompiles
+nothing and its arrays are not transferred.
+"""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -12,7 +17,12 @@ from meshlayout.layout_map import LayoutMap
 from meshlayout.losses.reduction import check_denominator
 from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
-from meshlayout.state.precision import Precision, check_params, parse_precision
+from meshlayout.state.precision import (
+    Policies,
+    Precision,
+    check_params,
+    parse_precision,
+)
 from meshlayout.step.compiled_step import (
     CompiledStep,
     OnRecompile,
@@ -27,6 +37,7 @@ from meshlayout.step.placement import (
     check_batch,
     check_state,
     in_own_mesh,
+    noted_call,
     place_host_batch,
     step_mesh_of,
 )
@@ -104,8 +115,8 @@ class EvalStep(Inspection):
     """A compiled eval step; made by `make_eval_step`.
 
     `metrics = eval_step(state, batch)` measures one batch, and
-    `eval_step(state, batch, metrics)` adds it to what was measured before. The state is
-    not donated.
+    `eval_step(state, batch, metrics)` adds it to earlier metrics. The state is not
+    donated.
     """
 
     def __init__(
@@ -123,7 +134,7 @@ class EvalStep(Inspection):
         self.__name__ = "eval_step"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # What was compiled belongs to this process.
+        # Compiled programs belong to this process; a copy compiles its own.
         how = (self._loss, self._metrics, self._layouts, self._on_recompile)
         return EvalStep, how
 
@@ -141,7 +152,8 @@ class EvalStep(Inspection):
             StepError: If the state, the batch or the metrics do not fit.
             LossError: If what the loss function returns does not fit the batch.
         """
-        (_, flat), start = self._dispatch(state, batch, metrics, is_lowered=False)
+        with noted_call(self.__name__, state):
+            (_, flat), start = self._dispatch(state, batch, metrics, is_lowered=False)
         return Metrics.from_flat(flat, start.treedef)
 
     def lower(
@@ -228,7 +240,7 @@ def make_predict_step(
     precision: Precision = "float32",
     layouts: LayoutMap | None = None,
     on_recompile: OnRecompile = "warn",
-) -> "Callable[[TrainState, Any], Any]":
+) -> "PredictStep":
     """Makes a compiled step that returns a model's predictions for a batch.
 
     Args:
@@ -236,9 +248,6 @@ def make_predict_step(
         precision: As for `make_train_step`.
         layouts: The layout map that `constrain` follows in the model.
         on_recompile: As for `compile_step`.
-
-    Returns:
-        A function of a state, which is not donated, and a global batch.
 
     Raises:
         StepError: If `predict_fn` is not a function.
@@ -257,27 +266,71 @@ def make_predict_step(
         (8, 1)
     """
     check_loss_fn("predict_fn", "make_predict_step", predict_fn)
-    policies = parse_precision(precision)
+    return PredictStep(predict_fn, parse_precision(precision), layouts, on_recompile)
 
-    def predict(nothing: tuple[()], state: TrainState, batch: Batch) -> Any:
-        check_params(state.params, policies)
-        _, predictions = call_model(
-            lambda model: predict_fn(model, batch),
-            *(policies, state, state.params, state.model_state, state.rng),
-            train=False,
+
+class PredictStep(Inspection):
+    """A compiled predict step; made by `make_predict_step`.
+
+    `predictions = predict_step(state, batch)`. The state is not donated.
+
+    Attributes:
+        predict_fn: The function of the model and a batch.
+        policies: The dtypes it computes in.
+    """
+
+    def __init__(
+        self,
+        predict_fn: Callable[[Any, Any], Any],
+        policies: Policies,
+        layouts: LayoutMap | None,
+        on_recompile: OnRecompile,
+    ) -> None:
+        self.predict_fn, self.policies = predict_fn, policies
+        self._options = (layouts, on_recompile)
+
+        def predict(nothing: tuple[()], state: TrainState, batch: Batch) -> Any:
+            check_params(state.params, policies)
+            _, predictions = call_model(
+                lambda model: predict_fn(model, batch),
+                *(policies, state, state.params, state.model_state, state.rng),
+                train=False,
+            )
+            return nothing, predictions
+
+        self._compiled = compile_step(
+            predict, layouts=layouts, on_recompile=on_recompile
         )
-        return nothing, predictions
+        self.__name__ = "predict_step"
 
-    compiled = compile_step(predict, layouts=layouts, on_recompile=on_recompile)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PredictStep, (self.predict_fn, self.policies, *self._options)
 
-    def predict_step(state: TrainState, batch: Batch) -> Any:
-        """Returns the model's predictions for a batch."""
-        check_state("predict_step", state)
+    def __call__(self, state: TrainState, batch: Batch) -> Any:
+        """Returns the model's predictions for a global batch.
+
+        Raises:
+            StepError: If the state does not fit.
+        """
+        check_state(self.__name__, state)
+        with noted_call(self.__name__, state), in_own_mesh(state):
+            batch = place_host_batch(state, batch)
+            return self._compiled((), without_optimizer(state), batch)[1]
+
+    def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
+        """Lowers the step for these arguments, as `jax.jit(...).lower` does.
+
+        Args:
+            state: A state; arrays may be `jax.ShapeDtypeStruct` with shardings.
+            batch: The global batch.
+        """
+        check_state(self.__name__, state)
         with in_own_mesh(state):
             batch = place_host_batch(state, batch)
-            return compiled((), without_optimizer(state), batch)[1]
+            return self._compiled.lower((), without_optimizer(state), batch)
 
-    return predict_step
+    def __repr__(self) -> str:
+        return f"PredictStep({getattr(self.predict_fn, '__name__', 'predict')})"
 
 
 def without_optimizer(state: TrainState) -> TrainState:

@@ -12,13 +12,13 @@ axis is left over, each part is added several times:
 
 Plain `jax.jit` does it too, on jax 0.7.2 and 0.10.2, and the all-reduces of programs
 for TPUs (v5e) have the same groups. The forward pass and the gradient of the input are
-right. So the convolutions that make kernel gradients get operands whose batch dim is
-sharded over all the axes in question, and nothing else: one all-to-all where images
+right. So the convolutions that compute kernel gradients get operands whose batch dim is
+sharded over all the axes in question, and no other dim is: one all-to-all where images
 were sharded in space, a local slice where an axis was left over, and less to compute.
-Replicated operands would be right as well, and slow.
+Replicated operands would be right as well, but slow.
 
-The file can go when XLA adds over the right devices; in `test_kernel_gradients`, the
-programs of plain JAX that show the fault fail then.
+This file can go when XLA adds over the right devices; then the programs of plain JAX in
+`test_kernel_gradients` that show the fault will fail.
 """
 
 import itertools
@@ -58,7 +58,7 @@ class GradientAxes:
     every: tuple[str, ...]
 
     def of(self, eqn: JaxprEqn) -> tuple[str, ...]:
-        """Returns the axes for one convolution; none if XLA computes it rightly."""
+        """Returns the axes for one convolution; none if XLA computes it correctly."""
         return self.every if _is_grouped(eqn) else self.images
 
 
@@ -74,7 +74,7 @@ def gradient_axes(jaxpr: Jaxpr, state: PyTree, batch: PyTree) -> GradientAxes | 
         None if no kernel gradient is affected.
 
     Raises:
-        StepError: If one is that is out of reach, in a shard_map over some axes alone.
+        StepError: If one is out of reach, in a shard_map over only some axes.
     """
     equations = list(_equations(jaxpr))
     gradients = [eqn for eqn in equations if _makes_kernel_gradient(eqn)]
@@ -84,8 +84,8 @@ def gradient_axes(jaxpr: Jaxpr, state: PyTree, batch: PyTree) -> GradientAxes | 
     if not kernels:
         return None
     images = [*_shardings(batch), *_constraints(equations, kernels)]
-    # What the state's arrays bring along: the compiler may shard images by a map of
-    # positions, or by the rows of a matrix that images are flattened for.
+    # The state's shardings matter, too: the compiler may propagate to images that of a
+    # map of positions, or of the rows of a matrix that multiplies flattened images.
     others = [
         sharding
         for sharding, shape in _shardings(state)
@@ -154,7 +154,7 @@ def _affected_axes(
     hidden &= {*free}
     if hidden and len(free) > 1:
         is_cut = True
-        # Images are as a rule not sharded so: then nothing moves.
+        # Images are seldom sharded this way; and if they are not, nothing moves.
         space_axes.update(dict.fromkeys(() if batch_axes else sorted(hidden)))
     ordered = tuple(dict.fromkeys((*batch_axes, *space_axes, *every)))
     ordered = tuple(axis for axis in ordered if axis in every)
@@ -189,8 +189,8 @@ def with_right_gradients(
 def _makes_kernel_gradient(eqn: JaxprEqn) -> bool:
     """Returns whether an equation convolves images with gradients of the output.
 
-    JAX writes it with the features in the place of the batch dim. A convolution of a
-    user's that looks like it is only computed in another layout.
+    JAX writes it with the features in the place of the batch dim. If a user's own
+    convolution looks like it, it is only computed in another layout.
     """
     if eqn.primitive.name != "conv_general_dilated":
         return False
@@ -222,7 +222,7 @@ def _shardings(tree: PyTree) -> Iterator[tuple[NamedSharding, tuple[int, ...]]]:
 def _constraints(
     equations: Iterable[JaxprEqn], kernels: set[tuple[int, ...]]
 ) -> Iterator[tuple[NamedSharding, tuple[int, ...]]]:
-    """Yields the shardings that the step itself asks for; of images, not of kernels."""
+    """Yields the shardings that the step constrains images to, not kernels."""
     for eqn in equations:
         if eqn.primitive.name != "sharding_constraint":
             continue
@@ -248,7 +248,7 @@ def _axes(entry: object) -> tuple[str, ...]:
 def _evaluated(
     jaxpr: Jaxpr, consts: Iterable[Any], args: Iterable[Any], axes: GradientAxes
 ) -> _Values:
-    """Evaluates a jaxpr, with other operands for kernel gradients."""
+    """Evaluates a jaxpr, with resharded operands for kernel gradients."""
     values = dict(zip(jaxpr.constvars, consts, strict=True))
     values.update(zip(jaxpr.invars, args, strict=True))
 
@@ -318,7 +318,8 @@ def _over_batch(
     if not axes:
         return x
     features, batch, *_ = spec
-    # Rows of zeros add nothing. Without them, a dim that does not divide stays whole.
+    # Padding with zeros adds nothing to the sum. A dim that does not divide would not
+    # be sharded.
     extra = -x.shape[batch] % math.prod(mesh.shape[axis] for axis in axes)
     x = jnp.pad(x, [(0, extra if dim == batch else 0) for dim in range(x.ndim)])
     entries: list[Any] = [None] * x.ndim

@@ -1,12 +1,12 @@
 """One call of a function of a state's model, and of the submodules inside.
 
 Remat by path, precision by path and the weights in BatchNorm all act when a submodule
-is called. Linen has interceptors for that; NNX has not. Exchanging the modules' classes
-for subclasses was tried and is wrong: models look at `type(layer)`, register classes in
-`__init_subclass__`, pickle them. So the `__call__` of a class is wrapped for as long as
-somebody is inside, and the wrapper looks at who is: a ContextVar holds the handlers,
-and each submodule that they want carries its path (in an attribute, which the copies
-that `nnx.remat`, `nnx.scan` and `nnx.split` make carry, too).
+is called. Linen has interceptors for that; NNX does not. Replacing the modules' classes
+by subclasses was tried and is wrong: models look at `type(layer)`, register classes in
+`__init_subclass__`, pickle them. So the `__call__` of a class is wrapped while any
+thread is inside, and the wrapper checks whether the call is meant: a ContextVar holds
+the interceptors, and each submodule that they want carries its path (in an attribute,
+which the copies that `nnx.remat`, `nnx.scan` and `nnx.split` make carry, too).
 """
 
 import contextlib
@@ -34,14 +34,14 @@ from meshlayout.state.precision import Policies, cast, cast_for_compute
 
 Module: TypeAlias = nn.Module | nnx.Module
 
-# What a step does not return as the model's state.
+# Collections that a step does not return as the model's state.
 _PASSING = (COLLECTION, "intermediates")
 
-# What plain `sow(nnx.Intermediate, name, ...)` has to be called to be a loss.
+# The names under which a plain `sow(nnx.Intermediate, name, ...)` is a loss.
 _LOSS_NAME = re.compile(r"(^|_)loss(es)?$")
 
-# What JAX says of a collective over an axis that nothing binds. Should it say it in
-# other words, users see JAX's own error; test_step_inputs.py notices.
+# JAX's words for a collective over an axis that nothing binds. Should they change,
+# users see JAX's own error; test_step_inputs.py and test_interception.py notice.
 _UNBOUND_AXIS = re.compile(r"unbound axis name:? '?(\w+)")
 
 # InstanceNorm is new in Flax 0.12.
@@ -53,7 +53,7 @@ _NNX_NORMS = tuple(
 
 
 class ModuleCall(NamedTuple):
-    """A submodule is about to be called: its path, itself, and what calls it."""
+    """A submodule that is about to be called: its path, itself, and how to call it."""
 
     path: str  # empty for the model itself
     module: Any
@@ -84,10 +84,10 @@ _PATH = "_meshlayout_path"
 
 @dataclass(frozen=True, eq=False)
 class _Path:
-    """A submodule's path, of which any two are equal.
+    """A submodule's path; any two compare equal.
 
-    It is a static attribute for NNX, and two blocks whose other attributes are equal
-    stay alike: models stack them to scan over.
+    For NNX it is a static attribute, and blocks that differ only in it must stay of one
+    structure: models stack them to scan over.
     """
 
     text: str
@@ -104,7 +104,7 @@ def intercepting(model: Module, interceptors: Interceptors) -> Iterator[None]:
     """Lets interceptors handle the calls inside, the last one closest to the module.
 
     Args:
-        model: A bound Linen module, or an NNX module that nobody else holds.
+        model: A bound Linen module, or an NNX module that nothing else refers to.
         interceptors: What handles the calls.
     """
     if not interceptors:
@@ -116,9 +116,10 @@ def intercepting(model: Module, interceptors: Interceptors) -> Iterator[None]:
         return
     chosen = []
     for path, module in named_modules(model):
-        # Every interceptor is asked of every module: some remember what there is.
-        wanted = [interceptor.wants(path, module) for interceptor in interceptors]
-        if any(wanted) and callable(module):
+        # Not `any(...)` of a generator: each has to see every module, because some
+        # remember which there are.
+        is_wanted = [interceptor.wants(path, module) for interceptor in interceptors]
+        if any(is_wanted) and callable(module):
             chosen.append(module)
             object.__setattr__(module, _PATH, _Path(path))
     try:
@@ -157,7 +158,7 @@ def _wrapper(original: Any) -> Callable[..., Any]:
     @functools.wraps(original)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         interceptors, path = _of_norms.get(), ""
-        # In a subclass that calls super().__call__, the subclass has asked already.
+        # A subclass that calls super().__call__ has been intercepted already.
         if vars(type(self)).get("__call__") is __call__ and _PATH in vars(self):
             interceptors = (*_of_model.get(), *interceptors)
             path = vars(self)[_PATH].text
@@ -197,7 +198,7 @@ def _linen_call(
     return _handled(interceptors, path, context.module, next_fun)(*args, **kwargs)
 
 
-# What acts in every call.
+# Interceptors of all calls.
 
 
 class Casting:
@@ -252,7 +253,7 @@ class _UnboundAxes:
         self, call: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Calls a layer as if it named no axis."""
-        # Past the guards of Linen (modules are frozen) and NNX (another trace).
+        # Linen freezes modules, and NNX refuses to change them in another trace.
         module, axis_name = call.module, call.module.axis_name
         object.__setattr__(module, "axis_name", None)
         try:
@@ -268,7 +269,7 @@ def names_unbound_axis(error: NameError) -> bool:
 
 def _is_bound(axis_name: Any) -> bool:
     try:
-        jax.lax.psum(1, axis_name)  # a number, known without tracing
+        jax.lax.psum(1, axis_name)  # of a Python number: nothing is traced
     except NameError:
         return False
     return True
@@ -308,12 +309,12 @@ def call_model(
 ) -> tuple[Any, Any]:
     """Calls a function of a state's model, in a policy's dtypes.
 
-    A layer with a field `dtype` casts its own parameters, to what that says or to the
-    policy's dtype; the parameters of other layers are cast beforehand.
+    A layer with a field `dtype` casts its own parameters, to that dtype or else to the
+    policy's; the parameters of other layers are cast beforehand.
 
     Args:
-        function: The function; traced once more for Linen, whose layers exist only in
-            calls.
+        function: The function; traced once more for Linen, whose layers exist only
+            while they are called.
         policies: The dtypes.
         state: Gives the model's structure.
         params: The parameters to use instead of the state's.
@@ -349,11 +350,11 @@ def _bound_model(
 ) -> Any:
     """Returns a model around arrays, in training or evaluation mode."""
     if state.program.graphdef is None:
-        kept = {k: v for k, v in model_state.items() if k not in _PASSING}
+        others = {k: v for k, v in model_state.items() if k not in _PASSING}
         return state.program.module.bind(
-            {"params": params, **kept},
+            {"params": params, **others},
             rngs={"params": key} if train else {},
-            mutable=[*kept, *_PASSING],
+            mutable=[*others, *_PASSING],
         )
     model = state.replace(params=params, model_state=model_state).model
     if train:
@@ -367,7 +368,8 @@ def _bound_model(
 def _handled_calls(model: Module, interceptors: Interceptors) -> Iterator[None]:
     """Lets interceptors handle a model's calls.
 
-    Flax advises to capture what is sown; the step collects it, and silences that.
+    Flax warns that sown values should be captured; the step collects them, and
+    silences it.
 
     Raises:
         StepError: If the user's own code names an axis of pmap.
@@ -391,7 +393,7 @@ def _handled_calls(model: Module, interceptors: Interceptors) -> Iterator[None]:
             raise StepError(msg) from error
 
 
-# By the code of a train state: a trace for each would be the same.
+# By the code of a train state, because finding them takes a trace.
 _casting_paths: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 
@@ -438,6 +440,6 @@ def collect(model: Any, before: PyTree) -> tuple[dict[str, Any], Any]:
 
 
 def _named(tree: PyTree) -> dict[str, Any]:
-    """Returns sown values by path; those of one name are numbered from the second."""
+    """Returns sown values by path; the first under a name loses its number 0."""
     leaves = _paths.flatten(tree).leaves
     return {re.sub("/0$", "", leaf.path): leaf.value for leaf in leaves}

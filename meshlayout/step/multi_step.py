@@ -1,4 +1,10 @@
-"""Several steps in one call: in one dispatch, or one by one where that is faster."""
+"""Several steps in one call: in one dispatch, or one by one where that is faster.
+
+A scan over batches saves the host's time for each step, which small steps wait for. But
+XLA compiles the body of a loop less well on CPUs, and stacking copies the batches. Only
+a measurement tells which wins, so `"auto"` makes one, with the calls that are due
+anyway.
+"""
 
 import logging
 import time
@@ -43,14 +49,14 @@ def stack(batches: list[Any]) -> Stacked:
     """Stacks batches of one structure and shape on their devices.
 
     Raises:
-        StepError: If they are not alike, or there is none.
+        StepError: If they differ, or there is none.
     """
     _check_any(batches)
     shapes = [jax.tree.map(lambda x: (jnp.shape(x), x.dtype), x) for x in batches]
     for index, shape in enumerate(shapes):
         if shape != shapes[0]:
             msg = (
-                f"the batches of one call have to be alike; batch {index} has {shape}, "
+                f"the batches of one call must be alike; batch {index} has {shape}, "
                 f"and the first one {shapes[0]}."
             )
             raise StepError(msg)
@@ -76,13 +82,13 @@ def scan_steps(
         step: As `StepProgram.train_step`.
         state: The state.
         metrics: The arrays of the metrics.
-        xs: What the batches are made of, in a leading dim.
-        batch_of: Makes a batch.
+        xs: What each batch is made of, stacked in a leading dim.
+        batch_of: Makes a batch of one entry of it.
     """
 
     def body(carry: tuple[TrainState, tuple[Leaf, ...]], x: PyTree) -> Any:
         new, (metrics, report) = step(carry[0], batch_of(x), carry[1])
-        # A loop wants leaves that are as weakly typed as before.
+        # A loop refuses a carry whose leaves become weakly typed, or cease to be.
         new = jax.tree.map(
             lambda a, b: _jax.with_weak_type(b, weak_type=jax.typeof(a).weak_type),
             carry[0],
@@ -136,7 +142,7 @@ class FixedCalls:
         return step._run(state, self.stacked(batches), metrics)
 
 
-# How often each way is timed; the first run of a way compiles and does not count.
+# How often each way is timed, after a first run, which compiles.
 _TRIALS = 3
 
 
@@ -144,7 +150,7 @@ _TRIALS = 3
 class TimedCalls:
     """Tries both ways on the first calls, then keeps the faster one.
 
-    All calls do the work they are asked for; only their order of trying is fixed.
+    Each call does its own work, in one way or the other; none is made for the timing.
 
     Attributes:
         choice: What was chosen and why; empty until then.
@@ -178,7 +184,7 @@ class TimedCalls:
         is_scanned = self._is_scanned
         if not is_known:
             is_scanned = len(self.seconds[True]) < len(self.seconds[False])
-            jax.block_until_ready((state, batches))
+            jax.block_until_ready((state, batches))  # not part of this call's work
         start = time.perf_counter()
         if is_scanned:
             state, metrics = step._run(state, stack(batches), metrics)

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ from meshlayout import _checks, _jax
 from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout._batches import BATCH_AXES, batch_axes, check_weights_key, get_weights
 from meshlayout.arrays import relayout
-from meshlayout.errors import StepError
+from meshlayout.errors import MeshLayoutError, StepError
 from meshlayout.state import TrainState
 
 
@@ -236,6 +236,28 @@ def note_if_replicated(state: PyTree, batch: Batch) -> None:
 
 
 # Checks.
+
+
+@contextlib.contextmanager
+def noted_call(name: str, state: TrainState) -> Iterator[None]:
+    """Adds the number of the step to an exception of the user's own functions.
+
+    Args:
+        name: The step, as `"eval_step"`.
+        state: What it is called with.
+    """
+    try:
+        yield
+    except (MeshLayoutError, Warning):  # sentences that need no note
+        raise
+    except Exception as error:
+        step: Any = getattr(state, "step", None)
+        text = "a step whose number is not known"
+        is_known = isinstance(step, jax.Array) and not isinstance(step, Tracer)
+        if is_known and not step.is_deleted():
+            text = f"step {int(step)}"
+        error.add_note(f"in {name}, at {text}")
+        raise
 
 
 def check_batch(batch: Batch, key: str | int) -> None:

@@ -1,4 +1,9 @@
-"""Recomputation of chosen submodules in the backward pass."""
+"""Recomputation of chosen submodules in the backward pass.
+
+By path, because what to recompute is a decision about a machine, not about a model,
+which should not have to change for it. The submodules are wrapped in `nnx.remat` or
+`nn.remat` at the moment they are called.
+"""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -14,18 +19,18 @@ from meshlayout.errors import StepError
 from meshlayout.step.model_call import Module, ModuleCall
 
 
-# What may be kept: a policy of jax.checkpoint_policies, or None for nothing.
+# What is saved, not recomputed: a policy of jax.checkpoint_policies; None for nothing.
 Policy: TypeAlias = Callable[..., Any] | None
 Remat: TypeAlias = str | Policy | Mapping[str, Policy]
 
 
 @dataclass(frozen=True)
 class RematRule:
-    """Which submodules are recomputed, and what of them is kept.
+    """Which submodules are recomputed, and which of their values are saved.
 
     Attributes:
         pattern: Searched for in a submodule's path; None for the blocks.
-        policy: What is kept: as for `jax.checkpoint`.
+        policy: What is saved, as for `jax.checkpoint`.
     """
 
     pattern: str | None
@@ -36,7 +41,7 @@ def parse_remat(remat: object) -> tuple[RematRule, ...]:
     """Returns the rules that `remat=` stands for, unless it is "none".
 
     Raises:
-        StepError: If it is none of what it may be.
+        StepError: If it is not a valid choice.
     """
     if remat == "full":
         return (RematRule("^$", None),)
@@ -48,7 +53,7 @@ def parse_remat(remat: object) -> tuple[RematRule, ...]:
         msg = (
             f"remat={remat!r} is none of 'none', 'blocks', 'full', a policy of "
             "jax.checkpoint_policies (for the blocks), or a dict from patterns of "
-            "paths to policies (None keeps nothing)."
+            "paths to policies (None saves nothing)."
         )
         raise StepError(msg)
     for pattern, policy in remat.items():
@@ -65,7 +70,7 @@ def parse_remat(remat: object) -> tuple[RematRule, ...]:
 class Rematting:
     """Recomputes the submodules that rules choose; an `Interceptor`.
 
-    What is called inside a chosen submodule is recomputed with it, once.
+    Submodules of a chosen one are recomputed with it, once.
 
     Args:
         rules: What chooses.
@@ -102,13 +107,13 @@ class Rematting:
         rule = self._rule_for(call.path)
         assert rule is not None
         self._used.add(rule)
-        # An NNX object is a pytree as well: taken apart here, it would be a copy, whose
+        # An NNX object is a pytree as well. Flattened here, it would be a copy, whose
         # random streams do not advance those of the caller.
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_paths.is_nnx_object)
         objects: dict[int, Any] = {}
         arrays: dict[int, Any] = {}
         for index, leaf in enumerate(leaves):
-            # Rngs have every attribute that they are asked for, a shape and dtype, too.
+            # First, because an nnx.Rngs has any attribute, also a shape and a dtype.
             if _paths.is_nnx_object(leaf):
                 objects[index] = leaf
             elif hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
@@ -117,7 +122,7 @@ class Rematting:
         def inner(module: Any, objects: dict[int, Any], arrays: dict[int, Any]) -> Any:
             filled = {**dict(enumerate(leaves)), **objects, **arrays}
             args, kwargs = treedef.unflatten(filled.values())
-            # The module inside is another object: its call comes by here again.
+            # The module inside is a copy, whose call is intercepted again.
             self._is_inside = True
             try:
                 return module(*args, **kwargs)
@@ -144,13 +149,13 @@ class Rematting:
             raise StepError(msg)
 
     def _unused(self, pattern: str) -> str:
-        """Returns what to say of a pattern that chose nothing."""
+        """Returns a sentence on a pattern that chose nothing."""
         paths = sorted(self._submodules)
         matching = [path for path in paths if re.search(pattern, path)]
         if matching:
             return (
                 f"remat: {pattern!r} matches {matching[0]!r}, which is not called, or "
-                "only inside of what is recomputed as a whole."
+                "only inside what is recomputed as a whole."
             )
         there = f"; there are {', '.join(map(repr, paths[:4]))}" if paths else ""
         more = ", ..." if paths[4:] else ""
@@ -164,9 +169,9 @@ def _linen_remat(
     objects: dict[int, Any],
     arrays: dict[int, Any],
 ) -> Any:
-    """Calls `inner` through Linen's remat, which knows no NNX objects.
+    """Calls `inner` through Linen's remat, which does not know NNX objects.
 
-    Their arrays go in and come back.
+    So their arrays are passed in and returned.
     """
     graphdef, state = nnx.split(objects)
 
@@ -182,7 +187,7 @@ def _linen_remat(
 
 
 def block_paths(paths: Iterable[str]) -> frozenset[str]:
-    """Returns the outermost numbered places that hold submodules with parameters.
+    """Returns the outermost numbered paths that hold submodules with parameters.
 
     Args:
         paths: The paths of a model's parameters.

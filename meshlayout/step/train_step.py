@@ -17,7 +17,7 @@ from jax.core import Tracer
 
 from meshlayout import _checks, losses
 from meshlayout._annotations import Batch
-from meshlayout.errors import MeshLayoutError, StepError
+from meshlayout.errors import StepError
 from meshlayout.layout_map import LayoutMap
 from meshlayout.losses.reduction import check_denominator
 from meshlayout.metrics import Metrics
@@ -33,6 +33,7 @@ from meshlayout.step.placement import (
     check_state,
     in_own_mesh,
     note_if_replicated,
+    noted_call,
     place_host_batch,
     row_axes,
     step_mesh_of,
@@ -236,18 +237,13 @@ class TrainStep(Inspection):
             result = repeat(state, batch, metrics)
             if result is not None:
                 return result
-        try:
+        with noted_call(self.__name__, state):
             if self._calls is None:
                 return self._run(state, batch, metrics)
             # Before they are stacked: weights are marked by the identity of arrays.
             for part in batch if isinstance(batch, list) else ():
                 check_batch(part, self.weights)
             return self._calls.run(self, state, batch, metrics)
-        except (MeshLayoutError, Warning):  # sentences that need no note
-            raise
-        except Exception as error:
-            error.add_note(f"in {self.__name__}, at {_step_text(state)}")
-            raise
 
     def _run(
         self, state: TrainState, batch: Batch | Stacked, metrics: Metrics | None
@@ -411,10 +407,3 @@ class TrainStep(Inspection):
     def weights(self) -> str | int:
         """Where a batch carries its weights."""
         return self._plan.loss.weights
-
-
-def _step_text(state: TrainState) -> str:
-    is_known = isinstance(state.step, jax.Array) and not isinstance(state.step, Tracer)
-    if is_known and not state.step.is_deleted():
-        return f"step {int(state.step)}"
-    return "a step whose number is not known"

@@ -37,7 +37,7 @@ class ZeroPlacement:
     def place(self, state: TrainState, mesh: StepMesh) -> TrainState:
         """Returns the state with the optimizer's part sharded over the batch axes."""
         leaves, treedef = jax.tree.flatten(state.opt_state)
-        if [leaf.sharding for leaf in leaves] == self._shardings:
+        if [leaf.sharding for leaf in leaves] == self._shardings:  # as in every call
             return state
         layouts = zero_layouts({"opt_state": state.opt_state}, mesh)
         if not layouts:

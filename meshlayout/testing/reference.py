@@ -183,7 +183,7 @@ class Reference:
             if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
                 return leaf
             values = np.asarray(leaf).astype(np.float64)
-            # Masks, counts and labels are whole numbers, and must stay so.
+            # Masks, counts and labels are integers stored as floats, and must stay so.
             if not np.any(values != np.round(values)):
                 return leaf
             eps = max(self.eps, float(jnp.finfo(dtype).eps))
@@ -267,11 +267,11 @@ def _rounding_error(jaxpr: Any, dtypes: Iterable[DType]) -> float:
         jaxpr: The traced program; None if there is none.
         dtypes: Others that are known.
     """
-    found = {jnp.dtype(dtype) for dtype in dtypes}
+    known = {jnp.dtype(dtype) for dtype in dtypes}
     for eqn in () if jaxpr is None else _jax.equations(jaxpr):
         if eqn.primitive.name in _SUMS:
-            found.update(var.aval.dtype for var in eqn.outvars)
-    return float(jnp.finfo(coarsest(found) or jnp.float32).eps)
+            known.update(var.aval.dtype for var in eqn.outvars)
+    return float(jnp.finfo(coarsest(known) or jnp.float32).eps)
 
 
 # One device.

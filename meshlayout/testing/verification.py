@@ -20,11 +20,12 @@ from meshlayout.arrays import relayout, to_numpy
 from meshlayout.layout_map import LayoutMap
 from meshlayout.mesh import Mesh, as_mesh
 from meshlayout.step import CompiledStep, compile_step
-from meshlayout.step.eval_step import EvalStep
+from meshlayout.step.eval_step import EvalStep, PredictStep
 from meshlayout.step.train_step import TrainStep
 from meshlayout.testing.differences import Difference, Tolerance, compare
 from meshlayout.testing.expectations import VerificationError
-from meshlayout.testing.plain_step import PlainEvalStep, PlainTrainStep
+from meshlayout.testing.plain_step import PlainEvalStep, PlainPredictStep
+from meshlayout.testing.plain_train_step import PlainTrainStep
 from meshlayout.testing.reference import (
     Reference,
     Values,
@@ -107,10 +108,10 @@ def verify(
     step runs on the mesh from a copy of `state`, which is not used up. The reference
     runs on the first device of that mesh:
 
-    - For a step of `make_train_step` or `make_eval_step`, it is plain Flax and Optax
-      that does what the options say and shares no code with the step: padding is cut
-      off, losses are averaged by hand, and everything is computed in the dtype of the
-      parameters.
+    - For a step of `make_train_step`, `make_eval_step` or `make_predict_step`, it is
+      plain Flax and Optax that does what the options say and shares no code with the
+      step: padding is cut off, losses are averaged by hand, and everything is computed
+      in the dtype of the parameters.
     - For another step, it is your function in plain `jax.jit`. There the active mesh
       (`default_mesh`, `jax.set_mesh`) is `one_device_mesh(mesh)`, and `constrain` has
       no effect.
@@ -131,9 +132,9 @@ def verify(
     `get_default_mesh()` inside the step, or pass a `reference`.
 
     Args:
-        step: A step from `make_train_step`, `make_eval_step` or `compile_step`, or
-            another callable with `lower`; a plain function `(state, batch, ...) ->
-            (state, aux)` is compiled first.
+        step: One of these steps, a step from `compile_step`, or another callable with
+            `lower`; a plain function `(state, batch, ...) -> (state, aux)` is compiled
+            first.
         state: A state on a mesh of several devices.
         batch: The global batch for all steps; or an iterator over batches, such as
             `iter([first, second])`, one for each step.
@@ -183,7 +184,9 @@ def verify(
             _checks.number(name, value, at_least=0, **where)
     _check_step("step", step)
     _check_step("reference", step if reference is None else reference)
-    is_plain = reference is None and isinstance(step, (TrainStep, EvalStep))
+    is_plain = reference is None and isinstance(
+        step, (TrainStep, EvalStep, PredictStep)
+    )
     if is_plain and (args or kwargs):
         msg = (
             "verify: a step of make_train_step or make_eval_step runs from empty "
@@ -201,6 +204,8 @@ def verify(
 
     def run(state: PyTree, batch: Batch) -> tuple[PyTree, PyTree]:
         result = _run_on_mesh(step, state, batch, args, kwargs)
+        if isinstance(step, PredictStep):
+            return state, result
         return state_and_aux("step", result, state)
 
     worst: dict[str, Difference] = {}
@@ -299,6 +304,8 @@ def _reference_step(step: Step, reference: Step | None) -> Step:
         return PlainTrainStep(step)
     if reference is None and isinstance(step, EvalStep):
         return PlainEvalStep(step)
+    if reference is None and isinstance(step, PredictStep):
+        return PlainPredictStep(step)
     other: Any = step if reference is None else reference
     if isinstance(other, CompiledStep):
         static = other.static_argnames
