@@ -136,6 +136,30 @@ def test_tracing_a_model_changes_nothing_of_it(mesh_2x4):
         assert_same_bits(model, before)
 
 
+class Depthwise(nn.Module):
+    """An inverted bottleneck with a depthwise convolution, and a pair without one."""
+
+    @nn.compact
+    def __call__(self, x):
+        y = nn.Conv(64, (1, 1), name="expand")(x)
+        y = nn.Conv(64, (3, 3), feature_group_count=64, name="depthwise")(y)
+        x = x + nn.Conv(1, (1, 1), name="project")(nn.relu(y))
+        return nn.Conv(8, (3, 3), name="b")(nn.relu(nn.Conv(32, (3, 3), name="a")(x)))
+
+
+def test_channels_of_grouped_convolutions_stay_whole_and_say_so(mesh_2x4):
+    module = Depthwise()
+    images = jnp.zeros(IMAGES.shape)
+    tree = jax.eval_shape(lambda: module.init(jax.random.key(0), images))
+    layouts = tensor_parallel(mesh_2x4, module, IMAGES)
+    found = cut_dims(layouts, tree)
+    cut = {path: dim for path, dim in found.items() if dim is not None}
+    assert cut == {"a/kernel": 3, "a/bias": 0, "b/kernel": 2}
+    assert note_of(layouts, tree, "expand/kernel") == (
+        "whole; dim 3 of 64: a grouped convolution takes it apart"
+    )
+
+
 # Models of other shapes, as plain pytrees.
 
 COLUMNS, ROWS = 1, 0
@@ -825,7 +849,7 @@ def test_messages_say_what_to_write(mesh_2x4):
         "Mesh(batch=2, model=4) has no axis 'modle'. Did you mean 'model'?"
     )
     assert message(mlp.LinenMLP(), IMAGES, call=lambda model: 0) == (
-        "tensor_parallel: call is called as call(model, input_0), and takes (model)."
+        "tensor_parallel: call is called as call(model, input_0), but takes (model)."
     )
     assert message(mlp.LinenMLP(), None) == (
         "tensor_parallel: example_inputs holds no arrays, got (None,). Give arrays, or "

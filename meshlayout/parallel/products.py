@@ -101,7 +101,7 @@ def _product(
 def convolution(
     flow: Flow, eqn: Equation, lhs: FactoredArray, rhs: FactoredArray
 ) -> list[Dims]:
-    """Serves convolutions, also depthwise ones."""
+    """Serves convolutions."""
     numbers = eqn.params["dimension_numbers"]
     shape = out_shapes(eqn)[0]
     (rows, channels, *image), (features, inputs, *window) = numbers[:2]
@@ -109,12 +109,10 @@ def convolution(
     block([rhs.dims[dim] for dim in window], WINDOW)
     result = list(fresh_dims(shape, "a convolution slides along it"))
     result[numbers[2][0]], result[numbers[2][1]] = lhs.dims[rows], rhs.dims[features]
-    groups = eqn.params["feature_group_count"]
-    if groups == lhs.shape[channels] == rhs.shape[features] != 1:  # depthwise
-        link(lhs.dims[channels], rhs.dims[features])
-        flow.sum_gradient(rhs, [lhs.dims[rows]], lhs.size, by_weight=False)
-        return [tuple(result)]
-    if groups * eqn.params["batch_group_count"] != 1:
+    groups = eqn.params["feature_group_count"] * eqn.params["batch_group_count"]
+    if groups != 1:
+        # XLA adds up the gradient of such a kernel over too many devices, and a step
+        # computes it with other operands: nothing it could keep would be cut.
         dims = [lhs.dims[channels], rhs.dims[features], rhs.dims[inputs]]
         block(dims, "a grouped convolution takes it apart")
         return [tuple(result)]
