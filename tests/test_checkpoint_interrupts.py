@@ -171,7 +171,12 @@ def run(*args):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("how", "code"),
-    [("end", 0), ("exception", 1), ("Ctrl-C", -signal.SIGINT), ("exit", 3)],
+    [
+        pytest.param("end", 0, marks=pytest.mark.slow),
+        ("exception", 1),
+        ("Ctrl-C", -signal.SIGINT),
+        pytest.param("exit", 3, marks=pytest.mark.slow),
+    ],
 )
 def test_a_process_that_ends_finishes_its_save(tmp_path, how, code):
     job = run(tmp_path, how)

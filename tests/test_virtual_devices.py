@@ -49,21 +49,18 @@ def test_it_makes_that_many_cpu_devices_and_threads_for_them():
     ("n", "before", "after"),
     [
         (16, "", "32"),  # two threads for each device
-        (2, "100", "100"),  # what the user set wins,
+        pytest.param(
+            2, "100", "100", marks=pytest.mark.slow
+        ),  # the user's number wins,
         (8, "2", "2"),  # also where it is small
         (1, "", "None"),  # one device waits for no other
-        (1, "3", "3"),
+        pytest.param(1, "3", "3", marks=pytest.mark.slow),
     ],
 )
 def test_there_are_two_threads_for_each_of_several_devices(n, before, after):
     body = f"virtual_devices({n}); print(jax.device_count(), os.environ.get('NPROC'))"
     environment = {"NPROC": before} if before else {}
     assert run(body, **environment) == [f"{n} {after}"]
-
-
-def test_a_number_may_be_that_of_numpy():
-    body = "import numpy as np; print(len(virtual_devices(np.int64(3))))"
-    assert run(body) == ["3"]
 
 
 def test_importing_the_library_starts_no_backend():
@@ -76,9 +73,9 @@ def test_importing_the_library_starts_no_backend():
     assert run(body) == ["False False", "4 4"]
 
 
-def test_it_wins_over_the_flags_of_xla():
+def test_it_wins_over_the_flags_of_xla_and_takes_numpys_numbers():
     flags = "--xla_force_host_platform_device_count=4"
-    body = "print(len(virtual_devices(3)))"
+    body = "import numpy as np; print(len(virtual_devices(np.int64(3))))"
     assert run(body, XLA_FLAGS=flags) == ["3"]
 
 
