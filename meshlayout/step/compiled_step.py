@@ -37,7 +37,7 @@ from meshlayout.step.call_errors import (
     structure_text,
     what,
 )
-from meshlayout.step.inspection import Inspection
+from meshlayout.step.inspection import StepInspection
 from meshlayout.step.jitted_step import (
     CallSignature,
     JittedStep,
@@ -138,7 +138,7 @@ class _Thread(threading.local):
     is_quiet = False  # it is lowered, which needs no explanation
 
 
-class CompiledStep(Inspection, Generic[P, R]):
+class CompiledStep(StepInspection, Generic[P, R]):
     """A compiled step; made by `compile_step`.
 
     Calling it raises StepError, before anything is run or used up, if what the step

@@ -29,7 +29,7 @@ from meshlayout.step.compiled_step import (
     check_options,
     compile_step,
 )
-from meshlayout.step.inspection import Inspection
+from meshlayout.step.inspection import StepInspection
 from meshlayout.step.model_call import call_model
 from meshlayout.step.objective import Loss, check_loss_fn, check_weights
 from meshlayout.step.placement import (
@@ -111,7 +111,7 @@ def make_eval_step(
     return EvalStep(loss, user_metrics(metrics), layouts, on_recompile)
 
 
-class EvalStep(Inspection):
+class EvalStep(StepInspection):
     """A compiled eval step; made by `make_eval_step`.
 
     `metrics = eval_step(state, batch)` measures one batch, and
@@ -269,7 +269,7 @@ def make_predict_step(
     return PredictStep(predict_fn, parse_precision(precision), layouts, on_recompile)
 
 
-class PredictStep(Inspection):
+class PredictStep(StepInspection):
     """A compiled predict step; made by `make_predict_step`.
 
     `predictions = predict_step(state, batch)`. The state is not donated.

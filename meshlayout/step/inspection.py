@@ -112,7 +112,7 @@ class StepMemory:
 _HEADERS = ["", "per device", "known"]
 
 
-class Inspection:
+class StepInspection:
     """Reports on the program of a step, for the arguments of a call.
 
     Arguments may be abstract: `jax.ShapeDtypeStruct` with shardings, also on devices

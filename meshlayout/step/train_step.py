@@ -24,7 +24,7 @@ from meshlayout.metrics import Metrics
 from meshlayout.state import TrainState
 from meshlayout.state.precision import Precision, parse_precision
 from meshlayout.step.compiled_step import CompiledStep, OnRecompile, check_options
-from meshlayout.step.inspection import Inspection, StepMemory, shard_bytes
+from meshlayout.step.inspection import StepInspection, StepMemory, shard_bytes
 from meshlayout.step.multi_step import Stacked, calls_for, steps_of
 from meshlayout.step.objective import Loss, check_loss_fn, check_weights
 from meshlayout.step.placement import (
@@ -185,7 +185,7 @@ def make_train_step(
     return TrainStep(plan, layouts, on_recompile)
 
 
-class TrainStep(Inspection):
+class TrainStep(StepInspection):
     """A compiled train step; made by `make_train_step`.
 
     `state, metrics = train_step(state, batch)` returns the metrics of that step, and
