@@ -1045,16 +1045,16 @@ def test_batches_that_are_on_another_mesh_are_refused():
     placed = [{"x": ml.relayout(np.zeros((8, 2)), PAIR.layout("batch", None))}]
     assert len(list(distributed(iter(placed), PAIR))) == 1
     assert message(lambda: distributed(iter(placed), ONE)) == (
-        "the source gives arrays that are on other devices than those of "
-        "Mesh(batch=1). Place them on this mesh, or give them as NumPy arrays."
+        "the source yields arrays on devices other than those of Mesh(batch=1). Place "
+        "them on this mesh, or yield NumPy arrays."
     )
 
 
 def test_batches_that_are_on_the_mesh_have_the_global_batch_size():
     placed = [{"x": ml.relayout(np.zeros((8, 2)), MESH.layout("batch", None))}]
     assert message(lambda: distributed(iter(placed), size=16)) == (
-        "the source gives batches of 8 rows that are on the mesh already, and "
-        "global_batch_size=16. They pass through unchanged: give their size."
+        "the source yields batches of 8 rows that are on the mesh already, and "
+        "global_batch_size=16. They pass through unchanged: give global_batch_size=8."
     )
 
 
@@ -1231,6 +1231,93 @@ def test_a_users_own_source_says_itself_what_it_gives():
     assert message(lambda: distributed(Table(), batched=True)) == (
         "a Table is a source that already defines what it yields. Leave out "
         "batched=True."
+    )
+
+
+class ReadsRows:
+    """A source of 20 rows, read by a function that may be wrong."""
+
+    def __init__(self, read):
+        self.read_rows = read
+
+    def __len__(self):
+        return 20
+
+
+WRONG_ROWS = {
+    "too few": (
+        lambda indices, epoch: {"y": np.zeros(max(1, len(indices) - 1), "int32")},
+        "leaf 'y' has shape (7,), and read_rows was given 8 indices: the first dim of "
+        "every leaf must count the rows.",
+    ),
+    "one leaf of another size": (
+        lambda indices, epoch: {"x": indices, "y": np.append(indices, 0)},
+        "leaf 'y' has shape (2,), and read_rows was given 1 index: the first dim of "
+        "every leaf must count the rows.",
+    ),
+    "a number": (
+        lambda indices, epoch: {"y": 1.0},
+        "leaf 'y' has shape (), and read_rows was given 1 index: the first dim of "
+        "every leaf must count the rows.",
+    ),
+    "lists": (
+        lambda indices, epoch: {"y": indices.tolist()},
+        "leaf 'y/0' has shape (), and read_rows was given 1 index: the first dim of "
+        "every leaf must count the rows.",
+    ),
+    "nothing": (
+        lambda indices, epoch: None,
+        "an example has no leaves: there is no array in it.",
+    ),
+    "no epoch": (
+        lambda indices: {"y": indices},
+        "read_rows is called as read_rows(indices, epoch), but takes (indices).",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ROWS)
+def test_rows_that_were_not_asked_for_are_refused(name):
+    read, expected = WRONG_ROWS[name]
+    assert message(lambda: list(distributed(ReadsRows(read)))) == expected
+
+
+def test_rows_may_be_read_as_arrays_of_jax():
+    data = distributed(
+        ReadsRows(lambda indices, epoch: {"y": jax.numpy.array(indices)})
+    )
+    assert [int(batch["y"].sum()) for batch in data] == [28, 92, 70 + 4 * 19]
+
+
+class Opens:
+    """A stream source whose passes a function opens."""
+
+    num_rows = None
+
+    def __init__(self, start, batched=False):
+        self.open, self.batched = start, batched
+
+
+def test_a_stream_without_the_methods_of_one_is_refused():
+    examples = [{"y": np.float32(row)} for row in range(20)]
+    for start, text in (
+        (lambda epoch: iter(examples), "a list_iterator, which lacks get_state"),
+        (lambda epoch: examples, "a list, which lacks __next__"),
+        (lambda epoch: None, "None, which lacks __next__"),
+    ):
+        assert message(lambda: distributed(Opens(start))) == (  # noqa: B023
+            f"open(0) of the Opens returned {text}: a Stream is an iterator with "
+            "get_state (which may return None), set_state and close."
+        )
+    assert message(lambda: distributed(Opens(lambda: iter(examples)))) == (
+        "open is called as open(epoch), but takes ()."
+    )
+
+
+def test_a_stream_says_whether_it_is_batched():
+    start = Socket(batched=False).open
+    assert message(lambda: distributed(Opens(start, batched="yes"))) == (
+        "batched of the Opens must be True, False or None, got 'yes'."
     )
 
 

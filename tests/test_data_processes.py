@@ -684,8 +684,8 @@ FEWER = "DataError: the source of process 1 has fewer batches than that of proce
 GONE = "the source of process 1 failed: OSError: row 9 is gone"
 SHORT = f"the last batch of an epoch has 2 rows, and batches have 4. {WEIGHTS}"
 PLACED = (
-    "Batches that are on the mesh already are not padded: give as many on every "
-    "process, or choose remainder='drop'."
+    "Batches that are on the mesh already are not padded: yield the same number on "
+    "every process, or choose remainder='drop'."
 )
 FAILED = {
     "rows": (2, f"DataError: {GONE}", "OSError: row 9 is gone"),

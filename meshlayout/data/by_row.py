@@ -252,10 +252,11 @@ class RowReader:
 
     def _read(self, indices: np.ndarray, epoch: int) -> list[np.ndarray]:
         try:
-            return self._spec.checked(self._source.read_rows(indices, epoch))
+            rows = self._source.read_rows(indices, epoch)
         except StopIteration as error:  # would pass for the end of the iteration
             msg = "the source raised StopIteration when it was asked for rows."
             raise RuntimeError(msg) from error
+        return self._spec.checked(rows, len(indices))
 
 
 def _filled_up(leaf: np.ndarray, num_rows: int) -> np.ndarray:

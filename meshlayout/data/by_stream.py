@@ -329,11 +329,12 @@ class _RowBuffer:
         The last row of the whole batch, not of this process's rows: padding is the
         same on any number of processes.
         """
-        kept, num_kept = self._cut.num_kept_before(self.filled), self._cut.num_kept
+        num_kept = self._cut.num_kept
+        num_filled = self._cut.num_kept_before(self.filled)
         leaves = []
         for spec, out in zip(self.spec.leaves, self._out, strict=True):
-            if kept < num_kept:
-                out[kept:num_kept] = out[self._cut.slots[self.filled - 1]]
+            if num_filled < num_kept:
+                out[num_filled:num_kept] = out[self._cut.slots[self.filled - 1]]
             leaves.append(spec.converted(out[:num_kept]))
         return leaves
 

@@ -163,6 +163,7 @@ class Clock:
 
     def warn(self, text: str) -> None:
         """Adds a sentence about lost or changed data to the report; logs it once."""
+        # Not with `warnings`: these come from a thread, whose stack is not the user's.
         with self._lock:
             is_new = text not in self._notes
             self._notes[text] = None

@@ -224,6 +224,11 @@ def as_source(obj: object, clock: Clock, *, batched: bool | None = None) -> Sour
                 f"yields. Leave out batched={batched}."
             )
             raise DataError(msg)
+        if isinstance(obj, RandomAccessSource):
+            read = obj.read_rows
+            _checks.function("read_rows", read, "indices", "epoch", error=DataError)
+        else:
+            _checks.function("open", obj.open, "epoch", error=DataError)
         return obj
     packages = [kind.__module__.partition(".")[0] for kind in type(obj).__mro__]
     class_names = {kind.__name__ for kind in type(obj).__mro__}

@@ -92,6 +92,8 @@ def why_not_kept(first: Batch, prepared: Prepared) -> str | None:
         first: The first row, as a tree of arrays with one row.
         prepared: The dataset and split.
     """
+    # An unknown dim does not mean that examples differ, but an array cannot be
+    # allocated for it without decoding all of them.
     infos = jax.tree.leaves(prepared.builder.info.features.get_tensor_info())
     if any(dim is None for info in infos for dim in info.shape):
         return "examples differ in size"

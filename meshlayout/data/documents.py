@@ -128,6 +128,7 @@ class DocumentTokens:
         Raises:
             DataError: If it is anything else.
         """
+        # Added here, so that an empty document still ends the one before it.
         tokens = self._tokens(document, number)
         if self._separator is None:
             return tokens
@@ -192,11 +193,11 @@ def _bytes_of(text: str | bytes) -> TokenArray:
 
 
 def _as_tokens(tokens: Any, what: str) -> TokenArray:
-    if isinstance(tokens, Sequence) and not len(tokens):
+    if isinstance(tokens, Sequence) and not len(tokens):  # a float64 array to NumPy
         return np.zeros(0, np.int32)
     try:
         values = np.asarray(tokens)
-    except ValueError:
+    except ValueError:  # ragged
         values = np.empty((), object)
     if values.ndim != 1 or not np.issubdtype(values.dtype, np.integer):
         kind = f"a {type(tokens).__name__}"

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import jax
 
+from meshlayout import _checks
 from meshlayout._annotations import PyTree
 from meshlayout.data.examples import as_batch, is_placed, looks_batched, stack
 from meshlayout.data.protocols import JSON, Stream, StreamSource
@@ -25,6 +26,8 @@ class ElementReader:
     """
 
     def __init__(self, source: StreamSource) -> None:
+        name = f"batched of the {type(source).__name__}"
+        _checks.choice(name, source.batched, (True, False, None), error=DataError)
         self.source = source
         self._stream: Stream | None = None
         # The element that was looked at, with the position before it; until it is read.
@@ -60,7 +63,7 @@ class ElementReader:
         # The pass whose first element was looked at is still at its start.
         if self._first is None or self._epoch != epoch:
             self.close()
-            self._stream = self.source.open(epoch)
+            self._stream = _checked_stream(self.source.open(epoch), self.source, epoch)
             self._epoch = epoch
         if state is not None and self._stream is not None:
             self._first = None
@@ -104,6 +107,20 @@ class ElementReader:
         self._epoch = None
         if stream is not None:
             stream.close()
+
+
+def _checked_stream(stream: Stream, source: StreamSource, epoch: int) -> Stream:
+    """Returns what a source has opened, if it has all the methods of a `Stream`."""
+    # A list, say, is no iterator: every batch would start at its first element.
+    for method in ("__next__", "__iter__", "get_state", "set_state", "close"):
+        if not hasattr(stream, method):
+            msg = (
+                f"open({epoch}) of the {type(source).__name__} returned "
+                f"{_checks.shown(stream)}, which lacks {method}: a Stream is an "
+                "iterator with get_state (which may return None), set_state and close."
+            )
+            raise DataError(msg)
+    return stream
 
 
 def _with_rows(element: PyTree, *, batched: bool | None) -> tuple[PyTree, int | None]:

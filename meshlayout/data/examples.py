@@ -132,16 +132,25 @@ class ExampleSpec:
         )
         return replace(self, leaves=leaves)
 
-    def checked(self, rows: PyTree) -> list[np.ndarray]:
+    def checked(self, rows: PyTree, count: int | None = None) -> list[np.ndarray]:
         """Returns the leaves of some rows, a tree of arrays with a dim for the rows.
+
+        Args:
+            rows: The rows.
+            count: How many there must be; None for arrays that are known to agree.
 
         Raises:
             DataError: If they differ from the first example in structure, dtype or
-                shape.
+                shape; or from `count` in their number.
         """
         leaves, treedef = jax.tree.flatten(rows)
         if treedef != self.treedef:
             raise structure_error(rows, self.paths)
+        if count is not None:
+            leaves = [
+                _row_array(spec.path, leaf, count)
+                for spec, leaf in zip(self.leaves, leaves, strict=True)
+            ]
         for spec, leaf in zip(self.leaves, leaves, strict=True):
             # Compared here first: for every batch, a call per leaf would add up.
             if leaf.shape[1:] != spec.shape or leaf.dtype != spec.dtype:
@@ -281,6 +290,30 @@ def as_array(path: str, leaf: Leaf) -> np.ndarray:
             f"{leaf_text(path)} is of type {type(leaf).__name__}, which is not an "
             "array, number or string. Leave it out of the examples, or make it an "
             "array."
+        )
+        raise DataError(msg)
+    return array
+
+
+def as_rows(rows: PyTree, count: int) -> PyTree:
+    """Returns what a source's `read_rows` returned, as a tree of NumPy arrays.
+
+    Raises:
+        DataError: If a leaf is not an array of so many rows.
+    """
+    named, treedef = named_leaves(rows)
+    return treedef.unflatten([_row_array(path, leaf, count) for path, leaf in named])
+
+
+def _row_array(path: str, leaf: Leaf, count: int) -> np.ndarray:
+    array = as_array(path, leaf)
+    # Too few rows would be filled up like the last batch of an epoch, as if they were
+    # examples.
+    if not array.ndim or len(array) != count:
+        indices = "1 index" if count == 1 else f"{count} indices"
+        msg = (
+            f"{leaf_text(path)} has shape {array.shape}, and read_rows was given "
+            f"{indices}: the first dim of every leaf must count the rows."
         )
         raise DataError(msg)
     return array

@@ -151,7 +151,7 @@ def from_tfds(
         )
         raise DataError(msg)
     if is_supervised and isinstance(weights, str) and weights == "weight":
-        weights = 2
+        weights = 2  # the default key, of a pair: append them
     options = DataOptions(
         global_batch_size=global_batch_size,
         remainder=remainder,
@@ -205,6 +205,7 @@ def from_tfds(
             f"deterministic=False: rows come in the order of {len(prepared.files)} "
             f"files, read side by side{how}."
         )
+        # TFDS numbers rows through its files in this order.
         counts = (count for _, count in prepared.files)
         ends = itertools.accumulate(counts, initial=0)
         files = list(itertools.starmap(range, itertools.pairwise(ends)))

@@ -95,6 +95,7 @@ class InputContext:
         """
         layout = batch_layout(layout_or_mesh)
         replicas = num_row_shards(layout)
+        # With one row per replica, processes that share a replica share its row.
         groups = row_groups(layout, replicas)
         here = jax.process_index()
         for number, processes in enumerate(groups):
@@ -186,7 +187,7 @@ def distribute_datasets_from_function(
             epochs=epochs,
             steps=steps,
             prefetch=prefetch,
-            per_process=True,
+            per_process=True,  # whatever fn returned is this process's own input
             strings=strings,
         )
     plan = DataPlan(lambda: source, layout, options, clock, agreement)
@@ -198,6 +199,8 @@ def _source(dataset: object, clock: Clock, *, batched: bool | None) -> Source:
     if batched is None and isinstance(dataset, list) and dataset:
         batched = looks_batched(dataset[0])
     source = as_source(dataset, clock, batched=batched)
+    # Datasets of frameworks know whether they are batched, or ask; only a plain
+    # iterable is ambiguous.
     if batched is None and isinstance(source, IterableSource):
         return adapt(dataset, batched=True)
     return source

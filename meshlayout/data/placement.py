@@ -73,6 +73,7 @@ def process_rows(
         process_index = jax.process_index()
     else:
         _check_process(process_index, full.mesh)
+    # A set: replicas of a shard, and shards of other dims, have the same rows.
     size = full.shard_shape(shape)[0]
     starts = {
         full.shard_slices(shape, device)[0].start
@@ -195,6 +196,7 @@ def row_groups(layout: Layout, global_batch_size: int) -> list[tuple[int, ...]]:
     for process in _processes(layout.mesh):
         rows = process_rows(layout, global_batch_size, process)
         groups.setdefault(tuple(rows.tolist()), []).append(process)
+    # Sets of rows that overlap have more rows together than there are.
     if sum(map(len, groups)) > global_batch_size:
         msg = (
             f"processes share a part of their rows under {layout!r}, so that no source "
@@ -314,7 +316,7 @@ class Placement:
         if index is not None:
             is_added = len(leaves) < len(self._placers)
             weights = np.ones(num_rows, np.float32) if is_added else leaves[index]
-            if is_real is not None:
+            if is_real is not None:  # also of the source's own weights
                 weights = _batches.mask_padding(weights, is_real)
             others = leaves[index:] if is_added else leaves[index + 1 :]
             leaves = [*leaves[:index], weights, *others]
@@ -323,7 +325,7 @@ class Placement:
             arrays = [
                 place(leaf) for place, leaf in zip(self._placers, leaves, strict=True)
             ]
-        if index is not None:
+        if index is not None:  # a step that looks for them elsewhere then refuses
             _batches.mark_weights(arrays[index])
         return self._treedef.unflatten(arrays)
 
@@ -381,15 +383,15 @@ def check_on_mesh(
     shardings = map(_jax.sharding_of, jax.tree.leaves(batch))
     if not all(s is not None and s.device_set == devices for s in shardings):
         msg = (
-            "the source gives arrays that are on other devices than those of "
-            f"{layout.mesh!r}. Place them on this mesh, or give them as NumPy arrays."
+            f"the source yields arrays on devices other than those of {layout.mesh!r}. "
+            "Place them on this mesh, or yield NumPy arrays."
         )
         raise DataError(msg)
     if num_rows != global_batch_size:
         msg = (
-            f"the source gives batches of {num_rows} rows that are on the mesh "
+            f"the source yields batches of {num_rows} rows that are on the mesh "
             f"already, and global_batch_size={global_batch_size}. They pass through "
-            "unchanged: give their size."
+            f"unchanged: give global_batch_size={num_rows}."
         )
         raise DataError(msg)
 

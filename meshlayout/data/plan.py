@@ -31,7 +31,7 @@ from meshlayout.data.by_row import Cut, HostBatch, RowReader
 from meshlayout.data.by_stream import StreamReader, first_row
 from meshlayout.data.clock import Clock
 from meshlayout.data.elements import ElementReader, no_rows, rows_text
-from meshlayout.data.examples import ExampleSpec, describe, is_placed
+from meshlayout.data.examples import ExampleSpec, as_rows, describe, is_placed
 from meshlayout.data.placement import (
     Placement,
     check_on_mesh,
@@ -176,8 +176,8 @@ class DataPlan:
         self.placement: Placement | None = None
         self.filler: list[np.ndarray] | None = None
         self.padding_hint = (
-            "Batches that are on the mesh already are not padded: give as many on "
-            "every process, or choose remainder='drop'."
+            "Batches that are on the mesh already are not padded: yield the same "
+            "number on every process, or choose remainder='drop'."
         )
         with failure_reported(agreement, PLAN):
             if first.spec is not None:
@@ -419,7 +419,7 @@ def _look(
     if isinstance(source, RandomAccessSource):
         if not len(source):
             raise DataError(no_rows(0))
-        rows = source.read_rows(np.zeros(1, np.int64), 0)
+        rows = as_rows(source.read_rows(np.zeros(1, np.int64), 0), 1)
         spec = describe(rows, options.strings, clock.warn)
         return _FirstRows(source, rows, spec, len(source))
     if options.shuffle is not None:

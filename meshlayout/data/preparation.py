@@ -123,9 +123,9 @@ def _builder(name: str, data_dir: str | Path | None) -> Builder:
         return tfds.builder(name, data_dir=data_dir)
     except tfds.core.DatasetNotFoundError:
         # Community datasets are left out: their list would be downloaded.
-        known = tfds.list_builders(with_community_datasets=False)
+        names = tfds.list_builders(with_community_datasets=False)
         where = f" and none is prepared in {data_dir}" if data_dir else ""
-        msg = f"TFDS has no dataset {name!r}{where}.{did_you_mean(name, known)}"
+        msg = f"TFDS has no dataset {name!r}{where}.{did_you_mean(name, names)}"
         raise DataError(msg) from None
     except Exception as error:
         msg = f"TFDS cannot open the dataset {name!r}: {_first_line(error)}"
@@ -137,6 +137,7 @@ def _prepare(builder: Builder) -> None:
     try:
         builder.download_and_prepare(file_format="array_record")
     except ImportError as error:
+        # The builders of many datasets import TensorFlow to parse their raw files.
         msg = (
             f"{builder.info.full_name} is not prepared in {builder.data_path}, and "
             f"TFDS's code that prepares it needs {error.name or 'another package'}, "

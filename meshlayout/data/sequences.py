@@ -176,6 +176,7 @@ class PackedSequences:
         return self._recipe.length
 
     def __iter__(self) -> "PackedIterator":
+        # A second pass over an iterator would have no rows, and no error.
         if isinstance(self._documents, Iterator) and self._latest is not None:
             msg = (
                 f"documents is a {type(self._documents).__name__}, which can be read "

@@ -112,6 +112,7 @@ class PackedIterator:
 
     def __next__(self) -> Row:
         recipe = self._recipe
+        # The position before the window is read first: reading moves the documents on.
         if self._num_yielded == len(self._window):
             start, window = self._documents.get_state(), self._next_window()
             if not window:
@@ -127,6 +128,7 @@ class PackedIterator:
 
     def _next_window(self) -> list[list[Row]]:
         """Returns the pieces of each row; no rows at the end of the documents."""
+        # `room` is an array, so that finding a row among many takes one comparison.
         is_chunk, length = self._recipe.mode == "chunk", self._recipe.length
         room = np.full(1 if is_chunk else self._recipe.open_rows, length)
         rows: list[list[Row]] = [[] for _ in room]
@@ -145,7 +147,7 @@ class PackedIterator:
         """Returns the concatenated columns of the pieces, padded."""
         row: Row = {}
         for name, first in pieces[0].items():
-            fill = -1 if name == "document_ids" else 0
+            fill = -1 if name == "document_ids" else 0  # 0 is the first document
             row[name] = np.full(self._recipe.length, fill, first.dtype)
             row[name][: _num_tokens(pieces)] = np.concatenate([p[name] for p in pieces])
         return row
@@ -247,6 +249,7 @@ class _DocumentReader:
             except StopIteration:
                 break
             tokens = self._encode(document, self.counts.documents)
+            # In chunks, a document starts wherever the last one has ended in its row.
             is_chunk = self._recipe.mode == "chunk"
             start = self.counts.tokens % self._recipe.length if is_chunk else 0
             self.counts = self.counts.plus(
@@ -281,13 +284,14 @@ class _DocumentReader:
             is_chunk = recipe.mode == "chunk"
             following = self.rest()[:1] if is_chunk else document[end : end + 1]
             targets = np.concatenate([document[start + 1 : end], following])
-            weight[len(targets) :] = 0
+            weight[len(targets) :] = 0  # the last token of all has no target
             columns["targets"] = np.append(targets, 0)[:size]
         row = {name: column.astype(np.int32) for name, column in columns.items()}
         return {**row, "weight": weight}
 
     def get_state(self) -> dict[str, JSON]:
         """Returns the position of the tokens that come next."""
+        # In the middle of a document, which will be read again up to the offset.
         if self._offset < len(self._document):
             return {**self._before, "offset": self._offset}
         return {

@@ -59,6 +59,7 @@ class Regularizer:
                 f"are {paths}{', ...' if len(leaves) > 4 else ''}."
             )
             raise LossError(msg)
+        # Summed in float32, as bfloat16 stops counting at 256.
         sums = [self._sum(jnp.asarray(leaf).astype("float32")) for leaf in chosen]
         return jnp.float32(self.strength) * jnp.stack(sums).sum()
 
@@ -126,6 +127,7 @@ def _regularizer(
     return Regularizer(name, strength, where, power)
 
 
+# A type of its own, so that a step can tell losses from what a user sows for debugging.
 class ModelLoss(nnx.Intermediate[Any]):
     """A loss that an NNX module has recorded; train and eval steps add it."""
 

@@ -43,6 +43,7 @@ def per_example(losses: ArrayLike, weights: ArrayLike | None = None) -> jax.Arra
         >>> per_example(jnp.array([[1.0, 3.0], [5.0, 5.0]])).tolist()
         [2.0, 5.0]
     """
+    # In float32 first: a mean over thousands of pixels in bfloat16 keeps three digits.
     losses = real_array("losses", losses, "per_example").astype("float32")
     if losses.ndim == 0:
         msg = "losses are a scalar; one loss per example, (batch,), is needed."
@@ -101,6 +102,7 @@ def denominator_of(
     check_denominator(denominator)
     if denominator == "real" and weights is not None:
         total = real_array("weights", weights, "losses").astype("float32").sum()
+        # A batch of padding alone has the sum 0, and the loss 0 rather than NaN.
         return jnp.where(total > 0, total, 1)
     if isinstance(denominator, str):
         return jnp.float32(num_examples)
@@ -182,6 +184,8 @@ def compute_average_loss(
         )
     total = weighted(losses, sample_weight).sum()
     size = jnp.asarray(global_batch_size, "float32")
+    # Both branches of a `where` are differentiated: the division must be finite in the
+    # one that is not taken, too, or the gradient is NaN.
     return jnp.where(size > 0, total / jnp.where(size > 0, size, 1), 0)
 
 
@@ -237,6 +241,7 @@ def weighted(losses: jax.Array, weights: ArrayLike | None) -> jax.Array:
         )
         raise LossError(msg)
     spread = weights.reshape(weights.shape + (1,) * (losses.ndim - weights.ndim))
+    # 0 times a loss that is not finite would be NaN.
     return jnp.where(spread != 0, losses * spread, 0)
 
 
@@ -255,6 +260,7 @@ def num_replicas(value: jax.Array | None) -> int:
     """
     axes = _jax.manual_axis_sizes()
     if value is not None:
+        # Unknown where shard_map runs with check_vma=False: then all manual axes count.
         varying = _jax.varying_axes(value)
         if varying:
             axes = {name: size for name, size in axes.items() if name in varying}

@@ -64,6 +64,7 @@ def _class_pair(
     if _are_classes(predictions, labels):
         return predictions.astype(jnp.int32), labels.astype(jnp.int32)
     scores, labels = class_scores(predictions, labels, where, _CLASSES)
+    # A label beyond the state's classes would be counted nowhere.
     if scores.shape[-1] != num_classes:
         msg = (
             f"{where}: num_classes={num_classes}, and {text('predictions', scores)} "
@@ -151,7 +152,7 @@ class Accuracy(MeanMetric, PairMetric):
             )
             raise MetricError(msg)
         numbers = label_numbers(scores, labels)
-        if self.top_k == 1:
+        if self.top_k == 1:  # cheaper than ranks; -1 stands for no class on both sides
             return (highest_class(scores) == numbers) & (numbers >= 0)
         rank = ranks(scores, numbers)
         return (rank >= 0) & (rank < self.top_k)
@@ -327,13 +328,14 @@ class _ClassShare(_ClassMetric):
         hits, predicted, actual = self.hits, self.predicted, self.actual
         denominators = [self._row(name) for name in self._denominators]
         denominator = sum(denominators[1:], denominators[0]) / len(denominators)
-        if self.average == "micro":
+        if self.average == "micro":  # add up before dividing
             hits, denominator = jnp.sum(hits), jnp.sum(denominator)
         share = jnp.where(denominator > 0, hits / denominator, 0)
         if self.average in ("binary", "micro"):
             return jnp.where(self.count > 0, share, jnp.nan)
         if self.average == "weighted":
             return jnp.sum(share * actual) / jnp.sum(actual)
+        # As scikit-learn: a class that is neither predicted nor present has no share.
         occurs = (predicted > 0) | (actual > 0)
         if self.average is None:
             return jnp.where(occurs, share, jnp.nan)

@@ -99,8 +99,9 @@ class AUC(SumMetric, PairMetric):
         scores = scores.astype(jnp.float32)
         scores = jax.nn.sigmoid(scores) if self.from_logits else scores
         is_nan, size = jnp.isnan(scores), self.num_thresholds
-        place = jnp.where(is_nan, 0, jnp.clip(scores, 0, 1)) * size
-        bins = jnp.minimum(jnp.floor(place).astype(jnp.int32), size - 1)
+        position = jnp.where(is_nan, 0, jnp.clip(scores, 0, 1)) * size
+        bins = jnp.minimum(jnp.floor(position).astype(jnp.int32), size - 1)
+        # NaN fits into no bin; as a weight, it makes the result NaN.
         weights = jnp.where(is_nan & (weights != 0), jnp.nan, weights)
         positive = _binned(bins, jnp.where(labels > 0, weights, 0), size)
         negative = _binned(bins, jnp.where(labels > 0, 0, weights), size)
@@ -123,8 +124,9 @@ class AUC(SumMetric, PairMetric):
         if self.curve == "ROC":
             area = jnp.sum(misses * (hits_before + hits / 2))
             return area / (jnp.sum(hits) * jnp.sum(misses))
-        found = jnp.cumsum(hits)
-        precision = found / jnp.maximum(found + jnp.cumsum(misses), _TINY)
+        true_positives = jnp.cumsum(hits)
+        predicted = true_positives + jnp.cumsum(misses)
+        precision = true_positives / jnp.maximum(predicted, _TINY)
         return jnp.sum(hits * precision) / jnp.sum(hits)
 
     def error_bound(self) -> jax.Array:
@@ -133,10 +135,10 @@ class AUC(SumMetric, PairMetric):
         # Only the order within a bin is unknown: take the best and the worst one.
         if self.curve == "ROC":
             return jnp.sum(hits * misses) / 2 / (jnp.sum(hits) * jnp.sum(misses))
-        found, wrong = jnp.cumsum(hits), jnp.cumsum(misses)
-        middle = found / jnp.maximum(found + wrong, _TINY)
-        best = found / jnp.maximum(found + wrong - misses, _TINY)
-        worst = (found - hits) / jnp.maximum(found - hits + wrong, _TINY)
+        true, false = jnp.cumsum(hits), jnp.cumsum(misses)
+        middle = true / jnp.maximum(true + false, _TINY)
+        best = true / jnp.maximum(true + false - misses, _TINY)
+        worst = (true - hits) / jnp.maximum(true - hits + false, _TINY)
         apart = jnp.maximum(best - middle, middle - worst)
         return jnp.sum(hits * apart) / jnp.sum(hits)
 
@@ -170,6 +172,8 @@ class _BinnedValues(SumMetric, ValueMetric):
         return (self.num_bins + 2,)  # below, the bins, above
 
     def _sums_of(self, elements: Any, weights: jax.Array) -> jax.Array:
+        # Floor, rather than a search in the edges: it needs no gather, and keeps
+        # values on their shards.
         is_nan = jnp.isnan(elements)
         width = (self.high - self.low) / self.num_bins
         clipped = jnp.clip(jnp.where(is_nan, self.low, elements), self.low, self.high)

@@ -37,6 +37,8 @@ class MetricInputs:
     @property
     def entries(self) -> Mapping[Any, Any]:
         """The batch's entries, by key or index."""
+        # A batch that is an array or an object with fields has no entries: a metric
+        # can still take all of it, as `batch`.
         if isinstance(self.batch, Mapping):
             return self.batch
         if isinstance(self.batch, (tuple, list)):
@@ -54,6 +56,8 @@ class MetricInputs:
         entries = self.entries
         if name in entries:
             return entries[name]
+        # Last, so that a batch may have an entry called `weights` or `losses`. None
+        # counts as missing: a metric of losses needs a step that has some.
         special = self.special()
         if isinstance(name, str) and special.get(name) is not None:
             return special[name]
@@ -136,7 +140,7 @@ def updated(metric: Any, inputs: MetricInputs) -> Any:
     where = type(metric).__name__
     args, kwargs = bound_arguments(metric.update, inputs, {}, f"{where}.update")
     new = metric.update(*args, **kwargs)
-    if new is None:
+    if new is None:  # a metric that changes itself would be lost inside jit
         msg = (
             f"{where}.update returned None; it must return a new metric. For metrics "
             "of flax.nnx, which change themselves, use metrics.adapt."
@@ -166,13 +170,14 @@ def bound_arguments(
         if parameter.kind is Parameter.VAR_POSITIONAL:
             continue
         if parameter.kind is Parameter.VAR_KEYWORD:
+            # Compositions such as nnx.MultiMetric pass on what their parts pick out.
             named = {of: x for of, x in everything.items() if isinstance(of, str)}
             extra = {to: inputs.find(of, where) for to, of in renamed.items()}
             kwargs = {**named, **extra, **kwargs}
             continue
         if name in renamed:
             value = inputs.find(renamed[name], where)
-        elif name in special:
+        elif name in special:  # weights may be None, which most metrics take for ones
             value = special[name]
         elif parameter.default is not Parameter.empty and name not in everything:
             continue

@@ -129,6 +129,7 @@ class _MeanError(MeanMetric, PairMetric):
 
     def _elements(self, predictions: Any, labels: Any) -> tuple[Any, jax.Array]:
         predictions, labels = same_shape(predictions, labels, type(self).__name__)
+        # In float32 before the difference: unsigned pixels would wrap around.
         differences = predictions.astype(jnp.float32) - labels.astype(jnp.float32)
         errors = self._error(differences)
         return errors, errors
@@ -215,6 +216,8 @@ class CrossEntropy(MeanMetric, PairMetric):
             shares = labels.astype(jnp.float32)
             losses = -jnp.sum(jnp.where(shares != 0, shares * logs, 0), axis=-1)
         else:
+            # A comparison with all classes rather than a gather, which would fetch
+            # logits whose classes are sharded.
             is_own = is_class(labels, logs.shape[-1])
             losses = -jnp.sum(jnp.where(is_own, logs, 0), axis=-1)
             losses = jnp.where(jnp.any(is_own, axis=-1), losses, jnp.nan)

@@ -65,8 +65,9 @@ def metric_class(cls: _Class) -> _Class:
     such classes with the same fields are equal, and jit may then run the program of
     `Precision` for a `Recall`.
     """
-    made = dataclass(frozen=True, eq=False)(cls)
-    fields = dataclasses.fields(made)
+    # Without ==, which would compare arrays; metrics are compared by their values.
+    metric_type = dataclass(frozen=True, eq=False)(cls)
+    fields = dataclasses.fields(metric_type)
     static = tuple(field.name for field in fields if field.metadata.get("static"))
     names = tuple(field.name for field in fields if field.name not in static)
     keys = [jax.tree_util.GetAttrKey(name) for name in names]
@@ -81,10 +82,12 @@ def metric_class(cls: _Class) -> _Class:
 
     def unflatten(settings: tuple[Any, ...], arrays: Iterable[Any]) -> Any:
         values = zip(static + names, (*settings, *arrays), strict=True)
-        return made(**dict(values))
+        return metric_type(**dict(values))
 
-    jax.tree_util.register_pytree_with_keys(made, flatten_with_keys, unflatten, flatten)
-    return made
+    jax.tree_util.register_pytree_with_keys(
+        metric_type, flatten_with_keys, unflatten, flatten
+    )
+    return metric_type
 
 
 @functools.cache
@@ -175,6 +178,7 @@ class Metric:
             self._set(**{k: v for k, v in empty.items() if getattr(self, k) is EMPTY})
 
     def _set(self, **values: Any) -> None:
+        # Only from `__post_init__`: afterwards a metric is frozen.
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -187,7 +191,7 @@ class Metric:
         for field in source_fields(type(self)):
             name = getattr(self, field)
             is_name = isinstance(name, str) and name
-            is_position = type(name) is int and name >= 0
+            is_position = type(name) is int and name >= 0  # which leaves out True
             if not is_name and not is_position:
                 msg = (
                     f"{type(self).__name__}: {field} must be the name of an output or "
@@ -292,6 +296,7 @@ class Metric:
             is_own = jnp.arange(size).reshape(-1, *[1] * x.ndim) == index
             return jax.lax.psum(jnp.where(is_own, x[None], 0), axis_name)
 
+        # One after another, because not every metric is a sum: `Last` takes the last.
         shards = jax.tree.map(gather, self)
         merged = jax.tree.map(lambda x: x[0], shards)
         for shard in range(1, size):
@@ -407,7 +412,7 @@ def element_weights(
     if weights is None:
         return jnp.ones_like(elements, dtype=jnp.float32)
     weights = as_float(weights, "weights", where)
-    if not elements.ndim:
+    if not elements.ndim:  # a loss of the whole batch, which may be all padding
         return jnp.any(weights != 0).astype(jnp.float32)
     if weights.shape != elements.shape[: weights.ndim]:
         msg = (

@@ -82,6 +82,7 @@ class Throughput(Metric):
         return dataclasses.replace(self, start_s=EMPTY)
 
     def _merged(self, other: Any) -> Self:
+        # Two float32 numbers compare like a version: first the high parts.
         mine, theirs = jnp.asarray(self.start_s.parts), other.start_s.parts
         is_later = (mine[0] > theirs[0]) | (
             (mine[0] == theirs[0]) & (mine[1] > theirs[1])
@@ -107,10 +108,11 @@ class Throughput(Metric):
                 "inside jit. Return the metric from the step, and compute it outside."
             )
             raise MetricError(msg)
+        # First wait, then look at the clock: the steps are dispatched ahead of time.
         count = jax.block_until_ready(self.count)
         high, low = map(float, self.start_s.parts)
         passed_s = time.perf_counter() - (high + low)
-        if passed_s <= 0:
+        if passed_s <= 0:  # started at infinity: made inside jit, and never merged
             return jnp.full((), jnp.nan, jnp.float32)
         return count / jnp.float32(passed_s)
 

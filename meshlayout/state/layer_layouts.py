@@ -51,6 +51,7 @@ def with_layouts(layer: Any, **layouts: Any) -> type[Any]:
     if not layouts:
         msg = f"with_layouts({layer.__name__}) has no layouts; give a parameter's."
         raise StateError(msg)
+    # Whether a spec fits is not known before there is a mesh and an array.
     specs = tuple((name, _hashable(spec)) for name, spec in layouts.items())
     for name, spec in specs:
         if not isinstance(spec, Hashable):
@@ -153,5 +154,7 @@ def _linen_contents(layer: type[Any], specs: dict[str, Any]) -> dict[str, Any]:
                     raise _unknown(layer, name, names)
         return result
 
+    # A layer that is called by other names, such as nn.Embed's attend, has parameters
+    # as well, but no moment at which all of them are known.
     has_call = any("__call__" in vars(base) for base in layer.__mro__)
     return {"param": param, **({"__call__": call} if has_call else {})}

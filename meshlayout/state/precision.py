@@ -55,7 +55,7 @@ class PrecisionPolicy:
                     "dtype, as 'bfloat16'."
                 )
                 raise StateError(msg)
-            object.__setattr__(self, name, dtype)
+            object.__setattr__(self, name, dtype)  # as a dtype, to compare and hash by
 
 
 Precision: TypeAlias = str | PrecisionPolicy | Mapping[str, "str | PrecisionPolicy"]
@@ -137,6 +137,7 @@ def parse_precision(precision: Any) -> Policies:
             )
             raise StateError(msg)
         rules.append((pattern, parsed))
+    # The empty pattern would match every path, so it is the default, wherever it is.
     default = dict(rules).get("", PrecisionPolicy())
     return Policies(default, tuple(rule for rule in rules if rule[0]))
 
@@ -165,7 +166,7 @@ def cast_for_compute(
         policies: The policies.
         casting: Paths of layers that cast their own parameters, which are skipped.
     """
-    if not policies.computes_in:
+    if not policies.computes_in:  # most steps: nothing is flattened
         return tree
     flat = _paths.flatten(tree)
     return flat.unflatten(
@@ -215,6 +216,8 @@ def check_params(params: PyTree, policies: Policies) -> None:
             )
             raise StateError(msg)
     for leaf in leaves:
+        # Refused rather than cast: parameters that were built in another dtype have
+        # other values, and an optimizer's slots would keep the old one.
         stored = policies.at(leaf.path).param
         dtype = leaf.value.dtype
         is_float = jnp.issubdtype(dtype, jnp.floating)
@@ -251,6 +254,7 @@ class LossScale:
 
     def after(self, finite: jax.Array) -> "LossScale":
         """Returns the loss scale after a step whose gradients are `finite` or not."""
+        # Without `if`: it is part of the compiled step.
         steps = jnp.where(finite, self.finite_steps + 1, 0)
         grown = steps >= GROWTH_INTERVAL
         scale = jnp.where(

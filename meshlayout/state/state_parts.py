@@ -59,6 +59,7 @@ def split_model(built: PyTree, module: object, where: str) -> ModelParts:
             raise StateError(msg)
         variables = dict(built)
         boxed = variables.pop("params", None)
+        # Steps work on plain arrays; the boxes are put back to resolve layouts.
         params = meta.unbox(boxed)
         if not jax.tree.leaves(params):
             msg = (
@@ -70,6 +71,8 @@ def split_model(built: PyTree, module: object, where: str) -> ModelParts:
         boxed_structure = jax.tree.structure(boxed)
         return ModelParts(params, meta.unbox(variables), None, boxed_structure)
     if isinstance(built, nnx.Module):
+        # Into plain dicts: flattening an nnx.State takes JAX several times as long,
+        # and every call of a step flattens its state.
         graphdef, params, rest = nnx.split(built, nnx.Param, ...)
         if not jax.tree.leaves(params):
             msg = (
@@ -142,7 +145,7 @@ class PickledLeaf:
         if not isinstance(leaf, jax.Array):
             return cls(leaf, None, None)
         layout = Layout.of(leaf)
-        if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):  # NumPy has none
             data = _jax.to_host(jax.random.key_data(leaf))
             return cls(data, layout, str(jax.random.key_impl(leaf)))
         return cls(_jax.to_host(leaf), layout, None)

@@ -208,5 +208,6 @@ def _is_sequence(obj: object) -> bool:
     is_other = isinstance(obj, (str, bytes)) or is_table(obj)
     if is_other or not hasattr(obj, "__getitem__") or not hasattr(obj, "__len__"):
         return False
+    # An iterator may have a length as well (a progress bar, say), and is read once.
     is_random = isinstance(obj, Sequence) or not isinstance(obj, Iterable)
     return is_random or not hasattr(obj, "__next__")

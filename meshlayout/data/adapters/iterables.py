@@ -65,7 +65,7 @@ class IteratorStream:
         if not hasattr(self._iterator, "set_state"):
             return None
         state = self._iterator.get_state()
-        if isinstance(state, bytes):
+        if isinstance(state, bytes):  # of Grain's DataLoader
             return {"base64": base64.b64encode(state).decode("ascii")}
         return state
 
@@ -149,6 +149,7 @@ def adapt(obj: Any, *, batched: bool | None) -> IterableSource:
     Raises:
         DataError: If it can neither be iterated nor called.
     """
+    # Iterating over a data frame yields the names of its columns, which nobody wants.
     if is_table(obj) and not isinstance(obj, dict):
         msg = (
             f"a {type(obj).__name__} holds columns by name, but is not a tree of "
@@ -163,6 +164,7 @@ def adapt(obj: Any, *, batched: bool | None) -> IterableSource:
             f"Hugging Face, got {_checks.shown(obj)}."
         )
         raise DataError(msg)
+    # An exhausted iterator would look like an epoch without examples.
     was_read = False
 
     def begin(epoch: int) -> Iterator[PyTree]:
@@ -182,7 +184,7 @@ def adapt(obj: Any, *, batched: bool | None) -> IterableSource:
 
 def _begin(obj: Any) -> Iterator[PyTree]:
     """Returns an iterator over an iterable, or over what a function returns."""
-    if isinstance(obj, Sequence):
+    if isinstance(obj, Sequence):  # which can seek, unlike iter(obj)
         return NumberedItems(obj, len(obj))
     iterable = obj if _is_iterable(obj) else obj()
     if not _is_iterable(iterable):
