@@ -148,7 +148,7 @@ def test_an_unknown_loop_and_a_kernel_nobody_knows_are_named():
     [name] = cost.uncounted
     assert str(cost).splitlines()[-2:] == [
         f"not counted: the FLOPs of {name}",
-        "loops whose number of turns is not known count as one turn",
+        "loops of unknown length count as one turn, branches as taken",
     ]
     assert "FLOPs per byte" in cost._repr_html_()
 

@@ -174,8 +174,20 @@ def test_a_loop_that_only_running_it_would_count_is_marked(mesh):
     assert all((one.times, one.times_known) == (1, False) for one in sent.collectives)
     assert str(sent).splitlines()[-1] == (
         "times with a ? count one turn of loops whose number of turns is not known "
-        "before they run"
+        "before they run, and branches as taken"
     )
+
+
+def test_branches_count_as_taken_and_are_marked(mesh):
+    def program(x):
+        def body(total, _):
+            return jax.lax.cond(total > 0, lambda: x.sum(), lambda: total), None
+
+        return jax.lax.scan(body, 0.0, length=4)[0]
+
+    sent = sent_by(program, ml.arrays.ones((8, 8), mesh.layout("model", None)))
+    assert {(one.times, one.times_known) for one in sent.collectives} == {(4, False)}
+    assert {one.module for one in sent.collectives} == {""}
 
 
 # As XLA writes loops for TPUs: no count, and a counter and a bound that were copied,

@@ -62,7 +62,7 @@ class Collective:
         wire_bytes: Bytes that each device sends, of all runs together.
         times: How often it runs in one run of the program. A loop whose number of
             turns only running it would tell counts as one turn, and a branch as taken.
-        times_known: Whether there is no such loop around it.
+        times_known: Whether there is no such loop and no branch around it.
         in_loop: Whether it is inside a loop.
         is_async: Whether computation runs at the same time.
         op_name: JAX's name of the operation in the user's code.
@@ -259,7 +259,7 @@ def _common(paths: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _scopes(op_name: str) -> list[str]:
-    *outer, last = _split(op_name, "/")
+    *outer, last = _split(re.sub(r"\bwhile/(body|cond)\b", "while", op_name), "/")
     names = [name for part in outer for name in _unwrapped(part)]
     if last.startswith("(") and last.endswith(")"):
         return [*names, *scopes(";".join(_split(last[1:-1], ":")))]
@@ -271,13 +271,14 @@ def _unwrapped(part: str) -> list[str]:
         if match[1] in ("jit", "pjit"):
             return []
         return [x for inner in _split(match[2], "/") for x in _unwrapped(inner)]
-    return [] if not part or part in _PLUMBING or "->" in part else [part]
+    return [] if _PLUMBING.fullmatch(part) else [part]
 
 
 _TRANSFORMED = re.compile(r"([a-z_]+)\((.*)\)")
-_PLUMBING = {"while", "body", "cond", "scan", "closed_call", "core_call", "shard_map"}
-_PLUMBING |= {"checkpoint", "remat", "rematted_computation", "pjit", "custom_jvp_call"}
-_PLUMBING |= {"custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin"}
+_PLUMBING = re.compile(
+    "|while|closed_call|core_call|shard_map|pjit|checkpoint|remat|"
+    r"rematted_computation|custom_\w+|branch_\d+_fun|.*->.*"
+)
 
 
 def _split(text: str, separator: str) -> list[str]:

@@ -220,7 +220,7 @@ _HEADERS = ["collective", "axes", "arrays", "sent", "times", "for", "source"]
 _ALIGN = "lllrrll"
 _UNKNOWN = (
     "times with a ? count one turn of loops whose number of turns is not known before "
-    "they run"
+    "they run, and branches as taken"
 )
 
 

@@ -28,8 +28,8 @@ class Cost:
             addition; padding is not counted, elementwise operations neither.
         bytes_accessed: Bytes that instructions read and write, each fusion as one; of
             an array that is sliced or updated in place, the slice.
-        times_known: Whether the number of turns of every loop is known; one that is
-            not counts as one turn.
+        times_known: Whether how often each instruction runs is known; a loop counts as
+            one turn where it is not, and a branch as taken.
         uncounted: Custom calls in the program, such as those of hand-written kernels,
             whose FLOPs nobody says.
     """
@@ -61,7 +61,7 @@ class Cost:
 
     def _notes(self) -> list[str]:
         calls = f"not counted: the FLOPs of {', '.join(self.uncounted)}"
-        loops = "loops whose number of turns is not known count as one turn"
+        loops = "loops of unknown length count as one turn, branches as taken"
         return [calls] * bool(self.uncounted) + [loops] * (not self.times_known)
 
 

@@ -7,7 +7,7 @@ leaf, and the slots of the optimizer that follow it, and no others.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 from meshlayout.hlo.program import Instruction, Program
 
@@ -48,6 +48,7 @@ class Leaves:
         self, program: Program, arguments: Mapping[str, str], results: Sequence[str]
     ) -> None:
         self._program, self._arguments, self._results = program, arguments, results
+        self._owners = {path: _owner(path, {*results}) for path in results}
         self._users: dict[str, list[Instruction]] = {}
         entry = program.computations.get(program.entry, {})
         for instruction in entry.values() if results else ():
@@ -115,7 +116,7 @@ class Leaves:
             name: An instruction of the program's entry.
             element: Which of its results, if it has several.
         """
-        users, values, num_results = self._users, [name], len(self._results)
+        users, values = self._users, [name]
         if any(user.opcode.endswith("-done") for user in users.get(name, ())):
             values = [user.name for user in users[name]]
         if element is not None:
@@ -126,17 +127,24 @@ class Leaves:
                 if user.attribute(r"\bindex=(\d+)") == str(element)
             ]
         root = self._program.root(self._program.entry)
-        needing: set[str] = set()
+        reached: dict[str, str] = {}  # results, and the leaves that they belong to
         seen = {*values}
         while values:
             value = values.pop()
             for user in users.get(value, ()):
                 if user.name == root:
-                    places = (i for i, x in enumerate(user.operands) if x == value)
-                    needing |= {self._results[i] for i in places if i < num_results}
+                    pairs = zip(user.operands, self._results, strict=False)
+                    reached |= {x: self._owners[x] for y, x in pairs if y == value}
                 elif user.name not in seen:
                     seen.add(user.name)
                     values.append(user.name)
-        leaf = min(needing, key=len, default="")
-        is_only = all(f"/{path}".endswith(f"/{leaf}") for path in needing)
-        return leaf if is_only else ""
+            if len({*reached.values()}) > 1:
+                return ""  # an activation, on which many leaves depend
+        return "".join(reached if len(reached) == 1 else {*reached.values()})
+
+
+def _owner(path: str, paths: Set[str]) -> str:
+    """Returns the longest path that another one ends with, as a slot's does, or it."""
+    keys = path.split("/")
+    ends = ("/".join(keys[start:]) for start in range(1, len(keys)))
+    return next((end for end in ends if end in paths), path)

@@ -58,8 +58,9 @@ class Runs(NamedTuple):
     """How often a computation runs in one run of the program.
 
     Attributes:
-        times: How often, with 1 for a loop whose number of turns is not known.
-        is_known: Whether there is no such loop around it.
+        times: How often, with 1 for a loop whose number of turns is not known, and
+            with a branch as taken.
+        is_known: Whether there is no such loop and no branch around it.
         in_loop: Whether there is any loop around it.
     """
 
@@ -197,6 +198,7 @@ class Program:
         for call in calls:
             outer, turns = self.runs(call.computation), 1
             is_loop = call.instruction.opcode == "while"
+            is_known = is_known and call.instruction.opcode != "conditional"
             if is_loop:
                 counted = self._turns(call.computation, call.instruction)
                 is_known = is_known and counted is not None

@@ -7,6 +7,7 @@ from meshlayout import _checks
 from meshlayout.errors import did_you_mean
 from meshlayout.hlo import KINDS, Communication, read_communication
 from meshlayout.step import compile_step
+from meshlayout.step.inspection import Inspection
 from meshlayout.testing.expectations import VerificationError
 
 
@@ -76,7 +77,7 @@ def expect_communication(
         _checks.count(kind, count, **_BYTES)
     if only:
         expected = dict.fromkeys(KINDS, 0) | expected
-    sent = read_communication(_compiled(program, args))
+    sent = _sent_by(program, args)
     wrong = [
         *_unlike(sent, expected, ""),
         *_unlike(sent.in_loops, expected_in_loops, " in loops"),
@@ -109,8 +110,8 @@ def _over(sent: Communication, budgets: Mapping[str, int]) -> list[str]:
     ]
 
 
-def _compiled(program: Any, args: tuple[Any, ...]) -> Any:
-    """Compiles a program, unless it is compiled already."""
+def _sent_by(program: Any, args: tuple[Any, ...]) -> Communication:
+    """Compiles a program, unless it is compiled already, and reads it."""
     has_text = hasattr(program, "as_text")
     if has_text and args:
         msg = (
@@ -125,8 +126,10 @@ def _compiled(program: Any, args: tuple[Any, ...]) -> Any:
             f"{type(program).__name__}."
         )
         raise VerificationError(msg)
-    lowered: Any = program
-    if not has_text:
-        step: Any = program if hasattr(program, "lower") else compile_step(program)
-        lowered = step.lower(*args)
-    return lowered.compile() if hasattr(lowered, "compile") else lowered
+    is_step = has_text or hasattr(program, "lower")
+    step: Any = program if is_step else compile_step(program)
+    if isinstance(step, Inspection):
+        return step.communication(*args)
+    lowered = step if has_text else step.lower(*args)
+    is_lowered = hasattr(lowered, "compile")
+    return read_communication(lowered.compile() if is_lowered else lowered)
