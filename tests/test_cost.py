@@ -246,6 +246,25 @@ def test_gradients_are_those_of_what_is_trained(mesh):
     assert (memory.gradient_bytes, memory.parameter_bytes) == (128 * 4, 65 * 128 * 4)
 
 
+def test_what_is_in_host_memory_counts_apart(mesh):
+    @ml.compile_step
+    def step(state, batch):
+        slots = jax.device_put(state["slots"], state_layout.sharding)
+        slots = jax.device_put(slots + batch.sum(), host_layout.sharding)
+        return {"kernel": state["kernel"], "slots": slots}, None
+
+    state_layout = mesh.layout("model", None)
+    host_layout = mesh.layout("model", None, memory_kind="pinned_host")
+    state = {
+        name: jax.ShapeDtypeStruct((64, 64), "float32", sharding=layout.sharding)
+        for name, layout in (("kernel", state_layout), ("slots", host_layout))
+    }
+    memory = step.memory(state, ml.arrays.ones((4,), mesh.layout("batch")))
+    shard = 64 * 64 * 4 // 4
+    assert (memory.other_state_bytes, memory.host_bytes) == (shard, shard)
+    assert "in host memory" in str(memory)
+
+
 def test_every_kind_of_step_reports(mesh):
     state = state_on(mesh, optax.adam(0.1), ("model", None))
     batch = {"x": ml.arrays.ones((32, 64), mesh.layout("batch", None))}
@@ -257,6 +276,9 @@ def test_every_kind_of_step_reports(mesh):
     # The first layer's input needs no gradient.
     assert train.cost(state, batch).flops == 2 * evaluate.cost(state, batch).flops
     assert evaluate.cost(state, batch).flops == forward
+    predict = ml.make_predict_step(lambda model, batch: model(batch["x"]))
+    assert predict.cost(state, batch).flops == forward
+    assert predict.memory(state, batch).parameter_bytes == kernel
     sent = evaluate.communication(state, batch)
     # The kernel's rows are on four devices: sums of 16 x 128 floats, and of the loss.
     sums = [one for one in sent.collectives if one.axes == ("model",)]

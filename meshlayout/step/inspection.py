@@ -36,8 +36,8 @@ class StepMemory:
         other_state_bytes: The rest of the state, by its layouts: batch statistics, the
             moving average of parameters; of a state that is no `TrainState`, all of it.
         batch_bytes: The batch, the metrics and other arguments, by their layouts.
-        host_bytes: Arguments in the host's memory, by their layouts; none of the others
-            are.
+        host_bytes: Arguments in the host's memory, by their layouts; not in any of the
+            above, but among the measured ones of CPUs, whose memory it is.
         gradient_bytes: The gradients, if all are held at once: as many bytes as the
             parameters that are trained. They are part of the temporary bytes.
         argument_bytes: State, batch and metrics, measured.

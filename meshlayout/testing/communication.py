@@ -7,7 +7,7 @@ from meshlayout import _checks
 from meshlayout.errors import did_you_mean
 from meshlayout.hlo import KINDS, Communication, read_communication
 from meshlayout.step import compile_step
-from meshlayout.step.inspection import Inspection
+from meshlayout.step.inspection import StepInspection
 from meshlayout.testing.expectations import VerificationError
 
 
@@ -128,7 +128,7 @@ def _sent_by(program: Any, args: tuple[Any, ...]) -> Communication:
         raise VerificationError(msg)
     is_step = has_text or hasattr(program, "lower")
     step: Any = program if is_step else compile_step(program)
-    if isinstance(step, Inspection):
+    if isinstance(step, StepInspection):
         return step.communication(*args)
     lowered = step if has_text else step.lower(*args)
     is_lowered = hasattr(lowered, "compile")
