@@ -323,7 +323,7 @@ def test_pack_takes_one_tree_per_device():
     assert same_bits(back[5]["x"], np.full((2, 3), 5, np.int32))
 
 
-def test_pack_takes_parts_that_lie_on_other_devices(value):
+def test_pack_takes_parts_on_other_devices(value):
     part = jax.device_put(value, jax.devices()[7])
     packed = ma.pack([part] * 8, BATCH_8.layout(...), verify=True)
     assert_lies(packed, BATCH_8.layout(None, None))
@@ -420,7 +420,7 @@ def test_match_allows_anything_for_its_dim_whatever_the_axes_are_called(value):
 
 
 @pytest.mark.parametrize(("actual", "expected"), [*itertools.combinations(LAYOUTS, 2)])
-def test_check_layout_tells_different_layouts_apart(value, actual, expected):
+def test_check_layout_distinguishes_different_layouts(value, actual, expected):
     x = ma.relayout(value, actual)
     with pytest.raises(ml.errors.LayoutError, match="was expected"):
         ma.check_layout(x, expected)
@@ -489,7 +489,7 @@ def test_random_values_do_not_depend_on_the_layout(layout, shape):
         assert same_bits(made, jax.random.normal(key, shape))
 
 
-def test_keys_may_lie_anywhere():
+def test_keys_may_be_on_any_device():
     plain = jax.random.normal(jax.random.key(1), (8, 8))
     for place in (
         jax.devices()[6],
@@ -1162,7 +1162,7 @@ FLAGS = {"relayout, donate", "pack, verify"}
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_what_nobody_can_mean_works_or_is_a_sentence(name):
+def test_bad_arguments_work_or_are_refused_in_a_sentence(name):
     for bad in BAD_VALUES:
         message = refusal(ml.MeshLayoutError, CALLS[name], bad)
         assert message is None or "0x" not in message

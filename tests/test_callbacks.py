@@ -150,7 +150,7 @@ class Duck:
     ],
 )
 @pytest.mark.parametrize("progress", [True, False])
-def test_what_is_no_list_of_callbacks_is_refused(given, message, progress):
+def test_what_is_not_a_list_of_callbacks_is_refused(given, message, progress):
     trainer = Scripted(1.0)
     data = [{"x": np.ones(1, np.float32)}]
     found = message_of(lambda: trainer.fit(data, callbacks=given, progress=progress))
@@ -518,7 +518,7 @@ class FakeWriter:
 written: list[FakeWriter] = []
 
 
-def test_tensorboard_is_told_epochs_and_steps(monkeypatch, tmp_path):
+def test_tensorboard_gets_epochs_and_steps(monkeypatch, tmp_path):
     package = types.ModuleType("tensorboardX")
     package.SummaryWriter = FakeWriter
     monkeypatch.setitem(sys.modules, "tensorboardX", package)
@@ -697,7 +697,7 @@ def test_a_run_that_is_stopped_before_validation_is_saved(every, state, tmp_path
         assert set(ck.inspect().metadata["logs"]) == {"loss", "learning_rate"}
 
 
-def test_a_best_metric_that_nobody_measures_is_refused(tmp_path):
+def test_a_best_metric_that_is_not_measured_is_refused(tmp_path):
     with ml.Checkpointer(tmp_path, best=("los", "min")) as ck:
         callback = ml.callbacks.Checkpoint(ck, every=100)
         assert message_of(lambda: Scripted(1.0).run(callback)) == (

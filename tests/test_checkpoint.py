@@ -563,7 +563,7 @@ def test_a_dtype_for_no_array_is_refused(ck):
     )
 
 
-def test_a_layout_that_does_not_divide_is_no_damage(ck, mesh_2x4):
+def test_a_layout_that_does_not_divide_is_not_damage(ck, mesh_2x4):
     ck.save(1, {"w": jnp.arange(6.0)})
     sharding = mesh_2x4.layout("model").sharding
     like = {"w": jax.ShapeDtypeStruct((6,), jnp.float32, sharding=sharding)}
@@ -735,7 +735,7 @@ def test_named_tuples_in_metadata_come_back_as_tuples(ck):
     assert ck.inspect().metadata == {"of": (), "list": [1]}
 
 
-def test_the_memory_of_a_save_is_told_in_advance(ck, mesh_2x4):
+def test_the_memory_of_a_save_is_reported_in_advance(ck, mesh_2x4):
     state = {
         "cut": jax.device_put(
             jnp.ones((8, 4)), mesh_2x4.layout("batch", None).sharding
@@ -1058,7 +1058,7 @@ def test_paths_that_are_none_are_refused(tmp_path):
         )
 
 
-def test_a_directory_that_was_removed_is_told_as_such(tmp_path):
+def test_a_directory_that_was_removed_is_reported_as_such(tmp_path):
     ck = Checkpointer(tmp_path / "run")
     ck.save(1, {"x": np.zeros(1)})
     ck.wait()

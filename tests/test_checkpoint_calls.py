@@ -144,7 +144,7 @@ def test_any_call_may_be_the_last_one(tmp_path, two_steps, mesh_2x4, step, count
     counts(f"{total} calls that may be the last one")
 
 
-def test_a_step_that_may_not_survive_a_power_cut_is_told_as_such(
+def test_a_step_that_may_not_survive_a_power_cut_is_reported(
     tmp_path, two_steps, mesh_2x4, monkeypatch
 ):
     ck = copied(two_steps, tmp_path)

@@ -91,7 +91,7 @@ def files_of(directory):
 
 
 @pytest.mark.parametrize("hashed_bytes", [0, 4 * 2**20], ids=["prints", "hashes"])
-def test_no_flipped_bit_goes_unseen(
+def test_every_flipped_bit_is_noticed(
     tmp_path, mesh_2x4, monkeypatch, hashed_bytes, counts
 ):
     # Without hashes, the fingerprints alone have to find what is wrong.
@@ -245,7 +245,7 @@ def check_save_works_after(ck, mesh):
 
 
 @pytest.mark.parametrize("limit", [1000, 20_000], ids=["small files too", "arrays"])
-def test_files_that_cannot_grow_are_told_of_once(tmp_path, mesh_2x4, limit):
+def test_files_that_cannot_grow_are_reported_once(tmp_path, mesh_2x4, limit):
     big = {"x": np.random.default_rng(0).normal(size=100_000)}
     with Checkpointer(tmp_path) as ck:
         ck.save(1, state_of(1, mesh_2x4))
@@ -275,7 +275,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(place)], check=True)
 
 
-def test_a_full_disk_is_told_of_once(small_disk, mesh_2x4):
+def test_a_full_disk_is_reported_once(small_disk, mesh_2x4):
     big = {"x": np.random.default_rng(0).normal(size=1_000_000)}
     with Checkpointer(small_disk / "run") as ck:
         ck.save(1, state_of(1, mesh_2x4))
@@ -287,7 +287,7 @@ def test_a_full_disk_is_told_of_once(small_disk, mesh_2x4):
         check_save_works_after(ck, mesh_2x4)
 
 
-def test_a_directory_that_cannot_be_written_is_told_of(tmp_path, mesh_2x4):
+def test_a_directory_that_cannot_be_written_is_reported(tmp_path, mesh_2x4):
     with Checkpointer(tmp_path / "run") as ck:
         ck.save(1, state_of(1, mesh_2x4))
         ck.wait()
@@ -307,7 +307,7 @@ def test_a_directory_that_cannot_be_written_is_told_of(tmp_path, mesh_2x4):
         check_save_works_after(ck, mesh_2x4)
 
 
-def test_a_directory_that_cannot_be_made_is_told_of(tmp_path):
+def test_a_directory_that_cannot_be_made_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ml.errors.CheckpointError) as caught:
         Checkpointer(tmp_path / "file")
@@ -338,7 +338,7 @@ def failing(monkeypatch):
     "call",
     ["save", "wait", "close", "all_steps", "latest_step", "inspect", "restore_numpy"],
 )
-def test_any_next_call_tells_what_went_wrong_once(
+def test_the_next_call_of_any_kind_raises_what_went_wrong_once(
     tmp_path, mesh_2x4, monkeypatch, call
 ):
     ck = Checkpointer(tmp_path)
@@ -371,7 +371,9 @@ def test_an_error_in_the_block_is_not_hidden(tmp_path, mesh_2x4, monkeypatch):
     assert caught.value.__notes__[0].startswith("Moreover, step 1 could not be saved")
 
 
-def test_an_old_step_that_cannot_be_deleted_is_told_of(tmp_path, mesh_2x4, monkeypatch):
+def test_an_old_step_that_cannot_be_deleted_is_reported(
+    tmp_path, mesh_2x4, monkeypatch
+):
     ck = Checkpointer(tmp_path, keep=1)
     ck.save(1, state_of(1, mesh_2x4))
     ck.wait()
@@ -493,7 +495,7 @@ def test_what_no_checkpointer_wrote_is_left_alone(tmp_path, mesh_2x4):
     assert restored(Checkpointer(tmp_path), mesh_2x4)[0] == 2
 
 
-def test_a_step_whose_manifest_was_deleted_is_told_of_after_a_restart(
+def test_a_step_whose_manifest_was_deleted_is_reported_after_a_restart(
     tmp_path, mesh_2x4
 ):
     write_two_steps(tmp_path, mesh_2x4)
@@ -512,7 +514,7 @@ def test_a_step_whose_manifest_was_deleted_is_told_of_after_a_restart(
     assert names == ["data.json", "manifest.json", "state"]
 
 
-def test_a_manifest_that_is_no_file_does_not_keep_the_others_from_being_read(
+def test_a_manifest_that_is_not_a_file_does_not_keep_the_others_from_being_read(
     tmp_path, mesh_2x4
 ):
     write_two_steps(tmp_path, mesh_2x4)
@@ -526,7 +528,7 @@ def test_a_manifest_that_is_no_file_does_not_keep_the_others_from_being_read(
     assert restored(ck, mesh_2x4, fallback=True)[0] == 1
 
 
-def test_reading_goes_on_while_another_checkpointer_saves_and_deletes(tmp_path):
+def test_reading_continues_while_another_checkpointer_saves_and_deletes(tmp_path):
     """All at once: the steps that are read are those that retention deletes."""
     with Checkpointer(tmp_path, keep=1) as writing:
         writing.save(0, {"w": np.zeros(1000, np.float32)})
@@ -552,7 +554,7 @@ def test_reading_goes_on_while_another_checkpointer_saves_and_deletes(tmp_path):
     assert len(set(seen)) > 3
 
 
-def test_a_step_that_is_deleted_while_it_is_read_is_told_of(
+def test_a_step_that_is_deleted_while_it_is_read_is_reported(
     tmp_path, mesh_2x4, monkeypatch
 ):
     write_two_steps(tmp_path, mesh_2x4)
@@ -598,7 +600,7 @@ def test_two_checkpointers_of_one_process_leave_each_other_alone(tmp_path, mesh_
         assert one.all_steps() == [3, 4, 5]
 
 
-def test_an_unfinished_newer_step_is_told_of(tmp_path, mesh_2x4):
+def test_an_unfinished_newer_step_is_reported(tmp_path, mesh_2x4):
     ck = Checkpointer(tmp_path)
     ck.save(1, state_of(1, mesh_2x4), data=Position(1))
     ck.wait()

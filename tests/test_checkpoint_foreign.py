@@ -462,7 +462,7 @@ def test_a_set_of_shards_that_is_not_one_is_found_out(tmp_path):
     )
 
 
-def test_what_is_not_there_is_told(tmp_path):
+def test_what_is_not_there_is_named(tmp_path):
     load = checkpoint.load_safetensors
     like = {"w": values(3)}
     away = tmp_path / "away.safetensors"
@@ -565,7 +565,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path):
     equal(checkpoint.load_safetensors(tmp_path, old), new)
 
 
-def test_a_place_that_cannot_be_written_is_told(tmp_path):
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     where = tmp_path / "file" / "x.safetensors"
     message = error_of(checkpoint.save_safetensors, where, {"w": values(2)})
@@ -606,7 +606,7 @@ def test_a_save_that_stops_anywhere_never_leaves_a_mixture(tmp_path, monkeypatch
 # What is wanted.
 
 
-def test_a_layout_that_does_not_divide_is_told(tmp_path, mesh_2x4):
+def test_a_layout_that_does_not_divide_is_named(tmp_path, mesh_2x4):
     checkpoint.save_safetensors(tmp_path, {"w": np.zeros((6, 3), "f4")})
     sharding = mesh_2x4.layout("model", None).sharding
     like = {"w": jax.ShapeDtypeStruct((6, 3), jnp.float32, sharding=sharding)}
@@ -620,7 +620,7 @@ def test_a_layout_that_does_not_divide_is_told(tmp_path, mesh_2x4):
     )
 
 
-def test_what_cannot_be_wanted_is_told(tmp_path, mesh_2x4):
+def test_bad_arguments_of_loading_are_refused(tmp_path, mesh_2x4):
     state = {"w": values((4, 4))}
     checkpoint.save_safetensors(tmp_path, state)
     layouts = ml.LayoutMap(mesh_2x4)
@@ -781,12 +781,12 @@ def test_no_flipped_bit_of_msgpack_raises_anything_else():
         (b"\x01", "is not msgpack of a state: it holds 1"),
     ],
 )
-def test_what_is_no_msgpack_of_a_state_says_so(data, reason):
+def test_what_is_not_msgpack_of_a_state_is_refused(data, reason):
     message = error_of(checkpoint.load_msgpack, data, {"w": values(2)})
     assert message == f"the msgpack data {reason}."
 
 
-def test_a_msgpack_file_that_is_not_there_is_told(tmp_path):
+def test_a_missing_msgpack_file_is_named(tmp_path):
     away = tmp_path / "away"
     message = error_of(checkpoint.load_msgpack, away, {"w": values(2)})
     assert message == (
@@ -1073,7 +1073,7 @@ def test_what_is_described_is_filled(tmp_path, mesh_2x4):
 FIELDS = ("params", "opt_state", "step", "rng")
 
 
-def test_modules_beside_their_optimizers_are_filled(tmp_path):
+def test_modules_next_to_their_optimizers_are_filled(tmp_path):
     def build(seed):
         model = nnx.Linear(4, 8, rngs=nnx.Rngs(seed))
         return {
@@ -1099,7 +1099,7 @@ def test_what_is_kept_goes_where_it_is_wanted(tmp_path, mesh_2x4):
     assert like["head"].tolist() == np.ones((4, 8)).tolist()
 
 
-def test_rules_that_match_nothing_are_told(tmp_path, mesh_2x4):
+def test_rules_that_match_nothing_are_named(tmp_path, mesh_2x4):
     checkpoint.save_safetensors(tmp_path, {"w": values((4, 4))})
     layouts = ml.LayoutMap(mesh_2x4, {"v": (None, "model")})
     with pytest.warns(ml.errors.LayoutWarning, match="rule 'v' matches no path"):

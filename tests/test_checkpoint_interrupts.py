@@ -87,7 +87,7 @@ def test_a_save_that_is_interrupted_at_its_start_leaves_nothing(tmp_path, monkey
     assert Checkpointer(tmp_path).all_steps() == [1]
 
 
-def test_a_failure_in_the_background_is_told_once(tmp_path, monkeypatch, caplog):
+def test_a_failure_in_the_background_is_reported_once(tmp_path, monkeypatch, caplog):
     def failing(directory, arrays):
         def fail():
             raise OSError("the cable is out")
@@ -195,7 +195,7 @@ def test_a_forked_child_leaves_saves_to_its_parent(tmp_path):
 
 
 @pytest.mark.multiprocess
-def test_a_failure_that_nobody_asks_for_is_logged_at_the_end(tmp_path):
+def test_a_failure_that_no_call_raised_is_logged_at_the_end(tmp_path):
     job = run(tmp_path, "end", "fails")
     told = [line for line in job.stderr.splitlines() if "could not be saved" in line]
     assert told == [

@@ -142,7 +142,7 @@ def test_a_lease_that_was_taken_away_is_noticed(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"host": 1}', b"\xff"])
-def test_a_note_that_is_not_whole_is_nobodys(tmp_path, content):
+def test_an_incomplete_note_belongs_to_no_process(tmp_path, content):
     (tmp_path / ".owner-0123abcd.json").write_bytes(content)
     with Checkpointer(tmp_path) as ck:
         assert notes(tmp_path) == []
@@ -154,7 +154,7 @@ def test_a_note_that_is_not_whole_is_nobodys(tmp_path, content):
     [{"pid": "7"}, {"pid": -1}, {"pid": 2**70}, {"renewed_at": "now"}, {"pid": None}],
     ids=str,
 )
-def test_a_note_with_other_values_is_nobodys(tmp_path, changes):
+def test_a_note_with_bad_values_belongs_to_no_process(tmp_path, changes):
     leave_note(tmp_path, **changes)
     with Checkpointer(tmp_path) as ck:
         assert notes(tmp_path) == []

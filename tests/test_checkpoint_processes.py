@@ -246,7 +246,7 @@ def disagreements(directory):
     return told
 
 
-def test_all_processes_are_told_what_went_wrong_on_one(tmp_path):
+def test_all_processes_raise_what_went_wrong_on_one(tmp_path):
     told = run_processes(2, faults, str(tmp_path), devices_per_process=4)
     end = "Earlier steps are unchanged; the next save starts anew."
     for index, one in enumerate(told):

@@ -180,7 +180,7 @@ def test_a_step_that_is_saved_again_is_the_new_one(store, run):
         assert reader.all_steps() == [5]
 
 
-def test_large_files_are_told_by_size_and_fingerprint(store, run, monkeypatch):
+def test_large_files_are_compared_by_size_and_fingerprint(store, run, monkeypatch):
     monkeypatch.setattr(step_writer, "_HASHED_BYTES", 0)
     save_steps(run, 1, 2)
     sizes = {
@@ -234,7 +234,7 @@ def test_what_another_machine_saves_and_deletes_is_seen_at_once(store, run):
     assert (ck.all_steps(), step_of(ck.restore_numpy())) == ([1, 2], 2)
 
 
-def test_a_save_that_goes_on_is_left_alone(store, run):
+def test_a_save_in_progress_is_left_alone(store, run):
     save_steps(run, 1)
     arrived, go = threading.Event(), threading.Event()
 
@@ -302,7 +302,7 @@ def test_a_writer_may_die_before_any_write_or_deletion(store, counts):
     counts(f"{len(moments)} moments at which a writer may die")
 
 
-def test_objects_that_stand_for_directories_are_no_files(store, run):
+def test_objects_that_stand_for_directories_are_not_files(store, run):
     # TensorFlow's files make them, and so does the store's own web page.
     save_steps(run, 1, 2)
     top = inside(run)
@@ -492,7 +492,7 @@ def test_a_save_that_the_store_refuses_leaves_the_steps_before(store, run, part)
         assert ck.all_steps() == [1, 2]
 
 
-def test_a_step_that_cannot_be_deleted_is_told(store, run):
+def test_a_step_that_cannot_be_deleted_is_named(store, run):
     save_steps(run, 1)
     old = f"{inside(run)}/1/"
     store.refuse = lambda how, _, name: (
@@ -519,7 +519,7 @@ def test_a_step_that_cannot_be_deleted_is_told(store, run):
 # What is no directory.
 
 
-def test_a_bucket_that_does_not_exist_is_told_when_it_is_opened(store):
+def test_a_bucket_that_does_not_exist_is_refused_when_it_is_opened(store):
     assert error_of(Checkpointer, "gs://another/run") == (
         ml.errors.CheckpointError,
         "gs://another/run: the bucket 'another' does not exist. Create it, or use another one.",
@@ -546,7 +546,7 @@ def test_a_bucket_that_does_not_exist_is_told_when_it_is_opened(store):
         ),
     ],
 )
-def test_what_is_no_directory_is_refused(directory, message):
+def test_what_is_not_a_directory_is_refused(directory, message):
     assert error_of(Checkpointer, directory) == (ml.errors.CheckpointError, message)
 
 

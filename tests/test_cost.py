@@ -138,7 +138,7 @@ def test_an_elementwise_program_reads_and_writes_its_arrays_once():
     )
 
 
-def test_an_unknown_loop_and_a_kernel_nobody_knows_are_named():
+def test_an_unknown_loop_and_an_unknown_kernel_are_named():
     def program(x):
         x = jax.lax.while_loop(lambda x: x.sum() < 100, lambda x: x @ x, x)
         return jax.pure_callback(np.sin, x, x)

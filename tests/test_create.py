@@ -254,7 +254,7 @@ def test_values_are_those_of_building_without_a_mesh(mesh_name, name):
 
 @pytest.mark.parametrize("mesh_name", ["2x2x2", "last 4"])
 @pytest.mark.parametrize("name", ["convnet", "linen everything", "stacked", "pytree"])
-def test_every_array_lies_as_the_map_says(mesh_name, name):
+def test_every_array_has_the_maps_layout(mesh_name, name):
     layouts = maps(MESHES[mesh_name]())["all on the last"]
     made = ml.create(BUILDERS[name], layouts)
     wanted = plain(layouts.resolve(BUILDERS[name]()).layouts)
@@ -762,7 +762,7 @@ ONE = ml.create_mesh({"model": 1}, devices=jax.devices()[:1])
 
 
 @pytest.mark.parametrize(("make", "message"), BAD_BUILDERS)
-def test_what_is_no_builder_is_refused(make, message):
+def test_what_is_not_a_builder_is_refused(make, message):
     build = make()
     with pytest.raises(ml.errors.StateError) as error:
         ml.create(build, ml.LayoutMap(ONE))
@@ -777,7 +777,7 @@ def test_what_is_no_builder_is_refused(make, message):
         lambda: {"pool": nnx.Sequential(nnx.relu)},
     ],
 )
-def test_modules_and_states_without_arrays_are_no_mistake(build):
+def test_modules_and_states_without_arrays_are_allowed(build):
     made = ml.create(build, ml.LayoutMap(ONE))
     assert jax.tree.structure(made) == jax.tree.structure(build())
 
@@ -827,7 +827,7 @@ def test_random_numbers_from_outside_are_refused():
         ),
     ],
 )
-def test_what_is_no_layout_map_is_refused(layouts, message):
+def test_what_is_not_a_layout_map_is_refused(layouts, message):
     with pytest.raises(ml.errors.StateError) as error:
         ml.create(lambda: jnp.ones(3), layouts)
     assert str(error.value) == message

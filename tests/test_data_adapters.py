@@ -101,7 +101,7 @@ def test_a_map_dataset_whose_map_leaves_holes_is_an_error(mesh):
     )
 
 
-def test_a_map_dataset_of_batches_is_cut_anew(mesh):
+def test_a_map_dataset_of_batches_is_batched_again(mesh):
     source = grain.MapDataset.source(records(20)).batch(6)
     data = distribute_dataset(source, mesh, global_batch_size=8)
     assert values(data) == squares(range(20))

@@ -548,7 +548,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_batches_lie_as_they_are_told_to(name):
+def test_batches_have_the_layouts_that_were_asked_for(name):
     mesh, specs, shard_shape = LAYOUTS[name]
     layout = ml.Layout(specs, mesh)
     x = np.arange(128, dtype=np.float32).reshape(16, 8)
@@ -585,14 +585,14 @@ def test_the_element_spec_is_what_batches_are(source):
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
-def test_batches_lie_on_meshes_with_axes_of_all_types(kind):
+def test_batches_go_on_meshes_with_axes_of_all_types(kind):
     mesh = ml.create_mesh({"batch": 8}, axis_types=kind)
     (batch,) = distributed(columns(8), mesh)
     assert ml.fetch_layout(batch["x"]) == mesh.layout("batch", None)
     np.testing.assert_array_equal(np.asarray(batch["x"]), columns(8)["x"])
 
 
-def test_batches_lie_in_the_memory_that_they_are_told_to():
+def test_batches_are_in_the_memory_that_was_asked_for():
     layout = ml.Layout(["batch", ...], MESH, memory_kind="pinned_host")
     (batch,) = distributed(columns(8), layout)
     assert {leaf.sharding.memory_kind for leaf in batch.values()} == {"pinned_host"}
@@ -807,7 +807,7 @@ def test_objects_are_refused():
     )
 
 
-def test_what_is_no_array_is_refused():
+def test_what_is_not_an_array_is_refused():
     examples = [{"x": np.ones(2), "when": object()} for _ in range(8)]
     assert refused(iter(examples)) == (
         "leaf 'when' is of type object, which is not an array, number or string. Leave it "
@@ -914,7 +914,7 @@ def test_an_example_without_arrays_is_refused():
 
 
 @pytest.mark.parametrize("source", [7, "a text", {}, None, {"x": None}])
-def test_what_is_no_source_is_refused(source):
+def test_what_is_not_a_source_is_refused(source):
     assert message(lambda: distributed(source)) == (
         "source must be arrays, a list of examples, an iterable, a function that makes "
         "a generator, or a dataset of Grain, TFDS, tf.data, PyTorch or Hugging Face, "

@@ -289,9 +289,7 @@ def test_generators_of_rows_draw_as_the_generator_of_each_row():
         (lambda rng: rng.choice(64, 32, replace=False), "choice"),
     ],
 )
-def test_a_batched_map_that_draws_for_all_rows_at_once_is_told_to_draw_by_row(
-    tiny, draw, name
-):
+def test_a_batched_map_that_draws_for_all_rows_at_once_is_refused(tiny, draw, name):
     with pytest.raises(ml.errors.DataError) as error:
         tiny(map=lambda batch, rng: {**batch, "noise": draw(rng)}, map_batched=True)
     assert str(error.value) == (

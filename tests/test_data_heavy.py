@@ -202,7 +202,7 @@ def test_batches_of_a_tf_dataset_that_are_left_out_or_repeated_count(mesh, tf, r
     check(data, {"x": expected[reads]})
 
 
-def test_what_a_map_makes_of_tf_batches_has_to_be_told(mesh, tf):
+def test_what_a_map_makes_of_tf_batches_has_to_be_declared(mesh, tf):
     batches = tf.data.Dataset.from_tensor_slices({"x": X}).batch(5)
     means = batches.map(lambda batch: {"x": tf.reduce_mean(batch["x"], 0)})
     with pytest.raises(ml.errors.DataError) as error:
@@ -699,7 +699,7 @@ BATCHED = {
 
 
 @pytest.mark.parametrize("name", BATCHED)
-def test_an_iterable_dataset_is_told_to_be_batched(mesh, hf, name):
+def test_an_iterable_dataset_may_be_marked_as_batched(mesh, hf, name):
     make, factor = BATCHED[name]
     dataset = make(hf.Dataset.from_dict({"y": list(range(16))}).to_iterable_dataset())
     options = {"batched": True} if name != "mapped by batches" else {}

@@ -106,7 +106,7 @@ SOURCES = [columns(10), examples(10), lambda: iter(in_batches(10, [3, 4]))]
 
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_steps_below_an_epoch_go_on_where_the_last_ones_ended(source, prefetch):
+def test_steps_below_an_epoch_continue_where_the_last_ones_ended(source, prefetch):
     options = {"batched": True} if source is SOURCES[2] else {}
     data = distributed(source, steps=2, prefetch=prefetch, **options)
     first, second, third = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 9, 9]]
@@ -188,7 +188,7 @@ def test_repeated_data_has_as_many_steps_as_asked_for(source):
     assert found.tolist() == (list(range(10)) * 4)[:32]
 
 
-def test_a_generator_that_never_ends_goes_on_in_the_next_iteration():
+def test_a_generator_that_never_ends_continues_in_the_next_iteration():
     opened = []
 
     def count():
@@ -216,7 +216,7 @@ def test_repeated_data_is_not_read_again_for_the_next_iteration():
         assert len(opened) == epoch + 1
 
 
-def test_repeated_data_goes_on_where_a_loop_was_left():
+def test_repeated_data_continues_where_a_loop_was_left():
     for source in (columns(10), examples(10)):
         data = distributed(source, remainder="repeat", epochs=2)
         for batch in data:
@@ -897,7 +897,7 @@ def test_a_state_of_a_stream_that_is_cut_otherwise_is_refused():
     )
 
 
-def test_a_stream_that_is_cut_otherwise_goes_on_by_rows_where_it_does_not_seek():
+def test_a_stream_with_another_batch_size_continues_by_rows_where_it_cannot_seek():
     def make(size):
         batches = in_batches(42, [size] * (42 // size))
         return iter(distributed(lambda: iter(batches), batched=True))
@@ -910,7 +910,7 @@ def test_a_stream_that_is_cut_otherwise_goes_on_by_rows_where_it_does_not_seek()
     assert rows_of(other) == rows_of(it)
 
 
-def test_what_is_no_state_is_refused():
+def test_what_is_not_a_state_is_refused():
     it = iter(distributed(columns(12)))
     for wrong in ({}, 7, None):
         assert message(lambda: it.set_state(wrong)) == (  # noqa: B023
@@ -934,7 +934,7 @@ def test_what_is_no_state_is_refused():
     )
 
 
-def test_a_source_whose_state_is_no_json_is_refused():
+def test_a_source_whose_state_is_not_json_is_refused():
     class Odd(SeekableIterator):
         def get_state(self) -> Any:
             return {1, 2}

@@ -608,7 +608,7 @@ def test_processes_with_unequal_rows_take_the_same_number_of_steps(two):
 
 
 @pytest.mark.parametrize("kind", ["rows", "stream", "stream with places"])
-def test_processes_with_unequal_rows_go_on_from_any_step(two, kind):
+def test_processes_with_unequal_rows_continue_from_any_step(two, kind):
     for process, here in enumerate(two):
         whole = here["unequal resumed"][kind]["whole"]
         weights = [[1] * 4, [1] * 4, [1, 1, 0, 0]]
@@ -780,7 +780,7 @@ def test_a_process_that_leaves_its_loop_early_ends_those_of_the_others(two):
     ]
 
 
-def test_a_state_of_two_processes_goes_on_in_one(two):
+def test_a_state_of_two_processes_continues_in_one(two):
     mesh = ml.create_mesh({"batch": 4}, devices=jax.devices()[:4])
     data = ml.data.distribute_dataset(source(), mesh, global_batch_size=4, shuffle=7)
     states = {here["resume"]["state"] for here in two}

@@ -104,7 +104,7 @@ def test_targets_are_the_next_tokens_of_the_same_document():
     assert row["weight"].tolist() == [1, 1, 0, 1, 0, 0]
 
 
-def test_targets_go_on_from_row_to_row_where_a_document_was_cut():
+def test_targets_continue_from_row_to_row_where_a_document_was_cut():
     rows = data.pack_sequences(["abcde"], 3, mode="pack", targets=True)
     assert [bytes(row["targets"].tolist()) for row in rows] == [b"bcd", b"e\0\0"]
     assert [row["weight"].tolist() for row in rows] == [[1, 1, 1], [1, 0, 0]]
@@ -270,7 +270,7 @@ def test_every_kind_of_documents_gives_the_rows_of_a_list(documents, mode):
     assert listed(data.pack_sequences(documents, 7, mode=mode)) == expected
 
 
-def test_every_pass_begins_anew():
+def test_every_pass_starts_from_the_beginning():
     rows = data.pack_sequences(generated, 7)
     assert listed(rows) == listed(rows)
 
@@ -343,7 +343,7 @@ def test_documents_without_tokens_give_no_rows():
 @given(
     documents=documents_of_tokens, recipe=recipes, stop=st.integers(0, 60), again=...
 )
-def test_a_pass_goes_on_where_it_stopped(documents, recipe, stop, again: bool):
+def test_a_pass_continues_where_it_stopped(documents, recipe, stop, again: bool):
     kinds = [documents, grain.MapDataset.source(documents).to_iter_dataset()]
     for kind in kinds[: 1 + (stop % 4 == 0)]:
         rows = data.pack_sequences(kind, **recipe)
@@ -600,7 +600,7 @@ def test_an_iterator_is_read_once():
 # On with the rows: Grain, global batches, the transformer.
 
 
-def test_grain_goes_on_with_the_rows_and_remembers_their_place():
+def test_grain_takes_the_rows_and_remembers_their_place():
     rows = data.pack_sequences(grain.MapDataset.source(TEXTS), 4)
     batches = rows.to_grain().map(lambda row: row["tokens"]).batch(2)
     whole = [batch.tolist() for batch in batches]
@@ -644,7 +644,7 @@ def test_global_batches_hold_the_rows_and_padding_has_no_weight(mode):
 
 
 @pytest.mark.parametrize("stop", [0, 1, 5, 12])
-def test_global_batches_go_on_in_the_middle_of_a_window(stop):
+def test_global_batches_continue_in_the_middle_of_a_window(stop):
     topics = python_topics()[:2]
     mesh = ml.create_mesh({"batch": 8})
     for documents in (topics, grain.MapDataset.source(topics).to_iter_dataset()):
@@ -660,7 +660,7 @@ def test_global_batches_go_on_in_the_middle_of_a_window(stop):
             assert_same(batches_of(iterator), rest)
 
 
-def test_global_batches_of_a_generator_go_on_by_reading():
+def test_global_batches_of_a_generator_continue_by_reading():
     rows = data.pack_sequences(generated, 4, mode="pack", open_rows=2)
     mesh = ml.create_mesh({"batch": 2}, devices=jax.devices()[:2])
     dataset = data.distribute_dataset(rows, mesh, global_batch_size=4)

@@ -156,7 +156,7 @@ class Lifted(nnx.Module):
         return nnx.remat(lambda norm, x: norm(x))(self.norm, x)
 
 
-def test_padding_does_not_count_in_a_batch_norm_that_flax_has_lifted():
+def test_padding_does_not_count_in_a_lifted_batch_norm():
     weights = np.array([1, 1, 1, 1, 1, 0, 0, 0], "float32")
     x = np.where(weights[:, None] == 0, np.float32(50), X)
     mesh = ml.create_mesh({"batch": 8})
@@ -310,7 +310,7 @@ def linen_square(model, batch, train):
 
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2, "remat": "full"}])
-def test_a_batch_norm_of_the_pmap_years_takes_statistics_of_all_rows(kind, options):
+def test_a_batch_norm_with_a_pmap_axis_takes_statistics_of_all_rows(kind, options):
     mesh = ml.create_mesh({"batch": 8})
     x = np.concatenate([X, 2 * X])
     batch = ml.relayout({"x": x}, mesh.layout("batch", ...))
@@ -330,7 +330,7 @@ def test_a_batch_norm_of_the_pmap_years_takes_statistics_of_all_rows(kind, optio
         np.testing.assert_array_equal(named, plain)
 
 
-def test_compile_step_takes_a_batch_norm_of_the_pmap_years():
+def test_compile_step_takes_a_batch_norm_with_a_pmap_axis():
     mesh = ml.create_mesh({"batch": 8})
     graphdef, params = nnx.split(
         ml.create(lambda: Norms("batch", nnx.Rngs(0)), ml.LayoutMap(mesh, {}))

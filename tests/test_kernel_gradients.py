@@ -112,7 +112,9 @@ def test_gradients_of_kernels_are_those_of_one_device(mesh, spec):
     ],
     ids=["strides", "patches", "depthwise", "1d", "channels first", "small batch"],
 )
-def test_convolutions_of_every_kind_are_mended(mesh, kernel, batch, options, spec):
+def test_gradients_of_convolutions_of_every_kind_are_right(
+    mesh, kernel, batch, options, spec
+):
     loss = functools.partial(two_layers, **options)
     layout = mesh.layout(*spec, ...)
     assert_same_gradients(loss, kernels(*kernel), images(*batch), layout)
@@ -127,7 +129,7 @@ def test_convolutions_of_every_kind_are_mended(mesh, kernel, batch, options, spe
         (4, 8, (None, "h"), (...,)),
     ],
 )
-def test_grouped_convolutions_are_mended(mesh, groups, rows, spec, rule):
+def test_gradients_of_grouped_convolutions_are_right(mesh, groups, rows, spec, rule):
     assert_same_gradients(
         functools.partial(two_layers, groups=groups),
         kernels(3, 3, 4 // groups, 4),
@@ -167,12 +169,12 @@ def in_another_jit(state, x):
 
 
 @pytest.mark.parametrize("loss", [in_a_scan, recomputed, in_another_jit])
-def test_convolutions_inside_other_transformations_are_mended(mesh, loss):
+def test_gradients_of_convolutions_inside_other_transformations_are_right(mesh, loss):
     layout = mesh.layout("batch", "h", ...)
     assert_same_gradients(loss, kernels(3, 3, 4, 4), images(8, 8, 8, 4), layout)
 
 
-def test_images_that_the_model_itself_cuts_are_mended(mesh):
+def test_gradients_are_right_where_the_model_itself_shards_images(mesh):
     sharding = mesh.layout("batch", "h", None, None).sharding
 
     def three_layers(state, x, cut=lambda x: x):
@@ -217,7 +219,9 @@ def decoded(state, x):
         (decoded, (256, 256), (None, "h")),
     ],
 )
-def test_images_that_a_parameter_shards_are_mended(mesh, loss, shape, rule, spec):
+def test_gradients_are_right_where_a_parameter_shards_images(
+    mesh, loss, shape, rule, spec
+):
     state = {**kernels(3, 3, 4, 4), "other": 0.1 * images(*shape, seed=3)}
     layouts = {name: mesh.layout(...) for name in state} | {"other": mesh.layout(*rule)}
     layout = mesh.layout(*spec, ...)
@@ -229,7 +233,7 @@ def test_images_that_a_parameter_shards_are_mended(mesh, loss, shape, rule, spec
     ("groups", "rows", "spec"),
     [(1, 8, ("batch", "h")), (1, 6, ("batch", "h")), (4, 8, ("batch",))],
 )
-def test_explicit_axes_are_mended(groups, rows, spec, axis_types):
+def test_gradients_on_explicit_axes_are_right(groups, rows, spec, axis_types):
     mesh = ml.create_mesh(AXES, axis_types=axis_types)
     assert_same_gradients(
         functools.partial(two_layers, groups=groups),
@@ -324,14 +328,14 @@ BUILDERS = {
         ("linen", ("batch", "h"), {}),
     ],
 )
-def test_train_steps_are_mended(kind, spec, options):
+def test_train_steps_with_sharded_images_are_right(kind, spec, options):
     build = BUILDERS[kind]
     alone = losses_of_three_steps(*build, {"batch": 1}, ("batch",), **options)
     found = losses_of_three_steps(*build, AXES, spec, **options)
     np.testing.assert_allclose(found, alone, rtol=1e-5)
 
 
-def test_several_steps_in_one_dispatch_are_mended(mesh):
+def test_several_steps_in_one_dispatch_are_right(mesh):
     layouts = ml.LayoutMap(mesh, {})
     build = BUILDERS["nnx"][0]
     batches = [

@@ -1026,7 +1026,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_what_nobody_can_mean_works_or_is_a_sentence(name):
+def test_bad_arguments_work_or_are_refused_in_a_sentence(name):
     for bad in BAD_VALUES:
         message = refusal(MeshLayoutError, CALLS[name], bad)
         assert message is None or "0x" not in message

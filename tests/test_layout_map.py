@@ -693,7 +693,7 @@ def test_arrays_that_are_where_the_map_says_or_on_no_mesh_have_no_note(mesh):
         assert layouts.explain({"w": x}).notes == []
 
 
-def test_python_numbers_are_no_arrays_in_a_report(mesh):
+def test_python_numbers_are_not_arrays_in_a_report(mesh):
     tree = {"w": array(8, 8), "steps": 3, "rate": 0.5, "on": True}
     report = ml.LayoutMap(mesh).explain(tree)
     assert "1 arrays, 256 B on each of 8 devices" in str(report)

@@ -385,7 +385,7 @@ def test_every_parameter_works_or_is_refused_in_a_sentence(parameter):
 @pytest.mark.parametrize(
     "size", [np.int64(-1), np.float32(-1), jnp.int32(-1), "4", True, 2.5, np.nan]
 )
-def test_what_is_not_a_number_of_examples_is_no_batch_size(size):
+def test_what_is_not_a_number_of_examples_is_not_a_batch_size(size):
     with pytest.raises(ml.errors.LossError):
         losses.compute_average_loss(LOSSES, global_batch_size=size)
 

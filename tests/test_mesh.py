@@ -143,7 +143,7 @@ def test_axis_types_come_for_all_one_by_one_or_by_name():
 
 @FEW
 @given(meshes())
-def test_coordinates_are_where_the_device_lies_in_the_grid(mesh):
+def test_coordinates_are_the_devices_place_in_the_grid(mesh):
     assert mesh.size == mesh.devices.size == mesh.jax_mesh.size
     assert tuple(mesh.shape.values()) == mesh.devices.shape
     assert dict(mesh.shape) == dict(mesh.jax_mesh.shape)

@@ -356,7 +356,7 @@ def test_cross_entropy_and_perplexity_are_those_of_numpy():
     close(values(metrics.Perplexity().update(LOGITS, LABELS)), np.exp(wanted))
 
 
-def test_a_label_that_is_no_class_is_nan_in_losses_and_wrong_in_accuracy():
+def test_a_label_that_is_not_a_class_is_nan_in_losses_and_wrong_in_accuracy():
     labels = np.array([1, -1])
     logits = np.array([[0.0, 1.0], [0.0, 1.0]], np.float32)
     assert np.isnan(values(metrics.CrossEntropy().update(logits, labels)))
@@ -410,7 +410,7 @@ def test_a_score_at_the_threshold_is_negative(dtype):
 
 
 @pytest.mark.parametrize("kind", [metrics.Precision, metrics.Recall, metrics.F1])
-def test_two_classes_are_told_apart_as_by_logits(kind):
+def test_two_classes_are_separated_as_by_logits(kind):
     assert kind() == kind() or repr(kind()) == repr(kind(threshold=0.0))
     close(values(kind().update(*BY_SCORE)), values(kind(threshold=0).update(*BY_SCORE)))
 
@@ -429,7 +429,7 @@ def test_nan_scores_are_never_right():
     assert values(wrong) == 0
 
 
-def test_a_class_that_nobody_predicts_has_precision_zero_and_a_missing_one_none():
+def test_a_class_never_predicted_has_precision_zero_and_a_missing_one_none():
     precision = metrics.Precision(num_classes=4, average=None)
     found = values(precision.update(np.array([0, 0, 1]), np.array([0, 2, 1])))
     np.testing.assert_array_equal(found, [0.5, 1, 0, np.nan])
@@ -462,7 +462,7 @@ def test_nan_scores_that_count_make_the_area_nan():
     assert np.isnan(values(metrics.AUC().update(np.array([np.nan, 1.0]), TRUE[:2])))
 
 
-def test_histogram_counts_what_lies_outside_apart():
+def test_histogram_counts_what_is_out_of_range_separately():
     histogram = metrics.Histogram(0, 1, 4).update(np.array([-1, 0, 0.3, 1, 2, 3.0]))
     assert values(histogram).tolist() == [1, 1, 0, 1]
     assert (float(histogram.below), float(histogram.above)) == (1, 2)

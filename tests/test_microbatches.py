@@ -178,7 +178,7 @@ class Total:
         return self.total / self.count
 
 
-def test_metrics_that_start_with_whole_numbers_go_on_with_floats():
+def test_metrics_that_start_with_whole_numbers_continue_with_floats():
     mesh = ml.create_mesh({"batch": 8})
     batch = ml.relayout({"x": X}, mesh.layout("batch", ...))
     state = ml.TrainState.create(linear, optax.sgd(0.1), ml.LayoutMap(mesh, {}))

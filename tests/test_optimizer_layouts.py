@@ -100,7 +100,7 @@ def mirrors(tree, params):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_slot_lies_as_its_parameter(name, mesh, params):
+def test_every_slot_has_its_parameters_layout(name, mesh, params):
     layouts = ml.LayoutMap(mesh, RULES)
     expected = paths(layouts.resolve(params).layouts)
     state = jax.eval_shape(OPTIMIZERS[name]().init, params)
@@ -218,7 +218,7 @@ def network_and_optimizer(wrt):
     [(Training, "optimizer"), (network_and_optimizer, "train/optimizer")],
     ids=["module", "dict"],
 )
-def test_an_nnx_optimizer_follows_the_model_beside_it(mesh, build, prefix, wrt, count):
+def test_an_nnx_optimizer_follows_the_model_next_to_it(mesh, build, prefix, wrt, count):
     layouts = ml.LayoutMap(mesh, NETWORK_RULES, unmatched="replicate")
     resolved = layouts.resolve(nnx.eval_shape(lambda: build(wrt)))
     found = {one.path: one for one in resolved.resolutions}
@@ -255,7 +255,7 @@ def test_flax_train_states_follow_their_parameters(mesh):
     }
 
 
-def test_linen_variables_and_plain_dicts_beside_an_optimizer_state(mesh):
+def test_linen_variables_and_plain_dicts_next_to_an_optimizer_state(mesh):
     params = {"a": {"kernel": jax.numpy.ones((8, 8))}, "kernel": jax.numpy.ones(8)}
     tree = {
         "step": jax.numpy.zeros(()),
@@ -319,7 +319,7 @@ TWINS = {
 
 
 @pytest.mark.parametrize("name", TWINS)
-def test_parameters_of_one_structure_are_told_apart_by_name(mesh, name):
+def test_parameters_of_one_structure_are_distinguished_by_name(mesh, name):
     tree, rules, owners = TWINS[name]
     # A tuple around it: else `params` would be Linen's, and no part of a path.
     rules = {f"0/{path}": spec for path, spec in rules.items()}
@@ -336,7 +336,7 @@ def test_two_nnx_optimizers_follow_their_own_models(mesh):
     assert str(found["do/opt_state/0/mu/kernel"].layout) == "[batch, unsharded]"
 
 
-def test_an_owner_that_cannot_be_told_is_an_error_where_it_matters(mesh):
+def test_an_ambiguous_owner_is_an_error_where_it_matters(mesh):
     tree = {"ema": ONE, "opt": SLOTS, "weights": ONE}
     same = ml.LayoutMap(mesh, {"^(ema|weights)/k": (None, "model")})
     assert str(same.resolve(tree)["opt/0/mu/k"].layout) == "[unsharded, model]"
@@ -347,7 +347,7 @@ def test_an_owner_that_cannot_be_told_is_an_error_where_it_matters(mesh):
     )
 
 
-def test_adafactor_beside_its_parameters_needs_no_rule_of_its_own(mesh):
+def test_adafactor_next_to_its_parameters_needs_no_rule_of_its_own(mesh):
     params = {"dense": {"kernel": jax.numpy.ones((8, 16))}}
     state = optax.adafactor(1.0, min_dim_size_to_factor=8).init(params)
     layouts = ml.LayoutMap(mesh, {"dense/kernel": ("batch", "model")})

@@ -76,7 +76,7 @@ def test_linen_variables_with_and_without_the_params_collection(variables):
     assert paths({"params": variables["params"]}) == params
 
 
-def test_boxes_are_no_part_of_a_path():
+def test_boxes_are_not_part_of_a_path():
     dense = nn.Dense(
         2, kernel_init=nn.with_partitioning(nn.initializers.ones, (None, "batch"))
     )
@@ -113,7 +113,7 @@ def test_plain_pytrees():
     assert paths({}) == []
 
 
-def test_leaves_that_are_no_arrays_have_no_layout():
+def test_leaves_that_are_not_arrays_have_no_layout():
     layouts = ml.LayoutMap(ml.create_mesh({"batch": 8}))
     tree = {"f": len, "s": "text", "x": jnp.ones(2), "n": None, "i": 3}
     resolved = layouts.resolve(tree)

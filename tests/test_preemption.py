@@ -12,7 +12,7 @@ from tests.resuming_runs import STEPS, Server, result_of, rows_of
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_run_that_is_told_to_end_saves_and_is_gone_on_with(processes, tmp_path):
+def test_a_run_that_is_asked_to_end_saves_and_is_continued(processes, tmp_path):
     whole, told = tmp_path / "whole", tmp_path / "told"
     with Server() as server:
         first = server.start(whole, processes, seconds=0, every=1000)
@@ -59,7 +59,7 @@ def test_a_second_sigterm_does_what_it_did_before(heard):
     assert heard == [signal.SIGTERM]
 
 
-def test_a_sigterm_that_nobody_asked_about_is_handed_on_at_the_end(heard):
+def test_a_sigterm_that_the_loop_never_looked_at_is_passed_on_at_the_end(heard):
     with ml.checkpoint.Preemption() as preemption:
         assert not preemption.is_due()
         os.kill(os.getpid(), signal.SIGTERM)

@@ -256,7 +256,7 @@ def test_a_layout_over_several_axes_counts_their_shards():
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 8, 16, 64, 256])
-def test_blocks_can_be_read_and_told_apart(count):
+def test_blocks_can_be_read_and_distinguished(count):
     html_text = mesh_html(("x", "y"), (1, count))
     pairs = [
         (rect.get("fill"), text.get("fill"))

@@ -206,7 +206,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
         assert resumed == whole
 
 
-def test_a_gan_is_gone_on_with(mesh, tmp_path):
+def test_a_gan_continues_after_a_restart(mesh, tmp_path):
     images = np.random.default_rng(0).uniform(-1, 1, (20, 28, 28, 1)).astype("float32")
     batches = [{"image": images[at : at + 8]} for at in (0, 8, 16)]
 
@@ -234,7 +234,7 @@ def test_a_run_without_a_checkpoint_begins(mesh, tmp_path):
     assert begun == fit(mesh, "a distributed dataset")
 
 
-def test_a_finished_run_is_not_gone_on_with(mesh, tmp_path):
+def test_a_finished_run_is_not_continued(mesh, tmp_path):
     kind = "a distributed dataset"
     with ml.Checkpointer(tmp_path) as ck:
         whole = fit(mesh, kind, ck, every="epoch")
@@ -334,7 +334,7 @@ class Loops:
 
 
 @pytest.mark.parametrize("kind", ["dataset", "list"])
-def test_a_loop_goes_on_to_the_batch(kind, mesh, tmp_path):
+def test_a_loop_continues_at_the_exact_batch(kind, mesh, tmp_path):
     def batches():
         if kind == "dataset":
             return distributed(mesh)
@@ -356,7 +356,9 @@ def test_a_loop_goes_on_to_the_batch(kind, mesh, tmp_path):
         assert end == whole
 
 
-def test_a_loop_that_is_told_to_end_saves_that_step_and_goes_on(mesh, tmp_path):
+def test_a_loop_that_is_asked_to_end_saves_that_step_and_continues_later(
+    mesh, tmp_path
+):
     loops = Loops(mesh, lambda: distributed(mesh))
     with ml.Checkpointer(tmp_path / "whole", every=100) as ck:
         _, rows, whole = loops.run(ck)
@@ -452,7 +454,7 @@ def test_a_loop_takes_a_checkpointer_and_batches(tmp_path):
         )
 
 
-def test_a_loop_and_a_trainer_do_not_go_on_with_each_other(tmp_path):
+def test_a_loop_and_a_trainer_do_not_continue_each_others_runs(tmp_path):
     state = {"count": np.zeros(())}
     with ml.Checkpointer(tmp_path / "loop") as ck:
         with ml.checkpoint.Loop(ck, ONES) as loop:

@@ -119,7 +119,7 @@ def test_several_batches_and_any_pytrees(mesh):
     assert float(aux[0][0]) == 1.0
 
 
-def test_numpy_and_number_leaves_of_a_state_are_placed_beside_the_others(mesh):
+def test_numpy_and_number_leaves_of_a_state_are_placed_with_the_others(mesh):
     state = {"w": ml.arrays.ones(8, mesh.layout("model")), "n": 1, "m": np.float32(2)}
     step = ml.compile_step(lambda s, b: (jax.tree.map(lambda v: v + b, s), None))
     with warnings.catch_warnings():
@@ -251,7 +251,7 @@ BATCHES = {
 
 @pytest.mark.parametrize("second", ["from NumPy", "not placed"])
 @pytest.mark.parametrize("first_is_placed", [True, False])
-def test_a_batch_that_lies_otherwise_is_named(second, first_is_placed, state, mesh):
+def test_a_batch_with_another_layout_is_named(second, first_is_placed, state, mesh):
     kinds = ["placed", second] if first_is_placed else [second, "placed"]
     step = ml.compile_step(doubled, on_recompile="error")
     state, _ = step(state, BATCHES[kinds[0]](mesh))

@@ -115,7 +115,7 @@ class Recording(nnx.Module):
 
 
 @pytest.mark.parametrize("devices", [1, 8])
-def test_metrics_of_a_step_go_on_in_another_that_was_not_traced_yet(devices):
+def test_metrics_of_a_step_continue_in_another_that_was_not_traced_yet(devices):
     _, _, batch = make(devices)
     mesh = ml.create_mesh({"batch": devices}, devices=jax.devices()[:devices])
     state = ml.TrainState.create(Recording, optax.sgd(0.0), ml.LayoutMap(mesh, {}))
@@ -244,7 +244,7 @@ def test_a_returned_state_is_copied_pickled_and_mapped_unread():
 
 
 @pytest.mark.parametrize("devices", [1, 8])
-def test_a_used_up_state_says_so_though_nobody_read_it(devices):
+def test_a_used_up_state_is_named_even_if_it_was_never_read(devices):
     step, state, batch = make(devices)
     first, _ = step(state, batch)
     step(first, batch)

@@ -153,7 +153,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_epoch_is_refused_in_words(name):
+def test_what_is_not_an_epoch_is_refused_in_words(name):
     given, message = REFUSED[name]
     options: dict[str, Any] = {
         "data": {"x": X, "y": Y},

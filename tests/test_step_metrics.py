@@ -98,7 +98,7 @@ def every_metric():
 
 
 @pytest.mark.parametrize("weights", [None, np.float32([0.5, 0, 1, 1] * 4)])
-def test_metrics_go_on_and_start_again_without_another_program(mesh, weights):
+def test_metrics_continue_and_start_again_without_another_program(mesh, weights):
     batch = on(mesh) if weights is None else on(mesh, weight=weights)
     state = create(mesh)
     losses, right = by_hand(state)
@@ -265,7 +265,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("make", [ml.make_train_step, ml.make_eval_step])
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_metric_is_refused_when_the_step_is_made(name, make):
+def test_what_is_not_a_metric_is_refused_when_the_step_is_made(name, make):
     metric, message = REFUSED[name]
     with pytest.raises(ml.errors.StepError) as caught:
         make(loss_fn, metrics={"a": metric})

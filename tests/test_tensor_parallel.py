@@ -244,7 +244,7 @@ def test_sizes_that_do_not_divide_stay_whole_and_say_so(mesh_2x4):
 @pytest.mark.parametrize(
     ("order", "dim"), [("three heads", None), ("heads three", 1), ("stacked", 2)]
 )
-def test_a_fused_kernel_is_cut_only_where_whole_heads_lie_together(
+def test_a_fused_kernel_is_cut_only_where_whole_heads_are_together(
     mesh_2x4, order, dim
 ):
     build, forward = pytrees.fused(order=order)
@@ -829,7 +829,7 @@ def _bad_call(bad):
 
 @pytest.mark.parametrize("name", BAD_CALLS)
 @pytest.mark.parametrize("bad", BAD, ids=repr)
-def test_what_nobody_can_mean_is_refused_in_a_sentence(mesh_2x4, name, bad):
+def test_bad_arguments_are_refused_in_a_sentence(mesh_2x4, name, bad):
     message = refusal(ml.MeshLayoutError, BAD_CALLS[name], mesh_2x4, bad)
     works = name == "pattern" and bad == "x"
     works = works or (name == "expert inputs" and bad is None)

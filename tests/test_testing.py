@@ -900,7 +900,7 @@ def test_every_layout_that_is_wrong_is_listed(mesh):
     assert lines[-1] == "... and 2 more."
 
 
-def test_what_is_no_array_on_a_mesh_is_named(mesh):
+def test_what_is_not_an_array_on_a_mesh_is_named(mesh):
     assert message(lambda: testing.assert_layout(np.ones(3), (None,))) == (
         "f64[3] is on no mesh, but (None,) was expected."
     )
@@ -935,7 +935,7 @@ def scanned_arguments(mesh):
     return state, batch
 
 
-def test_collectives_are_counted_and_told_apart_in_loops(scanned_arguments):
+def test_collectives_are_counted_and_those_in_loops_separately(scanned_arguments):
     state, batch = scanned_arguments
     found = testing.expect_communication(
         scanned, state, batch, all_reduce=2, all_gather=0, in_loops={"all_reduce": 1}

@@ -106,7 +106,7 @@ def test_one_run_is_trained_with_what_was_asked_for(arguments, title, capsys):
     assert sum(line.startswith("epoch 1/1  loss ") for line in lines) == 1
 
 
-def test_an_axis_that_shards_nothing_is_told(capsys):
+def test_an_axis_that_shards_nothing_is_named(capsys):
     arguments = ["--mesh", "batch=2,model=4", "--layouts", "data_parallel"]
     assert train.main([*SHORT, *arguments]) == 0
     assert (

@@ -107,7 +107,7 @@ def test_the_fields_are_plain_trees_with_readable_names(make):
     assert jnp.issubdtype(state.rng.dtype, jax.dtypes.prng_key)
 
 
-def test_every_array_lies_as_the_map_says(make):
+def test_every_array_has_the_maps_layout(make):
     state = make()
     layouts = state.layouts
     assert isinstance(layouts, ml.TrainState)
@@ -246,7 +246,7 @@ with open(sys.argv[1], "wb") as file:
 """
 
 
-def test_another_process_goes_on_from_the_pickle(make, tmp_path):
+def test_another_process_continues_from_the_pickle(make, tmp_path):
     state = make()
     file = tmp_path / "state.pkl"
     file.write_bytes(pickle.dumps(state))
@@ -341,7 +341,7 @@ def test_rng_is_a_seed_or_a_key():
     jax.random.split(key)
 
 
-def test_nnx_gradients_are_taken_as_they_come():
+def test_nnx_gradients_are_taken_as_nnx_returns_them():
     state = nnx_state(optax.sgd(0.1))
     model = state.model
     grads = nnx.grad(lambda model: loss(model(X)))(model)

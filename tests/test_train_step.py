@@ -674,7 +674,7 @@ def test_every_step_and_every_microbatch_drops_something_else(kind):
 
 
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
-def test_a_run_that_was_pickled_in_the_middle_goes_on_bit_for_bit(kind):
+def test_a_run_that_was_pickled_in_the_middle_continues_bit_for_bit(kind):
     options = {"ema": 0.9, "clip_norm": 1.0, "on_nonfinite": "skip", "accumulate": 2}
     state, loss_fn = dropped(kind, mesh_of(), optax.adam(0.1))
     train_step = ml.make_train_step(loss_fn, **options)

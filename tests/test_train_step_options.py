@@ -93,7 +93,7 @@ def test_gradients_are_clipped_by_their_global_norm(mesh, batch, clip_norm):
     assert_close(on_host(state.params), expected)
 
 
-def test_the_norm_of_zero_gradients_is_no_problem(mesh, batch):
+def test_gradients_of_zero_are_clipped_to_zero(mesh, batch):
     def loss_fn(model, batch):
         return 0 * squares(model, batch)
 

@@ -236,7 +236,7 @@ def test_weights_that_batches_carry_are_kept(mesh):
     np.testing.assert_allclose(found["loss"], expected, rtol=1e-6)
 
 
-def test_batches_that_lie_on_devices_are_taken_as_they_are(mesh):
+def test_batches_on_devices_are_taken_as_they_are(mesh):
     seen = []
 
     class Spy(ml.Trainer):
@@ -308,7 +308,7 @@ def numbered(*numbers):
     return [{"i": np.array([number], np.float32)} for number in numbers]
 
 
-def test_a_list_and_a_function_begin_anew_each_epoch():
+def test_a_list_and_a_function_start_over_each_epoch():
     for data in (numbered(1, 2), lambda: iter(numbered(1, 2))):
         trainer = Counted()
         quiet_fit(trainer, data, 2)
@@ -322,7 +322,7 @@ def test_epochs_of_a_number_of_steps_leave_nothing_out():
     assert history["i"] == [2, 1, 3]
 
 
-def test_an_iterator_goes_on_where_it_stopped_in_a_later_fit_too():
+def test_an_iterator_continues_where_it_stopped_in_a_later_fit_too():
     trainer, data = Counted(), itertools.count(1)
     batches = (numbered(i)[0] for i in data)
     quiet_fit(trainer, batches, 2, steps_per_epoch=2)
@@ -565,7 +565,7 @@ MOMENTS = [
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, BangError])
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_training_goes_on_after_an_error_in_a_callback(moment, error, mesh):
+def test_training_continues_after_an_error_in_a_callback(moment, error, mesh):
     def bang(self, trainer, *args):
         if trainer.position.epoch >= 2 or moment == "on_fit_start":
             raise error
@@ -584,7 +584,7 @@ def test_training_goes_on_after_an_error_in_a_callback(moment, error, mesh):
     assert trainer.history.epochs == list(range(1, epochs + 2))
 
 
-def test_training_goes_on_after_an_error_in_the_data(mesh):
+def test_training_continues_after_an_error_in_the_data(mesh):
     def bad():
         yield from cut(examples(16), 8)
         raise BangError
@@ -675,7 +675,7 @@ print(int(trainer.state.step) - before, before == trainer.position.step - 5)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX's here")
-def test_a_real_ctrl_c_leaves_a_state_to_go_on_with():
+def test_a_real_ctrl_c_leaves_a_state_to_continue_from():
     environment = {k: v for k, v in os.environ.items() if k != "NPROC"}
     with subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(INTERRUPTED)],
@@ -863,7 +863,7 @@ def test_arrays_train_with_a_batch_size(mesh, kind):
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
-def test_arrays_are_shuffled_anew_in_each_epoch_and_lose_no_row():
+def test_arrays_are_shuffled_again_in_each_epoch_and_lose_no_row():
     class Rows(ml.Trainer):
         def train_step(self, state, batch, metrics):
             seen.append(np.asarray(batch["i"]).astype(int).tolist())
@@ -1076,7 +1076,7 @@ def test_a_call_with_an_empty_list_of_batches_is_refused(steps, mesh):
     assert message_of(lambda: trainer.train_step(state, [], None)) == message
 
 
-def test_predict_says_what_is_no_output(mesh):
+def test_predict_names_what_is_not_an_output(mesh):
     def bare(model, batch):
         return loss_fn(model, batch)[0]
 

@@ -70,7 +70,7 @@ def test_a_scope_in_which_nothing_is_made_says_nothing():
         ml.constrain(jnp.ones(8), "residual")
 
 
-def test_a_scalar_is_no_array_that_a_pattern_for_arrays_speaks_for():
+def test_a_pattern_for_arrays_does_not_apply_to_a_scalar():
     layouts = ml.LayoutMap(MESH, {".*": (..., "model")}, on_uneven="replicate")
     found = layouts.resolve({"step": 0, "w": jnp.ones((4, 8))})
     assert (str(found["step"].layout), found["step"].reason) == ("[]", "scalar")
@@ -90,7 +90,7 @@ class Tied(nnx.Module):
         self.out.kernel = self.embed.embedding
 
 
-def test_a_rule_for_the_other_name_of_a_shared_array_is_told_the_first():
+def test_a_rule_for_another_name_of_a_shared_array_is_pointed_to_the_first():
     layouts = ml.LayoutMap(MESH, {"out/kernel": ("model", None)})
     with pytest.warns(ml.errors.LayoutWarning) as caught:
         ml.create(lambda: Tied(nnx.Rngs(0)), layouts)
