@@ -1321,6 +1321,31 @@ def test_a_stream_says_whether_it_is_batched():
     )
 
 
+def test_a_stream_says_how_many_rows_it_has_or_nothing():
+    stream = Socket(batched=False)
+    for wrong in ("x", -1, 2.5, float("nan")):
+        stream.num_rows = wrong
+        assert message(lambda: distributed(stream)) == (
+            f"num_rows of the Socket must be a non-negative integer, got {wrong!r}."
+        )
+
+
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("remainder", ["pad", "drop", "repeat"])
+def test_a_stream_with_other_rows_than_it_says_is_reported(batched, remainder):
+    stream = Socket(batched)
+    stream.num_rows = 24
+    data = distributed(stream, remainder=remainder, epochs=2, steps=4)
+    assert len(list(data)) == 4
+    assert "The source has num_rows=24, and yielded 20 rows in epoch 1." in str(
+        data.report()
+    )
+    stream = Socket(batched)
+    data = distributed(stream, remainder=remainder, epochs=2, steps=4)
+    assert len(list(data)) == 4
+    assert "yielded" not in str(data.report())
+
+
 # Types
 
 

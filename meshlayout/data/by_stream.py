@@ -136,6 +136,7 @@ class StreamReader:
             while buffer.filled < self._cut.size:
                 if self._fill(buffer):
                     continue
+                self._note_length(epoch, row + buffer.filled)
                 if self._remainder != "repeat" or not buffer.filled:
                     break
                 # The batch runs on into the next epoch, whose rows count from 0 after
@@ -157,6 +158,15 @@ class StreamReader:
             offset=self._used if self._left else 0,
         )
         return HostBatch(leaves, buffer.filled, after)
+
+    def _note_length(self, epoch: int, num_rows: int) -> None:
+        """Warns if a pass has ended with other rows than the source says it has."""
+        expected = self._elements.source.num_rows
+        if expected not in (None, num_rows):
+            self._clock.warn(
+                f"The source has num_rows={expected}, and yielded "
+                f"{rows_text(num_rows)} in epoch {epoch + 1}."
+            )
 
     def _fill(self, buffer: "_RowBuffer") -> bool:
         """Adds rows to a batch; returns whether there were any left in the pass."""

@@ -26,8 +26,13 @@ class ElementReader:
     """
 
     def __init__(self, source: StreamSource) -> None:
-        name = f"batched of the {type(source).__name__}"
-        _checks.choice(name, source.batched, (True, False, None), error=DataError)
+        name = type(source).__name__
+        batched, num_rows = source.batched, source.num_rows
+        choices = (True, False, None)
+        _checks.choice(f"batched of the {name}", batched, choices, error=DataError)
+        if num_rows is not None:
+            what = f"num_rows of the {name}"
+            _checks.count(what, num_rows, at_least=0, error=DataError)
         self.source = source
         self._stream: Stream | None = None
         # The element that was looked at, with the position before it; until it is read.
