@@ -111,7 +111,7 @@ def train_step(name, layouts, axes, rows=ROWS, has_weights=False, mesh=None, **o
         for key, (shape, dtype) in example.items()
     }
     step = ml.make_train_step(loss_fn, **options)
-    return step, step._prepare(state, batch), batch
+    return step, step._prepared(state, step._step_mesh(state, batch)), batch
 
 
 @pytest.fixture

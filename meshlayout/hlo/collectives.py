@@ -140,30 +140,31 @@ def _sighting(
     kind, is_async = _OPCODES[instruction.opcode]
     arrays = _results(instruction, kind, is_start=is_async)
     call = next(iter(program.callers.get(computation, ())), None)
-    site, marks = computation, instruction  # where its operands and metadata are
-    # On TPUs an asynchronous collective is repeated in several fusions.
+    # On TPUs an asynchronous collective is repeated in several fusions, and a
+    # reduce-scatter is a fusion around an all-reduce.
+    is_piece = _PIECE.match(computation) is not None
+    is_scatter = computation.startswith("all-reduce-scatter")
+    is_wrapped = call is not None and call.instruction.opcode == "async-start"
+    site, marks = computation, instruction  # what has its operands and its result
+    if call is not None and (is_piece or is_scatter or is_wrapped):
+        site, marks, _ = call
     piece, is_start = None, False
-    if _PIECE.match(computation):
+    if is_piece:
         piece = (kind, *map(instruction.attribute, (_CHANNEL, _CHAIN)))
         others = program.computations[computation].values()
         is_start = any(_STARTS in other.rest for other in others)
-        is_async = True
-    elif call is not None and call.instruction.opcode == "async-start":
-        (site, marks, _), is_async = call, True
-    if _IS_SYNCHRONOUS in marks.rest:
-        is_async = False
+    is_async = (
+        is_async or is_piece or is_wrapped
+    ) and _IS_SYNCHRONOUS not in marks.rest
     groups = replica_groups(instruction.rest, program.num_devices)
     width = max(map(len, groups))
     axes, is_whole = mesh_axes(groups, mesh) if mesh else (None, False)
     size = sum(nbytes(*array) for array in arrays)
-    # A TPU's reduce-scatter is a fusion around an all-reduce.
-    if computation.startswith("all-reduce-scatter"):
+    if is_scatter:
         kind, size = "reduce_scatter", size // width
-        if call is not None:
-            site, marks, _ = call
-            arrays = arrays_of(marks.type)
+        arrays = arrays_of(marks.type) if call else arrays
     runs = program.runs(computation)
-    op_name = marks.attribute(_OP_NAME) or instruction.attribute(_OP_NAME)
+    op_name = instruction.attribute(_OP_NAME) or marks.attribute(_OP_NAME)
     moved: list[str] = []
     for index, operand in enumerate(instruction.operands):
         leaf = leaves.argument(computation, operand)
@@ -171,9 +172,9 @@ def _sighting(
             is_one = len(instruction.operands) == 1
             leaf = leaves.result(marks.name, None if is_one else index)
         moved += [leaf] * (leaf != "" and leaf not in moved)
-    module, source = _origin(program, site, marks)
+    module, source = _origin(program, computation, instruction)
     if not source:
-        module, source = _origin(program, computation, instruction)
+        module, source = _origin(program, site, marks)
     collective = Collective(
         kind,
         axes,
@@ -183,7 +184,7 @@ def _sighting(
         size,
         runs.times * _wire_bytes(kind, size, groups),
         *runs,
-        is_async,
+        is_async and _IS_SYNCHRONOUS not in marks.rest,
         op_name,
         module,
         source,
@@ -259,7 +260,7 @@ def _common(paths: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _scopes(op_name: str) -> list[str]:
-    *outer, last = _split(re.sub(r"\bwhile/(body|cond)\b", "while", op_name), "/")
+    *outer, last = _split(_CONTROL.sub("while", op_name), "/")
     names = [name for part in outer for name in _unwrapped(part)]
     if last.startswith("(") and last.endswith(")"):
         return [*names, *scopes(";".join(_split(last[1:-1], ":")))]
@@ -274,10 +275,11 @@ def _unwrapped(part: str) -> list[str]:
     return [] if _PLUMBING.fullmatch(part) else [part]
 
 
+_CONTROL = re.compile(r"\bwhile/(body|cond)\b|\bcond/branch_\d+_fun\b")
 _TRANSFORMED = re.compile(r"([a-z_]+)\((.*)\)")
 _PLUMBING = re.compile(
     "|while|closed_call|core_call|shard_map|pjit|checkpoint|remat|"
-    r"rematted_computation|custom_\w+|branch_\d+_fun|.*->.*"
+    r"rematted_computation|custom_\w+|.*->.*"
 )
 
 
@@ -312,8 +314,7 @@ def _origin(
         known = program.computations[computation]
         makers = [_maker(known, name) for name in instruction.operands]
     places = [_place(program, maker) for maker in makers if maker is not None]
-    places = [place for place in places if place[1]]
-    sources = Counter(source for _, source in places)
+    sources = Counter(source for _, source in places if source)
     module = "/".join(_common([names for names, _ in places]))
     more = f" and {len(sources) - 1} more" * (len(sources) > 1)
     return module, "".join(source for source, _ in sources.most_common(1)) + more
@@ -340,4 +341,4 @@ def _place(program: Program, instruction: Instruction) -> tuple[list[str], str]:
     return names, ""
 
 
-_NOTED = re.compile("stack_frame_id=|source_file=")
+_NOTED = re.compile("op_name=|stack_frame_id=|source_file=")
