@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import jax
 from flax import linen as nn, nnx
 
-from meshlayout import _checks, _jax, _paths, _render
+from meshlayout import _checks, _jax, _jaxprs, _paths, _render
 from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout.errors import LayoutMapError
 from meshlayout.parallel.factors import OF_INPUTS, FactoredArray, block, fresh_dims
@@ -171,7 +171,7 @@ def _followed(
         result = run(rebuild_tree(params), *rebuild_inputs(arrays))
         return [leaf for leaf in jax.tree.leaves(result) if is_array(leaf)]
 
-    with _jax.short_sharding_errors:
+    with _jaxprs.short_sharding_errors:
         closed = jax.make_jaxpr(forward)(params, arrays)
     leaves = [leaf for leaf in _paths.flatten(tree).leaves if is_array(leaf.value)]
     named = [

@@ -17,7 +17,7 @@ from flax import errors as flax_errors, linen as nn, nnx
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from meshlayout import _checks, _jax, _paths, _render
+from meshlayout import _checks, _jax, _jaxprs, _paths, _render
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout.arrays import copy_to_mesh
 from meshlayout.errors import StateError
@@ -307,7 +307,7 @@ def trace(build: Callable[..., PyTree], *inputs: jax.Array) -> TracedBuild:
         return computed
 
     try:
-        with eager_sharding_off(), _jax.short_sharding_errors:
+        with eager_sharding_off(), _jaxprs.short_sharding_errors:
             # The inputs' present shardings must not become part of the trace.
             shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
             jaxpr = jax.make_jaxpr(flat)(*shapes)
@@ -325,7 +325,7 @@ def trace(build: Callable[..., PyTree], *inputs: jax.Array) -> TracedBuild:
             "Compute such values with NumPy, or outside of the builder."
         )
         raise StateError(msg) from error
-    jaxpr = _jax.without_sharding_types(jaxpr)
+    jaxpr = _jaxprs.without_sharding_types(jaxpr)
     traced = TracedBuild(jaxpr, leaves, treedef, graphdef, shared)
     for index, leaf in enumerate(leaves):
         if type(leaf) is jax.ShapeDtypeStruct:

@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from meshlayout import _jax
+from meshlayout import _jax, _jaxprs
 from meshlayout._annotations import Equation
 from meshlayout._bit_exact import (
     ShardingPlan,
@@ -290,7 +290,7 @@ def _compile(operation: _Operation) -> Any:
     # Neither the user's `disable_jit` nor a mesh that is set may change the program.
     with jax.disable_jit(disable=False), _jax.no_mesh():
         if _saves_memory(operation):
-            return _jax.compile_frugally(jitted, operands)
+            return _jaxprs.compile_frugally(jitted, operands)
         return jitted.lower(*operands).compile()
 
 
@@ -322,7 +322,7 @@ def _saves_memory(operation: _Operation) -> bool:
 
 
 def _apply(operation: _Operation, *operands: jax.Array) -> list[jax.Array]:
-    results = _jax.apply_operation(operation.eqn, list(operands))
+    results = _jaxprs.apply_operation(operation.eqn, list(operands))
     if not operation.is_whole:
         return results
     # Without this, the compiler would shard the operation like its result.

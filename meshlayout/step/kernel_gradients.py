@@ -33,7 +33,7 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from meshlayout import _jax
+from meshlayout import _jax, _jaxprs
 from meshlayout._annotations import AbstractArray, PyTree
 from meshlayout.errors import StepError
 
@@ -205,11 +205,11 @@ def _is_grouped(eqn: JaxprEqn) -> bool:
 
 def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
     """Yields all operations but those in a shard_map, which are a device's own part."""
-    return _jax.equations(jaxpr, except_in="shard_map")
+    return _jaxprs.equations(jaxpr, except_in="shard_map")
 
 
 def _inner_equations(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
-    return itertools.chain.from_iterable(map(_equations, _jax.inner_jaxprs(eqn)))
+    return itertools.chain.from_iterable(map(_equations, _jaxprs.inner_jaxprs(eqn)))
 
 
 def _shardings(tree: PyTree) -> Iterator[tuple[NamedSharding, tuple[int, ...]]]:
@@ -268,7 +268,7 @@ def _evaluated(
             map(_makes_kernel_gradient, _inner_equations(eqn))
         ):
             eqn = eqn.replace(params=_mended_params(eqn, axes))
-        results = _jax.apply_operation(eqn, operands)
+        results = _jaxprs.apply_operation(eqn, operands)
         values.update(zip(eqn.outvars, results, strict=True))
     return [read(var) for var in jaxpr.outvars]
 
