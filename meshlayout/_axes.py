@@ -25,7 +25,7 @@ AXIS_TYPES = {kind.name.lower(): kind for kind in AxisType}
 
 
 def parse_axes(axes: Any) -> list[tuple[str, int]]:
-    """Returns (name, size) pairs; sizes may still hold one -1."""
+    """Returns (name, size) pairs; one of the sizes may still be -1."""
     if isinstance(axes, str):
         axes = [_parse_axis_text(part, axes) for part in axes.split(",")]
     elif isinstance(axes, Mapping):
@@ -77,6 +77,7 @@ def _parse_axis_text(part: str, text: str) -> tuple[str, int]:
 
 
 def check_names(names: Sequence[Any]) -> None:
+    """Raises MeshError unless names are distinct strings that text can separate."""
     for name in names:
         if not isinstance(name, str):
             msg = f"axis name {shown(name)} is not a string, such as 'batch'."
@@ -148,6 +149,7 @@ def _fitting(pairs: list[tuple[str, int]], count: int) -> str:
 def parse_axis_types(
     types: AxisTypesLike | None, names: list[str]
 ) -> tuple[AxisType, ...]:
+    """Returns one axis type per name, from what a user may write."""
     if types is None or isinstance(types, (AxisType, str)):
         kind = AxisType.Auto if types is None else _parse_axis_type(types)
         return (kind,) * len(names)
@@ -185,6 +187,7 @@ def _parse_axis_type(kind: object) -> AxisType:
 
 
 def parse_devices(devices: Any) -> list[Any]:
+    """Returns devices from objects and texts such as `"CPU:3"`, in their order."""
     if isinstance(devices, str):
         msg = (
             f"devices must be a list, got the string {devices!r}. Write [{devices!r}]."
@@ -204,6 +207,7 @@ def parse_devices(devices: Any) -> list[Any]:
         msg = "devices is empty; a mesh needs at least one device."
         raise MeshError(msg)
     for device in chosen:
+        # Not by class: tests and topologies have devices of other classes.
         if not hasattr(device, "platform"):
             msg = f"{shown(device)} is not a device; use those of jax.devices()."
             raise MeshError(msg)

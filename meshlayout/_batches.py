@@ -57,6 +57,7 @@ def batch_layout(mesh: Mesh) -> Layout:
         ('batch', Ellipsis)
     """
     axes = batch_axes(mesh)
+    # On a mesh without any, such as one of "model" alone, every device has all rows.
     return mesh.layout(axes, ...) if axes else mesh.layout(...)
 
 

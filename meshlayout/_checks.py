@@ -102,6 +102,7 @@ def _as_int(value: Any) -> int | None:
     """Returns an integer as an int; None for anything else."""
     if isinstance(value, (bool, np.bool_)):
         return None
+    # `index`, not `int`: it takes integers of NumPy and JAX, and neither 2.5 nor "2".
     with contextlib.suppress(TypeError):
         return operator.index(value)
     return None
@@ -193,6 +194,7 @@ def number(
 
 def _as_float(value: Any) -> float | None:
     """Returns a real scalar as a float; None for anything else."""
+    # `float` would parse "1e-3", and raise its own error inside jit.
     if isinstance(value, (bool, np.bool_, str, bytes, Tracer)):
         return None
     if isinstance(value, numbers.Real):

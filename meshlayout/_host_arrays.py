@@ -93,6 +93,7 @@ def host_array(value: Any, where: object = "the array") -> np.ndarray[Any, Any]:
         msg = f"{where}: {text} is not an array of numbers."
         raise LayoutError(msg)
     dtype = _jax.canonical_dtype(array.dtype)
+    # Floats lose precision, as everywhere in JAX; integers would become other numbers.
     if dtype == array.dtype or array.dtype.kind not in "iu" or not array.size:
         return array
     low, high = int(array.min()), int(array.max())

@@ -24,7 +24,7 @@ class _Match:
         return "MATCH"
 
     def __reduce__(self) -> str:
-        return "MATCH"
+        return "MATCH"  # pickled by name: it is compared by identity
 
 
 UNSHARDED: Final = None
@@ -93,6 +93,7 @@ def _parse_entry(entry: Any, dim: int) -> DimSpec:
         if not all(isinstance(axis, str) for axis in entry):
             msg = f"entry {dim} is {entry!r}; a tuple must hold mesh axis names."
             raise LayoutError(msg)
+        # The canonical form, for which layouts that mean the same are equal.
         return None if not entry else entry[0] if len(entry) == 1 else tuple(entry)
     if entry is PartitionSpec.UNCONSTRAINED:
         msg = (
@@ -110,6 +111,7 @@ def _parse_entry(entry: Any, dim: int) -> DimSpec:
 
 def parse_specs(specs: Any) -> tuple[DimSpec, ...]:
     """Returns the canonical entries of what a user wrote, or raises LayoutError."""
+    # A string is a sequence of strings: "batch" would be five axes.
     if isinstance(specs, str):
         msg = (
             f"specs must be a list of entries, one per dim, got the string {specs!r}. "

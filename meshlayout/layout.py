@@ -200,6 +200,7 @@ class Layout(Value):
                 raise LayoutError(msg)
             rank = ndim
         if isinstance(sharding, SingleDeviceSharding):
+            # JAX's usual arrays: a mesh of one lets them pass through all functions.
             (device,) = sharding.device_set
             mesh = create_mesh({"device": 1}, devices=[device])
             entries = [None] * _check_rank(rank or 0)
@@ -592,10 +593,10 @@ class Layout(Value):
         coord = dict(zip(mesh.axis_names, mesh.coords(device), strict=True))
         index = []
         for entry in specs:
-            position = 0
+            flat = 0
             for axis in axes_of(entry):  # major first, as in JAX
-                position = position * mesh.shape[axis] + coord[axis]
-            index.append(position)
+                flat = flat * mesh.shape[axis] + coord[axis]
+            index.append(flat)
         return tuple(index)
 
 

@@ -1,4 +1,8 @@
-"""Pictures of how an array is laid out on its devices: `visualize`."""
+"""Pictures of how an array is laid out on its devices: `visualize`.
+
+Only indices are read, from the layout or from JAX's `devices_indices_map`: arrays that
+are not addressable, abstract or too large for this machine can be drawn, too.
+"""
 
 import math
 import reprlib
@@ -71,6 +75,7 @@ class Shards:
         return f"{array} on {self.layout.mesh!r}{memory}"
 
     def _notes(self) -> list[str]:
+        """Returns a line on the shards: how many, their shape, bytes and copies."""
         parts = {slices for _, slices in self.held}
         shapes = {tuple(stop - start for start, stop in part) for part in parts}
         num_devices, num_copies = len(self.held), len(self.held) // len(parts)
@@ -136,6 +141,7 @@ def visualize(
             raise LayoutError(msg)
         return _shards(value, shape, None)
     array: Any = _paths.box_value(value) if isinstance(value, nnx.Variable) else value
+    # Not `array.sharding`: traced values raise for it, and some know it nevertheless.
     sharding = _jax.sharding_of(array)
     if not isinstance(sharding, Sharding):
         raise LayoutError(_no_sharding(array))
@@ -151,6 +157,7 @@ def visualize(
 def _shards(value: Layout | Sharding, shape: Sequence[int], dtype: DType) -> Shards:
     shape = _checks.shape(shape, error=LayoutError)
     if isinstance(value, (Layout, NamedSharding)):
+        # With our arithmetic, which says what does not divide and knows `...`.
         layout = as_layout(value, len(shape))
         layout.check(shape)
         held = [

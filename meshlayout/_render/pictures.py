@@ -342,7 +342,7 @@ def picture_svg(picture: Picture) -> str:
     frame = _frame(picture)
     grid_width = frame.left + frame.width + frame.right
     grid_height = frame.top + frame.height + frame.bottom
-    per_row = max(1, min(len(picture.panels), int(720 // grid_width)))
+    per_row = max(1, min(len(picture.panels), int(720 // grid_width)))  # of a notebook
     parts = []
     for index, (title, panel) in enumerate(picture.panels):
         x, y = index % per_row * grid_width, index // per_row * grid_height
@@ -364,6 +364,7 @@ def _frame(picture: Picture) -> _GridFrame:
     cells = [cell for _, panel in picture.panels for cell in panel.values()]
     label = max(_wide(labels_text(cell.labels, 8)) for cell in cells) + 10
     if across.length:
+        # To scale, within limits: a (1, 100000) array would be a line.
         scale = min(360 / max(1, across.length), 240 / max(1, down.length))
         width = min(360, max(120, across.length * scale))
         height = min(240, max(44, down.length * scale)) if down.length else 44
@@ -460,7 +461,7 @@ def _ticks(
     """Returns the labels along a direction and their positions, without overlaps."""
     step = length / len(direction.indices)
     widest = max(map(wide, direction.drawn)) + 4
-    every = max(1, math.ceil(widest / step))
+    every = max(1, math.ceil(widest / step))  # label every n-th step
     return [
         (text, (index + 0.5) * step)
         for index, text in enumerate(direction.drawn)

@@ -221,6 +221,7 @@ def arange(
     if jnp.issubdtype(chosen, jnp.floating) and jnp.finfo(chosen).bits < 32:
         work = np.dtype(np.float32)  # bfloat16 has not all integers above 256
     try:
+        # The last value is only converted to see whether it fits.
         last = first + max(0, size - 1) * (step or 1)
         start_, step_, _ = (np.asarray(x, work) for x in (first, step or 1, last))
     except OverflowError:
@@ -313,16 +314,20 @@ def _made(
     operands: list[Any],
 ) -> jax.Array:
     """Creates one array, if necessary in another layout that preserves its bits."""
+    # Computed in the devices' main memory, and moved by `finish`.
     sharding = layout.with_memory_kind(None).sharding
     if 0 in shape and not _jax.is_staged(None):
+        # jax 0.7.2 cannot shard results without elements.
         used = jnp.result_type(operands[0]) if dtype is None else dtype
         return jax.device_put(np.empty(shape, used), sharding)
     if make is _random and not _jax.is_staged(None):
+        # The other functions are exact in any sharding.
         sharding = bit_exact_sharding(sharding, shape, dtype, layout.mesh)
     with contextlib.nullcontext() if _jax.is_staged(None) else _jax.no_mesh():
         return _compiled(make, shape, dtype, sharding)(*operands)
 
 
+# jit caches by function object, and a partial is a new one in every call.
 @functools.lru_cache(maxsize=512)
 def _compiled(
     make: Callable[..., jax.Array],

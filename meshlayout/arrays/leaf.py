@@ -129,6 +129,7 @@ def move(
         raise LayoutError(msg)
     if is_concrete_array(x):
         check_alive(x, where)
+    # Python numbers stay weakly typed.
     if not isinstance(x, (bool, int, float, complex)):
         x = as_array(x, where)
     try:
@@ -137,7 +138,7 @@ def move(
         if not isinstance(x, jax.Array):
             device = layout.mesh.devices.flat[0]
             return _placed(private_copy(x, device), layout, sharding)
-        if not is_concrete_array(x):
+        if not is_concrete_array(x):  # traced by eager grad, which differentiates this
             return jax.device_put(x, sharding)
         if x.is_fully_addressable and not sharding.is_fully_addressable:
             return _on_all_processes(x, sharding)
@@ -220,6 +221,7 @@ def _independent(x: jax.Array, layout: Layout, sharding: NamedSharding) -> jax.A
         words = jnp.copy(jax.random.key_data(x))
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
     main = NamedSharding(sharding.mesh, sharding.spec)
+    # Through main memory: programs cannot write results to other kinds everywhere.
     if layout.memory_kind is not None:
         return jax.device_put(jax.device_put(x, main), sharding)
     return _program(jnp.copy, main, donate=False)(jax.device_put(x, main))

@@ -71,6 +71,7 @@ def pack(parts: Iterable[Any], layout: LayoutLike, *, verify: bool = False) -> A
     if not parts:
         msg = "pack: parts is empty; give one part per device."
         raise LayoutError(msg)
+    # A list of numbers is one array here, where JAX sees a tree of scalars.
     trees = [Tree(part, is_leaf=is_number_list) for part in parts]
     for index, tree in enumerate(trees):
         if tree.treedef != trees[0].treedef:
@@ -100,6 +101,7 @@ def _pack_leaf(
         )
         raise LayoutError(msg)
     parts = [as_array(part, f"{where}part {index}") for index, part in enumerate(parts)]
+    # In the dtypes on the devices: float64 and float32 parts fit together without x64.
     kinds = [(part.shape, _jax.canonical_dtype(part.dtype)) for part in parts]
     for index, kind in enumerate(kinds):
         if kind != kinds[0]:
@@ -122,6 +124,7 @@ def _pack_leaf(
         raise LayoutError(msg)
     if verify:
         _verify(parts, layout, where)
+    # Copied, as a CPU device would use the user's memory, and a step may donate it.
     shards = [
         jax.device_put(
             private_copy(part, device),
@@ -143,6 +146,7 @@ def _verify(parts: list[Any], layout: Layout, where: Where) -> None:
         value = _host_value(parts[number])
         index = index_of[flat[device]]
         first, other, expected = seen.setdefault(index, (number, device, value))
+        # By bits: NaN equals itself here, and -0.0 differs from 0.0.
         if value.tobytes() != expected.tobytes():
             msg = (
                 f"{where}parts {first} and {number}, for devices {other} and {device}, "
@@ -153,7 +157,7 @@ def _verify(parts: list[Any], layout: Layout, where: Where) -> None:
 
 
 def _difference(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> str:
-    differ = np.atleast_1d((a != b) & ~((a != a) & (b != b)))
+    differ = np.atleast_1d((a != b) & ~((a != a) & (b != b)))  # except NaN and NaN
     count = int(np.count_nonzero(differ))
     if not count:
         return "differ in the bits of zeros or NaNs"
@@ -222,6 +226,7 @@ def _unpack_leaf(x: Leaf, where: Where) -> dict[_jax.Device, jax.Array]:
     held = {shard.device: shard.data for shard in x.addressable_shards}
     if not isinstance(x.sharding, NamedSharding):
         return held
+    # In mesh order, in which `pack` takes them; JAX's order may be another one.
     devices = Layout.of(x).mesh.local_devices
     return {device: held[device] for device in devices}
 
@@ -253,7 +258,7 @@ def to_numpy(x: Leaf) -> Any:
 
 
 def _numpy_leaf(x: Leaf, where: Where) -> Any:
-    x = _jax.concrete_value(x)
+    x = _jax.concrete_value(x)  # eager grad and the like still have values
     if isinstance(x, Tracer):
         msg = f"{where}: a value inside jit is not known yet; return it from jit."
         raise LayoutError(msg)

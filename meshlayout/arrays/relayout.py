@@ -54,6 +54,8 @@ def relayout(x: Leaf, layout: LayoutLike, *, donate: bool = False) -> Any:
     donate = _checks.flag("donate", donate, where="relayout", error=LayoutError)
     tree = Tree(x)
     layouts = tree.broadcast(layout)
+    # All layouts are checked before the first move: an error must not leave half of a
+    # donated tree deleted.
     todo = [
         (leaf, where, resolve(leaf, target, where))
         for (where, leaf), target in zip(tree.named(), layouts, strict=True)
@@ -64,6 +66,7 @@ def relayout(x: Leaf, layout: LayoutLike, *, donate: bool = False) -> Any:
         move(leaf, target, where, donate=donate and times[id(leaf)] == 1, copy=donate)
         for leaf, where, target in todo
     ]
+    # Only after all moves: the same array may be in the tree under several paths.
     for leaf in tree.leaves if donate else ():
         if is_concrete_array(leaf) and not leaf.is_deleted():
             leaf.delete()

@@ -67,8 +67,12 @@ class Tree:
 
     def broadcast(self, layout: LayoutLike) -> list[Any]:
         """Returns one layout per leaf, from a single one or a prefix tree."""
+        # A spec without a mesh is refused later, by leaf: as a tree of strings, the
+        # message would be about structures.
         if _is_layout(layout) or _is_spec(layout):
             return [layout] * len(self.leaves)
+        # JAX matches a prefix with a tree, not with leaves: number them to find which
+        # leaves each layout covers.
         numbered = self.unflatten(range(len(self.leaves)))
         layouts, prefix = jax.tree.flatten(layout, is_leaf=_is_layout)
         try:
@@ -115,6 +119,7 @@ class Tree:
 
 
 def _is_below(path: str, start: str) -> bool:
+    # Not a plain `startswith`: `layer1` is not below `layer`.
     return path == start or not start or path.startswith(f"{start}/")
 
 

@@ -95,6 +95,7 @@ def move_to_position(data: object, positions: Sequence[Any]) -> None:
             "Restore on as many as before, or without data=."
         )
         raise CheckpointError(msg)
+    # A single position is that of all processes.
     state = decode(positions[jax.process_index() % len(positions)])
     set_state: Any = _checked(data).set_state
     try:

@@ -88,6 +88,7 @@ def is_number(dtype: DTypeLike | None) -> bool:
 def key_dtype(impl: str | None) -> Any:
     """Returns the dtype of a generator's PRNG keys; None if JAX does not know it."""
     try:
+        # Abstract: reading a manifest must not run a program on a device.
         return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
     except (TypeError, ValueError):
         return None

@@ -35,6 +35,7 @@ def why_not(data: object) -> str:
         >>> why_not([1, 2]), why_not({"x": 1}), why_not(5)
         ('', 'one batch', 'not iterable')
     """
+    # All of these are iterable, and none of them is an iterable of batches.
     if isinstance(data, (Mapping, str, np.ndarray, jax.Array)) or (
         isinstance(data, tuple) and all(hasattr(x, "dtype") for x in data)
     ):
@@ -153,7 +154,7 @@ class Input:
         self.begin()
         if place["tells"] and isinstance(self._pass, Continues):
             put(self._pass)
-            self._seen = []
+            self._seen = []  # a batch from before the move
             self.num_given = place["given"]
 
     def catch_up(self, place: Mapping[str, Any]) -> None:

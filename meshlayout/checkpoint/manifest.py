@@ -147,6 +147,7 @@ class Manifest:
         fields: Any = None
         try:
             fields = json.loads(content)["manifest"]
+            # Written again and compared: a flipped bit cannot hide anywhere.
             is_whole = _sealed(fields) == content
         except (ValueError, KeyError, TypeError, RecursionError):
             is_whole = False
@@ -355,6 +356,7 @@ def encode(value: Any, where: str) -> Any:
         >>> encode({"at": (1, np.int64(2)), "key": b"ab"}, "metadata")
         {'at': {'!': 'tuple', 'items': [1, 2]}, 'key': {'!': 'bytes', 'base64': 'YWI='}}
     """
+    # Numbers of NumPy and JAX come back as Python's: only arrays keep a dtype.
     if isinstance(value, (jax.Array, np.generic)) and not np.ndim(value):
         value = np.asarray(value).item()
     if value is None or type(value) in (bool, int, float, str):
@@ -376,6 +378,8 @@ def encode(value: Any, where: str) -> Any:
         return {_MARK: "tuple", "items": items} if isinstance(value, tuple) else items
     if isinstance(value, Mapping):
         pairs = [(k, encode(item, f"{where}[{k!r}]")) for k, item in value.items()]
+        # A dict with our mark as a key is written as pairs: it would be decoded as one
+        # of the values above.
         if all(isinstance(key, str) for key, _ in pairs) and _MARK not in value:
             return dict(pairs)
         items = [[encode(k, f"a key of {where}"), item] for k, item in pairs]

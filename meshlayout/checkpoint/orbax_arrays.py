@@ -84,6 +84,7 @@ class OrbaxArrays:
         library = require(
             "tensorstore", extra="checkpoint", purpose="Reading Orbax's files"
         )
+        # All are opened at once, with one cache: each opening is a request.
         context = library.Context()
         self._stores = {
             name: library.open(

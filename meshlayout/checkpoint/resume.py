@@ -218,6 +218,7 @@ def _placed(host: np.ndarray[Any, Any], template: Leaf) -> Any:
         return host.item()
     if not isinstance(template, jax.ShapeDtypeStruct):
         return host
+    # Metrics have no layout map: they go where those of a first step would be.
     sharding = template.sharding
     if _jax.is_extended(template.dtype):
         impl = _jax.key_impl(template.dtype)

@@ -340,6 +340,7 @@ def _named_arrays(
     paths = [leaf.path for leaf in leaves]
     names = renamed(paths, rename)
     for path, name in zip(paths, names, strict=True):
+        # `a.b/c` would be read back as `a/b/c`. A user's new name may be what is meant.
         if separator != "/" and name == path and separator in path:
             msg = (
                 f"{path}: a key contains {separator!r}, which also separates keys in "
@@ -452,6 +453,7 @@ def _all_values(file: _File) -> Iterator[tuple[_Shard, HostArray]]:
     remote: dict[int, list[_Shard]] = {}
     for array in file.arrays:
         for shard in array.shards() if array.nbytes else ():
+            # The plan is the same on all processes, which take part in each transfer.
             if shard.owner:
                 remote.setdefault(shard.owner, []).append(shard)
             elif jax.process_index() == 0:

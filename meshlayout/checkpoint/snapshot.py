@@ -140,6 +140,7 @@ def _parts(path: str, keys: tuple[Any, ...]) -> tuple[str, ...]:
 def _saved(path: str, parts: tuple[str, ...], value: Leaf) -> tuple[SavedLeaf, Any]:
     """Returns the manifest's entry of a leaf, and the array to store."""
     kind = type(value).__name__
+    # By exact type: a subclass, such as an IntEnum, would come back as another type.
     if PYTHON_TYPES.get(kind) is type(value):
         plain = [value.real, value.imag] if isinstance(value, complex) else value
         leaf = SavedLeaf(
@@ -235,6 +236,7 @@ def _as_bytes(x: np.ndarray | jax.Array) -> Any:
     """Returns an array of a dtype that the files cannot hold, one byte per element."""
     if isinstance(x, np.ndarray):
         return x.view(np.uint8)
+    # On the devices, shard by shard: the host would have to gather the array.
     return jax.jit(bits_to_bytes, out_shardings=x.sharding)(x)
 
 

@@ -295,6 +295,7 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         states = list(find_optimizer_states(tree, flat))
         if not states:
             return _resolved(flat, [resolver.leaf(leaf) for leaf in flat.leaves])
+        # Parameters first, as the slots take their layouts.
         slots = {index for state in states for index in state.indices}
         resolutions = [
             None if index in slots else resolver.leaf(leaf)
@@ -471,6 +472,7 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
         self._snapshot = None
 
     def __getstate__(self) -> dict[str, object]:
+        # A snapshot is compared by identity: another process has its own.
         return {**self.__dict__, "_snapshot": None}
 
     def _resolver(self) -> Resolver:

@@ -264,6 +264,7 @@ def explain(
         shared: As from `_paths.shared_paths`.
     """
     rows = resolved.resolutions
+    # A slot has the rule of its parameter, whose path the pattern need not match.
     used = {leaf.rule for leaf in rows}
     winners = {leaf.path: leaf.rule or f"({leaf.reason})" for leaf in rows}
     dead = [p for p, matched in matching.items() if not matched and p not in used]
@@ -324,6 +325,7 @@ def nearest_paths(
     """
     if not patterns:
         return {}
+    # One path for all layers: `layers/0/kernel` stands for `layers/31/kernel`.
     folded: dict[str, str] = {}
     for path in paths:
         folded.setdefault(_DIGITS.sub("0", path), path)
@@ -339,6 +341,7 @@ def nearest_paths(
     words = list(by_word)[:_MOST_WORDS]
     nearest: dict[str, tuple[str, ...]] = {}
     for pattern in patterns:
+        # What a regular expression says literally, with everything else as a separator.
         letters = re.sub(r"\\[a-zA-Z]|[^\w/]+", "/", pattern).strip("/").lower()
         known: set[str] = set()
         for word in set(_WORD.findall(letters)):
@@ -346,6 +349,7 @@ def nearest_paths(
                 known.add(word)
             known.update(difflib.get_close_matches(word, words, n=3, cutoff=0.5))
         candidates: dict[str, None] = {}
+        # Rare words first: `kernel` is in half of all paths and tells nothing.
         for word in sorted(known, key=lambda word: (len(by_word[word]), word)):
             candidates.update(dict.fromkeys(by_word[word][:_MOST_COMPARISONS]))
             if len(candidates) >= _MOST_COMPARISONS:

@@ -144,7 +144,7 @@ def parse_spec(value: Any, mesh: Mesh) -> Layout:
                 f"alone, or a layout on the mesh of the map."
             )
             raise LayoutError(msg)
-        if isinstance(value, NamedSharding):
+        if isinstance(value, NamedSharding):  # whose spec may leave out trailing dims
             layout = layout.with_specs((*layout.specs, ...))
     elif isinstance(value, PartitionSpec):
         layout = Layout((*Layout(value, mesh).specs, ...), mesh)
@@ -197,6 +197,7 @@ def zero_spec(
         ((None,), '64 elements, fewer than 1024')
     """
     spec = tuple(spec)
+    # An axis can shard an array only once.
     used = {axis for entry in spec for axis in axes_of(entry)}
     free = tuple(axis for axis in axes if axis not in used)
     num_shards = math.prod(axis_sizes[axis] for axis in free)
@@ -283,6 +284,7 @@ class Matcher:
         searches: list[_Search] = [
             (rule, required_text(rule.pattern), rule.regex.search) for rule in rules
         ]
+        # Digit-blind patterns, whose answers are cached, and the others.
         self._blind = [entry for entry in searches if _is_digit_blind(entry[0].pattern)]
         self._sighted = [entry for entry in searches if entry not in self._blind]
         self._memo: dict[str, tuple[tuple[ParsedRule, ...], list[_Search]]] = {}
@@ -292,6 +294,7 @@ class Matcher:
         exact = self._by_pattern.get(path)
         if exact is not None:
             return exact
+        # Any other path is its own key: `\d` also matches digits of other scripts.
         key = path.translate(_ZERO_DIGITS) if path.isascii() else path
         known = self._memo.get(key)
         if known is None:

@@ -67,6 +67,7 @@ def assert_layout(x: PyTree, expected: Any) -> None:
     if isinstance(expected, LayoutMap):
         resolved = _paths.flatten(expected.resolve(x).layouts).leaves
         layouts = {leaf.path: leaf.value for leaf in resolved}
+        # Leaves that are neither arrays nor numbers have no layout in the map.
         leaves = [leaf for leaf in leaves if leaf.path in layouts]
     else:
         layouts = dict.fromkeys((leaf.path for leaf in leaves), expected)

@@ -199,6 +199,7 @@ def verify(
     else:
         runs = [_moved(state, batches, target) for target in _targets(meshes)]
     other = _reference_step(step, reference)
+    # Compiled as the reference is: run eagerly, it would round in other places.
     if not hasattr(step, "lower"):
         step = compile_step(step, on_recompile="ignore")
 

@@ -52,6 +52,7 @@ class ArrayBatchIterator(Iterator[Batch]):
         data, start = self._batches, self._row
         if start >= data.num_rows:
             raise StopIteration
+        # Only now: `set_state` may still change the epoch, which the order depends on.
         if self._order is None:
             self._order = Order(data.num_rows, data.seed, self._epoch)
         self._row = min(start + data.batch_size, data.num_rows)

@@ -114,6 +114,7 @@ class BatchPlacer:
             LayoutError: If an array does not fit the layout.
         """
         rows = num_examples(batch)
+        # Only texts of the first batch are kept, for messages about later ones.
         if self._first is None:
             self._first, self._first_kind = _arrays_of(batch), _kind(batch)
         for leaf in jax.tree.leaves(batch):
@@ -130,6 +131,7 @@ class BatchPlacer:
             return PlacedBatch(placed, rows, batch, is_weighted=True)
         padded = self._padded(batch, rows) if self.pad else batch
         size = num_examples(padded)
+        # Not `self.size`, that of padded batches, which stays when padding ends.
         self._first_rows = self._first_rows or size
         is_odd = size != self._first_rows
         return PlacedBatch(self._placed(padded), rows, batch, is_odd, is_weighted)
@@ -220,6 +222,7 @@ class BatchPlacer:
             return batch
         rows, layout = num_examples(batch), self._layout
         if rows % self._num_shards:
+            # Replicated: JAX does not shard rows unevenly, and the numbers stay right.
             layout = layout.mesh.layout(...)
             if not self._has_warned:
                 _log.warning(
@@ -231,6 +234,7 @@ class BatchPlacer:
             self._has_warned = True
         if all(map(np.ndim, jax.tree.leaves(batch))):
             return relayout(batch, layout)
+        # A scalar, such as a temperature for the loss, has no rows to shard.
         scalar = layout.mesh.layout()
         layouts = jax.tree.map(lambda leaf: layout if np.ndim(leaf) else scalar, batch)
         return relayout(batch, layouts)

@@ -50,6 +50,7 @@ class History(Mapping[str, list[Any]]):
         """
         epoch = _checks.count("epoch", epoch, where="History.add")
         _check_mapping("History.add: logs", logs)
+        # A name that is new in this epoch gets NaN for the epochs before it.
         for name in logs:
             self._values.setdefault(name, [math.nan] * len(self.epochs))
         self.epochs.append(epoch)
@@ -103,6 +104,7 @@ class History(Mapping[str, list[Any]]):
 
     def _repr_html_(self) -> str:
         shell = notebook_shell()
+        # Shown again in another cell, it is the whole table.
         if shell is not None and shell.execution_count == self._shown_in:
             return html_block(html_line(self._summary(), ""))
         return _render.html_table(*self._table(), notes=self._notes())

@@ -66,6 +66,7 @@ class Interrupts:
         finally:
             self._is_holding = False
             if self._signals:
+                # Once, however often it was pressed: the handler raises.
                 first, *_ = self._signals
                 self._signals.clear()
                 self._previous(*first)
@@ -73,7 +74,7 @@ class Interrupts:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._is_holding and len(self._signals) < _MAX_HELD:
             self._signals.append((number, frame))
-        else:
+        else:  # the step hangs, or nothing is to be protected
             self._signals.clear()
             self._previous(number, frame)
 

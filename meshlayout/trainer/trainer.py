@@ -263,6 +263,7 @@ class Trainer:
                 "Trainer."
             )
             raise MeshLayoutError(msg)
+        # `labels` is an integer in `fit(batches, 5)`, the form of most tutorials.
         num_epochs: Any = epochs
         if isinstance(labels, (int, np.integer)):  # fit(batches, epochs)
             if epochs != 1:

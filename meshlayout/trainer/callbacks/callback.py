@@ -81,6 +81,7 @@ def is_due(trainer: "Trainer", every: int) -> bool:
     With `steps_per_call`, that need not be its last step.
     """
     step = trainer.position.step
+    # Whether a multiple lies between the call before and this one.
     return step // every > (step - trainer.steps_in_call) // every
 
 

@@ -130,7 +130,7 @@ class _FileLogger(_Logger):
             where = type(self).__name__
             msg = f"{where}: cannot write {str(self._path)!r}: {error}."
             raise MeshLayoutError(msg) from error
-        self._append = True
+        self._append = True  # for the next `fit` of the same callback
         return file
 
     def _cut(self, trainer: "Trainer") -> None:
@@ -173,6 +173,7 @@ class CSVLogger(_FileLogger):
 
     def _open(self, trainer: "Trainer") -> Any:
         file = super()._open(trainer)
+        # The columns of an existing file count, not those of this run.
         with self._path.open(encoding="utf-8", newline="") as before:
             self._columns = next(csv.reader(before), [])
         return file
@@ -308,6 +309,7 @@ class ProfilerTrace(Callback):
         """Begins or ends the window."""
         done = trainer.position.step_in_fit
         if self._is_tracing and done >= self._last:
+            # The host runs ahead: without waiting, the last steps would be cut off.
             jax.block_until_ready((trainer.state, metrics))
             self.close()
         elif 0 <= done - self._before < trainer.steps_in_call and self._before:

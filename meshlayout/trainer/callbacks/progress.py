@@ -71,6 +71,8 @@ class _TerminalDisplay(_Display):
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
+        # Transient: the bar disappears, and the lines stay. Markup is off for text of
+        # the user, in which brackets are brackets.
         columns = TextColumn("{task.description}"), BarColumn(bar_width=20)
         text = TextColumn("{task.fields[text]}", markup=False)
         self._bars = Bars(*columns, text, console=console, transient=True)
@@ -98,6 +100,7 @@ class _NotebookDisplay(_Display):
     def __init__(self, ipython_display: Any) -> None:
         self._html = ipython_display.HTML
         self._lines: list[str] = []
+        # One output that is replaced: printed lines would pile up below the bar.
         self._handle = ipython_display.display(self._html(""), display_id=True)
 
     def show(self, bar: _Bar) -> None:
@@ -119,6 +122,7 @@ class _NotebookDisplay(_Display):
 def _display_on(console: Console | None) -> _Display:
     if console is None:
         if notebook_shell() is not None:
+            # Imported by every notebook; importing it here would be for all programs.
             return _NotebookDisplay(sys.modules["IPython.display"])
         console = console_on(sys.stdout)
     has_bar = console.is_terminal and not console.is_dumb_terminal
@@ -190,6 +194,7 @@ class Progress(Callback):
             return
         position, now_s = trainer.position, time.perf_counter()
         epoch_s = now_s - self._epoch_start_s
+        # Without validation there is no `_trained_s`: the epoch was all training.
         rate = _rate_text(position, self._trained_s or epoch_s)
         facts = [f"{epoch_s:.1f} s", rate]
         left = position.last_epoch - epoch
@@ -247,6 +252,7 @@ class Progress(Callback):
             return pace
         left_epochs = position.last_epoch - position.epoch + 1
         left = left_epochs * position.steps_per_epoch - position.step_in_epoch
+        # From the whole fit, with validation and saves, not from the last steps.
         each_s = (now_s - self._start_s) / max(1, position.step_in_fit)
         return f"{pace}, {_left_text(each_s * max(0, left))}"
 

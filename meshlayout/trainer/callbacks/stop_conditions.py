@@ -105,6 +105,7 @@ class EarlyStopping(Callback):
         self._forget()
         if trainer.input is None or not trainer.input.is_resumed:
             return
+        # As if this callback had seen the epochs of the interrupted run.
         values = trainer.history.to_dict().get(self._monitor, [])
         for epoch, value in zip(trainer.history.epochs, values, strict=False):
             self._is_better(epoch, float(value))
@@ -120,6 +121,7 @@ class EarlyStopping(Callback):
     def _is_better(self, epoch: int, value: float) -> bool:
         """Returns whether an epoch's value is the best so far, and records it."""
         value *= self._sign
+        # False for NaN, which thus counts as an epoch without improvement.
         if value < self._best - self._min_delta:
             self._best, self._best_epoch, self._bad_epochs = value, epoch, 0
             return True
@@ -135,6 +137,7 @@ class EarlyStopping(Callback):
         value = _measured(type(self).__name__, self._monitor, logs)
         if self._is_better(epoch, value):
             if self._restore_best:
+                # A copy, as the next step donates the state.
                 state = trainer.state
                 self._weights = jax.tree.map(_weights, state, is_leaf=_is_state)
         elif self._bad_epochs >= self._patience:
