@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import AxisType
 
 from meshlayout._checks import shown
+from meshlayout._render import ranges_text
 from meshlayout.errors import MeshError, did_you_mean
 
 
@@ -251,17 +252,6 @@ def devices_by_id(platform: str, ids: Sequence[int]) -> list[Any]:
         )
         raise MeshError(msg)
     return [known[number] for number in ids]
-
-
-def ranges_text(ids: Sequence[int]) -> str:
-    """Returns `"0-3,6"` for `[0, 1, 2, 3, 6]`, in the order given."""
-    runs: list[list[int]] = []
-    for number in ids:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(f"{a}-{b}" if a < b else str(a) for a, b in runs)
 
 
 def parse_ranges(text: str) -> list[range]:

@@ -28,7 +28,6 @@ from meshlayout._axes import (
     parse_axis_types,
     parse_devices,
     parse_ranges,
-    ranges_text,
 )
 from meshlayout._checks import shown
 from meshlayout.errors import MeshError, did_you_mean
@@ -415,7 +414,7 @@ class Mesh(Value):
     # Inside.
 
     def _devices_text(self) -> str:
-        ids = ranges_text(self.global_device_ids())
+        ids = _render.ranges_text(self.global_device_ids())
         return f"{self.platform}:{ids}"
 
     def _check_axes(self, axes: str | Iterable[str]) -> tuple[str, ...]:

@@ -13,5 +13,6 @@ from meshlayout._render.tables import (
     bytes_text as bytes_text,
     dtype_text as dtype_text,
     html_table as html_table,
+    ranges_text as ranges_text,
     text_table as text_table,
 )

@@ -20,6 +20,7 @@ from meshlayout._render.tables import (
     html_line,
     one_line,
     padded,
+    ranges_text,
 )
 
 
@@ -228,13 +229,7 @@ def labels_text(labels: Iterable[int], room: int | None = None) -> str:
         ('0-3, 8', '0, …, 62')
     """
     labels = sorted(labels)
-    runs: list[list[int]] = []
-    for label in labels:
-        if runs and label == runs[-1][-1] + 1:
-            runs[-1] = [runs[-1][0], label]
-        else:
-            runs.append([label])
-    parts = ["-".join(map(str, run)) for run in runs]
+    parts = ranges_text(labels).split(",")
     text = ", ".join(parts)
     if room is None or cell_width(text) <= room:
         return text

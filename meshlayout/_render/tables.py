@@ -61,6 +61,22 @@ def array_text(dtype: DType, shape: Sequence[int]) -> str:
     return f"{dtype_text(dtype)}[{', '.join(map(str, shape))}]"
 
 
+def ranges_text(numbers: Sequence[int]) -> str:
+    """Returns numbers in their order, runs of them as ranges.
+
+    Example:
+        >>> ranges_text([0, 1, 2, 3, 6])
+        '0-3,6'
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(f"{a}-{b}" if a < b else str(a) for a, b in runs)
+
+
 def text_table(
     headers: Sequence[str],
     rows: Sequence[Sequence[object]],
