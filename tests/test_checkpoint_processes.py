@@ -257,7 +257,7 @@ def test_all_processes_raise_what_went_wrong_on_one(tmp_path):
         )
         assert one["directory"] == (
             f"CheckpointError: step 3 could not be saved in {tmp_path}: {tmp_path}/3 "
-            "is a file, not a directory, which no Checkpointer wrote. Save in another directory, or remove that one. {end}"
+            f"is a file, not a directory, which no Checkpointer wrote. Save in another directory, or remove that one. {end}"
         )
         assert one["data"] == (
             "CheckpointError: data.get_state()['at'] is {1, 2}, which cannot "
