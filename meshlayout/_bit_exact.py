@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshlayout import _jax, _jaxprs
+from meshlayout import _jax
 from meshlayout._annotations import DType, Equation
 from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh
@@ -257,7 +257,7 @@ def is_bit_exact_on_shards(eqn: Equation) -> bool:
         return True
     return name in _CONTAINERS and all(
         is_bit_exact_on_shards(inner)
-        for jaxpr in _jaxprs.inner_jaxprs(eqn)
+        for jaxpr in _jax.inner_jaxprs(eqn)
         for inner in jaxpr.eqns
     )
 

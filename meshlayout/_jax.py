@@ -2,8 +2,8 @@
 
 Everything else in the library uses the public API that jax 0.7.2 and later share. Each
 private API below says what it is for, what breaks if JAX changes it (if nothing is
-said, the import of this module), and which test notices. Those for jaxprs are in
-`_jaxprs`.
+said, the import of this module), and which test notices. Those that rewrite jaxprs are
+in `_jaxprs`.
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
@@ -11,7 +11,7 @@ said, the import of this module), and which test notices. Those for jaxprs are i
 
 import math
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -27,7 +27,7 @@ from jax._src.lax import lax as jax_lax
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from meshlayout._annotations import DType, Leaf
+from meshlayout._annotations import DType, Equation, Leaf
 
 
 try:
@@ -136,6 +136,30 @@ def memory_kinds(device: Any) -> tuple[tuple[str, ...], str | None]:
         return kinds, device.default_memory().kind
     except (AttributeError, jax.errors.JaxRuntimeError, NotImplementedError):
         return (), None
+
+
+def inner_jaxprs(eqn: Equation) -> list[Any]:
+    """Returns the jaxprs inside an operation, such as the bodies of jit and scan."""
+    jaxprs = []
+    for value in eqn.params.values():
+        for candidate in value if isinstance(value, (tuple, list)) else (value,):
+            inner = getattr(candidate, "jaxpr", candidate)
+            if hasattr(inner, "eqns"):
+                jaxprs.append(inner)
+    return jaxprs
+
+
+def equations(jaxpr: Any, *, except_in: str = "") -> Iterator[Any]:
+    """Yields the operations of a jaxpr, and those of the jaxprs that they hold.
+
+    Args:
+        jaxpr: The jaxpr.
+        except_in: The name of an operation whose inner jaxprs are left out.
+    """
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in inner_jaxprs(eqn) if eqn.primitive.name != except_in else ():
+            yield from equations(inner, except_in=except_in)
 
 
 def concrete_mesh() -> jax.sharding.Mesh | None:

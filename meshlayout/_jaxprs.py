@@ -1,4 +1,4 @@
-"""Jaxprs of private classes: run one operation at a time, rewritten, and searched.
+"""Jaxprs of private classes: run one operation at a time, and rewritten.
 
 With `_jax`, the only place for private JAX. Creation runs a traced builder one
 operation at a time, which no public function of JAX does: `jax.core.eval_jaxpr` would
@@ -8,7 +8,7 @@ set the mesh that the builder was traced under, and jit would change bits.
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 # pyright: reportAttributeAccessIssue=false
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -144,27 +144,3 @@ def _untyped(aval: Any) -> Any:
     if not isinstance(aval, jax_core.ShapedArray):
         return aval
     return jax_core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
-
-
-def inner_jaxprs(eqn: Equation) -> list[Any]:
-    """Returns the jaxprs inside an operation, such as the bodies of jit and scan."""
-    jaxprs = []
-    for value in eqn.params.values():
-        for candidate in value if isinstance(value, (tuple, list)) else (value,):
-            inner = getattr(candidate, "jaxpr", candidate)
-            if hasattr(inner, "eqns"):
-                jaxprs.append(inner)
-    return jaxprs
-
-
-def equations(jaxpr: Any, *, except_in: str = "") -> Iterator[Any]:
-    """Yields the operations of a jaxpr, and those of the jaxprs that they hold.
-
-    Args:
-        jaxpr: The jaxpr.
-        except_in: The name of an operation whose inner jaxprs are left out.
-    """
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in inner_jaxprs(eqn) if eqn.primitive.name != except_in else ():
-            yield from equations(inner, except_in=except_in)

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from meshlayout import _jaxprs
+from meshlayout import _jax
 from meshlayout._annotations import Equation
 from meshlayout.parallel.factors import (
     Dim,
@@ -298,7 +298,7 @@ def _cut(flow: Flow, eqn: Equation, x: FactoredArray, *_: Any) -> list[Dims]:
 def _called(
     flow: Flow, eqn: Equation, args: list[FactoredArray]
 ) -> list[FactoredArray]:
-    return walk(flow, _jaxprs.inner_jaxprs(eqn)[0], args)
+    return walk(flow, _jax.inner_jaxprs(eqn)[0], args)
 
 
 def _scan(flow: Flow, eqn: Equation, args: list[FactoredArray]) -> list[FactoredArray]:

@@ -22,7 +22,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from meshlayout import _jax, _jaxprs, _paths, _render
+from meshlayout import _jax, _paths, _render
 from meshlayout._annotations import DType, Leaf, PyTree
 from meshlayout.errors import StepError, did_you_mean
 from meshlayout.state import TrainState
@@ -424,7 +424,7 @@ def _jit(
 
 
 def _has_convolutions(jaxpr: Any) -> bool:
-    names = (eqn.primitive.name for eqn in _jaxprs.equations(jaxpr))
+    names = (eqn.primitive.name for eqn in _jax.equations(jaxpr))
     return "conv_general_dilated" in names
 
 

@@ -205,11 +205,11 @@ def _is_grouped(eqn: JaxprEqn) -> bool:
 
 def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
     """Yields all operations but those in a shard_map, which are a device's own part."""
-    return _jaxprs.equations(jaxpr, except_in="shard_map")
+    return _jax.equations(jaxpr, except_in="shard_map")
 
 
 def _inner_equations(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
-    return itertools.chain.from_iterable(map(_equations, _jaxprs.inner_jaxprs(eqn)))
+    return itertools.chain.from_iterable(map(_equations, _jax.inner_jaxprs(eqn)))
 
 
 def _shardings(tree: PyTree) -> Iterator[tuple[NamedSharding, tuple[int, ...]]]:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from meshlayout import _jax, _jaxprs, _paths
+from meshlayout import _jax, _paths
 from meshlayout._annotations import Batch, DType, Leaf, PyTree
 from meshlayout._default_mesh import default_mesh, get_default_mesh
 from meshlayout.arrays import copy_to_mesh, to_numpy
@@ -268,7 +268,7 @@ def _rounding_error(jaxpr: Any, dtypes: Iterable[DType]) -> float:
         dtypes: Others that are known.
     """
     known = {jnp.dtype(dtype) for dtype in dtypes}
-    for eqn in () if jaxpr is None else _jaxprs.equations(jaxpr):
+    for eqn in () if jaxpr is None else _jax.equations(jaxpr):
         if eqn.primitive.name in _SUMS:
             known.update(var.aval.dtype for var in eqn.outvars)
     return float(jnp.finfo(coarsest(known) or jnp.float32).eps)
