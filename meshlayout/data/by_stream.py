@@ -19,16 +19,9 @@ from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout.data.agreement import RowDigest
 from meshlayout.data.by_row import Cut, HostBatch
 from meshlayout.data.clock import Clock
+from meshlayout.data.element_rows import as_batch, is_placed, leaf_array
 from meshlayout.data.elements import ElementReader, no_rows, rows_text
-from meshlayout.data.examples import (
-    ExampleSpec,
-    LeafSpec,
-    as_batch,
-    empty,
-    is_placed,
-    leaf_array,
-    structure_error,
-)
+from meshlayout.data.examples import ExampleSpec, LeafSpec, empty, structure_error
 from meshlayout.data.position import Position
 from meshlayout.data.protocols import JSON
 from meshlayout.errors import DataError

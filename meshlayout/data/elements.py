@@ -13,7 +13,7 @@ import jax
 
 from meshlayout import _checks
 from meshlayout._annotations import PyTree
-from meshlayout.data.examples import as_batch, is_placed, looks_batched, stack
+from meshlayout.data.element_rows import as_batch, is_placed, looks_batched, stack
 from meshlayout.data.protocols import JSON, Stream, StreamSource
 from meshlayout.errors import DataError
 

@@ -17,8 +17,8 @@ from meshlayout.data.adapters.iterables import IterableSource, adapt
 from meshlayout.data.agreement import FACTS, agreement_of, failure_reported
 from meshlayout.data.clock import Clock
 from meshlayout.data.dataset import DistributedDataset, as_source
+from meshlayout.data.element_rows import looks_batched
 from meshlayout.data.elements import ElementReader
-from meshlayout.data.examples import looks_batched
 from meshlayout.data.placement import (
     LayoutOrMesh,
     batch_layout,

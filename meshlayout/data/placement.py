@@ -375,27 +375,6 @@ def _sharding(leaf: LeafSpec, layout: Layout, shape: tuple[int, ...]) -> NamedSh
     return full.sharding
 
 
-def check_on_mesh(
-    batch: PyTree, num_rows: int, layout: Layout, global_batch_size: int
-) -> None:
-    """Raises DataError unless a batch of the source can pass through unchanged."""
-    devices = set(layout.mesh.devices.flat)
-    shardings = map(_jax.sharding_of, jax.tree.leaves(batch))
-    if not all(s is not None and s.device_set == devices for s in shardings):
-        msg = (
-            f"the source yields arrays on devices other than those of {layout.mesh!r}. "
-            "Place them on this mesh, or yield NumPy arrays."
-        )
-        raise DataError(msg)
-    if num_rows != global_batch_size:
-        msg = (
-            f"the source yields batches of {num_rows} rows that are on the mesh "
-            f"already, and global_batch_size={global_batch_size}. They pass through "
-            f"unchanged: give global_batch_size={num_rows}."
-        )
-        raise DataError(msg)
-
-
 def find_weights(
     rows: PyTree, spec: ExampleSpec, key: str | int | None, *, add: bool
 ) -> tuple[ExampleSpec, int | None]:

@@ -30,15 +30,10 @@ from meshlayout.data.agreement import (
 from meshlayout.data.by_row import Cut, HostBatch, RowReader
 from meshlayout.data.by_stream import StreamReader, first_row
 from meshlayout.data.clock import Clock
+from meshlayout.data.element_rows import check_on_mesh, is_placed
 from meshlayout.data.elements import ElementReader, no_rows, rows_text
-from meshlayout.data.examples import ExampleSpec, as_rows, describe, is_placed
-from meshlayout.data.placement import (
-    Placement,
-    check_on_mesh,
-    find_weights,
-    local_rows,
-    padding_hint,
-)
+from meshlayout.data.examples import ExampleSpec, as_rows, describe
+from meshlayout.data.placement import Placement, find_weights, local_rows, padding_hint
 from meshlayout.data.protocols import JSON, RandomAccessSource, Source
 from meshlayout.errors import DataError
 from meshlayout.layout import Layout

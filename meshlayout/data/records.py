@@ -20,13 +20,8 @@ from meshlayout.data.adapters.arrays import Rows
 from meshlayout.data.adapters.tfds import feature_dtypes
 from meshlayout.data.by_row import Order
 from meshlayout.data.clock import Clock
-from meshlayout.data.examples import (
-    ExampleSpec,
-    LeafSpec,
-    as_batch,
-    named_leaves,
-    stack,
-)
+from meshlayout.data.element_rows import as_batch, stack
+from meshlayout.data.examples import ExampleSpec, LeafSpec, named_leaves
 from meshlayout.data.protocols import RandomAccessSource
 from meshlayout.data.workers import TimedRows, WorkerPool
 from meshlayout.errors import DataError

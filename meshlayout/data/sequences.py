@@ -21,7 +21,7 @@ from meshlayout.data.documents import (
     Tokenizer,
     check_documents,
 )
-from meshlayout.data.examples import stack
+from meshlayout.data.element_rows import stack
 from meshlayout.data.protocols import JSON
 from meshlayout.data.token_rows import (
     PackedIterator,

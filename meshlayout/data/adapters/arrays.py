@@ -14,16 +14,9 @@ import numpy as np
 
 from meshlayout import _paths
 from meshlayout._annotations import Leaf, PyTree
+from meshlayout.data.element_rows import is_placed, looks_batched, stack
 from meshlayout.data.elements import ambiguous
-from meshlayout.data.examples import (
-    as_array,
-    empty,
-    is_placed,
-    leaf_text,
-    looks_batched,
-    named_leaves,
-    stack,
-)
+from meshlayout.data.examples import as_array, empty, leaf_text, named_leaves
 from meshlayout.errors import DataError
 
 

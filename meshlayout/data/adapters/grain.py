@@ -16,8 +16,8 @@ from meshlayout._annotations import PyTree
 from meshlayout.data.adapters.arrays import Rows, item_rows
 from meshlayout.data.adapters.iterables import IteratorSource, NumberedItems
 from meshlayout.data.clock import Clock
+from meshlayout.data.element_rows import looks_batched, stack
 from meshlayout.data.elements import ambiguous
-from meshlayout.data.examples import looks_batched, stack
 from meshlayout.data.protocols import Source
 from meshlayout.errors import DataError
 

@@ -15,7 +15,8 @@ from meshlayout._annotations import PyTree
 from meshlayout.data.adapters.arrays import Rows, refuse_batched
 from meshlayout.data.adapters.iterables import IteratorSource
 from meshlayout.data.clock import Clock
-from meshlayout.data.examples import as_batch, leaf_text
+from meshlayout.data.element_rows import as_batch
+from meshlayout.data.examples import leaf_text
 from meshlayout.data.protocols import JSON, Source
 from meshlayout.errors import DataError
 

@@ -15,7 +15,7 @@ import jax
 from meshlayout import _checks
 from meshlayout._annotations import PyTree
 from meshlayout.data.adapters.arrays import is_table
-from meshlayout.data.examples import looks_batched
+from meshlayout.data.element_rows import looks_batched
 from meshlayout.data.protocols import JSON
 from meshlayout.errors import DataError
 
