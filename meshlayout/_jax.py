@@ -138,6 +138,19 @@ def memory_kinds(device: Any) -> tuple[tuple[str, ...], str | None]:
         return (), None
 
 
+def scan_counts(eqn: Equation) -> tuple[int, int]:
+    """Returns how many operands of a scan are constants, and how many are carried.
+
+    The former come first, then the latter. jax 0.12 keeps a tree of all operands
+    instead of the two numbers; tests/test_tensor_parallel.py notices.
+    """
+    params = eqn.params
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    constants, carry, _ = params["ft_in"].update(eqn.invars).unpack()
+    return len(list(constants)), len(list(carry))
+
+
 def inner_jaxprs(eqn: Equation) -> list[Any]:
     """Returns the jaxprs inside an operation, such as the bodies of jit and scan."""
     jaxprs = []

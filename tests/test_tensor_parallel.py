@@ -1,6 +1,7 @@
 """Tensor and expert parallelism, read off a model's traced program."""
 
 import functools
+import re
 import time
 
 import flax.linen as nn
@@ -412,8 +413,14 @@ def test_hidden_features_are_followed_through(mesh_2x4, between):
         (lambda h: h.reshape(4, 8).T.reshape(2, 16), "below a factor"),
         (lambda h: jnp.fft.fft(h).real, "fft is not followed"),
         (lambda h: h.at[:, 0].set(0), "a scatter writes parts of it"),
-        (lambda h: jnp.tile(h, (1, 2))[:, :16], "tile takes parts of it"),
-        (lambda h: jnp.stack(jnp.unstack(h, axis=1), 1), "taken apart into arrays"),
+        (
+            lambda h: jnp.tile(h, (1, 2))[:, :16],
+            "tile takes parts of it|below a factor",
+        ),
+        (
+            lambda h: jnp.stack(jnp.unstack(h, axis=1), 1),
+            "taken apart|split takes parts",
+        ),
     ],
 )
 def test_hidden_features_that_are_mixed_stay_whole_and_say_so(
@@ -426,7 +433,8 @@ def test_hidden_features_that_are_mixed_stay_whole_and_say_so(
     x = jax.ShapeDtypeStruct((2, 8), "float32")
     layouts = tensor_parallel(mesh_2x4, tree, x, call=forward)
     assert cut_dims(layouts, tree)["a"] is None
-    assert reason in note_of(layouts, tree, "a")
+    # In older versions of JAX they are made of others.
+    assert re.search(reason, note_of(layouts, tree, "a"))
 
 
 def one_hot(tokens):

@@ -149,7 +149,10 @@ def _split_arrays(
     """
     leaves, treedef = jax.tree.flatten(tree)
     indices = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
-    shapes = [jax.ShapeDtypeStruct(leaves[i].shape, leaves[i].dtype) for i in indices]
+    shapes = [
+        jax.ShapeDtypeStruct(leaves[i].shape, _jax.canonical_dtype(leaves[i].dtype))
+        for i in indices
+    ]
 
     def rebuild(arrays: list[Leaf]) -> PyTree:
         filled = list(leaves)
@@ -174,14 +177,13 @@ def _followed(
     with _jaxprs.short_sharding_errors:
         closed = jax.make_jaxpr(forward)(params, arrays)
     leaves = [leaf for leaf in _paths.flatten(tree).leaves if is_array(leaf.value)]
-    named = [
-        Parameter(
-            leaf.path,
-            shape.size * _jax.itemsize(shape.dtype),
-            FactoredArray(shape.shape, fresh_dims(shape.shape), params=1 << index),
-        )
-        for index, (leaf, shape) in enumerate(zip(leaves, params, strict=True))
-    ]
+    named: list[Parameter] = []
+    for index, (leaf, shape) in enumerate(zip(leaves, params, strict=True)):
+        # Keys and counts are not learned: what is made of them alone is no weight.
+        bit = 1 << index if jax.numpy.issubdtype(shape.dtype, jax.numpy.inexact) else 0
+        array = FactoredArray(shape.shape, fresh_dims(shape.shape), params=bit)
+        nbytes = shape.size * _jax.itemsize(shape.dtype)
+        named.append(Parameter(leaf.path, nbytes, array))
     values = [
         FactoredArray(x.shape, fresh_dims(x.shape), of_inputs=True) for x in arrays
     ]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
+from jax.extend.core import Literal
 
 from meshlayout import _jax
 from meshlayout._annotations import Equation
@@ -50,7 +51,7 @@ def walk(flow: Flow, jaxpr: Any, args: Sequence[FactoredArray]) -> list[Factored
         values[constant] = _constant(constant)
 
     def read(var: Any) -> FactoredArray:
-        return _constant(var) if hasattr(var, "val") else values[var]
+        return _constant(var) if isinstance(var, Literal) else values[var]
 
     for eqn in jaxpr.eqns:
         results = _results(flow, eqn, list(map(read, eqn.invars)))
@@ -302,16 +303,16 @@ def _called(
 
 
 def _scan(flow: Flow, eqn: Equation, args: list[FactoredArray]) -> list[FactoredArray]:
-    params = eqn.params
-    num_consts, num_carry = params["num_consts"], params["num_carry"]
-    length = params["length"]
+    num_consts, num_carry = _jax.scan_counts(eqn)
+    length = eqn.params["length"]
+    (body,) = _jax.inner_jaxprs(eqn)
     consts, rest = args[:num_consts], args[num_consts:]
     carry, stacked = rest[:num_carry], rest[num_carry:]
     block([x.dims[0] for x in stacked], STACKED)
     slices = [_at(x, x.shape[1:], x.dims[1:]) for x in stacked]
     carry = _carried(carry, args)
     with flow.repeated(max(1, length)):
-        results = walk(flow, params["jaxpr"].jaxpr, (*consts, *carry, *slices))
+        results = walk(flow, body, (*consts, *carry, *slices))
     for before, after in zip(carry, results, strict=False):
         _link_all(before.dims, after.dims)
     loop = fresh_dims((length,), STACKED)
@@ -326,20 +327,23 @@ def _while(flow: Flow, eqn: Equation, args: list[FactoredArray]) -> list[Factore
     params = eqn.params
     first, second = params["cond_nconsts"], params["body_nconsts"]
     carry = _carried(args[first + second :], args)
-    walk(flow, params["cond_jaxpr"].jaxpr, (*args[:first], *carry))
-    body = params["body_jaxpr"].jaxpr
+    walk(flow, _jaxpr(params["cond_jaxpr"]), (*args[:first], *carry))
+    body = _jaxpr(params["body_jaxpr"])
     results = walk(flow, body, (*args[first : first + second], *carry))
     for before, after in zip(carry, results, strict=True):
         _link_all(before.dims, after.dims)
     return results
 
 
+def _jaxpr(closed: Any) -> Any:
+    return getattr(closed, "jaxpr", closed)  # they are not closed in jax 0.12
+
+
 def _conditional(
     flow: Flow, eqn: Equation, args: list[FactoredArray]
 ) -> list[FactoredArray]:
-    first, *others = [
-        walk(flow, branch.jaxpr, args[1:]) for branch in eqn.params["branches"]
-    ]
+    branches = _jax.inner_jaxprs(eqn)
+    first, *others = [walk(flow, branch, args[1:]) for branch in branches]
     for results in others:
         for a, b in zip(first, results, strict=True):
             _link_all(a.dims, b.dims)

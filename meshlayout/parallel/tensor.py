@@ -271,9 +271,11 @@ def _heaviest(
         if len(tied) <= 14:
             chosen += _heaviest_of(tied, worth, rivals)[1]
         else:
+            excluded = set[Factor]()
             for factor in sorted(tied, key=lambda f: -worth[f]):
-                if not rivals[factor].keys() & set(chosen):
+                if factor not in excluded:
                     chosen.append(factor)
+                    excluded |= rivals[factor].keys()
         rest = [factor for factor in rest if factor not in group]
     return chosen
 
