@@ -88,8 +88,7 @@ def sharding_of(value: Leaf) -> jax.sharding.Sharding | None:
     types = sharding.mesh.axis_types
     if not types or any(kind != AxisType.Explicit for kind in types):
         return None
-    space = getattr(jax.typeof(value), "memory_space", None)
-    on_host = getattr(space, "name", "") == "Host"
+    on_host = _is_on_host(value)
     return sharding.with_memory_kind("pinned_host") if on_host else sharding
 
 
@@ -346,6 +345,21 @@ def movable(x: jax.Array, mesh: jax.sharding.Mesh) -> jax.Array:
     parts = [shard.data for shard in x.addressable_shards]
     sharding = NamedSharding(auto, now.spec, memory_kind=now.memory_kind)
     return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
+
+
+def in_device_memory(x: Leaf) -> Leaf:
+    """Returns a value, which inside jit may be in the host's memory, on the device."""
+    return jax.device_put(x, jax.memory.Space.Device) if _is_on_host(x) else x
+
+
+def in_memory_of(x: Leaf, like: Leaf) -> Leaf:
+    """Returns a value that is on the device in the memory of another value."""
+    return jax.device_put(x, jax.memory.Space.Host) if _is_on_host(like) else x
+
+
+def _is_on_host(x: Leaf) -> bool:
+    space = getattr(jax.typeof(x), "memory_space", None)
+    return getattr(space, "name", "") == "Host"
 
 
 def memory_in_jit() -> bool:

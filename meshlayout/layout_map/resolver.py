@@ -59,6 +59,7 @@ class Options:
     on_uneven: OnUneven
     unused: Unused
     logical_axes: tuple[AxisRule, ...] | None
+    optimizer_memory_kind: str | None = None
 
 
 class Resolver:
@@ -146,6 +147,14 @@ class Resolver:
         array = _ArrayAt(path, shape, dtype)
         decision = self._by_rules(array, self.matcher.candidates(path))
         return decision and self._resolution(array, None, decision)
+
+    def by_path(
+        self, path: str, shape: tuple[int, ...], dtype: DTypeLike
+    ) -> Resolution:
+        """Returns what the rules, or the default, decide for one array."""
+        array = _ArrayAt(path, shape, dtype)
+        decision = self._by_rules(array, self.matcher.candidates(path))
+        return self._resolution(array, None, decision or self._by_default(array))
 
     def _resolution(
         self, array: "_ArrayAt", value: object, decision: "_Decision"
@@ -263,6 +272,8 @@ class Resolver:
             lost = "replicated: its dims cannot be told from the parameter's"
             return self._replicate(array, why, lost)
         layout = slot.layout(len(array.shape), owner.layout)
+        if array.shape and (kind := self._options.optimizer_memory_kind) is not None:
+            layout = layout.with_memory_kind(kind)
         fit = self._fit(array, layout, "replicate", "")
         return _Decision(fit, owner.rule, f"follows parameter {owner.path!r}", None)
 

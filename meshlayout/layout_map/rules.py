@@ -167,34 +167,43 @@ def parse_spec(value: Any, mesh: Mesh) -> Layout:
     return layout
 
 
-# ZeRO stage 1: optimizer state sharded over axes that replicate the parameters.
+# Arrays sharded further, on the dim that a rule prefers: ZeRO and FSDP.
 
 MIN_SIZE = 1024
 """In elements. Each sharded array costs an all-gather in every step, whatever its size,
 and biases and norms take next to no memory."""
 
 
-def zero_spec(
+def shard_further(
     shape: Sequence[int],
     spec: Sequence[DimSpec],
     axes: Sequence[str],
     axis_sizes: Mapping[str, int],
-    min_size: int = MIN_SIZE,
+    *,
+    min_size: int = 0,
+    dims: Sequence[int] | None = None,
 ) -> tuple[tuple[DimSpec, ...], str]:
-    """Shards the largest dim that divides over axes that do not shard the array yet.
+    """Shards one more dim of an array over axes that do not shard it yet.
 
-    Arrays of fewer than `min_size` elements are left unchanged.
+    Args:
+        shape: The array's global shape.
+        spec: Its entries so far.
+        axes: The axes, major first.
+        axis_sizes: The sizes of the mesh's axes.
+        min_size: Arrays of fewer elements are left unchanged.
+        dims: The dims to try, in order: the first that divides is sharded. By default
+            all, the largest first.
 
     Returns:
         The new entries, and the reason if they are unchanged; empty otherwise.
 
     Example:
-        >>> zero_spec((784, 4096), (None, "model"), ["batch"], {"batch": 2, "model": 4})
-        ((None, ('model', 'batch')), '')
-        >>> zero_spec((999, 3), (None, None), ["batch"], {"batch": 8})
+        >>> shard_further((784, 4096), (None, "model"), ["b"], {"b": 2, "model": 4})
+        ((None, ('model', 'b')), '')
+        >>> shard_further((999, 3), (None, None), ["batch"], {"batch": 8})
         ((None, None), "no dim divides over 'batch'")
-        >>> zero_spec((64,), (None,), ["batch"], {"batch": 8})
-        ((None,), '64 elements, fewer than 1024')
+        >>> shard_further((64,), (None,), ["batch"], {"batch": 8}, min_size=65)
+        ((None,), '64 elements, fewer than 65')
     """
     spec = tuple(spec)
     # An axis can shard an array only once.
@@ -205,13 +214,21 @@ def zero_spec(
         return spec, ""
     if math.prod(shape) < min_size:
         return spec, f"{math.prod(shape)} elements, fewer than {min_size}"
-    for dim in sorted(range(len(shape)), key=lambda dim: -shape[dim]):
+    if dims is None:
+        dims = sorted(range(len(shape)), key=lambda dim: -shape[dim])
+    for dim in dims:
         now = axes_of(spec[dim])
         if shape[dim] % (num_shards * math.prod(axis_sizes[axis] for axis in now)) == 0:
             entry = (*now, *free)
             new = entry[0] if len(entry) == 1 else entry
             return (*spec[:dim], new, *spec[dim + 1 :]), ""
-    return spec, f"no dim divides over {', '.join(map(repr, free))}"
+    over = ", ".join(map(repr, free))
+    if len(dims) == 1:
+        return (
+            spec,
+            f"dim {dims[0]}, of size {shape[dims[0]]}, does not divide over {over}",
+        )
+    return spec, f"no dim divides over {over}"
 
 
 def zero_rule(
@@ -262,7 +279,8 @@ def zero_rule(
 
     def rule(path: str, shape: tuple[int, ...], dtype: DType) -> tuple[DimSpec, ...]:
         unsharded = (None,) * len(shape)
-        return zero_spec(shape, unsharded, names, mesh.shape, min_size)[0]
+        sizes = mesh.shape
+        return shard_further(shape, unsharded, names, sizes, min_size=min_size)[0]
 
     return rule
 

@@ -1,4 +1,13 @@
 """Ready-made rules for how models lie on meshes."""
 
+from meshlayout.parallel.composition import (
+    Composition as Composition,
+    compose as compose,
+)
 from meshlayout.parallel.experts import expert_parallel as expert_parallel
+from meshlayout.parallel.fully_sharded import (
+    FsdpRule as FsdpRule,
+    data_parallel as data_parallel,
+    fsdp as fsdp,
+)
 from meshlayout.parallel.tensor import tensor_parallel as tensor_parallel

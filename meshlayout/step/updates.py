@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from meshlayout import _paths, _render
+from meshlayout import _jax, _paths, _render
 from meshlayout._annotations import PyTree
 from meshlayout.errors import StepError
 from meshlayout.metrics import Metrics
@@ -223,6 +223,9 @@ class Update:
             factor = self.clip_norm / jnp.maximum(norm, self.clip_norm)
             grads = [(g * factor).astype(g.dtype) for g in grads]
             notes["grad_norm"] = norm
+        # The optimizer's state may be kept in the host's memory between updates.
+        at_rest = state.opt_state
+        state = state.replace(opt_state=jax.tree.map(_jax.in_device_memory, at_rest))
         new = self._updated(state, trainable, grads, sum(losses))
         new = new.replace(model_state=gradients.model_state)
         if is_finite is not None:
@@ -230,7 +233,8 @@ class Update:
             notes["skipped"] = 1 - is_finite.astype("float32")
         if is_lost is not None:
             notes["nonfinite_loss"] = is_lost.astype("float32")
-        return new, notes, report
+        opt_state = jax.tree.map(_jax.in_memory_of, new.opt_state, at_rest)
+        return new.replace(opt_state=opt_state), notes, report
 
     def _updated(
         self, state: TrainState, trainable: Trainable, grads: list[Any], value: Any

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshlayout import _jax, _paths, _render
 from meshlayout._annotations import PyTree
 from meshlayout.errors import StepError
-from meshlayout.layout_map.rules import zero_spec
+from meshlayout.layout_map.rules import MIN_SIZE, shard_further
 from meshlayout.state import TrainState
 from meshlayout.step.placement import StepMesh
 
@@ -101,9 +101,12 @@ def _zero_layout(leaf: _paths.Leaf, replicas: StepMesh) -> ZeroLayout:
     now: Any = _jax.sharding_of(leaf.value)
     shape = leaf.value.shape
     spec = (*now.spec, *[None] * (len(shape) - len(now.spec)))
-    sharded, reason = zero_spec(shape, spec, replicas.axes, now.mesh.shape)
+    sharded, reason = shard_further(
+        shape, spec, replicas.axes, now.mesh.shape, min_size=MIN_SIZE
+    )
     if sharded != spec:
-        now = NamedSharding(now.mesh, PartitionSpec(*sharded))
+        kind = now.memory_kind
+        now = NamedSharding(now.mesh, PartitionSpec(*sharded), memory_kind=kind)
     if reason:
         reason = f"{_render.array_text(leaf.value.dtype, shape)}: {reason}"
     return ZeroLayout(leaf.path, now, reason)

@@ -1,0 +1,184 @@
+"""`compose`: several maps for one model, each on axes of its own.
+
+The parts are asked in turn, for each leaf. The first says what it says; each further
+one shards what is left, so that `fsdp` takes another dim of a matrix than
+`tensor_parallel`. All patterns of all parts lead to the same rule, which asks them, and
+so does the default: the result is a plain map that can be printed, extended and locked.
+"""
+
+from dataclasses import dataclass, field
+
+from meshlayout import _checks
+from meshlayout._annotations import DType
+from meshlayout._specs import DimSpec, axes_of, specs_text
+from meshlayout.errors import LayoutMapError
+from meshlayout.layout import Layout
+from meshlayout.layout_map import LayoutMap, Rule
+from meshlayout.parallel.fully_sharded import FsdpRule
+
+
+def compose(first: LayoutMap, second: LayoutMap, *others: LayoutMap) -> LayoutMap:
+    """Returns the map in which each part shards what those before it left.
+
+    On dims that the parts before left whole, or further on the same dim. Notes in
+    `explain` say which part decided. Use this for several kinds of parallelism at
+    once, as `compose(tensor_parallel(...), fsdp(mesh))`. Activations follow the rules
+    whose names match, as in one map.
+
+    Args:
+        first: A map.
+        second: Another, on other axes of the same mesh.
+        *others: More of them.
+
+    Raises:
+        LayoutMapError: If a part is not a layout map, has logical axes, or two of
+            them are on different meshes or use the same axis.
+
+    Example:
+        >>> import numpy as np
+        >>> import meshlayout as ml
+        >>> mesh = ml.create_mesh({"batch": 2, "model": 4})
+        >>> columns = ml.LayoutMap(mesh, {"up/kernel": (None, "model")})
+        >>> layouts = compose(columns, ml.parallel.fsdp(mesh, min_bytes=0))
+        >>> params = {"up": {"kernel": np.zeros((64, 256))}, "out": np.zeros((256, 64))}
+        >>> print(layouts.resolve(params).to_lock())
+        # layouts on Mesh(batch=2, model=4)
+        out: f64[256, 64] [batch, unsharded]
+        up/kernel: f64[64, 256] [batch, model]
+        <BLANKLINE>
+    """
+    parts = (first, second, *others)
+    for part in parts:
+        _check_part(part, first)
+    owners: dict[str, int] = {}
+    for number, part in enumerate(parts, start=1):
+        for axis in _axes_used(part):
+            if owners.setdefault(axis, number) != number:
+                msg = (
+                    f"compose: parts {owners[axis]} and {number} both use mesh axis "
+                    f"{axis!r}, and an axis shards an array once. Give one of them "
+                    f"other axes of {first.mesh!r}."
+                )
+                raise LayoutMapError(msg)
+    copies = tuple(part.copy() for part in parts)
+    rule = Composition(copies)
+    options = [part._arguments() for part in parts]
+    memories = {option["optimizer_memory_kind"] for option in options} - {None}
+    if len(memories) > 1:
+        msg = (
+            "compose: the parts keep the optimizer's state in different memories: "
+            f"{', '.join(map(repr, sorted(memories)))}. Give one optimizer_memory_kind."
+        )
+        raise LayoutMapError(msg)
+    return LayoutMap(
+        first.mesh,
+        {pattern: rule for part in parts for pattern in part},
+        default=rule,
+        unused=options[0]["unused"],
+        optimizer_memory_kind=next(iter(memories), None),
+    )
+
+
+@dataclass(frozen=True)
+class Composition:
+    """The rule of `compose`.
+
+    Attributes:
+        parts: The maps, in order; nothing changes them.
+    """
+
+    parts: tuple[LayoutMap, ...] = field(hash=False)
+
+    def __call__(self, path: str, shape: tuple[int, ...], dtype: DType) -> Rule:
+        """Returns the layout of one array, and which parts decided."""
+        specs, note = self.further(path, shape, dtype, (None,) * len(shape))
+        decisions = [part._decide(path, shape, dtype) for part in self.parts]
+        kinds = [leaf.layout.memory_kind for leaf in decisions]
+        memory_kind = next(filter(None, kinds), None)
+        layout = Layout(specs, self.parts[0].mesh, memory_kind=memory_kind)
+        return Rule(layout, note=note)
+
+    def further(
+        self,
+        path: str,
+        shape: tuple[int, ...],
+        dtype: DType,
+        specs: tuple[DimSpec, ...],
+    ) -> tuple[tuple[DimSpec, ...], str | None]:
+        """Returns the entries of an array, from those so far, and the reason."""
+        reasons: list[str] = []
+        for number, part in enumerate(self.parts, start=1):
+            decision = part._decide(path, shape, dtype)
+            value = _value_of(part, decision.rule)
+            if isinstance(value, (FsdpRule, Composition)):
+                new, why = value.further(path, shape, dtype, specs)
+            else:
+                new = _merged(specs, decision.layout)
+                why = decision.fallback or decision.note
+            if new != specs:
+                source = f"part {number}, {decision.rule or _name(part)}"
+                text = f"{specs_text(new)} by {source}"
+                reasons.append(f"{text}: {why}" if why else text)
+            elif why:
+                reasons.append(why)
+            specs = new
+        return specs, "; ".join(reasons) or None
+
+    def __repr__(self) -> str:
+        return f"Composition({', '.join(map(_name, self.parts))})"
+
+
+def _merged(specs: tuple[DimSpec, ...], layout: Layout) -> tuple[DimSpec, ...]:
+    """Returns entries with the axes of a layout after those that they have."""
+    pairs = zip(specs, layout.specs, strict=True)
+    entries = [(*axes_of(before), *axes_of(after)) for before, after in pairs]
+    return Layout(entries, layout.mesh).specs
+
+
+def _value_of(part: LayoutMap, pattern: str | None) -> object:
+    """Returns the layout or function of a part's rule, or of its default."""
+    value = part._arguments()["default"] if pattern is None else part[pattern]
+    return value.layout if isinstance(value, Rule) else value
+
+
+def _name(part: LayoutMap) -> str:
+    default = _value_of(part, None)
+    rules = f"{len(part)} rule{'s' * (len(part) != 1)}" if part or not default else ""
+    return ", ".join(filter(None, [rules, repr(default) if default else ""]))
+
+
+def _check_part(part: object, first: LayoutMap) -> None:
+    if not isinstance(part, LayoutMap):
+        msg = (
+            "compose takes layout maps, as of fsdp(mesh), and got "
+            f"{_checks.shown(part)}. For a mapping of rules, write "
+            "LayoutMap(mesh, rules)."
+        )
+        raise LayoutMapError(msg)
+    if part.mesh != first.mesh:
+        msg = (
+            f"compose: the parts are on different meshes, {first.mesh!r} and "
+            f"{part.mesh!r}. Make them on one mesh that has the axes of all."
+        )
+        raise LayoutMapError(msg)
+    if "logical_axes" in part._changed_options():
+        msg = (
+            "compose: a part has logical_axes, which are read off an array's own "
+            "metadata, and a composed rule sees path, shape and dtype alone. Give "
+            "patterns, or logical_axes without compose."
+        )
+        raise LayoutMapError(msg)
+
+
+def _axes_used(part: LayoutMap) -> set[str]:
+    """Returns the mesh axes that a map's rules name; those of functions are unknown."""
+    used: set[str] = set()
+    for pattern in (*part, None):
+        value = _value_of(part, pattern)
+        if isinstance(value, Layout):
+            used.update(axis for entry in value.specs for axis in axes_of(entry))
+        elif isinstance(value, FsdpRule):
+            used.update(value.axes)
+        elif isinstance(value, Composition):
+            used.update(*map(_axes_used, value.parts))
+    return used

@@ -1,0 +1,489 @@
+"""`data_parallel`, `fsdp` and `compose`: what they decide, and states that follow."""
+
+import copy
+import pickle
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import meshlayout as ml
+from models import convnet, mlp, resnet, transformer
+
+
+EIGHT = ml.create_mesh({"batch": 8})
+HYBRID = ml.create_mesh({"replica": 2, "fsdp": 4})
+GRID = ml.create_mesh({"batch": 2, "model": 4})
+TINY = transformer.TransformerConfig(
+    vocab_size=64, max_length=16, features=32, mlp_features=64
+)
+MODELS = {
+    "mlp": lambda: mlp.MLP(rngs=nnx.Rngs(0)),
+    "convnet": lambda: convnet.ConvNet(rngs=nnx.Rngs(0)),
+    "resnet": lambda: resnet.ResNet(rngs=nnx.Rngs(0)),
+    "transformer": lambda: transformer.Transformer(TINY, rngs=nnx.Rngs(0)),
+}
+
+
+def abstract(shapes, dtype="float32"):
+    return jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, dtype),
+        shapes,
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
+
+
+def specs(layouts, tree):
+    """Returns the entries of every leaf's layout by path."""
+    return {x.path: x.layout.specs for x in layouts.resolve(tree).resolutions}
+
+
+def decide(layouts, path, shape, dtype="float32"):
+    """Returns the resolution of one leaf."""
+    return layouts.resolve({path: jax.ShapeDtypeStruct(shape, dtype)})[path]
+
+
+# Which dim.
+
+
+@pytest.mark.parametrize(
+    ("path", "shape", "expected"),
+    [
+        ("dense/kernel", (4096, 128), (None, "batch")),  # by outputs
+        ("dense/kernel", (4096, 10), ("batch", None)),  # which do not divide
+        ("conv/kernel", (3, 3, 64, 128), (None, None, None, "batch")),
+        ("conv/kernel", (3, 3, 64, 64), (None, None, "batch", None)),
+        ("embed/embedding", (8192, 256), ("batch", None)),
+        ("embed/embedding", (64, 1024), ("batch", None)),  # few rows, and yet by rows
+        ("wte", (64, 1024), ("batch", None)),
+        ("model/embed_tokens/weight", (64, 1024), ("batch", None)),
+        ("head", (256, 8192), (None, "batch")),
+        ("w", (8192, 256), ("batch", None)),
+        ("stacked/kernel", (80, 256, 1024), (None, None, "batch")),
+        ("stacked/scale", (80, 1024), (None, "batch")),
+        ("bias", (4096,), ("batch",)),
+        ("bias", (1024,), (None,)),
+        ("scalar", (), ()),
+    ],
+)
+def test_the_dim_that_is_sharded(path, shape, expected):
+    assert decide(ml.parallel.fsdp(EIGHT), path, shape).layout.specs == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "shape", "note"),
+    [
+        ("bias", (1024,), "whole: smaller than min_bytes=8192"),
+        ("kernel", (999, 33), "whole: no dim divides over 'batch'"),
+        (
+            "wte",  # by features, the program would send ten times as much
+            (8191, 256),
+            "whole: dim 0, of size 8191, does not divide over 'batch'; sharded by "
+            "another, a lookup table shards every activation",
+        ),
+    ],
+)
+def test_what_stays_whole_says_why(path, shape, note):
+    resolution = decide(ml.parallel.fsdp(EIGHT), path, shape)
+    assert resolution.layout.is_fully_replicated
+    assert resolution.note == note
+
+
+def test_arrays_are_sharded_from_min_bytes_on():
+    layouts = ml.parallel.fsdp(EIGHT, min_bytes=512)
+    sizes = {"float32": 128, "bfloat16": 256}
+    for dtype, size in sizes.items():
+        assert decide(layouts, "bias", (size,), dtype).layout.specs == ("batch",)
+        assert decide(layouts, "bias", (size - 8,), dtype).layout.specs == (None,)
+
+
+def test_the_axes_are_fsdp_or_else_those_of_the_batch():
+    def axes(mesh):
+        return decide(ml.parallel.fsdp(mesh), "w", (1024, 64)).layout.specs[0]
+
+    assert axes(EIGHT) == axes(GRID) == "batch"
+    assert axes(HYBRID) == "fsdp"
+    assert axes(ml.create_mesh({"data": 2, "fsdp": 4})) == "fsdp"
+    assert axes(ml.create_mesh({"batch": 2, "data": 4})) == ("batch", "data")
+    both = ml.parallel.fsdp(HYBRID, ["replica", "fsdp"])
+    assert decide(both, "w", (1024, 64)).layout.specs[0] == ("replica", "fsdp")
+    assert ml.parallel.fsdp(HYBRID, "fsdp") == ml.parallel.fsdp(HYBRID)
+
+
+def test_batches_of_hybrid_sharding_are_sharded_over_both_axes():
+    data = {"x": np.zeros((16, 3), "float32")}
+    batch = next(iter(ml.distribute_dataset(data, HYBRID, global_batch_size=16)))
+    assert ml.Layout.of(batch["x"]).specs == (("replica", "fsdp"), None)
+
+
+# Maps that are values.
+
+
+def test_a_map_prints_compares_copies_and_pickles():
+    layouts = ml.parallel.fsdp(HYBRID, min_bytes=64)
+    assert repr(layouts) == (
+        "LayoutMap(Mesh(replica=2, fsdp=4), {}, "
+        "default=FsdpRule(axes=('fsdp',), min_bytes=64))"
+    )
+    for again in (layouts.copy(), copy.deepcopy(layouts), pickle.dumps(layouts)):
+        again = pickle.loads(again) if isinstance(again, bytes) else again
+        assert again == layouts
+    assert layouts != ml.parallel.fsdp(HYBRID)
+    composed = ml.parallel.compose(layouts, ml.LayoutMap(HYBRID, {"b": ("replica",)}))
+    assert pickle.loads(pickle.dumps(composed)) == composed
+    assert "Composition(FsdpRule(axes=('fsdp',), min_bytes=64), 1 rule)" in repr(
+        composed
+    )
+
+
+def test_own_rules_go_on_top():
+    layouts = ml.parallel.fsdp(EIGHT) | {"head": [...]}
+    tree = abstract({"head": {"kernel": (512, 512)}, "up": {"kernel": (512, 512)}})
+    assert specs(layouts, tree) == {
+        "head/kernel": (None, None),
+        "up/kernel": (None, "batch"),
+    }
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_code_for_a_model_resolves_the_same_in_few_rules(name):
+    layouts = ml.parallel.fsdp(EIGHT, min_bytes=1024)
+    model = nnx.eval_shape(MODELS[name])
+    again = eval(layouts.to_code(model), {"ml": ml, "mesh": EIGHT})
+    assert specs(again, model) == specs(layouts, model)
+    assert len(again) <= 5
+    for lock in (layouts, again):
+        lock.resolve(model).check_lock(layouts.resolve(model).to_lock())
+
+
+def test_data_parallel_replicates_everything():
+    layouts = ml.parallel.data_parallel(EIGHT)
+    model = nnx.eval_shape(MODELS["mlp"])
+    assert not any(any(entries) for entries in specs(layouts, model).values())
+    assert layouts == ml.LayoutMap(EIGHT)
+
+
+# States that follow.
+
+
+def hand_written(layouts, model):
+    """Returns a map of plain rules for the same parameters."""
+    return eval(layouts.to_code(model), {"ml": ml, "mesh": layouts.mesh})
+
+
+@pytest.mark.parametrize(
+    "optimizer", [optax.adamw(1e-3), optax.adafactor(1e-3)], ids=["adamw", "adafactor"]
+)
+def test_optimizer_state_average_and_statistics_follow_as_by_hand(optimizer):
+    layouts = ml.parallel.fsdp(EIGHT, min_bytes=1024)
+    by_hand = hand_written(layouts, nnx.eval_shape(MODELS["resnet"]))
+
+    def layouts_of(layout_map):
+        state = ml.TrainState.describe(MODELS["resnet"], optimizer, layout_map).abstract
+        batch = {
+            "image": jax.ShapeDtypeStruct((8, 28, 28, 1), "float32"),
+            "label": jax.ShapeDtypeStruct((8,), "int32"),
+        }
+        step = ml.make_train_step(image_loss, ema=0.9)
+        state = step._prepare(state, batch)
+        return jax.tree.map(lambda x: str(x.sharding), state)
+
+    found = layouts_of(layouts)
+    assert jax.tree.leaves(found) == jax.tree.leaves(layouts_of(by_hand))
+    assert "batch" in str(jax.tree.leaves(found.opt_state))
+    assert "batch" in str(jax.tree.leaves(found.extra["ema"]))
+
+
+def image_loss(model, batch):
+    logits = model(batch["image"])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+
+
+def trained(layouts, optimizer=None, **options):
+    """Returns the state after two steps of the MLP, and their losses."""
+    state = ml.TrainState.create(MODELS["mlp"], optimizer or optax.adamw(1e-3), layouts)
+    step = ml.make_train_step(image_loss, **options)
+    rng = np.random.default_rng(0)
+    losses = []
+    for _ in range(2):
+        batch = {
+            "image": rng.normal(size=(16, 28, 28, 1)).astype("float32"),
+            "label": rng.integers(0, 10, 16),
+        }
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+@pytest.mark.parametrize("mesh", [EIGHT, HYBRID], ids=["eight", "hybrid"])
+def test_steps_give_the_numbers_of_one_device(mesh):
+    one = ml.create_mesh({"batch": 1}, devices=jax.devices()[:1])
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    expected, losses = trained(ml.parallel.data_parallel(one), optimizer)
+    state, found = trained(ml.parallel.fsdp(mesh), optimizer)
+    np.testing.assert_allclose(found, losses, rtol=1e-5)  # sums in another order
+    for x, y in zip(
+        jax.tree.leaves(state.params), jax.tree.leaves(expected.params), strict=True
+    ):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), atol=1e-5)
+    sharded = {leaf.sharding.spec for leaf in jax.tree.leaves(state.params)}
+    assert any("fsdp" in str(spec) or "batch" in str(spec) for spec in sharded)
+
+
+# Optimizer state in the host's memory.
+
+needs_memories = pytest.mark.skipif(
+    jax.__version_info__ < (0, 8), reason="jax moves arrays to no other memory in jit"
+)
+
+
+@needs_memories
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"zero": 1},
+        {"accumulate": 2, "on_nonfinite": "skip", "clip_norm": 1.0, "ema": 0.9},
+    ],
+    ids=["plain", "zero", "many"],
+)
+def test_optimizer_state_stays_on_the_host_with_the_same_bits(options):
+    expected, losses = trained(ml.parallel.fsdp(EIGHT), **options)
+    layouts = ml.parallel.fsdp(EIGHT, optimizer_memory_kind="pinned_host")
+    state, found = trained(layouts, **options)
+    assert found == losses
+    slots = [x for x in jax.tree.leaves(state.opt_state) if x.ndim]
+    assert {x.sharding.memory_kind for x in slots} == {"pinned_host"}
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(state.params)} == {"device"}
+    for x, y in zip(slots, jax.tree.leaves(expected.opt_state)[1:], strict=False):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+@needs_memories
+def test_several_steps_per_call_keep_optimizer_state_on_the_host():
+    layouts = ml.parallel.data_parallel(EIGHT, optimizer_memory_kind="pinned_host")
+    state = ml.TrainState.create(MODELS["mlp"], optax.sgd(0.1, momentum=0.9), layouts)
+    step = ml.make_train_step(image_loss, steps_per_call=2)
+    image = np.ones((8, 28, 28, 1), "float32")
+    batch = {"image": image, "label": np.zeros(8, "int32")}
+    state, _ = step(state, [batch, batch])
+    slots = [x for x in jax.tree.leaves(state.opt_state) if x.ndim]
+    assert {x.sharding.memory_kind for x in slots} == {"pinned_host"}
+
+
+@needs_memories
+def test_the_memory_of_optimizer_state_is_part_of_the_map_and_its_code():
+    layouts = ml.parallel.fsdp(EIGHT, optimizer_memory_kind="pinned_host")
+    assert repr(layouts).endswith(", optimizer_memory_kind='pinned_host')")
+    model = nnx.eval_shape(MODELS["mlp"])
+    assert "    optimizer_memory_kind='pinned_host',\n" in layouts.to_code(model)
+    plain = ml.LayoutMap(EIGHT, optimizer_memory_kind="device")
+    assert plain == ml.LayoutMap(EIGHT)
+
+
+# Composition.
+
+COLUMNS = {"up/kernel": ml.Rule((None, "model"), note="columns"), "bias": ("model",)}
+
+
+def test_the_second_part_shards_what_the_first_left():
+    layouts = ml.parallel.compose(
+        ml.LayoutMap(GRID, COLUMNS), ml.parallel.fsdp(GRID, min_bytes=512)
+    )
+    tree = abstract(
+        {
+            "up": {"kernel": (64, 128), "bias": (1024,)},
+            "down": {"kernel": (128, 64), "bias": (64,)},
+            "odd": {"up": {"kernel": (63, 128)}},
+        }
+    )
+    found = layouts.resolve(tree)
+    assert {leaf.path: leaf.layout.specs for leaf in found.resolutions} == {
+        "up/kernel": ("batch", "model"),
+        "up/bias": (("model", "batch"),),
+        "down/kernel": (None, "batch"),
+        "down/bias": ("model",),
+        "odd/up/kernel": (None, ("model", "batch")),
+    }
+    fsdp = "FsdpRule(axes=('batch',), min_bytes=512)"
+    assert found["up/kernel"].rule == "up/kernel"
+    assert found["up/kernel"].note == (
+        "[unsharded, model] by part 1, up/kernel: columns; "
+        f"[batch, model] by part 2, {fsdp}"
+    )
+    assert found["down/bias"].note == (
+        "[model] by part 1, bias; whole: smaller than min_bytes=512"
+    )
+    assert layouts.explain(tree).dead_rules == {}
+
+
+def test_three_parts_and_own_rules():
+    mesh = ml.create_mesh({"fsdp": 2, "model": 2, "expert": 2})
+    layouts = ml.parallel.compose(
+        ml.LayoutMap(mesh, {"experts": ("expert", ...)}),
+        ml.LayoutMap(mesh, {"up": (..., "model")}),
+        ml.parallel.fsdp(mesh, min_bytes=0),
+    )
+    shape = (8, 64, 128)
+    assert decide(layouts, "experts/up", shape).layout.specs == (
+        "expert",
+        "fsdp",
+        "model",
+    )
+    assert decide(layouts, "up", (64, 128)).layout.specs == ("fsdp", "model")
+    nested = ml.parallel.compose(
+        ml.LayoutMap(mesh, {"experts": ("expert", ...)}),
+        ml.parallel.compose(
+            ml.LayoutMap(mesh, {"up": (..., "model")}),
+            ml.parallel.fsdp(mesh, min_bytes=0),
+        ),
+    )
+    for path in ("experts/up", "experts/x", "up", "x"):
+        assert decide(nested, path, shape).layout == decide(layouts, path, shape).layout
+    own = layouts | {"head/up$": [...]}
+    with pytest.raises(ml.errors.LayoutMapError, match="disagree"):
+        decide(own, "a/head/up", (64, 128))
+
+
+def test_a_part_of_plain_rules_comes_after_on_the_same_dim():
+    layouts = ml.parallel.compose(
+        ml.LayoutMap(GRID, {"w": ("batch", None)}),
+        ml.LayoutMap(GRID, {"w": ("model", None)}),
+    )
+    assert decide(layouts, "w", (16, 3)).layout.specs == (("batch", "model"), None)
+    with pytest.raises(ml.errors.LayoutMapError, match="has size 6, which does not"):
+        decide(layouts, "w", (6, 3))
+
+
+def test_composed_code_resolves_the_same():
+    model = nnx.eval_shape(MODELS["transformer"])
+    rules = ml.LayoutMap(GRID, transformer.MODEL_PARALLEL)
+    layouts = ml.parallel.compose(rules, ml.parallel.fsdp(GRID, min_bytes=1024))
+    code = layouts.to_code(model)
+    again = eval(code, {"ml": ml, "mesh": GRID})
+    assert specs(again, model) == specs(layouts, model)
+    assert "by part 2" in code
+
+
+def refusal(call):
+    with pytest.raises(ml.errors.MeshLayoutError) as error:
+        call()
+    return str(error.value)
+
+
+def test_parts_on_the_same_axis_are_refused():
+    parts = ml.LayoutMap(GRID, {"w": (("batch",),)}), ml.parallel.fsdp(GRID)
+    assert refusal(lambda: ml.parallel.compose(*parts)) == (
+        "compose: parts 1 and 2 both use mesh axis 'batch', and an axis shards an "
+        "array once. Give one of them other axes of Mesh(batch=2, model=4)."
+    )
+    by_function = ml.LayoutMap(GRID, {"w": lambda *_: ("batch", None)})
+    layouts = ml.parallel.compose(
+        by_function, ml.LayoutMap(GRID, {"w": ("batch", ...)})
+    )
+    assert "'batch' is used twice" in refusal(lambda: decide(layouts, "w", (8, 8)))
+
+
+def test_parts_that_cannot_be_composed_are_refused():
+    layouts = ml.parallel.fsdp(GRID)
+    compose = ml.parallel.compose
+    assert refusal(lambda: compose(layouts, {"w": ("model",)})) == (
+        "compose takes layout maps, as of fsdp(mesh), and got {'w': ('model',)}. For a "
+        "mapping of rules, write LayoutMap(mesh, rules)."
+    )
+    assert "different meshes" in refusal(lambda: compose(layouts, ml.LayoutMap(EIGHT)))
+    named = ml.LayoutMap(GRID, logical_axes={"embed": "model"})
+    assert "a part has logical_axes" in refusal(lambda: compose(layouts, named))
+
+
+# Large models.
+
+
+def llama(stacked):
+    """Returns the shapes of 70 billion parameters in 80 layers."""
+    width, hidden, key_width, vocabulary = 8192, 28672, 1024, 128256
+    layer = {
+        "attention": {
+            "query": {"kernel": (width, width)},
+            "key": {"kernel": (width, key_width)},
+            "value": {"kernel": (width, key_width)},
+            "output": {"kernel": (width, width)},
+        },
+        "mlp": {
+            "gate": {"kernel": (width, hidden)},
+            "up": {"kernel": (width, hidden)},
+            "down": {"kernel": (hidden, width)},
+        },
+        "norms": {"first": {"scale": (width,)}, "second": {"scale": (width,)}},
+    }
+    layers = [layer] * 80
+    if stacked:
+        layers = jax.tree.map(
+            lambda shape: (80, *shape), layer, is_leaf=lambda x: isinstance(x, tuple)
+        )
+    return abstract(
+        {
+            "embed": {"embedding": (vocabulary, width)},
+            "layers": layers,
+            "head": {"kernel": (width, vocabulary)},
+        },
+        "bfloat16",
+    )
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["listed", "scanned"])
+def test_seventy_billion_parameters_resolve_in_seconds(stacked):
+    tree = llama(stacked)
+    before = time.process_time()
+    resolved = ml.parallel.fsdp(EIGHT).resolve(tree)
+    code = ml.parallel.fsdp(EIGHT).to_code(tree)
+    parts = ml.LayoutMap(GRID, {"(up|gate)/kernel": (..., "model")})
+    composed = ml.parallel.compose(parts, ml.parallel.fsdp(GRID)).resolve(tree)
+    assert time.process_time() - before < 10  # 0.5 on an idle machine
+    assert resolved.nbytes > 140e9
+    assert resolved.bytes_per_device < 1.001 * resolved.nbytes / 8
+    assert composed.bytes_per_device < resolved.nbytes / 2
+    assert code.count(": (") <= 4
+
+
+# Bad inputs.
+
+BAD = [float("nan"), -1, "x", object(), [], jnp.ones(2)]
+
+
+@pytest.mark.parametrize("bad", [*BAD, None, 0], ids=lambda bad: type(bad).__name__)
+@pytest.mark.parametrize(
+    ("name", "call"),
+    {
+        "mesh": lambda bad: ml.parallel.fsdp(bad),
+        "data_parallel mesh": lambda bad: ml.parallel.data_parallel(bad),
+        "axes": lambda bad: ml.parallel.fsdp(EIGHT, bad),
+        "min_bytes": lambda bad: ml.parallel.fsdp(EIGHT, min_bytes=bad),
+        "memory": lambda bad: ml.parallel.fsdp(EIGHT, optimizer_memory_kind=bad),
+        "first": lambda bad: ml.parallel.compose(bad, ml.LayoutMap(EIGHT)),
+        "second": lambda bad: ml.parallel.compose(ml.LayoutMap(EIGHT), bad),
+    }.items(),
+)
+def test_bad_arguments_are_refused_with_a_sentence(name, call, bad):
+    works = {("axes", None), ("memory", None), ("min_bytes", 0)}
+    if isinstance(bad, (int, type(None))) and (name, bad) in works:
+        assert isinstance(call(bad), ml.LayoutMap)
+        return
+    assert len(refusal(lambda: call(bad)).split()) >= 5
+
+
+def test_a_mesh_without_an_axis_for_batches_needs_axes():
+    mesh = ml.create_mesh({"x": 8})
+    assert refusal(lambda: ml.parallel.fsdp(mesh)) == (
+        "fsdp: Mesh(x=8) has no axis named 'batch', 'data', 'replica', 'fsdp'. Give "
+        "the axes to shard over, as fsdp(mesh, 'x')."
+    )
+    for axes in (["x", "x"], [], [None], 3):
+        assert refusal(lambda axes=axes: ml.parallel.fsdp(mesh, axes)) == (
+            "fsdp: axes must be a mesh axis name or several different ones, got "
+            f"{axes!r}."
+        )
