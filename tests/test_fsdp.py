@@ -189,7 +189,7 @@ def test_optimizer_state_average_and_statistics_follow_as_by_hand(optimizer):
             "label": jax.ShapeDtypeStruct((8,), "int32"),
         }
         step = ml.make_train_step(image_loss, ema=0.9)
-        state = step._prepare(state, batch)
+        state = step._prepared(state, step._step_mesh(state, batch))
         return jax.tree.map(lambda x: str(x.sharding), state)
 
     found = layouts_of(layouts)

@@ -4,10 +4,10 @@ from meshlayout.parallel.composition import (
     Composition as Composition,
     compose as compose,
 )
-from meshlayout.parallel.experts import expert_parallel as expert_parallel
-from meshlayout.parallel.fully_sharded import (
+from meshlayout.parallel.data_parallelism import (
     FsdpRule as FsdpRule,
     data_parallel as data_parallel,
     fsdp as fsdp,
 )
+from meshlayout.parallel.experts import expert_parallel as expert_parallel
 from meshlayout.parallel.tensor import tensor_parallel as tensor_parallel

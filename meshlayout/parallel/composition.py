@@ -14,7 +14,7 @@ from meshlayout._specs import DimSpec, axes_of, specs_text
 from meshlayout.errors import LayoutMapError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, Rule
-from meshlayout.parallel.fully_sharded import FsdpRule
+from meshlayout.parallel.data_parallelism import FsdpRule
 
 
 def compose(first: LayoutMap, second: LayoutMap, *others: LayoutMap) -> LayoutMap:
