@@ -148,7 +148,7 @@ def test_an_unknown_loop_and_an_unknown_kernel_are_named():
     [name] = cost.uncounted
     assert str(cost).splitlines()[-2:] == [
         f"not counted: the FLOPs of {name}",
-        "loops of unknown length count as one turn, branches as taken",
+        "loops of unknown length count as one iteration, branches as taken",
     ]
     assert "FLOPs per byte" in cost._repr_html_()
 

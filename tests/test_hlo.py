@@ -173,8 +173,8 @@ def test_a_loop_that_only_running_it_would_count_is_marked(mesh):
     assert sent["all_reduce"] >= 1
     assert all((one.times, one.times_known) == (1, False) for one in sent.collectives)
     assert str(sent).splitlines()[-1] == (
-        "times with a ? count one turn of loops whose number of turns is not known "
-        "before they run, and branches as taken"
+        "? marks loops of unknown length, counted as one iteration, and branches, "
+        "counted as taken"
     )
 
 

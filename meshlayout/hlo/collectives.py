@@ -9,14 +9,12 @@ is a reduce-scatter written as an all-reduce.
 
 import math
 import re
-import sysconfig
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import PurePath
 
 from meshlayout.hlo.leaves import Leaves
-from meshlayout.hlo.program import Instruction, Program, arrays_of, nbytes
+from meshlayout.hlo.origins import origin_of
+from meshlayout.hlo.program import OP_NAME, Instruction, Program, arrays_of, nbytes
 from meshlayout.hlo.replica_groups import mesh_axes, replica_groups
 from meshlayout.mesh import Mesh
 
@@ -60,8 +58,8 @@ class Collective:
         arrays: Its results on each device, such as `("f32[512, 10]",)`.
         nbytes: Bytes of the results on each device, of one run.
         wire_bytes: Bytes that each device sends, of all runs together.
-        times: How often it runs in one run of the program. A loop whose number of
-            turns only running it would tell counts as one turn, and a branch as taken.
+        times: How often it runs in one run of the program. A loop of unknown length
+            counts as one iteration, and a branch as taken.
         times_known: Whether there is no such loop and no branch around it.
         in_loop: Whether it is inside a loop.
         is_async: Whether computation runs at the same time.
@@ -95,7 +93,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class _Sighting:
+class _Occurrence:
     """A collective in the text, which may be one of several pieces of the same one."""
 
     collective: Collective
@@ -113,16 +111,16 @@ def read_collectives(
         mesh: The mesh whose devices it runs on, in this order; None if not known.
         leaves: The program's arguments and results.
     """
-    sightings = [
-        _sighting(program, name, instruction, mesh, leaves)
+    occurrences = [
+        _occurrence(program, name, instruction, mesh, leaves)
         for name, instruction in program
         if instruction.opcode in _OPCODES
     ]
-    started = {x.piece for x in sightings if x.is_start}
+    started = {x.piece for x in occurrences if x.is_start}
     fewest: dict[tuple[str, ...], Collective] = {}
-    for sighting in sightings:
-        piece, collective = sighting.piece, sighting.collective
-        if piece is None or sighting.is_start:
+    for occurrence in occurrences:
+        piece, collective = occurrence.piece, occurrence.collective
+        if piece is None or occurrence.is_start:
             yield collective
         elif piece not in started:  # no start in the text: what runs least is all of it
             before = fewest.setdefault(piece, collective)
@@ -130,13 +128,13 @@ def read_collectives(
     yield from fewest.values()
 
 
-def _sighting(
+def _occurrence(
     program: Program,
     computation: str,
     instruction: Instruction,
     mesh: Mesh | None,
     leaves: Leaves,
-) -> _Sighting:
+) -> _Occurrence:
     kind, is_async = _OPCODES[instruction.opcode]
     arrays = _results(instruction, kind, is_start=is_async)
     call = next(iter(program.callers.get(computation, ())), None)
@@ -145,36 +143,34 @@ def _sighting(
     is_piece = _PIECE.match(computation) is not None
     is_scatter = computation.startswith("all-reduce-scatter")
     is_wrapped = call is not None and call.instruction.opcode == "async-start"
-    site, marks = computation, instruction  # what has its operands and its result
+    site, outer = computation, instruction  # its name where its result is used
     if call is not None and (is_piece or is_scatter or is_wrapped):
-        site, marks, _ = call
+        site, outer, _ = call
     piece, is_start = None, False
     if is_piece:
         piece = (kind, *map(instruction.attribute, (_CHANNEL, _CHAIN)))
         others = program.computations[computation].values()
         is_start = any(_STARTS in other.rest for other in others)
-    is_async = (
-        is_async or is_piece or is_wrapped
-    ) and _IS_SYNCHRONOUS not in marks.rest
+    is_async = is_async or is_piece or is_wrapped
     groups = replica_groups(instruction.rest, program.num_devices)
     width = max(map(len, groups))
     axes, is_whole = mesh_axes(groups, mesh) if mesh else (None, False)
     size = sum(nbytes(*array) for array in arrays)
     if is_scatter:
         kind, size = "reduce_scatter", size // width
-        arrays = arrays_of(marks.type) if call else arrays
+        arrays = arrays_of(outer.type) if call else arrays
     runs = program.runs(computation)
-    op_name = instruction.attribute(_OP_NAME) or marks.attribute(_OP_NAME)
+    op_name = instruction.attribute(OP_NAME) or outer.attribute(OP_NAME)
     moved: list[str] = []
     for index, operand in enumerate(instruction.operands):
         leaf = leaves.argument(computation, operand)
         if not leaf and site == program.entry:
             is_one = len(instruction.operands) == 1
-            leaf = leaves.result(marks.name, None if is_one else index)
+            leaf = leaves.result(outer.name, None if is_one else index)
         moved += [leaf] * (leaf != "" and leaf not in moved)
-    module, source = _origin(program, computation, instruction)
+    module, source = origin_of(program, computation, instruction)
     if not source:
-        module, source = _origin(program, site, marks)
+        module, source = origin_of(program, site, outer)
     collective = Collective(
         kind,
         axes,
@@ -184,13 +180,13 @@ def _sighting(
         size,
         runs.times * _wire_bytes(kind, size, groups),
         *runs,
-        is_async and _IS_SYNCHRONOUS not in marks.rest,
+        is_async and _IS_SYNCHRONOUS not in outer.rest,
         op_name,
         module,
         source,
         tuple(moved),
     )
-    return _Sighting(collective, piece, is_start)
+    return _Occurrence(collective, piece, is_start)
 
 
 # Names of the computations that an asynchronous collective is spread over on TPUs, and
@@ -201,7 +197,6 @@ _CHAIN = r'\bchain_id="(\d+)"'
 _STARTS = 'custom_call_target="AsyncCollectiveStart"'
 # GPU programs start and end everything; this is where nothing runs in between.
 _IS_SYNCHRONOUS = '"is_sync":true'
-_OP_NAME = r'op_name="((?:[^"\\]|\\.)*)"'
 
 
 def _results(
@@ -229,116 +224,3 @@ def _wire_bytes(kind: str, size: int, groups: list[list[int]]) -> int:
         return size if n > 1 else 0
     shares = {"all_reduce": 2 * (n - 1) / n, "reduce_scatter": n - 1}
     return math.ceil(size * shares.get(kind, (n - 1) / n))
-
-
-# Where it comes from.
-
-
-def scopes(op_name: str) -> list[str]:
-    """Returns the named scopes in JAX's name of an operation, the outermost first.
-
-    What JAX adds for its transformations and loops is left out. Of an operation that
-    several were merged into, the scopes are those that all of them have.
-
-    Example:
-        >>> scopes("jit(step)/transpose(jvp(Net))/block_0/while/body/mlp/dot_general")
-        ['Net', 'block_0', 'mlp']
-        >>> scopes("jit(step)/(jvp(Net)/a/add:jvp(Net)/b/add)")
-        ['Net']
-    """
-    return _common([_scopes(name) for name in _split(op_name, ";")])
-
-
-def _common(paths: Sequence[Sequence[str]]) -> list[str]:
-    """Returns how all of some paths begin."""
-    common: list[str] = []
-    for names in zip(*paths, strict=False):
-        if len({*names}) > 1:
-            break
-        common.append(names[0])
-    return common
-
-
-def _scopes(op_name: str) -> list[str]:
-    *outer, last = _split(_CONTROL.sub("while", op_name), "/")
-    names = [name for part in outer for name in _unwrapped(part)]
-    if last.startswith("(") and last.endswith(")"):
-        return [*names, *scopes(";".join(_split(last[1:-1], ":")))]
-    return names
-
-
-def _unwrapped(part: str) -> list[str]:
-    if match := _TRANSFORMED.fullmatch(part):
-        if match[1] in ("jit", "pjit"):
-            return []
-        return [x for inner in _split(match[2], "/") for x in _unwrapped(inner)]
-    return [] if _PLUMBING.fullmatch(part) else [part]
-
-
-_CONTROL = re.compile(r"\bwhile/(body|cond)\b|\bcond/branch_\d+_fun\b")
-_TRANSFORMED = re.compile(r"([a-z_]+)\((.*)\)")
-_PLUMBING = re.compile(
-    "|while|closed_call|core_call|shard_map|pjit|checkpoint|remat|"
-    r"rematted_computation|custom_\w+|.*->.*"
-)
-
-
-def _split(text: str, separator: str) -> list[str]:
-    """Splits a text where no parenthesis is open."""
-    parts, depth = [""], 0
-    for letter in text:
-        depth += (letter == "(") - (letter == ")")
-        if letter == separator and depth <= 0:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return parts
-
-
-# A program in a compilation cache may be from another copy of this library.
-_OURS = (str(PurePath(__file__).parents[1]), "/meshlayout/step/")
-_LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"), *_OURS)
-_CALL = re.compile(r"(\w+)\.__call__")
-
-
-def _origin(
-    program: Program, computation: str, instruction: Instruction
-) -> tuple[str, str]:
-    """Returns the submodule and the source line that an instruction serves.
-
-    Of what was combined from several, XLA notes only one: then it is what all of the
-    operands' have in common.
-    """
-    makers = [instruction]
-    if len(instruction.operands) > 1:
-        known = program.computations[computation]
-        makers = [_maker(known, name) for name in instruction.operands]
-    places = [_place(program, maker) for maker in makers if maker is not None]
-    sources = Counter(source for _, source in places if source)
-    module = "/".join(_common([names for names, _ in places]))
-    more = f" and {len(sources) - 1} more" * (len(sources) > 1)
-    return module, "".join(source for source, _ in sources.most_common(1)) + more
-
-
-def _maker(known: Mapping[str, Instruction], name: str) -> Instruction | None:
-    """Returns what made a value, past instructions of which nothing is noted."""
-    for _ in range(8):
-        instruction = known.get(name)
-        if instruction is None or _NOTED.search(instruction.rest):
-            return instruction
-        name = instruction.operands[0] if instruction.operands else ""
-    return None
-
-
-def _place(program: Program, instruction: Instruction) -> tuple[list[str], str]:
-    frames = program.frames(instruction)
-    users = [x for x in frames if not any(part in x.file for part in _LIBRARIES)]
-    calls = [_CALL.fullmatch(frame.function) for frame in reversed(users)]
-    classes = [call[1] for call in calls if call]
-    names = scopes(instruction.attribute(_OP_NAME)) or classes
-    for frame in users or frames:
-        return names, f"{'/'.join(PurePath(frame.file).parts[-2:])}:{frame.line}"
-    return names, ""
-
-
-_NOTED = re.compile("op_name=|stack_frame_id=|source_file=")

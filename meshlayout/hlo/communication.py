@@ -219,8 +219,8 @@ class CommunicationDiff:
 _HEADERS = ["collective", "axes", "arrays", "sent", "times", "for", "source"]
 _ALIGN = "lllrrll"
 _UNKNOWN = (
-    "times with a ? count one turn of loops whose number of turns is not known before "
-    "they run, and branches as taken"
+    "? marks loops of unknown length, counted as one iteration, and branches, counted "
+    "as taken"
 )
 
 

@@ -24,14 +24,14 @@ class Cost:
     """What each device computes and reads in one run of a program.
 
     Attributes:
-        flops: Of matrix multiplications and convolutions, 2 for each multiplication and
-            addition; padding is not counted, elementwise operations neither.
+        flops: Of matrix multiplications and convolutions, 2 per multiply-add. Neither
+            padding nor elementwise operations are counted.
         bytes_accessed: Bytes that instructions read and write, each fusion as one; of
             an array that is sliced or updated in place, the slice.
-        times_known: Whether how often each instruction runs is known; a loop counts as
-            one turn where it is not, and a branch as taken.
+        times_known: Whether it is known how often each instruction runs. Otherwise a
+            loop counts as one iteration, and a branch as taken.
         uncounted: Custom calls in the program, such as those of hand-written kernels,
-            whose FLOPs nobody says.
+            whose FLOPs are not known.
     """
 
     flops: int
@@ -61,7 +61,7 @@ class Cost:
 
     def _notes(self) -> list[str]:
         calls = f"not counted: the FLOPs of {', '.join(self.uncounted)}"
-        loops = "loops of unknown length count as one turn, branches as taken"
+        loops = "loops of unknown length count as one iteration, branches as taken"
         return [calls] * bool(self.uncounted) + [loops] * (not self.times_known)
 
 
@@ -123,7 +123,7 @@ _CUDNN = {
 
 
 def _flops(program: Program, computation: str, instruction: Instruction) -> int | None:
-    """Returns the FLOPs of one run of an instruction; None if nobody says."""
+    """Returns the FLOPs of one run of an instruction; None if unknown."""
     opcode = instruction.opcode
     if opcode not in ("dot", "ragged-dot", "convolution", "custom-call"):
         return 0
@@ -179,7 +179,7 @@ def _convolution_flops(
                     (at >= 0) & (at < into[dim] * holes) & (at % holes == 0)
                 )
             )
-            for at in (starts + turn * spread for turn in range(of[dim]))
+            for at in (starts + place * spread for place in range(of[dim]))
         )
     return 2 * products
 

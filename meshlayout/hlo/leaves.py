@@ -9,7 +9,7 @@ leaf, and the slots of the optimizer that follow it, and no others.
 import re
 from collections.abc import Mapping, Sequence, Set
 
-from meshlayout.hlo.program import Instruction, Program
+from meshlayout.hlo.program import OP_NAME, Instruction, Program
 
 
 _MOVES = {"copy", "bitcast", "convert", "transpose", "reshape", "slice", "pad"}
@@ -22,7 +22,6 @@ _MOVES |= {
 _MAX_STEPS = 200
 
 _KEY = re.compile(r"\[\\*'?(.*?)\\*'?\]|\.(\w+)")
-_OP_NAME = r'op_name="((?:[^"\\]|\\.)*)"'
 
 
 def leaf_name(text: str) -> str:
@@ -65,7 +64,7 @@ class Leaves:
             opcode, operands = instruction.opcode, instruction.operands
             if opcode == "parameter":
                 if computation == self._program.entry:
-                    text = leaf_name(instruction.attribute(_OP_NAME))
+                    text = leaf_name(instruction.attribute(OP_NAME))
                     return self._arguments.get(text, text)
                 place = int(instruction.attribute(r"^(\d+)\)"))
                 calls = self._program.callers.get(computation, [])

@@ -4,8 +4,8 @@ XLA has no stable API for optimized programs, but prints them for every platform
 grammar, so the text is what is read here. A loop's body is printed once. XLA notes how
 often it runs on CPUs and GPUs; TPU programs only have the loop's condition, whose
 counter may have been moved, copied or fused. So the scalar part of a loop is evaluated:
-the counters before, after one turn and after two say where they are at any turn, and
-the condition says which turn is the last.
+the counters before it, after one iteration and after two give those of any iteration,
+and the condition says which iteration is the last.
 """
 
 import math
@@ -58,8 +58,8 @@ class Runs(NamedTuple):
     """How often a computation runs in one run of the program.
 
     Attributes:
-        times: How often, with 1 for a loop whose number of turns is not known, and
-            with a branch as taken.
+        times: How often; a loop of unknown length counts as one iteration, and a branch
+            as taken.
         is_known: Whether there is no such loop and no branch around it.
         in_loop: Whether there is any loop around it.
     """
@@ -99,7 +99,9 @@ _ARITHMETIC: dict[str, Callable[[int, int], int]] = {
     "NE": lambda a, b: a != b,
 }
 _MAX_DEPTH = 64
-_MAX_TURNS = 2**48
+_MAX_TRIPS = 2**48
+
+OP_NAME = r'op_name="((?:[^"\\]|\\.)*)"'
 
 _HEAD = re.compile(r"(?:ENTRY )?%?([^\s(=]+) .*\{\s*$")
 _INSTRUCTION = re.compile(
@@ -196,20 +198,20 @@ class Program:
         times, is_known, in_loop = 0, True, False
         calls = self.callers.get(computation, ())
         for call in calls:
-            outer, turns = self.runs(call.computation), 1
+            outer, trips = self.runs(call.computation), 1
             is_loop = call.instruction.opcode == "while"
             is_known = is_known and call.instruction.opcode != "conditional"
             if is_loop:
-                counted = self._turns(call.computation, call.instruction)
+                counted = self._trip_count(call.computation, call.instruction)
                 is_known = is_known and counted is not None
-                turns = 1 if counted is None else counted + (call.role == "condition")
-            times += outer.times * turns
+                trips = 1 if counted is None else counted + (call.role == "condition")
+            times += outer.times * trips
             is_known = is_known and outer.is_known
             in_loop = in_loop or is_loop or outer.in_loop
         return Runs(times if calls else 1, is_known, in_loop)
 
-    def _turns(self, computation: str, loop: Instruction) -> int | None:
-        """Returns how often a loop's body runs, or None if only running it says so."""
+    def _trip_count(self, computation: str, loop: Instruction) -> int | None:
+        """Returns how often a loop's body runs; None if that depends on its data."""
         noted = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"')
         if noted:
             return int(noted)
@@ -220,9 +222,9 @@ class Program:
         first = self._result(roles["body"], [start])
         second = self._result(roles["body"], [first])
 
-        def is_inside(turn: int) -> bool | None:
+        def is_inside(trip: int) -> bool | None:
             carried = [
-                a + turn * (b - a)
+                a + trip * (b - a)
                 if isinstance(a, int) and isinstance(b, int) and c == 2 * b - a
                 else None
                 for a, b, c in zip(start, _list(first), _list(second), strict=False)
@@ -231,9 +233,9 @@ class Program:
             return bool(inside) if isinstance(inside, int) else None
 
         last = 1
-        while last < _MAX_TURNS and is_inside(last - 1):
+        while last < _MAX_TRIPS and is_inside(last - 1):
             last *= 2
-        if last >= _MAX_TURNS or is_inside(last - 1) is None:
+        if last >= _MAX_TRIPS or is_inside(last - 1) is None:
             return None
         low, high = last // 2, last - 1  # inside at low - 1, not at high
         while low < high:
@@ -351,6 +353,9 @@ def _list(value: _Value) -> Sequence[_Value]:
 
 def _closing(text: str) -> int:
     """Returns where the parenthesis that is open at the start of a text is closed."""
+    first = text.find(")")
+    if first >= 0 and "(" not in text[:first]:
+        return first
     depth = 0
     for match in re.finditer(r"[()]", text):
         depth += 1 if match[0] == "(" else -1
