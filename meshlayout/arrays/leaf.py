@@ -146,9 +146,10 @@ def move(
         # An empty array has no memory to share, and jit does not shard it.
         if not (donate or copy) or not x.size:
             return jax.device_put(x, sharding)
-        if donate and _is_one_program(x, layout):
-            return _donated(x, sharding)
-        return _independent(x, layout, sharding)
+        with _jax.no_mesh():  # jax 0.7 copies under no mesh but the array's own
+            if donate and _is_one_program(x, layout):
+                return _donated(x, sharding)
+            return _independent(x, layout, sharding)
     except LayoutError:
         raise
     except AssertionError as error:
