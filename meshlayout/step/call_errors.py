@@ -55,6 +55,7 @@ _NOWHERE = "no layout of its own"
 
 def _same_layout(before: str, after: str) -> bool:
     """Returns whether layouts are equal; an array on no mesh is put on every device."""
+    # By their texts: meshes that are equal but not identical count as one.
     if _NOWHERE in (before, after):
         return all(
             text == _NOWHERE or text.startswith("() on") for text in (before, after)
@@ -81,17 +82,17 @@ def differences(last: CallSignature, now: CallSignature) -> list[str]:
             changes.append(f"{name} is gone: it was {before}")
         elif before != after:
             changes.append(f"{name} changed from {before} to {after}")
-        was, is_ = layouts.get(name), new_layouts.get(name)
-        if was is not None and is_ is not None and not _same_layout(was, is_):
-            changes.append(f"the layout of {name} changed from {was} to {is_}")
+        old, new = layouts.get(name), new_layouts.get(name)
+        if old is not None and new is not None and not _same_layout(old, new):
+            changes.append(f"the layout of {name} changed from {old} to {new}")
     return changes
 
 
 def structure_text(name: str, old: PyTree, new: PyTree) -> str:
     """Returns a sentence on how the returned state differs from the one passed in."""
-    was, now = dict(named_leaves(old)), dict(named_leaves(new))
-    lost = ", ".join([repr(path) for path in was if path not in now][:3])
-    extra = ", ".join([repr(path) for path in now if path not in was][:3])
+    before, after = dict(named_leaves(old)), dict(named_leaves(new))
+    lost = ", ".join([repr(path) for path in before if path not in after][:3])
+    extra = ", ".join([repr(path) for path in after if path not in before][:3])
     facts = [f"lacks {lost}" * bool(lost), f"also has {extra}" * bool(extra)]
     fact = " and ".join(filter(None, facts))
     if not fact:
@@ -170,7 +171,7 @@ def check_memory(
         for path, leaf in named_leaves(args[0])
         if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
     ]
-    seen: dict[int, str] = {}
+    seen: dict[int, str] = {}  # paths of arrays by identity
     for path, leaf in state:
         if leaf.is_deleted():
             msg = (

@@ -182,10 +182,12 @@ class EvalStep(StepInspection):
             check_batch(batch, self._loss.weights)
             batch = place_host_batch(state, batch)
             mesh = step_mesh_of(state)
+            # Measuring several models is no recompilation to warn of.
             key = (mesh, state.program)
             if key not in self._programs:
                 self._programs[key] = self._compiled(mesh)
             compiled, step_metrics = self._programs[key]
+            # Nothing is donated: what is, is the first argument of a compiled step.
             args = ((), without_optimizer(state), batch)
 
             def expected(state: TrainState) -> list[str]:

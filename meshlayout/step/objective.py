@@ -138,6 +138,7 @@ class Loss:
 
     def weights_of(self, batch: Batch) -> jax.Array | None:
         """Returns a batch's weights, or None; NaN for negative ones."""
+        # An error cannot be raised on the device; a loss of NaN is noticed.
         weights = weights_of(batch, self.weights)
         return None if weights is None else jnp.where(weights >= 0, weights, jnp.nan)
 
@@ -215,7 +216,7 @@ class Loss:
         _check_rows(outcome, num_examples(batch))
         if weights is None or weights.ndim == 1:
             _note_pairs(outcome, num_examples(batch), self.loss_fn)
-        if self.has_metrics:
+        if self.has_metrics:  # nothing else reads outputs by name
             _note_hidden(outcome, batch, self.loss_fn)
         return self._parts(outcome, share), outcome
 
@@ -264,6 +265,7 @@ class Loss:
 def _num_losses(batch: Batch, weights: jax.Array | None) -> Any:
     """Returns the number of losses: one per weight, or per example."""
     rows = num_examples(batch)
+    # One weight per token makes each token's loss count one.
     return jnp.float32(rows if weights is None else math.prod(jnp.shape(weights)))
 
 

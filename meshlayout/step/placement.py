@@ -77,7 +77,7 @@ class StepMesh:
                 return leaf.update(sharding=leaf.sharding or self.sharding)
             now = _jax.sharding_of(leaf)
             is_here = now is not None and now.device_set == self.sharding.device_set
-            if is_here and _jax.is_committed(leaf):
+            if is_here and _jax.is_committed(leaf):  # in a layout of its own, perhaps
                 return leaf
             if is_own and isinstance(leaf, np.ndarray):
                 return jax.make_array_from_callback(
@@ -119,6 +119,7 @@ _NOTHING = contextlib.nullcontext()
 
 def step_mesh_of(state: PyTree, axes: tuple[str, ...] = ()) -> StepMesh:
     """Returns the mesh of a train state, with the axes that shard the rows."""
+    # The step number is replicated over the mesh: other scalars go where it is.
     sharding = _jax.sharding_of(state.step)
     is_abstract = isinstance(state.step, jax.ShapeDtypeStruct)
     if not isinstance(sharding, NamedSharding):
@@ -170,6 +171,7 @@ def place_rest(
         is_array = hasattr(leaf, "dtype") and not isinstance(
             leaf, (Tracer, jax.ShapeDtypeStruct)
         )
+        # Python numbers stay: jit takes them to any device.
         is_free = is_array and layout_of(leaf) is None
         return jax.device_put(leaf, whole) if is_free else leaf
 
@@ -189,7 +191,7 @@ def place_host_batch(state: TrainState, batch: Batch, dim: int = 0) -> Batch:
         dim: The dim of the rows.
     """
     leaves = jax.tree.leaves(batch)
-    if any(map(_is_placed, leaves)):
+    if any(map(_is_placed, leaves)):  # its owner has decided where it goes
         return batch
     sharding = _jax.sharding_of(state.step)
     if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:

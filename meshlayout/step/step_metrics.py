@@ -70,6 +70,7 @@ class StepValues:
             users: The user's, with the batch added.
         """
         updated = {name: users.metric(name) for name in users}
+        # As a batch of one: a value without dims counts 1, whatever its weight.
         weight = jnp.asarray(self.weight, "float32").reshape(1)
         for name, value in self.values.items():
             metric = metrics.metric(name)
@@ -110,6 +111,7 @@ class MetricsStart:
         self._mesh = mesh
         self.empty: Metrics = mesh.put(empty, is_own=True)
         leaves, self.treedef = jax.tree.flatten(self.empty)
+        # Metrics are not donated, so every call that starts with None can share these.
         self.leaves = tuple(leaves)
         nodes = jax.tree.leaves(empty, is_leaf=_is_clock)
         self.has_clock = any(map(_is_clock, nodes))
@@ -128,10 +130,10 @@ class MetricsStart:
         if metrics is None and not self.has_clock:
             return self.leaves
         if metrics is None:
-            metrics = self._now()
+            metrics = self._now()  # a clock starts with the call
         elif type(metrics) is Metrics and metrics._flat is not None:
             leaves, treedef = metrics._flat
-            if treedef is self.treedef:
+            if treedef is self.treedef:  # not ==, which takes a small step's time
                 return leaves
         check_metrics(name, metrics, self.empty)
         placed = self._mesh.put(_cast(strong(metrics), self.empty), is_own=True)
@@ -194,6 +196,7 @@ class StepMetrics:
             StepError: If the metrics are not those of this step.
         """
         run = compiled.lower if is_lowered else compiled
+        # What a model records depends on its code, so each has metrics of its own.
         code = state.program
         start = self._starts.get(code)
         if start is None:
@@ -204,7 +207,7 @@ class StepMetrics:
                 compiled.lower(*args, start.leaves)  # the trace decides who is right
             result = run(*args, start.flat(self._name, metrics))
         except OtherMetricsError as other:
-            if start.is_confirmed:
+            if start.is_confirmed:  # another batch was measured otherwise
                 raise
             start = self._starts[code] = self._start(other.names, other.users)
             result = run(*args, start.flat(self._name, metrics))
@@ -254,6 +257,7 @@ class StepMetrics:
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), updated
             )
             raise OtherMetricsError(names, shapes)
+        # The compiler might shard a sum; the next call would then be a recompilation.
         after = self._mesh.everywhere(values.added_to(before, updated))
         return rest, tuple(jax.tree.leaves(after))
 

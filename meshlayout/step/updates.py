@@ -217,9 +217,11 @@ class Update:
                     # It recovers from gradients that overflow: they are not an error.
                     finite = finite[: len(losses)]
                     is_lost = ~finite.all()
+                # argmin finds the first False.
                 report = jnp.stack([state.step, jnp.argmin(finite), ~finite.all()])
         if self.clip_norm is not None:
             norm = _global_norm(grads)
+            # At most 1: smaller gradients stay exactly as they are.
             factor = self.clip_norm / jnp.maximum(norm, self.clip_norm)
             grads = [(g * factor).astype(g.dtype) for g in grads]
             notes["grad_norm"] = norm
@@ -240,6 +242,7 @@ class Update:
         self, state: TrainState, trainable: Trainable, grads: list[Any], value: Any
     ) -> TrainState:
         """Returns the state after the optimizer's update of what is trained."""
+        # The optimizer was initialized with all parameters, and wants all gradients.
         others = state.params
         if not all(trainable.mask):
             others = jax.tree.map(jnp.zeros_like, others)
@@ -298,6 +301,7 @@ def _optimized(state: TrainState, grads: PyTree, value: Any) -> tuple[PyTree, Py
 
 def _other_opt_state(state: TrainState) -> str | None:
     """Returns what is wrong with the optimizer's state, if it is another's."""
+    # Only now, after an error: optimizers fail in many ways for another's state.
     expected = jax.eval_shape(state.tx.init, state.params)
     types = [
         {

@@ -56,6 +56,7 @@ class PlainStep:
         self._loss, self._metrics = loss, metrics
         self.dtypes = loss.policies.computes_in
         self.jaxpr: Any = None
+        # Compiled: rounding is measured by running it eight more times.
         self._program = jax.jit(_with_axes(self._computed), static_argnums=0)
 
     def prepared(self, state: TrainState) -> TrainState:
@@ -169,6 +170,7 @@ class PlainStep:
             return jnp.float32(denominator)
         if denominator == "global_batch_size" and weights is not None:
             return jnp.float32(math.prod(np.shape(weights)))
+        # Padding alone weighs 0, and 0 divided by 0 is NaN.
         return jnp.float32(self._count(batch) or 1.0)
 
     def _has_real_rows(self, batch: Batch) -> bool:
@@ -187,7 +189,7 @@ class PlainStep:
         weights = np.asarray(weights)
         is_real = (weights != 0).any(axis=tuple(range(1, weights.ndim)))
         count = int(is_real.sum())
-        if count in (0, len(is_real)):
+        if count in (0, len(is_real)):  # without any row there would be no statistics
             return batch
         is_cut = bool(is_real[:count].all()) or _has_batch_norm(state)
 
@@ -196,6 +198,7 @@ class PlainStep:
                 return leaf
             if is_cut:
                 return leaf[is_real]
+            # Whatever is in them, NaN too, must not matter: the step sees it, this not.
             mask = is_real.reshape(-1, *[1] * (np.ndim(leaf) - 1))
             return np.where(mask, leaf, np.zeros_like(leaf))
 
@@ -243,6 +246,7 @@ class PlainPredictStep(PlainStep):
 
     def _computed(self, *args: Any) -> Any:
         dtype, state, batch = args
+        # All in one dtype, coarser than the step's, which keeps some layers in float32.
         state = state.replace(params=cast(state.params, dtype))
         model = _model(state, state.rng, train=False)
         predictions = self._loss.loss_fn(model, cast(batch, dtype))

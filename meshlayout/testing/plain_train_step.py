@@ -109,6 +109,7 @@ class PlainTrainStep(PlainStep):
                 jnp.float32(1 / count),
                 metrics,
             )
+            # A microbatch of padding draws random numbers, and moves no averages.
             if self._has_real_rows(rows):
                 model_state = after
             else:
@@ -155,6 +156,7 @@ class PlainTrainStep(PlainStep):
         for regularizer in self._loss.regularizers:
             slopes = jax.tree.leaves(jax.grad(regularizer)(state.params))
             grads = list(map(jnp.add, grads, itertools.compress(slopes, mask)))
+        # Optax clips and updates whole trees: what is not trained has gradients of 0.
         full = treedef.unflatten(_filled(mask, grads, map(jnp.zeros_like, leaves)))
         full = jax.tree.map(lambda g, x: g.astype(x.dtype), full, state.params)
         value = sum(parts.values(), jnp.float32(0))
@@ -165,6 +167,7 @@ class PlainTrainStep(PlainStep):
         tx = optax.with_extra_args_support(state.tx)
         updates, opt_state = tx.update(full, state.opt_state, state.params, value=value)
         params = jax.tree.leaves(optax.apply_updates(state.params, updates))
+        # Weight decay moves parameters without gradients, too.
         params = _filled(mask, itertools.compress(params, mask), leaves)
         after = state.replace(
             params=treedef.unflatten(params),
@@ -182,7 +185,7 @@ class PlainTrainStep(PlainStep):
         if not update.may_skip:
             return after, jnp.ones((), bool)
         is_finite = jnp.stack(finite).all()
-        if update.has_loss_scale:
+        if update.has_loss_scale:  # what overflows in float16 does not in float32
             is_finite = jnp.asarray(skipped == 0)
         chosen = jax.tree.map(lambda a, b: jnp.where(is_finite, a, b), after, state)
         extra = dict(chosen.extra)
