@@ -8,8 +8,8 @@ a round.
 
 `python benchmarks/dispatch.py --train-step` prints CPU microseconds of a call of
 `make_train_step` and of `jax.jit` over its leaves, for the same program on one
-device, window by window in turn; the figures are the best of the windows, and the
-ratio is the median of the ratios within a round.
+device, in many short windows in turn. The figures are the best of the windows, and
+their ratio: what other programs on the machine add, they add to one window or another.
 """
 
 import argparse
@@ -163,19 +163,18 @@ def compare_train_steps() -> None:
         calls = [train_step_call(way, size) for way in ("raw", "train-step")]
         for call in calls:
             cpu_window(call)
-        rounds = [[cpu_window(call) for call in calls] for _ in range(31)]
+        rounds = [[cpu_window(call) for call in calls] for _ in range(101)]
         raw, step = map(min, zip(*rounds, strict=True))
-        ratio = statistics.median(step / raw for raw, step in rounds)
-        print(f"| {size} | {raw:.1f} | {step:.1f} | {ratio:.2f} |")
+        print(f"| {size} | {raw:.1f} | {step:.1f} | {step / raw:.2f} |")
 
 
 def cpu_window(call: Callable[[], Any]) -> float:
     """Returns CPU microseconds a call of the calling thread."""
     jax.block_until_ready(call())
     start = time.thread_time()
-    for _ in range(300):
+    for _ in range(100):
         call()
-    return (time.thread_time() - start) / 300 * 1e6
+    return (time.thread_time() - start) / 100 * 1e6
 
 
 def main() -> None:

@@ -4,7 +4,6 @@ Also how a call is repeated: a small step takes the device no longer than Python
 to call it, so that a call like the one before skips all that is known to be right.
 """
 
-import operator
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
@@ -313,8 +312,8 @@ def repeat_of(
     """Returns a function that repeats a call with other arrays, where that is safe.
 
     It checks only what `jax.jit` would not notice, or would end the process for.
-    Whatever else is new makes JAX raise before anything has run, or trace, which the
-    compiled step refuses.
+    Whatever else is new makes JAX raise before anything has run (another structure or
+    layout), or trace (other shapes), which the compiled step refuses.
 
     Args:
         compiled: The compiled step that was called.
@@ -332,10 +331,11 @@ def repeat_of(
         return None  # an epoch
     structure = jitted_step.signature.structure
     flatten = jax.tree_util.default_registry.flatten  # jax.tree.flatten, in C++
-    leaves, treedef = flatten(arguments[0])
-    layouts = [layout_of(leaf) for leaf in leaves]
-    if structure is None or None in layouts:
+    leaves, _ = flatten(arguments[0])
+    if structure is None or None in map(layout_of, leaves):
         return None
+    # A batch on the host has other types: it is checked and placed first.
+    types = [*map(type, leaves)]
     weights = get_weights(arguments[0], key)
     indices = [index for index, leaf in enumerate(leaves) if leaf is weights]
     jitted, metrics_def = jitted_step.jitted, start.treedef
@@ -343,19 +343,15 @@ def repeat_of(
     marked, waiting = _batches.marked_weights, reports.waiting
     has_clock, empty = start.has_clock, start.leaves
     create, set_attribute = object.__new__, object.__setattr__
-    sharding_of = operator.attrgetter("sharding")
+    nothing: dict[str, Any] = {}  # no arguments by name
 
     def repeat(
         state: TrainState, batch: Batch, metrics: Metrics | None
     ) -> tuple[TrainState, Metrics] | None:
         if waiting:
             reports.check(wait=False)
-        rows, batch_def = flatten(batch)
-        try:
-            if batch_def != treedef or list(map(sharding_of, rows)) != layouts:
-                return None
-            flat = state._flat
-        except AttributeError:  # not arrays, or not a state
+        rows, _ = flatten(batch)
+        if [*map(type, rows)] != types or type(state) is not TrainState:
             return None
         if metrics is None and not has_clock:
             sums = empty
@@ -365,6 +361,7 @@ def repeat_of(
                 return None
         else:
             return None
+        flat = state._flat
         if flat is None or flat[1] is not structure:
             arrays = structure.flatten(state)
             rest = (rows, sums)
@@ -380,13 +377,15 @@ def repeat_of(
         if marked and (not indices or id(rows[indices[0]]) not in marked):
             check_weights_key(batch, key)
         try:
-            result = jitted((), arrays, ((batch, sums), {}))
-        except Exception as error:
+            result = jitted((), arrays, ((batch, sums), nothing))
+        except (FloatingPointError, RuntimeError) as error:
             # A step that fails while it runs has used up the state. So has an earlier
             # call, perhaps: then JAX says "deleted", and no other error caused that.
             was_used_up = "deleted" in str(error) and error.__context__ is None
             if not was_used_up and any(x.is_deleted() for x in arrays):
                 raise
+            return None
+        except Exception:
             return None  # nothing has run; the call that follows says why
         if flat is not None:
             flat[2] = False
