@@ -5,7 +5,6 @@ shards a row itself, several processes load it. Weights are added or masked on t
 so that every batch says which of its rows are padding.
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -279,17 +278,18 @@ class Placement:
             if row % per_shard == 0
         }
         self._treedef, self._weights_index = spec.treedef, weights_index
-        self._placers: list[Callable[[np.ndarray], Any]] = []
+        # By leaf, what makes a global array of its shards, and the slices of this
+        # process's rows that they are; None for a leaf that stays on the host.
+        self._shards: list[tuple[Callable[..., jax.Array], list[Any]] | None] = []
         abstract_leaves = []
         for leaf in spec.leaves:
             shape, dtype, sharding = (num_rows, *leaf.shape), leaf.dtype, None
-            place: Callable[[np.ndarray], Any] = _on_host
+            shards = None
             if leaf.to is not None:
                 dtype, sharding = leaf.to, _sharding(leaf, layout, shape)
                 slices = _shard_slices(sharding, shape, starts)
-                placer = _jax.shard_placer(shape, dtype, sharding)
-                place = functools.partial(_placed, placer, slices)
-            self._placers.append(place)
+                shards = _jax.shard_placer(shape, dtype, sharding), slices
+            self._shards.append(shards)
             abstract_leaves.append(
                 jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
             )
@@ -314,7 +314,7 @@ class Placement:
         """
         index = self._weights_index
         if index is not None:
-            is_added = len(leaves) < len(self._placers)
+            is_added = len(leaves) < len(self._shards)
             weights = np.ones(num_rows, np.float32) if is_added else leaves[index]
             if is_real is not None:  # also of the source's own weights
                 weights = _batches.mask_padding(weights, is_real)
@@ -322,25 +322,14 @@ class Placement:
             leaves = [*leaves[:index], weights, *others]
         # `jax.enable_x64` as a context manager does not reach the prefetching thread.
         with _jax.x64_mode(enabled=self._x64):
-            arrays = [
-                place(leaf) for place, leaf in zip(self._placers, leaves, strict=True)
-            ]
+            arrays: list[Any] = list(leaves)
+            for number, shards in enumerate(self._shards):
+                if shards is not None:
+                    place, slices = shards
+                    arrays[number] = place([leaves[number][part] for part in slices])
         if index is not None:  # a step that looks for them elsewhere then refuses
             _batches.mark_weights(arrays[index])
         return self._treedef.unflatten(arrays)
-
-
-def _on_host(leaf: np.ndarray) -> np.ndarray:
-    return leaf
-
-
-def _placed(
-    place: Callable[[list[np.ndarray]], jax.Array],
-    slices: list[tuple[slice, ...]],
-    leaf: np.ndarray,
-) -> jax.Array:
-    """Returns a global array of this process's rows."""
-    return place([leaf[part] for part in slices])
 
 
 def _shard_slices(

@@ -103,9 +103,10 @@ def _blanked(value: Leaf, weights: jax.Array | None) -> Any:
     """Returns a value with 0 where the weight is 0."""
     if weights is None or not hasattr(value, "shape") or not hasattr(value, "dtype"):
         return value
+    # A value of another shape is not per element, such as a learning rate.
     if value.shape[: weights.ndim] != weights.shape:
         return value
-    if not jnp.issubdtype(value.dtype, jnp.floating):
+    if not jnp.issubdtype(value.dtype, jnp.floating):  # integers cannot be NaN
         return value
     missing = tuple(range(weights.ndim, value.ndim))
     return jnp.where(jnp.expand_dims(weights, missing) != 0, value, 0)
@@ -133,6 +134,7 @@ def _call(
     )
     parameters = inspect.signature(function).parameters
     takes_any = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
+    # The names that clu, metrax and flax use.
     takers = {"mask", "weights", "sample_weights"} & {*parameters}
     if weights is not None and not takers and not takes_any:
         msg = (

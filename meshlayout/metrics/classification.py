@@ -132,7 +132,7 @@ class Accuracy(MeanMetric, PairMetric):
         if self.threshold is not None:
             scores, labels = same_shape(predictions, labels, where)
             right = _above(scores, self.threshold) == (labels > 0)
-            return right & (scores == scores)  # NaN predicts nothing
+            return right & (scores == scores)  # NaN predicts neither class
         predictions = as_array(predictions, "predictions", where)
         labels = as_array(labels, "labels", where)
         if _are_classes(predictions, labels):
@@ -272,6 +272,7 @@ class _ClassShare(_ClassMetric):
 
     @property
     def _shape(self) -> tuple[int, ...]:
+        # No array of all pairs of classes: precision and recall need its margins only.
         classes = () if self.num_classes is None else (self.num_classes,)
         return (len(_COUNTED), *classes)
 

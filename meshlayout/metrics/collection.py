@@ -102,7 +102,7 @@ class Metrics(Mapping[str, Any]):
         msg = f"Metrics cannot be changed: make new ones instead of setting {name!r}."
         raise AttributeError(msg)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> Any:  # by default it would set attributes
         return Metrics, (self._metrics,)
 
     # A mapping of values.
@@ -154,7 +154,7 @@ class Metrics(Mapping[str, Any]):
         for name, metric in self._metrics.items():
             try:
                 updated[name] = update_from(metric, **step, weights=weights)
-            except MetricError as error:
+            except MetricError as error:  # names its class, of which there may be two
                 msg = f"metric {name!r}: {error}"
                 raise MetricError(msg) from None
         return Metrics(updated)
@@ -206,6 +206,7 @@ class Metrics(Mapping[str, Any]):
         together, instead of one by one.
         """
         values = jax.tree.map(one_copy, self).compute()
+        # All copies are started before the first is waited for.
         for leaf in jax.tree.leaves(values):
             if isinstance(leaf, jax.Array) and leaf.is_fully_addressable:
                 leaf.copy_to_host_async()
@@ -214,6 +215,7 @@ class Metrics(Mapping[str, Any]):
     # As text.
 
     def __repr__(self) -> str:
+        # Printed inside jit, while debugging: there are no values yet.
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(self)):
             return f"Metrics({', '.join(self)})"
         return _render.text_table(("metric", "value"), self._rows(), "lr")

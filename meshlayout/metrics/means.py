@@ -115,6 +115,7 @@ class Last(ValueMetric):
         return self._merged(dataclasses.replace(self, value=last, seen=seen))
 
     def _merged(self, other: Any) -> Self:
+        # Not a sum: a later metric that has seen nothing leaves the value alone.
         value = jnp.where(jnp.asarray(other.seen) > 0, other.value, self.value)
         seen = jnp.maximum(self.seen, other.seen)
         return dataclasses.replace(self, value=value, seen=seen)
@@ -205,7 +206,7 @@ class CrossEntropy(MeanMetric, PairMetric):
 
     def _check(self) -> None:
         flag = _checks.flag("from_logits", self.from_logits, **self._context)
-        self._set(from_logits=flag)
+        self._set(from_logits=flag)  # a Python bool, which is part of the structure
 
     def _elements(self, predictions: Any, labels: Any) -> tuple[Any, jax.Array]:
         where = type(self).__name__

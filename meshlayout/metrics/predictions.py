@@ -32,6 +32,7 @@ def same_shape(
     """
     predictions = as_array(predictions, "predictions", where)
     labels = as_array(labels, "labels", where)
+    # Left as it is, broadcasting would compare every prediction with every label.
     if predictions.shape == (*labels.shape, 1):
         predictions = predictions[..., 0]
     if predictions.shape != labels.shape:
@@ -115,6 +116,7 @@ def class_scores(
 
 def check_class_numbers(labels: jax.Array, where: str) -> None:
     """Raises MetricError if labels are not integers."""
+    # Rounded class numbers, or probabilities of the wrong shape: nobody means these.
     if jnp.issubdtype(labels.dtype, jnp.floating):
         msg = (
             f"{where}: {text('labels', labels)} must hold class numbers, which are "
@@ -172,6 +174,8 @@ def ranks(scores: jax.Array, labels: jax.Array) -> jax.Array:
     Of equal scores the lower class number ranks higher, and NaN ranks above all: a row
     with NaN is never right.
     """
+    # Counting takes one pass over the scores; `jax.lax.top_k` sorts, and gathers logits
+    # whose classes are sharded.
     num_classes = scores.shape[-1]
     is_own = is_class(labels, num_classes)
     own = jnp.sum(jnp.where(is_own, scores, 0), axis=-1, keepdims=True)
