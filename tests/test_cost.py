@@ -182,7 +182,7 @@ def test_calls_of_gpu_libraries_are_counted():
 def test_what_has_no_cost_is_refused(bad):
     with pytest.raises(CommunicationError) as info:
         read_cost(bad)
-    text = "read_cost takes a compiled program or its text, and got "
+    text = "read_cost takes a compiled program or its text, got "
     assert str(info.value).startswith(text)
 
 

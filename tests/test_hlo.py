@@ -387,6 +387,25 @@ def test_collectives_name_the_classes_and_the_line_of_the_model():
     ]
 
 
+@pytest.mark.parametrize(
+    ("operation", "kind", "wire_bytes"),
+    [
+        ("f32[8]{0} collective-broadcast(%x), replica_groups=[2,4]<=[8]", 0, 32),
+        ("f32[8]{0} collective-broadcast(%x), replica_groups=[8,1]<=[8]", 0, 0),
+        ("f32[8]{0} ragged-all-to-all(%x, %x), replica_groups=[2,4]<=[8]", 1, 24),
+        ("f32[8]{0} all-reduce(%x), replica_groups=[8,1]<=[8], to_apply=%add", 2, 0),
+        ("bf16[8]{0} all-gather(%x), replica_groups=[4,2]<=[2,4]T(1,0)", 3, 8),
+    ],
+)
+def test_rarer_collectives_and_groups_are_read(mesh, operation, kind, wire_bytes):
+    kinds = ("collective_broadcast", "ragged_all_to_all", "all_reduce", "all_gather")
+    text = "HloModule step, num_partitions=8\n\nENTRY %main (x: f32[8]) -> f32[8] {\n"
+    text += f"  %x = f32[8]{{0}} parameter(0)\n  ROOT %y = {operation}\n}}\n"
+    [one] = read_communication(text, mesh).collectives
+    assert (one.kind, one.wire_bytes) == (kinds[kind], wire_bytes)
+    assert one.whole_axes
+
+
 # The leaves that collectives move.
 
 
@@ -608,6 +627,18 @@ def test_a_report_and_a_call_share_one_compilation(mesh, column_sum):
 def test_what_is_not_a_compiled_program_is_refused(bad):
     text = message(lambda: read_communication(bad))
     assert text.startswith("read_communication takes a compiled program or its text")
+
+
+def test_a_program_that_is_not_compiled_is_refused():
+    lowered = jax.jit(lambda x: x).lower(1.0)
+    assert message(lambda: read_communication(lowered)) == (
+        "read_communication takes a compiled program or its text, got a Lowered. Call "
+        "its compile() first."
+    )
+    assert message(lambda: read_communication("func.func main\n")) == (
+        "read_communication takes the text of a compiled program, which begins with "
+        "HloModule, got 'func.func main'."
+    )
 
 
 @pytest.mark.parametrize("bad", [math.nan, -1, 0, "x", object()])

@@ -377,13 +377,19 @@ def text_of(name: str, program: Any) -> str:
     has_text = hasattr(program, "as_text") and not hasattr(program, "compile")
     text = program.as_text() or "" if has_text else program
     if not isinstance(text, str):
-        msg = (
-            f"{name} takes a compiled program or its text, and got "
-            f"{_checks.shown(program)}."
-        )
+        hint = " Call its compile() first." * hasattr(program, "compile")
+        found = _checks.shown(program)
+        msg = f"{name} takes a compiled program or its text, got {found}.{hint}"
+        raise CommunicationError(msg)
+    if text.strip() and not _IS_HLO.search(text):
+        found = _checks.shown(text.strip().splitlines()[0])
+        begins = "which begins with HloModule"
+        msg = f"{name} takes the text of a compiled program, {begins}, got {found}."
         raise CommunicationError(msg)
     return text
 
+
+_IS_HLO = re.compile("^(HloModule|ENTRY) ", re.MULTILINE)
 
 # Arrays.
 
