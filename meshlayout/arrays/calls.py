@@ -126,13 +126,13 @@ def _holds_arrays(tree: PyTree) -> bool:
     )
 
 
-def finish(made: PyTree, layouts: list[Layout]) -> Any:
+def finish(results: PyTree, layouts: list[Layout]) -> Any:
     """Moves results that are not yet where they should be.
 
     Inside jit, `out_shardings` has no effect on Explicit axes, and not every backend
     can compile results into another kind of memory.
     """
-    tree = Tree(made)
+    tree = Tree(results)
     return tree.unflatten(
         leaf
         if not _jax.is_staged(leaf) and _jax.sharding_of(leaf) == layout.sharding

@@ -92,17 +92,17 @@ def _matched(x: Leaf, layout: Layout, where: Where) -> Layout:
     """Fills in MATCH if the array's layout is known."""
     if not isinstance(_jax.concrete_value(x), (jax.Array, jax.ShapeDtypeStruct)):
         # An array on the host is not sharded.
-        now: Sequence[DimSpec] = [None] * layout.rank
+        current: Sequence[DimSpec] = [None] * layout.rank
     elif _jax.is_staged(x) and _jax.sharding_of(x) is None:
         return layout
     elif _jax.is_staged(x):
         spec = tuple(getattr(_jax.sharding_of(x), "spec", ()))
-        now = spec + (None,) * (layout.rank - len(spec))
+        current = spec + (None,) * (layout.rank - len(spec))
     else:
-        now = layout_of(x, where).specs
+        current = layout_of(x, where).specs
     specs = [
-        here if entry is MATCH else entry
-        for entry, here in zip(layout.specs, now, strict=True)
+        current_entry if entry is MATCH else entry
+        for entry, current_entry in zip(layout.specs, current, strict=True)
     ]
     try:
         return layout.with_specs(specs)
@@ -177,11 +177,11 @@ def _is_one_program(x: jax.Array, layout: Layout) -> bool:
     """Returns whether jit can move an array: same devices, Auto axes, main memory."""
     if not isinstance(x.sharding, NamedSharding):
         return False
-    now = Layout.of(x)
+    current = Layout.of(x)
     return (
-        {*now.mesh.axis_types, *layout.mesh.axis_types} == {AxisType.Auto}
-        and list(now.mesh.devices.flat) == list(layout.mesh.devices.flat)
-        and now.memory_kind is None
+        {*current.mesh.axis_types, *layout.mesh.axis_types} == {AxisType.Auto}
+        and list(current.mesh.devices.flat) == list(layout.mesh.devices.flat)
+        and current.memory_kind is None
         and layout.memory_kind is None
     )
 

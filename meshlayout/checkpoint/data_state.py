@@ -50,11 +50,11 @@ def positions_of(data: object, channel: Channel) -> bytes:
         answer["state"] = encode(_checked(data).get_state(), "data.get_state()")
     except CheckpointError as error:
         answer["error"] = str(error)
-    everyone = list(channel.exchange(answer).values())
-    for other in everyone:
+    messages = list(channel.exchange(answer).values())
+    for other in messages:
         if "error" in other:  # raised on all processes, so that none waits for others
             raise CheckpointError(other["error"])
-    states = [other["state"] for other in everyone]
+    states = [other["state"] for other in messages]
     texts = {json.dumps(state, sort_keys=True) for state in states}
     return json.dumps({"states": states[:1] if len(texts) == 1 else states}).encode()
 

@@ -137,7 +137,7 @@ class StepWriter:
     def _begin(self, channel: Channel) -> None:
         problem = None
         facts = [(leaf.path, leaf.shape, leaf.dtype) for leaf in self.leaves]
-        said: dict[str, Any] = {
+        message: dict[str, Any] = {
             "step": self.step,
             "directory": str(self.directory),
             "state": files.digest(repr(facts).encode()),
@@ -145,19 +145,21 @@ class StepWriter:
         try:
             if jax.process_index() == 0:
                 self._attempt = Attempt.begin(self.directory, self.step, self.hold())
-                said["arrays"] = f"{self._attempt.folder.name}/{self._attempt.arrays}"
+                message["arrays"] = (
+                    f"{self._attempt.folder.name}/{self._attempt.arrays}"
+                )
         except Exception as error:
             problem = error
-            said["error"] = orbax.reason(error)
-        everyone = list(channel.exchange(said).values())
-        if "error" in everyone[0]:
-            raise self._failed(everyone[0]["error"]) from problem
+            message["error"] = orbax.reason(error)
+        messages = list(channel.exchange(message).values())
+        if "error" in messages[0]:
+            raise self._failed(messages[0]["error"]) from problem
         # Before anything is written: Orbax would wait for its peers without a word.
-        _check_agreement(everyone)
+        _check_agreement(messages)
         if not self.arrays:
             return
         try:
-            where = self.directory / everyone[0]["arrays"]
+            where = self.directory / messages[0]["arrays"]
             self._wait = orbax.start_writing(where, self.arrays)
             self._shards = {
                 name: (array.shape, host_shards(array))
@@ -192,16 +194,16 @@ class StepWriter:
 
     def _finish(self) -> None:
         try:
-            said: dict[str, Any] = {"sums": self._written()}
+            message: dict[str, Any] = {"sums": self._written()}
         except Exception as error:
             self._problem = error
-            said = {"error": orbax.reason(error)}
-        everyone = list(self.channel.exchange(said).values())
-        errors = [answer["error"] for answer in everyone if "error" in answer]
+            message = {"error": orbax.reason(error)}
+        messages = list(self.channel.exchange(message).values())
+        errors = [answer["error"] for answer in messages if "error" in answer]
         if errors:
             self._end()
             raise self._failed(errors[0]) from self._problem
-        sums = [answer["sums"] for answer in everyone]
+        sums = [answer["sums"] for answer in messages]
         # The others wait for retention, too, so that all list the same steps.
         on_first(self.channel, functools.partial(self._commit, sums))
 
@@ -295,10 +297,10 @@ class StepWriter:
         )
 
 
-def _check_agreement(everyone: list[dict[str, Any]]) -> None:
+def _check_agreement(messages: list[dict[str, Any]]) -> None:
     """Raises, on all processes, if they do not save the same state as the same step."""
-    first = everyone[0]
-    for index, other in enumerate(everyone):
+    first = messages[0]
+    for index, other in enumerate(messages):
         places = [f"step {x['step']} in {x['directory']}" for x in (first, other)]
         if places[0] != places[1]:
             msg = (

@@ -365,10 +365,10 @@ class Steps:
         if problem is not None:
             kind = self._kind_of(problem, step, contents)
             answer = {"kind": kind, "words": str(problem)}
-        everyone = list(self._channel.exchange(answer).values())
-        first = next((other for other in everyone if other["kind"] != "fine"), None)
+        messages = list(self._channel.exchange(answer).values())
+        first = next((other for other in messages if other["kind"] != "fine"), None)
         if first is None:
-            return [other["sums"] for other in everyone]
+            return [other["sums"] for other in messages]
         if first["kind"] == "gone":
             raise _GoneError(first["words"]) from problem
         if first["kind"] == "unknown":

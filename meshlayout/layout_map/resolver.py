@@ -183,10 +183,10 @@ class Resolver:
                 self._placed[key] = Layout.of(sharding, x.ndim)
             except LayoutError:  # partial sums have no layout
                 self._placed[key] = None
-        now = self._placed[key]
-        if now is None or now == layout:
+        current = self._placed[key]
+        if current is None or current == layout:
             return None
-        return None if sharding.is_equivalent_to(layout.sharding, x.ndim) else now
+        return None if sharding.is_equivalent_to(layout.sharding, x.ndim) else current
 
     # Each source of layouts, in the order in which they are asked.
 

@@ -396,8 +396,13 @@ class Trainer:
 
     def __repr__(self) -> str:
         name = type(self).__name__
-        now, stopped = self.position, f", stopped: {self.stopped}" * bool(self.stopped)
-        return f"{name}({len(self.history.epochs)} epochs, step {now.step}{stopped})"
+        position, stopped = (
+            self.position,
+            f", stopped: {self.stopped}" * bool(self.stopped),
+        )
+        return (
+            f"{name}({len(self.history.epochs)} epochs, step {position.step}{stopped})"
+        )
 
     # What the loops need.
 

@@ -84,8 +84,8 @@ class Checkpoint(Callback):
 
     def on_fit_end(self, trainer: "Trainer") -> None:
         """Saves the end and waits for it, so that a failure is raised here."""
-        now = trainer.position
-        if now.step_in_fit and (self._saved_at or (None,))[0] != now.step:
+        position = trainer.position
+        if position.step_in_fit and (self._saved_at or (None,))[0] != position.step:
             self.save_now(trainer, None)
         self.checkpointer.wait()
 
@@ -107,7 +107,7 @@ class Checkpoint(Callback):
         *,
         force: bool = False,
     ) -> None:
-        now, history, source = trainer.position, trainer.history, trainer.input
+        position, history, source = trainer.position, trainer.history, trainer.input
         assert source is not None
         place, data = source.place()
         # A value that this epoch lacks is NaN in the history, which is never the best.
@@ -126,21 +126,21 @@ class Checkpoint(Callback):
                 batch_rows=source.placer.size,
                 pads=source.placer.pad,
                 position={
-                    "step_in_epoch": now.step_in_epoch,
-                    "steps_per_epoch": now.steps_per_epoch,
-                    "examples_in_epoch": now.examples_in_epoch,
+                    "step_in_epoch": position.step_in_epoch,
+                    "steps_per_epoch": position.steps_per_epoch,
+                    "examples_in_epoch": position.examples_in_epoch,
                 },
                 history={"epochs": history.epochs, "values": history.to_dict()},
             )
             ends = {"logs": logs} if metrics is None else {}
-            return {"epoch": now.epoch, KEY: notes, **ends}
+            return {"epoch": position.epoch, KEY: notes, **ends}
 
         if self.checkpointer.save(
-            now.step,
+            position.step,
             trainer.state,
             data=data,
             metadata=metadata,
             metrics=measured or None,
             force=force,
         ):
-            self._saved_at = now.step, metrics is None
+            self._saved_at = position.step, metrics is None
