@@ -217,8 +217,8 @@ def test_few_key_heads_leave_the_attention_whole_and_say_so(mesh_2x4):
     whole = dict.fromkeys(("attn/q", "attn/k", "attn/v", "attn/o"))
     assert cut_dims(layouts, tree) == llama_cuts(**whole)
     assert note_of(layouts, tree, "blocks/0/attn/k") == (
-        "whole; dim 0 of 32: features that run between layers: each would send what it "
-        "makes of them; dim 1 of 16 (2 x 8): 2 does not divide into 4 shards"
+        "whole; dim 0 of 32: features that pass between layers: each would send all "
+        "that it makes; dim 1 of 16 (2 x 8): 2 does not divide into 4 shards"
     )
 
 
@@ -566,7 +566,7 @@ def test_the_vocabulary_is_cut_and_positions_stay_whole(mesh_2x4, name):
     assert found == dict.fromkeys(shapes) | {"table": 0, "up": 1, "down": 0}
     reasons = {
         "positions that are looked up": "dim 0 of 16: it is looked up at fixed places",
-        "positions that are given": "added to what another table holds",
+        "positions that are given": "added to those of a larger table",
     }
     if name in reasons:
         assert reasons[name] in note_of(layouts, tree, "positions")
@@ -809,6 +809,52 @@ def test_experts_on_devices_of_their_own_send_one_all_reduce_each_way():
     assert found["all_reduce"] == 3
 
 
+# With other rules.
+
+
+def test_fsdp_shards_what_tensor_parallelism_left(mesh_2x4):
+    build, forward = pytrees.llama()
+    layouts = ml.parallel.compose(
+        tensor_parallel(mesh_2x4, build, TOKENS, call=forward),
+        ml.parallel.fsdp(mesh_2x4, "batch", min_bytes=0),
+    )
+    tree = jax.eval_shape(build)
+    resolved = layouts.resolve(tree)
+    assert resolved["blocks/0/attn/q"].layout.specs == ("batch", "model")
+    # A table's features stay whole: both shard its rows.
+    assert resolved["embed"].layout.specs == (("model", "batch"), None)
+    assert resolved["norm"].layout.specs == ("batch",)
+    assert resolved.bytes_per_device < resolved.nbytes / 7.5
+    assert "for the rows of o" in str(layouts.explain(tree))
+
+
+def test_experts_and_matrices_inside_them_go_on_different_axes():
+    mesh = ml.create_mesh({"batch": 2, "expert": 2, "model": 2})
+    build, forward = pytrees.mixture(capacity=4)
+    layouts = ml.parallel.compose(
+        expert_parallel(mesh, "expert", build, TOKENS, call=forward),
+        tensor_parallel(mesh, build, TOKENS, call=forward),
+    )
+    resolved = layouts.resolve(jax.eval_shape(build))
+    assert resolved["up"].layout.specs == ("expert", None, "model")
+    assert resolved["down"].layout.specs == ("expert", "model", None)
+
+
+@pytest.mark.parametrize("make", [tensor_parallel, expert_parallel])
+def test_the_optimizer_state_may_be_in_the_memory_of_the_host(mesh_2x4, make):
+    build, forward = pytrees.mixture()
+    args = [build, TOKENS]
+    args.insert(2 if make is tensor_parallel else 0, "model")
+    layouts = make(mesh_2x4, *args, call=forward, optimizer_memory_kind="pinned_host")
+    params = jax.eval_shape(build)
+    opt_state = jax.eval_shape(optax.adam(1e-3).init, params)
+    resolved = layouts.resolve({"params": params, "opt_state": opt_state})
+    slot = resolved["opt_state/0/mu/up"].layout
+    assert slot.specs == resolved["up"].layout.specs
+    assert slot.memory_kind == "pinned_host"
+    assert resolved["up"].layout.memory_kind is None
+
+
 # Wrong calls.
 
 
@@ -819,6 +865,12 @@ BAD_CALLS = {
     "axis": lambda mesh, bad: tensor_parallel(mesh, mlp.LinenMLP(), IMAGES, bad),
     "call": lambda mesh, bad: tensor_parallel(
         mesh, mlp.LinenMLP(), IMAGES, call=_bad_call(bad)
+    ),
+    "memory": lambda mesh, bad: tensor_parallel(
+        mesh, mlp.LinenMLP(), IMAGES, optimizer_memory_kind=bad
+    ),
+    "expert memory": lambda mesh, bad: expert_parallel(
+        mesh, "model", optimizer_memory_kind=bad
     ),
     "expert mesh": lambda mesh, bad: expert_parallel(bad),
     "expert axis": lambda mesh, bad: expert_parallel(mesh, bad),
@@ -840,7 +892,9 @@ def _bad_call(bad):
 def test_bad_arguments_are_refused_in_a_sentence(mesh_2x4, name, bad):
     message = refusal(ml.MeshLayoutError, BAD_CALLS[name], mesh_2x4, bad)
     works = name == "pattern" and bad == "x"
-    works = works or (name == "expert inputs" and bad is None)
+    works = works or (
+        name in ("expert inputs", "memory", "expert memory") and bad is None
+    )
     works = works or (name == "inputs" and isinstance(bad, np.ndarray))
     assert (message is None) == works
 

@@ -24,13 +24,15 @@ def expert_parallel(
     *,
     call: Call | None = None,
     pattern: str = r"(^|/)experts(/|$)",
+    optimizer_memory_kind: str | None = None,
 ) -> LayoutMap:
     r"""Returns rules that give each device some of a model's stacked experts.
 
     With a model, its traced forward program says which parameters are experts: stacks
     of matrices of which each multiplies its own inputs. What is stacked with them
-    is cut too, such as their biases; the router stays whole. Without a model, `pattern`
-    says it: the leaves that it matches hold one expert after the other in dim 0.
+    is sharded too, such as their biases; the router stays whole. Without a model,
+    `pattern` says it: the leaves that it matches hold one expert after the other in
+    dim 0.
 
     Use this for mixtures of experts, on an axis of their own or on one that also
     shards the batch; compose it with other rules for the rest of the model.
@@ -43,6 +45,7 @@ def expert_parallel(
         example_inputs: As for `tensor_parallel`.
         call: As for `tensor_parallel`.
         pattern: Without a model: a regular expression for the paths of stacked experts.
+        optimizer_memory_kind: As for `fsdp`.
 
     Raises:
         MeshError: If the mesh has no such axis.
@@ -68,7 +71,8 @@ def expert_parallel(
             )
             raise LayoutMapError(msg)
         note = "experts by name: dim 0 holds one after the other"
-        return LayoutMap(mesh, {pattern: Rule((axis, ...), note=note)})
+        rules = {pattern: Rule((axis, ...), note=note)}
+        return LayoutMap(mesh, rules, optimizer_memory_kind=optimizer_memory_kind)
     params, flow = follow(model_or_build, example_inputs, call, where)
     weighted = {
         leaf
@@ -91,7 +95,8 @@ def expert_parallel(
             "in another way, leave out the model and give pattern="
         )
         raise LayoutMapError(f"{msg}.")
-    return LayoutMap(mesh, rules_for(specs))
+    rules = rules_for(specs)
+    return LayoutMap(mesh, rules, optimizer_memory_kind=optimizer_memory_kind)
 
 
 def _rule(

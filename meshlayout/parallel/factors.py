@@ -1,13 +1,13 @@
 """Dims of arrays as products of factors, which the operations of a program link.
 
-To cut an array's dim over devices is to cut every array whose dim has to lie the same
-way. So each dim is a list of factors, the major one first: `(batch, 12, 64)` reshaped
-to `(batch, 768)` has the factors 12 and 64 in its last dim. An addition makes the
-factors of its operands the same ones, a matmul those that it sums over. What is the
-same in the end (a union-find) is cut together or not at all.
+To shard a dim of one array is to shard every array whose dim has to lie the same way.
+So each dim is a list of factors, the major one first: `(batch, 12, 64)` reshaped to
+`(batch, 768)` has the factors 12 and 64 in its last dim. An addition makes the factors
+of its operands the same ones, a matmul those that it sums over. What is the same in the
+end (a union-find) is sharded together or not at all.
 
 A factor that an operation cannot work on in pieces is blocked, with the reason. So is
-every factor below another one in its dim, because a sharding cuts the major one.
+every factor below another one in its dim, because a sharding divides the major one.
 """
 
 import itertools
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 
-OF_INPUTS = "it runs along a dim of the example inputs"
+OF_INPUTS = "it is a dim of the example inputs"
 """The reason that comes before all others, because no program changes it."""
 
 
@@ -26,7 +26,7 @@ class Factor:
 
     Args:
         size: How many parts the factor counts, 2 or more.
-        block: Why it cannot be cut, or nothing.
+        block: Why it cannot be sharded, or nothing.
     """
 
     __slots__ = ("_block", "_link", "_parts", "size")
@@ -61,11 +61,11 @@ class Factor:
 
     @property
     def blocked(self) -> str:
-        """Why it cannot be cut, or nothing."""
+        """Why it cannot be sharded, or nothing."""
         return self.root._block
 
     def block(self, reason: str) -> None:
-        """Records why this factor cannot be cut; the first reason counts."""
+        """Records why this factor cannot be sharded; the first reason counts."""
         for leaf in self.leaves:
             leaf._block = leaf._block or reason
 
@@ -138,7 +138,7 @@ def leaves_of(dim: Iterable[Factor]) -> list[Factor]:
 
 
 def block(dims: Iterable[Dim], reason: str) -> None:
-    """Records for all factors of some dims why they cannot be cut."""
+    """Records for all factors of some dims why they cannot be sharded."""
     for factor in itertools.chain.from_iterable(dims):
         factor.block(reason)
 
@@ -146,7 +146,7 @@ def block(dims: Iterable[Dim], reason: str) -> None:
 def link(first: Dim, second: Dim) -> None:
     """Makes two dims of the same size have the same factors.
 
-    Dims that do not split alike, such as 4 x 3 and 3 x 4, cannot be cut.
+    Dims that do not split alike, such as 4 x 3 and 3 x 4, cannot be sharded.
 
     Example:
         >>> heads, features = fresh_dims((4, 16)), fresh_dims((64,))
@@ -227,7 +227,7 @@ def regroup(dims: Dims, shape: Sequence[int]) -> Dims:
 
 
 def part(dim: Dim, size: int, how: str = "slices take parts of it") -> Dim:
-    """Returns a dim that holds a part of another one; neither can be cut."""
+    """Returns a dim that holds a part of another one; neither can be sharded."""
     block([dim], how)
     return fresh_dims((size,), how)[0]
 

@@ -1,9 +1,9 @@
 """What a program does with the factors of its arrays: which come together and where.
 
-A cut of a factor sends something in two places: where a sum goes over it (forward), and
-where the gradient of an array is summed over it because all its parts read that array
-(backward). These are noted down while the operations are walked through; which factors
-to cut is decided afterwards, when all links are known.
+A sharded factor costs communication in two places: where a sum goes over it (forward),
+and where the gradient of an array is summed over it because all its parts read that
+array (backward). These are noted down while the operations are walked through; which
+factors to shard is decided afterwards, when all links are known.
 """
 
 import contextlib

@@ -2,7 +2,7 @@
 
 A jaxpr is walked once from its arguments to its results, inner jaxprs in place. A table
 has a handler for each kind of operation, which links factors of what it reads and
-makes, or blocks them with the reason, and notes in the `Flow` what a cut would send.
+makes, or blocks them with the reason, and notes in the `Flow` what would be sent.
 
 Operations that are not listed here block all that they touch, by their name. To guess
 that a new one works element by element would cost a collective that nobody looks for.
@@ -320,7 +320,7 @@ def _scan(flow: Flow, eqn: Equation, args: list[FactoredArray]) -> list[Factored
     return [*results[:num_carry], *stacks]
 
 
-STACKED = "a loop goes through it, one at a time"
+STACKED = "a loop runs over it"
 
 
 def _while(flow: Flow, eqn: Equation, args: list[FactoredArray]) -> list[FactoredArray]:

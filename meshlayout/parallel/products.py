@@ -1,7 +1,7 @@
 """Products of arrays and look-ups in tables: where parameters meet activations.
 
 They tie the dims that they sum over, pass the others on, and note in the `Flow` what
-a cut of either would send: the sum over the first, and for the second the sum in the
+sharding either would send: the sum over the first, and for the second the sum in the
 gradient of the other operand.
 """
 
@@ -112,7 +112,7 @@ def convolution(
     groups = eqn.params["feature_group_count"] * eqn.params["batch_group_count"]
     if groups != 1:
         # XLA adds up the gradient of such a kernel over too many devices, and a step
-        # computes it with other operands: nothing it could keep would be cut.
+        # computes it with other operands: nothing of a shard would stay.
         dims = [lhs.dims[channels], rhs.dims[features], rhs.dims[inputs]]
         block(dims, "a grouped convolution takes it apart")
         return [tuple(result)]

@@ -1,13 +1,13 @@
-"""`tensor_parallel`: cut matrices so that a block sends one all-reduce per half.
+"""`tensor_parallel`: shard matrices so that a block sends one all-reduce per half.
 
-What is linked through the program can be cut only together: the columns of one matrix
-and the rows of the next, all heads of an attention, a vocabulary. Each such set of dims
-is a candidate, with the bytes that it shards and what it would send. A parameter is cut
-along one dim, so candidates exclude each other: of those, the ones that send the least
-for each byte come first. That leaves the features between blocks whole, and gives
-columns, then rows.
+What is linked through the program is sharded together or not at all: the columns of one
+matrix and the rows of the next, all heads of an attention, a vocabulary. Each such set
+of dims is a candidate, with the bytes that it shards and what it would send. A
+parameter is sharded along one dim, so candidates exclude each other; the set with the
+most bytes is taken, where bytes that send much count less. That leaves the features
+between blocks whole, and gives columns, then rows.
 
-Whatever cannot be cut without sending something else stays whole, and says why.
+What cannot be sharded without sending more stays whole, and `explain` says why.
 """
 
 import functools
@@ -39,18 +39,19 @@ def tensor_parallel(
     axis: str = "model",
     *,
     call: Call | None = None,
+    optimizer_memory_kind: str | None = None,
 ) -> LayoutMap:
-    r"""Returns rules that cut a model's matrices over a mesh axis, read off the model.
+    r"""Returns rules that shard a model's matrices over a mesh axis, as it uses them.
 
     The forward program is traced, without any array: what each parameter is multiplied
-    with and what becomes of the result decide, whatever it is called. Matrices are cut
-    in pairs, the first by columns and the second by rows, attention by heads, and
-    embeddings by the vocabulary, so that a transformer block sends one all-reduce for
-    its attention and one for its MLP, and as many backward. What has no such
-    pair stays whole: `explain` shows the reason for each parameter.
+    with and what becomes of the result decide, whatever it is called. Matrices are
+    sharded in pairs, the first by columns and the second by rows, attention by heads,
+    and embeddings by the vocabulary, so that a transformer block sends one all-reduce
+    for its attention and one for its MLP, and as many backward. What has no such pair
+    stays whole: `explain` shows the reason for each matrix.
 
     Use this where a model's matrices are too large for one device, or its batch too
-    small to cut further. The batch is cut over the other axes.
+    small to shard further. The batch is sharded over the other axes.
 
     Args:
         mesh: The mesh.
@@ -59,10 +60,11 @@ def tensor_parallel(
             the arrays may be `jax.ShapeDtypeStruct`.
         example_inputs: What the model is called with: a tuple of arguments, or the
             only one. Of arrays only the shapes count; other values are passed on.
-        axis: The mesh axis to cut over.
+        axis: The mesh axis to shard over.
         call: How the model is called, as `call(model, *inputs)`; `model(*inputs)` if
             None. A loss function will do. For a pytree `call(params, *inputs)`, for
             Linen variables `module.apply`.
+        optimizer_memory_kind: As for `fsdp`.
 
     Raises:
         MeshError: If the mesh has no such axis.
@@ -89,18 +91,19 @@ def tensor_parallel(
     mesh = as_mesh(mesh)
     num_shards = check_axis(mesh, axis, "tensor_parallel")
     params, flow = follow(model_or_build, example_inputs, call, "tensor_parallel")
-    cuts = Candidates.of(params, flow, num_shards)
+    candidates = Candidates.of(params, flow, num_shards)
     specs: dict[str, Layout | Rule] = {}
     for index, param in enumerate(params):
-        dim, note = cuts.decision(index)
+        dim, note = candidates.decision(index)
         entries = [axis if d == dim else None for d in range(len(param.array.shape))]
         layout = Layout(entries, mesh)
         specs[param.path] = Rule(layout, note=note) if note else layout
-    return LayoutMap(mesh, rules_for(specs))
+    rules = rules_for(specs)
+    return LayoutMap(mesh, rules, optimizer_memory_kind=optimizer_memory_kind)
 
 
 def check_axis(mesh: Mesh, axis: object, where: str) -> int:
-    """Returns the size of the one axis to cut over.
+    """Returns the size of the one axis to shard over.
 
     Raises:
         MeshError: If the mesh has no such axis.
@@ -117,7 +120,7 @@ def check_axis(mesh: Mesh, axis: object, where: str) -> int:
 
 @dataclass(eq=False)
 class Candidate:
-    """Dims that are cut together, or not at all.
+    """Dims that are sharded together, or not at all.
 
     Attributes:
         factor: The factor that all of them have as their major one.
@@ -125,7 +128,7 @@ class Candidate:
         contractions: What sums over it, forward.
         gradient_sums: What sums over it, backward, by the array of the gradient.
         reduced: Elements that other reductions over it would send.
-        refusal: Why it is not cut, or nothing.
+        refusal: Why it is not sharded, or nothing.
     """
 
     factor: Factor
@@ -146,12 +149,12 @@ class Candidate:
 
 @dataclass(eq=False)
 class Candidates:
-    """The candidates of a model, and which of them are cut.
+    """The candidates of a model, and which of them are sharded.
 
     Attributes:
         params: The model's parameters.
         by_factor: The candidates.
-        chosen: Those that are cut, by parameter.
+        chosen: Those that are sharded, by parameter.
         multiplied: The parameters that something is multiplied with, as bits.
     """
 
@@ -170,7 +173,7 @@ class Candidates:
             candidate.refusal = _refusal(candidate, num_shards)
             multiplies = any(flow.multiplied >> index & 1 for index in candidate.dims)
             if not candidate.refusal and not multiplies:
-                candidate.refusal = "no matrix has it that anything is multiplied with"
+                candidate.refusal = "nothing in the program is multiplied with it"
         rivals = _rivals(candidates, flow)
         free = {f: each for f, each in candidates.items() if not each.refusal}
         nbytes = {
@@ -185,7 +188,7 @@ class Candidates:
             if ratio[factor] > 10:
                 free[factor].refusal = _NOT_WORTH
         worth = {f: nbytes[f] / (1 + ratio[f]) for f in free if not free[f].refusal}
-        # Whole experts are for `expert_parallel`, unless nothing else can be cut.
+        # Whole experts are for `expert_parallel`, unless nothing else can be sharded.
         worth |= {f: worth[f] / 1e6 for f in leaves_of(flow.experts) if f in worth}
         chosen: dict[int, Candidate] = {}
         for factor in _heaviest(worth, rivals):
@@ -195,7 +198,7 @@ class Candidates:
         return cls(params, candidates, chosen, flow.multiplied)
 
     def decision(self, index: int) -> tuple[int | None, str]:
-        """Returns the dim along which a parameter is cut, and why or why not.
+        """Returns the dim along which a parameter is sharded, and why or why not.
 
         Vectors that follow a matrix, and those that stay whole, have no reason.
         """
@@ -221,7 +224,7 @@ class Candidates:
         return None, f"whole; {'; '.join(reasons)}"
 
     def _pairing(self, candidate: Candidate, index: int) -> str:
-        """Returns what a matrix is in the pair that is cut."""
+        """Returns what a matrix is in the pair that is sharded."""
         rows = lookups = 0
         for contraction in candidate.contractions:
             if contraction.operand.is_weight:
@@ -298,9 +301,9 @@ def _heaviest_of(
 
 
 _OBVIOUS = (STACKED, WINDOW)
-_OTHER_DIM = "a matrix that has it is cut along its other dim"
-_NOT_WORTH = "it would send more than ten times what others send for each byte"
-_ADDED = "it is looked up and added to what another table holds, which is cut"
+_OTHER_DIM = "a matrix with the same dim is sharded along another one"
+_NOT_WORTH = "it would send more than ten times as much per byte as the others"
+_ADDED = "its rows are added to those of a larger table, which is sharded"
 
 
 def _candidates(params: Sequence[Parameter], flow: Flow) -> dict[Factor, Candidate]:
@@ -329,7 +332,7 @@ def _candidates(params: Sequence[Parameter], flow: Flow) -> dict[Factor, Candida
 
 
 def _refusal(candidate: Candidate, num_shards: int) -> str:
-    """Returns why a candidate cannot be cut at all, or nothing."""
+    """Returns why a candidate cannot be sharded at all, or nothing."""
     size = candidate.factor.size
     if candidate.factor.blocked or candidate.refusal:
         return candidate.factor.blocked or candidate.refusal
@@ -343,9 +346,9 @@ def _refusal(candidate: Candidate, num_shards: int) -> str:
         of = gradient_sum.of
         is_small = of.size * num_shards <= gradient_sum.other_size
         if of.of_inputs and not gradient_sum.by_weight and not is_small:
-            return "gradients of activations that all parts share sum over it"
+            return "the gradient of an activation that all shards read sums over it"
     if _is_stream(candidate):
-        return "features that run between layers: each would send what it makes of them"
+        return "features that pass between layers: each would send all that it makes"
     return ""
 
 
