@@ -934,6 +934,20 @@ def test_what_is_not_a_state_is_refused():
     )
 
 
+@pytest.mark.parametrize("remainder", ["pad", "drop", "repeat"])
+def test_a_state_beyond_the_end_of_an_epoch_is_refused(remainder):
+    data = distributed(columns(12), remainder=remainder)
+    it = iter(data)
+    for _ in it:
+        state = it.get_state()
+    iter(data).set_state(state)
+    beyond = {**state, "batch": 7, "row": 56}
+    assert message(lambda: iter(data).set_state(beyond)) == (
+        "the state is after batch 7 and row 56 of an epoch, and the source has 12 rows: "
+        "the state is damaged, or was changed by hand."
+    )
+
+
 def test_a_source_whose_state_is_not_json_is_refused():
     class Odd(SeekableIterator):
         def get_state(self) -> Any:

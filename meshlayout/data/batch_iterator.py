@@ -133,6 +133,7 @@ class DataIterator(Generic[BatchT]):
             self._check_open()
             plan = self._plan
             position = from_state(plan.identity, state)
+            plan.check_position(position)
             is_start = position.row == 0 and position.batch == 0
             if plan.is_stream and position.source is None and not (is_start or skip):
                 msg = (

@@ -34,6 +34,7 @@ from meshlayout.data.element_rows import check_on_mesh, is_placed
 from meshlayout.data.elements import ElementReader, no_rows, rows_text
 from meshlayout.data.examples import ExampleSpec, as_rows, describe
 from meshlayout.data.placement import Placement, find_weights, local_rows, padding_hint
+from meshlayout.data.position import Position
 from meshlayout.data.protocols import JSON, RandomAccessSource, Source
 from meshlayout.errors import DataError
 from meshlayout.layout import Layout
@@ -244,6 +245,25 @@ class DataPlan:
             msg = (
                 f"the last batch of an epoch has {rows_text(batch.count)}, and batches "
                 f"have {self.cut.size}. {self.padding_hint}"
+            )
+            raise DataError(msg)
+
+    def check_position(self, position: Position) -> None:
+        """Raises DataError for a position beyond the end of the source's epochs.
+
+        Only with random access: a stream is found to be shorter when it is read.
+        """
+        num_rows, num_batches = self._first.num_rows, self._num_batches
+        if self.is_stream or num_rows is None:
+            return
+        is_beyond = position.row > num_rows
+        if num_batches is not None:  # padded, so that rows may exceed those there are
+            is_beyond = position.batch > num_batches
+        if is_beyond:
+            msg = (
+                f"the state is after batch {position.batch} and row {position.row} of "
+                f"an epoch, and the source has {num_rows} rows: the state is damaged, "
+                "or was changed by hand."
             )
             raise DataError(msg)
 
