@@ -57,7 +57,7 @@ def _unwrapped(part: str) -> list[str]:
 _CONTROL = re.compile(r"\bwhile/(body|cond)\b|\bcond/branch_\d+_fun\b")
 _TRANSFORMED = re.compile(r"([a-z_]+)\((.*)\)")
 _PLUMBING = re.compile(
-    "|while|closed_call|core_call|shard_map|pjit|checkpoint|remat|"
+    "|while|closed_call|core_call|eval_jaxpr|shard_map|pjit|checkpoint|remat|"
     r"rematted_computation|custom_\w+|.*->.*"
 )
 
