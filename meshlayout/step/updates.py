@@ -148,18 +148,18 @@ class Update:
         Those of the parameters' shapes are where the parameters are; the others are
         not placed yet.
         """
-        makers = {
-            EMA: lambda: jax.tree.map(_average, state.params),
-            SKIPPED: lambda: jnp.int32(0),
-            LOSS_SCALE: LossScale.create,
-        }
 
-        def extra() -> dict[str, Any]:
+        def extra(params: PyTree) -> dict[str, Any]:
+            makers = {
+                EMA: lambda: jax.tree.map(_average, params),
+                SKIPPED: lambda: jnp.int32(0),
+                LOSS_SCALE: LossScale.create,
+            }
             return {name: makers[name]() for name in self.names()}
 
         if not isinstance(state.step, jax.ShapeDtypeStruct):
-            return extra()
-        abstract = jax.eval_shape(extra)
+            return extra(state.params)
+        abstract = jax.eval_shape(extra, state.params)
         if EMA in abstract:
             abstract[EMA] = jax.tree.map(
                 lambda average, param: average.update(sharding=param.sharding),
