@@ -137,6 +137,13 @@ def test_tracing_a_model_changes_nothing_of_it(mesh_2x4):
         assert_same_bits(model, before)
 
 
+def test_features_between_blocks_stay_whole_where_what_reads_them_is_narrow(mesh_2x4):
+    # One key head and a narrow MLP: the sums over the features would be small, too.
+    build, forward = pytrees.llama(kv_heads=1, hidden=16, vocab=8)
+    found = cuts(mesh_2x4, build, forward)
+    assert found == llama_cuts(**dict.fromkeys(("attn/k", "attn/v")))
+
+
 class Depthwise(nn.Module):
     """An inverted bottleneck with a depthwise convolution, and a pair without one."""
 

@@ -239,7 +239,11 @@ class Candidates:
         if is_row:
             of = f" for the columns of {names}" if names else ""
             return f"rows{of}; an all-reduce adds up the products"
-        return f"columns, for the rows of {names}" if names else "columns"
+        return (
+            f"columns, for the rows of {names}"
+            if names
+            else "columns; the results stay sharded"
+        )
 
     def _names(self, candidate: Candidate, params: int) -> str:
         """Returns the paths of some parameters, without what all have before them."""
@@ -356,7 +360,7 @@ def _is_stream(candidate: Candidate) -> bool:
     """Returns whether these are features that run on from layer to layer.
 
     Such as those between the blocks of a residual network: summed over again and
-    again, to results that are larger than what is summed.
+    again, to results that are larger than what is summed, or normalized in between.
     """
     contractions = candidate.contractions
     bits: dict[int, int] = defaultdict(int)  # of the contractions with some weights
