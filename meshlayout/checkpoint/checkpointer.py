@@ -142,12 +142,17 @@ class Checkpointer:
         """Creates the directory, and removes what dead processes left in it."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
+            self._clean()
+        except StoreError as error:
+            raise CheckpointError(str(error)) from error  # a class that users know
         except OSError as error:
             msg = (
                 f"the checkpoint directory {self.directory} cannot be used: {error}. "
                 "Give a directory that this process may write to."
             )
             raise CheckpointError(msg) from error
+
+    def _clean(self) -> None:
         try:
             attempt.clean(self.directory)
         except OSError as error:
