@@ -1,4 +1,4 @@
-"""Image datasets in memory, and their batches.
+"""Datasets in memory, and their batches: images, and the text that Python carries.
 
 `load_dataset` looks in three places, in this order, and the dataset records which of
 them it comes from: a prepared TFDS directory; TFDS's download; and for Fashion-MNIST a
@@ -24,6 +24,7 @@ from models.prepare_data import (
     prepare,
     unreachable,
 )
+from models.text import ByteTokenizer, python_topics
 
 
 CARRIED_PART = Path(__file__).with_name("fashion_mnist_5k.npz")
@@ -48,6 +49,15 @@ class Split:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def __str__(self) -> str:
+        """Returns what the examples are."""
+        return "images"
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """What a batch has rows of, by name."""
+        return {"image": self.images, "label": self.labels}
+
     def pixel_statistics(self) -> tuple[float, float]:
         """Returns the mean and the standard deviation of the images' pixels."""
         counts = np.bincount(self.images.ravel(), minlength=256)
@@ -62,13 +72,40 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Dataset:
-    """A dataset of labeled 28x28 images.
+class Text:
+    """Rows of text of one split, whole in memory.
 
     Attributes:
-        name: The TFDS name.
+        tokens: int32, of shape (rows, length).
+    """
+
+    tokens: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __str__(self) -> str:
+        """Returns what the examples are."""
+        return f"rows of {self.tokens.shape[1]} bytes"
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """What a batch has rows of, by name."""
+        return {"tokens": self.tokens}
+
+    def first(self, num_examples: int | None) -> "Text":
+        """Returns the first rows, or all of them for None."""
+        return Text(self.tokens[:num_examples])
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A dataset of labeled 28x28 images, or of text.
+
+    Attributes:
+        name: Its name; for images, the TFDS name.
         source: Where it came from.
-        num_classes: The number of labels.
+        num_classes: The number of labels or tokens.
         train: The training examples.
         test: The test examples.
         remark: What else a user should know; empty or whole sentences.
@@ -77,13 +114,13 @@ class Dataset:
     name: str
     source: str
     num_classes: int
-    train: Split
-    test: Split
+    train: Split | Text
+    test: Split | Text
     remark: str = ""
 
     def __str__(self) -> str:
         """Returns one line: name, source, sizes and the remark."""
-        sizes = f"{len(self.train):,} training and {len(self.test):,} test images"
+        sizes = f"{len(self.train):,} training and {len(self.test):,} test {self.test}"
         return f"{self.name} from {self.source}, {sizes}. {self.remark}".rstrip()
 
     def limited(self, num_train: int | None, num_test: int | None) -> "Dataset":
@@ -180,13 +217,46 @@ def read_carried_part(why: str) -> Dataset:
     )
 
 
+def load_text(length: int) -> Dataset:
+    """Returns the topics of Python's `help()` as rows of bytes.
+
+    Every tenth topic is for testing.
+
+    Args:
+        length: Bytes in a row. The rest of the last row is left out.
+
+    Example:
+        >>> text = load_text(128)
+        >>> text.train.tokens.shape[1], len(text.train) > 5 * len(text.test) > 0
+        (128, True)
+    """
+    encode = ByteTokenizer().encode
+    topics = python_topics()
+    splits = [
+        np.concatenate([encode(topic + "\n") for topic in part])
+        for part in (
+            [topic for index, topic in enumerate(topics) if index % 10],
+            topics[::10],
+        )
+    ]
+    train, test = (
+        Text(tokens[: len(tokens) // length * length].reshape(-1, length))
+        for tokens in splits
+    )
+    source = "the reference manual that every Python carries"
+    return Dataset("python_topics", source, ByteTokenizer.vocab_size, train, test)
+
+
 def batches(
-    split: Split, global_batch_size: int, *, order: np.random.Generator | None = None
+    split: Split | Text,
+    global_batch_size: int,
+    *,
+    order: np.random.Generator | None = None,
 ) -> Iterator[dict[str, np.ndarray]]:
     """Yields every example of a split once, in batches of one shape.
 
-    A last batch that is short is padded with black images of weight 0; a mean that is
-    weighted by `weight` counts each example exactly once.
+    A last batch that is short is padded with zeros of weight 0; a mean that is weighted
+    by `weight` counts each example exactly once.
 
     Args:
         split: The examples.
@@ -194,7 +264,8 @@ def batches(
         order: Shuffles the examples; None keeps their order.
 
     Yields:
-        `image` uint8 of shape (global_batch_size, 28, 28, 1), `label` int32 and
+        The split's arrays, `image` uint8 (global_batch_size, 28, 28, 1) and `label`
+        int32 (global_batch_size,), or `tokens` int32 (global_batch_size, length); and
         `weight` float32 of shape (global_batch_size,).
 
     Example:
@@ -211,8 +282,7 @@ def batches(
         chosen = rows[start : start + global_batch_size]
         padding = global_batch_size - len(chosen)
         yield {
-            "image": pad(split.images[chosen], padding),
-            "label": pad(split.labels[chosen], padding),
+            **{name: pad(x[chosen], padding) for name, x in split.arrays.items()},
             "weight": pad(np.ones(len(chosen), np.float32), padding),
         }
 
@@ -222,6 +292,6 @@ def pad(rows: np.ndarray, padding: int) -> np.ndarray:
     return np.pad(rows, [(0, padding)] + [(0, 0)] * (rows.ndim - 1))
 
 
-def num_batches(split: Split, global_batch_size: int) -> int:
+def num_batches(split: Split | Text, global_batch_size: int) -> int:
     """Returns how many batches `batches` yields."""
     return -(-len(split) // global_batch_size)

@@ -5,8 +5,8 @@ discriminator tells them from real ones (Goodfellow et al., "Generative Adversar
 Nets", 2014, with the non-saturating loss). Both are updated in one compiled step; the
 rest of training is the library's.
 
-Both models are written for one device. The layout maps at the foot of this file, whose
-rules fit both, shard their parameters over a mesh.
+Both models are written for one device; the ready-made rules of `meshlayout.parallel`
+lay them out on a mesh.
 """
 
 from typing import Any
@@ -142,23 +142,3 @@ class GANTrainer(ml.Trainer):
     def train_step(self, state: Any, batch: Any, metrics: Any) -> Any:
         """Runs one step of both models."""
         return self._step(state, batch, self._empty if metrics is None else metrics)
-
-
-# Every device holds all parameters; only the batch is sharded.
-DATA_PARALLEL = {}
-
-# The hidden features are sharded over `model`: the first matrix by columns, the second
-# by rows.
-MODEL_PARALLEL = {
-    r"hidden/kernel": (None, "model"),
-    r"hidden/bias": ("model",),
-    r"output/kernel": ("model", None),
-}
-
-# The parameters are sharded over the axis that also shards the batch; the output bias
-# stays whole.
-FSDP = {
-    r"hidden/kernel": (None, "batch"),
-    r"hidden/bias": ("batch",),
-    r"output/kernel": ("batch", None),
-}

@@ -16,7 +16,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 import meshlayout as ml
-from models.data import Dataset, batches, num_batches
+from models.data import Dataset, Text, batches, num_batches
+from models.resnet import LinenResNet
+from models.transformer import next_token_losses
 
 
 # How far apart two runs may be that differ only in how their sums are rounded. A step
@@ -32,9 +34,9 @@ TEST_ACCURACIES_TOLERANCE = 1e-2
 # Metrics are read this many steps late, so that reading never waits for the devices.
 STEPS_IN_FLIGHT = 8
 
-Batch = Mapping[str, jax.Array]
-Sums = Mapping[str, jax.Array]
-Step = Callable[[ml.TrainState, Batch], tuple[ml.TrainState, Sums]]
+Batch = Mapping[str, Any]
+LossFunction = Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
+Step = Callable[[ml.TrainState, Batch], tuple[ml.TrainState, ml.metrics.Metrics]]
 
 
 class TrainingError(Exception):
@@ -50,13 +52,13 @@ class Totals:
     weight: float = 0.0
     step_losses: list[float] = field(default_factory=list)
 
-    def add(self, sums: Sums) -> None:
-        """Adds the sums of one step."""
-        loss, correct, weight = (float(sums[k]) for k in ("loss", "correct", "weight"))
-        self.loss += loss
-        self.correct += correct
+    def add(self, metrics: ml.metrics.Metrics, weight: float) -> None:
+        """Adds the mean loss and the accuracy of one step, for so many examples."""
+        loss = float(metrics["loss"])
+        self.loss += loss * weight
+        self.correct += float(metrics["accuracy"]) * weight
         self.weight += weight
-        self.step_losses.append(loss / weight)
+        self.step_losses.append(loss)
 
     @property
     def mean_loss(self) -> float:
@@ -83,43 +85,55 @@ class Run:
     params: list[np.ndarray] = field(default_factory=list)
 
 
-def make_steps(pixel_mean: float, pixel_deviation: float) -> tuple[Step, Step]:
-    """Returns the compiled steps for training and for testing.
-
-    Both return the state and three sums over the batch's examples: their losses, the
-    correct answers and the weights. Padding has weight 0 and counts for nothing.
+def image_loss(pixel_mean: float, pixel_deviation: float) -> LossFunction:
+    """Returns the loss function of a classifier of images.
 
     Args:
         pixel_mean: Subtracted from the images.
         pixel_deviation: Divides the images afterwards.
     """
 
-    def evaluate(model: Callable[[jax.Array], jax.Array], batch: Batch) -> Sums:
+    def loss_fn(
+        model: Callable[..., jax.Array], batch: Batch, *, train: bool
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         images = (batch["image"].astype(jnp.float32) - pixel_mean) / pixel_deviation
-        logits = model(images)
+        # NNX models know their mode; of those in Linen one has to be told.
+        mode = {"train": train} if isinstance(model, LinenResNet) else {}
+        logits = model(images, **mode)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-        correct = logits.argmax(axis=-1) == batch["label"]
-        weight = batch["weight"]
-        return {
-            "loss": (losses * weight).sum(),
-            "correct": (correct * weight).sum(),
-            "weight": weight.sum(),
-        }
+        return losses, {"logits": logits, "label": batch["label"]}
 
-    @ml.compile_step
-    def train_step(state: ml.TrainState, batch: Batch) -> tuple[ml.TrainState, Sums]:
-        def mean_loss(params: Any) -> tuple[jax.Array, Sums]:
-            sums = evaluate(state.replace(params=params).model, batch)
-            return sums["loss"] / sums["weight"], sums
+    return loss_fn
 
-        grads, sums = jax.grad(mean_loss, has_aux=True)(state.params)
-        return state.apply_gradients(grads), sums
 
-    @ml.compile_step
-    def test_step(state: ml.TrainState, batch: Batch) -> tuple[ml.TrainState, Sums]:
-        return state, evaluate(state.model, batch)
+def token_loss(
+    model: Callable[..., jax.Array], batch: Batch
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The loss function of a language model: cross entropies of the next tokens."""
+    tokens = batch["tokens"]
+    logits = model(tokens)
+    outputs = {"logits": logits[:, :-1], "label": tokens[:, 1:]}
+    return next_token_losses(logits, tokens), outputs
 
-    return train_step, test_step
+
+def make_steps(loss_fn: LossFunction) -> tuple[Step, Step]:
+    """Returns the compiled steps for training and for testing.
+
+    Both measure the mean loss and the accuracy over a batch's examples. Padding has
+    weight 0 and counts for nothing, in batch statistics, too.
+
+    Args:
+        loss_fn: `token_loss`, or what `image_loss` returns.
+    """
+    metrics = {"accuracy": ml.metrics.Accuracy()}
+    eval_step = ml.make_eval_step(loss_fn, metrics=metrics)
+
+    def test_step(
+        state: ml.TrainState, batch: Batch
+    ) -> tuple[ml.TrainState, ml.metrics.Metrics]:
+        return state, eval_step(state, batch)
+
+    return ml.make_train_step(loss_fn, metrics=metrics), test_step
 
 
 def one_pass(
@@ -133,7 +147,7 @@ def one_pass(
 
     Args:
         step: A step of `make_steps`.
-        state: The initial state; it is donated.
+        state: The initial state; a step that trains uses it up.
         host_batches: Batches in host memory.
         mesh: The mesh to put batches on, sharded over its axis `batch` if it has one.
         after_step: Called with the new state and the totals so far, which are a few
@@ -142,13 +156,13 @@ def one_pass(
     layout = mesh.layout("batch", ...) if "batch" in mesh else mesh.layout(...)
     totals, waiting = Totals(), deque()
     for batch in host_batches:
-        state, sums = step(state, ml.relayout(batch, layout))
-        waiting.append(sums)
+        state, metrics = step(state, ml.relayout(batch, layout))
+        waiting.append((metrics, float(batch["weight"].sum())))
         if len(waiting) > STEPS_IN_FLIGHT:
-            totals.add(waiting.popleft())
+            totals.add(*waiting.popleft())
         after_step(state, totals)
     while waiting:
-        totals.add(waiting.popleft())
+        totals.add(*waiting.popleft())
     return state, totals
 
 
@@ -176,7 +190,10 @@ def train(
     Raises:
         TrainingError: If the loss is no longer finite.
     """
-    train_step, test_step = make_steps(*dataset.train.pixel_statistics())
+    examples = dataset.train
+    is_text = isinstance(examples, Text)
+    loss_fn = token_loss if is_text else image_loss(*examples.pixel_statistics())
+    train_step, test_step = make_steps(loss_fn)
     run = Run(title, host_arrays(state.params))
     for epoch in range(1, epochs + 1):
         start = time.perf_counter()

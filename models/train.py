@@ -1,7 +1,7 @@
 """Trains an example model on a mesh of devices: `python -m models.train`.
 
 Without `--mesh` and `--layouts` it trains twice, first data-parallel, then the same
-model model-parallel, and checks that both runs agree.
+model tensor-parallel, and checks that both runs agree.
 """
 
 import argparse
@@ -10,6 +10,7 @@ import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +20,8 @@ from flax import nnx
 
 import meshlayout as ml
 from meshlayout.errors import did_you_mean
-from models import convnet, mlp
-from models.data import load_dataset
+from models import convnet, mlp, resnet, transformer
+from models.data import Dataset, load_dataset, load_text
 from models.prepare_data import (
     IMAGE_SHAPE,
     DataError,
@@ -37,11 +38,32 @@ MODELS = {
     ("mlp", "linen"): mlp.LinenMLP,
     ("convnet", "nnx"): convnet.ConvNet,
     ("convnet", "linen"): convnet.LinenConvNet,
+    ("resnet", "nnx"): resnet.ResNet,
+    ("resnet", "linen"): resnet.LinenResNet,
+    ("transformer", "nnx"): transformer.Transformer,
+    ("transformer", "linen"): transformer.LinenTransformer,
 }
+TRANSFORMER = transformer.TransformerConfig()
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """A choice of `--layouts`.
+
+    Attributes:
+        title: What a run with it is called.
+        axes: The mesh axes that it shards something over, besides the batch.
+    """
+
+    title: str
+    axes: tuple[str, ...]
+
+
 LAYOUTS = {
-    (name, layouts): getattr(module, layouts.upper())
-    for name, module in (("mlp", mlp), ("convnet", convnet))
-    for layouts in ("data_parallel", "model_parallel", "fsdp")
+    "data_parallel": Layouts("data-parallel", ("batch",)),
+    "fsdp": Layouts("fully sharded", ("batch",)),
+    "tensor": Layouts("tensor-parallel", ("model",)),
+    "fsdp+tensor": Layouts("fully sharded and tensor-parallel", ("batch", "model")),
 }
 
 
@@ -56,7 +78,6 @@ class Setting:
     title: str
     mesh: ml.Mesh
     layouts: ml.LayoutMap
-    idle_axes: tuple[str, ...]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -65,16 +86,14 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         check_options(options)
-        builder = find_builder(options.dataset, options.data_dir)
-        is_prepared(builder)
+        labels = check_dataset(options)
         start_devices(options.virtual_devices)
-        settings = make_settings(options)
-        labels = num_classes(builder)
+        settings = make_settings(options, labels)
         initial = [describe_state(options, labels, one.layouts) for one in settings]
     except (OptionError, DataError, ml.MeshLayoutError) as error:
         parser.error(str(error))
     try:
-        dataset = load_dataset(options.dataset, options.data_dir)
+        dataset = load(options)
         print(f"Data: {dataset}", flush=True)
         dataset = dataset.limited(options.limit_train, options.limit_test)
         runs = []
@@ -115,11 +134,14 @@ def print_layouts(setting: Setting, state: ml.TrainState) -> None:
         f"With Adam's state {whole.bytes_per_device / 1024:.1f} KiB; replicated it "
         f"would be {whole.replicated_bytes / 1024:.1f} KiB.\n"
     )
-    for axis in setting.idle_axes:
-        print(
-            f"Nothing is sharded over mesh axis {axis!r}: its "
-            f"{mesh.axis_size(axis)} devices repeat the same work.\n"
-        )
+    specs = [tuple(leaf.layout.spec) for leaf in whole.resolutions]
+    used = {"batch", *jax.tree.leaves(specs)}
+    for axis in mesh.axis_names:
+        if axis not in used:
+            print(
+                f"Nothing is sharded over mesh axis {axis!r}: its "
+                f"{mesh.axis_size(axis)} devices repeat the same work.\n"
+            )
 
 
 def command_line() -> argparse.ArgumentParser:
@@ -127,19 +149,19 @@ def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m models.train",
         usage="python -m models.train [options]",
-        description="Trains an example classifier of 28x28 images on a mesh of "
-        "devices. Without --mesh and --layouts it trains twice, data-parallel on a "
-        "mesh with one axis 'batch' and model-parallel on 'batch' and 'model', and "
-        "exits with status 1 unless both runs agree.",
+        description="Trains an example model, a classifier of 28x28 images or a "
+        "language model, on a mesh of devices. Without --mesh and --layouts it trains "
+        "twice, data-parallel on a mesh with one axis 'batch' and tensor-parallel on "
+        "'batch' and 'model', and exits with status 1 unless both runs agree.",
         allow_abbrev=False,
     )
     model = parser.add_argument_group("model")
     model.add_argument(
         "--model",
-        choices=("mlp", "convnet"),
+        choices=("mlp", "convnet", "resnet", "transformer"),
         default="mlp",
-        help="784-128-10, or two convolutions and two dense layers "
-        "(default: %(default)s)",
+        help="784-128-10, two convolutions and two dense layers, three residual blocks "
+        "with batch normalization, or a language model of bytes (default: %(default)s)",
     )
     model.add_argument(
         "--flax",
@@ -154,13 +176,14 @@ def command_line() -> argparse.ArgumentParser:
         help="the axes of the mesh and their sizes, as 'batch=2,model=4'; the batch is "
         "sharded over 'batch', parameters over 'batch' or 'model' by --layouts; one "
         "size may be -1 for the devices that are left (default: 'batch=-1', or "
-        "'batch=2,model=-1' for model_parallel)",
+        "'batch=2,model=-1' for tensor and fsdp+tensor)",
     )
     mesh.add_argument(
         "--layouts",
-        choices=("data_parallel", "model_parallel", "fsdp"),
-        help="how parameters and optimizer state are sharded over the mesh (default: "
-        "model_parallel if --mesh has an axis 'model', else data_parallel)",
+        choices=tuple(LAYOUTS),
+        help="how parameters and optimizer state are sharded: not at all, over 'batch' "
+        "(fsdp), over 'model' as the model's operations allow (tensor), or both "
+        "(default: tensor if --mesh has an axis 'model', else data_parallel)",
     )
     mesh.add_argument(
         "--virtual-devices",
@@ -172,10 +195,10 @@ def command_line() -> argparse.ArgumentParser:
     data = parser.add_argument_group("data")
     data.add_argument(
         "--dataset",
-        default="fashion_mnist",
         metavar="NAME",
         help="a TFDS dataset of labeled 28x28 images: fashion_mnist, mnist, kmnist, "
-        "emnist/letters ... (default: %(default)s)",
+        "emnist/letters ... (default: fashion_mnist); the transformer reads the topics "
+        "of Python's help() instead",
     )
     data.add_argument(
         "--data-dir",
@@ -261,6 +284,37 @@ def check_options(options: argparse.Namespace) -> None:
     options.data_dir = options.data_dir.expanduser()
 
 
+def check_dataset(options: argparse.Namespace) -> int:
+    """Returns how many labels or tokens the dataset has, which is not read yet.
+
+    Raises:
+        OptionError: If the model cannot learn from it.
+        DataError: If it is unknown, or prepared and damaged.
+    """
+    if options.model == "transformer":
+        if options.dataset is not None:
+            raise OptionError(
+                "argument --dataset: the transformer reads the topics of Python's "
+                f"help(), not {options.dataset!r}; leave --dataset out"
+            )
+        return TRANSFORMER.vocab_size
+    options.dataset = options.dataset or "fashion_mnist"
+    builder = find_builder(options.dataset, options.data_dir)
+    is_prepared(builder)
+    return num_classes(builder)
+
+
+def load(options: argparse.Namespace) -> Dataset:
+    """Reads what to train and test on.
+
+    Raises:
+        DataError: If it cannot be had.
+    """
+    if options.model == "transformer":
+        return load_text(TRANSFORMER.max_length)
+    return load_dataset(options.dataset, options.data_dir)
+
+
 def start_devices(num_virtual: int | None) -> None:
     """Starts JAX with its accelerators, or with virtual devices on a CPU."""
     with warnings.catch_warnings():
@@ -270,16 +324,16 @@ def start_devices(num_virtual: int | None) -> None:
         ml.virtual_devices(num_virtual or 8)
 
 
-def make_settings(options: argparse.Namespace) -> list[Setting]:
+def make_settings(options: argparse.Namespace, labels: int) -> list[Setting]:
     """Returns the runs that were asked for: one, or two to compare."""
     if options.mesh is None and options.layouts is None:
-        layouts = ("data_parallel", "model_parallel")
-        return [make_setting(options, None, name) for name in layouts]
-    return [make_setting(options, options.mesh, options.layouts)]
+        names = ("data_parallel", "tensor")
+        return [make_setting(options, labels, None, name) for name in names]
+    return [make_setting(options, labels, options.mesh, options.layouts)]
 
 
 def make_setting(
-    options: argparse.Namespace, axes: str | None, layouts: str | None
+    options: argparse.Namespace, labels: int, axes: str | None, layouts: str | None
 ) -> Setting:
     """Returns one mesh with its layouts, checked against the options.
 
@@ -289,7 +343,7 @@ def make_setting(
     """
     if axes is None:
         axes = "batch=-1"
-        if layouts == "model_parallel":
+        if layouts is not None and "model" in LAYOUTS[layouts].axes:
             # A single device is a mesh too.
             axes = "batch=2,model=-1" if jax.device_count() > 1 else "batch=1,model=1"
     try:
@@ -306,13 +360,13 @@ def make_setting(
                 f"'batch' and 'model'.{did_you_mean(axis, ('batch', 'model'))}"
             )
     if layouts is None:
-        layouts = "model_parallel" if "model" in mesh.axis_names else "data_parallel"
-    needed = "model" if layouts == "model_parallel" else "batch"
-    if needed not in mesh.axis_names:
-        raise OptionError(
-            f"argument --layouts: {layouts} needs a mesh with an axis {needed!r}; "
-            f"--mesh {axes} has none"
-        )
+        layouts = "tensor" if "model" in mesh.axis_names else "data_parallel"
+    for needed in LAYOUTS[layouts].axes:
+        if needed not in mesh.axis_names:
+            raise OptionError(
+                f"argument --layouts: {layouts} needs a mesh with an axis {needed!r}; "
+                f"--mesh {axes} has none"
+            )
     if "batch" in mesh.axis_names:
         shards, size = mesh.axis_size("batch"), options.global_batch_size
         if size % shards:
@@ -322,36 +376,59 @@ def make_setting(
                 f"argument --global-batch-size: {size} does not divide into {shards} "
                 f"shards over mesh axis 'batch'; nearest that do: {nearest}"
             )
-    rules = LAYOUTS[options.model, layouts]
-    used = {"batch"}.union(*rules.values())
-    return Setting(
-        layouts.replace("_", "-").replace("fsdp", "fully sharded"),
-        mesh,
-        ml.LayoutMap(mesh, rules),
-        tuple(axis for axis in mesh.axis_names if axis not in used),
-    )
+    layout_map = make_layouts(options, labels, mesh, layouts)
+    return Setting(LAYOUTS[layouts].title, mesh, layout_map)
+
+
+def make_layouts(
+    options: argparse.Namespace, labels: int, mesh: ml.Mesh, layouts: str
+) -> ml.LayoutMap:
+    """Returns the layouts of `--layouts`, from the library's ready-made rules."""
+    if layouts == "data_parallel":
+        return ml.parallel.data_parallel(mesh)
+    if layouts == "fsdp":
+        return ml.parallel.fsdp(mesh)
+    inputs = example_inputs(options, options.global_batch_size)
+    model = make_model(options, labels)
+    tensor = ml.parallel.tensor_parallel(mesh, model, inputs)
+    if layouts == "tensor":
+        return tensor
+    return ml.parallel.compose(tensor, ml.parallel.fsdp(mesh))
+
+
+def make_model(options: argparse.Namespace, labels: int) -> Any:
+    """Returns the Linen module, or a function that makes the NNX module."""
+    model_type = MODELS[options.model, options.flax]
+    sizes = TRANSFORMER if options.model == "transformer" else labels
+    if options.flax == "linen":
+        return model_type(sizes)
+    return lambda: model_type(sizes, rngs=nnx.Rngs(options.seed))
+
+
+def example_inputs(options: argparse.Namespace, num_rows: int) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of the model's inputs."""
+    if options.model == "transformer":
+        return jax.ShapeDtypeStruct((num_rows, TRANSFORMER.max_length), "int32")
+    return jax.ShapeDtypeStruct((num_rows, *IMAGE_SHAPE), "float32")
 
 
 def describe_state(
-    options: argparse.Namespace, num_labels: int, layouts: ml.LayoutMap
+    options: argparse.Namespace, labels: int, layouts: ml.LayoutMap
 ) -> ml.state.StateDescription[ml.TrainState]:
     """Describes the initial state, without creating it.
 
     Raises:
         LayoutMapError: If the layouts do not fit the model.
     """
-    model_type = MODELS[options.model, options.flax]
+    model = make_model(options, labels)
     optimizer = optax.adam(options.learning_rate)
     if options.flax == "nnx":
-        return ml.TrainState.describe(
-            lambda: model_type(num_labels, rngs=nnx.Rngs(options.seed)),
-            optimizer,
-            layouts,
-        )
-    model = model_type(num_labels)
-    sample = jnp.zeros((1, *IMAGE_SHAPE))
+        return ml.TrainState.describe(model, optimizer, layouts)
+    inputs = example_inputs(options, 1)
     return ml.TrainState.describe(
-        lambda: model.init(jax.random.key(options.seed), sample),
+        lambda: model.init(
+            jax.random.key(options.seed), jnp.zeros(inputs.shape, inputs.dtype)
+        ),
         optimizer,
         layouts,
         module=model,

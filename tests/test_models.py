@@ -12,7 +12,7 @@ from flax import nnx
 import meshlayout as ml
 from models import convnet, data, mlp
 from models.data import Split, batches
-from models.runs import make_steps, one_pass
+from models.runs import image_loss, make_steps, one_pass
 
 
 MODELS = {
@@ -185,7 +185,7 @@ def test_any_layout_learns_what_one_device_learns(name, flax):
     ):
         mesh = ml.create_mesh(axes)
         layouts = ml.LayoutMap(mesh, getattr(MODELS[name][0], rules))
-        train_step, _ = make_steps(*split.pixel_statistics())
+        train_step, _ = make_steps(image_loss(*split.pixel_statistics()))
         state = initial_state(name, flax, layouts)
         _, totals = one_pass(train_step, state, batches(split, 16), mesh)
         assert totals.weight == len(split)
@@ -202,7 +202,7 @@ def test_testing_counts_every_example_once(limit, mesh_2x4):
     split = examples(limit)
     layouts = ml.LayoutMap(mesh_2x4, mlp.MODEL_PARALLEL)
     mean, deviation = examples(50).pixel_statistics()
-    _, test_step = make_steps(mean, deviation)
+    _, test_step = make_steps(image_loss(mean, deviation))
     state = initial_state("mlp", "nnx", layouts)
     _, totals = one_pass(test_step, state, batches(split, 16), mesh_2x4)
     model = mlp.MLP(rngs=nnx.Rngs(KEY))

@@ -211,7 +211,7 @@ def test_a_gan_continues_after_a_restart(mesh, tmp_path):
     batches = [{"image": images[at : at + 8]} for at in (0, 8, 16)]
 
     def fit_gan(*callbacks, resume=False):
-        layouts = ml.LayoutMap(mesh, gan.FSDP)
+        layouts = ml.parallel.fsdp(mesh, min_bytes=1024)
         trainer = gan.GANTrainer(gan.create_state(layouts, hidden_features=16), mesh)
         with contextlib.suppress(InterruptError):
             trainer.fit(batches, 2, callbacks=callbacks, progress=False, resume=resume)

@@ -514,23 +514,33 @@ def test_a_subclass_may_override_a_step_and_keep_the_rest(mesh):
     assert trainer.history["loss"][0] < loss
 
 
-def run_gan(axes, rules, steps=4):
-    size = int(np.prod(list(axes.values())))
-    mesh = ml.create_mesh(axes, devices=jax.devices()[:size])
-    layouts = ml.LayoutMap(mesh, rules)
+def run_gan(layouts, steps=4):
     state = gan.create_state(layouts, learning_rate=1e-3, hidden_features=16)
     images = np.random.default_rng(0).uniform(-1, 1, (8 * steps - 3, 28, 28, 1))
     images = images.astype("float32")
     batches = [{"image": images[at : at + 8]} for at in range(0, len(images), 8)]
-    trainer = gan.GANTrainer(state, mesh)
+    trainer = gan.GANTrainer(state, layouts.mesh)
     history = quiet_fit(trainer, batches, 2)
     return trainer.state, history
 
 
-def test_a_gan_on_a_mesh_is_the_gan_on_one_device():
-    alone, expected = run_gan({"batch": 1}, gan.DATA_PARALLEL)
-    for rules in (gan.MODEL_PARALLEL, gan.FSDP):
-        state, history = run_gan({"batch": 2, "model": 4}, rules)
+# For both models; columns, then rows.
+GAN_RULES = {
+    r"hidden/kernel": (None, "model"),
+    r"hidden/bias": ("model",),
+    r"output/kernel": ("model", None),
+}
+
+
+def test_a_gan_on_a_mesh_is_the_gan_on_one_device(mesh_2x4):
+    one = ml.create_mesh({"batch": 1}, devices=jax.devices()[:1])
+    alone, expected = run_gan(ml.parallel.data_parallel(one))
+    sharded = (
+        ml.LayoutMap(mesh_2x4, GAN_RULES),
+        ml.parallel.fsdp(mesh_2x4, min_bytes=1024),
+    )
+    for layouts in sharded:
+        state, history = run_gan(layouts)
         for name in ("generator", "discriminator"):
             assert np.isfinite(history[name]).all()
             np.testing.assert_allclose(history[name], expected[name], rtol=1e-5)
