@@ -68,12 +68,17 @@ test-exhaustive: $(VENV)/.dev-$(TAG)
 	MESHLAYOUT_EXHAUSTIVE=1 MESHLAYOUT_OLDER_KERNELS=1 $(MAKE) --no-print-directory \
 	  pytest PYTEST_OPTIONS=tests/test_same_numbers.py
 
-# What works with other people's packages, some of them heavy: TensorFlow, PyTorch.
+# What works with other people's packages, some of them heavy: TensorFlow, PyTorch; and
+# their models. What gemma requires is for training it, and most of it is not imported.
+OPTIONAL := VENV=.venv-optional EXTRAS=test,optional,published
 test-optional:
-	$(MAKE) --no-print-directory pytest VENV=.venv-optional EXTRAS=test,optional \
+	$(MAKE) --no-print-directory .venv-optional/.dev-$(TAG) $(OPTIONAL)
+	.venv-optional/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --no-deps gemma kauldron
+	$(MAKE) --no-print-directory pytest $(OPTIONAL) \
 	  PYTEST_OPTIONS="tests/test_data_heavy.py tests/test_data_adapters.py \
 	  tests/test_metrics.py tests/test_metrics_properties.py tests/test_callbacks.py \
-	  tests/test_checkpoint_store.py"
+	  tests/test_checkpoint_store.py tests/test_published_models.py"
 
 # Programs for GPUs, which JAX's plugin for CUDA compiles without one. It lies beside the
 # environment, as libtpu does: JAX looks for a GPU where it is installed.
