@@ -895,7 +895,7 @@ def _bad_call(bad):
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)
-@pytest.mark.parametrize("bad", BAD, ids=repr)
+@pytest.mark.parametrize("bad", BAD, ids=lambda bad: type(bad).__name__)
 def test_bad_arguments_are_refused_in_a_sentence(mesh_2x4, name, bad):
     message = refusal(ml.MeshLayoutError, BAD_CALLS[name], mesh_2x4, bad)
     works = name == "pattern" and bad == "x"
