@@ -539,6 +539,42 @@ def test_parts_of_models_are_cut_where_they_pair(mesh_2x4, name):
     assert found == dict.fromkeys(shapes) | expected
 
 
+REFUSED = {
+    "features that two activations sum over": (
+        {"q": (8, 16), "k": (8, 16)},
+        lambda p, x: (x @ p["q"]) @ (x @ p["k"]).T,
+        "q",
+        "dim 1 of 16: a product of two activations sums over it",
+    ),
+    "differences between all features": (
+        {"w": (8, 16)},
+        lambda p, x: (x @ p["w"])[:, None] - (x @ p["w"])[..., None],
+        "w",
+        "dim 1 of 16: it is on two dims of one array",
+    ),
+    "a small pair on many rows, beside a large one on a few": (
+        {"a": (8, 4096), "b": (4096, 8), "c": (8, 8), "d": (8, 8)},
+        lambda p, x: (
+            jnp.sin(x[:1] @ p["a"]) @ p["b"] + jnp.sin(jnp.sin(x @ p["c"]) @ p["d"])
+        ),
+        "c",
+        "dim 1 of 8: it would send more than ten times as much per byte as the others",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_send_more_than_it_is_worth_stays_whole(mesh_2x4, name):
+    shapes, forward, path, reason = REFUSED[name]
+    tree = {
+        key: jax.ShapeDtypeStruct(shape, "float32") for key, shape in shapes.items()
+    }
+    x = jax.ShapeDtypeStruct((64, 8), "float32")
+    layouts = tensor_parallel(mesh_2x4, tree, x, call=forward)
+    assert cut_dims(layouts, tree)[path] is None
+    assert reason in note_of(layouts, tree, path)
+
+
 EMBEDDINGS = {
     "positions that are looked up": (
         {"positions": (16, 32), "table": (64, 32)},

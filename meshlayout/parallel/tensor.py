@@ -360,7 +360,7 @@ def _is_stream(candidate: Candidate) -> bool:
     """Returns whether these are features that run on from layer to layer.
 
     Such as those between the blocks of a residual network: summed over again and
-    again, to results that are larger than what is summed, or normalized in between.
+    again, to results that are larger than what is summed.
     """
     contractions = candidate.contractions
     bits: dict[int, int] = defaultdict(int)  # of the contractions with some weights
