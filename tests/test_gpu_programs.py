@@ -3,9 +3,15 @@
 `make test-gpu-programs` installs the compiler, which is JAX's plugin for CUDA.
 """
 
+import dataclasses
+
 import pytest
+from flax import nnx
 
 import meshlayout as ml
+from benchmarks import fsdp_rules
+from meshlayout.hlo import read_communication
+from models import transformer
 from tests.gpu import create_gpu_mesh
 from tests.test_tpu_programs import EIGHT, FLOAT, gradient_bytes, train_step
 
@@ -76,3 +82,35 @@ def test_what_runs_alone_is_not_called_asynchronous(gpu_mesh):
         "reduce_scatter": True,
         "all_reduce": True,
     }
+
+
+# The rule of `fsdp`, against the hand-written maps.
+
+
+def wire_bytes(mesh, name, layouts, precision):
+    """Returns what a step with accuracy sends from each device."""
+    compiled = fsdp_rules.compiled_step(fsdp_rules.WORKS[name], layouts, precision)
+    return read_communication(compiled, mesh).wire_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", fsdp_rules.WORKS)
+def test_fsdp_sends_no_more_than_the_hand_written_map(gpu_mesh, name, precision):
+    by_hand = ml.LayoutMap(gpu_mesh, fsdp_rules.WORKS[name].module.FSDP)
+    ready_made = ml.parallel.fsdp(gpu_mesh)
+    sent = wire_bytes(gpu_mesh, name, ready_made, precision)
+    assert sent <= wire_bytes(gpu_mesh, name, by_hand, precision)
+    if (name, precision) == ("transformer", "float32"):
+        assert sent <= 37.2e6
+
+
+@pytest.mark.slow
+def test_an_odd_vocabulary_stays_whole_rather_than_shard_activations(gpu_mesh):
+    work = fsdp_rules.WORKS["transformer"]
+    config = dataclasses.replace(fsdp_rules.CONFIG, vocab_size=8191)
+    odd = dataclasses.replace(
+        work, build=lambda: transformer.Transformer(config, rngs=nnx.Rngs(0))
+    )
+    step = fsdp_rules.compiled_step(odd, ml.parallel.fsdp(gpu_mesh), "float32")
+    assert read_communication(step, gpu_mesh).wire_bytes < 52e6  # by features: 450 MB

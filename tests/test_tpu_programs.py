@@ -11,6 +11,8 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import meshlayout as ml
+from benchmarks import fsdp_rules
+from meshlayout.hlo import read_communication
 from models import convnet, mlp, resnet, transformer
 from tests.tpu import Collective, abstract, create_slice_mesh, read_collectives
 
@@ -463,3 +465,49 @@ def test_recomputed_blocks_take_less_memory(tpu):
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert temporary_bytes("blocks") < 0.8 * temporary_bytes("none")
+
+
+# The rules of `fsdp`, against the hand-written maps.
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        ("mlp", "float32"),
+        ("mlp", "bfloat16"),
+        pytest.param("convnet", "float32", marks=pytest.mark.slow),
+        pytest.param("convnet", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("resnet", "float32", marks=pytest.mark.slow),
+        pytest.param("resnet", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("transformer", "float32", marks=pytest.mark.slow),
+        pytest.param("transformer", "bfloat16", marks=pytest.mark.slow),
+    ],
+)
+def test_fsdp_sends_no_more_than_the_hand_written_map(name, precision):
+    mesh = create_slice_mesh(batch=8)
+    work = fsdp_rules.WORKS[name]
+
+    def wire_bytes(layouts):
+        compiled = fsdp_rules.compiled_step(work, layouts, precision)
+        return read_communication(compiled, mesh).wire_bytes
+
+    sent = wire_bytes(ml.parallel.fsdp(mesh))
+    assert sent <= wire_bytes(ml.LayoutMap(mesh, work.module.FSDP))
+    if (name, precision) == ("transformer", "float32"):
+        assert sent <= 36.8e6
+
+
+def test_optimizer_state_on_the_host_is_no_argument_in_device_memory():
+    work = fsdp_rules.WORKS["mlp"]
+    mesh = create_slice_mesh(batch=8)
+
+    def memory(kind):
+        layouts = ml.parallel.fsdp(mesh, optimizer_memory_kind=kind)
+        return fsdp_rules.compiled_step(work, layouts, "float32").memory_analysis()
+
+    on_device, on_host = memory(None), memory("pinned_host")
+    moved = on_device.argument_size_in_bytes - on_host.argument_size_in_bytes
+    # Two slots of Adam, as large as the parameters.
+    assert moved > 0.6 * (on_device.argument_size_in_bytes - ROWS * 4 * 1024 / 8)
+    assert on_host.host_argument_size_in_bytes == on_host.host_alias_size_in_bytes
+    assert on_host.host_argument_size_in_bytes >= moved
