@@ -88,7 +88,7 @@ def sharding_of(value: Leaf) -> jax.sharding.Sharding | None:
     types = sharding.mesh.axis_types
     if not types or any(kind != AxisType.Explicit for kind in types):
         return None
-    on_host = _is_on_host(value)
+    on_host = is_on_host(value)
     return sharding.with_memory_kind("pinned_host") if on_host else sharding
 
 
@@ -349,15 +349,11 @@ def movable(x: jax.Array, mesh: jax.sharding.Mesh) -> jax.Array:
 
 def in_device_memory(x: Leaf) -> Leaf:
     """Returns a value, which inside jit may be in the host's memory, on the device."""
-    return jax.device_put(x, jax.memory.Space.Device) if _is_on_host(x) else x
+    return jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x
 
 
-def in_memory_of(x: Leaf, like: Leaf) -> Leaf:
-    """Returns a value that is on the device in the memory of another value."""
-    return jax.device_put(x, jax.memory.Space.Host) if _is_on_host(like) else x
-
-
-def _is_on_host(x: Leaf) -> bool:
+def is_on_host(x: Leaf) -> bool:
+    """Returns whether a value, inside jit, is in the host's memory."""
     space = getattr(jax.typeof(x), "memory_space", None)
     return getattr(space, "name", "") == "Host"
 

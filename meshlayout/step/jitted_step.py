@@ -409,9 +409,13 @@ def _jit(
 
     def traced(static: tuple[Any, ...], state: PyTree, rest: Any) -> Any:
         if structure is None:
-            return step(static, state, rest)
+            state, aux = step(static, state, rest)
+            leaves, treedef = jax.tree.flatten(state)
+            leaves = map(_sharded_on_device, leaves, signature.state_layouts)
+            return treedef.unflatten(leaves), aux
         state, aux = step(static, structure.unflatten(state), rest)
-        return structure.flatten(state), aux
+        leaves = structure.flatten(state) or ()
+        return tuple(map(_sharded_on_device, leaves, state_layouts)), aux
 
     traced.__name__ = traced.__qualname__ = name
     return jax.jit(
@@ -421,6 +425,18 @@ def _jit(
         in_shardings=(state_layouts, rest_layouts),
         out_shardings=(state_layouts, None),
     )
+
+
+def _sharded_on_device(leaf: Leaf, layout: Any) -> Leaf:
+    """Returns a result for the host's memory, sharded before it is moved there.
+
+    JAX moves results to their memory first and then shards them: TPU compilers would
+    gather on the host, or fail. tests/test_tpu_programs.py notices.
+    """
+    if getattr(layout, "memory_kind", None) != "pinned_host" or _jax.is_on_host(leaf):
+        return leaf
+    on_device = layout.with_memory_kind("device")
+    return jax.device_put(_jax.constrain(leaf, on_device), layout)
 
 
 def _has_convolutions(jaxpr: Any) -> bool:

@@ -19,6 +19,7 @@ from meshlayout import _jax
 from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout.errors import StepError
 from meshlayout.state import TrainState
+from meshlayout.step.updates import in_device_memory
 
 
 _log = logging.getLogger("meshlayout")
@@ -96,7 +97,9 @@ def scan_steps(
         )
         return (new, metrics), report
 
-    (state, metrics), reports = jax.lax.scan(body, (state, metrics), xs)
+    # A loop wants its state in one memory throughout.
+    start = (in_device_memory(state), metrics)
+    (state, metrics), reports = jax.lax.scan(body, start, xs)
     return state, (metrics, reports)
 
 

@@ -225,9 +225,7 @@ class Update:
             factor = self.clip_norm / jnp.maximum(norm, self.clip_norm)
             grads = [(g * factor).astype(g.dtype) for g in grads]
             notes["grad_norm"] = norm
-        # The optimizer's state may be kept in the host's memory between updates.
-        at_rest = state.opt_state
-        state = state.replace(opt_state=jax.tree.map(_jax.in_device_memory, at_rest))
+        state = in_device_memory(state)
         new = self._updated(state, trainable, grads, sum(losses))
         new = new.replace(model_state=gradients.model_state)
         if is_finite is not None:
@@ -235,8 +233,7 @@ class Update:
             notes["skipped"] = 1 - is_finite.astype("float32")
         if is_lost is not None:
             notes["nonfinite_loss"] = is_lost.astype("float32")
-        opt_state = jax.tree.map(_jax.in_memory_of, new.opt_state, at_rest)
-        return new.replace(opt_state=opt_state), notes, report
+        return new, notes, report
 
     def _updated(
         self, state: TrainState, trainable: Trainable, grads: list[Any], value: Any
@@ -272,6 +269,15 @@ class Update:
         if self.has_loss_scale:
             extra[LOSS_SCALE] = old.extra[LOSS_SCALE].after(is_finite)
         return state.replace(extra=extra)
+
+
+def in_device_memory(state: TrainState) -> TrainState:
+    """Returns a state, inside jit, with its optimizer state on the device.
+
+    Between steps that may be in the host's memory, to which jit moves the new one.
+    """
+    opt_state = jax.tree.map(_jax.in_device_memory, state.opt_state)
+    return state.replace(opt_state=opt_state)
 
 
 def _optimized(state: TrainState, grads: PyTree, value: Any) -> tuple[PyTree, PyTree]:
