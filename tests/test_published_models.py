@@ -401,25 +401,25 @@ def google_gemma() -> Published:
 # Each model, and how much of its bytes tensor parallelism over four devices takes off
 # each of them: 0.75 at most. `docs/parallel.md` says what stays whole, and why.
 MODELS = {
-    "transformers BERT": (bert, 0.70),
-    "transformers ALBERT": (albert, 0.67),
-    "transformers GPT-2": (gpt2, 0.52),
-    "transformers GPT-J": (gptj, 0.53),
+    "transformers BERT": (bert, 0.68),
+    "transformers ALBERT": (albert, 0.65),
+    "transformers GPT-2": (gpt2, 0.50),
+    "transformers GPT-J": (gptj, 0.75),
     "transformers Llama": (llama, 0.54),
     "transformers Gemma": (gemma, 0.71),
     "transformers OPT": (opt, 0.72),
     "transformers BLOOM": (bloom, 0.74),
     "transformers BART": (bart, 0.71),
-    "transformers Whisper": (whisper, 0.74),
+    "transformers Whisper": (whisper, 0.72),
     "transformers ViT": (vit, 0.70),
-    "transformers CLIP": (clip, 0.72),
+    "transformers CLIP": (clip, 0.71),
     "transformers Wav2Vec2": (wav2vec2, 0.61),
     "transformers ResNet": (transformers_resnet, 0.64),
-    "flaxmodels ResNet18": (flaxmodels_resnet, 0.74),
+    "flaxmodels ResNet18": (flaxmodels_resnet, 0.73),
     "gemma": (google_gemma, 0.52),
     "haiku MLP": (haiku_mlp, 0.70),
-    "haiku ResNet": (haiku_resnet, 0.73),
-    "haiku MobileNetV1": (haiku_mobilenet, 0.54),
+    "haiku ResNet": (haiku_resnet, 0.70),
+    "haiku MobileNetV1": (haiku_mobilenet, 0.20),
     "equinox MLP": (equinox_mlp, 0.74),
     "equimo ViT": (equimo_vit, 0.47),
     "mamba2-jax": (mamba2, 0.10),
@@ -535,13 +535,6 @@ def test_a_published_model_computes_on_a_mesh_what_it_does_on_one_device(
 
 def test_what_is_written_for_an_older_jax_does_not_run_on_one_device_either():
     sizes = {"vocab_size": VOCAB, "d_model": 64, "d_kv": 16, "d_ff": 128}
-    ids = tokens()
-    model = from_transformers(
-        "T5ForConditionalGeneration",
-        {**sizes, "num_layers": 1, "num_heads": 4},
-        "logits",
-        input_ids=ids,
-        decoder_input_ids=ids,
-    )
+    sizes = {**sizes, "num_layers": 1, "num_heads": 4}
     with pytest.raises(TypeError, match="unexpected keyword argument 'a_max'"):
-        model.build()
+        from_transformers("T5ForConditionalGeneration", sizes, "logits")
