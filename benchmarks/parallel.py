@@ -159,7 +159,7 @@ def targets() -> dict[str, Callable[[dict[str, int]], ml.Mesh]]:
     found: dict[str, Callable[[dict[str, int]], ml.Mesh]] = {"CPU": ml.create_mesh}
     if importlib.util.find_spec("libtpu"):
         found["v5e:2x4"] = lambda axes: create_slice_mesh(**axes)
-    if importlib.util.find_spec("jax_plugins.xla_cuda12"):
+    if importlib.util.find_spec("jax_cuda12_plugin"):
         found["8 H100"] = create_gpu_mesh
     return found
 
