@@ -3,6 +3,7 @@
 import copy
 import pickle
 import time
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -360,6 +361,39 @@ def test_a_part_of_plain_rules_comes_after_on_the_same_dim():
     assert decide(layouts, "w", (16, 3)).layout.specs == (("batch", "model"), None)
     with pytest.raises(ml.errors.LayoutMapError, match="has size 6, which does not"):
         decide(layouts, "w", (6, 3))
+
+
+def test_a_part_that_may_replicate_leaves_dims_that_do_not_divide_as_before():
+    first = ml.LayoutMap(GRID, {"w": ("batch", None)})
+    parts = [
+        ml.LayoutMap(GRID, {"w": ml.Rule(("model", ...), on_uneven="replicate")}),
+        ml.LayoutMap(GRID, {"w": ("model", ...)}, on_uneven="replicate"),
+    ]
+    for part in parts:
+        layouts = ml.parallel.compose(first, part)
+        assert decide(layouts, "w", (8, 3)).layout.specs == (("batch", "model"), None)
+        uneven = decide(layouts, "w", (12, 3))
+        assert uneven.layout.specs == ("batch", None)
+        assert uneven.note == (
+            "[batch, unsharded] by part 1, w; dim 0 left as before: size 12 does not "
+            "divide into 8 shards over batch, model"
+        )
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("unused", ["error", "warn", "ignore"])
+def test_unused_rules_of_any_part_are_treated_as_it_says(unused, is_first):
+    part = ml.LayoutMap(GRID, {"nowhere": ("model",)}, unused=unused)
+    parts = (part, ml.parallel.fsdp(GRID))
+    layouts = ml.parallel.compose(*(parts if is_first else parts[::-1]))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            ml.create(lambda: {"w": jnp.ones(8)}, layouts)
+            found = "warn" if caught else "ignore"
+        except ml.errors.LayoutMapError:
+            found = "error"
+    assert found == unused
 
 
 def test_composed_code_resolves_the_same():

@@ -14,6 +14,8 @@ from meshlayout._specs import DimSpec, axes_of, specs_text
 from meshlayout.errors import LayoutMapError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, Rule
+from meshlayout.layout_map.rules import Unused
+from meshlayout.mesh import Mesh
 from meshlayout.parallel.data_parallelism import FsdpRule
 
 
@@ -74,7 +76,7 @@ def compose(first: LayoutMap, second: LayoutMap, *others: LayoutMap) -> LayoutMa
         first.mesh,
         {pattern: rule for part in parts for pattern in part},
         default=rule,
-        unused=options[0]["unused"],
+        unused=_strictest(parts),
         optimizer_memory_kind=next(iter(memories), None),
     )
 
@@ -115,6 +117,9 @@ class Composition:
             else:
                 new = _merged(specs, decision.layout)
                 why = decision.fallback or decision.note
+                if _may_replicate(part, decision.rule):
+                    new, lost = _fitting(new, specs, shape, self.parts[0].mesh)
+                    why = lost or why
             if new != specs:
                 source = f"part {number}, {decision.rule or _name(part)}"
                 text = f"{specs_text(new)} by {source}"
@@ -133,6 +138,38 @@ def _merged(specs: tuple[DimSpec, ...], layout: Layout) -> tuple[DimSpec, ...]:
     pairs = zip(specs, layout.specs, strict=True)
     entries = [(*axes_of(before), *axes_of(after)) for before, after in pairs]
     return Layout(entries, layout.mesh).specs
+
+
+def _fitting(
+    new: tuple[DimSpec, ...],
+    before: tuple[DimSpec, ...],
+    shape: tuple[int, ...],
+    mesh: Mesh,
+) -> tuple[tuple[DimSpec, ...], str]:
+    """Returns entries with those before where the new ones do not divide, and why."""
+    misfits = {misfit.dim: misfit for misfit in Layout(new, mesh).misfits(shape)}
+    reasons = [
+        f"dim {dim} left as before: size {misfit.size} does not divide into "
+        f"{misfit.num_shards} shards over {', '.join(misfit.axes)}"
+        for dim, misfit in misfits.items()
+    ]
+    kept = [before[dim] if dim in misfits else entry for dim, entry in enumerate(new)]
+    return tuple(kept), "; ".join(reasons)
+
+
+def _may_replicate(part: LayoutMap, pattern: str | None) -> bool:
+    """Returns whether a part leaves dims that do not divide as they are."""
+    options = part._arguments()
+    value = options["default"] if pattern is None else part[pattern]
+    policy = value.on_uneven if isinstance(value, Rule) else None
+    return (policy or options["on_uneven"]) == "replicate"
+
+
+def _strictest(parts: tuple[LayoutMap, ...]) -> Unused:
+    """Returns what to do about unused rules; parts without rules do not count."""
+    answers: set[Unused] = {part._arguments()["unused"] for part in parts if part}
+    order: tuple[Unused, ...] = ("error", "warn", "ignore")
+    return next((answer for answer in order if answer in answers), "warn")
 
 
 def _value_of(part: LayoutMap, pattern: str | None) -> object:
