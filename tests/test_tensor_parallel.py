@@ -971,5 +971,14 @@ def test_an_exception_of_the_model_names_the_shapes_it_was_called_with(mesh_2x4)
     )
 
 
+def test_an_exception_of_a_builder_says_who_called_it(mesh_2x4):
+    def build():
+        raise ValueError("no such size")
+
+    with pytest.raises(ValueError, match="no such size") as caught:
+        tensor_parallel(mesh_2x4, build, IMAGES)
+    assert caught.value.__notes__[-1] == "while tensor_parallel builds the model"
+
+
 def _product(params, x):
     return x @ params["w"]

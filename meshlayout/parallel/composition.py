@@ -168,8 +168,9 @@ def _may_replicate(part: LayoutMap, pattern: str | None) -> bool:
 def _strictest(parts: tuple[LayoutMap, ...]) -> Unused:
     """Returns what to do about unused rules; parts without rules do not count."""
     answers: set[Unused] = {part._arguments()["unused"] for part in parts if part}
-    order: tuple[Unused, ...] = ("error", "warn", "ignore")
-    return next((answer for answer in order if answer in answers), "warn")
+    if "error" in answers:
+        return "error"
+    return "ignore" if answers == {"ignore"} else "warn"
 
 
 def _value_of(part: LayoutMap, pattern: str | None) -> object:

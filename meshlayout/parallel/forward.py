@@ -92,7 +92,8 @@ def _built(
         _checks.has_arrays("model_or_build", model_or_build, **context)
         return model_or_build
     _checks.function("model_or_build", model_or_build, **context)
-    traced = trace(model_or_build)
+    with _checks.noted(f"while {context.get('where', '')} builds the model"):
+        traced = trace(model_or_build)
     _checks.has_arrays("what model_or_build returned", traced.node, **context)
     return traced.rebuild(traced.leaves)
 
