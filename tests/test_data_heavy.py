@@ -787,7 +787,7 @@ def test_two_iterators_over_one_iterable_dataset_do_not_disturb_each_other(mesh,
     assert found["first"] == found["second"] == list(range(160))
     # The dataset keeps the place of one pass only, and there were two.
     again = iter(distribute_dataset(dataset, mesh, global_batch_size=40))
-    with pytest.raises(ml.errors.DataError, match="cannot go to row 160 of epoch 1"):
+    with pytest.raises(ml.errors.DataError, match="cannot seek to row 160 of epoch 1"):
         again.set_state(first.get_state())
 
 
