@@ -4,13 +4,14 @@ import copy
 import pickle
 import time
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen as nn, nnx
 
 import meshlayout as ml
 from models import convnet, mlp, resnet, transformer
@@ -142,6 +143,44 @@ def test_a_map_prints_compares_copies_and_pickles():
     assert "Composition(FsdpRule(axes=('fsdp',), min_bytes=64), 1 rule)" in repr(
         composed
     )
+
+
+class Annotated(nn.Module):
+    """A dense layer whose kernel has names for its axes."""
+
+    annotate: Any
+    names: tuple[str | None, ...]
+
+    @nn.compact
+    def __call__(self, x):
+        init = self.annotate(nn.initializers.lecun_normal(), self.names)
+        return nn.Dense(64, use_bias=False, kernel_init=init)(x)
+
+
+@pytest.mark.parametrize("composed", [False, True])
+@pytest.mark.parametrize(
+    ("annotate", "names", "expected"),
+    [
+        (nn.with_logical_partitioning, ("embed", "mlp"), (None, "batch")),
+        (nn.with_logical_partitioning, ("batch", None), (None, "batch")),
+        (nn.with_logical_partitioning, ("embed", "embed"), (None, "batch")),
+        (nn.with_partitioning, ("embed", "mlp"), (None, "batch")),
+        (nn.with_partitioning, ("model", None), ("model", None)),
+        (nn.with_partitioning, (None, None), (None, None)),
+    ],
+)
+def test_axis_names_without_a_meaning_on_the_mesh_do_not_keep_arrays_whole(
+    annotate, names, expected, composed
+):
+    layouts = ml.parallel.fsdp(GRID, min_bytes=0)
+    if composed:
+        layouts = ml.parallel.compose(ml.parallel.data_parallel(GRID), layouts)
+    module = Annotated(annotate, names)
+    x = jnp.ones((4, 64))
+    tree = jax.eval_shape(lambda: module.init(jax.random.key(0), x))
+    assert list(specs(layouts, tree).values()) == [expected]
+    code = eval(layouts.to_code(tree), {"ml": ml, "mesh": GRID})
+    assert specs(code, tree) == specs(layouts, tree)
 
 
 def test_own_rules_go_on_top():

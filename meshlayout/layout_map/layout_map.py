@@ -80,7 +80,8 @@ class LayoutMap(MutableMapping[str, "Layout | LayoutFunction | Rule"]):
             list with one entry per dim (`...` for any number of unsharded dims), a
             `PartitionSpec`, a `NamedSharding`, a function
             `(path, shape, dtype) -> spec or None`, or a `Rule`.
-        default: The layout of leaves that no pattern matches; replicated if None.
+        default: The layout of leaves that no pattern matches, and whose metadata, if
+            they have any, names no axis that is known here; replicated if None.
         conflict: `"error"`, or `"first"` if the first of several matching rules wins.
         unmatched: `"replicate"` (or the default), or `"error"`. Scalars cannot be
             sharded and are never an error.

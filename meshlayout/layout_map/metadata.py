@@ -8,6 +8,7 @@ that a model written for `nn.logical_axis_rules` gets the same layouts.
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+import jax
 from flax import linen as nn, nnx, struct
 from flax.core import meta
 
@@ -108,6 +109,15 @@ def axis_rules(box: Box, own: Sequence[AxisRule]) -> list[AxisRule]:
     else:
         local = getattr(box, "rules", None)
     return [*own, *(local or ()), *nn.get_logical_axis_rules()]
+
+
+def means_nothing(box: Box, rules: Sequence[AxisRule], mesh: Mesh) -> bool:
+    """Returns whether a leaf has axis names, and none of them has a rule or an axis."""
+    names = [name for name in jax.tree.leaves(logical_axes(box)) if name]
+    known = {name for name, _ in rules}
+    if not isinstance(box, nn.LogicallyPartitioned):
+        known.update(mesh.axis_names)
+    return bool(names) and known.isdisjoint(names)
 
 
 def logical_layout(

@@ -28,6 +28,7 @@ from meshlayout.layout_map.metadata import (
     axis_rules,
     logical_axes,
     logical_layout,
+    means_nothing,
     own_layout_metadata,
 )
 from meshlayout.layout_map.optimizer_states import OptimizerSlot
@@ -245,6 +246,9 @@ class Resolver:
     ) -> "_Decision":
         options = self._options
         rules = axis_rules(box, options.logical_axes or ())
+        has_default = by_rules is None and options.default is not None
+        if has_default and means_nothing(box, rules, options.mesh):
+            return self._by_default(array)
         source = f"logical axes {logical_axes(box)}"
         try:
             layout, notes = logical_layout(box, rules, options.mesh)

@@ -45,7 +45,8 @@ def data_parallel(
     """Returns the map for data parallelism: every device holds the whole model.
 
     Only batches are sharded, over the mesh's batch axes; a step sends the gradients
-    once. Use this while model, gradients and optimizer state fit each device.
+    once. Use this while model, gradients and optimizer state fit each device. Arrays
+    whose own Flax metadata names axes of this mesh are sharded as that says.
 
     Args:
         mesh: The mesh.
@@ -71,7 +72,8 @@ def fsdp(
     Every array of `min_bytes` or more is sharded on one dim, chosen so that the
     compiled program sends the least; its optimizer state and moving average follow.
     Use this when the model does not fit each device whole. Rules for single arrays go
-    on top: `fsdp(mesh) | {"head/kernel": [...]}`.
+    on top: `fsdp(mesh) | {"head/kernel": [...]}`. Arrays whose own Flax metadata names
+    axes of this mesh are sharded as that says.
 
     For hybrid sharding, shards inside a host or slice and replicas across, give the
     axis of the shards: `fsdp(mesh, "fsdp")` on a mesh of `replica` and `fsdp`. Batches
