@@ -4,6 +4,7 @@ import copy
 import functools
 import pathlib
 import pickle
+import re
 import sys
 import time
 
@@ -334,6 +335,63 @@ def test_a_batch_in_another_layout_is_named_by_the_call_that_is_given_it():
         "train_step recompiles: the layout of batch/x changed from ('batch', None) on "
         "(batch=8) to () on (batch=8)."
     ]
+
+
+def other_devices(devices):
+    return ml.create_mesh({"batch": devices}, devices=jax.devices()[4 : 4 + devices])
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_step_runs_where_its_state_was_moved_between_two_calls(devices):
+    step, state, batch = make(devices)
+    for _ in range(2):
+        state, _ = step(state, batch)
+    mesh = other_devices(devices)
+    copy_of_state = jax.tree.map(jnp.copy, state)
+    expected, _ = step(state, batch)
+    state = ml.relayout(copy_of_state, mesh.layout(...))
+    batch = ml.relayout(batch, mesh.layout("batch", ...))
+    state, metrics = step(state, batch)
+    for leaf in jax.tree.leaves((state, metrics)):
+        assert leaf.devices() == set(jax.devices()[4 : 4 + devices])
+    params = zip(*map(jax.tree.leaves, (state.params, expected.params)), strict=True)
+    for leaf, value in params:
+        np.testing.assert_allclose(leaf, value, rtol=1e-6)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_batch_on_other_devices_is_refused_by_every_call(devices):
+    step, state, batch = make(devices)
+    moved = ml.relayout(batch, other_devices(devices).layout("batch", ...))
+    names = [", ".join(f"cpu:{i + j}" for i in range(devices)) for j in (0, 4)]
+    message = (
+        f"train_step: 'batch/x' is on {names[1]}, and the state on {names[0]}. "
+        "Move it with relayout(x, layout)."
+    )
+    for _ in range(3):
+        state, _ = step(state, batch)
+        with pytest.raises(ml.errors.StepError, match=f"^{re.escape(message)}$"):
+            step(state, moved)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_compiled_step_runs_where_its_state_was_moved_and_says_so(devices):
+    @ml.compile_step
+    def step(state, batch):
+        return state + batch.sum(), batch.sum()
+
+    mesh = ml.create_mesh({"batch": devices}, devices=jax.devices()[:devices])
+    state, batch = ml.relayout((jnp.zeros(2), jnp.ones(4)), mesh.layout(...))
+    for _ in range(2):
+        state, _ = step(state, batch)
+    there = other_devices(devices).layout(...)
+    with pytest.raises(ml.errors.StepError, match="'batch' is on cpu:4"):
+        step(state, ml.relayout(batch, there))
+    state, batch = ml.relayout((state, batch), there)
+    with pytest.warns(ml.errors.RecompileWarning, match="state moved from cpu:0"):
+        state, total = step(state, batch)
+    assert state.devices() == total.devices() == set(jax.devices()[4 : 4 + devices])
+    assert state.tolist() == [12.0, 12.0]
 
 
 def test_an_attribute_that_a_state_lacks_is_named():

@@ -6,6 +6,7 @@ the process. So both are described here, by the names of the arguments. A call t
 right and like the one before never comes by.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -85,7 +86,24 @@ def differences(last: CallSignature, now: CallSignature) -> list[str]:
         old, new = layouts.get(name), new_layouts.get(name)
         if old is not None and new is not None and not _same_layout(old, new):
             changes.append(f"the layout of {name} changed from {old} to {new}")
-    return changes
+    return changes or _moves(last, now)
+
+
+def _moves(last: CallSignature, now: CallSignature) -> list[str]:
+    """Returns which arguments are on other devices, in layouts of the same text."""
+    before, after = (
+        {
+            name: argument.layout.device_set
+            for name, argument in labelled(call.names, *call.arguments)
+            if argument.layout is not None
+        }
+        for call in (last, now)
+    )
+    return [
+        f"{name} moved from {_names_text(before[name])} to {_names_text(devices)}"
+        for name, devices in after.items()
+        if before.get(name, devices) != devices
+    ]
 
 
 def structure_text(name: str, old: PyTree, new: PyTree) -> str:
@@ -119,7 +137,11 @@ def devices_text(sharding: Any) -> str:
     """Returns the devices of a sharding, in words."""
     if isinstance(sharding, NamedSharding):
         return f"a mesh ({mesh_text(sharding.mesh)})"
-    names = sorted(str(device) for device in sharding.device_set)
+    return _names_text(sharding.device_set)
+
+
+def _names_text(devices: Iterable[Any]) -> str:
+    names = [str(device) for device in sorted(devices, key=lambda x: x.id)]
     return ", ".join(names[:3]) + ", ..." * (len(names) > 3)
 
 
@@ -155,9 +177,12 @@ def check_arguments(
         if first is None or layout is None:
             continue
         if layout.device_set != first.device_set:
+            here, there = devices_text(layout), devices_text(first)
+            if here == there:  # meshes of the same axes
+                here, there = map(_names_text, (layout.device_set, first.device_set))
             msg = (
-                f"{name}: {path!r} is on {devices_text(layout)}, and the "
-                f"state on {devices_text(first)}. Move it with relayout(x, layout)."
+                f"{name}: {path!r} is on {here}, and the state on {there}. Move it "
+                "with relayout(x, layout)."
             )
             raise StepError(msg)
 

@@ -229,6 +229,8 @@ class CompiledStep(StepInspection, Generic[P, R]):
             rest = (args[1:], kwargs)
             structure = program.signature.structure
             state = args[0] if structure is None else program.flattened(args[0])
+            if program.is_elsewhere(jax.tree.leaves((state, rest))):
+                raise Retrace
             if program.is_spread and may_be_donated_twice(state, rest):
                 check_memory(self._name, self._names, args, kwargs)
             result = program.jitted(static, state, rest)

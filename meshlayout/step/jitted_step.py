@@ -326,6 +326,7 @@ class JittedStep:
         is_spread: Whether it runs on several devices. JAX may end the process there
             for memory that is donated twice or was used up, so arguments are checked.
         is_bounded: Whether these are CPU devices, which bound what is in flight.
+        checked: Layouts known to be on the program's devices.
     """
 
     signature: LayoutSignature
@@ -335,6 +336,7 @@ class JittedStep:
     is_loose: bool
     is_spread: bool
     is_bounded: bool
+    checked: set[Any] = field(default_factory=set)
 
     @classmethod
     def of(
@@ -383,6 +385,24 @@ class JittedStep:
 
         seen.clear()
         return replace(program, jitted=_jit(mended, name, signature))
+
+    def is_elsewhere(self, leaves: Sequence[Leaf]) -> bool:
+        """Returns, fast, whether an array is bound to other devices than the program's.
+
+        `jax.jit` compares how arrays are sharded, not where, and would copy such an
+        array to the program's devices at every call and leave the results there.
+        """
+        try:
+            if self.checked.issuperset([leaf.sharding for leaf in leaves]):
+                return False
+        except AttributeError:
+            pass  # NumPy arrays, numbers, tracers
+        devices = self.signature.devices
+        layouts = {layout_of(leaf) for leaf in leaves} - {None}
+        if any(layout.device_set != devices for layout in layouts if devices):
+            return True
+        self.checked.update(layouts)
+        return False
 
     def flattened(self, state: PyTree) -> Any:
         """Returns a state as the function takes it.

@@ -312,8 +312,8 @@ def repeat_of(
     """Returns a function that repeats a call with other arrays, where that is safe.
 
     It checks only what `jax.jit` would not notice, or would end the process for.
-    Whatever else is new makes JAX raise before anything has run (another structure or
-    layout), or trace (other shapes), which the compiled step refuses.
+    Whatever else is new makes JAX raise before anything has run (another structure), or
+    trace (other shapes), which the compiled step refuses.
 
     Args:
         compiled: The compiled step that was called.
@@ -332,14 +332,15 @@ def repeat_of(
     structure = jitted_step.signature.structure
     flatten = jax.tree_util.default_registry.flatten  # jax.tree.flatten, in C++
     leaves, _ = flatten(arguments[0])
-    if structure is None or None in map(layout_of, leaves):
+    # A batch on the host has none: it is checked and placed first.
+    layouts = [layout_of(leaf) for leaf in leaves]
+    if structure is None or None in layouts:
         return None
-    # A batch on the host has other types: it is checked and placed first.
-    types = [*map(type, leaves)]
     weights = get_weights(arguments[0], key)
     indices = [index for index, leaf in enumerate(leaves) if leaf is weights]
     jitted, metrics_def = jitted_step.jitted, start.treedef
     is_spread, is_bounded = jitted_step.is_spread, jitted_step.is_bounded
+    is_elsewhere = jitted_step.is_elsewhere
     marked, waiting = _batches.marked_weights, reports.waiting
     has_clock, empty = start.has_clock, start.leaves
     create, set_attribute = object.__new__, object.__setattr__
@@ -351,7 +352,12 @@ def repeat_of(
         if waiting:
             reports.check(wait=False)
         rows, _ = flatten(batch)
-        if [*map(type, rows)] != types or type(state) is not TrainState:
+        try:
+            # On other devices, jit would copy the batch to those of the program.
+            is_other = [x.sharding for x in rows] != layouts
+        except AttributeError:
+            return None
+        if is_other or type(state) is not TrainState:
             return None
         if metrics is None and not has_clock:
             sums = empty
@@ -365,7 +371,9 @@ def repeat_of(
         if flat is None or flat[1] is not structure:
             arrays = structure.flatten(state)
             rest = (rows, sums)
-            if arrays is None or (is_spread and may_be_donated_twice(arrays, rest)):
+            if arrays is None or is_elsewhere(arrays):
+                return None
+            if is_spread and may_be_donated_twice(arrays, rest):
                 return None
         elif flat[2]:
             arrays = flat[0]
