@@ -669,6 +669,19 @@ def test_budgets_of_bytes_are_checked(mesh, column_sum):
             expect(column_sum, *arguments, max_wire_bytes=bad)
 
 
+@pytest.mark.parametrize("bad", [math.nan, -1, 0, "x", object(), True, [], {"": 1}])
+def test_counts_in_loops_and_flags_that_are_neither_are_refused(mesh, column_sum, bad):
+    arguments = arguments_of(mesh, "model", None)
+    expect = ml.testing.expect_communication
+    with pytest.raises(ml.testing.VerificationError):
+        expect(column_sum, *arguments, in_loops=bad)
+    with pytest.raises(ml.testing.VerificationError):
+        expect(column_sum, *arguments, max_wire_bytes={"": bad})
+    if bad is not True:
+        with pytest.raises(ml.testing.VerificationError, match="only must be True"):
+            expect(column_sum, *arguments, all_reduce=1, only=bad)
+
+
 def test_records_are_values(mesh):
     [one] = read_communication(ASYNCHRONOUS, mesh).by("module")["Net/head"].collectives
     assert isinstance(one, Collective)

@@ -14,11 +14,13 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlayout import _jax
 from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout.errors import StepError
 from meshlayout.state import TrainState
+from meshlayout.step.placement import layout_of
 from meshlayout.step.updates import in_device_memory
 
 
@@ -61,7 +63,18 @@ def stack(batches: list[Any]) -> Stacked:
                 f"and the first one {shapes[0]}."
             )
             raise StepError(msg)
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batches)):
+        return Stacked(jax.tree.map(_stacked_shape, *batches))
     return Stacked(_stacked(batches))
+
+
+def _stacked_shape(*leaves: Leaf) -> jax.ShapeDtypeStruct:
+    """Returns what stacking arrays would give, in the layout it would have."""
+    first, layout = leaves[0], layout_of(leaves[0])
+    if isinstance(layout, NamedSharding):
+        layout = NamedSharding(layout.mesh, PartitionSpec(None, *layout.spec))
+    shape = (len(leaves), *jnp.shape(first))
+    return jax.ShapeDtypeStruct(shape, first.dtype, sharding=layout)
 
 
 def _check_any(batches: list[Any]) -> None:

@@ -208,15 +208,18 @@ def place_host_batch(state: TrainState, batch: Batch, dim: int = 0) -> Batch:
             return leaf
         spec: list[Any] = [None] * np.ndim(leaf)
         spec[dim] = axes
-        return relayout(leaf, NamedSharding(mesh, PartitionSpec(*spec)))
+        layout = NamedSharding(mesh, PartitionSpec(*spec))
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout)
+        return relayout(leaf, layout)
 
     return jax.tree.map(placed, batch)
 
 
 def _is_placed(leaf: Leaf) -> bool:
-    if isinstance(leaf, (Tracer, jax.ShapeDtypeStruct)):
-        return True
-    return _jax.is_committed(leaf)
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.sharding is not None
+    return isinstance(leaf, Tracer) or _jax.is_committed(leaf)
 
 
 def note_if_replicated(state: PyTree, batch: Batch) -> None:

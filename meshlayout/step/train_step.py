@@ -329,14 +329,17 @@ class TrainStep(StepInspection):
             call = self._program_call(state, batch)
             return self._dispatch(*call, metrics, is_lowered=True)
 
-    def memory(self, state: TrainState, batch: Batch) -> StepMemory:
+    def memory(
+        self, state: TrainState, batch: Batch, metrics: Metrics | None = None
+    ) -> StepMemory:
         """Returns the bytes that the compiled step takes on each device.
 
         Args:
             state: A state; nothing is run, and it is not used up.
             batch: The global batch.
+            metrics: As for a call.
         """
-        memory = super().memory(state, batch)
+        memory = super().memory(state, batch, metrics)
         trainable = self._plan.update.trainable_in(state.params)
         gradients = shard_bytes(trainable.chosen(jax.tree.leaves(state.params)))
         memory = replace(memory, gradient_bytes=gradients)
@@ -344,7 +347,7 @@ class TrainStep(StepInspection):
             return memory
         plan = replace(self._plan, loss=replace(self._plan.loss, remat=()))
         without = TrainStep(plan, self._layouts, self._on_recompile)
-        more = without.memory(state, batch).temporary_bytes
+        more = without.memory(state, batch, metrics).temporary_bytes
         return replace(memory, saved_bytes=more - memory.temporary_bytes)
 
     @property

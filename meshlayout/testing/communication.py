@@ -33,7 +33,8 @@ def expect_communication(
         in_loops: Counts of those inside a loop, by kind; a gradient's all-reduce in
             the scan over microbatches is one.
         max_wire_bytes: The most bytes that each device may send in one run, loops
-            counted in full: of all kinds together, or a dict from kind to bytes.
+            counted in full: of all kinds together, or a dict from kind to bytes. A loop
+            whose length is unknown counts as one iteration.
         **counts: Counts by kind: `all_reduce`, `all_gather`, `reduce_scatter`,
             `all_to_all`, `collective_permute`, `ragged_all_to_all`,
             `collective_broadcast`. A collective in a loop counts once.
@@ -58,24 +59,20 @@ def expect_communication(
         >>> found["all_reduce"], found.in_loops["all_reduce"]
         (1, 0)
     """
-    expected, expected_in_loops = dict(counts), dict(in_loops or {})
-    budgets = max_wire_bytes
-    if budgets is not None and not isinstance(budgets, Mapping):
-        budgets = {"": _checks.count("max_wire_bytes", budgets, **_BYTES)}
-    budgets = dict(budgets or {})
-    for kind, count in (
-        *expected.items(),
-        *expected_in_loops.items(),
-        *((kind, n) for kind, n in budgets.items() if kind != ""),
-    ):
-        if kind not in KINDS:
-            msg = (
-                f"{kind!r} is not a kind of collective; the kinds are "
-                f"{', '.join(KINDS)}.{did_you_mean(kind, KINDS)}"
-            )
-            raise VerificationError(msg)
-        _checks.count(kind, count, **_BYTES)
-    if only:
+    if in_loops is not None and not isinstance(in_loops, Mapping):
+        msg = (
+            "in_loops takes a dict from kinds of collectives to counts, and got "
+            f"{_checks.shown(in_loops)}."
+        )
+        raise VerificationError(msg)
+    expected, expected_in_loops = _by_kind(counts), _by_kind(in_loops or {})
+    if isinstance(max_wire_bytes, Mapping):
+        budgets = _by_kind(max_wire_bytes)
+    elif max_wire_bytes is not None:
+        budgets = {"": _checks.count("max_wire_bytes", max_wire_bytes, **_BYTES)}
+    else:
+        budgets = {}
+    if _checks.flag("only", only, error=VerificationError):
         expected = dict.fromkeys(KINDS, 0) | expected
     sent = _sent_by(program, args)
     wrong = [
@@ -90,6 +87,18 @@ def expect_communication(
 
 
 _BYTES: Any = {"at_least": 0, "error": VerificationError}
+
+
+def _by_kind(numbers: Mapping[str, int]) -> dict[str, int]:
+    """Returns counts or bytes by kind, checked."""
+    for kind in numbers:
+        if kind not in KINDS:
+            msg = (
+                f"{kind!r} is not a kind of collective; the kinds are "
+                f"{', '.join(KINDS)}.{did_you_mean(kind, KINDS)}"
+            )
+            raise VerificationError(msg)
+    return {kind: _checks.count(kind, n, **_BYTES) for kind, n in numbers.items()}
 
 
 def _unlike(sent: Communication, expected: Mapping[str, int], where: str) -> list[str]:
