@@ -359,7 +359,7 @@ def test_the_second_part_shards_what_the_first_left():
         f"[batch, model] by part 2, {fsdp}"
     )
     assert found["down/bias"].note == (
-        "[model] by part 1, bias; whole: smaller than min_bytes=512"
+        "[model] by part 1, bias; not sharded further: smaller than min_bytes=512"
     )
     assert layouts.explain(tree).dead_rules == {}
 

@@ -181,8 +181,9 @@ class FsdpRule:
         )
         if not shape or self.mesh.axis_size(self.axes) == 1:
             return specs, None
+        state = "not sharded further" if taken > 1 else "whole"
         if math.prod(shape) * _jax.itemsize(dtype) < self.min_bytes * taken:
-            return specs, f"whole: smaller than min_bytes={self.min_bytes}"
+            return specs, f"{state}: smaller than min_bytes={self.min_bytes}"
         # A dim that is sharded already is the last choice: it gets smaller still.
         dims = sorted(self._dims(path, shape), key=lambda dim: specs[dim] is not None)
         sharded, reason = shard_further(
@@ -190,7 +191,7 @@ class FsdpRule:
         )
         if reason and len(dims) < len(shape):
             reason += "; sharded by another, a lookup table shards every activation"
-        return sharded, f"whole: {reason}" if reason else None
+        return sharded, f"{state}: {reason}" if reason else None
 
     def _dims(self, path: str, shape: tuple[int, ...]) -> Iterable[int]:
         """Returns the dims that may be sharded, in order of preference."""
