@@ -103,10 +103,10 @@ class Model:
             build = lambda: module.init(jax.random.key(0), sample)  # noqa: E731
         return ml.TrainState.describe(build, OPTIMIZER, layouts, module=module)
 
-    def step(self) -> Any:
+    def step(self, activations: ml.LayoutMap | None = None) -> Any:
         """Returns a compiled train step."""
         if self.call is None:
-            return ml.make_train_step(self._flax_loss())
+            return ml.make_train_step(self._flax_loss(), layouts=activations)
         call = self.call
 
         def step(state: Any, batch: Any) -> Any:
@@ -118,7 +118,7 @@ class Model:
             params = optax.apply_updates(state["params"], updates)
             return {"params": params, "opt_state": opt_state}, {"loss": loss}
 
-        return ml.compile_step(step)
+        return ml.compile_step(step, layouts=activations)
 
     def _flax_loss(self) -> Callable[..., Any]:
         if isinstance(self.module, resnet.LinenResNet):
@@ -261,7 +261,9 @@ def test_optimizer_state_follows_its_parameters(name, rule):
 # What is sent.
 
 
-def sent(model: Model, layouts: ml.LayoutMap) -> Any:
+def sent(
+    model: Model, layouts: ml.LayoutMap, activations: ml.LayoutMap | None = None
+) -> Any:
     """Returns what a step sends, compiled for the mesh of the layouts."""
     layout = layouts.mesh.layout("batch", ...)
     batch = {
@@ -270,7 +272,8 @@ def sent(model: Model, layouts: ml.LayoutMap) -> Any:
         )
         for name, x in model.batch().items()
     }
-    return model.step().communication(model.describe(layouts).abstract, batch)
+    step = model.step(activations)
+    return step.communication(model.describe(layouts).abstract, batch)
 
 
 def sent_by(name: str, rule: str, mesh: ml.Mesh | None = None) -> Any:
@@ -405,25 +408,37 @@ def test_on_a_tpu_slice_fsdp_sends_no_more_than_a_hand_written_map(name, rule):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gpt, listed",
-        "transformer, linen",
-        pytest.param(
-            "gpt, scanned",
-            marks=pytest.mark.xfail(
-                strict=True,
-                reason="XLA shards what the loop carries by features, not by rows",
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("name", ["gpt, listed", "transformer, linen"])
 def test_on_a_tpu_slice_fsdp_sends_each_layers_weights_three_times_at_most(name):
     """Gathers them forward and backward, and scatters the sums of their gradients."""
     pytest.importorskip("libtpu")
-    layouts = ml.parallel.fsdp(create_slice_mesh(batch=8))
-    two, three = (sent(large(name, n), layouts) for n in (2, 3))
+    assert_weights_are_sent_three_times(
+        name, ml.parallel.fsdp(create_slice_mesh(batch=8))
+    )
+
+
+@pytest.mark.slow
+def test_scanned_layers_do_so_where_what_the_loop_carries_is_constrained(monkeypatch):
+    """Else XLA shards it as the weights' features, and moves every activation."""
+    pytest.importorskip("libtpu")
+    apply_layer = gpt.apply_layer
+
+    def constrained(params, x):
+        x = apply_layer(params, ml.constrain(x, "residual"))
+        return ml.constrain(x, "residual")
+
+    monkeypatch.setattr(gpt, "apply_layer", constrained)
+    mesh = create_slice_mesh(batch=8)
+    activations = ml.LayoutMap(mesh, {"residual": ("batch", ...)})
+    assert_weights_are_sent_three_times(
+        "gpt, scanned", ml.parallel.fsdp(mesh), activations
+    )
+
+
+def assert_weights_are_sent_three_times(
+    name: str, layouts: ml.LayoutMap, activations: ml.LayoutMap | None = None
+) -> None:
+    two, three = (sent(large(name, n), layouts, activations) for n in (2, 3))
     weights = num_bytes(large(name, 3)) - num_bytes(large(name, 2))
     assert three.wire_bytes - two.wire_bytes <= 3 * 7 / 8 * weights
     assert three["reduce_scatter"]

@@ -75,6 +75,11 @@ def fsdp(
     on top: `fsdp(mesh) | {"head/kernel": [...]}`. Arrays whose own Flax metadata names
     axes of this mesh are sharded as that says.
 
+    For layers in a `scan`, constrain what the loop carries to the batch's axes, as
+    `ml.constrain(x, "residual")` in the model, and give the step a map for activations:
+    `layouts=LayoutMap(mesh, {"residual": ("batch", ...)})`. XLA may otherwise shard it
+    like the weights' features, and then moves every activation.
+
     For hybrid sharding, shards inside a host or slice and replicas across, give the
     axis of the shards: `fsdp(mesh, "fsdp")` on a mesh of `replica` and `fsdp`. Batches
     are always sharded over all batch axes, here both.
