@@ -163,9 +163,10 @@ def test_channels_of_grouped_convolutions_stay_whole_and_say_so(mesh_2x4):
     found = cut_dims(layouts, tree)
     cut = {path: dim for path, dim in found.items() if dim is not None}
     assert cut == {"a/kernel": 3, "a/bias": 0, "b/kernel": 2}
-    assert note_of(layouts, tree, "expand/kernel") == (
-        "whole; dim 3 of 64: a grouped convolution takes it apart"
-    )
+    for path in ("expand/kernel", "depthwise/kernel"):
+        assert note_of(layouts, tree, path) == (
+            "whole; dim 3 of 64: a grouped convolution takes it apart"
+        )
 
 
 # Models of other shapes, as plain pytrees.

@@ -212,8 +212,10 @@ class Candidates:
             for dim, factors in enumerate(self.params[index].array.dims)
             if factors
         ]
+        refusals = [each.refusal for _, each in dims]
         dims = [(dim, each) for dim, each in dims if each.refusal not in _OBVIOUS]
-        if len(dims) < (1 if self.multiplied >> index & 1 else 2):
+        is_kernel = self.multiplied >> index & 1 or WINDOW in refusals
+        if len(dims) < (1 if is_kernel else 2):
             return None, ""
         array = self.params[index].array
         reasons: list[str] = []
