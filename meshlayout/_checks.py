@@ -60,6 +60,11 @@ def shown(value: Any) -> str:
         return text if len(text) <= _LONGEST_REPR else f"{text[:_LONGEST_REPR]}..."
     if isinstance(value, (tuple, list, dict, set)) and len(text := repr(value)) <= 40:
         return text
+    return type_text(value)
+
+
+def type_text(value: Any) -> str:
+    """Returns the name of a value's type with its article, as `"an int"`."""
     name = type(value).__name__
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
 

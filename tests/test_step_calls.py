@@ -374,6 +374,25 @@ def test_a_batch_on_other_devices_is_refused_by_every_call(devices):
             step(state, moved)
 
 
+@pytest.mark.parametrize("kind", ["train_step", "eval_step", "predict"])
+def test_a_batch_on_other_devices_or_in_another_order_is_refused_in_words(kind):
+    _, state, batch = make(2)
+    step = {
+        "train_step": lambda: ml.make_train_step(loss_fn),
+        "eval_step": lambda: ml.make_eval_step(loss_fn),
+        "predict": lambda: ml.make_predict_step(lambda model, batch: model(batch["x"])),
+    }[kind]
+    for ids in ((4, 5), (1, 0)):
+        devices = [jax.devices()[index] for index in ids]
+        mesh = ml.create_mesh({"batch": 2}, devices=devices)
+        message = (
+            f"{kind}: 'batch/x' is on cpu:{ids[0]}, cpu:{ids[1]}, and the state on cpu:0, "
+            "cpu:1. Move it with relayout(x, layout)."
+        )
+        with pytest.raises(ml.errors.StepError, match=f"^{re.escape(message)}$"):
+            step()(state, ml.relayout(batch, mesh.layout("batch", ...)))
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_compiled_step_runs_where_its_state_was_moved_and_says_so(devices):
     @ml.compile_step

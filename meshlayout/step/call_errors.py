@@ -13,6 +13,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
+from meshlayout import _checks
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout.errors import StepError
 from meshlayout.step.jitted_step import CallSignature, is_deleted, named_leaves
@@ -93,7 +94,7 @@ def _moves(last: CallSignature, now: CallSignature) -> list[str]:
     """Returns which arguments are on other devices, in layouts of the same text."""
     before, after = (
         {
-            name: argument.layout.device_set
+            name: _devices(argument.layout)
             for name, argument in labelled(call.names, *call.arguments)
             if argument.layout is not None
         }
@@ -125,7 +126,7 @@ def what(value: object) -> str:
     """Returns what kind of thing a value is, with its article."""
     if isinstance(value, tuple):
         return f"a tuple of {len(value)}"
-    return f"a {type(value).__name__}"
+    return _checks.type_text(value)
 
 
 def is_array_like(leaf: Leaf) -> bool:
@@ -137,11 +138,19 @@ def devices_text(sharding: Any) -> str:
     """Returns the devices of a sharding, in words."""
     if isinstance(sharding, NamedSharding):
         return f"a mesh ({mesh_text(sharding.mesh)})"
-    return _names_text(sharding.device_set)
+    return _names_text(_devices(sharding))
+
+
+def _devices(sharding: Any) -> list[Any]:
+    """Returns the devices of a sharding in their order, which jit compares, too."""
+    if isinstance(sharding, NamedSharding):
+        mesh: Any = sharding.mesh
+        return [*mesh.devices.flat]
+    return sorted(sharding.device_set, key=lambda x: x.id)
 
 
 def _names_text(devices: Iterable[Any]) -> str:
-    names = [str(device) for device in sorted(devices, key=lambda x: x.id)]
+    names = [str(device) for device in devices]
     return ", ".join(names[:3]) + ", ..." * (len(names) > 3)
 
 
@@ -156,7 +165,7 @@ def check_arguments(
     for path, leaf in named_leaves(args[0]):
         if not is_array_like(leaf):
             msg = (
-                f"{name}: the state's {path!r} is a {type(leaf).__name__}, "
+                f"{name}: the state's {path!r} is {what(leaf)}, "
                 "not an array. Keep it out of the state, or in a static field."
             )
             raise StepError(msg)
@@ -165,26 +174,28 @@ def check_arguments(
         if not is_array_like(leaf):
             argument = path.partition("/")[0]
             msg = (
-                f"{name}: {path!r} is {leaf!r}, a {type(leaf).__name__} and "
+                f"{name}: {path!r} is {leaf!r}, {what(leaf)} and "
                 "not an array. Name what the program depends on when you compile it: "
                 f"compile_step(static_argnames={argument!r})."
             )
             raise StepError(msg)
-    layouts = (x for x in map(layout_of, jax.tree.leaves(args[0])) if x is not None)
-    first: Any = next(layouts, None)
-    for path, leaf in rest:
-        layout = layout_of(leaf)
-        if first is None or layout is None:
+    # Steps that donate nothing have an empty state here, and theirs among the rest.
+    state = [("state", leaf) for leaf in jax.tree.leaves(args[0])]
+    layouts = [(path, layout_of(leaf)) for path, leaf in [*state, *rest]]
+    layouts = [(path, layout) for path, layout in layouts if layout is not None]
+    owner, first = layouts[0] if layouts else ("", None)
+    owner = "the state" if owner.partition("/")[0] == "state" else repr(owner)
+    for path, layout in layouts:
+        if path == "state" or _devices(layout) == _devices(first):
             continue
-        if layout.device_set != first.device_set:
-            here, there = devices_text(layout), devices_text(first)
-            if here == there:  # meshes of the same axes
-                here, there = map(_names_text, (layout.device_set, first.device_set))
-            msg = (
-                f"{name}: {path!r} is on {here}, and the state on {there}. Move it "
-                "with relayout(x, layout)."
-            )
-            raise StepError(msg)
+        here, there = devices_text(layout), devices_text(first)
+        if here == there:  # meshes of the same axes
+            here, there = (_names_text(_devices(x)) for x in (layout, first))
+        msg = (
+            f"{name}: {path!r} is on {here}, and {owner} on {there}. Move it with "
+            "relayout(x, layout)."
+        )
+        raise StepError(msg)
 
 
 def check_memory(

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshlayout import _jax, losses
+from meshlayout import _checks, _jax, losses
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout.errors import MetricError, StepError
 from meshlayout.metrics import Last, Mean, Metrics, Sum, Throughput, adapt
@@ -402,8 +402,8 @@ def check_metrics(name: str, given: Any, empty: Metrics) -> None:
     """Raises StepError unless metrics to add to are those of this step."""
     if not isinstance(given, Metrics):
         msg = (
-            f"{name}: metrics to add to are what an earlier call returned; got a "
-            f"{type(given).__name__}."
+            f"{name}: metrics to add to are what an earlier call returned; got "
+            f"{_checks.type_text(given)}."
         )
         raise StepError(msg)
     if tuple(given) != tuple(empty):
