@@ -575,6 +575,26 @@ def test_a_diff_shows_what_other_layouts_send(mesh, column_sum):
     assert both.diff(rows).wire_bytes == -diff.wire_bytes
 
 
+def test_reports_are_equal_where_their_collectives_are():
+    def scattered(length):
+        x = jax.ShapeDtypeStruct((length,), "float32")
+        mesh = jax.make_mesh((8,), ("x",), (jax.sharding.AxisType.Auto,))
+        spec = jax.sharding.PartitionSpec("x")
+        add = jax.shard_map(
+            lambda x: jax.lax.psum_scatter(x, "x", tiled=True),
+            mesh=mesh,
+            in_specs=jax.sharding.PartitionSpec(),
+            out_specs=spec,
+            check_vma=False,
+        )
+        return ml.hlo.read_communication(jax.jit(add).lower(x).compile())
+
+    small, large = scattered(64), scattered(128)
+    assert dict(small) == dict(large) == large
+    assert small != large
+    assert {small, large, scattered(64)} == {small, large}
+
+
 def test_a_lock_fails_when_a_layout_adds_a_collective(mesh, column_sum):
     sent = column_sum.communication(*arguments_of(mesh, None, None))
     lock = sent.to_lock()

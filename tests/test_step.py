@@ -472,7 +472,7 @@ def shared_module():
 REFUSED = {
     "not a function": (
         lambda: ml.compile_step(3),
-        "compile_step takes a function, and got a int.",
+        "compile_step takes a function, and got 3.",
     ),
     "no arguments": (
         lambda: ml.compile_step(lambda: 1),
@@ -485,7 +485,7 @@ REFUSED = {
     ),
     "bad map": (
         lambda: ml.compile_step(doubled, layouts={"w": None}),
-        "layouts= takes a LayoutMap, and got a dict.",
+        "layouts must be a LayoutMap, got {'w': None}.",
     ),
     "unknown static name": (
         lambda: ml.compile_step(doubled, static_argnames="bach"),

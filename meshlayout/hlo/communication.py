@@ -79,6 +79,14 @@ class Communication(Mapping[str, int]):
     def __len__(self) -> int:
         return len(KINDS)
 
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Communication):
+            return self.collectives == other.collectives
+        return super().__eq__(other)  # a mapping of the same counts
+
+    def __hash__(self) -> int:
+        return hash(self.collectives)
+
     def __str__(self) -> str:
         if not self.collectives:
             return "The program has no collectives."

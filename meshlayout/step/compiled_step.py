@@ -127,7 +127,7 @@ def check_options(on_recompile: OnRecompile, layouts: LayoutMap | None) -> None:
     """Raises StepError unless these are options of `compile_step`."""
     _checks.choice("on_recompile", on_recompile, get_args(OnRecompile), error=StepError)
     if layouts is not None and not isinstance(layouts, LayoutMap):
-        msg = f"layouts= takes a LayoutMap, and got a {type(layouts).__name__}."
+        msg = f"layouts must be a LayoutMap, got {_checks.shown(layouts)}."
         raise StepError(msg)
 
 
@@ -156,7 +156,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         layouts: LayoutMap | None,
     ) -> None:
         if not callable(step):
-            msg = f"compile_step takes a function, and got a {type(step).__name__}."
+            msg = f"compile_step takes a function, and got {_checks.shown(step)}."
             raise StepError(msg)
         functools.update_wrapper(self, step)
         self._step = step
