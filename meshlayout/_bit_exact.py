@@ -187,7 +187,7 @@ _REORDERINGS = ("reshape", "squeeze", "expand_dims", "concatenate", "stack")
 def _operand_specs(eqn: Equation, sharding: NamedSharding) -> list[Any] | None:
     """Returns how an operand must be sharded so that no element has to move.
 
-    Returns None for other operations, or if there is no such sharding.
+    Returns None for operations of other kinds, and if every sharding moves elements.
     """
     name, shape = eqn.primitive.name, eqn.invars[0].aval.shape
     specs = [*sharding.spec, *[None] * (eqn.outvars[0].aval.ndim - len(sharding.spec))]

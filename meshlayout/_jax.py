@@ -475,8 +475,8 @@ def shard_placer(
 
     It takes one shard per device of this process, in the order of
     `sharding.addressable_devices_indices_map(shape)`. `jax.make_array_from_callback`
-    does the same with more work in Python for every shard; this is one call for all
-    devices, which counts for each batch of a dataset. tests/test_arrays.py notices.
+    does the same with more Python work per shard. This is one call for all devices,
+    which matters because every batch passes here. tests/test_arrays.py notices.
     """
     aval = jax_core.ShapedArray(shape, dtype)
     aval = jax_core.update_aval_with_sharding(aval, sharding)

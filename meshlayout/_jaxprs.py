@@ -76,7 +76,7 @@ def without_sharding_types(closed: Any) -> Any:
     On Explicit axes, the default of `jax.make_mesh`, every traced value has a sharding
     in its type, some operations have one among their parameters, and JAX refuses
     operands of any other type. This removes shardings from types and parameters, and
-    the operations that only reshard values, in inner jaxprs, too. It relies on the
+    the operations that only reshard values, also in inner jaxprs. It relies on the
     classes of jaxprs; if they change, tests/test_create_under_a_mesh.py notices. A
     jaxpr without Explicit axes is returned unchanged.
     """

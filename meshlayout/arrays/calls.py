@@ -25,7 +25,7 @@ def call_with_layout(
 ) -> Any:
     """Calls a function so that its results are created in a layout.
 
-    Use this to create an array for which there is no function here, such as
+    Use this for arrays that no other function of `ml.arrays` creates, such as
     `jnp.eye`. The function is compiled, and no device ever holds a full result.
     Arguments with arrays are traced; all others (shapes, dtypes, numbers) are compiled
     in, so that a function is compiled once for the same ones.

@@ -2,8 +2,8 @@
 
 JAX's `device_put` does most moves, but not all: some versions cannot leave Explicit
 axes, none moves PRNG keys between processes or promises not to share memory, and inside
-jit it is a constraint. The order of cases in `move` matters: each relies on those above
-having returned.
+jit it is a constraint. The order of cases in `move` matters: each assumes that those
+above did not apply.
 """
 
 import functools

@@ -290,7 +290,7 @@ def failure_reported(agreement: Agreement | None, topic: str) -> Iterator[None]:
 
 
 def _failure(error: Exception) -> dict[str, str]:
-    """Returns what a process that has failed sends instead of its value."""
+    """Returns the message that a failed process sends instead of its value."""
     is_own = isinstance(error, MeshLayoutError)
     return {_FAILED: str(error) if is_own else f"{type(error).__name__}: {error}"}
 

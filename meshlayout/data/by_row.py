@@ -236,7 +236,7 @@ class RowReader:
         return [np.concatenate(column) for column in zip(*columns, strict=True)]
 
     def _indices(self, position: Position) -> list[tuple[int, np.ndarray]]:
-        """Returns what to read for the next batch: row indices, by epoch."""
+        """Returns the row indices of the next batch, by epoch."""
         if self._num_batches is None:
             epochs, orders = np.divmod(position.row + self._cut.kept, self._num_rows)
             epochs += position.epoch

@@ -173,4 +173,5 @@ def leaf_array(path: str, leaf: Leaf) -> np.ndarray:
             "first example. Give every example the same leaves."
         )
         raise DataError(msg)
-    return leaf if isinstance(leaf, np.generic) else as_array(path, leaf)  # type: ignore[return-value]
+    array: Any = leaf if isinstance(leaf, np.generic) else as_array(path, leaf)
+    return array  # a NumPy number is stacked as an array without dims is

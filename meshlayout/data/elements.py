@@ -45,8 +45,8 @@ class ElementReader:
         The number is None for a single example, to which a dim for the rows is added.
 
         Raises:
-            DataError: If there is no such element, or it could be an example or a
-                batch.
+            DataError: If no element has rows, or the first could be an example as well
+                as a batch.
         """
         try:
             if self._first is None:

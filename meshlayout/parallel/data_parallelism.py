@@ -69,8 +69,8 @@ def fsdp(
 ) -> LayoutMap:
     """Returns the map for fully sharded data parallelism (ZeRO stage 3).
 
-    Every array of `min_bytes` or more is sharded on one dim, chosen so that the
-    compiled program sends the least; its optimizer state and moving average follow.
+    Every array of `min_bytes` or more is sharded on one dim, which its shape decides
+    (see the top of this file); its optimizer state and moving average follow.
     Use this when the model does not fit each device whole. Rules for single arrays go
     on top: `fsdp(mesh) | {"head/kernel": [...]}`. Arrays whose own Flax metadata names
     axes of this mesh are sharded as that says.
