@@ -8,7 +8,7 @@ import math
 import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, overload, runtime_checkable
 
 import jax
 import numpy as np
@@ -100,10 +100,23 @@ class Shards:
         return f"Numbers in the blocks are ids of {self.platform.upper()} devices."
 
 
+@runtime_checkable
+class HasCurves(Protocol):
+    """An object with values by epoch to draw: a `History`, unknown to this module."""
+
+    def plot(self) -> _render.Curves:
+        """Returns the curves of all metrics."""
+        ...
+
+
+@overload
+def visualize(value: HasCurves) -> _render.Curves: ...
+@overload
 def visualize(
     value: Layout | Sharding | jax.Array | jax.ShapeDtypeStruct | nnx.Variable[Any],
     shape: Sequence[int] | None = None,
-) -> Shards:
+) -> Shards: ...
+def visualize(value: Any, shape: Sequence[int] | None = None) -> Any:
     """Returns a picture of which device holds which part of an array.
 
     Use this to check a layout before or after creating an array. Nothing is moved or
@@ -111,7 +124,8 @@ def visualize(
 
     Args:
         value: A `jax.Array`, an NNX variable, a `jax.ShapeDtypeStruct` with a
-            sharding, or a layout or a sharding together with `shape`.
+            sharding, or a layout or a sharding together with `shape`. Also a `History`,
+            whose curves are drawn as by `history.plot()`.
         shape: Shape of the whole array; only for a layout or a sharding.
 
     Raises:
@@ -131,6 +145,8 @@ def visualize(
         4 shards of shape (4, 2), on 2 devices each. Numbers in the blocks are ids of
         CPU devices.
     """
+    if isinstance(value, HasCurves) and shape is None:
+        return value.plot()
     if isinstance(value, (Layout, Sharding)):
         if shape is None:
             kind = "layout" if isinstance(value, Layout) else "sharding"

@@ -6,6 +6,7 @@ from typing import Any
 
 from meshlayout import _checks, _render
 from meshlayout._render.consoles import notebook_shell
+from meshlayout._render.curves import Curves
 from meshlayout._render.tables import html_block, html_line
 from meshlayout.errors import MeshLayoutError, did_you_mean
 
@@ -82,6 +83,28 @@ class History(Mapping[str, list[Any]]):
     def to_dict(self) -> dict[str, list[Any]]:
         """Returns copies of the lists of values, by name."""
         return {name: list(values) for name, values in self._values.items()}
+
+    def plot(self, *names: str) -> Curves:
+        """Returns the curves of metrics by epoch, to print or as a notebook's result.
+
+        A metric and its `val_` share a panel. Values that are not finite, and metrics
+        that have dims, are left out.
+
+        Args:
+            *names: The metrics to draw; by default all.
+
+        Raises:
+            KeyError: If there is no such metric.
+
+        Example:
+            >>> history = History()
+            >>> history.set([1, 2, 3], {"loss": [0.9, 0.5, 0.4]})
+            >>> history.plot("loss")
+            loss  █▂▁  0.9 → 0.4, lowest 0.4 in epoch 3
+            epochs 1 to 3
+        """
+        chosen = names or tuple(self._values)
+        return Curves.of(self.epochs, {name: self[name] for name in chosen})
 
     def __getitem__(self, name: str) -> list[Any]:
         if name not in self._values:
