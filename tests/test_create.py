@@ -812,6 +812,18 @@ def test_random_numbers_from_outside_are_refused():
     )
 
 
+def test_without_a_map_every_device_holds_everything():
+    value = ml.create(lambda: {"a": jnp.arange(8.0)})["a"]
+    assert len(value.addressable_shards) == len(jax.devices())
+    assert all(shard.data.shape == (8,) for shard in value.addressable_shards)
+    state = ml.TrainState.create(
+        lambda: nnx.Linear(4, 8, rngs=nnx.Rngs(0)), optax.sgd(0.1)
+    )
+    assert state.layouts.params["kernel"].mesh.shape == {"batch": len(jax.devices())}
+    with ml.default_mesh(ONE):
+        assert ml.describe(lambda: jnp.ones(3)).layouts.mesh == ONE
+
+
 @pytest.mark.parametrize(
     ("layouts", "message"),
     [

@@ -35,15 +35,18 @@ def linen_layer(spec: Any):
 # A call with one argument, and the values of the table that work there.
 CALLS: dict[str, tuple[Callable[[Any], Any], list[Any]]] = {
     "create: build": (lambda x: ml.create(x, LAYOUTS), []),
-    "create: layouts": (lambda x: ml.create(build, x), []),
+    "create: layouts": (lambda x: ml.create(build, x), [None]),
     "describe: build": (lambda x: ml.describe(x, LAYOUTS), []),
-    "describe: layouts": (lambda x: ml.describe(build, x), []),
+    "describe: layouts": (lambda x: ml.describe(build, x), [None]),
     "TrainState.create: build": (lambda x: ml.TrainState.create(x, SGD, LAYOUTS), []),
     "TrainState.create: optimizer": (
         lambda x: ml.TrainState.create(build, x, LAYOUTS),
         [],
     ),
-    "TrainState.create: layouts": (lambda x: ml.TrainState.create(build, SGD, x), []),
+    "TrainState.create: layouts": (
+        lambda x: ml.TrainState.create(build, SGD, x),
+        [None],
+    ),
     "TrainState.create: module": (
         lambda x: ml.TrainState.create(build, SGD, LAYOUTS, module=x),
         [None],

@@ -19,11 +19,12 @@ from jax.typing import ArrayLike
 
 from meshlayout import _checks, _jax, _jaxprs, _paths, _render
 from meshlayout._annotations import Leaf, PyTree
+from meshlayout._default_mesh import get_default_mesh
 from meshlayout.arrays import copy_to_mesh
 from meshlayout.errors import StateError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutBox, LayoutMap, Resolution, Resolved
-from meshlayout.mesh import Mesh
+from meshlayout.mesh import Mesh, create_mesh
 from meshlayout.state.operations import CreationMemory, Operations
 
 
@@ -164,7 +165,9 @@ class StateDescription(Generic[T]):
         return Operations(self._traced.jaxpr, targets, self._mesh)
 
 
-def describe(build: Callable[[], T], layouts: LayoutMap) -> StateDescription[T]:
+def describe(
+    build: Callable[[], T], layouts: LayoutMap | None = None
+) -> StateDescription[T]:
     """Describes the state that `create(build, layouts)` would make, without making it.
 
     Use this to look at shapes, layouts and memory before paying for them, or to give
@@ -189,7 +192,7 @@ def describe(build: Callable[[], T], layouts: LayoutMap) -> StateDescription[T]:
     return describe_state(build, layouts, "describe")
 
 
-def create(build: Callable[[], T], layouts: LayoutMap) -> T:
+def create(build: Callable[[], T], layouts: LayoutMap | None = None) -> T:
     """Makes a state whose arrays are created in their layouts.
 
     Use this for models, Linen variables and any other tree; `TrainState.create` makes
@@ -205,7 +208,9 @@ def create(build: Callable[[], T], layouts: LayoutMap) -> T:
             an optimizer's state, or any pytree. It is traced, once. Arrays that already
             exist are copied to the mesh; leaves that are not arrays are returned
             unchanged.
-        layouts: The layouts, by path.
+        layouts: The layouts, by path. Without, every device holds everything, on the
+            default mesh or on one of all devices with the axis `batch`, as data
+            parallelism has it.
 
     Raises:
         StateError: If the builder cannot be traced, as when it draws from an
@@ -227,10 +232,12 @@ def create(build: Callable[[], T], layouts: LayoutMap) -> T:
 
 
 def describe_state(
-    build: Callable[[], T], layouts: LayoutMap, where: str
+    build: Callable[[], T], layouts: LayoutMap | None, where: str
 ) -> StateDescription[T]:
     """Describes a state; `where` is the public function, for messages."""
     check_builder(build, where)
+    if layouts is None:
+        layouts = LayoutMap(get_default_mesh() or create_mesh())
     if not isinstance(layouts, LayoutMap):
         msg = (
             f"{where} takes a LayoutMap, got {_checks.shown(layouts)}. To replicate "

@@ -137,7 +137,7 @@ class TrainState(Generic[T]):
         cls,
         build: Callable[[], Model | Mapping[str, Any]],
         optimizer: Optimizer,
-        layouts: LayoutMap,
+        layouts: LayoutMap | None = None,
         *,
         module: Model | None = None,
         rng: jax.Array | int = 0,
@@ -151,7 +151,8 @@ class TrainState(Generic[T]):
             build: Makes the NNX module; or Linen's variables, together with `module`.
             optimizer: An Optax transformation, or `optax.MultiSteps`. Its state
                 follows the parameters' layouts.
-            layouts: The layouts of the parameters.
+            layouts: The layouts of the parameters. Without, as for `ml.create`: every
+                device holds all of them.
             module: For Linen: the module whose variables `build` returns.
             rng: A PRNG key or a seed, for `state.rng`.
 
@@ -180,7 +181,7 @@ class TrainState(Generic[T]):
         cls,
         build: Callable[[], Model | Mapping[str, Any]],
         optimizer: Optimizer,
-        layouts: LayoutMap,
+        layouts: LayoutMap | None = None,
         *,
         module: Model | None = None,
         rng: jax.Array | int = 0,
@@ -199,7 +200,7 @@ class TrainState(Generic[T]):
         where: str,
         build: Callable[[], Any],
         optimizer: Optimizer,
-        layouts: LayoutMap,
+        layouts: LayoutMap | None,
         module: object,
         rng: jax.Array | int,
     ) -> "StateDescription[Any]":
