@@ -468,6 +468,19 @@ def coordination_client() -> Any:
     return distributed.global_state.client
 
 
+def process_index() -> int:
+    """Returns the index of this process, without starting a backend if possible."""
+    has_service = coordination_client() is not None
+    return distributed.global_state.process_id if has_service else jax.process_index()
+
+
+def process_count() -> int:
+    """Returns the number of processes, without starting a backend if possible."""
+    state = distributed.global_state
+    has_service = coordination_client() is not None
+    return state.num_processes if has_service else jax.process_count()
+
+
 def shard_placer(
     shape: tuple[int, ...], dtype: DType, sharding: Any
 ) -> Callable[[list[np.ndarray[Any, Any]]], jax.Array]:

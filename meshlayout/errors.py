@@ -3,6 +3,7 @@
 ```
 MeshLayoutError(ValueError)
 ├── MeshError            devices and axes that do not make a mesh
+├── ClusterError         processes that do not come together, differ or fail
 ├── LayoutError          a layout that is not one, or does not fit an array
 ├── LayoutMapError       rules that are wrong, disagree or match nothing
 │   └── LayoutMapKeyError    a pattern that the map does not hold (also a KeyError)
@@ -30,6 +31,10 @@ class MeshLayoutError(ValueError):
 
 class MeshError(MeshLayoutError):
     """Devices and axes do not make a mesh, or a mesh has no such axis."""
+
+
+class ClusterError(MeshLayoutError):
+    """Processes do not start or come together, or one of them differs or fails."""
 
 
 class LayoutError(MeshLayoutError):

@@ -230,7 +230,7 @@ def disagreements(directory):
     first, told = jax.process_index() == 0, {}
     state = state_on("2x4")
     waits._WARN_AFTER_S, lines = 0.5, []
-    logger = logging.getLogger("meshlayout.cluster.process_sync")
+    logger = logging.getLogger("meshlayout.cluster.channel")
     logger.addFilter(lambda record: lines.append(record.getMessage()))
     with Checkpointer(directory) as ck, Checkpointer(directory if first else "/x") as x:
         own = 1 if first else 2

@@ -41,7 +41,7 @@ from meshlayout.checkpoint.step_writer import StepWriter
 from meshlayout.checkpoint.steps import Steps
 from meshlayout.checkpoint.store import StoreError
 from meshlayout.checkpoint.target import LeafRestore
-from meshlayout.checkpoint.waits import on_first, open_channel, progress
+from meshlayout.checkpoint.waits import open_channel, progress
 from meshlayout.errors import CheckpointError
 from meshlayout.layout_map import LayoutMap
 from meshlayout.state.create import StateDescription
@@ -136,7 +136,7 @@ class Checkpointer:
         self._background = open_channel("the end of a save", is_patient=True)
         self._steps = Steps(self.directory, self._best, self._main)
         self._schedule = Schedule(every, every_s, self._steps.all, self._main)
-        on_first(self._main, self._open)
+        self._main.on_first(self._open)
 
     def _open(self) -> None:
         """Creates the directory, and removes what dead processes left in it."""
@@ -497,7 +497,7 @@ class Checkpointer:
     def _has_steps(self) -> bool:
         """Returns whether there is a step, as process 0 sees it."""
         self.wait()
-        return on_first(self._main, lambda: bool(self._steps.with_manifest()))
+        return self._main.on_first(lambda: bool(self._steps.with_manifest()))
 
     # Inside.
 

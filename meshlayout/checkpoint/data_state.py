@@ -15,7 +15,7 @@ import jax
 from meshlayout import _checks
 from meshlayout.checkpoint.manifest import decode, encode
 from meshlayout.checkpoint.store import StoreError
-from meshlayout.cluster.process_sync import Channel
+from meshlayout.cluster.channel import Channel
 from meshlayout.errors import CheckpointError, DamagedCheckpointError, DataError
 
 
@@ -45,16 +45,9 @@ def positions_of(data: object, channel: Channel) -> bytes:
     Raises:
         CheckpointError: If it has no position, on any process.
     """
-    answer: dict[str, Any] = {}
-    try:
-        answer["state"] = encode(_checked(data).get_state(), "data.get_state()")
-    except CheckpointError as error:
-        answer["error"] = str(error)
-    messages = list(channel.exchange(answer).values())
-    for other in messages:
-        if "error" in other:  # raised on all processes, so that none waits for others
-            raise CheckpointError(other["error"])
-    states = [other["state"] for other in messages]
+    with channel.failure_told():
+        state = encode(_checked(data).get_state(), "data.get_state()")
+    states = list(channel.exchange(state).values())
     texts = {json.dumps(state, sort_keys=True) for state in states}
     return json.dumps({"states": states[:1] if len(texts) == 1 else states}).encode()
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from meshlayout import _checks
-from meshlayout.cluster.process_sync import Channel
+from meshlayout.cluster.channel import Channel
 from meshlayout.errors import CheckpointError, did_you_mean
 
 

@@ -39,8 +39,8 @@ from meshlayout.checkpoint.safetensors import (
     local_path,
 )
 from meshlayout.checkpoint.target import Bounds, HostArray, bounds_of
-from meshlayout.checkpoint.waits import on_first, open_channel
-from meshlayout.cluster.process_sync import Channel
+from meshlayout.checkpoint.waits import open_channel
+from meshlayout.cluster.channel import Channel
 from meshlayout.errors import CheckpointError
 
 
@@ -407,7 +407,7 @@ def _write_on_first(channel: Channel, work: Callable[[], None]) -> None:
             msg = f"the safetensors files cannot be written: {error}."
             raise CheckpointError(msg) from error
 
-    on_first(channel, write)
+    channel.on_first(write)
 
 
 def _existing(path: Path) -> list[Path]:

@@ -17,12 +17,13 @@ its result, and all of them raise the first one.
 
 import atexit
 import concurrent.futures.thread
+import contextlib
 import functools
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,8 +37,7 @@ from meshlayout.checkpoint.lease import Lease
 from meshlayout.checkpoint.manifest import Manifest, SavedFile, SavedLeaf
 from meshlayout.checkpoint.snapshot import Shard, host_shards
 from meshlayout.checkpoint.store import AnyPath
-from meshlayout.checkpoint.waits import on_first
-from meshlayout.cluster.process_sync import Channel
+from meshlayout.cluster.channel import Channel
 from meshlayout.errors import CheckpointError
 
 
@@ -135,25 +135,19 @@ class StepWriter:
             raise
 
     def _begin(self, channel: Channel) -> None:
-        problem = None
         facts = [(leaf.path, leaf.shape, leaf.dtype) for leaf in self.leaves]
         message: dict[str, Any] = {
             "step": self.step,
             "directory": str(self.directory),
             "state": files.digest(repr(facts).encode()),
         }
-        try:
+        with self._failure_told(channel):
             if jax.process_index() == 0:
                 self._attempt = Attempt.begin(self.directory, self.step, self.hold())
                 message["arrays"] = (
                     f"{self._attempt.folder.name}/{self._attempt.arrays}"
                 )
-        except Exception as error:
-            problem = error
-            message["error"] = orbax.reason(error)
         messages = list(channel.exchange(message).values())
-        if "error" in messages[0]:
-            raise self._failed(messages[0]["error"]) from problem
         # Before anything is written: Orbax would wait for its peers without a word.
         _check_agreement(messages)
         if not self.arrays:
@@ -194,18 +188,14 @@ class StepWriter:
 
     def _finish(self) -> None:
         try:
-            message: dict[str, Any] = {"sums": self._written()}
-        except Exception as error:
-            self._problem = error
-            message = {"error": orbax.reason(error)}
-        messages = list(self.channel.exchange(message).values())
-        errors = [answer["error"] for answer in messages if "error" in answer]
-        if errors:
+            with self._failure_told(self.channel):
+                written = self._written()
+            sums = list(self.channel.exchange(written).values())
+        except CheckpointError:
             self._end()
-            raise self._failed(errors[0]) from self._problem
-        sums = [answer["sums"] for answer in messages]
+            raise
         # The others wait for retention, too, so that all list the same steps.
-        on_first(self.channel, functools.partial(self._commit, sums))
+        self.channel.on_first(functools.partial(self._commit, sums))
 
     def _written(self) -> dict[str, Sums]:
         """Waits for the files; returns the sums of this process's shards."""
@@ -289,6 +279,15 @@ class StepWriter:
             logger.info(
                 "temporary files of step %d cannot be removed: %s", self.step, error
             )
+
+    @contextlib.contextmanager
+    def _failure_told(self, channel: Channel) -> Iterator[None]:
+        """Raises an error inside as that of this save, on all processes."""
+        with channel.failure_told():
+            try:
+                yield
+            except Exception as error:
+                raise self._failed(orbax.reason(error)) from error
 
     def _failed(self, why: str) -> CheckpointError:
         return CheckpointError(

@@ -22,8 +22,8 @@ from meshlayout.checkpoint.policy import best_of
 from meshlayout.checkpoint.saved_step import SavedStep, check_files
 from meshlayout.checkpoint.store import AnyPath, StoreError
 from meshlayout.checkpoint.target import LeafRestore
-from meshlayout.checkpoint.waits import on_first, progress
-from meshlayout.cluster.process_sync import Channel
+from meshlayout.checkpoint.waits import progress
+from meshlayout.cluster.channel import Channel
 from meshlayout.errors import (
     CheckpointError,
     CheckpointWarning,
@@ -265,7 +265,7 @@ class Steps:
         """Tries the candidates in turn; the same ones on every process."""
         damaged: dict[int, DamagedCheckpointError] = {}
         candidates = functools.partial(self._candidates, step, fallback=fallback)
-        for candidate in on_first(self._channel, candidates):
+        for candidate in self._channel.on_first(candidates):
             try:
                 restored = self._try(candidate, read, verify=verify)
             except DamagedCheckpointError as error:

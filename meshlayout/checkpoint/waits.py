@@ -9,19 +9,16 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator
 
 import jax
 
 from meshlayout._render.consoles import console_on
-from meshlayout.cluster.process_sync import Channel
+from meshlayout.cluster.channel import Channel
 from meshlayout.errors import CheckpointError
 
 
 logger = logging.getLogger("meshlayout.checkpoint")
-
-T = TypeVar("T")
 
 # Checkpointers are opened in the same order on all processes, so the numbers agree.
 _numbers = itertools.count()
@@ -70,31 +67,6 @@ def _show(what: str, done: threading.Event) -> None:
     with console.status(what) as status:
         while not done.wait(0.5):
             status.update(f"{what}, {time.perf_counter() - begin_s:.0f} s")
-
-
-def on_first(channel: Channel, work: Callable[[], T]) -> T:
-    """Calls a function on process 0, and returns its result on all processes.
-
-    Args:
-        channel: Exchanges messages between the processes.
-        work: Returns a value that JSON can hold.
-
-    Raises:
-        CheckpointError: If `work` raises it; on all processes.
-    """
-    answer: dict[str, Any] = {}
-    problem: CheckpointError | None = None
-    if jax.process_index() == 0:
-        try:
-            answer["result"] = work()
-        except CheckpointError as error:
-            problem, answer["error"] = error, str(error)
-    answer = channel.from_first(answer)
-    if problem is not None:
-        raise problem
-    if "error" in answer:
-        raise CheckpointError(answer["error"])
-    return answer["result"]
 
 
 def open_channel(purpose: str, *, is_patient: bool = False) -> Channel:

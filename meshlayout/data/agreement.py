@@ -21,11 +21,11 @@ import numpy as np
 
 from meshlayout import _jax
 from meshlayout._annotations import PyTree
-from meshlayout.cluster.process_sync import Channel
+from meshlayout.cluster.channel import LEFT, Channel
 from meshlayout.data.examples import named_leaves
 from meshlayout.data.position import Position
 from meshlayout.data.protocols import JSON, RandomAccessSource
-from meshlayout.errors import DataError, MeshLayoutError
+from meshlayout.errors import DataError
 from meshlayout.mesh import Mesh
 
 
@@ -34,11 +34,7 @@ _log = logging.getLogger(__name__)
 # The exchanges in which a dataset is made.
 FACTS, PLAN = "facts", "plan"
 
-# The message of a process that has left its loop, and the key of an error's message. A
-# list and a dict, so that neither can be taken for a value.
-_LEFT, _FAILED = ["left"], "failed"
-
-_NOT_MADE = "process {} cannot make the dataset"
+_NOT_MADE = "process {process} cannot make the dataset: {failure}"
 
 # How many rows of a source with random access are compared.
 _SAMPLE = 16
@@ -93,8 +89,9 @@ class Agreement:
                 read.
             where: Which rows those are, in words.
         """
-        values = self.channel.exchange({"facts": facts, "digests": digests}, FACTS)
-        _raise_failure(values, _NOT_MADE)
+        values = self.channel.exchange(
+            {"facts": facts, "digests": digests}, FACTS, failure=_NOT_MADE
+        )
         first = min(values)
         for process, value in values.items():
             for name, fact in values[first]["facts"].items():
@@ -122,7 +119,7 @@ class Agreement:
 
     def check_made(self) -> None:
         """Raises DataError if another process could not make its dataset."""
-        _raise_failure(self.channel.exchange({}, PLAN), _NOT_MADE)
+        self.channel.exchange(None, PLAN, failure=_NOT_MADE)
 
 
 class RowDigest:
@@ -169,11 +166,16 @@ class IterationExchange:
         Raises:
             DataError: If a process has failed, or has left its loop.
         """
-        values = self._agreement.channel.exchange(value, self._topic)
-        self._next_step()
-        _raise_failure(values, "the source of process {} failed")
+        try:
+            values = self._agreement.channel.exchange(
+                value,
+                self._topic,
+                failure="the source of process {process} failed: {failure}",
+            )
+        finally:
+            self._next_step()
         for process, message in values.items():
-            if message == _LEFT:
+            if message is LEFT:
                 msg = (
                     f"process {process} has left its loop over the data, and this one "
                     "continues. All processes must take the same number of steps."
@@ -183,8 +185,7 @@ class IterationExchange:
 
     def fail(self, error: Exception) -> None:
         """Reports an error to the other processes, once they reach this step."""
-        with contextlib.suppress(DataError):
-            self._agreement.channel.exchange(_failure(error), self._topic)
+        self._agreement.channel.fail(error, self._topic)
         self._is_over = True
 
     def digest_for(self, position: Position) -> RowDigest:
@@ -218,6 +219,8 @@ class IterationExchange:
                 [where, digests], self._topic, timeout_s=_COMPARE_S
             )
         except DataError as error:
+            if not isinstance(error.__cause__, TimeoutError):
+                raise
             self._agreement.compares_rows = False
             _log.warning("rows are not compared between processes any more: %s", error)
             return
@@ -225,7 +228,7 @@ class IterationExchange:
             # Also after a failure: `leave` must not overwrite the message that was
             # sent, which another process may still read.
             self._next_step()
-        if _LEFT in values.values():
+        if LEFT in values.values():
             self._compares_rows = False
             return
         batches = {process: value[0] for process, value in values.items()}
@@ -242,7 +245,7 @@ class IterationExchange:
     def leave(self) -> None:
         """Releases processes that are waiting for this one's next step."""
         if not self._is_over:
-            self._agreement.channel.say(self._topic, _LEFT)
+            self._agreement.channel.leave(self._topic)
         self._is_over = True
 
     def end(self) -> None:
@@ -276,29 +279,13 @@ def agreement_of(mesh: Mesh) -> Agreement | None:
     return Agreement(processes)
 
 
-@contextlib.contextmanager
-def failure_reported(agreement: Agreement | None, topic: str) -> Iterator[None]:
-    """Reports an error inside to the other processes, at the exchange they do next."""
-    try:
-        yield
-    except Exception as error:
-        if agreement is not None:
-            # This process raises its own error, whatever the others report.
-            with contextlib.suppress(MeshLayoutError):
-                agreement.channel.exchange(_failure(error), topic)
-        raise
-
-
-def _failure(error: Exception) -> dict[str, str]:
-    """Returns the message that a failed process sends instead of its value."""
-    is_own = isinstance(error, MeshLayoutError)
-    return {_FAILED: str(error) if is_own else f"{type(error).__name__}: {error}"}
-
-
-def _raise_failure(values: dict[int, JSON], what: str) -> None:
-    for process, value in values.items():
-        if isinstance(value, dict) and _FAILED in value:
-            raise DataError(f"{what.format(process)}: {value[_FAILED]}")
+def failure_told(
+    agreement: Agreement | None, topic: str
+) -> contextlib.AbstractContextManager[None]:
+    """Tells the other processes of an error inside, at the exchange they do next."""
+    if agreement is None:
+        return contextlib.nullcontext()
+    return agreement.channel.failure_told(topic)
 
 
 def sample_digests(source: RandomAccessSource) -> dict[str, JSON]:

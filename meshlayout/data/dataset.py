@@ -33,7 +33,7 @@ from meshlayout.data.adapters import (
     tfds,
     torch,
 )
-from meshlayout.data.agreement import FACTS, agreement_of, failure_reported
+from meshlayout.data.agreement import FACTS, agreement_of, failure_told
 from meshlayout.data.batch_iterator import BatchT, DataIterator
 from meshlayout.data.clock import Clock, PipelineReport
 from meshlayout.data.placement import LayoutOrMesh, batch_layout
@@ -177,7 +177,7 @@ def distribute_dataset(
     agreement = agreement_of(layout.mesh)
     # The other processes are waiting to compare their options with this one's: a
     # mistake made on one process alone must not leave them waiting.
-    with failure_reported(agreement, FACTS):
+    with failure_told(agreement, FACTS):
         options = DataOptions(
             global_batch_size=global_batch_size,
             remainder=remainder,

@@ -14,7 +14,7 @@ import jax
 from meshlayout import _checks
 from meshlayout._batches import num_row_shards
 from meshlayout.data.adapters.iterables import IterableSource, adapt
-from meshlayout.data.agreement import FACTS, agreement_of, failure_reported
+from meshlayout.data.agreement import FACTS, agreement_of, failure_told
 from meshlayout.data.clock import Clock
 from meshlayout.data.dataset import DistributedDataset, as_source
 from meshlayout.data.element_rows import looks_batched
@@ -161,7 +161,7 @@ def distribute_datasets_from_function(
     clock = Clock()
     layout = batch_layout(layout_or_mesh, clock.note)
     agreement = agreement_of(layout.mesh)
-    with failure_reported(agreement, FACTS):
+    with failure_told(agreement, FACTS):
         _checks.function("fn", fn, "context", error=DataError)
         context = InputContext.of(layout)
         with _checks.noted(f"This was raised by fn, called with {context}."):

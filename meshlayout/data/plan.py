@@ -24,7 +24,7 @@ from meshlayout.data.agreement import (
     Agreement,
     agreement_of,
     block_digests,
-    failure_reported,
+    failure_told,
     sample_digests,
 )
 from meshlayout.data.by_row import Cut, HostBatch, RowReader
@@ -151,7 +151,7 @@ class DataPlan:
         """
         self.options, self.clock, self._close_source = options, clock, close
         self.agreement = agreement = agreement or agreement_of(layout.mesh)
-        with failure_reported(agreement, FACTS):
+        with failure_told(agreement, FACTS):
             size, is_per_process = options.global_batch_size, options.per_process
             rows = local_rows(layout, size, per_process=is_per_process)
             self._first = first = _look(open_source(), layout, options, clock)
@@ -175,7 +175,7 @@ class DataPlan:
             "Batches that are on the mesh already are not padded: yield the same "
             "number on every process, or choose remainder='drop'."
         )
-        with failure_reported(agreement, PLAN):
+        with failure_told(agreement, PLAN):
             if first.spec is not None:
                 self.padding_hint = padding_hint(first.rows)
                 # Nothing but padding needs weights that the source does not have.
