@@ -15,7 +15,7 @@ DEMO_OPTIONS ?=
 EXTRAS ?= test,lint
 
 .PHONY: demo data test lint types imports pytest test-exhaustive test-optional \
-  test-gpu-programs test-matrix test-all lock clean
+  test-gpu-programs test-matrix test-all dist lock clean
 
 demo: $(VENV)/.run-$(TAG)
 	@$(BIN)/python -m models.train $(DEMO_OPTIONS)
@@ -91,6 +91,11 @@ test-gpu-programs: $(VENV)/.dev-$(TAG)
 
 test-all: lint imports types pytest test-exhaustive test-optional test-gpu-programs \
   test-matrix
+
+# What is published: a wheel of the library and an archive of the sources.
+dist: $(VENV)/.dev-$(TAG)
+	rm -rf dist
+	$(BIN)/python -m hatchling build -d dist
 
 # One environment for one interpreter: another one starts it anew.
 $(VENV)/.made-$(TAG):

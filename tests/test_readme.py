@@ -8,6 +8,8 @@ from pathlib import Path
 
 import jax
 
+import meshlayout
+
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -40,6 +42,11 @@ def test_the_readme_program_trains(tmp_path: Path):
         sources = re.compile(r"[\w-]+/program.py.*")
         table = [sources.sub("", line).split() for line in lines[-len(rows) :]]
         assert rows[2:] == table[2:]
+
+
+def test_the_citation_names_this_version():
+    text = (README.parent / "CITATION.cff").read_text()
+    assert f"\nversion: {meshlayout.__version__}\n" in text
 
 
 def test_the_tour_names_files_that_exist():
