@@ -42,6 +42,7 @@ from meshlayout.checkpoint.steps import Steps
 from meshlayout.checkpoint.store import StoreError
 from meshlayout.checkpoint.target import LeafRestore
 from meshlayout.checkpoint.waits import open_channel, progress
+from meshlayout.cluster import activity
 from meshlayout.errors import CheckpointError
 from meshlayout.layout_map import LayoutMap
 from meshlayout.state.create import StateDescription
@@ -470,9 +471,10 @@ class Checkpointer:
         fallback: bool,
     ) -> _T:
         self.wait()
-        result, number = self._steps.restored(
-            step, read, verify=verify, fallback=fallback
-        )
+        with activity.during(f"restoring step {step} of {self.directory}"):
+            result, number = self._steps.restored(
+                step, read, verify=verify, fallback=fallback
+            )
         # The next save is due `every` steps after the one that the run goes on from.
         self._schedule.last_step = number
         return result

@@ -37,6 +37,7 @@ from meshlayout.checkpoint.lease import Lease
 from meshlayout.checkpoint.manifest import Manifest, SavedFile, SavedLeaf
 from meshlayout.checkpoint.snapshot import Shard, host_shards
 from meshlayout.checkpoint.store import AnyPath
+from meshlayout.cluster import activity
 from meshlayout.cluster.channel import Channel
 from meshlayout.errors import CheckpointError
 
@@ -122,7 +123,8 @@ class StepWriter:
         _finish_at_exit()
         _unsettled.add(self)
         try:
-            self._begin(channel)
+            with activity.during(f"starting to save step {self.step}"):
+                self._begin(channel)
             self._stall_s = time.perf_counter() - self._begin_s
             name = f"checkpoint-{self.step}"
             threading.Thread(target=self._run, name=name, daemon=False).start()
@@ -176,7 +178,8 @@ class StepWriter:
         except IndexError:
             return
         try:
-            self._finish()
+            with activity.during(f"saving step {self.step} in {self.directory}"):
+                self._finish()
         except CheckpointError as error:
             self.error = error
         except BaseException as error:
@@ -196,6 +199,7 @@ class StepWriter:
             raise
         # The others wait for retention, too, so that all list the same steps.
         self.channel.on_first(functools.partial(self._commit, sums))
+        activity.now.checkpoint = f"step {self.step} in {self.directory}"
 
     def _written(self) -> dict[str, Sums]:
         """Waits for the files; returns the sums of this process's shards."""

@@ -25,6 +25,7 @@ from typing import Any, Final, TypeVar
 import jax
 
 from meshlayout import _jax
+from meshlayout.cluster import activity
 from meshlayout.errors import ClusterError, MeshLayoutError
 
 
@@ -130,7 +131,10 @@ class Channel:
         self._send(topic, value)
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         try:
-            values = {p: self._get(topic, p, limit_s) for p in self._processes}
+            with activity.during(
+                f"waiting for all to come to {self._what}", waits=True
+            ):
+                values = {p: self._get(topic, p, limit_s) for p in self._processes}
         except TimeoutError as late:
             # Whoever comes later must not take this process for one that waits.
             if not isinstance(value, _Failure):

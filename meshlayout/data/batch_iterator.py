@@ -24,6 +24,7 @@ import numpy as np
 
 from meshlayout import _checks
 from meshlayout._annotations import Batch
+from meshlayout.cluster import activity
 from meshlayout.data.agreement import IterationExchange
 from meshlayout.data.by_row import HostBatch
 from meshlayout.data.elements import no_rows, rows_text
@@ -74,6 +75,7 @@ class DataIterator(Generic[BatchT]):
     def __next__(self) -> BatchT:
         with self._lock:
             self._check_open()
+            activity.begin("next(batch)")
             start = time.perf_counter()
             if self._batches is None:
                 batches = BatchIterator(self._plan, self._position)

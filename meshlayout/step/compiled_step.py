@@ -27,6 +27,7 @@ from jax.core import Tracer
 
 from meshlayout import _checks, _jax, _render
 from meshlayout._annotations import PyTree
+from meshlayout.cluster import activity
 from meshlayout.errors import RecompileWarning, StepError, stack_level
 from meshlayout.layout_map import LayoutMap, activate
 from meshlayout.step.call_errors import (
@@ -210,13 +211,15 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 return self._run(args, kwargs)
         except NameError as error:
             self._ignore_axes_after(error)
+        finally:
+            activity.now.compiling = ""
         return self(*args, **kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         static: tuple[Any, ...] = ()
         if kwargs or self.static_argnames or not args:
             args, kwargs, static = self._parameters.bind(args, kwargs)
-        program = self.program
+        program, has_begun = self.program, False
         if self._places_rest and program is not None:
             args, kwargs = place_rest(args, kwargs, program.signature.whole)
         try:
@@ -233,11 +236,14 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 raise Retrace
             if program.is_spread and may_be_donated_twice(state, rest):
                 check_memory(self._name, self._names, args, kwargs)
+            activity.begin(self._name, program.is_shared)
+            has_begun = True
             result = program.jitted(static, state, rest)
         except Exception as error:
             # Nothing has run: find out whether this call needs another program.
             needed = self._after_error(error, program, static, args, kwargs)
             program, args, kwargs = needed
+            activity.begin(self._name, program.is_shared and not has_begun)
             result = self._run_traced(program, static, args, kwargs)
             structure = program.signature.structure
         if program.is_bounded:
@@ -404,6 +410,8 @@ class CompiledStep(StepInspection, Generic[P, R]):
         may_trace = self._thread.is_quiet or self._thread.may_trace
         if seen and is_trace and not may_trace:
             raise Retrace
+        if not self._thread.is_quiet:
+            activity.now.compiling = self._name  # until the call ends
         with contextlib.ExitStack() as stack:
             if self._layouts:
                 stack.enter_context(activate(self._layouts))

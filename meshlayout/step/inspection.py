@@ -11,6 +11,7 @@ from jax.sharding import Sharding
 
 from meshlayout import _jax, _paths, _render
 from meshlayout._annotations import Leaf
+from meshlayout.cluster import activity
 from meshlayout.hlo import (
     Communication,
     Cost,
@@ -132,7 +133,7 @@ class StepInspection:
             *args: As for a call; nothing is run, and the state is not used up.
             **kwargs: Arguments by name.
         """
-        compiled = self.lower(*args, **kwargs).compile()
+        compiled = self._compiled(args, kwargs)
         arguments, results = _names(compiled, args[0] if args else kwargs.get("state"))
         return read_communication(compiled, arguments=arguments, results=results)
 
@@ -143,7 +144,7 @@ class StepInspection:
             *args: As for a call; nothing is run, and the state is not used up.
             **kwargs: Arguments by name.
         """
-        return read_cost(self.lower(*args, **kwargs).compile())
+        return read_cost(self._compiled(args, kwargs))
 
     def memory(self, *args: Any, **kwargs: Any) -> StepMemory:
         """Returns the bytes that the compiled step takes on each device.
@@ -154,9 +155,16 @@ class StepInspection:
             *args: As for a call; nothing is run, and the state is not used up.
             **kwargs: Arguments by name.
         """
-        compiled = self.lower(*args, **kwargs).compile()
+        compiled = self._compiled(args, kwargs)
         state = args[0] if args else kwargs.get("state")
         return _memory_of(compiled, state)
+
+    def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        activity.now.compiling = getattr(self, "__name__", "a step")
+        try:
+            return self.lower(*args, **kwargs).compile()
+        finally:
+            activity.now.compiling = ""
 
 
 def _names(compiled: Any, state: Any) -> tuple[dict[str, str], list[str]]:

@@ -326,6 +326,7 @@ class JittedStep:
         is_spread: Whether it runs on several devices. JAX may end the process there
             for memory that is donated twice or was used up, so arguments are checked.
         is_bounded: Whether these are CPU devices, which bound what is in flight.
+        is_shared: Whether it runs on devices of all processes, so all must call it.
         checked: Layouts known to be on the program's devices.
     """
 
@@ -336,6 +337,7 @@ class JittedStep:
     is_loose: bool
     is_spread: bool
     is_bounded: bool
+    is_shared: bool
     checked: set[Any] = field(default_factory=set)
 
     @classmethod
@@ -360,6 +362,7 @@ class JittedStep:
         seen: list[CallSignature] = []
         noting = functools.partial(step, seen)
         devices = signature.devices
+        processes = {device.process_index for device in devices}
         jitted: Any = _jit(noting, name, signature)
         program = cls(
             signature,
@@ -369,6 +372,7 @@ class JittedStep:
             is_loose=None in signature.rest_layouts,
             is_spread=len(devices) > 1,
             is_bounded=len(devices) > 1 and next(iter(devices)).platform == "cpu",
+            is_shared=len(processes) == jax.process_count(),
         )
         if not program.is_spread or _jax.is_tracing():
             return program

@@ -21,6 +21,7 @@ from meshlayout._batches import (
     num_examples,
     without_nan_padding,
 )
+from meshlayout.cluster import activity
 from meshlayout.layout_map import LayoutMap
 from meshlayout.metrics import Metrics
 from meshlayout.metrics.collection import set_flat
@@ -340,7 +341,8 @@ def repeat_of(
     indices = [index for index, leaf in enumerate(leaves) if leaf is weights]
     jitted, metrics_def = jitted_step.jitted, start.treedef
     is_spread, is_bounded = jitted_step.is_spread, jitted_step.is_bounded
-    is_elsewhere = jitted_step.is_elsewhere
+    is_elsewhere, is_shared = jitted_step.is_elsewhere, jitted_step.is_shared
+    begin, name = activity.begin, "train_step"
     marked, waiting = _batches.marked_weights, reports.waiting
     has_clock, empty = start.has_clock, start.leaves
     create, set_attribute = object.__new__, object.__setattr__
@@ -384,6 +386,7 @@ def repeat_of(
             return None
         if marked and (not indices or id(rows[indices[0]]) not in marked):
             check_weights_key(batch, key)
+        begin(name, is_shared)
         try:
             result = jitted((), arrays, ((batch, sums), nothing))
         except (FloatingPointError, RuntimeError) as error:
@@ -392,8 +395,10 @@ def repeat_of(
             was_used_up = "deleted" in str(error) and error.__context__ is None
             if not was_used_up and any(x.is_deleted() for x in arrays):
                 raise
+            activity.now.steps -= is_shared  # the call that follows counts
             return None
         except Exception:
+            activity.now.steps -= is_shared
             return None  # nothing has run; the call that follows says why
         if flat is not None:
             flat[2] = False
