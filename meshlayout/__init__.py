@@ -3,6 +3,7 @@
 from meshlayout import (
     arrays as arrays,
     checkpoint as checkpoint,
+    cluster as cluster,
     data as data,
     errors as errors,
     hlo as hlo,
@@ -29,6 +30,7 @@ from meshlayout.arrays import (
     unpack as unpack,
 )
 from meshlayout.checkpoint import Checkpointer as Checkpointer
+from meshlayout.cluster import initialize as initialize, shutdown as shutdown
 from meshlayout.data import distribute_dataset as distribute_dataset
 from meshlayout.devices import virtual_devices as virtual_devices
 from meshlayout.errors import MeshLayoutError as MeshLayoutError
@@ -82,6 +84,7 @@ __all__ = [
     "callbacks",
     "check_layout",
     "checkpoint",
+    "cluster",
     "compile_step",
     "constrain",
     "copy_to_mesh",
@@ -95,6 +98,7 @@ __all__ = [
     "fetch_layout",
     "get_default_mesh",
     "hlo",
+    "initialize",
     "layout_map",
     "losses",
     "make_eval_step",
@@ -106,6 +110,7 @@ __all__ = [
     "parallel",
     "relayout",
     "scan_epoch",
+    "shutdown",
     "state",
     "step",
     "testing",

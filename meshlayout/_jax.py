@@ -10,6 +10,7 @@ in `_jaxprs`.
 # pyright: reportAttributeAccessIssue=false
 
 import math
+import os
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import jax
 import numpy as np
 from jax._src import (
+    clusters,
     core as jax_core,
     distributed,
     mesh as jax_mesh,
@@ -479,6 +481,70 @@ def process_count() -> int:
     state = distributed.global_state
     has_service = coordination_client() is not None
     return state.num_processes if has_service else jax.process_count()
+
+
+def has_backend() -> bool:
+    """Returns whether JAX has started its devices, without starting them.
+
+    Writing an option back that can only be set before raises after it.
+    """
+    try:
+        jax.config.update("jax_num_cpu_devices", jax.config.jax_num_cpu_devices)
+    except RuntimeError:
+        return True
+    return False
+
+
+def detect_cluster(
+    timeout_s: float,
+) -> tuple[str, str | None, int | None, int | None, Any] | None:
+    """Returns what JAX knows of this process from its scheduler, if there is one.
+
+    JAX's public way to ask is `jax.distributed.initialize`, which starts at once, and
+    says neither what it found nor where. tests/test_cluster_settings.py notices.
+
+    Returns:
+        The name of the scheduler, the coordinator's address, the number of processes,
+        the index of this one and the ids of its devices; or None.
+    """
+    for environment in clusters.ClusterEnv._cluster_types:
+        if environment.opt_in_only_method or not environment.is_env_present():
+            continue
+        name = environment.name
+        # In a SLURM job, but not started by srun; jax 0.7 does not make the difference.
+        if name == "slurm" and "SLURM_STEP_NODELIST" not in os.environ:
+            continue
+        settings = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+            None, None, None, None, name, int(timeout_s)
+        )
+        return name, *settings
+    return None
+
+
+def start_processes(
+    *,
+    coordinator_address: str,
+    num_processes: int,
+    process_id: int,
+    local_device_ids: tuple[int, ...] | None,
+    coordinator_bind_address: str,
+) -> None:
+    """Starts JAX's coordination service and connects to it, all processes together.
+
+    Its heartbeats end a process without a message, so they come too late on purpose.
+
+    Raises:
+        RuntimeError: If process 0 cannot listen at its address.
+    """
+    jax.distributed.initialize(
+        coordinator_address,
+        num_processes,
+        process_id,
+        local_device_ids=local_device_ids,
+        cluster_detection_method="deactivate",
+        coordinator_bind_address=coordinator_bind_address,
+        heartbeat_timeout_seconds=24 * 60 * 60,
+    )
 
 
 def shard_placer(
