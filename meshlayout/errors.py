@@ -13,7 +13,6 @@ MeshLayoutError(ValueError)
 ├── LossError            losses, weights and denominators that do not fit
 ├── MetricError          a metric that is misconfigured, or got unsuitable inputs
 ├── DataError            a source that cannot be split into global batches
-├── ClusterError         processes that do not come together, disagree, or fail
 └── CheckpointError      a state that cannot be saved or restored
     ├── RestoreDiffError     saved arrays that differ from the requested state
     └── DamagedCheckpointError   files that are not as they were saved
@@ -75,10 +74,6 @@ class MetricError(MeshLayoutError):
 
 class DataError(MeshLayoutError):
     """A source, or its examples, cannot be made into global batches."""
-
-
-class ClusterError(MeshLayoutError):
-    """The processes of a program do not come together, disagree, or one failed."""
 
 
 class CheckpointError(MeshLayoutError):

@@ -99,7 +99,7 @@ class Settings:
         )
 
 
-class _Value(NamedTuple):
+class _Setting(NamedTuple):
     """A setting, and the argument or variable that it came from with what it held."""
 
     value: Any
@@ -111,7 +111,7 @@ class _Value(NamedTuple):
 
 
 # The settings of one source, by field.
-_Found: TypeAlias = dict[str, _Value]
+_Found: TypeAlias = dict[str, _Setting]
 
 
 def find_settings(
@@ -186,7 +186,7 @@ def _from_arguments(arguments: Mapping[str, Any]) -> _Found:
             value = _device_ids(value)
         elif not isinstance(value, str) or split_address(value) is None:
             raise _malformed(field, field, held)
-        found[field] = _Value(value, field, held)
+        found[field] = _Setting(value, field, held)
     return found
 
 
@@ -246,9 +246,9 @@ def _from_tf_config(environment: Mapping[str, str]) -> _Found:
     if len(addresses) > 1:
         index = _tf_config_index(text, jobs, job, index)
     return {
-        _ADDRESS: _Value(addresses[0], "TF_CONFIG", text),
-        _COUNT: _Value(len(addresses), "TF_CONFIG", text),
-        _INDEX: _Value(index if len(addresses) > 1 else 0, "TF_CONFIG", text),
+        _ADDRESS: _Setting(addresses[0], "TF_CONFIG", text),
+        _COUNT: _Setting(len(addresses), "TF_CONFIG", text),
+        _INDEX: _Setting(index if len(addresses) > 1 else 0, "TF_CONFIG", text),
     }
 
 
@@ -330,8 +330,8 @@ def _from_jobs(
         )
         raise ClusterError(msg)
     if len(addresses) > 1:
-        found.setdefault(_COUNT, _Value(len(addresses), name, repr(text)))
-    return found | {_ADDRESS: _Value(addresses[0], name, repr(text))}
+        found.setdefault(_COUNT, _Setting(len(addresses), name, repr(text)))
+    return found | {_ADDRESS: _Setting(addresses[0], name, repr(text))}
 
 
 def _from_names(names: Mapping[str, str], environment: Mapping[str, str]) -> _Found:
@@ -344,7 +344,7 @@ def _from_names(names: Mapping[str, str], environment: Mapping[str, str]) -> _Fo
             value = _parsed(field, text)
             if value is None:
                 raise _malformed(field, name, repr(text))
-            found[field] = _Value(value, name, repr(text))
+            found[field] = _Setting(value, name, repr(text))
     return found
 
 
@@ -398,7 +398,7 @@ def _detected(detect: Detect) -> _Found:
     if devices is not None:
         values[_DEVICES] = tuple(devices)
     return {
-        field: _Value(value, source, repr(value))
+        field: _Setting(value, source, repr(value))
         for field, value in values.items()
         if value is not None
     }
