@@ -41,7 +41,8 @@ from meshlayout.layout_map import (
     constrain as constrain,
     zero_rule as zero_rule,
 )
-from meshlayout.mesh import Mesh as Mesh, create_mesh as create_mesh
+from meshlayout.mesh import Mesh as Mesh
+from meshlayout.mesh_creation import create_mesh as create_mesh
 from meshlayout.state import (
     PrecisionPolicy as PrecisionPolicy,
     TrainState as TrainState,

@@ -5,7 +5,7 @@ most people's first contact with a mesh, on a machine with other devices than ex
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -109,14 +109,14 @@ def fill_sizes(pairs: list[tuple[str, int]], count: int, *, given: bool) -> list
     """
     sizes = [size for _, size in pairs]
     fixed = math.prod(size for size in sizes if size != -1)
-    text = ", ".join(f"{name}={size}" for name, size in pairs)
+    text = sizes_text(pairs)
     have = f"there {'is' if count == 1 else 'are'} {count}"
     if given:
         have = f"{count} {'was' if count == 1 else 'were'} given"
     if -1 in sizes:
         if count % fixed:
             msg = (
-                f"mesh ({text}) needs a multiple of {fixed} devices, but {have}. "
+                f"mesh {text} needs a multiple of {fixed} devices, but {have}. "
                 f"{_fitting(pairs, count)}"
             )
             raise MeshError(msg)
@@ -125,7 +125,7 @@ def fill_sizes(pairs: list[tuple[str, int]], count: int, *, given: bool) -> list
         subset = f", or give {fixed} of them: devices=jax.devices()[:{fixed}]"
         fitting = _fitting(pairs, count).rstrip(".")
         msg = (
-            f"mesh ({text}) needs {fixed} devices, but {have}. {fitting}"
+            f"mesh {text} needs {fixed} devices, but {have}. {fitting}"
             f"{subset * (not given and fixed < count)}."
         )
         raise MeshError(msg)
@@ -133,18 +133,28 @@ def fill_sizes(pairs: list[tuple[str, int]], count: int, *, given: bool) -> list
 
 
 def _fitting(pairs: list[tuple[str, int]], count: int) -> str:
-    """Returns a sentence with a shape that keeps as many of the sizes as fit.
+    return f"A shape that fits: {sizes_text(fitting_sizes(pairs, count))}."
+
+
+def fitting_sizes(
+    pairs: Sequence[tuple[str, int]], count: int
+) -> list[tuple[str, int]]:
+    """Returns a shape of `count` devices that keeps as many of the sizes as fit.
 
     The first axis takes the rest: it is usually the batch.
     """
     left = count
-    fitting: list[str] = []
+    fitting: list[tuple[str, int]] = []
     for name, size in pairs[1:][::-1]:
         divisor = math.gcd(left, size) if size != -1 else 1
         left //= divisor
-        fitting.append(f"{name}={divisor}")
-    shape = ", ".join([f"{pairs[0][0]}={left}", *fitting[::-1]])
-    return f"A shape that fits: ({shape})."
+        fitting.append((name, divisor))
+    return [(pairs[0][0], left), *fitting[::-1]]
+
+
+def sizes_text(pairs: Iterable[tuple[str, int]]) -> str:
+    """Returns names and sizes as messages show them: `"(batch=2, model=4)"`."""
+    return f"({', '.join(f'{name}={size}' for name, size in pairs)})"
 
 
 def parse_axis_types(
@@ -254,7 +264,35 @@ def devices_by_id(platform: str, ids: Sequence[int]) -> list[Any]:
     return [known[number] for number in ids]
 
 
-def parse_ranges(text: str) -> list[range]:
+def parse_mesh(
+    text: str,
+) -> tuple[tuple[str, ...], list[int], tuple[AxisType, ...], list[Any]]:
+    """Returns names, sizes, axis types and devices from the text of a mesh."""
+    try:
+        axes, types, devices = text.rsplit("|", 2)
+        platform, ids = devices.split(":")
+        pairs = [pair.rsplit("=", 1) for pair in axes.split(",")]
+        names = tuple(name for name, _ in pairs)
+        sizes = [int(size) for _, size in pairs]
+        kinds = tuple(AXIS_TYPES[kind] for kind in types.split(","))
+        if len(kinds) != len(names):
+            raise ValueError
+        runs = _parse_ranges(ids)
+    except (ValueError, KeyError, AttributeError, TypeError):
+        msg = f"{shown(text)} is not a mesh; such text comes from mesh.to_string()."
+        raise MeshError(msg) from None
+    # Counted before the ranges are expanded: a typo may name billions.
+    count = sum(run.stop - run.start for run in runs)
+    if min(sizes) < 1 or math.prod(sizes) != count:
+        msg = f"{shown(text)} is not a mesh: its sizes do not make {count} devices."
+        raise MeshError(msg)
+    check_names(names)
+    chosen = devices_by_id(platform, [number for run in runs for number in run])
+    check_devices(chosen)
+    return names, sizes, kinds, chosen
+
+
+def _parse_ranges(text: str) -> list[range]:
     """Returns the ranges of numbers that `ranges_text` wrote."""
     runs: list[range] = []
     for run in text.split(","):

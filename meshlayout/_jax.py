@@ -12,7 +12,7 @@ in `_jaxprs`.
 import math
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -26,7 +26,7 @@ from jax._src import (
 )
 from jax._src.interpreters import partial_eval, pxla
 from jax._src.lax import lax as jax_lax
-from jax.experimental import multihost_utils
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from meshlayout._annotations import DType, Equation, Leaf
@@ -184,6 +184,43 @@ def concrete_mesh() -> jax.sharding.Mesh | None:
     """
     mesh = jax_mesh.get_concrete_mesh()
     return mesh if isinstance(mesh, jax.sharding.Mesh) and mesh.size else None
+
+
+def device_grid(
+    devices: Sequence[Any],
+    sizes: Sequence[int],
+    slow_sizes: Sequence[int],
+    *,
+    by_process: bool,
+) -> np.ndarray[Any, Any]:
+    """Returns devices in the order that suits their networks, one dim per axis.
+
+    As `jax.make_mesh`, which refuses several slices and takes no slow axes.
+
+    Args:
+        devices: The devices.
+        sizes: The size of each axis inside a slice or process.
+        slow_sizes: How many slices or processes each axis crosses.
+        by_process: Whether axes cross processes instead of slices.
+
+    Raises:
+        NotImplementedError: If JAX finds no order.
+        ValueError: Likewise.
+        AssertionError: Likewise, for devices that are not a whole part of a torus.
+    """
+    # make_mesh also splits the axes of the torus on these chips alone.
+    is_v5e = devices[0].device_kind in ("TPU v5 lite", "TPU v5e")
+    if math.prod(slow_sizes) == 1:
+        return mesh_utils.create_device_mesh(
+            sizes, devices, allow_split_physical_axes=is_v5e
+        )
+    return mesh_utils.create_hybrid_device_mesh(
+        sizes,
+        slow_sizes,
+        devices,
+        process_is_granule=by_process,
+        allow_split_physical_axes=is_v5e,
+    )
 
 
 def no_mesh() -> AbstractContextManager[None]:

@@ -33,7 +33,8 @@ from meshlayout._specs import (
     specs_text,
 )
 from meshlayout.errors import LayoutError, did_you_mean
-from meshlayout.mesh import Mesh, Value, as_mesh, create_mesh
+from meshlayout.mesh import Mesh, Value, as_mesh
+from meshlayout.mesh_creation import create_mesh
 
 
 @dataclass(init=False, repr=False, unsafe_hash=True)

@@ -1,8 +1,8 @@
-"""A named grid of devices: `Mesh`, and how one is created, renamed and divided.
+"""A named grid of devices: `Mesh`, and how one is renamed and divided.
 
 `Mesh` wraps a `jax.sharding.Mesh` and adds what JAX leaves to the user: names that are
 checked, arithmetic on axes, errors that name the axis, a text that reads back exactly,
-and a picture. Parsing of what a user writes is in `_axes`.
+and a picture. `mesh_creation` makes one of what a user writes, which `_axes` parses.
 """
 
 import functools
@@ -18,18 +18,12 @@ from jax.sharding import AxisType
 
 from meshlayout import _jax, _render
 from meshlayout._axes import (
-    AXIS_TYPES,
-    AxisTypesLike,
     check_devices,
     check_names,
-    devices_by_id,
-    fill_sizes,
-    parse_axes,
-    parse_axis_types,
-    parse_devices,
-    parse_ranges,
+    parse_mesh,
 )
 from meshlayout._checks import shown
+from meshlayout._device_groups import UNITS, axes_across, process_notes
 from meshlayout.errors import MeshError, did_you_mean
 
 
@@ -75,6 +69,7 @@ class Mesh(Value):
             a plain string, or the devices are repeated or of several platforms.
 
     Example:
+        >>> from meshlayout import create_mesh
         >>> mesh = create_mesh({"batch": 2, "model": 4})
         >>> mesh
         Mesh(batch=2, model=4)
@@ -122,6 +117,7 @@ class Mesh(Value):
         """The distance in the flattened mesh between neighbors along each axis.
 
         Example:
+            >>> from meshlayout import create_mesh
             >>> create_mesh({"a": 2, "b": 2, "c": 2}).strides
             (4, 2, 1)
         """
@@ -141,7 +137,21 @@ class Mesh(Value):
     @property
     def is_multi_process(self) -> bool:
         """Whether the devices belong to more than one process."""
-        return len({device.process_index for device in self.devices.flat}) > 1
+        return bool(self.process_axes)
+
+    @property
+    def process_axes(self) -> tuple[str, ...]:
+        """The axes along which devices belong to different processes."""
+        return axes_across(self.jax_mesh, "process_index")[0]
+
+    @property
+    def slice_axes(self) -> tuple[str, ...]:
+        """The axes that cross the slow network between slices of devices.
+
+        A slice is what JAX says is connected by a fast network: a slice of a TPU pod,
+        or the GPUs of a host.
+        """
+        return axes_across(self.jax_mesh, "slice_index")[0]
 
     @property
     def local_devices(self) -> list[_jax.Device]:
@@ -195,6 +205,7 @@ class Mesh(Value):
             MeshError: If the mesh has no such axis.
 
         Example:
+            >>> from meshlayout import create_mesh
             >>> mesh = create_mesh({"batch": 2, "model": 4})
             >>> mesh.axis_size("model"), mesh.axis_size(("batch", "model"))
             (4, 8)
@@ -243,6 +254,7 @@ class Mesh(Value):
         """Returns the coordinates of every device by axis, in mesh order.
 
         Example:
+            >>> from meshlayout import create_mesh
             >>> create_mesh({"batch": 2, "model": 4}).unravel_index()[5]
             {'batch': 1, 'model': 1}
         """
@@ -263,6 +275,7 @@ class Mesh(Value):
             MeshError: If an axis is unknown or repeated.
 
         Example:
+            >>> from meshlayout import create_mesh
             >>> create_mesh({"batch": 2, "model": 4})["model"]
             Mesh(model=4)
         """
@@ -282,6 +295,7 @@ class Mesh(Value):
             MeshError: If an axis is unknown, or two would have the same name.
 
         Example:
+            >>> from meshlayout import create_mesh
             >>> create_mesh({"batch": 2, "model": 4}).rename({"batch": "data"})
             Mesh(data=2, model=4)
         """
@@ -311,6 +325,7 @@ class Mesh(Value):
             MeshError: If an axis is unknown or repeated, or the axes differ in type.
 
         Example:
+            >>> from meshlayout import create_mesh
             >>> create_mesh({"data": 2, "fsdp": 2, "model": 2}).merge(
             ...     ("data", "fsdp"), "batch"
             ... )
@@ -348,6 +363,7 @@ class Mesh(Value):
             LayoutError: As for `Layout`.
 
         Example:
+            >>> from meshlayout import create_mesh
             >>> create_mesh({"batch": 8}).layout("batch", None)
             Layout([batch, unsharded], Mesh(batch=8))
         """
@@ -359,6 +375,7 @@ class Mesh(Value):
         """Returns the mesh as a readable line, which `from_string` reads back exactly.
 
         Example:
+            >>> from meshlayout import create_mesh
             >>> create_mesh({"batch": 2, "model": 4}).to_string()
             'batch=2,model=4|auto,auto|cpu:0-7'
         """
@@ -374,33 +391,38 @@ class Mesh(Value):
             MeshError: If the text was not written by `to_string`, or a device does not
                 exist here.
         """
-        try:
-            axes, types, devices = text.rsplit("|", 2)
-            platform, ids = devices.split(":")
-            pairs = [pair.rsplit("=", 1) for pair in axes.split(",")]
-            sizes = [(name, int(size)) for name, size in pairs]
-            kinds = [AXIS_TYPES[kind] for kind in types.split(",")]
-            runs = parse_ranges(ids)
-        except (ValueError, KeyError, AttributeError, TypeError):
-            msg = f"{shown(text)} is not a mesh; such text comes from mesh.to_string()."
-            raise MeshError(msg) from None
-        # Counted before the ranges are expanded: a typo may name billions.
-        count = sum(run.stop - run.start for run in runs)
-        if not sizes or math.prod(size for _, size in sizes) != count:
-            msg = f"{shown(text)} is not a mesh: its sizes do not make {count} devices."
-            raise MeshError(msg)
-        chosen = devices_by_id(platform, [number for run in runs for number in run])
-        return create_mesh(sizes, devices=chosen, axis_types=kinds)
+        names, sizes, types, devices = parse_mesh(text)
+        grid = np.array(devices, dtype=object).reshape(sizes)
+        return cls(jax.sharding.Mesh(grid, names, axis_types=types))
 
     def __repr__(self) -> str:
-        axes = ", ".join(f"{name}={size}" for name, size in self.shape.items())
-        return f"Mesh({axes})"
+        parts = [self._axes_text()]
+        for attribute, unit in UNITS.items():
+            names, count = axes_across(self.jax_mesh, attribute)
+            if names:
+                parts.append(f"{', '.join(names)} across {count} {unit}")
+        return f"Mesh({'; '.join(parts)})"
 
     def _repr_html_(self) -> str:
-        ids = self.global_device_ids()
-        picture = _render.mesh_picture(self.axis_names, [*self.shape.values()], ids)
+        crossed = [
+            " and ".join(
+                unit
+                for attribute, unit in UNITS.items()
+                if name in axes_across(self.jax_mesh, attribute)[0]
+            )
+            for name in self.axis_names
+        ]
+        picture = _render.mesh_picture(
+            self.axis_names, [*self.shape.values()], self.global_device_ids(), crossed
+        )
         devices = f"{self.platform.upper()} device{'s' * (self.size != 1)}"
-        return _render.picture_html(f"{self!r}: {self.size} {devices}", picture)
+        return _render.picture_html(
+            f"{self!r}: {self.size} {devices}", picture, self._process_notes()
+        )
+
+    def _process_notes(self) -> list[str]:
+        """Returns a line on which devices each process has; none for one process."""
+        return process_notes(self.jax_mesh)
 
     def __copy__(self) -> "Mesh":
         return self
@@ -412,6 +434,10 @@ class Mesh(Value):
         return Mesh.from_string, (self.to_string(),)
 
     # Inside.
+
+    def _axes_text(self) -> str:
+        """Returns axes and sizes alone, the same on any number of processes."""
+        return ", ".join(f"{name}={size}" for name, size in self.shape.items())
 
     def _devices_text(self) -> str:
         ids = _render.ranges_text(self.global_device_ids())
@@ -477,71 +503,3 @@ def as_mesh(value: Any) -> Mesh:
         MeshError: If it is neither a `Mesh` nor a `jax.sharding.Mesh`.
     """
     return value if isinstance(value, Mesh) else Mesh(value)
-
-
-def create_mesh(
-    axes: Mapping[str, int] | Iterable[tuple[str, int]] | str | None = None,
-    /,
-    *,
-    devices: Sequence[_jax.Device | str] | np.ndarray[Any, Any] | None = None,
-    axis_types: AxisTypesLike | None = None,
-    **axis_sizes: int,
-) -> Mesh:
-    """Creates a mesh from names and sizes of axes.
-
-    Use this at the start of a program. Without `devices`, all devices are used and JAX
-    chooses their order; on TPU it follows the network of the chips. Given devices keep
-    their order, the last axis running fastest.
-
-    Args:
-        axes: Sizes by name, a list of (name, size), or text such as
-            `"batch=2,model=4"`. One size may be -1, for whatever is left. If omitted,
-            the mesh has one axis `batch` over all devices.
-        devices: The devices, as objects or as text such as `"CPU:3"`.
-        axis_types: `"auto"` (the default), `"explicit"`, `"manual"` or a
-            `jax.sharding.AxisType`, for all axes, one by one, or by name. Axes that
-            a mapping does not name are Auto.
-        **axis_sizes: The axes as keywords, instead of `axes`.
-
-    Raises:
-        MeshError: If names or sizes are malformed, their product is not the number of
-            devices, or the devices are unknown, repeated or of different kinds.
-
-    Example:
-        >>> create_mesh({"batch": 2, "model": -1})
-        Mesh(batch=2, model=4)
-        >>> create_mesh("batch=2,model=2", devices=["CPU:0", "CPU:1", "CPU:2", "CPU:3"])
-        Mesh(batch=2, model=2)
-    """
-    for name, size in axis_sizes.items():
-        # `device=[...]` would otherwise be an axis called `device`.
-        hint = did_you_mean(name, ("devices", "axis_types"))
-        if hint and not isinstance(size, (int, np.integer)):
-            text = shown(size)
-            msg = (
-                f"create_mesh has no argument {name!r}, and {text} is not an axis size."
-                f"{hint}"
-            )
-            raise MeshError(msg)
-    if axes is not None and axis_sizes:
-        msg = (
-            "give the axes once: as the first argument or as keywords "
-            f"({', '.join(axis_sizes)}), not both."
-        )
-        raise MeshError(msg)
-    pairs = parse_axes(axis_sizes if axes is None else axes)
-    chosen = None if devices is None else parse_devices(devices)
-    count = jax.device_count() if chosen is None else len(chosen)
-    if not pairs:
-        if axes is not None:
-            msg = "a mesh needs at least one axis: create_mesh({'batch': 8})."
-            raise MeshError(msg)
-        pairs = [("batch", count)]
-    names = [name for name, _ in pairs]
-    types = parse_axis_types(axis_types, names)
-    sizes = fill_sizes(pairs, count, given=chosen is not None)
-    if chosen is None:
-        return Mesh(jax.make_mesh(tuple(sizes), tuple(names), axis_types=types))
-    grid = np.empty(len(chosen), dtype=object)
-    grid[:] = chosen
-    return Mesh(jax.sharding.Mesh(grid.reshape(sizes), tuple(names), axis_types=types))

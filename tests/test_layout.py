@@ -26,7 +26,7 @@ import meshlayout as ml
 from meshlayout._default_mesh import default_mesh
 from meshlayout.errors import LayoutError, MeshError, MeshLayoutError
 from meshlayout.layout import MATCH, UNSHARDED, Layout, as_layout
-from meshlayout.mesh import create_mesh
+from meshlayout.mesh_creation import create_mesh
 from tests.bad_values import BAD as BAD_VALUES, refusal
 
 

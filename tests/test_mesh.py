@@ -5,7 +5,6 @@ import contextlib
 import copy
 import math
 import pickle
-import socket
 import subprocess
 import sys
 import threading
@@ -19,9 +18,12 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import AbstractMesh, AxisType
 
+import meshlayout as ml
 from meshlayout._default_mesh import default_mesh, get_default_mesh
 from meshlayout.errors import MeshError, MeshLayoutError
-from meshlayout.mesh import Mesh, as_mesh, create_mesh
+from meshlayout.mesh import Mesh, as_mesh
+from meshlayout.mesh_creation import create_mesh
+from tests.processes import run_processes
 
 
 # For what a type checker would not let a user write.
@@ -334,42 +336,206 @@ def test_a_mesh_of_a_described_slice_of_a_tpu_pod():
         Mesh.from_string(mesh.to_string())
 
 
-PROCESS = """
-import jax, pickle, sys
-from meshlayout.mesh import Mesh, create_mesh
-index, address = int(sys.argv[1]), sys.argv[2]
-jax.config.update("jax_num_cpu_devices", 2)
-jax.distributed.initialize(address, 2, index)
-mesh = create_mesh({"batch": 2, "model": -1})
-assert mesh.is_multi_process and mesh.size == 4
-assert not mesh["model"].is_multi_process
-assert mesh.local_devices == jax.local_devices()
-assert mesh.local_device_coords == [(index, 0), (index, 1)]
-assert mesh.num_local_devices() == 2
-assert Mesh.from_string(mesh.to_string()) == pickle.loads(pickle.dumps(mesh)) == mesh
-assert mesh["batch"].local_device_coords == [(index,)]
-"""
+def describe_mesh(mesh):
+    return {
+        "text": repr(mesh),
+        "axes": [mesh.process_axes, mesh.slice_axes],
+        "processes": [
+            device.process_index for device in mesh.devices.reshape(-1).tolist()
+        ],
+        "coords": mesh.local_device_coords,
+        "same": Mesh.from_string(mesh.to_string()) == pickle.loads(pickle.dumps(mesh))
+        and Mesh.from_string(mesh.to_string()) == mesh,
+        "html": mesh._repr_html_(),
+        "picture": repr(ml.visualize(mesh.layout(mesh.axis_names[0]), (8,))),
+    }
 
 
-@pytest.mark.multiprocess
-def test_each_of_several_processes_knows_its_own_devices():
-    with socket.socket() as one:
-        one.bind(("localhost", 0))
-        address = f"localhost:{one.getsockname()[1]}"
-    runs = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROCESS, str(index), address],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(2)
+def message(make):
+    with pytest.raises(MeshError) as error:
+        make()
+    return str(error.value)
+
+
+def job():
+    devices = jax.devices()
+    mesh = create_mesh({"batch": 2, "model": -1})
+    assert mesh["batch"].local_device_coords == [(jax.process_index(),)]
+    assert mesh.local_devices == jax.local_devices()
+    return {
+        "batch": describe_mesh(mesh),
+        "model": describe_mesh(mesh["model"]),
+        "all": describe_mesh(create_mesh()),
+        "slow last": describe_mesh(create_mesh("fsdp=4,replica=-1", dcn="replica")),
+        "slow first": describe_mesh(create_mesh("replica=2,fsdp=4", dcn=("replica",))),
+        "partly": describe_mesh(create_mesh("model=2,batch=4", dcn=["batch"])),
+        "given": describe_mesh(
+            create_mesh("fsdp=2,replica=2", dcn="replica", devices=devices[5:1:-1])
+        ),
+        "as given": describe_mesh(
+            create_mesh("a=8", devices=devices[1:] + devices[:1])
+        ),
+        "refused": [
+            message(lambda: create_mesh("replica=1,fsdp=8", dcn="replica")),
+            message(lambda: create_mesh("a=2,b=4", dcn=("a", "b"))),
+            message(lambda: create_mesh("a=-1", dcn="a", devices=devices[:5])),
+            message(lambda: create_mesh("fsdp=8", dcn=())),
+        ],
+    }
+
+
+@pytest.fixture(scope="module")
+def processes():
+    return run_processes(2, job, devices_per_process=4)
+
+
+def test_each_of_several_processes_knows_its_own_devices(processes):
+    for index, here in enumerate(processes):
+        assert all(value["same"] for value in here.values() if isinstance(value, dict))
+        assert here["batch"]["coords"] == [[index, i] for i in range(4)]
+        assert here["batch"]["processes"] == [0] * 4 + [1] * 4
+        assert here["all"]["processes"] == [0] * 4 + [1] * 4
+        assert here["as given"]["processes"] == [0] * 3 + [1] * 4 + [0]
+        assert here["model"]["text"] == "Mesh(model=4)"
+        assert here["model"]["axes"] == [[], []]
+
+
+def test_the_axes_named_in_dcn_cross_processes_and_the_others_do_not(processes):
+    for index, here in enumerate(processes):
+        assert here["slow last"]["processes"] == [0, 1] * 4
+        assert here["slow last"]["coords"] == [[i, index] for i in range(4)]
+        assert here["slow last"]["axes"] == [["replica"], []]
+        assert here["slow first"]["processes"] == [0] * 4 + [1] * 4
+        assert here["partly"]["processes"] == [0, 0, 1, 1] * 2
+        assert here["given"]["processes"] == [0, 1] * 2
+
+
+def test_a_mesh_says_which_axes_cross_processes(processes):
+    here = processes[0]
+    assert here["batch"]["text"] == "Mesh(batch=2, model=4; batch across 2 processes)"
+    assert here["slow last"]["text"] == (
+        "Mesh(fsdp=4, replica=2; replica across 2 processes)"
+    )
+    assert here["all"]["text"] == "Mesh(batch=8; batch across 2 processes)"
+    for name in ("batch", "slow last"):
+        assert "across processes" in here[name]["html"]
+        note = "Devices by process: process 0 0-3; process 1 2048-2051."
+        assert note in here[name]["html"]
+        assert here[name]["picture"].endswith(note)
+    assert "across" not in here["model"]["html"]
+    assert "by process" not in here["model"]["picture"]
+
+
+def test_a_shape_that_cannot_cross_as_dcn_asks_is_refused(processes):
+    together = "their sizes must together make 2, or a multiple of it."
+    assert [here["refused"] for here in processes] == 2 * [
+        [
+            "the axes in dcn=, (replica=1), cannot be divided among the 2 processes of "
+            f"the devices: {together} A shape that fits: (replica=2, fsdp=4).",
+            "dcn names the axis 'b', which crosses nothing: (a=2) already makes the 2 "
+            "processes of the devices. Leave it out of dcn=.",
+            "the 2 processes have different numbers of devices (4 in 0, 1 in 1), so "
+            "that no axis can cross from one to the next. Give devices= with the same "
+            "number of each.",
+            "dcn names no axis, and the devices are of 2 processes: name the axes that "
+            "cross from one to the next, as dcn='fsdp'.",
+        ]
     ]
-    try:
-        said = [run.communicate(timeout=60)[1] for run in runs]
-    finally:
-        for run in runs:
-            run.kill()
-    assert [run.returncode for run in runs] == [0, 0], said
+
+
+class Chip:
+    platform, device_kind = "gpu", "NVIDIA H100"
+
+    def __init__(self, number, per_process, per_slice):
+        self.id = number
+        self.process_index = number // per_process
+        self.slice_index = number // per_slice
+
+    def __repr__(self):
+        return f"Chip({self.id})"
+
+
+def ids_of(mesh):
+    return np.vectorize(lambda device: device.id)(mesh.devices).tolist()
+
+
+@pytest.fixture
+def sixteen_gpus(monkeypatch):
+    """Four hosts of four GPUs, in two slices, with a process for every two GPUs."""
+    chips = [Chip(number, per_process=2, per_slice=8) for number in range(16)]
+    monkeypatch.setattr(jax, "devices", lambda: chips)
+    return chips
+
+
+def test_the_first_axes_cross_slices_unless_dcn_says_otherwise(sixteen_gpus):
+    del sixteen_gpus
+    mesh = create_mesh(batch=16)
+    assert ids_of(mesh) == list(range(16))
+    assert repr(mesh) == (
+        "Mesh(batch=16; batch across 2 slices; batch across 8 processes)"
+    )
+    mesh = create_mesh(replica=4, fsdp=4)
+    assert ids_of(mesh) == np.arange(16).reshape(4, 4).tolist()
+    assert mesh.slice_axes == ("replica",)
+    assert mesh.process_axes == ("replica", "fsdp")
+    mesh = create_mesh(model=8, replica=2, dcn="replica")
+    assert ids_of(mesh) == np.arange(16).reshape(2, 8).T.tolist()
+    assert repr(mesh) == (
+        "Mesh(model=8, replica=2; replica across 2 slices; model, replica across 8 "
+        "processes)"
+    )
+
+
+def test_several_axes_cross_slices_together():
+    chips = [Chip(number, per_process=1, per_slice=2) for number in range(8)]
+    mesh = create_mesh("a=2,b=2,c=2", dcn=("a", "c"), devices=chips)
+    assert ids_of(mesh) == [[[0, 2], [1, 3]], [[4, 6], [5, 7]]]
+    # The first axis that is named crosses whole, the last one as far as is left.
+    mesh = create_mesh("a=2,c=4", dcn=("a", "c"), devices=chips)
+    assert ids_of(mesh) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert ids_of(create_mesh("c=8", dcn="c", devices=chips[::-1])) == list(range(8))
+
+
+def test_the_slices_of_tpu_pods_are_ordered_by_their_networks():
+    pytest.importorskip("libtpu")
+    from jax.experimental import mesh_utils, topologies  # noqa: TID251
+
+    chips = topologies.get_topology_desc(
+        platform="tpu", topology_name="v5e:4x4", num_slices=2
+    ).devices
+    mesh = create_mesh("replica=2,fsdp=4,model=4", dcn="replica", devices=chips)
+    theirs = mesh_utils.create_hybrid_device_mesh(
+        (1, 4, 4), (2, 1, 1), chips, allow_split_physical_axes=True
+    )
+    assert (mesh.devices == theirs).all()
+    assert repr(mesh) == (
+        "Mesh(replica=2, fsdp=4, model=4; replica across 2 slices; replica, fsdp, "
+        "model across 8 processes)"
+    )
+    assert "model (4) across processes" in mesh._repr_html_()
+    one = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
+    assert repr(create_mesh("replica=2,fsdp=4", dcn="replica", devices=one)) == (
+        "Mesh(replica=2, fsdp=4; replica across 2 processes)"
+    )
+
+
+def test_an_order_that_jax_does_not_find_is_refused():
+    pytest.importorskip("libtpu")
+    from jax.experimental import topologies  # noqa: TID251
+
+    chips = topologies.get_topology_desc(
+        platform="tpu", topology_name="v5p:4x4x4", num_slices=2
+    ).devices
+    said = message(lambda: create_mesh("a=2,b=8,c=8", dcn="a", devices=chips))
+    assert said.startswith("JAX finds no order of the devices for (a=2, b=8, c=8): ")
+    assert said.endswith(". Choose other sizes, or an order of your own with devices=.")
+
+
+def test_on_one_process_dcn_has_no_effect():
+    for dcn in ("fsdp", ("replica", "fsdp"), [], iter(["replica"])):
+        assert create_mesh({"replica": 2, "fsdp": 4}, dcn=dcn) == create_mesh(
+            {"replica": 2, "fsdp": 4}
+        )
 
 
 # The default mesh.
@@ -776,6 +942,30 @@ BAD = {
         lambda: anyhow(batch=8, axis_types=3),
         "axis_types is 3; give an axis type, a list with one per axis, or "
         "a dict by axis name.",
+    ),
+    "dcn of an unknown axis": (
+        lambda: create_mesh(replica=8, dcn="replicas"),
+        "dcn names the axis 'replicas', which the mesh lacks. Did you mean 'replica'?",
+    ),
+    "dcn of an axis twice": (
+        lambda: create_mesh(batch=8, dcn=("batch", "batch")),
+        "dcn names the axis 'batch' twice.",
+    ),
+    "a number for dcn": (
+        lambda: anyhow(batch=8, dcn=2),
+        "dcn must be the name of an axis or several, got 2.",
+    ),
+    "a shape for dcn": (
+        lambda: anyhow(batch=8, dcn={"batch": 2}),
+        "dcn must be the name of an axis or several, got {'batch': 2}.",
+    ),
+    "numbers for dcn": (
+        lambda: anyhow(batch=8, dcn=(2, 1)),
+        "dcn must be the name of an axis or several, got (2, 1).",
+    ),
+    "True for dcn": (
+        lambda: anyhow(batch=8, dcn=YES),
+        "dcn must be the name of an axis or several, got True.",
     ),
     "unknown axis": (
         lambda: MESH.axis_size("modle"),

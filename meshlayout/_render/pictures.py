@@ -175,7 +175,10 @@ def _numbers(
 
 
 def mesh_picture(
-    axis_names: Sequence[str], shape: Sequence[int], labels: Sequence[int]
+    axis_names: Sequence[str],
+    shape: Sequence[int],
+    labels: Sequence[int],
+    crossed: Sequence[str] = (),
 ) -> Picture:
     """Describes the devices of a mesh, with the last two axes as a grid.
 
@@ -183,10 +186,15 @@ def mesh_picture(
         axis_names: The names of the axes.
         shape: The sizes of the axes.
         labels: One number per device, in the order of the flattened mesh.
+        crossed: What each axis crosses, such as `"processes"`; empty if nothing.
     """
+    crossed = crossed or [""] * len(axis_names)
     directions = [
-        Direction((f"{name} ({size})",), tuple(map(str, range(size))))
-        for name, size in list(zip(axis_names, shape, strict=True))[-2:]
+        Direction(
+            (f"{name} ({size})", *([f"across {unit}"] if unit else [])),
+            tuple(map(str, range(size))),
+        )
+        for name, size, unit in list(zip(axis_names, shape, crossed, strict=True))[-2:]
     ]
     panels: dict[str, dict[tuple[int, int], Cell]] = {}
     for device, coords in enumerate(itertools.product(*map(range, shape))):

@@ -123,7 +123,9 @@ class Resolved:
         `check_lock` with it. Concrete arrays are written with their current layouts.
         """
         arrays = [leaf for leaf in self.resolutions if leaf.is_array]
-        meshes = ", ".join(sorted({repr(leaf.layout.mesh) for leaf in arrays}))
+        meshes = ", ".join(
+            sorted({f"Mesh({leaf.layout.mesh._axes_text()})" for leaf in arrays})
+        )
         lines = [f"{leaf.path}: {leaf.array} {leaf.current_layout}" for leaf in arrays]
         return "\n".join([f"# layouts on {meshes}", *sorted(lines)]) + "\n"
 

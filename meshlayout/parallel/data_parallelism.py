@@ -81,8 +81,9 @@ def fsdp(
     like the weights' features, and then moves every activation.
 
     For hybrid sharding, shards inside a host or slice and replicas across, give the
-    axis of the shards: `fsdp(mesh, "fsdp")` on a mesh of `replica` and `fsdp`. Batches
-    are always sharded over all batch axes, here both.
+    mesh two axes, of which only `fsdp` then holds shards: `create_mesh({"replica": 2,
+    "fsdp": -1}, dcn="replica")` sends nothing but gradients over the slow network.
+    Batches are always sharded over all batch axes, here both.
 
     Args:
         mesh: The mesh.
@@ -105,6 +106,9 @@ def fsdp(
         >>> kernel = jax.ShapeDtypeStruct((784, 128), "float32")
         >>> layouts.resolve({"dense": {"kernel": kernel}})["dense/kernel"].layout
         Layout([unsharded, batch], Mesh(batch=8))
+        >>> hybrid = ml.create_mesh({"replica": 2, "fsdp": -1}, dcn="replica")
+        >>> fsdp(hybrid).resolve({"dense": {"kernel": kernel}})["dense/kernel"].layout
+        Layout([unsharded, fsdp], Mesh(replica=2, fsdp=4))
     """
     mesh = as_mesh(mesh)
     names = _natural_axes(mesh) if axes is None else _as_axes(axes)

@@ -24,7 +24,8 @@ from meshlayout.arrays import copy_to_mesh
 from meshlayout.errors import StateError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutBox, LayoutMap, Resolution, Resolved
-from meshlayout.mesh import Mesh, create_mesh
+from meshlayout.mesh import Mesh
+from meshlayout.mesh_creation import create_mesh
 from meshlayout.state.operations import CreationMemory, Operations
 
 

@@ -27,7 +27,8 @@ from meshlayout.arrays import copy_to_mesh, to_numpy
 from meshlayout.errors import RecompileWarning
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, activate
-from meshlayout.mesh import Mesh, as_mesh, create_mesh
+from meshlayout.mesh import Mesh, as_mesh
+from meshlayout.mesh_creation import create_mesh
 from meshlayout.metrics import Metrics
 from meshlayout.testing.expectations import VerificationError
 from meshlayout.testing.plain_step import PlainStep, coarsest, computed
