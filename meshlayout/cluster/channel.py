@@ -19,12 +19,13 @@ import operator
 import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, TypeVar
 
 import jax
 
-from meshlayout import _jax
+from meshlayout import _jax, _render
 from meshlayout.cluster import activity
 from meshlayout.errors import ClusterError, MeshLayoutError
 
@@ -33,7 +34,10 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_PREFIX = "meshlayout/channel"
+# Large messages are sent in pieces, as a message of the service has at most 2 GiB. All
+# heads together are read after a time-out, and so are apart.
+_HEADS, _PIECES = "meshlayout/heads", "meshlayout/pieces"
+_PIECE_BYTES = 2**20
 
 # How long one wait inside the store may take, and so Ctrl-C.
 _SLICE_S = 2.0
@@ -52,15 +56,28 @@ class Left(Enum):
 LEFT: Final = Left.LEFT
 
 
+@dataclass(frozen=True)
 class _Failure:
-    """The message of a process that has failed.
+    """What a process sends that has failed: what went wrong."""
 
-    Args:
-        text: What went wrong.
+    text: str
+
+
+@dataclass(frozen=True)
+class _Head:
+    """The first piece of a message.
+
+    Attributes:
+        number: Counts the messages of a process.
+        what: What it is for, as in `Channel`.
+        num_bytes: Of the whole message.
+        piece: The first bytes.
     """
 
-    def __init__(self, text: str) -> None:
-        self.text = text
+    number: int
+    what: str
+    num_bytes: int
+    piece: bytes
 
 
 class Channel:
@@ -90,16 +107,18 @@ class Channel:
         error: type[MeshLayoutError] = ClusterError,
     ) -> None:
         self._processes = list(processes or range(_jax.process_count()))
-        self._name, self._what, self._hint = f"{_PREFIX}/{name}", what, hint
+        self._name, self._what, self._hint = name, what, hint
         self._timeout_s, self._warn_after_s = timeout_s, warn_after_s
         self._error = error
         self._turn = 0
+        self._topics_in_pieces: set[str] = set()
 
     def exchange(
         self,
         value: Any,
         topic: str | None = None,
         *,
+        what: str | None = None,
         timeout_s: float | None = None,
         failure: str = "{failure}",
     ) -> dict[int, Any]:
@@ -110,7 +129,8 @@ class Channel:
             topic: The name of the exchange, if the exchanges have no common order:
                 used once, or removed with `forget`. None for the next of a sequence of
                 exchanges, which are removed automatically.
-            timeout_s: How long to wait for another process; None for the channel's.
+            what: What the processes do together; None for the channel's.
+            timeout_s: How long to wait for the others; None for the channel's.
             failure: The message if another process failed, in which `{process}` and
                 `{failure}` are filled in.
 
@@ -128,26 +148,29 @@ class Channel:
         if topic is None:
             turn, self._turn = self._turn, self._turn + 1
             topic = str(turn)
-        self._send(topic, value)
+        what = what or self._what
+        self._send(topic, value, what)
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        try:
-            with activity.during(
-                f"waiting for all to come to {self._what}", waits=True
-            ):
-                values = {p: self._get(topic, p, limit_s) for p in self._processes}
-        except TimeoutError as late:
+        wait = _Wait(what, self._hint, limit_s, self._warn_after_s)
+        values: dict[int, Any] = {}
+        with activity.during(f"waiting for all to come to {what}", waits=True):
+            for process in self._processes:
+                # Also after one is late: the error names all of them.
+                answer = wait.value(self._key(topic, process), process)
+                if isinstance(answer, _Failure) and process != here:
+                    msg = failure.format(process=process, failure=answer.text)
+                    raise self._error(msg)
+                values[process] = answer
+        if wait.late:
+            late = wait.error()
             # Whoever comes later must not take this process for one that waits.
             if not isinstance(value, _Failure):
-                self._send(topic, _Failure(str(late)))
+                self._send(topic, _Failure(str(late)), what)
             raise self._error(str(late)) from late
         # All processes have sent their value of this turn, and so have read those of
         # the turn before. They may not have read this turn's yet.
         if turn:
             self.forget(str(turn - 1))
-        for process, answer in values.items():
-            if isinstance(answer, _Failure) and process != here:
-                msg = failure.format(process=process, failure=answer.text)
-                raise self._error(msg)
         return values
 
     def from_first(self, value: T) -> T:
@@ -192,62 +215,125 @@ class Channel:
 
     def forget(self, topic: str) -> None:
         """Removes this process's value of an exchange that all have finished."""
-        _jax.coordination_client().key_value_delete(self._key(topic))
-
-    def _send(self, topic: str, value: Any) -> None:
-        message = pickle.dumps((next(_numbers), self._what, value))
         client = _jax.coordination_client()
-        client.key_value_set_bytes(self._key(topic), message, allow_overwrite=True)
+        client.key_value_delete(f"{_HEADS}/{self._key(topic)}")
+        if topic in self._topics_in_pieces:
+            self._topics_in_pieces.remove(topic)
+            client.key_value_delete(f"{_PIECES}/{self._key(topic)}/")
+
+    def _send(self, topic: str, value: Any, what: str | None = None) -> None:
+        client, key = _jax.coordination_client(), self._key(topic)
+        content = pickle.dumps(value)
+        # The head last: whoever finds it finds all pieces.
+        for start in range(_PIECE_BYTES, len(content), _PIECE_BYTES):
+            self._topics_in_pieces.add(topic)
+            piece = content[start : start + _PIECE_BYTES]
+            name = f"{_PIECES}/{key}/{start}"
+            client.key_value_set_bytes(name, piece, allow_overwrite=True)
+        head = _Head(
+            next(_numbers), what or self._what, len(content), content[:_PIECE_BYTES]
+        )
+        name, message = f"{_HEADS}/{key}", pickle.dumps(head)
+        client.key_value_set_bytes(name, message, allow_overwrite=True)
 
     def _key(self, topic: str, process: int | None = None) -> str:
         process = _jax.process_index() if process is None else process
         return f"{self._name}/{topic}/{process}"
 
-    def _get(self, topic: str, process: int, timeout_s: float) -> Any:
-        """Waits for the value of a process, in slices.
 
-        Raises:
-            TimeoutError: If it does not come in time, or the service has ended.
-        """
-        client, key = _jax.coordination_client(), self._key(topic, process)
-        start, was_warned = time.monotonic(), False
+class _Wait:
+    """One wait for the messages of several processes.
+
+    Args:
+        what: What the processes do together, as in `Channel`.
+        hint: What all processes must do.
+        limit_s: How long to wait.
+        warn_after_s: How long to wait before logging which process is late.
+
+    Attributes:
+        late: The processes whose message did not come.
+    """
+
+    def __init__(
+        self, what: str, hint: str, limit_s: float, warn_after_s: float
+    ) -> None:
+        self._what, self._hint = what, hint
+        self._limit_s, self._warn_after_s = limit_s, warn_after_s
+        self._start = time.monotonic()
+        self._was_warned = False
+        self._cause: Exception | None = None
+        self.late: list[int] = []
+
+    def value(self, key: str, process: int) -> Any:
+        """Returns the message of a process; None, and noted, if it does not come."""
+        get = _jax.coordination_client().blocking_key_value_get_bytes
         while True:
-            waited = time.monotonic() - start
-            slice_ms = 1000 * min(_SLICE_S, timeout_s - waited)
+            left_s = min(_SLICE_S, self._limit_s - self._waited_s())
             try:
-                message = client.blocking_key_value_get_bytes(
-                    key, max(1, int(slice_ms))
-                )
-                return pickle.loads(message)[2]
+                head = pickle.loads(get(f"{_HEADS}/{key}", max(1, int(1000 * left_s))))
+                content = bytearray(head.piece)
+                while len(content) < head.num_bytes:
+                    # It was sent before the head.
+                    content += get(f"{_PIECES}/{key}/{len(content)}", 60_000)
+                return pickle.loads(content)
             except jax.errors.JaxRuntimeError as error:
                 # The store has no exception class of its own for a time-out.
-                is_late = "DEADLINE_EXCEEDED" in str(error)
-                waited = time.monotonic() - start
-                if not is_late or waited >= timeout_s:
-                    msg = (
-                        f"process {_jax.process_index()} waited {waited:.0f} s for "
-                        f"process {process}, which did not come to {self._what}. "
-                        f"{_last_seen(process) if is_late else ''}{self._hint}"
-                    )
-                    raise TimeoutError(msg.rstrip()) from error
-            if waited >= self._warn_after_s and not was_warned:
-                was_warned = True
-                _log.warning(
-                    "process %d has waited %.0f s for process %d to come to %s, and "
-                    "waits up to %.0f s. %s",
-                    *(_jax.process_index(), waited, process, self._what),
-                    *(timeout_s, self._hint),
-                )
+                is_over = self._waited_s() >= self._limit_s
+                if is_over or "DEADLINE_EXCEEDED" not in str(error):
+                    self._cause = error
+                    self.late.append(process)
+                    return None
+            self._warn(process)
+
+    def error(self) -> TimeoutError:
+        """Returns an error that names the late processes, and what they last did."""
+        seen = "".join(map(_last_seen, self.late))
+        error = TimeoutError(
+            f"process {_jax.process_index()} waited {self._waited_s():.0f} s for "
+            f"{processes_text(self.late)}, which did not come to {self._what}. "
+            f"{seen}{self._hint}".rstrip()
+        )
+        error.__cause__ = self._cause
+        return error
+
+    def _waited_s(self) -> float:
+        return time.monotonic() - self._start
+
+    def _warn(self, process: int) -> None:
+        if self._waited_s() < self._warn_after_s or self._was_warned:
+            return
+        self._was_warned = True
+        _log.warning(
+            "process %d has waited %.0f s for process %d to come to %s, and waits up "
+            "to %.0f s. %s",
+            *(_jax.process_index(), self._waited_s(), process, self._what),
+            *(self._limit_s, self._hint),
+        )
 
 
 def _last_seen(process: int) -> str:
     """Returns a sentence about the latest exchange that a process came to."""
-    entries = _jax.coordination_client().key_value_dir_get_bytes(_PREFIX)
-    messages = [
+    try:
+        entries = _jax.coordination_client().key_value_dir_get_bytes(_HEADS)
+    except jax.errors.JaxRuntimeError:  # the service has ended
+        return ""
+    heads = [
         pickle.loads(message)
         for key, message in entries
         if key.rpartition("/")[2] == str(process)
     ]
-    if not messages:
+    if not heads:
         return ""
-    return f"It last came to {max(messages, key=operator.itemgetter(0))[1]}. "
+    latest = max(heads, key=operator.attrgetter("number"))
+    return f"Process {process} last came to {latest.what}. "
+
+
+def processes_text(processes: Sequence[int]) -> str:
+    """Returns the name of one or more processes.
+
+    Example:
+        >>> processes_text([3]), processes_text([0, 1, 2, 5])
+        ('process 3', 'processes 0-2,5')
+    """
+    plural = "es" * (len(processes) > 1)
+    return f"process{plural} {_render.ranges_text(processes)}"
