@@ -475,6 +475,6 @@ def digest(content: Any) -> str:
 
     Example:
         >>> digest(b"abc")
-        'cf4ab791c62b8d2b'
+        'd8bb14d833d59559'
     """
     return hashlib.blake2b(content, digest_size=8).hexdigest()

@@ -1,0 +1,293 @@
+"""What processes bring together: barriers, values of one or of all, comparisons."""
+
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import meshlayout as ml
+from meshlayout import _jax
+from meshlayout.errors import ClusterError
+from tests.bad_values import BAD, refusal
+from tests.processes import run_processes
+
+
+cluster = ml.cluster
+
+ORDER = "All processes must make the same calls of ml.cluster, in the same order."
+
+
+def message(function, *args, **kwargs):
+    """The message with which a call is refused; "worked" if it is not."""
+    try:
+        function(*args, **kwargs)
+    except ClusterError as error:
+        return str(error)
+    return "worked"
+
+
+def host_values():
+    """A leaf of each kind, which 32 bits or an unpadded text could not hold."""
+    return {
+        "float": 0.1,
+        "int": 2**70,
+        "bool": True,
+        "complex": 1 + 2j,
+        "text": "zeros \0 and ü\0",
+        "bytes": b"\0\xff\0",
+        "f64": np.array([0.1, -0.0, np.inf, np.nan]),
+        "i64": np.array([2**62, -1]),
+        "u64": np.uint64(2**64 - 1),
+        "bf16": np.array([1.5, 3], ml_dtypes.bfloat16),
+        "f16": np.array([[0.1]], np.float16),
+        "c128": np.array([1e-300 + 1j]),
+        "big endian": np.array([1, 256], ">u2"),
+        "words": np.array(["a", "bc"]),
+        "date": np.array(["2026-01-31"], "datetime64[D]"),
+        "empty": np.zeros((0, 3), np.int8),
+        "nested": [(), None, ({"deep": np.bool_(True)},)],
+    }
+
+
+def bits(tree):
+    """Each leaf's type and bits, as text."""
+    return [
+        [str(path), *leaf_bits(leaf)] for path, leaf in jax.tree.leaves_with_path(tree)
+    ]
+
+
+def leaf_bits(leaf):
+    if not isinstance(leaf, (np.ndarray, np.generic)):
+        return [type(leaf).__name__, repr(leaf)]
+    if leaf.dtype.hasobject:
+        return [str(leaf.dtype), repr(leaf.tolist())]
+    native = leaf.astype(leaf.dtype.newbyteorder("="))
+    return [str(native.dtype), list(leaf.shape), native.tobytes().hex()]
+
+
+def in_threads(index):
+    """Calls from two threads, in another order on each process."""
+    results = {}
+
+    def call(name):
+        results[name] = (
+            message(cluster.broadcast, 1),
+            cluster.all_gather(f"{name} of {index}", name=name).tolist(),
+        )
+
+    threads = [threading.Thread(target=call, args=(name,), name=name) for name in "ab"]
+    for thread in threads[:: 1 - 2 * index]:
+        thread.start()
+        time.sleep(0.2)
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def job():
+    index, seen = cluster.process_index(), {}
+    mine = (
+        host_values() if index == 0 else jax.tree.map(lambda leaf: leaf, host_values())
+    )
+    seen["sent"] = bits(cluster.broadcast(mine))
+    seen["sent to None"] = cluster.broadcast("from 0" if index == 0 else None)
+    seen["gathered"] = bits(cluster.all_gather(host_values()))
+    gathered = cluster.all_gather({"index": index, "x": np.full(2, index)})
+    seen["in order"] = jax.tree.map(np.ndarray.tolist, gathered)
+    large = np.random.default_rng(index).integers(0, 256, 3_000_001).astype(np.uint8)
+    both = cluster.all_gather(large)
+    seen["large"] = [both[index].tobytes() == large.tobytes(), both.shape]
+    seen["threads"] = in_threads(index)
+    seen["has backend"] = _jax.has_backend()
+    seen["key"] = jax.random.key_data(cluster.broadcast(jax.random.key(index))).tolist()
+    seen["array"] = str(cluster.broadcast(jnp.ones(2, "bfloat16") * index).dtype)
+    seen["refused"] = refusals(index)
+    cluster.barrier("end")
+    return seen
+
+
+def refusals(index):
+    other = index == 1
+    told = {}
+    told["absent"] = message(cluster.barrier, "a", 0.6) if not other else ""
+    if other:
+        time.sleep(1.2)
+        told["absent"] = message(cluster.barrier, "a", 5)
+    told["call"] = message(*[(cluster.barrier, "b"), (cluster.all_gather, 1)][index])
+    told["barrier"] = message(cluster.barrier, "bc"[index])
+    told["path"] = message(cluster.all_gather, [{"x": 1, "y": 2}, {"x": 1}][index])
+    told["shape"] = message(cluster.all_gather, {"x": np.ones(2 + index, "f4")})
+    told["dtype"] = message(cluster.broadcast, {"x": np.ones(2, ["f4", "f8"][index])})
+    told["kind"] = message(cluster.broadcast, [1, 1.0][index])
+    told["containers"] = message(cluster.broadcast, [[1], (1,)][index])
+    told["leaf"] = message(cluster.all_gather, {"x": object() if other else 1})
+    told["same"] = message(cluster.assert_same, host_values(), "the configuration")
+    told["value"] = message(
+        cluster.assert_same, {"lr": 0.1 + index}, "the configuration"
+    )
+    told["number"] = message(cluster.assert_same, index, "the seed")
+    zeros, large = np.zeros(2), np.zeros(1000)
+    told["sign"] = message(cluster.assert_same, -zeros if other else zeros, "x")
+    told["large"] = message(cluster.assert_same, large + index, "x")
+    many = dict.fromkeys("abcde", index)
+    told["many"] = message(cluster.assert_same, many, "the configuration")
+    mesh = ml.create_mesh({"batch": 2})
+    # Bound together without a comparison, as raw JAX lets one do.
+    replicated = jax.make_array_from_process_local_data(
+        mesh.layout(None).sharding, np.full(2, index, "f4")
+    )
+    told["replicated"] = message(cluster.assert_same, {"w": replicated}, "the params")
+    sharded = ml.arrays.zeros(4, mesh.layout("batch"))
+    told["sharded"] = message(cluster.broadcast, {"w": sharded})
+    return told
+
+
+@pytest.fixture(scope="module")
+def seen():
+    return run_processes(2, job, devices_per_process=1)
+
+
+@pytest.mark.multiprocess
+def test_values_arrive_bit_by_bit_on_all_processes(seen):
+    for process in seen:
+        assert process["sent"] == bits(host_values())
+        assert process["sent to None"] == "from 0"
+        assert process["key"] == jax.random.key_data(jax.random.key(0)).tolist()
+        assert process["array"] == "bfloat16"
+
+
+@pytest.mark.multiprocess
+def test_values_of_all_processes_are_stacked_by_their_index(seen):
+    expected = jax.tree.map(
+        lambda leaf: (
+            np.array([leaf, leaf], object)
+            if isinstance(leaf, (str, bytes)) or leaf is host_values()["int"]
+            else np.stack([leaf, leaf])
+        ),
+        host_values(),
+    )
+    for process in seen:
+        assert process["gathered"] == bits(expected)
+        assert process["in order"] == {"index": [0, 1], "x": [[0, 0], [1, 1]]}
+        assert process["large"] == [True, [2, 3_000_001]]
+
+
+@pytest.mark.multiprocess
+def test_no_devices_are_started(seen):
+    assert [process["has backend"] for process in seen] == [False, False]
+
+
+@pytest.mark.multiprocess
+def test_calls_from_threads_are_paired_by_name_and_else_refused(seen):
+    for process in seen:
+        for name in "ab":
+            refused, gathered = process["threads"][name]
+            assert gathered == [f"{name} of 0", f"{name} of 1"]
+            assert refused == (
+                f"broadcast was called in the thread '{name}'. Calls of processes are "
+                "paired by their order, which threads do not have. Call it in the main "
+                "thread, or give it a name: broadcast(..., name='...')."
+            )
+
+
+REFUSED = {
+    "absent": "process 0 waited 1 s for process 1, which did not come to barrier 'a'. "
+    f"Process 1 last came to broadcast. {ORDER}",
+    "call": "processes are at different calls: the call is all_gather on process 1, "
+    f"and barrier 'b' on process 0. {ORDER}",
+    "barrier": "processes are at different calls: the call is barrier 'c' on process "
+    f"1, and barrier 'b' on process 0. {ORDER}",
+    "path": "all_gather: the trees differ between processes: 'y' is missing on process "
+    "1, and an int on process 0.",
+    "shape": "all_gather: the trees differ between processes: 'x' is f32[3] on process "
+    "1, and f32[2] on process 0.",
+    "dtype": "broadcast: the trees differ between processes: 'x' is f64[2] on process "
+    "1, and f32[2] on process 0.",
+    "kind": "broadcast: the trees differ between processes: the value is a float on "
+    "process 1, and an int on process 0.",
+    "containers": "broadcast: the trees differ between processes: the structure is "
+    "PyTreeDef((*,)) on process 1, and PyTreeDef([*]) on process 0.",
+    "leaf": "all_gather: x is an object. Processes exchange arrays, numbers and text.",
+    "same": "worked",
+    "value": "the configuration must be the same on all processes: 'lr' is 1.1 on "
+    "process 1, and 0.1 on process 0.",
+    "number": "the seed must be the same on all processes: the value is 1 on process "
+    "1, and 0 on process 0.",
+    "sign": "x must be the same on all processes: the value is f64[2] [-0.0, -0.0] on "
+    "process 1, and f64[2] [0.0, 0.0] on process 0.",
+    "large": "x must be the same on all processes: the value is f64[1000] (digest "
+    "{ones}) on process 1, and f64[1000] (digest {zeros}) on process 0.",
+    "many": "the configuration must be the same on all processes: 'a' is 1 on process "
+    "1, and 0 on process 0; 'b' is 1 on process 1, and 0 on process 0; 'c' is 1 on "
+    "process 1, and 0 on process 0; and 2 more differ.",
+    "replicated": "the params must be the same on all processes: 'w' is f32[2] [1.0, "
+    "1.0] on process 1, and f32[2] [0.0, 0.0] on process 0.",
+    "sharded": "broadcast: w f32[4] is sharded over several processes. Gather it with "
+    "ml.to_numpy(x).",
+}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_differs_is_named_on_all_processes(seen, case):
+    for process in seen:
+        expected = REFUSED[case]
+        if case == "large":
+            digests = {
+                name: digest_in(process["refused"][case], i)
+                for i, name in enumerate(["ones", "zeros"])
+            }
+            assert digests["ones"] != digests["zeros"]
+            expected = expected.format(**digests)
+        assert process["refused"][case] == expected
+
+
+def digest_in(text, index):
+    return text.split("(digest ")[index + 1].partition(")")[0]
+
+
+@pytest.mark.parametrize("value", BAD, ids=str)
+def test_bad_arguments_are_refused_in_a_sentence_or_work(value):
+    for call in (
+        lambda: cluster.barrier(value),
+        lambda: cluster.barrier("a", value),
+        lambda: cluster.broadcast(value),
+        lambda: cluster.broadcast(1, name=value),
+        lambda: cluster.broadcast(1, timeout_s=value),
+        lambda: cluster.all_gather(value),
+        lambda: cluster.all_gather(1, name=value, timeout_s=value),
+        lambda: cluster.assert_same(value, "x"),
+        lambda: cluster.assert_same(1, value),
+        lambda: cluster.assert_same(1, "x", timeout_s=value),
+    ):
+        refusal(ClusterError, call)
+
+
+def test_a_process_alone_gets_its_own_values():
+    assert bits(cluster.broadcast(host_values())) == bits(host_values())
+    assert cluster.all_gather(np.arange(3)).tolist() == [[0, 1, 2]]
+    cluster.barrier("a", 1)
+    cluster.assert_same(jnp.ones(3), "x")
+
+
+def test_arguments_are_refused_in_a_sentence():
+    assert message(cluster.barrier, "") == "barrier: name must be a text, got ''."
+    assert message(cluster.barrier, "a", -1) == (
+        "barrier: timeout_s must be a finite number above 0, got -1."
+    )
+    assert message(jax.jit(cluster.broadcast), jnp.ones(2)) == (
+        "broadcast: a value inside jit is not known yet. Call this outside, with the "
+        "result."
+    )
+    deleted = jnp.ones(2)
+    deleted.delete()
+    assert message(cluster.all_gather, {"x": deleted}) == (
+        "all_gather: x is deleted: it was donated to a step or a relayout."
+    )
+    assert message(cluster.all_gather, np.ma.ones(2)) == (
+        "all_gather is a masked array. Processes exchange arrays, numbers and text."
+    )
