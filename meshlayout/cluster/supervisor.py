@@ -323,8 +323,10 @@ class Job:
         failures = [end for end in self._failures if not self._is_meant(end)]
         failures = failures or self._failures
         if not failures:
-            was_killed = self._request is not None and signal.SIGKILL in self._sent
-            return JobEnd(128 + self._request if was_killed else 0, None, was_requested)
+            # Processes that a second Ctrl-C killed are no failures of theirs.
+            was_killed = signal.SIGKILL in self._sent
+            status = 128 + (self._request or 0) if was_killed else 0
+            return JobEnd(status, None, was_requested)
         first = min(failures, key=lambda end: self._traceback_s(end) or end.time_s)
         return JobEnd(first.status, first, was_requested)
 
