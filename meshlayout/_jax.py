@@ -533,6 +533,10 @@ def has_backend() -> bool:
 
 
 def detect_cluster(
+    coordinator_address: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    *,
     timeout_s: float,
 ) -> tuple[str, str | None, int | None, int | None, Any] | None:
     """Returns what JAX knows of this process from its scheduler, if there is one.
@@ -540,21 +544,26 @@ def detect_cluster(
     JAX's public way to ask is `jax.distributed.initialize`, which starts at once, and
     says neither what it found nor where. tests/test_cluster_settings.py notices.
 
+    Args:
+        coordinator_address: The address of the coordinator, if it is known.
+        num_processes: The number of processes, if it is known.
+        process_id: The index of this process, if it is known.
+        timeout_s: How long to wait for a host name to be known.
+
     Returns:
-        The name of the scheduler, the coordinator's address, the number of processes,
-        the index of this one and the ids of its devices; or None.
+        The name of the scheduler, these three, and the ids of the devices of this
+        process or None; or None.
     """
-    for environment in clusters.ClusterEnv._cluster_types:
-        if environment.opt_in_only_method or not environment.is_env_present():
-            continue
-        name = environment.name
-        # In a SLURM job, but not started by srun; jax 0.7 does not make the difference.
-        if name == "slurm" and "SLURM_STEP_NODELIST" not in os.environ:
-            continue
-        settings = clusters.ClusterEnv.auto_detect_unset_distributed_params(
-            None, None, None, None, name, int(timeout_s)
-        )
-        return name, *settings
+    types = clusters.ClusterEnv._cluster_types
+    for kind in [kind for kind in types if not kind.opt_in_only_method]:
+        # A job of SLURM, but not started by srun; jax 0.7 does not tell them apart.
+        is_alone = kind.name == "slurm" and "SLURM_STEP_NODELIST" not in os.environ
+        if not is_alone and kind.is_env_present():
+            settings = kind.auto_detect_unset_distributed_params(
+                *(coordinator_address, num_processes, process_id, None),
+                *(kind.name, math.ceil(timeout_s)),
+            )
+            return kind.name, *settings
     return None
 
 
@@ -582,6 +591,15 @@ def start_processes(
         coordinator_bind_address=coordinator_bind_address,
         heartbeat_timeout_seconds=24 * 60 * 60,
     )
+
+
+def restrict_devices(ids: tuple[int, ...]) -> None:
+    """Restricts a single process to some GPUs, as `start_processes` does for several.
+
+    The options have no effect where there are no GPUs, nor once JAX has started them.
+    """
+    for kind in ("cuda", "rocm"):
+        jax.config.update(f"jax_{kind}_visible_devices", ",".join(map(str, ids)))
 
 
 def shard_placer(

@@ -18,6 +18,8 @@ from typing import Any
 
 import jax
 
+import meshlayout as ml
+
 
 ROOT = Path(__file__).parent.parent
 
@@ -120,19 +122,11 @@ def _main(index: int, where: Path) -> None:
     """Runs one process of a job."""
     job = json.loads((where / "job.json").read_text())
     jax.config.update("jax_num_cpu_devices", job["devices"])
-    jax.distributed.initialize(
-        job["address"],
-        job["processes"],
-        index,
-        cluster_detection_method="deactivate",
-        coordinator_bind_address=job["address"],
-        heartbeat_timeout_seconds=10,
-        initialization_timeout=60,
-    )
+    ml.initialize(job["address"], job["processes"], index, timeout_s=60)
     module, name = job["function"].split(":")
     result = getattr(importlib.import_module(module), name)(*job["args"])
     (where / f"{index}.json").write_text(json.dumps(result))
-    jax.distributed.shutdown()
+    ml.shutdown()
 
 
 if __name__ == "__main__":

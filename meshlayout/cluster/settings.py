@@ -13,36 +13,51 @@ environment can be tested without being in it.
 
 import contextlib
 import dataclasses
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
-from meshlayout import _checks
+from meshlayout.cluster.variables import (
+    ADDRESS,
+    BIND,
+    COUNT,
+    DEVICES,
+    INDEX,
+    KINDS,
+    READERS,
+    Found,
+    Setting,
+    from_arguments,
+    from_jax,
+    listed,
+    malformed,
+    parsed,
+    span,
+)
 from meshlayout.errors import ClusterError
 
 
-_ADDRESS, _COUNT, _INDEX = "coordinator_address", "num_processes", "process_id"
-_BIND, _DEVICES = "coordinator_bind_address", "local_device_ids"
+# JAX's detection. It takes the coordinator's address, the number of processes and the
+# index of this one, each None if not known, and returns them after the name of the
+# scheduler, with the ids of this process's devices; None if there is no scheduler.
+Detect: TypeAlias = Callable[
+    [str | None, int | None, int | None], tuple[Any, ...] | None
+]
 
-# By field: what it must be, and one that is right.
-_KINDS = {
-    _ADDRESS: ("the host of process 0 and a free port on it", "10.0.0.1:1234"),
-    _BIND: ("an address of this machine and a free port", "0.0.0.0:1234"),
-    _COUNT: ("a positive integer", "4"),
-    _INDEX: ("a non-negative integer", "0"),
-    _DEVICES: ("distinct non-negative integers", "0,1"),
+# The variables from which JAX takes its numbers of processes and indices.
+_SCHEDULERS = {
+    "slurm": {COUNT: "SLURM_NTASKS", INDEX: "SLURM_PROCID"},
+    "ompi": {COUNT: "OMPI_COMM_WORLD_SIZE", INDEX: "OMPI_COMM_WORLD_RANK"},
 }
-
-# As JAX's detection gives them: the name of the environment, the coordinator's address,
-# the number of processes, the index of this one, and the ids of its devices.
-Detected: TypeAlias = tuple[str, str | None, int | None, int | None, Any]
-Detect: TypeAlias = Callable[[], Detected | None]
-
-
-_LARGEST_PORT = 65535
+_LOCAL_IDS = ("SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
+_NUMBERS = (
+    *("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_PROCID", "OMPI_COMM_WORLD_SIZE"),
+    *("OMPI_COMM_WORLD_RANK", *_LOCAL_IDS, "JOB_COMPLETION_INDEX", "TPU_WORKER_ID"),
+    *("MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID", "JAX_COORDINATOR_PORT"),
+)
 
 _ALL_THREE = (
-    "Say all three: initialize('10.0.0.1:1234', num_processes=2, process_id=0), or the "
+    "Give all three: initialize('10.0.0.1:1234', num_processes=2, process_id=0), or the "
     "variables JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID."
 )
 
@@ -99,25 +114,10 @@ class Settings:
         )
 
 
-class _Setting(NamedTuple):
-    """A setting, and the argument or variable that it came from with what it held."""
-
-    value: Any
-    source: str
-    held: str
-
-    def __str__(self) -> str:
-        return f"{self.source}={self.held}"
-
-
-# The settings of one source, by field.
-_Found: TypeAlias = dict[str, _Setting]
-
-
 def find_settings(
     arguments: Mapping[str, Any],
     environment: Mapping[str, str],
-    detect: Detect = lambda: None,
+    detect: Detect = lambda *known: None,
 ) -> Settings:
     """Returns the processes of this program.
 
@@ -131,235 +131,40 @@ def find_settings(
         ClusterError: If a value is malformed, if something is missing, or if the
             sources contradict each other.
     """
-    found = _from_arguments(arguments)
+    found = from_arguments(arguments)
     if not _is_complete(found):
-        variables = [read(environment) for read in _READERS]
+        variables = [read(environment) for read in READERS]
         _check_agreement(variables)
         for source in variables:
             found = {**source, **found}
-    found = {**_from_jax(environment, [_BIND, _DEVICES]), **found}
+    found = {**from_jax(environment, [BIND, DEVICES]), **found}
     if not _is_complete(found) and _may_be_a_cluster(environment):
-        found = {**_detected(detect), **found}
+        found = {**_detected(detect, found, environment), **found}
+    elif not _is_alone(found) and any(name in environment for name in _LOCAL_IDS):
+        found = {**_detected_devices(detect, found, environment), **found}
     _check_index(found)
-    if found.keys().isdisjoint([_ADDRESS, _COUNT, _INDEX]) or _is_alone(found):
+    if found.keys().isdisjoint([ADDRESS, COUNT, INDEX]) or _is_alone(found):
         # Where process 0 listens does not matter if there is no other.
-        found = {field: found[field] for field in (_COUNT, _DEVICES) if field in found}
+        found = {field: found[field] for field in (COUNT, DEVICES) if field in found}
     else:
         _check_completeness(found)
-        found.setdefault(_BIND, found[_ADDRESS])
     values = {field: found[field].value for field in found}
     return Settings(
-        coordinator_address=values.get(_ADDRESS),
-        num_processes=values.get(_COUNT, 1),
-        process_index=values.get(_INDEX, 0),
-        bind_address=values.get(_BIND),
-        local_device_ids=values.get(_DEVICES),
-        sources={field: found[field].source for field in _KINDS if field in found},
+        coordinator_address=values.get(ADDRESS),
+        num_processes=values.get(COUNT, 1),
+        process_index=values.get(INDEX, 0),
+        bind_address=values.get(BIND, values.get(ADDRESS)),
+        local_device_ids=values.get(DEVICES),
+        sources={field: found[field].source for field in KINDS if field in found},
     )
 
 
-def _is_complete(found: _Found) -> bool:
-    return found.keys() >= {_ADDRESS, _COUNT, _INDEX} or _is_alone(found)
+def _is_complete(found: Found) -> bool:
+    return found.keys() >= {ADDRESS, COUNT, INDEX} or _is_alone(found)
 
 
-def _is_alone(found: _Found) -> bool:
-    return _COUNT in found and found[_COUNT].value == 1
-
-
-def _from_arguments(arguments: Mapping[str, Any]) -> _Found:
-    """Returns the settings of the arguments that were given."""
-    found = {}
-    for field in _KINDS:
-        value = arguments.get(field)
-        if value is None:
-            continue
-        held = _checks.shown(value)
-        if field in (_COUNT, _INDEX):
-            value = _checks.count(
-                field,
-                value,
-                at_least=int(field == _COUNT),
-                where="initialize",
-                error=ClusterError,
-            )
-        elif field == _DEVICES:
-            value = _device_ids(value)
-        elif not isinstance(value, str) or split_address(value) is None:
-            raise _malformed(field, field, held)
-        found[field] = _Setting(value, field, held)
-    return found
-
-
-def _device_ids(value: Any) -> tuple[int, ...]:
-    """Returns the argument `local_device_ids`, one id or several, as a tuple."""
-    is_several = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
-    ids = value if is_several else [value]
-    with contextlib.suppress(ClusterError):
-        ids = [_checks.count("id", i, at_least=0, error=ClusterError) for i in ids]
-        if ids and len(set(ids)) == len(ids):
-            return tuple(ids)
-    raise _malformed(_DEVICES, _DEVICES, _checks.shown(value))
-
-
-def _from_jax(
-    environment: Mapping[str, str], fields: Iterable[str] = (_ADDRESS, _COUNT, _INDEX)
-) -> _Found:
-    """Returns the settings of JAX's own variables.
-
-    `jax.distributed.initialize` reads the address and the device ids; the names of the
-    other two are those of its arguments, and common.
-    """
-    return _from_names({field: f"JAX_{field.upper()}" for field in fields}, environment)
-
-
-def _from_tf_config(environment: Mapping[str, str]) -> _Found:
-    """Returns the settings of TF_CONFIG: the chief is process 0, then the workers."""
-    text = environment.get("TF_CONFIG", "").strip()
-    if not text:
-        return {}
-    try:
-        config = json.loads(text)
-        jobs, task = config.get("cluster") or {}, config.get("task") or {}
-        is_well_formed = all(isinstance(jobs[job], list) for job in jobs)
-        job, index = task.get("type"), task.get("index")
-    except (ValueError, TypeError, AttributeError):
-        is_well_formed, jobs, job, index = False, {}, None, None
-    if not is_well_formed:
-        raise _malformed_tf_config(
-            text, "it must be JSON with a 'cluster' and a 'task'"
-        )
-    if job in ("ps", "evaluator") or jobs.get("ps"):
-        raise _malformed_tf_config(
-            text,
-            f"a task of type {job if job in ('ps', 'evaluator') else 'ps'!r} has no "
-            "place here: all processes train, and hold their part of the parameters. "
-            "Start chief and workers only",
-        )
-    addresses = [*jobs.get("chief", []), *jobs.get("worker", [])]
-    if not addresses:
-        return {}
-    for address in addresses:
-        if split_address(address) is None:
-            raise _malformed_tf_config(
-                text, f"{address!r} must be an address such as 'a:1234'"
-            )
-    if len(addresses) > 1:
-        index = _tf_config_index(text, jobs, job, index)
-    return {
-        _ADDRESS: _Setting(addresses[0], "TF_CONFIG", text),
-        _COUNT: _Setting(len(addresses), "TF_CONFIG", text),
-        _INDEX: _Setting(index if len(addresses) > 1 else 0, "TF_CONFIG", text),
-    }
-
-
-def _tf_config_index(
-    text: str, jobs: Mapping[str, list[str]], job: Any, index: Any
-) -> int:
-    """Returns the index of the process of a task of TF_CONFIG."""
-    known = [name for name in ("chief", "worker") if jobs.get(name)]
-    if job not in known:
-        types = " or ".join(map(repr, known))
-        raise _malformed_tf_config(
-            text, f"the task's type must be {types}, got {job!r}"
-        )
-    size = len(jobs[job])
-    try:
-        number = int(index)  # Some launchers write "0".
-    except (TypeError, ValueError):
-        number = -1
-    if isinstance(index, (bool, float)) or not 0 <= number < size:
-        raise _malformed_tf_config(
-            text,
-            f"the task's index must be {_span(size)}, as the cluster has {size} tasks "
-            f"of type {job!r}, got {index!r}",
-        )
-    return number + (len(jobs.get("chief", [])) if job == "worker" else 0)
-
-
-def _from_dtensor(environment: Mapping[str, str]) -> _Found:
-    """Returns the settings of TensorFlow DTensor's variables.
-
-    As in TensorFlow, a process without an id is the first one.
-    """
-    names = {_COUNT: "DTENSOR_NUM_CLIENTS", _INDEX: "DTENSOR_CLIENT_ID"}
-    found = _from_jobs("DTENSOR_JOBS", names, environment)
-    if _ADDRESS in found:
-        address = found[_ADDRESS]
-        found.setdefault(_COUNT, address._replace(value=1))
-        found.setdefault(_INDEX, address._replace(value=0))
-    return found
-
-
-def _from_keras(environment: Mapping[str, str]) -> _Found:
-    """Returns the settings of Keras's variables for `keras.distribution`.
-
-    The addresses may be those of all processes, or that of process 0 alone.
-    """
-    names = {
-        _COUNT: "KERAS_DISTRIBUTION_NUM_PROCESSES",
-        _INDEX: "KERAS_DISTRIBUTION_PROCESS_ID",
-    }
-    return _from_jobs("KERAS_DISTRIBUTION_JOB_ADDRESSES", names, environment)
-
-
-_READERS = (_from_jax, _from_tf_config, _from_dtensor, _from_keras)
-
-
-def _from_jobs(
-    name: str, names: Mapping[str, str], environment: Mapping[str, str]
-) -> _Found:
-    """Returns the settings of a variable with all addresses, and of others.
-
-    Args:
-        name: The variable with the addresses, separated by commas.
-        names: The variables of the other fields.
-        environment: The environment variables.
-    """
-    found = _from_names(names, environment)
-    text = environment.get(name, "").strip()
-    if not text:
-        return found
-    addresses = [address.strip() for address in text.split(",")]
-    if any(split_address(address) is None for address in addresses):
-        raise _malformed(_ADDRESS, name, repr(text))
-    number = found.get(_COUNT)
-    if len(addresses) > 1 and number and number.value != len(addresses):
-        msg = (
-            f"initialize: {name}={text!r} has {len(addresses)} addresses, but "
-            f"{number}. Set both for the same processes, or the addresses alone."
-        )
-        raise ClusterError(msg)
-    if len(addresses) > 1:
-        found.setdefault(_COUNT, _Setting(len(addresses), name, repr(text)))
-    return found | {_ADDRESS: _Setting(addresses[0], name, repr(text))}
-
-
-def _from_names(names: Mapping[str, str], environment: Mapping[str, str]) -> _Found:
-    """Returns the settings of variables that hold one field each."""
-    found = {}
-    for field, name in names.items():
-        # An empty variable is how shells unset one for a command.
-        text = environment.get(name, "").strip()
-        if text:
-            value = _parsed(field, text)
-            if value is None:
-                raise _malformed(field, name, repr(text))
-            found[field] = _Setting(value, name, repr(text))
-    return found
-
-
-def _parsed(field: str, text: str) -> Any:
-    """Returns the value of a field that a variable holds; None if it is malformed."""
-    if field in (_ADDRESS, _BIND):
-        return text if split_address(text) else None
-    parts = text.split(",") if field == _DEVICES else [text]
-    # `int` alone would take "+1" and "1_000".
-    if not all(part.strip().isdecimal() for part in parts):
-        return None
-    numbers = tuple(map(int, parts))
-    if field == _DEVICES:
-        return numbers if len(set(numbers)) == len(numbers) else None
-    return None if field == _COUNT and not numbers[0] else numbers[0]
+def _is_alone(found: Found) -> bool:
+    return COUNT in found and found[COUNT].value == 1
 
 
 def _may_be_a_cluster(environment: Mapping[str, str]) -> bool:
@@ -380,11 +185,16 @@ def _may_be_a_cluster(environment: Mapping[str, str]) -> bool:
     return not in_pod or "JOB_COMPLETION_INDEX" in environment
 
 
-def _detected(detect: Detect) -> _Found:
-    """Returns the settings that JAX's detection finds."""
+def _detected(detect: Detect, found: Found, environment: Mapping[str, str]) -> Found:
+    """Returns the settings that JAX's detection adds to what is known."""
+    fields = (ADDRESS, COUNT, INDEX)
+    known = [found[field].value if field in found else None for field in fields]
     try:
-        detected = detect()
+        detected = detect(*known)
     except Exception as problem:
+        for name in _NUMBERS:
+            if name in environment and parsed(INDEX, environment[name]) is None:
+                raise malformed(INDEX, name, repr(environment[name])) from problem
         msg = (
             "initialize: JAX's detection of the cluster failed with "
             f"{type(problem).__name__}: {problem}. {_ALL_THREE}"
@@ -392,36 +202,59 @@ def _detected(detect: Detect) -> _Found:
         raise ClusterError(msg) from problem
     if detected is None:
         return {}
-    kind, address, number, index, devices = detected
-    source = f"JAX's detection ({kind})"
-    values = {_ADDRESS: address, _COUNT: number, _INDEX: index}
-    if devices is not None:
-        values[_DEVICES] = tuple(devices)
-    return {
-        field: _Setting(value, source, repr(value))
-        for field, value in values.items()
-        if value is not None
+    scheduler, *values, devices = detected
+    origin = f"JAX's detection of {scheduler}"
+    settings = {
+        field: Setting(
+            value, _SCHEDULERS.get(scheduler, {}).get(field, origin), repr(value)
+        )
+        for field, value in zip(fields, values, strict=True)
     }
+    # GPUs are one per process under SLURM and Open MPI. One process has all of them.
+    if devices is not None and settings[COUNT].value > 1:
+        settings[DEVICES] = Setting(tuple(devices), origin, repr(devices))
+    return settings
 
 
-def _check_agreement(variables: Sequence[_Found]) -> None:
+def _detected_devices(
+    detect: Detect, found: Found, environment: Mapping[str, str]
+) -> Found:
+    """Returns the devices that a scheduler has for this process, if it started it.
+
+    The processes may also have been started by something else inside one of its tasks,
+    which shows in other numbers.
+    """
+    with contextlib.suppress(ClusterError):
+        detected = _detected(detect, {}, environment)
+        if all(
+            field in detected and detected[field].value == found[field].value
+            for field in (COUNT, INDEX)
+        ):
+            return {field: detected[field] for field in [DEVICES] if field in detected}
+    return {}
+
+
+def _check_agreement(variables: Sequence[Found]) -> None:
     """Refuses variables that give different numbers of processes or indices."""
-    for field, what in ((_COUNT, "processes"), (_INDEX, "process indices")):
+    for field, given in (
+        (COUNT, "they give {} and {} processes"),
+        (INDEX, "they give this process the ids {} and {}"),
+    ):
         values = [found[field] for found in variables if field in found]
-        for value in values[1:]:
-            if value.value != values[0].value:
+        for first, other in itertools.pairwise(values):
+            if other.value != first.value:
                 msg = (
-                    f"initialize: {values[0]} and {value} contradict each other: "
-                    f"{what} {values[0].value} and {value.value}. Unset the variable "
+                    f"initialize: {first} and {other} contradict each other: "
+                    f"{given.format(first.value, other.value)}. Unset the variable "
                     "that was not meant for this program, or give the arguments "
                     "coordinator_address, num_processes and process_id."
                 )
                 raise ClusterError(msg)
 
 
-def _check_completeness(found: _Found) -> None:
+def _check_completeness(found: Found) -> None:
     """Refuses settings of which some are missing."""
-    fields = (_ADDRESS, _COUNT, _INDEX)
+    fields = (ADDRESS, COUNT, INDEX)
     missing = [field for field in fields if field not in found]
     if missing:
         values = listed([str(found[field]) for field in fields if field in found])
@@ -429,69 +262,14 @@ def _check_completeness(found: _Found) -> None:
         raise ClusterError(msg)
 
 
-def _check_index(found: _Found) -> None:
+def _check_index(found: Found) -> None:
     """Refuses an index that the number of processes does not have."""
-    if _COUNT not in found or _INDEX not in found:
+    if COUNT not in found or INDEX not in found:
         return
-    number, index = found[_COUNT], found[_INDEX]
+    number, index = found[COUNT], found[INDEX]
     if index.value >= number.value:
         msg = (
             f"initialize: {index} does not fit {number}: the index of a process must "
-            f"be {_span(number.value)}."
+            f"be {span(number.value)}."
         )
         raise ClusterError(msg)
-
-
-def split_address(address: object) -> tuple[str, int] | None:
-    """Returns the host and the port of an address; None if it is malformed.
-
-    Example:
-        >>> split_address("10.0.0.1:1234"), split_address("[::1]:1234")
-        (('10.0.0.1', 1234), ('::1', 1234))
-        >>> split_address("10.0.0.1"), split_address("a:0"), split_address("::1:1234")
-        (None, None, None)
-    """
-    if not isinstance(address, str):
-        return None
-    host, colon, port = address.rpartition(":")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    elif ":" in host:
-        return None
-    is_port = colon and port.isdecimal() and 0 < int(port) <= _LARGEST_PORT
-    is_host = host and not any(c.isspace() or c in "/,[]" for c in host)
-    return (host, int(port)) if is_port and is_host else None
-
-
-def listed(names: Sequence[object]) -> str:
-    """Returns names as a sentence has them.
-
-    Example:
-        >>> listed(["a"]), listed([1, 2, 3])
-        ('a', '1, 2 and 3')
-    """
-    *first, last = map(str, names) if names else [""]
-    return f"{', '.join(first)} and {last}" if first else last
-
-
-def _span(size: int) -> str:
-    """Returns the indices of a number of things, as `"0 or 1"`."""
-    return {1: "0", 2: "0 or 1"}.get(size, f"between 0 and {size - 1}")
-
-
-def _malformed(field: str, name: str, held: str) -> ClusterError:
-    what, example = _KINDS[field]
-    msg = f"initialize: {name} must be {what}, such as {example!r}, got {held}."
-    return ClusterError(msg)
-
-
-def _malformed_tf_config(text: str, fact: str) -> ClusterError:
-    example = {
-        "cluster": {"worker": ["10.0.0.1:1234", "10.0.0.2:1234"]},
-        "task": {"type": "worker", "index": 0},
-    }
-    msg = (
-        f"initialize: TF_CONFIG={text!r}: {fact}. Right for the first of two processes "
-        f"is {json.dumps(example)!r}."
-    )
-    return ClusterError(msg)

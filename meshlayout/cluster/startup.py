@@ -5,6 +5,7 @@ several, the processes meet before JAX's own start, because JAX can neither name
 process that does not come nor be interrupted while it waits.
 """
 
+import functools
 import logging
 import os
 from collections.abc import Sequence
@@ -13,13 +14,16 @@ import jax
 
 from meshlayout import _checks, _jax
 from meshlayout.cluster import rendezvous
+from meshlayout.cluster.channel import Channel
 from meshlayout.cluster.settings import Settings, find_settings
 from meshlayout.errors import ClusterError
 
 
 _log = logging.getLogger(__name__)
 
+# What `initialize` was given, from its call until `shutdown`.
 _running: Settings | None = None
+_timeouts: dict[str, float] = {}
 
 
 def initialize(
@@ -74,13 +78,15 @@ def initialize(
         >>> shutdown()
     """
     global _running
-    for name, value in (
-        ("timeout_s", timeout_s),
-        ("heartbeat_timeout_s", heartbeat_timeout_s),
-        ("step_timeout_s", step_timeout_s),
-    ):
-        if value is not None or name == "timeout_s":
-            _checks.number(name, value, above=0, where="initialize", error=ClusterError)
+    timeout_s = _seconds("timeout_s", timeout_s)
+    timeouts = {
+        name: _seconds(name, value)
+        for name, value in (
+            ("heartbeat_timeout_s", heartbeat_timeout_s),
+            ("step_timeout_s", step_timeout_s),
+        )
+        if value is not None
+    }
     arguments = {
         "coordinator_address": coordinator_address,
         "num_processes": num_processes,
@@ -89,30 +95,50 @@ def initialize(
         "coordinator_bind_address": coordinator_bind_address,
     }
     settings = find_settings(
-        arguments, os.environ, lambda: _jax.detect_cluster(timeout_s)
+        arguments,
+        os.environ,
+        functools.partial(_jax.detect_cluster, timeout_s=timeout_s),
     )
     if _running is not None:
-        _check_same(settings, _running)
+        _check_same(settings, timeouts, _running)
         return
-    if settings.num_processes == 1:
-        _log.info("one process%s: nothing to start.", _origin(settings))
-    else:
+    if settings.num_processes > 1:
         _check_not_started()
         _start(settings, timeout_s)
-        _log.info("%s%s.", settings, _origin(settings))
+    elif settings.local_device_ids is not None:
+        _check_not_started()
+        _jax.restrict_devices(settings.local_device_ids)
     _running = settings
+    _timeouts.update(timeouts)
+    _log.info("%s%s.", settings, _origin(settings) or "; no cluster was found")
 
 
-def shutdown() -> None:
+def shutdown(timeout_s: float = 300.0) -> None:
     """Leaves the program, after all of its processes have come to this call.
 
     Use this as the last call of a program of several processes, so that none ends while
     another still needs it. On one process it does nothing.
+
+    Args:
+        timeout_s: How long to wait for the other processes.
+
+    Raises:
+        ClusterError: If a process does not come in time; this one stays in the program
+            and can call again.
     """
     global _running
-    settings, _running = _running, None
-    if settings is not None and settings.num_processes > 1:
+    timeout_s = _seconds("timeout_s", timeout_s, where="shutdown")
+    if _running is not None and _running.num_processes > 1:
+        leaving = Channel(
+            "shutdown",
+            what="shutdown()",
+            hint="All processes must call it, or all end without it.",
+            timeout_s=timeout_s,
+        )
+        leaving.exchange(None)
         jax.distributed.shutdown()
+    _running = None
+    _timeouts.clear()
 
 
 def process_index() -> int:
@@ -145,15 +171,29 @@ def _origin(settings: Settings) -> str:
     return f" (from {settings.source})" if settings.source else ""
 
 
-def _check_same(settings: Settings, running: Settings) -> None:
+def _seconds(name: str, value: float, where: str = "initialize") -> float:
+    return _checks.number(name, value, above=0, where=where, error=ClusterError)
+
+
+def _check_same(
+    settings: Settings, timeouts: dict[str, float], running: Settings
+) -> None:
     """Refuses a second call with other settings; without any, it means the first's."""
     if settings.sources and settings != running:
         msg = (
             f"initialize: this program already runs as {running}{_origin(running)}, "
-            f"and is now asked to run as {settings}{_origin(settings)}. Call "
-            "initialize once, or shutdown() before other settings."
+            f"and cannot become {settings}{_origin(settings)}. Call initialize once, "
+            "or shutdown() before other settings."
         )
         raise ClusterError(msg)
+    for name, value in timeouts.items():
+        if value != _timeouts.get(name):
+            before = _timeouts.get(name, "the default")
+            msg = (
+                f"initialize: {name} is {before} since the first call, and cannot "
+                f"become {value}. Give it in the first call."
+            )
+            raise ClusterError(msg)
 
 
 def _check_not_started() -> None:
@@ -167,8 +207,8 @@ def _check_not_started() -> None:
     if _jax.has_backend():
         msg = (
             "initialize comes too late: JAX has already started its devices, and they "
-            "are those of one process. Call it before any other use of JAX; in a "
-            "notebook, restart the kernel first."
+            "are those of this process alone. Call it before any other use of JAX, "
+            "virtual_devices included; in a notebook, restart the kernel first."
         )
         raise ClusterError(msg)
 
@@ -178,10 +218,18 @@ def _start(settings: Settings, timeout_s: float) -> None:
     assert address is not None
     assert bind_address is not None
     rendezvous.meet(settings, timeout_s)
-    _jax.start_processes(
-        coordinator_address=address,
-        num_processes=settings.num_processes,
-        process_id=settings.process_index,
-        local_device_ids=settings.local_device_ids,
-        coordinator_bind_address=bind_address,
-    )
+    try:
+        _jax.start_processes(
+            coordinator_address=address,
+            num_processes=settings.num_processes,
+            process_id=settings.process_index,
+            local_device_ids=settings.local_device_ids,
+            coordinator_bind_address=bind_address,
+        )
+    except jax.errors.JaxRuntimeError as problem:
+        msg = (
+            f"initialize: process {settings.process_index} could not start JAX's "
+            f"service at {bind_address}: {problem}. If another program has taken the "
+            "port meanwhile, choose another one."
+        )
+        raise ClusterError(msg) from problem
