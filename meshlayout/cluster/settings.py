@@ -57,8 +57,8 @@ _NUMBERS = (
 )
 
 _ALL_THREE = (
-    "Give all three: initialize('10.0.0.1:1234', num_processes=2, process_id=0), or the "
-    "variables JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID."
+    "Give all three: initialize('10.0.0.1:1234', num_processes=2, process_id=0), or "
+    "the variables JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID."
 )
 
 
