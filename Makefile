@@ -15,7 +15,7 @@ DEMO_OPTIONS ?=
 EXTRAS ?= test,lint
 
 .PHONY: demo data test lint types imports pytest test-exhaustive test-optional \
-  test-gpu-programs test-matrix test-all dist lock clean
+  test-gpu-programs test-matrix test-all docs dist lock clean
 
 demo: $(VENV)/.run-$(TAG)
 	@$(BIN)/python -m models.train $(DEMO_OPTIONS)
@@ -90,7 +90,12 @@ test-gpu-programs: $(VENV)/.dev-$(TAG)
 	  $(BIN)/python -m pytest -q tests/test_gpu_programs.py
 
 test-all: lint imports types pytest test-exhaustive test-optional test-gpu-programs \
-  test-matrix
+  test-matrix docs
+
+# The site, with the notebooks as they run now, in .cache/site. Warnings are errors.
+docs:
+	$(MAKE) --no-print-directory .venv-docs/.dev-$(TAG) VENV=.venv-docs EXTRAS=docs
+	NO_MKDOCS_2_WARNING=1 JAX_PLATFORMS=cpu .venv-docs/bin/python -m mkdocs build -q
 
 # What is published: a wheel of the library and an archive of the sources.
 dist: $(VENV)/.dev-$(TAG)
