@@ -507,6 +507,14 @@ def coordination_client() -> Any:
     return distributed.global_state.client
 
 
+def coordinator_address() -> str:
+    """Returns the address at which process 0 listens, empty without other processes.
+
+    JAX has no public API for it; tests/test_cluster_faults.py notices.
+    """
+    return distributed.global_state.coordinator_address or ""
+
+
 def process_index() -> int:
     """Returns the index of this process, without starting a backend if possible."""
     has_service = coordination_client() is not None

@@ -54,7 +54,7 @@ def run_processes(
     with tempfile.TemporaryDirectory() as folder:
         where = Path(folder)
         job = {
-            "address": f"127.0.0.1:{_free_port()}",
+            "address": f"127.0.0.1:{free_port()}",
             "processes": num_processes,
             "devices": devices_per_process,
             "function": function,
@@ -112,7 +112,8 @@ def _wait(
         raise AssertionError("\n".join([what, *said]))
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Returns a port of this machine that is free."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return one.getsockname()[1]

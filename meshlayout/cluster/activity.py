@@ -7,6 +7,7 @@ and no clock, which alone would cost more. `watch` looks several times a second 
 """
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
 
@@ -25,15 +26,20 @@ class Activity:
         compiling: The step that is being compiled, or an empty string. A compilation
             takes minutes at times, and waits for no other process.
         checkpoint: The newest checkpoint that this run saved, or an empty string.
+        changed: Set when something in `ongoing` begins; `watch` then tells the others.
         ongoing: What has begun and not ended, in order: a description, when it began
             (`time.monotonic()`), and whether it waits for other processes.
     """
 
-    __slots__ = ("checkpoint", "compiling", "moves", "name", "ongoing", "steps")
+    __slots__ = (
+        *("changed", "checkpoint", "compiling"),
+        *("moves", "name", "ongoing", "steps"),
+    )
 
     def __init__(self) -> None:
         self.name = self.compiling = self.checkpoint = ""
         self.moves = self.steps = 0
+        self.changed = threading.Event()
         self.ongoing: dict[object, tuple[str, float, bool]] = {}
 
 
@@ -63,6 +69,7 @@ def during(name: str, *, waits: bool = False) -> Iterator[None]:
     key = object()
     now.ongoing[key] = (name, time.monotonic(), waits)
     now.moves += 1
+    now.changed.set()
     try:
         yield
     finally:

@@ -45,6 +45,7 @@ from meshlayout.step.jitted_step import (
     LayoutSignature,
     Retrace,
     StepParameters,
+    is_deleted,
     layouts_of,
     may_be_donated_twice,
     named_leaves,
@@ -240,6 +241,11 @@ class CompiledStep(StepInspection, Generic[P, R]):
             has_begun = True
             result = program.jitted(static, state, rest)
         except Exception as error:
+            # If it failed while it ran, it has used up the state. JAX says "deleted" if
+            # an earlier call did, and nothing has run.
+            leaves = jax.tree.leaves(args[:1]) if has_begun else []
+            if "deleted" not in str(error) and any(map(is_deleted, leaves)):
+                raise
             # Nothing has run: find out whether this call needs another program.
             needed = self._after_error(error, program, static, args, kwargs)
             program, args, kwargs = needed

@@ -389,17 +389,14 @@ def repeat_of(
         begin(name, is_shared)
         try:
             result = jitted((), arrays, ((batch, sums), nothing))
-        except (FloatingPointError, RuntimeError) as error:
+        except Exception as error:
             # A step that fails while it runs has used up the state. So has an earlier
             # call, perhaps: then JAX says "deleted", and no other error caused that.
             was_used_up = "deleted" in str(error) and error.__context__ is None
             if not was_used_up and any(x.is_deleted() for x in arrays):
                 raise
-            activity.now.steps -= is_shared  # the call that follows counts
-            return None
-        except Exception:
             activity.now.steps -= is_shared
-            return None  # nothing has run; the call that follows says why
+            return None  # nothing has run; the call that follows counts, and says why
         if flat is not None:
             flat[2] = False
         arrays, (sums, report) = result

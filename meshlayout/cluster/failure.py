@@ -1,0 +1,66 @@
+"""The failure that ends a run: which process failed, and how the others end."""
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+import threading
+from dataclasses import asdict, dataclass
+from typing import NoReturn, Self
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A process that failed, which ends all others.
+
+    Attributes:
+        process: Its index.
+        text: What happened to it and what it was doing, in lines.
+        is_interrupt: Whether it was interrupted by Ctrl-C.
+    """
+
+    process: int
+    text: str
+    is_interrupt: bool = False
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Returns the failure that another process wrote."""
+        return cls(**json.loads(text))
+
+    def to_json(self) -> str:
+        """Returns a text for the other processes."""
+        return json.dumps(asdict(self))
+
+    def exit(self) -> NoReturn:
+        """Ends this process at once, from any thread."""
+        if self.is_interrupt:
+            # As Python does after Ctrl-C; signal.signal works in the main thread only.
+            ctypes.CDLL(None).signal(signal.SIGINT, None)
+            os.kill(os.getpid(), signal.SIGINT)
+        os._exit(1)
+
+
+def print_now(text: str) -> None:
+    """Prints to stderr, also while another thread holds Python's own streams.
+
+    What the program printed before is flushed first, which `os._exit` does not do.
+    """
+    flusher = threading.Thread(target=_flush, daemon=True)
+    flusher.start()
+    flusher.join(1.0)
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode())
+    # A notebook shows what is written to its own stream.
+    with contextlib.suppress(Exception):
+        if sys.stderr.fileno() != 2:
+            sys.stderr.write(text)
+            sys.stderr.flush()
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()

@@ -1,0 +1,601 @@
+"""Notices that a process of a run has died or hangs, and ends the others naming it.
+
+Without this the others hang in a collective, or end without a name: JAX's own
+heartbeats take 100 seconds, abort inside C++, and do not see a process that is alive
+and stuck. Here every process writes what it does to the key-value store of JAX's
+coordination service, twice a second. Process 0, which holds the store, reads all of it
+and judges; the others read its entry and its verdict, so that many processes cost it a
+few calls each. They judge process 0 themselves: if it is killed, JAX aborts them at
+once (see `crash`); if it is stopped, calls to the store never return, which a second
+thread notices.
+
+Silence is counted in turns of this process's own thread, of which none counts for more
+than two pauses: a process that was itself stopped, or got no CPU, does not find all
+others silent when it wakes up.
+
+The end is `os._exit` after the message, because the main thread may be inside a
+collective, from which no exception can get it out.
+"""
+
+import atexit
+import contextlib
+import json
+import os
+import socket
+import sys
+import sysconfig
+import threading
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+import jax
+
+from meshlayout import _checks, _jax
+from meshlayout.cluster import activity
+from meshlayout.cluster.crash import CrashHooks
+from meshlayout.cluster.failure import Failure, print_now
+from meshlayout.errors import ClusterError
+
+
+_PUBLIC, _BEATS = "meshlayout/watch/public/", "meshlayout/watch/beats/"
+
+# Others have to notice within ten seconds, of which a busy machine may take some.
+_HEARTBEAT_S = 6.0
+
+# How often to write and read, unless the time-out is so short that it takes more.
+_PAUSE_S = 0.5
+
+# How long to wait at least, when activities change faster.
+_GAP_S = 0.1
+
+# How long process 0, and a process that has failed, let the others read why.
+_LINGER_S = 2.0
+
+# How long a process that has failed may take for its own exit handlers.
+_CLEANUP_S = 5.0
+
+# Ctrl-C in a terminal reaches all processes, but a busy one may take a while.
+_INTERRUPT_S = 4.0
+
+# Processes do not start to watch at the same moment.
+_FIRST_BEAT = 10
+
+
+@dataclass
+class _Beat:
+    """What a process writes of itself.
+
+    Attributes:
+        number: Counts its beats: one that does not change is silent.
+        process: Its name in messages: index, host and process id.
+        doing: What it is doing.
+        steps: As `Activity.steps`.
+        idle_s: How long ago its activity changed.
+        is_waiting: Whether it waits for other processes.
+        is_compiling: Whether it compiles a step.
+        status: `"running"`; `"ended"` once its program has ended; `"interrupted"` after
+            Ctrl-C; `"leaving"` once it knows why it ends.
+        ended: From process 0: the processes whose programs have ended.
+    """
+
+    number: int
+    process: str
+    doing: str
+    steps: int
+    idle_s: float
+    is_waiting: bool
+    is_compiling: bool
+    status: str
+    ended: list[int]
+
+
+@dataclass
+class _Peer:
+    """A process that this one judges.
+
+    Attributes:
+        beat: Its latest beat; None before the first.
+        silent_s: How long ago that came.
+        status_s: How long it has had its status.
+    """
+
+    beat: _Beat | None = None
+    silent_s: float = 0.0
+    status_s: float = field(default=0.0)
+
+    def hear(self, beat: _Beat) -> None:
+        """Takes the latest beat."""
+        if self.beat is None or beat.number != self.beat.number:
+            self.silent_s = 0.0
+        if self.beat is not None and beat.status != self.beat.status:
+            self.status_s = 0.0
+        self.beat = beat
+
+    def is_silent(self, limit_s: float) -> bool:
+        """Returns whether it has been silent for too long."""
+        limit_s *= _FIRST_BEAT if self.beat is None else 1
+        return self.silent_s > limit_s
+
+
+def start(
+    *, heartbeat_timeout_s: float | None = None, step_timeout_s: float | None = None
+) -> None:
+    """Starts to watch the processes of a run, after `jax.distributed.initialize`.
+
+    If a process is killed, stopped, cut off, or ends by an exception, all others print
+    which it was and what it was last doing, and end with status 1. On one process
+    nothing is started.
+
+    Args:
+        heartbeat_timeout_s: After how many seconds of silence a process is lost; None
+            for 6. A process is silent, too, while a single call of C code holds
+            Python's lock (the GIL), as pickling a very large object does: raise this if
+            yours takes longer than about 5 seconds. Compiling, collectives, file access
+            and most of NumPy do not hold it.
+        step_timeout_s: After how many seconds without progress in any process the run
+            is stuck; None for never. Progress is a call of a step, a batch, the
+            beginning and the end of a save, a restore or a barrier; a compilation
+            counts for as long as it lasts. So this must exceed the longest of those,
+            and the longest that the program computes in Python between them, even if
+            on all processes alike: evaluation of its own, plotting, preparing data. It
+            counts from the first step. The process with the fewest calls of steps is
+            named; among equals one that does not wait for others, and then the one that
+            has been idle for longest.
+
+    Raises:
+        ClusterError: If a time is not a positive number, or watching has begun already.
+    """
+    global _watch
+    times: dict[str, float | None] = {
+        "heartbeat_timeout_s": heartbeat_timeout_s,
+        "step_timeout_s": step_timeout_s,
+    }
+    for name, value in times.items():
+        if value is not None:
+            times[name] = _checks.number(
+                name, value, above=0, where="initialize", error=ClusterError
+            )
+    if _watch is not None:
+        msg = "the processes of this run are watched already."
+        raise ClusterError(msg)
+    if _jax.coordination_client() is None or _jax.process_count() == 1:
+        return
+    heartbeat_s = times["heartbeat_timeout_s"] or _HEARTBEAT_S
+    _watch = Watch(heartbeat_s, times["step_timeout_s"])
+    _watch.start()
+
+
+def stop() -> None:
+    """Ends `jax.distributed`, watched until all processes have come, and the watch.
+
+    Does nothing if nothing is watched.
+    """
+    if _watch is not None:
+        _watch.stop()
+
+
+def lost(process: int) -> str | None:
+    """Returns a sentence on why a process will not answer any more; None if it may.
+
+    Use this while waiting for a message of that process.
+    """
+    return None if _watch is None else _watch.lost(process)
+
+
+class Watch:
+    """The watch that one process keeps over a run.
+
+    Args:
+        heartbeat_s: After how long a silent process is lost.
+        step_timeout_s: After how long a run without progress is stuck; None for never.
+    """
+
+    def __init__(self, heartbeat_s: float, step_timeout_s: float | None) -> None:
+        self._client = _jax.coordination_client()
+        self._index, self._pid = _jax.process_index(), os.getpid()
+        self._heartbeat_s, self._step_timeout_s = heartbeat_s, step_timeout_s
+        self._pause_s = min(_PAUSE_S, heartbeat_s / 8)
+        self._name = f"process {self._index} ({socket.gethostname()}, pid {self._pid})"
+        self._status, self._note = "running", ""
+        self._number, self._moved_s = 0, time.monotonic()
+        # The beat that is being sent, while calls to the store are under way.
+        self._sending: int | None = None
+        # Process 0 also reads its own beat.
+        judged = (0,) if self._index else range(_jax.process_count())
+        self._peers = {index: _Peer() for index in judged}
+        self._failure: Failure | None = None
+        self._failed_s: float | None = None  # when this process failed
+        self._is_over, self._wake = threading.Event(), activity.now.changed
+        self._ending = threading.Lock()
+        self._hooks = CrashHooks(self)
+        self._threads = [
+            threading.Thread(target=target, name=name, daemon=True)
+            for target, name in (
+                (self._run, "meshlayout-watch"),
+                (self._guard, "meshlayout-watch-guard"),
+            )
+        ]
+
+    def start(self) -> None:
+        """Installs the hooks, and starts the threads."""
+        self._hooks.install()
+        # Registered after JAX's, and so called before it waits for all processes.
+        atexit.register(self._at_exit)
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Ends `jax.distributed` and then the watch."""
+        self._set_status("ended")
+        try:
+            jax.distributed.shutdown()
+        finally:
+            self._is_over.set()
+            self._wake.set()
+            for thread in self._threads:
+                thread.join(self._heartbeat_s)
+            self._close()
+
+    def _close(self) -> None:
+        global _watch
+        self._is_over.set()
+        self._hooks.remove()
+        atexit.unregister(self._at_exit)
+        _watch = None
+
+    def _at_exit(self) -> None:
+        if os.getpid() != self._pid:  # forked from this process
+            return
+        if self._failed_s is None:
+            self.stop()
+            return
+        self._set_status("leaving")
+        deadline_s = self._failed_s + _LINGER_S
+        while time.monotonic() < deadline_s and not self._others_know():
+            time.sleep(self._pause_s / 4)
+        print_now("")  # what is buffered
+        os._exit(1)
+
+    def lost(self, process: int) -> str | None:
+        """Returns why a process will not answer any more; None if it may."""
+        if self._failure is not None and self._failure.process == process:
+            return self._failure.text
+        ended = {i for beat in self._beats().values() for i in beat.ended}
+        return f"Process {process} has ended its program." if process in ended else None
+
+    # What the hooks call.
+
+    def fail(self, text: str) -> None:
+        """Tells the others that this process fails; its main thread then ends it.
+
+        Args:
+            text: What happened, to follow the name of the process.
+        """
+        failure = Failure(
+            self._index, f"{self._name} {text}\n{_doing_text(self._doing())}"
+        )
+        self._failed_s = time.monotonic()
+        self._failure = self._agreed(failure)
+
+    def interrupt(self) -> None:
+        """Tells the others that this process was interrupted, as they may be, too."""
+        self._set_status("interrupted")
+
+    def note(self, text: str) -> None:
+        """Adds something to what this process is said to have been doing."""
+        self._note = text
+
+    def wait_for_failure(self) -> None:
+        """Waits as long as others take to fail visibly; that ends this process."""
+        time.sleep(self._heartbeat_s + 4 * self._pause_s + _LINGER_S)
+
+    def abort(self) -> None:
+        """Ends this process if it is aborted because of another one."""
+        if self._failed_s is not None:
+            os._exit(1)
+        if self._failure is not None:
+            self._end(self._failure)
+        if self._index and not _answers(_jax.coordinator_address()):
+            self._end(self._lost_first("is lost: it was killed, or its host is gone"))
+        # In a thread: this process may be too broken to post anything.
+        poster = threading.Thread(
+            target=self.fail,
+            args=("is aborted by native code (SIGABRT), which printed why.",),
+            daemon=True,
+        )
+        poster.start()
+        poster.join(self._heartbeat_s)
+        print_now(self._message(self._failure) if self._failure else "")
+
+    # The threads.
+
+    def _run(self) -> None:
+        """Writes beats, reads those of others, and judges."""
+        while not self._is_over.is_set() and _jax.coordination_client() is not None:
+            start_s = time.monotonic()
+            # If process 0 has gone, no beat of it comes any more.
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                self._exchange()
+                self._judge()
+            # Soon after a change, because it may be the last; but not for every one.
+            self._is_over.wait(min(_GAP_S, self._pause_s))
+            self._wake.wait(self._pause_s - _GAP_S)
+            self._wake.clear()
+            elapsed_s = min(time.monotonic() - start_s, 2 * self._pause_s)
+            for peer in self._peers.values():
+                peer.silent_s += elapsed_s
+                peer.status_s += elapsed_s
+        if not self._is_over.is_set():  # the user called jax.distributed.shutdown
+            self._close()
+
+    def _guard(self) -> None:
+        """Notes when the activity moves, and calls to the store that do not return."""
+        moves, sending, stuck_s = (-1, -1), None, 0.0
+        last_s = time.monotonic()
+        while not self._is_over.wait(self._pause_s / 2):
+            now_s = time.monotonic()
+            elapsed_s, last_s = min(now_s - last_s, self._pause_s), now_s
+            if moves != (activity.now.moves, activity.now.steps):
+                moves, self._moved_s = (activity.now.moves, activity.now.steps), now_s
+            is_same = sending is not None and sending == self._sending
+            stuck_s = stuck_s + elapsed_s if is_same else 0.0
+            sending = self._sending
+            if self._index and stuck_s > self._heartbeat_s:
+                self._end(
+                    self._lost_first(
+                        f"is lost: it has not answered for {stuck_s:.1f} s, so it was "
+                        "stopped or cut off"
+                    )
+                )
+
+    def _exchange(self) -> None:
+        """Writes this process's beat, and reads what it judges by."""
+        self._number += 1
+        beat = json.dumps(asdict(self._beat()))
+        folder = _BEATS if self._index else _PUBLIC
+        self._sending = self._number
+        try:
+            self._client.key_value_set(
+                f"{folder}{self._index}", beat, allow_overwrite=True
+            )
+            entries = self._client.key_value_dir_get(_PUBLIC)
+            if self._index == 0:
+                entries += self._client.key_value_dir_get(_BEATS)
+        finally:
+            self._sending = None
+        for key, text in entries:
+            name = key.rpartition("/")[2]
+            if name == "failure":
+                self._failure = Failure.from_json(text)
+            elif int(name) in self._peers:
+                self._peers[int(name)].hear(_Beat(**json.loads(text)))
+
+    # Verdicts.
+
+    def _judge(self) -> None:
+        if self._failed_s is not None:
+            assert self._failure is not None
+            if time.monotonic() - self._failed_s > _CLEANUP_S:
+                self._failure.exit()  # its own exit handlers wait for something
+            return
+        failure = self._failure or self._silent()
+        if failure is None and self._index == 0:
+            failure = self._out_of_step() or self._stuck()
+        if failure is not None:
+            self._failure = self._agreed(failure)
+            self._end(self._failure)
+
+    def _silent(self) -> Failure | None:
+        """Returns the failure of processes that are silent, if there are any."""
+        lost = [
+            (index, peer)
+            for index, peer in self._peers.items()
+            if index != self._index
+            and peer.is_silent(self._heartbeat_s)
+            # One that has come to the end of its program may have left.
+            and not (peer.beat is not None and peer.beat.status == "ended")
+        ]
+        texts = []
+        for index, peer in lost:
+            name = f"process {index}" if peer.beat is None else peer.beat.process
+            doing = "" if peer.beat is None else f"\n{_doing_text(peer.beat.doing)}"
+            texts.append(
+                f"{name} is lost: it has been silent for {peer.silent_s:.1f} s, so it "
+                f"was killed, stopped or cut off.{doing}"
+            )
+        return Failure(lost[0][0], "\n".join(texts)) if lost else None
+
+    def _out_of_step(self) -> Failure | None:
+        """Returns the failure of a process for which others will wait, if any."""
+        beats = self._beats()
+        running = [b for b in beats.values() if b.status == "running"]
+        for index, beat in beats.items():
+            ahead = [other for other in running if other.steps > beat.steps]
+            if beat.status == "ended" and ahead:
+                text = (
+                    f"{beat.process} has ended its program after {beat.steps} calls of "
+                    f"steps, and {ahead[0].process} is in call {ahead[0].steps}, which "
+                    f"all must take part in.\n{_doing_text(beat.doing)}"
+                )
+                return Failure(index, text)
+            since_s = self._peers[index].status_s
+            if beat.status == "interrupted" and running and since_s > _INTERRUPT_S:
+                text = (
+                    f"{beat.process} was interrupted (Ctrl-C), and "
+                    f"{running[0].process} was not.\n{_doing_text(beat.doing)}"
+                )
+                return Failure(index, text, is_interrupt=True)
+        return None
+
+    def _stuck(self) -> Failure | None:
+        """Returns the failure of the process that holds up a run that is stuck."""
+        limit_s = self._step_timeout_s
+        beats = self._beats()
+        if limit_s is None or len(beats) < len(self._peers):
+            return None
+        has_progress = any(
+            beat.status != "running" or beat.is_compiling or beat.idle_s < limit_s
+            for beat in beats.values()
+        )
+        if has_progress or not any(beat.steps for beat in beats.values()):
+            return None
+        index, culprit = min(
+            beats.items(),
+            key=lambda entry: (entry[1].steps, entry[1].is_waiting, -entry[1].idle_s),
+        )
+        others = "\n".join(
+            f"{beat.process}: {beat.doing}"
+            for beat in beats.values()
+            if beat is not culprit
+        )
+        text = (
+            f"{culprit.process} is stuck: no process has made progress for "
+            f"{limit_s:g} s (step_timeout_s), and it is the one that is furthest "
+            f"behind.\n{_doing_text(culprit.doing)}\n{others}"
+        )
+        return Failure(index, text)
+
+    def _lost_first(self, why: str) -> Failure:
+        """Returns the failure of process 0."""
+        beat = self._peers[0].beat
+        name, doing = "process 0", ""
+        if beat is not None:
+            name, doing = beat.process, f"\n{_doing_text(beat.doing)}"
+        return Failure(0, f"{name} {why}.{doing}")
+
+    def _agreed(self, failure: Failure) -> Failure:
+        """Posts a failure; returns the one that was posted first, for all to name."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._client.key_value_set(f"{_PUBLIC}failure", failure.to_json())
+            return failure
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            for key, text in self._client.key_value_dir_get(_PUBLIC):
+                if key.endswith("/failure"):
+                    return Failure.from_json(text)
+        return failure
+
+    # The end.
+
+    def _end(self, failure: Failure) -> NoReturn:
+        """Prints the message and ends this process."""
+        if not self._ending.acquire(blocking=False):
+            time.sleep(self._heartbeat_s)  # another thread does it
+            failure.exit()
+        self._failure = failure
+        print_now(self._message(failure))
+        self._status = "leaving"
+        if threading.current_thread() is self._threads[0]:
+            self._let_others_read()
+        failure.exit()
+
+    def _let_others_read(self) -> None:
+        """Process 0 holds the store, and must be the last to leave."""
+        deadline_s = time.monotonic() + _LINGER_S
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._exchange()
+            while self._index == 0 and time.monotonic() < deadline_s:
+                if self._others_know():
+                    break
+                time.sleep(self._pause_s / 4)
+                self._exchange()
+
+    def _others_know(self) -> bool:
+        """Returns whether process 0 knows the failure, or on it all that are alive."""
+        return all(
+            peer.beat is None
+            or peer.beat.status == "leaving"
+            or peer.is_silent(self._heartbeat_s / 2)
+            for index, peer in self._peers.items()
+            if index != self._index
+        )
+
+    def _message(self, failure: Failure) -> str:
+        lines = [f"meshlayout: {failure.text}"]
+        if failure.process != self._index:
+            lines.append(f"This is {self._name}, doing: {self._doing()}.")
+        if activity.now.checkpoint:
+            lines.append(f"The newest checkpoint: {activity.now.checkpoint}.")
+        lines.append("A run needs all of its processes, so all of them end.")
+        return "\n  ".join("\n".join(lines).split("\n")) + "\n"
+
+    # This process.
+
+    def _set_status(self, status: str) -> None:
+        self._status = status
+        self._wake.set()
+
+    def _beat(self) -> _Beat:
+        now = activity.now
+        return _Beat(
+            number=self._number,
+            process=self._name,
+            doing=self._doing(),
+            steps=now.steps,
+            idle_s=time.monotonic() - self._moved_s,
+            is_waiting=any(waits for _, _, waits in list(now.ongoing.values())),
+            is_compiling=bool(now.compiling),
+            status=self._status,
+            ended=self._ended(),
+        )
+
+    def _doing(self) -> str:
+        """Returns a phrase about what this process is doing."""
+        now, now_s = activity.now, time.monotonic()
+        phrases = [
+            f"{name} (for {now_s - start_s:.1f} s)"
+            for name, start_s, _ in list(now.ongoing.values())
+        ]
+        if now.compiling:
+            phrases.append(f"compiling {now.compiling}")
+        elif now.name:
+            calls = f", step call {now.steps}" if now.steps else ""
+            phrases.append(f"{now.name}{calls} ({now_s - self._moved_s:.1f} s ago)")
+        phrases += [text for text in (_user_line(), self._note) if text]
+        return "; ".join(phrases)
+
+    def _ended(self) -> list[int]:
+        """Returns the processes whose programs have ended, as process 0 knows them."""
+        return [i for i, beat in self._beats().items() if beat.status == "ended"]
+
+    def _beats(self) -> dict[int, _Beat]:
+        """Returns the latest beats that were read."""
+        beats = {index: peer.beat for index, peer in self._peers.items()}
+        return {index: beat for index, beat in beats.items() if beat is not None}
+
+
+_watch: Watch | None = None
+
+_LIBRARIES = tuple(
+    {
+        *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+        str(Path(__file__).parent.parent),
+        "<frozen",
+    }
+)
+
+
+def _user_line() -> str:
+    """Returns the line of the user's program that the main thread is in, if any."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        code = frame.f_code
+        if not code.co_filename.startswith(_LIBRARIES):
+            return f"line {frame.f_lineno} of {code.co_filename}, in {code.co_name}"
+        frame = frame.f_back
+    return ""
+
+
+def _doing_text(doing: str) -> str:
+    return f"It was last doing: {doing or 'nothing yet'}."
+
+
+def _answers(address: str) -> bool:
+    """Returns whether something listens at an address."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), 1.0).close()
+    except OSError:
+        return False
+    return True
