@@ -30,6 +30,7 @@ from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from meshlayout._annotations import DType, Equation, Leaf
+from meshlayout.errors import ClusterError
 
 
 try:
@@ -538,6 +539,40 @@ def has_backend() -> bool:
     except RuntimeError:
         return True
     return False
+
+
+def launcher_devices() -> int | None:
+    """Returns how many CPU devices the launcher gave to this process; None if none.
+
+    `MESHLAYOUT_LAUNCHER` is the launcher's process id. What a launched process starts
+    inherits the variables, and is not one of the launcher's processes.
+    """
+    is_launched = os.environ.get("MESHLAYOUT_LAUNCHER") == str(os.getppid())
+    text = os.environ.get("JAX_NUM_CPU_DEVICES", "")
+    return int(text) if is_launched and text.isdecimal() else None
+
+
+def check_joined(where: str) -> None:
+    """Refuses devices to a launched process that has not joined the others.
+
+    It would train alone, and so would each of the others.
+
+    Raises:
+        ClusterError: If `initialize` was not called.
+    """
+    if os.environ.get("MESHLAYOUT_LAUNCHER") != str(os.getppid()):
+        return
+    index, count = (os.environ.get(f"JAX_{x}") for x in ("PROCESS_ID", "NUM_PROCESSES"))
+    if count in (None, "1") or jax.distributed.is_initialized():
+        return
+    if has_backend() and jax.process_count() > 1:  # after `shutdown`
+        return
+    msg = (
+        f"{where}: this is process {index} of {count} that meshlayout.launch started, "
+        "and it does not know the others: each would train alone. Add ml.initialize() "
+        "at the top of the program, before anything that uses JAX's devices."
+    )
+    raise ClusterError(msg)
 
 
 def detect_cluster(

@@ -1,5 +1,6 @@
 """Virtual devices: several CPU devices on a laptop or in a notebook."""
 
+import logging
 import os
 import warnings
 
@@ -8,6 +9,8 @@ import jax
 from meshlayout import _checks, _jax
 from meshlayout.errors import MeshError
 
+
+_log = logging.getLogger(__name__)
 
 # Each device is an object with threads and a queue: more would exhaust the machine.
 _MOST = 2**16
@@ -19,7 +22,8 @@ def virtual_devices(n: int) -> list[_jax.Device]:
     Use this on laptops and in notebooks. Call it first, before anything accesses JAX's
     devices; calling it again with the same number is fine. On a machine with TPUs or
     GPUs it changes nothing and warns. A program of several processes calls
-    `jax.distributed.initialize` before it, and `n` counts the devices of each process.
+    `ml.initialize` before it, and `n` counts the devices of each process. Where
+    `meshlayout.launch --devices-per-process` was given, that number is used instead.
 
     Args:
         n: The number of CPU devices of this process.
@@ -30,6 +34,8 @@ def virtual_devices(n: int) -> list[_jax.Device]:
     Raises:
         MeshError: If `n` is not a positive integer, or JAX already runs with another
             number of CPU devices.
+        ClusterError: If `meshlayout.launch` started this process among others, and it
+            has not called `initialize`.
 
     Example:
         >>> len(virtual_devices(8))
@@ -39,6 +45,14 @@ def virtual_devices(n: int) -> list[_jax.Device]:
     if n > _MOST:
         msg = f"virtual_devices: n must be at most {_MOST}, got {n}."
         raise MeshError(msg)
+    _jax.check_joined("virtual_devices")
+    launched = _jax.launcher_devices()
+    if launched not in (None, n):
+        _log.info(
+            "virtual_devices(%d) makes %d devices, as --devices-per-process says.",
+            *(n, launched),
+        )
+        n = launched
     _start(n)
     devices = jax.local_devices()
     platform = devices[0].platform

@@ -90,6 +90,7 @@ class Mesh(Value):
                 f"{shown(mesh)}. Make one with create_mesh({{'batch': 8}})."
             )
             raise MeshError(msg)
+        _jax.check_joined("Mesh")
         self.__dict__.update(jax_mesh=mesh, shape=_checked_shape(mesh))
 
     @property

@@ -70,6 +70,8 @@ def create_mesh(
         MeshError: If names or sizes are malformed, their product is not the number of
             devices, the axes of `dcn` cannot be divided among slices or processes, or
             the devices are unknown, repeated or of different kinds.
+        ClusterError: If `meshlayout.launch` started this process among others, and it
+            has not called `initialize`.
 
     Example:
         >>> create_mesh({"batch": 2, "model": -1})
@@ -96,6 +98,7 @@ def create_mesh(
         )
         raise MeshError(msg)
     pairs = parse_axes(axis_sizes if axes is None else axes)
+    _jax.check_joined("create_mesh")
     chosen = jax.devices() if devices is None else parse_devices(devices)
     if not pairs:
         if axes is not None:

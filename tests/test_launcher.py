@@ -12,8 +12,10 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import pytest
 
+import meshlayout as ml
 from meshlayout.cluster.launcher import device_variables, main, option_parser
 from tests.launches import ROOT, Launcher
 
@@ -601,3 +603,42 @@ def test_too_few_gpus_are_an_error(processes, each, fact):
     with pytest.raises(ValueError, match="GPUs") as error:
         device_variables(processes, each, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
     assert str(error.value).startswith(fact)
+
+
+@pytest.mark.parametrize(
+    ("where", "use"),
+    [
+        ("create_mesh", lambda: ml.create_mesh({"rows": 3})),
+        ("Mesh", lambda: ml.Mesh(jax.make_mesh((8,), ("batch",)))),
+        ("virtual_devices", lambda: ml.virtual_devices(8)),
+    ],
+)
+def test_a_launched_program_that_does_not_join_the_others_is_told(
+    where, use, monkeypatch
+):
+    monkeypatch.setenv("MESHLAYOUT_LAUNCHER", str(os.getppid()))
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "4")
+    monkeypatch.setenv("JAX_PROCESS_ID", "1")
+    with pytest.raises(ml.errors.ClusterError) as error:
+        use()
+    assert str(error.value) == (
+        f"{where}: this is process 1 of 4 that meshlayout.launch started, and it does "
+        "not know the others: each would train alone. Add ml.initialize() at the top "
+        "of the program, before anything that uses JAX's devices."
+    )
+    # A program that a launched process starts is a program of its own.
+    monkeypatch.setenv("MESHLAYOUT_LAUNCHER", str(os.getpid()))
+    assert ml.create_mesh().size == 8
+
+
+def test_the_launcher_decides_on_the_number_of_virtual_devices(monkeypatch, caplog):
+    caplog.set_level("INFO", logger="meshlayout")
+    monkeypatch.setenv("MESHLAYOUT_LAUNCHER", str(os.getppid()))
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")
+    assert len(ml.virtual_devices(3)) == 8
+    assert caplog.messages == [
+        "virtual_devices(3) makes 8 devices, as --devices-per-process says."
+    ]
+    monkeypatch.delenv("MESHLAYOUT_LAUNCHER")
+    with pytest.raises(ml.errors.MeshError, match="comes too late"):
+        ml.virtual_devices(3)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import jax
+import pytest
 
 import meshlayout
 
@@ -14,24 +15,39 @@ import meshlayout
 README = Path(__file__).parents[1] / "README.md"
 
 
-def test_the_readme_program_trains(tmp_path: Path):
+def run_readme_program(folder, *command, then="", **environment):
+    """Runs the program with Python and its options; returns the lines it printed."""
     (program,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    script = tmp_path / "program.py"
-    script.write_text(f"{program}print(train_step.communication(state, batch))\n")
+    script = folder / "program.py"
+    script.write_text(program + then)
     run = subprocess.run(
-        [sys.executable, "-W", "error", str(script)],
+        [sys.executable, *command, str(script)],
         capture_output=True,
         text=True,
         check=False,
         env={
             **os.environ,
+            "JAX_PLATFORMS": "cpu",
             "PYTHONPATH": str(README.parent),
-            # Source lines in a cache are those of whoever filled it.
-            "JAX_ENABLE_COMPILATION_CACHE": "false",
+            **environment,
         },
     )
     assert run.returncode == 0, run.stderr
-    lines = run.stdout.strip().splitlines()
+    return run.stdout.strip().splitlines()
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory):
+    return run_readme_program(
+        tmp_path_factory.mktemp("one"),
+        *("-W", "error"),
+        then="print(train_step.communication(state, batch))\n",
+        # Source lines in a cache are those of whoever filled it.
+        JAX_ENABLE_COMPILATION_CACHE="false",
+    )
+
+
+def test_the_readme_program_trains(lines):
     assert any(line.startswith("up/kernel") for line in lines)
     (loss,) = [float(line.split()[1]) for line in lines if line.startswith("loss")]
     assert 0 < loss < 5
@@ -47,6 +63,18 @@ def test_the_readme_program_trains(tmp_path: Path):
 def test_the_citation_names_this_version():
     text = (README.parent / "CITATION.cff").read_text()
     assert f"\nversion: {meshlayout.__version__}\n" in text
+
+
+@pytest.mark.multiprocess
+def test_the_readme_program_prints_the_same_numbers_in_two_processes(lines, tmp_path):
+    options = ["-n", "2", "--devices-per-process", "4"]
+    printed = run_readme_program(tmp_path, "-m", "meshlayout.launch", *options)
+    for index in range(2):
+        prefix = f"[{index}] "
+        own = [x.removeprefix(prefix) for x in printed if x.startswith(prefix)]
+        assert own[0] == "Mesh(batch=2, model=4; batch across 2 processes)"
+        assert own[1:] == lines[1 : len(own)]
+        assert own[-1].startswith("accuracy")
 
 
 def test_the_tour_names_files_that_exist():

@@ -27,6 +27,11 @@ _KEPT_LINES, _LAST_LINES = 2000, 20
 _TRACEBACK = re.compile(
     rb"[\s+|]*(Exception Group )?Traceback \(most recent call last\)|Fatal Python error"
 )
+# What the transport of JAX's CPU collectives prints to stdout of each of its groups.
+_NOISE = re.compile(
+    rb"\[Gloo\] Rank \d+ is connected to (\d+) peer ranks\. "
+    rb"Expected number of connected peer ranks is : \1"
+)
 _CHAIN = (b"The above exception was the direct cause", b"During handling of the above")
 
 
@@ -79,7 +84,8 @@ class PipedLines:
         texts = []
         for line in lines:
             text = _last_state(line)
-            if b"\r" not in line or text != self._progress:
+            is_shown = b"\r" in line and text == self._progress
+            if not is_shown and not _NOISE.fullmatch(text):
                 texts.append(text)
             self._progress = b""
         if b"\r" in self._rest:

@@ -323,7 +323,7 @@ class Job:
         failures = [end for end in self._failures if not self._is_meant(end)]
         failures = failures or self._failures
         if not failures:
-            # Processes that a second Ctrl-C killed are no failures of theirs.
+            # Processes that a second Ctrl-C killed have not failed.
             was_killed = signal.SIGKILL in self._sent
             status = 128 + (self._request or 0) if was_killed else 0
             return JobEnd(status, None, was_requested)
