@@ -532,12 +532,14 @@ def process_count() -> int:
 def has_backend() -> bool:
     """Returns whether JAX has started its devices, without starting them.
 
-    Writing an option back that can only be set before raises after it.
+    JAX refuses to change an option once they have started.
     """
+    number = jax.config.jax_num_cpu_devices
     try:
-        jax.config.update("jax_num_cpu_devices", jax.config.jax_num_cpu_devices)
+        jax.config.update("jax_num_cpu_devices", number + 1)
     except RuntimeError:
         return True
+    jax.config.update("jax_num_cpu_devices", number)
     return False
 
 

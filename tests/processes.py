@@ -30,6 +30,7 @@ def run_processes(
     *args: Any,
     devices_per_process: int = 2,
     timeout_s: float = 120,
+    initialize: bool = True,
 ) -> list[Any]:
     """Runs a function on several JAX processes, and returns what each one returned.
 
@@ -42,6 +43,8 @@ def run_processes(
         *args: Its arguments, as JSON takes them.
         devices_per_process: Virtual CPU devices of each process.
         timeout_s: How long it may take.
+        initialize: Whether the processes are one program before the function is called;
+            otherwise it is up to the function.
 
     Returns:
         What the function returned on each process, as JSON gives it back.
@@ -54,14 +57,17 @@ def run_processes(
     with tempfile.TemporaryDirectory() as folder:
         where = Path(folder)
         job = {
-            "address": f"127.0.0.1:{free_port()}",
-            "processes": num_processes,
             "devices": devices_per_process,
+            "initialize": initialize,
             "function": function,
             "args": args,
         }
         (where / "job.json").write_text(json.dumps(job))
-        runs = [_start(index, where) for index in range(num_processes)]
+        job_env = {
+            "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
+            "JAX_NUM_PROCESSES": str(num_processes),
+        }
+        runs = [_start(index, where, job_env) for index in range(num_processes)]
         try:
             _wait(runs, where, time.monotonic() + timeout_s)
         finally:
@@ -74,9 +80,17 @@ def run_processes(
         ]
 
 
-def _start(index: int, where: Path) -> "subprocess.Popen[bytes]":
+def _start(
+    index: int, where: Path, job_env: dict[str, str]
+) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-m", "tests.processes", str(index), str(where)]
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": _search_path()}
+    env = {
+        **os.environ,
+        **job_env,
+        "JAX_PROCESS_ID": str(index),
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": _search_path(),
+    }
     with (where / f"{index}.txt").open("wb") as output:
         return subprocess.Popen(
             command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT
@@ -113,7 +127,7 @@ def _wait(
 
 
 def free_port() -> int:
-    """Returns a port of this machine that is free."""
+    """Returns a port of this machine that nobody uses now."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return one.getsockname()[1]
@@ -123,7 +137,8 @@ def _main(index: int, where: Path) -> None:
     """Runs one process of a job."""
     job = json.loads((where / "job.json").read_text())
     jax.config.update("jax_num_cpu_devices", job["devices"])
-    ml.initialize(job["address"], job["processes"], index, timeout_s=60)
+    if job["initialize"]:
+        ml.initialize(timeout_s=60)
     module, name = job["function"].split(":")
     result = getattr(importlib.import_module(module), name)(*job["args"])
     (where / f"{index}.json").write_text(json.dumps(result))

@@ -324,9 +324,11 @@ def _join(settings: Settings, timeout_s: float) -> None:
         now = time.monotonic()
         foreign_since = min(foreign_since, now) if reply == _FOREIGN else math.inf
         waited_s = now - start
-        if waited_s >= timeout_s or now - foreign_since > _FOREIGN_S:
+        is_taken = now - foreign_since > _FOREIGN_S
+        if waited_s >= timeout_s or is_taken:
+            limit_s = _FOREIGN_S if is_taken else timeout_s
             msg = (
-                f"initialize: process {settings.process_index} waited {waited_s:.0f} s "
+                f"initialize: process {settings.process_index} waited {limit_s:g} s "
                 f"for process 0, which did not come to {settings.coordinator_address} "
                 f"(from {settings.sources['coordinator_address']}): {reply}. Look at "
                 "the output of process 0, check that it was given the same address, or "

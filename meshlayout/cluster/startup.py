@@ -123,8 +123,8 @@ def shutdown(timeout_s: float = 300.0) -> None:
         timeout_s: How long to wait for the other processes.
 
     Raises:
-        ClusterError: If a process does not come in time; this one stays in the program
-            and can call again.
+        ClusterError: On all processes, if one does not come in time. They stay in the
+            program.
     """
     global _running
     timeout_s = _seconds("timeout_s", timeout_s, where="shutdown")
@@ -206,8 +206,8 @@ def _check_not_started() -> None:
         raise ClusterError(msg)
     if _jax.has_backend():
         msg = (
-            "initialize comes too late: JAX has already started its devices, and they "
-            "are those of this process alone. Call it before any other use of JAX, "
+            "initialize comes too late: JAX has already started its devices, and other "
+            "processes can no longer join them. Call it before any other use of JAX, "
             "virtual_devices included; in a notebook, restart the kernel first."
         )
         raise ClusterError(msg)
