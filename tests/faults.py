@@ -71,7 +71,7 @@ def run_job(
         address = f"127.0.0.1:{free_port()}"
         fault_file = Path(folder) / "fault"
         directory = directory or Path(folder) / "checkpoints"
-        env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
+        env = {**os.environ, "JAX_PLATFORMS": "cpu"}
         env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])
         runs = []
         try:
@@ -262,8 +262,8 @@ def _barrier() -> Iterator[None]:
 
     channel = Channel("test", what="the barrier 'test'")
     while True:
-        yield
         channel.exchange(None)
+        yield
 
 
 if __name__ == "__main__":

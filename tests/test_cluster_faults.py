@@ -19,6 +19,7 @@ def check(ends: list[Ended], victim: int, *texts: str) -> None:
         sys.stdout.write(f"process {index} ended after {end.after_s:.1f} s\n")
         assert end.status == 1, end
         assert end.after_s < _LIMIT_S, end
+        assert "was used up" not in end.output, end  # no misleading explanation
         for text in (f"meshlayout: process {victim} (", *texts):
             assert text in end.output, end
 

@@ -241,10 +241,10 @@ class CompiledStep(StepInspection, Generic[P, R]):
             has_begun = True
             result = program.jitted(static, state, rest)
         except Exception as error:
-            # If it failed while it ran, it has used up the state. JAX says "deleted" if
-            # an earlier call did, and nothing has run.
-            leaves = jax.tree.leaves(args[:1]) if has_begun else []
-            if "deleted" not in str(error) and any(map(is_deleted, leaves)):
+            # A step that fails while it runs, as collectives do if a process is gone,
+            # has used up the state. On several devices it was not used up before.
+            has_run = has_begun and program is not None and program.is_spread
+            if has_run and any(map(is_deleted, jax.tree.leaves(args[:1]))):
                 raise
             # Nothing has run: find out whether this call needs another program.
             needed = self._after_error(error, program, static, args, kwargs)

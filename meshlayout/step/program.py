@@ -392,8 +392,11 @@ def repeat_of(
         except Exception as error:
             # A step that fails while it runs has used up the state. So has an earlier
             # call, perhaps: then JAX says "deleted", and no other error caused that.
+            # On several devices that was checked, and Gloo's errors are ValueErrors.
+            is_runtime = isinstance(error, FloatingPointError | RuntimeError)
             was_used_up = "deleted" in str(error) and error.__context__ is None
-            if not was_used_up and any(x.is_deleted() for x in arrays):
+            may_have_run = is_spread or (is_runtime and not was_used_up)
+            if may_have_run and any(x.is_deleted() for x in arrays):
                 raise
             activity.now.steps -= is_shared
             return None  # nothing has run; the call that follows counts, and says why
