@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import jax
 
 from meshlayout import _checks, _jax
-from meshlayout.cluster import rendezvous
+from meshlayout.cluster import rendezvous, watch
 from meshlayout.cluster.channel import Channel
 from meshlayout.cluster.settings import Settings, find_settings
 from meshlayout.errors import ClusterError
@@ -105,6 +105,7 @@ def initialize(
     if settings.num_processes > 1:
         _check_not_started()
         _start(settings, timeout_s)
+        watch.start(**timeouts)
     elif settings.local_device_ids is not None:
         _check_not_started()
         _jax.restrict_devices(settings.local_device_ids)
@@ -136,7 +137,7 @@ def shutdown(timeout_s: float = 300.0) -> None:
             timeout_s=timeout_s,
         )
         leaving.exchange(None)
-        jax.distributed.shutdown()
+        watch.stop()
     _running = None
     _timeouts.clear()
 
