@@ -638,6 +638,11 @@ def start_processes(
     )
 
 
+def ignore_proxies() -> None:
+    """Turns off JAX's warning about proxies in the environment."""
+    jax.config.update("jax_check_proxy_envs", False)  # noqa: FBT003
+
+
 def restrict_devices(ids: tuple[int, ...]) -> None:
     """Restricts a single process to some GPUs, as `start_processes` does for several.
 

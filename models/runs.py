@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 import meshlayout as ml
-from models.data import Dataset, Text, batches, num_batches
+from models.data import Dataset, Split, Text, batches, num_batches
 from models.resnet import LinenResNet
 from models.transformer import next_token_losses
 
@@ -71,6 +72,27 @@ class Totals:
         return self.correct / self.weight if self.weight else math.nan
 
 
+@dataclass(frozen=True)
+class Training:
+    """How long a run trains, and how.
+
+    Attributes:
+        epochs: Passes over the training examples.
+        global_batch_size: Examples in one step, over all devices together.
+        seed: Seeds the order of the training examples.
+        step_options: For `ml.make_train_step`, such as `accumulate=4`.
+        checkpoint_dir: Where to save the state after each epoch; None for nowhere.
+        resume: Whether to begin after the newest epoch that was saved there.
+    """
+
+    epochs: int
+    global_batch_size: int
+    seed: int = 0
+    step_options: Mapping[str, Any] = field(default_factory=dict)
+    checkpoint_dir: Path | None = None
+    resume: bool = False
+
+
 @dataclass
 class Run:
     """The results of a training run that are compared, in host memory."""
@@ -116,7 +138,9 @@ def token_loss(
     return next_token_losses(logits, tokens), outputs
 
 
-def make_steps(loss_fn: LossFunction) -> tuple[Step, Step]:
+def make_steps(
+    loss_fn: LossFunction, options: Mapping[str, Any]
+) -> tuple[ml.step.TrainStep, Step]:
     """Returns the compiled steps for training and for testing.
 
     Both measure the mean loss and the accuracy over a batch's examples. Padding has
@@ -124,6 +148,7 @@ def make_steps(loss_fn: LossFunction) -> tuple[Step, Step]:
 
     Args:
         loss_fn: `token_loss`, or what `image_loss` returns.
+        options: For `ml.make_train_step`, such as `accumulate=4`.
     """
     metrics = {"accuracy": ml.metrics.Accuracy()}
     eval_step = ml.make_eval_step(loss_fn, metrics=metrics)
@@ -133,7 +158,12 @@ def make_steps(loss_fn: LossFunction) -> tuple[Step, Step]:
     ) -> tuple[ml.TrainState, ml.metrics.Metrics]:
         return state, eval_step(state, batch)
 
-    return ml.make_train_step(loss_fn, metrics=metrics), test_step
+    return ml.make_train_step(loss_fn, metrics=metrics, **options), test_step
+
+
+def batch_layout(mesh: ml.Mesh) -> ml.Layout:
+    """Returns the layout of batches: rows over the axis `batch`, if there is one."""
+    return mesh.layout("batch", ...) if "batch" in mesh else mesh.layout(...)
 
 
 def one_pass(
@@ -153,7 +183,7 @@ def one_pass(
         after_step: Called with the new state and the totals so far, which are a few
             steps behind, so that reading them does not wait for the devices.
     """
-    layout = mesh.layout("batch", ...) if "batch" in mesh else mesh.layout(...)
+    layout = batch_layout(mesh)
     totals, waiting = Totals(), deque()
     for batch in host_batches:
         state, metrics = step(state, ml.relayout(batch, layout))
@@ -166,15 +196,19 @@ def one_pass(
     return state, totals
 
 
+def loss_of(examples: Split | Text) -> LossFunction:
+    """Returns the loss function for examples of this kind."""
+    if isinstance(examples, Text):
+        return token_loss
+    return image_loss(*examples.pixel_statistics())
+
+
 def train(
     title: str,
     state: ml.TrainState,
     mesh: ml.Mesh,
     dataset: Dataset,
-    *,
-    epochs: int,
-    global_batch_size: int,
-    seed: int,
+    plan: Training,
 ) -> Run:
     """Trains and tests one model on one mesh, and prints its progress.
 
@@ -183,50 +217,58 @@ def train(
         state: The initial state, on the mesh; it is donated.
         mesh: The mesh of the run.
         dataset: What to train and test on.
-        epochs: Passes over the training examples.
-        global_batch_size: Examples in one step, over all devices together.
-        seed: Seeds the order of the training examples.
+        plan: How long to train, and how.
 
     Raises:
         TrainingError: If the loss is no longer finite.
+        MeshLayoutError: If the batches do not fit the step's options, or the state
+            cannot be saved or restored.
     """
-    examples = dataset.train
-    is_text = isinstance(examples, Text)
-    loss_fn = token_loss if is_text else image_loss(*examples.pixel_statistics())
-    train_step, test_step = make_steps(loss_fn)
+    train_step, test_step = make_steps(loss_of(dataset.train), plan.step_options)
     run = Run(title, host_arrays(state.params))
-    for epoch in range(1, epochs + 1):
-        start = time.perf_counter()
-        name = f"epoch {epoch}/{epochs}"
-        order = np.random.default_rng((seed, epoch))
-        train_batches = batches(dataset.train, global_batch_size, order=order)
-        with progress_bar(name, num_batches(dataset.train, global_batch_size)) as show:
+    batch_size, epochs, saver = plan.global_batch_size, plan.epochs, None
+    with contextlib.ExitStack() as stack:
+        if plan.checkpoint_dir is not None:
+            saver = stack.enter_context(ml.Checkpointer(plan.checkpoint_dir))
+        done = saver.latest_step() if saver is not None and plan.resume else None
+        if saver is not None and done is not None:
+            state = saver.restore(state)
+            print(f"Resuming after epoch {done}, from {plan.checkpoint_dir}.")
+        for epoch in range((done or 0) + 1, epochs + 1):
+            start = time.perf_counter()
+            name = f"epoch {epoch}/{epochs}"
+            order = np.random.default_rng((plan.seed, epoch))
+            train_batches = batches(dataset.train, batch_size, order=order)
+            with progress_bar(name, num_batches(dataset.train, batch_size)) as show:
 
-            def after_step(state: ml.TrainState, totals: Totals) -> None:
-                show(totals)
-                run.num_steps += 1
-                if run.num_steps == FIRST_STEPS:
-                    run.first_params = host_arrays(state.params)
+                def after_step(state: ml.TrainState, totals: Totals) -> None:
+                    show(totals)
+                    run.num_steps += 1
+                    if run.num_steps == FIRST_STEPS:
+                        run.first_params = host_arrays(state.params)
 
-            state, trained = one_pass(
-                train_step, state, train_batches, mesh, after_step
+                state, trained = one_pass(
+                    train_step, state, train_batches, mesh, after_step
+                )
+            test_batches = batches(dataset.test, batch_size)
+            state, tested = one_pass(test_step, state, test_batches, mesh)
+            print(
+                f"{name}  loss {trained.mean_loss:.4f}  "
+                f"accuracy {trained.accuracy:.2%}  "
+                f"test accuracy {tested.accuracy:.2%}  "
+                f"({time.perf_counter() - start:.1f} s)",
+                flush=True,
             )
-        test_batches = batches(dataset.test, global_batch_size)
-        state, tested = one_pass(test_step, state, test_batches, mesh)
-        print(
-            f"{name}  loss {trained.mean_loss:.4f}  accuracy {trained.accuracy:.2%}  "
-            f"test accuracy {tested.accuracy:.2%}  "
-            f"({time.perf_counter() - start:.1f} s)",
-            flush=True,
-        )
-        if not math.isfinite(trained.mean_loss):
-            raise TrainingError(
-                f"the loss is {trained.mean_loss} after epoch {epoch}; try a smaller "
-                "--learning-rate"
-            )
-        run.first_losses.extend(trained.step_losses)
-        run.epoch_losses.append(trained.mean_loss)
-        run.test_accuracies.append(tested.accuracy)
+            if not math.isfinite(trained.mean_loss):
+                raise TrainingError(
+                    f"the loss is {trained.mean_loss} after epoch {epoch}; try a "
+                    "smaller --learning-rate"
+                )
+            run.first_losses.extend(trained.step_losses)
+            run.epoch_losses.append(trained.mean_loss)
+            run.test_accuracies.append(tested.accuracy)
+            if saver is not None:
+                saver.save(epoch, state)
     del run.first_losses[FIRST_STEPS:]
     run.params = host_arrays(state.params)
     return run
@@ -261,7 +303,7 @@ def progress_bar(name: str, num_steps: int) -> Iterator[Callable[[Totals], None]
 
 def host_arrays(tree: Any) -> list[np.ndarray]:
     """Returns the leaves of a tree as whole arrays in host memory."""
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+    return jax.tree.leaves(ml.to_numpy(tree))
 
 
 def compare(first: Run, second: Run, num_test_examples: int) -> None:

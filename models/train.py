@@ -5,12 +5,15 @@ model tensor-parallel, and checks that both runs agree.
 """
 
 import argparse
+import contextlib
+import io
 import math
+import re
 import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +22,7 @@ import optax
 from flax import nnx
 
 import meshlayout as ml
+from meshlayout.cluster import launcher
 from meshlayout.errors import did_you_mean
 from models import convnet, mlp, resnet, transformer
 from models.data import Dataset, load_dataset, load_text
@@ -30,7 +34,16 @@ from models.prepare_data import (
     is_prepared,
     num_classes,
 )
-from models.runs import TrainingError, compare, train
+from models.runs import (
+    Training,
+    TrainingError,
+    batch_layout,
+    compare,
+    image_loss,
+    make_steps,
+    token_loss,
+    train,
+)
 
 
 MODELS = {
@@ -67,6 +80,19 @@ LAYOUTS = {
 }
 
 
+EXAMPLES = """\
+examples:
+  python -m models.train
+      an MLP, data-parallel and tensor-parallel on 8 virtual devices, compared
+  python -m models.train --model transformer --layouts fsdp+tensor
+      a language model, sharded over both axes of a mesh
+  python -m models.train --model transformer --layouts fsdp --explain
+      what its step would hold and send, without running it
+  python -m models.train --layouts fsdp --processes 4 --checkpoint-dir /tmp/run --resume
+      four processes of two devices, saved after each epoch and resumed
+"""
+
+
 class OptionError(Exception):
     """An option has an invalid value, alone or together with the others."""
 
@@ -87,12 +113,40 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         check_options(options)
         labels = check_dataset(options)
+        if options.processes > 1:
+            return launch(options, arguments)
+        ml.initialize()
         start_devices(options.virtual_devices)
         settings = make_settings(options, labels)
         initial = [describe_state(options, labels, one.layouts) for one in settings]
     except (OptionError, DataError, ml.MeshLayoutError) as error:
         parser.error(str(error))
+    # All processes do the same; one of them says so.
+    quiet = io.StringIO() if not ml.cluster.is_main() else sys.stdout
+    with contextlib.redirect_stdout(quiet):
+        return run(parser.prog, options, settings, initial)
+
+
+def run(
+    program: str,
+    options: argparse.Namespace,
+    settings: list[Setting],
+    initial: list[ml.state.StateDescription[ml.TrainState]],
+) -> int:
+    """Explains or trains what was asked for; returns the exit status."""
+    plan = Training(
+        epochs=options.epochs,
+        global_batch_size=options.global_batch_size,
+        seed=options.seed,
+        step_options=step_options(options),
+        checkpoint_dir=options.checkpoint_dir,
+        resume=options.resume,
+    )
     try:
+        if options.explain:
+            for setting, description in zip(settings, initial, strict=True):
+                explain(options, setting, description.abstract, plan)
+            return 0
         dataset = load(options)
         print(f"Data: {dataset}", flush=True)
         dataset = dataset.limited(options.limit_train, options.limit_test)
@@ -100,26 +154,78 @@ def main(arguments: list[str] | None = None) -> int:
         for setting, description in zip(settings, initial, strict=True):
             state = description.create()
             print_layouts(setting, state)
-            runs.append(
-                train(
-                    setting.title,
-                    state,
-                    setting.mesh,
-                    dataset,
-                    epochs=options.epochs,
-                    global_batch_size=options.global_batch_size,
-                    seed=options.seed,
-                )
-            )
+            runs.append(train(setting.title, state, setting.mesh, dataset, plan))
         if len(runs) == 2:
             compare(*runs, num_test_examples=len(dataset.test))
-    except (DataError, TrainingError) as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+    except (DataError, TrainingError, ml.MeshLayoutError) as error:
+        print(f"{program}: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"{parser.prog}: interrupted", file=sys.stderr)
+        print(f"{program}: interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def launch(options: argparse.Namespace, arguments: list[str] | None) -> int:
+    """Starts this command in several processes; returns the exit status.
+
+    Raises:
+        OptionError: If the devices do not divide among them.
+    """
+    count, devices = options.processes, options.virtual_devices or 8
+    if devices % count:
+        raise OptionError(
+            f"argument --processes: {devices} virtual devices do not divide among "
+            f"{count} processes; --virtual-devices says how many there are"
+        )
+    own = sys.argv[1:] if arguments is None else arguments
+    how = ["-n", str(count), "--devices-per-process", str(devices // count)]
+    return launcher.main([*how, "-m", "models.train", *own, "--processes", "1"])
+
+
+def step_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the options of the train step that the command line names."""
+    return {
+        "accumulate": options.accumulate,
+        "precision": options.precision,
+        "remat": options.remat,
+    }
+
+
+def explain(
+    options: argparse.Namespace,
+    setting: Setting,
+    state: ml.TrainState,
+    plan: Training,
+) -> None:
+    """Prints layouts, memory and communication of a step that is not run.
+
+    Args:
+        options: The command line's.
+        setting: The mesh and the layouts.
+        state: The state, abstract.
+        plan: How it would be trained.
+    """
+    print_layouts(setting, state)
+    is_text = options.model == "transformer"
+    train_step, _ = make_steps(
+        token_loss if is_text else image_loss(0.0, 1.0), plan.step_options
+    )
+    size = options.global_batch_size
+    inputs = example_inputs(options, size)
+    batch = {"weight": jax.ShapeDtypeStruct((size,), "float32")}
+    if is_text:
+        batch["tokens"] = inputs
+    else:
+        batch["image"] = inputs.update(dtype=jnp.uint8)
+        batch["label"] = jax.ShapeDtypeStruct((size,), "int32")
+    layout = batch_layout(setting.mesh)
+    batch = {
+        name: leaf.update(sharding=layout.with_rank(leaf.ndim).sharding)
+        for name, leaf in batch.items()
+    }
+    print(train_step.memory(state, batch))
+    print(f"\n{train_step.communication(state, batch)}")
 
 
 def print_layouts(setting: Setting, state: ml.TrainState) -> None:
@@ -144,16 +250,31 @@ def print_layouts(setting: Setting, state: ml.TrainState) -> None:
             )
 
 
+class OptionParser(argparse.ArgumentParser):
+    """A parser that says which option was probably meant."""
+
+    def error(self, message: str) -> NoReturn:
+        """Prints what is wrong to stderr, and exits with status 2."""
+        unknown = re.fullmatch(r"unrecognized arguments: (\S+).*", message)
+        near = ""
+        if unknown:
+            name = unknown[1].partition("=")[0]
+            near = did_you_mean(name, self._option_string_actions)
+        super().error(f"{message}{'.' * bool(near)}{near}")
+
+
 def command_line() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         prog="python -m models.train",
         usage="python -m models.train [options]",
-        description="Trains an example model, a classifier of 28x28 images or a "
-        "language model, on a mesh of devices. Without --mesh and --layouts it trains "
-        "twice, data-parallel on a mesh with one axis 'batch' and tensor-parallel on "
+        description="Trains an example model, a classifier of 28x28 images or a\n"
+        "language model, on a mesh of devices. Without --mesh and --layouts it trains\n"
+        "twice, data-parallel on a mesh with one axis 'batch' and tensor-parallel on\n"
         "'batch' and 'model', and exits with status 1 unless both runs agree.",
         allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=EXAMPLES,
     )
     model = parser.add_argument_group("model")
     model.add_argument(
@@ -191,6 +312,20 @@ def command_line() -> argparse.ArgumentParser:
         metavar="N",
         help="how many devices a CPU stands for (default: 8); on GPU and TPU the real "
         "devices are used",
+    )
+    mesh.add_argument(
+        "--processes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="split the virtual devices among N processes on this machine, as a "
+        "cluster's hosts would have them (default: %(default)s)",
+    )
+    mesh.add_argument(
+        "--explain",
+        action="store_true",
+        help="print layouts, memory and communication of the train step, and stop "
+        "before anything is created",
     )
     data = parser.add_argument_group("data")
     data.add_argument(
@@ -249,6 +384,39 @@ def command_line() -> argparse.ArgumentParser:
         help="seed of the initial parameters and of the order of the images "
         "(default: %(default)s)",
     )
+    training.add_argument(
+        "--precision",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="what the model computes in; parameters stay float32 (default: "
+        "%(default)s)",
+    )
+    training.add_argument(
+        "--accumulate",
+        type=int,
+        default=1,
+        metavar="N",
+        help="split each batch into N microbatches, whose gradients are added before "
+        "the update (default: %(default)s)",
+    )
+    training.add_argument(
+        "--remat",
+        choices=("none", "blocks", "full"),
+        default="none",
+        help="what the backward pass computes again instead of keeping it (default: "
+        "%(default)s)",
+    )
+    training.add_argument(
+        "--checkpoint-dir",
+        type=Path,
+        metavar="DIR",
+        help="save the state here after each epoch; needs --mesh or --layouts",
+    )
+    training.add_argument(
+        "--resume",
+        action="store_true",
+        help="begin after the newest epoch saved in --checkpoint-dir",
+    )
     return parser
 
 
@@ -258,6 +426,8 @@ def check_options(options: argparse.Namespace) -> None:
         "epochs",
         "global_batch_size",
         "virtual_devices",
+        "processes",
+        "accumulate",
         "limit_train",
         "limit_test",
     ):
@@ -273,6 +443,14 @@ def check_options(options: argparse.Namespace) -> None:
     if not 0 <= options.seed < 2**32:
         raise OptionError(
             f"argument --seed: must be from 0 to 2**32 - 1, not {options.seed}"
+        )
+    if options.resume and options.checkpoint_dir is None:
+        raise OptionError("argument --resume: needs --checkpoint-dir to resume from")
+    is_comparison = options.mesh is None and options.layouts is None
+    if options.checkpoint_dir is not None and is_comparison:
+        raise OptionError(
+            "argument --checkpoint-dir: without --mesh and --layouts two runs are "
+            "compared; name one, as --layouts data_parallel"
         )
     if options.data_dir is None:
         options.data_dir = default_data_dir()

@@ -218,7 +218,26 @@ def test_the_seed_decides_the_numbers(capsys):
             "not 'mnist'; leave --dataset out",
         ),
         (["--epochs", "many"], "argument --epochs: invalid int value: 'many'"),
-        (["--epoch", "1"], "unrecognized arguments: --epoch 1"),
+        (
+            ["--epoch", "1"],
+            "unrecognized arguments: --epoch 1. Did you mean '--epochs'?",
+        ),
+        (["--nothing"], "unrecognized arguments: --nothing"),
+        (
+            ["--processes", "3"],
+            "argument --processes: 8 virtual devices do not divide among 3 processes; "
+            "--virtual-devices says how many there are",
+        ),
+        (["--accumulate", "0"], "argument --accumulate: must be at least 1, not 0"),
+        (
+            ["--resume"],
+            "argument --resume: needs --checkpoint-dir to resume from",
+        ),
+        (
+            ["--checkpoint-dir", "x"],
+            "argument --checkpoint-dir: without --mesh and --layouts two runs are "
+            "compared; name one, as --layouts data_parallel",
+        ),
     ],
 )
 def test_a_bad_value_is_refused_in_one_sentence(arguments, message, capsys):
@@ -288,8 +307,66 @@ def test_help_names_every_option(capsys):
         "--global-batch-size",
         "--learning-rate",
         "--seed",
+        "--precision",
+        "--accumulate",
+        "--remat",
+        "--checkpoint-dir",
+        "--resume",
+        "--processes",
+        "--explain",
     ):
         assert option in text
+    assert "examples:\n  python -m models.train\n" in text
+
+
+def test_explaining_prints_layouts_memory_and_communication_and_trains_nothing(capsys):
+    assert train.main(["--layouts", "fsdp", "--explain"]) == 0
+    text = capsys.readouterr().out
+    assert "hidden/kernel  f32[784, 128]  " in text
+    assert "each device sends: " in text
+    assert "peak" in text
+    assert "epoch" not in text
+
+
+def epoch_lines(text):
+    """The lines of epochs, without the seconds they took."""
+    return [
+        line[: line.index("  (")] for line in text.splitlines() if "  loss " in line
+    ]
+
+
+def test_options_of_the_step_change_how_it_computes_and_not_what(capsys):
+    one = [*SHORT, "--layouts", "data_parallel", "--global-batch-size", "64"]
+    assert train.main(one) == 0
+    (plain,) = epoch_lines(capsys.readouterr().out)
+    assert train.main([*one, "--accumulate", "2", "--remat", "full"]) == 0
+    (other,) = epoch_lines(capsys.readouterr().out)
+    losses = [float(line.split()[3]) for line in (plain, other)]
+    np.testing.assert_allclose(*losses, rtol=1e-3)
+
+
+def test_a_run_is_resumed_after_its_newest_epoch(tmp_path, capsys):
+    one = [*SHORT, "--layouts", "fsdp"]
+    assert train.main([*one, "--epochs", "3"]) == 0
+    whole = epoch_lines(capsys.readouterr().out)
+    saved = [*one, "--checkpoint-dir", str(tmp_path / "run")]
+    assert train.main([*saved, "--epochs", "2"]) == 0
+    capsys.readouterr()
+    assert train.main([*saved, "--epochs", "3", "--resume"]) == 0
+    text = capsys.readouterr().out
+    assert f"Resuming after epoch 2, from {tmp_path / 'run'}." in text
+    assert epoch_lines(text) == whole[2:]
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_several_processes_train_as_one_does(tmp_path):
+    arguments = [*SHORT, "--layouts", "fsdp", "--model", "mlp"]
+    one = command(*arguments, data_dir=tmp_path)
+    four = command(*arguments, "--processes", "4", data_dir=tmp_path)
+    assert four.returncode == 0, four.stderr
+    (line,) = epoch_lines(four.stdout.replace("[0] ", ""))
+    assert line == epoch_lines(one.stdout)[0]
 
 
 def a_run(title, **changes):

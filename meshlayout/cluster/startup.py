@@ -21,6 +21,9 @@ from meshlayout.errors import ClusterError
 
 _log = logging.getLogger(__name__)
 
+# gRPC's variable for the hosts that it asks no proxy for.
+_DIRECT = "no_grpc_proxy"
+
 # What `initialize` was given, from its call until `shutdown`.
 _running: Settings | None = None
 _timeouts: dict[str, float] = {}
@@ -219,6 +222,7 @@ def _start(settings: Settings, timeout_s: float) -> None:
     assert address is not None
     assert bind_address is not None
     rendezvous.meet(settings, timeout_s)
+    _bypass_proxies(address)
     try:
         _jax.start_processes(
             coordinator_address=address,
@@ -234,3 +238,17 @@ def _start(settings: Settings, timeout_s: float) -> None:
             "port meanwhile, choose another one."
         )
         raise ClusterError(msg) from problem
+
+
+def _bypass_proxies(address: str) -> None:
+    """Lets gRPC connect to the coordinator itself, as the rendezvous just did.
+
+    It would ask an HTTP proxy named in the environment, and wait for ever where that
+    cannot reach the cluster's machines. JAX only warns of this.
+    """
+    if not any(map(os.environ.get, ("grpc_proxy", "https_proxy", "http_proxy"))):
+        return
+    host = address.rpartition(":")[0].strip("[]")
+    others = os.environ.get(_DIRECT) or os.environ.get("no_proxy")
+    os.environ[_DIRECT] = f"{others},{host}" if others else host
+    _jax.ignore_proxies()
