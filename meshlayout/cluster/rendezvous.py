@@ -118,6 +118,8 @@ def _gather(settings: Settings, timeout_s: float) -> None:
     with _listener(settings, here) as listener:
         try:
             problem = _fill(guests, listener, settings, here, timeout_s)
+            if not problem:
+                listener.close()  # Who connects from now on waits for JAX's service.
             for guest in guests.values():
                 guest.answer(problem)
             end = time.monotonic() + (_GRACE_S if problem else 0)
@@ -142,8 +144,7 @@ def _fill(
     """Waits until all processes are among the guests; returns why they cannot be."""
     start, was_warned = time.monotonic(), False
     while True:
-        for index in [i for i, guest in guests.items() if guest.has_left()]:
-            guests.pop(index).connection.close()
+        _drop_those_that_left(guests)
         missing = [i for i in range(1, settings.num_processes) if i not in guests]
         if not missing:
             return ""
@@ -166,15 +167,19 @@ def _fill(
         guest = _accept(listener, min(timeout_s - waited_s, 0.5))
         if guest is None:
             continue
+        # It may have been started again, in the place of one that ended.
+        _drop_those_that_left(guests)
         index = guest.hello["index"]
-        earlier = guests.get(index)
-        if earlier is not None and earlier.has_left():
-            earlier = None  # This one was started instead of it.
-        problem = _contradiction(here, guest, earlier)
+        problem = _contradiction(here, guest, guests.get(index))
         if problem:
             guest.answer(problem)
             return problem
         guests[index] = guest
+
+
+def _drop_those_that_left(guests: dict[int, _Guest]) -> None:
+    for index in [i for i, guest in guests.items() if guest.has_left()]:
+        guests.pop(index).connection.close()
 
 
 def _contradiction(here: dict[str, Any], guest: _Guest, earlier: _Guest | None) -> str:
@@ -366,6 +371,8 @@ def _ask(
             reply = _receive(connection, answer_s)
     except TimeoutError:
         return "it did not answer"
+    except (ConnectionResetError, BrokenPipeError):
+        reply = None
     except OSError as problem:
         return _reason(problem)
     except ValueError:
