@@ -601,14 +601,15 @@ def detect_cluster(
     """
     types = clusters.ClusterEnv._cluster_types
     for kind in [kind for kind in types if not kind.opt_in_only_method]:
+        name = getattr(kind, "name", "")  # "" is Kubernetes in jax 0.7
         # A job of SLURM, but not started by srun; jax 0.7 does not tell them apart.
-        is_alone = kind.name == "slurm" and "SLURM_STEP_NODELIST" not in os.environ
+        is_alone = name == "slurm" and "SLURM_STEP_NODELIST" not in os.environ
         if not is_alone and kind.is_env_present():
             settings = kind.auto_detect_unset_distributed_params(
                 *(coordinator_address, num_processes, process_id, None),
-                *(kind.name, math.ceil(timeout_s)),
+                *(name or None, math.ceil(timeout_s)),
             )
-            return kind.name, *settings
+            return name or "k8s", *settings
     return None
 
 
