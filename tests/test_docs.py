@@ -14,7 +14,9 @@ from tests.processes import ROOT
 
 
 DOCS = ROOT / "docs"
-PAGES = [DOCS / "index.md", *sorted((DOCS / "coming_from").glob("*.md"))]
+FOLDERS = ("coming_from", "guides")
+PAGES = [DOCS / "index.md"]
+PAGES += [page for name in FOLDERS for page in sorted((DOCS / name).glob("*.md"))]
 
 
 @pytest.mark.slow
