@@ -9,6 +9,7 @@ in `_jaxprs`.
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 # pyright: reportAttributeAccessIssue=false
 
+import functools
 import math
 import os
 import threading
@@ -248,7 +249,33 @@ def without_set_mesh() -> AbstractContextManager[Any]:
 
 def place(x: Leaf, sharding: NamedSharding) -> Any:
     """Moves a value to a sharding; inside jit, constrains it."""
-    return constrain(x, sharding) if is_staged(x) else jax.device_put(x, sharding)
+    return constrain(x, sharding) if is_staged(x) else put(x, sharding)
+
+
+def put(x: Leaf, sharding: Any, **options: Any) -> Any:
+    """Moves a value outside jit as `jax.device_put` does, to several processes, too.
+
+    There, JAX (0.7 to 0.12) refuses PRNG keys, whose words can be moved, and compares
+    the host arrays of all processes by gathering them, for which callers have another
+    way. tests/test_several_processes.py notices.
+
+    Args:
+        x: The value.
+        sharding: Where to.
+        **options: As for `jax.device_put`.
+    """
+    if jax.process_count() == 1 or getattr(sharding, "is_fully_addressable", True):
+        return jax.device_put(x, sharding, **options)
+    if isinstance(x, jax.Array) and is_extended(x.dtype):
+        words = put(jax.random.key_data(x), sharding, **options)
+        return jax.random.wrap_key_data(words, impl=key_impl(x.dtype))
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return jax.device_put(x, sharding, **options)
+    # Copied: a CPU device would use the memory that it is given.
+    values = np.array(x, canonical_dtype(jax.typeof(x).dtype))
+    placed = place_slices(values, NamedSharding(sharding.mesh, sharding.spec))
+    placed = with_weak_type(placed, weak_type=jax.typeof(x).weak_type)
+    return jax.device_put(placed, sharding)
 
 
 def concrete_value(x: Leaf) -> Any:
@@ -671,6 +698,21 @@ def shard_placer(
             shape, sharding, [], dtype=dtype
         )
     return lambda shards: pxla.batched_device_put(aval, sharding, shards, devices)
+
+
+def place_slices(x: np.ndarray[Any, Any], sharding: NamedSharding) -> jax.Array:
+    """Places the slices of a host array that the devices of this process hold."""
+    return _slices_placer(x.shape, x.dtype, sharding)(x)
+
+
+# Cached: for small batches, computing the slices takes longer than placing them.
+@functools.lru_cache(maxsize=512)
+def _slices_placer(
+    shape: tuple[int, ...], dtype: DType, sharding: NamedSharding
+) -> Callable[[np.ndarray[Any, Any]], jax.Array]:
+    slices: Any = tuple(sharding.addressable_devices_indices_map(shape).values())
+    place = shard_placer(shape, dtype, sharding)
+    return lambda x: place([x[index] for index in slices])
 
 
 def reached_preemption_sync_point(turn: int) -> bool:

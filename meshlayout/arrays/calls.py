@@ -13,7 +13,7 @@ import numpy as np
 
 from meshlayout import _checks, _jax
 from meshlayout._annotations import PyTree
-from meshlayout.arrays.leaf import is_concrete_array, move, resolve
+from meshlayout.arrays.leaf import check_same, is_concrete_array, move, resolve
 from meshlayout.arrays.tree import LayoutLike, Tree, Where, device_ids
 from meshlayout.errors import LayoutError
 from meshlayout.layout import Layout
@@ -133,9 +133,11 @@ def finish(results: PyTree, layouts: list[Layout]) -> Any:
     can compile results into another kind of memory.
     """
     tree = Tree(results)
+    named = list(zip(tree.named(), layouts, strict=True))
+    check_same((where, leaf, layout.mesh) for (where, leaf), layout in named)
     return tree.unflatten(
         leaf
         if not _jax.is_staged(leaf) and _jax.sharding_of(leaf) == layout.sharding
         else move(leaf, layout, where, donate=True)
-        for (where, leaf), layout in zip(tree.named(), layouts, strict=True)
+        for (where, leaf), layout in named
     )

@@ -366,7 +366,7 @@ def _near(x: Leaf, mesh: Mesh) -> Any:
         return x
     # On Auto axes, so that its layout does not affect that of the result.
     devices = _jax.with_auto_axes(mesh.jax_mesh)
-    return jax.device_put(x, NamedSharding(devices, PartitionSpec()))
+    return _jax.put(x, NamedSharding(devices, PartitionSpec()))
 
 
 def _is_shape(node: PyTree) -> bool:

@@ -2,13 +2,15 @@
 
 JAX's `device_put` does most moves, but not all: some versions cannot leave Explicit
 axes, none moves PRNG keys between processes or promises not to share memory, and inside
-jit it is a constraint. The order of cases in `move` matters: each assumes that those
-above did not apply.
+jit it is a constraint. What every process has for itself is compared before it becomes
+one array on the devices of all. The order of cases in `move` matters: each assumes that
+those above did not apply.
 """
 
 import functools
+import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeGuard
 
 import jax
@@ -18,11 +20,14 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshlayout import _jax
-from meshlayout._annotations import DType, Leaf
+from meshlayout._annotations import Leaf
 from meshlayout._host_arrays import host_array
 from meshlayout.arrays.tree import Where, describe, first_line
+from meshlayout.cluster.agreement import assert_same
+from meshlayout.cluster.channel import processes_text
 from meshlayout.errors import LayoutError
 from meshlayout.layout import MATCH, DimSpec, Layout, as_layout
+from meshlayout.mesh import Mesh
 
 
 # In bytes; with less, XLA's CPU client copies host memory instead of using it.
@@ -135,17 +140,23 @@ def move(
     try:
         if _jax.is_staged(x):
             return _constrain(x, sharding, layout, where)
+        is_between = jax.process_count() > 1 and not sharding.is_fully_addressable
+        if is_between and _is_of_this_process(x):
+            return _jax.put(x, sharding)
         if not isinstance(x, jax.Array):
             device = layout.mesh.devices.flat[0]
             return _placed(private_copy(x, device), layout, sharding)
         if not is_concrete_array(x):  # traced by eager grad, which differentiates this
             return jax.device_put(x, sharding)
-        if x.is_fully_addressable and not sharding.is_fully_addressable:
-            return _on_all_processes(x, sharding)
+        is_between = jax.process_count() > 1 and (
+            is_between or not x.is_fully_addressable
+        )
+        if is_between and x.sharding.device_set != sharding.device_set:
+            raise LayoutError(_between_processes(x, layout, where))
         x = _jax.movable(x, layout.mesh.jax_mesh)
         # An empty array has no memory to share, and jit does not shard it.
         if not (donate or copy) or not x.size:
-            return jax.device_put(x, sharding)
+            return _jax.put(x, sharding)
         with _jax.no_mesh():  # jax 0.7 copies under no mesh but the array's own
             if donate and _is_one_program(x, layout):
                 return _donated(x, sharding)
@@ -165,12 +176,69 @@ def move(
         raise LayoutError(msg) from error
 
 
-def _on_all_processes(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Moves a value that every process has; jax 0.7 cannot, and no JAX moves keys."""
-    if not _jax.is_extended(x.dtype):
-        return jax.device_put(np.asarray(x), sharding)
-    words = jax.device_put(np.asarray(jax.random.key_data(x)), sharding)
-    return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
+def check_same(named: Iterable[tuple[Where, Leaf, Mesh]]) -> None:
+    """Checks that what goes to devices of all processes is the same on all of them.
+
+    Otherwise each process would place its own value, and the array would be another one
+    on each. JAX compares, too (`device_put` of a host array): it gathers the values of
+    all processes on all devices, takes NaN for a difference, and names no process.
+
+    Args:
+        named: Arrays with their names for messages, and the meshes they go to.
+
+    Raises:
+        ClusterError: If a process has another value.
+    """
+    if jax.process_count() == 1:
+        return
+    values: dict[str, Any] = {}
+    for where, x, mesh in named:
+        if not can_compare(mesh) or _jax.is_staged(x):
+            continue
+        if _is_of_this_process(x):
+            values[str(where)] = x
+        elif isinstance(x, jax.Array) and x.sharding.device_set != {*mesh.devices.flat}:
+            # For its own process it is an array like any other.
+            values[str(where)] = "an array on devices of other processes"
+    if values:
+        assert_same(values, "an array that goes to devices of all processes")
+
+
+def can_compare(mesh: Mesh) -> bool:
+    """Returns whether processes can compare what they place on a mesh.
+
+    On a mesh of some processes, each may place arrays of its own, as in JAX. In threads
+    other than the main one, the calls of processes have no order by which to pair them.
+    """
+    if jax.process_count() == 1:
+        return False
+    is_main = threading.current_thread() is threading.main_thread()
+    return is_main and _num_processes(mesh) == jax.process_count()
+
+
+@functools.lru_cache(maxsize=64)
+def _num_processes(mesh: Mesh) -> int:
+    return len({device.process_index for device in mesh.devices.flat})
+
+
+def _is_of_this_process(x: Leaf) -> bool:
+    """Returns whether this process has a value for itself, in its own memory."""
+    if isinstance(x, (Tracer, jax.ShapeDtypeStruct)):
+        return False
+    return not isinstance(x, jax.Array) or x.is_fully_addressable
+
+
+def _between_processes(x: jax.Array, layout: Layout, where: Where) -> str:
+    here, there = (
+        processes_text(sorted({device.process_index for device in devices}))
+        for devices in (x.sharding.device_set, layout.mesh.devices.flat)
+    )
+    return (
+        f"{where} is on {len(x.sharding.device_set)} devices of {here}, and {layout!r} "
+        f"has {layout.mesh.size} devices of {there}. JAX moves arrays between "
+        "processes only if all devices stay the same. Save the array, and restore it "
+        "there."
+    )
 
 
 def _is_one_program(x: jax.Array, layout: Layout) -> bool:
@@ -216,16 +284,16 @@ def _independent(x: jax.Array, layout: Layout, sharding: NamedSharding) -> jax.A
     if x.sharding.memory_kind != kind or x.sharding.device_set.isdisjoint(
         sharding.device_set
     ):
-        return jax.device_put(x, sharding)
+        return _jax.put(x, sharding)
     if _jax.is_extended(x.dtype):  # jax 0.7.2 cannot copy PRNG keys inside jit
-        x = jax.device_put(x, sharding)
+        x = _jax.put(x, sharding)
         words = jnp.copy(jax.random.key_data(x))
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
     main = NamedSharding(sharding.mesh, sharding.spec)
     # Through main memory: programs cannot write results to other kinds everywhere.
     if layout.memory_kind is not None:
-        return jax.device_put(jax.device_put(x, main), sharding)
-    return _program(jnp.copy, main, donate=False)(jax.device_put(x, main))
+        return _jax.put(_jax.put(x, main), sharding)
+    return _program(jnp.copy, main, donate=False)(_jax.put(x, main))
 
 
 def _constrain(x: Leaf, sharding: NamedSharding, layout: Layout, where: Where) -> Any:
@@ -258,20 +326,7 @@ def _placed(x: Leaf, layout: Layout, sharding: NamedSharding) -> jax.Array:
     ):
         return jax.device_put(x, sharding)
     x = x.astype(_jax.canonical_dtype(x.dtype), copy=False)
-    return _placer(x.shape, x.dtype, sharding)(x)
-
-
-@functools.lru_cache(maxsize=512)
-def _placer(
-    shape: tuple[int, ...], dtype: DType, sharding: NamedSharding
-) -> Callable[[np.ndarray[Any, Any]], jax.Array]:
-    """Returns a function that places arrays of one kind.
-
-    Cached: for small batches, computing the slices takes longer than placing them.
-    """
-    pieces: Any = tuple(sharding.addressable_devices_indices_map(shape).values())
-    place = _jax.shard_placer(shape, dtype, sharding)
-    return lambda x: place([x[piece] for piece in pieces])
+    return _jax.place_slices(x, sharding)
 
 
 def layout_of(x: Leaf, where: Where) -> Layout:

@@ -1,5 +1,6 @@
 """Whole arrays and the parts of devices: `pack`, `unpack`, `to_numpy`."""
 
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,6 +14,7 @@ from meshlayout._annotations import Leaf
 from meshlayout._host_arrays import plain_array
 from meshlayout.arrays.leaf import (
     as_array,
+    can_compare,
     check_alive,
     is_array,
     private_copy,
@@ -27,6 +29,7 @@ from meshlayout.arrays.tree import (
     is_number_list,
     type_text,
 )
+from meshlayout.cluster.agreement import all_gather, digest
 from meshlayout.errors import LayoutError
 from meshlayout.layout import Layout
 
@@ -44,7 +47,8 @@ def pack(parts: Iterable[Any], layout: LayoutLike, *, verify: bool = False) -> A
             array-like, even a list of numbers, or a pytree of those; all parts have the
             same structure.
         layout: The layout of the global array, or a tree of layouts.
-        verify: Whether to compare the parts of replicas, bit by bit.
+        verify: Whether to compare the parts of replicas, bit by bit, also those of
+            other processes.
 
     Returns:
         The array, or a pytree of arrays.
@@ -122,8 +126,10 @@ def _pack_leaf(
             "devices that hold replicas."
         )
         raise LayoutError(msg)
-    if verify:
-        _verify(parts, layout, where)
+    digests = _verify(parts, layout, where) if verify else {}
+    if can_compare(layout.mesh):
+        kind = type_text(*kinds[0])
+        _verify_processes(all_gather([kind, json.dumps(digests)]), layout, where)
     # Copied, as a CPU device would use the user's memory, and a step may donate it.
     shards = [
         jax.device_put(
@@ -137,8 +143,41 @@ def _pack_leaf(
     )
 
 
-def _verify(parts: list[Any], layout: Layout, where: Where) -> None:
-    """Raises LayoutError if two parts for the same shard differ."""
+def _verify_processes(told: list[Any], layout: Layout, where: Where) -> None:
+    """Raises LayoutError if the parts on processes do not fit together.
+
+    Args:
+        told: What each process told: the types of its parts, and their digests by
+            shard.
+        layout: The layout.
+        where: The name of the array, for messages.
+    """
+    types, digests = told
+    for process, kind in enumerate(types):
+        if kind != types[0]:
+            msg = (
+                f"{where}the parts on process 0 are {types[0]}, but {kind} on process "
+                f"{process}; the parts of an array have one shape and dtype."
+            )
+            raise LayoutError(msg)
+    seen: dict[str, tuple[int, str]] = {}
+    for process, text in enumerate(digests):
+        for index, value in json.loads(text).items():
+            first, expected = seen.setdefault(index, (process, value))
+            if value != expected:
+                msg = (
+                    f"{where}processes {first} and {process} give different parts for "
+                    f"shard {index} of {layout!r}, which should be replicas."
+                )
+                raise LayoutError(msg)
+
+
+def _verify(parts: list[Any], layout: Layout, where: Where) -> dict[str, str]:
+    """Raises LayoutError if two parts for the same shard differ.
+
+    Returns:
+        The digest of each shard that this process has, by its index.
+    """
     index_of = layout.offset_to_shard()
     flat = {device: index for index, device in enumerate(layout.mesh.devices.flat)}
     seen: dict[tuple[int, ...], tuple[int, _jax.Device, np.ndarray[Any, Any]]] = {}
@@ -154,6 +193,7 @@ def _verify(parts: list[Any], layout: Layout, where: Where) -> None:
                 f"{_difference(expected, value)}."
             )
             raise LayoutError(msg)
+    return {str(index): digest(value.tobytes()) for index, (*_, value) in seen.items()}
 
 
 def _difference(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> str:
@@ -273,5 +313,11 @@ def _host_value(x: Leaf, where: Where = "the array") -> np.ndarray[Any, Any]:
     if not isinstance(x, jax.Array):
         return plain_array(x, where)
     check_alive(x, where)
+    if not x.is_fully_addressable and not x.addressable_shards:
+        msg = (
+            f"{where}: process {jax.process_index()} has no part of the array, which "
+            f"is on devices {device_ids(x.sharding.device_set)}."
+        )
+        raise LayoutError(msg)
     is_key = jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
     return _jax.to_host(jax.random.key_data(x) if is_key else x)

@@ -7,6 +7,7 @@ from meshlayout import _checks
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout.arrays.leaf import (
     as_array,
+    check_same,
     is_concrete_array,
     layout_of,
     move,
@@ -41,6 +42,7 @@ def relayout(x: Leaf, layout: LayoutLike, *, donate: bool = False) -> Any:
     Raises:
         LayoutError: If the layout does not fit an array, the structures of the trees
             differ, or a leaf is not array-like.
+        ClusterError: On several processes, if host arrays differ between them.
 
     Example:
         >>> import meshlayout as ml
@@ -60,6 +62,7 @@ def relayout(x: Leaf, layout: LayoutLike, *, donate: bool = False) -> Any:
         (leaf, where, resolve(leaf, target, where))
         for (where, leaf), target in zip(tree.named(), layouts, strict=True)
     ]
+    check_same((where, leaf, target.mesh) for leaf, where, target in todo)
     # An array that occurs twice must not be donated by the first of its moves.
     times = Counter(id(leaf) for leaf in tree.leaves)
     moved = [
@@ -100,6 +103,7 @@ def copy_to_mesh(x: Leaf, layout: LayoutLike) -> Any:
     Raises:
         LayoutError: If the layout does not fit an array, the structures of the trees
             differ, or a leaf is not array-like.
+        ClusterError: As for `relayout`.
 
     Example:
         >>> import meshlayout as ml
@@ -108,14 +112,16 @@ def copy_to_mesh(x: Leaf, layout: LayoutLike) -> Any:
         (2, 2)
     """
     tree = Tree(x, is_leaf=is_number_list)
-    copies = []
+    todo = []
     for (path, leaf), target in zip(tree.items(), tree.broadcast(layout), strict=True):
         if is_number_list(leaf):
             leaf = as_array(leaf, path or "the list")
         where = array_text(path, leaf)
-        resolved = resolve(leaf, target, where, match=False)
-        copies.append(move(leaf, resolved, where, copy=True))
-    return tree.unflatten(copies)
+        todo.append((where, leaf, resolve(leaf, target, where, match=False)))
+    check_same((where, leaf, target.mesh) for where, leaf, target in todo)
+    return tree.unflatten(
+        move(x, layout, where, copy=True) for where, x, layout in todo
+    )
 
 
 def fetch_layout(x: Leaf) -> Any:

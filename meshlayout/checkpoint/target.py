@@ -201,7 +201,7 @@ class LeafRestore:
             keys = jax.random.wrap_key_data(value, impl=impl)
             sharding = self.destination
             is_there = sharding is None or keys.sharding == sharding
-            return keys if is_there else jax.device_put(keys, sharding)
+            return keys if is_there else _jax.put(keys, sharding)
         is_weak = bool(getattr(self.value, "weak_type", False))
         return _jax.with_weak_type(value, weak_type=True) if is_weak else value
 

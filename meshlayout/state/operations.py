@@ -298,7 +298,7 @@ def _run(operation: _Operation, operands: Sequence[ArrayLike]) -> list[jax.Array
     """Runs an operation, on operands in any sharding."""
     program = _compile(operation)
     moved = [
-        jax.device_put(operand, sharding)
+        _jax.put(operand, sharding)
         for operand, sharding in zip(operands, operation.shardings_in, strict=True)
     ]
     with jax.disable_jit(disable=False), _jax.no_mesh():

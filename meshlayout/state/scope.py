@@ -263,7 +263,7 @@ def _lay_out(node: nnx.Pytree, state: "nnx.State[Any, Any]", layouts: PyTree) ->
     for leaf in flat.leaves:
         layout = next(remaining) if has_layout(leaf.value) else None
         if layout is not None and isinstance(leaf.value, jax.Array):
-            moved.append(jax.device_put(leaf.value, layout.sharding))
+            moved.append(_jax.put(leaf.value, layout.sharding))
         else:
             moved.append(leaf.value)
     with eager_sharding_off():

@@ -157,4 +157,4 @@ class PickledLeaf:
         value = self.value
         if self.key_impl is not None:
             value = jax.random.wrap_key_data(value, impl=self.key_impl)
-        return jax.device_put(value, self.layout.sharding)
+        return _jax.put(value, self.layout.sharding)

@@ -341,7 +341,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         args, kwargs = self._with_rest_placed(args, kwargs, signature)
         # A leaf without a layout comes back with one, and would be a recompilation.
         leaves = [
-            leaf if layout is None or layout_of(leaf) else jax.device_put(leaf, layout)
+            leaf if layout is None or layout_of(leaf) else _jax.put(leaf, layout)
             for leaf, layout in zip(
                 jax.tree.leaves(args[0]), signature.state_layouts, strict=True
             )

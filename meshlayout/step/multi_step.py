@@ -6,6 +6,7 @@ a measurement tells which wins, so `"auto"` makes one, with the calls that are d
 anyway.
 """
 
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshlayout import _jax
 from meshlayout._annotations import Batch, Leaf, PyTree
+from meshlayout.cluster.channel import Channel
 from meshlayout.errors import StepError
 from meshlayout.state import TrainState
 from meshlayout.step.placement import layout_of
@@ -161,12 +163,17 @@ class FixedCalls:
 # How often each way is timed, after a first run, which compiles.
 _TRIALS = 3
 
+# Numbers the choices that processes make together.
+_choices = itertools.count()
+
 
 @dataclass
 class TimedCalls:
     """Tries both ways on the first calls, then keeps the faster one.
 
     Each call does its own work, in one way or the other; none is made for the timing.
+    Processes that train one state go by the times of the first: if each chose for
+    itself, they could run different programs, and wait for each other for ever.
 
     Attributes:
         choice: What was chosen and why; empty until then.
@@ -212,11 +219,19 @@ class TimedCalls:
             seconds = (time.perf_counter() - start) / len(batches)
             self.seconds[bool(is_scanned)].append(seconds)
             if min(map(len, self.seconds.values())) > _TRIALS:
-                self._choose()
+                self._choose(state)
         return state, metrics
 
-    def _choose(self) -> None:
-        looped, one_by_one = (min(self.seconds[way][1:]) for way in (True, False))
+    def _choose(self, state: PyTree) -> None:
+        seconds = [min(self.seconds[way][1:]) for way in (True, False)]
+        if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(state)):
+            channel = Channel(
+                f"steps_per_call/{next(_choices)}",
+                what='the choice of steps_per_call="auto"',
+                hint="All processes must run the same steps.",
+            )
+            seconds = channel.from_first(seconds)
+        looped, one_by_one = seconds
         self._is_scanned = looped < one_by_one
         how = "in one dispatch" if self._is_scanned else "one by one"
         self.choice = (

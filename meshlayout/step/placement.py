@@ -13,11 +13,13 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshlayout import _checks, _jax
+from meshlayout import _checks, _jax, _paths
 from meshlayout._annotations import Batch, Leaf, PyTree
 from meshlayout._batches import BATCH_AXES, batch_axes, check_weights_key, get_weights
 from meshlayout.arrays import relayout
+from meshlayout.arrays.leaf import check_same
 from meshlayout.errors import MeshLayoutError, StepError
+from meshlayout.mesh import Mesh
 from meshlayout.state import TrainState
 
 
@@ -64,7 +66,7 @@ class StepMesh:
         Args:
             tree: Arrays.
             is_own: Whether NumPy arrays differ between processes, as clocks do;
-                otherwise JAX checks that they are the same on all.
+                otherwise they are checked to be the same on all.
         """
         if self.sharding is None:
             return tree
@@ -83,8 +85,10 @@ class StepMesh:
                 return jax.make_array_from_callback(
                     leaf.shape, self.sharding, lambda index: leaf[index]
                 )
-            return jax.device_put(leaf, self.sharding)
+            return _jax.put(leaf, self.sharding)
 
+        if not is_own:
+            _check_same(tree, self.sharding)
         return jax.tree.map(replicate, tree)
 
     def everywhere(self, tree: PyTree) -> Any:
@@ -92,6 +96,15 @@ class StepMesh:
         if not isinstance(self.sharding, NamedSharding):
             return tree
         return jax.tree.map(lambda x: _jax.constrain(x, self.sharding), tree)
+
+
+def _check_same(tree: PyTree, sharding: Any) -> None:
+    """Checks arrays that every process has for itself before they become one."""
+    if jax.process_count() > 1 and isinstance(sharding, NamedSharding):
+        jax_mesh: Any = sharding.mesh
+        mesh = Mesh(jax_mesh)
+        leaves = _paths.flatten(tree).leaves
+        check_same((leaf.path, leaf.value, mesh) for leaf in leaves)
 
 
 def in_own_mesh(tree: PyTree) -> AbstractContextManager[None]:
@@ -167,15 +180,16 @@ def place_rest(
     if whole is None:
         return args, kwargs
 
-    def placed(leaf: Leaf) -> Leaf:
+    def is_free(leaf: Leaf) -> bool:
         is_array = hasattr(leaf, "dtype") and not isinstance(
             leaf, (Tracer, jax.ShapeDtypeStruct)
         )
         # Python numbers stay: jit takes them to any device.
-        is_free = is_array and layout_of(leaf) is None
-        return jax.device_put(leaf, whole) if is_free else leaf
+        return is_array and layout_of(leaf) is None
 
-    rest, kwargs = jax.tree.map(placed, (args[1:], kwargs))
+    rest = (args[1:], kwargs)
+    _check_same(jax.tree.map(lambda x: x if is_free(x) else None, rest), whole)
+    rest, kwargs = jax.tree.map(lambda x: _jax.put(x, whole) if is_free(x) else x, rest)
     return (args[0], *rest), kwargs
 
 
@@ -203,17 +217,27 @@ def place_host_batch(state: TrainState, batch: Batch, dim: int = 0) -> Batch:
     if not axes or any(size % num_shards for size in rows) or not rows:
         return batch
 
-    def placed(leaf: Leaf) -> Leaf:
-        if np.ndim(leaf) <= dim:
-            return leaf
+    def has_rows(leaf: Leaf) -> bool:
+        return np.ndim(leaf) > dim
+
+    def layout(leaf: Leaf) -> NamedSharding:
         spec: list[Any] = [None] * np.ndim(leaf)
         spec[dim] = axes
-        layout = NamedSharding(mesh, PartitionSpec(*spec))
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout)
-        return relayout(leaf, layout)
+        return NamedSharding(mesh, PartitionSpec(*spec))
 
-    return jax.tree.map(placed, batch)
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+        return jax.tree.map(
+            lambda leaf: leaf.update(sharding=layout(leaf)) if has_rows(leaf) else leaf,
+            batch,
+        )
+    # In one call, as processes compare what they place.
+    with_rows = jax.tree.map(lambda leaf: leaf if has_rows(leaf) else None, batch)
+    placed = relayout(with_rows, jax.tree.map(layout, with_rows))
+    return jax.tree.map(
+        lambda leaf, other: other if leaf is None else leaf,
+        *(placed, batch),
+        is_leaf=lambda leaf: leaf is None,
+    )
 
 
 def _is_placed(leaf: Leaf) -> bool:

@@ -371,8 +371,17 @@ def select(condition: jax.Array, ours: PyTree, theirs: PyTree) -> PyTree:
 # Steps that were not finite.
 
 
+# How many calls later a report is read on several processes.
+_CALLS_LATER = 4
+
+
 class StepReports:
     """The reports of steps that may still be running, for `on_nonfinite="error"`.
+
+    A report is read once the device has made it, without waiting. Where a device is
+    ready earlier than another process's, that process would raise one call earlier, and
+    the other would wait for it in a step; so on several processes a report is read a
+    fixed number of calls later.
 
     Attributes:
         waiting: Those that have not been read, the earliest first.
@@ -398,10 +407,16 @@ class StepReports:
         Args:
             wait: Whether to wait for all steps; otherwise those that are done count.
         """
-        while self.waiting and (wait or self.waiting[0].is_ready()):
+        while self.waiting and (wait or self._is_due()):
             problem = self.waiting.popleft().problem(self._num_steps)
             if problem is not None:
                 raise StepError(problem)
+
+    def _is_due(self) -> bool:
+        report: Any = self.waiting[0].report
+        if report.is_fully_addressable:
+            return report.is_ready()
+        return len(self.waiting) > _CALLS_LATER
 
 
 @dataclass(frozen=True)
@@ -417,11 +432,6 @@ class CallReport:
     report: jax.Array
     num_steps: int
     names: list[str]
-
-    def is_ready(self) -> bool:
-        """Returns whether the report can be read without waiting for the device."""
-        array: Any = self.report
-        return array.is_ready()
 
     def problem(self, num_steps: int) -> str | None:
         """Returns a sentence on the first step that was not finite, if there is one.

@@ -24,7 +24,7 @@ from meshlayout import _jax, _paths
 from meshlayout._annotations import Batch, DType, Leaf, PyTree
 from meshlayout._default_mesh import default_mesh, get_default_mesh
 from meshlayout.arrays import copy_to_mesh, to_numpy
-from meshlayout.errors import RecompileWarning
+from meshlayout.errors import MeshError, RecompileWarning
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap, activate
 from meshlayout.mesh import Mesh, as_mesh
@@ -286,12 +286,21 @@ def one_device_mesh(mesh: Mesh | jax.sharding.Mesh) -> Mesh:
     Args:
         mesh: The mesh.
 
+    Raises:
+        MeshError: If this process has no devices in the mesh.
+
     Example:
         >>> import meshlayout as ml
         >>> one_device_mesh(ml.create_mesh({"batch": 2, "model": 4}))
         Mesh(batch=1, model=1)
     """
     mesh = as_mesh(mesh)
+    if not mesh.local_devices:
+        msg = (
+            f"one_device_mesh: process {jax.process_index()} has no devices in "
+            f"{mesh!r}. Call this on the processes of the mesh."
+        )
+        raise MeshError(msg)
     return create_mesh(
         dict.fromkeys(mesh.axis_names, 1),
         devices=mesh.local_devices[:1],
@@ -356,5 +365,5 @@ def copied(tree: PyTree) -> Any:
 
 def _copied(leaf: Leaf) -> Any:
     if isinstance(leaf, jax.Array) and _jax.is_committed(leaf):
-        return jax.device_put(leaf, leaf.sharding, may_alias=False)
+        return _jax.put(leaf, leaf.sharding, may_alias=False)
     return leaf.copy() if isinstance(leaf, (np.ndarray, jax.Array)) else leaf

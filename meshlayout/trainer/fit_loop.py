@@ -17,6 +17,7 @@ import jax
 
 from meshlayout import _checks
 from meshlayout._annotations import PyTree
+from meshlayout.cluster import broadcast
 from meshlayout.errors import LossError, MeshLayoutError, RecompileWarning
 from meshlayout.metrics import Metrics
 from meshlayout.trainer.batch_placement import PlacedBatch
@@ -166,7 +167,7 @@ class FitLoop:
             trainer.position = replace(position, epoch=position.epoch - 1)
             trainer.history.stopped = trainer.stopped
             return
-        logs = metrics.to_host()
+        logs = _values_of(metrics)
         trainer._steps.check()
         if self._validation is not None and not trainer.stopped:
             trainer.validation_steps = self._validation.num_steps
@@ -201,7 +202,21 @@ def evaluate(
                 if isinstance(leaf, jax.Array) and not leaf.is_deleted():
                     leaf.block_until_ready()
         notify("on_validation_step_end", number)
-    return {} if metrics is None else metrics.to_host()
+    return {} if metrics is None else _values_of(metrics)
+
+
+def _values_of(metrics: Metrics) -> dict[str, Any]:
+    """Returns values by name; those of process 0 on all processes.
+
+    Values that are read from a clock differ, and what processes decide by their values,
+    such as when to stop, must not.
+    """
+    values = metrics.to_host()
+    is_shared = any(
+        isinstance(x, jax.Array) and not x.is_fully_addressable
+        for x in jax.tree.leaves(metrics)
+    )
+    return broadcast(values, name="the metrics") if is_shared else values
 
 
 def call_step(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from meshlayout import _jax
 from meshlayout.metrics import Metrics, Throughput
 from meshlayout.metrics.collection import one_copy
 from meshlayout.trainer.epochs import TrainingPosition
@@ -85,14 +86,24 @@ def is_due(trainer: "Trainer", every: int) -> bool:
     return step // every > (step - trainer.steps_in_call) // every
 
 
+# See `in_step`: so many steps may be running.
+_CALLS_LATER = 4
+
+
 class AsyncMetrics:
     """A queue of metrics, each of which is read once the device has computed it.
 
     Values are computed from this process's copy, so that processes may read at
     different times. `Throughput` is left out: it reads the clock, for which it waits.
+
+    Args:
+        in_step: Whether all processes must read the same values after the same step,
+            because something is decided by them. On several processes, values are then
+            read a fixed number of calls later, ready or not.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_step: bool = False) -> None:
+        self._in_step = in_step
         self._pending: deque[tuple[TrainingPosition, dict[str, Any]]] = deque()
 
     def __len__(self) -> int:
@@ -112,9 +123,14 @@ class AsyncMetrics:
         self, *, wait: bool = False
     ) -> Iterator[tuple[TrainingPosition, dict[str, float]]]:
         """Yields the scalar values that are ready, oldest first; with `wait`, all."""
-        while self._pending and (wait or _is_ready(self._pending[0][1])):
+        while self._pending and (wait or self._is_due()):
             position, values = self._pending.popleft()
             yield position, scalars(values)
+
+    def _is_due(self) -> bool:
+        if self._in_step and _jax.process_count() > 1:
+            return len(self._pending) > _CALLS_LATER
+        return _is_ready(self._pending[0][1])
 
     def clear(self) -> None:
         """Empties the queue."""

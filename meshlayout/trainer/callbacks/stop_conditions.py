@@ -183,7 +183,8 @@ class StopOnNaN(Callback):
     """Stops training if a value is not finite.
 
     It checks the mean of the epoch so far, which stays NaN once it is NaN. It never
-    waits: a value is checked once the device has computed it, some steps later.
+    waits: a value is checked once the device has computed it, some steps later; on
+    several processes four checks later, so that all stop after the same step.
 
     Args:
         monitor: The name of the value.
@@ -193,7 +194,7 @@ class StopOnNaN(Callback):
     def __init__(self, monitor: str = "loss", *, every: int = 1) -> None:
         self._every = _checks.count("every", every, where="StopOnNaN")
         self._monitor = _check_name("StopOnNaN", monitor)
-        self._pending = AsyncMetrics()
+        self._pending = AsyncMetrics(in_step=True)
 
     def on_epoch_start(self, trainer: "Trainer", epoch: int) -> None:
         """Drops the values of an earlier epoch."""

@@ -1,0 +1,811 @@
+"""What works on one process works on several, with the same numbers.
+
+Each program below runs on one process with all devices, and on two and four that share
+them. A program returns numbers and texts; those of all processes must be equal, and
+those of one process, too, up to the rounding of sums in another order.
+"""
+
+import json
+import re
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn, nnx
+
+import meshlayout as ml
+from meshlayout.cluster import process_count, process_index
+from tests.processes import run_processes
+
+
+pytestmark = pytest.mark.multiprocess
+
+ROWS, BATCH = 22, 8
+
+PROGRAMS = {}
+# The programs of `make test`, and those that return the same bits everywhere.
+QUICK, EXACT = set(), set()
+
+
+def program(*, quick=False, exact=False):
+    """Adds a function of a run to the programs; `exact`: to the bit, everywhere."""
+
+    def add(function):
+        name = function.__name__
+        PROGRAMS[name] = function
+        QUICK.update([name] if quick else [])
+        EXACT.update([name] if exact else [])
+        return function
+
+    return add
+
+
+class Run:
+    """The devices and the directory of one run.
+
+    Args:
+        directory: Where its programs write.
+        count: The number of processes; on one process, of those to compare with.
+        num_devices: How many devices they use.
+        variants: How many variants of a program to run, at most.
+    """
+
+    def __init__(self, directory, count, num_devices, variants):
+        self.directory, self.devices = Path(directory), jax.devices()[:num_devices]
+        self.count, self.variants = count, variants
+
+    def mesh(self, kind="inside"):
+        """A mesh whose axis `model` is inside processes or across them, or none."""
+        half = len(self.devices) // 2
+        axes = {
+            "inside": {"batch": half, "model": 2},
+            "across": {"model": 2, "batch": half},
+            "batch": {"batch": 2 * half},
+        }
+        return ml.create_mesh(axes[kind], devices=self.devices)
+
+    def path(self, name):
+        """A path for files of all processes of this run."""
+        return self.directory / f"{name}-{process_count()}"
+
+
+def numbers(tree):
+    """The leaves of a tree as lists of numbers, gathered from all processes."""
+    return [np.asarray(x, float).tolist() for x in jax.tree.leaves(ml.to_numpy(tree))]
+
+
+def values(metrics):
+    """Values by name, on the host, as lists of numbers."""
+    return {name: np.asarray(x, float).tolist() for name, x in metrics.items()}
+
+
+def message(call):
+    """The error of the library that a call raises."""
+    with pytest.raises(ml.MeshLayoutError) as error:
+        call()
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(4, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.3, rngs=rngs)
+        self.down = nnx.Linear(8, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(self.dropout(self.norm(nnx.relu(self.up(x)))))
+
+
+def build():
+    return Net(nnx.Rngs(0))
+
+
+def loss_fn(model, batch):
+    logits = model(batch["x"])
+    label, x = batch["label"], batch["x"]
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, label)
+    outputs = {"logits": logits, "label": label, "score": logits[:, 1]}
+    return losses, outputs | {"is_one": label == 1, "value": x[:, 0], "row": x[:, 1]}
+
+
+def source(rows=ROWS):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(rows, 4)).astype("float32")
+    return {"x": x, "label": rng.integers(0, 3, rows).astype("int32")}
+
+
+RULES = {
+    "up/kernel": (None, "model"),
+    "up/bias": ("model",),
+    "down/kernel": ("model", None),
+}
+
+
+def layouts_on(mesh):
+    return ml.LayoutMap(mesh, RULES if "model" in mesh.axis_names else {})
+
+
+def state_on(mesh, layouts=None, optimizer=None):
+    layouts = layouts_on(mesh) if layouts is None else layouts
+    return ml.TrainState.create(build, optimizer or optax.adam(0.05), layouts)
+
+
+def linear_on(mesh):
+    """A state that takes little to compile."""
+    return ml.TrainState.create(
+        lambda: nnx.Linear(4, 3, rngs=nnx.Rngs(0)), optax.sgd(0.1), ml.LayoutMap(mesh)
+    )
+
+
+def data_on(mesh, **options):
+    return ml.distribute_dataset(source(), mesh, global_batch_size=BATCH, **options)
+
+
+def contents(state):
+    return numbers((state.params, state.model_state, state.extra))
+
+
+def trained(mesh, layouts=None, **options):
+    """Losses, accuracy and state after an epoch whose last batch is padded."""
+    state = state_on(mesh, layouts)
+    accuracy = {"accuracy": ml.metrics.Accuracy()}
+    train_step = ml.make_train_step(loss_fn, metrics=accuracy, **options)
+    losses, metrics = [], None
+    for batch in data_on(mesh):
+        state, metrics = train_step(state, batch, metrics)
+        losses.append(metrics.to_host()["loss"])
+    return {"losses": losses, **values(metrics.to_host()), "state": contents(state)}
+
+
+# Layouts of a model.
+
+
+@program()
+def data_parallel(run):
+    mesh = run.mesh("batch")
+    return trained(mesh, ml.parallel.data_parallel(mesh))
+
+
+@program()
+def fsdp(run):
+    mesh = run.mesh("batch")
+    return trained(mesh, ml.parallel.fsdp(mesh, "batch", min_bytes=0))
+
+
+@program()
+def model_parallel_inside_processes(run):
+    return trained(run.mesh("inside"))
+
+
+@program(quick=True)
+def model_parallel_across_processes(run):
+    return trained(run.mesh("across"))
+
+
+def tensor_parallel_on(mesh):
+    return ml.parallel.tensor_parallel(mesh, build, source()["x"][:BATCH])
+
+
+@program()
+def tensor_parallel(run):
+    return {
+        kind: trained(run.mesh(kind), tensor_parallel_on(run.mesh(kind)))
+        for kind in ("inside", "across")
+    }
+
+
+@program()
+def composed(run):
+    mesh = run.mesh("across")
+    fsdp = ml.parallel.fsdp(mesh, "batch", min_bytes=0)
+    layouts = ml.parallel.compose(tensor_parallel_on(mesh), fsdp)
+    return {"code": layouts.to_code(nnx.eval_shape(build)), **trained(mesh, layouts)}
+
+
+# Options of the step.
+
+OPTIONS = {
+    "accumulate": {"accumulate": 2},
+    "ema": {"ema": 0.9},
+    "clip": {"clip_norm": 0.1},
+    "skip": {"on_nonfinite": "skip"},
+    "float16": {"precision": "float16"},
+    "remat": {"remat": "full"},
+    "trainable": {"trainable": "down"},
+    "regularizers": {"regularizers": [ml.losses.l2(1e-2, "kernel")]},
+}
+
+
+@program()
+def options_of_the_step(run):
+    return {name: trained(run.mesh("inside"), **o) for name, o in OPTIONS.items()}
+
+
+@program()
+def zero(run):
+    mesh = run.mesh("batch")
+    layouts = ml.parallel.data_parallel(mesh)
+    state = state_on(mesh, layouts)
+    train_step = ml.make_train_step(loss_fn, zero=1)
+    for batch in data_on(mesh):
+        state, _ = train_step(state, batch)
+    return contents(state)
+
+
+@program()
+def steps_per_call(run):
+    mesh, found = run.mesh("inside"), {}
+    for number in (2, "auto"):
+        state = state_on(mesh)
+        train_step = ml.make_train_step(loss_fn, steps_per_call=number)
+        # Often enough for "auto" to choose.
+        for _ in range(10 if number == "auto" else 1):
+            batches = list(data_on(mesh))[:2]
+            state, metrics = train_step(state, batches)
+        found[str(number)] = [contents(state), metrics.to_host()["loss"]]
+        if number == "auto":
+            found["choice"] = train_step.choice.partition(":")[0]
+    return found
+
+
+@program(quick=True)
+def an_epoch_in_one_dispatch(run):
+    found = []
+    for rows, shuffle in ((24, jax.random.key(3)), (ROWS, None))[: run.variants]:
+        train_step = ml.make_train_step(loss_fn)
+        state, metrics = ml.scan_epoch(
+            *(train_step, linear_on(run.mesh("batch")), source(rows)),
+            global_batch_size=BATCH,
+            shuffle=shuffle,
+        )
+        found.append([metrics.to_host()["loss"], contents(state)])
+    return found
+
+
+@program()
+def batches_of_the_host(run):
+    mesh = run.mesh("inside")
+    state, losses = state_on(mesh), []
+    train_step = ml.make_train_step(loss_fn)
+    for to_array in (np.asarray, jnp.asarray):
+        batch = jax.tree.map(lambda rows: to_array(rows[:BATCH]), source())  # noqa: B023
+        state, metrics = train_step(state, batch)
+        losses.append(metrics.to_host()["loss"])
+
+    @ml.compile_step
+    def own_step(state, batch, scale):
+        return state + batch.mean() * scale, {"mean": batch.mean()}
+
+    total = ml.arrays.zeros((), mesh.layout())
+    for batch in (np.arange(8.0), jnp.arange(8.0)):
+        total, _ = own_step(total, batch, 2.0)
+    return {"losses": losses, "state": contents(state), "own": numbers(total)}
+
+
+@program()
+def rows_of_each_process(run):
+    """Fewer on the first process than on the others; the same rows on one."""
+    mesh = run.mesh("batch")
+    data, count = source(24), process_count()
+    size = 24 // count
+    first = size * process_index()
+    stop = first + (size - 2 if first == 0 else size)
+    own = {name: rows[first:stop] for name, rows in data.items()}
+    if count == 1:  # the rows of processes 0 and 1
+        keep = np.delete(np.arange(24), [24 // run.count - 2, 24 // run.count - 1])
+        own = {name: rows[keep] for name, rows in data.items()}
+    state = state_on(mesh)
+    batches = ml.distribute_dataset(
+        own, mesh, global_batch_size=24, per_process=count > 1
+    )
+    metrics = ml.make_eval_step(loss_fn)(state, *batches)
+    return values(metrics.to_host())
+
+
+@program()
+def predictions(run):
+    mesh = run.mesh("across")
+    state = state_on(mesh)
+    predict_step = ml.make_predict_step(lambda model, batch: model(batch["x"]))
+    return [numbers(predict_step(state, batch)) for batch in data_on(mesh)]
+
+
+@program()
+def a_linen_model(run):
+    mesh, module = run.mesh("across"), nn.Dense(3)
+    state = ml.TrainState.create(
+        lambda: module.init(jax.random.key(0), jnp.ones((1, 4))),
+        optax.sgd(0.1),
+        ml.LayoutMap(mesh, {"kernel": ("model", None)}),
+        module=module,
+    )
+    trainer = ml.Trainer(state, loss_fn)
+    history = trainer.fit(data_on(mesh), epochs=2, progress=False)
+    return [history.to_dict(), numbers(trainer.state.params)]
+
+
+@program()
+def under_set_mesh(run):
+    mesh = run.mesh("inside")
+    with jax.set_mesh(mesh.jax_mesh):
+        return trained(mesh)
+
+
+# Metrics.
+
+
+@program(quick=True)
+def metrics_of_all_rows(run):
+    metrics = ml.metrics
+    measured = {
+        "accuracy": metrics.Accuracy(),
+        "confusion": metrics.ConfusionMatrix(3),
+        "roc": metrics.AUC("score", "is_one"),
+    }
+    others = {
+        "top 2": metrics.Accuracy(top_k=2),
+        "f1": metrics.F1(num_classes=3, average="macro"),
+        "precision": metrics.Precision(num_classes=3, average="weighted"),
+        "recall": metrics.Recall(num_classes=3, average="micro"),
+        "cross entropy": metrics.CrossEntropy(),
+        "perplexity": metrics.Perplexity(),
+        "mean": metrics.Mean(),
+        "sum": metrics.Sum("value"),
+        "last": metrics.Last("row"),
+        "histogram": metrics.Histogram(0, 4, 10),
+        "median": metrics.Quantile(0.5, 0, 4),
+        "mae": metrics.MeanAbsoluteError("value", "row"),
+        "mse": metrics.MeanSquaredError("value", "row"),
+        "pr": metrics.AUC("score", "is_one", curve="PR"),
+    }
+    measured |= others if run.variants > 1 else {}
+    mesh, found = run.mesh("batch"), None
+    eval_step, state = ml.make_eval_step(loss_fn, metrics=measured), linear_on(mesh)
+    for batch in data_on(mesh):
+        found = eval_step(state, batch, found)
+    logits = ml.relayout(source()["x"][:BATCH, :3], mesh.layout("batch", None))
+    label = ml.relayout(source()["label"][:BATCH], mesh.layout("batch"))
+    eager = metrics.Accuracy().update(logits, label)
+    assert "accuracy" in str(found)
+    assert "accuracy" in found._repr_html_()
+    return values(found.to_host()) | {"eager": numbers(eager.compute())}
+
+
+# The trainer.
+
+
+@program()
+def a_trainer_with_callbacks(run):
+    mesh, callbacks, seen = run.mesh("inside"), ml.callbacks, []
+
+    class Reads(callbacks.Callback):
+        def on_step_end(self, trainer, step, metrics):
+            seen.append([step, metrics.to_host()["loss"]])
+
+    accuracy = {"accuracy": ml.metrics.Accuracy()}
+    trainer = ml.Trainer(state_on(mesh), loss_fn, metrics=accuracy)
+    path = run.path("trainer")
+    path.mkdir(exist_ok=True)
+    own = path / str(process_index())
+    with ml.Checkpointer(path / "best", best=("val_loss", "min"), keep=1) as ck:
+        history = trainer.fit(
+            data_on(mesh, shuffle=1),
+            epochs=6,
+            validation_data=source(),
+            batch_size=BATCH,
+            progress=False,
+            callbacks=[
+                callbacks.CSVLogger(own.with_suffix(".csv")),
+                callbacks.JSONLLogger(own.with_suffix(".jsonl"), every=1),
+                callbacks.Checkpoint(ck),
+                callbacks.EarlyStopping("val_accuracy", patience=1, restore_best=True),
+                callbacks.StopOnNaN(),
+                Reads(),
+            ],
+        )
+        ck.wait()
+        saved = [ck.all_steps(), ck.best_step()]
+    ml.cluster.barrier("all have written")
+    assert own.with_suffix(".csv").exists() == (process_index() == 0)
+    assert own.with_suffix(".jsonl").exists() == (process_index() == 0)
+    return {
+        "history": history.to_dict(),
+        "stopped": trainer.stopped,
+        "seen": seen,
+        "saved": saved,
+        "evaluated": values(trainer.evaluate(source(), batch_size=BATCH)),
+        "predicted": values(trainer.predict(data_on(mesh))),
+        "state": contents(trainer.state),
+    }
+
+
+@program()
+def a_trainer_of_batches_of_the_host(run):
+    def batches():
+        for start in range(0, ROWS, BATCH):
+            yield {name: x[start : start + BATCH] for name, x in source().items()}
+
+    found = {}
+    for per_call in (1, 2, "auto"):
+        trainer = ml.Trainer(
+            state_on(run.mesh("inside")), loss_fn, steps_per_call=per_call
+        )
+        history = trainer.fit(batches, epochs=2, progress=False)
+        found[str(per_call)] = [history.to_dict(), contents(trainer.state)]
+    found["evaluated"] = values(trainer.evaluate(batches))
+    found["predicted"] = values(trainer.predict(batches))
+    return found
+
+
+@program()
+def a_trainer_that_resumes(run):
+    mesh, found = run.mesh("inside"), {}
+    for name, stops in (("at once", [3]), ("resumed", [1, 3])):
+        for epochs in stops:
+            trainer = ml.Trainer(state_on(mesh), loss_fn)
+            with ml.Checkpointer(run.path(name)) as ck:
+                history = trainer.fit(
+                    data_on(mesh, shuffle=1),
+                    epochs=epochs,
+                    progress=False,
+                    resume=True,
+                    callbacks=[ml.callbacks.Checkpoint(ck, every=2)],
+                )
+        found[name] = [history.to_dict(), contents(trainer.state)]
+    assert found["at once"] == found["resumed"]
+    return found
+
+
+@program(quick=True)
+def all_stop_after_the_same_step(run):
+    """The values that decide are read at other times on each process."""
+    mesh, data = run.mesh("batch"), source(96)
+    data["x"][20] = np.nan
+    batches = ml.distribute_dataset(data, mesh, global_batch_size=BATCH)
+    speed = {"speed": ml.metrics.Throughput()}
+    trainer = ml.Trainer(linear_on(mesh), loss_fn, metrics=speed)
+    stop = ml.callbacks.StopOnNaN()
+    history = trainer.fit(batches, 2, progress=False, callbacks=[stop])
+    own = {"step": trainer.position.step, "speed": history["speed"]}
+    return {"why": trainer.stopped, "of several": own}
+
+
+@program()
+def all_raise_the_same_error_in_the_same_call(run):
+    mesh = run.mesh("batch")
+    state = linear_on(mesh)
+    train_step = ml.make_train_step(loss_fn, on_nonfinite="error")
+    (batch, *_), calls = data_on(mesh), []
+
+    def run_on():
+        nonlocal state
+        bad = batch | {"x": batch["x"] * jnp.nan}
+        for _ in range(20):
+            calls.append(len(calls))
+            state, _ = train_step(state, bad)
+
+    text = message(run_on)
+    return {"text": text.partition(" before that step")[0], "of several": calls}
+
+
+# Arrays.
+
+
+@program(quick=True, exact=True)
+def arrays_anywhere(run):
+    arrays, found = ml.arrays, {}
+    key = jax.random.key(1)
+    for kind in ("across", "inside")[: run.variants]:
+        mesh = run.mesh(kind)
+        layout = mesh.layout("batch", "model")
+        x = arrays.normal(key, (8, 4), layout)
+        keys = ml.relayout(jax.random.split(key, 8), mesh.layout("batch"))
+        moved = {
+            "other": ml.relayout(x, mesh.layout("model", "batch")),
+            "whole": ml.copy_to_mesh(x, mesh.layout(None, None)),
+            "both": ml.relayout(x, mesh.layout(("model", "batch"), None)),
+            "other mesh": ml.relayout(x, run.mesh("batch").layout("batch", None)),
+            "like": arrays.relayout_like(x, arrays.zeros((8, 4), layout)),
+            "keys": ml.relayout(keys, mesh.layout("model")),
+            "copied keys": ml.copy_to_mesh(keys, mesh.layout(None)),
+            "int4": ml.relayout(jnp.arange(8).astype(jnp.int4), mesh.layout("batch")),
+            "NumPy": ml.relayout(np.arange(8, dtype=">i4"), mesh.layout("batch")),
+            "number": ml.relayout(2.5, mesh.layout()),
+            "host memory": ml.relayout(
+                ml.relayout(x, layout.with_memory_kind("pinned_host")), layout
+            ),
+            "packed": ml.pack(ml.unpack(x), layout, verify=True),
+            "created": arrays.full((8, 4), 0.5, layout),
+            "range": arrays.arange(8, layout=mesh.layout("batch")),
+            "uniform": arrays.uniform(
+                ml.relayout(key, mesh.layout()), (8, 4), layout, minval=-1
+            ),
+            "called": arrays.call_with_layout(jnp.eye, layout, 8, 4),
+            "donated": ml.relayout(
+                arrays.ones((8, 4), layout), mesh.layout("model", None), donate=True
+            ),
+            "empty": ml.copy_to_mesh(np.zeros((0, 4)), mesh.layout(None, "model")),
+        }
+        nan = ml.relayout(np.array([np.nan, 1, 2, 3]), mesh.layout("model"))
+        assert np.isnan(ml.to_numpy(nan)).tolist() == [True] + [False] * 3
+        assert jax.typeof(moved["number"]).weak_type
+        ml.check_layout(moved["other"], mesh.layout("model", "batch"))
+        ml.testing.assert_layout(moved["whole"], mesh.layout(None, None))
+        found[kind] = numbers(moved)
+    host = np.zeros(4096, np.float32)
+    placed = ml.relayout(host, mesh.layout("batch"))
+    host[:] = 1
+    found["copied"] = float(ml.to_numpy(placed).sum())
+    return found
+
+
+@program(exact=True)
+def states_born_anywhere(run):
+    def keys():
+        made = jax.random.split(jax.random.key(0), 8)
+        return {"keys": made, "w": jax.vmap(lambda k: jax.random.normal(k, (4,)))(made)}
+
+    found = {}
+    for kind in ("inside", "across"):
+        mesh = run.mesh(kind)
+        layouts = layouts_on(mesh)
+        with layouts.scope():
+            scoped = build()
+            variables = nn.Dense(8).init(jax.random.key(0), np.ones((2, 4)))
+        rules = {"keys": ("batch",), "w": ("model", "batch")}
+        own = ml.with_layouts(nnx.Linear, kernel=mesh.layout(None, "model"))
+        found[kind] = numbers(
+            [
+                nnx.state(ml.create(build, layouts)),
+                nnx.state(scoped),
+                variables,
+                nnx.state(own(4, 8, rngs=nnx.Rngs(0))),
+                ml.create(keys, ml.LayoutMap(mesh, rules)),
+                state_on(mesh).rng,
+            ]
+        )
+    return found
+
+
+@program(exact=True)
+def errors_are_those_of_all(run):
+    """What cannot be done is refused on all processes, and none waits for another."""
+    mesh, here = run.mesh("batch"), process_index()
+    if process_count() == 1:
+        return {"of several": {}}
+    x = ml.arrays.arange(16, layout=mesh.layout("batch"))
+    own = ml.create_mesh({"own": 2}, devices=run.devices[:2])
+    of_first = ml.arrays.arange(16, layout=own.layout("own"))
+    shapes = [np.ones(1 + here) for _ in mesh.local_devices]
+    replicas = [np.full(2, here) for _ in mesh.local_devices]
+    whole = mesh.layout(None)
+    found = {
+        "differs": message(lambda: ml.relayout({"a": np.full(4, here)}, whole)),
+        "to some": message(lambda: ml.relayout(x, own.layout("own"))),
+        "from some": message(lambda: ml.relayout(of_first, mesh.layout("batch"))),
+        "shapes": message(lambda: ml.pack(shapes, mesh.layout("batch"))),
+        "replicas": message(lambda: ml.pack(replicas, whole, verify=True)),
+        "batch": message(lambda: _step_on_other_batches(mesh)),
+    }
+    if own.local_devices:
+        assert ml.to_numpy(of_first).tolist() == list(range(16))
+    else:
+        assert message(lambda: ml.to_numpy(of_first)) == (
+            f"LayoutError: i32[16]: process {here} has no part of the array, which is "
+            "on devices 0, 1."
+        )
+        assert message(lambda: ml.testing.one_device_mesh(own)) == (
+            f"MeshError: one_device_mesh: process {here} has no devices in "
+            "Mesh(own=2). Call this on the processes of the mesh."
+        )
+    return {"of several": found}
+
+
+def _step_on_other_batches(mesh):
+    batch = {name: x[process_index() :][:BATCH] for name, x in source().items()}
+    ml.make_train_step(loss_fn)(state_on(mesh), batch)
+
+
+# Reports.
+
+
+@program()
+def reports(run):
+    mesh = run.mesh("across")
+    layouts, state = layouts_on(mesh), state_on(mesh)
+    train_step, (batch, *_) = ml.make_train_step(loss_fn), data_on(mesh)
+    x = ml.arrays.zeros((8, 8), mesh.layout("batch", "model"))
+    texts = [
+        layouts.explain(state.params),
+        layouts.to_code(state.params),
+        ml.describe(build, layouts).memory(),
+        train_step.communication(state, batch),
+        train_step.memory(state, batch),
+        train_step.cost(state, batch),
+        ml.visualize(x),
+        ml.visualize(mesh.layout("model"), (8,)),
+        ml.hlo.read_communication(jax.jit(lambda x: x.sum(0)).lower(x).compile(), mesh),
+        message(
+            lambda: ml.testing.expect_communication(
+                train_step, state, batch, all_reduce=99
+            )
+        ),
+    ]
+    assert repr(state)
+    assert repr(ml.create(build, layouts))
+    assert all(text._repr_html_() for text in texts if hasattr(text, "_repr_html_"))
+    return [_portable(str(text)) for text in texts]
+
+
+def _portable(text):
+    """A text without what is different on several processes: ids of devices."""
+    text = re.sub(r"; \w+ across \d processes", "", text)
+    return [
+        re.sub(r"(?<=[│ ]) *\b(\d|\d{4,6})\b *(?=[│ ])", "ID", line).strip(
+            "─┬┴┼┌┐├┤└┘ "
+        )
+        for line in text.splitlines()
+        if not {"│", "process"} & {*line, *re.findall(r"process", line)}
+    ]
+
+
+# Tests of users.
+
+
+@program()
+def verified(run):
+    mesh = run.mesh("inside")
+    state, (batch, *_, last) = state_on(mesh), data_on(mesh)
+    train_step = ml.make_train_step(loss_fn)
+    predict_step = ml.make_predict_step(lambda model, batch: model(batch["x"]))
+    others = [run.mesh("batch"), layouts_on(run.mesh("across"))]
+    verify = ml.testing.verify
+    results = [
+        verify(train_step, state, last),
+        verify(train_step, state, batch, meshes=others, num_steps=2),
+        verify(ml.make_eval_step(loss_fn), state, last),
+        verify(predict_step, state, last),
+    ]
+    return [len(result.differences) for result in results]
+
+
+@program(quick=True)
+def verified_steps_of_users(run):
+    mesh = run.mesh("inside")
+
+    def step(state, batch):
+        key, now = jax.random.split(state["key"])
+        noise = jax.random.normal(now, (8,))
+        loss = batch.mean()
+        return {"key": key, "w": state["w"] + noise + loss}, {"loss": loss}
+
+    def wrong(state, batch):
+        shards = ml.get_default_mesh().axis_size("batch")
+        return state, {"loss": batch.sum() / shards}
+
+    state = {
+        "key": ml.relayout(jax.random.key(0), mesh.layout()),
+        "w": ml.arrays.zeros(8, mesh.layout("model")),
+    }
+    batch = ml.arrays.arange(8, layout=mesh.layout("batch"), dtype="float32")
+    right = ml.testing.verify(step, state, batch, num_steps=2)
+    with ml.default_mesh(mesh):
+        text = message(lambda: ml.testing.verify(wrong, state, batch))
+    return [len(right.differences), _portable(text)[0]]
+
+
+# Files.
+
+
+@program()
+def checkpoints(run):
+    mesh, found = run.mesh("inside"), {}
+    state = state_on(mesh)
+    state, _ = ml.make_train_step(loss_fn, ema=0.9)(state, next(iter(data_on(mesh))))
+    with ml.Checkpointer(run.path("checkpoints"), best=("accuracy", "max")) as ck:
+        ck.save(3, state, metadata={"a": 1}, metrics={"accuracy": 0.5})
+        ck.wait()
+        inspected = ck.inspect()
+        found["steps"] = [ck.all_steps(), ck.latest_step(), ck.best_step()]
+        found["leaves"] = [[x.path, x.shape, x.layout] for x in inspected.leaves]
+        found["restored"] = contents(ck.restore(state))
+        other = layouts_on(run.mesh("across"))
+        found["moved"] = contents(ck.restore(state, layouts=other))
+        found["numpy"] = len(jax.tree.leaves(ck.restore_numpy()))
+        assert inspected.num_processes == process_count()
+        assert ck.memory(state) > 0
+    found["state"] = contents(state)
+    assert found["moved"] == found["restored"] == found["state"]
+    return found
+
+
+@program()
+def exports(run):
+    mesh, path = run.mesh("across"), run.path("exports")
+    params = state_on(mesh).params
+    ml.checkpoint.save_safetensors(path, params)
+    other = layouts_on(run.mesh("inside"))
+    like = ml.TrainState.describe(build, optax.sgd(0.1), other).abstract.params
+    loaded = ml.checkpoint.load_safetensors(path, like)
+    assert numbers(loaded) == numbers(params)
+    return numbers(loaded)
+
+
+# What is run, and where.
+
+
+def run_programs(names, *args):
+    """Runs programs; returns what each of them returned."""
+    run, found = Run(*args), {}
+    for name in names:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found[name] = PROGRAMS[name](run)
+    return json.loads(json.dumps(found))
+
+
+def compared(names, directory, count, devices, variants=9):
+    """The programs on one process, and on `count` with `devices` each."""
+    args = (sorted(names), str(directory), count, count * devices, variants)
+    several = run_processes(
+        count, run_programs, *args, devices_per_process=devices, timeout_s=500
+    )
+    return run_programs(*args), several
+
+
+def check(name, one, several):
+    """Asserts that what processes returned is equal, and is what one returned."""
+    first, expected = several[0][name], one[name]
+    assert all(other[name] == first for other in several)
+    if isinstance(first, dict):
+        first = first | {"of several": None}
+        expected = expected | {"of several": None}
+    if name in EXACT:
+        assert first == expected
+        return
+    leaves, structure = jax.tree.flatten(first)
+    expected, same = jax.tree.flatten(expected)
+    assert structure == same
+    for leaf, other in zip(leaves, expected, strict=True):
+        if isinstance(leaf, str):
+            assert leaf == other
+        else:
+            np.testing.assert_allclose(leaf, other, rtol=2e-5, atol=2e-6)
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    return compared(QUICK, tmp_path_factory.mktemp("quick"), 2, 2, variants=1)
+
+
+@pytest.mark.parametrize("name", sorted(QUICK))
+def test_two_processes_do_what_one_does(quick, name):
+    check(name, *quick)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return compared(PROGRAMS, tmp_path_factory.mktemp("two"), 2, 4)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    return compared(PROGRAMS, tmp_path_factory.mktemp("four"), 4, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", ["two", "four"])
+@pytest.mark.parametrize("name", sorted(PROGRAMS))
+def test_several_processes_do_what_one_does(request, name, count):
+    check(name, *request.getfixturevalue(count))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["data_parallel", "fsdp", "options_of_the_step"])
+def test_the_number_of_processes_does_not_change_a_bit(two, four, name):
+    assert two[1][0][name] == four[1][0][name]
