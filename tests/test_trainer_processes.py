@@ -31,6 +31,35 @@ def loss_fn(model, batch):
     return jnp.square(out - batch["y"]), {"out": out, "label": batch["y"]}
 
 
+def fit_failure(trainer, mesh, **last):
+    """What is said if a batch of the data, or of the validation, is not there on one.
+
+    Args:
+        trainer: The trainer.
+        mesh: Its mesh.
+        **last: Batches of each that process 1 can read.
+    """
+
+    def batches(name):
+        for number in range(4):
+            if number == last[name] and jax.process_index() == 1:
+                raise OSError(f"the {name} of batch {number} is gone")
+            yield {key: leaf[:BATCH] for key, leaf in source().items()}
+
+    data, validation = (
+        ml.distribute_dataset(
+            lambda name=name: batches(name), mesh, global_batch_size=BATCH, batched=True
+        )
+        for name in last
+    )
+    start = int(trainer.state.step)
+    try:
+        trainer.fit(data, epochs=1, validation_data=validation)
+    except Exception as error:
+        return [int(trainer.state.step) - start, f"{type(error).__name__}: {error}"]
+    return [int(trainer.state.step) - start, "no error"]
+
+
 def job(folder):
     """Trains, validates and predicts on all devices, and returns what came of it."""
     mesh = ml.create_mesh({"batch": 4}, devices=jax.devices()[:4])
@@ -64,6 +93,10 @@ def job(folder):
         "kernel": np.asarray(trainer.state.params["kernel"]).tolist(),
         "printed": len(printed.getvalue().splitlines()),
         "wrote": path.exists(),
+        "failed": [
+            fit_failure(trainer, mesh, data=1, validation=4),
+            fit_failure(trainer, mesh, data=4, validation=1),
+        ],
     }
 
 
@@ -100,3 +133,18 @@ def test_only_process_0_talks(results):
     assert first["printed"] >= 3
     assert second["printed"] == 0
     assert (first["wrote"], second["wrote"]) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "steps"), [(0, "data", 1), (1, "validation", 4)]
+)
+def test_data_that_one_process_cannot_read_ends_the_fit_of_all(
+    results, case, name, steps
+):
+    error = f"OSError: the {name} of batch 1 is gone"
+    one, several = results
+    assert one["failed"][case] == [4, "no error"]
+    assert [found["failed"][case] for found in several] == [
+        [steps, f"DataError: the source of process 1 failed: {error}"],
+        [steps, error],
+    ]

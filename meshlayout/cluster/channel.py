@@ -38,6 +38,7 @@ T = TypeVar("T")
 # heads together are read after a time-out, and so are apart.
 _HEADS, _PIECES = "meshlayout/heads", "meshlayout/pieces"
 _PIECE_BYTES = 2**20
+_SHORT_BYTES = 2**12
 
 # How long one wait inside the store may take, and so Ctrl-C.
 _SLICE_S = 2.0
@@ -149,14 +150,21 @@ class Channel:
             turn, self._turn = self._turn, self._turn + 1
             topic = str(turn)
         what = what or self._what
-        self._send(topic, value, what)
+        # Of short messages, all that have come are read in one call. They mostly come
+        # together, so that a process needs a few calls, however many there are.
+        is_short = self._send(topic, value, what) <= _SHORT_BYTES
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         wait = _Wait(what, self._hint, limit_s, self._warn_after_s)
-        values: dict[int, Any] = {}
+        values: dict[int, Any] = dict.fromkeys(self._processes)
+        come = {here: value}
         with activity.during(f"waiting for all to come to {what}", waits=True):
             for process in self._processes:
                 # Also after one is late: the error names all of them.
-                answer = wait.value(self._key(topic, process), process)
+                if process not in come:
+                    come[process] = wait.value(self._key(topic, process), process)
+                    if is_short and not wait.late and len(come) < len(values):
+                        come = self._come(topic) | come
+                answer = come[process]
                 if isinstance(answer, _Failure) and process != here:
                     msg = failure.format(process=process, failure=answer.text)
                     raise self._error(msg)
@@ -198,7 +206,7 @@ class Channel:
             self.fail(error, topic)
             raise
 
-    def fail(self, error: Exception, topic: str | None = None) -> None:
+    def fail(self, error: BaseException, topic: str | None = None) -> None:
         """Sends an error instead of a value: the others raise it in their exchange.
 
         Waits for them, so that this process does not end before they have read it.
@@ -221,7 +229,18 @@ class Channel:
             self._topics_in_pieces.remove(topic)
             client.key_value_delete(f"{_PIECES}/{self._key(topic)}/")
 
-    def _send(self, topic: str, value: Any, what: str | None = None) -> None:
+    def forget_directory(self, directory: str) -> None:
+        """Removes the short values of all exchanges whose topics are in a directory.
+
+        All processes must have finished them. Every process may call this; the first
+        one removes them.
+        """
+        if _jax.process_index() == self._processes[0]:
+            client = _jax.coordination_client()
+            client.key_value_delete(f"{_HEADS}/{self._name}/{directory}/")
+
+    def _send(self, topic: str, value: Any, what: str | None = None) -> int:
+        """Sends a value, and returns its length in bytes."""
         client, key = _jax.coordination_client(), self._key(topic)
         content = pickle.dumps(value)
         # The head last: whoever finds it finds all pieces.
@@ -235,6 +254,18 @@ class Channel:
         )
         name, message = f"{_HEADS}/{key}", pickle.dumps(head)
         client.key_value_set_bytes(name, message, allow_overwrite=True)
+        return len(content)
+
+    def _come(self, topic: str) -> dict[int, Any]:
+        """Returns the values that have come, by process; only those in one piece."""
+        directory = f"{_HEADS}/{self._name}/{topic}/"
+        come: dict[int, Any] = {}
+        client = _jax.coordination_client()
+        for key, message in client.key_value_dir_get_bytes(directory):
+            head: _Head = pickle.loads(message)
+            if len(head.piece) == head.num_bytes:
+                come[int(key.rpartition("/")[2])] = pickle.loads(head.piece)
+        return come
 
     def _key(self, topic: str, process: int | None = None) -> str:
         process = _jax.process_index() if process is None else process

@@ -4,17 +4,21 @@ Every process decides alone which rows are its own, so all of them must have the
 options and the same source. With a source that differs between them (a shuffle without
 a seed, a loader that gives each process its own part), examples would be lost silently:
 each process keeps its share of an order that the others do not have. So digests of some
-rows are compared when a dataset is made, and for streams again from time to time, in
-the background.
+rows are compared when a dataset is made.
+
+A step that only some processes take hangs in its collectives. So before each batch, in
+the background, the processes tell each other whether they have it. An error or an end
+of the data on one of them then ends the loops of all at the same step. Processes that
+read the same stream also compare the rows of each batch, which tells an order that
+differs from one that is only late.
 """
 
 import contextlib
-import hashlib
 import itertools
-import logging
+import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -23,13 +27,10 @@ from meshlayout import _jax
 from meshlayout._annotations import PyTree
 from meshlayout.cluster.channel import LEFT, Channel
 from meshlayout.data.examples import named_leaves
-from meshlayout.data.position import Position
 from meshlayout.data.protocols import JSON, RandomAccessSource
 from meshlayout.errors import DataError
 from meshlayout.mesh import Mesh
 
-
-_log = logging.getLogger(__name__)
 
 # The exchanges in which a dataset is made.
 FACTS, PLAN = "facts", "plan"
@@ -39,11 +40,12 @@ _NOT_MADE = "process {process} cannot make the dataset: {failure}"
 # How many rows of a source with random access are compared.
 _SAMPLE = 16
 
-# How long to wait for another process's rows before giving up comparing.
-_COMPARE_S = 60.0
+# How long to wait for another process's batch. Its loop may be busy for long, with
+# compiling or with work that is only its own, and this one's thread is ahead of both.
+_STEP_S = 3600.0
 
-# At most so many batches between two comparisons; the first are closer together.
-_COMPARE_EVERY = 64
+# Exchanges whose messages are removed together, which saves a call for each.
+_DIRECTORY_STEPS = 64
 
 # Numbers the datasets of each group of processes: the processes make them in the same
 # order, so a number names the same dataset on all of them.
@@ -57,8 +59,8 @@ class Agreement:
 
     Attributes:
         channel: Between the processes.
-        compares_rows: Whether rows are compared; no longer once a process was late.
-        finished_topics: Exchanges that this process has finished.
+        finished_directories: Directories of exchanges that are over once all come to
+            one of another directory.
     """
 
     def __init__(self, processes: list[int]) -> None:
@@ -72,8 +74,7 @@ class Agreement:
             warn_after_s=60,
             error=DataError,
         )
-        self.compares_rows = True
-        self.finished_topics: list[str] = []
+        self.finished_directories: list[str] = []
         self._iterations = itertools.count()
 
     def new_iteration(self) -> "IterationExchange":
@@ -125,122 +126,93 @@ class Agreement:
 class RowDigest:
     """A running digest of the rows of each leaf.
 
-    Attributes:
-        has_every_row: Whether a reader must add all rows that it reads, or only the
-            last one of each batch, which costs next to nothing and reveals another
-            order just as well.
+    Args:
+        paths: The paths of the leaves.
     """
 
-    def __init__(self) -> None:
-        self.has_every_row = True
-        self._hashes: dict[str, Any] = {}
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._sums = dict.fromkeys(paths, 0)
 
-    def add(self, named_rows: Iterable[tuple[str, np.ndarray]]) -> None:
+    def add(self, leaves: Iterable[np.ndarray]) -> None:
         """Adds some rows of each leaf."""
-        for path, rows in named_rows:
-            digest = self._hashes.setdefault(path, hashlib.blake2b(digest_size=8))
+        sums = self._sums
+        for path, rows in zip(sums, leaves, strict=True):
             # The bytes of an array of objects are pointers, which differ between
             # processes.
             is_plain = not rows.dtype.hasobject
-            digest.update(rows.tobytes() if is_plain else repr(rows.tolist()).encode())
+            data = rows.tobytes() if is_plain else repr(rows.tolist()).encode()
+            # Four times as fast as a cryptographic hash, and nobody forges rows.
+            sums[path] = zlib.crc32(data, sums[path])
 
-    def by_leaf(self) -> dict[str, str]:
+    def by_leaf(self) -> dict[str, int]:
         """Returns the digest of each leaf by its path."""
-        return {path: digest.hexdigest() for path, digest in self._hashes.items()}
+        return self._sums.copy()
+
+
+class BatchReport(NamedTuple):
+    """What a process tells the others about its next batch.
+
+    Attributes:
+        epoch: The epoch, from 0.
+        number: The number of the batch in the epoch, from 0.
+        num_rows: Its rows without padding; None at the end of the epoch.
+        digests: Of its rows, by leaf, if all processes read them.
+    """
+
+    epoch: int
+    number: int
+    num_rows: int | None
+    digests: dict[str, int]
+
+    @property
+    def text(self) -> str:
+        """Which batch it is, in words."""
+        return f"batch {self.number + 1} of epoch {self.epoch + 1}"
 
 
 class IterationExchange:
-    """What processes exchange in one iteration, step by step."""
+    """What processes exchange in one iteration, batch by batch."""
 
     def __init__(self, agreement: Agreement, name: str) -> None:
         self._agreement, self._name = agreement, name
         self._step = 0
         self._is_over = False
-        self._compares_rows = True
-        self._digest = RowDigest()
-        self._first: Position | None = None  # of the batches in the digest
 
-    def agree(self, value: JSON) -> dict[int, JSON]:
-        """Returns each process's value in a step.
+    def agree(self, report: BatchReport) -> dict[int, BatchReport]:
+        """Returns each process's report of its next batch.
 
         Raises:
             DataError: If a process has failed, or has left its loop.
         """
         try:
-            values = self._agreement.channel.exchange(
-                value,
+            reports = self._agreement.channel.exchange(
+                report,
                 self._topic,
+                timeout_s=_STEP_S,
                 failure="the source of process {process} failed: {failure}",
             )
-        finally:
-            self._next_step()
-        for process, message in values.items():
+        except DataError:
+            self._is_over = True  # the others know
+            raise
+        except BaseException:
+            self._step += 1  # what was sent must stay: others may still read it
+            raise
+        self._next_step()
+        for process, message in reports.items():
             if message is LEFT:
+                self._is_over = True
                 msg = (
                     f"process {process} has left its loop over the data, and this one "
                     "continues. All processes must take the same number of steps."
                 )
                 raise DataError(msg)
-        return values
+        return reports
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """Reports an error to the other processes, once they reach this step."""
-        self._agreement.channel.fail(error, self._topic)
-        self._is_over = True
-
-    def digest_for(self, position: Position) -> RowDigest:
-        """Returns the digest to which the rows of the batch at a position are added."""
-        self._first = self._first or position
-        self._digest.has_every_row = _is_compared(position)
-        return self._digest
-
-    def compare(self, position: Position, *, at_end: bool = False) -> None:
-        """Compares the rows since the last comparison, if one is due.
-
-        Another process is waited for at most a minute; if it does not come, rows are no
-        longer compared, since it may be reading batches that the others do not.
-
-        Args:
-            position: The position before the batch that was read last.
-            at_end: Whether the epoch or the iteration ends at this position instead.
-
-        Raises:
-            DataError: If processes have read different rows.
-        """
-        if not (at_end or _is_compared(position)) or not self._compares_rows:
-            return
-        where = _batches_text(self._first, position, at_end=at_end)
-        digests = self._digest.by_leaf()
-        self._digest, self._first = RowDigest(), None
-        if not self._agreement.compares_rows:
-            return
-        try:
-            values = self._agreement.channel.exchange(
-                [where, digests], self._topic, timeout_s=_COMPARE_S
-            )
-        except DataError as error:
-            if not isinstance(error.__cause__, TimeoutError):
-                raise
-            self._agreement.compares_rows = False
-            _log.warning("rows are not compared between processes any more: %s", error)
-            return
-        finally:
-            # Also after a failure: `leave` must not overwrite the message that was
-            # sent, which another process may still read.
-            self._next_step()
-        if LEFT in values.values():
-            self._compares_rows = False
-            return
-        batches = {process: value[0] for process, value in values.items()}
-        if len(set(batches.values())) > 1:
-            listed = ", ".join(f"{text} on process {p}" for p, text in batches.items())
-            msg = (
-                f"the processes read different batches at once: {listed}. Their "
-                "sources have different numbers of rows, or one of them has taken "
-                f"batches that the others have not. {_WAY_OUT}"
-            )
-            raise DataError(msg)
-        _check_rows({p: value[1] for p, value in values.items()}, where)
+        if not self._is_over:
+            self._is_over = True
+            self._agreement.channel.fail(error, self._topic)
 
     def leave(self) -> None:
         """Releases processes that are waiting for this one's next step."""
@@ -255,17 +227,23 @@ class IterationExchange:
     @property
     def _topic(self) -> str:
         """The exchange that comes next."""
-        return f"{self._name}/{self._step}"
+        return f"{self._directory}/{self._step % _DIRECTORY_STEPS}"
+
+    @property
+    def _directory(self) -> str:
+        return f"{self._name}/{self._step // _DIRECTORY_STEPS}"
 
     def _next_step(self) -> None:
-        """Moves on, and removes this process's earlier messages.
+        """Moves on, and removes earlier messages.
 
-        Not the latest one: others have sent theirs, but may not have read this one's.
+        When all have come to the first exchange of a directory, all have finished
+        those of the directories before it.
         """
-        finished = self._agreement.finished_topics
-        while finished:
-            self._agreement.channel.forget(finished.pop())
-        finished.append(self._topic)
+        finished = self._agreement.finished_directories
+        if self._directory not in finished:
+            while finished:
+                self._agreement.channel.forget_directory(finished.pop())
+            finished.append(self._directory)
         self._step += 1
 
 
@@ -288,6 +266,40 @@ def failure_told(
     return agreement.channel.failure_told(topic)
 
 
+def check_alike(reports: dict[int, BatchReport]) -> None:
+    """Raises DataError if processes that have the same source read different batches.
+
+    Args:
+        reports: Of each process.
+    """
+    first = min(reports)
+    expected = reports[first]
+    for process, report in reports.items():
+        if report == expected:
+            continue
+        if report[:2] != expected[:2]:
+            msg = (
+                f"the processes read different batches at once: {expected.text} on "
+                f"process {first}, {report.text} on process {process}. Start their "
+                f"iterations at the same position. {_WAY_OUT}"
+            )
+            raise DataError(msg)
+        if report.num_rows != expected.num_rows:
+            msg = (
+                f"the sources of process {first} and process {process} have different "
+                f"numbers of rows: {_rows_text(expected, first)}, and "
+                f"{_rows_text(report, process)}. {_WAY_OUT}"
+            )
+            raise DataError(msg)
+    _check_rows({p: report.digests for p, report in reports.items()}, expected.text)
+
+
+def _rows_text(report: BatchReport, process: int) -> str:
+    if report.num_rows is None:
+        return f"that of process {process} ends before {report.text}"
+    return f"process {process} has {report.num_rows} in {report.text}"
+
+
 def sample_digests(source: RandomAccessSource) -> dict[str, JSON]:
     """Returns digests of some rows of two epochs, leaf by leaf.
 
@@ -303,37 +315,13 @@ def sample_digests(source: RandomAccessSource) -> dict[str, JSON]:
     return {path: d if second.get(path) == d else None for path, d in first.items()}
 
 
-def block_digests(blocks: Iterable[PyTree]) -> dict[str, str]:
+def block_digests(blocks: Iterable[PyTree]) -> dict[str, int]:
     """Returns a digest of each leaf of some trees of rows."""
-    digest = RowDigest()
-    for rows in blocks:
-        digest.add((path, np.asarray(leaf)) for path, leaf in named_leaves(rows)[0])
+    named = [named_leaves(rows)[0] for rows in blocks]
+    digest = RowDigest([path for path, _ in named[0]])
+    for pairs in named:
+        digest.add(np.asarray(leaf) for _, leaf in pairs)
     return digest.by_leaf()
-
-
-def _is_compared(position: Position) -> bool:
-    """Returns whether rows are compared after the batch at a position.
-
-    After the batches 1, 2, 4, ..., 32 and then every 64: sources that differ mostly do
-    so from the start.
-    """
-    number = position.batch + 1
-    return number % _COMPARE_EVERY == 0 or (
-        number < _COMPARE_EVERY and not number & (number - 1)
-    )
-
-
-def _batches_text(first: Position | None, last: Position, *, at_end: bool) -> str:
-    """Returns which batches were read between two positions, in words."""
-    epoch, number = last.epoch + 1, last.batch + (not at_end)
-    first_number = 1
-    if first is not None and first.epoch == last.epoch:
-        first_number = first.batch + 1
-    if first is None or first_number > number:
-        return f"the end of epoch {epoch}, after batch {number}"
-    if first_number == number:
-        return f"batch {number} of epoch {epoch}"
-    return f"batches {first_number} to {number} of epoch {epoch}"
 
 
 _WAY_OUT = (
@@ -344,7 +332,7 @@ _WAY_OUT = (
 )
 
 
-def _check_rows(digests: dict[int, dict[str, str | None]], where: str) -> None:
+def _check_rows(digests: Mapping[int, Mapping[str, int | None]], where: str) -> None:
     first = min(digests)
     for process, other in digests.items():
         names = [

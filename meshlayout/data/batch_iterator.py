@@ -25,7 +25,7 @@ import numpy as np
 from meshlayout import _checks
 from meshlayout._annotations import Batch
 from meshlayout.cluster import activity
-from meshlayout.data.agreement import IterationExchange
+from meshlayout.data.agreement import BatchReport, check_alike
 from meshlayout.data.by_row import HostBatch
 from meshlayout.data.elements import no_rows, rows_text
 from meshlayout.data.plan import DataPlan, Reader
@@ -80,7 +80,7 @@ class DataIterator(Generic[BatchT]):
             if self._batches is None:
                 batches = BatchIterator(self._plan, self._position)
                 self._batches = Prefetch(batches, self._plan.options.prefetch)
-                self._stop_later = weakref.finalize(self, self._batches.stop)
+                self._stop_later = weakref.finalize(self, self._batches.abandon)
                 self._stop_later.atexit = False  # `_stop_all` does it, and waits
             batch, self._position = next(self._batches)
             self._plan.clock.waited(time.perf_counter() - start)
@@ -191,19 +191,20 @@ class BatchIterator:
         agreement = plan.agreement
         exchange = None if agreement is None else agreement.new_iteration()
         self._exchange = exchange
-        # Processes with sources of their own agree before every step on whether all of
-        # them have a batch: a step that only some take would hang in its collectives.
-        # Processes that read the same stream compare its rows from time to time.
-        is_per_process = plan.options.per_process
-        self._step_exchange = exchange if is_per_process else None
-        compares_rows = plan.is_stream and not is_per_process
-        self._row_exchange = exchange if compares_rows else None
 
     def __next__(self) -> tuple[Batch, Position]:
-        batch = self._next_host_batch()
-        given = self._position.given + 1
-        self._position = batch.position._replace(given=given)
-        return self._plan.placed(batch), self._position
+        try:
+            batch = self._next_host_batch()
+            given = self._position.given + 1
+            self._position = batch.position._replace(given=given)
+            return self._plan.placed(batch), self._position
+        except StopIteration:
+            raise
+        except (Exception, SystemExit) as error:
+            # The others raise it too, once they have reached this step.
+            if self._exchange is not None:
+                self._exchange.fail(error)
+            raise
 
     def close(self) -> None:
         """Releases the source, and other processes that are waiting for this one."""
@@ -216,16 +217,13 @@ class BatchIterator:
                 self._exchange.leave()
 
     def _next_host_batch(self) -> HostBatch:
-        steps, rows = self._step_exchange, self._row_exchange
         while not self._is_over():
-            batch = self._read() if steps is None else self._agreed(steps)
+            batch = self._agreed(self._read())
             if batch is not None:
                 return batch
             self._position = self._position._replace(
                 epoch=self._position.epoch + 1, batch=0, row=0, source=None, offset=0
             )
-        if rows is not None and self._position.batch:
-            rows.compare(self._position, at_end=True)
         if self._exchange is not None:
             self._exchange.end()
         if self._plan.options.continues and self._reader is not None:
@@ -260,35 +258,35 @@ class BatchIterator:
 
     def _read(self) -> HostBatch | None:
         """Returns this process's next batch, or None at the epoch's end."""
-        position, rows = self._position, self._row_exchange
+        position = self._position
         if self._reader is None:  # closed
             raise StopIteration
-        digest = None if rows is None else rows.digest_for(position)
-        batch = self._reader.read(position, digest)
+        batch = self._reader.read(position)
         if batch is None and not position.row:
             # With epochs=None this would be an endless loop of empty epochs.
             raise DataError(no_rows(position.epoch))
         if batch is not None:
             self._plan.check_padding(batch)
-        if rows is not None:
-            rows.compare(position, at_end=batch is None)
         return batch
 
-    def _agreed(self, steps: IterationExchange) -> HostBatch | None:
+    def _agreed(self, batch: HostBatch | None) -> HostBatch | None:
         """Returns the next batch, or None at the epoch's end, on all processes."""
-        try:
-            batch = self._read()
-        except Exception as error:
-            # The others raise it too, once they have reached this step.
-            steps.fail(error)
-            raise
-        if batch is None and self._plan.options.remainder == "repeat":
-            return None  # the next epoch has this step's batch
-        has_batch = steps.agree(batch is not None)
-        with_rows = [process for process, has_rows in has_batch.items() if has_rows]
-        if len(with_rows) in (0, len(has_batch)):
+        options, position = self._plan.options, self._position
+        if self._exchange is None:
             return batch
-        ended = next(process for process in has_batch if process not in with_rows)
+        if batch is None and options.per_process and options.remainder == "repeat":
+            return None  # the next epoch has this step's batch
+        report = BatchReport(position.epoch, position.batch, None, {})
+        if batch is not None:
+            report = report._replace(num_rows=batch.count, digests=batch.digests)
+        reports = self._exchange.agree(report)
+        if not options.per_process:
+            check_alike(reports)
+            return batch
+        with_rows = [p for p, report in reports.items() if report.num_rows is not None]
+        if len(with_rows) in (0, len(reports)):
+            return batch
+        ended = next(process for process in reports if process not in with_rows)
         return self._uneven(batch, with_rows[0], ended)
 
     def _uneven(
@@ -382,6 +380,12 @@ class Prefetch:
         self._is_stopped = True
         self._free.put(None)
         self._clear()
+
+    def abandon(self) -> None:
+        """Stops after a loop that was left without closing; waits for no thread."""
+        self.stop()
+        if self._thread is None and self._batches is not None:
+            self._batches.close()  # what the thread would do
 
     def close(self) -> None:
         """Stops the thread, if there is one, and closes the iterator."""

@@ -10,13 +10,12 @@ table, which is faster per batch; it is the same order.
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from meshlayout import _checks
-from meshlayout.data.agreement import RowDigest
 from meshlayout.data.clock import Clock
 from meshlayout.data.examples import ExampleSpec, empty
 from meshlayout.data.position import Position
@@ -86,11 +85,14 @@ class HostBatch:
         leaves: In JAX's order, on the host; or a single batch that is on the mesh.
         count: The number of real rows in the batch, on all processes.
         position: The position after the batch.
+        digests: Of all its rows, by leaf, if processes that read the same stream
+            compare them.
     """
 
     leaves: list[Any]
     count: int
     position: Position
+    digests: dict[str, int] = field(default_factory=dict)
 
 
 class Order:
@@ -186,11 +188,8 @@ class RowReader:
     def close(self) -> None:
         """Does nothing: a source with random access is the user's to close."""
 
-    def read(
-        self, position: Position, digest: RowDigest | None = None
-    ) -> HostBatch | None:
+    def read(self, position: Position) -> HostBatch | None:
         """Returns the next batch, or None at the end of the epoch."""
-        del digest  # rows were compared between processes when the dataset was made
         if self._num_batches is None:
             return self._repeated(position)
         if position.batch >= self._num_batches:

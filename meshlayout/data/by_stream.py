@@ -41,9 +41,11 @@ class StreamReader:
         *,
         batched: bool,
         remainder: str,
+        compared: bool,
         clock: Clock,
     ) -> None:
         self._elements, self._spec, self._cut = elements, spec, cut
+        self._compared = compared  # whether other processes read the same rows
         self._batched, self._remainder, self._clock = batched, remainder, clock
         # The epoch and row that the open pass would read next; None after an error,
         # which leaves the stream somewhere in between.
@@ -54,16 +56,13 @@ class StreamReader:
         self._used = self._left = 0
         self._before: JSON = None
 
-    def read(
-        self, position: Position, digest: RowDigest | None = None
-    ) -> HostBatch | None:
+    def read(self, position: Position) -> HostBatch | None:
         """Returns the next batch, or None at the epoch's end.
 
         Args:
             position: The position after the previous batch, or the start of an epoch.
                 A stream that is elsewhere is moved there; if it cannot seek, by reading
                 and dropping rows.
-            digest: To which rows are added, of this process and of others.
 
         Raises:
             DataError: If the rows do not fit, or the source ends before the position.
@@ -75,7 +74,7 @@ class StreamReader:
             if self._spec is None:
                 batch = self._next_placed(position)
             else:
-                batch = self._next_rows(self._spec, position, digest)
+                batch = self._next_rows(self._spec, position)
             timer.rows = 0 if batch is None else batch.count
         after = position if batch is None else batch.position
         self._next = after.epoch, after.row
@@ -114,10 +113,9 @@ class StreamReader:
             )
             raise DataError(msg)
 
-    def _next_rows(
-        self, spec: ExampleSpec, position: Position, digest: RowDigest | None
-    ) -> HostBatch | None:
+    def _next_rows(self, spec: ExampleSpec, position: Position) -> HostBatch | None:
         """Returns the next batch of a stream on the host, before it is checked."""
+        digest = RowDigest(spec.paths) if self._compared else None
         buffer = _RowBuffer(spec, self._cut, batched=self._batched, digest=digest)
         epoch, row = position.epoch, position.row
         with _checks.noted(
@@ -150,7 +148,8 @@ class StreamReader:
             source=self._before if self._left else self._elements.position(),
             offset=self._used if self._left else 0,
         )
-        return HostBatch(leaves, buffer.filled, after)
+        digests = {} if digest is None else digest.by_leaf()
+        return HostBatch(leaves, buffer.filled, after, digests)
 
     def _note_length(self, epoch: int, num_rows: int) -> None:
         """Warns if a pass has ended with other rows than the source says it has."""
@@ -276,7 +275,6 @@ class _RowBuffer:
             )
         ]
         digest = self._digest
-        has_every_row = digest is not None and digest.has_every_row
         slots = self._cut.slots[self.filled : self.filled + count]
         for slot, example in zip(slots, elements, strict=False):
             try:
@@ -300,11 +298,8 @@ class _RowBuffer:
                 msg = f"an example holds an integer beyond 64 bits: {error}."
                 raise DataError(msg) from None
             self.filled += 1
-            if has_every_row:  # also of other processes: they are compared with them
-                self._add_to_digest(self._out, slot, slot + 1)
-        if self.filled and not has_every_row:
-            last = self._cut.slots[self.filled - 1]
-            self._add_to_digest(self._out, last, last + 1)
+            if digest is not None:  # also of rows that only other processes keep
+                digest.add([out[slot : slot + 1] for out in self._out])
 
     def add_rows(self, block: list[np.ndarray], start: int, count: int) -> None:
         """Adds the rows of a source batch that this process keeps."""
@@ -323,8 +318,8 @@ class _RowBuffer:
             if cut.keep is not None:
                 spec.copy(leaf[stop - 1 : stop], out[cut.num_kept :])
         self.filled += count
-        has_every_row = self._digest is not None and self._digest.has_every_row
-        self._add_to_digest(block, start if has_every_row else stop - 1, stop)
+        if self._digest is not None:
+            self._digest.add([leaf[start:stop] for leaf in block])
 
     def finished(self) -> list[np.ndarray]:
         """Returns the leaves; rows that were not filled repeat the last one.
@@ -340,11 +335,6 @@ class _RowBuffer:
                 out[num_filled:num_kept] = out[self._cut.slots[self.filled - 1]]
             leaves.append(spec.converted(out[:num_kept]))
         return leaves
-
-    def _add_to_digest(self, leaves: list[np.ndarray], start: int, stop: int) -> None:
-        if self._digest is not None:
-            rows = (leaf[start:stop] for leaf in leaves)
-            self._digest.add(zip(self.spec.paths, rows, strict=True))
 
 
 def _flattener(spec: ExampleSpec) -> Callable[[PyTree], Sequence[Any]]:

@@ -119,8 +119,9 @@ def distribute_dataset(
     last row, and the padding is marked by weights of 0.
 
     On several processes, all of them must pass the same source (or
-    `per_process=True`): rows are compared from time to time, and sources that differ
-    are refused on every process.
+    `per_process=True`), and iterate over the dataset alike. Before each batch, in the
+    background, they tell each other whether they have it: an error, an end of the data
+    or a row that differs on one process is a `DataError` on all, at the same step.
 
     Args:
         source: A tree of arrays, a list of examples, an iterable, an iterator or a
@@ -128,8 +129,8 @@ def distribute_dataset(
             tf.data, PyTorch or Hugging Face; or your own `RandomAccessSource` or
             `StreamSource`.
         layout_or_mesh: How batches are laid out: a `Layout`, whose missing dims are
-            unsharded, or a mesh, whose axes called batch, data or fsdp shard the first
-            dim.
+            unsharded, or a mesh, whose axes called batch, data, replica or fsdp shard
+            the first dim.
         global_batch_size: Rows of a batch, on all processes together.
         remainder: What to do with the rows that do not fill a batch: `"pad"`;
             `"drop"`; `"repeat"`, which lets epochs run into each other; or `"error"`.

@@ -303,6 +303,7 @@ class DataPlan:
                 self.cut,
                 batched=is_batched,
                 remainder=options.remainder,
+                compared=self.agreement is not None and not options.per_process,
                 clock=self.clock,
             )
         assert first.spec is not None
