@@ -80,7 +80,7 @@ def job() -> dict[str, Any]:
         "notes": _notes(mesh, here),
         "not made": _not_made(mesh, here),
         "failed": _failed(mesh, here),
-        "failed shared": _failed_shared(mesh, here),
+        "failed shared": _failed_shared(mesh),
         "resume": _resumed(mesh),
         "messages": _messages(mesh, here),
         "context": _context(mesh),
@@ -265,23 +265,23 @@ def _not_made(mesh, here):
 
 
 class Broken:
-    """Rows, one of which cannot be read on one process."""
+    """Rows, some of which cannot be read on one process."""
 
-    def __init__(self, row, num_rows=20):
-        self.row, self.num_rows = row, num_rows
+    def __init__(self, *broken, num_rows=20):
+        self.broken, self.num_rows = broken, num_rows
 
     def __len__(self):
         return self.num_rows
 
     def __getitem__(self, row):
-        if row == self.row:
-            raise OSError(f"row {row} is gone")
+        if row in self.broken:
+            raise OSError("a row is gone")
         return {"x": np.float32(row)}
 
 
 def _failed(mesh, here):
     """Steps taken and what is said where process 1 alone fails on its way."""
-    broken = Broken(9 if here else None)
+    broken = Broken(*[9] * here)
     placed = [{"x": ml.arrays.ones((8,), mesh.layout("batch"))}] * (3 - here)
 
     def pairs(*counts):
@@ -327,16 +327,24 @@ class OwnRows:
         return {"x": np.array([self.broken[row]["x"] for row in indices])}
 
 
-def _failed_shared(mesh, here):
+def four_job() -> dict[str, Any]:
+    """What each of four processes sees."""
+    mesh = mesh_of({"batch": 4})
+    return {"layouts": layouts_job(), "failed shared": _failed_shared(mesh)}
+
+
+def _failed_shared(mesh):
     """Steps and what is said if process 1 fails in what all of them read."""
-    # A row that is not among those that are compared when the dataset is made.
-    broken = Broken(13 if here else None, 64)
+    here = jax.process_index() == 1
+    # The row that process 1 loads of two and of four processes: both in the second
+    # batch, and not among the rows that are compared when the dataset is made.
+    broken = Broken(*[11, 13] * here, num_rows=64)
 
     def stream():
         return (broken[row] for row in range(20))
 
     def batched():
-        for start in (0, 3, 9, 12):
+        for start in range(0, 18, 3):
             yield {"x": np.array([broken[row]["x"] for row in range(start, start + 3)])}
 
     def documents():
@@ -352,7 +360,7 @@ def _failed_shared(mesh, here):
 
     def opened_again():
         if next(numbers) and here:
-            raise OSError("row 13 is gone")
+            raise OSError("a row is gone")
         return ({"x": row} for row in range(16))
 
     rows = grain.MapDataset.range(64).map(lambda row: broken[int(row)])
@@ -629,8 +637,7 @@ def two() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def four() -> list[dict[str, Any]]:
-    found = run_processes(4, layouts_job, devices_per_process=1)
-    return [{"layouts": here} for here in found]
+    return run_processes(4, four_job, devices_per_process=1)
 
 
 @pytest.fixture(params=["two", pytest.param("four", marks=pytest.mark.slow)])
@@ -774,16 +781,16 @@ def test_what_one_process_cannot_make_is_an_error_on_all(two, name):
 
 
 FEWER = "DataError: the source of process 1 has fewer batches than that of process 0. "
-ROW_9 = "the source of process 1 failed: OSError: row 9 is gone"
+ROW_GONE = "the source of process 1 failed: OSError: a row is gone"
 SHORT = f"the last batch of an epoch has 2 rows, and batches have 4. {WEIGHTS}"
 PLACED = (
     "Batches that are on the mesh already are not padded: yield the same number on "
     "every process, or choose remainder='drop'."
 )
 FAILED = {
-    "rows": (2, f"DataError: {ROW_9}", "OSError: row 9 is gone"),
-    "rows repeated": (2, f"DataError: {ROW_9}", "OSError: row 9 is gone"),
-    "stream repeated": (2, f"DataError: {ROW_9}", "OSError: row 9 is gone"),
+    "rows": (2, f"DataError: {ROW_GONE}", "OSError: a row is gone"),
+    "rows repeated": (2, f"DataError: {ROW_GONE}", "OSError: a row is gone"),
+    "stream repeated": (2, f"DataError: {ROW_GONE}", "OSError: a row is gone"),
     "no place for padding": (
         1,
         f"DataError: the source of process 1 failed: {SHORT}",
@@ -800,7 +807,7 @@ def test_what_fails_on_one_process_ends_the_loops_of_all_at_one_step(two, name):
     assert [here["failed"][name] for here in two] == [[steps, one] for one in said]
 
 
-GONE = "OSError: row 13 is gone"
+GONE = "OSError: a row is gone"
 LEFT = (
     "DataError: process 1 has left its loop over the data, and this one continues. All "
     "processes must take the same number of steps."
@@ -826,14 +833,15 @@ SHARED = {
 
 
 @pytest.mark.parametrize("name", SHARED)
-def test_what_fails_on_one_process_of_a_shared_source_ends_the_loops_of_all(two, name):
+def test_what_fails_on_one_process_of_a_shared_source_ends_the_loops_of_all(
+    several, name
+):
     steps, error = SHARED[name]
     told = f"DataError: the source of process 1 failed: {error}"
     expected = LEFT if name.startswith("loop") else told
-    assert [here["failed shared"][name] for here in two] == [
-        [steps, expected],
-        [steps, error],
-    ]
+    for process, here in enumerate(several):
+        said = error if process == 1 else expected
+        assert here["failed shared"][name] == [steps, said]
 
 
 WAY_OUT = (

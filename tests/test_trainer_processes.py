@@ -1,6 +1,7 @@
 """The trainer on two real processes does what it does on one."""
 
 import contextlib
+import functools
 import io
 import json
 from pathlib import Path
@@ -31,27 +32,30 @@ def loss_fn(model, batch):
     return jnp.square(out - batch["y"]), {"out": out, "label": batch["y"]}
 
 
-def fit_failure(trainer, mesh, **last):
+def fit_failure(trainer, mesh, *, ends=False, **last):
     """What is said if a batch of the data, or of the validation, is not there on one.
 
     Args:
         trainer: The trainer.
-        mesh: Its mesh.
+        mesh: The mesh for `distribute_dataset`; None for batches of plain arrays.
+        ends: Whether it ends there instead of failing.
         **last: Batches of each that process 1 can read.
     """
 
     def batches(name):
         for number in range(4):
             if number == last[name] and jax.process_index() == 1:
+                if ends:
+                    return
                 raise OSError(f"the {name} of batch {number} is gone")
             yield {key: leaf[:BATCH] for key, leaf in source().items()}
 
-    data, validation = (
-        ml.distribute_dataset(
-            lambda name=name: batches(name), mesh, global_batch_size=BATCH, batched=True
+    data, validation = (functools.partial(batches, name) for name in last)
+    if mesh is not None:
+        data, validation = (
+            ml.distribute_dataset(function, mesh, global_batch_size=BATCH, batched=True)
+            for function in (data, validation)
         )
-        for name in last
-    )
     start = int(trainer.state.step)
     try:
         trainer.fit(data, epochs=1, validation_data=validation)
@@ -96,6 +100,9 @@ def job(folder):
         "failed": [
             fit_failure(trainer, mesh, data=1, validation=4),
             fit_failure(trainer, mesh, data=4, validation=1),
+            fit_failure(trainer, None, data=1, validation=4),
+            fit_failure(trainer, None, data=4, validation=1),
+            fit_failure(trainer, None, ends=True, data=2, validation=4),
         ],
     }
 
@@ -136,7 +143,8 @@ def test_only_process_0_talks(results):
 
 
 @pytest.mark.parametrize(
-    ("case", "name", "steps"), [(0, "data", 1), (1, "validation", 4)]
+    ("case", "name", "steps"),
+    [(0, "data", 1), (1, "validation", 4), (2, "data", 1), (3, "validation", 4)],
 )
 def test_data_that_one_process_cannot_read_ends_the_fit_of_all(
     results, case, name, steps
@@ -147,4 +155,18 @@ def test_data_that_one_process_cannot_read_ends_the_fit_of_all(
     assert [found["failed"][case] for found in several] == [
         [steps, f"DataError: the source of process 1 failed: {error}"],
         [steps, error],
+    ]
+
+
+def test_plain_batches_that_end_on_one_process_end_the_fit_of_all(results):
+    one, several = results
+    assert one["failed"][4] == [4, "no error"]
+    assert [found["failed"][4] for found in several] == 2 * [
+        [
+            2,
+            "DataError: fit: train differs between processes at batch 3 of epoch 4: one "
+            "of 8 rows on process 0, none on process 1. All processes must have the "
+            "same batches; ml.distribute_dataset(per_process=True) makes global batches "
+            "of what each of them has.",
+        ]
     ]

@@ -34,6 +34,7 @@ from meshlayout._batches import (
 from meshlayout.arrays import relayout, to_numpy
 from meshlayout.errors import MeshLayoutError
 from meshlayout.layout import Layout
+from meshlayout.mesh import Mesh
 
 
 _log = logging.getLogger("meshlayout")
@@ -104,6 +105,11 @@ class BatchPlacer:
         self._first_kind = ""
         self._full_weights: Any = None
         self._has_warned = False
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The mesh of the layout, if there is one."""
+        return None if self._layout is None else self._layout.mesh
 
     def __call__(self, batch: Batch) -> PlacedBatch:
         """Puts a batch on the mesh.

@@ -7,7 +7,7 @@ needed later: its number for errors, and the position after it for a checkpoint.
 
 import logging
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +18,11 @@ from meshlayout import _checks
 from meshlayout._annotations import Batch
 from meshlayout._batches import WeightsKey, get_weights, num_examples
 from meshlayout.checkpoint.input import Data, Input, why_not
-from meshlayout.errors import MeshLayoutError
+from meshlayout.data import DistributedDataset
+from meshlayout.data.agreement import Agreement, BatchReport, agreement_of
+from meshlayout.data.batch_iterator import DataIterator
+from meshlayout.data.dataset import RestartedDataset
+from meshlayout.errors import DataError, MeshLayoutError
 from meshlayout.trainer.batch_placement import BatchPlacer, PlacedBatch
 
 
@@ -101,6 +105,12 @@ class TrainerInput:
         self._begun: int | None = None
         self._has_batches = False
         self._epoch_text = ""
+        # Processes take a step together or not at all. Those datasets see to it
+        # themselves, in their own thread.
+        agrees = isinstance(data, (DistributedDataset, RestartedDataset, DataIterator))
+        self._agreement = (
+            None if agrees or placer.mesh is None else agreement_of(placer.mesh)
+        )
         self.placer, self.passes = placer, Input(data)
         self.is_over = self.is_saved = self.is_resumed = False
         self.used: PlacedBatch | None = None
@@ -185,15 +195,11 @@ class TrainerInput:
         """Yields the batches of the next epoch, without those that have no examples."""
         begun, self._begun = self._begun, None
         count = begun or 0
-        if begun is None and self._num_steps is None:
-            self.passes.begin()
-        while self._num_steps is None or count < self._num_steps:
-            batch = next(self.passes, _END)
-            if batch is _END and self._num_steps is not None:  # a new pass begins
-                self.passes.begin()
-                batch = next(self.passes, _END)
-            if batch is _END:
-                break
+        if self._agreement is None:
+            batches = self._batches(begun)
+        else:
+            batches = self._agreed(self._batches(begun), count, self._agreement)
+        for batch in batches:
             count += 1
             self._has_batches = True
             problem = self._problem(batch)
@@ -205,6 +211,67 @@ class TrainerInput:
         if not self._has_batches:
             msg = f"{self._name} yielded no batch. Perhaps it is a used-up iterator."
             raise MeshLayoutError(msg)
+
+    def _batches(self, begun: int | None) -> Iterator[Batch]:
+        """Yields the batches of the next epoch, after the `begun` first ones."""
+        if begun is None and self._num_steps is None:
+            self.passes.begin()
+        num_left = None if self._num_steps is None else self._num_steps - (begun or 0)
+        while num_left is None or num_left > 0:
+            batch = next(self.passes, _END)
+            if batch is _END and num_left is not None:  # a new pass begins
+                self.passes.begin()
+                batch = next(self.passes, _END)
+            if batch is _END:
+                return
+            yield batch
+            num_left = None if num_left is None else num_left - 1
+
+    def _agreed(
+        self, batches: Iterator[Batch], count: int, agreement: Agreement
+    ) -> Iterator[Batch]:
+        """Yields the batches that all processes have.
+
+        Args:
+            batches: This process's batches of the epoch.
+            count: How many of the epoch came before.
+            agreement: With the other processes.
+
+        Raises:
+            DataError: If another process has failed, or its data ended.
+        """
+        exchange = agreement.new_iteration()
+        try:
+            while True:
+                try:
+                    batch = next(batches, _END)
+                    rows = None if batch is _END else num_examples(batch)
+                except Exception as error:
+                    exchange.fail(error)
+                    raise
+                reports = exchange.agree(BatchReport(0, count, rows, {}))
+                num_rows = {p: report.num_rows for p, report in reports.items()}
+                if len(set(num_rows.values())) > 1:
+                    raise DataError(self._unlike(count + 1, num_rows))
+                if batch is _END:
+                    exchange.end()
+                    return
+                count += 1
+                yield batch
+        finally:
+            exchange.leave()
+
+    def _unlike(self, number: int, num_rows: Mapping[int, int | None]) -> str:
+        listed = ", ".join(
+            f"{'none' if rows is None else f'one of {rows} rows'} on process {process}"
+            for process, rows in num_rows.items()
+        )
+        return (
+            f"{self._where}: {self._name} differs between processes at batch {number}"
+            f"{self._epoch_text}: {listed}. All processes must have the same batches; "
+            "ml.distribute_dataset(per_process=True) makes global batches of what each "
+            "of them has."
+        )
 
     def _problem(self, batch: Batch) -> str:
         """Returns why a batch holds no examples; empty if it holds some."""
