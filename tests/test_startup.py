@@ -1,7 +1,9 @@
 """Programs of several processes start together, or end with an error that says why."""
 
+import logging
 import os
 import socket
+from pathlib import Path
 
 import jax
 import pytest
@@ -9,7 +11,15 @@ import pytest
 import meshlayout as ml
 from meshlayout import _jax
 from meshlayout.cluster import rendezvous
+from tests.bad_values import BAD, refusal
 from tests.processes import free_port, run_processes
+
+
+TOO_LATE = (
+    "initialize comes too late: JAX has already started its devices, and other "
+    "processes can no longer join them. Call it before any other use of JAX, "
+    "virtual_devices included; in a notebook, restart the kernel first."
+)
 
 
 def attempt(function, *args, **kwargs):
@@ -19,6 +29,17 @@ def attempt(function, *args, **kwargs):
     except ml.errors.ClusterError as error:
         return str(error)
     return ""
+
+
+def listeners(address):
+    """The hosts, as Linux writes them, at which somebody listens at a port."""
+    port, hosts = int(address.rpartition(":")[2]), []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            local, state = line.split()[1], line.split()[3]
+            if state == "0A" and int(local.partition(":")[2], 16) == port:
+                hosts.append(local.partition(":")[0])
+    return hosts
 
 
 def job(ports):
@@ -41,6 +62,7 @@ def job(ports):
     seen["time-out"] = attempt(start, step_timeout_s=8)
     seen["process"] = [ml.cluster.process_index(), ml.cluster.process_count()]
     seen["is main"] = ml.cluster.is_main()
+    seen["listens at"] = listeners(os.environ["JAX_COORDINATOR_ADDRESS"])
     seen["no devices yet"] = not _jax.has_backend()
     ml.shutdown()
     seen["restart"] = attempt(start, timeout_s=60)
@@ -142,6 +164,15 @@ def test_after_starts_that_failed_another_one_works(both):
 
 
 @pytest.mark.multiprocess
+def test_process_0_listens_at_its_address_and_at_no_other(both):
+    # 127.0.0.1, which a socket of version 6 writes as the second one.
+    loopback = ["0100007F", "0000000000000000FFFF00000100007F"]
+    for hosts in texts(both, "listens at"):
+        assert hosts
+        assert set(hosts) <= set(loopback)
+
+
+@pytest.mark.multiprocess
 def test_a_second_call_is_harmless_with_the_same_settings_only(both):
     assert texts(both, "again") == [["", ""]] * 2
     assert texts(both, "with devices") == ["", ""]
@@ -169,15 +200,7 @@ def test_a_second_call_is_harmless_with_the_same_settings_only(both):
 def test_a_program_can_start_again_until_jax_has_devices(both):
     assert texts(both, "restart") == ["", ""]
     assert texts(both, "devices") == [4, 4]
-    assert (
-        texts(both, "after")
-        == [
-            "initialize comes too late: JAX has already started its devices, and other "
-            "processes can no longer join them. Call it before any other use of JAX, "
-            "virtual_devices included; in a notebook, restart the kernel first."
-        ]
-        * 2
-    )
+    assert texts(both, "after") == [TOO_LATE] * 2
 
 
 @pytest.mark.multiprocess
@@ -188,3 +211,95 @@ def test_shutdown_names_the_process_that_is_late(both):
         "or all end without it."
     )
     assert texts(both, "late") == [late, late]
+
+
+@pytest.fixture
+def alone():
+    yield
+    ml.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({}, "one process; no cluster was found."),
+        ({"num_processes": 1}, "one process (from num_processes)."),
+    ],
+)
+def test_on_one_process_it_does_nothing_and_says_so(alone, caplog, arguments, text):
+    ml.shutdown()  # also before
+    with caplog.at_level(logging.INFO, "meshlayout"):
+        ml.initialize(**arguments, timeout_s=5)
+        ml.initialize()
+    assert caplog.messages == [text]
+    assert caplog.records[0].levelno == logging.INFO
+    assert not jax.distributed.is_initialized()
+    assert ml.cluster.process_index() == 0
+    assert ml.cluster.process_count() == 1
+    assert ml.cluster.is_main()
+
+
+def test_one_process_cannot_become_one_of_several(alone):
+    ml.initialize()
+    with pytest.raises(ml.errors.ClusterError) as error:
+        ml.initialize("10.0.0.1:1234", 2, 0)
+    assert str(error.value) == (
+        "initialize: this program already runs as one process, and cannot become "
+        "process 0 of 2, coordinator 10.0.0.1:1234 (from coordinator_address, "
+        "num_processes and process_id). Call initialize once, or shutdown() before "
+        "other settings."
+    )
+
+
+def test_it_comes_too_late_when_jax_has_devices(alone):
+    jax.devices()
+    assert attempt(ml.initialize, "10.0.0.1:1234", 2, 0) == TOO_LATE
+    assert attempt(ml.initialize, local_device_ids=0) == TOO_LATE
+    ml.initialize()  # one process: nothing to start
+
+
+def test_jaxs_own_start_is_not_repeated(alone, monkeypatch):
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    assert attempt(ml.initialize, "10.0.0.1:1234", 2, 0) == (
+        "initialize: jax.distributed.initialize was called before. Call ml.initialize "
+        "instead of it; it takes the same arguments."
+    )
+
+
+def test_one_process_can_be_restricted_to_some_gpus(alone, monkeypatch):
+    names = ("jax_cuda_visible_devices", "jax_rocm_visible_devices")
+    before = {name: jax.config._read(name) for name in names}
+    monkeypatch.setattr(_jax, "has_backend", lambda: False)
+    try:
+        ml.initialize(local_device_ids=[1, 3])
+        assert [jax.config._read(name) for name in names] == ["1,3", "1,3"]
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+
+@pytest.mark.parametrize("value", BAD, ids=repr)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "coordinator_address",
+        "num_processes",
+        "process_id",
+        "local_device_ids",
+        "coordinator_bind_address",
+        "timeout_s",
+        "heartbeat_timeout_s",
+        "step_timeout_s",
+    ],
+)
+def test_bad_arguments_are_refused_in_a_sentence(alone, monkeypatch, name, value):
+    message = refusal(ml.errors.ClusterError, ml.initialize, **{name: value})
+    if value is None and name != "timeout_s":
+        assert message is None
+    elif name == "local_device_ids" and value == 0 and value is not True:
+        assert message == TOO_LATE
+    else:
+        assert message.startswith("initialize: ")
+        assert name in message
+    if name == "timeout_s":
+        assert refusal(ml.errors.ClusterError, ml.shutdown, value)

@@ -24,9 +24,11 @@ _log = logging.getLogger(__name__)
 # gRPC's variable for the hosts that it asks no proxy for.
 _DIRECT = "no_grpc_proxy"
 
-# What `initialize` was given, from its call until `shutdown`.
+# What `initialize` was given, from its call until `shutdown`; on several processes also
+# where they meet to leave.
 _running: Settings | None = None
 _timeouts: dict[str, float] = {}
+_leaving: Channel | None = None
 
 
 def initialize(
@@ -80,7 +82,7 @@ def initialize(
         >>> initialize()  # on one process, it does nothing
         >>> shutdown()
     """
-    global _running
+    global _running, _leaving
     timeout_s = _seconds("timeout_s", timeout_s)
     timeouts = {
         name: _seconds(name, value)
@@ -109,6 +111,8 @@ def initialize(
         _check_not_started()
         _start(settings, timeout_s)
         watch.start(**timeouts)
+        hint = "All processes must call it, or all end without it."
+        _leaving = Channel("shutdown", what="shutdown()", hint=hint)
     elif settings.local_device_ids is not None:
         _check_not_started()
         _jax.restrict_devices(settings.local_device_ids)
@@ -130,17 +134,12 @@ def shutdown(timeout_s: float = 300.0) -> None:
         ClusterError: On all processes, if one does not come in time. They stay in the
             program.
     """
-    global _running
+    global _running, _leaving
     timeout_s = _seconds("timeout_s", timeout_s, where="shutdown")
-    if _running is not None and _running.num_processes > 1:
-        leaving = Channel(
-            "shutdown",
-            what="shutdown()",
-            hint="All processes must call it, or all end without it.",
-            timeout_s=timeout_s,
-        )
-        leaving.exchange(None)
+    if _leaving is not None:
+        _leaving.exchange(None, timeout_s=timeout_s)
         watch.stop()
+    _leaving = None
     _running = None
     _timeouts.clear()
 
