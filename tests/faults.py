@@ -5,6 +5,7 @@ them, the victim, commits a fault in the middle of one of these.
 """
 
 import argparse
+import ctypes
 import os
 import re
 import signal
@@ -140,10 +141,13 @@ def commit(fault: str, file: str) -> None:
     Args:
         fault: `"kill"`, by SIGKILL; `"stop"`, by SIGSTOP; `"crash"`, an exception;
             `"stuck"`, a process that is alive and does nothing; `"leave"`, status 3;
-            `"abort"`, by SIGABRT in C; `"interrupt"`, KeyboardInterrupt; `"pause"`,
-            which holds Python's lock for some seconds and is no fault.
+            `"abort"`, by SIGABRT in C; `"interrupt"`, KeyboardInterrupt. No faults:
+            `"pause"`, which holds Python's lock for 4 seconds, and `"nap"`, which is
+            stopped for 4 seconds; `"late"`, which takes 4 seconds longer.
         file: Where to write the time.
     """
+    if fault in ("kill", "stop"):
+        time.sleep(0.5)  # in the middle of it
     with Path(file).open("a") as output:
         output.write(f"{time.time()}\n")
     if fault in ("kill", "stop"):
@@ -153,6 +157,8 @@ def commit(fault: str, file: str) -> None:
         raise ValueError("row 17 is not a number")
     elif fault == "stuck":
         time.sleep(10_000)
+    elif fault == "late":
+        time.sleep(4)
     elif fault == "leave":
         sys.exit(3)
     elif fault == "abort":
@@ -160,7 +166,11 @@ def commit(fault: str, file: str) -> None:
     elif fault == "interrupt":
         raise KeyboardInterrupt
     elif fault == "pause":
-        re.match(r"(x+x+)+y", "x" * 25)  # holds the lock for some seconds
+        ctypes.PyDLL(None).sleep(4)
+    elif fault == "nap":
+        command = f"sleep 4; kill -CONT {os.getpid()}"
+        subprocess.Popen(["/bin/sh", "-c", command])
+        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def main() -> None:
@@ -212,7 +222,7 @@ def train(ml: Any, job: argparse.Namespace, is_victim: bool) -> None:
     step = 0
 
     def fault_at(place: str) -> None:
-        if is_victim and place == job.place and step == _STEP:
+        if is_victim and place == job.place and step in (_STEP, job.steps):
             commit(job.fault, job.file)
 
     class Rows:
@@ -254,6 +264,7 @@ def train(ml: Any, job: argparse.Namespace, is_victim: bool) -> None:
                 next(barrier)
                 checkpointer.save(step, state)
                 checkpointer.wait()
+    fault_at("end")
     sys.stdout.write("done\n")
 
 

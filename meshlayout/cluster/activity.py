@@ -26,7 +26,7 @@ class Activity:
         compiling: The step that is being compiled, or an empty string. A compilation
             takes minutes at times, and waits for no other process.
         checkpoint: The newest checkpoint that this run saved, or an empty string.
-        changed: Set when something in `ongoing` begins; `watch` then tells the others.
+        changed: Set when `ongoing` changes; `watch` then tells the others.
         ongoing: What has begun and not ended, in order: a description, when it began
             (`time.monotonic()`), and whether it waits for other processes.
     """
@@ -75,3 +75,4 @@ def during(name: str, *, waits: bool = False) -> Iterator[None]:
     finally:
         del now.ongoing[key]
         now.moves += 1
+        now.changed.set()

@@ -26,7 +26,8 @@ from typing import Any, Final, TypeVar
 import jax
 
 from meshlayout import _jax, _render
-from meshlayout.cluster import activity
+from meshlayout.cluster import activity, watch
+from meshlayout.cluster.failure import OtherProcessError
 from meshlayout.errors import ClusterError, MeshLayoutError
 
 
@@ -167,7 +168,8 @@ class Channel:
                 answer = come[process]
                 if isinstance(answer, _Failure) and process != here:
                     msg = failure.format(process=process, failure=answer.text)
-                    raise self._error(msg)
+                    cause = OtherProcessError(f"process {process} failed")
+                    raise self._error(msg) from cause
                 values[process] = answer
         if wait.late:
             late = wait.error()
@@ -309,6 +311,8 @@ class _Wait:
                 return pickle.loads(content)
             except jax.errors.JaxRuntimeError as error:
                 # The store has no exception class of its own for a time-out.
+                if watch.lost(process) is not None:
+                    self._limit_s = 0.0  # nor is there a use to wait for others
                 is_over = self._waited_s() >= self._limit_s
                 if is_over or "DEADLINE_EXCEEDED" not in str(error):
                     self._cause = error
@@ -319,10 +323,11 @@ class _Wait:
     def error(self) -> TimeoutError:
         """Returns an error that names the late processes, and what they last did."""
         seen = "".join(map(_last_seen, self.late))
+        reasons = [f"{why} " for why in map(watch.lost, self.late) if why is not None]
         error = TimeoutError(
             f"process {_jax.process_index()} waited {self._waited_s():.0f} s for "
             f"{processes_text(self.late)}, which did not come to {self._what}. "
-            f"{seen}{self._hint}".rstrip()
+            f"{seen}{''.join(reasons)}{self._hint}".rstrip()
         )
         error.__cause__ = self._cause
         return error

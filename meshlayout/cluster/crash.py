@@ -19,6 +19,7 @@ import traceback
 from types import TracebackType
 from typing import Protocol
 
+from meshlayout.cluster.failure import OtherProcessError
 from meshlayout.errors import ClusterError
 
 
@@ -27,6 +28,8 @@ _ECHO = re.compile(
     r"^(UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED)\b|\b(Gloo|NCCL)\b"
     r"|[Cc]onnection (closed|reset|refused)|[Ss]ocket closed|coordination service"
 )
+
+_ECHOES = (OtherProcessError, ClusterError, TimeoutError, ConnectionError)
 
 
 class Watcher(Protocol):
@@ -95,7 +98,7 @@ class CrashHooks:
             return
         if is_echo(error):
             self._watcher.wait_for_failure()
-        self._watcher.fail(f"failed: {_summary(error)}")
+        self._watcher.fail(f"failed: {_summary(error)}.")
 
     def _on_thread_error(self, args: threading.ExceptHookArgs) -> None:
         self._thread_hook(args)
@@ -117,7 +120,7 @@ def is_echo(error: BaseException) -> bool:
     """Returns whether an error may only say that another process is gone."""
     chain: BaseException | None = error
     while chain is not None:
-        if isinstance(chain, ClusterError | TimeoutError | ConnectionError):
+        if isinstance(chain, _ECHOES):
             return True
         if _ECHO.search(str(chain)):
             return True

@@ -3,12 +3,17 @@
 import contextlib
 import ctypes
 import json
+import multiprocessing
 import os
 import signal
 import sys
 import threading
 from dataclasses import asdict, dataclass
 from typing import NoReturn, Self
+
+
+class OtherProcessError(Exception):
+    """The cause of an error that says what happened to another process."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,9 @@ class Failure:
             # As Python does after Ctrl-C; signal.signal works in the main thread only.
             ctypes.CDLL(None).signal(signal.SIGINT, None)
             os.kill(os.getpid(), signal.SIGINT)
+        # Workers of a data loader would stay, and hold its output open.
+        for worker in multiprocessing.active_children():
+            worker.kill()
         os._exit(1)
 
 

@@ -3,11 +3,11 @@
 Without this the others hang in a collective, or end without a name: JAX's own
 heartbeats take 100 seconds, abort inside C++, and do not see a process that is alive
 and stuck. Here every process writes what it does to the key-value store of JAX's
-coordination service, twice a second. Process 0, which holds the store, reads all of it
-and judges; the others read its entry and its verdict, so that many processes cost it a
-few calls each. They judge process 0 themselves: if it is killed, JAX aborts them at
-once (see `crash`); if it is stopped, calls to the store never return, which a second
-thread notices.
+coordination service, several times a second. Process 0, which holds the store, reads
+all of it and judges; the others read its entry and its verdict, so that many processes
+cost it a few calls each. They judge process 0 themselves: if it is killed, JAX aborts
+them at once (see `crash`); if it is stopped, calls to the store never return, which a
+second thread notices.
 
 Silence is counted in turns of this process's own thread, of which none counts for more
 than two pauses: a process that was itself stopped, or got no CPU, does not find all
@@ -44,8 +44,10 @@ _PUBLIC, _BEATS = "meshlayout/watch/public/", "meshlayout/watch/beats/"
 # Others have to notice within ten seconds, of which a busy machine may take some.
 _HEARTBEAT_S = 6.0
 
-# How often to write and read, unless the time-out is so short that it takes more.
-_PAUSE_S = 0.5
+# How often to write and read; less often where so many processes would cost process 0
+# much time, and more often for a short time-out.
+_PAUSE_S = 0.25
+_PAUSE_PER_PROCESS_S = 1 / 500
 
 # How long to wait at least, when activities change faster.
 _GAP_S = 0.1
@@ -196,7 +198,8 @@ class Watch:
         self._client = _jax.coordination_client()
         self._index, self._pid = _jax.process_index(), os.getpid()
         self._heartbeat_s, self._step_timeout_s = heartbeat_s, step_timeout_s
-        self._pause_s = min(_PAUSE_S, heartbeat_s / 8)
+        pause_s = max(_PAUSE_S, _PAUSE_PER_PROCESS_S * _jax.process_count())
+        self._pause_s = min(pause_s, heartbeat_s / 8)
         self._name = f"process {self._index} ({socket.gethostname()}, pid {self._pid})"
         self._status, self._note = "running", ""
         self._number, self._moved_s = 0, time.monotonic()
@@ -228,7 +231,8 @@ class Watch:
 
     def stop(self) -> None:
         """Ends `jax.distributed` and then the watch."""
-        self._set_status("ended")
+        if self._status == "running":
+            self._set_status("ended")
         try:
             jax.distributed.shutdown()
         finally:
@@ -251,19 +255,24 @@ class Watch:
         if self._failed_s is None:
             self.stop()
             return
-        self._set_status("leaving")
-        deadline_s = self._failed_s + _LINGER_S
-        while time.monotonic() < deadline_s and not self._others_know():
-            time.sleep(self._pause_s / 4)
+        self._wait_for_others()
         print_now("")  # what is buffered
         os._exit(1)
 
     def lost(self, process: int) -> str | None:
         """Returns why a process will not answer any more; None if it may."""
         if self._failure is not None and self._failure.process == process:
-            return self._failure.text
+            line = self._failure.text.partition("\n")[0]
+            return f"{line[0].upper()}{line[1:]}"
         ended = {i for beat in self._beats().values() for i in beat.ended}
         return f"Process {process} has ended its program." if process in ended else None
+
+    def _wait_for_others(self) -> None:
+        """Waits until the other processes know of the failure of this one."""
+        self._set_status("leaving")
+        deadline_s = time.monotonic() + _LINGER_S
+        while time.monotonic() < deadline_s and not self._others_know():
+            time.sleep(self._pause_s / 4)
 
     # What the hooks call.
 
@@ -273,11 +282,11 @@ class Watch:
         Args:
             text: What happened, to follow the name of the process.
         """
-        failure = Failure(
-            self._index, f"{self._name} {text}\n{_doing_text(self._doing())}"
-        )
+        failure = self._own_failure(text)
         self._failed_s = time.monotonic()
         self._failure = self._agreed(failure)
+        if self._failure != failure:  # another one failed before
+            print_now(self._message(self._failure))
 
     def interrupt(self) -> None:
         """Tells the others that this process was interrupted, as they may be, too."""
@@ -289,7 +298,7 @@ class Watch:
 
     def wait_for_failure(self) -> None:
         """Waits as long as others take to fail visibly; that ends this process."""
-        time.sleep(self._heartbeat_s + 4 * self._pause_s + _LINGER_S)
+        time.sleep(self._heartbeat_s + 4 * self._pause_s)
 
     def abort(self) -> None:
         """Ends this process if it is aborted because of another one."""
@@ -299,15 +308,14 @@ class Watch:
             self._end(self._failure)
         if self._index and not _answers(_jax.coordinator_address()):
             self._end(self._lost_first("is lost: it was killed, or its host is gone"))
+        self._failed_s = time.monotonic()
+        failure = self._own_failure("is aborted by C code (SIGABRT), which says why.")
         # In a thread: this process may be too broken to post anything.
-        poster = threading.Thread(
-            target=self.fail,
-            args=("is aborted by native code (SIGABRT), which printed why.",),
-            daemon=True,
-        )
+        poster = threading.Thread(target=self._agreed, args=(failure,), daemon=True)
         poster.start()
-        poster.join(self._heartbeat_s)
-        print_now(self._message(self._failure) if self._failure else "")
+        poster.join(_LINGER_S)
+        self._wait_for_others()
+        print_now(self._message(self._failure or failure))
 
     # The threads.
 
@@ -321,7 +329,7 @@ class Watch:
                 self._judge()
             # Soon after a change, because it may be the last; but not for every one.
             self._is_over.wait(min(_GAP_S, self._pause_s))
-            self._wake.wait(self._pause_s - _GAP_S)
+            self._wake.wait(max(0.0, self._pause_s - _GAP_S))
             self._wake.clear()
             elapsed_s = min(time.monotonic() - start_s, 2 * self._pause_s)
             for peer in self._peers.values():
@@ -521,6 +529,10 @@ class Watch:
         return "\n  ".join("\n".join(lines).split("\n")) + "\n"
 
     # This process.
+
+    def _own_failure(self, text: str) -> Failure:
+        text = f"{self._name} {text}\n{_doing_text(self._doing())}"
+        return Failure(self._index, text)
 
     def _set_status(self, status: str) -> None:
         self._status = status
