@@ -206,7 +206,7 @@ def test_the_first_failure_ends_all_and_gives_its_status(
     pids = [int(lines_of(launch.out, index)[0]) for index in range(3)]
     assert not any(map(is_running, pids))
     told = f"launch: process 1 (pid {pids[1]}) {sentence}"
-    assert f"{told}; ending 2 processes in 1 s." in launch.err.splitlines()
+    assert f"{told}; ending 2 processes in 1.3 s." in launch.err.splitlines()
     *_, end = launch.err.split(f"{told}, before any other.\n")
     if "ValueError" in failure:
         assert end.startswith("[1] Traceback (most recent call last):\n")
@@ -358,7 +358,7 @@ def test_ctrl_z_stops_all_and_fg_continues(launcher, script, tmp_path):
     launch.kill(signal.SIGTSTP)
     time.sleep(0.3)
     ticks = launch.out.count("tick")
-    time.sleep(2.0)  # longer than a process alone may be stopped
+    time.sleep(1.0)  # longer than a process alone may be stopped
     assert launch.out.count("tick") == ticks < 40
     launch.kill(signal.SIGCONT)
     assert (launch.wait(), launch.err) == (0, "")
@@ -372,7 +372,7 @@ def test_a_short_stop_is_no_failure(launcher, script, tmp_path):
     launch.wait_for("\n")
     pid = int(lines_of(launch.out, 0)[0])
     os.kill(pid, signal.SIGSTOP)
-    time.sleep(0.2)
+    time.sleep(0.05)
     os.kill(pid, signal.SIGCONT)
     assert (launch.wait(), launch.err) == (0, "")
 

@@ -9,7 +9,12 @@ import signal
 import sys
 import threading
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import NoReturn, Self
+
+
+# Where `meshlayout.launch` writes which process failed, if one does.
+REPORT_VARIABLE = "MESHLAYOUT_LAUNCHER_REPORT"
 
 
 class OtherProcessError(Exception):
@@ -49,6 +54,19 @@ class Failure:
         for worker in multiprocessing.active_children():
             worker.kill()
         os._exit(1)
+
+
+def reported_by_launcher() -> tuple[int, str] | None:
+    """Returns the process that the launcher saw fail first, and what became of it.
+
+    The launcher is told at once by the system, where others wait for its heartbeats.
+    """
+    path = os.environ.get(REPORT_VARIABLE)
+    try:
+        index, fate = json.loads(Path(path or "").read_text())
+    except (OSError, ValueError):
+        return None
+    return index, fate
 
 
 def print_now(text: str) -> None:

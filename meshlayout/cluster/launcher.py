@@ -18,8 +18,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
+from tempfile import TemporaryDirectory
 from typing import NoReturn
 
+from meshlayout.cluster.failure import REPORT_VARIABLE
 from meshlayout.cluster.supervisor import FORWARDED, Events, Job, JobEnd
 from meshlayout.errors import did_you_mean
 
@@ -46,8 +48,8 @@ examples:
       a module; after a failure it goes on from its checkpoint
 
 when a process fails:
-  If one exits with an error, is killed, or is stopped for a second, all are ended
-  within two seconds, and its traceback is shown once more at the end. The exit status
+  If one exits with an error, is killed or is stopped, the others are told, and all are
+  ended within two seconds. Its traceback is shown once more at the end. The exit status
   is that of the process that failed first, or 128 + N if signal N killed it.
 
 signals:
@@ -170,12 +172,15 @@ def main(arguments: Sequence[str]) -> int:
         )
     except ValueError as error:
         parser.error(str(error))
-    with _signals() as events, ExitStack() as ports:
+    with _signals() as events, ExitStack() as stack:
+        folder = stack.enter_context(TemporaryDirectory(prefix="meshlayout-launch-"))
         restarts = 0
         while True:
             # Those of earlier runs stay reserved, so that each run has a new one.
-            port = ports.enter_context(_reserved_port())
-            end = _run_once([sys.executable, *command], devices, port, events)
+            port = stack.enter_context(_reserved_port())
+            report = Path(folder) / "failure.json"
+            command_line = [sys.executable, *command]
+            end = _run_once(command_line, devices, port, events, report)
             is_final = end.was_requested or restarts == options.max_restarts
             if end.status == 0 or is_final:
                 return end.status
@@ -267,10 +272,15 @@ def _visible_gpus(environment: Mapping[str, str]) -> list[str]:
 
 
 def _run_once(
-    command: list[str], devices: Sequence[Mapping[str, str]], port: int, events: Events
+    command: list[str],
+    devices: Sequence[Mapping[str, str]],
+    port: int,
+    events: Events,
+    report: Path,
 ) -> JobEnd:
     """Runs the job once."""
     address = f"127.0.0.1:{port}"
+    report.unlink(missing_ok=True)
     environments = [
         {
             **os.environ,
@@ -283,12 +293,13 @@ def _run_once(
             "JAX_NUM_PROCESSES": str(len(devices)),
             "JAX_PROCESS_ID": str(index),
             "MESHLAYOUT_LAUNCHER": str(os.getpid()),
+            REPORT_VARIABLE: str(report),
             **variables,
         }
         for index, variables in enumerate(devices)
     ]
     try:
-        return Job(command, environments, events).run()
+        return Job(command, environments, events, report).run()
     except OSError as error:
         _say(f"the processes could not be started: {error}.")
         return JobEnd(1, None, was_requested=True)

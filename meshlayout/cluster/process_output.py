@@ -32,6 +32,8 @@ _NOISE = re.compile(
     rb"\[Gloo\] Rank \d+ is connected to (\d+) peer ranks\. "
     rb"Expected number of connected peer ranks is : \1"
 )
+# What XLA logs in C++, such as why it ends a process that has raised.
+_LOG_LINE = re.compile(rb"[IWEF]\d{4} \d\d:\d\d:\d\d\.\d+ ")
 _CHAIN = (b"The above exception was the direct cause", b"During handling of the above")
 
 
@@ -171,15 +173,29 @@ class ProcessOutput:
         return last_words(lines)[0].time_s if is_traceback else None
 
     def lines_about(self, index: int, since_s: float) -> list[str]:
-        """Returns what another process first wrote about a process to stderr."""
+        """Returns what another process first wrote about a process to stderr.
+
+        That is a line with its name, and the next one if it is indented.
+        """
         about = re.compile(rb"\bprocess %d\b" % index)
-        lines = [
-            (line.time_s, f"[{other}] {line.text.decode(errors='replace').strip()}")
-            for other, kept in self._errors.items()
-            for line in kept
-            if other != index and line.time_s >= since_s and about.search(line.text)
+        texts = []
+        for other, kept in self._errors.items():
+            lines = list(kept)
+            for at, line in enumerate(lines):
+                if (
+                    other != index
+                    and line.time_s >= since_s
+                    and about.search(line.text)
+                ):
+                    more = [x.text for x in lines[at + 1 : at + 2]]
+                    said = [line.text, *(x for x in more if x.startswith(b"  "))]
+                    texts.append((line.time_s, other, said))
+                    break
+        return [
+            f"[{other}] {text.decode(errors='replace')}"
+            for _, other, said in sorted(texts)[:1]
+            for text in said
         ]
-        return [text for _, text in sorted(lines)[:1]]
 
     def _copy(self) -> None:
         while self._selector.get_map():
@@ -223,4 +239,5 @@ def last_words(lines: list[ErrorLine]) -> list[ErrorLine]:
         line.text.startswith(_CHAIN) for line in lines[starts[-1] : first]
     ):
         first = starts.pop()
-    return lines[first:]
+    logs = [at for at, line in enumerate(lines) if _LOG_LINE.match(line.text)]
+    return lines[first : next((at for at in logs if at > first), None)]

@@ -13,6 +13,7 @@ themselves, and exists on Linux alone.)
 """
 
 import contextlib
+import json
 import math
 import os
 import signal
@@ -21,6 +22,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from meshlayout.cluster.process_output import ProcessOutput
@@ -29,14 +31,17 @@ from meshlayout.cluster.process_output import ProcessOutput
 # EX_TEMPFAIL of sysexits.h; `checkpoint.EXIT_STATUS`, which says "start me again".
 RESTART_STATUS = 75
 
-# A failed process leaves the others this long to say whom they lost, and why; then they
-# get SIGTERM, and SIGKILL half a second later.
-_FAILURE_S, _KILL_S = 1.0, 0.5
+# The others have this long to say whom they lost, and what it was doing; then they get
+# SIGTERM, and then SIGKILL, within two seconds in all.
+_FAILURE_S, _KILL_S = 1.3, 0.3
 # A process that ended because it was told to waits this long for the others, which may
 # still be saving.
 _SAVE_S = 60.0
 # A process that is stopped for longer has failed.
-_STOPPED_S = 1.0
+_STOPPED_S = 0.3
+# If several fail, one that was killed by a signal counts as the first even if it is
+# noticed so much later: the others may have lost their connections to it before.
+_SIGNAL_S = 0.5
 # A traceback that is older is not why a process ended.
 _TRACEBACK_S = 5.0
 
@@ -89,12 +94,16 @@ class ProcessEnd:
         """The exit status as shells have it: 128 and the signal's number."""
         return 128 - self.code if self.code < 0 else self.code
 
-    def __str__(self) -> str:
-        who = f"process {self.index} (pid {self.pid})"
+    @property
+    def fate(self) -> str:
+        """What became of it, to follow its name."""
         if self.code >= 0:
-            return f"{who} ended with exit status {self.code}"
-        name = _signal_name(-self.code)
-        return f"{who} was {'stopped' if self.is_stopped else 'killed'} by {name}"
+            return f"ended with exit status {self.code}"
+        verb = "stopped" if self.is_stopped else "killed"
+        return f"was {verb} by {_signal_name(-self.code)}"
+
+    def __str__(self) -> str:
+        return f"process {self.index} (pid {self.pid}) {self.fate}"
 
 
 @dataclass(frozen=True)
@@ -119,6 +128,8 @@ class Job:
         command: What each process executes, beginning with the program's path.
         environments: The environment of each process.
         events: Where signals to the launcher arrive.
+        report: The file in which the processes find the first failure
+            (`failure.reported_by_launcher`).
     """
 
     def __init__(
@@ -126,9 +137,10 @@ class Job:
         command: list[str],
         environments: Sequence[Mapping[str, str]],
         events: Events,
+        report: Path,
     ) -> None:
         self._command, self._environments = command, environments
-        self._events = events
+        self._events, self._report = events, report
         self._output = ProcessOutput(on_broken=lambda: events.put(signal.SIGPIPE))
         self._pids: list[int] = []
         self._running: set[int] = set()
@@ -246,7 +258,13 @@ class Job:
                 self._failures.append(replace(end, code=1))
             return
         others = self._running - {end.index}
-        limit_s = _SAVE_S if self._is_meant(end) else _FAILURE_S
+        is_meant = self._is_meant(end)
+        limit_s = _SAVE_S if is_meant else _FAILURE_S
+        if others and not is_meant:
+            self._tell_others(end)
+        if end.is_stopped:
+            # The others then lose their connections to it, and need not wait for it.
+            os.kill(end.pid, signal.SIGKILL)
         if others and not self._failures:
             self._output.note(f"{end}; ending {_count(len(others))} in {limit_s:g} s.")
         self._failures.append(end)
@@ -256,6 +274,13 @@ class Job:
                 (due_s, signal.SIGTERM),
                 (due_s + _KILL_S, signal.SIGKILL),
             ]
+
+    def _tell_others(self, end: ProcessEnd) -> None:
+        """Writes down who failed, unless another one did before."""
+        if not self._report.exists():
+            draft = self._report.with_suffix(".draft")
+            draft.write_text(json.dumps([end.index, end.fate]))
+            draft.replace(self._report)
 
     def _is_meant(self, end: ProcessEnd) -> bool:
         """Returns whether a process ended because it was told to."""
@@ -327,8 +352,15 @@ class Job:
             was_killed = signal.SIGKILL in self._sent
             status = 128 + (self._request or 0) if was_killed else 0
             return JobEnd(status, None, was_requested)
-        first = min(failures, key=lambda end: self._traceback_s(end) or end.time_s)
+        first = min(failures, key=self._failure_s)
         return JobEnd(first.status, first, was_requested)
+
+    def _failure_s(self, end: ProcessEnd) -> float:
+        """Returns when a process failed, as far as it matters who was the first."""
+        # JAX aborts a process that has lost another one; no other signal comes of that.
+        if end.code < 0 and end.code != -signal.SIGABRT:
+            return end.time_s - _SIGNAL_S
+        return self._traceback_s(end) or end.time_s
 
     def _traceback_s(self, end: ProcessEnd) -> float | None:
         """Returns when the exception that ended a process was printed, if one did.

@@ -35,7 +35,7 @@ import jax
 from meshlayout import _checks, _jax
 from meshlayout.cluster import activity
 from meshlayout.cluster.crash import CrashHooks
-from meshlayout.cluster.failure import Failure, print_now
+from meshlayout.cluster.failure import Failure, print_now, reported_by_launcher
 from meshlayout.errors import ClusterError
 
 
@@ -388,12 +388,22 @@ class Watch:
             if time.monotonic() - self._failed_s > _CLEANUP_S:
                 self._failure.exit()  # its own exit handlers wait for something
             return
-        failure = self._failure or self._silent()
+        failure = self._failure or self._reported() or self._silent()
         if failure is None and self._index == 0:
             failure = self._out_of_step() or self._stuck()
         if failure is not None:
             self._failure = self._agreed(failure)
             self._end(self._failure)
+
+    def _reported(self) -> Failure | None:
+        """Returns the failure of a process that the launcher saw, if there is one."""
+        index, fate = reported_by_launcher() or (self._index, "")
+        peer = self._peers.get(index)
+        if index == self._index or peer is None:
+            return None
+        name = f"process {index}" if peer.beat is None else peer.beat.process
+        doing = "" if peer.beat is None else f"\n{_doing_text(peer.beat.doing)}"
+        return Failure(index, f"{name} {fate}.{doing}")
 
     def _silent(self) -> Failure | None:
         """Returns the failure of processes that are silent, if there are any."""
