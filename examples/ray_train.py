@@ -6,8 +6,8 @@
 Needs `pip install 'meshlayout[ray]'` on all nodes. `--workers 2:8` is elastic: Ray
 starts with what is there, and starts again with more or fewer workers when nodes come
 or go; the checkpoint is restored on any number of them. Ray starts the workers and
-tells each its number. It could also connect them through JAX, but then nobody would name
-a worker that does not come or dies: `ml.initialize()` does it, as everywhere else.
+tells each its number. It could also connect them through JAX, but then nobody would
+name a worker that does not come or dies: `ml.initialize()` does it, as everywhere else.
 """
 
 import argparse
