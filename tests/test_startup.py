@@ -292,7 +292,8 @@ def test_one_process_can_be_restricted_to_some_gpus(alone, monkeypatch):
         "step_timeout_s",
     ],
 )
-def test_bad_arguments_are_refused_in_a_sentence(alone, monkeypatch, name, value):
+def test_bad_arguments_are_refused_in_a_sentence(alone, name, value):
+    jax.devices()
     message = refusal(ml.errors.ClusterError, ml.initialize, **{name: value})
     if value is None and name != "timeout_s":
         assert message is None
