@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import pytest
 
 from meshlayout import _jax
@@ -486,6 +487,18 @@ def test_what_is_said_when_the_detection_fails():
         "initialize: JAX's detection of the cluster failed with RuntimeError: no such "
         f"pod.{ALL_THREE}"
     )
+
+
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_processes_that_jax_does_not_detect_do_not_run_each_alone(name):
+    assert message({}, {name: "4"}) == (
+        f"initialize: {name}='4', but JAX {jax.__version__} does not detect the other "
+        f"processes of this launcher, and each would run alone.{ALL_THREE} If each is "
+        "to run alone, give num_processes=1."
+    )
+    assert process(find_settings({"num_processes": 1}, {name: "4"})) == (None, 1, 0)
+    assert process(find_settings({}, {name: "1"})) == (None, 1, 0)
+    assert process(find_settings(ARGUMENTS, {name: "2"})) == ("h:9", 2, 1)
 
 
 @pytest.mark.parametrize(

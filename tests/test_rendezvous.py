@@ -89,6 +89,10 @@ def test_they_can_meet_behind_another_address_than_the_one_process_0_listens_at(
     address = f"127.0.0.1:{port}"
     everyone = [process(address, 2, index, **bound) for index in range(2)]
     assert messages(everyone) == ["", ""]
+    assert message(everyone[0], 0.2) == (
+        f"initialize: process 1 did not come to {address} (bound to 0.0.0.0:{port}) "
+        f"within 0.2 s; 1 of 2 processes did.{LOOK}"
+    )
 
 
 def test_many_missing_processes_are_named_by_the_first_ten(address):

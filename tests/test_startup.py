@@ -1,5 +1,6 @@
 """Programs of several processes start together, or end with an error that says why."""
 
+import json
 import logging
 import os
 import socket
@@ -11,6 +12,7 @@ import pytest
 import meshlayout as ml
 from meshlayout import _jax
 from meshlayout.cluster import rendezvous
+from meshlayout.cluster.settings import find_settings
 from tests.bad_values import BAD, refusal
 from tests.processes import free_port, run_processes
 
@@ -213,6 +215,76 @@ def test_shutdown_names_the_process_that_is_late(both):
     assert texts(both, "late") == [late, late]
 
 
+def environments(host, ports, here):
+    """The variables of each launcher, for process `here` of two."""
+    addresses = [[f"{host}:{port}", f"{host}:1"] for port in ports]
+    cluster = {"chief": addresses[0][:1], "worker": addresses[0][1:]}
+    task = {"type": "worker" if here else "chief", "index": 0}
+    return [
+        {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})},
+        {"DTENSOR_JOBS": ",".join(addresses[1]), "DTENSOR_CLIENT_ID": str(here)},
+        {
+            "KERAS_DISTRIBUTION_JOB_ADDRESSES": addresses[2][0],
+            "KERAS_DISTRIBUTION_NUM_PROCESSES": "2",
+            "KERAS_DISTRIBUTION_PROCESS_ID": str(here),
+        },
+        {
+            "SLURM_JOB_ID": str(ports[3]),
+            "SLURM_STEP_NODELIST": host,
+            "SLURM_NTASKS": "2",
+            "SLURM_PROCID": str(here),
+            "SLURM_LOCALID": str(here),
+        },
+    ]
+
+
+def launchers_job(ports):
+    """What each of two processes is that was started in one way after another."""
+    here = int(os.environ["JAX_PROCESS_ID"])
+    for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"):
+        del os.environ[name]
+    seen = []
+    for environment in environments("localhost", ports, here):
+        os.environ.update(environment)
+        ml.initialize(timeout_s=60)
+        settings = find_settings({}, os.environ)
+        gathered = ml.cluster.all_gather(ml.cluster.process_index())
+        late = ""
+        if here == 1 and "TF_CONFIG" in environment:
+            # As a third process, to which somebody gave the id of this one.
+            late = attempt(rendezvous.meet, settings, 0.5)
+        seen.append([settings.source, list(map(int, gathered)), late])
+        ml.shutdown()
+        for name in environment:
+            del os.environ[name]
+    return seen
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_processes_find_each_other_by_the_variables_of_every_launcher():
+    ports = [free_port() for _ in range(4)]
+    seen = run_processes(2, launchers_job, ports, initialize=False)
+    late = (
+        "initialize: process 1 waited 0.5 s for process 0, which did not come to "
+        f"localhost:{ports[0]} (from TF_CONFIG): another program answers there, or a "
+        "run that began without this process. Look at the output of process 0, check "
+        "that it was given the same address, or wait longer with timeout_s."
+    )
+    for here, process in enumerate(seen):
+        assert process == [
+            ["TF_CONFIG", [0, 1], late if here else ""],
+            ["DTENSOR_JOBS and DTENSOR_CLIENT_ID", [0, 1], ""],
+            [
+                "KERAS_DISTRIBUTION_JOB_ADDRESSES, KERAS_DISTRIBUTION_NUM_PROCESSES and "
+                "KERAS_DISTRIBUTION_PROCESS_ID",
+                [0, 1],
+                "",
+            ],
+            ["", [0, 1], ""],  # SLURM is detected by JAX
+        ]
+
+
 @pytest.fixture
 def alone():
     yield
@@ -266,6 +338,20 @@ def test_jaxs_own_start_is_not_repeated(alone, monkeypatch):
     )
 
 
+def test_a_service_of_jax_that_does_not_start_is_named(alone, monkeypatch):
+    def fail(**settings):
+        raise RuntimeError("UNKNOWN: Failed to start RPC server")
+
+    monkeypatch.setattr(_jax, "has_backend", lambda: False)
+    monkeypatch.setattr(_jax, "start_processes", fail)
+    monkeypatch.setattr(rendezvous, "meet", lambda settings, timeout_s: None)
+    assert attempt(ml.initialize, "10.0.0.1:1234", 2, 0) == (
+        "initialize: process 0 could not start JAX's service at 10.0.0.1:1234: UNKNOWN: "
+        "Failed to start RPC server. If another program has taken the port meanwhile, "
+        "choose another one."
+    )
+
+
 def test_one_process_can_be_restricted_to_some_gpus(alone, monkeypatch):
     names = ("jax_cuda_visible_devices", "jax_rocm_visible_devices")
     before = {name: jax.config._read(name) for name in names}
@@ -278,7 +364,7 @@ def test_one_process_can_be_restricted_to_some_gpus(alone, monkeypatch):
             jax.config.update(name, value)
 
 
-@pytest.mark.parametrize("value", BAD, ids=repr)
+@pytest.mark.parametrize("value", [*BAD, 1e300], ids=repr)
 @pytest.mark.parametrize(
     "name",
     [

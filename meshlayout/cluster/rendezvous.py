@@ -151,9 +151,11 @@ def _fill(
         waited_s = time.monotonic() - start
         if waited_s >= timeout_s:
             came = settings.num_processes - len(missing)
+            address, bind_address = settings.coordinator_address, settings.bind_address
+            bound = "" if bind_address == address else f" (bound to {bind_address})"
             return (
                 f"initialize: {_processes(missing)} did not come to "
-                f"{settings.coordinator_address} within {timeout_s:g} s; {came} of "
+                f"{address}{bound} within {timeout_s:g} s; {came} of "
                 f"{settings.num_processes} processes did. Look at the output of those "
                 "that did not, check that they were given the same address and can "
                 "reach it, or wait longer with timeout_s."

@@ -17,6 +17,8 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import jax
+
 from meshlayout.cluster.variables import (
     ADDRESS,
     BIND,
@@ -49,6 +51,8 @@ _SCHEDULERS = {
     "slurm": {COUNT: "SLURM_NTASKS", INDEX: "SLURM_PROCID"},
     "ompi": {COUNT: "OMPI_COMM_WORLD_SIZE", INDEX: "OMPI_COMM_WORLD_RANK"},
 }
+# Set by launchers of MPI, of which each JAX detects only some.
+_MPI_COUNTS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _LOCAL_IDS = ("SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
 _NUMBERS = (
     *("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_PROCID", "OMPI_COMM_WORLD_SIZE"),
@@ -143,6 +147,8 @@ def find_settings(
     elif not _is_alone(found) and any(name in environment for name in _LOCAL_IDS):
         found = {**_detected_devices(detect, found, environment), **found}
     _check_index(found)
+    if found.keys().isdisjoint([ADDRESS, COUNT, INDEX]):
+        _check_undetected(environment)
     if found.keys().isdisjoint([ADDRESS, COUNT, INDEX]) or _is_alone(found):
         # Where process 0 listens does not matter if there is no other.
         found = {field: found[field] for field in (COUNT, DEVICES) if field in found}
@@ -232,6 +238,19 @@ def _detected_devices(
         ):
             return {field: detected[field] for field in [DEVICES] if field in detected}
     return {}
+
+
+def _check_undetected(environment: Mapping[str, str]) -> None:
+    """Refuses to run several processes of a launcher each for itself."""
+    for name in _MPI_COUNTS:
+        text = environment.get(name, "1")
+        if text != "1":
+            msg = (
+                f"initialize: {name}={text!r}, but JAX {jax.__version__} does not "
+                "detect the other processes of this launcher, and each would run "
+                f"alone. {_ALL_THREE} If each is to run alone, give num_processes=1."
+            )
+            raise ClusterError(msg)
 
 
 def _check_agreement(variables: Sequence[Found]) -> None:

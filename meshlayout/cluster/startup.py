@@ -175,7 +175,10 @@ def _origin(settings: Settings) -> str:
 
 
 def _seconds(name: str, value: float, where: str = "initialize") -> float:
-    return _checks.number(name, value, above=0, where=where, error=ClusterError)
+    # Sockets and locks take no more than nine billion seconds.
+    return _checks.number(
+        name, value, above=0, at_most=1e9, where=where, error=ClusterError
+    )
 
 
 def _check_same(
@@ -230,7 +233,7 @@ def _start(settings: Settings, timeout_s: float) -> None:
             local_device_ids=settings.local_device_ids,
             coordinator_bind_address=bind_address,
         )
-    except jax.errors.JaxRuntimeError as problem:
+    except RuntimeError as problem:
         msg = (
             f"initialize: process {settings.process_index} could not start JAX's "
             f"service at {bind_address}: {problem}. If another program has taken the "
