@@ -803,6 +803,55 @@ def test_several_processes_read_their_rows_and_resume_what_one_process_began(dir
         assert joined == rows[0 if states[way] is None else 4 :]
 
 
+WORKERS = {
+    "in memory": {"cache": "memory"},
+    "threads": {"cache": "none", "num_workers": 2, "worker_kind": "threads"},
+    "processes": {"cache": "none", "num_workers": 2, "worker_kind": "processes"},
+    "by file": {"cache": "none", "num_workers": 2, "deterministic": False},
+}
+
+
+def keep_number(example):
+    return {"number": example["number"]}
+
+
+def failing_runs(data_dir):
+    """Steps and what is said if the map fails on process 0 alone."""
+    function = keep_number if jax.process_index() else fail_at_77
+    found = {}
+    for way, options in WORKERS.items():
+        data = from_tfds(
+            "tiny",
+            "train",
+            ml.create_mesh({"batch": 4}),
+            global_batch_size=32,
+            data_dir=data_dir,
+            shuffle=False,
+            map=function,
+            **options,
+        )
+        steps = 0
+        try:
+            for _ in data:
+                steps += 1
+        except Exception as error:
+            found[way] = [steps, f"{type(error).__name__}: {error}"]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_map_that_fails_on_one_process_ends_the_loops_of_all(directory):
+    failing, other = run_processes(2, failing_runs, str(directory))
+    assert set(failing) == set(WORKERS)
+    for way, (steps, said) in failing.items():
+        assert "77 is not to be had" in said
+        assert other[way] == [
+            steps,
+            f"DataError: the source of process 0 failed: {said.removeprefix('DataError: ')}",
+        ]
+
+
 # What cannot be had
 
 
