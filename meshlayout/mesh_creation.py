@@ -224,7 +224,8 @@ def _check_shares(
         msg = (
             f"the axes in dcn=, {sizes_text(slow)}, cannot be divided among the "
             f"{units} of the devices: their sizes must together make {count}, or a "
-            f"multiple of it. A shape that fits: {sizes_text(fits.items())}."
+            f"multiple of it. A shape that fits: {sizes_text(fits.items())}. Or leave "
+            "out dcn=, if the network between them is fast."
         )
         raise MeshError(msg)
     for axis, size in slow:

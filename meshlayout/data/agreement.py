@@ -9,8 +9,10 @@ rows are compared when a dataset is made.
 A step that only some processes take hangs in its collectives. So before each batch, in
 the background, the processes tell each other whether they have it. An error or an end
 of the data on one of them then ends the loops of all at the same step. Processes that
-read the same stream also compare the rows of each batch, which tells an order that
-differs from one that is only late.
+read the same stream also compare the rows of each batch.
+
+That takes two calls of JAX's coordination service for two processes, and about three
+for more: 0.5 and 1 ms of CPU per batch, in the thread that works ahead of the loop.
 """
 
 import contextlib

@@ -121,7 +121,8 @@ def distribute_dataset(
     On several processes, all of them must pass the same source (or
     `per_process=True`), and iterate over the dataset alike. Before each batch, in the
     background, they tell each other whether they have it: an error, an end of the data
-    or a row that differs on one process is a `DataError` on all, at the same step.
+    or a row of a stream that differs on one process ends the loops of all at the same
+    step.
 
     Args:
         source: A tree of arrays, a list of examples, an iterable, an iterator or a
@@ -160,7 +161,8 @@ def distribute_dataset(
 
     Raises:
         DataError: If an argument is wrong, the source is empty or does not fit, or
-            processes have different sources.
+            processes have different sources. While iterating: if the source fails, ends
+            or differs on another process; where it fails, its own error.
 
     Example:
         >>> import numpy as np
