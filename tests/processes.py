@@ -1,12 +1,15 @@
 """Jobs of several real JAX processes on this machine, for tests.
 
 A job runs a function of a module, by name, on every process; a test looks at what the
-functions returned. One job takes seconds, so that a module's tests share one.
+functions returned. Starting processes takes seconds, so that a module's tests share one
+job, and jobs that leave nothing behind share processes.
 """
 
+import atexit
 import importlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -14,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -31,6 +35,7 @@ def run_processes(
     devices_per_process: int = 2,
     timeout_s: float = 120,
     initialize: bool = True,
+    shared: bool = False,
 ) -> list[Any]:
     """Runs a function on several JAX processes, and returns what each one returned.
 
@@ -45,6 +50,8 @@ def run_processes(
         timeout_s: How long it may take.
         initialize: Whether the processes are one program before the function is called;
             otherwise it is up to the function.
+        shared: Whether the processes may have run other jobs and will run more: for
+            functions that leave everything as it was, and patch nothing.
 
     Returns:
         What the function returned on each process, as JSON gives it back.
@@ -54,76 +61,139 @@ def run_processes(
     """
     if not isinstance(function, str):
         function = f"{function.__module__}:{function.__name__}"
-    with tempfile.TemporaryDirectory() as folder:
-        where = Path(folder)
-        job = {
-            "devices": devices_per_process,
-            "initialize": initialize,
-            "function": function,
-            "args": args,
-        }
-        (where / "job.json").write_text(json.dumps(job))
-        job_env = {
+    deadline = time.monotonic() + timeout_s
+    # What a test sets in the environment is for its own processes.
+    env = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
+    key = (num_processes, devices_per_process, initialize, tuple(sorted(env.items())))
+    group = _shared.pop(key, None) if shared else None
+    group = group or _Group(num_processes, devices_per_process, initialize=initialize)
+    try:
+        results = group.run({"function": function, "args": args}, deadline)
+        if shared:
+            _shared[key] = group
+        else:
+            group.end(deadline)
+    finally:
+        if not shared or key not in _shared:
+            group.close()
+    return results
+
+
+class _Group:
+    """Processes that run one job after the other.
+
+    Args:
+        num_processes: How many.
+        devices_per_process: As for `run_processes`.
+        initialize: As for `run_processes`.
+    """
+
+    def __init__(
+        self, num_processes: int, devices_per_process: int, *, initialize: bool
+    ) -> None:
+        self._folder = Path(tempfile.mkdtemp())
+        self._num_jobs = 0
+        env = {
             "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
             "JAX_NUM_PROCESSES": str(num_processes),
         }
-        runs = [_start(index, where, job_env) for index in range(num_processes)]
-        try:
-            _wait(runs, where, time.monotonic() + timeout_s)
-        finally:
-            for run in runs:
-                run.kill()
-                run.wait()
-        return [
-            json.loads((where / f"{index}.json").read_text())
-            for index in range(num_processes)
+        args = [str(devices_per_process), "together" if initialize else "alone"]
+        self._processes = [
+            _start(index, self._folder, env, args) for index in range(num_processes)
         ]
+
+    def run(self, job: dict[str, Any], deadline: float) -> list[Any]:
+        """Runs a job, and returns what each process returned."""
+        self._num_jobs += 1
+        files = [
+            self._folder / f"{self._num_jobs}-{index}.json"
+            for index in range(len(self._processes))
+        ]
+        for process, file in zip(self._processes, files, strict=True):
+            line = json.dumps({**job, "file": str(file)})
+            assert process.stdin is not None
+            process.stdin.write(f"{line}\n".encode())
+            process.stdin.flush()
+        self._wait(deadline, [file.exists for file in files])
+        return [json.loads(file.read_text()) for file in files]
+
+    def end(self, deadline: float) -> None:
+        """Lets the processes end by themselves."""
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        ended = [lambda p=process: p.poll() is not None for process in self._processes]
+        self._wait(deadline, ended)
+
+    def _wait(self, deadline: float, tests: Sequence[Callable[[], bool]]) -> None:
+        """Waits for all processes; raises AssertionError if one fails."""
+        while True:
+            waits = [index for index, is_done in enumerate(tests) if not is_done()]
+            codes = [process.poll() for process in self._processes]
+            failed = [
+                index
+                for index, code in enumerate(codes)
+                if code or (code == 0 and index in waits)
+            ]
+            if failed:
+                what = f"process {failed[0]} ended with {codes[failed[0]]}"
+            elif not waits:
+                return
+            elif time.monotonic() > deadline:
+                what = f"processes {waits} hang"
+            else:
+                time.sleep(0.02)
+                continue
+            said = [
+                f"process {index} printed:\n{_output(index, self._folder).read_text()}"
+                for index in range(len(codes))
+            ]
+            raise AssertionError("\n".join([what, *said]))
+
+    def close(self) -> None:
+        """Ends the processes, whatever they do."""
+        for process in self._processes:
+            process.kill()
+            process.wait()
+            if process.stdin is not None and not process.stdin.closed:
+                process.stdin.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+# Those that wait for another job.
+_shared: dict[Any, _Group] = {}
+
+
+@atexit.register
+def _close_shared() -> None:
+    while _shared:
+        _shared.popitem()[1].close()
 
 
 def _start(
-    index: int, where: Path, job_env: dict[str, str]
+    index: int, folder: Path, job_env: dict[str, str], args: list[str]
 ) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-m", "tests.processes", str(index), str(where)]
+    command = [sys.executable, "-m", "tests.processes", *args]
     env = {
         **os.environ,
         **job_env,
         "JAX_PROCESS_ID": str(index),
         "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": _search_path(),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
-    with (where / f"{index}.txt").open("wb") as output:
+    with _output(index, folder).open("wb") as output:
         return subprocess.Popen(
-            command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT
+            command,
+            cwd=ROOT,
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
         )
 
 
-def _search_path() -> str:
-    return os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-
-
-def _wait(
-    runs: Sequence["subprocess.Popen[bytes]"], where: Path, deadline: float
-) -> None:
-    """Waits until all processes are done; raises AssertionError if that fails."""
-    while True:
-        codes = [run.poll() for run in runs]
-        failed = [index for index, code in enumerate(codes) if code]
-        if failed:
-            what = f"process {failed[0]} ended with {codes[failed[0]]}"
-        elif None not in codes:
-            return
-        elif time.monotonic() > deadline:
-            what = (
-                f"processes {[i for i, code in enumerate(codes) if code is None]} hang"
-            )
-        else:
-            time.sleep(0.02)
-            continue
-        said = [
-            f"process {index} printed:\n{(where / f'{index}.txt').read_text()}"
-            for index in range(len(runs))
-        ]
-        raise AssertionError("\n".join([what, *said]))
+def _output(index: int, folder: Path) -> Path:
+    return folder / f"{index}.txt"
 
 
 def free_port() -> int:
@@ -133,17 +203,34 @@ def free_port() -> int:
         return one.getsockname()[1]
 
 
-def _main(index: int, where: Path) -> None:
-    """Runs one process of a job."""
-    job = json.loads((where / "job.json").read_text())
-    jax.config.update("jax_num_cpu_devices", job["devices"])
-    if job["initialize"]:
+def _main(devices: str, start: str) -> None:
+    """Runs the jobs of one process, a line of input each."""
+    jax.config.update("jax_num_cpu_devices", int(devices))
+    _write_compilations()
+    if start == "together":
         ml.initialize(timeout_s=60)
-    module, name = job["function"].split(":")
-    result = getattr(importlib.import_module(module), name)(*job["args"])
-    (where / f"{index}.json").write_text(json.dumps(result))
+    for line in sys.stdin:
+        job = json.loads(line)
+        module, name = job["function"].split(":")
+        result = getattr(importlib.import_module(module), name)(*job["args"])
+        file = Path(job["file"])
+        # Whole from the first moment that it exists.
+        file.with_suffix(".part").write_text(json.dumps(result))
+        file.with_suffix(".part").rename(file)
     ml.shutdown()
 
 
+def _write_compilations() -> None:
+    """Lets all processes write to JAX's compilation cache, as only process 0 does.
+
+    The keys of the others are different, so that they would compile everything in each
+    run. If JAX changes this, tests with processes only take longer.
+    """
+    from jax._src import compiler  # noqa: TID251
+
+    state = SimpleNamespace(process_id=0)
+    setattr(compiler, "distributed", SimpleNamespace(global_state=state))  # noqa: B010
+
+
 if __name__ == "__main__":
-    _main(int(sys.argv[1]), Path(sys.argv[2]))
+    _main(*sys.argv[1:])

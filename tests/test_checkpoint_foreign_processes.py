@@ -63,7 +63,7 @@ def save_and_load(where):
 
 
 def test_two_processes_write_one_set_of_files_and_read_their_own_slices(tmp_path):
-    found = run_processes(2, save_and_load, str(tmp_path))
+    found = run_processes(2, save_and_load, str(tmp_path), shared=True)
     for one in found:
         words = jax.random.key_data(jax.random.key(5)).tolist()
         assert one["keys"] == [words, words]

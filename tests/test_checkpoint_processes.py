@@ -112,6 +112,14 @@ def visit(own, others):
     return [name for other in others for name in restore_all(other)]
 
 
+def test_two_processes_restore_what_one_saved_and_one_what_two_saved(tmp_path):
+    one, two = (str(tmp_path / str(count)) for count in (1, 2))
+    save_all(one)
+    run_processes(2, visit, two, [one], devices_per_process=4, shared=True)
+    restore_all(two)
+
+
+@pytest.mark.slow
 def test_any_number_of_processes_restores_what_any_other_saved(tmp_path, counts):
     one, two, four = (str(tmp_path / str(count)) for count in (1, 2, 4))
     save_all(one)

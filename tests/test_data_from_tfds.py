@@ -797,7 +797,7 @@ def test_several_processes_read_their_rows_and_resume_what_one_process_began(dir
         for _ in range(4):
             next(iterator)
         states[way] = iterator.get_state()
-    one, other = run_processes(2, several_runs, str(directory), states)
+    one, other = run_processes(2, several_runs, str(directory), states, shared=True)
     for way, rows in whole.items():
         joined = [a + b for a, b in zip(one[way], other[way], strict=True)]
         assert joined == rows[0 if states[way] is None else 4 :]

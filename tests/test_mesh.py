@@ -386,7 +386,7 @@ def job():
 
 @pytest.fixture(scope="module")
 def processes():
-    return run_processes(2, job, devices_per_process=4)
+    return run_processes(2, job, devices_per_process=4, shared=True)
 
 
 def test_each_of_several_processes_knows_its_own_devices(processes):

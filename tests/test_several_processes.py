@@ -207,6 +207,56 @@ def composed(run):
     return {"code": layouts.to_code(nnx.eval_shape(build)), **trained(mesh, layouts)}
 
 
+@program()
+def optimizers(run):
+    mesh, found = run.mesh("across"), {}
+    optimizers = {
+        "by path": ml.optimizer_by_path(
+            {"kernel": optax.adam(0.05), ".*": optax.sgd(0.1)}
+        ),
+        "every second": optax.MultiSteps(optax.adamw(0.05), 2),
+        "factored": optax.adafactor(0.05, min_dim_size_to_factor=2),
+        "injected": optax.inject_hyperparams(optax.sgd)(optax.linear_schedule(1, 0, 9)),
+    }
+    for name, optimizer in optimizers.items():
+        state = state_on(mesh, optimizer=optimizer)
+        train_step = ml.make_train_step(loss_fn)
+        for batch in data_on(mesh):
+            state, _ = train_step(state, batch)
+        found[name] = contents(state)
+    offload = ml.parallel.data_parallel(mesh, optimizer_memory_kind="pinned_host")
+    found["on the host"] = trained(mesh, offload)
+    return found
+
+
+@program()
+def a_loop_of_the_user(run):
+    """Flax's own optimizer and gradients, outside jit and inside."""
+    mesh = run.mesh("across")
+    model = ml.create(build, layouts_on(mesh))
+    optimizer = nnx.Optimizer(model, optax.adam(0.05), wrt=nnx.Param)
+    x = ml.relayout(source()["x"][:BATCH], mesh.layout("batch", None))
+    grads = nnx.grad(lambda model: jnp.square(model(x)).mean())(model)
+    optimizer.update(model, grads)
+    found = [numbers(nnx.state(model))]
+    state = state_on(mesh)
+    state = state.apply_gradients(jax.tree.map(jnp.ones_like, state.params))
+    found.append([contents(state), numbers(state.model(x)), int(state.step)])
+    weights = ml.relayout(np.array([1, 1, 1, 0], np.float32), mesh.layout("batch"))
+    losses = ml.arrays.arange(4, layout=mesh.layout("batch"), dtype="float32")
+    ours = ml.losses
+    found.append(
+        numbers(
+            [
+                ours.compute_average_loss(losses, weights),
+                ours.per_example(losses, weights),
+                ours.weighted_sum(losses, weights),
+            ]
+        )
+    )
+    return found
+
+
 # Options of the step.
 
 OPTIONS = {
@@ -396,8 +446,7 @@ def a_trainer_with_callbacks(run):
         history = trainer.fit(
             data_on(mesh, shuffle=1),
             epochs=6,
-            validation_data=source(),
-            batch_size=BATCH,
+            validation_data=data_on(mesh),
             progress=False,
             callbacks=[
                 callbacks.CSVLogger(own.with_suffix(".csv")),
@@ -725,6 +774,27 @@ def checkpoints(run):
 
 
 @program()
+def a_loop_that_resumes(run):
+    mesh, found = run.mesh("batch"), {}
+    accuracy = {"accuracy": ml.metrics.Accuracy()}
+    for name, stops in (("loop", [None]), ("loop of parts", [4, None])):
+        for stop in stops:
+            train_step = ml.make_train_step(loss_fn, metrics=accuracy)
+            ck = ml.Checkpointer(run.path(name), every=2)
+            with ck, ml.checkpoint.Loop(ck, data_on(mesh, shuffle=1)) as loop:
+                state, metrics = loop.resume(linear_on(mesh)), None
+                for _ in loop.epochs(2):
+                    for batch in loop:
+                        state, metrics = train_step(state, batch)
+                        loop.step_done(state)
+                        if loop.step == stop:
+                            break
+        found[name] = [loop.step, contents(state), metrics.to_host()["loss"]]
+    assert found["loop"] == found["loop of parts"]
+    return found
+
+
+@program()
 def exports(run):
     mesh, path = run.mesh("across"), run.path("exports")
     params = state_on(mesh).params
@@ -753,7 +823,10 @@ def compared(names, directory, count, devices, variants=9):
     """The programs on one process, and on `count` with `devices` each."""
     args = (sorted(names), str(directory), count, count * devices, variants)
     several = run_processes(
-        count, run_programs, *args, devices_per_process=devices, timeout_s=500
+        *(count, run_programs, *args),
+        devices_per_process=devices,
+        timeout_s=900,
+        shared=True,
     )
     return run_programs(*args), several
 

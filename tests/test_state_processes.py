@@ -77,7 +77,7 @@ def test_what_every_process_has_comes_to_the_devices_of_all():
         "copied": moved,
         "moved": moved,
     }
-    found = run_processes(2, job)
+    found = run_processes(2, job, shared=True)
     for what, tree in expected.items():
         for path, leaf in jax.tree.leaves_with_path(tree):
             whole = np.asarray(leaf)

@@ -212,7 +212,7 @@ def speed_of_two_epochs():
 
 
 def test_every_process_has_a_clock_of_its_own():
-    for speeds in run_processes(2, speed_of_two_epochs):
+    for speeds in run_processes(2, speed_of_two_epochs, shared=True):
         assert all(0 < speed < np.inf for speed in speeds)
 
 

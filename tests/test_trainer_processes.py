@@ -110,7 +110,7 @@ def job(folder):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("logs"))
-    several = run_processes(2, job, folder, devices_per_process=2)
+    several = run_processes(2, job, folder, devices_per_process=2, shared=True)
     return json.loads(json.dumps(job(folder))), several
 
 

@@ -27,7 +27,10 @@ class Callback:
 
     Callbacks run in the order in which they were passed, on every process. The trainer
     that they get has `state`, `position`, `history` and `stop(reason)`. The next step
-    donates the state, so copy any arrays that you keep.
+    donates the state, so copy any arrays that you keep. What they decide must be the
+    same on all processes: one that stops a step earlier leaves the others waiting. The
+    values of metrics are the same; decide by a clock, or by a file, on one process, and
+    send that to the others with `ml.cluster.broadcast`.
 
     Example:
         >>> class Curriculum(Callback):
