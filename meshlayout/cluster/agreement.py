@@ -9,13 +9,12 @@ Calls are paired by their order, which only a single thread has. That is the mai
 thread; in others, a call has a name, and calls of one name are paired.
 """
 
-import contextlib
 import hashlib
 import pickle
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -27,7 +26,7 @@ from jax.core import Tracer
 from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout.cluster import startup
-from meshlayout.cluster.channel import Channel, processes_text
+from meshlayout.cluster.channel import processes_text, shared_channel
 from meshlayout.errors import ClusterError
 
 
@@ -200,40 +199,6 @@ def difference(facts: Mapping[int, Mapping[str, str]]) -> str:
 # Calls.
 
 
-class _Sequences:
-    """The sequences of calls of a run, each with a channel of its own.
-
-    Args:
-        client: The service's client; another one after a new `ml.initialize`.
-    """
-
-    def __init__(self, client: object) -> None:
-        self.client = client
-        self._channels: dict[str, tuple[Channel, threading.Lock]] = {}
-
-    @contextlib.contextmanager
-    def channel(self, name: str, call: str) -> Iterator[Channel]:
-        """Yields the channel of a sequence, for one call."""
-        if name not in self._channels:
-            channel = Channel(f"cluster/{quote(name, safe='')}", what=call, hint=_HINT)
-            self._channels.setdefault(name, (channel, threading.Lock()))
-        channel, lock = self._channels[name]
-        if not lock.acquire(blocking=False):
-            msg = (
-                f"{call} is called in two threads at once, so that calls of different "
-                "processes cannot be paired. Give each thread its own name."
-            )
-            raise ClusterError(msg)
-        try:
-            yield channel
-        finally:
-            lock.release()
-
-
-_sequences = _Sequences(None)
-_lock = threading.Lock()
-
-
 def _exchange(
     call: str, name: str | None, value: Callable[[], Any], timeout_s: float
 ) -> dict[int, Any]:
@@ -245,7 +210,6 @@ def _exchange(
         value: Returns this process's value. If it raises, all processes do.
         timeout_s: As the user gave it.
     """
-    global _sequences
     timeout_s = _checks.number(
         "timeout_s", timeout_s, above=0, where=call, error=ClusterError
     )
@@ -272,13 +236,21 @@ def _exchange(
             )
             raise ClusterError(msg)
         sequence = text
-    with _lock:
-        if _sequences.client is not client:
-            _sequences = _Sequences(client)
-    with _sequences.channel(sequence, text) as channel:
+    channel = shared_channel(
+        f"cluster/{quote(sequence, safe='')}", what=text, hint=_HINT
+    )
+    if not channel.lock.acquire(blocking=False):
+        msg = (
+            f"{text} is called in two threads at once, so that calls of different "
+            "processes cannot be paired. Give each thread its own name."
+        )
+        raise ClusterError(msg)
+    try:
         with channel.failure_told():
             message = text, value()
         messages = channel.exchange(message, what=text, timeout_s=timeout_s)
+    finally:
+        channel.lock.release()
     calls = difference({p: {"the call": call} for p, (call, _) in messages.items()})
     if calls:
         raise ClusterError(f"processes are at different calls: {calls}. {_HINT}")
@@ -339,7 +311,7 @@ class _HostTree:
 
     def values(self) -> dict[str, str]:
         """Returns the type and the value of each leaf, and the structure."""
-        return self._facts(_value)
+        return self._facts(value_text)
 
     def _facts(self, text: Callable[[Any], str]) -> dict[str, str]:
         names = [repr(path) if path else "the value" for path in self.paths]
@@ -450,7 +422,7 @@ def _type(leaf: Any) -> str:
     return _render.array_text(leaf.dtype, leaf.shape)
 
 
-def _value(leaf: Any) -> str:
+def value_text(leaf: Any) -> str:
     """Returns a text that is the same for two leaves if they have the same bits."""
     if isinstance(leaf, _Key):
         return f"{_type(leaf)} {leaf.words.tolist()}"

@@ -17,6 +17,7 @@ import itertools
 import logging
 import operator
 import pickle
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -95,6 +96,9 @@ class Channel:
         timeout_s: How long to wait for another process.
         warn_after_s: How long to wait before logging which process is late.
         error: The class to raise.
+
+    Attributes:
+        lock: For exchanges of several threads, which the channel does not keep apart.
     """
 
     def __init__(
@@ -114,6 +118,7 @@ class Channel:
         self._error = error
         self._turn = 0
         self._topics_in_pieces: set[str] = set()
+        self.lock = threading.Lock()
 
     def exchange(
         self,
@@ -183,9 +188,9 @@ class Channel:
             self.forget(str(turn - 1))
         return values
 
-    def from_first(self, value: T) -> T:
+    def from_first(self, value: T, *, what: str | None = None) -> T:
         """Returns the value of the first process; all processes must call this."""
-        return self.exchange(value)[self._processes[0]]
+        return self.exchange(value, what=what)[self._processes[0]]
 
     def on_first(self, work: Callable[[], T]) -> T:
         """Calls a function on the first process, and returns its result on all.
@@ -208,7 +213,14 @@ class Channel:
             self.fail(error, topic)
             raise
 
-    def fail(self, error: BaseException, topic: str | None = None) -> None:
+    def fail(
+        self,
+        error: BaseException,
+        topic: str | None = None,
+        *,
+        what: str | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
         """Sends an error instead of a value: the others raise it in their exchange.
 
         Waits for them, so that this process does not end before they have read it.
@@ -217,7 +229,7 @@ class Channel:
         text = str(error) if is_ours else f"{type(error).__name__}: {error}"
         # This process raises its own error, whatever the others say.
         with contextlib.suppress(self._error):
-            self.exchange(_Failure(text), topic)
+            self.exchange(_Failure(text), topic, what=what, timeout_s=timeout_s)
 
     def leave(self, topic: str) -> None:
         """Releases processes that wait for this one in an exchange."""
@@ -272,6 +284,26 @@ class Channel:
     def _key(self, topic: str, process: int | None = None) -> str:
         process = _jax.process_index() if process is None else process
         return f"{self._name}/{topic}/{process}"
+
+
+# The channels that `shared_channel` has opened, with the service's client of their run.
+_shared: dict[str, tuple[Any, Channel]] = {}
+_shared_lock = threading.Lock()
+
+
+def shared_channel(name: str, *args: Any, **kwargs: Any) -> Channel:
+    """Returns the channel of a name, opened once in a run.
+
+    Args:
+        name: The channel's name.
+        *args: As for `Channel`.
+        **kwargs: As for `Channel`.
+    """
+    client = _jax.coordination_client()
+    with _shared_lock:
+        if name not in _shared or _shared[name][0] is not client:
+            _shared[name] = client, Channel(name, *args, **kwargs)
+        return _shared[name][1]
 
 
 class _Wait:

@@ -11,6 +11,7 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from types import NoneType
 from typing import (
     Any,
     Generic,
@@ -28,6 +29,7 @@ from jax.core import Tracer
 from meshlayout import _checks, _jax, _render
 from meshlayout._annotations import PyTree
 from meshlayout.cluster import activity
+from meshlayout.cluster.programs import NewProgram, ProgramFacts
 from meshlayout.errors import RecompileWarning, StepError, stack_level
 from meshlayout.layout_map import LayoutMap, activate
 from meshlayout.step.call_errors import (
@@ -35,6 +37,7 @@ from meshlayout.step.call_errors import (
     check_arguments,
     check_memory,
     differences,
+    labelled,
     structure_text,
     what,
 )
@@ -176,6 +179,8 @@ class CompiledStep(StepInspection, Generic[P, R]):
         self._places_rest = False
         self._ignores_axes = False
         self._no_mesh: jax.sharding.AbstractMesh | None = None
+        # Parameters whose values differ between processes, as those with clocks do.
+        self.own: tuple[str, ...] = ()
 
     def __get__(
         self, instance: object, owner: type | None = None
@@ -281,9 +286,15 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 rest = (args[1:], kwargs)
                 signature = LayoutSignature.of(self._name, args[0], rest)
                 program = self._programs.get(signature)
-                if program is None:
+                # Not the one that calls use, if other processes have it, too: they
+                # compare what a call compiles, and may not lower this one.
+                if program is None or signature.has_peers:
                     call = CallSignature(self._names, static, args, kwargs)
-                    program = self._make(signature, call, (static, args[0], rest))
+                    program = JittedStep.of(
+                        self._traced, self._name, signature, call, (static, args[0], rest)
+                    )
+                    if not signature.has_peers:
+                        self._programs[signature] = program
                 jitted: Any = program.jitted
                 return jitted.lower(static, program.flattened(args[0]), rest)
         except NameError as error:
@@ -315,6 +326,11 @@ class CompiledStep(StepInspection, Generic[P, R]):
         """Runs a program that was explained, and may be traced."""
         before, self._thread.may_trace = self._thread.may_trace, True
         try:
+            if program.signature.has_peers:
+                call = CallSignature(self._names, static, args, kwargs)
+                why = self._change(call, program.seen) or "it was called before"
+                with NewProgram(self._name, program.signature.devices, why) as new:
+                    self._compare(new, program, call, args, kwargs)
             state = program.flattened(args[0])
             return program.jitted(static, state, (args[1:], kwargs))
         except Exception as error:
@@ -335,6 +351,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
         signature = LayoutSignature.of(self._name, args[0], (args[1:], kwargs))
         program = self._programs.get(signature)
         call = CallSignature(self._names, static, args, kwargs)
+        before: list[CallSignature] = []
         if program is None:
             before = [p.first_call for p in self._programs.values() if p.seen]
             self._explain(call, before)
@@ -349,7 +366,13 @@ class CompiledStep(StepInspection, Generic[P, R]):
         args = (signature.state_def.unflatten(leaves), *args[1:])
         if program is None:
             arguments = (static, args[0], (args[1:], kwargs))
-            program = self._make(signature, call, arguments)
+            why = self._change(call, before)
+            with NewProgram(self._name, signature.devices, why) as new:
+                program = JittedStep.of(
+                    self._traced, self._name, signature, call, arguments
+                )
+                self._compare(new, program, call, args, kwargs)
+            self._programs[signature] = program
         self.program = program
         return program, args, kwargs
 
@@ -390,15 +413,35 @@ class CompiledStep(StepInspection, Generic[P, R]):
         self._explain(now, program.seen)
         return program, args, kwargs
 
-    def _make(
+    def _compare(
         self,
-        signature: LayoutSignature,
+        new: NewProgram,
+        program: JittedStep,
         call: CallSignature,
-        arguments: tuple[Any, PyTree, Any],
-    ) -> JittedStep:
-        program = JittedStep.of(self._traced, self._name, signature, call, arguments)
-        self._programs[signature] = program
-        return program
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Compares a program with those of other processes, before its first call."""
+        key = call.static, tuple(jax.tree.leaves(call.arguments))
+        if key in program.compared or _jax.is_tracing():
+            return
+
+        def facts() -> ProgramFacts:
+            # JAX keeps what is lowered for the call that follows.
+            jitted: Any = program.jitted
+            state = program.flattened(args[0])
+            lowered = jitted.lower(call.static, state, (args[1:], kwargs))
+            # The texts of other objects may show where they are in memory.
+            static = {
+                name: repr(value)
+                for name, value in call.static
+                if isinstance(value, (bool, int, float, str, NoneType))
+            }
+            arguments = dict(labelled(self._names, args, kwargs))
+            return ProgramFacts(arguments, lowered.as_text(), static, self.own)
+
+        new.compare(facts)
+        program.compared.add(key)
 
     # Inside the trace.
 
@@ -441,12 +484,17 @@ class CompiledStep(StepInspection, Generic[P, R]):
         # Inside another transformation every call is traced.
         if self._on_recompile == "ignore" or not before or _jax.is_tracing():
             return
-        changes = min((differences(call, now) for call in before), key=len)
-        first, *_ = [*changes, SETTING]
-        line = f"{self._name} recompiles: {first}."
+        line = f"{self._name} recompiles: {self._change(now, before)}."
         if self._on_recompile == "error":
             raise StepError(line)
         warnings.warn(line, RecompileWarning, stacklevel=stack_level())
+
+    @staticmethod
+    def _change(now: CallSignature, before: list[CallSignature]) -> str:
+        """Returns what differs from the most similar earlier call; empty without one."""
+        changes = (differences(call, now) for call in before)
+        fewest = min(changes, key=len, default=[""])
+        return [*fewest, SETTING][0]
 
     def _like(self, old: PyTree, new: PyTree) -> Any:
         """Returns the new state, weakly typed where the old one is.

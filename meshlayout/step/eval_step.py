@@ -215,6 +215,7 @@ class EvalStep(StepInspection):
         compiled = compile_step(
             eval_step, layouts=self._layouts, on_recompile=self._on_recompile
         )
+        compiled.own = ("metrics",)
         return compiled, step_metrics
 
     def _values(

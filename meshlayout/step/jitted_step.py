@@ -297,6 +297,11 @@ class LayoutSignature:
         sets = (layout.device_set for layout in layouts if layout is not None)
         return frozenset().union(*sets)
 
+    @functools.cached_property
+    def has_peers(self) -> bool:
+        """Whether these are devices of several processes."""
+        return len({device.process_index for device in self.devices}) > 1
+
 
 def _check_devices(
     step: str, state: PyTree, layouts: tuple[Any, ...], whole: NamedSharding
@@ -328,6 +333,7 @@ class JittedStep:
         is_bounded: Whether these are CPU devices, which bound what is in flight.
         is_shared: Whether it runs on devices of all processes, so all must call it.
         checked: Layouts known to be on the program's devices.
+        compared: Calls whose program was compared with those of other processes.
     """
 
     signature: LayoutSignature
@@ -339,6 +345,7 @@ class JittedStep:
     is_bounded: bool
     is_shared: bool
     checked: set[Any] = field(default_factory=set)
+    compared: set[Any] = field(default_factory=set)
 
     @classmethod
     def of(

@@ -105,6 +105,7 @@ class StepProgram:
             self._compiled[kind] = compile_step(
                 step, layouts=self._layouts, on_recompile=self._on_recompile
             )
+            self._compiled[kind].own = ("metrics",)
         return self._compiled[kind]
 
     def expected_metrics(self, state: TrainState) -> list[str]:
