@@ -250,7 +250,7 @@ def digest_in(text, index):
     return text.split("(digest ")[index + 1].partition(")")[0]
 
 
-@pytest.mark.parametrize("value", BAD, ids=str)
+@pytest.mark.parametrize("value", BAD, ids=lambda value: type(value).__name__)
 def test_bad_arguments_are_refused_in_a_sentence_or_work(value):
     for call in (
         lambda: cluster.barrier(value),

@@ -98,6 +98,7 @@ class Channel:
         error: The class to raise.
 
     Attributes:
+        processes: The processes that take part.
         lock: For exchanges of several threads, which the channel does not keep apart.
     """
 
@@ -112,7 +113,7 @@ class Channel:
         warn_after_s: float = 10.0,
         error: type[MeshLayoutError] = ClusterError,
     ) -> None:
-        self._processes = list(processes or range(_jax.process_count()))
+        self.processes = list(processes or range(_jax.process_count()))
         self._name, self._what, self._hint = name, what, hint
         self._timeout_s, self._warn_after_s = timeout_s, warn_after_s
         self._error = error
@@ -138,8 +139,8 @@ class Channel:
                 exchanges, which are removed automatically.
             what: What the processes do together; None for the channel's.
             timeout_s: How long to wait for the others; None for the channel's.
-            failure: The message if another process failed, in which `{process}` and
-                `{failure}` are filled in.
+            failure: The message if another process failed, in which `{process}`,
+                `{what}` and `{failure}` are filled in.
 
         Returns:
             The values; `LEFT` for a process that has left.
@@ -149,7 +150,7 @@ class Channel:
                 time; with a TimeoutError as its cause in the latter case.
         """
         here = _jax.process_index()
-        if self._processes == [here]:
+        if self.processes == [here]:
             return {here: value}
         turn = None
         if topic is None:
@@ -161,10 +162,10 @@ class Channel:
         is_short = self._send(topic, value, what) <= _SHORT_BYTES
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         wait = _Wait(what, self._hint, limit_s, self._warn_after_s)
-        values: dict[int, Any] = dict.fromkeys(self._processes)
+        values: dict[int, Any] = dict.fromkeys(self.processes)
         come = {here: value}
         with activity.during(f"waiting for all to come to {what}", waits=True):
-            for process in self._processes:
+            for process in self.processes:
                 # Also after one is late: the error names all of them.
                 if process not in come:
                     come[process] = wait.value(self._key(topic, process), process)
@@ -172,7 +173,9 @@ class Channel:
                         come = self._come(topic) | come
                 answer = come[process]
                 if isinstance(answer, _Failure) and process != here:
-                    msg = failure.format(process=process, failure=answer.text)
+                    msg = failure.format(
+                        process=process, what=what, failure=answer.text
+                    )
                     cause = OtherProcessError(f"process {process} failed")
                     raise self._error(msg) from cause
                 values[process] = answer
@@ -188,9 +191,9 @@ class Channel:
             self.forget(str(turn - 1))
         return values
 
-    def from_first(self, value: T, *, what: str | None = None) -> T:
+    def from_first(self, value: T) -> T:
         """Returns the value of the first process; all processes must call this."""
-        return self.exchange(value, what=what)[self._processes[0]]
+        return self.exchange(value)[self.processes[0]]
 
     def on_first(self, work: Callable[[], T]) -> T:
         """Calls a function on the first process, and returns its result on all.
@@ -198,8 +201,8 @@ class Channel:
         Raises:
             MeshLayoutError: What `work` raises; as `error` on the other processes.
         """
-        if _jax.process_index() != self._processes[0]:
-            return self.exchange(None)[self._processes[0]]
+        if _jax.process_index() != self.processes[0]:
+            return self.exchange(None)[self.processes[0]]
         with self.failure_told():
             result = work()
         return self.from_first(result)
@@ -249,7 +252,7 @@ class Channel:
         All processes must have finished them. Every process may call this; the first
         one removes them.
         """
-        if _jax.process_index() == self._processes[0]:
+        if _jax.process_index() == self.processes[0]:
             client = _jax.coordination_client()
             client.key_value_delete(f"{_HEADS}/{self._name}/{directory}/")
 

@@ -11,6 +11,7 @@ processors of several kinds make them.
 """
 
 import contextlib
+import functools
 import itertools
 import math
 import re
@@ -84,7 +85,9 @@ class NewProgram(contextlib.AbstractContextManager["NewProgram"]):
         self, name: str, devices: Iterable[_jax.Device], why: str = ""
     ) -> None:
         self._name = name
-        self._what = f"a new program of {name} ({why})" if why else f"the first {name}"
+        self._what = f"the first call of {name}"
+        if why:
+            self._what = f"a new program of {name} ({why})"
         self._processes = sorted({device.process_index for device in devices})
         is_shared = len(self._processes) > 1
         self._is_compared = (
@@ -123,9 +126,7 @@ class NewProgram(contextlib.AbstractContextManager["NewProgram"]):
     def _channel(self) -> Iterator[Channel]:
         """Yields the channel of the processes, for this thread alone."""
         name = f"programs/{'-'.join(map(str, self._processes))}"
-        channel = shared_channel(
-            name, self._processes, what=self._what, hint=_HINT, timeout_s=TIMEOUT_S
-        )
+        channel = shared_channel(name, self._processes, what=self._what, hint=_HINT)
         with channel.lock:
             yield channel
 
@@ -175,7 +176,7 @@ class _Compared:
         """Returns what the program is made for, by name."""
         arguments = self.facts.arguments
         return {
-            "the step": self.name,
+            "the program": self.name,
             **self.facts.settings,
             "the mesh": _meshes_text(arguments.values()),
             **{path: _leaf_text(leaf) for path, leaf in arguments.items()},
@@ -194,13 +195,21 @@ def _compare(here: _Compared, channel: Channel, what: str) -> None:
     Digests are compared with those of the first process; texts are sent only if one
     differs, as those of many processes would be a lot.
     """
-    first, values = channel.from_first((here.digest(), here.values), what=what)
+    exchange = functools.partial(
+        channel.exchange,
+        what=what,
+        timeout_s=TIMEOUT_S,
+        failure="process {process} cannot come to {what}: {failure}",
+    )
+    is_first = channel.processes[0] == _jax.process_index()
+    sent = exchange((here.digest(), here.values) if is_first else None)
+    first, values = sent[channel.processes[0]]
     is_same = here.digest() == first and here.is_like(values)
-    if all(channel.exchange(is_same, what=what).values()):
+    if all(exchange(is_same).values()):
         return
     texts = {f"the value of {path}": value_text(x) for path, x in here.hosts.items()}
     program = zlib.compress(_stable(here.facts.text).encode())
-    messages = channel.exchange((here.texts(), texts, program), what=what)
+    messages = exchange((here.texts(), texts, program))
     text = (
         difference({p: facts for p, (facts, _, _) in messages.items()})
         or difference({p: values for p, (_, values, _) in messages.items()})
@@ -268,6 +277,10 @@ def _shared_pieces(path: str, leaf: Leaf) -> Iterator[tuple[str, Any]]:
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
         yield path, leaf
         return
+    if leaf.is_fully_replicated:
+        # `addressable_shards` raises for some arrays of one device in each process.
+        yield path, leaf.addressable_data(0)
+        return
     holders: defaultdict[tuple[Any, ...], set[int]] = defaultdict(set)
     for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
         holders[_bounds(index, leaf.shape)].add(device.process_index)
@@ -302,7 +315,9 @@ def _is_close(a: Any, b: Any) -> bool:
         return a == b
     if not all(map(math.isfinite, (*a, *b))):
         return repr(a) == repr(b)
-    return max(abs(x - y) for x, y in zip(a, b, strict=True)) <= _TOLERANCE * max(a[1], b[1])
+    return max(abs(x - y) for x, y in zip(a, b, strict=True)) <= _TOLERANCE * max(
+        a[1], b[1]
+    )
 
 
 def _meshes_text(leaves: Iterable[Leaf]) -> str:

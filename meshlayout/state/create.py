@@ -21,6 +21,7 @@ from meshlayout import _checks, _jax, _jaxprs, _paths, _render
 from meshlayout._annotations import Leaf, PyTree
 from meshlayout._default_mesh import get_default_mesh
 from meshlayout.arrays import copy_to_mesh
+from meshlayout.cluster.programs import NewProgram, ProgramFacts
 from meshlayout.errors import StateError
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutBox, LayoutMap, Resolution, Resolved
@@ -128,6 +129,8 @@ class StateDescription(Generic[T]):
                 "alone."
             )
             raise StateError(msg)
+        with NewProgram("create", self._mesh.devices.flat) as new:
+            new.compare(lambda: self._facts(inputs))
         results = iter(self._operations().run(inputs))
         leaves: list[Leaf] = []
         for leaf, layout in self._leaves():
@@ -153,6 +156,21 @@ class StateDescription(Generic[T]):
         return CreationMemory(
             computed.state_bytes + moved_bytes, computed.peak_bytes + moved_bytes
         )
+
+    def _facts(self, inputs: Sequence[ArrayLike]) -> ProgramFacts:
+        """Returns what all processes that make the state must have alike."""
+        jaxpr = self._traced.jaxpr
+        # Seeds are constants of the program, in it or beside it.
+        values = {f"input {index}": value for index, value in enumerate(inputs)}
+        values |= {f"constant {i}": value for i, value in enumerate(jaxpr.consts)}
+        layouts: dict[str, Leaf] = {}
+        paths = _paths.leaf_names(self._traced.node)
+        for path, (leaf, layout) in zip(paths, self._leaves(), strict=True):
+            if is_array(leaf) and layout is not None:
+                layouts[path] = _abstract(leaf, layout)
+                if not isinstance(leaf, ComputedArray):
+                    values[f"the array for {path}"] = leaf
+        return ProgramFacts(layouts | values, str(jaxpr.jaxpr))
 
     def _leaves(self) -> Iterator[tuple[Leaf, Layout | None]]:
         return zip(self._traced.leaves, self._targets, strict=True)

@@ -291,7 +291,11 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 if program is None or signature.has_peers:
                     call = CallSignature(self._names, static, args, kwargs)
                     program = JittedStep.of(
-                        self._traced, self._name, signature, call, (static, args[0], rest)
+                        self._traced,
+                        self._name,
+                        signature,
+                        call,
+                        (static, args[0], rest),
                     )
                     if not signature.has_peers:
                         self._programs[signature] = program
@@ -491,7 +495,7 @@ class CompiledStep(StepInspection, Generic[P, R]):
 
     @staticmethod
     def _change(now: CallSignature, before: list[CallSignature]) -> str:
-        """Returns what differs from the most similar earlier call; empty without one."""
+        """Returns what differs from the nearest earlier call; empty without one."""
         changes = (differences(call, now) for call in before)
         fewest = min(changes, key=len, default=[""])
         return [*fewest, SETTING][0]

@@ -133,7 +133,7 @@ class StepInspection:
             *args: As for a call; nothing is run, and the state is not used up.
             **kwargs: Arguments by name.
         """
-        compiled = self._compiled(args, kwargs)
+        compiled = self._compile(args, kwargs)
         arguments, results = _names(compiled, args[0] if args else kwargs.get("state"))
         return read_communication(compiled, arguments=arguments, results=results)
 
@@ -144,7 +144,7 @@ class StepInspection:
             *args: As for a call; nothing is run, and the state is not used up.
             **kwargs: Arguments by name.
         """
-        return read_cost(self._compiled(args, kwargs))
+        return read_cost(self._compile(args, kwargs))
 
     def memory(self, *args: Any, **kwargs: Any) -> StepMemory:
         """Returns the bytes that the compiled step takes on each device.
@@ -155,11 +155,11 @@ class StepInspection:
             *args: As for a call; nothing is run, and the state is not used up.
             **kwargs: Arguments by name.
         """
-        compiled = self._compiled(args, kwargs)
+        compiled = self._compile(args, kwargs)
         state = args[0] if args else kwargs.get("state")
         return _memory_of(compiled, state)
 
-    def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         activity.now.compiling = getattr(self, "__name__", "a step")
         try:
             return self.lower(*args, **kwargs).compile()

@@ -1,0 +1,239 @@
+"""Before the first call of a program, its processes find out whether it is the same."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import meshlayout as ml
+from meshlayout.cluster import programs
+from tests.processes import run_processes
+
+
+pytestmark = pytest.mark.multiprocess
+
+SAME = (
+    "All processes must run the same program, with the same arguments, made from the "
+    "same seed."
+)
+
+
+def message(function, *args):
+    """The message with which a call is refused, and its class; else "worked"."""
+    try:
+        function(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "worked"
+
+
+def placed(layout, value):
+    """A global array of what this process says, as raw JAX makes it."""
+    return jax.make_array_from_callback(
+        value.shape, layout.sharding, lambda index: value[index]
+    )
+
+
+def state_of(mesh, value=0.0):
+    return {"w": placed(mesh.layout(None, None), np.full((8, 8), value, "f4"))}
+
+
+def batch_of(mesh, rows=8):
+    return placed(mesh.layout("batch", None), np.ones((rows, 3), "f4"))
+
+
+def step_of(function=jnp.sum, name="train_step"):
+    def step(state, batch, scale=1.0):
+        total = scale * function(batch)
+        return {"w": state["w"] + total}, total
+
+    step.__name__ = name
+    return ml.compile_step(step)
+
+
+def callbacks(state, batch):
+    """What puts ids of this process into the program's text."""
+    jax.debug.print("{}", batch.sum())
+    jax.debug.callback(lambda x: None, state["w"])
+    shape = jax.ShapeDtypeStruct((), jnp.float32)
+    total = jax.pure_callback(lambda x: np.asarray(2 * x), shape, batch.sum())
+    return {"w": state["w"] + total}, total
+
+
+def fails_on_one(index):
+    def step(state, batch):
+        if index == 1:
+            raise ValueError("a user's error")
+        return state, batch.sum()
+
+    return ml.compile_step(step)
+
+
+def linear(seed=0):
+    return nnx.Linear(4, 4, rngs=nnx.Rngs(seed))
+
+
+def train_step_of(loss):
+    return ml.make_train_step(loss, metrics={"time": ml.metrics.Throughput()})
+
+
+def differences(mesh, index):
+    """What is not the same on all processes; for each, the error on this one."""
+    told, state, batch = {}, state_of(mesh), batch_of(mesh)
+    rules = ml.LayoutMap(mesh, {"kernel": ("batch", None)})
+    told["function"] = message(step_of([jnp.sum, jnp.max][index]), state, batch)
+    told["name"] = message(step_of(name="ab"[index]), state, batch)
+    told["rows"] = message(step_of(), state, batch_of(mesh, [8, 4][index]))
+    told["number"] = message(step_of(), state, batch, float(index))
+    told["params"] = message(step_of(), state_of(mesh, index), batch)
+    told["trace"] = message(fails_on_one(index), state, batch)
+    turned = ml.Mesh(
+        jax.sharding.Mesh(np.array(jax.devices())[:: 1 - 2 * index], "batch")
+    )
+    told["mesh"] = message(step_of(), state_of(turned), batch_of(turned))
+    layout = mesh.layout(*[("batch", None), (None, "batch")][index])
+    told["layout"] = message(step_of(), {"w": placed(layout, np.ones((4, 4)))}, batch)
+    told["key"] = message(
+        ml.compile_step(lambda state, batch: (state, batch.sum())),
+        {"key": ml.create(lambda: jax.random.key(3)), **state} | key_of(mesh, index),
+        batch,
+    )
+    told["create"] = message(ml.create, lambda: linear(index), rules)
+    told["scope"] = message(in_scope, rules, index)
+    told["optimizer"] = message(
+        ml.TrainState.create, linear, [optax.adam(1.0), optax.sgd(1.0)][index], rules
+    )
+    return told
+
+
+def key_of(mesh, index):
+    words = np.array([0, index], np.uint32)
+    return {"key": jax.random.wrap_key_data(placed(mesh.layout(None), words))}
+
+
+def in_scope(rules, seed):
+    with rules.scope():
+        linear(seed)
+
+
+def harmless(mesh, index):
+    """What differs without harm."""
+    state, batch = state_of(mesh), batch_of(mesh)
+    told = {"callbacks": message(ml.compile_step(callbacks), state_of(mesh), batch)}
+    told["rounding"] = message(step_of(), state_of(mesh, 1 + 1e-6 * index), batch)
+    step = step_of()
+    if index == 0:
+        step.lower(state, batch)
+        step.memory(state, batch_of(mesh, 4))
+        local = ml.create_mesh({"batch": 2}, devices=jax.local_devices())
+        told["local"] = message(step_of(), state_of(local), batch_of(local))
+    told["lowered on one"] = message(step, state_of(mesh), batch)
+    told["lowered for others"] = message(step, state_of(mesh), batch_of(mesh, 4))
+    rules = ml.LayoutMap(mesh, {"kernel": ("batch", None)})
+    state = ml.TrainState.create(linear, optax.adam(1.0), rules)
+    rows = {"x": np.ones((5 + index, 4), np.float32)}
+    data = ml.distribute_dataset(rows, mesh, global_batch_size=8, per_process=True)
+    train_step = train_step_of(lambda model, batch: model(batch["x"]).mean(-1))
+    (batch, *_) = data
+    told["train step"] = message(train_step, state, batch)
+    return told
+
+
+def job():
+    index = jax.process_index()
+    mesh = ml.create_mesh({"batch": 4})
+    told = {"harmless": harmless(mesh, index), "differences": differences(mesh, index)}
+    step = step_of()
+    step(state_of(mesh), batch_of(mesh))
+    programs.TIMEOUT_S = 0.6
+    told["recompiles"] = ""
+    if index == 0:
+        told["recompiles"] = message(step, state_of(mesh), batch_of(mesh, 4))
+    time.sleep(1.5 * index)
+    return told
+
+
+@pytest.fixture(scope="module")
+def told():
+    return run_processes(2, job)
+
+
+def test_programs_that_are_the_same_run_on_all_processes(told):
+    assert set(told[0]["harmless"].values()) == {"worked"}
+    assert set(told[1]["harmless"].values()) == {"worked"}
+
+
+DIFFERENCES = {
+    "function": "train_step is not the same program on all processes: line 4 of the "
+    "program is `%cst = stablehlo.constant dense<0xFF800000> : tensor<f32>` on process "
+    "1, and `%cst = stablehlo.constant dense<0.000000e+00> : tensor<f32>` on process 0.",
+    "rows": "train_step is not the same program on all processes: batch is "
+    "f32[4@batch, 3] on process 1, and f32[8@batch, 3] on process 0.",
+    "number": "train_step is not the same program on all processes: the value of scale "
+    "is f64[] 1.0 on process 1, and f64[] 0.0 on process 0.",
+    "mesh": "train_step is not the same program on all processes: the mesh is "
+    "Mesh(batch=4) of devices 2049,2048,1,0 on process 1, and Mesh(batch=4) of devices "
+    "0-1,2048-2049 on process 0.",
+    "layout": "train_step is not the same program on all processes: state/w is "
+    "f32[4, 4@batch] on process 1, and f32[4@batch, 4] on process 0.",
+    "key": "<lambda> is not the same program on all processes: the value of state/key "
+    "is u32[2] [0, 1] on process 1, and u32[2] [0, 0] on process 0.",
+    "create": "create is not the same program on all processes: line 37 of the program "
+    "is `bg:key<fry>[] = random_seed[impl=fry] 1:i32[]` on process 1, and `bg:key<fry>[] "
+    "= random_seed[impl=fry] 0:i32[]` on process 0.",
+    "scope": "create is not the same program on all processes: the value of input 1 is "
+    "u32[2] [0, 1] on process 1, and u32[2] [0, 0] on process 0.",
+    "optimizer": "create is not the same program on all processes: opt_state/0/count is "
+    "missing on process 1, and i32[] on process 0; opt_state/0/mu/bias is missing on "
+    "process 1, and f32[4] on process 0; opt_state/0/mu/kernel is missing on process 1, "
+    "and f32[4@batch, 4] on process 0; and 2 more differ.",
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENCES)
+def test_a_process_that_differs_is_named_on_all(told, case):
+    for process in told:
+        assert (
+            process["differences"][case] == f"ClusterError: {DIFFERENCES[case]} {SAME}"
+        )
+
+
+def test_other_parameters_are_named_on_all_processes(told):
+    start = (
+        "ClusterError: train_step is not the same program on all processes: the value "
+        "of state/w is f32[8, 8] (digest "
+    )
+    for process in told:
+        text = process["differences"]["params"]
+        assert text.startswith(start)
+        assert text.endswith(f" on process 0. {SAME}")
+
+
+def test_other_steps_are_named_on_all_processes(told):
+    for index, process in enumerate(told):
+        assert process["differences"]["name"] == (
+            f"ClusterError: {'ab'[index]} is not the same program on all processes: the "
+            f"program is b on process 1, and a on process 0. {SAME}"
+        )
+
+
+def test_a_process_that_cannot_trace_its_program_tells_the_others(told):
+    assert told[1]["differences"]["trace"] == "ValueError: a user's error"
+    assert told[0]["differences"]["trace"] == (
+        "ClusterError: process 1 cannot come to the first call of step: ValueError: a "
+        "user's error"
+    )
+
+
+def test_a_process_that_alone_needs_another_program_does_not_wait_for_ever(told):
+    assert told[0]["recompiles"] == (
+        "ClusterError: process 0 waited 1 s for process 1, which did not come to a new "
+        "program of train_step (batch changed from f32[8, 3] to f32[4, 3]). Process 1 "
+        "last came to the first call of train_step. All processes must compile the same "
+        "programs, in the same order. One that needs no new program runs an earlier "
+        "one, and waits in it for the others."
+    )
