@@ -193,6 +193,8 @@ def test_each_setting_says_where_it_came_from():
                 (":1234", "':1234'"),
                 ("a b:1234", "'a b:1234'"),
                 ("http://a:1234", "'http://a:1234'"),
+                ("a..b:1234", "'a..b:1234'"),
+                ("a\0:1234", r"'a\x00:1234'"),
                 ("::1:1234", "'::1:1234'"),
                 ("", "''"),
                 (1234, "1234"),
@@ -217,6 +219,10 @@ def test_each_setting_says_where_it_came_from():
                 ("2", "'2'"),
                 (YES, "True"),
             ]
+        ),
+        (
+            {"num_processes": 10**12},
+            "num_processes must be at most 1048576, got 1000000000000.",
         ),
         *(
             ({"process_id": v}, f"process_id must be a non-negative integer, got {s}.")
@@ -273,6 +279,15 @@ def test_what_is_said_about_bad_arguments(arguments, text):
         (
             JAX | {"JAX_NUM_PROCESSES": "four"},
             "JAX_NUM_PROCESSES must be a positive integer, such as '4', got 'four'.",
+        ),
+        (
+            JAX | {"JAX_NUM_PROCESSES": "9" * 5000},
+            "JAX_NUM_PROCESSES must be a positive integer, such as '4', got "
+            f"'{'9' * 2000}'....",
+        ),
+        (
+            JAX | {"JAX_NUM_PROCESSES": "2000000"},
+            "JAX_NUM_PROCESSES must be at most 1048576, got '2000000'.",
         ),
         (
             JAX | {"JAX_NUM_PROCESSES": "0"},
@@ -363,7 +378,32 @@ def test_what_is_said_about_bad_arguments(arguments, text):
                     "7 is not a host with a port, such as '10.0.0.1:1234'",
                 ),
                 (tf_config({"worker": ["a:1", "a:1"]}), "'a:1' is there twice"),
+                (
+                    tf_config({"worker": ["a:1"]}, index=1),
+                    "the task's index must be 0, as the cluster has 1 task of type "
+                    "'worker', got 1",
+                ),
+                (
+                    tf_config(index=float("inf")),
+                    "the task's index must be 0 or 1, as the cluster has 2 tasks of "
+                    "type 'worker', got inf",
+                ),
+                (
+                    tf_config({"workers": ["a:1", "b:1"]}, "workers"),
+                    "the cluster must have one 'chief' or none and 'worker's, got "
+                    "'workers'",
+                ),
+                (
+                    tf_config({"chief": ["a:1", "b:1"]}, "chief"),
+                    "the cluster must have one 'chief' or none and 'worker's, got 2 "
+                    "chiefs",
+                ),
             ]
+        ),
+        (
+            {"TF_CONFIG": "[" * 100_000},
+            f"TF_CONFIG='{'[' * 2000}'...: it must be JSON with a 'cluster' and a "
+            f"'task'.{RIGHT}",
         ),
         (
             DTENSOR | {"DTENSOR_JOBS": "a:1,b"},

@@ -17,6 +17,7 @@ import math
 import os
 import socket
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -257,7 +258,7 @@ def _listener(settings: Settings, here: dict[str, Any]) -> socket.socket:
             # would share it without an error.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(target)
-            listener.listen(settings.num_processes)
+            listener.listen(min(settings.num_processes, 2**16))
         except OSError as error:
             listener.close()
             problem = error
@@ -322,12 +323,15 @@ def _join(settings: Settings, timeout_s: float) -> None:
     """Tells process 0 that this process has come, and waits for its answer."""
     hello, start = _hello(settings), time.monotonic()
     foreign_since, was_warned = math.inf, False
-    while True:
+    for pause_s in _pauses():
         left_s = start + timeout_s - time.monotonic()
         # Process 0 may have started later, and waits for as long as this process.
         reply = _ask(settings, hello, max(left_s, 0.1), timeout_s + _GRACE_S)
         if isinstance(reply, dict):
-            break
+            if reply["problem"]:
+                raise ClusterError(reply["problem"])
+            _wait_for_service(settings)
+            return
         now = time.monotonic()
         foreign_since = min(foreign_since, now) if reply == _FOREIGN else math.inf
         waited_s = now - start
@@ -350,10 +354,19 @@ def _join(settings: Settings, timeout_s: float) -> None:
                 *(settings.process_index, waited_s, settings.coordinator_address),
                 *(reply, timeout_s),
             )
-        time.sleep(0.05)
-    if reply["problem"]:
-        raise ClusterError(reply["problem"])
-    _wait_for_service(settings)
+        time.sleep(min(pause_s, timeout_s - waited_s))
+
+
+def _pauses() -> Iterator[float]:
+    """Yields how long to wait between attempts to connect, in seconds.
+
+    The first ones are short, for a process 0 that is about to listen. Later ones spare
+    it, and the servers that know its name, hundreds of processes that ask all the time.
+    """
+    pause_s = 0.01
+    while True:
+        yield pause_s
+        pause_s = min(1.3 * pause_s, 0.5)
 
 
 def _ask(
@@ -390,7 +403,7 @@ def _wait_for_service(settings: Settings) -> None:
     JAX's client, coming too early, would try again only after a second.
     """
     end = time.monotonic() + _SERVICE_S
-    while True:
+    for pause_s in _pauses():
         try:
             _connection(settings, 1.0).close()
         except OSError as problem:
@@ -401,7 +414,7 @@ def _wait_for_service(settings: Settings) -> None:
                     f"{_reason(problem)}. Look at the output of process 0."
                 )
                 raise ClusterError(msg) from problem
-            time.sleep(0.01)
+            time.sleep(pause_s)
         else:
             return
 

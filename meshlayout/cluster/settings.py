@@ -34,6 +34,7 @@ from meshlayout.cluster.variables import (
     listed,
     malformed,
     parsed,
+    shown,
     span,
 )
 from meshlayout.errors import ClusterError
@@ -59,6 +60,9 @@ _NUMBERS = (
     *("OMPI_COMM_WORLD_RANK", *_LOCAL_IDS, "JOB_COMPLETION_INDEX", "TPU_WORKER_ID"),
     *("MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID", "JAX_COORDINATOR_PORT"),
 )
+
+# Far more than there are anywhere: each is waited for by its number.
+_MOST = 2**20
 
 _ALL_THREE = (
     "Give all three: initialize('10.0.0.1:1234', num_processes=2, process_id=0), or "
@@ -200,7 +204,7 @@ def _detected(detect: Detect, found: Found, environment: Mapping[str, str]) -> F
     except Exception as problem:
         for name in _NUMBERS:
             if name in environment and parsed(INDEX, environment[name]) is None:
-                raise malformed(INDEX, name, repr(environment[name])) from problem
+                raise malformed(INDEX, name, shown(environment[name])) from problem
         msg = (
             "initialize: JAX's detection of the cluster failed with "
             f"{type(problem).__name__}: {problem}. {_ALL_THREE}"
@@ -246,7 +250,7 @@ def _check_undetected(environment: Mapping[str, str]) -> None:
         text = environment.get(name, "1")
         if text != "1":
             msg = (
-                f"initialize: {name}={text!r}, but JAX {jax.__version__} does not "
+                f"initialize: {name}={shown(text)}, but JAX {jax.__version__} does not "
                 "detect the other processes of this launcher, and each would run "
                 f"alone. {_ALL_THREE} If each is to run alone, give num_processes=1."
             )
@@ -283,6 +287,9 @@ def _check_completeness(found: Found) -> None:
 
 def _check_index(found: Found) -> None:
     """Refuses an index that the number of processes does not have."""
+    if COUNT in found and found[COUNT].value > _MOST:
+        msg = f"initialize: {found[COUNT].source} must be at most {_MOST}, got "
+        raise ClusterError(f"{msg}{found[COUNT].held}.")
     if COUNT not in found or INDEX not in found:
         return
     number, index = found[COUNT], found[INDEX]

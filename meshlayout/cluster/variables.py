@@ -27,6 +27,9 @@ KINDS = {
 
 _LARGEST_PORT = 65535
 
+# A TF_CONFIG of many workers is worth showing.
+_LONGEST = 2000
+
 
 class Setting(NamedTuple):
     """A setting, and the argument or variable that it came from with what it held."""
@@ -95,59 +98,73 @@ def _from_tf_config(environment: Mapping[str, str]) -> Found:
     if not text:
         return {}
     try:
-        config = json.loads(text)
-        jobs, task = config.get("cluster") or {}, config.get("task") or {}
-        is_well_formed = all(isinstance(jobs[job], list) for job in jobs)
-        job, index = task.get("type"), task.get("index")
-    except (ValueError, TypeError, AttributeError):
-        is_well_formed, jobs, job, index = False, {}, None, None
-    if not is_well_formed:
-        raise _malformed_tf_config(
-            text, "it must be JSON with a 'cluster' and a 'task'"
+        addresses, index = _read_tf_config(text)
+    except ValueError as problem:
+        example = {
+            "cluster": {"worker": ["10.0.0.1:1234", "10.0.0.2:1234"]},
+            "task": {"type": "worker", "index": 0},
+        }
+        msg = (
+            f"initialize: TF_CONFIG={shown(text)}: {problem}. Right for the first of "
+            f"two processes is {json.dumps(example)!r}."
         )
-    if job in ("ps", "evaluator") or jobs.get("ps"):
-        raise _malformed_tf_config(
-            text,
-            f"a task of type {job if job in ('ps', 'evaluator') else 'ps'!r} has no "
-            "place here: all processes train, and hold their part of the parameters. "
-            "Start chief and workers only",
-        )
-    addresses = [*jobs.get("chief", []), *jobs.get("worker", [])]
-    fact = _problem_of(addresses)
-    if fact:
-        raise _malformed_tf_config(text, fact)
+        raise ClusterError(msg) from None
     if len(addresses) < 2:
         return {}  # As platforms set it on a single machine.
-    index = _tf_config_index(text, jobs, job, index)
     values = {ADDRESS: addresses[0], COUNT: len(addresses), INDEX: index}
     return {
-        field: Setting(value, "TF_CONFIG", repr(text))
+        field: Setting(value, "TF_CONFIG", shown(text))
         for field, value in values.items()
     }
 
 
-def _tf_config_index(
-    text: str, jobs: Mapping[str, list[str]], job: Any, index: Any
-) -> int:
-    """Returns the index of the process of a task of TF_CONFIG."""
-    known = [name for name in ("chief", "worker") if jobs.get(name)]
-    if job not in known:
-        types = " or ".join(map(repr, known))
-        raise _malformed_tf_config(
-            text, f"the task's type must be {types}, got {job!r}"
-        )
-    size = len(jobs[job])
+def _read_tf_config(text: str) -> tuple[list[str], int]:
+    """Returns the addresses of all processes, and the index of this one.
+
+    Raises:
+        ValueError: With what is wrong.
+    """
     try:
-        number = int(index)  # Some launchers write "0".
-    except (TypeError, ValueError):
-        number = -1
-    if isinstance(index, (bool, float)) or not 0 <= number < size:
-        raise _malformed_tf_config(
-            text,
-            f"the task's index must be {span(size)}, as the cluster has {size} "
-            f"task{'s' * (size > 1)} of type {job!r}, got {index!r}",
+        config = json.loads(text)
+        jobs, task = config.get("cluster") or {}, config.get("task") or {}
+        is_well_formed = all(isinstance(jobs[job], list) for job in jobs)
+        job, index = task.get("type"), task.get("index")
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        is_well_formed, jobs, task, job, index = False, {}, {}, None, None
+    if not is_well_formed:
+        msg = "it must be JSON with a 'cluster' and a 'task'"
+        raise ValueError(msg)
+    for other in ("ps", "evaluator"):
+        if job == other or (other == "ps" and jobs.get(other)):
+            msg = (
+                f"a task of type {other!r} has no place here: all processes train, and "
+                "hold their part of the parameters. Start chief and workers only"
+            )
+            raise ValueError(msg)
+    unknown = set(jobs) - {"chief", "worker", "ps", "evaluator"}
+    if unknown or len(jobs.get("chief", [])) > 1:
+        got = repr(min(unknown)) if unknown else f"{len(jobs['chief'])} chiefs"
+        msg = f"the cluster must have one 'chief' or none and 'worker's, got {got}"
+        raise ValueError(msg)
+    chief, workers = jobs.get("chief", []), jobs.get("worker", [])
+    addresses = [*chief, *workers]
+    _check_addresses(addresses)
+    if len(addresses) < 2 and not task:
+        return addresses, 0
+    types = [name for name in ("chief", "worker") if jobs.get(name)]
+    if addresses and job not in types:
+        msg = f"the task's type must be {' or '.join(map(repr, types))}, got {job!r}"
+        raise ValueError(msg)
+    tasks = jobs.get(job, [])
+    # Some launchers write "0".
+    number = _number(str(index)) if isinstance(index, (int, str)) else None
+    if addresses and (number is None or number >= len(tasks)):
+        msg = (
+            f"the task's index must be {span(len(tasks))}, as the cluster has "
+            f"{len(tasks)} task{'s' * (len(tasks) > 1)} of type {job!r}, got {index!r}"
         )
-    return number + (len(jobs.get("chief", [])) if job == "worker" else 0)
+        raise ValueError(msg)
+    return addresses, (number or 0) + (len(chief) if job == "worker" else 0)
 
 
 def _from_dtensor(environment: Mapping[str, str]) -> Found:
@@ -201,33 +218,39 @@ def _from_jobs(
     if not text:
         return found
     addresses = [address.strip() for address in text.split(",")]
-    fact = _problem_of(addresses)
-    if fact:
+    try:
+        _check_addresses(addresses)
+    except ValueError as problem:
         msg = (
-            f"initialize: {name}={text!r}: {fact}. Right for two processes is "
+            f"initialize: {name}={shown(text)}: {problem}. Right for two processes is "
             "'10.0.0.1:1234,10.0.0.2:1234'."
         )
-        raise ClusterError(msg)
-    first = Setting(addresses[0], name, repr(text))
+        raise ClusterError(msg) from None
+    first = Setting(addresses[0], name, shown(text))
     if are_all or len(addresses) > 1:
         count = found.setdefault(COUNT, first._replace(value=len(addresses)))
         if count.value != len(addresses):
             msg = (
-                f"initialize: {name}={text!r} has {len(addresses)} addresses, but "
+                f"initialize: {name}={shown(text)} has {len(addresses)} addresses, but "
                 f"{count}. Set both for the same processes, or the addresses alone."
             )
             raise ClusterError(msg)
     return found | {ADDRESS: first}
 
 
-def _problem_of(addresses: Sequence[Any]) -> str:
-    """Returns what is wrong with the addresses of all processes, or nothing."""
+def _check_addresses(addresses: Sequence[Any]) -> None:
+    """Refuses malformed or repeated addresses of processes.
+
+    Raises:
+        ValueError: With what is wrong.
+    """
     for position, address in enumerate(addresses):
         if split_address(address) is None:
-            return f"{address!r} is not a host with a port, such as '10.0.0.1:1234'"
+            msg = f"{address!r} is not a host with a port, such as '10.0.0.1:1234'"
+            raise ValueError(msg)
         if address in addresses[:position]:
-            return f"{address!r} is there twice"
-    return ""
+            msg = f"{address!r} is there twice"
+            raise ValueError(msg)
 
 
 def _from_names(names: Mapping[str, str], environment: Mapping[str, str]) -> Found:
@@ -239,8 +262,8 @@ def _from_names(names: Mapping[str, str], environment: Mapping[str, str]) -> Fou
         if text:
             value = parsed(field, text)
             if value is None:
-                raise malformed(field, name, repr(text))
-            found[field] = Setting(value, name, repr(text))
+                raise malformed(field, name, shown(text))
+            found[field] = Setting(value, name, shown(text))
     return found
 
 
@@ -248,14 +271,17 @@ def parsed(field: str, text: str) -> Any:
     """Returns the value of a field that a variable holds; None if it is malformed."""
     if field in (ADDRESS, BIND):
         return text if split_address(text) else None
-    parts = text.split(",") if field == DEVICES else [text]
-    # `int` alone would take "+1" and "1_000".
-    if not all(part.strip().isdecimal() for part in parts):
-        return None
-    numbers = tuple(map(int, parts))
     if field == DEVICES:
-        return numbers if len(set(numbers)) == len(numbers) else None
-    return None if field == COUNT and not numbers[0] else numbers[0]
+        ids = [_number(part.strip()) for part in text.split(",")]
+        return tuple(ids) if None not in ids and len(set(ids)) == len(ids) else None
+    number = _number(text)
+    return None if field == COUNT and number == 0 else number
+
+
+def _number(text: str) -> int | None:
+    """Returns the number that a text is; None if it is not one."""
+    # `int` alone would take "+1" and "1_000", and refuse thousands of digits.
+    return int(text) if text.isdecimal() and len(text) < 10 else None
 
 
 def split_address(address: object) -> tuple[str, int] | None:
@@ -269,14 +295,19 @@ def split_address(address: object) -> tuple[str, int] | None:
     """
     if not isinstance(address, str):
         return None
-    host, colon, port = address.rpartition(":")
+    host, _, port = address.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host:
         return None
-    is_port = colon and port.isdecimal() and 0 < int(port) <= _LARGEST_PORT
-    is_host = host and not any(c.isspace() or c in "/,[]" for c in host)
-    return (host, int(port)) if is_port and is_host else None
+    number = _number(port)
+    try:
+        host.encode("idna")  # As Python's sockets do: no empty or very long parts.
+    except UnicodeError:
+        return None
+    if not host or not host.isprintable() or any(c in " /,[]" for c in host):
+        return None
+    return (host, number) if number and number <= _LARGEST_PORT else None
 
 
 def listed(names: Sequence[object]) -> str:
@@ -288,6 +319,11 @@ def listed(names: Sequence[object]) -> str:
     """
     *first, last = map(str, names) if names else [""]
     return f"{', '.join(first)} and {last}" if first else last
+
+
+def shown(text: str) -> str:
+    """Returns what a variable holds as messages show it: whole, unless it is huge."""
+    return repr(text) if len(text) <= _LONGEST else f"{text[:_LONGEST]!r}..."
 
 
 def span(size: int) -> str:
@@ -305,16 +341,4 @@ def malformed(field: str, name: str, held: str) -> ClusterError:
     """
     what, example = KINDS[field]
     msg = f"initialize: {name} must be {what}, such as {example!r}, got {held}."
-    return ClusterError(msg)
-
-
-def _malformed_tf_config(text: str, fact: str) -> ClusterError:
-    example = {
-        "cluster": {"worker": ["10.0.0.1:1234", "10.0.0.2:1234"]},
-        "task": {"type": "worker", "index": 0},
-    }
-    msg = (
-        f"initialize: TF_CONFIG={text!r}: {fact}. Right for the first of two processes "
-        f"is {json.dumps(example)!r}."
-    )
     return ClusterError(msg)
