@@ -650,8 +650,8 @@ def start_processes(
 ) -> None:
     """Starts JAX's coordination service and connects to it, all processes together.
 
-    Its heartbeats end a process without a message, so they come too late on purpose. All
-    processes are there already, so that none needs the five minutes that JAX waits.
+    Its heartbeats end a process without a message, so they come too late on purpose.
+    All processes are there already, so JAX need not wait for them for five minutes.
 
     Raises:
         RuntimeError: If process 0 cannot listen at its address.
