@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils  # noqa: TID251
 
+import meshlayout as ml
+from meshlayout.checkpoint import step_writer
 from tests.processes import ROOT, free_port
 
 
@@ -141,6 +144,7 @@ def commit(fault: str, file: str) -> None:
     Args:
         fault: `"kill"`, by SIGKILL; `"stop"`, by SIGSTOP; `"crash"`, an exception;
             `"stuck"`, a process that is alive and does nothing; `"leave"`, status 3;
+            `"preempt"`, status 75;
             `"abort"`, by SIGABRT in C; `"interrupt"`, KeyboardInterrupt. No faults:
             `"pause"`, which holds Python's lock for 4 seconds, and `"nap"`, which is
             stopped for 4 seconds; `"late"`, which takes 4 seconds longer.
@@ -161,6 +165,8 @@ def commit(fault: str, file: str) -> None:
         time.sleep(4)
     elif fault == "leave":
         sys.exit(3)
+    elif fault == "preempt":
+        raise ml.checkpoint.Preempted(_STEP)
     elif fault == "abort":
         os.abort()
     elif fault == "interrupt":
@@ -191,22 +197,25 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     job = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 1)
-    jax.distributed.initialize(
-        job.address,
-        job.count,
-        job.index,
-        cluster_detection_method="deactivate",
-        coordinator_bind_address=job.address,
-        **({} if job.bare else {"heartbeat_timeout_seconds": 3600}),
-    )
-    import meshlayout as ml
-    from meshlayout.cluster import watch
-
-    if not job.bare:
-        watch.start(heartbeat_timeout_s=job.heartbeat, step_timeout_s=job.step_timeout)
+    if job.bare:
+        jax.distributed.initialize(
+            job.address,
+            job.count,
+            job.index,
+            cluster_detection_method="deactivate",
+            coordinator_bind_address=job.address,
+        )
+    else:
+        ml.initialize(
+            job.address,
+            job.count,
+            job.index,
+            heartbeat_timeout_s=job.heartbeat,
+            step_timeout_s=job.step_timeout,
+        )
     is_victim = job.victim in (-1, job.index)
     try:
-        train(ml, job, is_victim)
+        train(job, is_victim)
     except Exception:
         if not job.catch:
             raise
@@ -214,10 +223,8 @@ def main() -> None:
         time.sleep(3)
 
 
-def train(ml: Any, job: argparse.Namespace, is_victim: bool) -> None:
+def train(job: argparse.Namespace, is_victim: bool) -> None:
     """Trains, with the fault on the victim."""
-    from meshlayout.checkpoint import step_writer
-
     mesh = ml.create_mesh({"batch": job.count})
     step = 0
 
@@ -249,7 +256,6 @@ def train(ml: Any, job: argparse.Namespace, is_victim: bool) -> None:
     data = ml.distribute_dataset(
         Rows(), mesh, global_batch_size=job.count, prefetch=0, batched=False
     )
-    barrier = _barrier()
     with ml.Checkpointer(job.directory) as checkpointer:
         for batch in data:
             step += 1
@@ -261,20 +267,14 @@ def train(ml: Any, job: argparse.Namespace, is_victim: bool) -> None:
                 checkpointer.wait()
             if step == _STEP:
                 fault_at("barrier")
-                next(barrier)
+                if job.bare:
+                    multihost_utils.sync_global_devices("test")
+                else:
+                    ml.cluster.barrier("test")
                 checkpointer.save(step, state)
                 checkpointer.wait()
     fault_at("end")
     sys.stdout.write("done\n")
-
-
-def _barrier() -> Iterator[None]:
-    from meshlayout.cluster.channel import Channel
-
-    channel = Channel("test", what="the barrier 'test'")
-    while True:
-        channel.exchange(None)
-        yield
 
 
 if __name__ == "__main__":
