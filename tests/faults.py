@@ -194,6 +194,7 @@ def main() -> None:
     parser.add_argument("--heartbeat", type=float)
     parser.add_argument("--step-timeout", type=float)
     parser.add_argument("--catch", action="store_true")
+    parser.add_argument("--shutdown", action="store_true")
     parser.add_argument("--steps", type=int, default=12)
     job = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 1)
@@ -217,6 +218,8 @@ def main() -> None:
     try:
         train(job, is_victim)
     except Exception:
+        if job.shutdown:
+            ml.shutdown()
         if not job.catch:
             raise
         sys.stdout.write("caught\n")

@@ -475,6 +475,8 @@ class Checkpointer:
             result, number = self._steps.restored(
                 step, read, verify=verify, fallback=fallback
             )
+        newest = f"step {number} in {self.directory}"
+        activity.now.checkpoint = activity.now.checkpoint or newest
         # The next save is due `every` steps after the one that the run goes on from.
         self._schedule.last_step = number
         return result

@@ -98,14 +98,14 @@ class CrashHooks:
             return
         if is_echo(error):
             self._watcher.wait_for_failure()
-        self._watcher.fail(f"failed: {_summary(error)}.")
+        self._watcher.fail(f"failed: {summary(error)}.")
 
     def _on_thread_error(self, args: threading.ExceptHookArgs) -> None:
         self._thread_hook(args)
         if os.getpid() == self._pid and args.exc_value is not None:
             name = args.thread.name if args.thread is not None else "unknown"
             self._watcher.note(
-                f"its thread {name!r} had failed: {_summary(args.exc_value)}"
+                f"its thread {name!r} had failed: {summary(args.exc_value)}"
             )
 
     def _on_abort(self, _number: int) -> None:
@@ -128,7 +128,7 @@ def is_echo(error: BaseException) -> bool:
     return False
 
 
-def _summary(error: BaseException) -> str:
+def summary(error: BaseException) -> str:
     """Returns an error as a line, and the line of the program that raised it."""
     lines = traceback.format_exception_only(error)
     frames = traceback.extract_tb(error.__traceback__)

@@ -137,7 +137,8 @@ def shutdown(timeout_s: float = 300.0) -> None:
     global _running, _leaving
     timeout_s = _seconds("timeout_s", timeout_s, where="shutdown")
     if _leaving is not None:
-        _leaving.exchange(None, timeout_s=timeout_s)
+        with watch.leaving():
+            _leaving.exchange(None, timeout_s=timeout_s)
         watch.stop()
     _leaving = None
     _running = None

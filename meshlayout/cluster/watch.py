@@ -10,7 +10,7 @@ them at once (see `crash`); if it is stopped, calls to the store never return, w
 second thread notices.
 
 Silence is counted in turns of this process's own thread, of which none counts for more
-than two pauses: a process that was itself stopped, or got no CPU, does not find all
+than four pauses: a process that was itself stopped, or got no CPU, does not find all
 others silent when it wakes up.
 
 The end is `os._exit` after the message, because the main thread may be inside a
@@ -26,7 +26,8 @@ import sys
 import sysconfig
 import threading
 import time
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -34,7 +35,7 @@ import jax
 
 from meshlayout import _checks, _jax
 from meshlayout.cluster import activity
-from meshlayout.cluster.crash import CrashHooks
+from meshlayout.cluster.crash import CrashHooks, summary
 from meshlayout.cluster.failure import Failure, print_now, reported_by_launcher
 from meshlayout.errors import ClusterError
 
@@ -60,6 +61,9 @@ _CLEANUP_S = 5.0
 
 # Ctrl-C in a terminal reaches all processes, but a busy one may take a while.
 _INTERRUPT_S = 4.0
+
+# How many other processes are described if a run is stuck.
+_MAX_OTHERS = 16
 
 # Processes do not start to watch at the same moment.
 _FIRST_BEAT = 10
@@ -105,7 +109,7 @@ class _Peer:
 
     beat: _Beat | None = None
     silent_s: float = 0.0
-    status_s: float = field(default=0.0)
+    status_s: float = 0.0
 
     def hear(self, beat: _Beat) -> None:
         """Takes the latest beat."""
@@ -178,6 +182,23 @@ def stop() -> None:
         _watch.stop()
 
 
+@contextlib.contextmanager
+def leaving() -> Iterator[None]:
+    """Tells the others that this process comes to its end while it waits for theirs.
+
+    It may be on its way out of an exception, and they in a collective with it.
+    """
+    error = sys.exception()
+    if _watch is not None:
+        _watch.leave(error)
+    try:
+        yield
+    except BaseException:
+        if _watch is not None and error is None:
+            _watch.stay()
+        raise
+
+
 def lost(process: int) -> str | None:
     """Returns a sentence on why a process will not answer any more; None if it may.
 
@@ -231,9 +252,11 @@ class Watch:
 
     def stop(self) -> None:
         """Ends `jax.distributed` and then the watch."""
-        if self._status == "running":
-            self._set_status("ended")
+        self.leave()
         try:
+            # JAX waits for five minutes only; others may compute for longer.
+            while len(self._ended()) < _jax.process_count():
+                time.sleep(self._pause_s)
             jax.distributed.shutdown()
         finally:
             self._is_over.set()
@@ -241,6 +264,17 @@ class Watch:
             for thread in self._threads:
                 thread.join(self._heartbeat_s)
             self._close()
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """Tells the others that the program has ended here, perhaps by an exception."""
+        if error is not None:
+            self.note(f"before that, {summary(error)}")
+        if self._status == "running":
+            self._set_status("ended")
+
+    def stay(self) -> None:
+        """Takes back that the program has ended."""
+        self._set_status("running")
 
     def _close(self) -> None:
         global _watch
@@ -256,16 +290,17 @@ class Watch:
             self.stop()
             return
         self._wait_for_others()
+        assert self._failure is not None
         print_now("")  # what is buffered
-        os._exit(1)
+        self._failure.exit()
 
     def lost(self, process: int) -> str | None:
         """Returns why a process will not answer any more; None if it may."""
         if self._failure is not None and self._failure.process == process:
             line = self._failure.text.partition("\n")[0]
             return f"{line[0].upper()}{line[1:]}"
-        ended = {i for beat in self._beats().values() for i in beat.ended}
-        return f"Process {process} has ended its program." if process in ended else None
+        has_ended = process in self._ended()
+        return f"Process {process} has ended its program." if has_ended else None
 
     def _wait_for_others(self) -> None:
         """Waits until the other processes know of the failure of this one."""
@@ -297,8 +332,11 @@ class Watch:
         self._note = text
 
     def wait_for_failure(self) -> None:
-        """Waits as long as others take to fail visibly; that ends this process."""
-        time.sleep(self._heartbeat_s + 4 * self._pause_s)
+        """Waits as long as others take to fail visibly, which ends this process."""
+        deadline_s = time.monotonic() + self._heartbeat_s + 4 * self._pause_s
+        # If one has ended, that is the reason, and it will not fail.
+        while time.monotonic() < deadline_s and not self._ended():
+            time.sleep(self._pause_s)
 
     def abort(self) -> None:
         """Ends this process if it is aborted because of another one."""
@@ -323,15 +361,16 @@ class Watch:
         """Writes beats, reads those of others, and judges."""
         while not self._is_over.is_set() and _jax.coordination_client() is not None:
             start_s = time.monotonic()
-            # If process 0 has gone, no beat of it comes any more.
-            with contextlib.suppress(jax.errors.JaxRuntimeError):
+            # If process 0 has gone, no beat of it comes any more. JAX raises errors of
+            # several classes, and whatever it is must not end this thread.
+            with contextlib.suppress(Exception):
                 self._exchange()
                 self._judge()
             # Soon after a change, because it may be the last; but not for every one.
             self._is_over.wait(min(_GAP_S, self._pause_s))
             self._wake.wait(max(0.0, self._pause_s - _GAP_S))
             self._wake.clear()
-            elapsed_s = min(time.monotonic() - start_s, 2 * self._pause_s)
+            elapsed_s = min(time.monotonic() - start_s, 4 * self._pause_s)
             for peer in self._peers.values():
                 peer.silent_s += elapsed_s
                 peer.status_s += elapsed_s
@@ -463,16 +502,16 @@ class Watch:
             beats.items(),
             key=lambda entry: (entry[1].steps, entry[1].is_waiting, -entry[1].idle_s),
         )
-        others = "\n".join(
-            f"{beat.process}: {beat.doing}"
-            for beat in beats.values()
-            if beat is not culprit
-        )
+        others = [beat for beat in beats.values() if beat is not culprit]
+        lines = [f"{beat.process}: {beat.doing}" for beat in others[:_MAX_OTHERS]]
+        if len(others) > len(lines):
+            lines.append(f"and {len(others) - len(lines)} more processes")
         text = (
             f"{culprit.process} is stuck: no process has made progress for "
             f"{limit_s:g} s (step_timeout_s), and it is the one that is furthest "
-            f"behind.\n{_doing_text(culprit.doing)}\n{others}"
+            f"behind.\n{_doing_text(culprit.doing)}"
         )
+        text = "\n".join([text, *lines])
         return Failure(index, text)
 
     def _lost_first(self, why: str) -> Failure:
@@ -485,10 +524,10 @@ class Watch:
 
     def _agreed(self, failure: Failure) -> Failure:
         """Posts a failure; returns the one that was posted first, for all to name."""
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
+        with contextlib.suppress(Exception):
             self._client.key_value_set(f"{_PUBLIC}failure", failure.to_json())
             return failure
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
+        with contextlib.suppress(Exception):
             for key, text in self._client.key_value_dir_get(_PUBLIC):
                 if key.endswith("/failure"):
                     return Failure.from_json(text)
@@ -511,7 +550,7 @@ class Watch:
     def _let_others_read(self) -> None:
         """Process 0 holds the store, and must be the last to leave."""
         deadline_s = time.monotonic() + _LINGER_S
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
+        with contextlib.suppress(Exception):
             self._exchange()
             while self._index == 0 and time.monotonic() < deadline_s:
                 if self._others_know():
@@ -579,7 +618,10 @@ class Watch:
 
     def _ended(self) -> list[int]:
         """Returns the processes whose programs have ended, as process 0 knows them."""
-        return [i for i, beat in self._beats().items() if beat.status == "ended"]
+        beats = self._beats()
+        if self._index:
+            return beats[0].ended if beats else []
+        return [i for i, b in beats.items() if b.status in ("ended", "interrupted")]
 
     def _beats(self) -> dict[int, _Beat]:
         """Returns the latest beats that were read."""
