@@ -427,6 +427,7 @@ def _left_early(mesh, here):
 
 def _differing(mesh, here):
     """What is said of sources that are not the same on both processes."""
+    replicated = mesh_of({"model": 2, "batch": 2}).layout("batch")
     own_mesh = ml.create_mesh({"batch": 2}, devices=jax.local_devices())
 
     def shuffled(seed, epochs=None):
@@ -498,6 +499,15 @@ def _differing(mesh, here):
         "another position": (rows_of(range(64)), {"skip": here}),
         "another order in the second epoch": shuffled(here, {1}),
         "rows of other numbers, with noise": Noise(),
+        "noise in rows that both hold": (Augmented(), {"layout": replicated}),
+        "a part, said so, of rows that both hold": (
+            parts,
+            {"layout": replicated, "per_process": True},
+        ),
+        "the same part of rows that both hold": (
+            shuffled(7),
+            {"layout": replicated, "per_process": True},
+        ),
         "the same generator": shuffled(7),
         "the same rows, with noise": Augmented(),
         "a part, said so": (parts, {"per_process": True}),
@@ -507,13 +517,13 @@ def _differing(mesh, here):
     for name, given in tries.items():
         source, options = given if isinstance(given, tuple) else (given, {})
         options = {"global_batch_size": 8, **options}
-        skip = options.pop("skip", 0)
+        skip, layout = options.pop("skip", 0), options.pop("layout", mesh)
         if "steps" not in options:
             options["epochs"] = 2
         steps = []
 
-        def loop(source=source, options=options, steps=steps, skip=skip):
-            data = ml.data.distribute_dataset(source, mesh, **options)
+        def loop(source=source, options=options, steps=steps, skip=skip, layout=layout):
+            data = ml.data.distribute_dataset(source, layout, **options)
             batches = iter(data)
             if skip:
                 alone = ml.data.distribute_dataset(source, own_mesh, **options)
@@ -852,6 +862,12 @@ WAY_OUT = (
 )
 
 
+SAME_ROWS = (
+    "Their devices hold the same rows of each batch, so both sources must yield the "
+    "same: give them the same files, in the same order, and the same seed."
+)
+
+
 def differs(where):
     return (
         "DataError: the source gives process 0 and process 1 different examples: 'i' "
@@ -905,6 +921,15 @@ DIFFER = {
     ),
     "another order in the second epoch": (differs("batch 1 of epoch 2"), 8),
     "rows of other numbers, with noise": (differs("some rows"), 0),
+    "noise in rows that both hold": (
+        differs("batch 1 of epoch 1").replace("'i'", "'x'"),
+        0,
+    ),
+    "a part, said so, of rows that both hold": (
+        differs("batch 1 of epoch 1").replace(WAY_OUT, SAME_ROWS),
+        0,
+    ),
+    "the same part of rows that both hold": ("no error", 16),
     "the same generator": ("no error", 16),
     "the same rows, with noise": ("no error", 16),
     "a part, said so": ("no error", 16),

@@ -106,7 +106,8 @@ class Agreement:
                         "same on all processes."
                     )
                     raise DataError(msg)
-        _check_rows({p: value["digests"] for p, value in values.items()}, where)
+        digests = {process: value["digests"] for process, value in values.items()}
+        _check_rows(digests, where, _WAY_OUT)
 
     def num_batches(self, num_batches: int, remainder: str) -> int:
         """Returns the number of batches of an epoch, given this process's number."""
@@ -293,7 +294,25 @@ def check_alike(reports: dict[int, BatchReport]) -> None:
                 f"{_rows_text(report, process)}. {_WAY_OUT}"
             )
             raise DataError(msg)
-    _check_rows({p: report.digests for p, report in reports.items()}, expected.text)
+
+
+def check_rows(
+    reports: Mapping[int, BatchReport],
+    groups: Iterable[Sequence[int]],
+    *,
+    per_process: bool,
+) -> None:
+    """Raises DataError if processes have read different rows.
+
+    Args:
+        reports: Of each process.
+        groups: The processes that must read the same rows, group by group.
+        per_process: Whether each process has a source of its own.
+    """
+    for group in groups:
+        digests = {process: reports[process].digests for process in group}
+        hint = _SAME_ROWS if per_process else _WAY_OUT
+        _check_rows(digests, reports[group[0]].text, hint)
 
 
 def _rows_text(report: BatchReport, process: int) -> str:
@@ -334,7 +353,15 @@ _WAY_OUT = (
 )
 
 
-def _check_rows(digests: Mapping[int, Mapping[str, int | None]], where: str) -> None:
+_SAME_ROWS = (
+    "Their devices hold the same rows of each batch, so both sources must yield the "
+    "same: give them the same files, in the same order, and the same seed."
+)
+
+
+def _check_rows(
+    digests: Mapping[int, Mapping[str, int | None]], where: str, hint: str
+) -> None:
     first = min(digests)
     for process, other in digests.items():
         names = [
@@ -347,6 +374,6 @@ def _check_rows(digests: Mapping[int, Mapping[str, int | None]], where: str) -> 
             msg = (
                 f"the source gives process {first} and process {process} different "
                 f"examples: {listed} {'differs' if len(names) == 1 else 'differ'} in "
-                f"{where}. {_WAY_OUT}"
+                f"{where}. {hint}"
             )
             raise DataError(msg)

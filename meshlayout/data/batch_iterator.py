@@ -25,7 +25,7 @@ import numpy as np
 from meshlayout import _checks
 from meshlayout._annotations import Batch
 from meshlayout.cluster import activity
-from meshlayout.data.agreement import BatchReport, check_alike
+from meshlayout.data.agreement import check_alike, check_rows
 from meshlayout.data.by_row import HostBatch
 from meshlayout.data.elements import no_rows, rows_text
 from meshlayout.data.plan import DataPlan, Reader
@@ -276,12 +276,11 @@ class BatchIterator:
             return batch
         if batch is None and options.per_process and options.remainder == "repeat":
             return None  # the next epoch has this step's batch
-        report = BatchReport(position.epoch, position.batch, None, {})
-        if batch is not None:
-            report = report._replace(num_rows=batch.count, digests=batch.digests)
-        reports = self._exchange.agree(report)
+        reports = self._exchange.agree(self._plan.report_of(batch, position))
         if not options.per_process:
             check_alike(reports)
+        check_rows(reports, self._plan.groups, per_process=options.per_process)
+        if not options.per_process:
             return batch
         with_rows = [p for p, report in reports.items() if report.num_rows is not None]
         if len(with_rows) in (0, len(reports)):

@@ -191,10 +191,7 @@ def row_groups(layout: Layout, global_batch_size: int) -> list[tuple[int, ...]]:
     Raises:
         DataError: If two processes share some of their rows, but not all.
     """
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for process in _processes(layout.mesh):
-        rows = process_rows(layout, global_batch_size, process)
-        groups.setdefault(tuple(rows.tolist()), []).append(process)
+    groups = processes_by_rows(layout, global_batch_size)
     # Sets of rows that overlap have more rows together than there are.
     if sum(map(len, groups)) > global_batch_size:
         msg = (
@@ -204,6 +201,17 @@ def row_groups(layout: Layout, global_batch_size: int) -> list[tuple[int, ...]]:
         )
         raise DataError(msg)
     return [tuple(groups[rows]) for rows in sorted(groups)]
+
+
+def processes_by_rows(
+    layout: Layout, global_batch_size: int
+) -> dict[tuple[int, ...], list[int]]:
+    """Returns the processes that load the same rows of a batch, by those rows."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for process in _processes(layout.mesh):
+        rows = process_rows(layout, global_batch_size, process)
+        groups.setdefault(tuple(rows.tolist()), []).append(process)
+    return groups
 
 
 def local_rows(layout: Layout, size: int, *, per_process: bool) -> np.ndarray:

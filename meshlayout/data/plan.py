@@ -22,6 +22,8 @@ from meshlayout.data.agreement import (
     FACTS,
     PLAN,
     Agreement,
+    BatchReport,
+    RowDigest,
     agreement_of,
     block_digests,
     failure_told,
@@ -33,7 +35,13 @@ from meshlayout.data.clock import Clock
 from meshlayout.data.element_rows import check_on_mesh, is_placed
 from meshlayout.data.elements import ElementReader, no_rows, rows_text
 from meshlayout.data.examples import ExampleSpec, as_rows, describe
-from meshlayout.data.placement import Placement, find_weights, local_rows, padding_hint
+from meshlayout.data.placement import (
+    Placement,
+    find_weights,
+    local_rows,
+    padding_hint,
+    processes_by_rows,
+)
 from meshlayout.data.position import Position
 from meshlayout.data.protocols import JSON, RandomAccessSource, Source
 from meshlayout.errors import DataError
@@ -120,6 +128,9 @@ class DataPlan:
         filler: The row that fills batches for which a process has no rows, leaf by
             leaf; None if there are no such batches.
         num_steps: Batches of one iteration, or None if that is not known.
+        groups: The processes that must read the same rows, group by group: all of them
+            if they share a stream, and otherwise those whose devices hold the same rows
+            of a batch.
         identity: What must match for a saved position to fit, by name.
     """
 
@@ -169,6 +180,11 @@ class DataPlan:
                 self._num_batches = agreement.num_batches(
                     self._num_batches, options.remainder
                 )
+        self.groups: list[list[int]] = []
+        if agreement is not None:
+            self.groups = list(processes_by_rows(layout, size).values())
+            if self._compares_all:
+                self.groups = [[p for group in self.groups for p in group]]
         self.placement: Placement | None = None
         self.filler: list[np.ndarray] | None = None
         self.padding_hint = (
@@ -215,6 +231,12 @@ class DataPlan:
         return self._first.elements is not None
 
     @property
+    def _compares_all(self) -> bool:
+        """Whether all processes read all rows, and compare them."""
+        is_shared = self.agreement is not None and not self.options.per_process
+        return self.is_stream and is_shared
+
+    @property
     def element_spec(self) -> PyTree:
         """The abstract batch: a tree of shapes, dtypes and shardings."""
         if self.placement is not None:
@@ -234,6 +256,20 @@ class DataPlan:
         with self.clock.stage("place", num_kept):
             is_real = self.cut.is_real(batch.count)
             return self.placement(batch.leaves, is_real, num_kept)
+
+    def report_of(self, batch: HostBatch | None, position: Position) -> BatchReport:
+        """Returns what the other processes are told of the batch after a position."""
+        report = BatchReport(position.epoch, position.batch, None, {})
+        if batch is None:
+            return report
+        digests = batch.digests
+        here, spec = jax.process_index(), self._first.spec
+        has_others = any(here in group and len(group) > 1 for group in self.groups)
+        if has_others and spec is not None and not self._compares_all:
+            digest = RowDigest(spec.paths)
+            digest.add(batch.leaves)
+            digests = digest.by_leaf()
+        return report._replace(num_rows=batch.count, digests=digests)
 
     def check_padding(self, batch: HostBatch) -> None:
         """Raises DataError if a batch is padded and cannot carry weights.
@@ -303,7 +339,7 @@ class DataPlan:
                 self.cut,
                 batched=is_batched,
                 remainder=options.remainder,
-                compared=self.agreement is not None and not options.per_process,
+                compared=self._compares_all,
                 clock=self.clock,
             )
         assert first.spec is not None
