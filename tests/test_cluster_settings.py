@@ -544,7 +544,9 @@ def test_processes_that_jax_does_not_detect_do_not_run_each_alone(name):
 @pytest.mark.parametrize(
     "environment",
     [
-        # Notebooks: on a TPU host, in a pod.
+        # Notebooks: of Colab, of Kaggle, on a TPU host, in a pod.
+        {"COLAB_RELEASE_TAG": "release-colab_20251001"},
+        {"KAGGLE_KERNEL_RUN_TYPE": "Interactive", "TPU_WORKER_HOSTNAMES": "a,b"},
         {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_SKIP_MDS_QUERY": "1"},
         {"KUBERNETES_SERVICE_HOST": "10.0.0.1"},
         {"TPU_WORKER_HOSTNAMES": "t1v", "KUBERNETES_SERVICE_HOST": "10.0.0.1"},

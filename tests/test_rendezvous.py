@@ -107,7 +107,9 @@ def test_many_missing_processes_are_named_by_the_first_ten(address):
     )
 
 
-def test_a_process_that_comes_a_moment_too_late_hears_of_it(address):
+@pytest.mark.slow
+def test_a_process_that_comes_a_moment_too_late_hears_of_it(address, monkeypatch):
+    monkeypatch.setattr(rendezvous, "_GRACE_S", 2.0)
     everyone = [process(address, 3, index) for index in (0, 1)]
     assert (
         messages(everyone, timeout_s=0.5, delays=(0, 0.6))
@@ -183,6 +185,7 @@ def test_a_process_that_was_started_again_takes_the_place_of_the_first(address):
     first.join()
 
 
+@pytest.mark.slow
 def test_a_process_that_came_and_ended_is_missing(address):
     first = threading.Thread(target=come_and_leave, args=(process(address, 3, 1),))
     first.start()
@@ -198,7 +201,14 @@ def test_a_process_that_came_and_ended_is_missing(address):
     first.join()
 
 
-@pytest.mark.parametrize("bytes_sent", [b"", b"GET / HTTP/1.1\r\n\r\n", b'{"a": 1}\n'])
+@pytest.mark.parametrize(
+    "bytes_sent",
+    [
+        b"",
+        pytest.param(b"GET / HTTP/1.1\r\n\r\n", marks=pytest.mark.slow),
+        pytest.param(b'{"a": 1}\n', marks=pytest.mark.slow),
+    ],
+)
 def test_strangers_that_connect_do_no_harm(address, bytes_sent):
     def stranger():
         settings = process(address, 2, 1)
@@ -303,6 +313,7 @@ def test_names_that_are_unknown_or_lead_nowhere_are_named(monkeypatch, address, 
     ]
 
 
+@pytest.mark.slow
 def test_long_waits_are_logged_once(address, monkeypatch, caplog):
     monkeypatch.setattr(rendezvous, "_WARN_AFTER_S", 0.2)
     with caplog.at_level(logging.WARNING):

@@ -54,6 +54,8 @@ _SCHEDULERS = {
 }
 # Set by launchers of MPI, of which each JAX detects only some.
 _MPI_COUNTS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+# Set in notebooks of Colab and Kaggle, which have one machine.
+_NOTEBOOKS = ("COLAB_RELEASE_TAG", "KAGGLE_KERNEL_RUN_TYPE")
 _LOCAL_IDS = ("SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
 _NUMBERS = (
     *("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_PROCID", "OMPI_COMM_WORLD_SIZE"),
@@ -185,6 +187,8 @@ def _may_be_a_cluster(environment: Mapping[str, str]) -> bool:
     """
     if "SLURM_JOB_ID" in environment or "OMPI_COMM_WORLD_SIZE" in environment:
         return True
+    if any(name in environment for name in _NOTEBOOKS):
+        return False
     hosts = environment.get("TPU_PROCESS_ADDRESSES") or environment.get(
         "TPU_WORKER_HOSTNAMES"
     )
