@@ -15,7 +15,7 @@ from tests.processes import ROOT
 
 DOCS = ROOT / "docs"
 FOLDERS = ("coming_from", "guides")
-PAGES = [DOCS / "index.md"]
+PAGES = [DOCS / "index.md", DOCS / "scaling.md"]
 PAGES += [page for name in FOLDERS for page in sorted((DOCS / name).glob("*.md"))]
 
 

@@ -173,6 +173,22 @@ def test_a_progress_bar_is_shown_once_a_second_and_in_the_end(
     assert run.out == "[0] windows\n"
 
 
+def test_the_messages_of_the_transport_are_left_out(launcher, script, tmp_path):
+    message = "[Gloo] Rank {} is connected to 3 peer ranks. Expected number of connected peer ranks is : "
+    path = script(
+        f"message = {message!r}\n"
+        "print('1')\n"
+        "print(message.format(0) + '3')\n"
+        "print('2')\n"
+        "print(message.format(0) + message.format(1) + '3\\n3')\n"
+        "print(message.format(0)[:13] + message.format(1) + '3')\n"
+        "print(message.format(0)[13:] + '3')\n"
+        "print('3 peers')\n"
+    )
+    run = launcher.run(tmp_path, "-n", 1, path)
+    assert (run.wait(), run.out) == (0, "[0] 1\n[0] 2\n[0] 3 peers\n")
+
+
 @pytest.mark.parametrize(
     ("failure", "status", "sentence"),
     [

@@ -27,10 +27,12 @@ _KEPT_LINES, _LAST_LINES = 2000, 20
 _TRACEBACK = re.compile(
     rb"[\s+|]*(Exception Group )?Traceback \(most recent call last\)|Fatal Python error"
 )
-# What the transport of JAX's CPU collectives prints to stdout of each of its groups.
-_NOISE = re.compile(
-    rb"\[Gloo\] Rank \d+ is connected to (\d+) peer ranks\. "
-    rb"Expected number of connected peer ranks is : \1"
+# What Gloo, the transport of JAX's CPU collectives, prints to stdout of each group of
+# devices. Its threads write at once and in pieces, so lines are mixed.
+_GLOO_START = b"[Gloo] Rank "
+_GLOO = re.compile(
+    rb"(\[Gloo\] Rank |\d+| is connected to | peer ranks\. Expected number of connected "
+    rb"peer ranks is : )*"
 )
 # What XLA logs in C++, such as why it ends a process that has raised.
 _LOG_LINE = re.compile(rb"[IWEF]\d{4} \d\d:\d\d:\d\d\.\d+ ")
@@ -77,6 +79,7 @@ class PipedLines:
     target: int
     kept: deque[ErrorLine] | None = None
     _rest: bytes = field(default=b"", init=False)
+    _gloo_messages: int = field(default=0, init=False)
     _progress: bytes = field(default=b"", init=False)
     _progress_s: float = field(default=-_PROGRESS_S, init=False)
 
@@ -87,7 +90,7 @@ class PipedLines:
         for line in lines:
             text = _last_state(line)
             is_shown = b"\r" in line and text == self._progress
-            if not is_shown and not _NOISE.fullmatch(text):
+            if not is_shown and not self._is_gloo(text):
                 texts.append(text)
             self._progress = b""
         if b"\r" in self._rest:
@@ -102,6 +105,15 @@ class PipedLines:
         if self.kept is not None:
             self.kept.extend(ErrorLine(now_s, text) for text in texts)
         return b"".join(self.prefix + text + b"\n" for text in texts)
+
+    def _is_gloo(self, text: bytes) -> bool:
+        """Returns whether a line consists of messages of Gloo, or pieces of them."""
+        is_first = text.startswith(_GLOO_START)
+        if not (is_first or self._gloo_messages) or not _GLOO.fullmatch(text):
+            return False
+        # Each has one beginning and one end of line, whatever is between them.
+        self._gloo_messages += text.count(_GLOO_START) - 1
+        return True
 
     def end(self, now_s: float) -> bytes:
         """Returns the last line, which its process did not complete."""
