@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import meshlayout as ml
+from meshlayout import _jax
 from meshlayout.cluster import programs
 from tests.processes import run_processes
 
@@ -147,13 +148,64 @@ def job():
     index = jax.process_index()
     mesh = ml.create_mesh({"batch": 4})
     told = {"harmless": harmless(mesh, index), "differences": differences(mesh, index)}
+    told["service"] = calls_of_the_service(mesh)
     step = step_of()
     step(state_of(mesh), batch_of(mesh))
     programs.TIMEOUT_S = 0.6
-    told["recompiles"] = ""
-    if index == 0:
-        told["recompiles"] = message(step, state_of(mesh), batch_of(mesh, 4))
     time.sleep(1.5 * index)
+    told["recompiles"] = message(step, state_of(mesh), batch_of(mesh, 4))
+    return told
+
+
+def calls_of_the_service(mesh):
+    """How often a step asks the coordination service, in each of its calls."""
+    step, counts = step_of(), []
+    client = type("Client", (), {})()
+    real = _jax.coordination_client()
+    asked = []
+
+    def counted(name):
+        return lambda *args, **kwargs: (
+            asked.append(name),
+            getattr(real, name)(*args, **kwargs),
+        )[1]
+
+    for name in dir(real):
+        if name.startswith(("key_value", "blocking")):
+            setattr(client, name, counted(name))
+    _jax.coordination_client, original = lambda: client, _jax.coordination_client
+    for rows in (8, 8, 8, 4, 4, 8):
+        asked.clear()
+        step(state_of(mesh), batch_of(mesh, rows))
+        counts.append(len(asked) > 0)
+    _jax.coordination_client = original
+    return counts
+
+
+def recompile_on_one():
+    """One process needs a new program; the other waits in the old one."""
+    mesh = ml.create_mesh({"batch": 2})
+    step = step_of()
+    step(state_of(mesh), batch_of(mesh))
+    float(step(state_of(mesh), batch_of(mesh, [4, 8][jax.process_index()]))[1])
+
+
+def majority():
+    """Four processes of which one differs; and two of them with a mesh of their own."""
+    index, told = jax.process_index(), {}
+    mesh = ml.create_mesh({"batch": 4})
+    told["rows"] = message(
+        step_of(), state_of(mesh), batch_of(mesh, [8, 8, 4, 8][index])
+    )
+    told["value"] = message(
+        ml.cluster.assert_same, {"lr": 0.1 + (index == 1)}, "the configuration"
+    )
+    if index in (1, 3):
+        devices = [d for d in jax.devices() if d.process_index in (1, 3)]
+        pair = ml.create_mesh({"batch": 2}, devices=devices)
+        told["pair"] = message(step_of(), state_of(pair), batch_of(pair))
+        scale = 1.0 * (index == 3)
+        told["pair differs"] = message(step_of(), state_of(pair), batch_of(pair), scale)
     return told
 
 
@@ -182,9 +234,6 @@ DIFFERENCES = {
     "f32[4, 4@batch] on process 1, and f32[4@batch, 4] on process 0.",
     "key": "<lambda> is not the same program on all processes: the value of state/key "
     "is u32[2] [0, 1] on process 1, and u32[2] [0, 0] on process 0.",
-    "create": "create is not the same program on all processes: line 37 of the program "
-    "is `bg:key<fry>[] = random_seed[impl=fry] 1:i32[]` on process 1, and `bg:key<fry>[] "
-    "= random_seed[impl=fry] 0:i32[]` on process 0.",
     "scope": "create is not the same program on all processes: the value of input 1 is "
     "u32[2] [0, 1] on process 1, and u32[2] [0, 0] on process 0.",
     "optimizer": "create is not the same program on all processes: opt_state/0/count is "
@@ -200,6 +249,18 @@ def test_a_process_that_differs_is_named_on_all(told, case):
         assert (
             process["differences"][case] == f"ClusterError: {DIFFERENCES[case]} {SAME}"
         )
+
+
+def test_another_seed_is_named_on_all_processes(told):
+    start = "ClusterError: create is not the same program on all processes: line "
+    seeds = [
+        f"random_seed[impl=fry] {seed}:i32[]` on process {seed}" for seed in (1, 0)
+    ]
+    for process in told:
+        text = process["differences"]["create"]
+        assert text.startswith(start)
+        assert all(seed in text for seed in seeds)
+        assert text.endswith(SAME)
 
 
 def test_other_parameters_are_named_on_all_processes(told):
@@ -230,10 +291,53 @@ def test_a_process_that_cannot_trace_its_program_tells_the_others(told):
 
 
 def test_a_process_that_alone_needs_another_program_does_not_wait_for_ever(told):
-    assert told[0]["recompiles"] == (
-        "ClusterError: process 0 waited 1 s for process 1, which did not come to a new "
-        "program of train_step (batch changed from f32[8, 3] to f32[4, 3]). Process 1 "
+    program = "a new program of train_step (batch changed from f32[8, 3] to f32[4, 3])"
+    waited = (
+        f"process 0 waited 1 s for process 1, which did not come to {program}. Process 1 "
         "last came to the first call of train_step. All processes must compile the same "
         "programs, in the same order. One that needs no new program runs an earlier "
         "one, and waits in it for the others."
     )
+    assert told[0]["recompiles"] == f"ClusterError: {waited}"
+    # Too late, but not in vain: the other one is not there any more.
+    assert told[1]["recompiles"] == (
+        f"ClusterError: process 0 cannot come to {program}: {waited}"
+    )
+
+
+def test_only_the_first_call_of_a_program_asks_the_other_processes(told):
+    for process in told:
+        assert process["service"] == [True, False, False, True, False, False]
+
+
+@pytest.mark.slow
+def test_a_process_that_needs_another_program_than_those_ahead_of_it_ends_all():
+    with pytest.raises(AssertionError) as error:
+        run_processes(2, recompile_on_one, devices_per_process=1)
+    text = str(error.value)
+    assert "needs a new program, and process 1 (" in text
+    assert (
+        "a new program of train_step (batch changed from f32[8, 3] to f32[4, 3])"
+        in text
+    )
+
+
+@pytest.mark.slow
+def test_of_several_processes_the_one_that_differs_from_most_is_named():
+    told = run_processes(4, majority, devices_per_process=1)
+    start = "ClusterError: train_step is not the same program on all processes:"
+    for index, process in enumerate(told):
+        assert process["rows"] == (
+            f"{start} batch is f32[4@batch, 3] on process 2, and f32[8@batch, 3] on "
+            f"processes 0-1,3. {SAME}"
+        )
+        assert process["value"] == (
+            "ClusterError: the configuration must be the same on all processes: 'lr' is "
+            "1.1 on process 1, and 0.1 on processes 0,2-3."
+        )
+        if index in (1, 3):
+            assert process["pair"] == "worked"
+            assert process["pair differs"] == (
+                f"{start} the value of scale is f64[] 1.0 on process 3, and f64[] 0.0 on "
+                f"process 1. {SAME}"
+            )

@@ -65,6 +65,10 @@ _INTERRUPT_S = 4.0
 # How many other processes are described if a run is stuck.
 _MAX_OTHERS = 16
 
+# Beats of several processes are of different moments, so one look does not prove that
+# a process waits for others which have gone on.
+_TURNS_ALONE = 6
+
 # Processes do not start to watch at the same moment.
 _FIRST_BEAT = 10
 
@@ -105,11 +109,14 @@ class _Peer:
         beat: Its latest beat; None before the first.
         silent_s: How long ago that came.
         status_s: How long it has had its status.
+        turns_alone: How many times in a row it was seen waiting for the others to
+            compile the program of a call in which they were already.
     """
 
     beat: _Beat | None = None
     silent_s: float = 0.0
     status_s: float = 0.0
+    turns_alone: int = 0
 
     def hear(self, beat: _Beat) -> None:
         """Takes the latest beat."""
@@ -477,7 +484,17 @@ class Watch:
                     f"all must take part in.\n{_doing_text(beat.doing)}"
                 )
                 return Failure(index, text)
-            since_s = self._peers[index].status_s
+            peer = self._peers[index]
+            waits_alone = beat.is_compiling and beat.is_waiting and bool(ahead)
+            peer.turns_alone = peer.turns_alone + 1 if waits_alone else 0
+            if peer.turns_alone > _TURNS_ALONE:
+                text = (
+                    f"{beat.process} needs a new program, and {ahead[0].process} does "
+                    "not: it runs an earlier one, in which it waits for the others.\n"
+                    f"{_doing_text(beat.doing)}"
+                )
+                return Failure(index, text)
+            since_s = peer.status_s
             if beat.status == "interrupted" and running and since_s > _INTERRUPT_S:
                 text = (
                     f"{beat.process} was interrupted (Ctrl-C), and "

@@ -252,9 +252,10 @@ class CompiledStep(StepInspection, Generic[P, R]):
             if has_run and any(map(is_deleted, jax.tree.leaves(args[:1]))):
                 raise
             # Nothing has run: find out whether this call needs another program.
+            if has_begun and program is not None:
+                activity.now.steps -= program.is_shared
             needed = self._after_error(error, program, static, args, kwargs)
             program, args, kwargs = needed
-            activity.begin(self._name, program.is_shared and not has_begun)
             result = self._run_traced(program, static, args, kwargs)
             structure = program.signature.structure
         if program.is_bounded:
@@ -336,6 +337,9 @@ class CompiledStep(StepInspection, Generic[P, R]):
                 with NewProgram(self._name, program.signature.devices, why) as new:
                     self._compare(new, program, call, args, kwargs)
             state = program.flattened(args[0])
+            # Only now: while it waits for the others' program, it is behind those that
+            # are in this call without a new one.
+            activity.begin(self._name, program.is_shared)
             return program.jitted(static, state, (args[1:], kwargs))
         except Exception as error:
             check_arguments(self._name, self._names, args, kwargs)
