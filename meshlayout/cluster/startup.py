@@ -67,10 +67,21 @@ def initialize(
         coordinator_bind_address: The address and port at which process 0 listens, if
             it is not the coordinator's: `"0.0.0.0:1234"` for all interfaces.
         timeout_s: How long to wait for the other processes.
-        heartbeat_timeout_s: After how long a silent process counts as dead; None for
-            the default.
-        step_timeout_s: After how long a process that runs, but does not proceed, counts
-            as stuck; None for never.
+        heartbeat_timeout_s: After how many seconds of silence a process counts as
+            lost; None for 6. A process is silent when it is killed, stopped or cut off,
+            but also while a single call of C code holds Python's lock (the GIL), as
+            pickling a very large object does: raise this if such a call takes longer
+            than about 5 seconds. Compiling, collectives, file access and most of NumPy
+            do not hold the lock.
+        step_timeout_s: After how many seconds without progress in any process the
+            program counts as stuck; None for never. Progress is a call of a step, a
+            batch, the beginning and the end of a save, a restore or a barrier; a step
+            that compiles makes progress as long as that lasts. So this must exceed the
+            longest of these, and also the longest that all processes compute in Python
+            between them, as for plots or an evaluation without steps. It counts from
+            the first step until the first process ends its program. The process with
+            the fewest calls of steps is named; among equals one that does not wait for
+            others, and then the one that has been idle for longest.
 
     Raises:
         ClusterError: If a setting is malformed or missing, or sources contradict each

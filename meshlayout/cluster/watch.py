@@ -33,11 +33,10 @@ from typing import NoReturn
 
 import jax
 
-from meshlayout import _checks, _jax
+from meshlayout import _jax
 from meshlayout.cluster import activity
 from meshlayout.cluster.crash import CrashHooks, summary
 from meshlayout.cluster.failure import Failure, print_now, reported_by_launcher
-from meshlayout.errors import ClusterError
 
 
 _PUBLIC, _BEATS = "meshlayout/watch/public/", "meshlayout/watch/beats/"
@@ -137,47 +136,14 @@ def start(
 ) -> None:
     """Starts to watch the processes of a run, after `jax.distributed.initialize`.
 
-    If a process is killed, stopped, cut off, or ends by an exception, all others print
-    which it was and what it was last doing, and end with status 1. On one process
-    nothing is started.
-
     Args:
-        heartbeat_timeout_s: After how many seconds of silence a process is lost; None
-            for 6. A process is silent, too, while a single call of C code holds
-            Python's lock (the GIL), as pickling a very large object does: raise this if
-            yours takes longer than about 5 seconds. Compiling, collectives, file access
-            and most of NumPy do not hold it.
-        step_timeout_s: After how many seconds without progress in any process the run
-            is stuck; None for never. Progress is a call of a step, a batch, the
-            beginning and the end of a save, a restore or a barrier; a compilation
-            counts for as long as it lasts. So this must exceed the longest of those,
-            and the longest that the program computes in Python between them, even if
-            on all processes alike: evaluation of its own, plotting, preparing data. It
-            counts from the first step. The process with the fewest calls of steps is
-            named; among equals one that does not wait for others, and then the one that
-            has been idle for longest.
-
-    Raises:
-        ClusterError: If a time is not a positive number, or watching has begun already.
+        heartbeat_timeout_s: As for `initialize`.
+        step_timeout_s: As for `initialize`.
     """
     global _watch
-    times: dict[str, float | None] = {
-        "heartbeat_timeout_s": heartbeat_timeout_s,
-        "step_timeout_s": step_timeout_s,
-    }
-    for name, value in times.items():
-        if value is not None:
-            times[name] = _checks.number(
-                name, value, above=0, where="initialize", error=ClusterError
-            )
-    if _watch is not None:
-        msg = "the processes of this run are watched already."
-        raise ClusterError(msg)
-    if _jax.coordination_client() is None or _jax.process_count() == 1:
-        return
-    heartbeat_s = times["heartbeat_timeout_s"] or _HEARTBEAT_S
-    _watch = Watch(heartbeat_s, times["step_timeout_s"])
-    _watch.start()
+    if _watch is None and _jax.coordination_client() is not None:
+        _watch = Watch(heartbeat_timeout_s or _HEARTBEAT_S, step_timeout_s)
+        _watch.start()
 
 
 def stop() -> None:
