@@ -266,7 +266,10 @@ class Job:
             # The others then lose their connections to it, and need not wait for it.
             os.kill(end.pid, signal.SIGKILL)
         if others and not self._failures:
-            self._output.note(f"{end}; ending {_count(len(others))} in {limit_s:g} s.")
+            count = _count(len(others))
+            wait = f"waiting up to {limit_s:g} s for {count}"
+            what = wait if is_meant else f"ending {count} in {limit_s:g} s"
+            self._output.note(f"{end}; {what}.")
         self._failures.append(end)
         due_s = time.monotonic() + limit_s
         if not self._deadlines or due_s < self._deadlines[0][0]:
@@ -297,20 +300,16 @@ class Job:
         elif number == signal.SIGPIPE:  # as `head` ends what it has read enough of
             self._request = number
             self._end_all(signal.SIGKILL)
-        elif number == signal.SIGINT and self._request == signal.SIGINT:
-            self._output.note("Ctrl-C again: killing the processes.")
+        elif number in _NOT_TO_END:
+            self._send(number)
+        elif number == self._request:
+            self._output.note(f"got {_signal_name(number)} again: killing all.")
             self._end_all(signal.SIGKILL)
         else:
             self._send(number)
-            if number in _NOT_TO_END:
-                return
-            if self._request is None:
-                more = " Ctrl-C again kills them." if number == signal.SIGINT else ""
-                self._output.note(
-                    f"got {_signal_name(number)}, passed on to "
-                    f"{_count(len(self._running))}, and waiting for the end.{more}"
-                )
             self._request = number
+            name, count = _signal_name(number), _count(len(self._running))
+            self._output.note(f"passed {name} on to {count}; a second one kills all.")
 
     def _pause(self) -> None:
         """Stops the processes and the launcher, as Ctrl-Z is meant."""
