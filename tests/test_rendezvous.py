@@ -3,6 +3,7 @@
 The processes are threads here: the meeting itself starts nothing of JAX.
 """
 
+import errno
 import logging
 import os
 import socket
@@ -271,6 +272,47 @@ def test_where_something_else_listens_the_others_say_so(answer, reason):
     assert text == (
         "initialize: process 1 waited 0.3 s for process 0, which did not come to "
         f"{address} (from coordinator_address): {reason}.{LOOK_AT_0}"
+    )
+
+
+def test_the_port_of_a_run_that_is_about_to_end_is_waited_for(address, monkeypatch):
+    monkeypatch.setattr(rendezvous, "_GRACE_S", 5.0)
+    host, _, port = address.rpartition(":")
+    with socket.socket() as earlier:
+        earlier.bind((host, int(port)))
+        earlier.listen()
+        threading.Timer(0.2, earlier.close).start()
+        assert messages([process(address, 2, index) for index in range(2)]) == ["", ""]
+
+
+def test_a_connection_to_itself_is_none_and_leaves_the_port_free(address, monkeypatch):
+    def connect_to_itself(target, timeout):
+        connection = socket.socket()
+        connection.bind(target)
+        connection.connect(target)
+        return connection
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "create_connection", connect_to_itself)
+        with pytest.raises(ConnectionRefusedError):
+            rendezvous._connection(process(address, 2, 1), 1.0)
+    monkeypatch.setattr(rendezvous, "_GRACE_S", 0.0)
+    assert messages([process(address, 2, index) for index in range(2)]) == ["", ""]
+
+
+def test_too_few_files_for_so_many_processes_are_named():
+    class Listener:
+        def settimeout(self, timeout_s):
+            pass
+
+        def accept(self):
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    with pytest.raises(ClusterError) as error:
+        rendezvous._accept(Listener(), 1.0)
+    assert str(error.value) == (
+        "initialize: process 0 cannot take the connection of another process: too many "
+        "open files. `ulimit -n` must be above the number of processes."
     )
 
 

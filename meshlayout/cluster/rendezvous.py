@@ -16,6 +16,7 @@ import logging
 import math
 import os
 import socket
+import struct
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -41,6 +42,9 @@ _FOREIGN_S = 10.0
 
 # How long JAX's service may take to start.
 _SERVICE_S = 60.0
+
+# How many processes may come at the same moment.
+_BACKLOG = 2**12
 
 _WARN_AFTER_S = 10.0
 _LONGEST_LINE = 2**16
@@ -226,12 +230,22 @@ def _processes(indices: list[int]) -> str:
 
 
 def _accept(listener: socket.socket, timeout_s: float) -> _Guest | None:
-    """Waits for a process; None if none comes, or what comes is not one of ours."""
+    """Waits for a process; None if none comes, or what comes is not one of ours.
+
+    Raises:
+        ClusterError: If this process cannot take more connections.
+    """
     listener.settimeout(timeout_s)
     try:
         connection, _ = listener.accept()
-    except OSError:
+    except (TimeoutError, BlockingIOError, ConnectionError):
         return None
+    except OSError as problem:
+        msg = (
+            "initialize: process 0 cannot take the connection of another process: "
+            f"{_reason(problem)}. `ulimit -n` must be above the number of processes."
+        )
+        raise ClusterError(msg) from problem
     hello = None
     with contextlib.suppress(OSError, ValueError):
         hello = _receive(connection, _HELLO_S)
@@ -248,30 +262,44 @@ def _listener(settings: Settings, here: dict[str, Any]) -> socket.socket:
         ClusterError: If this process cannot listen there.
     """
     host, port = split_address(settings.bind_address) or ("", 0)
+    end, pauses = time.monotonic() + _GRACE_S, _pauses()
+    while True:
+        listener, problem = _bound(_resolved(settings, host, port))
+        if listener is not None:
+            _warn_of_loopback(host, listener.getsockname()[0], port)
+            return listener
+        # A second process 0 finds the first one there, which says so.
+        reply = _ask(settings, here, 1.0, _HELLO_S)
+        if isinstance(reply, dict):
+            raise ClusterError(reply["problem"]) from problem
+        # The previous run may be about to end.
+        is_taken = problem is not None and problem.errno == errno.EADDRINUSE
+        if not is_taken or time.monotonic() > end:
+            raise ClusterError(_unbound(settings, problem)) from problem
+        time.sleep(next(pauses))
+
+
+def _bound(addresses: list[Any]) -> tuple[socket.socket | None, OSError | None]:
+    """Returns a socket that listens at one of several addresses, or why none does."""
     problem = None
-    # A name may have several addresses, of which some may be switched off.
-    for family, *_, target in _resolved(settings, host, port):
+    # A name may have addresses that are switched off, such as those of version 6.
+    for family, *_, target in addresses:
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
-            # Without it, the port of a run that has just ended is refused for a minute.
-            # One where a program listens is refused nevertheless; JAX's own service
-            # would share it without an error.
+            # Without it, the port of a run that has ended is refused for a minute. One
+            # where a program listens is refused nevertheless; JAX's own service would
+            # share it without an error.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(target)
-            listener.listen(min(settings.num_processes, 2**16))
+            listener.listen(_BACKLOG)
         except OSError as error:
             listener.close()
             problem = error
             if error.errno == errno.EADDRINUSE:
                 break
-            continue
-        _warn_of_loopback(host, str(target[0]), port)
-        return listener
-    # The port may be taken by a second process 0 of this program: it says so.
-    reply = _ask(settings, here, 1.0, _HELLO_S)
-    if isinstance(reply, dict):
-        raise ClusterError(reply["problem"]) from problem
-    raise ClusterError(_unbound(settings, problem)) from problem
+        else:
+            return listener, None
+    return None, problem
 
 
 def _resolved(settings: Settings, host: str, port: int) -> list[Any]:
@@ -427,9 +455,12 @@ def _connection(settings: Settings, timeout_s: float) -> socket.socket:
     """
     address = split_address(settings.coordinator_address) or ("", 0)
     connection = socket.create_connection(address, min(timeout_s, 5.0))
-    # Where nobody listens, the system may give a connection its own target as its
-    # source, and connect it to itself.
+    # Where nobody listens, the system may choose the target's port for this end, too,
+    # and connect it to itself. Reset, it does not keep the port from process 0.
     if connection.getsockname() == connection.getpeername():
+        connection.setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+        )
         connection.close()
         raise ConnectionRefusedError(errno.ECONNREFUSED, "connection refused")
     return connection
