@@ -1166,3 +1166,19 @@ def test_a_step_that_is_not_finite_names_the_newest_checkpoint(mesh, tmp_path):
         f"The newest checkpoint is step 2 in {checkpointer.directory}; "
         "fit(resume=True) resumes from it."
     )
+
+
+def test_the_trainer_runs_under_a_mesh_that_is_set(mesh):
+    batches, found = cut(examples(22), 8), []
+    others = ml.create_mesh({"model": 2}, devices=jax.devices()[4:6])
+    for ambient in (None, mesh, others):
+        trainer = ml.Trainer(create_state(mesh), loss_fn)
+        stop = ml.callbacks.StopOnNaN()
+        data = {"validation_data": batches, "callbacks": [stop]}
+        if ambient is None:
+            history = quiet_fit(trainer, batches, 2, **data)
+        else:
+            with jax.set_mesh(ambient.jax_mesh):
+                history = quiet_fit(trainer, batches, 2, **data)
+        found.append((history.to_dict(), trainer.predict(batches)["out"].tolist()))
+    assert found[1] == found[2] == found[0]

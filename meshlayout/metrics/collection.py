@@ -199,13 +199,26 @@ class Metrics(Mapping[str, Any]):
         """Returns the values by name, as arrays that may still be being computed."""
         return {name: metric.compute() for name, metric in self._metrics.items()}
 
+    def _compute_copy(self) -> dict[str, Any]:
+        """Returns the values by name, computed by one device of this process.
+
+        A metric's value is a few operations on scalars, which would otherwise be
+        dispatched to every device, and on several processes by all of them.
+        """
+        copy = jax.tree.map(_one_copy, self)
+        # One device is none of the mesh that `jax.set_mesh` has set.
+        if jax.sharding.get_abstract_mesh().empty or _jax.is_tracing():
+            return copy.compute()
+        with _jax.without_set_mesh():
+            return copy.compute()
+
     def to_host(self) -> dict[str, Any]:
         """Returns the values by name, as Python floats and NumPy arrays.
 
         Use this to log or print: all values are computed first and then waited for
         together, instead of one by one.
         """
-        values = jax.tree.map(one_copy, self).compute()
+        values = self._compute_copy()
         # All copies are started before the first is waited for.
         for leaf in jax.tree.leaves(values):
             if isinstance(leaf, jax.Array) and leaf.is_fully_addressable:
@@ -250,12 +263,8 @@ def _names(names: list[str]) -> str:
     return ", ".join(map(repr, names))
 
 
-def one_copy(leaf: Leaf) -> Any:
-    """Returns a replicated array as a single device holds it.
-
-    A metric's value is a few operations on scalars, which would otherwise be dispatched
-    to every device.
-    """
+def _one_copy(leaf: Leaf) -> Any:
+    """Returns a replicated array as a single device holds it."""
     is_spread = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
     if is_spread and leaf.is_fully_replicated and not _jax.is_extended(leaf.dtype):
         return leaf.addressable_data(0)

@@ -14,7 +14,6 @@ import numpy as np
 
 from meshlayout import _jax
 from meshlayout.metrics import Metrics, Throughput
-from meshlayout.metrics.collection import one_copy
 from meshlayout.trainer.epochs import TrainingPosition
 
 
@@ -115,12 +114,12 @@ class AsyncMetrics:
     def add(self, position: TrainingPosition, metrics: Metrics) -> None:
         """Adds metrics on the device, and the position that they belong to."""
         # `compute` makes new arrays: the next step donates the metrics themselves.
-        local = {
-            name: jax.tree.map(one_copy, metrics.metric(name))
+        shown = {
+            name: metrics.metric(name)
             for name in metrics
             if not isinstance(metrics.metric(name), Throughput)
         }
-        self._pending.append((position, Metrics(local).compute()))
+        self._pending.append((position, Metrics(shown)._compute_copy()))
 
     def read(
         self, *, wait: bool = False
