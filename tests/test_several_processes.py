@@ -703,6 +703,43 @@ def _portable(text):
     ]
 
 
+@program()
+def looking_on_one_process_alone(run):
+    """What only prints waits for nobody."""
+    mesh = run.mesh("across")
+    layouts, state = layouts_on(mesh), state_on(mesh)
+    train_step, (batch, *_) = ml.make_train_step(loss_fn), data_on(mesh)
+    state, metrics = train_step(state, batch)
+    length = 0
+    if process_index() == 0:
+        shown = [
+            *(state, metrics, metrics.to_host(), float(metrics["loss"]), state.layouts),
+            *(layouts.explain(state), ml.visualize(batch["x"]), mesh, batch["x"]),
+            *(train_step.communication(state, batch), train_step.memory(state, batch)),
+            train_step.lower(state, batch).compile().as_text(),
+        ]
+        length = sum(len(str(value)) for value in shown)
+    ml.cluster.barrier("process 0 has looked")
+    assert (length > 0) == (process_index() == 0)
+    return contents(state)
+
+
+@program()
+def each_process_for_itself(run):
+    """Processes that train on their own devices, each as long as it likes."""
+    mesh = ml.create_mesh({"batch": 2}, devices=jax.local_devices()[:2])
+    trainer = ml.Trainer(linear_on(mesh), loss_fn, pad=True)
+    batches = ml.distribute_dataset(source(), mesh, global_batch_size=BATCH)
+    stop = ml.callbacks.StopOnNaN()
+    epochs = 2 + process_index()
+    history = trainer.fit(batches, epochs, progress=False, callbacks=[stop])
+    own = np.full(2, process_index())
+    packed = ml.pack([own, own], mesh.layout("batch"), verify=True)
+    assert ml.to_numpy(packed).tolist() == [process_index()] * 4
+    assert len(history["loss"]) == epochs
+    return [history["loss"][:2], len(trainer.predict(batches)["row"])]
+
+
 # Tests of users.
 
 
