@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 
 
@@ -332,9 +331,15 @@ def next_token_losses(logits: jax.Array, tokens: jax.Array) -> jax.Array:
         >>> losses.shape, round(float(losses[0, 0]), 4)
         ((2, 4), 1.3863)
     """
-    return optax.softmax_cross_entropy_with_integer_labels(
-        logits[:, :-1].astype("float32"), tokens[:, 1:]
-    )
+    logits = logits.astype("float32")
+    # A mask rather than a lookup, and cut at the end: over a sharded vocabulary this is
+    # two sums, and the whole is short enough for XLA to gather the weights of the last
+    # MLP once for both passes (`benchmarks/results/parallel.md`).
+    shifted = logits - jax.lax.stop_gradient(logits.max(-1, keepdims=True))
+    labels = jnp.roll(tokens, -1, axis=1)
+    is_label = jax.nn.one_hot(labels, logits.shape[-1], dtype=bool)
+    label_logits = jnp.where(is_label, shifted, 0).sum(-1)
+    return (jnp.log(jnp.exp(shifted).sum(-1)) - label_logits)[:, :-1]
 
 
 # Every device holds all parameters; only the batch is sharded.

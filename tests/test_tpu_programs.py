@@ -494,7 +494,7 @@ def test_fsdp_sends_no_more_than_the_hand_written_map(name, precision):
     sent = wire_bytes(ml.parallel.fsdp(mesh))
     assert sent <= wire_bytes(ml.LayoutMap(mesh, work.module.FSDP))
     if (name, precision) == ("transformer", "float32"):
-        assert sent <= 36.8e6
+        assert sent <= 36.5e6
 
 
 def test_optimizer_state_on_the_host_is_no_argument_in_device_memory(capfd):
