@@ -139,6 +139,30 @@ def test_gradients_of_grouped_convolutions_are_right(mesh, groups, rows, spec, r
     )
 
 
+def test_depthwise_convolutions_leave_other_activations_where_they_are():
+    mesh = ml.create_mesh({"batch": 2, "w": 4})
+
+    def loss(state, x):
+        for _ in range(2):
+            x = x + jnp.tanh(convolution(x, state["conv"], groups=8))
+            x = x + jnp.tanh(x @ state["up"]) @ state["down"]
+        return jnp.square(x).mean()
+
+    state = {
+        "conv": images(3, 1, 8, seed=1),
+        "up": images(8, 16, seed=2),
+        "down": images(16, 8, seed=3),
+    }
+    rules = {"conv": (...,), "up": (None, "w"), "down": ("w", None)}
+    layouts = {name: mesh.layout(*rule) for name, rule in rules.items()}
+    layout, x = mesh.layout("batch", ...), images(8, 12, 8)
+    assert_same_gradients(loss, state, x, layout, layouts)
+    placed = {name: ml.relayout(x, layouts[name]) for name, x in state.items()}
+    step = ml.compile_step(gradient_step(loss))
+    sent = step.communication(placed, ml.relayout(x, layout))
+    assert {kind for kind, count in sent.items() if count} == {"all_reduce"}
+
+
 def test_features_may_be_sharded_over_the_other_axis(mesh):
     layout = mesh.layout("batch", "h", ...)
     for rule in ((..., "w"), (None, None, "w", None)):

@@ -51,11 +51,13 @@ class GradientAxes:
         images: The axes that shard images, in the batch dim and in space; empty if
             none is sharded in space.
         every: All axes, those that shard the batch dim first: for grouped convolutions.
+        batch: Those of them that shard the batch dim of images.
     """
 
     mesh: AnyMesh
     images: tuple[str, ...]
     every: tuple[str, ...]
+    batch: tuple[str, ...]
 
     def of(self, eqn: JaxprEqn) -> tuple[str, ...]:
         """Returns the axes for one convolution; none if XLA computes it correctly."""
@@ -162,7 +164,8 @@ def _affected_axes(
     is_grouped = len(every) > 1 and any(map(_is_grouped, gradients))
     if not is_cut and not is_grouped:
         return None
-    return GradientAxes(mesh, chosen if is_cut else (), ordered)
+    batch = tuple(axis for axis in ordered if axis in batch_axes)
+    return GradientAxes(mesh, chosen if is_cut else (), ordered, batch)
 
 
 def with_right_gradients(
@@ -261,8 +264,8 @@ def _evaluated(
             numbers, names = eqn.params["dimension_numbers"], axes.of(eqn)
             images, cotangents = operands
             operands = [
-                _over_batch(images, numbers.lhs_spec, axes.mesh, names),
-                _over_batch(cotangents, numbers.rhs_spec, axes.mesh, names),
+                _over_batch(images, numbers.lhs_spec, axes, names),
+                _over_batch(cotangents, numbers.rhs_spec, axes, names),
             ]
         elif eqn.primitive.name != "shard_map" and any(
             map(_makes_kernel_gradient, _inner_equations(eqn))
@@ -302,29 +305,35 @@ def _mended_jaxpr(
 
 
 def _over_batch(
-    x: jax.Array,
-    spec: tuple[int, ...],
-    mesh: AnyMesh,
-    axes: tuple[str, ...],
+    x: jax.Array, spec: tuple[int, ...], axes: GradientAxes, names: tuple[str, ...]
 ) -> jax.Array:
     """Returns an operand of a kernel gradient, sharded in no dim of the image.
 
     Args:
         x: Images, or the gradients of the output.
         spec: Its dims: features, batch, and those of the image.
-        mesh: The mesh.
-        axes: The axes to shard the batch dim over; without any, nothing is done.
+        axes: What shards images.
+        names: The axes to shard the batch dim over; without any, nothing is done.
     """
-    if not axes:
+    if not names:
         return x
     features, batch, *_ = spec
     # Padding with zeros adds nothing to the sum. A dim that does not divide would not
     # be sharded.
-    extra = -x.shape[batch] % math.prod(mesh.shape[axis] for axis in axes)
+    extra = -x.shape[batch] % math.prod(axes.mesh.shape[axis] for axis in names)
     x = jnp.pad(x, [(0, extra if dim == batch else 0) for dim in range(x.ndim)])
+    is_auto = AxisType.Auto in axes.mesh.axis_types
+    if is_auto and not axes.images:
+        # Otherwise the compiler would shard the other uses of `x`, and all that it is
+        # computed from, over every axis, too, and gather them again for each matmul
+        # whose weights an axis shards. It follows chains of constraints in both
+        # directions, except past a barrier.
+        x = jax.lax.optimization_barrier(x)
+        here: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
+        here[batch] = axes.batch
+        x = _jax.constrain(x, NamedSharding(axes.mesh, PartitionSpec(*here)))
     entries: list[Any] = [None] * x.ndim
-    entries[batch] = axes
-    if AxisType.Auto in mesh.axis_types:
+    entries[batch] = names
+    if is_auto:
         entries[features] = PartitionSpec.UNCONSTRAINED
-    sharding = NamedSharding(mesh, PartitionSpec(*entries))
-    return _jax.constrain(x, sharding)
+    return _jax.constrain(x, NamedSharding(axes.mesh, PartitionSpec(*entries)))
