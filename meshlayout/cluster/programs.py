@@ -183,9 +183,10 @@ class _Compared:
         }
 
     def is_like(self, values: Mapping[str, Any]) -> bool:
-        """Returns whether the values are those of another process."""
-        return self.values.keys() == values.keys() and all(
-            _is_close(value, values[path]) for path, value in self.values.items()
+        """Returns whether values that another process has, too, are the same there."""
+        return all(
+            _is_close(self.values[path], values[path])
+            for path in self.values.keys() & values.keys()
         )
 
 
@@ -193,7 +194,8 @@ def _compare(here: _Compared, channel: Channel, what: str) -> None:
     """Raises on all processes if one of them differs.
 
     Digests are compared with those of the first process; texts are sent only if one
-    differs, as those of many processes would be a lot.
+    differs, as those of many processes would be a lot. Pieces that only some processes
+    hold may be none of the first one's, so that all who have such pieces send theirs.
     """
     exchange = functools.partial(
         channel.exchange,
@@ -202,9 +204,12 @@ def _compare(here: _Compared, channel: Channel, what: str) -> None:
         failure="process {process} cannot come to {what}: {failure}",
     )
     is_first = channel.processes[0] == _jax.process_index()
-    sent = exchange((here.digest(), here.values) if is_first else None)
-    first, values = sent[channel.processes[0]]
-    is_same = here.digest() == first and here.is_like(values)
+    is_sender = is_first or any(path.endswith("]") for path in here.values)
+    sent = exchange((here.digest(), here.values) if is_sender else None)
+    messages = [message for message in sent.values() if message is not None]
+    is_same = here.digest() == messages[0][0] and all(
+        here.is_like(values) for _, values in messages
+    )
     if all(exchange(is_same).values()):
         return
     texts = {f"the value of {path}": value_text(x) for path, x in here.hosts.items()}
@@ -212,7 +217,7 @@ def _compare(here: _Compared, channel: Channel, what: str) -> None:
     messages = exchange((here.texts(), texts, program))
     text = (
         difference({p: facts for p, (facts, _, _) in messages.items()})
-        or difference({p: values for p, (_, values, _) in messages.items()})
+        or difference(_differing({p: v for p, (_, v, _) in messages.items()}))
         or _line_difference({p: text for p, (_, _, text) in messages.items()})
     )
     msg = (
@@ -220,6 +225,18 @@ def _compare(here: _Compared, channel: Channel, what: str) -> None:
         "must run the same program, with the same arguments, made from the same seed."
     )
     raise ClusterError(msg)
+
+
+def _differing(values: dict[int, dict[str, str]]) -> dict[int, dict[str, str]]:
+    """Returns the values that differ between processes that have them."""
+    texts: defaultdict[str, set[str]] = defaultdict(set)
+    for facts in values.values():
+        for path, text in facts.items():
+            texts[path].add(text)
+    return {
+        process: {path: text for path, text in facts.items() if len(texts[path]) > 1}
+        for process, facts in values.items()
+    }
 
 
 def _line_difference(programs: Mapping[int, bytes]) -> str:

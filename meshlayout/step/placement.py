@@ -227,7 +227,11 @@ def place_host_batch(state: TrainState, batch: Batch, dim: int = 0) -> Batch:
 
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
         return jax.tree.map(
-            lambda leaf: leaf.update(sharding=layout(leaf)) if has_rows(leaf) else leaf,
+            lambda leaf: (
+                leaf.update(sharding=layout(leaf))
+                if isinstance(leaf, jax.ShapeDtypeStruct) and has_rows(leaf)
+                else leaf
+            ),
             batch,
         )
     # In one call, as processes compare what they place.
