@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import random
 import time
 from typing import Any
 
@@ -88,6 +89,7 @@ def job() -> dict[str, Any]:
         "left": _left_early(mesh, here),
         "differ": _differing(mesh, here),
         "keys": _keys_left(mesh),
+        "in between": _loops_in_between(mesh, rounds=2),
     }
 
 
@@ -330,7 +332,11 @@ class OwnRows:
 def four_job() -> dict[str, Any]:
     """What each of four processes sees."""
     mesh = mesh_of({"batch": 4})
-    return {"layouts": layouts_job(), "failed shared": _failed_shared(mesh)}
+    return {
+        "layouts": layouts_job(),
+        "failed shared": _failed_shared(mesh),
+        "in between": _loops_in_between(mesh, rounds=20),
+    }
 
 
 def _failed_shared(mesh):
@@ -423,6 +429,38 @@ def _left_early(mesh, here):
     said = message(loop)
     quickly = time.monotonic() - start < 30
     return {"said": said, "all": len(steps) == 100, "quickly": quickly}
+
+
+def _loops_in_between(mesh, rounds):
+    """What loops see that are left early, moved back, or run at once.
+
+    The processes take different times, so that they meet in every order.
+    """
+    same, own = random.Random(0), random.Random(jax.process_index())
+    seen = []
+
+    def first_of(batch):
+        time.sleep(own.choice([0, 0, 0.002]))
+        assert len(batch["y"]) == 8
+        return sorted(local_parts(batch["weight"]))[0][1][0]
+
+    def stream():
+        return ({"y": row} for row in range(152))
+
+    for _, given in itertools.product(range(rounds), ({"y": np.arange(152)}, stream)):
+        data = ml.data.distribute_dataset(
+            given, mesh, global_batch_size=8, prefetch=same.choice([0, 1, 5]), epochs=2
+        )
+        for _ in range(2):
+            last = same.randrange(30)
+            seen += [first_of(batch) for batch in itertools.islice(data, last)]
+        began = iter(data)
+        state = [first_of(next(began)), began.get_state()][1]
+        seen += [first_of(next(began)), sum(map(first_of, data))]
+        if same.random() < 0.5:
+            began.set_state(state, skip=True)
+        seen += [sum(map(first_of, began))]
+    return seen
 
 
 def _differing(mesh, here):
@@ -944,6 +982,13 @@ def test_sources_that_differ_between_processes_are_refused_on_all(two, name):
         said, taken = here["differ"][name]
         assert said == expected
         assert taken == steps
+
+
+def test_loops_that_are_left_or_run_at_once_see_all_batches(several):
+    for here in several:
+        # 19 batches in each of two epochs.
+        assert here["in between"] == several[0]["in between"]
+        assert {38.0} < set(here["in between"]) <= {1.0, 36.0, 37.0, 38.0}
 
 
 def test_iterations_leave_no_keys_behind(two):

@@ -16,6 +16,7 @@ for more: 0.5 and 1 ms of CPU per batch, in the thread that works ahead of the l
 """
 
 import contextlib
+import functools
 import itertools
 import zlib
 from collections import defaultdict
@@ -47,7 +48,7 @@ _SAMPLE = 16
 _STEP_S = 3600.0
 
 # Exchanges whose messages are removed together, which saves a call for each.
-_DIRECTORY_STEPS = 64
+_DIRECTORY_STEPS = 16
 
 # Numbers the datasets of each group of processes: the processes make them in the same
 # order, so a number names the same dataset on all of them.
@@ -61,8 +62,7 @@ class Agreement:
 
     Attributes:
         channel: Between the processes.
-        finished_directories: Directories of exchanges that are over once all come to
-            one of another directory.
+        ended: Iterations that are over on this process, and whose messages remain.
     """
 
     def __init__(self, processes: list[int]) -> None:
@@ -76,7 +76,7 @@ class Agreement:
             warn_after_s=60,
             error=DataError,
         )
-        self.finished_directories: list[str] = []
+        self.ended: list[str] = []
         self._iterations = itertools.count()
 
     def new_iteration(self) -> "IterationExchange":
@@ -188,44 +188,46 @@ class IterationExchange:
             DataError: If a process has failed, or has left its loop.
         """
         try:
-            reports = self._agreement.channel.exchange(
-                report,
+            messages = self._agreement.channel.exchange(
+                (report, tuple(self._agreement.ended)),
                 self._topic,
                 timeout_s=_STEP_S,
                 failure="the source of process {process} failed: {failure}",
             )
         except DataError:
-            self._is_over = True  # the others know
+            self.end()  # the others know
             raise
-        except BaseException:
-            self._step += 1  # what was sent must stay: others may still read it
-            raise
-        self._next_step()
-        for process, message in reports.items():
+        finally:
+            # What was sent must stay, even after Ctrl-C: others may still read it.
+            self._step += 1
+        for process, message in messages.items():
             if message is LEFT:
-                self._is_over = True
+                self.end()
                 msg = (
                     f"process {process} has left its loop over the data, and this one "
                     "continues. All processes must take the same number of steps."
                 )
                 raise DataError(msg)
-        return reports
+        self._forget([ended for _, ended in messages.values()])
+        return {process: report for process, (report, _) in messages.items()}
 
     def fail(self, error: BaseException) -> None:
         """Reports an error to the other processes, once they reach this step."""
         if not self._is_over:
-            self._is_over = True
             self._agreement.channel.fail(error, self._topic)
+            self.end()
 
     def leave(self) -> None:
         """Releases processes that are waiting for this one's next step."""
         if not self._is_over:
             self._agreement.channel.leave(self._topic)
-        self._is_over = True
+            self.end()
 
     def end(self) -> None:
         """Records that the iteration has ended on all processes: nobody is waiting."""
-        self._is_over = True
+        if not self._is_over:
+            self._is_over = True
+            self._agreement.ended.append(self._name)
 
     @property
     def _topic(self) -> str:
@@ -236,28 +238,50 @@ class IterationExchange:
     def _directory(self) -> str:
         return f"{self._name}/{self._step // _DIRECTORY_STEPS}"
 
-    def _next_step(self) -> None:
-        """Moves on, and removes earlier messages.
+    def _forget(self, ended: Sequence[tuple[str, ...]]) -> None:
+        """Removes messages that all processes have read.
 
-        When all have come to the first exchange of a directory, all have finished
-        those of the directories before it.
+        Args:
+            ended: For each process, the iterations that are over there.
         """
-        finished = self._agreement.finished_directories
-        if self._directory not in finished:
-            while finished:
-                self._agreement.channel.forget_directory(finished.pop())
-            finished.append(self._directory)
-        self._step += 1
+        channel, number = self._agreement.channel, self._step - 1
+        if number and number % _DIRECTORY_STEPS == 0:
+            # All have come to this directory, and so have finished the one before.
+            channel.forget_directory(f"{self._name}/{number // _DIRECTORY_STEPS - 1}")
+        for name in set.intersection(*map(set, ended)):
+            channel.forget_directory(name)
+            # A loop in another thread may have removed it.
+            with contextlib.suppress(ValueError):
+                self._agreement.ended.remove(name)
 
 
 def agreement_of(mesh: Mesh) -> Agreement | None:
-    """Returns the agreement of a mesh's processes; None if there is none to make."""
+    """Returns an agreement of a mesh's processes; None if there is none to make."""
+    processes = _processes_of(mesh)
+    return None if processes is None else Agreement(processes)
+
+
+def loop_agreement_of(mesh: Mesh) -> Agreement | None:
+    """Returns the agreement of all loops over something other than a dataset.
+
+    Each loop is an iteration of it. If each made its own agreement, as a dataset does,
+    its last messages would stay forever, and there may be many evaluations.
+    """
+    processes = _processes_of(mesh)
+    return None if processes is None else _loop_agreement(tuple(processes))
+
+
+@functools.cache
+def _loop_agreement(processes: tuple[int, ...]) -> Agreement:
+    return Agreement(list(processes))
+
+
+def _processes_of(mesh: Mesh) -> list[int] | None:
+    """Returns the processes of a mesh; None if this one agrees with no other."""
     processes = sorted({device.process_index for device in mesh.devices.flat})
-    # A process without devices in the mesh loads no rows, and agrees with nobody.
+    # A process without devices in the mesh loads no rows.
     is_alone = len(processes) == 1 or jax.process_index() not in processes
-    if is_alone or _jax.coordination_client() is None:
-        return None
-    return Agreement(processes)
+    return None if is_alone or _jax.coordination_client() is None else processes
 
 
 def failure_told(

@@ -19,7 +19,7 @@ from meshlayout._annotations import Batch
 from meshlayout._batches import WeightsKey, get_weights, num_examples
 from meshlayout.checkpoint.input import Data, Input, why_not
 from meshlayout.data import DistributedDataset
-from meshlayout.data.agreement import Agreement, BatchReport, agreement_of
+from meshlayout.data.agreement import Agreement, BatchReport, loop_agreement_of
 from meshlayout.data.batch_iterator import DataIterator
 from meshlayout.data.dataset import RestartedDataset
 from meshlayout.errors import DataError, MeshLayoutError
@@ -109,7 +109,7 @@ class TrainerInput:
         # themselves, in their own thread.
         agrees = isinstance(data, (DistributedDataset, RestartedDataset, DataIterator))
         self._agreement = (
-            None if agrees or placer.mesh is None else agreement_of(placer.mesh)
+            None if agrees or placer.mesh is None else loop_agreement_of(placer.mesh)
         )
         self.placer, self.passes = placer, Input(data)
         self.is_over = self.is_saved = self.is_resumed = False
