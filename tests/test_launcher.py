@@ -584,6 +584,50 @@ def test_bad_arguments_are_refused_in_a_sentence(
     )
 
 
+@pytest.mark.parametrize(
+    ("variable", "fact"),
+    [
+        ("JAX_NUM_PROCESSES", "this is one of several processes already"),
+        ("SLURM_STEP_NUM_TASKS", "srun has started several tasks already"),
+    ],
+)
+def test_several_launchers_of_one_job_are_refused(
+    variable, fact, capsys, monkeypatch, script
+):
+    monkeypatch.setenv(variable, "4")
+    with pytest.raises(SystemExit):
+        main(["-n", "2", str(script(""))])
+    assert capsys.readouterr().err.splitlines()[0] == (
+        f"python -m meshlayout.launch: error: {variable}='4': {fact}, and each would "
+        "launch its own. Start the script itself: ml.initialize() reads the same "
+        "variables."
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ignored", ["SIGCHLD", "SIGHUP", "SIGINT"])
+def test_what_the_launcher_inherits_as_ignored_holds_up_nothing(
+    ignored, script, tmp_path
+):
+    path = script(
+        "os.kill(os.getppid(), signal.SIGHUP)\ntime.sleep(1)\nsys.exit(index)\n"
+    )
+    command = [sys.executable, "-m", "meshlayout.launch", "-n", "2", str(path)]
+    starter = (
+        "import os, signal, sys\n"
+        f"signal.signal(signal.{ignored}, signal.SIG_IGN)\n"
+        "os.execv(sys.argv[1], sys.argv[1:])\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-S", "-c", starter, *command],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=60,
+        check=False,
+    )
+    # With `nohup`, a hang-up is nobody's business.
+    assert run.returncode == (1 if ignored == "SIGHUP" else 128 + signal.SIGHUP)
+
+
 def test_help_has_examples_and_the_meaning_of_75():
     text = option_parser().format_help()
     assert "python -m meshlayout.launch -n 4 --devices-per-process 2 train.py" in text

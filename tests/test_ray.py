@@ -18,10 +18,11 @@ pytest.importorskip("ray")
 def test_ray_train_computes_what_one_process_does():
     metrics = train.main([])
     expected = f"loss {metrics['loss']:.4f}, accuracy {metrics['accuracy']:.4f}"
+    search_path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     run = subprocess.run(
         [sys.executable, "examples/ray_train.py", "--workers", "2", "--cpu"],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_DEDUP_LOGS": "0"},
+        env={**os.environ, "PYTHONPATH": search_path, "RAY_DEDUP_LOGS": "0"},
         capture_output=True,
         text=True,
         timeout=300,

@@ -37,7 +37,8 @@ _PROGRAM = "python -m meshlayout.launch"
 
 _EPILOG = f"""\
 The script calls ml.initialize() before it uses JAX's devices; that is all it needs to
-know of the other processes. What it prints is shown with the number of its process.
+know of the other processes. What it prints is shown with the number of its process; it
+can read nothing from stdin.
 
 examples:
   {_PROGRAM} -n 4 --devices-per-process 2 train.py --epochs 3
@@ -164,7 +165,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = option_parser()
     own, command = split_arguments(arguments)
     options = parser.parse_args(own)
-    problem = _problem_of(command)
+    problem = _problem_of(command) or _problem_of_place(os.environ)
     if problem:
         parser.error(problem)
     try:
@@ -206,6 +207,22 @@ def _problem_of(command: Sequence[str]) -> str:
     near = difflib.get_close_matches(script.name, names, n=1)
     hint = f" Did you mean {str(parent / near[0])!r}?" if near else ""
     return f"there is no script {command[0]!r} in {Path.cwd()}.{hint}"
+
+
+def _problem_of_place(environment: Mapping[str, str]) -> str:
+    """Returns why a launcher is wrong here; empty if it is not.
+
+    Where several machines or tasks each ran a launcher, each would train alone.
+    """
+    hint = "Start the script itself: ml.initialize() reads the same variables."
+    for name, what in (
+        ("JAX_NUM_PROCESSES", "this is one of several processes already"),
+        ("SLURM_STEP_NUM_TASKS", "srun has started several tasks already"),
+    ):
+        text = environment.get(name, "")
+        if text not in ("", "1"):
+            return f"{name}={text!r}: {what}, and each would launch its own. {hint}"
+    return ""
 
 
 def device_variables(
@@ -330,7 +347,9 @@ def _signals() -> Iterator[Events]:
     numbers = [getattr(signal, name) for name in (*FORWARDED, "SIGTSTP")]
     # `nohup` ignores SIGHUP, and shells SIGINT for what runs in the background.
     numbers = [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]
-    before = [
+    # Where it is ignored, as some daemons do, nobody is told how a process ended.
+    before = [(signal.SIGCHLD, signal.signal(signal.SIGCHLD, signal.SIG_DFL))]
+    before += [
         (number, signal.signal(number, lambda number, _: events.put(number)))
         for number in numbers
     ]

@@ -251,6 +251,8 @@ class Job:
                 self._on_failure(ProcessEnd(index, pid, code, event.time_s))
 
     def _on_failure(self, end: ProcessEnd) -> None:
+        if any(end.index == failure.index for failure in self._failures):
+            return  # it was stopped, which counted, and then killed
         if -end.code in self._sent and not end.is_stopped:
             # Ended by the launcher. A process with an exception has failed all the
             # same, and may have been waiting for the others to hear of it.
