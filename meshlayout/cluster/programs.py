@@ -44,6 +44,9 @@ _FAILURE_WAIT_S = 5.0
 # as well as the large ones.
 _VALUE_BYTES = 256 * 2**20
 
+# Elements of large arrays of floats that are compared.
+_NUM_PROJECTED = 2**18
+
 # Relative to the norm. Another seed makes a difference of about 1.
 _TOLERANCE = 1e-5
 
@@ -265,11 +268,17 @@ def _window(line: str, start: int) -> str:
 def _stable(text: str) -> str:
     """Returns a program's text without what differs between processes.
 
-    These are addresses of functions, the device on which callbacks run (the first of
-    each process), and what they and kernels carry along. tests/test_cluster_programs.py
-    notices.
+    These are addresses of functions, sets, the device on which callbacks run (the first
+    of each process), and what they and kernels carry along.
+    tests/test_cluster_programs.py notices.
+
+    Example:
+        >>> _stable("jvp=<function f at 0x7f00> axes=frozenset({'b', 'a'})")
+        "jvp=<function f> axes=frozenset({'a', 'b'})"
     """
     text = re.sub(r" at 0x[0-9a-f]+", "", text)
+    # Python orders a set of strings differently in each process.
+    text = re.sub(r"\{('[^{}\n]*')\}", _sorted_set, text)
     text = re.sub(r"maximal( device=|_mesh_)\d+", "maximal", text)
     lines = text.split("\n")
     for index, line in enumerate(lines):
@@ -278,6 +287,10 @@ def _stable(text: str) -> str:
         elif re.search("callback|tpu_custom_call|triton|mosaic", line):
             lines[index] = re.sub(r'"(\\.|[^"\\])*"|index = \d+|\b\d{4,}\b', "", line)
     return "\n".join(lines)
+
+
+def _sorted_set(match: re.Match[str]) -> str:
+    return f"{{{', '.join(sorted(match[1].split(', ')))}}}"
 
 
 # Arrays.
@@ -321,10 +334,15 @@ def _summary(x: np.ndarray[Any, Any]) -> str | tuple[float, float]:
         return digest(np.ascontiguousarray(x).reshape(-1).view(np.uint8))
     if jax.numpy.issubdtype(x.dtype, np.complexfloating):
         x = np.stack([x.real, x.imag])
-    values = x.reshape(-1).astype(np.float64)
-    # Signs without a period, so that no two rows of an array are weighted alike.
-    signs = np.where(np.sin(np.arange(values.size) ** 1.5) < 0, -1.0, 1.0)
-    return float(values @ signs), math.sqrt(values @ values)
+    step = max(1, x.size // _NUM_PROJECTED)
+    values = x.reshape(-1)[::step].astype(np.float64)
+    return float(values @ _signs()[: values.size]), math.sqrt(values @ values)
+
+
+@functools.cache
+def _signs() -> np.ndarray[Any, Any]:
+    """Returns signs without a period, so that no two rows are weighted alike."""
+    return np.where(np.sin(np.arange(2 * _NUM_PROJECTED) ** 1.5) < 0, -1.0, 1.0)
 
 
 def _is_close(a: Any, b: Any) -> bool:
