@@ -60,7 +60,7 @@ LEFT: Final = Left.LEFT
 
 
 @dataclass(frozen=True)
-class _Failure:
+class _FailureMessage:
     """What a process sends that has failed: what went wrong."""
 
     text: str
@@ -172,7 +172,7 @@ class Channel:
                     if is_short and not wait.late and len(come) < len(values):
                         come = self._come(topic) | come
                 answer = come[process]
-                if isinstance(answer, _Failure) and process != here:
+                if isinstance(answer, _FailureMessage) and process != here:
                     msg = failure.format(
                         process=process, what=what, failure=answer.text
                     )
@@ -182,8 +182,8 @@ class Channel:
         if wait.late:
             late = wait.error()
             # Whoever comes later must not take this process for one that waits.
-            if not isinstance(value, _Failure):
-                self._send(topic, _Failure(str(late)), what)
+            if not isinstance(value, _FailureMessage):
+                self._send(topic, _FailureMessage(str(late)), what)
             raise self._error(str(late)) from late
         # All processes have sent their value of this turn, and so have read those of
         # the turn before. They may not have read this turn's yet.
@@ -232,7 +232,7 @@ class Channel:
         text = str(error) if is_ours else f"{type(error).__name__}: {error}"
         # This process raises its own error, whatever the others say.
         with contextlib.suppress(self._error):
-            self.exchange(_Failure(text), topic, what=what, timeout_s=timeout_s)
+            self.exchange(_FailureMessage(text), topic, what=what, timeout_s=timeout_s)
 
     def leave(self, topic: str) -> None:
         """Releases processes that wait for this one in an exchange."""

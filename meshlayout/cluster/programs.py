@@ -33,9 +33,10 @@ from meshlayout.cluster.channel import Channel, shared_channel
 from meshlayout.errors import ClusterError
 
 
-# Processes trace a program for about as long as each other; the data of a first batch
-# may take minutes.
-TIMEOUT_S = 600.0
+# Processes trace a program for about as long as each other, but one of them may take
+# long for its first batch. If one is lost or does not need the program, `watch` says so
+# long before.
+TIMEOUT_S = 1800.0
 
 # A process with an error waits for the others to read it, if they come at all.
 _FAILURE_WAIT_S = 5.0
@@ -265,6 +266,12 @@ def _window(line: str, start: int) -> str:
     return f"`{'...' * (begin > 0)}{part}{'...' * (len(line) > start + 60)}`"
 
 
+# Calls with pointers, or with the files that a kernel was written in.
+_LOCAL_CALLS = re.compile(
+    "callback|InspectSharding|CustomSPMDPartitioning|tpu_custom_call|triton|mosaic"
+)
+
+
 def _stable(text: str) -> str:
     """Returns a program's text without what differs between processes.
 
@@ -284,7 +291,7 @@ def _stable(text: str) -> str:
     for index, line in enumerate(lines):
         if "@maximal" in line and "device_ids" in line:
             lines[index] = ""
-        elif re.search("callback|tpu_custom_call|triton|mosaic", line):
+        elif _LOCAL_CALLS.search(line):
             lines[index] = re.sub(r'"(\\.|[^"\\])*"|index = \d+|\b\d{4,}\b', "", line)
     return "\n".join(lines)
 

@@ -374,12 +374,16 @@ class CompiledStep(StepInspection, Generic[P, R]):
         args = (signature.state_def.unflatten(leaves), *args[1:])
         if program is None:
             arguments = (static, args[0], (args[1:], kwargs))
-            why = self._change(call, before)
-            with NewProgram(self._name, signature.devices, why) as new:
+            new = None
+            if signature.has_peers:
+                why = self._change(call, before)
+                new = NewProgram(self._name, signature.devices, why)
+            with new or contextlib.nullcontext():
                 program = JittedStep.of(
                     self._traced, self._name, signature, call, arguments
                 )
-                self._compare(new, program, call, args, kwargs)
+                if new is not None:
+                    self._compare(new, program, call, args, kwargs)
             self._programs[signature] = program
         self.program = program
         return program, args, kwargs
