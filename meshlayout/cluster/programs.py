@@ -311,7 +311,10 @@ def _shared_pieces(path: str, leaf: Leaf) -> Iterator[tuple[str, Any]]:
         return
     if _jax.is_extended(leaf.dtype):
         leaf = _jax.words_of_key(leaf)
-    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+    if not isinstance(leaf, jax.Array):
+        yield path, np.asarray(leaf)  # in jax 0.7 also constants of a class of its own
+        return
+    if leaf.is_fully_addressable:
         yield path, leaf
         return
     if leaf.is_fully_replicated:
