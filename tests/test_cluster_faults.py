@@ -23,7 +23,8 @@ _DOING = {
     "barrier": "train_step, step call 6",
 }
 
-_SHORT = ("--heartbeat=2", "--step-timeout=3")
+# Short enough for tests, and long enough for a machine that runs others, too.
+_SHORT = "--heartbeat=4"
 
 
 def check(ends: list[Ended], victim: int, *texts: str, limit_s: float = 10) -> None:
@@ -42,7 +43,7 @@ def check(ends: list[Ended], victim: int, *texts: str, limit_s: float = 10) -> N
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_process_that_is_killed_in_a_step_ends_the_others(victim):
-    ends = run_job(2 + victim, "kill", "step", victim, *_SHORT)
+    ends = run_job(2 + victim, "kill", "step", victim, _SHORT)
     assert ends[victim].status == -signal.SIGKILL
     doing = f"It was last doing: {_DOING['step']}"
     check(ends, victim, "is lost", doing, "The newest checkpoint: step 4 in ")
@@ -58,7 +59,8 @@ def test_a_process_that_is_killed_in_a_step_ends_the_others(victim):
 def test_every_fault_at_every_place_ends_the_others(
     fault, place, victim, num_processes, tmp_path
 ):
-    ends = run_job(num_processes, fault, place, victim, *_SHORT, directory=tmp_path)
+    options = ["--step-timeout=6"] if fault == "stuck" else [_SHORT]
+    ends = run_job(num_processes, fault, place, victim, *options, directory=tmp_path)
     words = {"kill": "is lost", "stop": "is lost", "crash": "failed: "}
     texts = [words.get(fault, "is stuck")]
     if fault != "crash":
@@ -85,7 +87,7 @@ def test_ten_seconds_suffice_by_default(fault, victim):
 
 @pytest.mark.slow
 def test_a_program_that_catches_the_error_of_a_survivor_ends_all_the_same():
-    ends = run_job(2, "kill", "step", 1, "--catch", *_SHORT)
+    ends = run_job(2, "kill", "step", 1, "--catch", _SHORT)
     assert "caught" in ends[0].output  # printed, though it was buffered
     check(ends, 1, "is lost")
 
@@ -93,7 +95,7 @@ def test_a_program_that_catches_the_error_of_a_survivor_ends_all_the_same():
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_an_abort_in_native_code_is_named(victim):
-    ends = run_job(2, "abort", "step", victim, *_SHORT)
+    ends = run_job(2, "abort", "step", victim, _SHORT)
     assert ends[victim].status == -signal.SIGABRT
     text = "is aborted by C code (SIGABRT)"
     check(ends, victim, text)
@@ -103,7 +105,7 @@ def test_an_abort_in_native_code_is_named(victim):
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["step", "barrier"])
 def test_a_process_that_leaves_while_others_go_on_is_named(place):
-    ends = run_job(2, "leave", place, 1, *_SHORT)
+    ends = run_job(2, "leave", place, 1, _SHORT)
     text = "rocess 1 has ended its program"
     if place == "step":
         text = "has ended its program after 5 calls of steps, and process 0 ("
@@ -112,8 +114,14 @@ def test_a_process_that_leaves_while_others_go_on_is_named(place):
 
 
 @pytest.mark.slow
+def test_a_crash_that_comes_to_shutdown_is_named():
+    ends = run_job(2, "crash", "step", 1, "--shutdown", _SHORT)
+    check(ends, 1, "before that, ValueError: row 17 is not a number")
+
+
+@pytest.mark.slow
 def test_a_process_that_alone_is_interrupted_is_named():
-    ends = run_job(2, "interrupt", "step", 1, *_SHORT)
+    ends = run_job(2, "interrupt", "step", 1, _SHORT)
     assert [end.status for end in ends] == [-signal.SIGINT] * 2
     assert "was interrupted (Ctrl-C), and process 0 (" in ends[0].output, ends[0]
 
@@ -124,7 +132,7 @@ def test_a_process_that_alone_is_interrupted_is_named():
     [("none", 0), ("leave", 3), ("preempt", 75), ("interrupt", -signal.SIGINT)],
 )
 def test_an_end_of_all_processes_keeps_its_status_and_prints_nothing(fault, status):
-    for end in run_job(2, fault, "step", None, *_SHORT):
+    for end in run_job(2, fault, "step", None, _SHORT):
         assert end.status == status, end
         assert "meshlayout: " not in end.output
 
@@ -134,7 +142,7 @@ def test_an_end_of_all_processes_keeps_its_status_and_prints_nothing(fault, stat
 @pytest.mark.parametrize(
     ("fault", "place", "options"),
     [
-        ("late", "end", ["--heartbeat=1.5"]),
+        ("late", "end", ["--heartbeat=3"]),
         ("pause", "step", []),
         ("nap", "step", []),
     ],
