@@ -45,6 +45,10 @@ def check(ends: list[Ended], victim: int, *texts: str, limit_s: float = 10) -> N
 def test_a_process_that_is_killed_in_a_step_ends_the_others(victim):
     ends = run_job(2 + victim, "kill", "step", victim, _SHORT)
     assert ends[victim].status == -signal.SIGKILL
+    if victim == 0 and jax.__version_info__ < (0, 8):
+        # JAX leaves by _exit there, before anything else can print.
+        assert "the leader task was preempted/died" in ends[1].output
+        return
     doing = f"It was last doing: {_DOING['step']}"
     check(ends, victim, "is lost", doing, "The newest checkpoint: step 4 in ")
 

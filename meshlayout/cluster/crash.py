@@ -7,6 +7,8 @@ JAX ends a process by `abort()` in a thread of C++ as soon as process 0 is gone,
 Python code can prevent or catch that. A signal handler in C can still run: ctypes makes
 one of a Python function, which takes Python's lock like any callback. `signal.signal`
 would not do: Python runs its handlers in the main thread, which may be in a collective.
+jax 0.7 leaves by `_exit`, which nothing can catch, after a message that says only that
+"the leader task" died. tests/test_cluster_faults.py notices if JAX ends otherwise.
 """
 
 import ctypes
