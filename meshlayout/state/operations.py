@@ -336,6 +336,8 @@ def _placed(value: ArrayLike, sharding: NamedSharding) -> jax.Array:
     """Returns a value of this process, placed on the mesh."""
     if sharding.is_fully_addressable:
         return jax.device_put(value, sharding)
+    if not isinstance(value, jax.Array):
+        value = np.asarray(value)  # in JAX 0.7 also constants of a class of its own
     # JAX 0.7 cannot move an array of one process to the devices of several.
     return copy_to_mesh(value, Layout.of(sharding, np.ndim(value)))
 
