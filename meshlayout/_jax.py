@@ -435,6 +435,20 @@ def is_committed(x: Leaf) -> bool:
     return isinstance(x, jax.Array) and bool(getattr(x, "committed", True))
 
 
+def with_shards(x: jax.Array) -> jax.Array:
+    """Returns an array whose `addressable_shards` can be read.
+
+    If each process has one device, `device_put` of a JAX array to a replicated sharding
+    makes one for which JAX raises. tests/test_cluster_agreement.py notices.
+    """
+    try:
+        _ = x.addressable_shards
+    except ValueError:
+        parts = [x.addressable_data(0)]
+        return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
+    return x
+
+
 def to_host(x: jax.Array) -> np.ndarray[Any, Any]:
     """Returns the full value of an array, gathered from all processes if needed."""
     if x.is_fully_addressable:

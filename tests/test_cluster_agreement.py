@@ -105,6 +105,10 @@ def job():
     seen["has backend"] = _jax.has_backend()
     seen["key"] = jax.random.key_data(cluster.broadcast(jax.random.key(index))).tolist()
     seen["array"] = str(cluster.broadcast(jnp.ones(2, "bfloat16") * index).dtype)
+    mesh = ml.create_mesh({"batch": 2})
+    put = jax.device_put(jnp.arange(3.0), mesh.layout(None).sharding)
+    (part,) = ml.unpack(put)
+    seen["put by JAX"] = [ml.to_numpy(put).tolist(), np.asarray(part).tolist()]
     seen["refused"] = refusals(index)
     cluster.barrier("end")
     return seen
@@ -179,6 +183,12 @@ def test_values_of_all_processes_are_stacked_by_their_index(seen):
 @pytest.mark.multiprocess
 def test_no_devices_are_started(seen):
     assert [process["has backend"] for process in seen] == [False, False]
+
+
+@pytest.mark.multiprocess
+def test_an_array_that_jax_put_on_one_device_of_each_process_has_its_parts(seen):
+    for process in seen:
+        assert process["put by JAX"] == [[0.0, 1.0, 2.0]] * 2
 
 
 @pytest.mark.multiprocess

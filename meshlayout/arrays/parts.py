@@ -263,7 +263,9 @@ def _unpack_leaf(x: Leaf, where: Where) -> dict[_jax.Device, jax.Array]:
         )
         raise LayoutError(msg)
     check_alive(x, where)
-    held = {shard.device: shard.data for shard in x.addressable_shards}
+    held = {
+        shard.device: shard.data for shard in _jax.with_shards(x).addressable_shards
+    }
     if not isinstance(x.sharding, NamedSharding):
         return held
     # In mesh order, in which `pack` takes them; JAX's order may be another one.
@@ -313,7 +315,7 @@ def _host_value(x: Leaf, where: Where = "the array") -> np.ndarray[Any, Any]:
     if not isinstance(x, jax.Array):
         return plain_array(x, where)
     check_alive(x, where)
-    if not x.is_fully_addressable and not x.addressable_shards:
+    if not x.is_fully_addressable and not _jax.with_shards(x).addressable_shards:
         msg = (
             f"{where}: process {jax.process_index()} has no part of the array, which "
             f"is on devices {device_ids(x.sharding.device_set)}."

@@ -214,7 +214,7 @@ class _Shard:
         shape = tuple(value.shape)
         return next(
             np.asarray(shard.data)
-            for shard in value.addressable_shards
+            for shard in _jax.with_shards(value).addressable_shards
             if bounds_of(shard.index, shape) == self.bounds
         )
 

@@ -184,6 +184,7 @@ def _saved(path: str, parts: tuple[str, ...], value: Leaf) -> tuple[SavedLeaf, A
     if is_key:
         leaf = replace(leaf, kind="key", key_impl=_jax.key_impl(value.dtype))
         value = jax.random.key_data(value)
+    value = _jax.with_shards(value)
     if jax.process_count() > 1 and value.is_fully_addressable:
         # Each process has an array of its own: that of process 0 is saved, as of NumPy.
         value = np.array(value)
