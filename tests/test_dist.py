@@ -51,9 +51,10 @@ def test_the_readme_program_runs_where_only_the_wheel_is_installed(dist, tmp_pat
     tag = f"py{sys.version_info.major}{sys.version_info.minor}"
     constraints = ROOT / "constraints" / f"{tag}.txt"
     pip = [python, "-m", "pip", "install", "-q", "-c", constraints, wheel]
-    (program,) = re.findall(
+    blocks = re.findall(
         r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
     )
+    program = "\n".join(blocks)
     (tmp_path / "program.py").write_text(f"{program}print(ml.__file__)\n")
     for command in ([sys.executable, "-m", "venv", environment], pip):
         subprocess.run(command, check=True, capture_output=True)
