@@ -216,7 +216,11 @@ def _values_of(metrics: Metrics) -> dict[str, Any]:
         isinstance(x, jax.Array) and not x.is_fully_addressable
         for x in jax.tree.leaves(metrics)
     )
-    return broadcast(values, name="the metrics") if is_shared else values
+    if not is_shared:
+        return values
+    # A tree's dicts come back in the order of their keys.
+    shared = broadcast(values, name="the metrics")
+    return {name: shared[name] for name in values}
 
 
 def call_step(
