@@ -919,6 +919,37 @@ def test_several_processes_do_what_one_does(request, name, count):
 
 
 @pytest.mark.slow
+def test_what_cannot_be_done_on_several_processes_is_said(two):
+    found = two[1][0]["errors_are_those_of_all"]["of several"]
+    differs = (
+        "ClusterError: an array that goes to devices of all processes must be the same "
+        "on all processes: "
+    )
+    way_out = (
+        " What each process has for itself becomes one array through ml.pack, or through "
+        "ml.distribute_dataset with per_process=True."
+    )
+    batch = found.pop("batch")
+    assert batch.startswith(f"{differs}'label i32[8]' is i32[8] (digest ")
+    assert batch.endswith(way_out)
+    assert found == {
+        "differs": f"{differs}'a i64[4]' is i64[4] [1, 1, 1, 1] on process 1, and i64[4] "
+        f"[0, 0, 0, 0] on process 0.{way_out}",
+        "to some": "LayoutError: i32[16] is on 8 devices of processes 0-1, and "
+        "Layout([own], Mesh(own=2)) has 2 devices of process 0. JAX moves arrays between "
+        "processes only if all devices stay the same. Save the array, and restore it "
+        "there.",
+        "from some": f"{differs}'i32[16]' is 'an array on devices of other processes' on "
+        "process 1, and i32[16] (digest 26ec4e1c03e59b30) on process 0." + way_out,
+        "shapes": "LayoutError: the parts on process 0 are f32[1], but f32[2] on process "
+        "1; the parts of an array have one shape and dtype.",
+        "replicas": "LayoutError: processes 0 and 1 give different parts for shard (0,) "
+        "of Layout([unsharded], Mesh(batch=8; batch across 2 processes)), which should "
+        "be replicas.",
+    }
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["data_parallel", "fsdp", "options_of_the_step"])
 def test_the_number_of_processes_does_not_change_a_bit(two, four, name):
     assert two[1][0][name] == four[1][0][name]

@@ -25,7 +25,7 @@ from meshlayout._host_arrays import host_array
 from meshlayout.arrays.tree import Where, describe, first_line
 from meshlayout.cluster.agreement import assert_same
 from meshlayout.cluster.channel import processes_text
-from meshlayout.errors import LayoutError
+from meshlayout.errors import ClusterError, LayoutError
 from meshlayout.layout import MATCH, DimSpec, Layout, as_layout
 from meshlayout.mesh import Mesh
 
@@ -200,8 +200,17 @@ def check_same(named: Iterable[tuple[Where, Leaf, Mesh]]) -> None:
         elif isinstance(x, jax.Array) and x.sharding.device_set != {*mesh.devices.flat}:
             # For its own process it is an array like any other.
             values[str(where)] = "an array on devices of other processes"
-    if values:
-        assert_same(values, "an array that goes to devices of all processes")
+    try:
+        if values:
+            assert_same(values, "an array that goes to devices of all processes")
+    except ClusterError as error:
+        if "must be the same" not in str(error):  # a process did not come
+            raise
+        msg = (
+            f"{error} What each process has for itself becomes one array through "
+            "ml.pack, or through ml.distribute_dataset with per_process=True."
+        )
+        raise ClusterError(msg) from None
 
 
 def can_compare(mesh: Mesh) -> bool:
