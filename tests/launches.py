@@ -39,7 +39,7 @@ class Launch:
         self.pid = events.get(timeout=60)
         self._status = None
 
-    def wait(self, timeout_s=60):
+    def wait(self, timeout_s=300):
         """Returns its exit status, as a shell has it."""
         if self._status is None:
             self._status = self._events.get(timeout=timeout_s)
@@ -56,7 +56,7 @@ class Launch:
     def err(self):
         return self._err.read_text()
 
-    def wait_for(self, text, times=1, timeout_s=60):
+    def wait_for(self, text, times=1, timeout_s=300):
         """Waits until the launcher has printed a text to stdout so often."""
         deadline = time.monotonic() + timeout_s
         while self.out.count(text) < times:
