@@ -33,8 +33,8 @@ JAX has nothing of the kind). JAX alone runs the same program after
 `jax.distributed.initialize` with JAX's defaults; the save and the batches are
 meshlayout's in both. Runs of JAX alone were stopped after {limit:g} seconds. Process 0
 holds JAX's coordination service. A fault in the middle of a save happens in the thread
-that writes it, one in a batch in the source. Each figure is one run;
-`python benchmarks/faults.py` makes them.
+that writes it, one in a batch in the source. Each figure is one run, with
+others beside it on two busy cores. `python benchmarks/faults.py` makes them.
 
 """
 
