@@ -28,7 +28,13 @@ from jax._src import (
 from jax._src.interpreters import partial_eval, pxla
 from jax._src.lax import lax as jax_lax
 from jax.experimental import mesh_utils, multihost_utils
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    NamedSharding,
+    PartitionSpec,
+    SingleDeviceSharding,
+)
 
 from meshlayout._annotations import DType, Equation, Leaf
 from meshlayout.errors import ClusterError
@@ -269,13 +275,46 @@ def put(x: Leaf, sharding: Any, **options: Any) -> Any:
     if isinstance(x, jax.Array) and is_extended(x.dtype):
         words = put(jax.random.key_data(x), sharding, **options)
         return jax.random.wrap_key_data(words, impl=key_impl(x.dtype))
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+    is_shared = isinstance(x, jax.Array) and not x.is_fully_addressable
+    if is_shared and _memory_kind(x.sharding) != _memory_kind(sharding):
+        return _put_in_memory(x, sharding)
+    if is_shared or not isinstance(sharding, NamedSharding):
         return jax.device_put(x, sharding, **options)
     # Copied: a CPU device would use the memory that it is given.
     values = np.array(x, canonical_dtype(jax.typeof(x).dtype))
     placed = place_slices(values, NamedSharding(sharding.mesh, sharding.spec))
     placed = with_weak_type(placed, weak_type=jax.typeof(x).weak_type)
-    return jax.device_put(placed, sharding)
+    return put(placed, sharding)
+
+
+def _put_in_memory(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Moves an array of several processes to another kind of memory.
+
+    Shard by shard, and in main memory from one layout to another: jax 0.7 cannot
+    compile a program that does both. tests/test_several_processes.py notices.
+    """
+    x = _shards_in_memory(x, _main_memory(sharding))
+    x = jax.device_put(x, NamedSharding(sharding.mesh, sharding.spec))
+    return _shards_in_memory(x, _memory_kind(sharding))
+
+
+def _shards_in_memory(x: jax.Array, kind: str) -> jax.Array:
+    if _memory_kind(x.sharding) == kind:
+        return x
+    shards = [
+        jax.device_put(s.data, SingleDeviceSharding(s.device, memory_kind=kind))
+        for s in x.addressable_shards
+    ]
+    there = x.sharding.with_memory_kind(kind)
+    return jax.make_array_from_single_device_arrays(x.shape, there, shards)
+
+
+def _memory_kind(sharding: Any) -> str:
+    return sharding.memory_kind or _main_memory(sharding)
+
+
+def _main_memory(sharding: Any) -> str:
+    return next(iter(sharding.addressable_devices)).default_memory().kind
 
 
 def concrete_value(x: Leaf) -> Any:
