@@ -471,10 +471,12 @@ class Checkpointer:
         fallback: bool,
     ) -> _T:
         self.wait()
-        with activity.during(f"restoring step {step} of {self.directory}"):
-            result, number = self._steps.restored(
-                step, read, verify=verify, fallback=fallback
-            )
+        activity.now.name = f"restoring step {step} of {self.directory}"
+        activity.now.moves += 1
+        result, number = self._steps.restored(
+            step, read, verify=verify, fallback=fallback
+        )
+        activity.now.moves += 1
         newest = f"step {number} in {self.directory}"
         activity.now.checkpoint = activity.now.checkpoint or newest
         # The next save is due `every` steps after the one that the run goes on from.

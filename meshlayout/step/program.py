@@ -343,7 +343,7 @@ def repeat_of(
     jitted, metrics_def = jitted_step.jitted, start.treedef
     is_spread, is_bounded = jitted_step.is_spread, jitted_step.is_bounded
     is_elsewhere, is_shared = jitted_step.is_elsewhere, jitted_step.is_shared
-    begin, name = activity.begin, "train_step"
+    now = activity.now  # `activity.begin`, without the time of a call
     marked, waiting = _batches.marked_weights, reports.waiting
     has_clock, empty = start.has_clock, start.leaves
     create, set_attribute = object.__new__, object.__setattr__
@@ -387,7 +387,8 @@ def repeat_of(
             return None
         if marked and (not indices or id(rows[indices[0]]) not in marked):
             check_weights_key(batch, key)
-        begin(name, is_shared)
+        now.name, now.moves = "train_step", now.moves + 1
+        now.steps += is_shared
         try:
             result = jitted((), arrays, ((batch, sums), nothing))
         except Exception as error:
@@ -399,7 +400,7 @@ def repeat_of(
             may_have_run = is_spread or (is_runtime and not was_used_up)
             if may_have_run and any(x.is_deleted() for x in arrays):
                 raise
-            activity.now.steps -= is_shared
+            now.steps -= is_shared
             return None  # nothing has run; the call that follows counts, and says why
         if flat is not None:
             flat[2] = False
