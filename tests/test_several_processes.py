@@ -696,7 +696,7 @@ def reports(run):
 
 def _portable(text):
     """The lines of a text that are the same on any number of processes."""
-    text = re.sub(r"; \w+ across \d processes", "", text)
+    text = re.sub(r"; [\w, ]+ across \d processes", "", text)
     # Ids of devices are longer there, and pictures wider.
     return [
         re.sub(r" +", " ", line)
