@@ -75,7 +75,8 @@ class DataIterator(Generic[BatchT]):
     def __next__(self) -> BatchT:
         with self._lock:
             self._check_open()
-            activity.begin("next(batch)")
+            activity.now.name = "next(batch)"
+            activity.now.moves += 1
             start = time.perf_counter()
             if self._batches is None:
                 batches = BatchIterator(self._plan, self._position)
