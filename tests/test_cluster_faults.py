@@ -218,7 +218,7 @@ def test_nothing_is_installed_on_one_process():
 
 
 @pytest.mark.parametrize("name", ["heartbeat_timeout_s", "step_timeout_s"])
-@pytest.mark.parametrize("value", BAD, ids=repr)
+@pytest.mark.parametrize("value", BAD)
 def test_a_time_that_is_none_is_refused(name, value):
     message = refusal(ml.errors.ClusterError, ml.initialize, **{name: value})
     ml.shutdown()
