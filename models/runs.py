@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -139,7 +140,7 @@ def token_loss(
 
 
 def make_steps(
-    loss_fn: LossFunction, options: Mapping[str, Any]
+    loss_fn: LossFunction, options: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[ml.step.TrainStep, Step]:
     """Returns the compiled steps for training and for testing.
 

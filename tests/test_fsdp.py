@@ -219,7 +219,11 @@ def hand_written(layouts, model):
 
 
 @pytest.mark.parametrize(
-    "optimizer", [optax.adamw(1e-3), optax.adafactor(1e-3)], ids=["adamw", "adafactor"]
+    "optimizer",
+    [
+        pytest.param(optax.adamw(1e-3), id="adamw", marks=pytest.mark.slow),
+        pytest.param(optax.adafactor(1e-3), id="adafactor"),
+    ],
 )
 def test_optimizer_state_average_and_statistics_follow_as_by_hand(optimizer):
     layouts = ml.parallel.fsdp(EIGHT, min_bytes=1024)

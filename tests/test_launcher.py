@@ -183,6 +183,9 @@ def test_the_messages_of_the_transport_are_left_out(launcher, script, tmp_path):
         "print(message.format(0) + message.format(1) + '3\\n3')\n"
         "print(message.format(0)[:13] + message.format(1) + '3')\n"
         "print(message.format(0)[13:] + '3')\n"
+        "first, second = message.format(0).split('Expected')\n"
+        "print(first + message.format(1) + '3')\n"
+        "print('Expected' + second + '3')\n"
         "print('3 peers')\n"
     )
     run = launcher.run(tmp_path, "-n", 1, path)

@@ -542,6 +542,7 @@ def test_transformers_are_born_sharded_with_the_same_bits(rules, mesh_2x4):
     check_birth(build, ml.LayoutMap(mesh_2x4, rules_of("transformer", rules)))
 
 
+@pytest.mark.slow
 def test_blocks_of_a_resnet_are_born_sharded_with_the_same_bits(mesh_2x4):
     build = lambda: resnet.Block(8, 8, strides=2, rngs=nnx.Rngs(KEY))  # noqa: E731
     check_birth(build, ml.LayoutMap(mesh_2x4, resnet.MODEL_PARALLEL))

@@ -67,6 +67,7 @@ def test_the_citation_names_this_version():
     assert f"\nversion: {meshlayout.__version__}\n" in text
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_the_readme_program_prints_the_same_numbers_in_two_processes(lines, tmp_path):
     options = ["-n", "2", "--devices-per-process", "4"]

@@ -306,7 +306,7 @@ def steps_per_call(run):
     return found
 
 
-@program(quick=True)
+@program()
 def an_epoch_in_one_dispatch(run):
     found = []
     for rows, shuffle in ((24, jax.random.key(3)), (ROWS, None))[: run.variants]:

@@ -679,6 +679,7 @@ def test_linen_steps_agree_with_plain_flax(mesh):
     testing.verify(ml.make_eval_step(loss_fn), state, conv_batch(mesh))
 
 
+@pytest.mark.slow
 def test_several_meshes_are_verified_in_one_call(mesh):
     other = ml.create_mesh({"batch": 8})
     layouts = ml.LayoutMap(mesh, {"conv/kernel": (..., "model")})

@@ -257,6 +257,7 @@ def test_a_mesh_that_cannot_be_made_is_refused(axes, capsys):
     assert "\n" not in message
 
 
+@pytest.mark.slow
 def test_what_does_not_divide_stays_whole_with_its_reason(tmp_path):
     done = command(
         *SHORT, "--virtual-devices", "3", "--mesh", "model=3", data_dir=tmp_path

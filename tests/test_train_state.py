@@ -246,6 +246,7 @@ with open(sys.argv[1], "wb") as file:
 """
 
 
+@pytest.mark.slow
 def test_another_process_continues_from_the_pickle(make, tmp_path):
     state = make()
     file = tmp_path / "state.pkl"

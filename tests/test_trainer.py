@@ -532,6 +532,7 @@ GAN_RULES = {
 }
 
 
+@pytest.mark.slow
 def test_a_gan_on_a_mesh_is_the_gan_on_one_device(mesh_2x4):
     one = ml.create_mesh({"batch": 1}, devices=jax.devices()[:1])
     alone, expected = run_gan(ml.parallel.data_parallel(one))

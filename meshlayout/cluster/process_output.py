@@ -31,8 +31,8 @@ _TRACEBACK = re.compile(
 # devices. Its threads write at once and in pieces, so lines are mixed.
 _GLOO_START = b"[Gloo] Rank "
 _GLOO = re.compile(
-    rb"(\[Gloo\] Rank |\d+| is connected to | peer ranks\. Expected number of "
-    rb"connected peer ranks is : )*"
+    rb"(\[Gloo\] Rank |\d+| is connected to | peer ranks\. "
+    rb"|Expected number of connected peer ranks is : )*"
 )
 # What XLA logs in C++, such as why it ends a process that has raised.
 _LOG_LINE = re.compile(rb"[IWEF]\d{4} \d\d:\d\d:\d\d\.\d+ ")
