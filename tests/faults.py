@@ -65,7 +65,7 @@ def run_job(
     Args:
         num_processes: How many.
         fault: What the victim does: see `commit`.
-        place: Where: one of `PLACES`.
+        place: Where: one of `PLACES`, or `"program"`, which the others wait to compile.
         victim: Its index; None for all processes.
         *options: More options of the program, as `--step-timeout=3`.
         directory: Where checkpoints are saved.
@@ -145,7 +145,8 @@ def commit(fault: str, file: str) -> None:
         fault: `"kill"`, by SIGKILL; `"stop"`, by SIGSTOP; `"crash"`, an exception;
             `"stuck"`, a process that is alive and does nothing; `"leave"`, status 3;
             `"preempt"`, status 75;
-            `"abort"`, by SIGABRT in C; `"interrupt"`, KeyboardInterrupt. No faults:
+            `"abort"`, by SIGABRT in C; `"interrupt"`, KeyboardInterrupt;
+            `"interrupts"`, a second one while it waits for the others. No faults:
             `"pause"`, which holds Python's lock for 4 seconds, and `"nap"`, which is
             stopped for 4 seconds; `"late"`, which takes 4 seconds longer.
         file: Where to write the time.
@@ -170,6 +171,10 @@ def commit(fault: str, file: str) -> None:
     elif fault == "abort":
         os.abort()
     elif fault == "interrupt":
+        raise KeyboardInterrupt
+    elif fault == "interrupts":
+        command = f"sleep 2; kill -INT {os.getpid()}"
+        subprocess.Popen(["/bin/sh", "-c", command])
         raise KeyboardInterrupt
     elif fault == "pause":
         ctypes.PyDLL(None).sleep(4)
@@ -255,6 +260,10 @@ def train(job: argparse.Namespace, is_victim: bool) -> None:
     def train_step(state: Any, batch: Any) -> Any:
         return {"w": state["w"] + batch.sum()}, jnp.sum(batch)
 
+    @ml.compile_step
+    def other_step(state: Any, batch: Any) -> Any:
+        return state, jnp.max(batch)
+
     state = {"w": jax.device_put(jnp.zeros(4), ml.Layout.replicated(mesh, 1).sharding)}
     data = ml.distribute_dataset(
         Rows(), mesh, global_batch_size=job.count, prefetch=0, batched=False
@@ -268,6 +277,9 @@ def train(job: argparse.Namespace, is_victim: bool) -> None:
             if step == _STEP - 2:
                 checkpointer.save(step, state)
                 checkpointer.wait()
+            if step == _STEP and job.place == "program":
+                fault_at("program")
+                state, _ = other_step(state, batch)
             if step == _STEP:
                 fault_at("barrier")
                 if job.bare:

@@ -84,6 +84,13 @@ def test_every_fault_at_every_place_ends_the_others(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_is_stuck_before_a_new_program_is_named(victim):
+    ends = run_job(2, "stuck", "program", victim, "--step-timeout=3")
+    check(ends, victim, "is stuck", "It was last doing: train_step, step call 6")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "victim"), [("kill", 1), ("stop", 0), ("stop", 1)])
 def test_ten_seconds_suffice_by_default(fault, victim):
     check(run_job(2, fault, "step", victim), victim, "is lost")
@@ -124,10 +131,17 @@ def test_a_crash_that_comes_to_shutdown_is_named():
 
 
 @pytest.mark.slow
-def test_a_process_that_alone_is_interrupted_is_named():
-    ends = run_job(2, "interrupt", "step", 1, _SHORT)
-    assert [end.status for end in ends] == [-signal.SIGINT] * 2
-    assert "was interrupted (Ctrl-C), and process 0 (" in ends[0].output, ends[0]
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("interrupt", "was interrupted (Ctrl-C), and process 0 ("),
+        ("interrupts", "was interrupted (Ctrl-C) while it waited for the others"),
+    ],
+)
+def test_a_process_that_alone_is_interrupted_is_named(fault, text):
+    ends = run_job(2, fault, "step", 1, _SHORT)
+    assert [end.status for end in ends] == [-signal.SIGINT] * 2, ends
+    assert text in ends[0].output, ends[0]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import signal
 import textwrap
+import time
 
 import pytest
 
@@ -209,3 +210,26 @@ def test_the_others_name_the_process_that_the_launcher_saw_fail(
         assert own[at + 1].startswith(f"[{index}]   It was last doing: ")
     *_, last = launch.err.splitlines()
     assert "It was last doing: " in last
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_an_error_that_looks_like_a_lost_connection_ends_all_soon(
+    victim, launcher, tmp_path
+):
+    text = FAULT.replace(
+        "os.kill(os.getpid(), signal.Signals[sys.argv[2]])",
+        "print('failing', flush=True); raise ConnectionRefusedError('no label server')",
+    )
+    launch = launcher.start(tmp_path, "-n", 2, program(tmp_path, text), victim)
+    launch.wait_for("failing")
+    start_s = time.monotonic()
+    assert launch.wait() == 1
+    # Two seconds and what a busy machine takes; a lost process is silent for six.
+    assert time.monotonic() - start_s < 5
+    other = [x for x in launch.err.splitlines() if x.startswith(f"[{1 - victim}] ")]
+    assert any(
+        f"meshlayout: process {victim} (" in line
+        and "failed: ConnectionRefusedError: no label server" in line
+        for line in other
+    )
+    assert launch.err.endswith(f"[{victim}] ConnectionRefusedError: no label server\n")

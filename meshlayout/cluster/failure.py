@@ -56,6 +56,11 @@ class Failure:
         os._exit(1)
 
 
+def is_launched() -> bool:
+    """Returns whether the launcher started this process, and reports who fails."""
+    return bool(os.environ.get(REPORT_VARIABLE))
+
+
 def reported_by_launcher() -> tuple[int, str] | None:
     """Returns the process that the launcher saw fail first, and what became of it.
 

@@ -59,7 +59,8 @@ signals:
   Trainer.fit with a Checkpoint and checkpoint.Loop save and exit with status 75, which
   means "start me again": the launcher then exits with 75, too. If a process got the
   signal and not the launcher, the launcher starts the job again, as after a failure, up
-  to --max-restarts times.
+  to --max-restarts times. Other programs ignore SIGTERM once their processes are one
+  JAX program, as JAX handles it: a second one, or Ctrl-C, ends them.
 
 On a TPU machine one process drives all chips: start the script without the launcher.
 """

@@ -147,7 +147,8 @@ def shutdown(timeout_s: float = 300.0) -> None:
     """
     global _running, _leaving
     timeout_s = _seconds("timeout_s", timeout_s, where="shutdown")
-    if _leaving is not None:
+    # Nobody is left to wait for after jax.distributed.shutdown().
+    if _leaving is not None and _jax.coordination_client() is not None:
         with watch.leaving():
             _leaving.exchange(None, timeout_s=timeout_s)
         watch.stop()

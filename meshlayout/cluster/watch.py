@@ -36,7 +36,12 @@ import jax
 from meshlayout import _jax
 from meshlayout.cluster import activity
 from meshlayout.cluster.crash import CrashHooks, summary
-from meshlayout.cluster.failure import Failure, print_now, reported_by_launcher
+from meshlayout.cluster.failure import (
+    Failure,
+    is_launched,
+    print_now,
+    reported_by_launcher,
+)
 
 
 _PUBLIC, _BEATS = "meshlayout/watch/public/", "meshlayout/watch/beats/"
@@ -204,6 +209,7 @@ class Watch:
         self._peers = {index: _Peer() for index in judged}
         self._failure: Failure | None = None
         self._failed_s: float | None = None  # when this process failed
+        self._is_aborted = False  # by its own fault
         self._is_over, self._wake = threading.Event(), activity.now.changed
         self._ending = threading.Lock()
         self._hooks = CrashHooks(self)
@@ -226,10 +232,10 @@ class Watch:
     def stop(self) -> None:
         """Ends `jax.distributed` and then the watch."""
         self.leave()
+        # JAX waits for five minutes only; others may compute for longer.
+        while len(self._ended()) < _jax.process_count():
+            time.sleep(self._pause_s)
         try:
-            # JAX waits for five minutes only; others may compute for longer.
-            while len(self._ended()) < _jax.process_count():
-                time.sleep(self._pause_s)
             jax.distributed.shutdown()
         finally:
             self._is_over.set()
@@ -260,8 +266,13 @@ class Watch:
         if os.getpid() != self._pid:  # forked from this process
             return
         if self._failed_s is None:
-            self.stop()
-            return
+            try:
+                self.stop()
+                return
+            except KeyboardInterrupt:  # perhaps the second one: wait no longer
+                self._failed_s = time.monotonic()
+                text = "was interrupted (Ctrl-C) while it waited for the others to end."
+                self._failure = self._agreed(self._own_failure(text, is_interrupt=True))
         self._wait_for_others()
         assert self._failure is not None
         print_now("")  # what is buffered
@@ -306,27 +317,31 @@ class Watch:
 
     def wait_for_failure(self) -> None:
         """Waits as long as others take to fail visibly, which ends this process."""
-        deadline_s = time.monotonic() + self._heartbeat_s + 4 * self._pause_s
+        # The launcher reports at once who has gone, long before silence does.
+        silence_s = 0.0 if is_launched() else self._heartbeat_s
+        deadline_s = time.monotonic() + silence_s + 4 * self._pause_s
         # If one has ended, that is the reason, and it will not fail.
         while time.monotonic() < deadline_s and not self._ended():
             time.sleep(self._pause_s)
 
     def abort(self) -> None:
         """Ends this process if it is aborted because of another one."""
-        if self._failed_s is not None:
-            os._exit(1)
+        if self._is_aborted:  # JAX does it once more, as process 0 has left
+            return
+        if self._failed_s is not None:  # process 0 has read why, and left
+            (self._failure or self._own_failure("failed.")).exit()
         if self._failure is not None:
             self._end(self._failure)
         if self._index and not _answers(_jax.coordinator_address()):
             self._end(self._lost_first("is lost: it was killed, or its host is gone"))
-        self._failed_s = time.monotonic()
+        self._failed_s, self._is_aborted = time.monotonic(), True
         failure = self._own_failure("is aborted by C code (SIGABRT), which says why.")
         # In a thread: this process may be too broken to post anything.
         poster = threading.Thread(target=self._agreed, args=(failure,), daemon=True)
         poster.start()
         poster.join(_LINGER_S)
-        self._wait_for_others()
         print_now(self._message(self._failure or failure))
+        self._wait_for_others()
 
     # The threads.
 
@@ -476,7 +491,10 @@ class Watch:
         if limit_s is None or len(beats) < len(self._peers):
             return None
         has_progress = any(
-            beat.status != "running" or beat.is_compiling or beat.idle_s < limit_s
+            beat.status != "running"
+            # Before it compiles, it waits for the others to come to the same program.
+            or (beat.is_compiling and not beat.is_waiting)
+            or beat.idle_s < limit_s
             for beat in beats.values()
         )
         if has_progress or not any(beat.steps for beat in beats.values()):
@@ -554,7 +572,7 @@ class Watch:
     def _message(self, failure: Failure) -> str:
         lines = [f"meshlayout: {failure.text}"]
         if failure.process != self._index:
-            lines.append(f"This is {self._name}, doing: {self._doing()}.")
+            lines.append(f"This is {self._name}, doing: {self._doing() or 'nothing'}.")
         if activity.now.checkpoint:
             lines.append(f"The newest checkpoint: {activity.now.checkpoint}.")
         lines.append("A run needs all of its processes, so all of them end.")
@@ -562,9 +580,9 @@ class Watch:
 
     # This process.
 
-    def _own_failure(self, text: str) -> Failure:
+    def _own_failure(self, text: str, *, is_interrupt: bool = False) -> Failure:
         text = f"{self._name} {text}\n{_doing_text(self._doing())}"
-        return Failure(self._index, text)
+        return Failure(self._index, text, is_interrupt=is_interrupt)
 
     def _set_status(self, status: str) -> None:
         self._status = status
