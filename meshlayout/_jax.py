@@ -171,6 +171,17 @@ def inner_jaxprs(eqn: Equation) -> list[Any]:
     return jaxprs
 
 
+def inner_constants(jaxpr: Any) -> Iterator[Any]:
+    """Yields the arrays that functions inside a jaxpr close over.
+
+    A function under `jit` keeps its own; a jaxpr's text does not show them.
+    """
+    for eqn in equations(jaxpr):
+        for value in eqn.params.values():
+            for candidate in value if isinstance(value, (tuple, list)) else (value,):
+                yield from getattr(candidate, "consts", ())
+
+
 def equations(jaxpr: Any, *, except_in: str = "") -> Iterator[Any]:
     """Yields the operations of a jaxpr, and those of the jaxprs that they hold.
 

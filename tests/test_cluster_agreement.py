@@ -134,6 +134,13 @@ def refusals(index):
         cluster.assert_same, {"lr": 0.1 + index}, "the configuration"
     )
     told["number"] = message(cluster.assert_same, index, "the seed")
+    told["path of two"] = message(
+        cluster.assert_same, {"a": {"b": index}, "a/b": 0}, "the configuration"
+    )
+    told["path of two, second"] = message(
+        cluster.assert_same, {"a": {"b": 0}, "a/b": index}, "the configuration"
+    )
+    told["huge"] = message(cluster.assert_same, 10**5000 + index, "the seed")[:50]
     zeros, large = np.zeros(2), np.zeros(1000)
     told["sign"] = message(cluster.assert_same, -zeros if other else zeros, "x")
     told["large"] = message(cluster.assert_same, large + index, "x")
@@ -227,6 +234,11 @@ REFUSED = {
     "process 1, and 0.1 on process 0.",
     "number": "the seed must be the same on all processes: the value is 1 on process "
     "1, and 0 on process 0.",
+    "path of two": "the configuration must be the same on all processes: 'a/b' is 1 on "
+    "process 1, and 0 on process 0.",
+    "path of two, second": "the configuration must be the same on all processes: 'a/b' "
+    "(leaf 1) is 1 on process 1, and 0 on process 0.",
+    "huge": "the seed must be the same on all processes: the va",
     "sign": "x must be the same on all processes: the value is f64[2] [-0.0, -0.0] on "
     "process 1, and f64[2] [0.0, 0.0] on process 0.",
     "large": "x must be the same on all processes: the value is f64[1000] (digest "
@@ -292,6 +304,10 @@ def test_arguments_are_refused_in_a_sentence():
     assert message(jax.jit(cluster.broadcast), jnp.ones(2)) == (
         "broadcast: a value inside jit is not known yet. Call this outside, with the "
         "result."
+    )
+    assert message(cluster.all_gather, {1: 0, "1": 0}) == (
+        "all_gather: JAX cannot flatten the tree: Comparator raised exception while "
+        "sorting pytree dictionary keys. Use keys of one type."
     )
     deleted = jnp.ones(2)
     deleted.delete()

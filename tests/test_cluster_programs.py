@@ -105,6 +105,7 @@ def differences(mesh, index):
         batch,
     )
     told["create"] = message(ml.create, lambda: linear(index), rules)
+    told["constant"] = message(ml.create, jitted_constant(index), rules)
     told["scope"] = message(in_scope, rules, index)
     told["optimizer"] = message(
         ml.TrainState.create, linear, [optax.adam(1.0), optax.sgd(1.0)][index], rules
@@ -115,6 +116,13 @@ def differences(mesh, index):
 def key_of(mesh, index):
     words = np.array([0, index], np.uint32)
     return {"key": jax.random.wrap_key_data(placed(mesh.layout(None), words))}
+
+
+def jitted_constant(index):
+    """A builder whose text does not show what it makes."""
+    value = np.full(3, index, "f4")
+    inner = jax.jit(lambda: jnp.zeros(3) + value)
+    return lambda: {"w": inner()}
 
 
 def in_scope(rules, seed):
@@ -235,6 +243,8 @@ DIFFERENCES = {
     "f32[4, 4@batch] on process 1, and f32[4@batch, 4] on process 0.",
     "key": "<lambda> is not the same program on all processes: the value of state/key "
     "is u32[2] [0, 1] on process 1, and u32[2] [0, 0] on process 0.",
+    "constant": "create is not the same program on all processes: the value of constant "
+    "0 is f32[3] [1.0, 1.0, 1.0] on process 1, and f32[3] [0.0, 0.0, 0.0] on process 0.",
     "scope": "create is not the same program on all processes: the value of input 1 is "
     "u32[2] [0, 1] on process 1, and u32[2] [0, 0] on process 0.",
     "optimizer": "create is not the same program on all processes: opt_state/0/count is "

@@ -40,6 +40,9 @@ _NUM_SHOWN = 6
 # Differences that one message lists, and characters of a value.
 _NUM_LISTED, _LONGEST_TEXT = 3, 80
 
+# Bits of the longest integer that is shown as a decimal.
+_LONGEST_DECIMAL = 2**10
+
 # The name of what a tree is apart from its leaves.
 _STRUCTURE = "the structure"
 
@@ -295,9 +298,15 @@ class _HostTree:
         """Fetches a tree.
 
         Raises:
-            ClusterError: If a leaf is neither of these.
+            ClusterError: If a leaf is neither of these, or the keys of a dict have no
+                order.
         """
-        leaves, treedef = jax.tree.flatten(tree)
+        try:
+            leaves, treedef = jax.tree.flatten(tree)
+        except ValueError as error:
+            first = str(error).partition("\n")[0]
+            msg = f"{call}: JAX cannot flatten the tree: {first} Use keys of one type."
+            raise ClusterError(msg) from None
         paths = list(_paths.leaf_names(tree))
         hosts = [
             _on_host(leaf, f"{call}: {path}" if path else call)
@@ -315,7 +324,10 @@ class _HostTree:
 
     def _facts(self, text: Callable[[Any], str]) -> dict[str, str]:
         names = [repr(path) if path else "the value" for path in self.paths]
-        facts = dict(zip(names, map(text, self.leaves), strict=True))
+        facts: dict[str, str] = {}
+        for index, (name, leaf) in enumerate(zip(names, self.leaves, strict=True)):
+            # Two leaves may have the same path: {"a/b": 1, "a": {"b": 2}}.
+            facts[f"{name} (leaf {index})" if name in facts else name] = text(leaf)
         # Nodes of other libraries may show where they are in memory.
         structure = re.sub(r" at 0x[0-9a-f]+", "", str(self.treedef))
         return {**facts, _STRUCTURE: _shortened(structure)}
@@ -427,7 +439,9 @@ def value_text(leaf: Any) -> str:
     if isinstance(leaf, _Key):
         return f"{_type(leaf)} {leaf.words.tolist()}"
     if not isinstance(leaf, (np.ndarray, np.generic)):
-        return _shortened(repr(leaf))
+        # Python refuses to write huge integers as decimals.
+        is_huge = isinstance(leaf, int) and leaf.bit_length() > _LONGEST_DECIMAL
+        return _shortened(hex(leaf) if is_huge else repr(leaf))
     values = np.asarray(leaf)
     # NaNs of different bits look the same.
     if values.size <= _NUM_SHOWN and bool((values == values).all()):

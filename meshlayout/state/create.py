@@ -162,7 +162,8 @@ class StateDescription(Generic[T]):
         jaxpr = self._traced.jaxpr
         # Seeds are constants of the program, in it or beside it.
         values = {f"input {index}": value for index, value in enumerate(inputs)}
-        values |= {f"constant {i}": value for i, value in enumerate(jaxpr.consts)}
+        constants = [*jaxpr.consts, *_jax.inner_constants(jaxpr.jaxpr)]
+        values |= {f"constant {i}": value for i, value in enumerate(constants)}
         layouts: dict[str, Leaf] = {}
         paths = _paths.leaf_names(self._traced.node)
         for path, (leaf, layout) in zip(paths, self._leaves(), strict=True):
