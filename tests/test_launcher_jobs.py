@@ -233,3 +233,12 @@ def test_an_error_that_looks_like_a_lost_connection_ends_all_soon(
         for line in other
     )
     assert launch.err.endswith(f"[{victim}] ConnectionRefusedError: no label server\n")
+
+
+def test_a_process_that_leaves_with_status_0_is_named(launcher, tmp_path):
+    text = FAULT.replace(
+        "os.kill(os.getpid(), signal.Signals[sys.argv[2]])", "os._exit(0)"
+    )
+    launch = launcher.run(tmp_path, "-n", 2, program(tmp_path, text), 1)
+    assert launch.wait() == 1
+    assert "[0] meshlayout: process 1 (" in launch.err

@@ -46,8 +46,12 @@ class Watcher(Protocol):
     def note(self, text: str) -> None:
         """Something that may explain a later failure."""
 
-    def wait_for_failure(self) -> None:
-        """Waits for the failure of another process, which ends this one."""
+    def wait_for_failure(self, *, is_own: bool = False) -> None:
+        """Waits for the failure of another process, which ends this one.
+
+        Args:
+            is_own: Whether the error is probably this process's own.
+        """
 
     def abort(self) -> None:
         """This process is being aborted; returns if that is its own failure."""
@@ -99,7 +103,9 @@ class CrashHooks:
             self._watcher.interrupt()
             return
         if is_echo(error):
-            self._watcher.wait_for_failure()
+            # JAX raises others: this comes of a socket of the program's own, mostly.
+            is_own = isinstance(error, ConnectionError | TimeoutError)
+            self._watcher.wait_for_failure(is_own=is_own)
         self._watcher.fail(f"failed: {summary(error)}.")
 
     def _on_thread_error(self, args: threading.ExceptHookArgs) -> None:

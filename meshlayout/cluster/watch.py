@@ -315,10 +315,11 @@ class Watch:
         """Adds something to what this process is said to have been doing."""
         self._note = text
 
-    def wait_for_failure(self) -> None:
+    def wait_for_failure(self, *, is_own: bool = False) -> None:
         """Waits as long as others take to fail visibly, which ends this process."""
-        # The launcher reports at once who has gone, long before silence does.
-        silence_s = 0.0 if is_launched() else self._heartbeat_s
+        # The launcher reports at once who has failed; not who left with status 0.
+        is_brief = is_own and is_launched()
+        silence_s = 0.0 if is_brief else self._heartbeat_s
         deadline_s = time.monotonic() + silence_s + 4 * self._pause_s
         # If one has ended, that is the reason, and it will not fail.
         while time.monotonic() < deadline_s and not self._ended():
