@@ -182,7 +182,9 @@ def whole_bytes(collective):
         ("mlp", "MODEL_PARALLEL", TWO_BY_FOUR),
         ("resnet", "FSDP", EIGHT),
         ("transformer", "FSDP", EIGHT),
-        ("transformer", "FSDP_MODEL_PARALLEL", FOUR_BY_TWO),
+        pytest.param(
+            *("transformer", "FSDP_MODEL_PARALLEL", FOUR_BY_TWO), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_the_report_agrees_with_an_independent_reader(tpu, name, layouts, axes):

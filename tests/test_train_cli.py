@@ -86,7 +86,11 @@ def test_without_mesh_and_layouts_two_runs_are_compared(tmp_path):
         (["--layouts", "fsdp"], "fully sharded on Mesh(batch=8)"),
         (["--mesh", "batch=2,model=4"], "tensor-parallel on Mesh(batch=2, model=4)"),
         (["--mesh", "model=8"], "tensor-parallel on Mesh(model=8)"),
-        (["--mesh", "batch=4,model=-1"], "tensor-parallel on Mesh(batch=4, model=2)"),
+        pytest.param(
+            ["--mesh", "batch=4,model=-1"],
+            "tensor-parallel on Mesh(batch=4, model=2)",
+            marks=pytest.mark.slow,
+        ),
         (["--layouts", "tensor"], "tensor-parallel on Mesh(batch=2, model=4)"),
         (["--layouts", "data_parallel"], "data-parallel on Mesh(batch=8)"),
         (
@@ -97,9 +101,10 @@ def test_without_mesh_and_layouts_two_runs_are_compared(tmp_path):
             ["--flax", "linen", "--mesh", "batch=8", "--global-batch-size", "24"],
             "data-parallel on Mesh(batch=8)",
         ),
-        (
+        pytest.param(
             ["--model", "convnet", "--mesh", "batch=2,model=4"],
             "tensor-parallel on Mesh(batch=2, model=4)",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             ["--model", "resnet", "--flax", "linen", "--layouts", "fsdp"],
