@@ -756,13 +756,14 @@ def test_seventy_billion_parameters_take_seconds_and_no_memory(mesh_2x4, scanned
         8192, 64, 8, 80, 32000, 28672, head=128, scanned=scanned
     )
     tree = jax.eval_shape(build)
-    start, arrays = time.process_time(), len(jax.live_arrays())
+    # Held, or what other tests left might be collected meanwhile.
+    start, arrays = time.process_time(), jax.live_arrays()
     layouts = tensor_parallel(
         mesh_2x4, tree, jax.ShapeDtypeStruct((8, 4096), "int32"), call=forward
     )
     resolved = layouts.resolve(tree)
     assert time.process_time() - start < 10
-    assert len(jax.live_arrays()) == arrays
+    assert len(jax.live_arrays()) == len(arrays)
     assert resolved.nbytes > 4 * 65e9
     assert resolved.bytes_per_device < 1.001 * resolved.nbytes / 4
     # As many patterns for eighty layers as for one.
