@@ -7,13 +7,10 @@ model tensor-parallel, and checks that both runs agree.
 import argparse
 import contextlib
 import io
-import math
-import re
 import sys
 import warnings
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +22,11 @@ import meshlayout as ml
 from meshlayout.cluster import launcher
 from meshlayout.errors import did_you_mean
 from models import convnet, mlp, resnet, transformer
+from models.command_line import LAYOUTS, OptionError, check_options, command_line
 from models.data import Dataset, load_dataset, load_text
 from models.prepare_data import (
     IMAGE_SHAPE,
     DataError,
-    default_data_dir,
     find_builder,
     is_prepared,
     num_classes,
@@ -57,44 +54,6 @@ MODELS = {
     ("transformer", "linen"): transformer.LinenTransformer,
 }
 TRANSFORMER = transformer.TransformerConfig()
-
-
-@dataclass(frozen=True)
-class Layouts:
-    """A choice of `--layouts`.
-
-    Attributes:
-        title: What a run with it is called.
-        axes: The mesh axes that it shards something over, besides the batch.
-    """
-
-    title: str
-    axes: tuple[str, ...]
-
-
-LAYOUTS = {
-    "data_parallel": Layouts("data-parallel", ("batch",)),
-    "fsdp": Layouts("fully sharded", ("batch",)),
-    "tensor": Layouts("tensor-parallel", ("model",)),
-    "fsdp+tensor": Layouts("fully sharded and tensor-parallel", ("batch", "model")),
-}
-
-
-EXAMPLES = """\
-examples:
-  python -m models.train
-      an MLP, data-parallel and tensor-parallel on 8 virtual devices, compared
-  python -m models.train --model transformer --layouts fsdp+tensor
-      a language model, sharded over both axes of a mesh
-  python -m models.train --model transformer --layouts fsdp --explain
-      what its step would hold and send, without running it
-  python -m models.train --layouts fsdp --processes 4 --checkpoint-dir /tmp/run --resume
-      four processes of two devices, saved after each epoch and resumed
-"""
-
-
-class OptionError(Exception):
-    """An option has an invalid value, alone or together with the others."""
 
 
 @dataclass(frozen=True)
@@ -248,218 +207,6 @@ def print_layouts(setting: Setting, state: ml.TrainState) -> None:
                 f"Nothing is sharded over mesh axis {axis!r}: its "
                 f"{mesh.axis_size(axis)} devices repeat the same work.\n"
             )
-
-
-class OptionParser(argparse.ArgumentParser):
-    """A parser that says which option was probably meant."""
-
-    def error(self, message: str) -> NoReturn:
-        """Prints what is wrong to stderr, and exits with status 2."""
-        unknown = re.fullmatch(r"unrecognized arguments: (\S+).*", message)
-        near = ""
-        if unknown:
-            name = unknown[1].partition("=")[0]
-            near = did_you_mean(name, self._option_string_actions)
-        super().error(f"{message}{'.' * bool(near)}{near}")
-
-
-def command_line() -> argparse.ArgumentParser:
-    """Returns the parser of the command line."""
-    parser = OptionParser(
-        prog="python -m models.train",
-        usage="python -m models.train [options]",
-        description="Trains an example model, a classifier of 28x28 images or a\n"
-        "language model, on a mesh of devices. Without --mesh and --layouts it trains\n"
-        "twice, data-parallel on a mesh with one axis 'batch' and tensor-parallel on\n"
-        "'batch' and 'model', and exits with status 1 unless both runs agree.",
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=EXAMPLES,
-    )
-    model = parser.add_argument_group("model")
-    model.add_argument(
-        "--model",
-        choices=("mlp", "convnet", "resnet", "transformer"),
-        default="mlp",
-        help="784-128-10, two convolutions and two dense layers, three residual blocks "
-        "with batch normalization, or a language model of bytes (default: %(default)s)",
-    )
-    model.add_argument(
-        "--flax",
-        choices=("nnx", "linen"),
-        default="nnx",
-        help="Flax's interface that the model is written in (default: %(default)s)",
-    )
-    mesh = parser.add_argument_group("devices and layouts")
-    mesh.add_argument(
-        "--mesh",
-        metavar="AXES",
-        help="the axes of the mesh and their sizes, as 'batch=2,model=4'; the batch is "
-        "sharded over 'batch', parameters over 'batch' or 'model' by --layouts; one "
-        "size may be -1 for the devices that are left (default: 'batch=-1', or "
-        "'batch=2,model=-1' for tensor and fsdp+tensor)",
-    )
-    mesh.add_argument(
-        "--layouts",
-        choices=tuple(LAYOUTS),
-        help="how parameters and optimizer state are sharded: not at all, over 'batch' "
-        "(fsdp), over 'model' as the model's operations allow (tensor), or both "
-        "(default: tensor if --mesh has an axis 'model', else data_parallel)",
-    )
-    mesh.add_argument(
-        "--virtual-devices",
-        type=int,
-        metavar="N",
-        help="how many devices a CPU stands for (default: 8); on GPU and TPU the real "
-        "devices are used",
-    )
-    mesh.add_argument(
-        "--processes",
-        type=int,
-        default=1,
-        metavar="N",
-        help="split the virtual devices among N processes on this machine, as a "
-        "cluster's hosts would have them (default: %(default)s)",
-    )
-    mesh.add_argument(
-        "--explain",
-        action="store_true",
-        help="print layouts, memory and communication of the train step, and stop "
-        "before anything is created",
-    )
-    data = parser.add_argument_group("data")
-    data.add_argument(
-        "--dataset",
-        metavar="NAME",
-        help="a TFDS dataset of labeled 28x28 images: fashion_mnist, mnist, kmnist, "
-        "emnist/letters ... (default: fashion_mnist); the transformer reads the topics "
-        "of Python's help() instead",
-    )
-    data.add_argument(
-        "--data-dir",
-        type=Path,
-        metavar="DIR",
-        help="where TFDS keeps prepared datasets (default: $TFDS_DATA_DIR, else "
-        "~/tensorflow_datasets)",
-    )
-    data.add_argument(
-        "--limit-train",
-        type=int,
-        metavar="N",
-        help="train on the first N images only",
-    )
-    data.add_argument(
-        "--limit-test",
-        type=int,
-        metavar="N",
-        help="test on the first N images only",
-    )
-    training = parser.add_argument_group("training")
-    training.add_argument(
-        "--epochs",
-        type=int,
-        default=3,
-        metavar="N",
-        help="passes over the training images (default: %(default)s)",
-    )
-    training.add_argument(
-        "--global-batch-size",
-        type=int,
-        default=128,
-        metavar="N",
-        help="images in one step, over all devices together (default: %(default)s)",
-    )
-    training.add_argument(
-        "--learning-rate",
-        type=float,
-        default=1e-3,
-        metavar="X",
-        help="Adam's step size (default: %(default)s)",
-    )
-    training.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="N",
-        help="seed of the initial parameters and of the order of the images "
-        "(default: %(default)s)",
-    )
-    training.add_argument(
-        "--precision",
-        choices=("float32", "bfloat16", "float16"),
-        default="float32",
-        help="what the model computes in; parameters stay float32 (default: "
-        "%(default)s)",
-    )
-    training.add_argument(
-        "--accumulate",
-        type=int,
-        default=1,
-        metavar="N",
-        help="split each batch into N microbatches, whose gradients are added before "
-        "the update (default: %(default)s)",
-    )
-    training.add_argument(
-        "--remat",
-        choices=("none", "blocks", "full"),
-        default="none",
-        help="what the backward pass computes again instead of keeping it (default: "
-        "%(default)s)",
-    )
-    training.add_argument(
-        "--checkpoint-dir",
-        type=Path,
-        metavar="DIR",
-        help="save the state here after each epoch; needs --mesh or --layouts",
-    )
-    training.add_argument(
-        "--resume",
-        action="store_true",
-        help="begin after the newest epoch saved in --checkpoint-dir",
-    )
-    return parser
-
-
-def check_options(options: argparse.Namespace) -> None:
-    """Raises OptionError for the first option with an invalid value."""
-    for name in (
-        "epochs",
-        "global_batch_size",
-        "virtual_devices",
-        "processes",
-        "accumulate",
-        "limit_train",
-        "limit_test",
-    ):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            flag = "--" + name.replace("_", "-")
-            raise OptionError(f"argument {flag}: must be at least 1, not {value}")
-    if not 0 < options.learning_rate < math.inf:
-        raise OptionError(
-            "argument --learning-rate: must be positive and finite, not "
-            f"{options.learning_rate}"
-        )
-    if not 0 <= options.seed < 2**32:
-        raise OptionError(
-            f"argument --seed: must be from 0 to 2**32 - 1, not {options.seed}"
-        )
-    if options.resume and options.checkpoint_dir is None:
-        raise OptionError("argument --resume: needs --checkpoint-dir to resume from")
-    is_comparison = options.mesh is None and options.layouts is None
-    if options.checkpoint_dir is not None and is_comparison:
-        raise OptionError(
-            "argument --checkpoint-dir: without --mesh and --layouts two runs are "
-            "compared; name one, as --layouts data_parallel"
-        )
-    if options.data_dir is None:
-        options.data_dir = default_data_dir()
-    elif not options.data_dir.expanduser().is_dir():
-        raise OptionError(
-            f"argument --data-dir: there is no directory {str(options.data_dir)!r}; "
-            "`python -m models.prepare_data --data-dir DIR` makes and fills one"
-        )
-    options.data_dir = options.data_dir.expanduser()
 
 
 def check_dataset(options: argparse.Namespace) -> int:
