@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from meshlayout._render.pictures import svg_text
 from meshlayout._render.tables import (
     SANS,
     cell_width,
@@ -181,20 +182,24 @@ def _panel_svg(panel: dict[str, Series], epochs: tuple[float, float]) -> str:
         parts.append(
             f'<line x1="{_LEFT}" x2="{_LEFT + _WIDTH}" y1="{y:.1f}" y2="{y:.1f}" '
             'stroke="currentColor" stroke-opacity="0.15"/>'
-            + _text(f"{value:g}", _LEFT - 6, y + 4, "end", faint=True)
+            + svg_text(f"{value:g}", _LEFT - 6, y + 4, anchor="end", faint=True)
         )
     bottom = _TOP + _HEIGHT
     for epoch in _ticks(first, last, 2 * _NUM_TICKS, whole=True):
         parts.append(
-            _text(f"{epoch:g}", x_of(epoch), bottom + 15, "middle", faint=True)
+            svg_text(
+                f"{epoch:g}", x_of(epoch), bottom + 15, anchor="middle", faint=True
+            )
         )
-    parts.append(_text("epoch", _LEFT + _WIDTH, bottom + 29, "end", faint=True))
+    parts.append(
+        svg_text("epoch", _LEFT + _WIDTH, bottom + 29, anchor="end", faint=True)
+    )
     title_x = float(_LEFT)
     for color, (name, line) in zip(_COLORS, panel.items(), strict=False):
         parts.append(
             _curve_svg(name, [(x, y, x_of(x), y_of(y)) for x, y in line], color)
         )
-        parts.append(_text(name, title_x, 16, color=color))
+        parts.append(svg_text(name, title_x, 16, fill=color, weight=600))
         title_x += 7.5 * cell_width(one_line(name)) + 16
     width, height = _LEFT + _WIDTH + _RIGHT, _TOP + _HEIGHT + _BOTTOM
     return (
@@ -226,21 +231,3 @@ def _curve_svg(
         for epoch, value, x, y in points
     )
     return line + "".join(dots)
-
-
-def _text(
-    text: str,
-    x: float,
-    y: float,
-    anchor: str = "start",
-    *,
-    color: str = "",
-    faint: bool = False,
-) -> str:
-    style = (
-        f' fill="{color}" font-weight="600"' * bool(color) + ' opacity="0.65"' * faint
-    )
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{style}>'
-        f"{html.escape(one_line(text))}</text>"
-    )

@@ -394,20 +394,20 @@ def _grid_svg(
     step = frame.width / len(columns), frame.height / len(rows)
     parts = []
     if title:
-        parts.append(_text(title, frame.left, 13, weight=600))
+        parts.append(svg_text(title, frame.left, 13, weight=600))
     if picture.across.title:
         heading = " ".join(picture.across.title)
-        parts.append(_text(heading, frame.left, frame.top - 24))
+        parts.append(svg_text(heading, frame.left, frame.top - 24))
     for at, line in enumerate(filter(None, picture.down.title)):
         middle = frame.top + frame.height / 2 + 4
         shift = (at - (sum(map(bool, picture.down.title)) - 1) / 2) * 15
-        parts.append(_text(line, 2, middle + shift))
+        parts.append(svg_text(line, 2, middle + shift))
     for tick, offset in _ticks(picture.across, frame.width, _wide):
         x = frame.left + offset
-        parts.append(_text(tick, x, frame.top - 6, anchor="middle", faint=True))
+        parts.append(svg_text(tick, x, frame.top - 6, anchor="middle", faint=True))
     for tick, offset in _ticks(picture.down, frame.height, lambda _: _FONT):
         y = frame.top + offset + 4
-        parts.append(_text(tick, frame.left - 6, y, anchor="end", faint=True))
+        parts.append(svg_text(tick, frame.left - 6, y, anchor="end", faint=True))
     for (i, row), (j, column) in itertools.product(enumerate(rows), enumerate(columns)):
         cell = None if row is None or column is None else panel.get((row, column))
         x, y = frame.left + j * step[0], frame.top + i * step[1]
@@ -421,19 +421,19 @@ def _cell_svg(
     width, height = step
     middle = x + width / 2, y + height / 2 + 4
     if cell is None:
-        return _text("…", *middle, anchor="middle", faint=True)
+        return svg_text("…", *middle, anchor="middle", faint=True)
     labels = labels_text(cell.labels, int((width - 8) / _CHAR))
     fill, ink = _colors(cell.number, num_colors)
     full = f"{one_line(cell.about)} {labels_text(cell.labels)}"
     return (
         f'<g><rect x="{x + 1:g}" y="{y + 1:g}" width="{width - 2:g}" '
         f'height="{height - 2:g}" rx="4" fill="{fill}"/>'
-        f"{_text(labels, *middle, anchor='middle', fill=ink, weight=600)}"
+        f"{svg_text(labels, *middle, anchor='middle', fill=ink, weight=600)}"
         f"<title>{html.escape(full)}</title></g>"
     )
 
 
-def _text(
+def svg_text(
     text: str,
     x: float,
     y: float,
@@ -443,6 +443,7 @@ def _text(
     weight: int = 0,
     faint: bool = False,
 ) -> str:
+    """Returns a text element, without control characters and escaped."""
     options = "".join(
         f' {name}="{value}"'
         for name, value in (
