@@ -271,6 +271,9 @@ def train(job: argparse.Namespace, is_victim: bool) -> None:
     with ml.Checkpointer(job.directory) as checkpointer:
         for batch in data:
             step += 1
+            if job.place == "raw":
+                fault_at("raw")
+                float(jax.jit(jnp.sum)(batch))
             fault_at("step")
             state, total = train_step(state, batch)
             assert float(total) == 4 * job.count

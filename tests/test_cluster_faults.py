@@ -4,6 +4,7 @@ import ctypes
 import signal
 import sys
 import threading
+import types
 
 import jax
 import pytest
@@ -114,14 +115,19 @@ def test_an_abort_in_native_code_is_named(victim):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["step", "barrier"])
-def test_a_process_that_leaves_while_others_go_on_is_named(place):
-    ends = run_job(2, "leave", place, 1, _SHORT)
-    text = "rocess 1 has ended its program"
-    if place == "step":
-        text = "has ended its program after 5 calls of steps, and process 0 ("
-    assert ends[0].status == 1
-    assert text in ends[0].output, ends[0]
+@pytest.mark.parametrize(
+    ("place", "victim", "status", "text"),
+    [
+        ("barrier", 1, 1, "rocess 1 has ended its program"),
+        ("step", 1, 3, "has ended its program after 5 calls of steps, and process 0 ("),
+        ("raw", 0, 3, "has ended its program with exit status 3, and process 1 ("),
+        ("raw", 1, 3, "has ended its program with exit status 3, and process 0 ("),
+    ],
+)
+def test_a_process_that_leaves_while_others_go_on_is_named(place, victim, status, text):
+    ends = run_job(2, "leave", place, victim, _SHORT)
+    assert ends[1 - victim].status == status, ends
+    assert text in ends[1 - victim].output, ends
 
 
 @pytest.mark.slow
@@ -177,6 +183,7 @@ def _look() -> list[object]:
         sorted(t.name for t in threading.enumerate() if "watch" in t.name),
         sys.excepthook is sys.__excepthook__,
         threading.excepthook is threading.__excepthook__,
+        isinstance(sys.exit, types.BuiltinFunctionType),
         _abort_handler(),
     ]
 

@@ -19,7 +19,7 @@ import sys
 import threading
 import traceback
 from types import TracebackType
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from meshlayout.cluster.failure import OtherProcessError
 from meshlayout.errors import ClusterError
@@ -42,6 +42,9 @@ class Watcher(Protocol):
 
     def interrupt(self) -> None:
         """This process was interrupted, and ends."""
+
+    def exiting(self, status: int) -> None:
+        """The program calls `sys.exit`, and will end unless somebody catches that."""
 
     def note(self, text: str) -> None:
         """Something that may explain a later failure."""
@@ -67,6 +70,7 @@ class CrashHooks:
     def __init__(self, watcher: Watcher) -> None:
         self._watcher, self._pid = watcher, os.getpid()
         self._excepthook, self._thread_hook = sys.excepthook, threading.excepthook
+        self._sys_exit = sys.exit
         # Kept alive: C calls it.
         self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._on_abort)
         self._libc = ctypes.CDLL(None)
@@ -77,6 +81,8 @@ class CrashHooks:
     def install(self) -> None:
         """Installs the hooks; those that are there are called as well."""
         sys.excepthook, threading.excepthook = self._on_exception, self._on_thread_error
+        # Python calls no hook for SystemExit, and exit handlers cannot see its status.
+        sys.exit = self._on_sys_exit
         handler = ctypes.cast(self._handler, ctypes.c_void_p)
         self._previous = self._libc.signal(signal.SIGABRT, handler)
 
@@ -86,6 +92,8 @@ class CrashHooks:
             sys.excepthook = self._excepthook
         if threading.excepthook == self._on_thread_error:
             threading.excepthook = self._thread_hook
+        if sys.exit == self._on_sys_exit:
+            sys.exit = self._sys_exit
         self._libc.signal(signal.SIGABRT, self._previous)
 
     def _on_exception(
@@ -107,6 +115,13 @@ class CrashHooks:
             is_own = isinstance(error, ConnectionError | TimeoutError)
             self._watcher.wait_for_failure(is_own=is_own)
         self._watcher.fail(f"failed: {summary(error)}.")
+
+    def _on_sys_exit(self, status: str | int | None = None, /) -> NoReturn:
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and os.getpid() == self._pid and status:
+            # As Python does: a text is printed, and is status 1.
+            self._watcher.exiting(status & 0xFF if isinstance(status, int) else 1)
+        self._sys_exit(status)
 
     def _on_thread_error(self, args: threading.ExceptHookArgs) -> None:
         self._thread_hook(args)

@@ -29,11 +29,13 @@ class Failure:
         process: Its index.
         text: What happened to it and what it was doing, in lines.
         is_interrupt: Whether it was interrupted by Ctrl-C.
+        status: The exit status of all processes.
     """
 
     process: int
     text: str
     is_interrupt: bool = False
+    status: int = 1
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -53,7 +55,7 @@ class Failure:
         # Workers of a data loader would stay, and hold its output open.
         for worker in multiprocessing.active_children():
             worker.kill()
-        os._exit(1)
+        os._exit(self.status)
 
 
 def is_launched() -> bool:

@@ -20,6 +20,7 @@ collective, from which no exception can get it out.
 import atexit
 import contextlib
 import json
+import logging
 import os
 import socket
 import sys
@@ -27,7 +28,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
@@ -42,7 +43,18 @@ from meshlayout.cluster.failure import (
     print_now,
     reported_by_launcher,
 )
+from meshlayout.cluster.verdicts import (
+    Beat,
+    Peer,
+    doing_text,
+    latest_beats,
+    out_of_step,
+    silent,
+    stuck,
+)
 
+
+_log = logging.getLogger(__name__)
 
 _PUBLIC, _BEATS = "meshlayout/watch/public/", "meshlayout/watch/beats/"
 
@@ -62,78 +74,6 @@ _LINGER_S = 2.0
 
 # How long a process that has failed may take for its own exit handlers.
 _CLEANUP_S = 5.0
-
-# Ctrl-C in a terminal reaches all processes, but a busy one may take a while.
-_INTERRUPT_S = 4.0
-
-# How many other processes are described if a run is stuck.
-_MAX_OTHERS = 16
-
-# Beats of several processes are of different moments, so one look does not prove that
-# a process waits for others which have gone on.
-_TURNS_ALONE = 6
-
-# Processes do not start to watch at the same moment.
-_FIRST_BEAT = 10
-
-
-@dataclass
-class _Beat:
-    """What a process writes of itself.
-
-    Attributes:
-        number: Counts its beats: one that does not change is silent.
-        process: Its name in messages: index, host and process id.
-        doing: What it is doing.
-        steps: As `Activity.steps`.
-        idle_s: How long ago its activity changed.
-        is_waiting: Whether it waits for other processes.
-        is_compiling: Whether it compiles a step.
-        status: `"running"`; `"ended"` once its program has ended; `"interrupted"` after
-            Ctrl-C; `"leaving"` once it knows why it ends.
-        ended: From process 0: the processes whose programs have ended.
-    """
-
-    number: int
-    process: str
-    doing: str
-    steps: int
-    idle_s: float
-    is_waiting: bool
-    is_compiling: bool
-    status: str
-    ended: list[int]
-
-
-@dataclass
-class _Peer:
-    """A process that this one judges.
-
-    Attributes:
-        beat: Its latest beat; None before the first.
-        silent_s: How long ago that came.
-        status_s: How long it has had its status.
-        turns_alone: How many times in a row it was seen waiting for the others to
-            compile the program of a call in which they were already.
-    """
-
-    beat: _Beat | None = None
-    silent_s: float = 0.0
-    status_s: float = 0.0
-    turns_alone: int = 0
-
-    def hear(self, beat: _Beat) -> None:
-        """Takes the latest beat."""
-        if self.beat is None or beat.number != self.beat.number:
-            self.silent_s = 0.0
-        if self.beat is not None and beat.status != self.beat.status:
-            self.status_s = 0.0
-        self.beat = beat
-
-    def is_silent(self, limit_s: float) -> bool:
-        """Returns whether it has been silent for too long."""
-        limit_s *= _FIRST_BEAT if self.beat is None else 1
-        return self.silent_s > limit_s
 
 
 def start(
@@ -201,12 +141,14 @@ class Watch:
         self._pause_s = min(pause_s, heartbeat_s / 8)
         self._name = f"process {self._index} ({socket.gethostname()}, pid {self._pid})"
         self._status, self._note = "running", ""
+        # The latest call of `sys.exit`: its status, and the steps at that time.
+        self._exit = (0, -1)
         self._number, self._moved_s = 0, time.monotonic()
         # The beat that is being sent, while calls to the store are under way.
         self._sending: int | None = None
         # Process 0 also reads its own beat.
         judged = (0,) if self._index else range(_jax.process_count())
-        self._peers = {index: _Peer() for index in judged}
+        self._peers = {index: Peer() for index in judged}
         self._failure: Failure | None = None
         self._failed_s: float | None = None  # when this process failed
         self._is_aborted = False  # by its own fault
@@ -311,6 +253,10 @@ class Watch:
         """Tells the others that this process was interrupted, as they may be, too."""
         self._set_status("interrupted")
 
+    def exiting(self, status: int) -> None:
+        """Notes a call of `sys.exit`, which counts if it ends the program."""
+        self._exit = (status, activity.now.steps)
+
     def note(self, text: str) -> None:
         """Adds something to what this process is said to have been doing."""
         self._note = text
@@ -350,11 +296,16 @@ class Watch:
         """Writes beats, reads those of others, and judges."""
         while not self._is_over.is_set() and _jax.coordination_client() is not None:
             start_s = time.monotonic()
-            # If process 0 has gone, no beat of it comes any more. JAX raises errors of
-            # several classes, and whatever it is must not end this thread.
-            with contextlib.suppress(Exception):
+            # JAX raises one of its errors if process 0 has gone, which is silent then.
+            # Whatever else happens must not end this thread.
+            try:
                 self._exchange()
                 self._judge()
+            except jax.errors.JaxRuntimeError:
+                pass
+            except Exception:
+                if not self._is_over.is_set():
+                    _log.exception("the watch over other processes failed, and goes on")
             # Soon after a change, because it may be the last; but not for every one.
             self._is_over.wait(min(_GAP_S, self._pause_s))
             self._wake.wait(max(0.0, self._pause_s - _GAP_S))
@@ -406,7 +357,7 @@ class Watch:
             if name == "failure":
                 self._failure = Failure.from_json(text)
             elif int(name) in self._peers:
-                self._peers[int(name)].hear(_Beat(**json.loads(text)))
+                self._peers[int(name)].hear(Beat(**json.loads(text)))
 
     # Verdicts.
 
@@ -416,9 +367,11 @@ class Watch:
             if time.monotonic() - self._failed_s > _CLEANUP_S:
                 self._failure.exit()  # its own exit handlers wait for something
             return
-        failure = self._failure or self._reported() or self._silent()
+        failure = self._failure or self._reported()
+        failure = failure or silent(self._peers, self._index, self._heartbeat_s)
         if failure is None and self._index == 0:
-            failure = self._out_of_step() or self._stuck()
+            failure = out_of_step(self._peers)
+            failure = failure or stuck(self._peers, self._step_timeout_s)
         if failure is not None:
             self._failure = self._agreed(failure)
             self._end(self._failure)
@@ -430,98 +383,15 @@ class Watch:
         if index == self._index or peer is None:
             return None
         name = f"process {index}" if peer.beat is None else peer.beat.process
-        doing = "" if peer.beat is None else f"\n{_doing_text(peer.beat.doing)}"
+        doing = "" if peer.beat is None else f"\n{doing_text(peer.beat.doing)}"
         return Failure(index, f"{name} {fate}.{doing}")
-
-    def _silent(self) -> Failure | None:
-        """Returns the failure of processes that are silent, if there are any."""
-        lost = [
-            (index, peer)
-            for index, peer in self._peers.items()
-            if index != self._index
-            and peer.is_silent(self._heartbeat_s)
-            # One that has come to the end of its program may have left.
-            and not (peer.beat is not None and peer.beat.status == "ended")
-        ]
-        texts = []
-        for index, peer in lost:
-            name = f"process {index}" if peer.beat is None else peer.beat.process
-            doing = "" if peer.beat is None else f"\n{_doing_text(peer.beat.doing)}"
-            texts.append(
-                f"{name} is lost: it has been silent for {peer.silent_s:.1f} s, so it "
-                f"was killed, stopped or cut off.{doing}"
-            )
-        return Failure(lost[0][0], "\n".join(texts)) if lost else None
-
-    def _out_of_step(self) -> Failure | None:
-        """Returns the failure of a process for which others will wait, if any."""
-        beats = self._beats()
-        running = [b for b in beats.values() if b.status == "running"]
-        for index, beat in beats.items():
-            ahead = [other for other in running if other.steps > beat.steps]
-            if beat.status == "ended" and ahead:
-                text = (
-                    f"{beat.process} has ended its program after {beat.steps} calls of "
-                    f"steps, and {ahead[0].process} is in call {ahead[0].steps}, which "
-                    f"all must take part in.\n{_doing_text(beat.doing)}"
-                )
-                return Failure(index, text)
-            peer = self._peers[index]
-            waits_alone = beat.is_compiling and beat.is_waiting and bool(ahead)
-            peer.turns_alone = peer.turns_alone + 1 if waits_alone else 0
-            if peer.turns_alone > _TURNS_ALONE:
-                text = (
-                    f"{beat.process} needs a new program, and {ahead[0].process} does "
-                    "not: it runs an earlier one, in which it waits for the others.\n"
-                    f"{_doing_text(beat.doing)}"
-                )
-                return Failure(index, text)
-            since_s = peer.status_s
-            if beat.status == "interrupted" and running and since_s > _INTERRUPT_S:
-                text = (
-                    f"{beat.process} was interrupted (Ctrl-C), and "
-                    f"{running[0].process} was not.\n{_doing_text(beat.doing)}"
-                )
-                return Failure(index, text, is_interrupt=True)
-        return None
-
-    def _stuck(self) -> Failure | None:
-        """Returns the failure of the process that holds up a run that is stuck."""
-        limit_s = self._step_timeout_s
-        beats = self._beats()
-        if limit_s is None or len(beats) < len(self._peers):
-            return None
-        has_progress = any(
-            beat.status != "running"
-            # Before it compiles, it waits for the others to come to the same program.
-            or (beat.is_compiling and not beat.is_waiting)
-            or beat.idle_s < limit_s
-            for beat in beats.values()
-        )
-        if has_progress or not any(beat.steps for beat in beats.values()):
-            return None
-        index, culprit = min(
-            beats.items(),
-            key=lambda entry: (entry[1].steps, entry[1].is_waiting, -entry[1].idle_s),
-        )
-        others = [beat for beat in beats.values() if beat is not culprit]
-        lines = [f"{beat.process}: {beat.doing}" for beat in others[:_MAX_OTHERS]]
-        if len(others) > len(lines):
-            lines.append(f"and {len(others) - len(lines)} more processes")
-        text = (
-            f"{culprit.process} is stuck: no process has made progress for "
-            f"{limit_s:g} s (step_timeout_s), and it is the one that is furthest "
-            f"behind.\n{_doing_text(culprit.doing)}"
-        )
-        text = "\n".join([text, *lines])
-        return Failure(index, text)
 
     def _lost_first(self, why: str) -> Failure:
         """Returns the failure of process 0."""
         beat = self._peers[0].beat
         name, doing = "process 0", ""
         if beat is not None:
-            name, doing = beat.process, f"\n{_doing_text(beat.doing)}"
+            name, doing = beat.process, f"\n{doing_text(beat.doing)}"
         return Failure(0, f"{name} {why}.{doing}")
 
     def _agreed(self, failure: Failure) -> Failure:
@@ -582,16 +452,16 @@ class Watch:
     # This process.
 
     def _own_failure(self, text: str, *, is_interrupt: bool = False) -> Failure:
-        text = f"{self._name} {text}\n{_doing_text(self._doing())}"
+        text = f"{self._name} {text}\n{doing_text(self._doing())}"
         return Failure(self._index, text, is_interrupt=is_interrupt)
 
     def _set_status(self, status: str) -> None:
         self._status = status
         self._wake.set()
 
-    def _beat(self) -> _Beat:
+    def _beat(self) -> Beat:
         now = activity.now
-        return _Beat(
+        return Beat(
             number=self._number,
             process=self._name,
             doing=self._doing(),
@@ -600,8 +470,15 @@ class Watch:
             is_waiting=any(waits for _, _, waits in list(now.ongoing.values())),
             is_compiling=bool(now.compiling),
             status=self._status,
+            exit_status=self._exit_status(),
             ended=self._ended(),
         )
+
+    def _exit_status(self) -> int:
+        """Returns the status by `sys.exit` if the program has ended by that, else 0."""
+        status, steps = self._exit
+        # A program that has gone on since then caught it.
+        return status if self._status == "ended" and steps == activity.now.steps else 0
 
     def _doing(self) -> str:
         """Returns a phrase about what this process is doing."""
@@ -620,15 +497,10 @@ class Watch:
 
     def _ended(self) -> list[int]:
         """Returns the processes whose programs have ended, as process 0 knows them."""
-        beats = self._beats()
+        beats = latest_beats(self._peers)
         if self._index:
             return beats[0].ended if beats else []
         return [i for i, b in beats.items() if b.status in ("ended", "interrupted")]
-
-    def _beats(self) -> dict[int, _Beat]:
-        """Returns the latest beats that were read."""
-        beats = {index: peer.beat for index, peer in self._peers.items()}
-        return {index: beat for index, beat in beats.items() if beat is not None}
 
 
 _watch: Watch | None = None
@@ -651,10 +523,6 @@ def _user_line() -> str:
             return f"line {frame.f_lineno} of {code.co_filename}, in {code.co_name}"
         frame = frame.f_back
     return ""
-
-
-def _doing_text(doing: str) -> str:
-    return f"It was last doing: {doing or 'nothing yet'}."
 
 
 def _answers(address: str) -> bool:
