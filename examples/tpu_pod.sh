@@ -28,8 +28,9 @@ case "${1:-}" in
     gcloud compute tpus tpu-vm create "$NAME" "${where[@]}" \
       --accelerator-type "$ACCELERATOR" --version "$VERSION" --spot
     # Only what git knows: no environments, no caches.
-    git -C "$SOURCE" archive --format=tar.gz --output=/tmp/meshlayout.tar.gz HEAD
-    gcloud compute tpus tpu-vm scp /tmp/meshlayout.tar.gz "$NAME": "${where[@]}" \
+    archive=$(mktemp -d)/meshlayout.tar.gz
+    git -C "$SOURCE" archive --format=tar.gz --output="$archive" HEAD
+    gcloud compute tpus tpu-vm scp "$archive" "$NAME": "${where[@]}" \
       --worker=all
     on_every_host "mkdir -p meshlayout && tar -xzf meshlayout.tar.gz -C meshlayout &&
       python3 -m venv venv && venv/bin/pip install --quiet './meshlayout[tpu,gcs]'"

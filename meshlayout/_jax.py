@@ -675,7 +675,7 @@ def detect_cluster(
     *,
     timeout_s: float,
 ) -> tuple[str, str | None, int | None, int | None, Any] | None:
-    """Returns what JAX knows of this process from its scheduler, if there is one.
+    """Returns this process's place in a cluster as JAX detects it; None outside one.
 
     JAX's public way to ask is `jax.distributed.initialize`, which starts at once, and
     says neither what it found nor where. tests/test_cluster_settings.py notices.

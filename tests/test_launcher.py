@@ -567,8 +567,8 @@ R = "argument --max-restarts: "
         ),
         ("-n 2 -m", "-m must be followed by a module's name."),
         ("-n 2 -m s.py-", "-m must be followed by a module's name, got 's.py-'."),
-        ("-n 2 t.py", "there is no script 't.py' in {cwd}. Did you mean 's.py'?"),
-        ("-n 2 -- none", "there is no script 'none' in {cwd}."),
+        ("-n 2 t.py", "script 't.py' was not found in {cwd}. Did you mean 's.py'?"),
+        ("-n 2 -- none", "script 'none' was not found in {cwd}."),
     ],
 )
 def test_bad_arguments_are_refused_in_a_sentence(

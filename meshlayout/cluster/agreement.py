@@ -172,7 +172,7 @@ def assert_same(value: PyTree, what: str, *, timeout_s: float = 600.0) -> None:
 
 
 def difference(facts: Mapping[int, Mapping[str, str]]) -> str:
-    """Returns what differs between processes, and on which; empty if nothing does.
+    """Describes what differs between processes, and on which; empty if nothing does.
 
     Args:
         facts: For each process, values as texts by the names of what they belong to.
@@ -366,7 +366,7 @@ def _on_host(leaf: Leaf, where: str) -> Any:
 
 
 def _fetched(x: jax.Array, where: str) -> Any:
-    """Returns the value of a JAX array; of a replicated one, as it is here."""
+    """Returns the value of a JAX array; for a replicated one, this process's copy."""
     if x.is_deleted():
         msg = f"{where} is deleted: it was donated to a step or a relayout."
         raise ClusterError(msg)
@@ -413,7 +413,7 @@ def _check_types(types: Mapping[int, Mapping[str, str]], call: str) -> None:
 
 
 def _tree_difference(facts: Mapping[int, Mapping[str, str]]) -> str:
-    """Returns what differs in trees; their structure, if all of their leaves agree."""
+    """Describes how trees differ: in their leaves, or else in their structure."""
     leaves = {
         process: {name: text for name, text in texts.items() if name != _STRUCTURE}
         for process, texts in facts.items()

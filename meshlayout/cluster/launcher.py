@@ -192,7 +192,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _problem_of(command: Sequence[str]) -> str:
-    """Returns what is wrong with the command; empty if nothing is."""
+    """Describes the mistake in the command; empty if it is valid."""
     usage = f"as in `{_PROGRAM} -n 4 train.py`"
     if not command:
         return f"the script to run is missing: write it after the options, {usage}."
@@ -207,7 +207,7 @@ def _problem_of(command: Sequence[str]) -> str:
     names = [path.name for path in parent.iterdir()] if parent.is_dir() else []
     near = difflib.get_close_matches(script.name, names, n=1)
     hint = f" Did you mean {str(parent / near[0])!r}?" if near else ""
-    return f"there is no script {command[0]!r} in {Path.cwd()}.{hint}"
+    return f"script {command[0]!r} was not found in {Path.cwd()}.{hint}"
 
 
 def _problem_of_place(environment: Mapping[str, str]) -> str:
@@ -283,7 +283,7 @@ def _visible_gpus(environment: Mapping[str, str]) -> list[str]:
         return []
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        # CUDA itself reads up to the first entry that is no device.
+        # CUDA itself stops reading at the first invalid entry.
         names = [name.strip() for name in visible.split(",")]
         return [name for name in names if name and name != "-1"]
     count = len(list(Path("/dev").glob("nvidia[0-9]*")))

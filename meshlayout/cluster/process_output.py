@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 # How often a line that replaces itself, such as a progress bar, is shown.
 _PROGRESS_S = 1.0
 
-# How many lines of stderr are kept of each process, and shown if they are no traceback.
+# How many lines of stderr are kept per process, and shown if there is no traceback.
 _KEPT_LINES, _LAST_LINES = 2000, 20
 
 _TRACEBACK = re.compile(
@@ -121,7 +121,7 @@ class PipedLines:
 
 
 def _last_state(line: bytes) -> bytes:
-    """Returns what a terminal shows of a line that replaces itself, in the end."""
+    """Returns what a terminal finally shows of a line that overwrites itself."""
     return next((text for text in reversed(line.split(b"\r")) if text.strip()), b"")
 
 
@@ -185,7 +185,7 @@ class ProcessOutput:
         return last_words(lines)[0].time_s if is_traceback else None
 
     def lines_about(self, index: int, since_s: float) -> list[str]:
-        """Returns what another process first wrote about a process to stderr.
+        """Returns the first lines on stderr in which another process names this one.
 
         That is a line with its name, and the next one if it is indented.
         """

@@ -177,7 +177,7 @@ class _Compared:
         return digest(f"{text}\n{_stable(self.facts.text)}".encode())
 
     def texts(self) -> dict[str, str]:
-        """Returns what the program is made for, by name."""
+        """Returns the arguments and settings the program is made for, by name."""
         arguments = self.facts.arguments
         return {
             "the program": self.name,

@@ -104,7 +104,7 @@ def _name(hello: dict[str, Any]) -> str:
 
 
 def _hello(settings: Settings) -> dict[str, Any]:
-    """Returns what a process says of itself."""
+    """Returns the description that a process sends of itself."""
     return {
         "meshlayout": 1,
         "index": settings.process_index,

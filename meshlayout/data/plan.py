@@ -258,7 +258,7 @@ class DataPlan:
             return self.placement(batch.leaves, is_real, num_kept)
 
     def report_of(self, batch: HostBatch | None, position: Position) -> BatchReport:
-        """Returns what the other processes are told of the batch after a position."""
+        """Returns the message to other processes about the batch after a position."""
         report = BatchReport(position.epoch, position.batch, None, {})
         if batch is None:
             return report

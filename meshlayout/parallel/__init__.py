@@ -1,4 +1,4 @@
-"""Ready-made rules for how models lie on meshes."""
+"""Ready-made rules for how models are laid out on meshes."""
 
 from meshlayout.parallel.composition import (
     Composition as Composition,

@@ -158,7 +158,7 @@ class StateDescription(Generic[T]):
         )
 
     def _facts(self, inputs: Sequence[ArrayLike]) -> ProgramFacts:
-        """Returns what all processes that make the state must have alike."""
+        """Returns what must be the same on all processes that make the state."""
         jaxpr = self._traced.jaxpr
         # Seeds are constants of the program, in it or beside it.
         values = {f"input {index}": value for index, value in enumerate(inputs)}
