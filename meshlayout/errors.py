@@ -12,6 +12,7 @@ MeshLayoutError(ValueError)
 ├── CommunicationError   a program that sends what was not expected, or cannot be read
 ├── LossError            losses, weights and denominators that do not fit
 ├── MetricError          a metric that is misconfigured, or got unsuitable inputs
+├── StrategyError        replicas that cannot run, differ or be combined
 ├── DataError            a source that cannot be split into global batches
 └── CheckpointError      a state that cannot be saved or restored
     ├── RestoreDiffError     saved arrays that differ from the requested state
@@ -70,6 +71,10 @@ class LossError(MeshLayoutError):
 
 class MetricError(MeshLayoutError):
     """A metric is misconfigured, or got inputs that it cannot measure."""
+
+
+class StrategyError(MeshLayoutError):
+    """A strategy cannot run a function on replicas, or combine their values."""
 
 
 class DataError(MeshLayoutError):

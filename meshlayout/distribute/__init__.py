@@ -1,0 +1,1 @@
+"""tf.distribute's strategies: a function that runs once per replica."""

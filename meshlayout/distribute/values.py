@@ -1,0 +1,248 @@
+"""`PerReplica`: one value for each replica, held as one array on the mesh.
+
+The replicas' values are the shards of one global array, which is what a batch is
+already: nothing is copied when a batch becomes one value per replica, or when values
+of rows become an array again. Values with fewer rows than others are padded to the
+same shape, and a mask says which rows are real.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from meshlayout import _batches, _checks
+from meshlayout._annotations import PyTree
+from meshlayout.errors import StrategyError
+from meshlayout.layout import Layout
+from meshlayout.mesh import Mesh
+
+
+# The mesh axis of replicas: one that shards batches.
+REPLICA_AXIS = "batch"
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class PerReplica:
+    """A value of each replica, as `Strategy.run` takes and returns them.
+
+    Use a strategy's `reduce`, `gather` or `local_results` to get plain arrays. As a
+    pytree it is its `array` and `mask`, so it passes through jit and `jax.tree.map`.
+
+    Args:
+        array: The replicas' values one after another along dim 0, sharded over the
+            replicas: shape (replicas * n, ...) for values of shape (n, ...), and
+            (replicas,) for scalars.
+        mask: Of shape (replicas * n,), float32, laid out like the array: 1 for real
+            rows, which come first on each replica, and 0 for padding. None if there is
+            no padding.
+        num_replicas: The number of replicas.
+        is_scalar: Whether the replicas' values are scalars.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> PerReplica(jnp.array([1.0, 2.0]), num_replicas=2, is_scalar=True)
+        PerReplica:{
+          0: Array(1., dtype=float32),
+          1: Array(2., dtype=float32)
+        }
+    """
+
+    def __init__(
+        self,
+        array: jax.Array,
+        mask: jax.Array | None = None,
+        *,
+        num_replicas: int,
+        is_scalar: bool = False,
+    ) -> None:
+        self.array = array
+        self.mask = mask
+        self.num_replicas = num_replicas
+        self.is_scalar = is_scalar
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one replica's value, padding included."""
+        if self.is_scalar:
+            return ()
+        rows, *rest = self.array.shape
+        return (rows // self.num_replicas, *rest)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the values."""
+        return self.array.dtype
+
+    @property
+    def values(self) -> tuple[jax.Array, ...]:
+        """The values of this process's replicas, in order, without padding.
+
+        Raises:
+            StrategyError: If rows are padded and this is inside a compiled function,
+                where the number of real rows is not known.
+        """
+        if isinstance(self.array, Tracer):
+            return self._traced_values()
+        parts = _local_parts(self.array, self.num_replicas)
+        if self.is_scalar:
+            return tuple(part[0] for part in parts)
+        if self.mask is None:
+            return tuple(parts)
+        masks = _local_parts(self.mask, self.num_replicas)
+        return tuple(
+            part[: int(np.asarray(mask).sum())]
+            for part, mask in zip(parts, masks, strict=True)
+        )
+
+    def _traced_values(self) -> tuple[jax.Array, ...]:
+        if self.mask is not None:
+            msg = (
+                "the replicas may have different numbers of rows, which is not known "
+                "inside a compiled function: call local_results outside of it, or "
+                "reduce along axis=0."
+            )
+            raise StrategyError(msg)
+        parts = jnp.split(self.array, self.num_replicas)
+        return tuple(part[0] if self.is_scalar else part for part in parts)
+
+    def tree_flatten_with_keys(self) -> tuple[Any, tuple[int, bool]]:
+        """As JAX asks of pytrees."""
+        key = jax.tree_util.GetAttrKey
+        children = ((key("array"), self.array), (key("mask"), self.mask))
+        return children, (self.num_replicas, self.is_scalar)
+
+    def tree_flatten(self) -> tuple[Any, tuple[int, bool]]:
+        """As JAX asks of pytrees."""
+        return (self.array, self.mask), (self.num_replicas, self.is_scalar)
+
+    @classmethod
+    def tree_unflatten(cls, aux: tuple[int, bool], children: Any) -> "PerReplica":
+        """As JAX asks of pytrees."""
+        num_replicas, is_scalar = aux
+        array, mask = children
+        return cls(array, mask, num_replicas=num_replicas, is_scalar=is_scalar)
+
+    def __repr__(self) -> str:
+        array = self.array
+        if not isinstance(array, jax.Array) or isinstance(array, Tracer):
+            return f"PerReplica({array!r}, num_replicas={self.num_replicas})"
+        first = 0  # the index of this process's first replica
+        if not array.is_fully_addressable:
+            starts = (_start(shard.index[0]) for shard in array.addressable_shards)
+            first = min(starts) * self.num_replicas // array.shape[0]
+        lines = (f"  {first + i}: {value!r}" for i, value in enumerate(self.values))
+        return "PerReplica:{\n" + ",\n".join(lines) + "\n}"
+
+
+def _refusing(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: PerReplica, *_: object, **__: object) -> NoReturn:
+        msg = (
+            f"a value of {self.num_replicas} replicas was used as one array ({name}). "
+            "Combine it first, with strategy.reduce('SUM', value, axis=None) or "
+            "strategy.gather(value, axis=0), or compute in a function that "
+            "strategy.run calls."
+        )
+        raise StrategyError(msg)
+
+    refuse.__name__ = name
+    return refuse
+
+
+# Arithmetic and conversions: without these, Python's and JAX's own errors name neither
+# replicas nor a way out.
+_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
+_OTHER = ("lt", "le", "gt", "ge", "neg", "abs", "getitem", "iter", "len", "bool")
+_CONVERSIONS = ("float", "int", "index", "array", "jax_array")
+for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), *_OTHER, *_CONVERSIONS):
+    setattr(PerReplica, f"__{_name}__", _refusing(f"__{_name}__"))
+
+
+def _start(rows: slice) -> int:
+    return rows.start or 0
+
+
+def _local_parts(array: jax.Array, num_replicas: int) -> list[jax.Array]:
+    """Returns the rows of each of this process's replicas, as they are on devices."""
+    if len(array.sharding.device_set) == num_replicas:
+        shards = sorted(array.addressable_shards, key=lambda s: _start(s.index[0]))
+        return [shard.data for shard in shards]
+    return list(jnp.split(array, num_replicas))  # one made by hand, not by a strategy
+
+
+def is_per_replica(leaf: object) -> bool:
+    """Returns whether this is a `PerReplica`, for `jax.tree.map(is_leaf=...)`."""
+    return isinstance(leaf, PerReplica)
+
+
+def replica_layout(mesh: Mesh, rank: int) -> Layout:
+    """Returns the layout of a `PerReplica`'s array of a given rank."""
+    return Layout([REPLICA_AXIS, *[None] * (rank - 1)], mesh)
+
+
+def per_replica(values: Sequence[Any], mesh: Mesh) -> PerReplica:
+    """Makes a `PerReplica` of the values of this process's replicas.
+
+    Args:
+        values: One array or number for each local device of the mesh, in mesh order.
+            They may differ in their numbers of rows; shorter ones are then padded. On
+            several processes, all must have a row number that differs, or none.
+        mesh: The strategy's mesh, with one axis.
+
+    Raises:
+        StrategyError: If they differ in dtype, rank or in another dim, or are not
+            arrays.
+    """
+    arrays = []
+    for value in values:
+        if is_per_replica(value):
+            msg = "each replica's value must be a plain array, got a PerReplica."
+            raise StrategyError(msg)
+        try:
+            arrays.append(jnp.asarray(value))
+        except (TypeError, ValueError):
+            msg = f"a replica's value must be an array, got {_checks.shown(value)}."
+            raise StrategyError(msg) from None
+    first = arrays[0]
+    for index, x in enumerate(arrays):
+        if (x.ndim, x.dtype, x.shape[1:]) != (first.ndim, first.dtype, first.shape[1:]):
+            msg = (
+                "the replicas' values may differ in their number of rows alone: "
+                f"replica 0 has {_text(first)}, replica {index} has {_text(x)}."
+            )
+            raise StrategyError(msg)
+    if not first.ndim:
+        return PerReplica(
+            _joined([x[None] for x in arrays], mesh),
+            num_replicas=mesh.size,
+            is_scalar=True,
+        )
+    rows = max(x.shape[0] for x in arrays)
+    mask = None
+    if any(x.shape[0] < rows for x in arrays):
+        masks = [np.arange(rows) < x.shape[0] for x in arrays]
+        mask = _joined([jnp.asarray(part, "float32") for part in masks], mesh)
+        arrays = [jnp.asarray(_batches.pad_rows(x, rows)) for x in arrays]
+    return PerReplica(_joined(arrays, mesh), mask, num_replicas=mesh.size)
+
+
+def _text(x: jax.Array) -> str:
+    return f"{x.dtype}{list(x.shape)}"
+
+
+def _joined(parts: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
+    """Returns one array whose shards are these parts, one on each local device."""
+    first = parts[0]
+    shape = (mesh.size * first.shape[0], *first.shape[1:])
+    sharding = replica_layout(mesh, first.ndim).sharding
+    devices = mesh.local_devices
+    placed = [jax.device_put(x, d) for x, d in zip(parts, devices, strict=True)]
+    return jax.make_array_from_single_device_arrays(shape, sharding, placed)
+
+
+def map_per_replica(function: Callable[[Any], Any], tree: PyTree) -> PyTree:
+    """Applies a function to the leaves of a tree, a `PerReplica` being one leaf."""
+    return jax.tree.map(function, tree, is_leaf=is_per_replica)
