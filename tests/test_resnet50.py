@@ -1,0 +1,326 @@
+"""ResNet-50: the known sizes, two interfaces, and one function on any mesh."""
+
+import doctest
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import meshlayout as ml
+from models import resnet
+from models.resnet import Bottleneck, LinenResNet50, ResNet50
+
+
+# As torchvision states for its weights ResNet50_Weights.IMAGENET1K_V1: "num_params",
+# and "_ops" of an image of 224x224, which is 4.089 in units of 10^9.
+NUM_PARAMS = 25_557_032
+MULTIPLY_ADDS = 4_089_184_256
+SIBLINGS = {(3, 4, 23, 3): 44_549_160, (3, 8, 36, 3): 60_192_808}
+
+# Two stages of one block: each kind of block, and few programs to compile.
+NARROW = {"num_classes": 10, "width": 8, "depths": (1, 1)}
+RULES = ("DATA_PARALLEL", "MODEL_PARALLEL", "FSDP")
+PHOTO = jax.ShapeDtypeStruct((1, 224, 224, 3), "float32")
+
+
+def path_text(keys):
+    return "/".join(str(getattr(key, "key", key)) for key in keys)
+
+
+def by_path(model, kind=nnx.Param):
+    """Path -> array, of an NNX model's variables of one kind."""
+    flat = nnx.to_flat_state(nnx.state(model, kind))
+    return {path_text(path): variable[...] for path, variable in flat}
+
+
+def shapes(depths=(3, 4, 6, 3)):
+    """The full-sized network without arrays."""
+    return nnx.eval_shape(lambda: ResNet50(depths=depths, rngs=nnx.Rngs(0)))
+
+
+def randomized(build):
+    """A model with parameters and statistics from NumPy, none of a special value."""
+    graphdef, state = nnx.split(nnx.eval_shape(build))
+    random = np.random.default_rng(0)
+
+    def filled(leaf):
+        if len(leaf.shape) < 2:
+            values = 1 + 0.1 * random.normal(size=leaf.shape)
+        else:
+            values = random.normal(size=leaf.shape) / np.sqrt(np.prod(leaf.shape[:-1]))
+        return jnp.asarray(values, leaf.dtype)
+
+    return nnx.merge(graphdef, jax.tree.map(filled, nnx.to_pure_dict(state)))
+
+
+def narrow():
+    return randomized(lambda: ResNet50(**NARROW, rngs=nnx.Rngs(0)))
+
+
+def photos(rows, size=32):
+    random = np.random.default_rng(1)
+    return random.normal(size=(rows, size, size, 3)).astype("float32")
+
+
+def test_the_examples_in_docstrings_hold():
+    failed, attempted = doctest.testmod(resnet)
+    assert attempted
+    assert not failed
+
+
+# The known network.
+
+
+@pytest.mark.parametrize(
+    ("depths", "expected"),
+    [
+        ((3, 4, 6, 3), NUM_PARAMS),
+        *(
+            pytest.param(*sibling, marks=pytest.mark.slow)
+            for sibling in SIBLINGS.items()
+        ),
+    ],
+)
+def test_it_has_the_known_number_of_parameters(depths, expected):
+    params = nnx.state(shapes(depths), nnx.Param)
+    assert sum(x.size for x in jax.tree.leaves(params)) == expected
+
+
+def test_both_variants_have_the_same_parameters_and_statistics():
+    linen = LinenResNet50()
+    variables = jax.eval_shape(
+        lambda: linen.init(jax.random.key(0), jnp.zeros(PHOTO.shape))
+    )
+    for kind, collection in ((nnx.Param, "params"), (nnx.BatchStat, "batch_stats")):
+        flat = nnx.to_flat_state(nnx.state(shapes(), kind))
+        ours = {path_text(path): leaf.shape for path, leaf in flat}
+        leaves = jax.tree_util.tree_leaves_with_path(variables[collection])
+        assert ours == {path_text(path): leaf.shape for path, leaf in leaves}
+
+
+def multiply_adds(jaxpr):
+    """Counts those of convolutions and matrix products, with those of padding."""
+    count = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in ("conv_general_dilated", "dot_general"):
+            kernel, result = (
+                equation.invars[1].aval.shape,
+                equation.outvars[0].aval.shape,
+            )
+            count += math.prod(kernel[:-1]) * math.prod(result)
+    return count
+
+
+def forward():
+    """Logits of abstract variables in evaluation mode, and those variables."""
+    linen = LinenResNet50()
+    variables = jax.eval_shape(
+        lambda: linen.init(jax.random.key(0), jnp.zeros(PHOTO.shape))
+    )
+    return linen.apply, variables
+
+
+def test_it_takes_the_known_number_of_multiply_adds():
+    traced = jax.make_jaxpr(forward()[0])(forward()[1], PHOTO)
+    assert multiply_adds(traced.jaxpr) == MULTIPLY_ADDS
+
+
+@pytest.mark.slow
+def test_the_compiled_program_has_them_but_those_of_padding():
+    apply, variables = forward()
+    compiled = jax.jit(apply).lower(variables, PHOTO).compile()
+    # In each direction 3x3 windows over n pixels cover 3n - 2 real ones, and 3n/2 - 1 if
+    # they skip every second; the stem's 7x7 windows cover 6 of the padding.
+    padding = ((7 * 112) ** 2 - (7 * 112 - 6) ** 2) * 3 * 64
+    for n, stride, features, blocks in (
+        *[(56, 1, 64, 3), (56, 2, 128, 1), (28, 1, 128, 3), (28, 2, 256, 1)],
+        *[(14, 1, 256, 5), (14, 2, 512, 1), (7, 1, 512, 2)],
+    ):
+        windows = 3 * n // stride
+        products = windows**2 - (windows - 3 + stride) ** 2
+        padding += blocks * products * features**2
+    assert ml.hlo.read_cost(compiled).flops == 2 * (MULTIPLY_ADDS - padding)
+
+
+# Initial values.
+
+
+@pytest.fixture(scope="module")
+def initial():
+    """A network of a few blocks as it begins, large enough to measure variances."""
+    return nnx.jit(lambda: ResNet50(width=16, depths=(1,), rngs=nnx.Rngs(0)))()
+
+
+def test_blocks_begin_as_their_shortcuts(initial):
+    for path, scale in by_path(initial).items():
+        if path.endswith("scale"):
+            np.testing.assert_array_equal(scale, 0 if "norm3" in path else 1, path)
+
+
+def test_initial_values_have_the_variances_of_the_field(initial):
+    for path, kernel in by_path(initial).items():
+        if kernel.ndim == 4:
+            height, width, _, features = kernel.shape
+            expected = math.sqrt(2 / (height * width * features))
+        elif kernel.ndim == 2:
+            expected = 0.01
+        else:
+            continue
+        kernel = np.asarray(kernel)
+        # The deviation of n normal numbers is within 5 / sqrt(2 n) of theirs.
+        spread = 5 / math.sqrt(2 * kernel.size)
+        assert kernel.std() == pytest.approx(expected, rel=spread), path
+        # A truncated normal distribution would end at 2.3 deviations.
+        assert abs(kernel).max() > 2.5 * expected, path
+
+
+# What it computes.
+
+
+def convolved(x, kernel, strides):
+    """A convolution with symmetric padding, in NumPy."""
+    size = kernel.shape[0]
+    before = (size // 2, size // 2)
+    padded = np.pad(x, ((0, 0), before, before, (0, 0)))
+    windows = np.lib.stride_tricks.sliding_window_view(
+        padded, (size, size), axis=(1, 2)
+    )
+    return np.einsum("bhwcij,ijcf->bhwf", windows[:, ::strides, ::strides], kernel)
+
+
+def normalized(x, norm):
+    """Batch normalization with the statistics of the batch, in NumPy."""
+    mean, variance = x.mean((0, 1, 2)), x.var((0, 1, 2))
+    x = (x - mean) / np.sqrt(variance + 1e-5)
+    return x * np.asarray(norm.scale[...]) + np.asarray(norm.bias[...])
+
+
+@pytest.mark.parametrize(("in_features", "strides"), [(4, 2), (8, 1)])
+def test_a_bottleneck_is_what_numpy_computes(in_features, strides):
+    """With the stride in the 3x3 convolution, and in the projection."""
+    build = lambda: Bottleneck(in_features, 8, strides=strides, rngs=nnx.Rngs(0))  # noqa: E731
+    block = randomized(build)
+    x = np.random.default_rng(1).normal(size=(2, 6, 6, in_features))
+    kernel = lambda name: np.asarray(getattr(block, name).kernel[...], "float64")  # noqa: E731
+    y = np.maximum(normalized(convolved(x, kernel("conv1"), 1), block.norm1), 0)
+    y = np.maximum(normalized(convolved(y, kernel("conv2"), strides), block.norm2), 0)
+    y = normalized(convolved(y, kernel("conv3"), 1), block.norm3)
+    shortcut = x
+    if strides == 2:
+        shortcut = convolved(x, kernel("projection"), 2)
+        shortcut = normalized(shortcut, block.projection_norm)
+    found = nnx.jit(lambda block, x: block(x))(block, jnp.asarray(x, "float32"))
+    np.testing.assert_allclose(found, np.maximum(shortcut + y, 0), atol=1e-5)
+
+
+def test_max_pooling_takes_symmetric_windows():
+    x = jnp.arange(36.0).reshape(1, 6, 6, 1)
+    expected = [[7, 9, 11], [19, 21, 23], [31, 33, 35]]
+    np.testing.assert_array_equal(resnet.max_pool_3x3(x)[0, ..., 0], expected)
+    padded = resnet.max_pool_3x3(-1 - x)[0, ..., 0]  # no zeros from the padding
+    np.testing.assert_array_equal(padded[0], [-1, -2, -4])
+
+
+@pytest.mark.parametrize("train", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_both_variants_compute_the_same(train):
+    model, images = narrow(), photos(4)
+    linen = LinenResNet50(**NARROW)
+    variables = jax.eval_shape(lambda: linen.init(jax.random.key(0), images))
+    arrays = {**by_path(model), **by_path(model, nnx.BatchStat)}
+    variables = {
+        collection: jax.tree_util.tree_map_with_path(
+            lambda keys, _: arrays[path_text(keys)], tree
+        )
+        for collection, tree in variables.items()
+    }
+    model.train() if train else model.eval()
+    apply = jax.jit(linen.apply, static_argnames=("train", "mutable"))
+    logits, changed = apply(variables, images, train=train, mutable="batch_stats")
+    assert logits.shape == (4, 10)
+    # The same operations in the same order: only fused differently.
+    ours = nnx.jit(lambda model, images: model(images))(model, images)
+    np.testing.assert_allclose(ours, logits, atol=1e-5)
+    after = by_path(model, nnx.BatchStat)
+    for keys, theirs in jax.tree_util.tree_leaves_with_path(changed["batch_stats"]):
+        np.testing.assert_allclose(after[path_text(keys)], theirs, atol=1e-5)
+
+
+# Layouts.
+
+WHOLE = {
+    "DATA_PARALLEL": r".*",
+    "MODEL_PARALLEL": r"stem|^output|norm[23]/|conv3|projection",
+    "FSDP": r"norm\w*/(scale|bias|mean|var)$|^output/bias$",
+}
+
+
+@pytest.mark.parametrize("rules", RULES)
+def test_every_rule_places_parameters(rules, mesh_2x4):
+    state = nnx.state(shapes(), nnx.Any(nnx.Param, nnx.BatchStat))
+    report = ml.LayoutMap(mesh_2x4, getattr(resnet, rules)).explain(state)
+    assert not report.dead_rules
+    assert not report.shadowed_rules
+    whole = {r.path for r in report.resolutions if r.layout.is_fully_replicated}
+    pattern = WHOLE[rules]
+    assert whole == {r.path for r in report.resolutions if re.search(pattern, r.path)}
+
+
+def mean_loss(model, batch):
+    logits = model(batch["image"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+    return losses.mean()
+
+
+def losses_of(model, batch):
+    logits = model(batch["image"])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+
+
+@pytest.fixture(scope="module")
+def batch():
+    labels = np.random.default_rng(2).integers(0, 10, 8).astype("int32")
+    return {"image": photos(8), "label": labels}
+
+
+@pytest.fixture(scope="module")
+def step_on_one_device(batch):
+    """The loss, gradients and statistics of plain Flax."""
+    model = narrow()
+    loss, grads = nnx.jit(nnx.value_and_grad(mean_loss))(model, batch)
+    flat = nnx.to_flat_state(grads)
+    grads = {path_text(path): np.asarray(leaf[...]) for path, leaf in flat}
+    return float(loss), grads, by_path(model, nnx.BatchStat)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        pytest.param("DATA_PARALLEL", marks=pytest.mark.slow),
+        pytest.param("MODEL_PARALLEL", marks=pytest.mark.slow),
+        "FSDP",
+    ],
+)
+def test_a_step_on_a_mesh_is_the_step_on_one_device(
+    rules, batch, step_on_one_device, mesh_2x4
+):
+    loss, grads, statistics = step_on_one_device
+    layouts = ml.LayoutMap(mesh_2x4, getattr(resnet, rules))
+    state = ml.TrainState.create(narrow, optax.sgd(1.0), layouts)
+    before = by_path(state.model)
+    before = {path: np.asarray(leaf) for path, leaf in before.items()}
+    rows = ml.relayout(batch, mesh_2x4.layout("batch", ...))
+    state, metrics = ml.make_train_step(losses_of)(state, rows)
+    # Sums are split over the devices, and rounded in another order.
+    assert float(metrics["loss"]) == pytest.approx(loss, abs=1e-5)
+    after = by_path(state.model)
+    assert after.keys() == grads.keys()
+    for path, grad in grads.items():
+        np.testing.assert_allclose(before[path] - after[path], grad, atol=2e-5)
+    running = by_path(state.model, nnx.BatchStat)
+    for path, statistic in statistics.items():
+        np.testing.assert_allclose(running[path], statistic, atol=1e-5)
