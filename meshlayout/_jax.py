@@ -27,6 +27,7 @@ from jax._src import (
 )
 from jax._src.interpreters import partial_eval, pxla
 from jax._src.lax import lax as jax_lax
+from jax._src.state.types import AbstractRef
 from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import (
     AbstractMesh,
@@ -483,6 +484,23 @@ def memory_in_jit() -> bool:
 def is_committed(x: Leaf) -> bool:
     """Returns whether an array is bound to its devices, so that jit cannot move it."""
     return isinstance(x, jax.Array) and bool(getattr(x, "committed", True))
+
+
+def is_in_other_memory(sharding: jax.sharding.Sharding) -> bool:
+    """Returns whether a sharding is not in the memory that its devices compute in."""
+    return _memory_kind(sharding) != _main_memory(sharding)
+
+
+def is_ref(x: Leaf) -> bool:
+    """Returns whether a value is a mutable `jax.Ref`.
+
+    JAX has no public class for it that 0.7 and 0.12 share.
+    tests/test_distribute_bindings.py notices.
+    """
+    try:
+        return isinstance(jax.typeof(x), AbstractRef)
+    except TypeError:  # not an array at all
+        return False
 
 
 def with_shards(x: jax.Array) -> jax.Array:
