@@ -100,7 +100,9 @@ class ReplicaContext:
     Attributes:
         strategy: The strategy that runs it.
         num_replicas_in_sync: The number of replicas.
-        mask_was_read: Whether the function has asked which rows are real.
+        mask_was_read: Whether the function has asked which rows are real, or called
+            something of the library that has.
+        mask_was_taken: Whether the function has asked itself.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class ReplicaContext:
         self.axis_name = axis_name
         self.num_replicas_in_sync = num_replicas_in_sync
         self.mask_was_read = False
+        self.mask_was_taken = False
         self._mask = mask
 
     @property
@@ -130,6 +133,11 @@ class ReplicaContext:
         A last batch that is too short is padded to the shape of the others. Multiply
         losses by this and divide by `num_examples`; `losses.compute_average_loss` does.
         """
+        self.mask_was_taken = True
+        return self.read_mask()
+
+    def read_mask(self) -> jax.Array | None:
+        """Returns `example_mask`, for the library's own functions."""
         self.mask_was_read = True
         return self._mask
 

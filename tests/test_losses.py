@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import AxisType, PartitionSpec as P
 
 import meshlayout as ml
-from meshlayout import losses
+from meshlayout import collectives, losses
 from tests.bad_values import BAD, refusal
 
 
@@ -149,6 +149,139 @@ def test_averages_and_scalings_as_a_gradient_of_replica_code():
     np.testing.assert_allclose(value, (made**2).mean() + 0.1 * 5, rtol=1e-5)
     expected = 2 * rows.T @ made / 4 + 0.2 * np.asarray(kernel)
     np.testing.assert_allclose(grad, expected, rtol=1e-5)
+
+
+# In the replicas of a strategy.
+
+
+def in_replicas(function, mask, *arrays, context=None):
+    """Runs a function as a strategy does, on 4 replicas; returns their results."""
+    context = {} if context is None else context
+
+    def replica(mask, *rows):
+        context["replica"] = collectives.ReplicaContext(object(), "batch", 4, mask)
+        with collectives.entered(context["replica"]):
+            return jax.tree.map(lambda x: x[None], function(*rows))
+
+    mapped = jax.shard_map(
+        replica,
+        mesh=mesh_of(batch=4),
+        in_specs=(P("batch"),) * (1 + len(arrays)),
+        out_specs=P("batch"),
+        check_vma=False,
+    )
+    return jax.tree.map(np.asarray, jax.jit(mapped)(mask, *arrays))
+
+
+# 12 rows on 4 replicas, 3 each: full, short, empty, full.
+MASK = np.array([1, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1], "float32")
+ROWS = RNG.uniform(1, 2, size=12).astype("float32")
+PADDED = np.where(MASK > 0, ROWS, np.float32(np.nan))
+ROW_WEIGHTS = np.where(MASK > 0, RNG.uniform(0, 2, size=12), np.nan).astype("float32")
+
+
+@pytest.mark.parametrize("dims", [(), (2,)])
+@pytest.mark.parametrize("size", [None, 5])
+@pytest.mark.parametrize("weights", [None, ROW_WEIGHTS])
+def test_shares_of_a_padded_batch_add_up_to_its_average_on_one_device(
+    weights, size, dims
+):
+    rows = PADDED.reshape(12, *[1] * len(dims)) * np.ones(dims, "float32")
+    # The gradient is of each replica's own share, as run sums these.
+    average = jax.value_and_grad(losses.compute_average_loss)
+    arrays = (rows,) if weights is None else (rows, weights)
+    shares, grads = in_replicas(
+        lambda rows, weights=None: average(rows, weights, size), MASK, *arrays
+    )
+    real = MASK > 0
+    real_weights = None if weights is None else weights[real]
+    expected, expected_grads = average(rows[real], real_weights, size)
+    np.testing.assert_allclose(shares.sum(), expected, rtol=1e-6)
+    assert shares[2] == 0
+    grads = grads.reshape(rows.shape)
+    np.testing.assert_allclose(grads[real], expected_grads, rtol=1e-6)
+    np.testing.assert_array_equal(grads[~real], 0)
+
+
+def test_a_batch_of_nothing_but_padding_has_the_average_zero():
+    shares, grads = in_replicas(
+        jax.value_and_grad(losses.compute_average_loss), 0 * MASK, PADDED
+    )
+    np.testing.assert_array_equal(shares, 0)
+    np.testing.assert_array_equal(grads, 0)
+
+
+def test_without_padding_the_average_is_over_the_replicas_rows():
+    shares = in_replicas(losses.compute_average_loss, None, ROWS)
+    np.testing.assert_allclose(shares.sum(), ROWS.mean(), rtol=1e-6)
+    # Without padding it does not matter how many losses a row has.
+    shares = in_replicas(
+        lambda rows: losses.compute_average_loss(jnp.repeat(rows, 2)), None, ROWS
+    )
+    np.testing.assert_allclose(shares.sum(), ROWS.mean(), rtol=1e-6)
+
+
+def test_regularization_is_divided_by_the_strategys_replicas():
+    shares = in_replicas(lambda: losses.scale_regularization_loss(2.0), MASK)
+    np.testing.assert_array_equal(shares, [0.5] * 4)
+    alone = collectives.ReplicaContext(object(), None, 1, jnp.array([1.0, 0.0]))
+    with collectives.entered(alone):
+        assert losses.scale_regularization_loss(2.0) == 2
+        assert losses.compute_average_loss(np.array([3.0, np.nan])) == 3
+
+
+def test_averaging_a_loss_counts_as_asking_for_the_padding():
+    seen = {}
+    in_replicas(losses.compute_average_loss, MASK, ROWS, context=seen)
+    assert seen["replica"].mask_was_read
+    in_replicas(lambda rows: rows.sum(), MASK, ROWS, context=seen)
+    assert not seen["replica"].mask_was_read
+
+
+@pytest.mark.parametrize(
+    ("function", "num_losses"),
+    [
+        (lambda rows: losses.compute_average_loss(jnp.repeat(rows, 2)), 6),
+        (
+            lambda rows: losses.compute_average_loss(
+                jnp.repeat(rows, 2), np.ones(6), global_batch_size=14
+            ),
+            6,
+        ),
+        (lambda rows: losses.compute_average_loss(rows[:2]), 2),
+    ],
+)
+def test_losses_that_are_not_one_per_row_of_a_padded_batch_are_refused(
+    function, num_losses
+):
+    with pytest.raises(ml.errors.LossError) as error:
+        in_replicas(function, MASK, ROWS)
+    reshaped = ", such as losses.reshape(3, -1)" if num_losses == 6 else ""
+    assert str(error.value) == (
+        f"compute_average_loss: the losses have {num_losses} rows and this replica's batch "
+        "has 3, some of which may be padding; which losses are of padding is not known."
+        f" Give one loss per row, (3,) or (3, ...){reshaped}. For a part of the batch, "
+        "give both sample_weight (0 for padding, from "
+        "get_replica_context().example_mask) and global_batch_size."
+    )
+
+
+def test_a_function_that_has_the_mask_may_average_microbatches():
+    def replica(rows):
+        context = collectives.get_replica_context()
+
+        def microbatch(total, part):
+            row, is_real = part
+            share = losses.compute_average_loss(
+                row[None], is_real[None], context.num_examples
+            )
+            return total + share, None
+
+        parts = (rows, context.example_mask)
+        return jax.lax.scan(microbatch, jnp.float32(0), parts)[0]
+
+    shares = in_replicas(replica, MASK, PADDED)
+    np.testing.assert_allclose(shares.sum(), ROWS[MASK > 0].mean(), rtol=1e-6)
 
 
 # One loss per example, and denominators.

@@ -4,7 +4,9 @@ A loss stays one number per example until the weights are known, since padding m
 count. A mean of microbatches' or replicas' means would weight their examples
 differently if some are padded, so sums are added up and divided once.
 `compute_average_loss` and `scale_regularization_loss` are tf.distribute's two scalings,
-for whole programs and for replica code.
+for whole programs and for replica code. Under a strategy, the replica context says how
+many replicas there are and which rows are padding; in a plain `jax.shard_map`, JAX
+knows the number of replicas alone.
 """
 
 import math
@@ -16,6 +18,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from meshlayout import _checks, _jax
+from meshlayout.collectives import ReplicaContext, get_replica_context
 from meshlayout.errors import LossError, MeshLayoutError
 
 
@@ -137,6 +140,9 @@ def compute_average_loss(
     batch. Losses of more dims are summed, like `tf.nn.compute_average_loss` does;
     average them per example first, with `losses.per_example`.
 
+    In a function that a strategy runs, rows that pad a short batch add nothing, not
+    even to the gradient, and are not counted.
+
     Args:
         per_example_loss: Losses of shape (batch,) or (batch, ...), of any float dtype;
             summed in float32.
@@ -144,15 +150,16 @@ def compute_average_loss(
             weight 0 adds nothing, even if its loss is not finite.
         global_batch_size: Examples of all replicas together, padding included. By
             default the size of this batch, times the number of replicas in replica
-            code.
+            code; under a strategy, the number of real examples.
 
     Returns:
         A float32 scalar; 0 for a batch without examples.
 
     Raises:
         LossError: If the losses are a scalar or not real numbers, the weights have
-            another batch size, the global batch size is not a number of examples, or
-            the number of replicas is ambiguous.
+            another batch size, the global batch size is not a number of examples, the
+            number of replicas is ambiguous, or a strategy's batch may have padding and
+            the losses are not one per row.
 
     Example:
         >>> import jax.numpy as jnp
@@ -169,21 +176,27 @@ def compute_average_loss(
             "scalar. Do not average in the loss function; optax's losses do not."
         )
         raise LossError(msg)
-    if global_batch_size is None:
-        global_batch_size = losses.shape[0] * num_replicas(losses)
-    is_traced = isinstance(global_batch_size, Tracer) and not global_batch_size.shape
-    if is_traced:  # such as a psum of the replicas' own counts
-        real_array("global_batch_size", global_batch_size, where)
+    context = _strategy_replica()
+    mask = None if context is None else context.read_mask()
+    is_own_sum = sample_weight is not None and global_batch_size is not None
+    if context is not None and mask is not None and mask.shape[0] != losses.shape[0]:
+        # Microbatches, say, of a function that has looked at the mask itself.
+        if not (is_own_sum and context.mask_was_taken):
+            raise LossError(_other_rows(losses, mask))
+        mask = None
+    if global_batch_size is not None:
+        size = _checked_size(global_batch_size)
+    elif context is not None and mask is not None:
+        size = context.num_examples
     else:
-        global_batch_size = _checks.count(
-            "global_batch_size",
-            global_batch_size,
-            at_least=0,
-            where=where,
-            error=LossError,
-        )
-    total = weighted(losses, sample_weight).sum()
-    size = jnp.asarray(global_batch_size, "float32")
+        size = losses.shape[0] * num_replicas(losses)
+    if mask is not None and sample_weight is not None:
+        given = real_array("sample_weight", sample_weight, where)
+        _check_weights(given, losses)
+        is_real = mask.reshape(-1, *[1] * (given.ndim - 1)) > 0
+        mask = jnp.where(is_real, given, 0)  # a weight of padding may be NaN, too
+    total = weighted(losses, sample_weight if mask is None else mask).sum()
+    size = jnp.asarray(size, "float32")
     # Both branches of a `where` are differentiated: the division must be finite in the
     # one that is not taken, too, or the gradient is NaN.
     return jnp.where(size > 0, total / jnp.where(size > 0, size, 1), 0)
@@ -233,6 +246,14 @@ def weighted(losses: jax.Array, weights: ArrayLike | None) -> jax.Array:
     if weights is None:
         return losses
     weights = real_array("weights", weights, "losses").astype("float32")
+    _check_weights(weights, losses)
+    spread = weights.reshape(weights.shape + (1,) * (losses.ndim - weights.ndim))
+    # 0 times a loss that is not finite would be NaN.
+    return jnp.where(spread != 0, losses * spread, 0)
+
+
+def _check_weights(weights: jax.Array, losses: jax.Array) -> None:
+    """Raises LossError unless the weights' shape is a leading part of the losses'."""
     if weights.shape != losses.shape[: weights.ndim]:
         msg = (
             f"weights of shape {weights.shape} do not fit losses of shape "
@@ -240,16 +261,42 @@ def weighted(losses: jax.Array, weights: ArrayLike | None) -> jax.Array:
             "one per loss."
         )
         raise LossError(msg)
-    spread = weights.reshape(weights.shape + (1,) * (losses.ndim - weights.ndim))
-    # 0 times a loss that is not finite would be NaN.
-    return jnp.where(spread != 0, losses * spread, 0)
+
+
+def _checked_size(size: int | jax.Array) -> int | jax.Array:
+    """Returns a global batch size, perhaps a traced one, if it is a count."""
+    name, where = "global_batch_size", "compute_average_loss"
+    if isinstance(size, Tracer) and not size.shape:
+        return real_array(name, size, where)  # such as a psum of the replicas' counts
+    return _checks.count(name, size, at_least=0, where=where, error=LossError)
+
+
+def _other_rows(losses: jax.Array, mask: jax.Array) -> str:
+    """Returns what to say of losses that are not one per row of a padded batch."""
+    rows, padded = losses.shape[0], mask.shape[0]
+    fix = f"one loss per row, ({padded},) or ({padded}, ...)"
+    if padded and rows and rows % padded == 0:
+        fix += f", such as losses.reshape({padded}, -1)"
+    return (
+        f"compute_average_loss: the losses have {rows} rows and this replica's batch "
+        f"has {padded}, some of which may be padding; which losses are of padding is "
+        f"not known. Give {fix}. For a part of the batch, give both sample_weight (0 "
+        "for padding, from get_replica_context().example_mask) and global_batch_size."
+    )
+
+
+def _strategy_replica() -> ReplicaContext | None:
+    """Returns the context of a replica that a strategy runs, or None."""
+    context = get_replica_context()
+    return None if context is None or context.strategy is None else context
 
 
 def num_replicas(value: jax.Array | None) -> int:
     """Returns the number of replicas that run this code; 1 outside replica code.
 
-    Replicas are along the manual axes of `jax.shard_map`. If there are several, some
-    may be for model parallelism: JAX knows along which of them a value varies.
+    A strategy knows. In a plain `jax.shard_map`, replicas are along the manual axes. If
+    there are several, some may be for model parallelism: JAX knows along which of them
+    a value varies.
 
     Args:
         value: A value of this replica, which varies along the axes of replicas; or
@@ -258,6 +305,9 @@ def num_replicas(value: jax.Array | None) -> int:
     Raises:
         LossError: If several axes are manual and the value varies along none.
     """
+    context = _strategy_replica()
+    if context is not None:
+        return context.num_replicas_in_sync
     axes = _jax.manual_axis_sizes()
     if value is not None:
         # Unknown where shard_map runs with check_vma=False: then all manual axes count.
