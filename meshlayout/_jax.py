@@ -80,6 +80,14 @@ def set_trace_key(value: Hashable | None) -> None:
         _thread.trace_key = context
 
 
+_trace_phase = jax.make_user_context()
+
+
+def trace_phase(value: Hashable) -> AbstractContextManager[Any]:
+    """Returns a context in which JAX traces compiled functions anew."""
+    return _trace_phase(value)
+
+
 def is_unreduced(spec: PartitionSpec) -> bool:
     """Returns whether a spec has axes that hold partial sums."""
     return bool(getattr(spec, "unreduced", ()) or getattr(spec, "reduced", ()))

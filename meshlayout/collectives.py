@@ -167,9 +167,9 @@ class ReplicaContext:
                 numbers.
         """
         op = ReduceOp.parse(reduce_op)
-        return jax.tree.map(
-            lambda leaf: self.combine(op, _numbers("all_reduce", leaf)), value
-        )
+        leaves, treedef = jax.tree.flatten(value)
+        arrays = [_numbers("all_reduce", leaf) for leaf in leaves]
+        return treedef.unflatten(self.combine_all(op, arrays))
 
     def all_gather(self, value: PyTree, axis: int) -> PyTree:
         """Concatenates the replicas' values along a dim; all replicas get the result.
@@ -225,8 +225,12 @@ class ReplicaContext:
             lambda leaf: leaf.value if isinstance(leaf, MergedValue) else leaf, result
         )
 
+    def combine_all(self, op: ReduceOp, arrays: list[jax.Array]) -> list[jax.Array]:
+        """Combines arrays of each replica, as `all_reduce` does for a tree."""
+        return [self.combine(op, x) for x in arrays]
+
     def combine(self, op: ReduceOp, x: jax.Array) -> jax.Array:
-        """Combines an array of each replica, as `all_reduce` does for a tree."""
+        """Combines one array of each replica."""
         if x.dtype == jnp.bool_ and op in (ReduceOp.SUM, ReduceOp.MEAN):
             x = x.astype("int32")
         if self.axis_name is None:

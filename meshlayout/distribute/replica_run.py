@@ -1,0 +1,591 @@
+"""`run`: a function per replica becomes one compiled program for all of them.
+
+The function is traced under `jax.shard_map`, with the NNX variables that it uses bound
+to this replica's values. A first trace tells which variables change, whether every
+replica computes the same new values, and whether gradients still have to be added up;
+the program is then compiled by `compile_step`, with the variables that change as its
+state. JAX itself could track what differs between replicas, in the types of values; but
+then it refuses scans whose carry starts as a constant, as in every recurrent layer.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
+import dataclasses
+import inspect
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from meshlayout import _checks, _jax
+from meshlayout._annotations import PyTree
+from meshlayout.collectives import ReduceOp, ReplicaContext, entered
+from meshlayout.distribute.bindings import Bindings, find
+from meshlayout.distribute.gradients import GradientSums
+from meshlayout.distribute.sameness import same_values
+from meshlayout.distribute.values import (
+    REPLICA_AXIS,
+    PerReplica,
+    is_per_replica,
+    map_per_replica,
+)
+from meshlayout.distribute.variables import Aggregation, Variables, belongs_here
+from meshlayout.errors import StrategyError
+from meshlayout.hlo import Communication
+from meshlayout.step import compile_step
+
+
+if TYPE_CHECKING:
+    from meshlayout.distribute.strategy import Strategy
+
+
+# Programs of functions that are not called again are dropped, oldest first.
+_MOST_PROGRAMS = 64
+
+
+class ReplicaRuns:
+    """The programs of a strategy, by function and signature.
+
+    Args:
+        strategy: The strategy.
+    """
+
+    def __init__(self, strategy: "Strategy") -> None:
+        self._strategy = strategy
+        self._bindings: OrderedDict[Any, Bindings] = OrderedDict()
+        self._programs: OrderedDict[Any, list[ReplicaProgram]] = OrderedDict()
+
+    def call(
+        self, fn: Callable[..., PyTree], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> PyTree:
+        """Calls a function on each replica; see `Strategy.run`."""
+        arguments = Arguments.of(fn, args, kwargs)
+        return self._program(fn, arguments)(arguments)
+
+    def communication(
+        self, fn: Callable[..., PyTree], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Communication:
+        """Returns what the program sends; see `Strategy.communication`."""
+        arguments = Arguments.of(fn, args, kwargs)
+        return self._program(fn, arguments).communication(arguments)
+
+    def _program(self, fn: Callable[..., PyTree], arguments: "Arguments") -> "ReplicaProgram":
+        """Returns the program for a call, compiling it if there is none yet."""
+        key = (fn.__func__, id(fn.__self__)) if isinstance(fn, MethodType) else id(fn)
+        found = self._bindings.get(key)
+        if found is None or not found.is_current():
+            found = _kept(self._bindings, key, find(fn))
+        objects = (*found.objects, *arguments.objects)
+        ids = tuple(id(node) for _, node in objects)
+        signature = (key, ids, arguments.signature)
+        programs = self._programs.get(signature)
+        if programs is None:
+            programs = _kept(self._programs, signature, [])
+        for index, program in enumerate(programs):
+            if program.is_current():
+                if index:
+                    programs.insert(0, programs.pop(index))
+                return program
+        program = ReplicaProgram(self._strategy, fn, found, Variables(objects), arguments)
+        programs.insert(0, program)
+        return program
+
+
+def _kept(cache: OrderedDict[Any, Any], key: Any, value: Any) -> Any:
+    cache[key] = value
+    if len(cache) > _MOST_PROGRAMS:
+        cache.popitem(last=False)
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """The arguments of one call of `run`, taken apart.
+
+    Attributes:
+        treedef: The structure of `(args, kwargs)`, with objects and `PerReplica` as
+            leaves.
+        leaves: The leaves, with None in place of objects.
+        objects: The NNX objects, with their names.
+        signature: What a program depends on: structure, kinds, shapes and dtypes.
+        mask: Which rows are real, if rows are padded.
+    """
+
+    treedef: Any
+    leaves: list[Any]
+    objects: tuple[tuple[str, Any], ...]
+    signature: Any
+    mask: jax.Array | None
+
+    @classmethod
+    def of(
+        cls, fn: Callable[..., PyTree], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> "Arguments":
+        """Takes arguments apart.
+
+        Raises:
+            StrategyError: If one is not an array, a number, a `PerReplica` or an NNX
+                object, or two are padded differently.
+        """
+        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_leaf)
+        arrays, kinds, objects, mask = [], [], [], None
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, PerReplica):
+                shape, dtype = leaf.array.shape, leaf.array.dtype
+                kinds.append((shape, dtype, leaf.is_scalar, leaf.mask is not None))
+                if leaf.mask is not None:
+                    if mask is not None and leaf.mask is not mask:
+                        _refuse_masks(mask, leaf.mask)
+                    mask = leaf.mask
+            elif isinstance(leaf, jax.Array | np.ndarray | np.generic):
+                kinds.append((leaf.shape, leaf.dtype, getattr(leaf, "weak_type", None)))
+            elif isinstance(leaf, bool | int | float | complex):
+                kinds.append(type(leaf))
+            elif _is_object(leaf):
+                kinds.append(None)
+                objects.append((_name(fn, args, kwargs, index), leaf))
+                leaf = None
+            else:
+                _refuse_argument(_name(fn, args, kwargs, index), leaf)
+            arrays.append(leaf)
+        return cls(treedef, arrays, tuple(objects), (treedef, tuple(kinds)), mask)
+
+    def call(self, fn: Callable[..., PyTree], leaves: Sequence[Any]) -> PyTree:
+        """Calls the function with one replica's arrays, and with the objects."""
+        nodes = iter(self.objects)
+        whole = [
+            next(nodes)[1] if kind is None else leaf
+            for leaf, kind in zip(leaves, self.signature[1], strict=True)
+        ]
+        args, kwargs = self.treedef.unflatten(whole)
+        return fn(*args, **kwargs)
+
+    @property
+    def rows(self) -> int:
+        """The rows of one replica's part of a padded batch."""
+        masked = (x for x in self.leaves if is_per_replica(x) and x.mask is not None)
+        return next(masked).shape[0]
+
+    def with_one_more_row(self) -> list[Any]:
+        """Returns abstract leaves, those that are padded with one more row."""
+
+        def longer(leaf: Any) -> Any:
+            if not isinstance(leaf, PerReplica) or leaf.mask is None:
+                return leaf
+            count = leaf.num_replicas
+            return jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(
+                    (x.shape[0] + count, *x.shape[1:]), x.dtype
+                ),
+                leaf,
+            )
+
+        return [longer(leaf) for leaf in self.leaves]
+
+
+def _is_object(leaf: object) -> bool:
+    return isinstance(leaf, nnx.Pytree | nnx.Variable)
+
+
+def _is_leaf(leaf: object) -> bool:
+    return is_per_replica(leaf) or _is_object(leaf)
+
+
+def _name(
+    fn: Callable[..., PyTree], args: tuple[Any, ...], kwargs: Mapping[str, Any], index: int
+) -> str:
+    """Returns the name of a leaf of the arguments, by the function's parameters."""
+    paths, _ = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=_is_leaf)
+    (side, first, *rest), _ = paths[index]
+    name = str(getattr(first, "key", getattr(first, "idx", first)))
+    if side.idx == 0:
+        with contextlib.suppress(TypeError, ValueError, IndexError):
+            name = list(inspect.signature(fn).parameters)[first.idx]
+    return name + jax.tree_util.keystr(tuple(rest))
+
+
+def _refuse_argument(name: str, leaf: object) -> None:
+    msg = (
+        f"run: the argument {name} is {_checks.shown(leaf)}. A replica's function takes "
+        "arrays, numbers, values of replicas and NNX objects; fix anything else with "
+        "functools.partial or a closure."
+    )
+    raise StrategyError(msg)
+
+
+def _refuse_masks(first: jax.Array, second: jax.Array) -> None:
+    if isinstance(first, jax.core.Tracer) or isinstance(second, jax.core.Tracer):
+        same = False
+    else:
+        same = first.shape == second.shape and bool(jnp.array_equal(first, second))
+    if not same:
+        msg = (
+            "run: two arguments have different rows that are padding, and a replica "
+            "cannot tell which are meant. Pass values of one batch."
+        )
+        raise StrategyError(msg)
+
+
+@dataclasses.dataclass
+class _Trace:
+    """What a trace of a replica's function found out.
+
+    Attributes:
+        changed: The indices of the variables that it changed.
+        treedef: The structure of what it returned.
+        mask_was_read: Whether it asked which rows are real.
+    """
+
+    changed: list[int] = dataclasses.field(default_factory=list)
+    treedef: Any = None
+    mask_was_read: bool = False
+
+
+class ReplicaProgram:
+    """A function, compiled for the replicas of a strategy and one signature.
+
+    Args:
+        strategy: The strategy.
+        fn: The function.
+        found: What it uses besides its arguments.
+        variables: The NNX variables that it may use.
+        arguments: Its arguments.
+
+    Attributes:
+        step: The compiled step of `inputs`.
+
+    Raises:
+        StrategyError: See `Strategy.run`.
+    """
+
+    def __init__(
+        self,
+        strategy: "Strategy",
+        fn: Callable[..., PyTree],
+        found: Bindings,
+        variables: Variables,
+        arguments: Arguments,
+    ) -> None:
+        self._strategy = strategy
+        self._fn = fn
+        self._found = found
+        self._variables = variables
+        self._axis = REPLICA_AXIS if strategy.num_replicas_in_sync > 1 else None
+        self._name = getattr(fn, "__name__", type(fn).__name__)
+        self._sums = GradientSums()
+        self._changed: list[int] = []
+        # How the new values of variables that differ become one.
+        self._aggregations: dict[int, Aggregation] = {}
+        self._check_trace()
+        variables.set(strategy._place_all(variables))
+        trace = self._examine(arguments)
+        self._treedef = trace.treedef
+        # Results with one row for each row of a padded batch, by index.
+        self._aligned: list[int] = []
+        if arguments.mask is not None:
+            self._aligned = self._find_aligned(arguments)
+            self._check_padding(trace)
+
+        def step(state: Any, rest: Any, leaves: Any) -> Any:
+            return self._traced_step(arguments, state, rest, leaves)
+
+        step.__name__ = self._name
+        self.step = compile_step(step, on_recompile="ignore")
+
+    def is_current(self) -> bool:
+        """Returns whether the objects still have the attributes that were traced."""
+        return self._variables.is_current()
+
+    def __call__(self, arguments: Arguments) -> PyTree:
+        """Runs the program, and sets the variables that changed."""
+        values = self._variables.get()
+        new, leaves = self.step(*self._inputs(values, arguments))
+        for index, value in zip(self._changed, new.values(), strict=True):
+            values[index] = value
+        self._variables.set(values)
+        for index in self._aligned:
+            leaves[index].mask = arguments.mask
+        if self._axis is None:
+            leaves = [leaf if leaf.mask is not None else leaf.array for leaf in leaves]
+        return self._treedef.unflatten(leaves)
+
+    def communication(self, arguments: Arguments) -> Communication:
+        """Returns what the program sends between devices."""
+        return self.step.communication(*self._inputs(self._variables.get(), arguments))
+
+    def _inputs(self, values: list[Any], arguments: Arguments) -> tuple[Any, ...]:
+        """Returns what the compiled step takes: state, other variables, arguments."""
+        paths = self._variables.paths
+        state = {paths[index]: values[index] for index in self._changed}
+        changed = set(self._changed)
+        rest = [value for i, value in enumerate(values) if i not in changed]
+        return state, rest, arguments.leaves
+
+    def _traced_step(
+        self, arguments: Arguments, state: Any, rest: Any, leaves: Any
+    ) -> tuple[Any, Any]:
+        remaining = iter(rest)
+        paths = self._variables.paths
+        values = [state[path] if path in state else next(remaining) for path in paths]
+        specs = [
+            _specs(value)
+            for index, value in enumerate(values)
+            if index in set(self._changed)
+        ]
+        trace = _Trace()
+        outputs = (specs, PartitionSpec(self._axis))
+        new, out = self._on_replicas(trace, arguments, outputs)(values, leaves)
+        if trace.changed != self._changed:
+            msg = (
+                f"{self._name} changed other variables when it was traced again: it "
+                "depends on something that changes in Python. Pass that as an argument."
+            )
+            raise StrategyError(msg)
+        return dict(zip(state, new, strict=True)), out
+
+    def _on_replicas(
+        self, trace: _Trace, arguments: Arguments, outputs: Any
+    ) -> Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]]:
+        """Returns a function of all values and leaves that runs on all replicas.
+
+        Args:
+            trace: What is found out while it is traced.
+            arguments: The arguments.
+            outputs: The specs of the results.
+        """
+
+        def replica(values: list[Any], leaves: list[Any]) -> tuple[list[Any], list[Any]]:
+            return self._replica(trace, arguments, values, leaves)
+
+        def on_replicas(
+            values: list[Any], leaves: list[Any]
+        ) -> tuple[list[Any], list[Any]]:
+            # Functions that are jitted inside are traced anew: what they ask of the
+            # context belongs to this trace.
+            with _jax.trace_phase(id(trace)):
+                if self._axis is None:
+                    return replica(values, leaves)
+                return jax.shard_map(
+                    replica,
+                    mesh=self._strategy.mesh.jax_mesh,
+                    in_specs=(_specs(values), _specs(leaves)),
+                    out_specs=outputs,
+                    check_vma=False,
+                )(values, leaves)
+
+        return on_replicas
+
+    def _replica(
+        self, trace: _Trace, arguments: Arguments, values: list[Any], leaves: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Runs the function on one replica: returns new values, and results."""
+        strategy = self._strategy
+        masks = [leaf.mask for leaf in leaves if is_per_replica(leaf)]
+        mask = next((mask for mask in masks if mask is not None), None)
+        context = ReplicaContext(
+            strategy, self._axis, strategy.num_replicas_in_sync, mask
+        )
+        own = [self._own_value(value, context) for value in values]
+        with (
+            entered(context),
+            self._sums.traced(),
+            self._found.watch(),
+            self._variables.bound(own) as bound,
+        ):
+            result = arguments.call(self._fn, [map_per_replica(_own, x) for x in leaves])
+        trace.mask_was_read = context.mask_was_read
+        trace.changed = [i for i, changed in enumerate(bound.changed) if changed]
+        new = [
+            self._combined(index, own[index], bound.new_values[index], context)
+            for index in trace.changed
+        ]
+        out, trace.treedef = jax.tree.flatten(result, is_leaf=_is_leaf)
+        return new, [self._result(leaf) for leaf in out]
+
+    def _own_value(self, value: Any, context: ReplicaContext) -> Any:
+        """Returns what a replica sees of a variable."""
+
+        def own(leaf: Any) -> Any:
+            if self._axis is not None and _jax.is_key(leaf):
+                # Otherwise all replicas would drop the same features.
+                return jax.random.fold_in(leaf, context.replica_id_in_sync_group)
+            return leaf
+
+        return jax.tree.map(own, map_per_replica(_own, value))
+
+    def _combined(
+        self, index: int, old: Any, new: Any, context: ReplicaContext
+    ) -> Any:
+        """Returns the new value of a variable for all replicas."""
+        kind = self._aggregations.get(index)
+        if kind is None:
+            return new
+        path = self._variables.paths[index]
+
+        def combined(before: Any, after: Any) -> Any:
+            after = jnp.asarray(after)
+            if kind == "per_replica":
+                return _whole(after, context.num_replicas_in_sync)
+            if kind == "mean":
+                mean = context.combine(ReduceOp.MEAN, after)
+                return mean.astype(after.dtype)
+            if kind == "first":
+                is_first = context.replica_id_in_sync_group == 0
+                chosen = jnp.where(is_first, after, jnp.zeros_like(after))
+                return context.combine(ReduceOp.SUM, chosen).astype(after.dtype)
+            if after.dtype == jnp.bool_:
+                msg = f"{path} is a variable of booleans, which cannot be summed."
+                raise StrategyError(msg)
+            return before + context.combine(ReduceOp.SUM, after - before)
+
+        return jax.tree.map(combined, old, new)
+
+    def _result(self, leaf: object) -> PerReplica:
+        if isinstance(leaf, PerReplica) or _is_object(leaf):
+            msg = (
+                f"{self._name} returned {_checks.type_text(leaf)}; a replica's function "
+                "returns arrays. What it changes in NNX objects is kept without that."
+            )
+            raise StrategyError(msg)
+        try:
+            x = jnp.asarray(leaf)
+        except (TypeError, ValueError):
+            msg = f"{self._name} returned {_checks.shown(leaf)}, which is not an array."
+            raise StrategyError(msg) from None
+        return _whole(x, self._strategy.num_replicas_in_sync)
+
+    # What is found out before it is compiled.
+
+    def _check_trace(self) -> None:
+        """Refuses variables of another trace, whose values could not be set."""
+        if not _jax.is_tracing():
+            return
+        for path, variable in zip(
+            self._variables.paths, self._variables.variables, strict=True
+        ):
+            if not belongs_here(variable):
+                msg = (
+                    f"{self._name} uses the variable {path} from outside of the "
+                    "function that is being compiled. run compiles by itself: call it "
+                    "without jit, or pass the objects through nnx.jit as arguments."
+                )
+                raise StrategyError(msg)
+
+    def _examine(self, arguments: Arguments) -> _Trace:
+        """Traces the function once, and plans how its results are combined.
+
+        Raises:
+            StrategyError: If a variable would differ between replicas.
+        """
+        values = self._variables.get()
+        trace = _Trace()
+        on_replicas = self._on_replicas(trace, arguments, PartitionSpec())
+        closed = jax.make_jaxpr(on_replicas)(values, arguments.leaves)
+        self._changed = trace.changed
+        if self._axis is None:
+            return trace
+        inputs = jax.tree.leaves(
+            map_per_replica(
+                lambda leaf: jax.tree.map(lambda _: not is_per_replica(leaf), leaf),
+                (values, arguments.leaves),
+            )
+        )
+        same = same_values(closed, self._axis, inputs)
+        self._sums.same = same.marks
+        if same.unmatched:
+            msg = (
+                f"{self._name} combines values of all replicas ({same.unmatched[0]}) "
+                "where only some of them may come, as in a branch of jax.lax.cond whose "
+                "condition differs: these would wait for the others for ever. Combine "
+                "them outside, or make the condition the same on all replicas."
+            )
+            raise StrategyError(msg)
+        self._plan_aggregations(trace, same.outputs, values)
+        return trace
+
+    def _plan_aggregations(
+        self, trace: _Trace, same: list[bool], values: list[Any]
+    ) -> None:
+        paths = self._variables.paths
+        outputs = iter(same)
+        differing = []
+        for index in trace.changed:
+            count = len(jax.tree.leaves(values[index]))
+            is_same = all([next(outputs) for _ in range(count)])
+            kind = self._variables.aggregations[index]
+            if kind in ("sum", "per_replica") or (kind and not is_same):
+                self._aggregations[index] = kind
+            elif not is_same:
+                differing.append(paths[index])
+        if differing:
+            listed = ", ".join(differing[:3])
+            more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+            msg = (
+                f"{self._name} would leave different values of {listed}{more} on the "
+                "replicas: the new values are computed from what differs between them. "
+                "Combine that first, as get_replica_context().all_reduce('MEAN', x) "
+                "does, or say how the variable's values become one: "
+                "nnx.Variable(x, aggregation='mean'), or 'sum', 'first', 'per_replica'."
+            )
+            raise StrategyError(msg)
+
+    def _find_aligned(self, arguments: Arguments) -> list[int]:
+        """Returns the results that have one row for each row of the batch, by index.
+
+        Those are the ones that get longer if the batch does.
+        """
+
+        def shapes(leaves: list[Any]) -> list[tuple[int, ...]]:
+            on_replicas = self._on_replicas(_Trace(), arguments, PartitionSpec())
+            _, out = jax.eval_shape(on_replicas, self._variables.get(), leaves)
+            return [leaf.array.shape for leaf in out]
+
+        now = shapes(arguments.leaves)
+        try:
+            later = shapes(arguments.with_one_more_row())
+        except Exception:  # a function for this number of rows alone
+            rows = arguments.rows
+            return [i for i, shape in enumerate(now) if shape[:1] == (rows,)]
+        pairs = enumerate(zip(now, later, strict=True))
+        return [i for i, (a, b) in pairs if a[:1] != b[:1]]
+
+    def _check_padding(self, trace: _Trace) -> None:
+        if trace.mask_was_read:
+            return
+        num_leaves = trace.treedef.num_leaves
+        if not trace.changed and len(self._aligned) == num_leaves:
+            return
+        msg = (
+            f"{self._name} got a short batch, which is padded to the shape of the "
+            "others, and did not ask which rows are real: padding would count. Use "
+            "losses.compute_average_loss, which asks; or multiply by "
+            "get_replica_context().example_mask and divide by its num_examples; or "
+            "return one value per row and combine these with reduce(..., axis=0); or "
+            "leave such batches out with distribute_dataset(..., remainder='drop')."
+        )
+        raise StrategyError(msg)
+
+
+def _specs(tree: PyTree) -> PyTree:
+    """Returns how arguments are divided among the replicas."""
+    rows, whole = PartitionSpec(REPLICA_AXIS), PartitionSpec()
+    return map_per_replica(lambda leaf: rows if is_per_replica(leaf) else whole, tree)
+
+
+def _own(leaf: Any) -> Any:
+    """Returns a replica's own value, inside of shard_map."""
+    if not isinstance(leaf, PerReplica):
+        return leaf
+    return leaf.array[0] if leaf.is_scalar else leaf.array
+
+
+def _whole(x: jax.Array, num_replicas: int) -> PerReplica:
+    """Returns a replica's own value as a part of the values of all, in shard_map."""
+    is_scalar = x.ndim == 0
+    array = x[None] if is_scalar else x
+    return PerReplica(array, num_replicas=num_replicas, is_scalar=is_scalar)

@@ -1,0 +1,152 @@
+"""The strategies that keep a copy of all variables on each replica.
+
+They differ in their devices: one, those of this process, of all processes, or of a TPU
+slice in the order of its network.
+"""
+
+import dataclasses
+import json
+import os
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+from meshlayout._axes import parse_devices
+from meshlayout.cluster import initialize, process_count, process_index
+from meshlayout.distribute.strategy import Strategy
+from meshlayout.distribute.values import REPLICA_AXIS
+from meshlayout.errors import LayoutWarning, StrategyError, stack_level
+from meshlayout.mesh import Mesh
+from meshlayout.mesh_creation import create_mesh
+
+
+class OneDeviceStrategy(Strategy):
+    """Everything on one device.
+
+    Use this to try a program that is written for strategies: values are plain arrays.
+
+    Args:
+        device: The device, as an object or as text such as `"GPU:0"`.
+
+    Raises:
+        MeshError: If there is no such device.
+    """
+
+    def __init__(self, device: Any) -> None:
+        super().__init__(_mesh([device]))
+
+
+class MirroredStrategy(Strategy):
+    """Copies of the variables on several devices of this process, trained in step.
+
+    Use this on one machine with several GPUs or virtual CPU devices.
+
+    Args:
+        devices: The devices, as objects or as text such as `"GPU:0"`; None for all of
+            this process.
+
+    Raises:
+        MeshError: If there are no such devices, or one is given twice.
+        StrategyError: If one belongs to another process.
+    """
+
+    def __init__(self, devices: Iterable[Any] | None = None) -> None:
+        chosen = jax.local_devices() if devices is None else _parsed(devices)
+        here = jax.process_index()
+        for device in chosen:
+            if device.process_index != here:
+                msg = (
+                    f"{device} belongs to process {device.process_index}; "
+                    "MirroredStrategy is for the devices of one process, here "
+                    f"{here}. Use MultiWorkerMirroredStrategy."
+                )
+                raise StrategyError(msg)
+        super().__init__(_mesh(chosen))
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusterResolver:
+    """Which process of a cluster this is.
+
+    Attributes:
+        task_type: `"worker"`, or `"chief"` if `TF_CONFIG` says so.
+        task_id: Its index among the tasks of this type.
+        process_index: Its index among all processes.
+        num_workers: The number of processes.
+    """
+
+    task_type: str
+    task_id: int
+    process_index: int
+    num_workers: int
+
+
+class MultiWorkerMirroredStrategy(Strategy):
+    """Copies of the variables on all devices of all processes, trained in step.
+
+    Make it first in the program, on every process: it calls `ml.initialize()`, which
+    finds the other processes by `TF_CONFIG` and the like.
+
+    Raises:
+        ClusterError: If the processes contradict each other or do not come together.
+    """
+
+    def __init__(self) -> None:
+        initialize()
+        self._resolver = _resolver()
+        super().__init__(create_mesh({REPLICA_AXIS: -1}))
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver:
+        """Which process of the cluster this is."""
+        return self._resolver
+
+
+class TPUStrategy(Strategy):
+    """Copies of the variables on the chips of a TPU slice, trained in step.
+
+    Replicas are in the order of the slice's network. On a slice of several hosts, call
+    `ml.initialize()` first. Where there are no TPUs, it says so and takes the devices
+    there are.
+
+    Warns:
+        LayoutWarning: If there are no TPUs.
+    """
+
+    def __init__(self) -> None:
+        mesh = create_mesh({REPLICA_AXIS: -1})
+        if mesh.platform != "tpu":
+            warnings.warn(
+                f"TPUStrategy: there are no TPUs here. It runs on {mesh.size} "
+                f"{mesh.platform.upper()} devices instead.",
+                LayoutWarning,
+                stacklevel=stack_level(),
+            )
+        super().__init__(mesh)
+
+
+def _resolver() -> ClusterResolver:
+    task = json.loads(os.environ.get("TF_CONFIG") or "{}").get("task", {})
+    index = process_index()
+    return ClusterResolver(
+        task.get("type", "worker"), int(task.get("index", index)), index, process_count()
+    )
+
+
+def _parsed(devices: Iterable[Any]) -> list[Any]:
+    """Returns devices from objects and texts; also TensorFlow's, such as "/gpu:0"."""
+    if isinstance(devices, str):
+        return parse_devices(devices)
+    return parse_devices(
+        [
+            text.rpartition("/")[2].removeprefix("device:") if isinstance(text, str) else text
+            for text in devices
+        ]
+    )
+
+
+def _mesh(devices: Iterable[Any]) -> Mesh:
+    chosen = _parsed(devices)
+    return create_mesh({REPLICA_AXIS: len(chosen)}, devices=chosen)

@@ -1,0 +1,409 @@
+"""`Strategy`: a mesh, a layout map, and a way to call a function on each replica.
+
+Replicas are the devices of a mesh with one axis, which also shards batches. Whatever is
+made in a strategy's scope is whole on each of them. Everything else is the library's:
+data comes from `distribute_dataset`, and `run` compiles through `compile_step`.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from meshlayout import _checks, _jax
+from meshlayout._annotations import PyTree
+from meshlayout._patches import SharedPatches
+from meshlayout.collectives import (
+    MergedValue,
+    ReduceOp,
+    entered,
+    in_cross_replica_context,
+)
+from meshlayout.distribute import reduction
+from meshlayout.distribute.replica_run import ReplicaRuns
+from meshlayout.distribute.values import PerReplica, map_per_replica, per_replica
+from meshlayout.distribute.variables import Aggregation, Variables, is_on
+from meshlayout.errors import StrategyError
+from meshlayout.hlo import Communication
+from meshlayout.layout import Layout
+from meshlayout.layout_map import LayoutMap
+from meshlayout.mesh import Mesh
+
+
+_current: ContextVar["Strategy | None"] = ContextVar("strategy", default=None)
+
+
+class Strategy:
+    """How a program is distributed: the base of all strategies.
+
+    Use one of its subclasses. The names and their meaning are tf.distribute's; where
+    something differs, the documentation's page for tf.distribute says so.
+
+    Args:
+        mesh: A mesh with one axis, called batch; its devices are the replicas.
+
+    Attributes:
+        mesh: The mesh of replicas.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self._runs = ReplicaRuns(self)
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas whose gradients are added up."""
+        return self.mesh.size
+
+    @property
+    def cluster_resolver(self) -> Any:
+        """The processes of the program, if the strategy is for several; else None."""
+        return None
+
+    @property
+    def layouts(self) -> LayoutMap:
+        """The layout map of what is made in the scope: whole on every replica."""
+        return LayoutMap(self.mesh, unused="ignore")
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator["Strategy"]:
+        """Makes this the current strategy; what is made inside is mirrored.
+
+        Make models, optimizers and metrics in it: NNX objects, single Variables and the
+        variables of Linen's `init`. Each replica then has a copy of the same values. It
+        is also the cross-replica context, in which `get_replica_context()` is None.
+
+        Yields:
+            This strategy.
+
+        Raises:
+            StrategyError: If a strategy's scope is open already, or this is called in a
+                function that runs on a replica.
+
+        Example:
+            >>> from flax import nnx
+            >>> import meshlayout as ml
+            >>> strategy = ml.distribute.MirroredStrategy()
+            >>> with strategy.scope():
+            ...     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+            >>> model.kernel.sharding.is_fully_replicated
+            True
+        """
+        self._check_scope()
+        with self.layouts.scope(), _variables, _current_is(self), entered(None):
+            yield self
+
+    def _check_scope(self) -> None:
+        outer = _current.get()
+        if outer is None:
+            return
+        where = "a strategy's scope"
+        if not in_cross_replica_context():
+            where = "a function that run calls on each replica"
+        msg = (
+            f"{self!r}: its scope was opened inside {where} ({outer!r}). Scopes cannot "
+            "be nested: leave the outer one first."
+        )
+        raise StrategyError(msg)
+
+    def run(
+        self,
+        fn: Callable[..., PyTree],
+        args: Sequence[PyTree] = (),
+        kwargs: Mapping[str, PyTree] | None = None,
+    ) -> PyTree:
+        """Calls a function once on each replica.
+
+        It is compiled for all replicas as one program, once per shapes of arguments, so
+        Python code in it runs while it is compiled. NNX modules, optimizers and metrics
+        may be passed or used from outside; what it changes in them must be the same on
+        all replicas, which is proven when it is compiled, unless the Variable says how
+        the replicas' values become one: `nnx.Variable(x, aggregation="sum")` adds up
+        the replicas' changes, `"mean"` averages their values, `"first"` takes replica
+        0's, and `"per_replica"` keeps one value for each. NNX metrics are summed and
+        batch statistics averaged by themselves. `nnx.Optimizer.update` adds up gradients
+        that differ between replicas. Random streams differ between replicas.
+
+        Args:
+            fn: The function. In it, `get_replica_context()` says which replica this is.
+            args: Its arguments: of a `PerReplica`, each replica gets its own value; any
+                other array is the same for all.
+            kwargs: Its arguments by name.
+
+        Returns:
+            What the function returns, with a `PerReplica` for each array; with one
+            replica, plain arrays.
+
+        Raises:
+            StrategyError: If an argument or result is not an array, a variable would
+                differ between replicas, the function does something in Python that
+                would happen only once, ignores padding, or belongs to another strategy.
+
+        Example:
+            >>> import meshlayout as ml
+            >>> strategy = ml.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+            >>> strategy.run(lambda x: 2 * x, args=(3.0,))
+            PerReplica:{
+              0: Array(6., dtype=float32),
+              1: Array(6., dtype=float32)
+            }
+        """
+        args, kwargs = self._checked_call(fn, args, kwargs)
+        with self._inside():
+            return self._runs.call(fn, args, kwargs)
+
+    def communication(
+        self,
+        fn: Callable[..., PyTree],
+        args: Sequence[PyTree] = (),
+        kwargs: Mapping[str, PyTree] | None = None,
+    ) -> Communication:
+        """Returns what `run` of these arguments sends between devices.
+
+        Args:
+            fn: As for `run`.
+            args: As for `run`.
+            kwargs: As for `run`.
+
+        Raises:
+            StrategyError: As `run`.
+        """
+        args, kwargs = self._checked_call(fn, args, kwargs)
+        with self._inside():
+            return self._runs.communication(fn, args, kwargs)
+
+    def _checked_call(
+        self, fn: object, args: Any, kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not callable(fn):
+            msg = f"run: fn must be a function, got {_checks.shown(fn)}."
+            raise StrategyError(msg)
+        if not isinstance(args, (tuple, list)):
+            msg = (
+                f"run: args must be a tuple of fn's arguments, got "
+                f"{_checks.shown(args)}. For one argument, write args=(x,)."
+            )
+            raise StrategyError(msg)
+        if kwargs is not None and not isinstance(kwargs, Mapping):
+            msg = f"run: kwargs must be a dict, got {_checks.shown(kwargs)}."
+            raise StrategyError(msg)
+        return tuple(args), dict(kwargs or {})
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Makes this the current strategy, if it is not, and refuses another one."""
+        outer = _current.get()
+        if outer is not None and not in_cross_replica_context():
+            msg = (
+                "run was called in a function that already runs on each replica. Call "
+                "the inner function directly."
+            )
+            raise StrategyError(msg)
+        if outer is not None and outer is not self:
+            msg = f"{self!r} was used in the scope of another strategy, {outer!r}."
+            raise StrategyError(msg)
+        with _current_is(self), entered(None):
+            yield
+
+    def reduce(
+        self, reduce_op: ReduceOp | str, value: PyTree, axis: int | None
+    ) -> PyTree:
+        """Combines the values of all replicas into one.
+
+        Args:
+            reduce_op: `"SUM"`, `"MEAN"`, `"MAX"` or `"MIN"`, or a `ReduceOp`.
+            value: A `PerReplica`, or a tree of them. With one replica, also arrays.
+            axis: A dim of each replica's value to combine along as well, such as 0 for
+                examples: a mean then divides by the number of all examples, also if
+                some replicas have fewer. None combines replicas alone; their values
+                must then have the same shape.
+
+        Returns:
+            Arrays that are whole on every device. Means of integers are float32.
+
+        Raises:
+            StrategyError: If the operation or the axis does not exist, the value is
+                plain and there are several replicas, or shapes differ.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> import meshlayout as ml
+            >>> strategy = ml.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+            >>> losses = strategy.distribute_values_from_function(
+            ...     lambda context: jnp.arange(4.0) + 4 * context.replica_id_in_sync_group
+            ... )
+            >>> strategy.reduce("SUM", losses, axis=None).tolist()
+            [4.0, 6.0, 8.0, 10.0]
+            >>> float(strategy.reduce("SUM", losses, axis=0))
+            28.0
+        """
+        op = ReduceOp.parse(reduce_op)
+        self._check_cross_replica("reduce", "all_reduce")
+        return _map_values(
+            lambda leaf: reduction.reduce(op, leaf, axis, self.mesh), value
+        )
+
+    def gather(self, value: PyTree, axis: int) -> PyTree:
+        """Concatenates the values of all replicas along a dim.
+
+        Args:
+            value: A `PerReplica`, or a tree of them. With one replica, also arrays.
+            axis: The dim.
+
+        Returns:
+            Arrays that are whole on every device, without padding.
+
+        Raises:
+            StrategyError: If a value has no such dim, is plain and there are several
+                replicas, or shapes differ in another dim.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> import meshlayout as ml
+            >>> strategy = ml.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+            >>> values = strategy.distribute_values_from_function(
+            ...     lambda _: jnp.array([[1], [2]])
+            ... )
+            >>> strategy.gather(values, axis=0).tolist()
+            [[1], [2], [1], [2]]
+        """
+        self._check_cross_replica("gather", "all_gather")
+        return _map_values(lambda leaf: reduction.gather(leaf, axis, self.mesh), value)
+
+    def local_results(self, value: PyTree) -> tuple[PyTree, ...]:
+        """Returns the values of this process's replicas, one after another.
+
+        Args:
+            value: What `run` returned, a Variable made in the scope, or an array.
+
+        Returns:
+            One tree for each replica, without padding; of a plain value, one alone.
+
+        Raises:
+            StrategyError: Inside a compiled function, if rows are padded.
+        """
+        leaves, treedef = jax.tree.flatten(value, is_leaf=_is_value)
+        rows = [
+            _parts(leaf) if _is_value(leaf) else None
+            for leaf in leaves
+        ]
+        counts = {len(row) for row in rows if row is not None}
+        if not counts:
+            return (value,)
+        return tuple(
+            treedef.unflatten(
+                [leaf if row is None else row[i] for leaf, row in zip(leaves, rows, strict=True)]
+            )
+            for i in range(min(counts))
+        )
+
+    def _check_cross_replica(self, name: str, instead: str) -> None:
+        if _current.get() is not None and not in_cross_replica_context():
+            msg = (
+                f"{name} combines values of all replicas, and was called in a function "
+                f"that runs on one: use get_replica_context().{instead} there."
+            )
+            raise StrategyError(msg)
+
+    # Where variables are.
+
+    def _place_all(self, variables: Variables) -> list[Any]:
+        """Returns the values of variables, on the devices of all replicas.
+
+        Raises:
+            StrategyError: If one was placed elsewhere, as those of another strategy.
+        """
+        return [
+            map_per_replica(functools.partial(self._place, path, kind), value)
+            for path, kind, value in zip(
+                variables.paths, variables.aggregations, variables.get(), strict=True
+            )
+        ]
+
+    def _place(self, path: str, kind: Aggregation | None, value: Any) -> Any:
+        if isinstance(value, PerReplica):
+            if value.num_replicas == self.num_replicas_in_sync:
+                return value
+            place = f"{value.num_replicas} replicas"
+        elif kind == "per_replica":
+            copies = [value] * len(self.mesh.local_devices)
+            return per_replica(copies, self.mesh)
+        else:
+            is_here = is_on(value, self.mesh.jax_mesh)
+            if is_here:
+                return value
+            if is_here is None:
+                x = jnp.asarray(value)
+                return _jax.put(x, self.mesh.layout(...).with_rank(x.ndim).sharding)
+            place = str(Layout.of(value))
+        msg = (
+            f"the variable {path} is on {place}, and {self!r} needs it whole on each of "
+            "its replicas. Create it in this strategy's scope."
+        )
+        raise StrategyError(msg)
+
+    def _store(self, variable: "nnx.Variable[Any]") -> None:
+        """Mirrors a Variable that was made in the scope."""
+        variables = Variables((("variable", variable),))
+        variables.set(self._place_all(variables))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.num_replicas_in_sync} replicas)"
+
+
+@contextlib.contextmanager
+def _current_is(strategy: Strategy) -> Iterator[None]:
+    token = _current.set(strategy)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def _is_value(leaf: object) -> bool:
+    return isinstance(leaf, (PerReplica, MergedValue))
+
+
+def _parts(leaf: Any) -> Sequence[Any]:
+    if isinstance(leaf, PerReplica):
+        return leaf.values
+    context = leaf.context
+    stacked = context.all_gather(leaf.value[None], 0)
+    return [stacked[i] for i in range(context.num_replicas_in_sync)]
+
+
+def _map_values(function: Callable[[Any], Any], tree: PyTree) -> PyTree:
+    return jax.tree.map(function, tree, is_leaf=_is_value)
+
+
+# Bare Variables and NNX metrics, which `LayoutMap.scope` does not know, since they are
+# not modules. If Flax makes Variables in another way, what is made in a scope stays on
+# one device until the first run; tests/test_distribute.py notices.
+
+
+def _mirroring(init: Callable[..., None]) -> Callable[..., None]:
+    def mirrored_init(self: nnx.Variable[Any], *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        strategy = _current.get()
+        if strategy is not None and not _jax.is_tracing():
+            strategy._store(self)
+
+    return mirrored_init
+
+
+_variables = SharedPatches((nnx.Variable, "__init__", _mirroring))
+
+
+def has_strategy() -> bool:
+    """Returns whether this code runs in a strategy's scope, or in its `run`.
+
+    Example:
+        >>> has_strategy()
+        False
+    """
+    return _current.get() is not None
