@@ -1,1 +1,25 @@
-"""tf.distribute's strategies: a function that runs once per replica."""
+"""tf.distribute's strategies: a function that runs once per replica.
+
+For people who think in replicas, and for code that comes from TensorFlow. A strategy is
+a mesh, a layout map that makes everything whole on each device, and `run`.
+"""
+
+from meshlayout.collectives import (
+    ReduceOp as ReduceOp,
+    ReplicaContext as ReplicaContext,
+    get_replica_context as get_replica_context,
+    in_cross_replica_context as in_cross_replica_context,
+)
+from meshlayout.distribute.strategies import (
+    ClusterResolver as ClusterResolver,
+    MirroredStrategy as MirroredStrategy,
+    MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
+    OneDeviceStrategy as OneDeviceStrategy,
+    TPUStrategy as TPUStrategy,
+)
+from meshlayout.distribute.strategy import (
+    Strategy as Strategy,
+    get_strategy as get_strategy,
+    has_strategy as has_strategy,
+)
+from meshlayout.distribute.values import PerReplica as PerReplica

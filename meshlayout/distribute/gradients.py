@@ -5,9 +5,9 @@ that differ between replicas. Those that the function has combined itself are th
 on all replicas, and are used unchanged; which they are is known after a first trace.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
-import contextlib
 from contextvars import ContextVar
 from typing import Any
 
@@ -53,7 +53,9 @@ class GradientSums:
         names = [f"gradients/{update}/{index}" for index in range(len(leaves))]
         differ = [index for index, name in enumerate(names) if not self.same.get(name)]
         marked = [mark(leaves[index], names[index]) for index in differ]
-        for index, leaf in zip(differ, context.combine_all(ReduceOp.SUM, marked), strict=True):
+        for index, leaf in zip(
+            differ, context.combine_all(ReduceOp.SUM, marked), strict=True
+        ):
             leaves[index] = leaf
         return treedef.unflatten(leaves)
 
@@ -78,5 +80,6 @@ def _adding_up(update: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # Optimizers have no hook between gradients and update. If Flax renames the method,
-# variables differ between replicas, which is an error; tests/test_distribute.py notices.
+# variables differ between replicas, which is an error, and nearly every test in
+# tests/test_distribute.py fails.
 _updates = SharedPatches((nnx.Optimizer, "update", _adding_up))

@@ -8,11 +8,12 @@ state. JAX itself could track what differs between replicas, in the types of val
 then it refuses scans whose carry starts as a constant, as in every recurrent layer.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import inspect
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +75,9 @@ class ReplicaRuns:
         arguments = Arguments.of(fn, args, kwargs)
         return self._program(fn, arguments).communication(arguments)
 
-    def _program(self, fn: Callable[..., PyTree], arguments: "Arguments") -> "ReplicaProgram":
+    def _program(
+        self, fn: Callable[..., PyTree], arguments: "Arguments"
+    ) -> "ReplicaProgram":
         """Returns the program for a call, compiling it if there is none yet."""
         key = (fn.__func__, id(fn.__self__)) if isinstance(fn, MethodType) else id(fn)
         found = self._bindings.get(key)
@@ -91,7 +94,9 @@ class ReplicaRuns:
                 if index:
                     programs.insert(0, programs.pop(index))
                 return program
-        program = ReplicaProgram(self._strategy, fn, found, Variables(objects), arguments)
+        program = ReplicaProgram(
+            self._strategy, fn, found, Variables(objects), arguments
+        )
         programs.insert(0, program)
         return program
 
@@ -197,7 +202,10 @@ def _is_leaf(leaf: object) -> bool:
 
 
 def _name(
-    fn: Callable[..., PyTree], args: tuple[Any, ...], kwargs: Mapping[str, Any], index: int
+    fn: Callable[..., PyTree],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    index: int,
 ) -> str:
     """Returns the name of a leaf of the arguments, by the function's parameters."""
     paths, _ = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=_is_leaf)
@@ -211,9 +219,9 @@ def _name(
 
 def _refuse_argument(name: str, leaf: object) -> None:
     msg = (
-        f"run: the argument {name} is {_checks.shown(leaf)}. A replica's function takes "
-        "arrays, numbers, values of replicas and NNX objects; fix anything else with "
-        "functools.partial or a closure."
+        f"run: the argument {name} is {_checks.shown(leaf)}. A replica's function "
+        "takes arrays, numbers, values of replicas and NNX objects; fix anything else "
+        "with functools.partial or a closure."
     )
     raise StrategyError(msg)
 
@@ -359,7 +367,9 @@ class ReplicaProgram:
             outputs: The specs of the results.
         """
 
-        def replica(values: list[Any], leaves: list[Any]) -> tuple[list[Any], list[Any]]:
+        def replica(
+            values: list[Any], leaves: list[Any]
+        ) -> tuple[list[Any], list[Any]]:
             return self._replica(trace, arguments, values, leaves)
 
         def on_replicas(
@@ -397,7 +407,9 @@ class ReplicaProgram:
             self._found.watch(),
             self._variables.bound(own) as bound,
         ):
-            result = arguments.call(self._fn, [map_per_replica(_own, x) for x in leaves])
+            result = arguments.call(
+                self._fn, [map_per_replica(_own, x) for x in leaves]
+            )
         trace.mask_was_read = context.mask_was_read
         trace.changed = [i for i, changed in enumerate(bound.changed) if changed]
         new = [
@@ -418,9 +430,7 @@ class ReplicaProgram:
 
         return jax.tree.map(own, map_per_replica(_own, value))
 
-    def _combined(
-        self, index: int, old: Any, new: Any, context: ReplicaContext
-    ) -> Any:
+    def _combined(self, index: int, old: Any, new: Any, context: ReplicaContext) -> Any:
         """Returns the new value of a variable for all replicas."""
         kind = self._aggregations.get(index)
         if kind is None:
@@ -448,8 +458,8 @@ class ReplicaProgram:
     def _result(self, leaf: object) -> PerReplica:
         if isinstance(leaf, PerReplica) or _is_object(leaf):
             msg = (
-                f"{self._name} returned {_checks.type_text(leaf)}; a replica's function "
-                "returns arrays. What it changes in NNX objects is kept without that."
+                f"{self._name} returned {_checks.type_text(leaf)}; a replica's "
+                "function returns arrays. What it changes in NNX objects is kept anyway."
             )
             raise StrategyError(msg)
         try:
@@ -500,9 +510,9 @@ class ReplicaProgram:
         if same.unmatched:
             msg = (
                 f"{self._name} combines values of all replicas ({same.unmatched[0]}) "
-                "where only some of them may come, as in a branch of jax.lax.cond whose "
-                "condition differs: these would wait for the others for ever. Combine "
-                "them outside, or make the condition the same on all replicas."
+                "where only some of them may come, as in a branch of jax.lax.cond "
+                "whose condition differs: these would wait for the others for ever. "
+                "Combine them outside, or make the condition the same on all replicas."
             )
             raise StrategyError(msg)
         self._plan_aggregations(trace, same.outputs, values)
@@ -516,7 +526,7 @@ class ReplicaProgram:
         differing = []
         for index in trace.changed:
             count = len(jax.tree.leaves(values[index]))
-            is_same = all([next(outputs) for _ in range(count)])
+            is_same = all(list(itertools.islice(outputs, count)))
             kind = self._variables.aggregations[index]
             if kind in ("sum", "per_replica") or (kind and not is_same):
                 self._aggregations[index] = kind

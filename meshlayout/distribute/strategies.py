@@ -131,7 +131,10 @@ def _resolver() -> ClusterResolver:
     task = json.loads(os.environ.get("TF_CONFIG") or "{}").get("task", {})
     index = process_index()
     return ClusterResolver(
-        task.get("type", "worker"), int(task.get("index", index)), index, process_count()
+        task.get("type", "worker"),
+        int(task.get("index", index)),
+        index,
+        process_count(),
     )
 
 
@@ -141,7 +144,9 @@ def _parsed(devices: Iterable[Any]) -> list[Any]:
         return parse_devices(devices)
     return parse_devices(
         [
-            text.rpartition("/")[2].removeprefix("device:") if isinstance(text, str) else text
+            text.rpartition("/")[2].removeprefix("device:")
+            if isinstance(text, str)
+            else text
             for text in devices
         ]
     )

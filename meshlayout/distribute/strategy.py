@@ -26,13 +26,19 @@ from meshlayout.collectives import (
 )
 from meshlayout.distribute import reduction
 from meshlayout.distribute.replica_run import ReplicaRuns
-from meshlayout.distribute.values import PerReplica, map_per_replica, per_replica
+from meshlayout.distribute.values import (
+    REPLICA_AXIS,
+    PerReplica,
+    map_per_replica,
+    per_replica,
+)
 from meshlayout.distribute.variables import Aggregation, Variables, is_on
 from meshlayout.errors import StrategyError
 from meshlayout.hlo import Communication
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap
 from meshlayout.mesh import Mesh
+from meshlayout.mesh_creation import create_mesh
 
 
 _current: ContextVar["Strategy | None"] = ContextVar("strategy", default=None)
@@ -126,8 +132,8 @@ class Strategy:
         the replicas' values become one: `nnx.Variable(x, aggregation="sum")` adds up
         the replicas' changes, `"mean"` averages their values, `"first"` takes replica
         0's, and `"per_replica"` keeps one value for each. NNX metrics are summed and
-        batch statistics averaged by themselves. `nnx.Optimizer.update` adds up gradients
-        that differ between replicas. Random streams differ between replicas.
+        batch statistics averaged by themselves. `nnx.Optimizer.update` adds up the
+        gradients that differ between replicas. Random streams differ between replicas.
 
         Args:
             fn: The function. In it, `get_replica_context()` says which replica this is.
@@ -235,7 +241,9 @@ class Strategy:
             >>> import meshlayout as ml
             >>> strategy = ml.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
             >>> losses = strategy.distribute_values_from_function(
-            ...     lambda context: jnp.arange(4.0) + 4 * context.replica_id_in_sync_group
+            ...     lambda context: (
+            ...         jnp.arange(4.0) + 4 * context.replica_id_in_sync_group
+            ...     )
             ... )
             >>> strategy.reduce("SUM", losses, axis=None).tolist()
             [4.0, 6.0, 8.0, 10.0]
@@ -266,9 +274,7 @@ class Strategy:
             >>> import jax.numpy as jnp
             >>> import meshlayout as ml
             >>> strategy = ml.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-            >>> values = strategy.distribute_values_from_function(
-            ...     lambda _: jnp.array([[1], [2]])
-            ... )
+            >>> values = strategy.run(lambda: jnp.array([[1], [2]]))
             >>> strategy.gather(values, axis=0).tolist()
             [[1], [2], [1], [2]]
         """
@@ -288,16 +294,16 @@ class Strategy:
             StrategyError: Inside a compiled function, if rows are padded.
         """
         leaves, treedef = jax.tree.flatten(value, is_leaf=_is_value)
-        rows = [
-            _parts(leaf) if _is_value(leaf) else None
-            for leaf in leaves
-        ]
+        rows = [_parts(leaf) if _is_value(leaf) else None for leaf in leaves]
         counts = {len(row) for row in rows if row is not None}
         if not counts:
             return (value,)
         return tuple(
             treedef.unflatten(
-                [leaf if row is None else row[i] for leaf, row in zip(leaves, rows, strict=True)]
+                [
+                    leaf if row is None else row[i]
+                    for leaf, row in zip(leaves, rows, strict=True)
+                ]
             )
             for i in range(min(counts))
         )
@@ -342,8 +348,8 @@ class Strategy:
                 return _jax.put(x, self.mesh.layout(...).with_rank(x.ndim).sharding)
             place = str(Layout.of(value))
         msg = (
-            f"the variable {path} is on {place}, and {self!r} needs it whole on each of "
-            "its replicas. Create it in this strategy's scope."
+            f"the variable {path} is on {place}, and {self!r} needs it whole on each "
+            "of its replicas. Create it in this strategy's scope."
         )
         raise StrategyError(msg)
 
@@ -407,3 +413,55 @@ def has_strategy() -> bool:
         False
     """
     return _current.get() is not None
+
+
+class DefaultStrategy(Strategy):
+    """What is current outside of any scope: one replica, and nothing is changed.
+
+    Library code may call `get_strategy()` without asking whether there is one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(
+            create_mesh({REPLICA_AXIS: 1}, devices=jax.local_devices()[:1])
+        )
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[Strategy]:
+        """Changes nothing.
+
+        Yields:
+            This strategy.
+        """
+        yield self
+
+    def run(
+        self,
+        fn: Callable[..., PyTree],
+        args: Sequence[PyTree] = (),
+        kwargs: Mapping[str, PyTree] | None = None,
+    ) -> PyTree:
+        """Calls the function, as if without a strategy.
+
+        Args:
+            fn: The function.
+            args: Its arguments.
+            kwargs: Its arguments by name.
+        """
+        args, kwargs = self._checked_call(fn, args, kwargs)
+        return fn(*args, **kwargs)
+
+
+@functools.cache
+def _default_strategy() -> Strategy:
+    return DefaultStrategy()
+
+
+def get_strategy() -> Strategy:
+    """Returns the current strategy; one of a single replica outside of any scope.
+
+    Example:
+        >>> get_strategy().num_replicas_in_sync
+        1
+    """
+    return _current.get() or _default_strategy()

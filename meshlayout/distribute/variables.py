@@ -235,6 +235,11 @@ def is_on(x: Leaf, mesh: jax.sharding.Mesh) -> bool | None:
     return mesh.size == 1 and sharding.device_set == set(mesh.devices.flat)
 
 
+def belongs_here(variable: "nnx.Variable[Any]") -> bool:
+    """Returns whether the current trace, or code outside of any, may set a Variable."""
+    return _trace_state(variable).is_valid()
+
+
 def is_same(before: object, after: object) -> bool:
     """Returns whether a name still stands for the same value.
 
