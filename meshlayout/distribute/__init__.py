@@ -10,6 +10,11 @@ from meshlayout.collectives import (
     get_replica_context as get_replica_context,
     in_cross_replica_context as in_cross_replica_context,
 )
+from meshlayout.distribute.distributions import (
+    DataParallel as DataParallel,
+    Distribution as Distribution,
+    ModelParallel as ModelParallel,
+)
 from meshlayout.distribute.strategies import (
     ClusterResolver as ClusterResolver,
     MirroredStrategy as MirroredStrategy,

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from meshlayout import _checks, _jax
@@ -227,7 +228,7 @@ def _refuse_argument(name: str, leaf: object) -> None:
 
 
 def _refuse_masks(first: jax.Array, second: jax.Array) -> None:
-    if isinstance(first, jax.core.Tracer) or isinstance(second, jax.core.Tracer):
+    if isinstance(first, Tracer) or isinstance(second, Tracer):
         same = False
     else:
         same = first.shape == second.shape and bool(jnp.array_equal(first, second))
@@ -313,18 +314,21 @@ class ReplicaProgram:
         """Runs the program, and sets the variables that changed."""
         values = self._variables.get()
         new, leaves = self.step(*self._inputs(values, arguments))
-        for index, value in zip(self._changed, new.values(), strict=True):
-            values[index] = value
+        for index in self._changed:  # not in the dict's order: JAX sorts keys
+            values[index] = new[self._variables.paths[index]]
         self._variables.set(values)
         for index in self._aligned:
-            leaves[index].mask = arguments.mask
-        if self._axis is None:
-            leaves = [leaf if leaf.mask is not None else leaf.array for leaf in leaves]
+            leaves[index] = self._with_mask(leaves[index], arguments.mask)
         return self._treedef.unflatten(leaves)
 
     def communication(self, arguments: Arguments) -> Communication:
         """Returns what the program sends between devices."""
         return self.step.communication(*self._inputs(self._variables.get(), arguments))
+
+    def _with_mask(self, leaf: Any, mask: jax.Array | None) -> PerReplica:
+        array = leaf.array if isinstance(leaf, PerReplica) else leaf
+        count = self._strategy.num_replicas_in_sync
+        return PerReplica(array, mask, num_replicas=count)
 
     def _inputs(self, values: list[Any], arguments: Arguments) -> tuple[Any, ...]:
         """Returns what the compiled step takes: state, other variables, arguments."""
@@ -354,7 +358,8 @@ class ReplicaProgram:
                 "depends on something that changes in Python. Pass that as an argument."
             )
             raise StrategyError(msg)
-        return dict(zip(state, new, strict=True)), out
+        changed = [paths[index] for index in self._changed]
+        return dict(zip(changed, new, strict=True)), out
 
     def _on_replicas(
         self, trace: _Trace, arguments: Arguments, outputs: Any
@@ -455,11 +460,11 @@ class ReplicaProgram:
 
         return jax.tree.map(combined, old, new)
 
-    def _result(self, leaf: object) -> PerReplica:
+    def _result(self, leaf: object) -> jax.Array | PerReplica:
         if isinstance(leaf, PerReplica) or _is_object(leaf):
             msg = (
                 f"{self._name} returned {_checks.type_text(leaf)}; a replica's "
-                "function returns arrays. What it changes in NNX objects is kept anyway."
+                "function returns arrays. What it sets in NNX objects is kept anyway."
             )
             raise StrategyError(msg)
         try:
@@ -467,6 +472,8 @@ class ReplicaProgram:
         except (TypeError, ValueError):
             msg = f"{self._name} returned {_checks.shown(leaf)}, which is not an array."
             raise StrategyError(msg) from None
+        if self._axis is None:
+            return x  # of one replica, a plain array
         return _whole(x, self._strategy.num_replicas_in_sync)
 
     # What is found out before it is compiled.
@@ -553,7 +560,7 @@ class ReplicaProgram:
         def shapes(leaves: list[Any]) -> list[tuple[int, ...]]:
             on_replicas = self._on_replicas(_Trace(), arguments, PartitionSpec())
             _, out = jax.eval_shape(on_replicas, self._variables.get(), leaves)
-            return [leaf.array.shape for leaf in out]
+            return [x.array.shape if is_per_replica(x) else x.shape for x in out]
 
         now = shapes(arguments.leaves)
         try:

@@ -96,7 +96,7 @@ class Variables:
         self._graph = graph = _Graph.of(self._objects)
         self.paths = tuple(graph.variables)
         self.variables = tuple(graph.variables.values())
-        self.aggregations = tuple(
+        self.aggregations: tuple[Aggregation | None, ...] = tuple(
             aggregation(variable, graph.owners.get(id(variable)), path)
             for path, variable in graph.variables.items()
         )

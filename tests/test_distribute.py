@@ -1,0 +1,241 @@
+"""Strategies: scopes, and functions that run once per replica."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import meshlayout as ml
+from meshlayout.distribute import (
+    MirroredStrategy,
+    OneDeviceStrategy,
+    PerReplica,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
+)
+from meshlayout.distribute.values import per_replica
+from meshlayout.errors import StrategyError
+from tests.error_messages import message_of
+
+
+def mirrored(replicas):
+    return MirroredStrategy([f"CPU:{i}" for i in range(replicas)])
+
+
+def split(strategy, x):
+    return per_replica(np.split(x, strategy.num_replicas_in_sync), strategy.mesh)
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.hidden = nnx.Linear(4, 8, rngs=rngs)
+        self.out = nnx.Linear(8, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(nnx.tanh(self.hidden(x)))
+
+
+def batch(rows=8, seed=0):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(rows, 4)).astype("float32")
+    return x, np.tanh(x[:, :3])
+
+
+def losses_of(model, x, y):
+    return ((model(x) - y) ** 2).mean(axis=-1)
+
+
+def on_one_device(steps=3):
+    model = Model(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    losses = []
+    for seed in range(steps):
+        x, y = batch(seed=seed)
+        mean_loss = lambda model, x, y: losses_of(model, x, y).mean()  # noqa: E731
+        loss, grads = nnx.value_and_grad(mean_loss)(model, x, y)
+        optimizer.update(model, grads)
+        losses.append(float(loss))
+    return losses, model
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 8])
+def test_a_custom_training_loop_computes_what_one_device_does(replicas):
+    strategy = mirrored(replicas)
+    with strategy.scope():
+        model = Model(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+    def train_step(x, y):
+        def loss_fn(model):
+            return ml.losses.compute_average_loss(losses_of(model, x, y))
+
+        loss, grads = nnx.value_and_grad(loss_fn)(model)
+        optimizer.update(model, grads)
+        return loss
+
+    losses = []
+    for seed in range(3):
+        args = tuple(split(strategy, array) for array in batch(seed=seed))
+        loss = strategy.run(train_step, args=args)
+        losses.append(float(strategy.reduce("SUM", loss, axis=None)))
+    expected, reference = on_one_device()
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    np.testing.assert_allclose(
+        model.hidden.kernel[...], reference.hidden.kernel[...], rtol=1e-5, atol=1e-6
+    )
+    assert len(model.hidden.kernel[...].sharding.device_set) == replicas
+
+
+def test_gradients_that_the_function_has_combined_are_not_added_up_again():
+    strategy = mirrored(2)
+    with strategy.scope():
+        model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.sgd(1.0), wrt=nnx.Param)
+    before = np.asarray(model.kernel[...])
+    x, y = batch()
+
+    def step(x, y):
+        grads = nnx.grad(lambda model: losses_of(model, x, y).mean())(model)
+        optimizer.update(model, get_replica_context().all_reduce("MEAN", grads))
+
+    strategy.run(step, args=(split(strategy, x), split(strategy, y)))
+    plain = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    grads = nnx.grad(lambda model: losses_of(model, x, y).mean())(plain)
+    expected = before - np.asarray(grads["kernel"][...])
+    np.testing.assert_allclose(model.kernel[...], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_variable_that_would_differ_between_replicas_is_named():
+    strategy = mirrored(2)
+    with strategy.scope():
+        model = Model(nnx.Rngs(0))
+
+    def step(x):
+        model.out.bias[...] = x.mean(axis=0)[:3]
+
+    x, _ = batch()
+    assert message_of(strategy.run, step, (split(strategy, x),)) == (
+        "step would leave different values of model/out/bias on the replicas: the new "
+        "values are computed from what differs between them. Combine that first, as "
+        "get_replica_context().all_reduce('MEAN', x) does, or say how the variable's "
+        "values become one: nnx.Variable(x, aggregation='mean'), or 'sum', 'first', "
+        "'per_replica'."
+    )
+    # Nothing happened.
+    np.testing.assert_array_equal(model.out.bias[...], 0)
+
+
+def test_variables_say_how_the_values_of_replicas_become_one():
+    strategy = mirrored(4)
+    kinds = ("sum", "mean", "first", "per_replica")
+    with strategy.scope():
+        variables = {
+            kind: nnx.Variable(jnp.float32(10), aggregation=kind) for kind in kinds
+        }
+    model = nnx.Dict(variables)
+
+    def step():
+        index = get_replica_context().replica_id_in_sync_group
+        for kind in kinds:
+            model[kind][...] += 1.0 + index
+
+    for _ in range(2):
+        strategy.run(step)
+    assert float(model["sum"].get_value()) == 10 + 2 * (1 + 2 + 3 + 4)
+    assert float(model["mean"].get_value()) == 10 + 2 * 2.5
+    assert float(model["first"].get_value()) == 10 + 2 * 1
+    values = model["per_replica"].get_value()
+    assert isinstance(values, PerReplica)
+    assert [float(v) for v in strategy.local_results(values)] == [12, 14, 16, 18]
+
+
+def test_each_replica_draws_its_own_random_numbers():
+    strategy = mirrored(4)
+    with strategy.scope():
+        rngs = nnx.Rngs(0)
+
+    def draw():
+        return jax.random.normal(rngs.default(), (2,))
+
+    first, second = (strategy.gather(strategy.run(draw), axis=0) for _ in range(2))
+    assert len({*first.tolist(), *second.tolist()}) == 16
+
+
+def test_a_model_in_evaluation_mode_is_compiled_anew_and_only_once():
+    strategy = mirrored(2)
+    with strategy.scope():
+        model = nnx.Sequential(
+            nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+        )
+    x = split(strategy, batch()[0])
+
+    def forward(x):
+        return model(x)
+
+    def run():
+        return strategy.gather(strategy.run(forward, args=(x,)), axis=0)
+
+    model.eval()
+    plain = run()
+    model.train()
+    dropped = run()
+    model.eval()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nnx.Sequential, "__call__", None)  # a trace would fail
+        again = run()
+    np.testing.assert_array_equal(plain, again)
+    assert (np.asarray(dropped) == 0).any()
+    assert not (np.asarray(plain) == 0).any()
+
+
+def test_scopes_cannot_be_nested():
+    strategy = mirrored(2)
+    with strategy.scope():
+        for inner in (strategy, OneDeviceStrategy("CPU:0")):
+            assert message_of(inner.scope().__enter__) == (
+                f"{inner!r}: its scope was opened inside a strategy's scope "
+                "(MirroredStrategy(2 replicas)). Scopes cannot be nested: leave the "
+                "outer one first."
+            )
+        assert get_strategy() is strategy
+    assert not has_strategy()
+
+
+def test_variables_of_another_strategy_are_refused():
+    one, other = mirrored(2), mirrored(4)
+    with one.scope():
+        model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    with pytest.raises(StrategyError, match="the variable model/bias is on"):
+        other.run(lambda: model(jnp.ones((1, 4))))
+
+
+def test_code_knows_in_which_context_it_runs():
+    strategy = mirrored(2)
+    assert (has_strategy(), in_cross_replica_context()) == (False, False)
+    assert get_strategy().num_replicas_in_sync == 1
+    assert get_replica_context().num_replicas_in_sync == 1
+    with strategy.scope():
+        assert (has_strategy(), in_cross_replica_context()) == (True, True)
+        assert get_replica_context() is None
+
+    def replica():
+        context = get_replica_context()
+        assert context.strategy is strategy
+        assert get_strategy() is strategy
+        assert not in_cross_replica_context()
+        return context.replica_id_in_sync_group
+
+    result = strategy.run(replica)
+    assert [int(x) for x in strategy.local_results(result)] == [0, 1]
+
+
+def test_one_device_gives_plain_arrays():
+    strategy = OneDeviceStrategy("CPU:3")
+    result = strategy.run(lambda x: {"twice": 2 * x}, args=(jnp.arange(3.0),))
+    assert isinstance(result["twice"], jax.Array)
+    assert float(strategy.reduce("SUM", result["twice"], axis=0)) == 6
+    np.testing.assert_array_equal(strategy.gather(result["twice"], axis=0), [0, 2, 4])
