@@ -468,7 +468,7 @@ class ReplicaProgram:
             )
             raise StrategyError(msg)
         try:
-            x = jnp.asarray(leaf)
+            x = _jax.with_weak_type(jnp.asarray(leaf), weak_type=False)
         except (TypeError, ValueError):
             msg = f"{self._name} returned {_checks.shown(leaf)}, which is not an array."
             raise StrategyError(msg) from None

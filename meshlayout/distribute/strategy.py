@@ -240,11 +240,10 @@ class Strategy:
             >>> import jax.numpy as jnp
             >>> import meshlayout as ml
             >>> strategy = ml.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-            >>> losses = strategy.distribute_values_from_function(
-            ...     lambda context: (
-            ...         jnp.arange(4.0) + 4 * context.replica_id_in_sync_group
-            ...     )
-            ... )
+            >>> def losses_of_four_examples():
+            ...     replica = ml.distribute.get_replica_context()
+            ...     return jnp.arange(4.0) + 4 * replica.replica_id_in_sync_group
+            >>> losses = strategy.run(losses_of_four_examples)
             >>> strategy.reduce("SUM", losses, axis=None).tolist()
             [4.0, 6.0, 8.0, 10.0]
             >>> float(strategy.reduce("SUM", losses, axis=0))
