@@ -160,12 +160,14 @@ class BatchReport(NamedTuple):
         number: The number of the batch in the epoch, from 0.
         num_rows: Its rows without padding; None at the end of the epoch.
         digests: Of its rows, by leaf, if all processes read them.
+        is_full: Whether it needs no padding.
     """
 
     epoch: int
     number: int
     num_rows: int | None
     digests: dict[str, int]
+    is_full: bool = False
 
     @property
     def text(self) -> str:

@@ -12,6 +12,7 @@ crashes the process. It sets an event when it is done, because after an interrup
 
 import atexit
 import contextlib
+import dataclasses
 import queue
 import threading
 import time
@@ -284,10 +285,12 @@ class BatchIterator:
         if not options.per_process:
             return batch
         with_rows = [p for p, report in reports.items() if report.num_rows is not None]
-        if len(with_rows) in (0, len(reports)):
+        if len(with_rows) not in (0, len(reports)):
+            ended = next(process for process in reports if process not in with_rows)
+            batch = self._uneven(batch, with_rows[0], ended)
+        if batch is None or all(report.is_full for report in reports.values()):
             return batch
-        ended = next(process for process in reports if process not in with_rows)
-        return self._uneven(batch, with_rows[0], ended)
+        return dataclasses.replace(batch, is_padded_elsewhere=True)
 
     def _uneven(
         self, batch: HostBatch | None, continuing: int, ended: int

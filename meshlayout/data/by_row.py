@@ -87,12 +87,15 @@ class HostBatch:
         position: The position after the batch.
         digests: Of all its rows, by leaf, if processes that read the same stream
             compare them.
+        is_padded_elsewhere: Whether other processes, with sources of their own, have
+            padding in this batch.
     """
 
     leaves: list[Any]
     count: int
     position: Position
     digests: dict[str, int] = field(default_factory=dict)
+    is_padded_elsewhere: bool = False
 
 
 class Order:

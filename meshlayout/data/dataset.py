@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from meshlayout import _checks
-from meshlayout._annotations import PyTree
+from meshlayout._annotations import Batch, PyTree
 from meshlayout.data.adapters import (
     arrays,
     grain,
@@ -36,6 +36,8 @@ from meshlayout.data.adapters import (
 from meshlayout.data.agreement import FACTS, agreement_of, failure_told
 from meshlayout.data.batch_iterator import BatchT, DataIterator
 from meshlayout.data.clock import Clock, PipelineReport
+from meshlayout.data.element_rows import looks_batched
+from meshlayout.data.elements import ElementReader
 from meshlayout.data.placement import LayoutOrMesh, batch_layout
 from meshlayout.data.plan import DataOptions, DataPlan
 from meshlayout.data.position import Position
@@ -175,32 +177,99 @@ def distribute_dataset(
         >>> [int(batch["weight"].sum()) for batch in data]
         [16, 4]
     """
+    plan = make_plan(
+        source,
+        layout_or_mesh,
+        batched=batched,
+        global_batch_size=global_batch_size,
+        remainder=remainder,
+        weights=weights,
+        shuffle=shuffle,
+        epochs=epochs,
+        steps=steps,
+        prefetch=prefetch,
+        per_process=per_process,
+        strings=strings,
+    )
+    return DistributedDataset(plan)
+
+
+def make_plan(
+    source: object,
+    layout_or_mesh: LayoutOrMesh,
+    *,
+    batched: bool | None,
+    batch_size_of: Callable[[Source | ElementReader, int | None], int] | None = None,
+    assemble: Callable[[PyTree, jax.Array | None], Batch] | None = None,
+    **options: Any,
+) -> DataPlan:
+    """Returns the plan of a dataset.
+
+    Args:
+        source: As for `distribute_dataset`.
+        layout_or_mesh: As for `distribute_dataset`.
+        batched: As for `distribute_dataset`.
+        batch_size_of: Returns the rows of a global batch, given the
+            result of `first_batch`, if `global_batch_size` is None; None requires it.
+        assemble: As for `DataPlan`.
+        **options: Those of `DataOptions`.
+
+    Raises:
+        DataError: As `distribute_dataset`.
+    """
     clock = Clock()
     layout = batch_layout(layout_or_mesh, clock.note)
     agreement = agreement_of(layout.mesh)
+    opened: Source | ElementReader | None = None
     # The other processes are waiting to compare their options with this one's: a
     # mistake made on one process alone must not leave them waiting.
     with failure_told(agreement, FACTS):
-        options = DataOptions(
-            global_batch_size=global_batch_size,
-            remainder=remainder,
-            weights=weights,
-            shuffle=shuffle,
-            epochs=epochs,
-            steps=steps,
-            prefetch=prefetch,
-            per_process=per_process,
-            strings=strings,
-        )
-        if hasattr(source, "__next__") and (options.epochs or 1) > 1:
+        if options["global_batch_size"] is None and batch_size_of is not None:
+            opened, rows = first_batch(source, clock, batched=batched)
+            options["global_batch_size"] = batch_size_of(opened, rows)
+        checked = DataOptions(**options)
+        if hasattr(source, "__next__") and (checked.epochs or 1) > 1:
             msg = (
                 f"the source is an iterator, which can be read once, and epochs="
-                f"{options.epochs}. Give a function that makes one, as lambda: "
+                f"{checked.epochs}. Give a function that makes one, as lambda: "
                 "make_iterator()."
             )
             raise DataError(msg)
-    open_source = functools.partial(as_source, source, clock, batched=batched)
-    return DistributedDataset(DataPlan(open_source, layout, options, clock, agreement))
+
+    def open_source() -> Source | ElementReader:
+        return as_source(source, clock, batched=batched) if opened is None else opened
+
+    return DataPlan(open_source, layout, checked, clock, agreement, assemble=assemble)
+
+
+def first_batch(
+    dataset: object, clock: Clock, *, batched: bool | None
+) -> tuple[Source | ElementReader, int | None]:
+    """Opens a source to learn the size of its batches.
+
+    Elements that could be batches or examples are taken for batches, since a source of
+    examples has no size of batches to learn.
+
+    Returns:
+        The source; a stream as a reader that still yields the first batch, which a
+        generator could not yield again. And the rows of that batch; None if these are
+        not batches.
+    """
+    kinds = {kind.__name__ for kind in type(dataset).__mro__}
+    if batched is None and isinstance(dataset, list) and dataset:
+        batched = looks_batched(dataset[0])
+    elif batched is None and "DatasetV2" in kinds:
+        batched = True  # tf.data does not say, and tf.distribute takes batches
+    source = as_source(dataset, clock, batched=batched)
+    # Other frameworks know whether they are batched, or ask; a plain iterable does not.
+    if batched is None and isinstance(source, iterables.IterableSource):
+        source = iterables.adapt(dataset, batched=True)
+    if not isinstance(source, StreamSource):
+        return source, None
+    reader = ElementReader(source)
+    _, rows = reader.look()
+    # Of examples, tf.data makes blocks to read them faster: not the user's batches.
+    return reader, None if batched is False else rows
 
 
 def as_source(obj: object, clock: Clock, *, batched: bool | None = None) -> Source:

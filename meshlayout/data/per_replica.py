@@ -12,13 +12,11 @@ from typing import Any
 import jax
 
 from meshlayout import _checks
+from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import num_row_shards
-from meshlayout.data.adapters.iterables import IterableSource, adapt
 from meshlayout.data.agreement import FACTS, agreement_of, failure_told
 from meshlayout.data.clock import Clock
-from meshlayout.data.dataset import DistributedDataset, as_source
-from meshlayout.data.element_rows import looks_batched
-from meshlayout.data.elements import ElementReader
+from meshlayout.data.dataset import DistributedDataset, first_batch
 from meshlayout.data.placement import (
     LayoutOrMesh,
     batch_layout,
@@ -26,7 +24,7 @@ from meshlayout.data.placement import (
     rows_per_replica,
 )
 from meshlayout.data.plan import DataOptions, DataPlan
-from meshlayout.data.protocols import Source, StreamSource
+from meshlayout.data.protocols import RandomAccessSource
 from meshlayout.errors import DataError
 
 
@@ -158,49 +156,70 @@ def distribute_datasets_from_function(
         >>> [batch["x"][::2, 0].tolist() for batch in data]
         [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15]]
     """
+    plan = make_plan_from_function(
+        fn,
+        layout_or_mesh,
+        batched=batched,
+        global_batch_size=global_batch_size,
+        remainder=remainder,
+        weights=weights,
+        shuffle=shuffle,
+        epochs=epochs,
+        steps=steps,
+        prefetch=prefetch,
+        strings=strings,
+    )
+    return DistributedDataset(plan)
+
+
+def make_plan_from_function(
+    fn: Callable[[InputContext], Any],
+    layout_or_mesh: LayoutOrMesh,
+    *,
+    name: str = "fn",
+    batched: bool | None,
+    assemble: Callable[[PyTree, jax.Array | None], Batch] | None = None,
+    **options: Any,
+) -> DataPlan:
+    """Returns the plan of a dataset from sources that a function makes.
+
+    Args:
+        fn: As for `distribute_datasets_from_function`.
+        layout_or_mesh: As for `distribute_datasets_from_function`.
+        name: How messages call the function.
+        batched: As for `distribute_datasets_from_function`.
+        assemble: As for `DataPlan`.
+        **options: Those of `DataOptions`, except `per_process`.
+
+    Raises:
+        DataError: As `distribute_datasets_from_function`.
+    """
     clock = Clock()
     layout = batch_layout(layout_or_mesh, clock.note)
     agreement = agreement_of(layout.mesh)
     with failure_told(agreement, FACTS):
-        _checks.function("fn", fn, "context", error=DataError)
+        _checks.function(name, fn, "context", error=DataError)
         context = InputContext.of(layout)
-        with _checks.noted(f"This was raised by fn, called with {context}."):
+        with _checks.noted(f"This was raised by {name}, called with {context}."):
             dataset = fn(context)
-        source = _source(dataset, clock, batched=batched)
-        if global_batch_size is None:
-            if not isinstance(source, StreamSource):
+        if dataset is None:
+            msg = (
+                f"{name} returned None, and must return a source of batches of the "
+                "per-replica size. A function that ends without `return` gives None."
+            )
+            raise DataError(msg)
+        source, rows = first_batch(dataset, clock, batched=batched)
+        if options["global_batch_size"] is None:
+            if isinstance(source, RandomAccessSource):
                 msg = (
-                    "fn returned a source of single rows, from which the size of a "
-                    "batch cannot be inferred. Give global_batch_size=, or return "
+                    f"{name} returned a source of single rows, from which the size of "
+                    "a batch cannot be inferred. Give global_batch_size=, or return "
                     "batches of the per-replica size."
                 )
                 raise DataError(msg)
-            # The reader keeps the first batch: a generator could not yield it again.
-            source = ElementReader(source)
-            _, count = source.look()
-            global_batch_size = (count or 1) * context.num_replicas_in_sync
-        options = DataOptions(
-            global_batch_size=global_batch_size,
-            remainder=remainder,
-            weights=weights,
-            shuffle=shuffle,
-            epochs=epochs,
-            steps=steps,
-            prefetch=prefetch,
-            per_process=True,  # whatever fn returned is this process's own input
-            strings=strings,
-        )
-    plan = DataPlan(lambda: source, layout, options, clock, agreement)
-    return DistributedDataset(plan)
-
-
-def _source(dataset: object, clock: Clock, *, batched: bool | None) -> Source:
-    """Returns the function's result as a source; of batches, if it is ambiguous."""
-    if batched is None and isinstance(dataset, list) and dataset:
-        batched = looks_batched(dataset[0])
-    source = as_source(dataset, clock, batched=batched)
-    # Datasets of frameworks know whether they are batched, or ask; only a plain
-    # iterable is ambiguous.
-    if batched is None and isinstance(source, IterableSource):
-        return adapt(dataset, batched=True)
-    return source
+            options["global_batch_size"] = (rows or 1) * context.num_replicas_in_sync
+        # Whatever the function returned is this process's own input.
+        checked = DataOptions(**options, per_process=True)
+    return DataPlan(
+        lambda: source, layout, checked, clock, agreement, assemble=assemble
+    )

@@ -8,7 +8,7 @@ waits for a process that has already failed.
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias
 
 import jax
@@ -142,6 +142,7 @@ class DataPlan:
         clock: Clock,
         agreement: Agreement | None = None,
         *,
+        assemble: Callable[[PyTree, jax.Array | None], Batch] | None = None,
         close: Callable[[], None] = lambda: None,
     ) -> None:
         """Opens the source and decides.
@@ -154,6 +155,9 @@ class DataPlan:
             clock: Takes times and notes for the report.
             agreement: With the other processes, if the caller has made it; None makes
                 it.
+            assemble: Makes a batch of the source's tree on the mesh and weights, which
+                are None if no process has padding in the batch. None for batches that
+                carry weights in the tree, as `options.weights` says.
             close: Releases what the source holds, if it is not the user's to close.
 
         Raises:
@@ -161,15 +165,16 @@ class DataPlan:
                 another process.
         """
         self.options, self.clock, self._close_source = options, clock, close
+        self._assemble = assemble
         self.agreement = agreement = agreement or agreement_of(layout.mesh)
         with failure_told(agreement, FACTS):
             size, is_per_process = options.global_batch_size, options.per_process
-            rows = local_rows(layout, size, per_process=is_per_process)
+            own_rows = local_rows(layout, size, per_process=is_per_process)
             self._first = first = _look(open_source(), layout, options, clock)
             digests = {} if agreement is None else self._digests()
         # A source of this process alone holds nothing but its own rows: all are kept.
-        num_read = len(rows) if is_per_process else size
-        self.cut = Cut(num_read, None if len(rows) == num_read else rows)
+        num_read = len(own_rows) if is_per_process else size
+        self.cut = Cut(num_read, None if len(own_rows) == num_read else own_rows)
         # Of an epoch, if it is known. Processes with sources of their own must take
         # the same number of steps, so they agree on it.
         self._num_batches = self._count_batches()
@@ -193,13 +198,16 @@ class DataPlan:
         )
         with failure_told(agreement, PLAN):
             if first.spec is not None:
-                self.padding_hint = padding_hint(first.rows)
+                rows, spec, key = first.rows, first.spec, options.weights
+                self.padding_hint = padding_hint(rows)
+                if assemble is not None:
+                    # Beside the source's own tree, so that any tree has a place.
+                    treedef = jax.tree_util.treedef_tuple([spec.treedef])
+                    rows, spec, key = (rows,), replace(spec, treedef=treedef), 1
                 # Nothing but padding needs weights that the source does not have.
                 add = options.remainder == "pad"
-                spec, index = find_weights(
-                    first.rows, first.spec, options.weights, add=add
-                )
-                self.placement = Placement(spec, index, layout, size, rows)
+                spec, index = find_weights(rows, spec, key, add=add)
+                self.placement = Placement(spec, index, layout, size, own_rows)
                 if is_per_process and self.has_weights and self.is_stream:
                     self.filler = first_row(first.spec, first.rows)
             self._check_length()
@@ -240,7 +248,8 @@ class DataPlan:
     def element_spec(self) -> PyTree:
         """The abstract batch: a tree of shapes, dtypes and shardings."""
         if self.placement is not None:
-            return self.placement.element_spec
+            spec = self.placement.element_spec
+            return spec if self._assemble is None else spec[0]
         return jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(
                 leaf.shape, leaf.dtype, sharding=leaf.sharding
@@ -251,11 +260,17 @@ class DataPlan:
     def placed(self, batch: HostBatch) -> Batch:
         """Returns a batch on the mesh, with its weights."""
         if self.placement is None:
-            return batch.leaves[0]
+            placed = batch.leaves[0]
+            return placed if self._assemble is None else self._assemble(placed, None)
         num_kept = self.cut.num_kept
         with self.clock.stage("place", num_kept):
             is_real = self.cut.is_real(batch.count)
-            return self.placement(batch.leaves, is_real, num_kept)
+            placed = self.placement(batch.leaves, is_real, num_kept)
+            if self._assemble is None:
+                return placed
+            rows, *weights = placed
+            is_padded = is_real is not None or batch.is_padded_elsewhere
+            return self._assemble(rows, weights[0] if is_padded else None)
 
     def report_of(self, batch: HostBatch | None, position: Position) -> BatchReport:
         """Returns the message to other processes about the batch after a position."""
@@ -269,7 +284,8 @@ class DataPlan:
             digest = RowDigest(spec.paths)
             digest.add(batch.leaves)
             digests = digest.by_leaf()
-        return report._replace(num_rows=batch.count, digests=digests)
+        is_full = batch.count >= self.cut.size
+        return report._replace(num_rows=batch.count, digests=digests, is_full=is_full)
 
     def check_padding(self, batch: HostBatch) -> None:
         """Raises DataError if a batch is padded and cannot carry weights.

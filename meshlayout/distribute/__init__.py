@@ -10,6 +10,8 @@ from meshlayout.collectives import (
     get_replica_context as get_replica_context,
     in_cross_replica_context as in_cross_replica_context,
 )
+from meshlayout.data import InputContext as InputContext
+from meshlayout.distribute.datasets import ReplicaDataset as ReplicaDataset
 from meshlayout.distribute.distributions import (
     DataParallel as DataParallel,
     Distribution as Distribution,
@@ -27,4 +29,5 @@ from meshlayout.distribute.strategy import (
     get_strategy as get_strategy,
     has_strategy as has_strategy,
 )
+from meshlayout.distribute.value_function import ValueContext as ValueContext
 from meshlayout.distribute.values import PerReplica as PerReplica

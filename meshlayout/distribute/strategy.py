@@ -24,8 +24,14 @@ from meshlayout.collectives import (
     entered,
     in_cross_replica_context,
 )
-from meshlayout.distribute import reduction
+from meshlayout.data import InputContext
+from meshlayout.distribute import datasets, reduction
+from meshlayout.distribute.datasets import ReplicaDataset
 from meshlayout.distribute.replica_run import ReplicaRuns
+from meshlayout.distribute.value_function import (
+    ValueContext,
+    distribute_values_from_function,
+)
 from meshlayout.distribute.values import (
     REPLICA_AXIS,
     PerReplica,
@@ -215,6 +221,168 @@ class Strategy:
             raise StrategyError(msg)
         with _current_is(self), entered(None):
             yield
+
+    def distribute_dataset(
+        self,
+        dataset: object,
+        global_batch_size: int | None = None,
+        *,
+        remainder: str = "pad",
+        shuffle: int | None = None,
+        epochs: int | None = 1,
+        steps: int | None = None,
+        prefetch: int = 2,
+        per_process: bool = False,
+        strings: str = "error",
+        batched: bool | None = None,
+    ) -> ReplicaDataset:
+        """Divides the batches of a source among the replicas.
+
+        Iterating yields trees of the source's structure whose leaves are `PerReplica`,
+        for `run`. If the last batch is too short, some replicas have fewer rows than
+        others, or none; each of its leaves then says so. With one replica, leaves are
+        plain arrays. A dataset can be iterated over again, and its iterators save and
+        restore their position, as those of `ml.distribute_dataset`.
+
+        Args:
+            dataset: Any source that `ml.distribute_dataset` takes. "weight" is data
+                like any other key.
+            global_batch_size: Rows of a batch, on all replicas together; None for a
+                source of batches, which keep their size: that of the first one.
+            remainder: As for `ml.distribute_dataset`, like those that follow: `"pad"`
+                (the last batch is short), `"drop"`, `"repeat"` or `"error"`.
+            shuffle: A seed for a source with random access.
+            epochs: Passes over the source in one iteration.
+            steps: Batches in one iteration.
+            prefetch: How many batches are prepared ahead.
+            per_process: Whether each process has a source of its own rows.
+            strings: `"error"`, or `"host"` to leave leaves of strings as NumPy arrays
+                of this process's rows.
+            batched: Whether the elements of an iterable are batches; None decides by
+                the first element, and takes it for a batch without a
+                `global_batch_size`.
+
+        Raises:
+            StrategyError: If the batch size cannot be inferred or does not divide.
+            DataError: As `ml.distribute_dataset`.
+
+        Example:
+            >>> import numpy as np
+            >>> import meshlayout as ml
+            >>> strategy = ml.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+            >>> data = strategy.distribute_dataset(np.arange(6, dtype="int32"), 4)
+            >>> [
+            ...     strategy.local_results(x) for x in data
+            ... ]  # doctest: +NORMALIZE_WHITESPACE
+            [(Array([0, 1], dtype=int32), Array([2, 3], dtype=int32)),
+             (Array([4, 5], dtype=int32), Array([], shape=(0,), dtype=int32))]
+        """
+        return datasets.distribute_dataset(
+            dataset,
+            self.mesh,
+            global_batch_size=global_batch_size,
+            remainder=remainder,
+            shuffle=shuffle,
+            epochs=epochs,
+            steps=steps,
+            prefetch=prefetch,
+            per_process=per_process,
+            strings=strings,
+            batched=batched,
+        )
+
+    def distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        global_batch_size: int | None = None,
+        *,
+        remainder: str = "pad",
+        shuffle: int | None = None,
+        epochs: int | None = 1,
+        steps: int | None = None,
+        prefetch: int = 2,
+        strings: str = "error",
+        batched: bool | None = None,
+    ) -> ReplicaDataset:
+        """Feeds the replicas from sources that a function makes on each process.
+
+        Use this to say yourself what each process reads, and how it is batched. Of a
+        source of batches of the per-replica size, each replica of the process gets one
+        in every step. When a process runs out of batches before the others, its
+        replicas have no rows in the last steps.
+
+        Args:
+            dataset_fn: Called once with an `InputContext`, which says which part of the
+                input to make; returns any source that `ml.distribute_dataset` takes.
+            global_batch_size: Rows of a batch, on all replicas together; None for the
+                size of the source's first batch on each replica.
+            remainder: As for `distribute_dataset`, like those that follow.
+            shuffle: A seed for a source with random access.
+            epochs: Passes over the source in one iteration.
+            steps: Batches in one iteration.
+            prefetch: How many batches are prepared ahead.
+            strings: `"error"` or `"host"`.
+            batched: Whether the elements of an iterable are batches; None takes
+                elements that could be either as batches.
+
+        Returns:
+            What `distribute_dataset` returns.
+
+        Raises:
+            DataError: If the function returns no source, or as `ml.distribute_dataset`.
+
+        Example:
+            >>> import numpy as np
+            >>> import meshlayout as ml
+            >>> strategy = ml.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+            >>> def dataset_fn(context):
+            ...     size = context.get_per_replica_batch_size(4)
+            ...     return [np.full(size, i, "int32") for i in range(2)]
+            >>> (x,) = strategy.distribute_datasets_from_function(dataset_fn)
+            >>> strategy.local_results(x)
+            (Array([0, 0], dtype=int32), Array([1, 1], dtype=int32))
+        """
+        return datasets.distribute_datasets_from_function(
+            dataset_fn,
+            self.mesh,
+            global_batch_size=global_batch_size,
+            remainder=remainder,
+            shuffle=shuffle,
+            epochs=epochs,
+            steps=steps,
+            prefetch=prefetch,
+            strings=strings,
+            batched=batched,
+        )
+
+    def distribute_values_from_function(
+        self, value_fn: Callable[[ValueContext], PyTree]
+    ) -> PyTree:
+        """Makes a value of each replica, for `run`, `reduce` and the like.
+
+        Args:
+            value_fn: Called once for each replica of this process, with a
+                `ValueContext`; returns an array or a tree of arrays. The replicas'
+                arrays may differ in their numbers of rows.
+
+        Returns:
+            The same tree, with a `PerReplica` for each array; with one replica, arrays.
+
+        Raises:
+            StrategyError: If it returns anything else, or the replicas' trees differ.
+
+        Example:
+            >>> import meshlayout as ml
+            >>> strategy = ml.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+            >>> strategy.distribute_values_from_function(
+            ...     lambda context: [3.0, 2.0, 1.0][context.replica_id_in_sync_group]
+            ... )
+            PerReplica:{
+              0: Array(3., dtype=float32),
+              1: Array(2., dtype=float32)
+            }
+        """
+        return distribute_values_from_function(value_fn, self.mesh)
 
     def reduce(
         self, reduce_op: ReduceOp | str, value: PyTree, axis: int | None

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from meshlayout import _batches, _checks
 from meshlayout._annotations import PyTree
 from meshlayout.errors import StrategyError
 from meshlayout.layout import Layout
@@ -183,54 +182,36 @@ def replica_layout(mesh: Mesh, rank: int) -> Layout:
     return Layout([REPLICA_AXIS, *[None] * (rank - 1)], mesh)
 
 
-def per_replica(values: Sequence[Any], mesh: Mesh) -> PerReplica:
+def per_replica(
+    values: Sequence[Any], mesh: Mesh, mask: jax.Array | None = None
+) -> PerReplica:
     """Makes a `PerReplica` of the values of this process's replicas.
 
     Args:
-        values: One array or number for each local device of the mesh, in mesh order.
-            They may differ in their numbers of rows; shorter ones are then padded. On
-            several processes, all must have a row number that differs, or none.
+        values: One array for each local device of the mesh, in mesh order; all of one
+            shape and dtype, with padding where they have fewer rows.
         mesh: The strategy's mesh, with one axis.
-
-    Raises:
-        StrategyError: If they differ in dtype, rank or in another dim, or are not
-            arrays.
+        mask: Which rows are real, from `row_mask`; None if there is no padding.
     """
-    arrays = []
-    for value in values:
-        if is_per_replica(value):
-            msg = "each replica's value must be a plain array, got a PerReplica."
-            raise StrategyError(msg)
-        try:
-            arrays.append(jnp.asarray(value))
-        except (TypeError, ValueError):
-            msg = f"a replica's value must be an array, got {_checks.shown(value)}."
-            raise StrategyError(msg) from None
-    first = arrays[0]
-    for index, x in enumerate(arrays):
-        if (x.ndim, x.dtype, x.shape[1:]) != (first.ndim, first.dtype, first.shape[1:]):
-            msg = (
-                "the replicas' values may differ in their number of rows alone: "
-                f"replica 0 has {_text(first)}, replica {index} has {_text(x)}."
-            )
-            raise StrategyError(msg)
-    if not first.ndim:
-        return PerReplica(
-            _joined([x[None] for x in arrays], mesh),
-            num_replicas=mesh.size,
-            is_scalar=True,
-        )
-    rows = max(x.shape[0] for x in arrays)
-    mask = None
-    if any(x.shape[0] < rows for x in arrays):
-        masks = [np.arange(rows) < x.shape[0] for x in arrays]
-        mask = _joined([jnp.asarray(part, "float32") for part in masks], mesh)
-        arrays = [jnp.asarray(_batches.pad_rows(x, rows)) for x in arrays]
-    return PerReplica(_joined(arrays, mesh), mask, num_replicas=mesh.size)
+    arrays = [jnp.asarray(value) for value in values]
+    is_scalar = not arrays[0].ndim
+    if is_scalar:
+        arrays = [x[None] for x in arrays]
+    return PerReplica(
+        _joined(arrays, mesh), mask, num_replicas=mesh.size, is_scalar=is_scalar
+    )
 
 
-def _text(x: jax.Array) -> str:
-    return f"{x.dtype}{list(x.shape)}"
+def row_mask(counts: Sequence[int], num_rows: int, mesh: Mesh) -> jax.Array:
+    """Returns the mask of values that have fewer rows than others.
+
+    Args:
+        counts: The number of real rows of each local replica.
+        num_rows: The number of rows with padding, the same on all processes.
+        mesh: The strategy's mesh.
+    """
+    masks = [jnp.asarray(np.arange(num_rows) < count, "float32") for count in counts]
+    return _joined(masks, mesh)
 
 
 def _joined(parts: Sequence[jax.Array], mesh: Mesh) -> jax.Array:

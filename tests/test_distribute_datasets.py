@@ -1,0 +1,652 @@
+"""A strategy's datasets and values: each example once, in the source's own tree."""
+
+import json
+import math
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import meshlayout as ml
+from meshlayout.distribute import InputContext, PerReplica, ValueContext
+from tests.bad_values import BAD, refusal
+from tests.processes import run_processes
+
+
+def mirrored(num_replicas):
+    return ml.distribute.MirroredStrategy(jax.devices()[:num_replicas])
+
+
+def local(strategy, value):
+    """The replicas' values as NumPy arrays."""
+    return [jax.tree.map(np.asarray, part) for part in strategy.local_results(value)]
+
+
+def rows_of(strategy, value):
+    return [part.tolist() for part in local(strategy, value)]
+
+
+def message(function, error=ml.MeshLayoutError):
+    with pytest.raises(error) as info:
+        function()
+    return str(info.value)
+
+
+# What tf.distribute's pages show.
+
+
+def test_a_batched_source_keeps_its_batch_size_and_each_replica_gets_its_part():
+    strategy = mirrored(2)
+    source = [np.array([0, 1], np.int32), np.array([2, 3], np.int32)]
+    data = strategy.distribute_dataset(source)
+    assert len(data) == 2
+    results = [strategy.run(lambda x: x * 2, args=(x,)) for x in data]
+    assert [rows_of(strategy, result) for result in results] == [[[0], [2]], [[4], [6]]]
+
+
+def test_a_short_last_batch_of_six_on_two_replicas_is_four_and_two():
+    strategy = mirrored(2)
+    full, short = strategy.distribute_dataset(np.arange(14, dtype=np.int32), 8)
+    assert full.mask is None
+    assert rows_of(strategy, short) == [[8, 9, 10, 11], [12, 13]]
+    assert np.asarray(short.mask).tolist() == [1, 1, 1, 1, 1, 1, 0, 0]
+    assert short.mask.dtype == np.float32
+    assert int(strategy.reduce("SUM", short, axis=0)) == sum(range(8, 14))
+    # The denominator is 6, not 8 nor the mean of two means.
+    assert float(strategy.reduce("MEAN", short, axis=0)) == sum(range(8, 14)) / 6
+
+
+def test_the_epochs_of_the_guides_loop_sum_up_the_source():
+    strategy = mirrored(4)
+    data = strategy.distribute_dataset(np.arange(10, dtype=np.int32), 4)
+
+    def epoch():
+        total = 0
+        for x in data:
+            squares = strategy.run(lambda x: x * x, args=(x,))
+            total += int(strategy.reduce("SUM", squares, axis=0))
+        return total
+
+    assert [epoch() for _ in range(2)] == [285, 285]
+
+
+@pytest.mark.parametrize(
+    ("value_fn", "expected"),
+    [
+        (lambda context: 1.0, [1.0, 1.0]),
+        (
+            lambda context: np.array([3.0, 2.0, 1.0])[context.replica_id_in_sync_group],
+            [3.0, 2.0],
+        ),
+        (lambda context: context.num_replicas_in_sync, [2, 2]),
+    ],
+)
+def test_a_function_makes_a_value_of_each_replica(value_fn, expected):
+    strategy = mirrored(2)
+    value = strategy.distribute_values_from_function(value_fn)
+    assert value.is_scalar
+    assert [float(part) for part in strategy.local_results(value)] == expected
+
+
+def test_a_function_of_the_input_context_feeds_one_batch_to_each_replica():
+    strategy = mirrored(2)
+    contexts = []
+
+    def dataset_fn(context):
+        contexts.append(context)
+        size = context.get_per_replica_batch_size(4)
+        return (np.full(size, i, np.int32) for i in range(4))
+
+    data = strategy.distribute_datasets_from_function(dataset_fn)
+    assert [rows_of(strategy, x) for x in data] == [[[0, 0], [1, 1]], [[2, 2], [3, 3]]]
+    assert contexts == [InputContext(1, 0, 2)]
+
+
+# Every example once, in the source's tree.
+
+
+def source_of(kind, rows, size):
+    """Rows 1, 2, ... of a tree, as each kind of source."""
+    x = np.arange(1, rows + 1, dtype=np.int32)
+    columns = {"weight": x, "pair": (np.stack([x, x], 1), [x])}
+    cuts = range(0, rows, size)
+    batches = [jax.tree.map(lambda a, i=i: a[i : i + size], columns) for i in cuts]
+    if kind == "arrays":
+        return columns
+    return batches if kind == "batches" else lambda: iter(batches)
+
+
+@hypothesis.settings(max_examples=20, deadline=None, derandomize=True)
+@hypothesis.given(
+    rows=st.integers(1, 40),
+    per_replica=st.integers(1, 4),
+    num_replicas=st.integers(1, 8),
+    kind=st.sampled_from(["arrays", "batches", "function"]),
+)
+def test_sums_and_means_are_those_of_all_examples(
+    rows, per_replica, num_replicas, kind
+):
+    strategy = mirrored(num_replicas)
+    size = per_replica * num_replicas
+    source = source_of(kind, rows, size)
+    data = strategy.distribute_dataset(source, size, batched=kind != "arrays" or None)
+    seen = []
+    for number, batch in enumerate(data):
+        assert set(batch) == {"weight", "pair"}
+        assert isinstance(batch["pair"], tuple)
+        assert isinstance(batch["pair"][1], list)
+        start = number * size
+        expected = np.arange(start + 1, min(start + size, rows) + 1)
+        x = batch["weight"]
+        assert int(strategy.reduce("SUM", x, axis=0)) == expected.sum()
+        mean = strategy.reduce("MEAN", batch["pair"][0], axis=0)
+        np.testing.assert_allclose(mean, [expected.mean()] * 2, rtol=1e-6)
+        parts = local(strategy, x)
+        assert all(len(part) <= per_replica for part in parts)
+        seen += np.concatenate(parts).tolist()
+        if num_replicas > 1:
+            masks = [leaf.mask for leaf in values_in(batch)]
+            assert all(mask is masks[0] for mask in masks)
+            assert (masks[0] is None) == (len(expected) == size)
+    assert seen == list(range(1, rows + 1))
+    assert number + 1 == math.ceil(rows / size)
+
+
+def values_in(batch):
+    return jax.tree.leaves(batch, is_leaf=lambda leaf: isinstance(leaf, PerReplica))
+
+
+def test_the_tree_is_the_sources_for_every_kind_of_tree():
+    strategy = mirrored(2)
+    x = np.arange(6, dtype=np.float32)
+    for tree in (x, (x, x), {"weight": x}, {"a": (x, {"b": x})}):
+        for batch in strategy.distribute_dataset(tree, 4):
+            found = jax.tree.structure(
+                batch, is_leaf=lambda n: isinstance(n, PerReplica)
+            )
+            assert found == jax.tree.structure(tree)
+            assert all(isinstance(leaf, PerReplica) for leaf in values_in(batch))
+
+
+def test_fewer_examples_than_replicas_leave_replicas_without_rows():
+    strategy = mirrored(8)
+    for data in (
+        strategy.distribute_dataset(np.arange(1.0, 4, dtype=np.float32), 8),
+        strategy.distribute_dataset([np.arange(1.0, 4, dtype=np.float32)]),
+    ):
+        (x,) = data
+        assert rows_of(strategy, x) == [[1], [2], [3], [], [], [], [], []]
+        assert float(strategy.reduce("MEAN", x, axis=0)) == 2
+
+
+def test_one_replica_gets_plain_arrays_and_a_last_batch_with_fewer_rows():
+    strategy = ml.distribute.OneDeviceStrategy(jax.devices()[1])
+    source = (np.arange(5, dtype=np.int32), np.ones((5, 2), np.float32))
+    batches = list(strategy.distribute_dataset(source, 4))
+    assert [x.tolist() for x, _ in batches] == [[0, 1, 2, 3], [4]]
+    assert [y.shape for _, y in batches] == [(4, 2), (1, 2)]
+    for leaf in jax.tree.leaves(batches):
+        assert isinstance(leaf, jax.Array)
+        assert leaf.devices() == {jax.devices()[1]}
+
+
+def test_strings_stay_on_the_host_without_padding():
+    strategy = mirrored(2)
+    source = {"x": np.arange(3.0, dtype=np.float32), "name": np.array(["a", "b", "c"])}
+    full, short = strategy.distribute_dataset(source, 2, strings="host")
+    assert full["name"].tolist() == ["a", "b"]
+    assert short["name"].tolist() == ["c"]
+    assert rows_of(strategy, short["x"]) == [[2.0], []]
+    assert message(lambda: strategy.distribute_dataset(source, 2)) == (
+        "leaf 'name' holds strings, which devices do not take. Leave it out, or keep it "
+        "on the host with strings='host'."
+    )
+
+
+def test_an_input_function_that_ends_unevenly_leaves_rows_out_on_the_last_replicas():
+    strategy = mirrored(2)
+    batches = [np.full(4, i, np.int32) for i in range(3)] + [np.full(2, 3, np.int32)]
+    for count, last in ((3, [[2] * 4, []]), (4, [[2] * 4, [3, 3]])):
+        data = strategy.distribute_datasets_from_function(
+            lambda context, count=count: batches[:count]
+        )
+        first, second = data
+        assert rows_of(strategy, first) == [[0] * 4, [1] * 4]
+        assert rows_of(strategy, second) == last
+        assert first.mask is None
+
+
+@pytest.mark.parametrize(("remainder", "sizes"), [("drop", [4]), ("repeat", [4, 4])])
+def test_other_remainders_have_no_padding(remainder, sizes):
+    strategy = mirrored(2)
+    data = strategy.distribute_dataset(
+        np.arange(6, dtype=np.int32), 4, remainder=remainder
+    )
+    batches = list(data)
+    assert [x.array.shape[0] for x in batches] == sizes
+    assert all(x.mask is None for x in batches)
+
+
+def test_batches_that_are_on_the_replicas_already_pass_through():
+    strategy = mirrored(2)
+    x = jax.device_put(jnp.arange(8), strategy.mesh.layout("batch").sharding)
+    (batch,) = strategy.distribute_dataset([x])
+    assert rows_of(strategy, batch) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    whole = jax.device_put(jnp.arange(8), strategy.mesh.layout(...).sharding)
+    assert message(lambda: list(strategy.distribute_dataset([whole]))) == (
+        f"the source yields arrays on devices, laid out as {whole.sharding}. Yield "
+        "NumPy arrays, or shard the first dim over the replicas."
+    )
+
+
+# The dataset.
+
+
+def test_a_dataset_says_what_it_yields():
+    strategy = mirrored(4)
+    source = (np.zeros((9, 3), np.float32), {"y": np.zeros(9, np.uint8)})
+    data = strategy.distribute_dataset(source, 8)
+    assert (
+        repr(data) == "ReplicaDataset(4 replicas, each ('f32[2, 3]', {'y': 'u8[2]'}))"
+    )
+    assert len(data) == 2
+    x, y = data.element_spec
+    assert (x.shape, x.dtype) == ((2, 3), np.float32)
+    assert (y["y"].shape, y["y"].dtype) == ((2,), np.uint8)
+    assert data.global_batch_size == 8
+    with pytest.raises(TypeError, match="does not know how many batches"):
+        len(strategy.distribute_dataset(lambda: iter([np.zeros(4, np.float32)])))
+
+
+def test_shuffled_epochs_differ_and_resume_where_they_were_saved():
+    strategy = mirrored(2)
+
+    def make():
+        return strategy.distribute_dataset(np.arange(12, dtype=np.int32), 4, shuffle=3)
+
+    data = make()
+    epochs = [[rows_of(strategy, x) for x in data] for _ in range(2)]
+    assert epochs[0] != epochs[1]
+    for epoch in epochs:
+        assert sorted(np.ravel(epoch).tolist()) == list(range(12))
+    iterator = iter(make())
+    next(iterator)
+    state = json.loads(json.dumps(iterator.get_state()))
+    resumed = iter(make())
+    resumed.set_state(state)
+    assert [rows_of(strategy, x) for x in resumed] == epochs[0][1:]
+
+
+def test_a_checkpointer_saves_and_restores_the_position(tmp_path):
+    strategy = mirrored(2)
+    data = strategy.distribute_dataset(np.arange(12, dtype=np.int32), 4)
+    iterator = iter(data)
+    next(iterator)
+    state = {"w": jnp.zeros(2)}
+    with ml.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state, data=iterator)
+    other = iter(strategy.distribute_dataset(np.arange(12, dtype=np.int32), 4))
+    with ml.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.restore(like=state, data=other)
+    assert [rows_of(strategy, x) for x in other] == [
+        [[4, 5], [6, 7]],
+        [[8, 9], [10, 11]],
+    ]
+
+
+# Values of functions.
+
+
+def test_values_may_differ_in_their_rows_and_equal_rows_share_a_mask():
+    strategy = mirrored(4)
+
+    def value_fn(context):
+        count = context.replica_id_in_sync_group
+        x = np.arange(count, dtype=np.int32)
+        return {"x": x, "pair": (np.ones((count, 2), np.float32), 1.5), "same": [x[:0]]}
+
+    value = strategy.distribute_values_from_function(value_fn)
+    x, (ones, number), [empty] = value["x"], value["pair"], value["same"]
+    assert rows_of(strategy, x) == [[], [0], [0, 1], [0, 1, 2]]
+    assert ones.mask is x.mask
+    assert (number.mask, empty.mask) == (None, None)
+    assert int(strategy.reduce("SUM", x, axis=0)) == 0 + 1 + 3
+    assert strategy.reduce("SUM", ones, axis=0).tolist() == [6.0, 6.0]
+    assert strategy.reduce("MEAN", ones, axis=0).tolist() == [1.0, 1.0]
+    assert strategy.gather(x, axis=0).tolist() == [0, 0, 1, 0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bool", "uint8", "bfloat16", "complex64", "key<fry>"]
+)
+def test_values_keep_their_dtype(dtype):
+    strategy = mirrored(2)
+
+    def value_fn(context):
+        if dtype == "key<fry>":
+            return jax.random.key(context.replica_id_in_sync_group)
+        return jnp.asarray(context.replica_id_in_sync_group, dtype)
+
+    value = strategy.distribute_values_from_function(value_fn)
+    assert str(value.dtype) == dtype
+    for index, part in enumerate(strategy.local_results(value)):
+        assert jnp.array_equal(part, value_fn(ValueContext(index, 2)))
+
+
+def test_one_replica_gets_the_functions_arrays():
+    strategy = ml.distribute.OneDeviceStrategy(jax.devices()[1])
+    value = strategy.distribute_values_from_function(lambda context: {"x": 2.0})
+    assert isinstance(value["x"], jax.Array)
+    assert value["x"].devices() == {jax.devices()[1]}
+    assert float(value["x"]) == 2
+
+
+def test_the_contexts_are_values_that_cannot_change():
+    context = ValueContext(1, 2)
+    assert repr(context) == (
+        "ValueContext(replica_id_in_sync_group=1, num_replicas_in_sync=2)"
+    )
+    with pytest.raises(AttributeError):
+        context.num_replicas_in_sync = 3
+    assert message(lambda: ValueContext(2, 2)) == (
+        "ValueContext: replica_id_in_sync_group must be below num_replicas_in_sync=2, "
+        "got 2."
+    )
+
+
+# Bad input.
+
+
+def differing(first, second):
+    return lambda context: second if context.replica_id_in_sync_group else first
+
+
+BAD_FUNCTIONS = {
+    "nothing": (
+        lambda context: None,
+        "value_fn's value for replica 0 holds no arrays, got None. A function that ends "
+        "without `return` gives None.",
+    ),
+    "text": (
+        lambda context: "x",
+        "value_fn's value for replica 0: 'x' is not an array of numbers.",
+    ),
+    "a large integer": (
+        lambda context: {"a": 2**40},
+        "value_fn's value for replica 0, leaf 'a' holds 1099511627776, and JAX would "
+        "turn int64 into int32. Set jax_enable_x64, or give it another dtype.",
+    ),
+    "other leaves": (
+        differing({"a": 1}, {"b": 1}),
+        "value_fn returned different trees: for replica 0 'a', for replica 1 'b'. "
+        "Return the same leaves for all replicas.",
+    ),
+    "another dtype": (
+        differing(1, 1.0),
+        "value_fn's values may differ in their number of rows alone: replica 0 has "
+        "i32[], replica 1 has f32[].",
+    ),
+    "another dim": (
+        differing({"a": np.ones((2, 3))}, {"a": np.ones((2, 4))}),
+        "value_fn's values may differ in their number of rows alone (leaf 'a'): replica "
+        "0 has f32[2, 3], replica 1 has f32[2, 4].",
+    ),
+    "another rank": (
+        differing(np.ones(2), 1.0),
+        "value_fn's values may differ in their number of rows alone: replica 0 has "
+        "f32[2], replica 1 has f32[].",
+    ),
+    "keys without order": (
+        lambda context: {1: 1, "a": 2},
+        "JAX cannot flatten value_fn's value for replica 0: Comparator raised exception "
+        "while sorting pytree dictionary keys. Use keys of one type.",
+    ),
+    "no argument": (
+        lambda: 1,
+        "value_fn is called as value_fn(context), but takes ().",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FUNCTIONS)
+def test_values_that_do_not_fit_are_refused(name):
+    value_fn, expected = BAD_FUNCTIONS[name]
+    strategy = mirrored(2)
+    assert (
+        message(lambda: strategy.distribute_values_from_function(value_fn)) == expected
+    )
+
+
+def test_a_value_of_replicas_is_not_a_value_of_one():
+    strategy = mirrored(2)
+    value = strategy.distribute_values_from_function(lambda context: 1.0)
+    assert message(
+        lambda: strategy.distribute_values_from_function(lambda context: value)
+    ) == ("value_fn's value for replica 0 must be a plain array, got a PerReplica.")
+
+
+def test_values_are_not_made_in_compiled_code():
+    strategy = mirrored(2)
+    make = jax.jit(lambda: strategy.distribute_values_from_function(lambda _: 1.0))
+    assert message(make) == (
+        "distribute_values_from_function was called in a compiled function, and places "
+        "values on devices. Call it before, and pass its result."
+    )
+
+
+def test_what_a_users_function_raises_says_for_which_replica():
+    strategy = mirrored(2)
+    with pytest.raises(KeyError) as error:
+        strategy.distribute_values_from_function(lambda context: {}["x"])
+    assert error.value.__notes__ == [
+        "This was raised by value_fn, called with "
+        "ValueContext(replica_id_in_sync_group=0, num_replicas_in_sync=2)."
+    ]
+
+
+BAD_SOURCES = {
+    "rows without a batch size": (
+        lambda s: s.distribute_dataset(np.arange(4)),
+        "the source yields single examples. Give global_batch_size=, the rows of a batch "
+        "on all replicas together; or a source of batches of that size.",
+    ),
+    "batches that do not divide": (
+        lambda s: s.distribute_dataset([np.arange(3.0)] * 2),
+        "the source's first batch has 3 rows, which do not divide into 2 replicas. Give "
+        "global_batch_size=, the rows of a batch on all replicas together, such as 4: "
+        "batches are then cut anew, and a last one that is too short is padded.",
+    ),
+    "a batch size that does not divide": (
+        lambda s: s.distribute_dataset(np.arange(4.0), 3),
+        "a global batch of 3 rows does not divide into 2 replicas (Layout([batch, ...], "
+        "Mesh(batch=2))). Nearest sizes that divide: 2 and 4.",
+    ),
+    "own batches of each process": (
+        lambda s: s.distribute_dataset([np.arange(4.0)], per_process=True),
+        "with per_process=True, the source's batches are this process's own. Give "
+        "global_batch_size=, the rows of a batch on all replicas together.",
+    ),
+    "a function that returns nothing": (
+        lambda s: s.distribute_datasets_from_function(lambda context: None),
+        "dataset_fn returned None, and must return a source of batches of the "
+        "per-replica size. A function that ends without `return` gives None.",
+    ),
+    "a function that returns rows": (
+        lambda s: s.distribute_datasets_from_function(lambda context: np.arange(4)),
+        "dataset_fn returned a source of single rows, from which the size of a batch "
+        "cannot be inferred. Give global_batch_size=, or return batches of the "
+        "per-replica size.",
+    ),
+    "a function of nothing": (
+        lambda s: s.distribute_datasets_from_function(lambda: 1),
+        "dataset_fn is called as dataset_fn(context), but takes ().",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SOURCES)
+def test_sources_that_do_not_fit_are_refused(name):
+    make, expected = BAD_SOURCES[name]
+    assert message(lambda: make(mirrored(2))) == expected
+
+
+OPTIONS = ("global_batch_size", "remainder", "shuffle", "epochs", "steps", "prefetch")
+FLAGS = ("per_process", "strings", "batched")
+
+
+@pytest.mark.parametrize("name", [*OPTIONS, *FLAGS, "dataset"])
+def test_nothing_that_nobody_can_mean_is_taken_silently(name):
+    strategy = mirrored(2)
+    works = []
+    for value in BAD:
+        arguments = {"dataset": np.arange(4.0), "global_batch_size": 2, name: value}
+        if (
+            refusal(
+                ml.MeshLayoutError,
+                lambda **a: strategy.distribute_dataset(**a),
+                **arguments,
+            )
+            is None
+        ):
+            works.append(value)
+    fine = {
+        "shuffle": [None, 0],
+        "epochs": [None],
+        "steps": [None],
+        "prefetch": [0],
+        "per_process": [True],
+        "batched": [None],
+        "dataset": [BAD[7]],
+    }
+    assert works == fine.get(name, [])
+
+
+@pytest.mark.parametrize("name", ["dataset_fn", "value_fn"])
+def test_what_is_no_function_is_refused(name):
+    strategy = mirrored(2)
+    call = {
+        "dataset_fn": strategy.distribute_datasets_from_function,
+        "value_fn": strategy.distribute_values_from_function,
+    }[name]
+    for value in BAD:
+        refused = refusal(ml.MeshLayoutError, call, value)
+        assert refused is not None
+        assert refused.startswith(f"{name} must be a function of (context), got ")
+
+
+# Several processes.
+
+
+def on_processes():
+    """What one of two processes with two replicas each sees."""
+    strategy = ml.distribute.MultiWorkerMirroredStrategy()
+    here = jax.process_index()
+    seen = {}
+
+    def described(data):
+        batches = []
+        for x in data:
+            total = int(strategy.reduce("SUM", x, axis=0))
+            has_mask = x.mask is not None
+            batches.append([rows_of(strategy, x), has_mask, total])
+        return batches
+
+    x = np.arange(22, dtype=np.int32)
+    seen["shared"] = described(strategy.distribute_dataset(x, 8))
+    seen["batched"] = described(
+        strategy.distribute_dataset([x[i : i + 8] for i in range(0, 22, 8)])
+    )
+    # Process 0 has 3 batches of 2 rows, process 1 has 4 and one of one row.
+    mine = [np.full(2, 10 * here + i, np.int32) for i in range(3 + here)]
+    mine += [np.full(1, 99, np.int32)] * here
+    contexts = []
+
+    def dataset_fn(context):
+        contexts.append([context.num_input_pipelines, context.input_pipeline_id])
+        return mine
+
+    seen["function"] = described(strategy.distribute_datasets_from_function(dataset_fn))
+    seen["contexts"] = contexts
+    own = np.arange(2 + 5 * here, dtype=np.int32)
+    seen["own rows"] = described(strategy.distribute_dataset(own, 8, per_process=True))
+    value = strategy.distribute_values_from_function(
+        lambda context: np.full(
+            2 - context.replica_id_in_sync_group // 2, 1 + here, np.int32
+        )
+    )
+    seen["values"] = [
+        rows_of(strategy, value),
+        value.mask is not None,
+        int(strategy.reduce("SUM", value, axis=0)),
+        strategy.gather(value, axis=0).tolist(),
+    ]
+
+    def fails(context):
+        if context.replica_id_in_sync_group == 3:
+            raise RuntimeError("no value here")
+        return 1.0
+
+    seen["failure"] = message(
+        lambda: strategy.distribute_values_from_function(fails), Exception
+    )
+    seen["other dtype"] = message(
+        lambda: strategy.distribute_values_from_function(lambda c: [1.0, 1][here])
+    )
+    return seen
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_processes_agree_about_padding_and_read_every_example_once():
+    first, second = run_processes(2, on_processes, shared=True)
+    for name in ("shared", "batched"):
+        assert first[name] == [
+            [[[0, 1], [2, 3]], False, 28],
+            [[[8, 9], [10, 11]], False, 92],
+            [[[16, 17], [18, 19]], True, 111],
+        ]
+        assert [rows for rows, _, _ in second[name]] == [
+            [[4, 5], [6, 7]],
+            [[12, 13], [14, 15]],
+            [[20, 21], []],
+        ]
+    assert first["contexts"] == [[2, 0]]
+    assert second["contexts"] == [[2, 1]]
+    assert [rows for rows, _, _ in first["function"]] == [
+        [[0, 0], [1, 1]],
+        [[2, 2], []],
+        [[], []],
+    ]
+    assert [rows for rows, _, _ in second["function"]] == [
+        [[10, 10], [11, 11]],
+        [[12, 12], [13, 13]],
+        [[99], []],
+    ]
+    assert [rest for _, *rest in first["function"]] == [
+        [False, 44],
+        [True, 54],
+        [True, 99],
+    ]
+    assert [rows for rows, _, _ in first["own rows"]] == [[[0, 1], []], [[], []]]
+    assert [rows for rows, _, _ in second["own rows"]] == [
+        [[0, 1], [2, 3]],
+        [[4, 5], [6]],
+    ]
+    assert [rest for _, *rest in first["own rows"]] == [[True, 7], [True, 15]]
+    assert first["values"] == [[[1, 1], [1, 1]], True, 8, [1, 1, 1, 1, 2, 2]]
+    assert second["values"] == [[[2], [2]], True, 8, [1, 1, 1, 1, 2, 2]]
+    assert first["failure"] == (
+        "value_fn failed on process 1: RuntimeError: no value here"
+    )
+    assert second["failure"] == "no value here"
+    assert (
+        first["other dtype"]
+        == second["other dtype"]
+        == (
+            "value_fn's values may differ in their number of rows alone: replica 0 has "
+            "f32[], replica 2 has i32[]."
+        )
+    )
