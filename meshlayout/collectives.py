@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from meshlayout import _checks
 from meshlayout._annotations import PyTree
@@ -291,12 +292,23 @@ def check_axis(axis: object, shape: tuple[int, ...], where: str) -> int:
     raise StrategyError(msg)
 
 
-def _numbers(where: str, leaf: object) -> jax.Array:
+def array_of(leaf: Any) -> jax.Array | None:
+    """Returns an array or number as a JAX array; None for anything else."""
+    arrays = jax.Array | np.ndarray | np.generic | bool | int | float | complex
+    if not isinstance(leaf, arrays):
+        return None  # JAX would take a text for the name of a dtype
     try:
         return jnp.asarray(leaf)
-    except (TypeError, ValueError):
+    except TypeError:  # an array of objects
+        return None
+
+
+def _numbers(where: str, leaf: object) -> jax.Array:
+    x = array_of(leaf)
+    if x is None:
         msg = f"{where} takes arrays and numbers, got {_checks.shown(leaf)}."
-        raise StrategyError(msg) from None
+        raise StrategyError(msg)
+    return x
 
 
 # Outside of strategies, code runs as on the only replica.

@@ -239,3 +239,144 @@ def test_one_device_gives_plain_arrays():
     assert isinstance(result["twice"], jax.Array)
     assert float(strategy.reduce("SUM", result["twice"], axis=0)) == 6
     np.testing.assert_array_equal(strategy.gather(result["twice"], axis=0), [0, 2, 4])
+
+
+def trained(strategy, steps=1):
+    """A model, and a function that trains it on a batch of values of replicas."""
+    with strategy.scope():
+        model = Model(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.sgd(0.5), wrt=nnx.Param)
+
+    def train_step(x, y):
+        def loss_fn(model):
+            return ml.losses.compute_average_loss(losses_of(model, x, y))
+
+        loss, grads = nnx.value_and_grad(loss_fn)(model)
+        optimizer.update(model, grads)
+        return loss
+
+    return model, train_step
+
+
+@pytest.mark.parametrize(("replicas", "rows"), [(2, 6), (4, 5), (8, 3)])
+def test_a_short_batch_gives_the_numbers_of_one_device(replicas, rows):
+    strategy = mirrored(replicas)
+    model, train_step = trained(strategy)
+    x, y = batch(rows)
+    size = -(-rows // replicas) if rows > replicas else 1
+    values = [
+        per_replica(
+            [array[i * size : (i + 1) * size] for i in range(replicas)], strategy.mesh
+        )
+        for array in (x, y)
+    ]
+    loss = strategy.run(train_step, args=tuple(values))
+    plain = Model(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(plain, optax.sgd(0.5), wrt=nnx.Param)
+    expected, grads = nnx.value_and_grad(lambda m: losses_of(m, x, y).mean())(plain)
+    optimizer.update(plain, grads)
+    np.testing.assert_allclose(
+        strategy.reduce("SUM", loss, axis=None), expected, rtol=1e-6
+    )
+    np.testing.assert_allclose(
+        model.out.kernel[...], plain.out.kernel[...], rtol=1e-5, atol=1e-6
+    )
+    # Values of rows keep their padding apart, and reductions over rows leave it out.
+    losses = strategy.run(lambda x, y: losses_of(model, x, y), args=tuple(values))
+    rows_of_replicas = [len(part) for part in strategy.local_results(losses)]
+    assert sum(rows_of_replicas) == rows
+    np.testing.assert_allclose(
+        strategy.reduce("MEAN", losses, axis=0),
+        losses_of(plain, x, y).mean(),
+        rtol=1e-5,
+    )
+
+
+def test_a_function_that_ignores_padding_is_refused():
+    strategy = mirrored(2)
+    x, _ = batch(6)
+    values = per_replica([x[:4], x[4:]], strategy.mesh)
+    assert message_of(strategy.run, lambda x: x.mean(), (values,)) == (
+        "<lambda> got a short batch, which is padded to the shape of the others, and "
+        "did not ask which rows are real: padding would count. Use "
+        "losses.compute_average_loss, which asks; or multiply by "
+        "get_replica_context().example_mask and divide by its num_examples; or return "
+        "one value per row and combine these with reduce(..., axis=0); or leave such "
+        "batches out with distribute_dataset(..., remainder='drop')."
+    )
+
+    def by_hand(x):
+        context = get_replica_context()
+        total = (x.mean(axis=1) * context.example_mask).sum()
+        return context.all_reduce("SUM", total) / context.num_examples
+
+    mean = strategy.local_results(strategy.run(by_hand, args=(values,)))
+    np.testing.assert_allclose(mean, [x.mean()] * 2, rtol=1e-5)
+
+
+def test_a_step_sends_what_the_step_of_the_library_sends():
+    strategy = mirrored(8)
+    _, train_step = trained(strategy)
+    x, y = (split(strategy, array) for array in batch())
+    sent = strategy.communication(train_step, args=(x, y))
+    state = ml.TrainState.create(
+        lambda: Model(nnx.Rngs(0)), optax.sgd(0.5), ml.LayoutMap(strategy.mesh)
+    )
+    step = ml.make_train_step(lambda model, batch: losses_of(model, *batch))
+    plain = step.communication(state, (x.array, y.array))
+    assert dict(sent) == dict(plain)
+    assert sum(sent.values()) == sent["all_reduce"] == 1
+    # The library's step also adds up the loss, which is one number.
+    assert 0 <= plain.wire_bytes - sent.wire_bytes <= 2 * 4
+
+
+def test_collectives_that_some_replicas_may_not_reach_are_refused():
+    strategy = mirrored(2)
+
+    def step():
+        context = get_replica_context()
+        return jax.lax.cond(
+            context.replica_id_in_sync_group == 0,
+            lambda: context.all_reduce("SUM", 1.0),
+            lambda: 0.0,
+        )
+
+    assert "only some of them may come" in message_of(strategy.run, step)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda s: s.run(3),
+            "run: fn must be a function, got 3.",
+        ),
+        (
+            lambda s: s.run(jnp.sin, args=1.0),
+            "run: args must be a tuple of fn's arguments, got 1.0. For one argument, "
+            "write args=(x,).",
+        ),
+        (
+            lambda s: s.run(jnp.sin, args=("a",)),
+            "run: the argument x is 'a'. A replica's function takes arrays, numbers, "
+            "values of replicas and NNX objects; fix anything else with "
+            "functools.partial or a closure.",
+        ),
+        (
+            lambda s: s.run(lambda: "a"),
+            "<lambda> returned 'a', which is not an array.",
+        ),
+        (
+            lambda s: s.run(lambda: s.run(lambda: 1)),
+            "run was called in a function that already runs on each replica. Call the "
+            "inner function directly.",
+        ),
+        (
+            lambda s: s.run(lambda: s.reduce("SUM", 1.0, axis=None)),
+            "reduce combines values of all replicas, and was called in a function that "
+            "runs on one: use get_replica_context().all_reduce there.",
+        ),
+    ],
+)
+def test_bad_calls_are_refused(call, message):
+    assert message_of(call, mirrored(2)) == message

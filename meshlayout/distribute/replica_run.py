@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec
 
 from meshlayout import _checks, _jax
 from meshlayout._annotations import PyTree
-from meshlayout.collectives import ReduceOp, ReplicaContext, entered
+from meshlayout.collectives import ReduceOp, ReplicaContext, array_of, entered
 from meshlayout.distribute.bindings import Bindings, find
 from meshlayout.distribute.gradients import GradientSums
 from meshlayout.distribute.sameness import same_values
@@ -59,7 +59,8 @@ class ReplicaRuns:
 
     def __init__(self, strategy: "Strategy") -> None:
         self._strategy = strategy
-        self._bindings: OrderedDict[Any, Bindings] = OrderedDict()
+        # With the functions themselves, whose ids would otherwise be used again.
+        self._bindings: OrderedDict[Any, tuple[Any, Bindings]] = OrderedDict()
         self._programs: OrderedDict[Any, list[ReplicaProgram]] = OrderedDict()
 
     def call(
@@ -81,15 +82,17 @@ class ReplicaRuns:
     ) -> "ReplicaProgram":
         """Returns the program for a call, compiling it if there is none yet."""
         key = (fn.__func__, id(fn.__self__)) if isinstance(fn, MethodType) else id(fn)
-        found = self._bindings.get(key)
+        _, found = self._bindings.get(key, (fn, None))
         if found is None or not found.is_current():
-            found = _kept(self._bindings, key, find(fn))
+            found = find(fn)
+            _keep(self._bindings, key, (fn, found))
         objects = (*found.objects, *arguments.objects)
         ids = tuple(id(node) for _, node in objects)
         signature = (key, ids, arguments.signature)
         programs = self._programs.get(signature)
         if programs is None:
-            programs = _kept(self._programs, signature, [])
+            programs = []
+            _keep(self._programs, signature, programs)
         for index, program in enumerate(programs):
             if program.is_current():
                 if index:
@@ -102,11 +105,10 @@ class ReplicaRuns:
         return program
 
 
-def _kept(cache: OrderedDict[Any, Any], key: Any, value: Any) -> Any:
+def _keep(cache: OrderedDict[Any, Any], key: Any, value: Any) -> None:
     cache[key] = value
     if len(cache) > _MOST_PROGRAMS:
         cache.popitem(last=False)
-    return value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -467,11 +469,11 @@ class ReplicaProgram:
                 "function returns arrays. What it sets in NNX objects is kept anyway."
             )
             raise StrategyError(msg)
-        try:
-            x = _jax.with_weak_type(jnp.asarray(leaf), weak_type=False)
-        except (TypeError, ValueError):
+        x = array_of(leaf)
+        if x is None:
             msg = f"{self._name} returned {_checks.shown(leaf)}, which is not an array."
-            raise StrategyError(msg) from None
+            raise StrategyError(msg)
+        x = _jax.with_weak_type(x, weak_type=False)
         if self._axis is None:
             return x  # of one replica, a plain array
         return _whole(x, self._strategy.num_replicas_in_sync)
