@@ -237,23 +237,23 @@ def test_what_a_program_cannot_repeat_is_refused_and_undone():
         return message
 
     assert refusal(lambda: sow(model)) == (
-        "strategy.run: the function adds the variable model/h, and the state of a "
+        "run: the function adds the variable model/h, and the state of a "
         "compiled program cannot grow. Create it before the call, in the strategy's "
         "scope. (What sow() keeps can be taken out with nnx.pop inside the function.)"
     )
     assert refusal(
         lambda: setattr(model.first.dense, "bias", nnx.Param(jnp.ones(4)))
     ) == (
-        "strategy.run: the function replaces the variable model/first/dense/bias by "
+        "run: the function replaces the variable model/first/dense/bias by "
         "another one. Give it a new value instead: variable[...] = value."
     )
     assert refusal(lambda: delattr(model.first.dense, "bias")) == (
-        "strategy.run: the function removes the variable model/first/dense/bias. The "
+        "run: the function removes the variable model/first/dense/bias. The "
         "function runs once per compiled program, not at every call, so this would "
         "happen only once. Remove it before the call."
     )
     assert refusal(lambda: setattr(model.first, "rate", 0.5)) == (
-        "strategy.run: the function sets model/first/rate, which is not an "
+        "run: the function sets model/first/rate, which is not an "
         "nnx.Variable, from 0.3 to 0.5. The function runs once per compiled program, "
         "not at every call, so this would happen only once. Return the value or keep "
         "it in an nnx.Variable; switch modes, as model.eval() does, before the call."

@@ -29,6 +29,7 @@ from meshlayout._annotations import PyTree
 from meshlayout.collectives import ReduceOp, ReplicaContext, array_of, entered
 from meshlayout.distribute.bindings import Bindings, find
 from meshlayout.distribute.gradients import GradientSums
+from meshlayout.distribute.nnx_graph import belongs_here
 from meshlayout.distribute.sameness import same_values
 from meshlayout.distribute.values import (
     REPLICA_AXIS,
@@ -36,7 +37,7 @@ from meshlayout.distribute.values import (
     is_per_replica,
     map_per_replica,
 )
-from meshlayout.distribute.variables import Aggregation, Variables, belongs_here
+from meshlayout.distribute.variables import Aggregation, Variables
 from meshlayout.errors import StrategyError
 from meshlayout.hlo import Communication
 from meshlayout.step import compile_step
