@@ -503,7 +503,7 @@ def is_ref(x: Leaf) -> bool:
     """Returns whether a value is a mutable `jax.Ref`.
 
     JAX has no public class for it that 0.7 and 0.12 share.
-    tests/test_distribute_bindings.py notices.
+    tests/test_distribute_variables.py notices.
     """
     try:
         return isinstance(jax.typeof(x), AbstractRef)

@@ -37,10 +37,12 @@ from flax import nnx
 from meshlayout import _checks, _paths
 from meshlayout.distribute.bytecode import (
     AttributeNames,
+    is_users_class,
     is_users_file,
     is_users_module,
     references,
 )
+from meshlayout.distribute.nnx_graph import NnxObject, is_bookkeeping, iter_graph
 from meshlayout.distribute.places import (
     MOST_ENTRIES,
     RANDOM,
@@ -52,7 +54,6 @@ from meshlayout.distribute.places import (
     names_place,
     object_place,
 )
-from meshlayout.distribute.nnx_graph import NnxObject, is_bookkeeping, iter_graph
 from meshlayout.errors import StrategyError
 
 
@@ -250,11 +251,7 @@ class _Walk:
         for name in sorted(present):
             self._add(name, scope[name])
         for chain in sorted(code.chains):
-            first = (
-                nonlocals.get(chain[0], None)
-                if chain[0] in cells
-                else scope.get(chain[0])
-            )
+            get = nonlocals.get if chain[0] in cells else scope.get
             self._visit_chain(chain, get(chain[0], None))
 
     def _visit_chain(self, chain: tuple[str, ...], value: Any) -> None:
@@ -280,7 +277,7 @@ class _Walk:
                 self._visit_attributes(name, value)
         elif isinstance(value, type):
             self._visit_class(value, is_called=True)
-        elif is_users_module(type(value).__module__) or isinstance(value, _NAMESPACES):
+        elif is_users_class(type(value)) or isinstance(value, _NAMESPACES):
             self._visit_class(type(value))
             self._visit_attributes(name, value)
         elif (place := object_place(name, value)) is not None:
@@ -311,7 +308,7 @@ class _Walk:
         """Looks at the methods that may run, and the attributes that code names."""
         for parent in kind.__mro__:
             is_known = (parent, is_called) in self._classes
-            if is_known or not is_users_module(parent.__module__):
+            if is_known or not is_users_class(parent):
                 continue
             self._classes.add((parent, is_called))
             self._visit_attributes(parent.__name__, parent)

@@ -4,8 +4,8 @@ import dis
 import functools
 import sys
 import sysconfig
-import types
 from dataclasses import dataclass
+from types import CodeType, FunctionType
 
 from meshlayout import errors
 
@@ -59,7 +59,7 @@ class References:
 
 
 @functools.lru_cache(maxsize=1024)
-def references(code: types.CodeType) -> References:
+def references(code: CodeType) -> References:
     """Returns what a function's bytecode names.
 
     Example:
@@ -103,7 +103,7 @@ def references(code: types.CodeType) -> References:
         frozenset(chains),
     )
     for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
+        if isinstance(constant, CodeType):
             result |= references(constant)
     return result
 
@@ -115,6 +115,17 @@ def is_users_file(file: str) -> bool:
         or "dist-packages" in file
         or file.startswith(_LIBRARIES)
     )
+
+
+def is_users_class(kind: type) -> bool:
+    """Returns whether a class is the user's, by its methods or else its module."""
+    for value in vars(kind).values():
+        file = value.__code__.co_filename if isinstance(value, FunctionType) else ""
+        # What dataclasses generate has no file. Doctests and notebooks have one each,
+        # but may run in a module of the library.
+        if file and file != "<string>":
+            return is_users_file(file)
+    return is_users_module(kind.__module__)
 
 
 def is_users_module(name: str) -> bool:

@@ -29,7 +29,7 @@ ONLY_ONCE = (
 
 # Flax's private attributes, none of which has a public counterpart that may be called
 # while a trace is under way. If Flax renames one, `bound` raises AttributeError or
-# KeyError, and nearly every test in tests/test_distribute_bindings.py fails.
+# KeyError, and nearly every test in tests/test_distribute_variables.py fails.
 # - The value of a Variable: `_raw_value`, which was `raw_value` in flax 0.11. The
 #   public setters refuse values of another trace, and take microseconds each.
 _RAW_VALUE = "_raw_value" if hasattr(nnx.Variable, "_raw_value") else "raw_value"
@@ -129,6 +129,7 @@ class NnxGraph:
 
     @classmethod
     def of(cls, objects: Iterable[tuple[str, NnxObject]]) -> "NnxGraph":
+        """Takes objects apart, each under its name."""
         graph = cls()
         seen: set[int] = set()
         for name, root in objects:
@@ -242,6 +243,7 @@ class NnxAttributes:
         self._sizes = self._lengths()
 
     def are_current(self) -> bool:
+        """Returns whether every attribute is the same object as before."""
         if self._lengths() != self._sizes:
             return False
         return all(map(operator.is_, self._read(), self._contents))

@@ -34,7 +34,7 @@ _MOST_BYTES = 2**24
 
 
 @dataclass(frozen=True)
-class Change:
+class Rebinding:
     """One difference between two readings of a place.
 
     Attributes:
@@ -61,10 +61,10 @@ class Place:
 
     labels: tuple[str, ...] | str
     read: Callable[[], Contents]
-    fact: Callable[[Change], str]
+    fact: Callable[[Rebinding], str]
     is_input: bool = True
 
-    def change(self, before: Contents) -> Change | None:
+    def change(self, before: Contents) -> Rebinding | None:
         """Returns the first difference from an earlier reading, or None."""
         contents = self.read()
         has_size = len(contents) == len(before)
@@ -72,13 +72,13 @@ class Place:
             return None
         if isinstance(self.labels, str):
             same = has_size and all(map(is_same, before, contents))
-            return None if same else Change(self.labels, before, contents)
+            return None if same else Rebinding(self.labels, before, contents)
         for label, old, new in zip(self.labels, before, contents, strict=True):
             if not is_same(old, new):
-                return Change(label, old, new)
+                return Rebinding(label, old, new)
         return None
 
-    def refusal(self, change: Change) -> str:
+    def refusal(self, change: Rebinding) -> str:
         """Returns the sentences that refuse a function which makes this change."""
         return f"run: the function {self.fact(change)}"
 
@@ -161,14 +161,14 @@ def container_place(name: str, value: Any) -> Place:
     return Place(f"the {kind} {name}", read, _changes)
 
 
-def _sets(change: Change) -> str:
+def _sets(change: Rebinding) -> str:
     return (
         f"sets {change.label} from {text(change.before)} to {text(change.after)}. "
         f"{ONLY_ONCE} Return the value, or keep it in an nnx.Variable."
     )
 
 
-def _changes(change: Change) -> str:
+def _changes(change: Rebinding) -> str:
     sizes = change.before[0], change.after[0]
     extent = f" from {sizes[0]} to {sizes[1]} entries" if sizes[0] != sizes[1] else ""
     return (
@@ -177,14 +177,14 @@ def _changes(change: Change) -> str:
     )
 
 
-def _writes(change: Change) -> str:
+def _writes(change: Rebinding) -> str:
     return (
         f"writes to the NumPy array {change.label}. {ONLY_ONCE} Return the value, or "
         "keep it in an nnx.Variable."
     )
 
 
-def _draws(change: Change) -> str:
+def _draws(change: Rebinding) -> str:
     return (
         f"draws random numbers from {change.label}. The function runs once per "
         "compiled program, so every call would use the same numbers. Use nnx.Rngs or "
@@ -192,7 +192,7 @@ def _draws(change: Change) -> str:
     )
 
 
-def _advances(change: Change) -> str:
+def _advances(change: Rebinding) -> str:
     return (
         f"advances the iterator {change.label}. The function runs once per compiled "
         "program, so every call would use the same element. Pass the element as an "

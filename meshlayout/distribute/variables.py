@@ -12,23 +12,18 @@ another thread traces a function that uses it see traced values, as with `nnx.ji
 """
 
 import contextlib
-import functools
-import inspect
 import itertools
 import operator
 import threading
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, cast
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, TypeAlias
 
 import jax
 import numpy as np
 from flax import nnx
-from flax.nnx import tracers
-from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from meshlayout import _checks, _jax, _paths
+from meshlayout import _checks, _jax
 from meshlayout._annotations import Leaf
 from meshlayout.distribute.nnx_graph import (
     NnxAttributes,
