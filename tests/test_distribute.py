@@ -380,3 +380,43 @@ def test_collectives_that_some_replicas_may_not_reach_are_refused():
 )
 def test_bad_calls_are_refused(call, message):
     assert message_of(call, mirrored(2)) == message
+
+
+def test_a_state_made_in_a_scope_is_on_the_mesh_of_the_strategy():
+    strategy = mirrored(2)
+    with strategy.scope():
+        state = ml.TrainState.create(lambda: Model(nnx.Rngs(0)), optax.sgd(0.1))
+        assert ml.get_default_mesh() == strategy.mesh
+    kernel = state.params["hidden"]["kernel"]
+    assert kernel.sharding.device_set == set(strategy.extended.worker_devices)
+
+
+def test_a_variable_may_hold_the_parameters_of_linen():
+    strategy = mirrored(2)
+    with strategy.scope():
+        params = nnx.Variable({"w": jnp.ones((4, 3))})
+
+    def step(x):
+        tree = params.get_value()
+        grads = jax.grad(lambda tree: (x @ tree["w"]).sum())(tree)
+        grads = get_replica_context().all_reduce("SUM", grads)
+        params.set_value(jax.tree.map(lambda a, b: a - b, tree, grads))
+
+    strategy.run(step, args=(split(strategy, batch()[0]),))
+    expected = 1 - batch()[0].sum(axis=0)[:, None] * np.ones((1, 3))
+    np.testing.assert_allclose(params.get_value()["w"], expected, rtol=1e-5)
+    assert strategy.extended.variable_created_in_scope(params)
+
+
+def test_values_are_reduced_to_where_they_are_wanted():
+    strategy = mirrored(2)
+    values = strategy.run(lambda: get_replica_context().replica_id_in_sync_group)
+    with strategy.scope():
+        variable = nnx.Variable(jnp.float32(0))
+    extended = strategy.extended
+    (device,) = extended.reduce_to("SUM", values, "CPU:5").devices()
+    assert device == jax.devices()[5]
+    pairs = [(values, variable), (values, device)]
+    assert [int(x) for x in extended.batch_reduce_to("MAX", pairs)] == [1, 1]
+    extended.update(variable, lambda v, x: v.set_value(v.get_value() + x), args=(2.0,))
+    assert float(variable.get_value()) == 2

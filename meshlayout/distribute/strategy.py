@@ -17,6 +17,7 @@ from flax import nnx
 
 from meshlayout import _checks, _jax
 from meshlayout._annotations import PyTree
+from meshlayout._default_mesh import default_mesh
 from meshlayout._patches import SharedPatches
 from meshlayout.collectives import (
     MergedValue,
@@ -27,6 +28,7 @@ from meshlayout.collectives import (
 from meshlayout.data import InputContext
 from meshlayout.distribute import datasets, reduction
 from meshlayout.distribute.datasets import ReplicaDataset
+from meshlayout.distribute.extended import StrategyExtended
 from meshlayout.distribute.replica_run import ReplicaRuns
 from meshlayout.distribute.value_function import (
     ValueContext,
@@ -78,6 +80,11 @@ class Strategy:
         return None
 
     @property
+    def extended(self) -> StrategyExtended:
+        """The methods for authors of libraries."""
+        return StrategyExtended(self)
+
+    @property
     def layouts(self) -> LayoutMap:
         """The layout map of what is made in the scope: whole on every replica."""
         return LayoutMap(self.mesh, unused="ignore")
@@ -88,7 +95,9 @@ class Strategy:
 
         Make models, optimizers and metrics in it: NNX objects, single Variables and the
         variables of Linen's `init`. Each replica then has a copy of the same values. It
-        is also the cross-replica context, in which `get_replica_context()` is None.
+        is also the cross-replica context, in which `get_replica_context()` is None, and
+        the strategy's mesh is the default one: a state that `TrainState.create` makes
+        here without layouts can be trained by `make_train_step` and `Trainer`.
 
         Yields:
             This strategy.
@@ -107,8 +116,18 @@ class Strategy:
             True
         """
         self._check_scope()
-        with self.layouts.scope(), _variables, _current_is(self), entered(None):
+        with self.layouts.scope(), _variables, self._current():
             yield self
+
+    @contextlib.contextmanager
+    def _current(self) -> Iterator[None]:
+        """Makes this the current strategy, in cross-replica context."""
+        token = _current.set(self)
+        try:
+            with default_mesh(self.mesh), entered(None):
+                yield
+        finally:
+            _current.reset(token)
 
     def _check_scope(self) -> None:
         outer = _current.get()
@@ -219,7 +238,7 @@ class Strategy:
         if outer is not None and outer is not self:
             msg = f"{self!r} was used in the scope of another strategy, {outer!r}."
             raise StrategyError(msg)
-        with _current_is(self), entered(None):
+        with self._current():
             yield
 
     def distribute_dataset(
@@ -527,15 +546,6 @@ class Strategy:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.num_replicas_in_sync} replicas)"
-
-
-@contextlib.contextmanager
-def _current_is(strategy: Strategy) -> Iterator[None]:
-    token = _current.set(strategy)
-    try:
-        yield
-    finally:
-        _current.reset(token)
 
 
 def _is_value(leaf: object) -> bool:
