@@ -182,6 +182,22 @@ def test_a_log_has_one_plain_line_per_epoch(state):
     assert lines[2].endswith("examples/s)")
 
 
+def test_numbers_of_progress_lines_and_of_the_history_are_aligned(capsys):
+    losses = 12.5, 0.75, math.nan, 0.0625, 1e-5
+    trainer = Scripted(*losses)
+    history = trainer.run(progress=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(losses)
+    heads = [line.split("  (")[0] for line in lines]
+    texts = ["12.5000", " 0.7500", "    nan", " 0.0625", "1.00e-05"]
+    for number, (head, text) in enumerate(zip(heads, texts, strict=True), 1):
+        assert head == f"epoch {number}/5  loss {text}"
+    table = repr(history).splitlines()[2:]
+    assert [line[-8:] for line in table] == [text.rjust(8) for text in texts]
+    facts = [line.split("  (")[1].split(" examples/s")[0] for line in lines]
+    assert len({len(fact) for fact in facts[1:]}) == 1
+
+
 def test_progress_is_shown_unless_it_is_switched_off(state, capsys):
     trainer = ml.Trainer(state, loss_fn)
     fit(trainer, progress=True)
@@ -269,7 +285,7 @@ def test_a_notebook_has_one_display_that_is_updated(state, notebook):
 def test_a_cell_that_ends_in_fit_does_not_show_the_epochs_twice(state, notebook):
     trainer = ml.Trainer(state, loss_fn)
     history = fit(trainer, epochs=2, progress=True)
-    loss = f"loss {history['loss'][-1]:#.4g}, learning_rate 0.05000"
+    loss = f"loss {history['loss'][-1]:.4f}, learning_rate 0.05000"
     assert f">History(2 epochs, {loss})<" in history._repr_html_()
     notebook.execution_count += 1  # the next cell
     assert "<table" in history._repr_html_()

@@ -1010,9 +1010,9 @@ def test_a_history_takes_one_value_per_epoch():
     )
     history.set([1, 2, 3], {"loss": [0.788, 0.81, 12.0], "rate": [1e-5, 2e-5, 1.0]})
     assert repr(history).splitlines()[2:] == [
-        "    1   0.788  1e-05",
-        "    2   0.810  2e-05",
-        "    3  12.000      1",
+        "    1   0.7880  1.00e-05",
+        "    2   0.8100  2.00e-05",
+        "    3  12.0000    1.0000",
     ]
 
 

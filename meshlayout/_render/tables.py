@@ -157,6 +157,13 @@ def html_line(text: str, style: str) -> str:
     return f'<div style="{style}">{html.escape(one_line(text))}</div>'
 
 
+def html_text(lines: Sequence[str]) -> str:
+    """Returns lines of text, escaped, whose columns stay aligned."""
+    text = html.escape("\n".join(map(one_line, lines)))
+    style = f"font-family:{_MONO};font-size:12px;margin:0;padding:0;overflow-x:auto"
+    return f'<pre style="{style};background:transparent;color:inherit">{text}</pre>'
+
+
 def _html_row(tag: str, cells: Sequence[object], align: str, style: str) -> str:
     sides = {"l": "left", "r": "right", "c": "center"}
     # Notebook themes stripe rows and right-align cells, so every style is explicit.

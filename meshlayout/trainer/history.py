@@ -28,10 +28,10 @@ class History(Mapping[str, list[Any]]):
         >>> history["val_loss"]
         [0.75, 0.5]
         >>> history
-        epoch  loss  val_loss
-        ─────  ────  ────────
-            1  0.50      0.75
-            2  0.25      0.50
+        epoch    loss  val_loss
+        ─────  ──────  ────────
+            1  0.5000    0.7500
+            2  0.2500    0.5000
     """
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ class History(Mapping[str, list[Any]]):
             return repr(self)
         count = len(self.epochs)
         values = [
-            f", {name} {number_text(column[-1])}"
+            f", {name} {_column(column)[-1]}"
             for name, column in self._values.items()
             if isinstance(column[-1], float)
         ]
@@ -167,28 +167,44 @@ def _as_list(name: str, values: Any) -> list[Any]:
     return list(values)
 
 
-def number_text(value: float) -> str:
-    """Returns a number with four significant digits, at a fixed width.
+def decimals_of(value: float) -> int:
+    """Returns how many decimals the numbers of a column have, from its first one.
+
+    A loss that starts at 2.1 is still legible at 0.01, and a learning rate has as many
+    as it needs; what is below a thousandth is in powers of ten.
 
     Example:
-        >>> number_text(0.81), number_text(12.345), number_text(2.0), number_text(1e-5)
-        ('0.8100', '12.35', '2.000', '1.000e-05')
+        >>> decimals_of(2.103), decimals_of(0.00125), decimals_of(5822.0)
+        (4, 6, 2)
     """
-    return f"{value:#.4g}".rstrip(".")
+    if not math.isfinite(value) or abs(value) < 1e-3:
+        return 4
+    if abs(value) >= 100:
+        return 2
+    return max(4, 3 - math.floor(math.log10(abs(value))))
+
+
+def number_text(value: float, decimals: int) -> str:
+    """Returns a number with some decimals, or in powers of ten if they do not suit it.
+
+    Example:
+        >>> number_text(0.81, 4), number_text(0.00042, 4), number_text(-1.5e9, 4)
+        ('0.8100', '4.20e-04', '-1.50e+09')
+    """
+    least = 10 ** (1 - decimals) if decimals else 0  # two digits at least
+    if value and not least <= abs(value) < 1e9:
+        return f"{value:.2e}"
+    return f"{value:.{decimals}f}"
 
 
 def _column(values: Sequence[Any]) -> list[str]:
-    """Returns the texts of a column, with the same number of decimals in all rows."""
-    texts = [_text(value) for value in values]
-    plain = [text for text in texts if text.lstrip("-").replace(".", "", 1).isdigit()]
-    decimals = max((len(text.partition(".")[2]) for text in plain), default=0)
+    """Returns the texts of a column; numbers have the decimals of the first."""
+    numbers = [v for v in values if isinstance(v, float) and math.isfinite(v)]
+    is_whole = all(number.is_integer() for number in numbers)
+    decimals = 0 if is_whole else decimals_of(numbers[0])
     return [
-        f"{value:.{decimals}f}" if text in plain else text
-        for text, value in zip(texts, values, strict=True)
+        number_text(value, decimals)
+        if isinstance(value, float)
+        else _render.array_text(value.dtype, value.shape)
+        for value in values
     ]
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return _render.array_text(value.dtype, value.shape)

@@ -6,6 +6,7 @@ device has computed.
 """
 
 import html
+import math
 import sys
 import time
 from collections.abc import Mapping
@@ -17,12 +18,12 @@ from rich.progress import BarColumn, Progress as Bars, TextColumn
 
 from meshlayout._checks import shown
 from meshlayout._render.consoles import console_on, notebook_shell
-from meshlayout._render.tables import html_block, html_line
+from meshlayout._render.tables import html_block, html_text
 from meshlayout.errors import MeshLayoutError
 from meshlayout.metrics import Metrics
 from meshlayout.trainer.callbacks.callback import AsyncMetrics, Callback, scalars
 from meshlayout.trainer.epochs import TrainingPosition
-from meshlayout.trainer.history import number_text
+from meshlayout.trainer.history import decimals_of, number_text
 
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 
 # Seconds between two updates of the bar; each computes metrics on the device.
 _INTERVAL_S = 0.2
+
+# Terminal columns of a bar, and of one where there is little room.
+_BAR_WIDTH, _SHORT_BAR_WIDTH = 20, 5
 
 
 class _Bar(NamedTuple):
@@ -73,19 +77,24 @@ class _TerminalDisplay(_Display):
         super().__init__(console)
         # Transient: the bar disappears, and the lines stay. Markup is off for text of
         # the user, in which brackets are brackets.
-        columns = TextColumn("{task.description}"), BarColumn(bar_width=20)
+        self._bar_width = _BAR_WIDTH if console.width >= 80 else _SHORT_BAR_WIDTH
+        bar = BarColumn(bar_width=self._bar_width)
+        columns = TextColumn("{task.description}"), bar
         text = TextColumn("{task.fields[text]}", markup=False)
         self._bars = Bars(*columns, text, console=console, transient=True)
         self._task = self._bars.add_task("", total=None, text="")
         self._bars.start()
 
     def show(self, bar: _Bar) -> None:
+        # Cut here: rich would take the room from the title and the bar, too.
+        room = self._console.width - len(bar.title) - self._bar_width - 2
+        text = bar.text if len(bar.text) <= room else f"{bar.text[: room - 1]}…"
         self._bars.update(
             self._task,
             description=bar.title,
             total=bar.total,
             completed=bar.done,
-            text=bar.text,
+            text=text,
         )
 
     def close(self) -> None:
@@ -109,14 +118,40 @@ class _NotebookDisplay(_Display):
         self._update(f"<div><progress{total}></progress> {text}</div>")
 
     def add_line(self, line: str) -> None:
-        self._lines.append(html_line(line, ""))
+        self._lines.append(line)
         self._update()
 
     def close(self) -> None:
         self._update()
 
     def _update(self, *bar: str) -> None:
-        self._handle.update(self._html(html_block(*self._lines, *bar)))
+        lines = [html_text(self._lines)] if self._lines else []
+        self._handle.update(self._html(html_block(*lines, *bar)))
+
+
+class _Columns:
+    """Cells that line up with those of the lines before: each as wide as the widest."""
+
+    def __init__(self) -> None:
+        self._widths: dict[str, int] = {}
+        self._decimals: dict[str, int] = {}
+
+    def values(self, values: Mapping[str, float]) -> str:
+        """Returns names and numbers, each with the decimals of its first number."""
+        return "  ".join(
+            f"{name} {self.cell(name, self._number(name, value))}"
+            for name, value in values.items()
+        )
+
+    def cell(self, name: str, text: str) -> str:
+        """Returns a text, right-aligned in its column."""
+        width = self._widths[name] = max(self._widths.get(name, 0), len(text))
+        return text.rjust(width)
+
+    def _number(self, name: str, value: float) -> str:
+        if math.isfinite(value):
+            self._decimals.setdefault(name, decimals_of(value))
+        return number_text(value, self._decimals.get(name, 4))
 
 
 def _display_on(console: Console | None) -> _Display:
@@ -154,6 +189,7 @@ class Progress(Callback):
         """Chooses the display: a terminal, a notebook or a log."""
         self._start_s = self._looked_s = time.perf_counter()
         self._first_epoch = len(trainer.history.epochs) + 1
+        self._columns = _Columns()
         if jax.process_index() == 0:
             self._display = _display_on(self._console)
         if isinstance(self._display, _NotebookDisplay):
@@ -196,12 +232,13 @@ class Progress(Callback):
         epoch_s = now_s - self._epoch_start_s
         # Without validation there is no `_trained_s`: the epoch was all training.
         rate = _rate_text(position, self._trained_s or epoch_s)
-        facts = [f"{epoch_s:.1f} s", rate]
+        cell = self._columns.cell
+        facts = [cell("(seconds)", f"{epoch_s:.1f} s"), cell("(rate)", rate)]
         left = position.last_epoch - epoch
         if left and not trainer.stopped:
             done = epoch - self._first_epoch + 1
             facts.append(_left_text((now_s - self._start_s) / done * left))
-        values = _values_text(scalars(logs))
+        values = self._columns.values(scalars(logs))
         self._display.add_line(f"{_title(position)}  {values}  ({', '.join(facts)})")
         if trainer.stopped:
             self._display.add_line(f"stopped: {trainer.stopped}")
@@ -223,7 +260,7 @@ class Progress(Callback):
     def _show_step(
         self, position: TrainingPosition, values: Mapping[str, float], pace: str
     ) -> None:
-        facts = _values_text(values), pace
+        facts = self._columns.values(values), pace
         self._show(position, position.step_in_epoch, position.steps_per_epoch, facts)
 
     def _show_validation(self, trainer: "Trainer", step: int) -> None:
@@ -260,10 +297,6 @@ class Progress(Callback):
 def _title(position: TrainingPosition) -> str:
     width = len(str(position.last_epoch))
     return f"epoch {position.epoch:>{width}}/{position.last_epoch}"
-
-
-def _values_text(values: Mapping[str, float]) -> str:
-    return "  ".join(f"{name} {number_text(x)}" for name, x in values.items())
 
 
 def _rate_text(position: TrainingPosition, seconds: float) -> str:
