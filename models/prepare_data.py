@@ -8,8 +8,6 @@ Fashion-MNIST is prepared from Debian's package of the same files.
 
 import argparse
 import contextlib
-import gzip
-import io
 import os
 import queue
 import re
@@ -18,17 +16,14 @@ import subprocess
 import sys
 import tempfile
 import threading
-import zipfile
 from pathlib import Path
 from typing import Any
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import urlsplit
 
-import numpy as np
 import requests
 import tensorflow_datasets as tfds
-from PIL import Image
-from tensorflow_datasets.core import registered
 
+from meshlayout.data.mnist_family import without_tensorflow
 from meshlayout.errors import did_you_mean
 
 
@@ -229,83 +224,6 @@ def prepare(
             f"{builder.name} cannot be prepared in {builder.data_path}: "
             f"{first_line(error)}."
         ) from error
-
-
-def without_tensorflow(builder: tfds.core.DatasetBuilder) -> tfds.core.DatasetBuilder:
-    """Returns the same builder with files read by NumPy, for the MNIST family.
-
-    Other builders are returned unchanged.
-    """
-    if not isinstance(builder, tfds.image_classification.MNIST):
-        return builder
-    config = builder.builder_config.name if builder.builder_config else None
-    return numpy_reading(type(builder))(
-        data_dir=builder.data_dir_root, config=config, file_format="array_record"
-    )
-
-
-def numpy_reading(base: Any) -> Any:
-    """Returns a builder class that differs from `base` only in how it reads files."""
-    with registered.skip_registration():
-
-        class NumpyBuilder(base):
-            name = base.name
-
-            def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
-                files = mnist_files(self, dl_manager)
-                return {
-                    split: self._generate_examples(images, labels)
-                    for split, (images, labels) in files.items()
-                }
-
-            def _generate_examples(self, images: bytes, labels: bytes) -> Any:
-                rows = zip(read_idx(images), read_idx(labels), strict=True)
-                for row, (image, label) in enumerate(rows):
-                    yield row, {"image": png(image), "label": int(label)}
-
-        return NumpyBuilder
-
-
-def mnist_files(builder: Any, dl_manager: Any) -> dict[str, tuple[bytes, bytes]]:
-    """Returns the gzipped (images, labels) files of both splits, downloaded."""
-    if isinstance(builder, tfds.image_classification.EMNIST):
-        config: Any = builder.builder_config
-        archive = zipfile.ZipFile(dl_manager.download(builder.URL))
-        prefix = f"gzip/emnist-{config.name}"
-        return {
-            split: (
-                archive.read(f"{prefix}-{split}-images-idx3-ubyte.gz"),
-                archive.read(f"{prefix}-{split}-labels-idx1-ubyte.gz"),
-            )
-            for split in ("train", "test")
-        }
-    urls = {
-        split: (
-            urljoin(builder.URL, f"{prefix}-images-idx3-ubyte.gz"),
-            urljoin(builder.URL, f"{prefix}-labels-idx1-ubyte.gz"),
-        )
-        for split, prefix in (("train", "train"), ("test", "t10k"))
-    }
-    return {
-        split: (Path(images).read_bytes(), Path(labels).read_bytes())
-        for split, (images, labels) in dl_manager.download(urls).items()
-    }
-
-
-def read_idx(data: bytes) -> np.ndarray:
-    """Returns the uint8 array in a gzipped file of MNIST's IDX format."""
-    raw = gzip.decompress(data)
-    rank = raw[3]
-    shape = np.frombuffer(raw, ">i4", count=rank, offset=4)
-    return np.frombuffer(raw, np.uint8, offset=4 + 4 * rank).reshape(shape)
-
-
-def png(image: np.ndarray) -> io.BytesIO:
-    """Returns a PNG file, whose bytes TFDS stores unchanged."""
-    file = io.BytesIO()
-    Image.fromarray(image).save(file, "PNG")
-    file.seek(0)
-    return file
 
 
 def write_debian_files(directory: Path) -> None:

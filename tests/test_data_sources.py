@@ -5,6 +5,7 @@ import hashlib
 import io
 import shutil
 import socket
+import sys
 import time
 import zipfile
 from pathlib import Path
@@ -15,6 +16,8 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
+import meshlayout as ml
+from meshlayout.data import mnist_family
 from models import data, prepare_data
 from models.data import Split, batches, load_dataset, num_batches
 from models.prepare_data import DataError, find_builder, is_prepared, prepare
@@ -50,7 +53,7 @@ def prepared(tmp_path_factory):
     """A TFDS directory with a small mnist of random images."""
     data_dir = tmp_path_factory.mktemp("prepared")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare_data, "mnist_files", made_up_files)
+        patch.setattr(mnist_family, "mnist_files", made_up_files)
         prepare(find_builder("mnist", data_dir))
     return data_dir
 
@@ -207,7 +210,7 @@ def test_a_dataset_that_cannot_be_is_refused_before_any_download(
 
 def test_a_download_is_prepared_and_then_found(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "unreachable", lambda builder: "")
-    monkeypatch.setattr(prepare_data, "mnist_files", made_up_files)
+    monkeypatch.setattr(mnist_family, "mnist_files", made_up_files)
     first = load_dataset("kmnist", tmp_path)
     assert str(first) == (
         f"kmnist from TFDS's download, prepared in {tmp_path}/kmnist/3.0.1, "
@@ -232,12 +235,27 @@ def test_another_dataset_is_never_taken_in_place_of_one_that_is_away(
     )
 
 
+@pytest.mark.parametrize("by_name", [True, False], ids=["name", "builder"])
+def test_from_tfds_prepares_the_mnist_family_without_tensorflow(
+    tmp_path, monkeypatch, by_name
+):
+    monkeypatch.setitem(sys.modules, "tensorflow", None)  # cannot be imported
+    monkeypatch.setattr(mnist_family, "mnist_files", made_up_files)
+    name = "kmnist" if by_name else tfds.builder("kmnist", data_dir=tmp_path)
+    mesh = ml.create_mesh({"batch": -1})
+    options: Any = {"global_batch_size": NUM_TRAIN + 4, "shuffle": False}
+    (batch,) = ml.data.from_tfds(name, "train", mesh, data_dir=tmp_path, **options)
+    images, labels = ml.to_numpy(batch["image"]), ml.to_numpy(batch["label"])
+    rows = ml.to_numpy(batch["weight"]) > 0
+    assert by_content(Split(images[rows], labels[rows])) == by_content(Split(*TRAIN))
+
+
 def test_a_download_that_fails_is_an_error(tmp_path, monkeypatch):
     def fail(builder, dl_manager):
         raise OSError("connection lost")
 
     monkeypatch.setattr(data, "unreachable", lambda builder: "")
-    monkeypatch.setattr(prepare_data, "mnist_files", fail)
+    monkeypatch.setattr(mnist_family, "mnist_files", fail)
     with pytest.raises(DataError, match="connection lost"):
         load_dataset("mnist", tmp_path)
     assert not is_prepared(find_builder("mnist", tmp_path))
@@ -262,7 +280,7 @@ def test_emnist_is_read_from_its_archive(tmp_path):
                 file.writestr(name, f"{split} {kind}")
     builder = find_builder("emnist/letters", tmp_path)
     manager = SimpleNamespace(download=lambda url: archive)
-    assert prepare_data.mnist_files(builder, manager) == {
+    assert mnist_family.mnist_files(builder, manager) == {
         "train": (b"train images-idx3", b"train labels-idx1"),
         "test": (b"test images-idx3", b"test labels-idx1"),
     }

@@ -7,16 +7,13 @@ sentence with the fix, before anything is read.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from meshlayout import _checks, _optional
 from meshlayout._annotations import PyTree
 from meshlayout.data.examples import named_leaves
+from meshlayout.data.mnist_family import Builder, new_builder, without_tensorflow
 from meshlayout.errors import DataError, did_you_mean
-
-
-Builder: TypeAlias = Any
-"""A `tfds.core.DatasetBuilder`, whose package only some users have."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +70,7 @@ def find_prepared(
         raise DataError(msg)
     # TFDS knows the splits only of prepared datasets.
     if not builder.info.splits:
-        _prepare(builder)
+        builder = _prepare(builder)
     _check_format(builder)
     _check_split(builder, split)
     _check_decoders(builder.info.features, decoders)
@@ -132,10 +129,14 @@ def _builder(name: str, data_dir: str | Path | None) -> Builder:
         raise DataError(msg) from error
 
 
-def _prepare(builder: Builder) -> None:
-    """Downloads and prepares a dataset in the format that needs no TensorFlow."""
+def _prepare(builder: Builder) -> Builder:
+    """Downloads and prepares a dataset in the format that needs no TensorFlow.
+
+    Returns:
+        A new builder, which reads what was prepared.
+    """
     try:
-        builder.download_and_prepare(file_format="array_record")
+        without_tensorflow(builder).download_and_prepare(file_format="array_record")
     except ImportError as error:
         # The builders of many datasets import TensorFlow to parse their raw files.
         msg = (
@@ -154,6 +155,7 @@ def _prepare(builder: Builder) -> None:
             "prepared directory and name it with data_dir=."
         )
         raise DataError(msg) from error
+    return new_builder(builder)
 
 
 def _check_format(builder: Builder) -> None:

@@ -1,0 +1,119 @@
+"""MNIST and the datasets in its format, prepared for TFDS without TensorFlow.
+
+TFDS's own builders of them need TensorFlow to open two gzipped files. Here the same
+builders (name, version, features, URLs, checksums) read their files with NumPy; what
+they write is TFDS's own dataset. `tests/test_data_sources.py` notices if TFDS changes
+what is overridden here.
+"""
+
+import gzip
+import io
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+from urllib.parse import urljoin
+
+import numpy as np
+
+from meshlayout import _optional
+
+
+Builder: TypeAlias = Any
+"""A `tfds.core.DatasetBuilder`, whose package only some users have."""
+
+Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+def without_tensorflow(builder: Builder) -> Builder:
+    """Returns the same builder with files read by NumPy, for the MNIST family.
+
+    Other builders are returned unchanged.
+    """
+    tfds: Any = _optional.require(
+        "tensorflow_datasets", extra="tfds", purpose="Preparing a TFDS dataset"
+    )
+    if not isinstance(builder, tfds.image_classification.MNIST):
+        return builder
+    with tfds.core.registered.skip_registration():
+        numpy_builder = _numpy_builder(type(builder))
+    return new_builder(builder, numpy_builder, file_format="array_record")
+
+
+def new_builder(builder: Builder, builder_class: Any = None, **options: Any) -> Builder:
+    """Returns a builder of the same dataset, which looks at its directory anew."""
+    return (builder_class or type(builder))(
+        data_dir=builder.data_dir_root,
+        config=builder.builder_config.name if builder.builder_config else None,
+        version=str(builder.version),
+        **options,
+    )
+
+
+def _numpy_builder(base: Any) -> Any:
+    """Returns a builder class that differs from `base` only in how it reads files."""
+
+    class NumpyBuilder(base):
+        name = base.name
+
+        def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
+            files = mnist_files(self, dl_manager)
+            return {
+                split: self._generate_examples(images, labels)
+                for split, (images, labels) in files.items()
+            }
+
+        def _generate_examples(
+            self, images: bytes, labels: bytes
+        ) -> Iterator[tuple[int, dict[str, Any]]]:
+            rows = zip(read_idx(images), read_idx(labels), strict=True)
+            for row, (image, label) in enumerate(rows):
+                yield row, {"image": png(image), "label": int(label)}
+
+    return NumpyBuilder
+
+
+def mnist_files(
+    builder: Builder, download_manager: Any
+) -> dict[str, tuple[bytes, bytes]]:
+    """Returns the gzipped files of images and labels of both splits, downloaded."""
+    if builder.name == "emnist":
+        archive = zipfile.ZipFile(download_manager.download(builder.URL))
+        prefix = f"gzip/emnist-{builder.builder_config.name}"
+        return {
+            split: (
+                archive.read(f"{prefix}-{split}-images-idx3-ubyte.gz"),
+                archive.read(f"{prefix}-{split}-labels-idx1-ubyte.gz"),
+            )
+            for split in ("train", "test")
+        }
+    urls = {
+        split: (
+            urljoin(builder.URL, f"{prefix}-images-idx3-ubyte.gz"),
+            urljoin(builder.URL, f"{prefix}-labels-idx1-ubyte.gz"),
+        )
+        for split, prefix in (("train", "train"), ("test", "t10k"))
+    }
+    return {
+        split: (Path(images).read_bytes(), Path(labels).read_bytes())
+        for split, (images, labels) in download_manager.download(urls).items()
+    }
+
+
+def read_idx(data: bytes) -> Bytes:
+    """Returns the uint8 array in a gzipped file of MNIST's IDX format."""
+    raw = gzip.decompress(data)
+    rank = raw[3]
+    shape = np.frombuffer(raw, ">i4", count=rank, offset=4)
+    return np.frombuffer(raw, np.uint8, offset=4 + 4 * rank).reshape(shape)
+
+
+def png(image: Bytes) -> io.BytesIO:
+    """Returns a PNG file, whose bytes TFDS stores unchanged."""
+    pillow: Any = _optional.require(
+        "PIL.Image", extra="tfds", purpose="Preparing a TFDS dataset"
+    )
+    file = io.BytesIO()
+    pillow.fromarray(image).save(file, "PNG")
+    file.seek(0)
+    return file
