@@ -405,6 +405,13 @@ class Mesh(Value):
         return f"Mesh({'; '.join(parts)})"
 
     def _repr_html_(self) -> str:
+        return _render.picture_html(*self._picture())
+
+    def _repr_svg_(self) -> str:
+        return _render.picture_card(*self._picture())
+
+    def _picture(self) -> tuple[str, _render.Picture, list[str]]:
+        """Returns a title, the devices, and lines on the processes."""
         crossed = [
             " and ".join(
                 unit
@@ -417,9 +424,7 @@ class Mesh(Value):
             self.axis_names, [*self.shape.values()], self.global_device_ids(), crossed
         )
         devices = f"{self.platform.upper()} device{'s' * (self.size != 1)}"
-        return _render.picture_html(
-            f"{self!r}: {self.size} {devices}", picture, self._process_notes()
-        )
+        return f"{self!r}: {self.size} {devices}", picture, self._process_notes()
 
     def _process_notes(self) -> list[str]:
         """Returns a line on which devices each process has; none for one process."""

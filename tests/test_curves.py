@@ -99,3 +99,31 @@ def test_long_runs_are_averaged_and_names_are_escaped():
     assert sorted(spark) == list(spark)
     assert "<b>" not in curves._repr_html_()
     assert "&lt;b&gt;" in curves._repr_html_()
+
+
+def test_a_picture_is_an_image_of_its_own_for_pages_that_strip_html():
+    mesh = ml.create_mesh({"batch": 2, "model": -1})
+    history = ml.History()
+    history.set([1, 2], {"loss": [0.9, 0.5], "accuracy": [0.1, 0.2]})
+    blocks = "Numbers in the blocks are ids of CPU devices."
+    for picture, text in (
+        (mesh, "Mesh(batch=2, model=4): 8 CPU devices"),
+        (
+            ml.visualize(ml.Layout(["model"], mesh), (8,)),
+            f"4 shards of shape (2,), on 2 devices each. {blocks}",
+        ),
+        (history.plot(), "accuracy"),
+    ):
+        image = ET.fromstring(picture._repr_svg_())
+        width, height = float(image.get("width")), float(image.get("height"))
+        texts = [node.text for node in image.iter(f"{SVG}text")]
+        assert text in texts
+        # Everything is on the card: it is a page's only background.
+        inner = list(image.iter(f"{SVG}svg"))[1:]
+        assert inner
+        for group in image.findall(f"{SVG}g"):
+            x, y = map(float, re.findall(r"[\d.]+", group.get("transform")))
+            (svg,) = group
+            assert x + float(svg.get("width")) <= width
+            assert y + float(svg.get("height")) <= height
+    assert ml.History().plot()._repr_svg_() is None

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from meshlayout._render.cards import svg_card
 from meshlayout._render.pictures import svg_text
 from meshlayout._render.tables import (
     SANS,
@@ -104,6 +105,11 @@ class Curves:
         drawn = "".join(_panel_svg(panel, self.epochs) for panel in self.panels)
         style = "display:flex;flex-wrap:wrap;gap:8px"
         return html_block(f'<div style="{style}">{drawn}</div>')
+
+    def _repr_svg_(self) -> str | None:
+        if not self.panels:
+            return None
+        return svg_card("", [_panel_svg(panel, self.epochs) for panel in self.panels])
 
 
 def _is_finite(value: Any) -> bool:

@@ -72,10 +72,11 @@ def from_tfds(
 
     Use this if TFDS has the dataset: the name is enough. Datasets that are prepared as
     array_record are read without TensorFlow; others are downloaded and prepared by
-    TFDS. A split that fits into memory is decoded once, in its own dtypes, and every
-    batch is gathered from there in one step. What does not fit is read, decoded and
-    mapped in parallel. Batches are a function of seed and epoch, the same on any number
-    of processes and workers, and iteration resumes at any of them.
+    TFDS, those of the MNIST family without TensorFlow, too. A split that fits into
+    memory is decoded once, in its own dtypes, and every batch is gathered from there in
+    one step. What does not fit is read, decoded and mapped in parallel. Batches are a
+    function of seed and epoch, the same on any number of processes and workers, and
+    iteration resumes at any of them.
 
     Worker processes import the script that starts them, as always with Python's
     multiprocessing: what the script runs belongs under `if __name__ == "__main__":`.

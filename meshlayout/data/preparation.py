@@ -4,6 +4,7 @@ TFDS reports what is missing in many ways, most of them long. Here each becomes 
 sentence with the fix, before anything is read.
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,6 +117,7 @@ def _builder(name: str, data_dir: str | Path | None) -> Builder:
     tfds: Any = _optional.require(
         "tensorflow_datasets", extra="tfds", purpose="Reading a TFDS dataset"
     )
+    logging.getLogger("absl").addFilter(_without_advice)  # adding it again does nothing
     try:
         return tfds.builder(name, data_dir=data_dir)
     except tfds.core.DatasetNotFoundError:
@@ -220,6 +222,14 @@ def _check_decoders(features: Any, decoders: PyTree, path: str = "") -> None:
             f"tfds.decode.SkipDecoding()}}, got {_checks.shown(decoders)}."
         )
         raise DataError(msg)
+
+
+def _without_advice(record: logging.LogRecord) -> bool:
+    """Keeps TFDS from recommending OpenCV to everyone who decodes images with Pillow.
+
+    If TFDS rewords it, it appears again; tests/test_notebooks.py notices.
+    """
+    return "OpenCV is not installed" not in str(record.msg)
 
 
 def _first_line(error: object) -> str:
