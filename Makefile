@@ -15,7 +15,7 @@ DEMO_OPTIONS ?=
 EXTRAS ?= test,lint
 
 .PHONY: demo data test lint types imports pytest test-exhaustive test-optional \
-  test-gpu-programs test-matrix test-all docs dist lock clean
+  test-gpu-programs test-matrix test-colab test-all notebooks docs dist lock clean
 
 demo: $(VENV)/.run-$(TAG)
 	@$(BIN)/python -m models.train $(DEMO_OPTIONS)
@@ -89,10 +89,28 @@ test-gpu-programs: $(VENV)/.dev-$(TAG)
 	$(TEST_ENV) PYTHONPATH=$(abspath $(VENV))/tpu:$(abspath $(VENV))/cuda \
 	  $(BIN)/python -m pytest -q tests/test_gpu_programs.py
 
-test-all: lint imports types pytest test-exhaustive test-optional test-gpu-programs \
-  test-matrix docs
+# The notebooks as on Colab's TPU machines: their packages, no TensorFlow, no checkout.
+# The first cell installs the library as it is here, by the repository's address.
+COLAB := .venv-colab-tpu
+test-colab: $(VENV)/.dev-$(TAG)
+	@python=$$(ls "$$(command -v python3.13 || true)" \
+	  $(HOME)/.pyenv/versions/3.13.*/bin/python 2>/dev/null | tail -n 1); \
+	test -n "$$python" || { echo "== no Python 3.13 here, left out"; exit 0; }; \
+	test $(COLAB)/.made -nt constraints/colab_tpu.txt || { \
+	  $$python -m venv --clear $(COLAB) && $(COLAB)/bin/python -m pip install --quiet \
+	    --disable-pip-version-check --requirement constraints/colab_tpu.txt \
+	    && touch $(COLAB)/.made; } && \
+	MESHLAYOUT_COLAB=$(abspath $(COLAB))/bin/python $(TEST_ENV) $(BIN)/python \
+	  -m pytest -q tests/test_notebooks.py -k colab
 
-# The site, with the notebooks as they run now, in .cache/site. Warnings are errors.
+test-all: lint imports types pytest test-exhaustive test-optional test-gpu-programs \
+  test-matrix test-colab docs
+
+# Runs the notebooks and writes their outputs, which are committed.
+notebooks: $(VENV)/.dev-$(TAG)
+	JAX_PLATFORMS=cpu $(BIN)/python -m tests.notebook_runs $(NAMES)
+
+# The site, with the notebooks as they are committed, in .cache/site. Warnings are errors.
 docs:
 	$(MAKE) --no-print-directory .venv-docs/.dev-$(TAG) VENV=.venv-docs EXTRAS=docs
 	NO_MKDOCS_2_WARNING=1 JAX_PLATFORMS=cpu .venv-docs/bin/python -m mkdocs build -q

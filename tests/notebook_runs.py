@@ -45,6 +45,16 @@ def repository() -> str:
     return project["urls"]["Repository"]
 
 
+def with_address(source: str, address: str) -> str:
+    """Returns the source of a cell with the address of the repository."""
+    source = re.sub(r"(?<=git\+)https://[^'\s]+", address, source)
+    in_colab = "https://colab.research.google.com/github"
+    _, _, name = address.partition("https://github.com")
+    return re.sub(
+        rf"{re.escape(in_colab)}/[^/]+/[^/]+(?=/blob/)", in_colab + name, source
+    )
+
+
 def read(path: Path) -> Notebook:
     return nbformat.read(path, as_version=4)
 
@@ -110,6 +120,8 @@ def run(
 
 def tidy(notebook: Notebook) -> Notebook:
     """Leaves out of the outputs what pages do not show, and how long things took."""
+    for cell in notebook.cells:
+        cell.source = with_address(cell.source, repository())
     notebook.metadata = {
         "kernelspec": {
             "display_name": "Python 3",
@@ -120,17 +132,38 @@ def tidy(notebook: Notebook) -> Notebook:
     }
     for number, cell in enumerate(_code_cells(notebook), 1):
         cell.metadata, cell.execution_count = {}, number
+        cell.outputs = _joined(cell.outputs)
         for output in cell.outputs:
             if "execution_count" in output:
                 output.execution_count = number
             data = output.get("data", {})
             if "image/svg+xml" in data:
                 data.pop("text/html", None)
+            if "image/png" in data:
+                data.pop("image/jpeg", None)
             for kind in {"text/html", "text/plain"} & {*data}:
-                data[kind] = _TIMES.sub("", data[kind])
+                data[kind] = _lasting(data[kind])
             if "text" in output:
-                output.text = _TIMES.sub("", output.text)
+                output.text = _lasting(output.text)
     return notebook
+
+
+def _lasting(text: str) -> str:
+    """Returns a text without times, and without the names of temporary folders."""
+    text = re.sub(rf"{re.escape(tempfile.gettempdir())}/tmp\w+", "/tmp/...", text)
+    return _TIMES.sub("", text)
+
+
+def _joined(outputs: list[Any]) -> list[Any]:
+    """Joins printed text, which comes in as many pieces as chance would have it."""
+    joined: list[Any] = []
+    for output in outputs:
+        is_text = output.output_type == "stream" and bool(joined)
+        if is_text and joined[-1].get("name") == output.name:
+            joined[-1].text += output.text
+        else:
+            joined.append(output)
+    return joined
 
 
 def errors(notebook: Notebook) -> list[str]:

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -14,9 +15,26 @@ from tests.processes import ROOT
 
 
 DOCS = ROOT / "docs"
-FOLDERS = ("coming_from", "guides")
-PAGES = [DOCS / "index.md", DOCS / "scaling.md"]
-PAGES += [page for name in FOLDERS for page in sorted((DOCS / name).glob("*.md"))]
+PAGES = [page for page in sorted(DOCS.rglob("*.md")) if "```python" in page.read_text()]
+
+# What the tutorial on DTensor and Keras uses, without what it takes from Python.
+OF_DTENSOR = """
+tf.config.list_physical_devices tf.config.set_logical_device_configuration
+tf.config.LogicalDeviceConfiguration tf.config.list_logical_devices
+tf.experimental.dtensor dtensor.create_mesh mesh.num_local_devices dtensor.UNSHARDED
+dtensor.Layout Layout.replicated Layout.batch_sharded dtensor.pack dtensor.copy_to_mesh
+tf.keras.backend.experimental.enable_tf_random_generator
+tf.keras.utils.set_random_seed tf.keras.Model tf.keras.Model.fit tf.keras.Model.eval
+tf.keras.Sequential tf.keras.models.Sequential tf.keras.Input tf.keras.layers.Dense
+tf.keras.layers.Dropout tf.keras.layers.Flatten kernel_layout bias_layout
+tf.keras.dtensor.experimental.LayoutMap layout_map.scope
+tf.keras.dtensor.experimental.optimizers.Adam
+tf.keras.losses.sparse_categorical_crossentropy
+tf.keras.metrics.SparseCategoricalAccuracy tf.keras.utils.Progbar reset_state
+update_state result apply_gradients tf.GradientTape tf.function tf.split tf.reduce_sum
+tf.cast tf.zeros tfds.load tf.data tf.data.AUTOTUNE weight.layout kernel.layout
+tf.distribute.MirroredStrategy
+"""
 
 
 @pytest.mark.slow
@@ -34,6 +52,44 @@ def test_the_programs_of_a_page_run(page: Path, tmp_path: Path):
         text=True,
     )
     assert run.returncode == 0, run.stderr
+
+
+def test_every_name_of_the_tutorial_on_dtensor_has_its_row():
+    page = (DOCS / "coming_from" / "dtensor.md").read_text()
+    known = [line.split("|")[1] for line in page.splitlines() if line.startswith("| ")]
+    missing = [
+        name
+        for name in OF_DTENSOR.split()
+        if not any(re.search(rf"\b{re.escape(name)}\b", cell) for cell in known)
+    ]
+    assert missing == []
+
+
+def test_every_block_of_code_on_the_site_is_of_a_kind_that_runs():
+    # The reference has its examples from docstrings, which are doctests.
+    languages = {
+        language
+        for page in DOCS.rglob("*.md")
+        for language in re.findall(r"^```(\w+)$", page.read_text(), re.MULTILINE)
+    }
+    assert languages <= {"python", "bash", "text"}
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_the_commands_of_a_page_run():
+    commands = [
+        command
+        for page in DOCS.rglob("*.md")
+        for command in re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL)
+    ]
+    assert commands
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    for command in commands:
+        environment = {**os.environ, "PATH": path, "JAX_PLATFORMS": "cpu"}
+        subprocess.run(
+            ["bash", "-e", "-c", command], cwd=ROOT, env=environment, check=True
+        )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

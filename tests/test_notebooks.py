@@ -1,20 +1,29 @@
-"""The tutorials run from top to bottom, and are committed without outputs."""
+"""The tutorials run from top to bottom, here and as on Colab, and show their outputs."""
 
+import os
+import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import nbformat
 import pytest
-from jupyter_client.kernelspec import KernelSpecManager
-from jupyter_client.manager import AsyncKernelManager
-from nbclient import NotebookClient
+
+from tests.notebook_runs import (
+    NOTEBOOKS,
+    errors,
+    prepare_images,
+    read,
+    repository,
+    run,
+    tidy,
+    with_address,
+)
+from tests.processes import ROOT
 
 
-ROOT = Path(__file__).parents[1]
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-
-
-def read(path):
-    return nbformat.read(path, as_version=4)
+# Its interpreter has the packages of Colab's TPU machines; `make test-colab` sets it.
+COLAB = os.environ.get("MESHLAYOUT_COLAB", "")
 
 
 @pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
@@ -22,41 +31,102 @@ def notebook(request):
     return request.param
 
 
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """A TFDS directory with some of the images of Fashion-MNIST."""
+    return prepare_images(tmp_path_factory.mktemp("images"))
+
+
+def code_cells(content):
+    return [cell for cell in content.cells if cell.cell_type == "code"]
+
+
 def test_there_is_a_notebook():
     assert NOTEBOOKS
 
 
 @pytest.mark.slow
-def test_every_cell_runs_without_errors_and_warnings(notebook, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    # Without kernel directories, `python3` is the interpreter that runs this test.
-    kernels = KernelSpecManager(kernel_dirs=[])
-    manager = AsyncKernelManager(kernel_name="python3", kernel_spec_manager=kernels)
-    read_notebook = read(notebook)
-    client = NotebookClient(
-        read_notebook,
-        km=manager,
-        timeout=600,
-        resources={"metadata": {"path": str(notebook.parent)}},
+def test_every_cell_runs_without_errors_and_warnings(notebook, images):
+    environment = {"TFDS_DATA_DIR": str(images), "PYTHONPATH": str(ROOT)}
+    assert errors(run(notebook, folder=notebook.parent, **environment)) == []
+
+
+@pytest.fixture(scope="module")
+def git_address(tmp_path_factory):
+    """Variables with which git finds the library as it is here at its address."""
+    clone = tmp_path_factory.mktemp("clone")
+    listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.check_output(listing, cwd=ROOT, text=True).splitlines()
+    for name in filter(lambda name: (ROOT / name).is_file(), names):
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, clone / name)
+    author = ["-c", "user.name=test", "-c", "user.email=test@localhost"]
+    for command in (["init", "-q"], ["add", "-A"], [*author, "commit", "-qm", "All"]):
+        subprocess.run(["git", *command], cwd=clone, check=True)
+    return {
+        "GIT_CONFIG_COUNT": "1",
+        "GIT_CONFIG_KEY_0": f"url.file://{clone}.insteadOf",
+        "GIT_CONFIG_VALUE_0": repository(),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not COLAB, reason="run by `make test-colab`")
+def test_it_runs_on_a_fresh_colab_outside_of_a_checkout(
+    notebook, images, git_address, tmp_path
+):
+    subprocess.run(
+        [COLAB, "-m", "pip", "uninstall", "-q", "-y", "meshlayout"], check=True
     )
-    client.execute(cleanup_kc=True)
-    said = [
-        output.text
-        for cell in read_notebook.cells
-        for output in cell.get("outputs", [])
-        if output.get("name") == "stderr"
-    ]
-    assert said == []
+    content = run(
+        notebook,
+        folder=tmp_path,
+        python=COLAB,
+        TFDS_DATA_DIR=str(images),
+        PYTHONPATH="",
+        PYTHONNOUSERSITE="1",
+        **git_address,
+    )
+    # What pip has to say is not the notebook's.
+    for cell in code_cells(content):
+        if "%pip" in cell.source:
+            cell.outputs = []
+    assert errors(content) == []
+    where = "import importlib.util as i; print(i.find_spec('meshlayout').origin)"
+    origin = subprocess.check_output([COLAB, "-c", where], cwd=tmp_path, text=True)
+    assert Path(origin).is_relative_to(Path(COLAB).parents[1])
+    assert not subprocess.check_output(
+        [COLAB, "-m", "pip", "list", "--format=freeze"], text=True
+    ).count("tensorflow==")
 
 
-def test_outputs_and_metadata_are_stripped(notebook):
+def test_every_cell_is_committed_with_what_it_prints_and_without_errors(notebook):
     content = read(notebook)
-    assert set(content.metadata) <= {"kernelspec", "language_info"}
-    for cell in content.cells:
+    assert set(content.metadata) == {"kernelspec", "language_info"}
+    assert errors(content) == []
+    numbers = [cell.execution_count for cell in code_cells(content)]
+    assert numbers == list(range(1, len(numbers) + 1))
+    for cell in code_cells(content):
         assert not cell.metadata
-        if cell.cell_type == "code":
-            assert cell.outputs == []
-            assert cell.execution_count is None
+        assert cell.outputs or "print(" not in re.sub(r"(?m)^ .*", "", cell.source)
+    assert "All " in code_cells(content)[-1].outputs[0].text
+
+
+def test_what_is_committed_is_small_and_says_nothing_of_the_machine(notebook):
+    text = notebook.read_text()
+    assert len(text) < 300_000
+    for name in (str(ROOT), str(Path.home()), os.uname().nodename, "examples/s"):
+        assert name not in text
+    assert not re.search(r"/tmp/\w|0x[0-9a-f]{8}", text)
+
+
+def test_pictures_and_curves_are_images(notebook):
+    outputs = [o for cell in code_cells(read(notebook)) for o in cell.outputs]
+    kinds = [{*output.get("data", {})} for output in outputs]
+    assert any("image/svg+xml" in kind for kind in kinds)
+    # Pages remove SVG from HTML.
+    for output in outputs:
+        assert "<svg" not in output.get("data", {}).get("text/html", "")
 
 
 def test_it_is_a_valid_notebook_with_a_badge_that_opens_this_file(notebook):
@@ -64,11 +134,33 @@ def test_it_is_a_valid_notebook_with_a_badge_that_opens_this_file(notebook):
     nbformat.validate(content)
     assert content.cells[0].cell_type == "markdown"
     assert content.cells[0].source.startswith("# ")
-    badge = "https://colab.research.google.com/github/"
-    assert badge in content.cells[0].source
-    assert f"/notebooks/{notebook.name})" in content.cells[0].source
+    path = repository().removeprefix("https://github.com")
+    badge = f"https://colab.research.google.com/github{path}/blob/main/notebooks/"
+    assert f"{badge}{notebook.name})" in content.cells[0].source
+
+
+def test_the_first_cell_installs_from_the_address_of_the_repository(notebook):
+    first, *others = code_cells(read(notebook))
+    assert f" @ git+{repository()}'" in first.source
+    assert not any("%pip" in cell.source for cell in others)
+    assert "tfds.load" not in notebook.read_text()
+    other = "https://github.com/someone/fork"
+    moved = with_address(first.source, other)
+    assert moved.count(f"git+{other}'") == 1
+    assert with_address(moved, repository()) == first.source
+
+
+def test_outputs_that_would_differ_at_every_run_are_left_out():
+    line = "epoch 1/5  loss 0.8711  (0.3 s, 4,865 examples/s, 0:03 left)"
+    text = nbformat.v4.new_output("stream", name="stdout", text=f"{line}\n")
+    more = nbformat.v4.new_output("stream", name="stdout", text="/tmp/tmpab12/x\n")
+    cell = nbformat.v4.new_code_cell("fit()", outputs=[text, more], execution_count=7)
+    (cell,) = tidy(nbformat.v4.new_notebook(cells=[cell])).cells
+    assert [output.text for output in cell.outputs] == [
+        "epoch 1/5  loss 0.8711\n/tmp/.../x\n"
+    ]
+    assert cell.execution_count == 1
 
 
 def test_it_ends_in_assertions(notebook):
-    code = [cell for cell in read(notebook).cells if cell.cell_type == "code"]
-    assert "assert" in code[-1].source
+    assert "assert" in code_cells(read(notebook))[-1].source

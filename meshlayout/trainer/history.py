@@ -179,9 +179,7 @@ def decimals_of(value: float) -> int:
     """
     if not math.isfinite(value) or abs(value) < 1e-3:
         return 4
-    if abs(value) >= 100:
-        return 2
-    return max(4, 3 - math.floor(math.log10(abs(value))))
+    return 2 if abs(value) >= 100 else 6 if abs(value) < 1e-2 else 4
 
 
 def number_text(value: float, decimals: int) -> str:

@@ -260,7 +260,8 @@ class Progress(Callback):
     def _show_step(
         self, position: TrainingPosition, values: Mapping[str, float], pace: str
     ) -> None:
-        facts = self._columns.values(values), pace
+        text = (f"{name} {number_text(x, 4)}" for name, x in values.items())
+        facts = "  ".join(text), pace
         self._show(position, position.step_in_epoch, position.steps_per_epoch, facts)
 
     def _show_validation(self, trainer: "Trainer", step: int) -> None:
