@@ -175,7 +175,7 @@ def test_a_log_has_one_plain_line_per_epoch(state):
     assert len(lines) == 3
     for number, line in enumerate(lines, start=1):
         assert line.startswith(f"epoch {number}/3  loss ")
-        assert "  learning_rate 0.05000  val_loss " in line
+        assert "  learning_rate 0.0500  val_loss " in line
         assert "examples/s" in line
         assert "\x1b" not in line
     assert lines[0].endswith(" left)")
@@ -285,7 +285,7 @@ def test_a_notebook_has_one_display_that_is_updated(state, notebook):
 def test_a_cell_that_ends_in_fit_does_not_show_the_epochs_twice(state, notebook):
     trainer = ml.Trainer(state, loss_fn)
     history = fit(trainer, epochs=2, progress=True)
-    loss = f"loss {history['loss'][-1]:.4f}, learning_rate 0.05000"
+    loss = f"loss {history['loss'][-1]:.4f}, learning_rate 0.0500"
     assert f">History(2 epochs, {loss})<" in history._repr_html_()
     notebook.execution_count += 1  # the next cell
     assert "<table" in history._repr_html_()
