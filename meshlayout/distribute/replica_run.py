@@ -420,10 +420,11 @@ class ReplicaProgram:
             )
         trace.mask_was_read = context.mask_was_read
         trace.changed = [i for i, changed in enumerate(bound.changed) if changed]
-        new = [
-            self._combined(index, own[index], bound.new_values[index], context)
-            for index in trace.changed
-        ]
+        with entered(context):
+            new = [
+                self._combined(index, own[index], bound.new_values[index], context)
+                for index in trace.changed
+            ]
         out, trace.treedef = jax.tree.flatten(result, is_leaf=_is_leaf)
         return new, [self._result(leaf) for leaf in out]
 
@@ -459,7 +460,8 @@ class ReplicaProgram:
             if after.dtype == jnp.bool_:
                 msg = f"{path} is a variable of booleans, which cannot be summed."
                 raise StrategyError(msg)
-            return before + context.combine(ReduceOp.SUM, after - before)
+            change = context.combine(ReduceOp.SUM, after - before)
+            return before + change.astype(after.dtype)
 
         return jax.tree.map(combined, old, new)
 

@@ -20,7 +20,7 @@ from meshlayout._annotations import PyTree
 from meshlayout._default_mesh import default_mesh
 from meshlayout._patches import SharedPatches
 from meshlayout.collectives import (
-    MergedValue,
+    DistributedValues,
     ReduceOp,
     entered,
     in_cross_replica_context,
@@ -549,7 +549,7 @@ class Strategy:
 
 
 def _is_value(leaf: object) -> bool:
-    return isinstance(leaf, (PerReplica, MergedValue))
+    return isinstance(leaf, DistributedValues)
 
 
 def _parts(leaf: Any) -> Sequence[Any]:

@@ -15,6 +15,7 @@ import numpy as np
 from jax.core import Tracer
 
 from meshlayout._annotations import PyTree
+from meshlayout.collectives import DistributedValues
 from meshlayout.errors import StrategyError
 from meshlayout.layout import Layout
 from meshlayout.mesh import Mesh
@@ -25,7 +26,7 @@ REPLICA_AXIS = "batch"
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class PerReplica:
+class PerReplica(DistributedValues):
     """A value of each replica, as `Strategy.run` takes and returns them.
 
     Use a strategy's `reduce`, `gather` or `local_results` to get plain arrays. As a
