@@ -13,8 +13,10 @@ import optax
 import pytest
 from flax import nnx
 
+import meshlayout as ml
 from meshlayout.distribute.bindings import find
 from meshlayout.errors import StrategyError
+from tests.error_messages import message_of
 
 
 ONCE = (
@@ -366,6 +368,25 @@ def test_what_happens_elsewhere_or_to_own_objects_is_allowed():
         random.random()  # of another thread, say: this function does not name it
         np.random.normal()  # noqa: NPY002
     assert bindings.is_current()
+
+
+def test_run_computes_with_what_names_stand_for_at_each_call():
+    strategy = ml.distribute.MirroredStrategy(jax.devices()[:2])
+    rate = 2.0
+
+    def fn(x):
+        return x * rate * config.rate
+
+    results = []
+    for rate in (2.0, 3.0, 2.0, 3.0):  # noqa: B007
+        results.append(
+            strategy.local_results(strategy.run(fn, args=(jnp.ones(()),)))[1]
+        )
+    np.testing.assert_allclose(results, [0.2, 0.3, 0.2, 0.3], rtol=1e-6)
+    model = Layer()
+    assert "the list history" in message_of(
+        strategy.run, lambda layer, x: layer(x), args=(model, 1.0), error=StrategyError
+    )
 
 
 def test_the_error_of_the_function_comes_first():

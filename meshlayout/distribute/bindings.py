@@ -26,7 +26,7 @@ import itertools
 import types
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,11 +65,13 @@ _NAMESPACES = (types.SimpleNamespace, Namespace)
 _UNRELATED = frozenset({"__init__", "__new__", "__repr__", "__str__", "__del__"})
 
 
-def find(fn: Callable[..., Any]) -> "Bindings":
+def find(fn: Callable[..., Any], arguments: Sequence[NnxObject] = ()) -> "Bindings":
     """Returns what a function uses besides its arguments.
 
     Args:
         fn: A function, bound method, `functools.partial` or other callable.
+        arguments: NNX objects that it is called with. They are not among the objects
+            that are returned, but what their methods use is of interest as well.
 
     Example:
         >>> class Trainer:
@@ -84,12 +86,12 @@ def find(fn: Callable[..., Any]) -> "Bindings":
     names = AttributeNames()
     while True:
         walk = _Walk(names)
-        walk.start(fn)
+        walk.start(fn, arguments)
         # Code that is reached through an attribute may name further ones.
         if walk.names <= names:
             places = tuple(walk.places())
             contents = tuple(x.read() if x.is_input else () for x in places)
-            return Bindings(fn, tuple(walk.objects), places, contents)
+            return Bindings((fn, *arguments), tuple(walk.objects), places, contents)
         names = names | walk.names
 
 
@@ -98,12 +100,12 @@ class Bindings:
     """The names and values that a function uses besides its arguments.
 
     Attributes:
-        fn: The function, kept alive: another one could get its id.
+        roots: The function and its arguments, kept alive: their ids are used in keys.
         objects: The distinct NNX objects and bare Variables, with the names by which
             the user knows them: `model`, `self.optimizer`.
     """
 
-    fn: Callable[..., Any]
+    roots: tuple[Any, ...]
     objects: tuple[tuple[str, NnxObject], ...]
     _places: tuple[Place, ...]
     _contents: tuple[Contents, ...]
@@ -164,8 +166,10 @@ class _Walk:
         self._classes: set[tuple[type, bool]] = set()
         self._parts: set[int] = set()  # of NNX objects, by id
 
-    def start(self, fn: Callable[..., Any]) -> None:
-        """Walks from a function, whoever wrote it."""
+    def start(self, fn: Callable[..., Any], arguments: Sequence[NnxObject]) -> None:
+        """Walks from a function, whoever wrote it, and the objects it is given."""
+        for node in arguments:
+            self._visit_nnx(type(node).__name__, node)
         function = getattr(fn, "__func__", fn)
         if function is not fn:
             self._add("self", getattr(fn, "__self__", None))

@@ -15,7 +15,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 # Programs of functions that are not called again are dropped, oldest first.
 _MOST_PROGRAMS = 64
+# Of one function: so many settings of modes and globals are remembered.
+_MOST_VERSIONS = 8
 
 
 class ReplicaRuns:
@@ -60,8 +62,7 @@ class ReplicaRuns:
 
     def __init__(self, strategy: "Strategy") -> None:
         self._strategy = strategy
-        # With the functions themselves, whose ids would otherwise be used again.
-        self._bindings: OrderedDict[Any, tuple[Any, Bindings]] = OrderedDict()
+        self._bindings: OrderedDict[Any, list[Bindings]] = OrderedDict()
         self._programs: OrderedDict[Any, list[ReplicaProgram]] = OrderedDict()
 
     def call(
@@ -83,33 +84,48 @@ class ReplicaRuns:
     ) -> "ReplicaProgram":
         """Returns the program for a call, compiling it if there is none yet."""
         key = (fn.__func__, id(fn.__self__)) if isinstance(fn, MethodType) else id(fn)
-        _, found = self._bindings.get(key, (fn, None))
-        if found is None or not found.is_current():
-            found = find(fn)
-            _keep(self._bindings, key, (fn, found))
+        nodes = tuple(node for _, node in arguments.objects)
+        known = _entries(self._bindings, (key, *map(id, nodes)))
+        found = _current(known)
+        if found is None:
+            found = find(fn, nodes)
+            _add(known, found)
         objects = (*found.objects, *arguments.objects)
-        ids = tuple(id(node) for _, node in objects)
-        signature = (key, ids, arguments.signature)
-        programs = self._programs.get(signature)
-        if programs is None:
-            programs = []
-            _keep(self._programs, signature, programs)
-        for index, program in enumerate(programs):
-            if program.is_current():
-                if index:
-                    programs.insert(0, programs.pop(index))
-                return program
-        program = ReplicaProgram(
-            self._strategy, fn, found, Variables(objects), arguments
-        )
-        programs.insert(0, program)
+        programs = _entries(self._programs, (id(found), arguments.signature))
+        program = _current(programs)
+        if program is None:
+            program = ReplicaProgram(
+                self._strategy, fn, found, Variables(objects), arguments
+            )
+            _add(programs, program)
         return program
 
 
-def _keep(cache: OrderedDict[Any, Any], key: Any, value: Any) -> None:
-    cache[key] = value
+T = TypeVar("T", "Bindings", "ReplicaProgram")
+
+
+def _entries(cache: OrderedDict[Any, list[T]], key: Any) -> list[T]:
+    """Returns what is known under a key; the ids in keys belong to what is in there."""
+    entries = cache.setdefault(key, [])
     if len(cache) > _MOST_PROGRAMS:
         cache.popitem(last=False)
+    return entries
+
+
+def _current(entries: list[T]) -> T | None:
+    """Returns the entry that agrees with what Python's names stand for now, or None."""
+    for index, entry in enumerate(entries):
+        if entry.is_current():
+            if index:
+                entries.insert(0, entries.pop(index))
+            return entry
+    return None
+
+
+def _add(entries: list[T], entry: T) -> None:
+    # A number that changes at every call must not keep all programs alive.
+    entries.insert(0, entry)
+    del entries[_MOST_VERSIONS:]
 
 
 @dataclasses.dataclass(frozen=True)
