@@ -17,7 +17,6 @@ from meshlayout.distribute import (
     has_strategy,
     in_cross_replica_context,
 )
-from meshlayout.distribute.values import per_replica
 from meshlayout.errors import StrategyError
 from tests.error_messages import message_of
 
@@ -26,8 +25,15 @@ def mirrored(replicas):
     return MirroredStrategy([f"CPU:{i}" for i in range(replicas)])
 
 
-def split(strategy, x):
-    return per_replica(np.split(x, strategy.num_replicas_in_sync), strategy.mesh)
+def split(strategy, x, size=None):
+    """The rows of an array, `size` for each replica as long as there are any."""
+    size = size or len(x) // strategy.num_replicas_in_sync
+
+    def rows(context):
+        start = context.replica_id_in_sync_group * size
+        return x[start : start + size]
+
+    return strategy.distribute_values_from_function(rows)
 
 
 class Model(nnx.Module):
@@ -264,12 +270,7 @@ def test_a_short_batch_gives_the_numbers_of_one_device(replicas, rows):
     model, train_step = trained(strategy)
     x, y = batch(rows)
     size = -(-rows // replicas) if rows > replicas else 1
-    values = [
-        per_replica(
-            [array[i * size : (i + 1) * size] for i in range(replicas)], strategy.mesh
-        )
-        for array in (x, y)
-    ]
+    values = [split(strategy, array, size) for array in (x, y)]
     loss = strategy.run(train_step, args=tuple(values))
     plain = Model(nnx.Rngs(0))
     optimizer = nnx.Optimizer(plain, optax.sgd(0.5), wrt=nnx.Param)
@@ -295,7 +296,7 @@ def test_a_short_batch_gives_the_numbers_of_one_device(replicas, rows):
 def test_a_function_that_ignores_padding_is_refused():
     strategy = mirrored(2)
     x, _ = batch(6)
-    values = per_replica([x[:4], x[4:]], strategy.mesh)
+    values = split(strategy, x, 4)
     assert message_of(strategy.run, lambda x: x.mean(), (values,)) == (
         "<lambda> got a short batch, which is padded to the shape of the others, and "
         "did not ask which rows are real: padding would count. Use "

@@ -8,25 +8,21 @@ state. JAX itself could track what differs between replicas, in the types of val
 then it refuses scans whose carry starts as a constant, as in every recurrent layer.
 """
 
-import contextlib
 import dataclasses
-import inspect
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax import nnx
-from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from meshlayout import _checks, _jax
 from meshlayout._annotations import PyTree
 from meshlayout.collectives import ReduceOp, ReplicaContext, array_of, entered
+from meshlayout.distribute.arguments import Arguments, is_leaf, is_object
 from meshlayout.distribute.bindings import Bindings, find
 from meshlayout.distribute.gradients import GradientSums
 from meshlayout.distribute.nnx_graph import belongs_here
@@ -80,7 +76,7 @@ class ReplicaRuns:
         return self._program(fn, arguments).communication(arguments)
 
     def _program(
-        self, fn: Callable[..., PyTree], arguments: "Arguments"
+        self, fn: Callable[..., PyTree], arguments: Arguments
     ) -> "ReplicaProgram":
         """Returns the program for a call, compiling it if there is none yet."""
         key = (fn.__func__, id(fn.__self__)) if isinstance(fn, MethodType) else id(fn)
@@ -126,137 +122,6 @@ def _add(entries: list[T], entry: T) -> None:
     # A number that changes at every call must not keep all programs alive.
     entries.insert(0, entry)
     del entries[_MOST_VERSIONS:]
-
-
-@dataclasses.dataclass(frozen=True)
-class Arguments:
-    """The arguments of one call of `run`, taken apart.
-
-    Attributes:
-        treedef: The structure of `(args, kwargs)`, with objects and `PerReplica` as
-            leaves.
-        leaves: The leaves, with None in place of objects.
-        objects: The NNX objects, with their names.
-        signature: What a program depends on: structure, kinds, shapes and dtypes.
-        mask: Which rows are real, if rows are padded.
-    """
-
-    treedef: Any
-    leaves: list[Any]
-    objects: tuple[tuple[str, Any], ...]
-    signature: Any
-    mask: jax.Array | None
-
-    @classmethod
-    def of(
-        cls, fn: Callable[..., PyTree], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> "Arguments":
-        """Takes arguments apart.
-
-        Raises:
-            StrategyError: If one is not an array, a number, a `PerReplica` or an NNX
-                object, or two are padded differently.
-        """
-        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_leaf)
-        arrays, kinds, objects, mask = [], [], [], None
-        for index, leaf in enumerate(leaves):
-            if isinstance(leaf, PerReplica):
-                shape, dtype = leaf.array.shape, leaf.array.dtype
-                kinds.append((shape, dtype, leaf.is_scalar, leaf.mask is not None))
-                if leaf.mask is not None:
-                    if mask is not None and leaf.mask is not mask:
-                        _refuse_masks(mask, leaf.mask)
-                    mask = leaf.mask
-            elif isinstance(leaf, jax.Array | np.ndarray | np.generic):
-                kinds.append((leaf.shape, leaf.dtype, getattr(leaf, "weak_type", None)))
-            elif isinstance(leaf, bool | int | float | complex):
-                kinds.append(type(leaf))
-            elif _is_object(leaf):
-                kinds.append(None)
-                objects.append((_name(fn, args, kwargs, index), leaf))
-                leaf = None
-            else:
-                _refuse_argument(_name(fn, args, kwargs, index), leaf)
-            arrays.append(leaf)
-        return cls(treedef, arrays, tuple(objects), (treedef, tuple(kinds)), mask)
-
-    def call(self, fn: Callable[..., PyTree], leaves: Sequence[Any]) -> PyTree:
-        """Calls the function with one replica's arrays, and with the objects."""
-        nodes = iter(self.objects)
-        whole = [
-            next(nodes)[1] if kind is None else leaf
-            for leaf, kind in zip(leaves, self.signature[1], strict=True)
-        ]
-        args, kwargs = self.treedef.unflatten(whole)
-        return fn(*args, **kwargs)
-
-    @property
-    def rows(self) -> int:
-        """The rows of one replica's part of a padded batch."""
-        masked = (x for x in self.leaves if is_per_replica(x) and x.mask is not None)
-        return next(masked).shape[0]
-
-    def with_one_more_row(self) -> list[Any]:
-        """Returns abstract leaves, those that are padded with one more row."""
-
-        def longer(leaf: Any) -> Any:
-            if not isinstance(leaf, PerReplica) or leaf.mask is None:
-                return leaf
-            count = leaf.num_replicas
-            return jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(
-                    (x.shape[0] + count, *x.shape[1:]), x.dtype
-                ),
-                leaf,
-            )
-
-        return [longer(leaf) for leaf in self.leaves]
-
-
-def _is_object(leaf: object) -> bool:
-    return isinstance(leaf, nnx.Pytree | nnx.Variable)
-
-
-def _is_leaf(leaf: object) -> bool:
-    return is_per_replica(leaf) or _is_object(leaf)
-
-
-def _name(
-    fn: Callable[..., PyTree],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    index: int,
-) -> str:
-    """Returns the name of a leaf of the arguments, by the function's parameters."""
-    paths, _ = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=_is_leaf)
-    (side, first, *rest), _ = paths[index]
-    name = str(getattr(first, "key", getattr(first, "idx", first)))
-    if side.idx == 0:
-        with contextlib.suppress(TypeError, ValueError, IndexError):
-            name = list(inspect.signature(fn).parameters)[first.idx]
-    return name + jax.tree_util.keystr(tuple(rest))
-
-
-def _refuse_argument(name: str, leaf: object) -> None:
-    msg = (
-        f"run: the argument {name} is {_checks.shown(leaf)}. A replica's function "
-        "takes arrays, numbers, values of replicas and NNX objects; fix anything else "
-        "with functools.partial or a closure."
-    )
-    raise StrategyError(msg)
-
-
-def _refuse_masks(first: jax.Array, second: jax.Array) -> None:
-    if isinstance(first, Tracer) or isinstance(second, Tracer):
-        same = False
-    else:
-        same = first.shape == second.shape and bool(jnp.array_equal(first, second))
-    if not same:
-        msg = (
-            "run: two arguments have different rows that are padding, and a replica "
-            "cannot tell which are meant. Pass values of one batch."
-        )
-        raise StrategyError(msg)
 
 
 @dataclasses.dataclass
@@ -319,8 +184,10 @@ class ReplicaProgram:
             self._aligned = self._find_aligned(arguments)
             self._check_padding(trace)
 
+        whole = arguments.without_arrays()  # which would live as long as the program
+
         def step(state: Any, rest: Any, leaves: Any) -> Any:
-            return self._traced_step(arguments, state, rest, leaves)
+            return self._traced_step(whole, state, rest, leaves)
 
         step.__name__ = self._name
         self.step = compile_step(step, on_recompile="ignore")
@@ -441,7 +308,7 @@ class ReplicaProgram:
                 self._combined(index, own[index], bound.new_values[index], context)
                 for index in trace.changed
             ]
-        out, trace.treedef = jax.tree.flatten(result, is_leaf=_is_leaf)
+        out, trace.treedef = jax.tree.flatten(result, is_leaf=is_leaf)
         return new, [self._result(leaf) for leaf in out]
 
     def _own_value(self, value: Any, context: ReplicaContext) -> Any:
@@ -482,7 +349,7 @@ class ReplicaProgram:
         return jax.tree.map(combined, old, new)
 
     def _result(self, leaf: object) -> jax.Array | PerReplica:
-        if isinstance(leaf, PerReplica) or _is_object(leaf):
+        if isinstance(leaf, PerReplica) or is_object(leaf):
             msg = (
                 f"{self._name} returned {_checks.type_text(leaf)}; a replica's "
                 "function returns arrays. What it sets in NNX objects is kept anyway."

@@ -1,0 +1,155 @@
+"""The arguments of a function that runs on replicas, taken apart."""
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.core import Tracer
+
+from meshlayout import _checks
+from meshlayout._annotations import PyTree
+from meshlayout.distribute.values import PerReplica, is_per_replica
+from meshlayout.errors import StrategyError
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """The arguments of one call of `run`, taken apart.
+
+    Attributes:
+        treedef: The structure of `(args, kwargs)`, with objects and `PerReplica` as
+            leaves.
+        leaves: The leaves, with None in place of objects.
+        objects: The NNX objects, with their names.
+        signature: What a program depends on: structure, kinds, shapes and dtypes.
+        mask: Which rows are real, if rows are padded.
+    """
+
+    treedef: Any
+    leaves: list[Any]
+    objects: tuple[tuple[str, Any], ...]
+    signature: Any
+    mask: jax.Array | None
+
+    @classmethod
+    def of(
+        cls, fn: Callable[..., PyTree], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> "Arguments":
+        """Takes arguments apart.
+
+        Raises:
+            StrategyError: If one is not an array, a number, a `PerReplica` or an NNX
+                object, or two are padded differently.
+        """
+        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_leaf)
+        arrays, kinds, objects, mask = [], [], [], None
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, PerReplica):
+                shape, dtype = leaf.array.shape, leaf.array.dtype
+                kinds.append((shape, dtype, leaf.is_scalar, leaf.mask is not None))
+                if leaf.mask is not None:
+                    if mask is not None and leaf.mask is not mask:
+                        _refuse_masks(mask, leaf.mask)
+                    mask = leaf.mask
+            elif isinstance(leaf, jax.Array | np.ndarray | np.generic):
+                kinds.append((leaf.shape, leaf.dtype, getattr(leaf, "weak_type", None)))
+            elif isinstance(leaf, bool | int | float | complex):
+                kinds.append(type(leaf))
+            elif is_object(leaf):
+                kinds.append(None)
+                objects.append((_name(fn, args, kwargs, index), leaf))
+                leaf = None
+            else:
+                _refuse_argument(_name(fn, args, kwargs, index), leaf)
+            arrays.append(leaf)
+        return cls(treedef, arrays, tuple(objects), (treedef, tuple(kinds)), mask)
+
+    def call(self, fn: Callable[..., PyTree], leaves: Sequence[Any]) -> PyTree:
+        """Calls the function with one replica's arrays, and with the objects."""
+        nodes = iter(self.objects)
+        whole = [
+            next(nodes)[1] if kind is None else leaf
+            for leaf, kind in zip(leaves, self.signature[1], strict=True)
+        ]
+        args, kwargs = self.treedef.unflatten(whole)
+        return fn(*args, **kwargs)
+
+    def without_arrays(self) -> "Arguments":
+        """Returns what is needed to trace another call of the same signature."""
+        return dataclasses.replace(self, leaves=[], mask=None)
+
+    @property
+    def rows(self) -> int:
+        """The rows of one replica's part of a padded batch."""
+        masked = (x for x in self.leaves if is_per_replica(x) and x.mask is not None)
+        return next(masked).shape[0]
+
+    def with_one_more_row(self) -> list[Any]:
+        """Returns abstract leaves, those that are padded with one more row."""
+
+        def longer(leaf: Any) -> Any:
+            if not isinstance(leaf, PerReplica) or leaf.mask is None:
+                return leaf
+            count = leaf.num_replicas
+            return jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(
+                    (x.shape[0] + count, *x.shape[1:]), x.dtype
+                ),
+                leaf,
+            )
+
+        return [longer(leaf) for leaf in self.leaves]
+
+
+def is_object(leaf: object) -> bool:
+    """Returns whether this is an NNX object, whose variables a function may use."""
+    return isinstance(leaf, nnx.Pytree | nnx.Variable)
+
+
+def is_leaf(leaf: object) -> bool:
+    """Returns whether this is an NNX object or a value of replicas."""
+    return is_per_replica(leaf) or is_object(leaf)
+
+
+def _name(
+    fn: Callable[..., PyTree],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    index: int,
+) -> str:
+    """Returns the name of a leaf of the arguments, by the function's parameters."""
+    paths, _ = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_leaf)
+    (side, first, *rest), _ = paths[index]
+    name = str(getattr(first, "key", getattr(first, "idx", first)))
+    if side.idx == 0:
+        with contextlib.suppress(TypeError, ValueError, IndexError):
+            name = list(inspect.signature(fn).parameters)[first.idx]
+    return name + jax.tree_util.keystr(tuple(rest))
+
+
+def _refuse_argument(name: str, leaf: object) -> None:
+    msg = (
+        f"run: the argument {name} is {_checks.shown(leaf)}. A replica's function "
+        "takes arrays, numbers, values of replicas and NNX objects; fix anything else "
+        "with functools.partial or a closure."
+    )
+    raise StrategyError(msg)
+
+
+def _refuse_masks(first: jax.Array, second: jax.Array) -> None:
+    if isinstance(first, Tracer) or isinstance(second, Tracer):
+        same = False
+    else:
+        same = first.shape == second.shape and bool(jnp.array_equal(first, second))
+    if not same:
+        msg = (
+            "run: two arguments have different rows that are padding, and a replica "
+            "cannot tell which are meant. Pass values of one batch."
+        )
+        raise StrategyError(msg)
