@@ -1,0 +1,96 @@
+"""Strategies over several real processes."""
+
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import meshlayout as ml
+from tests.processes import run_processes
+
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+
+ROWS, BATCH = 22, 8
+
+
+def source():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(ROWS, 4)).astype("float32")
+    return x, np.tanh(x[:, :3])
+
+
+def trained(strategy):
+    """What a training loop computes, with a short last batch."""
+    with strategy.scope():
+        model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+        metric = nnx.metrics.Average()
+        count = nnx.Variable(np.float32(0), aggregation="per_replica")
+
+    def losses_of(model, x, y):
+        return ((model(x) - y) ** 2).mean(axis=-1)
+
+    def train_step(inputs):
+        x, y = inputs
+
+        def loss_fn(model):
+            return ml.losses.compute_average_loss(losses_of(model, x, y))
+
+        loss, grads = nnx.value_and_grad(loss_fn)(model)
+        optimizer.update(model, grads)
+        metric.update(values=loss)
+        replica = ml.distribute.get_replica_context()
+        count[...] += replica.replica_id_in_sync_group
+        return loss
+
+    losses, rows, seen = [], [], []
+    for _ in range(2):
+        for inputs in strategy.distribute_dataset(source(), global_batch_size=BATCH):
+            loss = strategy.run(train_step, args=(inputs,))
+            losses.append(float(strategy.reduce("SUM", loss, axis=None)))
+            rows.append(float(strategy.reduce("SUM", inputs[0], axis=0).sum()))
+            seen.append(np.asarray(strategy.gather(inputs[1], axis=0)).tolist())
+    return {
+        "losses": losses,
+        "rows": rows,
+        "seen": seen,
+        "kernel": np.asarray(model.kernel[...]).tolist(),
+        "metric": float(metric.compute()),
+        "counts": [float(x) for x in strategy.local_results(count.get_value())],
+    }
+
+
+def on_processes():
+    strategy = ml.distribute.MultiWorkerMirroredStrategy()
+    resolver = strategy.cluster_resolver
+    local = ml.distribute.MirroredStrategy()
+    values = strategy.distribute_values_from_function(
+        lambda context: context.replica_id_in_sync_group
+    )
+    return {
+        **trained(strategy),
+        "replicas": (strategy.num_replicas_in_sync, local.num_replicas_in_sync),
+        "task": (resolver.task_type, resolver.task_id, resolver.num_workers),
+        "ids": [int(x) for x in strategy.local_results(values)],
+        "text": repr(values),
+    }
+
+
+@pytest.mark.parametrize("processes", [2])
+def test_several_workers_compute_what_one_process_does(processes):
+    results = run_processes(processes, on_processes, devices_per_process=2)
+    strategy = ml.distribute.MirroredStrategy([f"CPU:{i}" for i in range(4)])
+    expected = trained(strategy)
+    for index, result in enumerate(results):
+        for name in ("losses", "rows", "kernel", "metric"):
+            np.testing.assert_allclose(
+                result[name], expected[name], rtol=1e-5, atol=1e-6, err_msg=name
+            )
+        for batch, expected_batch in zip(result["seen"], expected["seen"], strict=True):
+            np.testing.assert_array_equal(batch, expected_batch)
+        assert result["counts"] == expected["counts"][2 * index : 2 * index + 2]
+        assert tuple(result["replicas"]) == (4, 2)
+        assert tuple(result["task"]) == ("worker", index, processes)
+        assert result["ids"] == [2 * index, 2 * index + 1]
+        assert f"  {2 * index}: Array({2 * index}" in result["text"]
