@@ -204,6 +204,33 @@ def equations(jaxpr: Any, *, except_in: str = "") -> Iterator[Any]:
             yield from equations(inner, except_in=except_in)
 
 
+def sources(jaxpr: Any) -> list[Any]:
+    """Returns, for each output of a jaxpr, the value that it is.
+
+    An output of a jitted function that is one of its arguments is that argument. To
+    see it takes the jaxpr: outside, it is a new traced value.
+    tests/test_distribute_bindings.py notices.
+    """
+    makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+
+    def source(var: Any) -> Any:
+        while not hasattr(var, "val") and var in makers:  # a literal cannot be hashed
+            eqn = makers[var]
+            if eqn.primitive.name not in ("jit", "pjit", "shard_map"):
+                return var
+            (inner,) = inner_jaxprs(eqn)
+            inside = sources(inner)[list(eqn.outvars).index(var)]
+            arguments = zip(inner.invars, eqn.invars, strict=True)
+            passed = [outer for inner_var, outer in arguments if inner_var is inside]
+            if not passed:
+                # One jaxpr may stand for several calls of jit, unlike of shard_map.
+                return inside if eqn.primitive.name == "shard_map" else var
+            var = passed[0]
+        return var
+
+    return [source(var) for var in jaxpr.outvars]
+
+
 def concrete_mesh() -> jax.sharding.Mesh | None:
     """Returns the mesh of `jax.set_mesh`, or None.
 

@@ -389,6 +389,32 @@ def test_run_computes_with_what_names_stand_for_at_each_call():
     )
 
 
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_variables_that_nnx_jit_returns_unchanged_stay(num_devices):
+    strategy = ml.distribute.MirroredStrategy(jax.devices()[:num_devices])
+    with strategy.scope():
+        dense = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+        rngs = nnx.Rngs(1)
+    kernel, key = (
+        np.array(dense.kernel[...]),
+        jax.random.key_data(rngs.default.key[...]),
+    )
+
+    @nnx.jit
+    def forward(dense, rngs, x):
+        return dense(x) + jax.random.normal(rngs())
+
+    def step(x):
+        nnx.jit(lambda rngs: None)(rngs)
+        return forward(dense, rngs, x)
+
+    for count in range(1, 3):
+        strategy.run(step, args=(jnp.ones((4, 2)),))
+        assert int(rngs.default.count[...]) == count
+    np.testing.assert_array_equal(jax.random.key_data(rngs.default.key[...]), key)
+    np.testing.assert_array_equal(dense.kernel[...], kernel)
+
+
 def test_the_error_of_the_function_comes_first():
     losses = []
 

@@ -10,6 +10,7 @@ then it refuses scans whose carry starts as a constant, as in every recurrent la
 
 import dataclasses
 import itertools
+import operator
 from collections import OrderedDict
 from collections.abc import Callable
 from types import MethodType
@@ -132,11 +133,13 @@ class _Trace:
         changed: The indices of the variables that it changed.
         treedef: The structure of what it returned.
         mask_was_read: Whether it asked which rows are real.
+        with_old: Whether the old values of variables follow the new ones.
     """
 
     changed: list[int] = dataclasses.field(default_factory=list)
     treedef: Any = None
     mask_was_read: bool = False
+    with_old: bool = False
 
 
 class ReplicaProgram:
@@ -172,6 +175,8 @@ class ReplicaProgram:
         self._name = getattr(fn, "__name__", type(fn).__name__)
         self._sums = GradientSums()
         self._changed: list[int] = []
+        # Variables that functions under nnx.jit return as they were.
+        self._passed_on: set[int] = set()
         # How the new values of variables that differ become one.
         self._aggregations: dict[int, Aggregation] = {}
         self._check_trace()
@@ -302,12 +307,15 @@ class ReplicaProgram:
                 self._fn, [map_per_replica(_own, x) for x in leaves]
             )
         trace.mask_was_read = context.mask_was_read
-        trace.changed = [i for i, changed in enumerate(bound.changed) if changed]
+        changed = {i for i, is_changed in enumerate(bound.changed) if is_changed}
+        trace.changed = sorted(changed - self._passed_on)
         with entered(context):
             new = [
                 self._combined(index, own[index], bound.new_values[index], context)
                 for index in trace.changed
             ]
+        if trace.with_old:
+            new += [own[index] for index in trace.changed]
         out, trace.treedef = jax.tree.flatten(result, is_leaf=is_leaf)
         return new, [self._result(leaf) for leaf in out]
 
@@ -388,9 +396,17 @@ class ReplicaProgram:
             StrategyError: If a variable would differ between replicas.
         """
         values = self._variables.get()
-        trace = _Trace()
-        on_replicas = self._on_replicas(trace, arguments, PartitionSpec())
-        closed = jax.make_jaxpr(on_replicas)(values, arguments.leaves)
+
+        def traced(trace: _Trace) -> Any:
+            on_replicas = self._on_replicas(trace, arguments, PartitionSpec())
+            return jax.make_jaxpr(on_replicas)(values, arguments.leaves)
+
+        trace = _Trace(with_old=True)
+        closed = traced(trace)
+        self._passed_on = self._find_passed_on(closed, trace, values)
+        if self._passed_on:
+            trace = _Trace()
+            closed = traced(trace)
         self._changed = trace.changed
         if self._axis is None:
             return trace
@@ -412,6 +428,21 @@ class ReplicaProgram:
             raise StrategyError(msg)
         self._plan_aggregations(trace, same.outputs, values)
         return trace
+
+    def _find_passed_on(
+        self, closed: Any, trace: _Trace, values: list[Any]
+    ) -> set[int]:
+        """Returns the indices of variables whose new values are the old ones."""
+        counts = [len(jax.tree.leaves(values[index])) for index in trace.changed]
+        outputs = iter(_jax.sources(closed.jaxpr))
+        new = [list(itertools.islice(outputs, count)) for count in counts]
+        old = [list(itertools.islice(outputs, count)) for count in counts]
+        triples = zip(trace.changed, new, old, strict=True)
+        return {
+            index
+            for index, after, before in triples
+            if all(map(operator.is_, after, before))
+        }
 
     def _plan_aggregations(
         self, trace: _Trace, same: list[bool], values: list[Any]
