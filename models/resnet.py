@@ -235,6 +235,23 @@ class ResNet50(nnx.Module):
         return self.output(x.mean(axis=(1, 2)))
 
 
+def synchronize_norms(model: nnx.Module, axis_name: str | None = "batch") -> None:
+    """Lets replicas of a strategy normalize with the statistics of all of them.
+
+    A function that `Strategy.run` calls sees the images of one replica, and so does
+    batch normalization, as in TensorFlow. Use this where each has too few of them, or
+    to get the numbers of one device.
+
+    Args:
+        model: The model; its layers are changed.
+        axis_name: The mesh axis of replicas. None undoes it: outside of `run` a model
+            in training mode has no such axis.
+    """
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, nnx.BatchNorm):
+            module.axis_name = axis_name
+
+
 class LinenBlock(nn.Module):
     """`Block` in Linen, with the same parameter paths."""
 

@@ -13,7 +13,7 @@ from flax import nnx
 
 import meshlayout as ml
 from models import resnet
-from models.resnet import Bottleneck, LinenResNet50, ResNet50
+from models.resnet import Bottleneck, LinenResNet50, ResNet50, synchronize_norms
 
 
 # As torchvision states for its weights ResNet50_Weights.IMAGENET1K_V1: "num_params",
@@ -324,3 +324,74 @@ def test_a_step_on_a_mesh_is_the_step_on_one_device(
     running = by_path(state.model, nnx.BatchStat)
     for path, statistic in statistics.items():
         np.testing.assert_allclose(running[path], statistic, atol=1e-5)
+
+
+# On the replicas of a strategy.
+
+
+def mirrored_step(strategy, batch, *, synchronized):
+    """The loss, the step of SGD and the new statistics, by `Strategy.run`."""
+    with strategy.scope():
+        model = narrow()
+        optimizer = nnx.Optimizer(model, optax.sgd(1.0), wrt=nnx.Param)
+    if synchronized:
+        synchronize_norms(model)
+    before = {path: np.asarray(leaf) for path, leaf in by_path(model).items()}
+
+    def replica_step(batch):
+        def loss_of(model):
+            return ml.losses.compute_average_loss(losses_of(model, batch))
+
+        loss, grads = nnx.value_and_grad(loss_of)(model)
+        optimizer.update(model, grads)
+        return loss
+
+    [rows] = strategy.distribute_dataset(batch, global_batch_size=8)
+    loss = strategy.reduce("SUM", strategy.run(replica_step, (rows,)), axis=None)
+    change = {path: before[path] - leaf for path, leaf in by_path(model).items()}
+    return float(loss), change, by_path(model, nnx.BatchStat)
+
+
+def assert_same_step(step, expected):
+    (loss, change, statistics), (known_loss, grads, known_statistics) = step, expected
+    # Sums are split over the replicas, and rounded in another order.
+    assert loss == pytest.approx(known_loss, abs=1e-5)
+    assert change.keys() == grads.keys()
+    for path, grad in grads.items():
+        np.testing.assert_allclose(change[path], grad, atol=3e-5, err_msg=path)
+    for path, statistic in known_statistics.items():
+        np.testing.assert_allclose(statistics[path], statistic, atol=1e-5)
+
+
+def test_replicas_with_synchronized_norms_take_the_step_of_one_device(
+    batch, step_on_one_device
+):
+    strategy = ml.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    step = mirrored_step(strategy, batch, synchronized=True)
+    assert_same_step(step, step_on_one_device)
+
+
+@pytest.mark.slow
+def test_replicas_normalize_their_own_images_otherwise(batch):
+    """The mean of what one device does with each half of the batch."""
+    halves = []
+    for half in (slice(0, 4), slice(4, 8)):
+        model = narrow()
+        rows = {name: x[half] for name, x in batch.items()}
+        loss, grads = nnx.jit(nnx.value_and_grad(mean_loss))(model, rows)
+        flat = nnx.to_flat_state(grads)
+        grads = {path_text(path): np.asarray(leaf[...]) for path, leaf in flat}
+        halves.append((float(loss), grads, by_path(model, nnx.BatchStat)))
+    expected = jax.tree.map(lambda a, b: (a + b) / 2, *halves)
+    strategy = ml.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    assert_same_step(mirrored_step(strategy, batch, synchronized=False), expected)
+
+
+def test_synchronized_norms_are_for_replicas_until_they_are_undone():
+    model = nnx.eval_shape(narrow)
+    call = lambda: nnx.eval_shape(lambda model, x: model(x), model, photos(2))  # noqa: E731
+    synchronize_norms(model)
+    with pytest.raises(NameError, match="unbound axis name: batch"):
+        call()
+    synchronize_norms(model, None)
+    assert call().shape == (2, 10)

@@ -1,0 +1,447 @@
+"""Weak scaling of ResNet-50: as many images per device on eight devices as on one.
+
+Where there are GPUs or TPUs, `python -m benchmarks.scaling` trains on 1, 2, 4 ... of
+them and counts images per second. With JAX_PLATFORMS=cpu it compiles the steps for
+slices of TPU v5e (libtpu does that without a TPU), and works out the efficiency from
+the programs: their instructions are in the order in which a chip runs them, each with
+the compiler's estimate of its cycles. Replaying them,
+
+    T = cycles / clock + waiting for collectives
+    a collective takes bytes sent / bandwidth + 2 (n - 1) hops * latency
+    efficiency of n chips = T of one chip / T of n chips
+
+where a synchronous collective is waited for in full, and an asynchronous one only where
+it is not done when its result is needed. Without overlap, all are waited for in full.
+
+There are two ways: the library's own step, in which batch normalization takes the mean
+over the global batch, and `MirroredStrategy().run`, in which each replica normalizes
+its own images, as in TensorFlow; and on TPUs the step with the compiler's options
+for asynchronous all-reduces.
+"""
+
+import argparse
+import contextlib
+import os
+import platform
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+# Read when the compiler for TPUs is loaded, which otherwise asks a metadata server.
+if os.environ.get("JAX_PLATFORMS") == "cpu":
+    os.environ.update(
+        TPU_SKIP_MDS_QUERY="1",
+        TPU_ACCELERATOR_TYPE="v5litepod-8",
+        TPU_WORKER_HOSTNAMES="localhost",
+        TPU_WORKER_ID="0",
+    )
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import __version__ as flax_version, nnx
+from jax.experimental import topologies  # noqa: TID251
+
+import meshlayout as ml
+from meshlayout.distribute import replica_run
+from meshlayout.hlo.program import Instruction, Program, arrays_of, nbytes
+from models.resnet import ResNet50
+
+
+# A v5e chip, https://cloud.google.com/tpu/docs/v5e: 197 TFLOP/s in bfloat16, 819 GB/s
+# of memory, and between chips 1,600 Gbit/s each way over four ports. Its four units of
+# 128 x 128 multiply-adds do 197 TFLOP/s at 1.5 GHz.
+FLOPS_PER_S = 197e12
+MEMORY_BYTES_PER_S = 819e9
+CLOCK_HZ = FLOPS_PER_S / (4 * 128 * 128 * 2)
+PORT_BYTES_PER_S = 1600e9 / 8 / 4
+# The programs say that a large all-reduce goes around two rings in opposite directions
+# ("colors:2"), which is two ports of each chip.
+BYTES_PER_S = 2 * PORT_BYTES_PER_S
+HOP_S = 1e-6  # assumed, per chip that a small message passes
+
+# What TensorFlow's MirroredStrategy did in the talk "tf.data and tf.distribute" (2019):
+# ResNet-50 in Keras on Google Cloud, images per second by the number of GPUs.
+TALK = {1: 1_250, 8: 10_000}
+
+# Without the first, libtpu adds up all gradients in one all-reduce at the end. The
+# others let a compiled program compute while it waits.
+OVERLAP = {
+    "xla_jf_crs_combiner_threshold_in_bytes": str(4 * 2**20),
+    "xla_enable_async_all_reduce": "true",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "true",
+}
+SLICES = {1: "v5e:1x1", 4: "v5e:2x2", 8: "v5e:2x4"}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is trained, and on how many images per device."""
+
+    width: int = 64
+    depths: tuple[int, ...] = (3, 4, 6, 3)
+    size: int = 224
+    rows: int = 128
+
+    def build(self) -> ResNet50:
+        """Returns the model; it computes in bfloat16."""
+        model = ResNet50(width=self.width, depths=self.depths, rngs=nnx.Rngs(0))
+        for _, module in nnx.iter_modules(model):
+            if isinstance(module, nnx.Conv | nnx.BatchNorm | nnx.Linear):
+                module.dtype = jnp.bfloat16
+        return model
+
+    def batch(self, mesh: ml.Mesh) -> dict[str, Any]:
+        """Returns abstract images and labels for all devices of a mesh."""
+        layout, rows = mesh.layout("batch", ...), self.rows * mesh.size
+
+        def abstract(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
+            sharding = layout.with_rank(len(shape)).sharding
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+        return {
+            "image": abstract((rows, self.size, self.size, 3), "bfloat16"),
+            "label": abstract((rows,), "int32"),
+        }
+
+
+def optimizer() -> optax.GradientTransformation:
+    """Returns what the talk trains with."""
+    return optax.sgd(0.1, momentum=0.9, nesterov=True)
+
+
+def losses_of(model: Any, batch: Any) -> jax.Array:
+    """Returns the cross entropy of each image."""
+    logits = model(batch["image"]).astype("float32")
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+
+
+def replica_step(model: Any, updates: nnx.Optimizer[Any], batch: Any) -> jax.Array:
+    """Trains on one replica's images, as one writes it for `Strategy.run`."""
+
+    def loss_of(model: Any) -> jax.Array:
+        return ml.losses.compute_average_loss(losses_of(model, batch))
+
+    loss, grads = nnx.value_and_grad(loss_of)(model)
+    updates.update(model, grads)
+    return loss
+
+
+# Where devices are real.
+
+
+def measured(
+    work: Work, devices: list[Any], steps: int, rounds: int
+) -> dict[str, float]:
+    """Returns images per second by way, on some devices."""
+    mesh = ml.create_mesh({"batch": len(devices)}, devices=devices)
+    random = np.random.default_rng(0)
+    image, label = work.batch(mesh).values()
+    batch = {
+        "image": random.normal(size=image.shape).astype("float32").astype(image.dtype),
+        "label": random.integers(0, 1000, label.shape, "int32"),
+    }
+    layouts = ml.parallel.data_parallel(mesh)
+    state = ml.TrainState.create(work.build, optimizer(), layouts)
+    step = ml.make_train_step(losses_of)
+    rows = ml.relayout(batch, mesh.layout("batch", ...))
+    strategy = ml.distribute.MirroredStrategy(devices)
+    with strategy.scope():
+        model = work.build()
+        updates = nnx.Optimizer(model, optimizer(), wrt=nnx.Param)
+    values = jax.tree.map(
+        lambda x: ml.distribute.PerReplica(x, num_replicas=mesh.size), rows
+    )
+    args = (model, updates, rows if mesh.size == 1 else values)
+
+    def plain() -> None:
+        nonlocal state
+        for _ in range(steps):
+            state, _ = step(state, rows)
+        jax.block_until_ready(state.params)
+
+    def mirrored() -> None:
+        for _ in range(steps):
+            strategy.run(replica_step, args)
+        jax.block_until_ready(nnx.state(model))
+
+    taken: dict[str, list[float]] = {"make_train_step": [], "MirroredStrategy": []}
+    for window in range(1 + rounds):  # the first one compiles
+        for name, run in zip(taken, (plain, mirrored), strict=True):
+            start = time.perf_counter()
+            run()
+            if window:
+                taken[name].append(time.perf_counter() - start)
+    images = steps * work.rows * len(devices)
+    return {name: images / statistics.median(times) for name, times in taken.items()}
+
+
+def measure(work: Work, steps: int, rounds: int) -> None:
+    """Measures and prints a table."""
+    devices = jax.local_devices()
+    counts = [n for n in (1, 2, 4, 8) if n <= len(devices)]
+    print(f"{devices[0].device_kind}, {work.rows} images of a step on each\n")
+    print("| devices | way | images/s | efficiency | talk |\n|---|---|---|---|---|")
+    first: dict[str, float] = {}
+    for count in counts:
+        for name, rate in measured(work, devices[:count], steps, rounds).items():
+            share = rate / count / first.setdefault(name, rate)
+            talk = f"{TALK[count]:,}" if count in TALK else ""
+            print(f"| {count} | {name} | {rate:,.0f} | {share:.1%} | {talk} |")
+
+
+# Programs for slices that are not here.
+
+
+class DescribedStrategy(ml.distribute.Strategy):
+    """A strategy whose devices cannot hold arrays: variables stay where they are."""
+
+    def _place_all(self, variables: Any) -> list[Any]:
+        return variables.get()
+
+
+def lowered(work: Work, way: str, mesh: ml.Mesh) -> Any:
+    """Returns a way's step for a mesh, lowered, but not compiled."""
+    batch = work.batch(mesh)
+    layouts = ml.parallel.data_parallel(mesh)
+    if way == "make_train_step":
+        state = ml.TrainState.describe(work.build, optimizer(), layouts).abstract
+        return ml.make_train_step(losses_of).lower(state, batch)
+
+    def build() -> tuple[Any, Any]:
+        model = work.build()
+        return model, nnx.Optimizer(model, optimizer(), wrt=nnx.Param)
+
+    objects = nnx.eval_shape(build)
+    for node in objects:  # arrays that take no memory before they are touched
+        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), nnx.state(node))
+        nnx.update(node, zeros)
+    values = {
+        name: ml.distribute.PerReplica(x, num_replicas=mesh.size)
+        for name, x in batch.items()
+    }
+    # What `Strategy.run` compiles, before it does.
+    runs = replica_run.ReplicaRuns(DescribedStrategy(mesh))
+    arguments = replica_run.Arguments.of(replica_step, (*objects, values), {})
+    program = runs._program(replica_step, arguments)
+    whole = mesh.layout(...)
+    variables = [
+        jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=whole.with_rank(x.ndim).sharding
+        )
+        for x in program._variables.get()
+    ]
+    return program.step.lower(*program._inputs(variables, arguments))
+
+
+def program_text(work: Work, way: str, chips: int, folder: Path | None) -> str:
+    """Returns a compiled program's text, from the folder if it is there.
+
+    Args:
+        work: What is trained.
+        way: One of `ways`.
+        chips: The size of the slice.
+        folder: Where texts are kept, because compiling one takes minutes.
+    """
+    kept = folder and folder / f"{way.replace(', ', '-')}-{chips}.hlo"
+    if kept and kept.exists():
+        return kept.read_text()
+    name = SLICES[chips]
+    one = {"chips_per_host_bounds": (1, 1, 1)} if chips == 1 else {}
+    described = topologies.get_topology_desc(platform="tpu", topology_name=name, **one)
+    mesh = ml.create_mesh({"batch": chips}, devices=described.devices)
+    way, _, options = way.partition(", ")
+    compiled = lowered(work, way, mesh).compile(OVERLAP if options else None)
+    text = compiled.as_text()
+    if kept:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(text)
+    return text
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a chip does next: computes, or starts and ends collectives.
+
+    Attributes:
+        cycles: That it computes.
+        start: The collective that it starts, or "".
+        done: The collective whose result it needs, or "".
+        wire_bytes: That it sends in the collective that it starts.
+    """
+
+    cycles: int = 0
+    start: str = ""
+    done: str = ""
+    wire_bytes: float = 0.0
+
+
+def events_of(program: Program) -> Iterator[Event]:
+    """Yields what a chip does, in the order of the program's schedule."""
+    whole = program.computations[program.entry]
+    for instruction in whole.values():
+        if instruction.opcode == "while":
+            raise SystemExit("a loop in the program: its cycles would not be counted")
+        called = [name for name, _ in program.called(instruction)]
+        inner = [x for name in called for x in program.computations[name].values()]
+        reduce = next((x for x in [instruction, *inner] if _is_all_reduce(x)), None)
+        cycles = int(instruction.attribute(r'"estimated_cycles":"(\d+)"') or 0)
+        if reduce is None:
+            yield Event(cycles)
+            continue
+        sent = 2 * (program.num_devices - 1) / program.num_devices
+        sent *= sum(nbytes(*array) for array in arrays_of(reduce.type))
+        channel = reduce.attribute(r"\bchannel_id=(\d+)")
+        text = "".join(x.rest for x in inner)
+        starts, ends = (f"AsyncCollective{x}" in text for x in ("Start", "Done"))
+        if reduce is instruction:
+            yield Event(0, channel, channel, sent)
+        elif starts or ends:
+            yield Event(cycles, channel * starts, channel * ends, sent)
+        else:  # it computes while a collective goes on
+            yield Event(cycles)
+
+
+def _is_all_reduce(instruction: Instruction) -> bool:
+    return instruction.opcode == "all-reduce"
+
+
+@dataclass(frozen=True)
+class Replay:
+    """How long a program takes, by its schedule.
+
+    Attributes:
+        compute_s: Of computing alone.
+        alone_s: Of all collectives alone.
+        total_s: Of the whole step.
+        num_async: How many collectives are asynchronous, with computation between start
+            and end.
+        num_sync: How many are not.
+        wire_bytes: That each chip sends.
+    """
+
+    compute_s: float
+    alone_s: float
+    total_s: float
+    num_async: int
+    num_sync: int
+    wire_bytes: float
+
+
+def replay(text: str) -> Replay:
+    """Runs through a program's schedule, with one collective after another."""
+    program = Program(text)
+    hops = 2 * (program.num_devices - 1)
+    now = compute = alone = network_free = sent = 0.0
+    num_async = num_sync = 0
+    ends: dict[str, tuple[float, float]] = {}
+    for event in events_of(program):
+        if event.start:
+            taken = event.wire_bytes / BYTES_PER_S + hops * HOP_S
+            network_free = max(network_free, now) + taken
+            ends[event.start] = network_free, compute
+            alone, sent = alone + taken, sent + event.wire_bytes
+        seconds = event.cycles / CLOCK_HZ
+        now, compute = now + seconds, compute + seconds
+        if event.done:
+            end, before = ends.pop(event.done)
+            now = max(now, end)
+            num_async += compute > before
+            num_sync += compute == before
+    return Replay(compute, alone, now, num_async, num_sync, sent)
+
+
+def ways(chips: int) -> list[str]:
+    """Returns what is compiled for a slice."""
+    plain = ["make_train_step", "MirroredStrategy"]
+    return plain + [f"{way}, asynchronous" for way in plain if chips == max(SLICES)]
+
+
+def read(work: Work, folder: Path | None) -> None:
+    """Compiles, and prints tables of what the programs say."""
+    print(f"TPU v5e slices, {work.rows} images of a step on each chip\n")
+    print(
+        "| chips | way | collectives | overlapped | sent (MB) | compute (ms) | "
+        "collectives (ms) | step (ms) | images/s | efficiency | without overlap |"
+    )
+    print("|---" * 11 + "|")
+    first: dict[str, Replay] = {}
+    costs: list[str] = []
+    for chips in SLICES:
+        for way in ways(chips):
+            text = program_text(work, way, chips, folder)
+            step = replay(text)
+            communication = ml.hlo.read_communication(text)
+            if abs(communication.wire_bytes - step.wire_bytes) > 1e3:
+                raise SystemExit(
+                    f"{way} sends {communication.wire_bytes} bytes by its report, and "
+                    f"{step.wire_bytes:.0f} by its schedule"
+                )
+            one = first.setdefault(way.partition(",")[0], step).total_s
+            cells = [
+                f"{chips}",
+                way,
+                f"{step.num_async + step.num_sync}",
+                f"{step.num_async}",
+                f"{step.wire_bytes / 1e6:.1f}",
+                f"{step.compute_s * 1e3:.2f}",
+                f"{step.alone_s * 1e3:.2f}",
+                f"{step.total_s * 1e3:.2f}",
+                f"{chips * work.rows / step.total_s:,.0f}",
+                f"{one / step.total_s:.1%}",
+                f"{one / (step.compute_s + step.alone_s):.1%}",
+            ]
+            print(f"| {' | '.join(cells)} |", flush=True)
+            if chips == 1:
+                cost = ml.hlo.read_cost(text)
+                flops = cost.flops / FLOPS_PER_S * 1e3
+                memory = cost.bytes_accessed / MEMORY_BYTES_PER_S * 1e3
+                costs.append(
+                    f"{way} on one chip: {cost.flops / 1e12:.2f} TFLOP, at the peak "
+                    f"{flops:.1f} ms; {cost.bytes_accessed / 1e9:.1f} GB that "
+                    f"instructions read and write, at the memory's rate {memory:.1f} ms"
+                )
+    print("\n" + "\n".join(costs))
+    print(
+        f"\nThe talk: {TALK[1]:,} images/s on one GPU, close to {TALK[8]:,} on eight: "
+    )
+    print(f"{TALK[8] / TALK[1] / 8:.0%} efficiency, as far as its figures are exact.")
+
+
+def main() -> None:
+    """Measures, or reads programs, and prints tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rows", type=int, default=128, help="images per device")
+    parser.add_argument(
+        "--small", action="store_true", help="a toy, to try this script"
+    )
+    parser.add_argument("--measure", action="store_true", help="measure also on CPUs")
+    parser.add_argument("--steps", type=int, default=20, help="steps in a timed window")
+    parser.add_argument("--rounds", type=int, default=5, help="timed windows")
+    parser.add_argument(
+        "--programs", type=Path, metavar="DIR", help="keep the programs' texts here"
+    )
+    options = parser.parse_args()
+    work = Work(rows=options.rows)
+    if options.small:
+        work = Work(width=8, depths=(1, 1), size=32, rows=options.rows)
+    print(
+        f"jax {jax.__version__}, flax {flax_version}, Python "
+        f"{platform.python_version()}"
+    )
+    if options.measure:
+        with contextlib.suppress(ml.MeshLayoutError):
+            ml.virtual_devices(8)
+    if options.measure or jax.default_backend() != "cpu":
+        measure(work, options.steps, options.rounds)
+    else:
+        read(work, options.programs)
+
+
+if __name__ == "__main__":
+    main()
