@@ -266,6 +266,18 @@ class ReplicaContext:
         reduce = jax.lax.pmax if op is ReduceOp.MAX else jax.lax.pmin
         return reduce(x, self.axis_name)
 
+    def mean_of_real(self, x: jax.Array) -> jax.Array:
+        """Returns the mean of the values of those replicas that have any real row."""
+        if self._mask is None or self.axis_name is None:
+            return self.combine(ReduceOp.MEAN, x)
+        is_counted = self._mask.any()
+        # Without any such replica, all of them count.
+        is_counted |= ~jax.lax.pmax(is_counted, self.axis_name)
+        total, count = self.combine_all(
+            ReduceOp.SUM, [jnp.where(is_counted, x, 0), is_counted.astype("float32")]
+        )
+        return total / count
+
     def _check_current(self, name: str) -> None:
         """Raises StrategyError in another function than the one this context is of."""
         if self.is_over:

@@ -27,6 +27,7 @@ from meshlayout.distribute.arguments import Arguments, is_leaf, is_object
 from meshlayout.distribute.bindings import Bindings, find
 from meshlayout.distribute.gradients import GradientSums
 from meshlayout.distribute.nnx_graph import belongs_here
+from meshlayout.distribute.padded_statistics import padding_left_out
 from meshlayout.distribute.sameness import same_values
 from meshlayout.distribute.values import (
     REPLICA_AXIS,
@@ -302,6 +303,7 @@ class ReplicaProgram:
             self._sums.traced(),
             self._found.watch(),
             self._variables.bound(own) as bound,
+            padding_left_out(mask),
         ):
             result = arguments.call(
                 self._fn, [map_per_replica(_own, x) for x in leaves]
@@ -342,8 +344,7 @@ class ReplicaProgram:
             if kind == "per_replica":
                 return _whole(after, context.num_replicas_in_sync)
             if kind == "mean":
-                mean = context.combine(ReduceOp.MEAN, after)
-                return mean.astype(after.dtype)
+                return context.mean_of_real(after).astype(after.dtype)
             if kind == "first":
                 is_first = context.replica_id_in_sync_group == 0
                 chosen = jnp.where(is_first, after, jnp.zeros_like(after))
@@ -494,7 +495,8 @@ class ReplicaProgram:
         if trace.mask_was_read:
             return
         num_leaves = trace.treedef.num_leaves
-        if not trace.changed and len(self._aligned) == num_leaves:
+        changes_statistics_alone = all(map(self._is_statistic, trace.changed))
+        if changes_statistics_alone and len(self._aligned) == num_leaves:
             return
         msg = (
             f"{self._name} got a short batch, which is padded to the shape of the "
@@ -505,6 +507,12 @@ class ReplicaProgram:
             "leave such batches out with distribute_dataset(..., remainder='drop')."
         )
         raise StrategyError(msg)
+
+    def _is_statistic(self, index: int) -> bool:
+        """Returns whether a variable is one that `padding_left_out` looks after."""
+        metadata = self._variables.variables[index].get_metadata()
+        is_combined = self._variables.aggregations[index] is not None
+        return is_combined and "aggregation" not in metadata
 
 
 def _specs(tree: PyTree) -> PyTree:
