@@ -54,7 +54,7 @@ class ValueContext:
             raise StrategyError(msg)
 
 
-class _Value(NamedTuple):
+class _ReplicaValue(NamedTuple):
     """What a function returned for one replica, as processes compare it.
 
     Attributes:
@@ -87,7 +87,7 @@ def distribute_values_from_function(
         )
         raise StrategyError(msg)
     channel = _channel(mesh)
-    local: list[_Value] = []
+    local: list[_ReplicaValue] = []
     rows: list[list[jax.Array]] = []
     treedef = None
     with channel.failure_told():
@@ -143,7 +143,9 @@ def _channel(mesh: Mesh) -> Channel:
     )
 
 
-def _described(tree: PyTree, replica: int) -> tuple[list[jax.Array], Any, _Value]:
+def _described(
+    tree: PyTree, replica: int
+) -> tuple[list[jax.Array], Any, _ReplicaValue]:
     """Returns what the function returned: its leaves, its structure, and a summary.
 
     Raises:
@@ -173,7 +175,7 @@ def _described(tree: PyTree, replica: int) -> tuple[list[jax.Array], Any, _Value
     ]
     shapes = [x.shape for x in leaves]
     dtypes = [str(x.dtype) for x in leaves]
-    return leaves, treedef, _Value(replica, str(treedef), paths, shapes, dtypes)
+    return leaves, treedef, _ReplicaValue(replica, str(treedef), paths, shapes, dtypes)
 
 
 def _array(leaf: Any, where: str) -> jax.Array:
@@ -188,7 +190,7 @@ def _array(leaf: Any, where: str) -> jax.Array:
         raise StrategyError(str(error)) from None
 
 
-def _check_alike(first: _Value, other: _Value) -> None:
+def _check_alike(first: _ReplicaValue, other: _ReplicaValue) -> None:
     """Raises StrategyError unless two replicas' values differ in rows alone."""
     if other.structure != first.structure:
         names, first_names = (
