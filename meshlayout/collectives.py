@@ -79,13 +79,6 @@ class MergedValue(DistributedValues):
         self.value = value
         self.context = context
 
-    def reduce(self, op: ReduceOp, axis: int | None) -> jax.Array:
-        """Combines the replicas' values, and along `axis` within each."""
-        if axis is None:
-            return self.context.combine(op, self.value)
-        local = LOCAL_REDUCTIONS[op](self.value, axis=axis)
-        return self.context.combine(op, local)
-
     def __repr__(self) -> str:
         aval = jax.typeof(self.value)
         text = array_text(aval.dtype, aval.shape)

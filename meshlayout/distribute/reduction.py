@@ -1,43 +1,39 @@
 """`reduce` and `gather`: values of all replicas become one array, as in tf.distribute.
 
 The work is done on the devices, in one small program per shape; the result is whole on
-each of them. Padded rows never count.
+each of them. Padded rows never count, and a mean over no rows at all is 0. The same
+rules hold inside of `merge_call`, where a replica has only its own part of a value.
 """
 
 import functools
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from meshlayout import _checks
+from meshlayout import _checks, _jax
+from meshlayout._host_arrays import host_array
 from meshlayout.arrays import to_numpy
-from meshlayout.collectives import (
-    LOCAL_REDUCTIONS,
-    MergedValue,
-    ReduceOp,
-    check_axis,
-)
+from meshlayout.collectives import MergedValue, ReduceOp, check_axis
 from meshlayout.distribute.values import PerReplica
-from meshlayout.errors import StrategyError
+from meshlayout.errors import LayoutError, StrategyError
 from meshlayout.mesh import Mesh
 
 
 def reduce(op: ReduceOp, value: Any, axis: int | None, mesh: Mesh) -> jax.Array:
     """Combines one value of all replicas; see `Strategy.reduce`."""
     if isinstance(value, MergedValue):
-        if axis is not None:
-            axis = check_axis(axis, value.value.shape, "reduce")
-        return value.reduce(op, axis)
+        x = value.value
+        return _reduce_merged(op, value, _checked_axis(op, axis, x.shape, x.dtype))
     if not isinstance(value, PerReplica):
-        return _reduce_plain(op, value, axis, mesh)
-    _check_replicas(value, mesh, "reduce")
-    if axis is not None:
-        axis = check_axis(axis, value.shape, "reduce")
+        value = _of_one_replica(value, mesh, "reduce")
+    axis = _checked_axis(op, axis, value.shape, value.dtype)
+    check_replicas(value, mesh, "reduce")
     if value.mask is not None and axis != 0:
-        _refuse_uneven(value, "reduce", "give axis=0 to reduce over rows")
+        refuse_uneven(value, "reduce", "give axis=0 to reduce over rows")
+    value.check_mask()
     return _finished(_reduce(value, op=op, axis=axis), mesh)
 
 
@@ -45,16 +41,17 @@ def gather(value: Any, axis: int, mesh: Mesh) -> jax.Array:
     """Concatenates one value of all replicas; see `Strategy.gather`."""
     if isinstance(value, MergedValue):
         dim = check_axis(axis, value.value.shape, "gather")
+        if _mask_of(value) is not None:
+            refuse_uneven(value, "gather", "gather along axis=0, outside of run")
         return value.context.all_gather(value.value, dim)
     if not isinstance(value, PerReplica):
-        x = _plain(value, mesh, "gather")
-        check_axis(axis, x.shape, "gather")
-        return x
-    _check_replicas(value, mesh, "gather")
+        value = _of_one_replica(value, mesh, "gather")
     axis = check_axis(axis, value.shape, "gather")
+    check_replicas(value, mesh, "gather")
     if value.mask is not None:
         if axis != 0 or isinstance(value.array, Tracer):
-            _refuse_uneven(value, "gather", "gather along axis=0, outside of jit")
+            refuse_uneven(value, "gather", "gather along axis=0, outside of jit")
+        value.check_mask()
         is_real = np.flatnonzero(to_numpy(value.mask))
         return _finished(jnp.take(value.array, jnp.asarray(is_real), axis=0), mesh)
     return _finished(_gather(value, axis=axis), mesh)
@@ -63,29 +60,78 @@ def gather(value: Any, axis: int, mesh: Mesh) -> jax.Array:
 @functools.partial(jax.jit, static_argnames=("op", "axis"))
 def _reduce(value: PerReplica, *, op: ReduceOp, axis: int | None) -> jax.Array:
     x, mask = value.array, value.mask
-    if x.dtype == jnp.bool_ and op in (ReduceOp.SUM, ReduceOp.MEAN):
-        x = x.astype("int32")
-    if mask is not None:
-        return _reduce_real(x, mask, op)
-    if value.is_scalar or axis == 0:
-        return LOCAL_REDUCTIONS[op](x, axis=0)
+    if mask is not None or (axis == 0 and not value.is_scalar):
+        return _combined(op, x, 0, mask)
     stacked = x.reshape(value.num_replicas, *value.shape)
-    axes = 0 if axis is None else (0, axis + 1)
-    return LOCAL_REDUCTIONS[op](stacked, axis=axes)
+    return _combined(op, stacked, 0 if axis is None else (0, axis + 1), None)
 
 
-def _reduce_real(x: jax.Array, mask: jax.Array, op: ReduceOp) -> jax.Array:
-    """Reduces over the real rows of all replicas."""
-    is_real = mask.reshape(-1, *[1] * (x.ndim - 1)) > 0
+def _reduce_merged(op: ReduceOp, value: MergedValue, axis: int | None) -> jax.Array:
+    """Combines the values of all replicas, on each of them."""
+    x, context, mask = value.value, value.context, _mask_of(value)
+    result = x.dtype if _is_inexact(x.dtype) else _wide_dtype(x.dtype, op)
+    if mask is not None and axis != 0:
+        refuse_uneven(value, "reduce", "give axis=0 to reduce over rows")
+    if mask is not None:
+        context.read_mask()
+    if mask is not None and op is ReduceOp.MEAN:
+        wide = x.astype(_wide_dtype(x.dtype, op))
+        total = context.combine(ReduceOp.SUM, _combined(ReduceOp.SUM, wide, 0, mask))
+        count = context.combine(ReduceOp.SUM, mask.sum())
+        return (total / jnp.maximum(count, 1)).astype(result)
     if op in (ReduceOp.MAX, ReduceOp.MIN):
-        info = jnp.finfo if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.iinfo
-        least = info(x.dtype).min if op is ReduceOp.MAX else info(x.dtype).max
-        return LOCAL_REDUCTIONS[op](jnp.where(is_real, x, least), axis=0)
-    total = jnp.where(is_real, x, 0).sum(axis=0)
-    if op is ReduceOp.SUM:
-        return total
-    # Without any real row, the mean is 0 and not NaN.
-    return total / jnp.maximum(mask.sum(), 1).astype(jnp.result_type(x, "float32"))
+        return context.combine(op, x if axis is None else _combined(op, x, axis, mask))
+    x = x.astype(result)
+    return context.combine(op, x if axis is None else _combined(op, x, axis, mask))
+
+
+def _mask_of(value: MergedValue) -> jax.Array | None:
+    """Returns the mask of a value whose dim 0 is the rows of a padded batch."""
+    mask, shape = value.context._mask, value.value.shape
+    return mask if mask is not None and shape[:1] == mask.shape else None
+
+
+def _combined(
+    op: ReduceOp, x: jax.Array, axes: int | tuple[int, ...], mask: jax.Array | None
+) -> jax.Array:
+    """Reduces an array; along dim 0 alone if a mask says which of its rows are real."""
+    dtype, is_inexact = x.dtype, _is_inexact(x.dtype)
+    x = x.astype(_wide_dtype(dtype, op))
+    # Chosen, not multiplied by the mask: a padded row may hold NaN.
+    is_real = None if mask is None else mask.reshape(-1, *[1] * (x.ndim - 1)) > 0
+    if op in (ReduceOp.SUM, ReduceOp.MEAN):
+        total = jnp.sum(x, axis=axes, where=is_real)
+        if op is ReduceOp.MEAN:
+            rows = x.size // max(total.size, 1) if mask is None else mask.sum()
+            total = total / jnp.maximum(rows, 1)
+        return total.astype(dtype) if is_inexact else total
+    limits = None if is_inexact else jnp.iinfo(x.dtype)
+    sign = -1 if op is ReduceOp.MAX else 1
+    worst = sign * jnp.inf if limits is None else (limits.min, limits.max)[sign > 0]
+    reduction = jnp.max if op is ReduceOp.MAX else jnp.min
+    initial = None if mask is None else worst
+    extreme = reduction(x, axis=axes, where=is_real, initial=initial)
+    if is_inexact:
+        # An all-reduce between devices may drop a NaN, which jnp.max does not.
+        is_nan = jnp.any(jnp.isnan(x), axis=axes, where=is_real)
+        extreme = jnp.where(is_nan, jnp.nan, extreme)
+    return extreme.astype(dtype)
+
+
+def _is_inexact(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _wide_dtype(dtype: Any, op: ReduceOp) -> Any:
+    """Returns the dtype to compute in, in which small numbers do not overflow."""
+    size = np.dtype(dtype).itemsize
+    if _is_inexact(dtype):
+        return np.float32 if size < 4 else dtype
+    if op is ReduceOp.MEAN:
+        return np.float64 if size > 4 else np.float32
+    if size >= 4:
+        return dtype
+    return np.uint32 if jnp.issubdtype(dtype, jnp.unsignedinteger) else np.int32
 
 
 @functools.partial(jax.jit, static_argnames="axis")
@@ -104,17 +150,8 @@ def _finished(x: jax.Array, mesh: Mesh) -> jax.Array:
     return jax.block_until_ready(x) if mesh.platform == "cpu" else x
 
 
-def _reduce_plain(
-    op: ReduceOp, value: object, axis: int | None, mesh: Mesh
-) -> jax.Array:
-    x = _plain(value, mesh, "reduce")
-    if axis is None:
-        return x
-    return LOCAL_REDUCTIONS[op](x, axis=check_axis(axis, x.shape, "reduce"))
-
-
-def _plain(value: object, mesh: Mesh, where: str) -> jax.Array:
-    """Returns a plain array, which a strategy of one replica takes as its value."""
+def _of_one_replica(value: object, mesh: Mesh, where: str) -> PerReplica:
+    """Returns a plain array as the value of the one replica of a strategy."""
     if mesh.size > 1:
         msg = (
             f"{where} takes a value of each replica, as run returns, got "
@@ -122,14 +159,38 @@ def _plain(value: object, mesh: Mesh, where: str) -> jax.Array:
             f"{mesh.size} replicas: there is nothing to combine."
         )
         raise StrategyError(msg)
-    try:
-        return jnp.asarray(value)
-    except (TypeError, ValueError):
-        msg = f"{where} takes arrays, got {_checks.shown(value)}."
-        raise StrategyError(msg) from None
+    x: Any = value
+    if not isinstance(value, jax.Array):
+        try:
+            x = jnp.asarray(host_array(value, f"{where}: the value"))
+        except LayoutError as error:
+            raise StrategyError(str(error)) from None
+    return PerReplica(x if x.ndim else x[None], num_replicas=1, is_scalar=not x.ndim)
 
 
-def _check_replicas(value: PerReplica, mesh: Mesh, where: str) -> None:
+def _checked_axis(
+    op: ReduceOp, axis: int | None, shape: tuple[int, ...], dtype: Any
+) -> int | None:
+    """Returns the dim to reduce along as a non-negative number.
+
+    Raises:
+        StrategyError: If there is no such dim, or nothing that can be reduced.
+    """
+    if axis is not None:
+        axis = check_axis(axis, shape, "reduce")
+    has_order = not jnp.issubdtype(dtype, jnp.complexfloating)
+    is_extreme = op in (ReduceOp.MAX, ReduceOp.MIN)
+    if _jax.is_extended(dtype) or (is_extreme and not has_order):
+        msg = f"reduce: there is no {op.value} of values of dtype {dtype}."
+        raise StrategyError(msg)
+    if is_extreme and axis is not None and not shape[axis]:
+        msg = f"reduce: there is no {op.value} of no rows, in a value of shape {shape}."
+        raise StrategyError(msg)
+    return axis
+
+
+def check_replicas(value: PerReplica, mesh: Mesh, where: str) -> None:
+    """Raises StrategyError for a value of another strategy."""
     if value.num_replicas != mesh.size:
         msg = (
             f"{where}: the value is of {value.num_replicas} replicas, and this "
@@ -138,13 +199,13 @@ def _check_replicas(value: PerReplica, mesh: Mesh, where: str) -> None:
         raise StrategyError(msg)
 
 
-def _refuse_uneven(value: PerReplica, where: str, fix: str) -> None:
+def refuse_uneven(value: PerReplica | MergedValue, where: str, fix: str) -> NoReturn:
     """Raises StrategyError for values whose shapes differ between replicas."""
     rows = ""
-    is_traced = isinstance(value.array, Tracer)
-    if not is_traced and value.array.is_fully_addressable:
+    if isinstance(value, PerReplica) and not isinstance(value.array, Tracer):
         counts = [part.shape[0] for part in value.values]
-        rows = f" ({', '.join(map(str, counts))} rows)"
+        if len(counts) == value.num_replicas:
+            rows = f" ({', '.join(map(str, counts))} rows)"
     msg = (
         f"{where}: the replicas' values have different shapes{rows}, as in a short "
         f"last batch: {fix}."

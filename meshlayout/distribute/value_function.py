@@ -15,7 +15,6 @@ import jax.numpy as jnp
 
 from meshlayout import _checks, _jax
 from meshlayout._annotations import PyTree
-from meshlayout._batches import pad_rows
 from meshlayout._host_arrays import host_array
 from meshlayout._render import array_text
 from meshlayout.cluster.channel import Channel, shared_channel
@@ -122,11 +121,9 @@ def distribute_values_from_function(
     for index, column in enumerate(columns):
         shapes = [value.shapes[index] for value in values]
         counts = tuple(shape[0] for shape in shapes if shape)
-        if len(set(counts)) > 1:
-            if counts not in masks:
-                local_counts = [x.shape[0] for x in column]
-                masks[counts] = row_mask(local_counts, max(counts), mesh)
-            column = [jnp.asarray(pad_rows(x, max(counts))) for x in column]
+        if len(set(counts)) > 1 and counts not in masks:
+            local_counts = [x.shape[0] for x in column]
+            masks[counts] = row_mask(local_counts, max(counts), mesh)
         leaves.append(per_replica(column, mesh, masks.get(counts)))
     return treedef.unflatten(leaves)
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from meshlayout import _batches, _checks
 from meshlayout._annotations import PyTree
 from meshlayout.collectives import DistributedValues
 from meshlayout.errors import StrategyError
@@ -29,8 +30,9 @@ REPLICA_AXIS = "batch"
 class PerReplica(DistributedValues):
     """A value of each replica, as `Strategy.run` takes and returns them.
 
-    Use a strategy's `reduce`, `gather` or `local_results` to get plain arrays. As a
-    pytree it is its `array` and `mask`, so it passes through jit and `jax.tree.map`.
+    Use a strategy's `reduce`, `gather` or `local_results` to get plain arrays, and
+    compute with values in `run`. As a pytree it is its `array` and `mask`, so it passes
+    through jit; `jax.tree.map` would change the mask as well.
 
     Args:
         array: The replicas' values one after another along dim 0, sharded over the
@@ -41,6 +43,9 @@ class PerReplica(DistributedValues):
             no padding.
         num_replicas: The number of replicas.
         is_scalar: Whether the replicas' values are scalars.
+
+    Raises:
+        StrategyError: If the shapes do not fit together.
 
     Example:
         >>> import jax.numpy as jnp
@@ -63,6 +68,48 @@ class PerReplica(DistributedValues):
         self.mask = mask
         self.num_replicas = num_replicas
         self.is_scalar = is_scalar
+        self._check()
+
+    def _check(self) -> None:
+        if isinstance(self.array, Tracer):
+            return  # also one replica's own part, while a function is traced for it
+        replicas = _checks.count(
+            "num_replicas", self.num_replicas, where="PerReplica", error=StrategyError
+        )
+        shape = getattr(self.array, "shape", None)
+        if (
+            not shape
+            or shape[0] % replicas
+            or (self.is_scalar and shape != (replicas,))
+        ):
+            what = "one number" if self.is_scalar else "equally many rows in dim 0"
+            msg = (
+                f"PerReplica: array must have {what} for each of {replicas} replicas, "
+                f"got {_checks.shown(self.array)}."
+            )
+            raise StrategyError(msg)
+        if self.mask is not None and getattr(self.mask, "shape", None) != shape[:1]:
+            msg = (
+                f"PerReplica: mask must have one number for each of {shape[0]} rows, "
+                f"got {_checks.shown(self.mask)}."
+            )
+            raise StrategyError(msg)
+
+    def check_mask(self) -> None:
+        """Raises StrategyError if somebody computed with the mask.
+
+        Inside of a compiled function, nothing is known of its values.
+        """
+        if self.mask is None or isinstance(self.mask, Tracer):
+            return
+        for part in _local_parts(self.mask, self.num_replicas):
+            if not np.isin(np.asarray(part), (0, 1)).all():
+                msg = (
+                    "the mask of a value of replicas must be 1 for real rows and 0 for "
+                    "padding, and is something else, as if jax.tree.map had changed "
+                    "it. Compute in a function that strategy.run calls."
+                )
+                raise StrategyError(msg)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -92,6 +139,7 @@ class PerReplica(DistributedValues):
             return tuple(part[0] for part in parts)
         if self.mask is None:
             return tuple(parts)
+        self.check_mask()
         masks = _local_parts(self.mask, self.num_replicas)
         return tuple(
             part[: int(np.asarray(mask).sum())]
@@ -122,9 +170,19 @@ class PerReplica(DistributedValues):
     @classmethod
     def tree_unflatten(cls, aux: tuple[int, bool], children: Any) -> "PerReplica":
         """As JAX asks of pytrees."""
-        num_replicas, is_scalar = aux
-        array, mask = children
-        return cls(array, mask, num_replicas=num_replicas, is_scalar=is_scalar)
+        # JAX also makes trees of things that are not arrays, which are not checked.
+        value = object.__new__(cls)
+        value.num_replicas, value.is_scalar = aux
+        value.array, value.mask = children
+        return value
+
+    def __format__(self, spec: str) -> str:
+        return _refusing("__format__")(self) if spec else str(self)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        # Of arrays, as `x.sum()`. The loss of a step is often used so.
+        msg = f"a PerReplica has no attribute {name!r}: it is not one array. {_WAY_OUT}"
+        raise AttributeError(msg)
 
     def __repr__(self) -> str:
         array = self.array
@@ -138,13 +196,17 @@ class PerReplica(DistributedValues):
         return "PerReplica:{\n" + ",\n".join(lines) + "\n}"
 
 
+_WAY_OUT = (
+    "Combine it first, with strategy.reduce('SUM', value, axis=None) or "
+    "strategy.gather(value, axis=0), or compute in a function that strategy.run calls."
+)
+
+
 def _refusing(name: str) -> Callable[..., NoReturn]:
     def refuse(self: PerReplica, *_: object, **__: object) -> NoReturn:
         msg = (
             f"a value of {self.num_replicas} replicas was used as one array ({name}). "
-            "Combine it first, with strategy.reduce('SUM', value, axis=None) or "
-            "strategy.gather(value, axis=0), or compute in a function that "
-            "strategy.run calls."
+            f"{_WAY_OUT}"
         )
         raise StrategyError(msg)
 
@@ -154,10 +216,17 @@ def _refusing(name: str) -> Callable[..., NoReturn]:
 
 # Arithmetic and conversions: without these, Python's and JAX's own errors name neither
 # replicas nor a way out.
-_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
-_OTHER = ("lt", "le", "gt", "ge", "neg", "abs", "getitem", "iter", "len", "bool")
-_CONVERSIONS = ("float", "int", "index", "array", "jax_array")
-for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), *_OTHER, *_CONVERSIONS):
+_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow", "matmul")
+_BITS = ("and", "or", "xor", "lshift", "rshift")
+_COMPARISONS = ("lt", "le", "gt", "ge")
+_UNARY = ("neg", "pos", "abs", "invert", "round")
+_CONTAINER = ("getitem", "setitem", "iter", "len", "bool", "contains")
+_CONVERSIONS = ("float", "int", "complex", "index", "array", "jax_array")
+_REFLECTED = tuple(f"r{name}" for name in (*_BINARY, *_BITS))
+for _name in (
+    *(*_BINARY, *_BITS, *_REFLECTED, *_COMPARISONS),
+    *(*_UNARY, *_CONTAINER, *_CONVERSIONS),
+):
     setattr(PerReplica, f"__{_name}__", _refusing(f"__{_name}__"))
 
 
@@ -167,10 +236,21 @@ def _start(rows: slice) -> int:
 
 def _local_parts(array: jax.Array, num_replicas: int) -> list[jax.Array]:
     """Returns the rows of each of this process's replicas, as they are on devices."""
-    if len(array.sharding.device_set) == num_replicas:
-        shards = sorted(array.addressable_shards, key=lambda s: _start(s.index[0]))
+    rows = array.shape[0] // num_replicas
+    shards = getattr(array, "addressable_shards", ())  # on the host, there are none
+    devices = array.sharding.device_set if shards else ()
+    if len(devices) == num_replicas and all(s.data.shape[0] == rows for s in shards):
+        shards = sorted(shards, key=lambda shard: _start(shard.index[0]))
         return [shard.data for shard in shards]
-    return list(jnp.split(array, num_replicas))  # one made by hand, not by a strategy
+    if shards and not array.is_fully_addressable:
+        msg = (
+            f"the values of {num_replicas} replicas are laid out as {array.sharding}, "
+            "so that this process does not have those of its replicas. Take them from "
+            "strategy.run or its datasets as they are."
+        )
+        raise StrategyError(msg)
+    # Made by hand, or by a program that laid it out in another way.
+    return list(jnp.split(jnp.asarray(array), num_replicas))
 
 
 def is_per_replica(leaf: object) -> bool:
@@ -189,18 +269,23 @@ def per_replica(
     """Makes a `PerReplica` of the values of this process's replicas.
 
     Args:
-        values: One array for each local device of the mesh, in mesh order; all of one
-            shape and dtype, with padding where they have fewer rows.
+        values: One array for each local device of the mesh, in mesh order. They may
+            differ in their numbers of rows alone; shorter ones are padded.
         mesh: The strategy's mesh, with one axis.
-        mask: Which rows are real, from `row_mask`; None if there is no padding.
+        mask: Which rows are real, from `row_mask`, if other processes have values with
+            other numbers of rows; None if these are all, or all are alike.
     """
     arrays = [jnp.asarray(value) for value in values]
-    is_scalar = not arrays[0].ndim
-    if is_scalar:
-        arrays = [x[None] for x in arrays]
-    return PerReplica(
-        _joined(arrays, mesh), mask, num_replicas=mesh.size, is_scalar=is_scalar
-    )
+    if not arrays[0].ndim:
+        scalars = _joined([x[None] for x in arrays], mesh)
+        return PerReplica(scalars, num_replicas=mesh.size, is_scalar=True)
+    counts = [x.shape[0] for x in arrays]
+    if mask is None and len(set(counts)) > 1:
+        mask = row_mask(counts, max(counts), mesh)
+    if mask is not None:
+        rows = mask.shape[0] // mesh.size
+        arrays = [jnp.asarray(_batches.pad_rows(x, rows)) for x in arrays]
+    return PerReplica(_joined(arrays, mesh), mask, num_replicas=mesh.size)
 
 
 def row_mask(counts: Sequence[int], num_rows: int, mesh: Mesh) -> jax.Array:
