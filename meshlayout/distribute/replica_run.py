@@ -25,6 +25,7 @@ from meshlayout._annotations import PyTree
 from meshlayout.collectives import ReduceOp, ReplicaContext, array_of, entered
 from meshlayout.distribute.arguments import Arguments, is_leaf, is_object
 from meshlayout.distribute.bindings import Bindings, find
+from meshlayout.distribute.flax_metrics import counting_real_rows
 from meshlayout.distribute.gradients import GradientSums
 from meshlayout.distribute.nnx_graph import belongs_here
 from meshlayout.distribute.padded_statistics import padding_left_out
@@ -301,6 +302,7 @@ class ReplicaProgram:
         with (
             entered(context),
             self._sums.traced(),
+            counting_real_rows,
             self._found.watch(),
             self._variables.bound(own) as bound,
             padding_left_out(mask),

@@ -26,6 +26,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from meshlayout import _checks, _render
+from meshlayout.collectives import get_replica_context
 from meshlayout.errors import MetricError
 
 
@@ -161,7 +162,8 @@ class Metric:
     `weights` are per element: None if all elements count, or an array of the shape of
     the elements or of their first dims. An element of weight 0 adds nothing, even if it
     is NaN. Negative weights are meaningless, and not checked for. Inputs of any dtype
-    are summed in float32.
+    are summed in float32. In a function that a strategy runs, rows that pad a short
+    batch add nothing either.
 
     A subclass may have further fields; every update keeps them. Arrays among them are
     added when two metrics merge.
@@ -401,7 +403,8 @@ def element_weights(
 
     Args:
         weights: None, or an array whose shape is that of the elements' first dims. For
-            a single number, of any shape: it has weight 1 unless all weights are 0.
+            a single number, of any shape: it has weight 1 unless all weights are 0. In
+            a function that a strategy runs, those of padding are 0 in any case.
         elements: The elements that are counted.
         name: The name of the elements, for messages.
         where: The name of the metric.
@@ -409,9 +412,16 @@ def element_weights(
     Raises:
         MetricError: If the shapes do not fit.
     """
+    mask = _replica_mask()
     if weights is None:
-        return jnp.ones_like(elements, dtype=jnp.float32)
+        if mask is None:
+            return jnp.ones_like(elements, dtype=jnp.float32)
+        _check_rows(elements, mask, name, where)
+        weights = mask
     weights = as_float(weights, "weights", where)
+    if mask is not None and weights.shape[:1] == mask.shape:
+        is_real = mask.reshape(-1, *[1] * (weights.ndim - 1)) > 0
+        weights = jnp.where(is_real, weights, 0)
     if not elements.ndim:  # a loss of the whole batch, which may be all padding
         return jnp.any(weights != 0).astype(jnp.float32)
     if weights.shape != elements.shape[: weights.ndim]:
@@ -423,6 +433,23 @@ def element_weights(
         raise MetricError(msg)
     missing = tuple(range(weights.ndim, elements.ndim))
     return jnp.broadcast_to(jnp.expand_dims(weights, missing), elements.shape)
+
+
+def _replica_mask() -> jax.Array | None:
+    """Returns which rows are real, in a function that a strategy runs."""
+    context = get_replica_context()
+    return None if context is None else context.read_mask()
+
+
+def _check_rows(elements: jax.Array, mask: jax.Array, name: str, where: str) -> None:
+    """Raises MetricError if it is not known which elements are of padding."""
+    if elements.ndim and elements.shape[0] != mask.shape[0]:
+        msg = (
+            f"{where}: {text(name, elements)} has not one entry per row of this "
+            f"replica's batch of {mask.shape[0]} rows, some of which may be padding. "
+            "Give weights, made of get_replica_context().example_mask."
+        )
+        raise MetricError(msg)
 
 
 def weighted(values: jax.Array, weights: jax.Array) -> jax.Array:
