@@ -51,8 +51,9 @@ def shown(value: Any) -> str:
     """
     if isinstance(value, type):
         return f"the class {value.__name__}"
-    if hasattr(value, "shape") and np.ndim(value):
-        return f"an array of shape {tuple(value.shape)}"
+    with contextlib.suppress(MeshLayoutError):  # a PerReplica is not one array
+        if hasattr(value, "shape") and np.ndim(value):
+            return f"an array of shape {tuple(value.shape)}"
     if value is None or isinstance(
         value, (str, bytes, bool, numbers.Number, np.generic)
     ):

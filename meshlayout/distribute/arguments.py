@@ -90,17 +90,17 @@ class Arguments:
         masked = (x for x in self.leaves if is_per_replica(x) and x.mask is not None)
         return next(masked).shape[0]
 
-    def with_one_more_row(self) -> list[Any]:
-        """Returns abstract leaves, those that are padded with one more row."""
+    def with_twice_the_rows(self) -> list[Any]:
+        """Returns abstract leaves, those that are padded with twice as many rows.
+
+        Twice, since functions that split their rows into microbatches take those, too.
+        """
 
         def longer(leaf: Any) -> Any:
             if not isinstance(leaf, PerReplica) or leaf.mask is None:
                 return leaf
-            count = leaf.num_replicas
             return jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(
-                    (x.shape[0] + count, *x.shape[1:]), x.dtype
-                ),
+                lambda x: jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype),
                 leaf,
             )
 

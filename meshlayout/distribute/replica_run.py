@@ -486,7 +486,7 @@ class ReplicaProgram:
 
         now = shapes(arguments.leaves)
         try:
-            later = shapes(arguments.with_one_more_row())
+            later = shapes(arguments.with_twice_the_rows())
         except Exception:  # a function for this number of rows alone
             rows = arguments.rows
             return [i for i, shape in enumerate(now) if shape[:1] == (rows,)]

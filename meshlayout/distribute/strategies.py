@@ -140,8 +140,8 @@ def _resolver() -> ClusterResolver:
 
 def _parsed(devices: Iterable[Any]) -> list[Any]:
     """Returns devices from objects and texts; also TensorFlow's, such as "/gpu:0"."""
-    if isinstance(devices, str):
-        return parse_devices(devices)
+    if isinstance(devices, str) or not isinstance(devices, Iterable):
+        return parse_devices(devices)  # which says what is wrong
     return parse_devices(
         [
             text.rpartition("/")[2].removeprefix("device:")
