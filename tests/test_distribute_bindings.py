@@ -1,5 +1,6 @@
 """What a replica function uses besides its arguments, and does to Python."""
 
+import dataclasses
 import functools
 import itertools
 import random
@@ -35,6 +36,11 @@ calls = 0
 
 class Settings:
     rate = 0.5
+
+
+@dataclasses.dataclass
+class Options:
+    rate: float = 0.5
 
 
 class Layer(nnx.Module):
@@ -167,12 +173,14 @@ def test_custom_derivatives_and_schedules_are_followed():
 
 def test_names_that_stand_for_something_else_are_noticed():
     rate, flags, sizes, offset = 0.1, {"a": 1}, [1, 2], np.zeros(2)
+    options = Options()
     trainer = Trainer()
 
     def fn(x):
         return (
             helper(x)
             * rate
+            * options.rate
             * config.rate
             * len(flags)
             * sizes[0]
@@ -220,7 +228,17 @@ def test_names_that_stand_for_something_else_are_noticed():
         lambda: setattr(Settings, "rate", 0.5),
         "Settings.rate",
     )
-    is_noticed(lambda: offset.fill(1), lambda: offset.fill(0), "offset")
+    offset.fill(1)
+    assert message_of(bindings.is_current, error=StrategyError) == (
+        "run: the values of the NumPy array offset have changed, and compiled programs "
+        "hold the old ones. Pass it as an argument, keep it in an nnx.Variable, or "
+        "create a new array."
+    )
+    offset = np.ones(2)
+    assert bindings.change() == "offset"
+    bindings = find(fn)
+    set_option = functools.partial(setattr, options, "rate")
+    is_noticed(lambda: set_option(1), lambda: set_option(0.5), "options.rate")
     # Nothing in this code reads these.
     trainer.steps += 1
     trainer.losses.append(1.0)

@@ -89,7 +89,8 @@ def find(fn: Callable[..., Any], arguments: Sequence[NnxObject] = ()) -> "Bindin
         walk.start(fn, arguments)
         # Code that is reached through an attribute may name further ones.
         if walk.names <= names:
-            places = tuple(walk.places())
+            # Arrays last: if the name stands for another one, the old one may change.
+            places = tuple(sorted(walk.places(), key=lambda place: place.is_fixed))
             contents = tuple(x.read() if x.is_input else () for x in places)
             return Bindings((fn, *arguments), tuple(walk.objects), places, contents)
         names = names | walk.names
@@ -114,14 +115,30 @@ class Bindings:
         """Returns whether every name still stands for what it stood for.
 
         Takes microseconds. What NNX objects hold is a question for `Variables`.
+
+        Raises:
+            StrategyError: See `change`.
         """
         return self.change() is None
 
     def change(self) -> str | None:
-        """Returns the name of something that is not what it was, or None."""
+        """Returns the name of something that is not what it was, or None.
+
+        Raises:
+            StrategyError: If it is a NumPy array with other values. JAX keeps a copy of
+                each that it has met, by identity, also for programs to come.
+        """
         for place, contents in zip(self._places, self._contents, strict=True):
-            if place.is_input and (change := place.change(contents)) is not None:
-                return change.label
+            if not place.is_input or (change := place.change(contents)) is None:
+                continue
+            if place.is_fixed:
+                msg = (
+                    f"run: the values of the NumPy array {change.label} have changed, "
+                    "and compiled programs hold the old ones. Pass it as an argument, "
+                    "keep it in an nnx.Variable, or create a new array."
+                )
+                raise StrategyError(msg)
+            return change.label
         return None
 
     @contextlib.contextmanager

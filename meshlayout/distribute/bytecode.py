@@ -118,14 +118,12 @@ def is_users_file(file: str) -> bool:
 
 
 def is_users_class(kind: type) -> bool:
-    """Returns whether a class is the user's, by its methods or else its module."""
-    for value in vars(kind).values():
-        file = value.__code__.co_filename if isinstance(value, FunctionType) else ""
-        # What dataclasses generate has no file. Doctests and notebooks have one each,
-        # but may run in a module of the library.
-        if file and file != "<string>":
-            return is_users_file(file)
-    return is_users_module(kind.__module__)
+    """Returns whether a class is the user's, by its module and the files of methods."""
+    methods = (x for x in vars(kind).values() if isinstance(x, FunctionType))
+    # The classes of doctests have the name of the library's module that they are in.
+    return is_users_module(kind.__module__) or any(
+        method.__code__.co_filename.startswith("<doctest") for method in methods
+    )
 
 
 def is_users_module(name: str) -> bool:

@@ -27,8 +27,8 @@ RANDOM = (random.Random, np.random.Generator, np.random.RandomState)
 
 # Longer containers are compared by their length and their beginning.
 MOST_ENTRIES = 1000
-# NumPy arrays up to this size are part of what a program depends on. For larger ones,
-# comparing at every step would take time; up to the second, writes are refused.
+# NumPy arrays up to the first size are compared before every call, and up to the
+# second while a function is traced. Larger ones would take time.
 _SMALL_BYTES = 1024
 _MOST_BYTES = 2**24
 
@@ -57,12 +57,14 @@ class Place:
         read: Returns the present contents.
         fact: Says of a change what the function does.
         is_input: Whether a compiled program depends on the contents.
+        is_fixed: Whether a new program would not see that they changed.
     """
 
     labels: tuple[str, ...] | str
     read: Callable[[], Contents]
     fact: Callable[[Rebinding], str]
     is_input: bool = True
+    is_fixed: bool = False
 
     def change(self, before: Contents) -> Rebinding | None:
         """Returns the first difference from an earlier reading, or None."""
@@ -140,7 +142,8 @@ def object_place(name: str, value: Any) -> Place | None:
         if value.dtype.hasobject or value.nbytes > _MOST_BYTES:
             return None
         is_small = value.nbytes <= _SMALL_BYTES
-        return Place(name, lambda: (value.tobytes(),), _writes, is_input=is_small)
+        read = functools.partial(_array_bytes, value)
+        return Place(name, read, _writes, is_input=is_small, is_fixed=True)
     if isinstance(value, types.GeneratorType) or _is_builtin_iterator(value):
         state = functools.partial(_iterator_state, value)
         return Place(name, lambda: (state(),), _advances, is_input=False)
@@ -198,6 +201,10 @@ def _advances(change: Rebinding) -> str:
         "program, so every call would use the same element. Pass the element as an "
         "argument."
     )
+
+
+def _array_bytes(x: np.ndarray[Any, Any]) -> Contents:
+    return (x.tobytes(),)
 
 
 def _random_state(generator: Any) -> bytes:
