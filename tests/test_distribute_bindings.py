@@ -407,6 +407,27 @@ def test_run_computes_with_what_names_stand_for_at_each_call():
     )
 
 
+def test_a_function_that_is_made_anew_for_each_call_is_compiled_once(capsys):
+    strategy = ml.distribute.MirroredStrategy(jax.devices()[:1])
+    weight = nnx.Param(jnp.ones(()))
+    factor = 1.0
+
+    def scaled(layer, x):
+        print("traced")  # noqa: T201
+        return layer[...] * x * factor
+
+    for factor in (1.0, 1.0, 2.0, 1.0):
+        calls = [
+            strategy.run(lambda x: scaled(weight, x), args=(jnp.ones(()),)),
+            strategy.run(functools.partial(scaled, weight), args=(jnp.ones(()),)),
+        ]
+        assert [float(strategy.local_results(x)[0]) for x in calls] == [factor] * 2
+    traces = capsys.readouterr().out.count("traced")
+    strategy.run(lambda x: scaled(weight, x) + 0, args=(jnp.ones(()),))
+    once = capsys.readouterr().out.count("traced")
+    assert traces == 4 * once  # two functions, each with two factors
+
+
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_variables_that_nnx_jit_returns_unchanged_stay(num_devices):
     strategy = ml.distribute.MirroredStrategy(jax.devices()[:num_devices])

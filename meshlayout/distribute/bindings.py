@@ -96,6 +96,31 @@ def find(fn: Callable[..., Any], arguments: Sequence[NnxObject] = ()) -> "Bindin
         names = names | walk.names
 
 
+def identity(fn: Callable[..., Any]) -> tuple[Any, ...]:
+    """Returns what a function consists of, equal for one that was made anew.
+
+    A lambda in a loop is a new object each time, with the same code and nonlocals. The
+    ids in here are those of parts of the function, and hold as long as it is alive.
+
+    Example:
+        >>> def doubled(factor):
+        ...     return [lambda x: x * factor for _ in range(2)]
+        >>> first, second = map(identity, doubled(2))
+        >>> first == second, first == identity(doubled(2)[0])
+        (True, False)
+    """
+    if isinstance(fn, types.MethodType):
+        return id(fn.__self__), *identity(fn.__func__)
+    if isinstance(fn, functools.partial):
+        arguments = (*fn.args, *fn.keywords.values())
+        return *fn.keywords, *map(id, arguments), *identity(fn.func)
+    if not isinstance(fn, types.FunctionType) or vars(fn):
+        return (id(fn),)
+    parts = (*(fn.__closure__ or ()), *(fn.__defaults__ or ()))
+    named = fn.__kwdefaults__ or {}
+    return id(fn.__code__), id(fn.__globals__), *map(id, (*parts, *named.values()))
+
+
 @dataclass(frozen=True)
 class Bindings:
     """The names and values that a function uses besides its arguments.

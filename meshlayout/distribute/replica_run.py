@@ -13,7 +13,6 @@ import itertools
 import operator
 from collections import OrderedDict
 from collections.abc import Callable
-from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
@@ -24,7 +23,7 @@ from meshlayout import _checks, _jax
 from meshlayout._annotations import PyTree
 from meshlayout.collectives import ReduceOp, ReplicaContext, array_of, entered
 from meshlayout.distribute.arguments import Arguments, is_leaf, is_object
-from meshlayout.distribute.bindings import Bindings, find
+from meshlayout.distribute.bindings import Bindings, find, identity
 from meshlayout.distribute.flax_metrics import counting_real_rows
 from meshlayout.distribute.gradients import GradientSums
 from meshlayout.distribute.nnx_graph import belongs_here
@@ -82,9 +81,8 @@ class ReplicaRuns:
         self, fn: Callable[..., PyTree], arguments: Arguments
     ) -> "ReplicaProgram":
         """Returns the program for a call, compiling it if there is none yet."""
-        key = (fn.__func__, id(fn.__self__)) if isinstance(fn, MethodType) else id(fn)
         nodes = tuple(node for _, node in arguments.objects)
-        known = _entries(self._bindings, (key, *map(id, nodes)))
+        known = _entries(self._bindings, (identity(fn), *map(id, nodes)))
         found = _current(known)
         if found is None:
             found = find(fn, nodes)
