@@ -14,8 +14,9 @@ from jax.core import Tracer
 
 from meshlayout import _checks
 from meshlayout._annotations import PyTree
-from meshlayout.distribute.values import PerReplica, is_per_replica
+from meshlayout.distribute.values import PerReplica, check_replicas, is_per_replica
 from meshlayout.errors import StrategyError
+from meshlayout.mesh import Mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,23 +40,30 @@ class Arguments:
 
     @classmethod
     def of(
-        cls, fn: Callable[..., PyTree], args: tuple[Any, ...], kwargs: dict[str, Any]
+        cls,
+        fn: Callable[..., PyTree],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        mesh: Mesh,
     ) -> "Arguments":
         """Takes arguments apart.
 
         Raises:
-            StrategyError: If one is not an array, a number, a `PerReplica` or an NNX
-                object, or two are padded differently.
+            StrategyError: If one is not an array, a number, a `PerReplica` of the
+                mesh's replicas or an NNX object, or two are padded differently.
         """
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_leaf)
         arrays, kinds, objects, mask = [], [], [], None
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, PerReplica):
+                check_replicas(leaf, mesh, "run")
                 shape, dtype = leaf.array.shape, leaf.array.dtype
                 kinds.append((shape, dtype, leaf.is_scalar, leaf.mask is not None))
                 if leaf.mask is not None:
                     if mask is not None and leaf.mask is not mask:
                         _refuse_masks(mask, leaf.mask)
+                    if leaf.mask is not mask:
+                        leaf.check_mask()
                     mask = leaf.mask
             elif isinstance(leaf, jax.Array | np.ndarray | np.generic):
                 kinds.append((leaf.shape, leaf.dtype, getattr(leaf, "weak_type", None)))

@@ -17,7 +17,7 @@ from meshlayout import _checks, _jax
 from meshlayout._host_arrays import host_array
 from meshlayout.arrays import to_numpy
 from meshlayout.collectives import MergedValue, ReduceOp, check_axis
-from meshlayout.distribute.values import PerReplica
+from meshlayout.distribute.values import PerReplica, check_replicas
 from meshlayout.errors import LayoutError, StrategyError
 from meshlayout.mesh import Mesh
 
@@ -27,10 +27,8 @@ def reduce(op: ReduceOp, value: Any, axis: int | None, mesh: Mesh) -> jax.Array:
     if isinstance(value, MergedValue):
         x = value.value
         return _reduce_merged(op, value, _checked_axis(op, axis, x.shape, x.dtype))
-    if not isinstance(value, PerReplica):
-        value = _of_one_replica(value, mesh, "reduce")
+    value = _per_replica(value, mesh, "reduce")
     axis = _checked_axis(op, axis, value.shape, value.dtype)
-    check_replicas(value, mesh, "reduce")
     if value.mask is not None and axis != 0:
         refuse_uneven(value, "reduce", "give axis=0 to reduce over rows")
     value.check_mask()
@@ -41,13 +39,11 @@ def gather(value: Any, axis: int, mesh: Mesh) -> jax.Array:
     """Concatenates one value of all replicas; see `Strategy.gather`."""
     if isinstance(value, MergedValue):
         dim = check_axis(axis, value.value.shape, "gather")
-        if _mask_of(value) is not None:
+        if merged_mask(value) is not None:
             refuse_uneven(value, "gather", "gather along axis=0, outside of run")
         return value.context.all_gather(value.value, dim)
-    if not isinstance(value, PerReplica):
-        value = _of_one_replica(value, mesh, "gather")
+    value = _per_replica(value, mesh, "gather")
     axis = check_axis(axis, value.shape, "gather")
-    check_replicas(value, mesh, "gather")
     if value.mask is not None:
         if axis != 0 or isinstance(value.array, Tracer):
             refuse_uneven(value, "gather", "gather along axis=0, outside of jit")
@@ -68,7 +64,7 @@ def _reduce(value: PerReplica, *, op: ReduceOp, axis: int | None) -> jax.Array:
 
 def _reduce_merged(op: ReduceOp, value: MergedValue, axis: int | None) -> jax.Array:
     """Combines the values of all replicas, on each of them."""
-    x, context, mask = value.value, value.context, _mask_of(value)
+    x, context, mask = value.value, value.context, merged_mask(value)
     result = x.dtype if _is_inexact(x.dtype) else _wide_dtype(x.dtype, op)
     if mask is not None and axis != 0:
         refuse_uneven(value, "reduce", "give axis=0 to reduce over rows")
@@ -85,7 +81,7 @@ def _reduce_merged(op: ReduceOp, value: MergedValue, axis: int | None) -> jax.Ar
     return context.combine(op, x if axis is None else _combined(op, x, axis, mask))
 
 
-def _mask_of(value: MergedValue) -> jax.Array | None:
+def merged_mask(value: MergedValue) -> jax.Array | None:
     """Returns the mask of a value whose dim 0 is the rows of a padded batch."""
     mask, shape = value.context._mask, value.value.shape
     return mask if mask is not None and shape[:1] == mask.shape else None
@@ -150,8 +146,11 @@ def _finished(x: jax.Array, mesh: Mesh) -> jax.Array:
     return jax.block_until_ready(x) if mesh.platform == "cpu" else x
 
 
-def _of_one_replica(value: object, mesh: Mesh, where: str) -> PerReplica:
-    """Returns a plain array as the value of the one replica of a strategy."""
+def _per_replica(value: object, mesh: Mesh, where: str) -> PerReplica:
+    """Returns a value of replicas; with one replica, also of a plain array."""
+    if isinstance(value, PerReplica):
+        check_replicas(value, mesh, where)
+        return value
     if mesh.size > 1:
         msg = (
             f"{where} takes a value of each replica, as run returns, got "
@@ -187,16 +186,6 @@ def _checked_axis(
         msg = f"reduce: there is no {op.value} of no rows, in a value of shape {shape}."
         raise StrategyError(msg)
     return axis
-
-
-def check_replicas(value: PerReplica, mesh: Mesh, where: str) -> None:
-    """Raises StrategyError for a value of another strategy."""
-    if value.num_replicas != mesh.size:
-        msg = (
-            f"{where}: the value is of {value.num_replicas} replicas, and this "
-            f"strategy has {mesh.size}: it is another strategy's."
-        )
-        raise StrategyError(msg)
 
 
 def refuse_uneven(value: PerReplica | MergedValue, where: str, fix: str) -> NoReturn:

@@ -67,14 +67,14 @@ class ReplicaRuns:
         self, fn: Callable[..., PyTree], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> PyTree:
         """Calls a function on each replica; see `Strategy.run`."""
-        arguments = Arguments.of(fn, args, kwargs)
+        arguments = Arguments.of(fn, args, kwargs, self._strategy.mesh)
         return self._program(fn, arguments)(arguments)
 
     def communication(
         self, fn: Callable[..., PyTree], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Communication:
         """Returns what the program sends; see `Strategy.communication`."""
-        arguments = Arguments.of(fn, args, kwargs)
+        arguments = Arguments.of(fn, args, kwargs, self._strategy.mesh)
         return self._program(fn, arguments).communication(arguments)
 
     def _program(

@@ -37,6 +37,7 @@ from meshlayout.distribute.value_function import (
 from meshlayout.distribute.values import (
     REPLICA_AXIS,
     PerReplica,
+    check_replicas,
     map_per_replica,
     per_replica,
 )
@@ -438,6 +439,7 @@ class Strategy:
         """
         op = ReduceOp.parse(reduce_op)
         self._check_cross_replica("reduce", "all_reduce")
+        _check_values("reduce", value)
         return _map_values(
             lambda leaf: reduction.reduce(op, leaf, axis, self.mesh), value
         )
@@ -465,6 +467,7 @@ class Strategy:
             [[1], [2], [1], [2]]
         """
         self._check_cross_replica("gather", "all_gather")
+        _check_values("gather", value)
         return _map_values(lambda leaf: reduction.gather(leaf, axis, self.mesh), value)
 
     def local_results(self, value: PyTree) -> tuple[PyTree, ...]:
@@ -480,6 +483,9 @@ class Strategy:
             StrategyError: Inside a compiled function, if rows are padded.
         """
         leaves, treedef = jax.tree.flatten(value, is_leaf=_is_value)
+        for leaf in leaves:
+            if isinstance(leaf, PerReplica):
+                check_replicas(leaf, self.mesh, "local_results")
         rows = [_parts(leaf) if _is_value(leaf) else None for leaf in leaves]
         counts = {len(row) for row in rows if row is not None}
         if not counts:
@@ -552,9 +558,21 @@ def _is_value(leaf: object) -> bool:
     return isinstance(leaf, DistributedValues)
 
 
+def _check_values(where: str, value: PyTree) -> None:
+    if not jax.tree.leaves(value, is_leaf=_is_value):
+        msg = (
+            f"{where}: value holds no arrays, got {_checks.shown(value)}. A function "
+            "that ends without `return` gives None."
+        )
+        raise StrategyError(msg)
+
+
 def _parts(leaf: Any) -> Sequence[Any]:
     if isinstance(leaf, PerReplica):
         return leaf.values
+    if reduction.merged_mask(leaf) is not None:
+        fix = "reduce along axis=0"
+        reduction.refuse_uneven(leaf, "local_results", fix)
     context = leaf.context
     stacked = context.all_gather(leaf.value[None], 0)
     return [stacked[i] for i in range(context.num_replicas_in_sync)]

@@ -185,14 +185,18 @@ class PerReplica(DistributedValues):
         raise AttributeError(msg)
 
     def __repr__(self) -> str:
-        array = self.array
+        array, replicas = self.array, self.num_replicas
         if not isinstance(array, jax.Array) or isinstance(array, Tracer):
-            return f"PerReplica({array!r}, num_replicas={self.num_replicas})"
+            return f"PerReplica({array!r}, num_replicas={replicas})"
         first = 0  # the index of this process's first replica
         if not array.is_fully_addressable:
             starts = (_start(shard.index[0]) for shard in array.addressable_shards)
-            first = min(starts) * self.num_replicas // array.shape[0]
-        lines = (f"  {first + i}: {value!r}" for i, value in enumerate(self.values))
+            first = min(starts) * replicas // array.shape[0]
+        try:
+            values = self.values
+        except StrategyError:  # the array or the mask was changed
+            return f"PerReplica({array!r}, {self.mask!r}, num_replicas={replicas})"
+        lines = (f"  {first + i}: {value!r}" for i, value in enumerate(values))
         return "PerReplica:{\n" + ",\n".join(lines) + "\n}"
 
 
@@ -256,6 +260,30 @@ def _local_parts(array: jax.Array, num_replicas: int) -> list[jax.Array]:
 def is_per_replica(leaf: object) -> bool:
     """Returns whether this is a `PerReplica`, for `jax.tree.map(is_leaf=...)`."""
     return isinstance(leaf, PerReplica)
+
+
+def check_replicas(value: PerReplica, mesh: Mesh, where: str) -> None:
+    """Raises StrategyError for a value of another strategy."""
+    replicas = value.num_replicas
+    if replicas != mesh.size:
+        msg = (
+            f"{where}: the value is of {replicas} replicas, and this strategy has "
+            f"{mesh.size}: it is another strategy's."
+        )
+        raise StrategyError(msg)
+    if isinstance(value.array, Tracer) or not isinstance(value.array, jax.Array):
+        return
+    sharding = value.array.sharding
+    if getattr(sharding, "mesh", None) is mesh.jax_mesh:  # nearly always
+        return
+    # One made by hand may be on a single device: JAX spreads it.
+    devices = sharding.device_set
+    if len(devices) == replicas and devices != set(mesh.devices.flat):
+        msg = (
+            f"{where}: the value is on other devices than this strategy's replicas: it "
+            "is another strategy's."
+        )
+        raise StrategyError(msg)
 
 
 def replica_layout(mesh: Mesh, rank: int) -> Layout:
