@@ -11,6 +11,11 @@ from meshlayout.collectives import (
     in_cross_replica_context as in_cross_replica_context,
 )
 from meshlayout.data import InputContext as InputContext
+from meshlayout.distribute.central_storage import (
+    CentralStorageStrategy as CentralStorageStrategy,
+    StorageReport as StorageReport,
+    VariableStorage as VariableStorage,
+)
 from meshlayout.distribute.datasets import ReplicaDataset as ReplicaDataset
 from meshlayout.distribute.distributions import (
     DataParallel as DataParallel,

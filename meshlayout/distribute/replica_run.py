@@ -9,6 +9,7 @@ then it refuses scans whose carry starts as a constant, as in every recurrent la
 """
 
 import dataclasses
+import functools
 import itertools
 import operator
 from collections import OrderedDict
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import PartitionSpec
 
 from meshlayout import _checks, _jax
@@ -26,6 +28,12 @@ from meshlayout.distribute.arguments import Arguments, is_leaf, is_object
 from meshlayout.distribute.bindings import Bindings, find, identity
 from meshlayout.distribute.flax_metrics import counting_real_rows
 from meshlayout.distribute.gradients import GradientSums
+from meshlayout.distribute.host_step import HostStep, Transfers
+from meshlayout.distribute.host_variables import (
+    find_hosted,
+    hosted_specs,
+    without_host,
+)
 from meshlayout.distribute.nnx_graph import belongs_here
 from meshlayout.distribute.padded_statistics import padding_left_out
 from meshlayout.distribute.sameness import same_values
@@ -38,7 +46,7 @@ from meshlayout.distribute.values import (
 from meshlayout.distribute.variables import Aggregation, Variables
 from meshlayout.errors import StrategyError
 from meshlayout.hlo import Communication
-from meshlayout.step import compile_step
+from meshlayout.step import StepMemory, compile_step
 
 
 if TYPE_CHECKING:
@@ -74,8 +82,15 @@ class ReplicaRuns:
         self, fn: Callable[..., PyTree], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Communication:
         """Returns what the program sends; see `Strategy.communication`."""
+        program, arguments = self.program(fn, args, kwargs)
+        return program.communication(arguments)
+
+    def program(
+        self, fn: Callable[..., PyTree], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> "tuple[ReplicaProgram, Arguments]":
+        """Returns the program that a call runs, and what it runs on."""
         arguments = Arguments.of(fn, args, kwargs, self._strategy.mesh)
-        return self._program(fn, arguments).communication(arguments)
+        return self._program(fn, arguments), arguments
 
     def _program(
         self, fn: Callable[..., PyTree], arguments: Arguments
@@ -125,6 +140,11 @@ def _add(entries: list[T], entry: T) -> None:
     del entries[_MOST_VERSIONS:]
 
 
+def _is_abstract(value: PyTree) -> bool:
+    leaves = jax.tree.leaves(value)
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+
+
 @dataclasses.dataclass
 class _Trace:
     """What a trace of a replica's function found out.
@@ -154,6 +174,9 @@ class ReplicaProgram:
 
     Attributes:
         step: The compiled step of `inputs`.
+        variables: The NNX variables that it may use.
+        hosted: Those in host memory, by index among the leaves of all.
+        transfers: What of these it moves to the devices; known once it was traced.
 
     Raises:
         StrategyError: See `Strategy.run`.
@@ -170,7 +193,7 @@ class ReplicaProgram:
         self._strategy = strategy
         self._fn = fn
         self._found = found
-        self._variables = variables
+        self.variables = variables
         self._axis = REPLICA_AXIS if strategy.num_replicas_in_sync > 1 else None
         self._name = getattr(fn, "__name__", type(fn).__name__)
         self._sums = GradientSums()
@@ -181,8 +204,11 @@ class ReplicaProgram:
         self._aggregations: dict[int, Aggregation] = {}
         self._check_trace()
         variables.set(strategy._place_all(variables))
+        self.hosted = find_hosted(variables.get())
+        self.transfers = Transfers()
         trace = self._examine(arguments)
         self._treedef = trace.treedef
+        self._is_abstract = any(map(_is_abstract, variables.get()))
         # Results with one row for each row of a padded batch, by index.
         self._aligned: list[int] = []
         if arguments.mask is not None:
@@ -199,22 +225,38 @@ class ReplicaProgram:
 
     def is_current(self) -> bool:
         """Returns whether the objects still have the attributes that were traced."""
-        return self._variables.is_current()
+        return self.variables.is_current()
 
     def __call__(self, arguments: Arguments) -> PyTree:
         """Runs the program, and sets the variables that changed."""
-        values = self._variables.get()
+        values = self.variables.get()
+        if self._is_abstract:
+            self._refuse_abstract()
         new, leaves = self.step(*self._inputs(values, arguments))
         for index in self._changed:  # not in the dict's order: JAX sorts keys
-            values[index] = new[self._variables.paths[index]]
-        self._variables.set(values)
+            values[index] = new[self.variables.paths[index]]
+        self.variables.set(values)
         for index in self._aligned:
             leaves[index] = self._with_mask(leaves[index], arguments.mask)
         return self._treedef.unflatten(leaves)
 
+    def _refuse_abstract(self) -> None:
+        values = zip(self.variables.paths, self.variables.get(), strict=True)
+        path = next(path for path, value in values if _is_abstract(value))
+        msg = (
+            f"run: the variable {path} has a shape and no values, as nnx.eval_shape "
+            "makes it. That is enough to look at a program, not to run it: create the "
+            "object in the strategy's scope."
+        )
+        raise StrategyError(msg)
+
     def communication(self, arguments: Arguments) -> Communication:
         """Returns what the program sends between devices."""
-        return self.step.communication(*self._inputs(self._variables.get(), arguments))
+        return self.step.communication(*self._inputs(self.variables.get(), arguments))
+
+    def memory(self, arguments: Arguments) -> StepMemory:
+        """Returns the bytes that the program takes on each device."""
+        return self.step.memory(*self._inputs(self.variables.get(), arguments))
 
     def _with_mask(self, leaf: Any, mask: jax.Array | None) -> PerReplica:
         array = leaf.array if isinstance(leaf, PerReplica) else leaf
@@ -223,7 +265,7 @@ class ReplicaProgram:
 
     def _inputs(self, values: list[Any], arguments: Arguments) -> tuple[Any, ...]:
         """Returns what the compiled step takes: state, other variables, arguments."""
-        paths = self._variables.paths
+        paths = self.variables.paths
         state = {paths[index]: values[index] for index in self._changed}
         changed = set(self._changed)
         rest = [value for i, value in enumerate(values) if i not in changed]
@@ -233,16 +275,13 @@ class ReplicaProgram:
         self, arguments: Arguments, state: Any, rest: Any, leaves: Any
     ) -> tuple[Any, Any]:
         remaining = iter(rest)
-        paths = self._variables.paths
+        paths = self.variables.paths
         values = [state[path] if path in state else next(remaining) for path in paths]
-        specs = [
-            _specs(value)
-            for index, value in enumerate(values)
-            if index in set(self._changed)
-        ]
+        specs = hosted_specs(_specs(values), self.hosted)
         trace = _Trace()
-        outputs = (specs, PartitionSpec(self._axis))
-        new, out = self._on_replicas(trace, arguments, outputs)(values, leaves)
+        outputs = ([specs[index] for index in self._changed], PartitionSpec(self._axis))
+        on_replicas = self._on_replicas(trace, arguments, outputs, specs)
+        new, out = on_replicas(values, leaves)
         if trace.changed != self._changed:
             msg = (
                 f"{self._name} changed other variables when it was traced again: it "
@@ -253,7 +292,11 @@ class ReplicaProgram:
         return dict(zip(changed, new, strict=True)), out
 
     def _on_replicas(
-        self, trace: _Trace, arguments: Arguments, outputs: Any
+        self,
+        trace: _Trace,
+        arguments: Arguments,
+        outputs: Any,
+        specs: list[Any] | None = None,
     ) -> Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]]:
         """Returns a function of all values and leaves that runs on all replicas.
 
@@ -261,12 +304,19 @@ class ReplicaProgram:
             trace: What is found out while it is traced.
             arguments: The arguments.
             outputs: The specs of the results.
+            specs: The specs of the values, if they are where they are stored; None for
+                whole values on the devices.
         """
 
         def replica(
             values: list[Any], leaves: list[Any]
         ) -> tuple[list[Any], list[Any]]:
-            return self._replica(trace, arguments, values, leaves)
+            replica = functools.partial(self._replica, trace, arguments)
+            if specs is None or not self.hosted:
+                return replica(values, leaves)
+            step = HostStep(replica, self.hosted, lambda: trace.changed)
+            self.transfers = step.transfers
+            return step(values, leaves)
 
         def on_replicas(
             values: list[Any], leaves: list[Any]
@@ -279,7 +329,7 @@ class ReplicaProgram:
                 return jax.shard_map(
                     replica,
                     mesh=self._strategy.mesh.jax_mesh,
-                    in_specs=(_specs(values), _specs(leaves)),
+                    in_specs=(specs or _specs(values), _specs(leaves)),
                     out_specs=outputs,
                     check_vma=False,
                 )(values, leaves)
@@ -296,13 +346,16 @@ class ReplicaProgram:
         context = ReplicaContext(
             strategy, self._axis, strategy.num_replicas_in_sync, mask
         )
-        own = [self._own_value(value, context) for value in values]
+        own = [
+            self._own_value(variable, value, context)
+            for variable, value in zip(self.variables.variables, values, strict=True)
+        ]
         with (
             entered(context),
             self._sums.traced(),
             counting_real_rows,
             self._found.watch(),
-            self._variables.bound(own) as bound,
+            self.variables.bound(own) as bound,
             padding_left_out(mask),
         ):
             result = arguments.call(
@@ -321,14 +374,20 @@ class ReplicaProgram:
         out, trace.treedef = jax.tree.flatten(result, is_leaf=is_leaf)
         return new, [self._result(leaf) for leaf in out]
 
-    def _own_value(self, value: Any, context: ReplicaContext) -> Any:
+    def _own_value(self, variable: object, value: Any, context: ReplicaContext) -> Any:
         """Returns what a replica sees of a variable."""
 
         def own(leaf: Any) -> Any:
-            if self._axis is not None and _jax.is_key(leaf):
-                # Otherwise all replicas would drop the same features.
-                return jax.random.fold_in(leaf, context.replica_id_in_sync_group)
-            return leaf
+            is_typed = _jax.is_extended(jax.typeof(leaf).dtype)
+            is_key = is_typed or isinstance(variable, nnx.RngKey)
+            if self._axis is None or not is_key:
+                return leaf
+            # Otherwise all replicas would drop the same features. The layers of a scan
+            # have an array of keys.
+            fold_in = jax.random.fold_in
+            for _ in range(leaf.ndim if is_typed else leaf.ndim - 1):
+                fold_in = jax.vmap(fold_in, in_axes=(0, None))
+            return fold_in(leaf, context.replica_id_in_sync_group)
 
         return jax.tree.map(own, map_per_replica(_own, value))
 
@@ -337,7 +396,7 @@ class ReplicaProgram:
         kind = self._aggregations.get(index)
         if kind is None:
             return new
-        path = self._variables.paths[index]
+        path = self.variables.paths[index]
 
         def combined(before: Any, after: Any) -> Any:
             after = jnp.asarray(after)
@@ -380,7 +439,7 @@ class ReplicaProgram:
         if not _jax.is_tracing():
             return
         for path, variable in zip(
-            self._variables.paths, self._variables.variables, strict=True
+            self.variables.paths, self.variables.variables, strict=True
         ):
             if not belongs_here(variable):
                 msg = (
@@ -396,7 +455,7 @@ class ReplicaProgram:
         Raises:
             StrategyError: If a variable would differ between replicas.
         """
-        values = self._variables.get()
+        values = without_host(self.variables.get())
 
         def traced(trace: _Trace) -> Any:
             on_replicas = self._on_replicas(trace, arguments, PartitionSpec())
@@ -448,13 +507,13 @@ class ReplicaProgram:
     def _plan_aggregations(
         self, trace: _Trace, same: list[bool], values: list[Any]
     ) -> None:
-        paths = self._variables.paths
+        paths = self.variables.paths
         outputs = iter(same)
         differing = []
         for index in trace.changed:
             count = len(jax.tree.leaves(values[index]))
             is_same = all(list(itertools.islice(outputs, count)))
-            kind = self._variables.aggregations[index]
+            kind = self.variables.aggregations[index]
             if kind in ("sum", "per_replica") or (kind and not is_same):
                 self._aggregations[index] = kind
             elif not is_same:
@@ -479,7 +538,8 @@ class ReplicaProgram:
 
         def shapes(leaves: list[Any]) -> list[tuple[int, ...]]:
             on_replicas = self._on_replicas(_Trace(), arguments, PartitionSpec())
-            _, out = jax.eval_shape(on_replicas, self._variables.get(), leaves)
+            values = without_host(self.variables.get())
+            _, out = jax.eval_shape(on_replicas, values, leaves)
             return [x.array.shape if is_per_replica(x) else x.shape for x in out]
 
         now = shapes(arguments.leaves)
@@ -510,8 +570,8 @@ class ReplicaProgram:
 
     def _is_statistic(self, index: int) -> bool:
         """Returns whether a variable is one that `padding_left_out` looks after."""
-        metadata = self._variables.variables[index].get_metadata()
-        is_combined = self._variables.aggregations[index] is not None
+        metadata = self.variables.variables[index].get_metadata()
+        is_combined = self.variables.aggregations[index] is not None
         return is_combined and "aggregation" not in metadata
 
 

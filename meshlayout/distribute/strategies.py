@@ -53,17 +53,7 @@ class MirroredStrategy(Strategy):
     """
 
     def __init__(self, devices: Iterable[Any] | None = None) -> None:
-        chosen = jax.local_devices() if devices is None else _parsed(devices)
-        here = jax.process_index()
-        for device in chosen:
-            if device.process_index != here:
-                msg = (
-                    f"{device} belongs to process {device.process_index}; "
-                    "MirroredStrategy is for the devices of one process, here "
-                    f"{here}. Use MultiWorkerMirroredStrategy."
-                )
-                raise StrategyError(msg)
-        super().__init__(_mesh(chosen))
+        super().__init__(local_mesh(devices, "MirroredStrategy"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +140,26 @@ def _parsed(devices: Iterable[Any]) -> list[Any]:
             for text in devices
         ]
     )
+
+
+def local_mesh(devices: Iterable[Any] | None, name: str) -> Mesh:
+    """Returns the mesh of a strategy for devices of this process, by default all.
+
+    Raises:
+        MeshError: If there are no such devices, or one is given twice.
+        StrategyError: If one belongs to another process.
+    """
+    chosen = jax.local_devices() if devices is None else _parsed(devices)
+    here = jax.process_index()
+    for device in chosen:
+        if device.process_index != here:
+            msg = (
+                f"{device} belongs to process {device.process_index}; {name} is for "
+                f"the devices of one process, here {here}. Use "
+                "MultiWorkerMirroredStrategy."
+            )
+            raise StrategyError(msg)
+    return _mesh(chosen)
 
 
 def _mesh(devices: Iterable[Any]) -> Mesh:

@@ -532,6 +532,9 @@ class Strategy:
             copies = [value] * len(self.mesh.local_devices)
             return per_replica(copies, self.mesh)
         else:
+            if isinstance(value, jax.ShapeDtypeStruct):
+                whole = self.mesh.layout(...).with_rank(len(value.shape)).sharding
+                return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=whole)
             is_here = is_on(value, self.mesh.jax_mesh)
             if is_here:
                 return value

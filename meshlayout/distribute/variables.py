@@ -233,7 +233,10 @@ def _check_value(path: str, variable: "nnx.Variable[Any]") -> None:
             )
             raise StrategyError(msg)
         if not isinstance(
-            leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+            leaf,
+            jax.Array
+            | jax.ShapeDtypeStruct
+            | (np.ndarray | np.generic | bool | int | float | complex),
         ):
             msg = (
                 f"{path} is a variable that holds {_checks.type_text(leaf)}; the state "

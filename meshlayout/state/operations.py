@@ -132,6 +132,15 @@ class Operations:
             self._mesh, self._outputs, targets, [eqn for eqn, _ in needed]
         )
         self._operations = [self._operation(*pair) for pair in reversed(needed)]
+        # The last operation that uses a value, by index; -1 if there is none.
+        self._last_uses = dict.fromkeys(
+            (v for v in self._outputs if not is_literal(v)), -1
+        )
+        for index, operation in enumerate(self._operations):
+            used = (*operation.eqn.invars, *operation.eqn.outvars)
+            self._last_uses |= {v: index for v in used if not is_literal(v)}
+        # Results in the host's memory, by the operation after which they are moved.
+        self._moves: dict[int, list[tuple[Any, Layout]]] = {}
         self._results = self._requested(targets)
 
     def run(self, inputs: Sequence[ArrayLike] = ()) -> list[jax.Array]:
@@ -147,8 +156,9 @@ class Operations:
         values: dict[Any, Any] = {
             var: _placed(value, self._shardings[var])
             for var, value in (*inputs_by_var, *self._consts.items())
+            if var in self._last_uses
         }
-        for operation in self._operations:
+        for index, operation in enumerate(self._operations):
             operands = [
                 _literal(var) if is_literal(var) else values[var]
                 for var in operation.eqn.invars
@@ -157,6 +167,8 @@ class Operations:
             values.update(zip(operation.eqn.outvars, outputs, strict=True))
             for var in operation.dead:
                 del values[var]
+            for var, layout in self._moves.get(index, ()):
+                values[var] = jax.device_put(values[var], layout.sharding)
         results: list[jax.Array] = []
         for var, layout, is_copied, is_last in self._results:
             value = _literal(var) if is_literal(var) else values[var]
@@ -168,9 +180,13 @@ class Operations:
 
     def memory(self) -> CreationMemory:
         """Compiles every operation, and adds up what a device holds, as `run` would."""
-        held = {var: self._bytes(var) for var in [*self._inputs, *self._consts]}
+        held = {
+            var: self._bytes(var)
+            for var in [*self._inputs, *self._consts]
+            if var in self._last_uses
+        }
         peak = sum(held.values())
-        for operation in self._operations:
+        for index, operation in enumerate(self._operations):
             analysis = _compile(operation).memory_analysis()
             new = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
             now = sum(held.values()) + analysis.temp_size_in_bytes + new
@@ -184,6 +200,8 @@ class Operations:
             held.update({var: self._bytes(var) for var in operation.eqn.outvars})
             for var in operation.dead:
                 held.pop(var, None)
+            for var, _ in self._moves.get(index, ()):
+                held[var] = 0
         finished = 0
         for var, layout, is_copied, is_last in self._results:
             finished += layout.bytes_per_device(var.aval.shape, var.aval.dtype)
@@ -213,7 +231,11 @@ class Operations:
             is_last = not uses[id(var)] and not is_literal(var)
             sharding = Layout(layout.specs, self._mesh).sharding
             is_there = self._shardings[var] == sharding and layout.memory_kind is None
-            is_copied = not (is_last and is_there and var not in self._given)
+            is_own = is_last and var not in self._given
+            is_moved = is_own and layout.memory_kind is not None
+            if is_moved and self._outputs.count(var) == 1:
+                self._moves.setdefault(self._last_uses[var], []).append((var, layout))
+            is_copied = not (is_own and (is_there or is_moved))
             results.append((var, layout, is_copied, is_last))
         return results
 

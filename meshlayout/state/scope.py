@@ -19,6 +19,7 @@ from typing import Any, TypeGuard
 
 import jax
 import numpy as np
+import optax
 from flax import errors as flax_errors, linen as nn, nnx
 
 from meshlayout import _jax, _paths
@@ -106,9 +107,35 @@ class Scope:
         # fit is reported when the scope ends; the model may still become part of
         # another.
         self._move(model, strict=False)
-        init(optimizer, model, *args, **kwargs)
+        if any(map(_is_in_other_memory, jax.tree.leaves(nnx.state(model)))):
+            tx, *others = (kwargs.pop("tx"),) if "tx" in kwargs else args
+            made = functools.partial(self._slots, tx.init)
+            created = optax.GradientTransformation(made, tx.update)
+            init(optimizer, model, created, *others, **kwargs)
+            optimizer.tx = tx
+        else:
+            init(optimizer, model, *args, **kwargs)
         self._follow(optimizer, model)
         self._optimizers.append((optimizer, model))
+
+    def _slots(self, init: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
+        """Makes optimizer state for parameters that are not in the devices' memory.
+
+        In eager mode, JAX would compute on the devices with all of it, and (up to 0.12)
+        cannot make zeros in the host's memory for one device.
+        """
+        leaves, treedef = jax.tree.flatten(params)
+        like = {x.shape: Layout.of(x) for x in leaves}
+
+        def resolve(node: PyTree) -> Resolved:
+            flat = _paths.flatten(node)
+            shapes = [np.shape(leaf.value) for leaf in flat.leaves]
+            whole = self.layouts.mesh.layout(...)
+            layouts = [like.get(x) or whole.with_rank(len(x)) for x in shapes]
+            return Resolved(flat.unflatten(layouts), ())
+
+        traced = trace(lambda *values: init(treedef.unflatten(values)), *leaves)
+        return place(traced, self.layouts, resolve)._make(leaves)
 
     def finish(self) -> None:
         """Lays out every module by its final paths.
@@ -236,6 +263,10 @@ class Scope:
         resolved = self.layouts._resolve_slots(slots, params, owners)
         _lay_out(optimizer, slots, resolved.layouts)
         return resolved.resolutions
+
+
+def _is_in_other_memory(x: object) -> bool:
+    return isinstance(x, jax.Array) and _jax.is_in_other_memory(x.sharding)
 
 
 def _without_model(
