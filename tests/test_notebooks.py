@@ -154,6 +154,12 @@ def test_the_first_cell_installs_from_the_address_of_the_repository(notebook):
     assert with_address(moved, repository()) == first.source
 
 
+def test_readme_installs_from_the_address_of_the_repository():
+    text = (ROOT / "README.md").read_text()
+    addresses = set(re.findall(r"git\+(https://[\w./-]+\w)", text))
+    assert addresses == {repository()}
+
+
 def test_outputs_that_would_differ_at_every_run_are_left_out():
     line = "epoch 1/5  loss 0.8711  (0.3 s, 4,865 examples/s, 0:03 left)"
     text = nbformat.v4.new_output("stream", name="stdout", text=f"{line}\n")

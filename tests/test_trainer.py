@@ -366,6 +366,21 @@ def test_predict_returns_every_row_that_came_and_no_padding(mesh):
     np.testing.assert_array_equal(trainer.predict(padded), data["x"][:5])
 
 
+def test_predicting_without_labels_says_what_to_do(mesh):
+    def labeled_loss(model, batch):
+        logits = model(batch["x"])
+        return (logits - batch["y"]) ** 2, {"logits": logits}
+
+    trainer = ml.Trainer(create_state(mesh), labeled_loss)
+    with pytest.raises(KeyError) as caught:
+        trainer.predict({"x": examples(8)["x"]}, batch_size=8)
+    assert (
+        "predict calls labeled_loss for its outputs, and what it reads of a batch has to "
+        "be there. Without labels, use Trainer(state, predict_fn=...), a function of the "
+        "model and a batch."
+    ) in caught.value.__notes__
+
+
 def test_evaluate_measures_the_real_examples_and_changes_nothing(mesh):
     data = examples(13)
     trainer = ml.Trainer(create_state(mesh), loss_fn)

@@ -172,7 +172,16 @@ def _outputs_of(loss_fn: Callable[..., Any]) -> Callable[[Any, Batch], PyTree]:
         if "rngs" in parameters:
             # Never drawn from in evaluation mode, but the function may pass it on.
             extras["rngs"] = nnx.Rngs(0)
-        result = loss_fn(model, batch, **extras)
+        try:
+            result = loss_fn(model, batch, **extras)
+        except KeyError as problem:
+            # Labels, most likely: Keras predicts without.
+            problem.add_note(
+                f"predict calls {name} for its outputs, and what it reads of a batch "
+                "has to be there. Without labels, use Trainer(state, predict_fn=...), "
+                "a function of the model and a batch."
+            )
+            raise
         if not isinstance(result, tuple) or not result[1]:
             msg = (
                 f"predict: {name} returns losses but no outputs. Return a pair of "
