@@ -180,7 +180,9 @@ def test_nan_in_padding_does_not_count(op):
     strategy = mirrored(2)
 
     def fn(x):
-        return jnp.where(get_replica_context().example_mask > 0, x, jnp.nan)
+        mask = get_replica_context().example_mask
+        assert mask is not None
+        return jnp.where(mask > 0, x, jnp.nan)
 
     value = strategy.run(fn, args=(uneven(strategy),))
     expected = OPS[op]([1.0, 2.0, 3.0, 4.0])
