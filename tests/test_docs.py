@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -36,6 +37,45 @@ tf.cast tf.zeros tfds.load tf.data tf.data.AUTOTUNE weight.layout kernel.layout
 tf.distribute.MirroredStrategy
 """
 
+# What the pages on tf.distribute name: its API page, the custom-training tutorial, the
+# talk, and asynchronous training.
+OF_TF_DISTRIBUTE = """
+tf.distribute.Strategy tf.distribute.MirroredStrategy tf.distribute.OneDeviceStrategy
+tf.distribute.MultiWorkerMirroredStrategy tf.distribute.TPUStrategy
+tf.distribute.experimental.MultiWorkerMirroredStrategy
+tf.distribute.experimental.CentralStorageStrategy
+tf.distribute.experimental.ParameterServerStrategy
+tf.distribute.coordinator.ClusterCoordinator schedule join done fetch RemoteValue
+create_per_worker_dataset FixedShardsPartitioner MinSizePartitioner MaxSizePartitioner
+cross_device_ops tf.distribute.NcclAllReduce CollectiveCommunication TF_CONFIG
+cluster_resolver tf.distribute.cluster_resolver.TPUClusterResolver
+tf.distribute.StrategyExtended strategy.extended worker_devices reduce_to batch_reduce_to
+strategy.num_replicas_in_sync strategy.scope strategy.run strategy.reduce strategy.gather
+strategy.distribute_datasets_from_function strategy.experimental_distribute_dataset
+strategy.experimental_distribute_values_from_function
+strategy.experimental_local_results tf.distribute.RunOptions tf.distribute.InputOptions
+tf.distribute.InputContext tf.distribute.ValueContext tf.distribute.DistributedValues
+tf.distribute.DistributedDataset element_spec tf.distribute.ReduceOp.SUM MEAN
+tf.distribute.get_strategy tf.distribute.has_strategy
+tf.distribute.in_cross_replica_context tf.distribute.get_replica_context
+tf.distribute.ReplicaContext all_reduce all_gather merge_call replica_id_in_sync_group
+tf.data.Dataset.from_tensor_slices shuffle batch repeat drop_remainder prefetch
+tf.data.Dataset.range tf.data.experimental.AutoShardPolicy
+tf.data.experimental.DistributeOptions iter next tf.device tf.function tf.Variable
+tf.variable_creator_scope tf.Tensor tf.constant tf.identity tf.TypeSpec tf.cast tf.range
+tf.reshape tf.reduce_sum tf.reduce_prod tf.math.reduce_mean tf.add_n tf.shape
+tf.nn.compute_average_loss tf.nn.scale_regularization_loss CompositeTensor
+tf.IndexedSlices tf.keras.datasets.fashion_mnist tf.keras.regularizers.L2
+tf.keras.losses.SparseCategoricalCrossentropy tf.keras.losses.Reduction.NONE
+Model.losses add_loss activity_regularizer tf.GradientTape tape.gradient
+trainable_variables trainable_weights apply_gradients tf.keras.optimizers.Adam SGD
+tf.keras.metrics.Mean tf.keras.metrics.SparseCategoricalAccuracy update_state result
+reset_states tf.train.Checkpoint save restore tf.train.latest_checkpoint
+tf.saved_model.save model.save tf.keras.Sequential tf.keras.Model tf.keras.Input
+tf.keras.layers Layer Conv2D MaxPooling2D Flatten Dense model.compile model.fit
+model.evaluate model.predict Model.train_step tf.estimator.Estimator RunConfig
+"""
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -54,12 +94,15 @@ def test_the_programs_of_a_page_run(page: Path, tmp_path: Path):
     assert run.returncode == 0, run.stderr
 
 
-def test_every_name_of_the_tutorial_on_dtensor_has_its_row():
-    page = (DOCS / "coming_from" / "dtensor.md").read_text()
-    known = [line.split("|")[1] for line in page.splitlines() if line.startswith("| ")]
+@pytest.mark.parametrize(
+    ("page", "names"), [("dtensor", OF_DTENSOR), ("tf_distribute", OF_TF_DISTRIBUTE)]
+)
+def test_every_name_of_the_pages_that_people_come_from_has_its_row(page, names):
+    lines = (DOCS / "coming_from" / f"{page}.md").read_text().splitlines()
+    known = [line.split("|")[1] for line in lines if line.startswith("| ")]
     missing = [
         name
-        for name in OF_DTENSOR.split()
+        for name in names.split()
         if not any(re.search(rf"\b{re.escape(name)}\b", cell) for cell in known)
     ]
     assert missing == []
@@ -107,7 +150,14 @@ def test_the_reference_has_every_public_name():
     assert {name for name in listed if "." not in name} == {*ml.__all__} - modules
     for name in listed:
         functools.reduce(getattr, name.split("."), ml)
+    strategies = {f"distribute.{name}" for name in _public_names(ml.distribute)}
+    assert strategies - listed == set()
     # Every module that users import has its page.
     assert modules <= {*(path.stem for path in DOCS.glob("reference/*.md"))} | {
         name.split(".")[0] for name in listed
     }
+
+
+def _public_names(module: ModuleType) -> set[str]:
+    names = {name for name in vars(module) if not name.startswith("_")}
+    return {name for name in names if not inspect.ismodule(getattr(module, name))}
