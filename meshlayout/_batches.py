@@ -316,9 +316,8 @@ marked_weights: dict[int, weakref.ref[Any]] = {}
 def mark_weights(weights: jax.Array) -> None:
     """Remembers that an array is the weights of a batch, for as long as it exists."""
     number = id(weights)
-    marked_weights[number] = weakref.ref(
-        weights, lambda _: marked_weights.pop(number, None)
-    )
+    forget = marked_weights.pop  # when Python ends, this module's names are gone
+    marked_weights[number] = weakref.ref(weights, lambda _: forget(number, None))
 
 
 def check_weights_key(batch: Batch, key: WeightsKey) -> None:
