@@ -242,6 +242,45 @@ def test_batches_that_are_on_the_replicas_already_pass_through():
     )
 
 
+def test_a_dataset_that_is_padded_already_is_refused():
+    strategy = mirrored(2)
+    source = {"x": np.arange(6.0, dtype=np.float32)}
+    data = ml.distribute_dataset(source, strategy.mesh, global_batch_size=4)
+    assert message(lambda: strategy.distribute_dataset(data)) == (
+        "the source is a dataset whose batches are padded and carry weights already "
+        "('weight'), so that padding would count as examples. Give the source that it "
+        "was made of."
+    )
+    whole = ml.distribute_dataset(
+        source, strategy.mesh, global_batch_size=2, weights=None
+    )
+    batches = list(strategy.distribute_dataset(whole))
+    assert [rows_of(strategy, batch["x"]) for batch in batches] == [
+        [[0], [1]],
+        [[2], [3]],
+        [[4], [5]],
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", ["distribute_dataset", "distribute_datasets_from_function"]
+)
+def test_datasets_are_not_made_in_compiled_code(name):
+    strategy = mirrored(2)
+    make = getattr(strategy, name)
+    assert message(lambda: strategy.run(lambda: make(lambda context: []))) == (
+        f"{name} was called in a compiled function, which would see the examples as "
+        "constants. Make the dataset before, and pass its batches."
+    )
+
+
+def test_an_input_function_feeds_a_single_replica_plain_arrays():
+    strategy = ml.distribute.OneDeviceStrategy(jax.devices()[0])
+    batches = [np.arange(3, dtype=np.int32), np.arange(2, dtype=np.int32)]
+    data = strategy.distribute_datasets_from_function(lambda context: batches)
+    assert [x.tolist() for x in data] == [[0, 1, 2], [0, 1]]
+
+
 # The dataset.
 
 

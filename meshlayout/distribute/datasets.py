@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from meshlayout import _jax
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._render import array_text
 from meshlayout.data import DistributedDataset, InputContext
@@ -66,6 +67,14 @@ class ReplicaDataset(DistributedDataset[Any]):
 
 def distribute_dataset(source: object, mesh: Mesh, **options: Any) -> ReplicaDataset:
     """Distributes a source over replicas; see `Strategy.distribute_dataset`."""
+    _refuse_tracing("distribute_dataset")
+    if isinstance(source, DistributedDataset) and source.weights is not None:
+        msg = (
+            "the source is a dataset whose batches are padded and carry weights "
+            f"already ({source.weights!r}), so that padding would count as examples. "
+            "Give the source that it was made of."
+        )
+        raise StrategyError(msg)
 
     def batch_size_of(opened: Source | ElementReader, rows: int | None) -> int:
         is_own = options["per_process"]
@@ -86,6 +95,7 @@ def distribute_datasets_from_function(
     dataset_fn: Callable[[InputContext], Any], mesh: Mesh, **options: Any
 ) -> ReplicaDataset:
     """See `Strategy.distribute_datasets_from_function`."""
+    _refuse_tracing("distribute_datasets_from_function")
     plan = make_plan_from_function(
         dataset_fn,
         mesh.layout(REPLICA_AXIS, ...),
@@ -95,6 +105,15 @@ def distribute_datasets_from_function(
         **options,
     )
     return ReplicaDataset(plan, mesh.size)
+
+
+def _refuse_tracing(where: str) -> None:
+    if _jax.is_tracing():
+        msg = (
+            f"{where} was called in a compiled function, which would see the examples "
+            "as constants. Make the dataset before, and pass its batches."
+        )
+        raise StrategyError(msg)
 
 
 def _global_batch_size(
