@@ -425,6 +425,38 @@ def test_values_of_another_strategy_are_refused():
             )
 
 
+BAD_ARGUMENTS = {
+    "large integer": (
+        np.array([2**40]),
+        "x holds 1099511627776, and JAX would turn int64 into int32. Set "
+        "jax_enable_x64, or give it another dtype.",
+    ),
+    "large number": (
+        2**40,
+        "x holds 1099511627776, and JAX would turn int64 into int32. Set "
+        "jax_enable_x64, or give it another dtype.",
+    ),
+    "text": (
+        np.array(["a"]),
+        "x: a NumPy array of dtype <U1 is not an array of numbers.",
+    ),
+    "masked array": (
+        np.ma.masked_array([1.0, 2.0], mask=[0, 1]),
+        "x is a masked array, and JAX would lose its mask. Fill it with "
+        "x.filled(value), and pass the mask as a separate array if it matters.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ARGUMENTS)
+def test_arguments_of_run_that_devices_would_change_are_refused(name):
+    argument, problem = BAD_ARGUMENTS[name]
+    strategy = mirrored(2)
+    assert message_of(lambda: strategy.run(lambda x: x, args=(argument,))) == (
+        f"run: the argument {problem}"
+    )
+
+
 @pytest.mark.parametrize("name", ["reduce_op", "value", "axis"])
 @pytest.mark.parametrize("method", ["reduce", "gather"])
 def test_nothing_that_nobody_can_mean_is_taken_silently(method, name):

@@ -14,8 +14,9 @@ from jax.core import Tracer
 
 from meshlayout import _checks
 from meshlayout._annotations import PyTree
+from meshlayout._host_arrays import host_array
 from meshlayout.distribute.values import PerReplica, check_replicas, is_per_replica
-from meshlayout.errors import StrategyError
+from meshlayout.errors import LayoutError, StrategyError
 from meshlayout.mesh import Mesh
 
 
@@ -66,8 +67,11 @@ class Arguments:
                         leaf.check_mask()
                     mask = leaf.mask
             elif isinstance(leaf, jax.Array | np.ndarray | np.generic):
+                if not isinstance(leaf, jax.Array):
+                    leaf = _host_argument(leaf, fn, args, kwargs, index)
                 kinds.append((leaf.shape, leaf.dtype, getattr(leaf, "weak_type", None)))
             elif isinstance(leaf, bool | int | float | complex):
+                _host_argument(leaf, fn, args, kwargs, index)
                 kinds.append(type(leaf))
             elif is_object(leaf):
                 kinds.append(None)
@@ -139,6 +143,28 @@ def _name(
         with contextlib.suppress(TypeError, ValueError, IndexError):
             name = list(inspect.signature(fn).parameters)[first.idx]
     return name + jax.tree_util.keystr(tuple(rest))
+
+
+def _host_argument(
+    leaf: Any,
+    fn: Callable[..., PyTree],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    index: int,
+) -> np.ndarray[Any, Any]:
+    """Returns an array or number of the host, which devices hold unchanged.
+
+    Raises:
+        StrategyError: If they cannot, as integers beyond 32 bits.
+    """
+    try:
+        return host_array(leaf)
+    except LayoutError:  # named only now, since finding the name takes longer
+        name = _name(fn, args, kwargs, index)
+    try:
+        return host_array(leaf, f"run: the argument {name}")
+    except LayoutError as error:
+        raise StrategyError(str(error)) from None
 
 
 def _refuse_argument(name: str, leaf: object) -> None:
