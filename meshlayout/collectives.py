@@ -98,6 +98,7 @@ class ReplicaContext:
     Attributes:
         strategy: The strategy that runs it.
         num_replicas_in_sync: The number of replicas.
+        mask: Which rows are real; unlike `example_mask`, not noted as asked for.
         mask_was_read: Whether the function has asked which rows are real, or called
             something of the library that has.
         mask_was_taken: Whether the function has asked itself.
@@ -117,7 +118,7 @@ class ReplicaContext:
         self.mask_was_read = False
         self.mask_was_taken = False
         self.is_over = False
-        self._mask = mask
+        self.mask = mask
 
     @property
     def replica_id_in_sync_group(self) -> jax.Array:
@@ -141,7 +142,7 @@ class ReplicaContext:
         """Returns `example_mask`, for the library's own functions."""
         self._check_current("example_mask")
         self.mask_was_read = True
-        return self._mask
+        return self.mask
 
     @property
     def num_examples(self) -> jax.Array | None:
@@ -261,9 +262,9 @@ class ReplicaContext:
 
     def mean_of_real(self, x: jax.Array) -> jax.Array:
         """Returns the mean of the values of those replicas that have any real row."""
-        if self._mask is None or self.axis_name is None:
+        if self.mask is None or self.axis_name is None:
             return self.combine(ReduceOp.MEAN, x)
-        is_counted = self._mask.any()
+        is_counted = self.mask.any()
         # Without any such replica, all of them count.
         is_counted |= ~jax.lax.pmax(is_counted, self.axis_name)
         total, count = self.combine_all(
@@ -385,17 +386,23 @@ _context: ContextVar[ReplicaContext | None] = ContextVar(
     "replica_context", default=_alone
 )
 
+# Which of the current replica's rows are real, float32 of shape (rows,); None if there
+# is no padding. Whoever looks here has not asked in the name of the user's function.
+padding_mask: ContextVar[jax.Array | None] = ContextVar("padding_mask", default=None)
+
 
 @contextlib.contextmanager
 def entered(context: ReplicaContext | None) -> Iterator[ReplicaContext | None]:
     """Makes a context current; None is the cross-replica context of a strategy."""
     token = _context.set(context)
+    mask_token = padding_mask.set(None if context is None else context.mask)
     if context is not None:
         context.is_over = False
     try:
         yield context
     finally:
         _context.reset(token)
+        padding_mask.reset(mask_token)
         if context is not None:
             context.is_over = True
 

@@ -84,9 +84,9 @@ def test_values_that_are_not_of_rows_of_a_padded_batch_are_refused(strategy):
     with pytest.raises(ml.errors.StrategyError) as error:
         strategy.run(test_step, args=short)
     assert str(error.value) == (
-        "Average.update got values of shape (6,), and this replica's batch has 2 rows, "
-        "some of which may be padding; which values are of padding is not known. Give "
-        "it values of shape (2, ...), one row for each of the batch."
+        "Average.update: values of shape (6,) are not one per row of this replica's "
+        "batch of 2 rows, some of which may be padding. Give one value, or one array, "
+        "per row."
     )
     assert average.count[...] == 24
 

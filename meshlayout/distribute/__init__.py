@@ -22,6 +22,17 @@ from meshlayout.distribute.distributions import (
     Distribution as Distribution,
     ModelParallel as ModelParallel,
 )
+from meshlayout.distribute.parameter_server import (
+    ClusterCoordinator as ClusterCoordinator,
+    FixedShardsPartitioner as FixedShardsPartitioner,
+    MaxSizePartitioner as MaxSizePartitioner,
+    MinSizePartitioner as MinSizePartitioner,
+    ParameterServerStrategy as ParameterServerStrategy,
+    Partitioner as Partitioner,
+    PerWorkerDataset as PerWorkerDataset,
+    PerWorkerIterator as PerWorkerIterator,
+    RemoteValue as RemoteValue,
+)
 from meshlayout.distribute.strategies import (
     ClusterResolver as ClusterResolver,
     MirroredStrategy as MirroredStrategy,

@@ -9,48 +9,36 @@ a function is traced for a padded batch.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn, nnx
+from jax.typing import ArrayLike
 
 from meshlayout._patches import SharedPatches
-from meshlayout.collectives import get_replica_context
+from meshlayout.collectives import get_replica_context, padding_mask
 from meshlayout.errors import StrategyError
-from meshlayout.metrics.adapters import add_statistics, batch_statistics
 from meshlayout.step.model_call import ModuleCall, intercepting
 from meshlayout.step.objective import WeightMask
 
 
-_mask: ContextVar[jax.Array | None] = ContextVar("padding_mask", default=None)
-
-
 @contextlib.contextmanager
-def padding_left_out(mask: jax.Array | None) -> Iterator[None]:
-    """Leaves padding out of batch statistics and metrics that are updated inside.
-
-    Args:
-        mask: 1 for real rows and 0 for padding, of shape (rows,); None if there is no
-            padding.
-    """
+def padding_left_out() -> Iterator[None]:
+    """Leaves padding out of what is updated inside, in a context of a replica."""
+    mask = padding_mask.get()
     if mask is None:
         yield
         return
-    token = _mask.set(mask)
-    try:
-        # Linen calls back for any module's calls; NNX has nothing of the kind.
-        with _patches, intercepting(nn.Module(), (WeightMask(mask),)):
-            yield
-    finally:
-        _mask.reset(token)
+    # Linen calls back for any module's calls; NNX has nothing of the kind.
+    with _patches, intercepting(nn.Module(), (WeightMask(mask),)):
+        yield
 
 
 def _masked_norm(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def replacement(self: nnx.BatchNorm, *args: Any, **kwargs: Any) -> Any:
-        mask = _mask.get()
+        mask = padding_mask.get()
         if mask is None:
             return call(self, *args, **kwargs)
         if not args:
@@ -62,39 +50,41 @@ def _masked_norm(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _masked_average(update: Callable[..., None]) -> Callable[..., None]:
+    # Accuracy and MultiMetric come here as well. Flax's own mask would do, but 0.11 has
+    # none and ignores what it is given.
     @functools.wraps(update)
-    def replacement(self: nnx.metrics.Average, *args: Any, **kwargs: Any) -> None:
-        padding, values = _mask.get(), kwargs.get(self.argname)
-        if padding is None or values is None or not jnp.ndim(values):
-            # Without padding; or a number that stands for the replica as a whole.
-            update(self, *args, **kwargs)
+    def replacement(
+        self: nnx.metrics.Average, mask: ArrayLike | None = None, **kwargs: Any
+    ) -> None:
+        padding = padding_mask.get()
+        if padding is None or self.argname not in kwargs:  # Flax says what is missing
+            update(self, **({} if mask is None else {"mask": mask}), **kwargs)
             return
-        # Accuracy passes one on; Flax 0.11 has none.
-        mask = args[0] if args else kwargs.pop("mask", None)
-        if jnp.shape(values)[0] != padding.shape[0]:
+        values = jnp.asarray(kwargs[self.argname])
+        if not values.ndim:
+            weights = padding.max()  # one number counts once, if any row is real
+        elif values.shape[0] == padding.shape[0]:
+            weights = padding.reshape(-1, *[1] * (values.ndim - 1))
+        else:
             context = get_replica_context()
             if mask is None or context is None or not context.mask_was_taken:
                 raise StrategyError(_other_rows(self, values, padding))
-            update(self, mask, **kwargs)
-            return
-        values = jnp.asarray(values)
-        if mask is None:
-            statistics = batch_statistics(values.astype("float32"), padding, "update")
-            add_statistics(self, *statistics)
-            return
-        is_real = jnp.expand_dims(padding > 0, tuple(range(1, values.ndim)))
-        mask = jnp.where(is_real, jnp.broadcast_to(mask, values.shape), 0)
-        update(self, mask, **{**kwargs, self.argname: jnp.where(is_real, values, 0)})
+            weights = jnp.float32(1)
+        weights = jnp.broadcast_to(weights, values.shape)
+        if mask is not None:
+            weights = weights * mask
+        counted = jnp.where(weights != 0, values * weights, 0)  # not NaN of padding
+        self.total[...] = self.total[...] + counted.sum()
+        self.count[...] = self.count[...] + weights.sum().astype(self.count.dtype)
 
     return replacement
 
 
-def _other_rows(metric: object, values: Any, padding: jax.Array) -> str:
+def _other_rows(metric: object, values: jax.Array, padding: jax.Array) -> str:
     return (
-        f"{type(metric).__name__}.update got values of shape {jnp.shape(values)}, and "
-        f"this replica's batch has {padding.shape[0]} rows, some of which may be "
-        "padding; which values are of padding is not known. Give it values of shape "
-        f"({padding.shape[0]}, ...), one row for each of the batch."
+        f"{type(metric).__name__}.update: values of shape {values.shape} are not one "
+        f"per row of this replica's batch of {padding.shape[0]} rows, some of which "
+        "may be padding. Give one value, or one array, per row."
     )
 
 

@@ -83,7 +83,7 @@ def _reduce_merged(op: ReduceOp, value: MergedValue, axis: int | None) -> jax.Ar
 
 def merged_mask(value: MergedValue) -> jax.Array | None:
     """Returns the mask of a value whose dim 0 is the rows of a padded batch."""
-    mask, shape = value.context._mask, value.value.shape
+    mask, shape = value.context.mask, value.value.shape
     return mask if mask is not None and shape[:1] == mask.shape else None
 
 

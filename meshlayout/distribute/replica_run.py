@@ -26,7 +26,6 @@ from meshlayout._annotations import PyTree
 from meshlayout.collectives import ReduceOp, ReplicaContext, array_of, entered
 from meshlayout.distribute.arguments import Arguments, is_leaf, is_object
 from meshlayout.distribute.bindings import Bindings, find, identity
-from meshlayout.distribute.flax_metrics import counting_real_rows
 from meshlayout.distribute.gradients import GradientSums
 from meshlayout.distribute.host_step import HostStep, Transfers
 from meshlayout.distribute.host_variables import (
@@ -353,10 +352,9 @@ class ReplicaProgram:
         with (
             entered(context),
             self._sums.traced(),
-            counting_real_rows,
             self._found.watch(),
             self.variables.bound(own) as bound,
-            padding_left_out(mask),
+            padding_left_out(),
         ):
             result = arguments.call(
                 self._fn, [map_per_replica(_own, x) for x in leaves]

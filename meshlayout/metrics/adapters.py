@@ -226,9 +226,7 @@ class AdaptedNnx(Adapted):
         metric = self._metric()
         if self.kind in _STATISTICS:
             values = _values(metric, inputs, dict(self.sources), repr(self))
-            add_statistics(
-                metric, *batch_statistics(values, inputs.weights, repr(self))
-            )
+            _add(metric, *_batch_statistics(values, inputs.weights, repr(self)))
         else:
             _call(metric.update, inputs, self.sources, repr(self))
         return self._of(metric)
@@ -241,7 +239,7 @@ class AdaptedNnx(Adapted):
             )
             raise MetricError(msg)
         metric = self._metric()
-        add_statistics(metric, *_statistics(other._metric()))
+        _add(metric, *_statistics(other._metric()))
         return self._of(metric)
 
     def compute(self) -> Any:
@@ -317,7 +315,7 @@ def _values(
     return right.astype(jnp.float32)
 
 
-def batch_statistics(
+def _batch_statistics(
     values: jax.Array, weights: ArrayLike | None, label: str
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns count, sum and sum of squared deviations where weights are not 0."""
@@ -348,9 +346,7 @@ def _statistics(metric: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
     return count, metric.total[...], jnp.zeros((), jnp.float32)
 
 
-def add_statistics(
-    metric: Any, count: jax.Array, total: jax.Array, m2: jax.Array
-) -> None:
+def _add(metric: Any, count: jax.Array, total: jax.Array, m2: jax.Array) -> None:
     """Adds statistics to those of a metric.
 
     Means and variances are combined as by Chan, Golub and LeVeque (1979), which does

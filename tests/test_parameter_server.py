@@ -1,0 +1,748 @@
+"""Parameter servers and workers without Ray: in this process, with the same code."""
+
+import itertools
+import math
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given, strategies as st
+
+from meshlayout import distribute
+from meshlayout.distribute.parameter_server.placement import VariablePlacement
+from meshlayout.distribute.parameter_server.reach import trace_optimizer
+from meshlayout.errors import StrategyError
+from tests.bad_values import BAD, refusal
+from tests.error_messages import message_of
+from tests.local_cluster import WorkerKilled, start
+
+
+# Partitioners and placement.
+
+
+@pytest.mark.parametrize(
+    ("partitioner", "shape", "expected"),
+    [
+        # The examples of TensorFlow's documentation.
+        (distribute.FixedShardsPartitioner(num_shards=2), (10, 3), [2, 1]),
+        (distribute.MinSizePartitioner(4, max_shards=2), (6, 1), [2, 1]),
+        (distribute.MinSizePartitioner(4, max_shards=10), (6, 1), [6, 1]),
+        (distribute.MaxSizePartitioner(4), (6, 1), [6, 1]),
+        (distribute.MaxSizePartitioner(4, max_shards=2), (6, 1), [2, 1]),
+        (distribute.MaxSizePartitioner(1024), (6, 1), [1, 1]),
+        (
+            distribute.MinSizePartitioner(256 << 10, max_shards=16),
+            (1024, 1024),
+            [16, 1],
+        ),
+        (distribute.MinSizePartitioner(256 << 10, max_shards=3), (1024, 1024), [3, 1]),
+        (distribute.MinSizePartitioner(), (1024, 1024), [1, 1]),
+        (distribute.FixedShardsPartitioner(8), (3,), [3]),
+    ],
+)
+def test_partitioners_give_the_shards_of_tensorflows_documentation(
+    partitioner, shape, expected
+):
+    assert partitioner(shape, np.float32) == expected
+
+
+shapes = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
+dtypes = st.sampled_from(["float32", "float16", "float64", "int8", jnp.bfloat16])
+
+
+@given(shapes, dtypes, st.integers(1, 500), st.none() | st.integers(1, 12))
+def test_shards_of_a_maximum_size_are_below_it_and_as_few_as_possible(
+    shape, dtype, max_bytes, max_shards
+):
+    partitioner = distribute.MaxSizePartitioner(max_bytes, max_shards)
+    num_shards, *rest = partitioner(shape, dtype)
+    assert set(rest) <= {1}
+    row_bytes = math.prod(shape[1:]) * np.dtype(dtype).itemsize
+    # The smallest number of shards of whole rows that fit, counted up.
+    for fewest in range(1, shape[0] + 1):
+        if math.ceil(shape[0] / fewest) * row_bytes <= max_bytes:
+            break
+    assert num_shards == min(fewest, max_shards or fewest)
+
+
+@given(shapes, dtypes, st.integers(1, 500), st.integers(1, 12))
+def test_shards_of_a_minimum_size_are_as_many_as_tensorflow_makes(
+    shape, dtype, min_bytes, max_shards
+):
+    partitioner = distribute.MinSizePartitioner(min_bytes, max_shards)
+    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+    expected = max(1, min(shape[0], max_shards, -(-nbytes // min_bytes)))
+    assert partitioner(shape, dtype) == [expected] + [1] * (len(shape) - 1)
+
+
+@given(shapes, st.integers(1, 5), st.integers(1, 9), st.integers(0, 4))
+def test_a_divided_variable_is_whole_again_when_it_is_joined(
+    shape, num_servers, num_shards, first
+):
+    partitioner = distribute.FixedShardsPartitioner(num_shards)
+    placement = VariablePlacement(num_servers, partitioner, _next=first)
+    shards = placement.add("x", shape, np.dtype("int32"))
+    value = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
+    parts = shards.split(value)
+    for server, part in parts.items():
+        assert part.shape == shards.part_shape(server)
+    np.testing.assert_array_equal(shards.join(parts), value)
+    sizes = [len(part) for part in parts.values()]
+    assert sum(sizes) == shape[0]
+    # Shards differ by one row; a server has as many shards as another, or one more.
+    count = min(num_shards, shape[0])
+    assert len(parts) == min(count, num_servers)
+
+
+@pytest.mark.parametrize(
+    ("make", "works"),
+    [
+        (lambda x: distribute.FixedShardsPartitioner(x), []),
+        (lambda x: distribute.MinSizePartitioner(x), []),
+        (lambda x: distribute.MinSizePartitioner(4, x), []),
+        (lambda x: distribute.MaxSizePartitioner(x), []),
+        (lambda x: distribute.MaxSizePartitioner(4, x), [None]),
+        (lambda x: distribute.FixedShardsPartitioner(2)(x, "float32"), []),
+        (lambda x: distribute.FixedShardsPartitioner(2)((2,), x), None),
+        (lambda x: distribute.FixedShardsPartitioner(2)((2,), "float32", x), [0, -1]),
+    ],
+)
+def test_partitioners_refuse_bad_values_in_a_sentence(make, works):
+    for value in BAD:
+        message = refusal(StrategyError, make, value)
+        if works is not None and message is None:
+            assert any(value is x or value == x for x in works), value
+
+
+# Optimizers.
+
+
+PARAMS = {
+    "w": jax.ShapeDtypeStruct((6, 4), jnp.float32),
+    "b": jax.ShapeDtypeStruct((4,), jnp.float32),
+    "s": jax.ShapeDtypeStruct((), jnp.float32),
+}
+
+
+@pytest.mark.parametrize(
+    ("tx", "expected"),
+    [
+        (optax.sgd(0.1, momentum=0.9, nesterov=True), "ELEMENT"),
+        (optax.adam(optax.cosine_decay_schedule(0.1, 100)), "ELEMENT"),
+        (optax.adamw(0.1, mask={"w": True, "b": False, "s": False}), "ELEMENT"),
+        (optax.chain(optax.clip(1.0), optax.rmsprop(0.1)), "ELEMENT"),
+        (optax.lion(0.1), "ELEMENT"),
+        (optax.inject_hyperparams(optax.adam)(learning_rate=0.1), "ELEMENT"),
+        (optax.MultiSteps(optax.adam(0.1), 4), "ELEMENT"),
+        (optax.lamb(0.1), "VARIABLE"),
+        (optax.adafactor(0.1, min_dim_size_to_factor=2), "VARIABLE"),
+        (optax.chain(optax.clip_by_block_rms(1.0), optax.sgd(0.1)), "VARIABLE"),
+        (optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1)), "VARIABLE"),
+        (optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), "TREE"),
+        (optax.apply_if_finite(optax.sgd(0.1), 3), "TREE"),
+        (optax.flatten(optax.adam(0.1)), "TREE"),
+        (optax.centralize(), "VARIABLE"),
+    ],
+)
+def test_it_is_known_how_far_an_optimizer_looks(tx, expected):
+    state = jax.eval_shape(tx.init, PARAMS)
+    assert trace_optimizer(tx, PARAMS, state).reach.name == expected
+
+
+# Training.
+
+
+class Net(nnx.Module):
+    """A small network of odd sizes, which do not divide over servers."""
+
+    def __init__(self, rngs):
+        self.hidden = nnx.Linear(3, 5, rngs=rngs)
+        self.out = nnx.Linear(5, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(jnp.tanh(self.hidden(x)))
+
+
+def batches(seed=0):
+    """Batches of one shape, for ever."""
+    rng = np.random.default_rng(seed)
+    while True:
+        x = rng.normal(size=(4, 3)).astype(np.float32)
+        yield x, x.sum(axis=1)
+
+
+def loss_of(model, batch):
+    x, y = batch
+    return jnp.mean((model(x)[:, 0] - y) ** 2)
+
+
+class Training:
+    """A model, an optimizer and a counter in a strategy's scope, and a step."""
+
+    def __init__(self, monkeypatch, *args, tx=None, make=Net, data=batches, **options):
+        strategy, coordinator, cluster = start(monkeypatch, *args, **options)
+        with strategy.scope():
+            model = make(rngs=nnx.Rngs(0))
+            optimizer = nnx.Optimizer(model, tx or optax.adam(0.1), wrt=nnx.Param)
+            num_steps = nnx.Variable(jnp.array(0), aggregation="sum")
+
+        def step(iterator):
+            batch = next(iterator)
+            loss, grads = nnx.value_and_grad(loss_of)(model, batch)
+            optimizer.update(model, grads)
+            num_steps[...] += 1
+            return loss
+
+        self.strategy, self.coordinator, self.cluster = strategy, coordinator, cluster
+        self.model, self.optimizer, self.num_steps = model, optimizer, num_steps
+        self.step = step
+        self.iterator = iter(coordinator.create_per_worker_dataset(lambda: data()))
+
+    def run(self, count):
+        results = [
+            self.coordinator.schedule(self.step, (self.iterator,)) for _ in range(count)
+        ]
+        self.coordinator.join()
+        return self.coordinator.fetch(results)
+
+
+def trained_alone(count, tx=None, make=Net):
+    """The same training with Flax alone."""
+    model = make(rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx or optax.adam(0.1), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, batch):
+        loss, grads = nnx.value_and_grad(loss_of)(model, batch)
+        optimizer.update(model, grads)
+        return loss
+
+    losses = [step(model, optimizer, x) for x in itertools.islice(batches(), count)]
+    return model, optimizer, losses
+
+
+def assert_same_state(actual, expected):
+    actual, expected = (
+        jax.tree.leaves(nnx.state(actual)),
+        jax.tree.leaves(nnx.state(expected)),
+    )
+    for x, y in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("num_servers", "partitioner"),
+    [(1, None), (3, distribute.FixedShardsPartitioner(4))],
+)
+def test_one_worker_computes_what_flax_alone_does(
+    monkeypatch, num_servers, partitioner
+):
+    training = Training(monkeypatch, 1, num_servers, variable_partitioner=partitioner)
+    losses = training.run(6)
+    model, optimizer, expected = trained_alone(6)
+    np.testing.assert_allclose(losses, expected, rtol=2e-5)
+    assert_same_state(training.model, model)
+    assert_same_state(training.optimizer, optimizer)
+    assert training.num_steps[...] == 6
+    counts = training.coordinator.server_counts()
+    assert {count.num_duplicates + count.num_stale for count in counts} == {0}
+    assert training.coordinator.staleness.max == 0
+    assert training.coordinator.staleness.num_pushes == 6
+    # A second round starts from where the first one ended.
+    training.run(2)
+    assert_same_state(training.model, trained_alone(8)[0])
+
+
+def test_two_workers_apply_each_closure_once(monkeypatch):
+    training = Training(monkeypatch, 2, 2)
+    losses = training.run(20)
+    assert np.isfinite(losses).all()
+    assert training.optimizer.step[...] == training.num_steps[...] == 20
+    assert training.coordinator.done()
+    staleness = training.coordinator.staleness
+    assert staleness.num_pushes == 20
+    assert sum(x.num_pushes for x in staleness.per_worker) == 20
+
+
+# Two servers: the pushes of a closure are two calls, and a worker can die between them.
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("method", ["pull", "push"])
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_killed_workers_closure_runs_elsewhere_and_counts_once(
+    monkeypatch, when, method, count
+):
+    def fault(*event):
+        if event == (when, method, count):
+            raise WorkerKilled
+
+    training = Training(monkeypatch, 1, 2, fault=fault)
+    losses = training.run(6)
+    assert len(losses) == 6
+    assert np.isfinite(losses).all()
+    assert training.cluster.num_started == {0: 2}
+    assert training.optimizer.step[...] == training.num_steps[...] == 6
+    counts = training.coordinator.server_counts()
+    assert [x.num_applied for x in counts] == [6, 6]
+    # Of the push that had arrived, the second one is left out.
+    arrived = {("before", 3): [1, 0], ("after", 2): [1, 0], ("after", 3): [1, 1]}
+    expected = arrived.get((when, count), [0, 0]) if method == "push" else [0, 0]
+    assert sorted(x.num_duplicates for x in counts) == sorted(expected)
+
+
+def test_a_closure_that_kills_every_worker_is_given_up(monkeypatch):
+    def fault(when, method, count):
+        raise WorkerKilled
+
+    training = Training(monkeypatch, 1, fault=fault)
+    assert message_of(training.run, 1) == (
+        "Training.__init__.<locals>.step was running on 5 workers, one after another, "
+        "when they died. The last one: killed"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("count", [5, 6, 11])
+def test_a_killed_server_comes_back_and_every_closure_counts_once(
+    monkeypatch, tmp_path, when, count
+):
+    def fault(*event):
+        if event == (when, "push", count):
+            training.cluster.kill_server(1)
+
+    training = Training(
+        monkeypatch,
+        1,
+        2,
+        fault=fault,
+        checkpoint_dir=tmp_path,
+        checkpoint_every=2,
+    )
+    losses = training.run(9)
+    assert np.isfinite(losses).all()
+    counts = training.coordinator.server_counts()
+    assert [x.num_applied for x in counts] == [9, 9]
+    assert training.optimizer.step[...] == training.num_steps[...] == 9
+
+
+def test_a_server_that_dies_while_nothing_runs_comes_back(monkeypatch, tmp_path):
+    training = Training(monkeypatch, checkpoint_dir=tmp_path, checkpoint_every=4)
+    training.run(4)
+    before = jax.tree.map(np.asarray, nnx.state(training.model))
+    training.cluster.kill_server(0)
+    training.coordinator.join()
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(training.model), before)
+    training.run(1)
+    assert training.optimizer.step[...] == 5
+
+
+def test_join_says_what_a_server_without_checkpoint_takes_along(monkeypatch):
+    training = Training(
+        monkeypatch, 1, 2, variable_partitioner=distribute.FixedShardsPartitioner(2)
+    )
+    training.run(3)
+    before = jax.tree.map(np.asarray, nnx.state(training.model))
+    training.cluster.kill_server(1)
+    result = training.coordinator.schedule(training.step, (training.iterator,))
+    message = message_of(training.coordinator.join)
+    assert message == (
+        "parameter server 1 died, and there is no checkpoint of it. Lost are its values "
+        "of model/hidden/bias f32[5] (rows 3:5), model/hidden/kernel f32[3, 5] (rows "
+        "2:3), model/out/kernel f32[5, 1] (rows 0:3), num_steps i32[], "
+        "optimizer/opt_state/0/count i32[] and 7 more variables, with all updates since "
+        "the last join, whose values the objects on the coordinator still have. With "
+        "checkpoint_dir, a server that dies comes back."
+    )
+    assert message_of(training.coordinator.join) == message
+    assert message_of(training.coordinator.schedule, training.step) == message
+    assert (
+        "cancelled" in message_of(result.fetch) or message_of(result.fetch) == message
+    )
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(training.model), before)
+
+
+def test_an_exception_surfaces_in_join_with_the_users_traceback(monkeypatch):
+    training = Training(monkeypatch)
+
+    def broken(iterator):
+        next(iterator)
+        raise KeyError("a mistake")  # this line
+
+    training.run(2)
+    failed = training.coordinator.schedule(broken, (training.iterator,))
+    waiting = [
+        training.coordinator.schedule(training.step, (training.iterator,))
+        for _ in range(3)
+    ]
+    with pytest.raises(KeyError, match="a mistake") as caught:
+        training.coordinator.join()
+    (note,) = caught.value.__notes__[-1:]
+    assert 'raise KeyError("a mistake")  # this line' in note
+    with pytest.raises(KeyError, match="a mistake"):
+        failed.fetch()
+    for result in waiting:
+        assert message_of(result.fetch).endswith("broken raised KeyError.")
+    # It is raised once, and training goes on.
+    training.coordinator.join()
+    training.run(2)
+    assert training.num_steps[...] == 4
+
+
+def test_an_exception_that_cannot_be_pickled_keeps_its_text(monkeypatch):
+    _, coordinator, _ = start(monkeypatch)
+
+    class StubbornError(Exception):
+        def __init__(self, text):
+            super().__init__(text, threading.Lock())
+
+    def fails():
+        raise StubbornError("what went wrong")
+
+    coordinator.schedule(fails)
+    assert "what went wrong" in message_of(coordinator.join)
+
+
+# Staleness.
+
+
+@pytest.mark.parametrize(("limit", "recomputed"), [(None, 0), (1, 0), (0, 1)])
+def test_staleness_is_measured_and_bounded(monkeypatch, limit, recomputed):
+    # Between pull and push of the third closure, another worker pushes one.
+    def fault(when, method, count):
+        if (when, method, count) == ("before", "push", 2):
+            ready.set()
+            assert other_is_done.wait(30)
+
+    ready, other_is_done = threading.Event(), threading.Event()
+    training = Training(monkeypatch, 1, max_staleness=limit, fault=fault)
+    training.run(2)
+    result = training.coordinator.schedule(training.step, (training.iterator,))
+    assert ready.wait(30)
+    server = training.cluster.servers[0]
+    with training.cluster.lock:
+        values = server.pull(["num_steps"])
+        server.push(_push(100, values.version, {"num_steps": np.int32(1)}))
+    other_is_done.set()
+    training.coordinator.join()
+    staleness = training.coordinator.staleness
+    expected = 0 if recomputed else 1
+    assert (staleness.max, staleness.num_recomputed) == (expected, recomputed)
+    assert staleness.mean == pytest.approx(expected / 3)
+    assert training.optimizer.step[...] == 3
+    assert training.num_steps[...] == 4
+    assert np.isfinite(result.fetch())
+    assert training.coordinator.server_counts()[0].num_stale == recomputed
+
+
+def _push(closure, version, added):
+    from meshlayout.distribute.parameter_server.servers import Push
+
+    return Push(closure, version, {}, added)
+
+
+# What else changes.
+
+
+class Noisy(nnx.Module):
+    """With statistics of batches and dropout."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(3, 5, rngs=rngs)
+        self.norm = nnx.BatchNorm(5, momentum=0.5, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.out = nnx.Linear(5, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.dropout(self.norm(self.linear(x))))
+
+
+@pytest.mark.slow
+def test_statistics_of_batches_move_as_on_one_device(monkeypatch):
+    training = Training(monkeypatch, make=Noisy, tx=optax.sgd(0.0))
+    training.run(5)
+    model, _, _ = trained_alone(5, optax.sgd(0.0), Noisy)
+    for name in ("mean", "var"):
+        x, y = getattr(training.model.norm, name), getattr(model.norm, name)
+        np.testing.assert_allclose(x[...], y[...], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_dropout_differs_between_closures_and_not_between_runs(monkeypatch):
+    def losses():
+        data = lambda: itertools.repeat(next(batches()))  # noqa: E731
+        training = Training(monkeypatch, make=Noisy, tx=optax.sgd(0.0), data=data)
+        return np.array(training.run(4))
+
+    first, second = losses(), losses()
+    assert len(set(first.tolist())) == 4
+    np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.slow
+def test_metrics_add_up_and_what_is_assigned_outside_arrives(monkeypatch):
+    strategy, coordinator, _ = start(monkeypatch, 2, 2)
+    with strategy.scope():
+        average = nnx.metrics.Average()
+        scale = nnx.Variable(jnp.array(1.0))
+
+    def evaluate(x):
+        average.update(values=x * scale[...])
+
+    for x in range(5):
+        coordinator.schedule(evaluate, (float(x),))
+    coordinator.join()
+    assert average.compute() == 2.0
+    average.reset()
+    scale[...] = jnp.array(10.0)
+    coordinator.schedule(evaluate, (3.0,))
+    coordinator.join()
+    assert average.compute() == 30.0
+
+
+def test_a_strategys_run_and_reduce_work_in_a_closure(monkeypatch):
+    strategy, coordinator, _ = start(monkeypatch)
+
+    def step(x):
+        per_replica = strategy.run(lambda x: 2 * x, args=(x,))
+        return strategy.reduce("MEAN", per_replica, axis=0)
+
+    assert coordinator.schedule(step, (np.arange(4.0),)).fetch() == 3.0
+
+
+def test_a_closure_may_draw_several_batches_and_learns_that_a_dataset_ends(monkeypatch):
+    _, coordinator, _ = start(monkeypatch)
+
+    def dataset(context):
+        assert (context.num_input_pipelines, context.input_pipeline_id) == (1, 0)
+        assert context.num_replicas_in_sync == 1
+        return [{"x": np.float32(i)} for i in range(5)]
+
+    iterator = iter(coordinator.create_per_worker_dataset(dataset))
+
+    def pair(iterator):
+        return next(iterator)["x"] + 10 * next(iterator)["x"]
+
+    results = [coordinator.schedule(pair, (iterator,)) for _ in range(2)]
+    assert coordinator.fetch(results) == [10.0, 32.0]
+    coordinator.schedule(pair, (iterator,))
+    assert message_of(coordinator.join).startswith(
+        "test_a_closure_may_draw_several_batches_and_learns_that_a_dataset_ends.<locals>"
+        ".pair asked for a batch on worker 0, where the dataset has ended."
+    )
+
+    def rest(iterator):
+        return sum(batch["x"] for batch in iterator)
+
+    assert coordinator.schedule(rest, (iterator,)).fetch() == 4.0
+
+
+@pytest.mark.slow
+def test_a_mode_that_is_switched_between_closures_counts(monkeypatch):
+    strategy, coordinator, _ = start(monkeypatch)
+    with strategy.scope():
+        model = Noisy(rngs=nnx.Rngs(0))
+
+    def predict(x):
+        return model(x)
+
+    x = np.ones((2, 3), np.float32)
+    model.eval()
+    first = coordinator.schedule(predict, (x,)).fetch()
+    np.testing.assert_allclose(first, model(x), rtol=1e-5, atol=1e-6)
+    model.train()
+    second = coordinator.schedule(predict, (x,)).fetch()
+    assert not np.allclose(first, second)
+
+
+# Refusals.
+
+
+def test_optimizers_that_look_further_are_refused_where_they_would_be_wrong(
+    monkeypatch,
+):
+    tx = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1))
+    assert message_of(Training(monkeypatch, 1, 2, tx=tx).run, 1) == (
+        "the optimizer looks at all parameters at once, as clipping by the global norm "
+        "does, and they are on 2 parameter servers, each of which would see its own "
+        "alone. Use num_servers=1; or call optax.clip_by_global_norm on the gradients in "
+        "the closure, before optimizer.update."
+    )
+    divided = {"variable_partitioner": distribute.FixedShardsPartitioner(2)}
+    lamb = optax.lamb(0.1)
+    assert message_of(Training(monkeypatch, 1, 2, tx=lamb, **divided).run, 1) == (
+        "the optimizer looks at whole parameters, as LAMB and Adafactor do, and the rows "
+        "of model/hidden/bias are divided over 2 parameter servers. Leave "
+        "variable_partitioner out, or use num_servers=1."
+    )
+    # By shapes: only parameters with more than four rows.
+    mask = lambda params: jax.tree.map(lambda x: x.shape[0] > 4, params)  # noqa: E731
+    by_shape = optax.masked(optax.sgd(0.1), mask)
+    assert message_of(Training(monkeypatch, 1, 2, tx=by_shape, **divided).run, 1) == (
+        "the optimizer decides by the shapes of parameters what to do, and on parameter "
+        "server 0 some have fewer rows. Use num_servers=1."
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tx", "num_servers"),
+    [
+        (optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1)), 1),
+        (optax.lamb(0.1), 2),
+        (optax.adafactor(0.1), 2),
+    ],
+)
+def test_they_are_exact_where_a_server_has_all_they_look_at(
+    monkeypatch, tx, num_servers
+):
+    training = Training(monkeypatch, 1, num_servers, tx=tx)
+    training.run(3)
+    assert_same_state(training.model, trained_alone(3, tx)[0])
+
+
+def test_closures_that_would_be_wrong_are_refused(monkeypatch):
+    training = Training(monkeypatch)
+    model, optimizer, coordinator = (
+        training.model,
+        training.optimizer,
+        training.coordinator,
+    )
+    batch = next(batches())
+
+    def refused(step, *args):
+        coordinator.schedule(step, args)
+        return message_of(coordinator.join)
+
+    def twice():
+        grads = nnx.grad(loss_of)(model, batch)
+        optimizer.update(model, grads)
+        optimizer.update(model, grads)
+
+    assert refused(twice).startswith("a closure updates one optimizer twice.")
+
+    def reads_later():
+        optimizer.update(model, nnx.grad(loss_of)(model, batch))
+        return loss_of(model, batch)
+
+    assert refused(reads_later).startswith(
+        "the closure reads variables after optimizer.update"
+    )
+
+    def changes_later():
+        optimizer.update(model, nnx.grad(loss_of)(model, batch))
+        model.out.bias[...] = jnp.zeros(1)
+
+    assert refused(changes_later).startswith(
+        "the closure changes model/out/bias besides updating it by an optimizer"
+    )
+
+    def by_hand():
+        model.out.bias[...] -= 0.1
+
+    assert refused(by_hand).startswith(
+        "the closure changes model/out/bias without an nnx.Optimizer"
+    )
+
+    @nnx.jit
+    def inner(model, optimizer):
+        optimizer.update(model, nnx.grad(loss_of)(model, batch))
+
+    assert refused(lambda: inner(model, optimizer)).startswith(
+        "optimizer.update got parameters that are not the model's own"
+    )
+    assert refused(lambda: optimizer).startswith("a closure returned an Optimizer.")
+    # None of these has left anything behind.
+    training.run(1)
+    assert_same_state(model, trained_alone(1)[0])
+
+
+def test_a_jitted_step_is_taken_apart(monkeypatch):
+    training = Training(monkeypatch)
+    training.step = nnx.jit(training.step)
+    training.run(3)
+    assert_same_state(training.model, trained_alone(3)[0])
+
+
+def test_what_cannot_be_scheduled_is_refused_at_once(monkeypatch):
+    strategy, coordinator, _ = start(monkeypatch)
+    schedule = coordinator.schedule
+    assert message_of(schedule, 3) == "schedule: fn must be a function, got 3."
+    assert message_of(schedule, max, 3) == (
+        "schedule: args must be a tuple of fn's arguments, got 3. For one argument, "
+        "write args=(x,)."
+    )
+    assert message_of(schedule, max, (), 3) == "schedule: kwargs must be a dict, got 3."
+    lock = threading.Lock()
+
+    def holds_a_lock():
+        return lock
+
+    assert "cannot be pickled: TypeError: cannot pickle '_thread.lock'" in message_of(
+        schedule, holds_a_lock
+    )
+    result = schedule(lambda: jnp.ones(2))
+    assert message_of(schedule, lambda x: x, (result,)).endswith(
+        "which runs elsewhere. Pass its value: result.fetch()."
+    )
+    mirrored = distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    with mirrored.scope():
+        other = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    assert message_of(schedule, lambda: other.kernel[...]) == (
+        "other/bias is on 2 devices: it belongs to another strategy or mesh. Make it in "
+        "the scope of the ParameterServerStrategy."
+    )
+    iterator = iter(coordinator.create_per_worker_dataset(lambda: [1]))
+    assert message_of(next, iterator).startswith(
+        "next(iterator) was called on the coordinator"
+    )
+    assert message_of(coordinator.create_per_worker_dataset, 3).endswith("got 3.")
+    assert message_of(strategy.run, lambda: 1).startswith(
+        "ParameterServerStrategy.run was called on the coordinator"
+    )
+    assert message_of(distribute.ClusterCoordinator, mirrored) == (
+        "ClusterCoordinator takes a ParameterServerStrategy, got a MirroredStrategy."
+    )
+    coordinator.shutdown()
+    assert message_of(schedule, max) == "the coordinator was shut down."
+
+
+def test_without_ray_it_says_how_to_install_it(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert message_of(distribute.ParameterServerStrategy, 1) == (
+        "ParameterServerStrategy needs ray, which is not installed: pip install "
+        "'meshlayout[ray]'."
+    )
+
+
+def test_a_strategy_refuses_bad_values_in_a_sentence(monkeypatch):
+    from meshlayout import _optional
+
+    monkeypatch.setattr(_optional, "require", lambda *args, **kwargs: None)
+    make = distribute.ParameterServerStrategy
+    for value in BAD:
+        assert refusal(StrategyError, make, value)
+        assert refusal(StrategyError, make, 1, value)
+        assert refusal(StrategyError, make, 1, checkpoint_every=value)
+        for name in (
+            "variable_partitioner",
+            "max_staleness",
+            "checkpoint_dir",
+            "worker_options",
+            "server_options",
+        ):
+            refusal(StrategyError, make, 1, **{name: value})
+
+
+def test_a_used_checkpoint_directory_is_refused(monkeypatch, tmp_path):
+    training = Training(monkeypatch, checkpoint_dir=tmp_path)
+    training.run(1)
+    training.coordinator.shutdown()
+    with pytest.raises(StrategyError, match="holds checkpoints of an earlier run"):
+        start(monkeypatch, checkpoint_dir=tmp_path)
