@@ -204,11 +204,10 @@ class CentralStorageStrategy(Strategy):
             return self.mesh.layout(...).with_rank(len(shape))
         specs: list[str | None] = [None] * len(shape)
         if math.prod(shape) * _jax.itemsize(dtype) >= _MIN_SHARDED_BYTES:
-            # Not dim 0, if another divides: it may be the one to take slices of.
-            for dim in (*range(1, len(shape)), 0):
-                if shape[dim] % self.mesh.size == 0 and self.mesh.size > 1:
-                    specs[dim] = self.mesh.axis_names[0]
-                    break
+            # Not dim 0, which may be the one to take slices along.
+            dims = (d for d in range(1, len(shape)) if shape[d] % self.mesh.size == 0)
+            if self.mesh.size > 1 and (dim := next(dims, None)) is not None:
+                specs[dim] = self.mesh.axis_names[0]
         return Layout(specs, self.mesh, memory_kind=HOST_MEMORY)
 
     def _place(self, path: str, kind: Aggregation | None, value: Any) -> Any:

@@ -28,6 +28,7 @@ from meshlayout._annotations import Equation, PyTree
 from meshlayout.distribute.host_variables import HostVariable
 from meshlayout.distribute.slice_operations import (
     filled_slice,
+    has_slices,
     is_elementwise,
     part_of_slices,
     slice_operation,
@@ -173,7 +174,7 @@ class HostStep:
         self._jaxpr: Any = None
         self._streamed: set[Any] = set()
         # How each slice of a gradient is stored: as a variable of the same shape.
-        self._storage = {x.shape: x for x in hosted.values() if x.dim != 0}
+        self._storage = {x.shape: x for x in hosted.values()}
         self._values: dict[Any, Any] = {}
         self._on_device: dict[_Stack, jax.Array] = {}
 
@@ -209,8 +210,8 @@ class HostStep:
 
     def _evaluated(self, closed: ClosedJaxpr, inputs: list[Any]) -> list[jax.Array]:
         self._jaxpr = jaxpr = closed.jaxpr
-        hosted = [jaxpr.invars[i] for i, x in self._variables.items() if x.dim != 0]
-        self._streamed = streamed(jaxpr, hosted)
+        hosted = (jaxpr.invars[i] for i in self._variables)
+        self._streamed = streamed(jaxpr, filter(has_slices, hosted))
         self._values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         for index, (var, x) in enumerate(zip(jaxpr.invars, inputs, strict=True)):
             if index in self._variables:
@@ -238,6 +239,9 @@ class HostStep:
     def _evaluate(self, eqn: Equation) -> Sequence[Any]:
         """Returns the results of an operation: arrays on the device, and stacks."""
         operands = [self._read(var) for var in eqn.invars]
+        for index, (var, x) in enumerate(zip(eqn.invars, operands, strict=True)):
+            if isinstance(x, _HostStack) and not has_slices(var):
+                operands[index] = self._whole(x, eqn)
         if eqn.primitive.name == "scan":
             results = self._scan(eqn, operands)
         else:
@@ -296,7 +300,7 @@ class HostStep:
             if part is not None:
                 taken = tuple(stacks[i] for i in part[0])
                 results[index] = _ComputedStack(taken[0].length, part[1], taken)
-            elif self._is_streamed(var):
+            elif self._is_streamed(var) and has_slices(var):
                 gradients[index] = self._gradient_storage(var)
         if not stacks and not gradients:
             return None
@@ -381,7 +385,7 @@ class HostStep:
                 results[index] = self._whole(value, None)
             elif value is self._values[self._jaxpr.invars[source]]:
                 results[index] = value.array
-            elif isinstance(value, _Stack) and variable.dim != 0:
+            elif isinstance(value, _Stack) and has_slices(var):
                 loops.setdefault(value.length, {})[source] = value
             else:
                 shard = variable.shard(self._whole(value, None))

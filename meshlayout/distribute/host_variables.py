@@ -19,7 +19,8 @@ class HostVariable:
 
     Attributes:
         shape: Its whole shape.
-        dim: The dim that is sharded over the replicas; None if each has a copy.
+        dim: The dim that is sharded over the replicas, which is not dim 0 of a variable
+            but may be of its slices; None if each has a copy.
         axis: The mesh axis of the replicas.
         num_replicas: How many there are.
     """

@@ -30,6 +30,16 @@ _OVER_REPLICAS = ("psum", "pmax", "pmin")
 _REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or")
 
 
+def has_slices(var: Any) -> bool:
+    """Returns whether slices along dim 0 can be moved between host and device.
+
+    Of vectors, and of matrices of elements smaller than four bytes, XLA cannot move
+    one entry or row to a TPU or back: it is packed together with others.
+    """
+    ndim, itemsize = var.aval.ndim, _jax.itemsize(var.aval.dtype)
+    return ndim > 2 or (ndim == 2 and itemsize >= 4)
+
+
 def slice_operation(eqn: Equation) -> Callable[..., Any] | None:
     """Returns what an operation does to slices along dim 0; None if it mixes slices.
 
