@@ -68,7 +68,7 @@ _COLLECTIVES = ("psum", "pmax", "pmin")
 
 
 def flat(closed: Any) -> Any:
-    """Returns a jaxpr without calls, names, and what no result needs.
+    """Returns a jaxpr without calls, operations without effect, and unneeded ones.
 
     A `jax.checkpoint` around a scan is left out, too; what the scan's body computes
     again remains so. Each collective has one operand.
@@ -84,7 +84,7 @@ def flat(closed: Any) -> Any:
         for eqn in jaxpr.eqns:
             inputs = [read(var) for var in eqn.invars]
             body = _called(eqn)
-            if eqn.primitive.name == "name":
+            if _is_identity(eqn):
                 results = inputs
             elif eqn.primitive.name in _COLLECTIVES:
                 single = [apply_operation(eqn, [x], in_mesh=True) for x in inputs]
@@ -106,6 +106,15 @@ def flat(closed: Any) -> Any:
         jaxpr, [True] * len(jaxpr.outvars), instantiate=True
     )
     return traced.replace(jaxpr=needed_part)
+
+
+def _is_identity(eqn: Equation) -> bool:
+    """Returns whether an operation only names its operand, or sums it over no dims."""
+    if eqn.primitive.name == "name":
+        return True
+    if not eqn.primitive.name.startswith("reduce_") or eqn.params.get("axes") != ():
+        return False
+    return eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
 
 
 def _called(eqn: Equation) -> Any | None:

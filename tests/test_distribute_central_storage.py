@@ -127,7 +127,8 @@ def on_host(*objects):
     return {path: x for path, x in arrays.items() if x.ndim}
 
 
-def check_same(strategy, reference, build, optimizer, atol=2e-6):
+# Updates by Adam are of 1e-2; sums in another order differ in 1e-6 of the gradients.
+def check_same(strategy, reference, build, optimizer, atol=1e-5):
     losses, *objects = train(strategy, build, optimizer)
     other_losses, *others = train(reference, build, optimizer)
     np.testing.assert_allclose(losses, other_losses, rtol=1e-5)
@@ -170,7 +171,7 @@ def test_training_from_host_memory_gives_the_numbers_of_mirrored_variables(
 ):
     devices = jax.devices()[:2]
     # Of bfloat16, a sum in another order may differ in its last bit of eight.
-    atol = 2e-2 if build not in (Stacked, Listed, Scanned) else 2e-6
+    atol = 2e-2 if build not in (Stacked, Listed, Scanned) else 1e-5
     check_same(
         CentralStorageStrategy(devices),
         MirroredStrategy(devices),
