@@ -336,6 +336,30 @@ def test_a_checkpointer_saves_and_restores_the_position(tmp_path):
     ]
 
 
+def test_a_loop_resumes_in_the_middle_of_an_epoch_on_other_replicas(tmp_path):
+    source = np.arange(14, dtype=np.int32)
+
+    def trained(replicas, stop=None):
+        strategy = mirrored(replicas)
+        data = strategy.distribute_dataset(source, 4, shuffle=1)
+        with (
+            ml.Checkpointer(tmp_path) as checkpointer,
+            ml.checkpoint.Loop(checkpointer, data) as loop,
+        ):
+            total = loop.resume({"sum": np.zeros((), np.int32)})["sum"]
+            for _ in loop.epochs(2):
+                for batch in loop:
+                    total = total + strategy.reduce("SUM", batch, axis=0)
+                    loop.step_done({"sum": np.asarray(total)})
+                    if loop.step == stop:
+                        checkpointer.wait()
+                        return None
+            return int(total)
+
+    trained(2, stop=6)
+    assert trained(4) == 2 * source.sum()
+
+
 # Values of functions.
 
 
@@ -623,6 +647,17 @@ def on_processes():
         strategy.gather(value, axis=0).tolist(),
     ]
 
+    shown = strategy.distribute_values_from_function(
+        lambda context: context.replica_id_in_sync_group
+    )
+    seen["repr"] = repr(shown)
+    keys = strategy.distribute_values_from_function(
+        lambda context: jax.random.key(context.replica_id_in_sync_group)
+    )
+    bits = strategy.run(lambda key: jax.random.bits(key), args=(keys,))
+    seen["bits"] = [int(part) for part in strategy.local_results(bits)]
+    seen["bits of all"] = int(strategy.reduce("MAX", bits, axis=None))
+
     def fails(context):
         if context.replica_id_in_sync_group == 3:
             raise RuntimeError("no value here")
@@ -679,6 +714,12 @@ def test_processes_agree_about_padding_and_read_every_example_once():
         assert [rest for _, *rest in seen["own rows"]] == [[True, 7], [True, 15]]
     assert first["values"] == [[[1, 1], [1, 1]], True, 8, [1, 1, 1, 1, 2, 2]]
     assert second["values"] == [[[2], [2]], True, 8, [1, 1, 1, 1, 2, 2]]
+    assert second["repr"] == (
+        "PerReplica:{\n  2: Array(2, dtype=int32),\n  3: Array(3, dtype=int32)\n}"
+    )
+    bits = [int(jax.random.bits(jax.random.key(i))) for i in range(4)]
+    assert first["bits"] + second["bits"] == bits
+    assert first["bits of all"] == second["bits of all"] == max(bits)
     assert first["failure"] == (
         "value_fn failed on process 1: RuntimeError: no value here"
     )
