@@ -746,3 +746,51 @@ def test_a_used_checkpoint_directory_is_refused(monkeypatch, tmp_path):
     training.coordinator.shutdown()
     with pytest.raises(StrategyError, match="holds checkpoints of an earlier run"):
         start(monkeypatch, checkpoint_dir=tmp_path)
+
+
+def test_a_restored_optimizer_goes_on_from_the_restored_state(monkeypatch):
+    training = Training(monkeypatch, 1, 2)
+    training.run(2)
+    saved = jax.tree.map(
+        jnp.copy, (nnx.state(training.model), nnx.state(training.optimizer))
+    )
+    training.run(2)
+    nnx.update(training.model, saved[0])
+    nnx.update(training.optimizer, saved[1])
+    training.run(1)
+    assert training.optimizer.step[...] == 3
+    # The fifth batch, on the state after two.
+    model, optimizer, _ = trained_alone(2)
+    batch = next(itertools.islice(batches(), 4, None))
+    optimizer.update(model, nnx.grad(loss_of)(model, batch))
+    assert_same_state(training.model, model)
+
+
+def test_each_worker_keeps_its_own_value_of_a_per_replica_variable(monkeypatch):
+    strategy, coordinator, _ = start(monkeypatch)
+    with strategy.scope():
+        own = nnx.Variable(jnp.array(5), aggregation="per_replica")
+        last = nnx.Variable(jnp.array(0), aggregation="first")
+
+    def count(x, *, doubles):
+        own[...] += 2 if doubles else 1
+        last[...] = x
+        return own[...]
+
+    args = [(3, True), (4, False), (7, True)]
+    results = [coordinator.schedule(count, (x,), {"doubles": y}) for x, y in args]
+    coordinator.join()
+    assert coordinator.fetch(results) == [7, 8, 10]
+    assert (own[...], last[...]) == (5, 7)
+
+
+def test_a_strategy_has_one_coordinator_at_a_time(monkeypatch):
+    strategy, coordinator, _ = start(monkeypatch)
+    assert message_of(distribute.ClusterCoordinator, strategy) == (
+        "ParameterServerStrategy(1 workers, 1 parameter servers) has a "
+        "ClusterCoordinator already, which knows its variables. Use that one, or shut "
+        "it down first."
+    )
+    coordinator.shutdown()
+    with distribute.ClusterCoordinator(strategy) as other:
+        assert other.schedule(lambda: 3).fetch() == 3

@@ -187,7 +187,9 @@ def pack(
     leaves, treedef = jax.tree.flatten((tuple(args), dict(kwargs)), is_leaf=_is_object)
     inputs: list[Any] = []
     for index, leaf in enumerate(leaves):
-        if isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float, complex)):
+        kinds = (jax.Array, np.ndarray, np.generic, int, float, complex)
+        # Booleans are mostly switches, which Python code asks while it is traced.
+        if isinstance(leaf, kinds) and not isinstance(leaf, bool):
             leaves[index] = ClosureInput(len(inputs))
             inputs.append(to_host(leaf, f"schedule: an argument of {name}"))
     file = io.BytesIO()

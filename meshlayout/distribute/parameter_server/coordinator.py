@@ -173,6 +173,13 @@ class ClusterCoordinator:
                 f"{_checks.shown(strategy)}."
             )
             raise StrategyError(msg)
+        if strategy._has_coordinator:
+            msg = (
+                f"{strategy!r} has a ClusterCoordinator already, which knows its "
+                "variables. Use that one, or shut it down first."
+            )
+            raise StrategyError(msg)
+        strategy._has_coordinator = True
         self.strategy = strategy
         self._table = VariableTable()
         self._queue = ClosureQueue()
@@ -346,6 +353,7 @@ class ClusterCoordinator:
         """
         self._queue.close()
         self._cluster.stop()
+        self.strategy._has_coordinator = False
 
     def __enter__(self) -> "ClusterCoordinator":
         return self

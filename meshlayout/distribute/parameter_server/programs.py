@@ -57,8 +57,12 @@ class Executable:
         pulled: The variables whose values it needs.
         params: By the number of an optimizer that is updated, the names of its
             parameters in the structure that the optimizer takes.
-        touched: All variables that it reads or changes.
+        added: The variables whose changes are added up.
+        assigned: The variables that get new values.
+        local: The variables whose new values stay on the worker.
         counts: How many batches it draws from each iterator.
+        treedef: The structure of what the function returns.
+        run: The compiled program.
     """
 
     pulled: list[str]
@@ -85,13 +89,14 @@ class ClosureProgram:
     Args:
         payload: The pickled closure.
         mesh: The worker's own mesh, with one axis, `batch`.
+        local: Values of "per_replica" variables, which stay on the worker.
 
     Attributes:
         variables: Its Variables.
         references: What is known of each of them.
     """
 
-    def __init__(self, payload: bytes, mesh: jax.sharding.Mesh) -> None:
+    def __init__(self, payload: bytes, mesh: jax.sharding.Mesh, local: Arrays) -> None:
         loader = _Unpickler(io.BytesIO(payload))
         self._fn, self._args, self._kwargs = loader.load()
         self._objects = loader.load()
@@ -102,8 +107,7 @@ class ClosureProgram:
         ]
         self._executables: dict[Any, Executable] = {}
         self._counts: dict[int, int] = {}
-        # Values of "per_replica" variables, which stay here.
-        self._local: Arrays = {}
+        self._local = local
 
     def call(self, inputs: Sequence[Any]) -> PyTree:
         """Calls the function."""
@@ -183,7 +187,7 @@ class ClosureProgram:
 
     def keep(self, outputs: Outputs) -> None:
         """Keeps the values of variables that are this worker's own."""
-        self._local |= outputs.local
+        self._local.update(outputs.local)
 
     def _compile(
         self,

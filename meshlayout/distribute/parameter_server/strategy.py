@@ -102,6 +102,7 @@ class ParameterServerStrategy(Strategy):
             )
             raise StrategyError(msg)
         self._checkpoint_dir = checkpoint_dir
+        self._has_coordinator = False
         self._options = {}
         for name, options in (("worker", worker_options), ("server", server_options)):
             if options is not None and not isinstance(options, Mapping):

@@ -30,7 +30,7 @@ from meshlayout.distribute.parameter_server.programs import (
     Executable,
     Outputs,
 )
-from meshlayout.distribute.parameter_server.servers import Push, Receipt
+from meshlayout.distribute.parameter_server.servers import Arrays, Push, Receipt
 from meshlayout.errors import StrategyError
 
 
@@ -155,6 +155,8 @@ class Worker:
         self._mesh = jax.sharding.Mesh(grid, ("batch",), axis_types=auto)
         self._programs: OrderedDict[str, ClosureProgram] = OrderedDict()
         self._sources: dict[int, BatchSource] = {}
+        # Values of "per_replica" variables, of all closures.
+        self._local: Arrays = {}
 
     def has_program(self, digest: str) -> bool:
         """Returns whether it has unpickled a closure's function."""
@@ -234,7 +236,7 @@ class Worker:
     def _program(self, closure: Packed) -> ClosureProgram:
         program = self._programs.get(closure.digest)
         if program is None:
-            program = ClosureProgram(closure.payload, self._mesh)
+            program = ClosureProgram(closure.payload, self._mesh, self._local)
             self._programs[closure.digest] = program
             if len(self._programs) > _MOST_PROGRAMS:
                 self._programs.popitem(last=False)

@@ -1,0 +1,259 @@
+"""Parameter servers and workers as Ray actors; needs the extra `ray`."""
+
+import itertools
+import os
+import random
+import signal
+import warnings
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from meshlayout import distribute
+from models.convnet import ConvNet
+from models.data import read_carried_part
+from tests.error_messages import message_of
+from tests.test_parameter_server import Net, batches, loss_of
+
+
+ray = pytest.importorskip("ray")
+
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def local_ray():
+    environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    with warnings.catch_warnings():
+        # Of a fork, which is followed by exec at once.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        ray.init(
+            num_cpus=8,
+            include_dashboard=False,
+            log_to_driver=False,
+            runtime_env={"env_vars": environment},
+        )
+    yield
+    ray.shutdown()
+
+
+class Training:
+    """A model and a step on Ray, with a counter of the closures that were applied."""
+
+    def __init__(self, *args, data=batches, **options):
+        self.strategy = distribute.ParameterServerStrategy(*args, **options)
+        self.coordinator = distribute.ClusterCoordinator(self.strategy)
+        with self.strategy.scope():
+            model = Net(rngs=nnx.Rngs(0))
+            optimizer = nnx.Optimizer(model, optax.adam(0.01), wrt=nnx.Param)
+            num_steps = nnx.Variable(jnp.array(0), aggregation="sum")
+
+        def step(iterator):
+            batch = next(iterator)
+            loss, grads = nnx.value_and_grad(loss_of)(model, batch)
+            optimizer.update(model, grads)
+            num_steps[...] += 1
+            return loss
+
+        self.optimizer, self.num_steps, self.step = optimizer, num_steps, step
+        dataset = self.coordinator.create_per_worker_dataset(
+            lambda context: data(context.input_pipeline_id)
+        )
+        self.iterator = iter(dataset)
+
+    def schedule(self, count):
+        args = (self.iterator,)
+        return [self.coordinator.schedule(self.step, args) for _ in range(count)]
+
+    def kill(self, actor):
+        """Ends the process of an actor, whatever it is doing."""
+        os.kill(
+            ray.get(actor.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.coordinator.shutdown()
+
+
+def test_each_closure_is_applied_once_although_workers_are_killed():
+    # At random times: while workers compile, pull, compute, push or wait.
+    times = random.Random(0)
+    with Training(2, 2, variable_partitioner=distribute.FixedShardsPartitioner(2)) as t:
+        results = t.schedule(20)
+        t.coordinator.join()
+        for _ in range(4):
+            results += t.schedule(60)
+            t.kill("workers", times.randrange(2), after_s=times.uniform(0, 0.3))
+        t.coordinator.join()
+        assert t.coordinator.done()
+        losses = t.coordinator.fetch(results)
+        assert len(losses) == 260
+        assert np.isfinite(losses).all()
+        assert np.mean(losses[-20:]) < np.mean(losses[:20]) / 2
+        assert t.optimizer.step[...] == t.num_steps[...] == 260
+        assert [x.num_applied for x in t.coordinator.server_counts()] == [260, 260]
+        # The answer of a worker that died right after its push is lost.
+        assert t.coordinator.staleness.num_pushes >= 256
+
+
+def test_each_closure_is_applied_once_although_a_server_is_killed(tmp_path):
+    with Training(2, 2, checkpoint_dir=tmp_path, checkpoint_every=10) as t:
+        results = t.schedule(35)
+        t.coordinator.join()
+        for server in (0, 1):
+            results += t.schedule(35)
+            t.kill("servers", server)
+        t.coordinator.join()
+        losses = t.coordinator.fetch(results)
+        assert np.isfinite(losses).all()
+        assert t.optimizer.step[...] == t.num_steps[...] == 105
+        assert [x.num_applied for x in t.coordinator.server_counts()] == [105, 105]
+
+
+def test_join_says_what_is_lost_with_a_server_and_what_a_closure_raised():
+    with Training(1, 1) as t:
+
+        def broken(iterator):
+            raise LookupError("a mistake")  # this line
+
+        failed = t.coordinator.schedule(broken, (t.iterator,))
+        with pytest.raises(LookupError, match="a mistake") as caught:
+            t.coordinator.join()
+        assert (
+            'raise LookupError("a mistake")  # this line' in caught.value.__notes__[-1]
+        )
+        with pytest.raises(LookupError, match="a mistake"):
+            failed.fetch()
+        t.schedule(2)
+        t.coordinator.join()
+        t.kill("servers", 0)
+        t.schedule(1)
+        message = message_of(t.coordinator.join)
+        assert message.startswith("parameter server 0 died, and there is no checkpoint")
+        assert "model/hidden/kernel f32[3, 5]" in message
+        assert message_of(t.coordinator.join) == message
+
+
+def test_staleness_is_bounded_with_two_workers():
+    with Training(2, 1, max_staleness=0) as t:
+        t.schedule(40)
+        t.coordinator.join()
+        staleness = t.coordinator.staleness
+        assert (staleness.num_pushes, staleness.max, staleness.mean) == (40, 0, 0)
+        assert t.num_steps[...] == 40
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int64"])
+def test_partitioners_give_the_numbers_of_tensorflow(dtype):
+    tf = pytest.importorskip("tensorflow")
+    theirs = tf.distribute.experimental.partitioners
+    for rows, columns in itertools.product((1, 2, 3, 7, 33, 100), (1, 5, 64)):
+        shape = (rows, columns)
+        for nbytes, most in itertools.product((1, 3, 16, 1000), (1, 2, 5, 50)):
+            for name, arguments in (
+                ("FixedShardsPartitioner", (most,)),
+                ("MinSizePartitioner", (nbytes, most)),
+                ("MaxSizePartitioner", (nbytes, most)),
+                ("MaxSizePartitioner", (nbytes,)),
+            ):
+                ours = getattr(distribute, name)(*arguments)(shape, dtype)
+                partitioner = getattr(theirs, name)(*arguments)
+                expected = partitioner(tf.TensorShape(shape), tf.as_dtype(dtype))
+                assert ours == list(expected), (name, arguments, shape)
+
+
+# The convnet.
+
+BATCH_SIZE, EPOCHS = 50, 4
+
+
+def examples(split):
+    return split.images.astype(np.float32) / 255, split.labels
+
+
+def convnet_loss(model, batch):
+    images, labels = batch
+    losses = optax.softmax_cross_entropy_with_integer_labels(model(images), labels)
+    return losses.mean()
+
+
+def shuffled(split, seed):
+    """Batches for ever, each example once in an epoch."""
+    images, labels = examples(split)
+    order = np.random.default_rng(seed)
+    while True:
+        rows = order.permutation(len(labels))
+        for start in range(0, len(rows) - BATCH_SIZE + 1, BATCH_SIZE):
+            index = rows[start : start + BATCH_SIZE]
+            yield images[index], labels[index]
+
+
+def accuracy(model, split):
+    images, labels = examples(split)
+    return float((model(images).argmax(-1) == labels).mean())
+
+
+@pytest.fixture(scope="module")
+def convnet_data():
+    return read_carried_part("")
+
+
+@pytest.fixture(scope="module")
+def synchronous_accuracy(convnet_data):
+    model = ConvNet(rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, batch):
+        optimizer.update(model, nnx.grad(convnet_loss)(model, batch))
+
+    source = shuffled(convnet_data.train, 0)
+    for _ in range(EPOCHS * len(convnet_data.train) // BATCH_SIZE):
+        step(model, optimizer, next(source))
+    return accuracy(model, convnet_data.test)
+
+
+@pytest.mark.parametrize("num_killed", [0, 1])
+def test_the_convnet_reaches_the_accuracy_of_synchronous_training(
+    convnet_data, synchronous_accuracy, num_killed, counts
+):
+    train = convnet_data.train
+    partitioner = distribute.MinSizePartitioner(64 << 10, max_shards=2)
+    strategy = distribute.ParameterServerStrategy(
+        2, 2, variable_partitioner=partitioner
+    )
+    with distribute.ClusterCoordinator(strategy) as coordinator:
+        with strategy.scope():
+            model = ConvNet(rngs=nnx.Rngs(0))
+            optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+        def step(iterator):
+            batch = next(iterator)
+            loss, grads = nnx.value_and_grad(convnet_loss)(model, batch)
+            optimizer.update(model, grads)
+            return loss
+
+        dataset = coordinator.create_per_worker_dataset(
+            lambda context: shuffled(train, context.input_pipeline_id)
+        )
+        iterator = iter(dataset)
+        num_steps = EPOCHS * len(train) // BATCH_SIZE
+        results = [coordinator.schedule(step, (iterator,)) for _ in range(num_steps)]
+        results[num_steps // 4].fetch()
+        if num_killed:
+            ray.kill(coordinator._cluster.workers[0])
+        coordinator.join()
+        assert optimizer.step[...] == num_steps
+        reached = accuracy(model, convnet_data.test)
+        counts(
+            f"accuracy {reached:.3f}, synchronous {synchronous_accuracy:.3f}, "
+            f"{num_killed} workers killed; {coordinator.staleness}"
+        )
+        assert reached >= synchronous_accuracy - 0.01
+        assert accuracy(ConvNet(rngs=nnx.Rngs(0)), convnet_data.test) < 0.3
