@@ -5,7 +5,9 @@ them it comes from: a prepared TFDS directory; TFDS's download; and for Fashion-
 small part in a file next to this one. No dataset is ever substituted for another.
 """
 
+import contextlib
 import logging
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,11 +15,14 @@ from typing import Any
 
 import numpy as np
 import tensorflow_datasets as tfds
+from tensorflow_datasets.core import registered
 
+from meshlayout.data.mnist_family import png
 from models.prepare_data import (
     IMAGE_SHAPE,
     DataError,
     damaged,
+    default_data_dir,
     find_builder,
     is_prepared,
     num_classes,
@@ -215,6 +220,53 @@ def read_carried_part(why: str) -> Dataset:
         f"of Fashion-MNIST, which gives {FULL_ACCURACY}, is not used because {why}; "
         "`make data` prepares it.",
     )
+
+
+def tutorial_data_dir() -> Path:
+    """Returns the directory from which the notebooks read Fashion-MNIST in a checkout.
+
+    That is TFDS's own if the dataset is there or can be downloaded. Without internet it
+    is one with the carried part, which is prepared there the first time.
+    """
+    builder = find_builder("fashion_mnist", default_data_dir())
+    if is_prepared(builder) or not unreachable(builder):
+        return default_data_dir()
+    data_dir = CARRIED_PART.parents[1] / ".cache" / "tfds"
+    if not is_prepared(find_builder("fashion_mnist", data_dir)):
+        prepare_carried_part(data_dir)
+    return data_dir
+
+
+def prepare_carried_part(data_dir: Path) -> None:
+    """Prepares the carried part of Fashion-MNIST for TFDS, under the dataset's name."""
+    carried = read_carried_part("")
+    with registered.skip_registration():
+
+        class CarriedPart(tfds.image_classification.FashionMNIST):
+            name = "fashion_mnist"
+
+            def _split_generators(self, dl_manager: Any) -> Any:
+                return {
+                    "train": tfds_examples(carried.train),
+                    "test": tfds_examples(carried.test),
+                }
+
+    data_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=data_dir) as folder:
+        tfds.disable_progress_bar()
+        with contextlib.redirect_stdout(None):
+            builder = CarriedPart(data_dir=folder, file_format="array_record")
+            builder.download_and_prepare()
+        # Whole or not at all. If it is there, another process has been faster.
+        with contextlib.suppress(OSError):
+            builder.data_path.parent.rename(data_dir / "fashion_mnist")
+
+
+def tfds_examples(split: Split | Text) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields images as a TFDS builder stores them."""
+    rows = zip(split.arrays["image"], split.arrays["label"], strict=True)
+    for row, (image, label) in enumerate(rows):
+        yield row, {"image": png(image[:, :, 0]), "label": int(label)}
 
 
 def load_text(length: int) -> Dataset:

@@ -8,25 +8,20 @@ The images come from a small dataset in TFDS's format, made here of those in `mo
 so that a run needs no internet.
 """
 
-import io
 import os
 import re
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import nbformat
-import numpy as np
-import tensorflow_datasets as tfds
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
-from PIL import Image
 
-from models.data import CARRIED_PART
+from models.data import prepare_carried_part
 from tests.processes import ROOT
 
 
@@ -57,35 +52,6 @@ def with_address(source: str, address: str) -> str:
 
 def read(path: Path) -> Notebook:
     return nbformat.read(path, as_version=4)
-
-
-def prepare_images(data_dir: Path) -> Path:
-    """Prepares the carried part of Fashion-MNIST for TFDS; returns the directory."""
-    with np.load(CARRIED_PART) as arrays:
-        splits = {
-            split: (arrays[f"{split}_image"], arrays[f"{split}_label"])
-            for split in ("train", "test")
-        }
-    with tfds.core.registered.skip_registration():
-
-        class CarriedPart(tfds.image_classification.FashionMNIST):
-            name = "fashion_mnist"
-
-            def _split_generators(self, dl_manager: Any) -> Any:
-                return {name: _examples(*arrays) for name, arrays in splits.items()}
-
-    tfds.disable_progress_bar()
-    builder = CarriedPart(data_dir=data_dir, file_format="array_record")
-    builder.download_and_prepare()
-    return data_dir
-
-
-def _examples(images: Any, labels: Any) -> Iterator[tuple[int, dict[str, Any]]]:
-    for row, (image, label) in enumerate(zip(images, labels, strict=True)):
-        file = io.BytesIO()
-        Image.fromarray(image.reshape(28, 28)).save(file, "PNG")
-        file.seek(0)
-        yield row, {"image": file, "label": int(label)}
 
 
 def run(
@@ -183,11 +149,11 @@ def _code_cells(notebook: Notebook) -> list[Any]:
 def main(names: list[str]) -> None:
     """Runs the notebooks whose names begin so, or all, and writes their outputs."""
     with tempfile.TemporaryDirectory() as data_dir:
-        prepare_images(Path(data_dir))
+        prepare_carried_part(Path(data_dir))
         for path in NOTEBOOKS:
             if not names or path.name.startswith(tuple(names)):
                 print(path.name, flush=True)  # noqa: T201
-                environment = {"TFDS_DATA_DIR": data_dir, "PYTHONPATH": str(ROOT)}
+                environment = {"TFDS_DATA_DIR": data_dir, "PYTHONPATH": ""}
                 notebook = tidy(run(path, folder=path.parent, **environment))
                 if said := errors(notebook):
                     sys.exit(

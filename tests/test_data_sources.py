@@ -250,6 +250,24 @@ def test_from_tfds_prepares_the_mnist_family_without_tensorflow(
     assert by_content(Split(images[rows], labels[rows])) == by_content(Split(*TRAIN))
 
 
+def test_the_tutorials_have_images_without_internet(tmp_path, monkeypatch):
+    own, carried = tmp_path / "own", tmp_path / "models" / "carried.npz"
+    monkeypatch.setenv("TFDS_DATA_DIR", str(own))
+    carried.parent.mkdir()
+    shutil.copy(data.CARRIED_PART, carried)
+    monkeypatch.setattr(data, "CARRIED_PART", carried)
+    monkeypatch.setattr(data, "unreachable", lambda builder: "the server is away")
+    data_dir = data.tutorial_data_dir()
+    assert data_dir == tmp_path / ".cache" / "tfds"
+    part, whole = load_dataset("fashion_mnist", data_dir), data.read_carried_part("")
+    assert by_content(part.train) == by_content(whole.train)
+    assert by_content(part.test) == by_content(whole.test)
+    monkeypatch.setattr(data, "prepare_carried_part", None)  # it is there
+    assert data.tutorial_data_dir() == data_dir
+    monkeypatch.setattr(data, "unreachable", lambda builder: "")
+    assert data.tutorial_data_dir() == own  # where it is downloaded
+
+
 def test_a_download_that_fails_is_an_error(tmp_path, monkeypatch):
     def fail(builder, dl_manager):
         raise OSError("connection lost")

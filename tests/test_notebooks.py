@@ -9,10 +9,10 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from models.data import prepare_carried_part
 from tests.notebook_runs import (
     NOTEBOOKS,
     errors,
-    prepare_images,
     read,
     repository,
     run,
@@ -34,7 +34,9 @@ def notebook(request):
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
     """A TFDS directory with some of the images of Fashion-MNIST."""
-    return prepare_images(tmp_path_factory.mktemp("images"))
+    folder = tmp_path_factory.mktemp("images")
+    prepare_carried_part(folder)
+    return folder
 
 
 def code_cells(content):
@@ -47,7 +49,7 @@ def test_there_is_a_notebook():
 
 @pytest.mark.slow
 def test_every_cell_runs_without_errors_and_warnings(notebook, images):
-    environment = {"TFDS_DATA_DIR": str(images), "PYTHONPATH": str(ROOT)}
+    environment = {"TFDS_DATA_DIR": str(images), "PYTHONPATH": ""}
     assert errors(run(notebook, folder=notebook.parent, **environment)) == []
 
 
