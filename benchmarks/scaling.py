@@ -38,6 +38,7 @@ if os.environ.get("JAX_PLATFORMS") == "cpu":
         TPU_ACCELERATOR_TYPE="v5litepod-8",
         TPU_WORKER_HOSTNAMES="localhost",
         TPU_WORKER_ID="0",
+        ALLOW_MULTIPLE_LIBTPU_LOAD="1",  # compiling takes long: others may meanwhile
     )
 
 import jax

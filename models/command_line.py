@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from meshlayout.errors import did_you_mean
+from models.catalog import EXAMPLES
 from models.prepare_data import default_data_dir
 
 
@@ -24,15 +25,26 @@ class Layouts:
     axes: tuple[str, ...]
 
 
+TENSOR = Layouts("tensor-parallel", ("model",))
+FSDP_TENSOR = Layouts("fully sharded and tensor-parallel", ("batch", "model"))
+# The ready-made rules of `meshlayout.parallel`, and the maps at the foot of a model.
 LAYOUTS = {
     "data_parallel": Layouts("data-parallel", ("batch",)),
     "fsdp": Layouts("fully sharded", ("batch",)),
-    "tensor": Layouts("tensor-parallel", ("model",)),
-    "fsdp+tensor": Layouts("fully sharded and tensor-parallel", ("batch", "model")),
+    "tensor": TENSOR,
+    "tensor_parallel": TENSOR,
+    "fsdp+tensor": FSDP_TENSOR,
+    "fsdp+tensor_parallel": FSDP_TENSOR,
+    "DATA_PARALLEL": Layouts("data-parallel by its own map", ("batch",)),
+    "FSDP": Layouts("fully sharded by its own map", ("batch",)),
+    "MODEL_PARALLEL": Layouts("tensor-parallel by its own map", ("model",)),
+    "FSDP_MODEL_PARALLEL": Layouts(
+        "fully sharded and tensor-parallel by its own map", ("batch", "model")
+    ),
 }
 
 
-EXAMPLES = """\
+USAGE_EXAMPLES = """\
 examples:
   python -m models.train
       an MLP, data-parallel and tensor-parallel on 8 virtual devices, compared
@@ -40,6 +52,8 @@ examples:
       a language model, sharded over both axes of a mesh
   python -m models.train --model transformer --layouts fsdp --explain
       what its step would hold and send, without running it
+  python -m models.train --model resnet50 --layouts FSDP --precision bfloat16
+      ResNet-50 by the layout map at the foot of models/resnet.py
   python -m models.train --layouts fsdp --processes 4 --checkpoint-dir runs/mlp --resume
       four processes of two devices, saved after each epoch and resumed
 """
@@ -54,11 +68,15 @@ class OptionParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Prints what is wrong to stderr, and exits with status 2."""
-        unknown = re.fullmatch(r"unrecognized arguments: (\S+).*", message)
         near = ""
-        if unknown:
+        if unknown := re.fullmatch(r"unrecognized arguments: (\S+).*", message):
             name = unknown[1].partition("=")[0]
             near = did_you_mean(name, self._option_string_actions)
+        elif choice := re.match(
+            r"argument ([^\s:/]+).*: invalid choice: '(.*?)'", message
+        ):
+            choices = self._option_string_actions[choice[1]].choices or ()
+            near = did_you_mean(choice[2], map(str, choices))
         super().error(f"{message}{'.' * bool(near)}{near}")
 
 
@@ -73,21 +91,21 @@ def command_line() -> argparse.ArgumentParser:
         "'batch' and 'model', and exits with status 1 unless both runs agree.",
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=EXAMPLES,
+        epilog=USAGE_EXAMPLES,
     )
     model = parser.add_argument_group("model")
     model.add_argument(
         "--model",
-        choices=("mlp", "convnet", "resnet", "transformer"),
+        choices=tuple(EXAMPLES),
         default="mlp",
-        help="784-128-10, two convolutions and two dense layers, three residual blocks "
-        "with batch normalization, or a language model of bytes (default: %(default)s)",
+        help=f"{'; '.join(f'{n}: {x.description}' for n, x in EXAMPLES.items())} "
+        "(default: %(default)s)",
     )
     model.add_argument(
         "--flax",
         choices=("nnx", "linen"),
-        default="nnx",
-        help="Flax's interface that the model is written in (default: %(default)s)",
+        help="Flax's interface that the model is written in, if it is in both "
+        "(default: nnx)",
     )
     mesh = parser.add_argument_group("devices and layouts")
     mesh.add_argument(
@@ -101,9 +119,11 @@ def command_line() -> argparse.ArgumentParser:
     mesh.add_argument(
         "--layouts",
         choices=tuple(LAYOUTS),
-        help="how parameters and optimizer state are sharded: not at all, over 'batch' "
-        "(fsdp), over 'model' as the model's operations allow (tensor), or both "
-        "(default: tensor if --mesh has an axis 'model', else data_parallel)",
+        help="how parameters and optimizer state are sharded, by meshlayout.parallel: "
+        "not at all, over 'batch' (fsdp), over 'model' as the model's operations allow "
+        "(tensor), or both; names in capitals are the layout maps at the foot of the "
+        "model's file (default: tensor if --mesh has an axis 'model', else "
+        "data_parallel)",
     )
     mesh.add_argument(
         "--virtual-devices",
@@ -131,7 +151,7 @@ def command_line() -> argparse.ArgumentParser:
         "--dataset",
         metavar="NAME",
         help="a TFDS dataset of labeled 28x28 images: fashion_mnist, mnist, kmnist, "
-        "emnist/letters ... (default: fashion_mnist); the transformer reads the topics "
+        "emnist/letters ... (default: fashion_mnist); language models read the topics "
         "of Python's help() instead",
     )
     data.add_argument(
@@ -163,6 +183,7 @@ def command_line() -> argparse.ArgumentParser:
     )
     training.add_argument(
         "--global-batch-size",
+        "--batch-size",
         type=int,
         default=128,
         metavar="N",
@@ -243,6 +264,7 @@ def check_options(options: argparse.Namespace) -> None:
         raise OptionError(
             f"argument --seed: must be from 0 to 2**32 - 1, not {options.seed}"
         )
+    check_variant(options)
     if options.resume and options.checkpoint_dir is None:
         raise OptionError("argument --resume: needs --checkpoint-dir to resume from")
     is_comparison = options.mesh is None and options.layouts is None
@@ -259,3 +281,29 @@ def check_options(options: argparse.Namespace) -> None:
             "`python -m models.prepare_data --data-dir DIR` makes and fills one"
         )
     options.data_dir = options.data_dir.expanduser()
+
+
+def check_variant(options: argparse.Namespace) -> None:
+    """Sets `options.flax` where it was left out.
+
+    Raises:
+        OptionError: If the model has no such variant, or has a step of its own that
+            does not know an option.
+    """
+    name, variants = options.model, EXAMPLES[options.model].variants
+    if options.flax is None:
+        options.flax = "linen" if "nnx" not in variants and variants else "nnx"
+    elif len(variants) < 2:
+        raise OptionError(f"argument --flax: {name} has one variant; leave --flax out")
+    if variants:
+        return
+    for option, default in (
+        ("precision", "float32"),
+        ("accumulate", 1),
+        ("remat", "none"),
+    ):
+        if getattr(options, option) != default:
+            raise OptionError(
+                f"argument --{option}: {name} has a train step of its own, without "
+                f"this; leave --{option} out"
+            )

@@ -9,6 +9,7 @@ Both models are written for one device; the ready-made rules of `meshlayout.para
 lay them out on a mesh.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -48,35 +49,50 @@ class Discriminator(nnx.Module):
         return self.output(nnx.leaky_relu(self.hidden(x), 0.2))[:, 0]
 
 
-def create_state(
-    layouts: ml.LayoutMap,
+MODELS = {"generator": Generator, "discriminator": Discriminator}
+
+
+def describe_state(
+    layouts: ml.LayoutMap | Mapping[str, ml.LayoutMap],
     learning_rate: float = 2e-4,
     *,
     hidden_features: int = 256,
     seed: int = 0,
-) -> dict[str, ml.TrainState]:
-    """Returns the states of both models, each with its own Adam.
+) -> dict[str, ml.state.StateDescription[ml.TrainState]]:
+    """Describes the states of both models, each with its own Adam.
 
     Args:
-        layouts: Where the parameters go.
+        layouts: Where the parameters go: for both models, or by model.
         learning_rate: Of both optimizers.
         hidden_features: Of both models.
         seed: Seeds the parameters and the noise.
     """
+    is_one = isinstance(layouts, ml.LayoutMap)
+    by_model = dict.fromkeys(MODELS, layouts) if is_one else dict(layouts)
 
-    def state(model: Any, key: int) -> ml.TrainState:
-        return ml.TrainState.create(
-            lambda: model(hidden_features, rngs=nnx.Rngs(key)),
+    def state(name: str, key: int) -> ml.state.StateDescription[ml.TrainState]:
+        return ml.TrainState.describe(
+            lambda: MODELS[name](hidden_features, rngs=nnx.Rngs(key)),
             optax.adam(learning_rate, b1=0.5),
-            layouts,
+            by_model[name],
             rng=key,
         )
 
-    models = {"generator": Generator, "discriminator": Discriminator}
-    return {
-        name: state(model, seed + index)
-        for index, (name, model) in enumerate(models.items())
-    }
+    return {name: state(name, seed + index) for index, name in enumerate(MODELS)}
+
+
+def create_state(
+    layouts: ml.LayoutMap, *args: Any, **kwargs: Any
+) -> dict[str, ml.TrainState]:
+    """Returns the states that `describe_state` describes."""
+    described = describe_state(layouts, *args, **kwargs)
+    return {name: state.create() for name, state in described.items()}
+
+
+def empty_metrics(mesh: ml.Mesh) -> ml.metrics.Metrics:
+    """Returns the means of both losses before the first step, on a mesh."""
+    means = {name: ml.metrics.Mean() for name in MODELS}
+    return ml.relayout(ml.metrics.Metrics(means), mesh.layout(...))
 
 
 def gan_step(
@@ -136,8 +152,7 @@ class GANTrainer(ml.Trainer):
     def __init__(self, state: dict[str, ml.TrainState], mesh: ml.Mesh) -> None:
         super().__init__(state)
         self._step = ml.compile_step(gan_step)
-        empty = ml.metrics.Metrics({name: ml.metrics.Mean() for name in state})
-        self._empty = ml.relayout(empty, mesh.layout(...))
+        self._empty = empty_metrics(mesh)
 
     def train_step(self, state: Any, batch: Any, metrics: Any) -> Any:
         """Runs one step of both models."""

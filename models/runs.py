@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 import meshlayout as ml
 from models.data import Dataset, Split, Text, batches, num_batches
-from models.resnet import LinenResNet
+from models.resnet import LinenResNet, LinenResNet50
 from models.transformer import next_token_losses
 
 
@@ -121,7 +121,8 @@ def image_loss(pixel_mean: float, pixel_deviation: float) -> LossFunction:
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         images = (batch["image"].astype(jnp.float32) - pixel_mean) / pixel_deviation
         # NNX models know their mode; of those in Linen one has to be told.
-        mode = {"train": train} if isinstance(model, LinenResNet) else {}
+        has_modes = isinstance(model, LinenResNet | LinenResNet50)
+        mode = {"train": train} if has_modes else {}
         logits = model(images, **mode)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
         return losses, {"logits": logits, "label": batch["label"]}

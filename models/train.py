@@ -21,9 +21,11 @@ from flax import nnx
 import meshlayout as ml
 from meshlayout.cluster import launcher
 from meshlayout.errors import did_you_mean
-from models import convnet, mlp, resnet, transformer
+from models import gan
+from models.catalog import EXAMPLES, OWN_LAYOUTS
 from models.command_line import LAYOUTS, OptionError, check_options, command_line
 from models.data import Dataset, load_dataset, load_text
+from models.gan_run import explain_gan, train_gan
 from models.prepare_data import (
     IMAGE_SHAPE,
     DataError,
@@ -41,28 +43,20 @@ from models.runs import (
     token_loss,
     train,
 )
+from models.text import ByteTokenizer
 
 
-MODELS = {
-    ("mlp", "nnx"): mlp.MLP,
-    ("mlp", "linen"): mlp.LinenMLP,
-    ("convnet", "nnx"): convnet.ConvNet,
-    ("convnet", "linen"): convnet.LinenConvNet,
-    ("resnet", "nnx"): resnet.ResNet,
-    ("resnet", "linen"): resnet.LinenResNet,
-    ("transformer", "nnx"): transformer.Transformer,
-    ("transformer", "linen"): transformer.LinenTransformer,
-}
-TRANSFORMER = transformer.TransformerConfig()
+# Bytes in a row of text, which both language models have positions for.
+TEXT_LENGTH = 128
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A mesh and the layouts of a model's parameters on it."""
+    """A mesh and the layouts of parameters on it, by model: "" if there is one."""
 
     title: str
     mesh: ml.Mesh
-    layouts: ml.LayoutMap
+    layouts: dict[str, ml.LayoutMap]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -90,9 +84,17 @@ def run(
     program: str,
     options: argparse.Namespace,
     settings: list[Setting],
-    initial: list[ml.state.StateDescription[ml.TrainState]],
+    initial: list[dict[str, ml.state.StateDescription[ml.TrainState]]],
 ) -> int:
-    """Explains or trains what was asked for; returns the exit status."""
+    """Explains or trains what was asked for; returns the exit status.
+
+    Args:
+        program: Its name, for messages.
+        options: The command line's.
+        settings: One run, or two to compare.
+        initial: For each, the states that it begins with, by the name of their model,
+            which is empty where there is only one.
+    """
     plan = Training(
         epochs=options.epochs,
         global_batch_size=options.global_batch_size,
@@ -103,17 +105,22 @@ def run(
     )
     try:
         if options.explain:
-            for setting, description in zip(settings, initial, strict=True):
-                explain(options, setting, description.abstract, plan)
+            for setting, described in zip(settings, initial, strict=True):
+                states = {name: state.abstract for name, state in described.items()}
+                explain(options, setting, states, plan)
             return 0
         dataset = load(options)
         print(f"Data: {dataset}", flush=True)
         dataset = dataset.limited(options.limit_train, options.limit_test)
         runs = []
-        for setting, description in zip(settings, initial, strict=True):
-            state = description.create()
-            print_layouts(setting, state)
-            runs.append(train(setting.title, state, setting.mesh, dataset, plan))
+        for setting, described in zip(settings, initial, strict=True):
+            states = {name: state.create() for name, state in described.items()}
+            print_layouts(setting, states)
+            place = (setting.mesh, dataset, plan)
+            if options.model == "gan":
+                runs.append(train_gan(setting.title, states, *place))
+            else:
+                runs.append(train(setting.title, states.pop(""), *place))
         if len(runs) == 2:
             compare(*runs, num_test_examples=len(dataset.test))
     except (DataError, TrainingError, ml.MeshLayoutError) as error:
@@ -154,7 +161,7 @@ def step_options(options: argparse.Namespace) -> dict[str, Any]:
 def explain(
     options: argparse.Namespace,
     setting: Setting,
-    state: ml.TrainState,
+    states: dict[str, ml.TrainState],
     plan: Training,
 ) -> None:
     """Prints layouts, memory and communication of a step that is not run.
@@ -162,11 +169,16 @@ def explain(
     Args:
         options: The command line's.
         setting: The mesh and the layouts.
-        state: The state, abstract.
+        states: The states, abstract.
         plan: How it would be trained.
     """
-    print_layouts(setting, state)
-    is_text = options.model == "transformer"
+    print_layouts(setting, states)
+    if options.model == "gan":
+        images = example_inputs(options, options.global_batch_size)
+        explain_gan(states, setting.mesh, images)
+        return
+    (state,) = states.values()
+    is_text = EXAMPLES[options.model].reads_text
     train_step, _ = make_steps(
         token_loss if is_text else image_loss(0.0, 1.0), plan.step_options
     )
@@ -187,20 +199,24 @@ def explain(
     print(f"\n{train_step.communication(state, batch)}")
 
 
-def print_layouts(setting: Setting, state: ml.TrainState) -> None:
-    """Prints the mesh and the table of the parameters' layouts."""
+def print_layouts(setting: Setting, states: dict[str, ml.TrainState]) -> None:
+    """Prints the mesh and the tables of the parameters' layouts."""
     mesh = setting.mesh
     numbers = np.array([device.id for device in mesh.devices.flat])
     print(f"\n{setting.title} on {mesh!r}, whose {mesh.platform} devices are")
     print(f"{numbers.reshape(mesh.devices.shape)}\n")
-    print(setting.layouts.explain(state.params))
-    whole = setting.layouts.explain(state)
-    print(
-        f"With Adam's state {whole.bytes_per_device / 1024:.1f} KiB; replicated it "
-        f"would be {whole.replicated_bytes / 1024:.1f} KiB.\n"
-    )
-    specs = [tuple(leaf.layout.spec) for leaf in whole.resolutions]
-    used = {"batch", *jax.tree.leaves(specs)}
+    used = {"batch"}
+    for name, state in states.items():
+        if name:
+            print(f"{name}:")
+        print(setting.layouts[name].explain(state.params))
+        whole = setting.layouts[name].explain(state)
+        print(
+            f"With Adam's state {whole.bytes_per_device / 1024:.1f} KiB; replicated it "
+            f"would be {whole.replicated_bytes / 1024:.1f} KiB.\n"
+        )
+        specs = [tuple(leaf.layout.spec) for leaf in whole.resolutions]
+        used.update(jax.tree.leaves(specs))
     for axis in mesh.axis_names:
         if axis not in used:
             print(
@@ -216,13 +232,13 @@ def check_dataset(options: argparse.Namespace) -> int:
         OptionError: If the model cannot learn from it.
         DataError: If it is unknown, or prepared and damaged.
     """
-    if options.model == "transformer":
+    if EXAMPLES[options.model].reads_text:
         if options.dataset is not None:
             raise OptionError(
-                "argument --dataset: the transformer reads the topics of Python's "
+                f"argument --dataset: the {options.model} reads the topics of Python's "
                 f"help(), not {options.dataset!r}; leave --dataset out"
             )
-        return TRANSFORMER.vocab_size
+        return ByteTokenizer.vocab_size
     options.dataset = options.dataset or "fashion_mnist"
     builder = find_builder(options.dataset, options.data_dir)
     is_prepared(builder)
@@ -235,8 +251,8 @@ def load(options: argparse.Namespace) -> Dataset:
     Raises:
         DataError: If it cannot be had.
     """
-    if options.model == "transformer":
-        return load_text(TRANSFORMER.max_length)
+    if EXAMPLES[options.model].reads_text:
+        return load_text(TEXT_LENGTH)
     return load_dataset(options.dataset, options.data_dir)
 
 
@@ -301,63 +317,91 @@ def make_setting(
                 f"argument --global-batch-size: {size} does not divide into {shards} "
                 f"shards over mesh axis 'batch'; nearest that do: {nearest}"
             )
-    layout_map = make_layouts(options, labels, mesh, layouts)
-    return Setting(LAYOUTS[layouts].title, mesh, layout_map)
+    names = tuple(gan.MODELS) if options.model == "gan" else ("",)
+    maps = {name: make_layouts(options, labels, mesh, layouts, name) for name in names}
+    return Setting(LAYOUTS[layouts].title, mesh, maps)
 
 
 def make_layouts(
-    options: argparse.Namespace, labels: int, mesh: ml.Mesh, layouts: str
+    options: argparse.Namespace, labels: int, mesh: ml.Mesh, layouts: str, part: str
 ) -> ml.LayoutMap:
-    """Returns the layouts of `--layouts`, from the library's ready-made rules."""
+    """Returns the layouts of `--layouts`: ready-made rules, or a model's own map.
+
+    Args:
+        options: The command line's.
+        labels: How many labels or tokens there are.
+        mesh: The mesh.
+        layouts: The choice.
+        part: Which of the example's models, or "" if there is one.
+
+    Raises:
+        OptionError: If the model has no such map.
+    """
+    if layouts in OWN_LAYOUTS:
+        own = EXAMPLES[options.model].layouts
+        if layouts not in own:
+            has = f"its own are {', '.join(own)}" if own else "it has none of its own"
+            ready = ", ".join(name for name in LAYOUTS if name not in OWN_LAYOUTS)
+            raise OptionError(
+                f"argument --layouts: {options.model} has no map {layouts}: {has}, and "
+                f"for every model there are {ready}"
+            )
+        return ml.LayoutMap(mesh, own[layouts])
     if layouts == "data_parallel":
         return ml.parallel.data_parallel(mesh)
     if layouts == "fsdp":
         return ml.parallel.fsdp(mesh)
     inputs = example_inputs(options, options.global_batch_size)
-    model = make_model(options, labels)
+    if part == "generator":
+        inputs = jax.ShapeDtypeStruct((inputs.shape[0], gan.LATENT_FEATURES), "float32")
+    model = make_model(options, labels, part)
     tensor = ml.parallel.tensor_parallel(mesh, model, inputs)
-    if layouts == "tensor":
+    if not layouts.startswith("fsdp"):
         return tensor
     return ml.parallel.compose(tensor, ml.parallel.fsdp(mesh))
 
 
-def make_model(options: argparse.Namespace, labels: int) -> Any:
+def make_model(options: argparse.Namespace, labels: int, part: str = "") -> Any:
     """Returns the Linen module, or a function that makes the NNX module."""
-    model_type = MODELS[options.model, options.flax]
-    sizes = TRANSFORMER if options.model == "transformer" else labels
+    if part:
+        return lambda: gan.MODELS[part](rngs=nnx.Rngs(options.seed))
+    variant = EXAMPLES[options.model].variants[options.flax]
     if options.flax == "linen":
-        return model_type(sizes)
-    return lambda: model_type(sizes, rngs=nnx.Rngs(options.seed))
+        return variant(labels)
+    return lambda: variant(labels, rngs=nnx.Rngs(options.seed))
 
 
 def example_inputs(options: argparse.Namespace, num_rows: int) -> jax.ShapeDtypeStruct:
     """Returns the shape and dtype of the model's inputs."""
-    if options.model == "transformer":
-        return jax.ShapeDtypeStruct((num_rows, TRANSFORMER.max_length), "int32")
+    if EXAMPLES[options.model].reads_text:
+        return jax.ShapeDtypeStruct((num_rows, TEXT_LENGTH), "int32")
     return jax.ShapeDtypeStruct((num_rows, *IMAGE_SHAPE), "float32")
 
 
 def describe_state(
-    options: argparse.Namespace, labels: int, layouts: ml.LayoutMap
-) -> ml.state.StateDescription[ml.TrainState]:
-    """Describes the initial state, without creating it.
+    options: argparse.Namespace, labels: int, layouts: dict[str, ml.LayoutMap]
+) -> dict[str, ml.state.StateDescription[ml.TrainState]]:
+    """Describes the initial states by model, without creating them.
 
     Raises:
         LayoutMapError: If the layouts do not fit the model.
     """
+    if options.model == "gan":
+        return gan.describe_state(layouts, options.learning_rate, seed=options.seed)
     model = make_model(options, labels)
     optimizer = optax.adam(options.learning_rate)
     if options.flax == "nnx":
-        return ml.TrainState.describe(model, optimizer, layouts)
+        return {"": ml.TrainState.describe(model, optimizer, layouts[""])}
     inputs = example_inputs(options, 1)
-    return ml.TrainState.describe(
+    described = ml.TrainState.describe(
         lambda: model.init(
             jax.random.key(options.seed), jnp.zeros(inputs.shape, inputs.dtype)
         ),
         optimizer,
-        layouts,
+        layouts[""],
         module=model,
     )
+    return {"": described}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,98 @@
+"""The example models by the names that `python -m models.train` knows."""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax import nnx
+
+from models import convnet, gpt, mlp, resnet, transformer
+
+
+@dataclass(frozen=True)
+class Example:
+    """A model that can be trained.
+
+    Attributes:
+        description: What it is, for `--help`.
+        variants: By `"nnx"` and `"linen"`: what makes it for a number of labels or
+            tokens; an NNX module takes `rngs=`, too.
+        file: Where its own layout maps are at the foot, if it has any.
+        reads_text: Whether it is a language model.
+    """
+
+    description: str
+    variants: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    file: ModuleType | None = None
+    reads_text: bool = False
+
+    @property
+    def layouts(self) -> dict[str, Mapping[str, Any]]:
+        """Its own layout maps by name, such as `"MODEL_PARALLEL"`."""
+        found = {name: getattr(self.file, name, None) for name in OWN_LAYOUTS}
+        return {name: rules for name, rules in found.items() if rules is not None}
+
+
+OWN_LAYOUTS = ("DATA_PARALLEL", "MODEL_PARALLEL", "FSDP", "FSDP_MODEL_PARALLEL")
+
+
+class LinenGPT(nn.Module):
+    """The language model of `models/gpt.py`, for what takes a Flax module."""
+
+    config: gpt.GPTConfig
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Returns logits of shape (batch, length, vocab_size)."""
+        params = self.param("gpt", lambda key: gpt.init(self.config, key))
+        return gpt.apply(params, tokens)
+
+
+def _transformer(vocab_size: int, rngs: nnx.Rngs) -> transformer.Transformer:
+    return transformer.Transformer(_config(vocab_size), rngs=rngs)
+
+
+def _config(vocab_size: int) -> transformer.TransformerConfig:
+    return transformer.TransformerConfig(vocab_size=vocab_size)
+
+
+EXAMPLES = {
+    "transformer": Example(
+        "a language model of bytes",
+        {
+            "nnx": _transformer,
+            "linen": lambda labels: transformer.LinenTransformer(_config(labels)),
+        },
+        transformer,
+        reads_text=True,
+    ),
+    "gpt": Example(
+        "a language model of bytes, written in JAX alone",
+        {"linen": lambda labels: LinenGPT(gpt.GPTConfig(vocab_size=labels))},
+        reads_text=True,
+    ),
+    "mlp": Example("784-128-10", {"nnx": mlp.MLP, "linen": mlp.LinenMLP}, mlp),
+    "convnet": Example(
+        "two convolutions and two dense layers",
+        {"nnx": convnet.ConvNet, "linen": convnet.LinenConvNet},
+        convnet,
+    ),
+    "resnet": Example(
+        "three residual blocks with batch normalization",
+        {"nnx": resnet.ResNet, "linen": resnet.LinenResNet},
+        resnet,
+    ),
+    "resnet50": Example(
+        "ResNet-50",
+        {
+            "nnx": functools.partial(resnet.ResNet50, in_features=1),
+            "linen": resnet.LinenResNet50,
+        },
+        resnet,
+    ),
+    "gan": Example("a generator of images against a discriminator"),
+}
