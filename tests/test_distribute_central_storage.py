@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen as nn, nnx
 from jax.experimental import topologies  # noqa: TID251
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -269,6 +269,18 @@ def test_variables_that_a_function_only_reads_stay_in_host_memory():
     reference = Scanned(nnx.Rngs(0))
     expected = reference(strategy.gather(x, axis=0))
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
+
+
+@needs_host_memory
+def test_arrays_in_host_memory_can_be_passed_as_arguments():
+    strategy = CentralStorageStrategy(jax.devices()[:2])
+    x = np.ones((2, WIDTH), "float32")
+    with strategy.scope():
+        variables = nn.Dense(512).init(jax.random.key(0), x)
+    kernel = variables["params"]["kernel"]
+    assert kernel.sharding.memory_kind == "pinned_host"
+    result = strategy.run(nn.Dense(512).apply, args=(variables, x))
+    np.testing.assert_allclose(result.values[1], x @ np.asarray(kernel), rtol=1e-5)
 
 
 @needs_host_memory

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from meshlayout import _jax, _render
 from meshlayout._annotations import DType, PyTree
+from meshlayout.distribute.arguments import is_leaf
 from meshlayout.distribute.host_variables import HOST_MEMORY, HostVariable
 from meshlayout.distribute.strategies import local_mesh
 from meshlayout.distribute.strategy import Strategy
@@ -104,6 +105,8 @@ class CentralStorageStrategy(Strategy):
 
     Large arrays are stored once, divided among the replicas, which gather what they
     need; small ones once per device. Scalars and PRNG keys are stored on the devices.
+    Arrays that are passed as such, as Linen's variables are, are moved whole for each
+    call.
 
     Args:
         devices: The devices, as for `MirroredStrategy`; None for all of this process.
@@ -179,6 +182,18 @@ class CentralStorageStrategy(Strategy):
                 entries.append(self._entry(path, leaf, index, transfers))
                 index += 1
         return StorageReport(tuple(entries), tuple(transfers.gradients), memory)
+
+    def _checked_call(
+        self, fn: object, args: Any, kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def on_devices(leaf: Any) -> Any:
+            if HostVariable.of(leaf) is None:
+                return leaf
+            whole = self.mesh.layout(...).with_rank(leaf.ndim)
+            return _jax.put(leaf, whole.sharding)
+
+        call = super()._checked_call(fn, args, kwargs)
+        return jax.tree.map(on_devices, call, is_leaf=is_leaf)
 
     def _entry(
         self, path: str, leaf: Any, index: int, transfers: Any

@@ -149,12 +149,15 @@ def part_of_slices(
 
     Returns:
         The indices of the slices that it takes, and the function of these; None if it
-        depends on anything else, or on no slice.
+        depends on anything else, or on no slice, or has side effects.
     """
     jaxpr, is_used = _jaxprs.needed(body.jaxpr, result)
     inputs = [i for i, used in enumerate(is_used) if used]
     taken = [i for i in inputs if i in slices]
-    if not taken or not all(i in slices or i in constants for i in inputs):
+    # What prints, for example, must not do so again.
+    is_pure = not getattr(jaxpr, "effects", None)
+    is_part = is_pure and all(i in slices or i in constants for i in inputs)
+    if not taken or not is_part:
         return None
 
     def compute(*operands: jax.Array) -> jax.Array:
