@@ -248,6 +248,33 @@ def test_an_exception_in_a_tf_map_surfaces(mesh, tf):
         list(distribute_dataset(dataset, mesh, global_batch_size=4))
 
 
+@pytest.mark.parametrize("num_rows", [1, 3, 8, 13, 16])
+def test_a_strategy_takes_a_tf_dataset_with_its_batch_size(tf, num_rows):
+    strategy = ml.distribute.MirroredStrategy(jax.devices()[:4])
+    source = tf.data.Dataset.range(1, num_rows + 1).map(
+        lambda i: {"weight": tf.cast(i, tf.int32)}
+    )
+    total, found = 0, []
+    for batch in strategy.distribute_dataset(source.batch(8)):
+        total += int(strategy.reduce("SUM", batch["weight"], axis=0))
+        found += strategy.gather(batch["weight"], axis=0).tolist()
+    assert found == list(range(1, num_rows + 1))
+    assert total == sum(found)
+
+
+def test_a_strategy_asks_for_the_batch_size_of_tf_examples(tf):
+    strategy = ml.distribute.MirroredStrategy(jax.devices()[:4])
+    source = tf.data.Dataset.range(9).map(lambda i: tf.cast(i, tf.int32))
+    with pytest.raises(ml.MeshLayoutError, match="Give global_batch_size="):
+        strategy.distribute_dataset(source, batched=False)
+    values = [
+        part.tolist()
+        for x in strategy.distribute_dataset(source, 8)
+        for part in strategy.local_results(x)
+    ]
+    assert values == [[0, 1], [2, 3], [4, 5], [6, 7], [8], [], [], []]
+
+
 # TFDS with TensorFlow
 
 

@@ -176,6 +176,9 @@ def test_fewer_examples_than_replicas_leave_replicas_without_rows():
     for data in (
         strategy.distribute_dataset(np.arange(1.0, 4, dtype=np.float32), 8),
         strategy.distribute_dataset([np.arange(1.0, 4, dtype=np.float32)]),
+        strategy.distribute_dataset(
+            lambda: iter([np.arange(1.0, 4, dtype=np.float32)])
+        ),
     ):
         (x,) = data
         assert rows_of(strategy, x) == [[1], [2], [3], [], [], [], [], []]
@@ -518,6 +521,12 @@ BAD_SOURCES = {
     ),
     "batches that do not divide": (
         lambda s: s.distribute_dataset([np.arange(3.0)] * 2),
+        "the source's first batch has 3 rows, which do not divide into 2 replicas. Give "
+        "global_batch_size=, the rows of a batch on all replicas together, such as 4: "
+        "batches are then cut anew, and a last one that is too short is padded.",
+    ),
+    "an iterator of batches that do not divide": (
+        lambda s: s.distribute_dataset(iter([np.arange(3.0)])),
         "the source's first batch has 3 rows, which do not divide into 2 replicas. Give "
         "global_batch_size=, the rows of a batch on all replicas together, such as 4: "
         "batches are then cut anew, and a last one that is too short is padded.",

@@ -7,6 +7,7 @@ does on all processes, since a mask is part of the program that takes the batch.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,7 @@ from meshlayout.data.per_replica import make_plan_from_function
 from meshlayout.data.plan import DataPlan
 from meshlayout.data.protocols import Source
 from meshlayout.distribute.values import REPLICA_AXIS, PerReplica, replica_layout
-from meshlayout.errors import StrategyError
+from meshlayout.errors import DataError, StrategyError
 from meshlayout.mesh import Mesh
 
 
@@ -141,8 +142,7 @@ def _global_batch_size(
         )
         raise StrategyError(msg)
     up = -(-rows // replicas) * replicas
-    is_all = isinstance(opened, ElementReader) and opened.source.num_rows == rows
-    if rows % replicas and not is_all:
+    if rows % replicas and not _is_only_batch(opened, rows):
         msg = (
             f"the source's first batch has {rows} rows, which do not divide into "
             f"{replicas} replicas. Give global_batch_size=, the rows of a batch on all "
@@ -151,6 +151,22 @@ def _global_batch_size(
         )
         raise StrategyError(msg)
     return up
+
+
+def _is_only_batch(opened: Source | ElementReader, rows: int) -> bool:
+    """Returns whether a first batch is all there is, so that it may be a short one."""
+    assert isinstance(opened, ElementReader)
+    source = opened.source
+    if source.num_rows is not None:
+        return source.num_rows == rows
+    try:
+        stream = source.open(0)
+    except DataError:  # an iterator, which can be read only once
+        return False
+    try:
+        return len(list(itertools.islice(stream, 2))) == 1
+    finally:
+        stream.close()
 
 
 def _assemble_for(mesh: Mesh) -> Callable[[PyTree, jax.Array | None], Batch]:

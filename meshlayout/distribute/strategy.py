@@ -328,8 +328,8 @@ class Strategy:
 
         Use this to say yourself what each process reads, and how it is batched. Of a
         source of batches of the per-replica size, each replica of the process gets one
-        in every step. When a process runs out of batches before the others, its
-        replicas have no rows in the last steps.
+        in every step; batches of other sizes are cut anew. When a process runs out of
+        batches before the others, its replicas have no rows in the last steps.
 
         Args:
             dataset_fn: Called once with an `InputContext`, which says which part of the
