@@ -156,8 +156,9 @@ def test_the_first_cell_installs_from_the_address_of_the_repository(notebook):
     assert with_address(moved, repository()) == first.source
 
 
-def test_readme_installs_from_the_address_of_the_repository():
-    text = (ROOT / "README.md").read_text()
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_a_page_installs_from_the_address_of_the_repository(page):
+    text = (ROOT / page).read_text()
     addresses = set(re.findall(r"git\+(https://[\w./-]+\w)", text))
     assert addresses == {repository()}
 
