@@ -5,6 +5,7 @@ import importlib
 import io
 import json
 import math
+import operator
 import re
 import sys
 import time
@@ -291,6 +292,25 @@ def test_a_cell_that_ends_in_fit_does_not_show_the_epochs_twice(state, notebook)
     assert "<table" in history._repr_html_()
     fit(trainer, progress=False)
     assert "<table" in history._repr_html_()
+
+
+@pytest.mark.parametrize("kernel", [None, object()], ids=["terminal", "notebook"])
+def test_ipython_shows_one_report_per_fit(state, notebook, kernel, capsys):
+    notebook.kernel = kernel
+    trainer = ml.Trainer(state, loss_fn)
+
+    def displayed():
+        texts = []
+        printer = types.SimpleNamespace(text=texts.append)
+        operator.methodcaller("_repr_pretty_", printer, False)(trainer.history)
+        return texts[0]
+
+    fit(trainer, epochs=2, progress=True)
+    if kernel is None:
+        assert capsys.readouterr().out.count("epoch ") == 2
+    assert displayed().startswith("History(2 epochs, loss ")
+    notebook.execution_count += 1
+    assert displayed() == repr(trainer.history)
 
 
 def test_a_stopped_training_says_why(capsys):

@@ -18,11 +18,16 @@ def console_on(stream: Any) -> Console:
     return Console(file=stream, force_terminal=stream is not None and stream.isatty())
 
 
-def notebook_shell() -> Any:
-    """Returns IPython's shell if this program runs in a notebook, or None.
+def is_notebook() -> bool:
+    """Returns whether this program runs in a notebook."""
+    return getattr(_ipython_shell(), "kernel", None) is not None
 
-    Its `execution_count` is the number of the running cell.
-    """
+
+def running_cell() -> int | None:
+    """Returns the number of the running cell in a notebook or in IPython's terminal."""
+    return getattr(_ipython_shell(), "execution_count", None)
+
+
+def _ipython_shell() -> Any:
     ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return shell if getattr(shell, "kernel", None) is not None else None
+    return ipython.get_ipython() if ipython is not None else None

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from meshlayout import _checks, _render
-from meshlayout._render.consoles import notebook_shell
+from meshlayout._render.consoles import running_cell
 from meshlayout._render.curves import Curves
 from meshlayout._render.tables import html_block, html_line
 from meshlayout.errors import MeshLayoutError, did_you_mean
@@ -37,8 +37,8 @@ class History(Mapping[str, list[Any]]):
     def __init__(self) -> None:
         self.epochs: list[int] = []
         self.stopped = ""
-        # The notebook cell in which `Progress` already shows these epochs line by line:
-        # as the result of that cell, the history is one line, not a second table.
+        # The cell in which `Progress` already shows these epochs line by line: as the
+        # result of that cell, the history is one line, not a second table.
         self._shown_in: int | None = None
         self._values: dict[str, list[Any]] = {}
 
@@ -125,12 +125,17 @@ class History(Mapping[str, list[Any]]):
             return "History(no epochs)"
         return _render.text_table(*self._table(), notes=self._notes())
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: FBT001
+        printer.text(self._summary() if self._is_shown() else repr(self))
+
     def _repr_html_(self) -> str:
-        shell = notebook_shell()
-        # Shown again in another cell, it is the whole table.
-        if shell is not None and shell.execution_count == self._shown_in:
+        if self._is_shown():
             return html_block(html_line(self._summary(), ""))
         return _render.html_table(*self._table(), notes=self._notes())
+
+    def _is_shown(self) -> bool:
+        """Returns whether the lines of `Progress` are above what is displayed now."""
+        return self._shown_in is not None and running_cell() == self._shown_in
 
     def _summary(self) -> str:
         if not self.epochs:

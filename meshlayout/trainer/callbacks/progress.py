@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress as Bars, TextColumn
 
 from meshlayout._checks import shown
-from meshlayout._render.consoles import console_on, notebook_shell
+from meshlayout._render.consoles import console_on, is_notebook, running_cell
 from meshlayout._render.tables import html_block, html_text
 from meshlayout.errors import MeshLayoutError
 from meshlayout.metrics import Metrics
@@ -156,7 +156,7 @@ class _Columns:
 
 def _display_on(console: Console | None) -> _Display:
     if console is None:
-        if notebook_shell() is not None:
+        if is_notebook():
             # Imported by every notebook; importing it here would be for all programs.
             return _NotebookDisplay(sys.modules["IPython.display"])
         console = console_on(sys.stdout)
@@ -192,8 +192,8 @@ class Progress(Callback):
         self._columns = _Columns()
         if jax.process_index() == 0:
             self._display = _display_on(self._console)
-        if isinstance(self._display, _NotebookDisplay):
-            trainer.history._shown_in = notebook_shell().execution_count
+        if self._display is not None and self._console is None:
+            trainer.history._shown_in = running_cell()
 
     def on_epoch_start(self, trainer: "Trainer", epoch: int) -> None:
         """Starts a bar."""
