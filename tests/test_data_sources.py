@@ -254,7 +254,8 @@ def test_the_tutorials_have_images_without_internet(tmp_path, monkeypatch):
     own, carried = tmp_path / "own", tmp_path / "models" / "carried.npz"
     monkeypatch.setenv("TFDS_DATA_DIR", str(own))
     carried.parent.mkdir()
-    shutil.copy(data.CARRIED_PART, carried)
+    with np.load(data.CARRIED_PART) as arrays:
+        np.savez(carried, **{name: rows[:40] for name, rows in arrays.items()})
     monkeypatch.setattr(data, "CARRIED_PART", carried)
     monkeypatch.setattr(data, "unreachable", lambda builder: "the server is away")
     data_dir = data.tutorial_data_dir()
