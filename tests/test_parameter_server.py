@@ -794,3 +794,23 @@ def test_a_strategy_has_one_coordinator_at_a_time(monkeypatch):
     coordinator.shutdown()
     with distribute.ClusterCoordinator(strategy) as other:
         assert other.schedule(lambda: 3).fetch() == 3
+
+
+def test_a_dataset_function_may_distribute_by_the_strategy(monkeypatch):
+    strategy, coordinator, _ = start(monkeypatch)
+
+    def dataset_fn(context):
+        size = context.get_per_replica_batch_size(4)
+        return [np.full(size, i, np.float32) for i in range(3)]
+
+    def per_worker_dataset_fn():
+        return strategy.distribute_datasets_from_function(dataset_fn)
+
+    iterator = iter(coordinator.create_per_worker_dataset(per_worker_dataset_fn))
+
+    def step(iterator):
+        total = strategy.run(lambda x: x.sum(), args=(next(iterator),))
+        return strategy.reduce("SUM", total, axis=None)
+
+    results = [coordinator.schedule(step, (iterator,)) for _ in range(3)]
+    assert coordinator.fetch(results) == [0.0, 4.0, 8.0]

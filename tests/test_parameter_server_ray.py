@@ -4,6 +4,7 @@ import itertools
 import os
 import random
 import signal
+import time
 import warnings
 
 import jax.numpy as jnp
@@ -68,11 +69,17 @@ class Training:
         args = (self.iterator,)
         return [self.coordinator.schedule(self.step, args) for _ in range(count)]
 
-    def kill(self, actor):
+    def kill(self, kind, index, after_s=0.0):
         """Ends the process of an actor, whatever it is doing."""
-        os.kill(
-            ray.get(actor.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL
-        )
+        while True:
+            actor = getattr(self.coordinator._cluster, kind)[index]
+            try:
+                pid = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
+                break
+            except ray.exceptions.RayActorError:
+                time.sleep(0.1)  # until it has been replaced
+        time.sleep(after_s)
+        os.kill(pid, signal.SIGKILL)
 
     def __enter__(self):
         return self
