@@ -504,6 +504,52 @@ def test_metrics_add_up_and_what_is_assigned_outside_arrives(monkeypatch):
     assert average.compute() == 30.0
 
 
+def test_keys_and_numbers_travel(monkeypatch):
+    _, coordinator, _ = start(monkeypatch)
+
+    def draw(key, low, size):
+        assert size is True
+        return low + jax.random.uniform(key)
+
+    key = jax.random.key(3)
+    value = coordinator.schedule(draw, (key, 2), {"size": True}).fetch()
+    assert f"{value:.4f}" == f"{2 + float(jax.random.uniform(key)):.4f}"
+    assert coordinator.schedule(draw, (key, 5), {"size": True}).fetch() == value + 3
+
+
+def test_an_optimizer_that_holds_its_model_works_alike(monkeypatch):
+    training = Training(monkeypatch)
+    with training.strategy.scope():
+        model = Net(rngs=nnx.Rngs(0))
+        both = nnx.ModelAndOptimizer(model, optax.adam(0.1), wrt=nnx.Param)
+
+    def step(iterator):
+        both.update(nnx.grad(loss_of)(both.model, next(iterator)))
+
+    training.step = step
+    training.run(3)
+    assert_same_state(model, trained_alone(3)[0])
+
+
+def test_what_no_longer_fits_its_place_is_refused(monkeypatch):
+    training = Training(monkeypatch, 1, 2)
+    training.run(1)
+    training.model.out.bias[...] = jnp.zeros(1)
+    training.run(1)
+    training.optimizer.tx = optax.sgd(0.1)
+    assert message_of(training.run, 1) == (
+        "the Optax transformation of an optimizer was replaced, and the parameter "
+        "servers have the state of the former one. Make another nnx.Optimizer."
+    )
+    training = Training(monkeypatch, 1, 2)
+    training.run(1)
+    nnx.update(training.model.out, {"bias": jnp.zeros(3)})
+    assert message_of(training.run, 1) == (
+        "model/out/bias was placed on the parameter servers as f32[1], and is now f32[3]."
+        " Make another model and optimizer."
+    )
+
+
 def test_a_strategys_run_and_reduce_work_in_a_closure(monkeypatch):
     strategy, coordinator, _ = start(monkeypatch)
 

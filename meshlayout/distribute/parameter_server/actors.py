@@ -183,7 +183,7 @@ class RayCluster:
                 )
             )
         except ray.exceptions.RayActorError as error:
-            raise WorkerLost(str(error).partition("\n")[0]) from error
+            raise WorkerLost(str(error)[:2000]) from error
 
     def stop(self) -> None:
         """Ends all actors."""

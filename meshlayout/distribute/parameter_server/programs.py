@@ -175,7 +175,9 @@ class ClosureProgram:
         outputs = executable.run(*self._arguments(arrays, inputs, batches, closure))
         host = iter(map(np.asarray, outputs))
         num_results = executable.treedef.num_leaves
-        result = executable.treedef.unflatten([next(host) for _ in range(num_results)])
+        # Numbers as NumPy's scalars, which can be formatted.
+        results = [next(host)[()] for _ in range(num_results)]
+        result = executable.treedef.unflatten(results)
         grads = {
             number: {name: next(host) for name in jax.tree.leaves(names)}
             for number, names in executable.params.items()

@@ -124,13 +124,21 @@ class VariableStore:
             self.save()
 
     def send_changes(self) -> None:
-        """Sends what was assigned to Variables on the coordinator since then."""
+        """Sends what was assigned to Variables on the coordinator since then.
+
+        Raises:
+            StrategyError: If a Variable has another shape, or an optimizer another
+                transformation than when it was placed.
+        """
         with self.lock:
+            self._check_transformations()
             changed = [
                 name
                 for name, value in self._known.items()
                 if _paths.box_value(self._table.variables[name]) is not value
             ]
+            for name in changed:
+                self._check_shape(name)
             if changed:
                 self._send(changed, {})
                 self.save()
@@ -330,6 +338,27 @@ class VariableStore:
                     "which it has no state. Make an nnx.Optimizer for each model."
                 )
                 raise StrategyError(msg)
+
+    def _check_transformations(self) -> None:
+        for by_number in self._rules.values():
+            for number, rule in by_number.items():
+                if self._table.optimizers[number].tx is not rule.tx:
+                    msg = (
+                        "the Optax transformation of an optimizer was replaced, and "
+                        "the parameter servers have the state of the former one. Make "
+                        "another nnx.Optimizer."
+                    )
+                    raise StrategyError(msg)
+
+    def _check_shape(self, name: str) -> None:
+        placed, now = self._placement.shards[name], self._abstract(name)
+        if (placed.shape, placed.dtype) != (now.shape, now.dtype):
+            texts = [array_text(np.dtype(x.dtype), x.shape) for x in (placed, now)]
+            msg = (
+                f"{name} was placed on the parameter servers as {texts[0]}, and is now "
+                f"{texts[1]}. Make another model and optimizer."
+            )
+            raise StrategyError(msg)
 
     def _abstract(self, name: str) -> jax.ShapeDtypeStruct:
         value = self._local(name)
