@@ -124,8 +124,8 @@ def assert_close(actual, expected, atol):
 @pytest.mark.parametrize(
     ("build", "replicas", "atol"),
     [
-        (small, 1, 1e-6),
-        (small, 2, 1e-5),
+        pytest.param(small, 1, 1e-6, marks=pytest.mark.slow),
+        pytest.param(small, 2, 1e-5, marks=pytest.mark.slow),
         (small, 8, 1e-5),
         *(pytest.param(convnet, n, 1e-4, marks=pytest.mark.slow) for n in (1, 2, 8)),
     ],

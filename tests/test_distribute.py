@@ -68,7 +68,10 @@ def on_one_device(steps=3):
     return losses, model
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 8])
+@pytest.mark.parametrize(
+    "replicas",
+    [1, pytest.param(2, marks=pytest.mark.slow), 8],
+)
 def test_a_custom_training_loop_computes_what_one_device_does(replicas):
     strategy = mirrored(replicas)
     with strategy.scope():
@@ -264,7 +267,14 @@ def trained(strategy, steps=1):
     return model, train_step
 
 
-@pytest.mark.parametrize(("replicas", "rows"), [(2, 6), (4, 5), (8, 3)])
+@pytest.mark.parametrize(
+    ("replicas", "rows"),
+    [
+        pytest.param(2, 6, marks=pytest.mark.slow),
+        pytest.param(4, 5, marks=pytest.mark.slow),
+        (8, 3),
+    ],
+)
 def test_a_short_batch_gives_the_numbers_of_one_device(replicas, rows):
     strategy = mirrored(replicas)
     model, train_step = trained(strategy)

@@ -156,6 +156,7 @@ def initial():
     return nnx.jit(lambda: ResNet50(width=16, depths=(1,), rngs=nnx.Rngs(0)))()
 
 
+@pytest.mark.slow
 def test_blocks_begin_as_their_shortcuts(initial):
     for path, scale in by_path(initial).items():
         if path.endswith("scale"):
@@ -363,6 +364,7 @@ def assert_same_step(step, expected):
         np.testing.assert_allclose(statistics[path], statistic, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_replicas_with_synchronized_norms_take_the_step_of_one_device(
     batch, step_on_one_device
 ):

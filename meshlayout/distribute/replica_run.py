@@ -35,6 +35,7 @@ from meshlayout.distribute.host_variables import (
 )
 from meshlayout.distribute.nnx_graph import belongs_here
 from meshlayout.distribute.padded_statistics import padding_left_out
+from meshlayout.distribute.padding_check import check_padding
 from meshlayout.distribute.sameness import same_values
 from meshlayout.distribute.values import (
     REPLICA_AXIS,
@@ -210,6 +211,8 @@ class ReplicaProgram:
         self._is_abstract = any(map(_is_abstract, variables.get()))
         # Results with one row for each row of a padded batch, by index.
         self._aligned: list[int] = []
+        # Whether padding counts in its results; None if that is not known yet.
+        self._counts_padding = None if arguments.mask is not None else False
         if arguments.mask is not None:
             self._aligned = self._find_aligned(arguments)
             self._check_padding(trace)
@@ -231,7 +234,16 @@ class ReplicaProgram:
         values = self.variables.get()
         if self._is_abstract:
             self._refuse_abstract()
-        new, leaves = self.step(*self._inputs(values, arguments))
+        state, rest, leaves = self._inputs(values, arguments)
+        if self._counts_padding is None and not _jax.is_tracing():
+            check_padding(
+                self._name,
+                lambda leaves: self.step(_copied(state), rest, leaves),
+                leaves,
+                self._aligned,
+            )
+            self._counts_padding = False
+        new, leaves = self.step(state, rest, leaves)
         for index in self._changed:  # not in the dict's order: JAX sorts keys
             values[index] = new[self.variables.paths[index]]
         self.variables.set(values)
@@ -571,6 +583,13 @@ class ReplicaProgram:
         metadata = self.variables.variables[index].get_metadata()
         is_combined = self.variables.aggregations[index] is not None
         return is_combined and "aggregation" not in metadata
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns a state that may be used up, in the same memory."""
+    return jax.tree.map(
+        lambda x: jax.device_put(x, _jax.sharding_of(x), may_alias=False), state
+    )
 
 
 def _specs(tree: PyTree) -> PyTree:

@@ -28,7 +28,7 @@ from meshlayout.collectives import (
 from meshlayout.data import InputContext
 from meshlayout.distribute import datasets, reduction
 from meshlayout.distribute.datasets import ReplicaDataset
-from meshlayout.distribute.extended import StrategyExtended
+from meshlayout.distribute.extension import StrategyExtended
 from meshlayout.distribute.replica_run import ReplicaRuns
 from meshlayout.distribute.value_function import (
     ValueContext,
