@@ -199,6 +199,16 @@ def test_large_variables_are_stored_once_for_all_devices():
 
 
 @needs_host_memory
+def test_variables_are_moved_to_host_memory_one_by_one_as_they_are_created():
+    strategy = CentralStorageStrategy(jax.devices()[:1])
+    memory = ml.describe(
+        lambda: [jnp.full((64, 256), float(i)) for i in range(8)], strategy.layouts
+    ).memory()
+    assert memory.state_bytes == 8 * 2**16
+    assert memory.peak_bytes < 2 * 2**16
+
+
+@needs_host_memory
 def test_the_report_tells_scanned_variables_from_those_held_whole():
     strategy = CentralStorageStrategy(jax.devices()[:2])
     model = nnx.eval_shape(lambda: Scanned(nnx.Rngs(0)))
@@ -345,13 +355,29 @@ def test_memory_refuses_what_is_not_a_function(fn):
         CentralStorageStrategy(jax.devices()[:1]).memory(fn)
 
 
-def _tpu_report(length, width=1024):
+class Mixed(nnx.Module):
+    """Stacked variables of all ranks, of which a TPU cannot move slices of some."""
+
+    def __init__(self, rngs):
+        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (2, 256, 256)))
+        self.bias = nnx.Param(jnp.zeros((2, 256), "bfloat16"))
+        self.shift = nnx.Param(jnp.zeros((2, 256)))
+        self.scale = nnx.Param(jnp.ones(2))
+
+    def __call__(self, x):
+        def call(x, variables):
+            kernel, bias, shift, scale = variables
+            return x + scale * jnp.tanh(x @ kernel + (bias + shift)[None]), None
+
+        stacks = (self.kernel, self.bias, self.shift, self.scale)
+        return jax.lax.scan(call, x, tuple(stack[...] for stack in stacks))[0][:, :3]
+
+
+def _tpu_report(build, width):
     """Returns the report of a training step on four chips of a TPU."""
     chips = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
     strategy = CentralStorageStrategy(chips.devices)
-    model = nnx.eval_shape(
-        lambda: Scanned(nnx.Rngs(0), length, width, dtype=jnp.bfloat16)
-    )
+    model = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
     optimizer = nnx.eval_shape(lambda: nnx.Optimizer(model, CLIPPED, wrt=nnx.Param))
     rows = NamedSharding(strategy.mesh.jax_mesh, PartitionSpec("batch"))
     x = jax.ShapeDtypeStruct((4 * 32, width), "float32", sharding=rows)
@@ -362,7 +388,10 @@ def _tpu_report(length, width=1024):
 @pytest.mark.slow
 def test_a_tpu_never_holds_the_scanned_variables():
     pytest.importorskip("libtpu")
-    short, long = _tpu_report(4), _tpu_report(16)
+    short, long = (
+        _tpu_report(lambda rngs: Scanned(rngs, length, 1024, jnp.bfloat16), 1024)  # noqa: B023
+        for length in (4, 16)
+    )
     nbytes = short.sliced_bytes
     assert long.sliced_bytes == 4 * nbytes
     assert nbytes > 190 * 2**20
@@ -373,3 +402,12 @@ def test_a_tpu_never_holds_the_scanned_variables():
     assert peaks[1] - peaks[0] < 12 * 32 * 16 * 1024
     # Each chip's part of the host has a quarter of everything, and of gradients.
     assert long.memory.host_bytes < 1.01 * long.sliced_bytes / 4
+
+
+@pytest.mark.slow
+def test_what_a_tpu_cannot_slice_is_held_whole():
+    pytest.importorskip("libtpu")
+    report = _tpu_report(Mixed, 256)
+    held = {variable.path: variable.held for variable in report.variables}
+    assert held["model/kernel"] == held["model/shift"] == "one slice"
+    assert held["model/bias"] == held["model/scale"] == "all"

@@ -44,8 +44,9 @@ class CreationMemory:
     """Bytes on each device while a state is made, as the compiled programs report it.
 
     Attributes:
-        state_bytes: The shards of the finished state.
-        peak_bytes: The maximum at any time, including the state's shards.
+        state_bytes: The shards of the finished state, in any memory.
+        peak_bytes: The maximum at any time, including the state's shards in the memory
+            of the device itself.
     """
 
     state_bytes: int
@@ -202,14 +203,16 @@ class Operations:
                 held.pop(var, None)
             for var, _ in self._moves.get(index, ()):
                 held[var] = 0
-        finished = 0
+        finished = finished_on_host = 0
         for var, layout, is_copied, is_last in self._results:
-            finished += layout.bytes_per_device(var.aval.shape, var.aval.dtype)
+            nbytes = layout.bytes_per_device(var.aval.shape, var.aval.dtype)
+            finished += nbytes
+            finished_on_host += nbytes if layout.memory_kind else 0
             if is_copied:
-                peak = max(peak, sum(held.values()) + finished)
+                peak = max(peak, sum(held.values()) + finished - finished_on_host)
             if is_last:
                 del held[var]
-        return CreationMemory(finished, max(peak, finished))
+        return CreationMemory(finished, max(peak, finished - finished_on_host))
 
     def _bytes(self, var: Any) -> int:
         return _shard_bytes(var, self._shardings[var])
