@@ -231,9 +231,9 @@ class ReplicaProgram:
 
     def __call__(self, arguments: Arguments) -> PyTree:
         """Runs the program, and sets the variables that changed."""
-        values = self.variables.get()
         if self._is_abstract:
             self._refuse_abstract()
+        values = self.variables.get_for_reuse(self._changed)
         state, rest, leaves = self._inputs(values, arguments)
         if self._counts_padding is None and not _jax.is_tracing():
             check_padding(
@@ -486,8 +486,9 @@ class ReplicaProgram:
                 (values, arguments.leaves),
             )
         )
-        same = same_values(closed, self._axis, inputs)
-        self._sums.same = same.marks
+        analyze = functools.partial(same_values, closed, self._axis, inputs)
+        same = analyze()
+        self._sums.read(same, analyze)
         if same.unmatched:
             msg = (
                 f"{self._name} combines values of all replicas ({same.unmatched[0]}) "

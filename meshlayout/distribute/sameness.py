@@ -42,6 +42,8 @@ class Sameness:
 
 # Names of JAX's own remat policies do not begin so.
 _MARK = "meshlayout.distribute/"
+# The mark of what the library has combined, and not the function itself.
+OWN_SUM = "own sum"
 
 
 def mark(tree: PyTree, name: str) -> PyTree:
@@ -62,7 +64,14 @@ def mark(tree: PyTree, name: str) -> PyTree:
     )
 
 
-def same_values(jaxpr: ClosedJaxpr, axis_name: str, inputs: Sequence[bool]) -> Sameness:
+def same_values(
+    jaxpr: ClosedJaxpr,
+    axis_name: str,
+    inputs: Sequence[bool],
+    *,
+    of_same: bool = True,
+    of_differing: bool = True,
+) -> Sameness:
     """Returns which results of a replica's function are the same on all replicas.
 
     Along other mesh axes values may differ: the same means equal on any two devices
@@ -74,6 +83,9 @@ def same_values(jaxpr: ClosedJaxpr, axis_name: str, inputs: Sequence[bool]) -> S
             calls such a `jax.shard_map`.
         axis_name: The mesh axis along which the replicas are.
         inputs: Of each input, whether it is the same on all replicas.
+        of_same: Whether a collective of equal values gives equal values. False leaves
+            only what is the same without any collective of the function's own.
+        of_differing: Whether a collective of values that differ gives equal values.
 
     Example:
         >>> def replica(x, w):
@@ -83,7 +95,7 @@ def same_values(jaxpr: ClosedJaxpr, axis_name: str, inputs: Sequence[bool]) -> S
         >>> same_values(jaxpr, "batch", [False, True])
         Sameness(outputs=[True, False, True], marks={'weights': True}, unmatched=[])
     """
-    analysis = _Analysis(axis_name)
+    analysis = _Analysis(axis_name, of_same=of_same, of_differing=of_differing)
     outputs, _ = analysis.run(jaxpr.jaxpr, inputs)
     return Sameness(outputs, analysis.marks, sorted(analysis.unmatched))
 
@@ -130,10 +142,14 @@ class _Analysis:
 
     Args:
         axis_name: The mesh axis along which the replicas are.
+        of_same: As of `same_values`.
+        of_differing: As of `same_values`.
     """
 
-    def __init__(self, axis_name: str) -> None:
+    def __init__(self, axis_name: str, *, of_same: bool, of_differing: bool) -> None:
         self.axis_name = axis_name
+        self.of_same = of_same
+        self.of_differing = of_differing
         self.marks: dict[str, bool] = {}
         self.unmatched: set[str] = set()
         # Whether all replicas run this part equally often. Where they do not, nothing
@@ -190,6 +206,8 @@ class _Analysis:
             return (self.opaque if has_references else rule)(eqn, operands)
         if name == "name" and params["name"].startswith(_MARK):
             mark_name = params["name"].removeprefix(_MARK)
+            if mark_name == OWN_SUM:
+                return [self.in_step], self.in_step
             self.marks[mark_name] = self.marks.get(mark_name, True) and all(operands)
         is_one_to_one = len(operands) == len(eqn.outvars)
         if name in _IDENTITIES and is_one_to_one:
@@ -201,7 +219,11 @@ class _Analysis:
                 return operands, all(operands)
             # Of groups of replicas, each would have a value of its own.
             is_same = self.in_step and params.get("axis_index_groups") is None
-            return [is_same] * len(operands), is_same
+            results = [
+                is_same and (self.of_same if operand else self.of_differing)
+                for operand in operands
+            ]
+            return results, all(results)
         is_same = all(operands) and self.in_step and self.is_predictable(eqn)
         return [is_same] * len(eqn.outvars), is_same or not eqn.outvars
 

@@ -159,7 +159,8 @@ class Strategy:
         the replicas' changes, `"mean"` averages their values, `"first"` takes replica
         0's, and `"per_replica"` keeps one value for each. NNX metrics are summed and
         batch statistics averaged by themselves. `nnx.Optimizer.update` adds up the
-        gradients that differ between replicas. Random streams differ between replicas.
+        replicas' gradients, unless the function has combined them itself. Random
+        streams differ between replicas.
 
         Args:
             fn: The function. In it, `get_replica_context()` says which replica this is.

@@ -14,17 +14,21 @@ another thread traces a function that uses it see traced values, as with `nnx.ji
 import contextlib
 import itertools
 import operator
+import sys
 import threading
+import types
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from meshlayout import _checks, _jax
 from meshlayout._annotations import Leaf
+from meshlayout.arrays import copy_to_mesh, fetch_layout
 from meshlayout.distribute.nnx_graph import (
     NnxAttributes,
     NnxGraph,
@@ -106,6 +110,30 @@ class Variables:
         """Returns the raw values: arrays, or pytrees of arrays."""
         with _lock:
             return [raw_value(variable) for variable in self.variables]
+
+    def get_for_reuse(self, indices: Iterable[int]) -> list[Any]:
+        """Returns the raw values, some of them for a program that reuses their memory.
+
+        A value that something else refers to is copied: another Variable after
+        `nnx.clone`, or a state that the user keeps from `nnx.state`. Only Python's
+        counter of references knows.
+
+        Args:
+            indices: Those whose memory is reused.
+        """
+        values = self.get()
+        for index in indices:
+            is_shared = _references(values, index) > _OWN_REFERENCES
+            if isinstance(values[index], jax.Array):
+                if is_shared:
+                    values[index] = _copied(values[index])
+                continue
+            leaves, treedef = jax.tree.flatten(values[index])
+            for i in range(len(leaves)):
+                if is_shared or _references(leaves, i) > _OWN_REFERENCES:
+                    leaves[i] = _copied(leaves[i])
+            values[index] = treedef.unflatten(leaves)
+        return values
 
     def set(self, values: Iterable[Any]) -> None:
         """Puts other raw values in place, for use outside of a trace.
@@ -205,6 +233,8 @@ def is_on(x: Leaf, mesh: jax.sharding.Mesh) -> bool | None:
         >>> is_on(jax.numpy.ones(2), mesh) is None
         True
     """
+    if isinstance(x, Tracer):
+        return True  # the program that is traced is for devices of the mesh, or fails
     if not _jax.is_committed(x):
         return None
     sharding = x.sharding
@@ -243,6 +273,22 @@ def _check_value(path: str, variable: "nnx.Variable[Any]") -> None:
                 "of a compiled program consists of arrays. Make it a plain attribute."
             )
             raise StrategyError(msg)
+
+
+def _references(values: list[Any], index: int) -> int:
+    """Returns how many references there are to an entry of a list."""
+    return sys.getrefcount(values[index])
+
+
+# To a value that one object holds, besides the list that it is in.
+_owner = types.SimpleNamespace(value=object())
+_OWN_REFERENCES = _references([_owner.value], 0)
+
+
+def _copied(leaf: Any) -> Any:
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):
+        return leaf
+    return copy_to_mesh(leaf, fetch_layout(leaf))
 
 
 def _is_changed(before: Any, after: Any) -> bool:

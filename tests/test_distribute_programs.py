@@ -1,0 +1,161 @@
+"""Ordinary programs under a strategy, beside the same on one device or a closed form."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import meshlayout as ml
+from meshlayout.distribute import MirroredStrategy, get_replica_context
+
+
+def mirrored(replicas):
+    return MirroredStrategy([f"CPU:{i}" for i in range(replicas)])
+
+
+def split(strategy, x):
+    """The rows of an array, equally many for each replica."""
+    size = len(x) // strategy.num_replicas_in_sync
+
+    def rows(context):
+        start = context.replica_id_in_sync_group * size
+        return x[start : start + size]
+
+    return strategy.distribute_values_from_function(rows)
+
+
+ROWS = np.arange(12, dtype="float32").reshape(4, 3)
+
+
+class Regression(nnx.Module):
+    """A linear model, whose bias has the same gradient whatever the batch is."""
+
+    def __init__(self):
+        self.weight = nnx.Param(jnp.ones(3))
+        self.bias = nnx.Param(jnp.zeros(()))
+        self.penalized = nnx.Param(jnp.full(3, 2.0))
+
+    def __call__(self, x):
+        return (x * self.weight[None]).sum(-1) + self.bias[...]
+
+
+def made(strategy, build=Regression, rate=1.0):
+    with strategy.scope():
+        model = build()
+        return model, nnx.Optimizer(model, optax.sgd(rate), wrt=nnx.Param)
+
+
+def loss_of(model, x):
+    penalty = 0.1 * (model.penalized[...] ** 2).sum()
+    mean = ml.losses.compute_average_loss(model(x))
+    return mean + ml.losses.scale_regularization_loss(penalty)
+
+
+def reduced(op, grads):
+    return get_replica_context().all_reduce(op, grads)
+
+
+COMBINED = {
+    "by the optimizer": lambda grads: grads,
+    "by a sum": lambda grads: reduced("SUM", grads),
+    "by a mean": lambda grads: jax.tree.map(lambda x: 2 * x, reduced("MEAN", grads)),
+    "by merge_call": lambda grads: get_replica_context().merge_call(
+        lambda strategy, x: strategy.reduce("SUM", x, axis=None), args=(grads,)
+    ),
+    "in part by a sum": lambda grads: nnx.State(
+        {**grads, "weight": reduced("SUM", grads["weight"])}
+    ),
+}
+
+
+@pytest.mark.parametrize("how", COMBINED)
+def test_gradients_that_do_not_depend_on_the_batch_are_added_up_like_others(how):
+    strategy = mirrored(2)
+    model, optimizer = made(strategy)
+
+    def step(x):
+        optimizer.update(model, COMBINED[how](nnx.grad(loss_of)(model, x)))
+
+    strategy.run(step, args=(split(strategy, ROWS),))
+    np.testing.assert_allclose(model.weight, 1 - ROWS.mean(axis=0))
+    np.testing.assert_allclose(model.bias, -1)
+    np.testing.assert_allclose(model.penalized, np.full(3, 1.6), rtol=1e-6)
+
+
+def test_a_batch_that_is_the_same_on_all_replicas_counts_as_on_one_device():
+    strategy = mirrored(2)
+    model, optimizer = made(strategy)
+
+    def step(x):
+        for _ in range(2):
+            optimizer.update(model, nnx.grad(loss_of)(model, x))
+
+    strategy.run(step, args=(ROWS,))
+    np.testing.assert_allclose(model.weight, 1 - 2 * ROWS.mean(axis=0))
+    np.testing.assert_allclose(model.penalized, np.full(3, 2 * 0.8**2), rtol=1e-6)
+
+
+def train_step(model, optimizer, x):
+    optimizer.update(model, nnx.grad(loss_of)(model, x))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_copies_of_a_model_stay_while_it_is_trained(replicas):
+    strategy = mirrored(replicas)
+    model, optimizer = made(strategy, rate=0.1)
+    average = nnx.clone(model)  # which has the same arrays
+
+    def step(x):
+        train_step(model, optimizer, x)
+        old, new = nnx.state(average), nnx.state(model)
+        nnx.update(average, jax.tree.map(lambda a, b: (a + b) / 2, old, new))
+
+    x = split(strategy, ROWS)
+    strategy.run(step, args=(x,))
+    weight = model.weight[...]
+    snapshot = nnx.clone(model)
+    strategy.run(step, args=(x,))
+    rows = ROWS.mean(axis=0)
+    np.testing.assert_allclose(weight, 1 - 0.1 * rows, rtol=1e-6)
+    np.testing.assert_allclose(snapshot.weight, 1 - 0.1 * rows, rtol=1e-6)
+    np.testing.assert_allclose(model.weight, 1 - 0.2 * rows, rtol=1e-6)
+    np.testing.assert_allclose(average.weight, 1 - 0.125 * rows, rtol=1e-6)
+
+
+def test_memory_of_variables_that_nobody_else_has_is_reused():
+    strategy = mirrored(2)
+    model, optimizer = made(strategy)
+    x = split(strategy, ROWS)
+
+    def step(x):
+        train_step(model, optimizer, x)
+
+    strategy.run(step, args=(x,))
+    weight = model.weight[...].addressable_data(0).unsafe_buffer_pointer()
+    strategy.run(step, args=(x,))
+    strategy.run(step, args=(x,))
+    now = model.weight[...].addressable_data(0).unsafe_buffer_pointer()
+    assert now == weight
+
+
+def test_run_may_be_a_part_of_a_function_under_nnx_jit():
+    strategy = mirrored(2)
+    model, optimizer = made(strategy)
+
+    @nnx.jit
+    def distributed_step(model, optimizer, x):
+        def step(x):
+            train_step(model, optimizer, x)
+            return loss_of(model, x)
+
+        return strategy.reduce("SUM", strategy.run(step, args=(x,)), axis=None)
+
+    for _ in range(2):
+        loss = distributed_step(model, optimizer, split(strategy, ROWS))
+    weight = 1 - 2 * ROWS.mean(axis=0)
+    np.testing.assert_allclose(model.weight, weight)
+    penalty = 0.1 * 3 * (2 * 0.8**2) ** 2
+    expected = (ROWS @ weight).mean() - 2 + penalty
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
