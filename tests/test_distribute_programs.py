@@ -1,5 +1,7 @@
 """Ordinary programs under a strategy, beside the same on one device or a closed form."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -159,3 +161,17 @@ def test_run_may_be_a_part_of_a_function_under_nnx_jit():
     penalty = 0.1 * 3 * (2 * 0.8**2) ** 2
     expected = (ROWS @ weight).mean() - 2 + penalty
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
+
+
+def test_threads_that_train_one_model_lose_no_update():
+    strategy = mirrored(2)
+    model, optimizer = made(strategy)
+    x = split(strategy, ROWS)
+
+    def steps(_):
+        for _ in range(5):
+            strategy.run(lambda x: train_step(model, optimizer, x), args=(x,))
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(steps, range(4)))
+    np.testing.assert_allclose(model.bias, -20)

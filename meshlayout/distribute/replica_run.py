@@ -43,7 +43,7 @@ from meshlayout.distribute.values import (
     is_per_replica,
     map_per_replica,
 )
-from meshlayout.distribute.variables import Aggregation, Variables
+from meshlayout.distribute.variables import Aggregation, Variables, exclusive
 from meshlayout.errors import StrategyError
 from meshlayout.hlo import Communication
 from meshlayout.step import StepMemory, compile_step
@@ -76,7 +76,9 @@ class ReplicaRuns:
     ) -> PyTree:
         """Calls a function on each replica; see `Strategy.run`."""
         arguments = Arguments.of(fn, args, kwargs, self._strategy.mesh)
-        return self._program(fn, arguments)(arguments)
+        # Threads that train one model come one after another, or updates would be lost.
+        with exclusive():
+            return self._program(fn, arguments)(arguments)
 
     def communication(
         self, fn: Callable[..., PyTree], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -46,6 +46,11 @@ _AGGREGATIONS: tuple[Aggregation, ...] = ("sum", "mean", "first", "per_replica")
 _lock = threading.RLock()
 
 
+def exclusive() -> contextlib.AbstractContextManager[bool]:
+    """Returns a context in which other threads neither read nor set Variables."""
+    return _lock
+
+
 class BoundVariables:
     """What became of Variables in a block of `Variables.bound`.
 
