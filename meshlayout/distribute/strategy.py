@@ -555,7 +555,8 @@ class Strategy:
         variables.set(self._place_all(variables))
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.num_replicas_in_sync} replicas)"
+        count = self.num_replicas_in_sync
+        return f"{type(self).__name__}({count} replica{'s' * (count > 1)})"
 
 
 def _is_value(leaf: object) -> bool:
