@@ -1,0 +1,110 @@
+"""`benchmarks/scaling.py`: how long a program takes by its schedule."""
+
+import pytest
+
+from benchmarks import scaling
+from benchmarks.schedule import CLOCK_HZ, replay
+from tests.tpu import read_collectives
+
+
+MEGABYTES = 100  # that are added up over four chips
+MILLISECOND = round(CLOCK_HZ / 1000)
+# Each chip sends 2 * 3/4 of them, around both rings; and six hops.
+COLLECTIVE_S = 1.5 * MEGABYTES * 1e6 / 100e9 + 6e-6
+
+PROGRAM = """HloModule step, is_scheduled=true, num_partitions=4
+
+%sum (a: f32[], b: f32[]) -> f32[] {{
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}}
+
+%work (p: f32[{size}]) -> f32[{size}] {{
+  %p = f32[{size}] parameter(0)
+  ROOT %q = f32[{size}] negate(%p)
+}}
+
+%async_collective_fusion.1 (p: f32[{size}]) -> f32[{size}] {{
+  %p = f32[{size}] parameter(0)
+  %r = f32[{size}] all-reduce(%p), channel_id=7, replica_groups={{{{0,1,2,3}}}}, to_apply=%sum, frontend_attributes={{chain_id="0"}}
+  ROOT %s = f32[{size}] custom-call(%r), custom_call_target="AsyncCollectiveStart"
+}}
+
+%async_collective_fusion.2 (p: f32[{size}]) -> f32[{size}] {{
+  %p = f32[{size}] parameter(0)
+  %r = f32[{size}] all-reduce(%p), channel_id=7, replica_groups={{{{0,1,2,3}}}}, to_apply=%sum, frontend_attributes={{chain_id="0"}}
+  ROOT %s = f32[{size}] custom-call(%r), custom_call_target="AsyncCollectiveDone"
+}}
+
+ENTRY %main (x: f32[{size}]) -> f32[{size}] {{
+  %x = f32[{size}] parameter(0)
+{body}
+}}
+"""
+
+
+def program(*body):
+    text = "\n".join(f"  {line}" for line in body)
+    size = MEGABYTES * 250_000
+    return PROGRAM.format(size=size, body=text.replace("SIZE", f"f32[{size}]"))
+
+
+def computing(name, operand, milliseconds):
+    cycles = f'backend_config={{"estimated_cycles":"{milliseconds * MILLISECOND}"}}'
+    return f"%{name} = SIZE fusion(%{operand}), kind=kLoop, calls=%work, {cycles}"
+
+
+SYNCHRONOUS = program(
+    computing("a", "x", 10),
+    "%b = SIZE all-reduce(%a), channel_id=1, replica_groups={{0,1,2,3}}, to_apply=%sum",
+    computing("c", "b", 5),
+)
+
+
+def asynchronous(milliseconds):
+    return program(
+        computing("a", "x", 10),
+        "%b = SIZE fusion(%a), kind=kCustom, calls=%async_collective_fusion.1",
+        computing("c", "x", milliseconds),
+        "%d = SIZE fusion(%b), kind=kCustom, calls=%async_collective_fusion.2",
+        computing("e", "d", 5),
+    )
+
+
+def test_a_synchronous_collective_is_waited_for():
+    step = replay(SYNCHRONOUS)
+    assert step.compute_s == pytest.approx(15e-3, rel=1e-6)
+    assert step.alone_s == pytest.approx(COLLECTIVE_S)
+    assert step.total_s == pytest.approx(15e-3 + COLLECTIVE_S, rel=1e-6)
+    assert (step.num_async, step.num_sync) == (0, 1)
+    assert step.wire_bytes == 1.5 * MEGABYTES * 1e6
+
+
+@pytest.mark.parametrize("overlapped", [1, 4])
+def test_an_asynchronous_collective_is_waited_for_as_far_as_it_is_not_done(overlapped):
+    text = asynchronous(overlapped)
+    step = replay(text)
+    wait = max(0, COLLECTIVE_S - overlapped * 1e-3)
+    assert step.total_s == pytest.approx((15 + overlapped) * 1e-3 + wait, rel=1e-6)
+    assert (step.num_async, step.num_sync) == (1, 0)
+    assert len(read_collectives(text)) == 1
+
+
+def test_a_collective_with_nothing_between_start_and_end_is_not_overlapped():
+    step = replay(asynchronous(0))
+    assert step.total_s == pytest.approx(15e-3 + COLLECTIVE_S, rel=1e-6)
+    assert (step.num_async, step.num_sync) == (0, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("chips", "expected"), [(1, {0}), (4, {1})])
+def test_replicas_add_up_all_gradients_at_once(chips, expected, tmp_path):
+    pytest.importorskip("libtpu")
+    work = scaling.Work(width=8, depths=(1, 1), size=32, rows=2)
+    text = scaling.program_text(work, "MirroredStrategy", chips, tmp_path)
+    step = replay(text)
+    assert {step.num_sync} == expected
+    assert step.compute_s > 0
+    again = scaling.program_text(work, "MirroredStrategy", chips, tmp_path)
+    assert again == text
