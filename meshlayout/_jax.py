@@ -207,28 +207,75 @@ def equations(jaxpr: Any, *, except_in: str = "") -> Iterator[Any]:
 def sources(jaxpr: Any) -> list[Any]:
     """Returns, for each output of a jaxpr, the value that it is.
 
-    An output of a jitted function that is one of its arguments is that argument. To
-    see it takes the jaxpr: outside, it is a new traced value.
-    tests/test_distribute_bindings.py notices.
+    An output of a jitted function that is one of its arguments is that argument, as is
+    what a scan hands on from slice to slice. To see it takes the jaxpr: outside, it is
+    a new traced value. tests/test_distribute_bindings.py notices.
     """
+    return _sources(jaxpr, {})
+
+
+def _sources(jaxpr: Any, known: dict[Any, list[Any]]) -> list[Any]:
+    if jaxpr in known:  # one body has many outputs, and may be called often
+        return known[jaxpr]
     makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
 
     def source(var: Any) -> Any:
         while not hasattr(var, "val") and var in makers:  # a literal cannot be hashed
             eqn = makers[var]
-            if eqn.primitive.name not in ("jit", "pjit", "shard_map"):
+            index = list(eqn.outvars).index(var)
+            passed = _passed(eqn, index, known)
+            if passed is None:
+                if eqn.primitive.name == "shard_map":  # called here alone
+                    return _sources(inner_jaxprs(eqn)[0], known)[index]
                 return var
-            (inner,) = inner_jaxprs(eqn)
-            inside = sources(inner)[list(eqn.outvars).index(var)]
-            arguments = zip(inner.invars, eqn.invars, strict=True)
-            passed = [outer for inner_var, outer in arguments if inner_var is inside]
-            if not passed:
-                # One jaxpr may stand for several calls of jit, unlike of shard_map.
-                return inside if eqn.primitive.name == "shard_map" else var
-            var = passed[0]
+            var = passed
         return var
 
-    return [source(var) for var in jaxpr.outvars]
+    known[jaxpr] = [source(var) for var in jaxpr.outvars]
+    return known[jaxpr]
+
+
+# Operations that call one function with their operands.
+_CALLS = {
+    "checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call",
+    "jit", "pjit", "remat", "remat2", "shard_map",
+}  # fmt: skip
+
+
+def _passed(eqn: Equation, index: int, known: dict[Any, list[Any]]) -> Any:
+    """Returns the operand that an operation gives back as an output, or None."""
+    name = eqn.primitive.name
+    if name in _CALLS or name == "scan":
+        body, *others = inner_jaxprs(eqn)
+        if others or len(body.invars) != len(eqn.invars):
+            return None
+        inside = _sources(body, known)[index]
+        inputs = {id(var): i for i, var in enumerate(body.invars)}
+        operand = inputs.get(id(inside))
+        if operand is not None and name == "scan":
+            num_constants, num_carried = scan_counts(eqn)
+            is_carried = index < num_carried
+            first_slice = num_constants + num_carried
+            # A carry that stays, or each slice of an array.
+            if (
+                operand != num_constants + index
+                if is_carried
+                else operand < first_slice
+            ):
+                return None
+        return None if operand is None else eqn.invars[operand]
+    if name == "cond":
+        branches = inner_jaxprs(eqn)
+        inside = [_sources(branch, known)[index] for branch in branches]
+        for i, operand in enumerate(eqn.invars[1:]):
+            if all(b.invars[i] is x for b, x in zip(branches, inside, strict=True)):
+                return operand
+    if name == "while":
+        body = eqn.params["body_jaxpr"].jaxpr
+        num_constants = eqn.params["body_nconsts"]
+        if _sources(body, known)[index] is body.invars[num_constants + index]:
+            return eqn.invars[eqn.params["cond_nconsts"] + num_constants + index]
+    return None
 
 
 def concrete_mesh() -> jax.sharding.Mesh | None:

@@ -175,3 +175,42 @@ def test_threads_that_train_one_model_lose_no_update():
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(steps, range(4)))
     np.testing.assert_allclose(model.bias, -20)
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(3, 3, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.dropout(jnp.tanh(self.linear(x)))
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, nnx.remat, nnx.jit])
+def test_scanned_blocks_with_dropout_are_trained(transform):
+    strategy = mirrored(2)
+
+    @nnx.split_rngs(splits=2)
+    @nnx.vmap
+    def blocks_of(rngs):
+        return Block(rngs)
+
+    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+    @transform
+    def scanned(block, x):
+        return jax.lax.cond(x.sum() > 1e6, lambda x: x, lambda x: x, block(x))
+
+    blocks, optimizer = made(strategy, lambda: blocks_of(nnx.Rngs(0)))
+
+    def step(x):
+        grads = nnx.grad(lambda blocks: scanned(blocks, x).sum())(blocks)
+        optimizer.update(blocks, grads)
+        return scanned(blocks, x)
+
+    before = blocks.dropout.rngs.key[...]
+    kernel = np.asarray(blocks.linear.kernel)
+    results = strategy.run(step, args=(jnp.ones((4, 3)),))
+    assert not np.array_equal(*results.values)  # each replica drops others
+    assert not np.array_equal(blocks.linear.kernel, kernel)
+    assert (blocks.dropout.rngs.key[...] == before).all()
+    assert blocks.dropout.rngs.count[...].tolist() == [2, 2]
