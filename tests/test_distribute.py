@@ -431,3 +431,19 @@ def test_values_are_reduced_to_where_they_are_wanted():
     assert [int(x) for x in extended.batch_reduce_to("MAX", pairs)] == [1, 1]
     extended.update(variable, lambda v, x: v.set_value(v.get_value() + x), args=(2.0,))
     assert float(variable.get_value()) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("experimental_distribute_dataset", " Here it is distribute_dataset."),
+        ("experimental_local_results", " Here it is local_results."),
+        ("experimental_run_v2", ""),
+        ("gradients", ""),
+    ],
+)
+def test_the_experimental_names_of_tensorflow_are_translated(name, hint):
+    with pytest.raises(AttributeError) as refusal:
+        getattr(mirrored(2), name)
+    message = f"MirroredStrategy has no attribute {name!r}."
+    assert str(refusal.value) == message + hint

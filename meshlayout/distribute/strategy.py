@@ -9,7 +9,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +69,16 @@ class Strategy:
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self._runs = ReplicaRuns(self)
+
+    if not TYPE_CHECKING:  # to a type checker, any attribute would exist
+
+        def __getattr__(self, name: str) -> Any:
+            """Says what TensorFlow's experimental methods are called here."""
+            ours = name.removeprefix("experimental_")
+            is_known = ours != name and hasattr(type(self), ours)
+            hint = f" Here it is {ours}." if is_known else ""
+            msg = f"{type(self).__name__} has no attribute {name!r}.{hint}"
+            raise AttributeError(msg, name=name, obj=self)
 
     @property
     def num_replicas_in_sync(self) -> int:
