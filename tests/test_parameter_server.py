@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 import threading
 
 import jax
@@ -746,7 +747,13 @@ def test_what_cannot_be_scheduled_is_refused_at_once(monkeypatch):
     assert message_of(next, iterator).startswith(
         "next(iterator) was called on the coordinator"
     )
-    assert message_of(coordinator.create_per_worker_dataset, 3).endswith("got 3.")
+    create = coordinator.create_per_worker_dataset
+    assert message_of(create, 3).endswith(
+        "must be a function that returns a dataset, got 3."
+    )
+    assert message_of(create, lambda a, b: []) == (
+        "dataset_fn is called as dataset_fn(context), but takes (a, b)."
+    )
     assert message_of(strategy.run, lambda: 1).startswith(
         "ParameterServerStrategy.run was called on the coordinator"
     )
@@ -842,6 +849,24 @@ def test_a_strategy_has_one_coordinator_at_a_time(monkeypatch):
         assert other.schedule(lambda: 3).fetch() == 3
 
 
+@pytest.mark.parametrize(
+    ("dataset_fn", "expected"),
+    [
+        (lambda: [1], 1),
+        (lambda ctx: [2 + ctx.input_pipeline_id], 2),
+        (lambda size=3: [size], 3),
+        (lambda context=None: [4 if context else 0], 4),
+        (lambda *args: [5 + len(args)], 5),
+    ],
+)
+def test_a_dataset_function_gets_a_context_if_it_takes_one(
+    monkeypatch, dataset_fn, expected
+):
+    _, coordinator, _ = start(monkeypatch)
+    iterator = iter(coordinator.create_per_worker_dataset(dataset_fn))
+    assert coordinator.schedule(lambda x: next(x), (iterator,)).fetch() == expected
+
+
 def test_a_dataset_function_may_distribute_by_the_strategy(monkeypatch):
     strategy, coordinator, _ = start(monkeypatch)
 
@@ -860,3 +885,51 @@ def test_a_dataset_function_may_distribute_by_the_strategy(monkeypatch):
 
     results = [coordinator.schedule(step, (iterator,)) for _ in range(3)]
     assert coordinator.fetch(results) == [0.0, 4.0, 8.0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_each_closure_counts_once_whoever_dies_and_whenever(
+    monkeypatch, tmp_path, seed
+):
+    random_numbers = random.Random(seed)
+
+    def fault(when, method, count):
+        number = random_numbers.random()
+        if number < 0.02:
+            raise WorkerKilled
+        if number < 0.03 and method == "push":
+            training.cluster.kill_server(random_numbers.randrange(2))
+
+    training = Training(
+        monkeypatch,
+        2,
+        2,
+        fault=fault,
+        variable_partitioner=distribute.FixedShardsPartitioner(2),
+        max_staleness=[None, 0, 2][seed],
+        checkpoint_dir=tmp_path,
+        checkpoint_every=5,
+    )
+    losses = training.run(40)
+    assert np.isfinite(losses).all()
+    assert training.optimizer.step[...] == training.num_steps[...] == 40
+    counts = training.coordinator.server_counts()
+    assert [x.num_applied for x in counts] == [40, 40]
+
+
+def test_a_new_worker_compiles_before_it_pulls(monkeypatch):
+    # Variables would get old meanwhile.
+    compiled = []
+
+    def fault(when, method, count):
+        if (when, method) == ("before", "pull"):
+            (program,) = training.cluster.workers[0]._programs.values()
+            compiled.append(len(program._executables))
+        if (when, method, count) == ("before", "push", 1):
+            raise WorkerKilled
+
+    training = Training(monkeypatch, fault=fault)
+    training.run(3)
+    assert training.cluster.num_started == {0: 2}
+    assert set(compiled) == {1}

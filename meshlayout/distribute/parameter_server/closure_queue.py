@@ -3,71 +3,10 @@
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
-from meshlayout import _checks
-from meshlayout._annotations import PyTree
 from meshlayout.distribute.parameter_server.closures import Packed
+from meshlayout.distribute.parameter_server.results import RemoteValue
 from meshlayout.errors import StrategyError
-
-
-class RemoteValue:
-    """What a scheduled function returns, once it has run.
-
-    Made by `ClusterCoordinator.schedule`.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._is_ready = threading.Event()
-        self._value: PyTree = None
-        self._error: BaseException | None = None
-
-    def fetch(self, timeout_s: float | None = None) -> PyTree:
-        """Waits for the function, and returns what it returned, as NumPy arrays.
-
-        Args:
-            timeout_s: The seconds to wait at most; None for as long as it takes.
-
-        Raises:
-            StrategyError: If it takes longer, or the function was cancelled.
-            Exception: The function's own exception, if it raised one.
-        """
-        if timeout_s is not None:
-            timeout_s = _checks.number(
-                "timeout_s", timeout_s, at_least=0, where="fetch", error=StrategyError
-            )
-        # In parts: Ctrl-C does not end a wait without a time on all platforms.
-        while not self._is_ready.wait(0.5 if timeout_s is None else timeout_s):
-            if timeout_s is not None:
-                msg = f"fetch: {self._name} has not finished within {timeout_s:g} s."
-                raise StrategyError(msg)
-        if self._error is not None:
-            raise self._error
-        return self._value
-
-    def is_ready(self) -> bool:
-        """Returns whether the function has finished, failed or been cancelled."""
-        return self._is_ready.is_set()
-
-    def _set(self, value: PyTree = None, error: BaseException | None = None) -> None:
-        if not self.is_ready():
-            self._value, self._error = value, error
-            self._is_ready.set()
-
-    def __reduce__(self) -> Any:
-        msg = (
-            f"the result of {self._name} was passed to another closure, which runs "
-            "elsewhere. Pass its value: result.fetch()."
-        )
-        raise StrategyError(msg)
-
-    def __repr__(self) -> str:
-        if not self.is_ready():
-            state = "not ready"
-        else:
-            state = "failed" if self._error is not None else "ready"
-        return f"RemoteValue({self._name}, {state})"
 
 
 class Closure:

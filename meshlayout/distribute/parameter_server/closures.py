@@ -32,6 +32,9 @@ from meshlayout import _checks, _jax, _paths
 from meshlayout._annotations import PyTree
 from meshlayout._host_arrays import host_array
 from meshlayout.distribute.nnx_graph import iter_graph
+from meshlayout.distribute.parameter_server.per_worker_data import (
+    PerWorkerIterator,
+)
 from meshlayout.errors import StrategyError
 
 
@@ -153,17 +156,6 @@ class Packed:
     iterators: tuple[int, ...]
 
 
-class IteratorReference:
-    """An iterator of which each worker has its own; the base of `PerWorkerIterator`.
-
-    Args:
-        number: Its number.
-    """
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
 def pack(
     fn: Callable[..., PyTree],
     args: Sequence[Any],
@@ -272,7 +264,7 @@ class _Pickler(cloudpickle.Pickler):
             self._note(obj)
         if isinstance(obj, nnx.Variable):
             return self._reference(obj)
-        if isinstance(obj, IteratorReference):
+        if isinstance(obj, PerWorkerIterator):
             self.iterators[obj.number] = None
             return obj.number
         return None

@@ -9,7 +9,6 @@ applied once on every server.
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import cloudpickle
@@ -20,15 +19,22 @@ from meshlayout._annotations import PyTree
 from meshlayout.distribute.parameter_server.closure_queue import (
     Closure,
     ClosureQueue,
-    RemoteValue,
 )
 from meshlayout.distribute.parameter_server.closures import (
-    IteratorReference,
     Packed,
     VariableTable,
     pack,
 )
+from meshlayout.distribute.parameter_server.per_worker_data import (
+    PerWorkerDataset,
+    pickled_dataset,
+)
 from meshlayout.distribute.parameter_server.placement import VariablePlacement
+from meshlayout.distribute.parameter_server.results import (
+    RemoteValue,
+    Staleness,
+    WorkerStaleness,
+)
 from meshlayout.distribute.parameter_server.servers import ServerCounts
 from meshlayout.distribute.parameter_server.strategy import ParameterServerStrategy
 from meshlayout.distribute.parameter_server.variable_store import (
@@ -74,76 +80,6 @@ class Cluster(ServerCluster, Protocol):
     def stop(self) -> None:
         """Ends all actors."""
         ...
-
-
-@dataclass(frozen=True)
-class WorkerStaleness:
-    """How old the gradients of one worker were.
-
-    Attributes:
-        num_pushes: The closures that changed variables.
-        mean: The mean of their staleness.
-        max: The largest.
-        num_recomputed: How often one was computed again, as it was too old.
-    """
-
-    num_pushes: int = 0
-    mean: float = 0.0
-    max: int = 0
-    num_recomputed: int = 0
-
-    def _after(self, done: Done) -> "WorkerStaleness":
-        if done.staleness is None:
-            return self
-        count = self.num_pushes + 1
-        return WorkerStaleness(
-            count,
-            self.mean + (done.staleness - self.mean) / count,
-            max(self.max, done.staleness),
-            self.num_recomputed + done.num_recomputed,
-        )
-
-
-@dataclass(frozen=True)
-class Staleness(WorkerStaleness):
-    """How old gradients were when they were applied.
-
-    The staleness of a closure is the number of other closures whose changes a server
-    applied after this one had pulled its variables; of several servers, the most.
-
-    Attributes:
-        per_worker: The same for each worker.
-    """
-
-    per_worker: tuple[WorkerStaleness, ...] = ()
-
-
-class PerWorkerIterator(IteratorReference):
-    """An iterator of a per-worker dataset, to be passed to scheduled functions."""
-
-    def __iter__(self) -> "PerWorkerIterator":
-        return self
-
-    def __next__(self) -> PyTree:
-        msg = (
-            "next(iterator) was called on the coordinator, and the batches are on the "
-            "workers. Pass the iterator to a scheduled function, as in schedule(step, "
-            "args=(iterator,)), and call next(iterator) there."
-        )
-        raise StrategyError(msg)
-
-
-class PerWorkerDataset:
-    """A dataset of which each worker has its own.
-
-    Made by `ClusterCoordinator.create_per_worker_dataset`.
-    """
-
-    def __init__(self, add: Callable[[], int]) -> None:
-        self._add = add
-
-    def __iter__(self) -> PerWorkerIterator:
-        return PerWorkerIterator(self._add())
 
 
 class ClusterCoordinator:
@@ -305,27 +241,7 @@ class ClusterCoordinator:
         Raises:
             StrategyError: If it is not such a function, or cannot be sent to a worker.
         """
-        if isinstance(dataset_fn, type) or not callable(dataset_fn):
-            msg = (
-                "create_per_worker_dataset: dataset_fn must be a function that returns "
-                f"a dataset, got {_checks.shown(dataset_fn)}."
-            )
-            raise StrategyError(msg)
-        try:
-            _checks.function("dataset_fn", dataset_fn, error=StrategyError)
-            takes_context = False
-        except StrategyError:
-            _checks.function("dataset_fn", dataset_fn, "context", error=StrategyError)
-            takes_context = True
-        try:
-            pickled = cloudpickle.dumps((dataset_fn, takes_context))
-        except Exception as problem:
-            reason = str(problem).partition("\n")[0]
-            msg = (
-                "create_per_worker_dataset: dataset_fn cannot be sent to a worker: "
-                f"{type(problem).__name__}: {reason} Open files and connections in it."
-            )
-            raise StrategyError(msg) from problem
+        pickled = pickled_dataset(dataset_fn)
         return PerWorkerDataset(lambda: self._cluster.add_dataset(pickled))
 
     @property
