@@ -214,3 +214,52 @@ def test_scanned_blocks_with_dropout_are_trained(transform):
     assert not np.array_equal(blocks.linear.kernel, kernel)
     assert (blocks.dropout.rngs.key[...] == before).all()
     assert blocks.dropout.rngs.count[...].tolist() == [2, 2]
+
+
+def test_a_bool_among_the_arguments_is_one_for_python():
+    def step(x, training):
+        return x if training else -x
+
+    strategy = mirrored(2)
+    for training in (True, False, True):
+        result = strategy.run(step, args=(1.0,), kwargs={"training": training})
+        assert float(result.values[1]) == (1 if training else -1)
+
+
+def test_a_number_that_python_needs_is_explained():
+    with pytest.raises(jax.errors.TracerIntegerConversionError) as error:
+        mirrored(2).run(lambda n: [0.0 for _ in range(n)], args=(3,))
+    (note, *_) = error.value.__notes__
+    assert note == (
+        "run: while the function is compiled, its arguments are arrays without "
+        "values, also those that are Python numbers. Fix a number that Python needs, "
+        "as in range(n), with functools.partial or a closure."
+    )
+
+
+def test_gradients_may_be_results_and_arguments():
+    strategy = mirrored(2)
+    model, optimizer = made(strategy)
+
+    def gradients(x):
+        return nnx.grad(loss_of)(model, x)
+
+    def update(grads):
+        optimizer.update(model, grads)
+
+    for _ in range(2):
+        grads = strategy.run(gradients, args=(split(strategy, ROWS),))
+        strategy.run(update, args=(grads,))
+    mean = strategy.reduce("MEAN", grads, axis=None)
+    np.testing.assert_allclose(mean["weight"], ROWS.mean(axis=0) / 2)
+    strategy.run(update, args=(mean,))
+    np.testing.assert_allclose(model.weight, 1 - 3 * ROWS.mean(axis=0))
+    np.testing.assert_allclose(model.bias, -3)
+
+
+def test_arguments_are_moved_to_the_replicas():
+    strategy = mirrored(2)
+    x = jax.device_put(jnp.arange(3.0), jax.devices()[5])
+    (own, _) = strategy.local_results(strategy.run(lambda x: 2 * x, args=(x,)))
+    (_, again) = strategy.run(lambda x: x + 1, args=(own,)).values
+    assert again.tolist() == [1, 3, 5]

@@ -12,12 +12,21 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
-from meshlayout import _checks
+from meshlayout import _checks, _jax
 from meshlayout._annotations import PyTree
 from meshlayout._host_arrays import host_array
 from meshlayout.distribute.values import PerReplica, check_replicas, is_per_replica
+from meshlayout.distribute.variables import is_on
 from meshlayout.errors import LayoutError, StrategyError
 from meshlayout.mesh import Mesh
+
+
+# What JAX raises if Python asks a traced array for its value.
+_NEEDS_A_VALUE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +62,7 @@ class Arguments:
             StrategyError: If one is not an array, a number, a `PerReplica` of the
                 mesh's replicas or an NNX object, or two are padded differently.
         """
+        args, kwargs = _without_states((args, kwargs))
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_leaf)
         arrays, kinds, objects, mask = [], [], [], None
         for index, leaf in enumerate(leaves):
@@ -69,8 +79,12 @@ class Arguments:
             elif isinstance(leaf, jax.Array | np.ndarray | np.generic):
                 if not isinstance(leaf, jax.Array):
                     leaf = _host_argument(leaf, fn, args, kwargs, index)
+                leaf = _moved(leaf, mesh)
                 kinds.append((leaf.shape, leaf.dtype, getattr(leaf, "weak_type", None)))
-            elif isinstance(leaf, bool | int | float | complex):
+            elif isinstance(leaf, bool):  # like `training`: for Python to decide on
+                kinds.append(leaf)
+                leaf = None
+            elif isinstance(leaf, int | float | complex):
                 _host_argument(leaf, fn, args, kwargs, index)
                 kinds.append(type(leaf))
             elif is_object(leaf):
@@ -86,11 +100,19 @@ class Arguments:
         """Calls the function with one replica's arrays, and with the objects."""
         nodes = iter(self.objects)
         whole = [
-            next(nodes)[1] if kind is None else leaf
+            next(nodes)[1] if kind is None else kind if isinstance(kind, bool) else leaf
             for leaf, kind in zip(leaves, self.signature[1], strict=True)
         ]
-        args, kwargs = self.treedef.unflatten(whole)
-        return fn(*args, **kwargs)
+        args, kwargs = _with_states(self.treedef.unflatten(whole))
+        try:
+            return fn(*args, **kwargs)
+        except _NEEDS_A_VALUE as error:
+            error.add_note(
+                "run: while the function is compiled, its arguments are arrays without "
+                "values, also those that are Python numbers. Fix a number that Python "
+                "needs, as in range(n), with functools.partial or a closure."
+            )
+            raise
 
     def without_arrays(self) -> "Arguments":
         """Returns what is needed to trace another call of the same signature."""
@@ -117,6 +139,55 @@ class Arguments:
             )
 
         return [longer(leaf) for leaf in self.leaves]
+
+
+@jax.tree_util.register_pytree_node_class
+class _StateValues:
+    """The values of an `nnx.State`.
+
+    Its Variables are not objects that a function may change, but new ones at each call,
+    such as those of gradients.
+    """
+
+    def __init__(self, leaves: Sequence[Any], treedef: Any) -> None:
+        self.leaves = leaves
+        self.treedef = treedef
+
+    def tree_flatten(self) -> tuple[Sequence[Any], Any]:
+        return self.leaves, self.treedef
+
+    @classmethod
+    def tree_unflatten(cls, treedef: Any, leaves: Sequence[Any]) -> "_StateValues":
+        return cls(leaves, treedef)
+
+
+def _without_states(tree: PyTree) -> Any:
+    def values(leaf: Any) -> Any:
+        if not isinstance(leaf, nnx.State):
+            return leaf
+        return _StateValues(*jax.tree.flatten(leaf, is_leaf=is_per_replica))
+
+    return jax.tree.map(
+        values, tree, is_leaf=lambda x: isinstance(x, nnx.State) or is_leaf(x)
+    )
+
+
+def _with_states(tree: PyTree) -> Any:
+    def state(leaf: Any) -> Any:
+        if not isinstance(leaf, _StateValues):
+            return leaf
+        return leaf.treedef.unflatten(leaf.leaves)
+
+    return jax.tree.map(
+        state, tree, is_leaf=lambda x: isinstance(x, _StateValues) or is_leaf(x)
+    )
+
+
+def _moved(x: Any, mesh: Mesh) -> Any:
+    """Returns an array on the devices of the replicas, such as another strategy's."""
+    if is_on(x, mesh.jax_mesh) is not False or not x.is_fully_addressable:
+        return x
+    return _jax.put(x, mesh.layout(...).with_rank(x.ndim).sharding)
 
 
 def is_object(leaf: object) -> bool:

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 from meshlayout import _checks, _jax
 from meshlayout._annotations import PyTree
 from meshlayout.collectives import ReduceOp, ReplicaContext, array_of, entered
-from meshlayout.distribute.arguments import Arguments, is_leaf, is_object
+from meshlayout.distribute.arguments import Arguments, is_leaf
 from meshlayout.distribute.bindings import Bindings, find, identity
 from meshlayout.distribute.gradients import GradientSums
 from meshlayout.distribute.host_step import HostStep, Transfers
@@ -383,7 +383,7 @@ class ReplicaProgram:
             ]
         if trace.with_old:
             new += [own[index] for index in trace.changed]
-        out, trace.treedef = jax.tree.flatten(result, is_leaf=is_leaf)
+        out, trace.treedef = jax.tree.flatten(result, is_leaf=_is_refused)
         return new, [self._result(leaf) for leaf in out]
 
     def _own_value(self, variable: object, value: Any, context: ReplicaContext) -> Any:
@@ -429,7 +429,7 @@ class ReplicaProgram:
         return jax.tree.map(combined, old, new)
 
     def _result(self, leaf: object) -> jax.Array | PerReplica:
-        if isinstance(leaf, PerReplica) or is_object(leaf):
+        if _is_refused(leaf):
             msg = (
                 f"{self._name} returned {_checks.type_text(leaf)}; a replica's "
                 "function returns arrays. What it sets in NNX objects is kept anyway."
@@ -593,6 +593,11 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
     return jax.tree.map(
         lambda x: jax.device_put(x, _jax.sharding_of(x), may_alias=False), state
     )
+
+
+def _is_refused(result: object) -> bool:
+    """Returns whether this is no result; a Variable, as in gradients, is its value."""
+    return is_leaf(result) and not isinstance(result, nnx.Variable)
 
 
 def _specs(tree: PyTree) -> PyTree:

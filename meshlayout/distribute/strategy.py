@@ -175,7 +175,8 @@ class Strategy:
         Args:
             fn: The function. In it, `get_replica_context()` says which replica this is.
             args: Its arguments: of a `PerReplica`, each replica gets its own value; any
-                other array is the same for all.
+                other array or number is the same for all. A bool stays one of Python's,
+                and of an `nnx.State` the values are passed.
             kwargs: Its arguments by name.
 
         Returns:
