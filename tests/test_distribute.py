@@ -447,3 +447,13 @@ def test_the_experimental_names_of_tensorflow_are_translated(name, hint):
         getattr(mirrored(2), name)
     message = f"MirroredStrategy has no attribute {name!r}."
     assert str(refusal.value) == message + hint
+
+
+def test_a_mirrored_variable_has_a_copy_on_each_replica():
+    strategy = mirrored(2)
+    with strategy.scope():
+        variable = nnx.Variable(jnp.arange(3.0))
+    copies = strategy.local_results(variable)
+    assert [copy.devices() for copy in copies] == [{d} for d in jax.devices()[:2]]
+    for copy in copies:
+        np.testing.assert_array_equal(copy, [0, 1, 2])

@@ -17,6 +17,10 @@ from meshlayout.distribute.central_storage import (
     VariableStorage as VariableStorage,
 )
 from meshlayout.distribute.datasets import ReplicaDataset as ReplicaDataset
+from meshlayout.distribute.default_strategy import (
+    get_strategy as get_strategy,
+    has_strategy as has_strategy,
+)
 from meshlayout.distribute.distributions import (
     DataParallel as DataParallel,
     Distribution as Distribution,
@@ -40,10 +44,6 @@ from meshlayout.distribute.strategies import (
     OneDeviceStrategy as OneDeviceStrategy,
     TPUStrategy as TPUStrategy,
 )
-from meshlayout.distribute.strategy import (
-    Strategy as Strategy,
-    get_strategy as get_strategy,
-    has_strategy as has_strategy,
-)
+from meshlayout.distribute.strategy import Strategy as Strategy
 from meshlayout.distribute.value_function import ValueContext as ValueContext
 from meshlayout.distribute.values import PerReplica as PerReplica

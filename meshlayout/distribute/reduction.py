@@ -6,17 +6,20 @@ rules hold inside of `merge_call`, where a replica has only its own part of a va
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.core import Tracer
 
 from meshlayout import _checks, _jax
+from meshlayout._annotations import PyTree
 from meshlayout._host_arrays import host_array
 from meshlayout.arrays import to_numpy
-from meshlayout.collectives import MergedValue, ReduceOp, check_axis
+from meshlayout.collectives import DistributedValues, MergedValue, ReduceOp, check_axis
 from meshlayout.distribute.values import PerReplica, check_replicas
 from meshlayout.errors import LayoutError, StrategyError
 from meshlayout.mesh import Mesh
@@ -200,3 +203,81 @@ def refuse_uneven(value: PerReplica | MergedValue, where: str, fix: str) -> NoRe
         f"last batch: {fix}."
     )
     raise StrategyError(msg)
+
+
+# Trees of values.
+
+
+def reduce_tree(op: ReduceOp, value: PyTree, axis: int | None, mesh: Mesh) -> PyTree:
+    """Combines each value of a tree; see `Strategy.reduce`."""
+    _check_values("reduce", value)
+    return jax.tree.map(
+        lambda leaf: reduce(op, leaf, axis, mesh), value, is_leaf=_is_value
+    )
+
+
+def gather_tree(value: PyTree, axis: int, mesh: Mesh) -> PyTree:
+    """Concatenates each value of a tree; see `Strategy.gather`."""
+    _check_values("gather", value)
+    return jax.tree.map(lambda leaf: gather(leaf, axis, mesh), value, is_leaf=_is_value)
+
+
+def local_results(value: PyTree, mesh: Mesh) -> tuple[PyTree, ...]:
+    """Returns the values of this process's replicas; see `Strategy.local_results`."""
+    if isinstance(value, nnx.Variable):
+        value = value.get_value()
+        if mesh.size > 1 and not isinstance(value, PerReplica):
+            return _copies(value, mesh)
+    leaves, treedef = jax.tree.flatten(value, is_leaf=_is_value)
+    for leaf in leaves:
+        if isinstance(leaf, PerReplica):
+            check_replicas(leaf, mesh, "local_results")
+    parts = [_parts(leaf) if _is_value(leaf) else None for leaf in leaves]
+    counts = {len(part) for part in parts if part is not None}
+    if not counts:
+        return (value,)
+    return tuple(
+        treedef.unflatten(
+            [
+                leaf if part is None else part[i]
+                for leaf, part in zip(leaves, parts, strict=True)
+            ]
+        )
+        for i in range(min(counts))
+    )
+
+
+def _copies(value: PyTree, mesh: Mesh) -> tuple[PyTree, ...]:
+    """Returns the copies of a mirrored variable's value on this process's replicas."""
+
+    def on(device: Any) -> PyTree:
+        return jax.tree.map(
+            lambda x: next(s.data for s in x.addressable_shards if s.device == device),
+            value,
+        )
+
+    return tuple(map(on, mesh.local_devices))
+
+
+def _is_value(leaf: object) -> bool:
+    return isinstance(leaf, DistributedValues)
+
+
+def _check_values(where: str, value: PyTree) -> None:
+    if not jax.tree.leaves(value, is_leaf=_is_value):
+        msg = (
+            f"{where}: value holds no arrays, got {_checks.shown(value)}. A function "
+            "that ends without `return` gives None."
+        )
+        raise StrategyError(msg)
+
+
+def _parts(leaf: Any) -> Sequence[Any]:
+    if isinstance(leaf, PerReplica):
+        return leaf.values
+    if merged_mask(leaf) is not None:
+        fix = "reduce along axis=0"
+        refuse_uneven(leaf, "local_results", fix)
+    context = leaf.context
+    stacked = context.all_gather(leaf.value[None], 0)
+    return [stacked[i] for i in range(context.num_replicas_in_sync)]

@@ -20,7 +20,6 @@ from meshlayout._annotations import PyTree
 from meshlayout._default_mesh import default_mesh
 from meshlayout._patches import SharedPatches
 from meshlayout.collectives import (
-    DistributedValues,
     ReduceOp,
     entered,
     in_cross_replica_context,
@@ -35,9 +34,7 @@ from meshlayout.distribute.value_function import (
     distribute_values_from_function,
 )
 from meshlayout.distribute.values import (
-    REPLICA_AXIS,
     PerReplica,
-    check_replicas,
     map_per_replica,
     per_replica,
 )
@@ -47,10 +44,10 @@ from meshlayout.hlo import Communication
 from meshlayout.layout import Layout
 from meshlayout.layout_map import LayoutMap
 from meshlayout.mesh import Mesh
-from meshlayout.mesh_creation import create_mesh
 
 
-_current: ContextVar["Strategy | None"] = ContextVar("strategy", default=None)
+# The strategy whose scope is open, or whose `run` is under way.
+current_strategy: ContextVar["Strategy | None"] = ContextVar("strategy", default=None)
 
 
 class Strategy:
@@ -133,15 +130,15 @@ class Strategy:
     @contextlib.contextmanager
     def _current(self) -> Iterator[None]:
         """Makes this the current strategy, in cross-replica context."""
-        token = _current.set(self)
+        token = current_strategy.set(self)
         try:
             with default_mesh(self.mesh), entered(None):
                 yield
         finally:
-            _current.reset(token)
+            current_strategy.reset(token)
 
     def _check_scope(self) -> None:
-        outer = _current.get()
+        outer = current_strategy.get()
         if outer is None:
             return
         where = "a strategy's scope"
@@ -241,7 +238,7 @@ class Strategy:
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
         """Makes this the current strategy, if it is not, and refuses another one."""
-        outer = _current.get()
+        outer = current_strategy.get()
         if outer is not None and not in_cross_replica_context():
             msg = (
                 "run was called in a function that already runs on each replica. Call "
@@ -451,10 +448,7 @@ class Strategy:
         """
         op = ReduceOp.parse(reduce_op)
         self._check_cross_replica("reduce", "all_reduce")
-        _check_values("reduce", value)
-        return _map_values(
-            lambda leaf: reduction.reduce(op, leaf, axis, self.mesh), value
-        )
+        return reduction.reduce_tree(op, value, axis, self.mesh)
 
     def gather(self, value: PyTree, axis: int) -> PyTree:
         """Concatenates the values of all replicas along a dim.
@@ -479,8 +473,7 @@ class Strategy:
             [[1], [2], [1], [2]]
         """
         self._check_cross_replica("gather", "all_gather")
-        _check_values("gather", value)
-        return _map_values(lambda leaf: reduction.gather(leaf, axis, self.mesh), value)
+        return reduction.gather_tree(value, axis, self.mesh)
 
     def local_results(self, value: PyTree) -> tuple[PyTree, ...]:
         """Returns the values of this process's replicas, one after another.
@@ -494,26 +487,10 @@ class Strategy:
         Raises:
             StrategyError: Inside a compiled function, if rows are padded.
         """
-        leaves, treedef = jax.tree.flatten(value, is_leaf=_is_value)
-        for leaf in leaves:
-            if isinstance(leaf, PerReplica):
-                check_replicas(leaf, self.mesh, "local_results")
-        rows = [_parts(leaf) if _is_value(leaf) else None for leaf in leaves]
-        counts = {len(row) for row in rows if row is not None}
-        if not counts:
-            return (value,)
-        return tuple(
-            treedef.unflatten(
-                [
-                    leaf if row is None else row[i]
-                    for leaf, row in zip(leaves, rows, strict=True)
-                ]
-            )
-            for i in range(min(counts))
-        )
+        return reduction.local_results(value, self.mesh)
 
     def _check_cross_replica(self, name: str, instead: str) -> None:
-        if _current.get() is not None and not in_cross_replica_context():
+        if current_strategy.get() is not None and not in_cross_replica_context():
             msg = (
                 f"{name} combines values of all replicas, and was called in a function "
                 f"that runs on one: use get_replica_context().{instead} there."
@@ -570,34 +547,6 @@ class Strategy:
         return f"{type(self).__name__}({count} replica{'s' * (count > 1)})"
 
 
-def _is_value(leaf: object) -> bool:
-    return isinstance(leaf, DistributedValues)
-
-
-def _check_values(where: str, value: PyTree) -> None:
-    if not jax.tree.leaves(value, is_leaf=_is_value):
-        msg = (
-            f"{where}: value holds no arrays, got {_checks.shown(value)}. A function "
-            "that ends without `return` gives None."
-        )
-        raise StrategyError(msg)
-
-
-def _parts(leaf: Any) -> Sequence[Any]:
-    if isinstance(leaf, PerReplica):
-        return leaf.values
-    if reduction.merged_mask(leaf) is not None:
-        fix = "reduce along axis=0"
-        reduction.refuse_uneven(leaf, "local_results", fix)
-    context = leaf.context
-    stacked = context.all_gather(leaf.value[None], 0)
-    return [stacked[i] for i in range(context.num_replicas_in_sync)]
-
-
-def _map_values(function: Callable[[Any], Any], tree: PyTree) -> PyTree:
-    return jax.tree.map(function, tree, is_leaf=_is_value)
-
-
 # Bare Variables and NNX metrics, which `LayoutMap.scope` does not know, since they are
 # not modules. If Flax makes Variables in another way, what is made in a scope stays on
 # one device until the first run; tests/test_distribute.py notices.
@@ -606,7 +555,7 @@ def _map_values(function: Callable[[Any], Any], tree: PyTree) -> PyTree:
 def _mirroring(init: Callable[..., None]) -> Callable[..., None]:
     def mirrored_init(self: nnx.Variable[Any], *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        strategy = _current.get()
+        strategy = current_strategy.get()
         if strategy is not None and not _jax.is_tracing():
             strategy._store(self)
 
@@ -614,65 +563,3 @@ def _mirroring(init: Callable[..., None]) -> Callable[..., None]:
 
 
 _variables = SharedPatches((nnx.Variable, "__init__", _mirroring))
-
-
-def has_strategy() -> bool:
-    """Returns whether this code runs in a strategy's scope, or in its `run`.
-
-    Example:
-        >>> has_strategy()
-        False
-    """
-    return _current.get() is not None
-
-
-class DefaultStrategy(Strategy):
-    """What is current outside of any scope: one replica, and nothing is changed.
-
-    Library code may call `get_strategy()` without asking whether there is one.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(
-            create_mesh({REPLICA_AXIS: 1}, devices=jax.local_devices()[:1])
-        )
-
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[Strategy]:
-        """Changes nothing.
-
-        Yields:
-            This strategy.
-        """
-        yield self
-
-    def run(
-        self,
-        fn: Callable[..., PyTree],
-        args: Sequence[PyTree] = (),
-        kwargs: Mapping[str, PyTree] | None = None,
-    ) -> PyTree:
-        """Calls the function, as if without a strategy.
-
-        Args:
-            fn: The function.
-            args: Its arguments.
-            kwargs: Its arguments by name.
-        """
-        args, kwargs = self._checked_call(fn, args, kwargs)
-        return fn(*args, **kwargs)
-
-
-@functools.cache
-def _default_strategy() -> Strategy:
-    return DefaultStrategy()
-
-
-def get_strategy() -> Strategy:
-    """Returns the current strategy; one of a single replica outside of any scope.
-
-    Example:
-        >>> get_strategy().num_replicas_in_sync
-        1
-    """
-    return _current.get() or _default_strategy()

@@ -16,8 +16,9 @@ from flax import nnx
 from meshlayout import _checks, _optional
 from meshlayout._annotations import PyTree
 from meshlayout.checkpoint import Checkpointer
+from meshlayout.distribute.default_strategy import get_strategy
 from meshlayout.distribute.parameter_server.actors import RayCluster
-from meshlayout.distribute.strategy import Strategy, get_strategy
+from meshlayout.distribute.strategy import Strategy
 from meshlayout.distribute.values import REPLICA_AXIS
 from meshlayout.errors import StrategyError
 from meshlayout.mesh_creation import create_mesh
