@@ -11,6 +11,7 @@ from flax import nnx
 
 import meshlayout as ml
 from meshlayout.distribute import MirroredStrategy, get_replica_context
+from meshlayout.errors import StrategyError
 
 
 def mirrored(replicas):
@@ -263,3 +264,26 @@ def test_arguments_are_moved_to_the_replicas():
     (own, _) = strategy.local_results(strategy.run(lambda x: 2 * x, args=(x,)))
     (_, again) = strategy.run(lambda x: x + 1, args=(own,)).values
     assert again.tolist() == [1, 3, 5]
+
+
+def test_a_function_under_jit_may_read_a_model_and_not_change_it():
+    strategy = mirrored(2)
+    model, optimizer = made(strategy)
+    x = split(strategy, ROWS)
+
+    def step(x):
+        train_step(model, optimizer, x)
+
+    predict = jax.jit(lambda x: strategy.gather(strategy.run(model, args=(x,)), 0))
+    np.testing.assert_allclose(predict(x), model(ROWS))
+    message = (
+        "step changes the variable model/bias from outside of the function that is "
+        "being compiled. run compiles by itself: call it without jit, or pass the "
+        "objects through nnx.jit as arguments."
+    )
+    for weight in (1, 1 - ROWS.mean(axis=0)):
+        with pytest.raises(StrategyError) as error:
+            jax.jit(lambda x: strategy.run(step, args=(x,)))(x)
+        assert str(error.value) == message
+        np.testing.assert_allclose(model.weight, weight * np.ones(3))
+        strategy.run(step, args=(x,))

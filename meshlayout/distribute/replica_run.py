@@ -204,8 +204,10 @@ class ReplicaProgram:
         self._passed_on: set[int] = set()
         # How the new values of variables that differ become one.
         self._aggregations: dict[int, Aggregation] = {}
-        self._check_trace()
-        variables.set(strategy._place_all(variables))
+        with (
+            jax.ensure_compile_time_eval()
+        ):  # a constant of the trace under way, if any
+            variables.set(strategy._place_all(variables))
         self.hosted = find_hosted(variables.get())
         self.transfers = Transfers()
         trace = self._examine(arguments)
@@ -235,6 +237,7 @@ class ReplicaProgram:
         """Runs the program, and sets the variables that changed."""
         if self._is_abstract:
             self._refuse_abstract()
+        self._check_trace()
         values = self.variables.get_for_reuse(self._changed)
         state, rest, leaves = self._inputs(values, arguments)
         if self._counts_padding is None and not _jax.is_tracing():
@@ -252,6 +255,20 @@ class ReplicaProgram:
         for index in self._aligned:
             leaves[index] = self._with_mask(leaves[index], arguments.mask)
         return self._treedef.unflatten(leaves)
+
+    def _check_trace(self) -> None:
+        """Refuses to change variables from outside of the trace under way, if any."""
+        if not _jax.is_tracing():
+            return
+        for index in self._changed:
+            if not belongs_here(self.variables.variables[index]):
+                msg = (
+                    f"{self._name} changes the variable {self.variables.paths[index]} "
+                    "from outside of the function that is being compiled. run compiles "
+                    "by itself: call it without jit, or pass the objects through "
+                    "nnx.jit as arguments."
+                )
+                raise StrategyError(msg)
 
     def _refuse_abstract(self) -> None:
         values = zip(self.variables.paths, self.variables.get(), strict=True)
@@ -445,21 +462,6 @@ class ReplicaProgram:
         return _whole(x, self._strategy.num_replicas_in_sync)
 
     # What is found out before it is compiled.
-
-    def _check_trace(self) -> None:
-        """Refuses variables of another trace, whose values could not be set."""
-        if not _jax.is_tracing():
-            return
-        for path, variable in zip(
-            self.variables.paths, self.variables.variables, strict=True
-        ):
-            if not belongs_here(variable):
-                msg = (
-                    f"{self._name} uses the variable {path} from outside of the "
-                    "function that is being compiled. run compiles by itself: call it "
-                    "without jit, or pass the objects through nnx.jit as arguments."
-                )
-                raise StrategyError(msg)
 
     def _examine(self, arguments: Arguments) -> _Trace:
         """Traces the function once, and plans how its results are combined.
