@@ -287,3 +287,35 @@ def test_a_function_under_jit_may_read_a_model_and_not_change_it():
         assert str(error.value) == message
         np.testing.assert_allclose(model.weight, weight * np.ones(3))
         strategy.run(step, args=(x,))
+
+
+def test_functions_that_each_epoch_defines_anew_are_compiled_once(monkeypatch):
+    strategy = mirrored(2)
+    model, optimizer = made(strategy, rate=0.1)
+    programs = []
+    monkeypatch.setattr(
+        "meshlayout.distribute.replica_run.compile_step",
+        lambda *args, **options: (
+            programs.append(args) or ml.compile_step(*args, **options)
+        ),
+    )
+
+    def epoch(model, optimizer, penalty, sign=1.5 - 0.5):
+        def loss_fn(model, x):
+            return ml.losses.compute_average_loss(model(x)) * penalty[0] * sign
+
+        def step(x):
+            optimizer.update(model, nnx.grad(loss_fn)(model, x))
+
+        strategy.run(step, args=(split(strategy, ROWS),))
+
+    penalty = [1.0]
+    for _ in range(3):
+        epoch(model, optimizer, penalty)
+    assert len(programs) == 1
+    penalty[0] = 2.0
+    epoch(model, optimizer, penalty)
+    epoch(model, optimizer, [10.0], float("1"))
+    epoch(model, optimizer, penalty, -1.0)
+    assert len(programs) == 4
+    np.testing.assert_allclose(model.bias, -1.3, rtol=1e-6)

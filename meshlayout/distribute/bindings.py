@@ -99,26 +99,54 @@ def find(fn: Callable[..., Any], arguments: Sequence[NnxObject] = ()) -> "Bindin
 def identity(fn: Callable[..., Any]) -> tuple[Any, ...]:
     """Returns what a function consists of, equal for one that was made anew.
 
-    A lambda in a loop is a new object each time, with the same code and nonlocals. The
-    ids in here are those of parts of the function, and hold as long as it is alive.
+    A lambda in a loop is a new object each time, with the same code and nonlocals; so
+    is a function, with those it calls, that another one defines at each epoch. The ids
+    in here are those of parts of the function and of what its nonlocals stand for.
+    They hold as long as it is alive and `Bindings.is_current`.
 
     Example:
-        >>> def doubled(factor):
-        ...     return [lambda x: x * factor for _ in range(2)]
-        >>> first, second = map(identity, doubled(2))
-        >>> first == second, first == identity(doubled(2)[0])
-        (True, False)
+        >>> def scaled(factors):
+        ...     return lambda x: x * factors[0]
+        >>> factors = [2]
+        >>> identity(scaled(factors)) == identity(scaled(factors))
+        True
+        >>> identity(scaled(factors)) == identity(scaled([3]))
+        False
     """
+    return _identity(fn, frozenset())
+
+
+def _identity(fn: Any, callers: frozenset[int]) -> tuple[Any, ...]:
     if isinstance(fn, types.MethodType):
-        return id(fn.__self__), *identity(fn.__func__)
+        return id(fn.__self__), *_identity(fn.__func__, callers)
     if isinstance(fn, functools.partial):
         arguments = (*fn.args, *fn.keywords.values())
-        return *fn.keywords, *map(id, arguments), *identity(fn.func)
+        return *fn.keywords, *map(id, arguments), *_identity(fn.func, callers)
     if not isinstance(fn, types.FunctionType) or vars(fn):
         return (id(fn),)
-    parts = (*(fn.__closure__ or ()), *(fn.__defaults__ or ()))
+    if id(fn) in callers:  # of itself
+        return ()
     named = fn.__kwdefaults__ or {}
-    return id(fn.__code__), id(fn.__globals__), *map(id, (*parts, *named.values()))
+    parts = (*(fn.__defaults__ or ()), *named.values())
+    cells = fn.__closure__ or ()
+    nonlocals = [_identity_in(cell, callers | {id(fn)}) for cell in cells]
+    return id(fn.__code__), id(fn.__globals__), *map(id, parts), *nonlocals
+
+
+def _identity_in(cell: types.CellType, callers: frozenset[int]) -> object:
+    try:
+        value = cell.cell_contents
+    except ValueError:  # not bound yet
+        return id(cell)
+    # What functions of libraries refer to is not watched.
+    if isinstance(value, types.FunctionType) and is_users_file(
+        value.__code__.co_filename
+    ):
+        return _identity(value, callers)
+    if isinstance(value, (bool, int, float, complex, str)):
+        return type(value), repr(value)  # 0.0 == -0.0
+    # An array that is another one at each call must not fill the cache.
+    return id(cell) if isinstance(value, (jax.Array, np.ndarray)) else id(value)
 
 
 @dataclass(frozen=True)
