@@ -187,7 +187,14 @@ class Block(nnx.Module):
         return x + self.dropout(jnp.tanh(self.linear(x)))
 
 
-@pytest.mark.parametrize("transform", [lambda f: f, nnx.remat, nnx.jit])
+@pytest.mark.parametrize(
+    "transform",
+    [
+        nnx.remat,
+        pytest.param(lambda f: f, marks=pytest.mark.slow),
+        pytest.param(nnx.jit, marks=pytest.mark.slow),
+    ],
+)
 def test_scanned_blocks_with_dropout_are_trained(transform):
     strategy = mirrored(2)
 
