@@ -732,6 +732,10 @@ def test_what_cannot_be_scheduled_is_refused_at_once(monkeypatch):
     assert "cannot be pickled: TypeError: cannot pickle '_thread.lock'" in message_of(
         schedule, holds_a_lock
     )
+    assert message_of(schedule, lambda: coordinator.done()) == (
+        "a scheduled function uses the ClusterCoordinator, which stays where it is. Pass "
+        "the function what it needs of it."
+    )
     result = schedule(lambda: jnp.ones(2))
     assert message_of(schedule, lambda x: x, (result,)).endswith(
         "which runs elsewhere. Pass its value: result.fetch()."
@@ -819,6 +823,17 @@ def test_a_restored_optimizer_goes_on_from_the_restored_state(monkeypatch):
     assert_same_state(training.model, model)
 
 
+def test_a_learning_rate_that_is_set_arrives_on_all_servers(monkeypatch):
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
+    training = Training(monkeypatch, 1, 2, tx=tx)
+    training.run(1)
+    before = jax.tree.map(np.asarray, nnx.state(training.model))
+    training.optimizer.opt_state.hyperparams["learning_rate"][...] = jnp.array(0.0)
+    training.run(2)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(training.model), before)
+    assert training.optimizer.step[...] == 3
+
+
 def test_each_worker_keeps_its_own_value_of_a_per_replica_variable(monkeypatch):
     strategy, coordinator, _ = start(monkeypatch)
     with strategy.scope():
@@ -840,7 +855,7 @@ def test_each_worker_keeps_its_own_value_of_a_per_replica_variable(monkeypatch):
 def test_a_strategy_has_one_coordinator_at_a_time(monkeypatch):
     strategy, coordinator, _ = start(monkeypatch)
     assert message_of(distribute.ClusterCoordinator, strategy) == (
-        "ParameterServerStrategy(1 workers, 1 parameter servers) has a "
+        "ParameterServerStrategy(1 worker, 1 parameter server) has a "
         "ClusterCoordinator already, which knows its variables. Use that one, or shut "
         "it down first."
     )

@@ -7,6 +7,7 @@ the closures that it has forgotten are run again, so that in the end each one ha
 applied once on every server.
 """
 
+import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -128,6 +129,7 @@ class ClusterCoordinator:
             strategy._checkpointer(),
         )
         self._next_number = 0
+        self._last: Packed | None = None
         self._finished: dict[int, tuple[Closure, tuple[int, ...]]] = {}
         self._num_done = 0
         self._staleness = [WorkerStaleness() for _ in range(strategy.num_workers)]
@@ -177,6 +179,10 @@ class ClusterCoordinator:
             raise StrategyError(msg)
         with self._schedule_lock:
             packed = pack(fn, args, kwargs or {}, self._table)
+            if self._last is not None and self._last.digest == packed.digest:
+                # An epoch that waits in the queue holds one copy of it.
+                packed = dataclasses.replace(packed, payload=self._last.payload)
+            self._last = packed
             self._with_servers(self._store.send_changes)
             closure = Closure(self._next_number, packed)
             self._queue.put(closure)
@@ -270,6 +276,13 @@ class ClusterCoordinator:
         self._queue.close()
         self._cluster.stop()
         self.strategy._has_coordinator = False
+
+    def __reduce__(self) -> Any:
+        msg = (
+            "a scheduled function uses the ClusterCoordinator, which stays where it "
+            "is. Pass the function what it needs of it."
+        )
+        raise StrategyError(msg)
 
     def __enter__(self) -> "ClusterCoordinator":
         return self

@@ -146,10 +146,9 @@ class ParameterServerStrategy(Strategy):
         return get_strategy, ()
 
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}({self.num_workers} workers, {self.num_servers} "
-            "parameter servers)"
-        )
+        workers = f"{self.num_workers} worker{'s' * (self.num_workers > 1)}"
+        servers = f"{self.num_servers} parameter server{'s' * (self.num_servers > 1)}"
+        return f"{type(self).__name__}({workers}, {servers})"
 
     def _store(self, variable: "nnx.Variable[Any]") -> None:
         """Leaves a Variable as it is: the coordinator places it when it is used."""
