@@ -177,7 +177,7 @@ def test_partitioners_give_the_numbers_of_tensorflow(dtype):
 
 # The convnet.
 
-BATCH_SIZE, EPOCHS = 50, 4
+BATCH_SIZE, EPOCHS = 50, 5
 
 
 def examples(split):
@@ -201,6 +201,13 @@ def shuffled(split, seed):
             yield images[index], labels[index]
 
 
+def adam(split):
+    # To zero: at a constant rate, the accuracy of the last step is a matter of luck, two
+    # points more or less for another order of the same batches.
+    num_steps = EPOCHS * len(split) // BATCH_SIZE
+    return optax.adam(optax.cosine_decay_schedule(2e-3, num_steps))
+
+
 def accuracy(model, split):
     images, labels = examples(split)
     return float((model(images).argmax(-1) == labels).mean())
@@ -214,7 +221,7 @@ def convnet_data():
 @pytest.fixture(scope="module")
 def synchronous_accuracy(convnet_data):
     model = ConvNet(rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, adam(convnet_data.train), wrt=nnx.Param)
 
     @nnx.jit
     def step(model, optimizer, batch):
@@ -238,7 +245,7 @@ def test_the_convnet_reaches_the_accuracy_of_synchronous_training(
     with distribute.ClusterCoordinator(strategy) as coordinator:
         with strategy.scope():
             model = ConvNet(rngs=nnx.Rngs(0))
-            optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+            optimizer = nnx.Optimizer(model, adam(train), wrt=nnx.Param)
 
         def step(iterator):
             batch = next(iterator)
@@ -246,9 +253,12 @@ def test_the_convnet_reaches_the_accuracy_of_synchronous_training(
             optimizer.update(model, grads)
             return loss
 
-        dataset = coordinator.create_per_worker_dataset(
-            lambda context: shuffled(train, context.input_pipeline_id)
-        )
+        def dataset_fn(context):
+            # The batches of the synchronous run, one worker after the other.
+            index, count = context.input_pipeline_id, context.num_input_pipelines
+            return itertools.islice(shuffled(train, 0), index, None, count)
+
+        dataset = coordinator.create_per_worker_dataset(dataset_fn)
         iterator = iter(dataset)
         num_steps = EPOCHS * len(train) // BATCH_SIZE
         results = [coordinator.schedule(step, (iterator,)) for _ in range(num_steps)]
