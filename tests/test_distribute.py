@@ -70,7 +70,7 @@ def on_one_device(steps=3):
 
 @pytest.mark.parametrize(
     "replicas",
-    [1, pytest.param(2, marks=pytest.mark.slow), 8],
+    [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 8],
 )
 def test_a_custom_training_loop_computes_what_one_device_does(replicas):
     strategy = mirrored(replicas)

@@ -266,6 +266,7 @@ def _scan(kernels, x):
     return jax.lax.scan(lambda x, kernel: (x @ kernel, None), x, kernels)[0]
 
 
+@pytest.mark.slow
 @needs_host_memory
 def test_variables_that_a_function_only_reads_stay_in_host_memory():
     strategy = CentralStorageStrategy(jax.devices()[:2])

@@ -805,6 +805,7 @@ def test_a_used_checkpoint_directory_is_refused(monkeypatch, tmp_path):
         start(monkeypatch, checkpoint_dir=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_restored_optimizer_goes_on_from_the_restored_state(monkeypatch):
     training = Training(monkeypatch, 1, 2)
     training.run(2)

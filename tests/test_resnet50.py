@@ -163,6 +163,7 @@ def test_blocks_begin_as_their_shortcuts(initial):
             np.testing.assert_array_equal(scale, 0 if "norm3" in path else 1, path)
 
 
+@pytest.mark.slow
 def test_initial_values_have_the_variances_of_the_field(initial):
     for path, kernel in by_path(initial).items():
         if kernel.ndim == 4:
@@ -303,7 +304,7 @@ def step_on_one_device(batch):
     [
         pytest.param("DATA_PARALLEL", marks=pytest.mark.slow),
         pytest.param("MODEL_PARALLEL", marks=pytest.mark.slow),
-        "FSDP",
+        pytest.param("FSDP", marks=pytest.mark.slow),
     ],
 )
 def test_a_step_on_a_mesh_is_the_step_on_one_device(
