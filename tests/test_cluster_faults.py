@@ -248,3 +248,21 @@ def test_a_time_that_is_none_is_refused(name, value):
     else:
         assert message is not None
         assert message.startswith(f"initialize: {name} must be a finite number above 0")
+
+
+def test_the_line_that_the_main_thread_is_in_is_told_from_another_thread():
+    lines = []
+
+    def look():
+        lines.extend(watch._user_line() for _ in range(20))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    while thread.is_alive():  # calls, of which each has frames that end meanwhile
+        sorted(range(20), key=lambda number: -number)
+    thread.join()
+    name = "test_the_line_that_the_main_thread_is_in_is_told_from_another_thread"
+    told = [line for line in lines if line]
+    assert told
+    assert all(f" of {__file__}, in " in line for line in told), told
+    assert any(name in line or "<lambda>" in line for line in told)

@@ -19,12 +19,15 @@ collective, from which no exception can get it out.
 
 import atexit
 import contextlib
+import faulthandler
 import json
 import logging
 import os
+import re
 import socket
 import sys
 import sysconfig
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -514,14 +517,28 @@ _LIBRARIES = tuple(
 )
 
 
+# As faulthandler writes a thread and its frames, the innermost first.
+_THREAD = re.compile(r"[Tt]hread 0x([0-9a-f]+)[^\n]*\n((?:  [^\n]*\n)*)")
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+
+
 def _user_line() -> str:
-    """Returns the line of the user's program that the main thread is in, if any."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None:
-        code = frame.f_code
-        if not code.co_filename.startswith(_LIBRARIES):
-            return f"line {frame.f_lineno} of {code.co_filename}, in {code.co_name}"
-        frame = frame.f_back
+    """Returns the line of the user's program that the main thread is in, if any.
+
+    Not by `sys._current_frames`: while a thread walks the frames of another one, that
+    goes on, and Python 3.11 may then read freed memory. faulthandler walks them without
+    letting another thread run.
+    """
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        text = file.read().decode(errors="replace")
+    main_thread = threading.main_thread().ident
+    for number, frames in _THREAD.findall(text):
+        if int(number, 16) == main_thread:
+            for filename, line, name in _FRAME.findall(frames):
+                if not filename.startswith(_LIBRARIES):
+                    return f"line {line} of {filename}, in {name}"
     return ""
 
 
