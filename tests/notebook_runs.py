@@ -116,7 +116,7 @@ def tidy(notebook: Notebook) -> Notebook:
 
 def _lasting(text: str) -> str:
     """Returns a text without times, and without the names of temporary folders."""
-    text = re.sub(rf"{re.escape(tempfile.gettempdir())}/tmp\w+", "/tmp/...", text)
+    text = re.sub(rf"{re.escape(tempfile.gettempdir())}/tmp\w+", "...", text)
     return _TIMES.sub("", text)
 
 

@@ -170,7 +170,7 @@ def test_outputs_that_would_differ_at_every_run_are_left_out():
     cell = nbformat.v4.new_code_cell("fit()", outputs=[text, more], execution_count=7)
     (cell,) = tidy(nbformat.v4.new_notebook(cells=[cell])).cells
     assert [output.text for output in cell.outputs] == [
-        "epoch 1/5  loss 0.8711\n/tmp/.../x\n"
+        "epoch 1/5  loss 0.8711\n.../x\n"
     ]
     assert cell.execution_count == 1
 

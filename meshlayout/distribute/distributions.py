@@ -1,7 +1,7 @@
 """Keras 3's entry points: a layout map and the layout of batches in one object.
 
 They are for whole programs over global arrays, as everywhere in this library outside of
-strategies; there are no replicas here.
+strategies: replicas play no part in them.
 """
 
 import contextlib

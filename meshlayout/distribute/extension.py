@@ -70,7 +70,7 @@ class StrategyExtended:
                 whose layout the result gets.
 
         Raises:
-            StrategyError: As `Strategy.reduce`, or if this is no place for an array.
+            StrategyError: As `Strategy.reduce`, or if `destinations` is none of these.
         """
         sharding = _sharding(destinations)
         reduced = self._strategy.reduce(reduce_op, value, axis=None)
