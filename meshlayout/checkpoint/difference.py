@@ -29,8 +29,7 @@ class ArraySpec:
         parts: The keys of the path; empty if only the name is known.
         shape: Its global shape.
         dtype: Its dtype; for a Python number, `bool`, `int`, `float` or `complex`.
-        is_numpy: Whether it was saved from a NumPy array, and is restored as one if no
-            target is given.
+        is_numpy: Whether it becomes a NumPy array if no target is given.
         dims: The permutation of the saved dims that gives `shape`; None for none.
     """
 
