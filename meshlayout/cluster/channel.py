@@ -234,6 +234,17 @@ class Channel:
         with contextlib.suppress(self._error):
             self.exchange(_FailureMessage(text), topic, what=what, timeout_s=timeout_s)
 
+    def failure(self) -> str:
+        """Returns the error that another process sent to the next exchange, or ``.
+
+        For a process that waits for the others in another way, and would wait for one
+        that has failed.
+        """
+        if len(self.processes) == 1:
+            return ""
+        come = self._come(str(self._turn)).values()
+        return next((x.text for x in come if isinstance(x, _FailureMessage)), "")
+
     def leave(self, topic: str) -> None:
         """Releases processes that wait for this one in an exchange."""
         self._send(topic, LEFT)
