@@ -5,10 +5,12 @@ checksums of arrays: damage is found only where a file is cut off or contradicts
 """
 
 import contextlib
+import json
 import logging
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -22,7 +24,7 @@ from meshlayout import _checks, _jax, _paths, _render
 from meshlayout._annotations import PyTree
 from meshlayout._optional import require
 from meshlayout.checkpoint import orbax
-from meshlayout.checkpoint.difference import ArraySpec
+from meshlayout.checkpoint.difference import ArraySpec, key_dtype
 from meshlayout.checkpoint.directory import path_text
 from meshlayout.checkpoint.load import Source, load
 from meshlayout.checkpoint.match import Request
@@ -249,7 +251,7 @@ class _OrbaxTree:
     """The arrays of one tree that Orbax wrote; a `Source`.
 
     Read by the handler of Orbax's first API, which knows the trees of both, and has no
-    barrier at which processes would wait for one that has raised. PRNG keys are words.
+    barrier at which processes would wait for one that has raised.
     """
 
     is_foreign = True
@@ -261,8 +263,9 @@ class _OrbaxTree:
         self._path, self.name = path, str(path)
         with self._unreadable():
             self._tree = self._handler.metadata(path).tree
+            impls = _key_impls(path)
             entries = jax.tree_util.tree_leaves_with_path(self._tree)
-            specs = [_spec(*entry) for entry in entries]
+            specs = [_spec(*entry, impls) for entry in entries]
         self._specs, self.leaves = specs, [spec for spec in specs if spec is not None]
         for separator in "./":  # between keys in Orbax's files, and in paths
             names = [separator.join(spec.parts) for spec in self.leaves]
@@ -293,13 +296,8 @@ class _OrbaxTree:
         )
         with self._unreadable():
             tree = self._handler.restore(self._path, args=arguments)
-        arrays = {
-            spec.path: jax.random.key_data(array) if _jax.is_key(array) else array
-            for spec, array in zip(
-                self._specs, treedef.flatten_up_to(tree), strict=True
-            )
-            if spec is not None
-        }
+        values = zip(self._specs, treedef.flatten_up_to(tree), strict=True)
+        arrays = {spec.path: _words(value) for spec, value in values if spec}
         return [arrays[spec.path] for spec, _ in wanted]
 
     @contextlib.contextmanager
@@ -311,14 +309,35 @@ class _OrbaxTree:
             raise DamagedCheckpointError(msg) from error
 
 
-def _spec(keys: Sequence[Any], entry: Any) -> ArraySpec | None:
+def _words(value: Any) -> Any:
+    """Returns the words of PRNG keys, and anything else as it is."""
+    is_key = isinstance(value, jax.Array) and _jax.is_extended(value.dtype)
+    return jax.random.key_data(value) if is_key else value
+
+
+def _spec(keys: Sequence[Any], entry: Any, impls: Mapping[str, str]) -> ArraySpec | None:
     """Returns the spec of a leaf from Orbax's metadata; None for text."""
     if not hasattr(entry, "dtype"):
         return None
-    parts, dtype = tuple(map(_paths.key_name, keys)), np.dtype(entry.dtype)
-    is_number = type(entry).__name__ == "ScalarMetadata"
-    kind = type(dtype.type(0).item()) if is_number else dtype
-    return ArraySpec("/".join(parts), parts, tuple(entry.shape), kind)
+    parts = tuple(map(_paths.key_name, keys))
+    path, shape, dtype = "/".join(parts), tuple(entry.shape), np.dtype(entry.dtype)
+    if type(entry).__name__ == "ScalarMetadata":
+        return ArraySpec(path, parts, shape, type(dtype.type(0).item()))
+    key = ArraySpec(path, parts, (), key_dtype(impls.get(".".join(parts), "")))
+    if key.dtype is None:
+        return ArraySpec(path, parts, shape, dtype)
+    return replace(key, shape=shape[: -len(key.host_shape)])
+
+
+def _key_impls(path: Any) -> dict[str, str]:
+    """Returns the generator of each array of PRNG keys, by Orbax's name."""
+    impls: dict[str, str] = {}
+    for file in path.glob("array_metadatas/process_*"):
+        for entry in json.loads(file.read_text())["array_metadatas"]:
+            array = entry["array_metadata"]
+            more = array.get("ext_metadata") or {}
+            impls[array["param_name"]] = more.get("random_key_impl", "")
+    return impls
 
 
 def _find_tree(directory: Any, item: str | None) -> Any:

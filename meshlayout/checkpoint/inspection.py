@@ -8,7 +8,6 @@ from typing import Any
 
 from meshlayout import _jax, _render
 from meshlayout.checkpoint.difference import is_number
-from meshlayout.checkpoint.positions import from_json
 from meshlayout.checkpoint.tree import specs_of
 
 
@@ -81,7 +80,7 @@ class Inspection:
             datetime.datetime.fromtimestamp(facts["time"], datetime.UTC),
             facts["processes"],
             tuple(leaves),
-            from_json(facts["metadata"]),
+            facts["metadata"],
             facts["metrics"],
             facts["data"] is not None,
             sum(leaf.nbytes for leaf in leaves),
