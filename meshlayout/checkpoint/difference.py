@@ -1,4 +1,4 @@
-"""`RestoreDiff`: how a saved state differs from the state to restore into."""
+"""`RestoreDiff`: how saved arrays differ from those of the state to restore into."""
 
 import difflib
 import functools
@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.typing import DTypeLike
 
 from meshlayout import _jax, _render
 from meshlayout._annotations import DType
@@ -23,15 +22,14 @@ _COLUMNS = ("differs", "wanted", "saved")
 
 @dataclass(frozen=True, slots=True)
 class ArraySpec:
-    """The spec of a saved array, known before it is read, or of an array to restore.
+    """What is known of an array before it is read.
 
     Attributes:
         path: Its path, or its name in the files.
         parts: The keys of the path; empty if only the name is known.
         shape: Its global shape.
         dtype: Its dtype; for a Python number, `bool`, `int`, `float` or `complex`.
-        is_numpy: Whether it was saved from a NumPy array, and is restored as one if no
-            target is given.
+        is_numpy: Whether it becomes a NumPy array if no target is given.
         dims: The permutation of the saved dims that gives `shape`; None for none.
     """
 
@@ -49,7 +47,7 @@ class ArraySpec:
 
     @property
     def is_key(self) -> bool:
-        """Whether it is an array of PRNG keys, whose generator is known."""
+        """Whether it is an array of PRNG keys."""
         return not is_number(self.dtype) and _jax.is_extended(self.dtype)
 
     @property
@@ -78,7 +76,7 @@ class ArraySpec:
         return f"{self.path} {self.array}".lstrip()
 
 
-def is_number(dtype: DTypeLike | None) -> bool:
+def is_number(dtype: object) -> bool:
     """Returns whether this is the type of a Python number instead of a dtype."""
     # By identity: NumPy's float64 equals float.
     return any(dtype is kind for kind in (bool, int, float, complex))
@@ -88,7 +86,7 @@ def is_number(dtype: DTypeLike | None) -> bool:
 def key_dtype(impl: str | None) -> Any:
     """Returns the dtype of a generator's PRNG keys; None if JAX does not know it."""
     try:
-        # Abstract: reading a manifest must not run a program on a device.
+        # Abstract: reading metadata must not run a program on a device.
         return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
     except (TypeError, ValueError):
         return None
@@ -177,24 +175,20 @@ class RestoreDiff:
         rows = self._rows(None)
         return _render.html_table(_COLUMNS, rows, caption=self.summary())
 
-    def _rows(self, most: int | None) -> list[list[str]]:
+    def _rows(self, most: int | None) -> list[tuple[str, str, str]]:
+        # Near names only for rows that are shown, as thousands may be missing.
+        missing = self.missing[:most]
         rows = [
-            *(("missing", path, None) for path in self.missing),
+            *(("missing", self._named(path), self._nearest(path)) for path in missing),
             *(("shape", str(row.wanted), str(row.saved)) for row in self.shapes),
             *(("dtype", str(row.wanted), str(row.saved)) for row in self.dtypes),
             *(("extra", "", self._named(path)) for path in self.extra),
         ]
-        # Near names only for the rows that are shown: thousands may be missing.
-        return [
-            [what, self._named(wanted), self._nearest(wanted)]
-            if saved is None
-            else [what, wanted, saved]
-            for what, wanted, saved in rows[:most]
-        ]
-
-    def _named(self, path: str) -> str:
-        return f"{path} {self.arrays.get(path, '')}".strip()
+        return rows[:most]
 
     def _nearest(self, path: str) -> str:
         near = self.near(path)
         return "" if near is None else f"(near: {self._named(near)})"
+
+    def _named(self, path: str) -> str:
+        return f"{path} {self.arrays.get(path, '')}".strip()
