@@ -21,6 +21,7 @@ import json
 import logging
 import os
 import re
+import secrets
 import shutil
 import time
 import weakref
@@ -43,14 +44,10 @@ _REMOTE = "gs://"
 SEAL = "files.json"
 # Orbax's: the facts of a step that we give it, and what it writes last in a store.
 FACTS, COMMIT = "_CHECKPOINT_METADATA", "commit_success.txt"
+# How long what another machine wrote may take to appear here.
+_SHARED_S = 5.0
 # What the formats before this one had in the place of a seal.
 _OLD = "manifest.json"
-
-_WAY_OUT = (
-    "Restore another step, or the newest intact one with fallback=True; verify=False "
-    "reads whatever is there."
-)
-
 
 # Paths.
 
@@ -174,8 +171,7 @@ def read_facts(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         content = None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        msg = f"{path / FACTS} cannot be read: {error}. {_WAY_OUT}"
-        raise DamagedCheckpointError(msg) from error
+        raise _damaged(path / FACTS, f"cannot be read: {error}") from error
     if not isinstance(content, Mapping) or content.get("format") != 4:
         msg = (
             f"{path} was not written by a Checkpointer of this version. "
@@ -250,6 +246,11 @@ def take_name(directory: Path, step: int) -> None:
         _remove(old)
 
 
+def read_seal(path: Path) -> bytes:
+    """Returns what declares a step whole; another save of it would change this."""
+    return (path / (COMMIT if is_remote(path) else SEAL)).read_bytes()
+
+
 def check(path: Path, *, verify: bool) -> bytes:
     """Compares a step's files with what was saved, each process its share of them.
 
@@ -258,25 +259,38 @@ def check(path: Path, *, verify: bool) -> bytes:
         verify: Whether to compare their hashes, and not only their sizes.
 
     Returns:
-        The seal, which another save of the step would change.
+        The seal.
 
     Raises:
         DamagedCheckpointError: If they differ; names the file.
     """
-    if is_remote(path):
-        return (path / COMMIT).read_bytes()
+    if (path / _OLD).exists():
+        read_facts(path)  # says that it is of an older format
     try:
-        content = (path / SEAL).read_bytes()
-        files = sorted(json.loads(content).items())
-        share = files[jax.process_index() :: jax.process_count()]
-        for name, (size, digest) in share:
-            _check_file(path / name, size, digest if verify else None)
+        content = read_seal(path)
+        files = [] if is_remote(path) else sorted(json.loads(content).items())
+        files = [(path / name, *facts) for name, facts in files]
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        if (path / _OLD).exists():
-            read_facts(path)  # says that it is of an older format
-        msg = f"{path / SEAL} is not as it was saved: {error}. {_WAY_OUT}"
-        raise DamagedCheckpointError(msg) from error
+        raise _damaged(path / SEAL, f"is not as it was saved: {error}") from error
+    for file, size, digest in files[jax.process_index() :: jax.process_count()]:
+        try:
+            found = [file.stat().st_size]
+            if found == [size] and verify:
+                found = _digest(file)
+        except OSError as error:
+            raise _damaged(file, f"cannot be read: {error.strerror}") from error
+        if found[0] != size:
+            raise _damaged(file, f"has {found[0]} bytes, but {size} were saved")
+        if found[1:] not in ([], [digest]):
+            raise _damaged(file, "has other content than was saved")
     return content
+
+
+def _damaged(path: Path, what: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+        f"{path} {what}. Restore another step, or the newest intact one with "
+        "fallback=True; verify=False reads whatever is there."
+    )
 
 
 def num_bytes(path: Path) -> int:
@@ -299,11 +313,36 @@ def delete(path: Path) -> None:
     _remove(hidden)
 
 
+def write_token(directory: Path) -> Path | None:
+    """Writes a file that the other processes have to see, if there are any."""
+    if jax.process_count() == 1 or is_remote(directory):
+        return None
+    token = directory / f".shared-{secrets.token_hex(8)}"
+    token.touch()
+    return token
+
+
+def await_token(token: Path) -> None:
+    """Waits for the file that process 0 has written, or raises CheckpointError."""
+    end_s = time.monotonic() + _SHARED_S
+    while not token.exists():
+        if time.monotonic() > end_s:
+            msg = (
+                f"process {jax.process_index()} does not see what process 0 wrote to "
+                f"{token.parent}: the processes do not share this directory. Give one "
+                "that all machines share."
+            )
+            raise CheckpointError(msg)
+        time.sleep(0.02)
+
+
 def recover(directory: Path) -> None:
     """Finishes what a save that was cut off has begun; the lock must be held."""
     if is_remote(directory):
         return
-    news = [path for path in directory.iterdir() if re.fullmatch(r"\d+\.new", path.name)]
+    news = [
+        path for path in directory.iterdir() if re.fullmatch(r"\d+\.new", path.name)
+    ]
     for path in news:
         # First, as what is being deleted may be the only other copy.
         if has_seal(path):
@@ -315,20 +354,6 @@ def recover(directory: Path) -> None:
             _remove(path)
         elif re.fullmatch(r"\.shared-\w{16}", path.name):
             path.unlink()
-
-
-def _check_file(path: Path, size: int, digest: str | None) -> None:
-    try:
-        found = path.stat().st_size
-        if found == size and (digest is None or _digest(path)[1] == digest):
-            return
-    except OSError as error:
-        msg = f"{path} cannot be read: {error.strerror}. {_WAY_OUT}"
-        raise DamagedCheckpointError(msg) from error
-    what = "has other content than was saved"
-    if found != size:
-        what = f"has {found} bytes, but {size} were saved"
-    raise DamagedCheckpointError(f"{path} {what}. {_WAY_OUT}")
 
 
 def _files_below(path: Path) -> Iterator[Path]:

@@ -74,7 +74,6 @@ class OrbaxTree:
         path: Path,
         item: str,
         leaves: Sequence[Mapping[str, Any]],
-        *,
         name: str,
         before_read: Callable[[], None],
     ) -> None:
@@ -191,27 +190,32 @@ def _placed(x: np.ndarray[Any, Any], sharding: Sharding) -> jax.Array:
 
 # The end of the process.
 
-# By a key: waits until a save has finished.
-running: dict[object, Callable[[], None]] = {}
+# Saves that run, or whose error nobody has raised, each with what waits for its end.
+unfinished: dict[object, Callable[[], None]] = {}
 
 
-@functools.cache
-def finish_at_exit() -> None:
-    """Has the interpreter finish saves before it shuts thread pools down.
+def finish_at_exit(save: object, finish: Callable[[], None]) -> None:
+    """Has the interpreter finish a save before it shuts thread pools down.
 
     At exit Python first shuts down the pools that Orbax writes with, and only then
     waits for threads: a running save would hang for minutes, and be lost. Functions
-    registered here run in reverse order, so this one, registered after that of
+    registered so run in reverse order, so ours, registered after that of
     `concurrent.futures`, runs before it. The API is private (in Python 3.9 to 3.14);
     without it running saves are lost at exit, and
     `test_a_process_that_ends_finishes_its_save` fails.
     """
+    unfinished[save] = finish
+    _register_at_exit()
+
+
+@functools.cache
+def _register_at_exit() -> None:
     assert concurrent.futures.thread  # its import registers its function first
     threading._register_atexit(_finish_all)  # type: ignore[attr-defined]
 
 
 def _finish_all() -> None:
-    for finish in list(running.values()):
+    for finish in list(unfinished.values()):
         try:
             finish()
         except KeyboardInterrupt:  # which would abort the process here
@@ -221,7 +225,7 @@ def _finish_all() -> None:
 
 if hasattr(os, "register_at_fork"):
     # A forked child has not the threads: a data loader's worker would never end.
-    os.register_at_fork(after_in_child=running.clear)
+    os.register_at_fork(after_in_child=unfinished.clear)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import numpy as np
 from meshlayout import _checks
 from meshlayout._annotations import Batch
 from meshlayout._batches import WeightsKey, get_weights, num_examples
-from meshlayout.checkpoint.input import Data, Input, why_not
+from meshlayout.trainer.passes import Data, Input, why_not
 from meshlayout.data import DistributedDataset
 from meshlayout.data.agreement import Agreement, BatchReport, loop_agreement_of
 from meshlayout.data.batch_iterator import DataIterator

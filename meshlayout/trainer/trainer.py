@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from meshlayout import _checks, _jax
 from meshlayout._annotations import Batch, PyTree
 from meshlayout._batches import batch_layout, num_examples, num_row_shards
-from meshlayout.checkpoint.input import Data
+from meshlayout.trainer.passes import Data
 from meshlayout.data import DistributedDataset
 from meshlayout.errors import MeshLayoutError
 from meshlayout.layout import Layout

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from meshlayout._annotations import Batch
-from meshlayout.checkpoint.data_state import Continues
+from meshlayout.checkpoint.positions import Continues
 from meshlayout.errors import CheckpointError
 
 
