@@ -219,8 +219,8 @@ def _placed(target: Target, value: Any) -> Any:
 def _reader(target: Target, value: Any) -> Callable[..., HostArray]:
     """Returns a function that reads, transposes and casts a slice of a saved array.
 
-    Every slice is read once. Each call returns memory that nothing else uses: a CPU
-    device may take it over, and the state may be donated later.
+    Every slice is read once. Devices with copies of one may share its memory, which
+    JAX then never gives away to a donated argument.
     """
     saved = target.saved
     assert saved is not None
@@ -235,7 +235,7 @@ def _reader(target: Target, value: Any) -> Callable[..., HostArray]:
     def read(index: tuple[slice, ...] = (slice(None),) * len(shape)) -> HostArray:
         bounds = _bounds(index, shape)
         if bounds in parts:
-            return parts[bounds].copy()
+            return parts[bounds]
         in_file = tuple(bounds[dim] for dim in np.argsort(dims))
         if in_file in shards:
             part = np.array(shards[in_file])
@@ -243,7 +243,7 @@ def _reader(target: Target, value: Any) -> Callable[..., HostArray]:
             whole = np.asarray(value) if is_number(saved.dtype) else value
             part = np.array(whole[tuple(slice(*bound) for bound in in_file)])
         if saved.dims is not None:
-            part = part.transpose(saved.dims).copy()
+            part = part.transpose(saved.dims)
         parts[bounds] = _cast(part, target.dtype, saved)
         return parts[bounds]
 

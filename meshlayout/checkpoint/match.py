@@ -7,7 +7,7 @@ nearly always a typo, and of several that match a path the first one counts.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,21 +61,22 @@ def match(
     plain_names, plain_paths = names, paths
     if is_foreign:
         plain_names, plain_paths = _without_flax(names), _without_flax(paths)
-    left = _left_as_they_are(request.partial, [*names, *paths])
+    left = _left_as_they_are(request.partial, {*names, *plain_names, *paths})
+    extra: dict[str, ArraySpec] = {}
     candidates: dict[str, list[str]] = {}
     for plain, name in zip(plain_names, names, strict=True):
-        if name not in left:
+        if not left & {plain, name}:
+            extra[name] = saved[name]
             candidates.setdefault(plain, []).append(name)
     requested = _requested(request.dtype, targets)
     matched: list[Target] = []
     missing: dict[str, str] = {}
     shapes: list[Change] = []
     dtypes: list[Change] = []
-    extra = {name: saved[name] for name in names if name not in left}
     for target, plain in zip(targets, plain_paths, strict=True):
         spec = expected = target.spec
         matched.append(target)
-        if spec.path in left:
+        if left & {plain, spec.path}:
             continue
         # With two candidates it is unclear which is meant: both are reported as extra.
         if len(candidates.get(plain, ())) != 1:
@@ -161,7 +162,7 @@ def _advice(diff: RestoreDiff) -> str:
 
 
 def _compiled(
-    option: str, patterns: Iterable[str], paths: Sequence[str]
+    option: str, patterns: Iterable[str], paths: Collection[str]
 ) -> list[re.Pattern[str]]:
     """Returns an option's patterns, each of which must match a path."""
     regexes = [_checks.pattern(option, p, error=CheckpointError) for p in patterns]
@@ -177,7 +178,7 @@ def _compiled(
     return regexes
 
 
-def _left_as_they_are(partial: object, paths: Sequence[str]) -> set[str]:
+def _left_as_they_are(partial: object, paths: Collection[str]) -> set[str]:
     """Returns the paths that the patterns of `partial=` match."""
     if isinstance(partial, (bool, np.bool_)):
         return set()
