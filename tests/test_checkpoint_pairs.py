@@ -332,7 +332,7 @@ def test_patterns_mean_paths_of_the_state_and_saved_names(rows):
 
 
 def test_a_pattern_of_partial_that_is_nowhere_is_an_error():
-    message = error_of(restored, numbered("a"), numbered("a"), partial="heed")
+    message = error_of(restored, numbered("a", "b"), numbered("a"), partial="heed")
     assert message == (
         "the pattern 'heed' of partial= matches none of the 2 paths. Correct it or "
         "remove it."

@@ -233,8 +233,8 @@ def _values_in(
         tensor = node.detach().cpu()
         is_narrow = "bfloat16" in str(tensor.dtype)  # which NumPy itself lacks
         node = np.asarray(jax.dlpack.from_dlpack(tensor) if is_narrow else tensor)
-    if isinstance(node, (Mapping, list, tuple)):
-        is_map = isinstance(node, Mapping)
+    is_map = isinstance(node, Mapping)
+    if is_map or type(node) in (list, tuple):  # not a named one, such as msgpack's
         for key, child in node.items() if is_map else enumerate(node):
             yield from _values_in(child, name, (*keys, str(key)))
     elif isinstance(node, (bool, int, float, complex)) or (

@@ -246,18 +246,18 @@ def _mapped_file(path: Path) -> dict[str, HostArray]:
             content = np.memmap(path, np.uint8, "r")
         (size,) = struct.unpack("<Q", content[:8])
         header = json.loads(content[8 : 8 + size].tobytes())
+        header.pop("__metadata__", None)
+        arrays: dict[str, HostArray] = {}
+        for name, entry in header.items():
+            begin, end = (8 + size + offset for offset in entry["data_offsets"])
+            array = content[begin:end].view(_DTYPES[entry["dtype"]])
+            arrays[name] = array.reshape(entry["shape"])
+    except KeyError as error:
+        msg = f"{path} holds arrays of the dtype {error}, which JAX lacks."
+        raise CheckpointError(msg) from None
     except (library.SafetensorError, ValueError, RecursionError) as error:
         msg = f"{path} is truncated or is not a safetensors file: {error}."
         raise DamagedCheckpointError(msg) from None
-    header.pop("__metadata__", None)
-    arrays: dict[str, HostArray] = {}
-    for name, entry in header.items():
-        dtype = _DTYPES.get(entry["dtype"])
-        if dtype is None:
-            msg = f"{path}: {name} has the dtype {entry['dtype']}, which JAX lacks."
-            raise CheckpointError(msg)
-        begin, end = (8 + size + offset for offset in entry["data_offsets"])
-        arrays[name] = content[begin:end].view(dtype).reshape(entry["shape"])
     return arrays
 
 
