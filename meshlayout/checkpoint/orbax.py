@@ -25,6 +25,7 @@ from meshlayout import _jax
 from meshlayout._optional import require
 from meshlayout.checkpoint.difference import ArraySpec
 from meshlayout.checkpoint.tree import Keys, nested, number_of, specs_of
+from meshlayout.errors import DamagedCheckpointError
 
 
 logger = logging.getLogger("meshlayout.checkpoint")
@@ -104,8 +105,12 @@ class OrbaxTree:
             ocp = quiet()
             with _context(ocp):
                 items = {self._item: nested(abstract.items())}
-                tree = ocp.load_checkpointables(str(self._path), items)[self._item]
-            values = {keys: _value_at(tree, keys) for keys in abstract}
+                try:
+                    tree = ocp.load_checkpointables(str(self._path), items)
+                except Exception as error:
+                    msg = f"{self._path} cannot be read: {reason(error)}."
+                    raise DamagedCheckpointError(msg) from error
+            values = {keys: _value_at(tree[self._item], keys) for keys in abstract}
         for spec, sharding in wanted:
             if spec.parts in self._numbers:
                 yield self._numbers[spec.parts]

@@ -248,8 +248,8 @@ def nested(items: Iterable[tuple[Sequence[str], Any]]) -> PyTree:
 # What the processes must have alike.
 
 
-def replica_sums(trees: Mapping[str, Mapping[Keys, Any]]) -> list[int]:
-    """Returns numbers that tell apart states whose replicated leaves differ.
+def replica_sums(trees: Mapping[str, Mapping[Keys, Any]]) -> str:
+    """Returns a text that tells apart states whose replicated leaves differ.
 
     Each process takes one copy of every array that all devices hold, or of its own; one
     program sums their bits, and nothing but the sum comes to the host.
@@ -258,7 +258,7 @@ def replica_sums(trees: Mapping[str, Mapping[Keys, Any]]) -> list[int]:
         trees: The arrays to write.
     """
     if jax.process_count() == 1:
-        return []
+        return ""
     on_host, copies = 0, {}
     for array in (x for arrays in trees.values() for x in arrays.values()):
         if not isinstance(array, jax.Array):
@@ -266,7 +266,8 @@ def replica_sums(trees: Mapping[str, Mapping[Keys, Any]]) -> list[int]:
         elif array.sharding.is_fully_replicated:
             copy = array.addressable_data(0)
             copies.setdefault(copy.device, []).append(copy)
-    return [on_host, *(int(_sum_of_bits(group)) for group in copies.values())]
+    sums = [on_host, *(int(_sum_of_bits(group)) for group in copies.values())]
+    return "-".join(f"{number:x}" for number in sums)
 
 
 def _num_bits(dtype: DType) -> int:
