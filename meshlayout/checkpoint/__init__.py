@@ -5,6 +5,11 @@ from meshlayout.checkpoint.difference import (
     Change as Change,
     RestoreDiff as RestoreDiff,
 )
+from meshlayout.checkpoint.foreign import (
+    load_arrays as load_arrays,
+    load_msgpack as load_msgpack,
+    load_orbax as load_orbax,
+)
 from meshlayout.checkpoint.inspection import (
     InspectedLeaf as InspectedLeaf,
     Inspection as Inspection,
@@ -13,4 +18,8 @@ from meshlayout.checkpoint.preemption import (
     EXIT_STATUS as EXIT_STATUS,
     Preempted as Preempted,
     Preemption as Preemption,
+)
+from meshlayout.checkpoint.safetensors import (
+    load_safetensors as load_safetensors,
+    save_safetensors as save_safetensors,
 )

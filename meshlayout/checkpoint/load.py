@@ -80,7 +80,7 @@ def load(source: Source, request: Request) -> Restored:
     for target in targets:
         _check(target, source.name)
     wanted = [(t.saved, _sharding_in_file(t)) for t in targets if t.saved is not None]
-    arrays = iter(source.read(wanted))
+    arrays = iter([*source.read(wanted)])
     values = [
         _kept(t) if t.saved is None else _placed(t, next(arrays)) for t in targets
     ]

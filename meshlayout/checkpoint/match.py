@@ -270,7 +270,7 @@ def _requested(
         return {}
     try:
         value = jnp.dtype(dtype).newbyteorder("=")
-    except TypeError:
+    except (TypeError, ValueError):
         value = None
     # NumPy's "g" and "G" are `longdouble` and `clongdouble`, which JAX does not have.
     if value is None or not _jax.is_array_dtype(value) or value.char in "gG":
