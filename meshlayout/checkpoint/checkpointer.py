@@ -213,6 +213,7 @@ class Checkpointer:
         self.wait()
         self._take_lock(step)
         facts: dict[str, Any] = {"format": 4, "step": step, "time": time.time()}
+        facts["processes"] = jax.process_count()
         facts["data"] = None
         with failures_told(self._main, step, self.directory), orbax.undisturbed():
             if jax.process_index() == 0:
