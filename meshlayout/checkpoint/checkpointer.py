@@ -36,7 +36,7 @@ from meshlayout.checkpoint.positions import (
     move_to_position,
     position_of,
 )
-from meshlayout.checkpoint.preemption import Preempted, Preemption
+from meshlayout.cluster.preemption import Preempted, Preemption
 from meshlayout.checkpoint.save import Save, failures_told
 from meshlayout.checkpoint.saved_step import GoneError, SavedStep
 from meshlayout.checkpoint.tree import replica_sums, saved_leaves
@@ -635,5 +635,3 @@ def _read(saved: SavedStep, read: Callable[[SavedStep], T]) -> T:
     result = read(saved)
     saved.check_unchanged()
     return result
-
-
